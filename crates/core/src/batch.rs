@@ -1,0 +1,253 @@
+//! The fused batch: what a layer's call brings, feature by feature, as it lies in the framework's buffers.
+
+use crate::error::{Error, Result};
+use crate::key::Key;
+
+/// The ids of a feature, in any integer type.
+#[derive(Clone, Copy, Debug)]
+pub enum Keys<'a> {
+    I64(&'a [i64]),
+    U64(&'a [u64]),
+    I32(&'a [i32]),
+    U32(&'a [u32]),
+    /// 64-bit ids in two words each, for JAX without 64-bit integers.
+    Words { low: &'a [i32], high: &'a [i32] },
+}
+
+impl Keys<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            Keys::I64(ids) => ids.len(),
+            Keys::U64(ids) => ids.len(),
+            Keys::I32(ids) => ids.len(),
+            Keys::U32(ids) => ids.len(),
+            Keys::Words { low, .. } => low.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    #[inline(always)]
+    pub fn get(&self, position: usize) -> Key {
+        match self {
+            Keys::I64(ids) => ids[position] as u64,
+            Keys::U64(ids) => ids[position],
+            Keys::I32(ids) => ids[position] as i64 as u64,
+            Keys::U32(ids) => u64::from(ids[position]),
+            Keys::Words { low, high } => join_words(low[position], high[position]),
+        }
+    }
+
+    /// Copies the keys from `start` on: one look at the type a block, not a key.
+    #[inline(always)]
+    pub fn load(&self, start: usize, block: &mut [Key]) {
+        macro_rules! each {
+            ($ids:expr, $key:expr) => {
+                block.iter_mut().zip(&$ids[start..]).for_each(|(to, &id)| *to = $key(id))
+            };
+        }
+        match self {
+            Keys::I64(ids) => each!(ids, |id| id as u64),
+            Keys::U64(ids) => each!(ids, |id| id),
+            Keys::I32(ids) => each!(ids, |id| id as i64 as u64),
+            Keys::U32(ids) => each!(ids, u64::from),
+            Keys::Words { low, high } => {
+                let words = low[start..].iter().zip(&high[start..]);
+                block.iter_mut().zip(words).for_each(|(to, (&l, &h))| *to = join_words(l, h));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn join_words(low: i32, high: i32) -> Key {
+    u64::from(low as u32) | u64::from(high as u32) << 32
+}
+
+/// Where bags end in the list of a feature's ids.
+#[derive(Clone, Copy, Debug)]
+pub enum Splits<'a> {
+    I64(&'a [i64]),
+    I32(&'a [i32]),
+}
+
+impl Splits<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            Splits::I64(splits) => splits.len(),
+            Splits::I32(splits) => splits.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    #[inline(always)]
+    pub fn get(&self, index: usize) -> i64 {
+        match self {
+            Splits::I64(splits) => splits[index],
+            Splits::I32(splits) => i64::from(splits[index]),
+        }
+    }
+}
+
+/// Which ids are combined into one output row.
+#[derive(Clone, Copy, Debug)]
+pub enum Bags<'a> {
+    /// None: a row an id.
+    Each,
+    /// As many in each bag.
+    Fixed { num_bags: usize, hotness: usize },
+    /// Bag `i` is the ids `splits[i]..splits[i + 1]`.
+    Ragged(Splits<'a>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Combiner {
+    Sum,
+    Mean,
+    Sqrtn,
+}
+
+impl Combiner {
+    /// What the weighted sum of a bag is multiplied by; 0 where a division by 0 would be.
+    #[inline(always)]
+    pub fn scale(self, sum_of_weights: f32, sum_of_squared_weights: f32) -> f32 {
+        let divisor = match self {
+            Combiner::Sum => return 1.0,
+            Combiner::Mean => sum_of_weights,
+            Combiner::Sqrtn => sum_of_squared_weights.sqrt(),
+        };
+        if divisor == 0.0 { 0.0 } else { 1.0 / divisor }
+    }
+}
+
+/// One feature of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Feature<'a> {
+    pub name: &'a str,
+    /// Number of its table in the group.
+    pub table: usize,
+    pub keys: Keys<'a>,
+    pub bags: Bags<'a>,
+    pub combiner: Combiner,
+    /// One an id. A product with the row, also where `bags` is `Each`.
+    pub weights: Option<&'a [f32]>,
+    /// Ids that are not there.
+    pub padding_key: Option<Key>,
+}
+
+impl Feature<'_> {
+    /// Rows of its output.
+    pub fn num_bags(&self) -> usize {
+        match &self.bags {
+            Bags::Each => self.keys.len(),
+            Bags::Fixed { num_bags, .. } => *num_bags,
+            Bags::Ragged(splits) => splits.len().saturating_sub(1),
+        }
+    }
+
+    #[inline(always)]
+    pub fn bag(&self, index: usize) -> std::ops::Range<usize> {
+        match &self.bags {
+            Bags::Each => index..index + 1,
+            Bags::Fixed { hotness, .. } => index * hotness..(index + 1) * hotness,
+            Bags::Ragged(splits) => splits.get(index) as usize..splits.get(index + 1) as usize,
+        }
+    }
+
+    /// # Errors
+    /// [`Error::Argument`] if lengths do not add up.
+    pub fn validate(&self) -> Result<()> {
+        let num_keys = self.keys.len();
+        let fail = |what: String| Err(Error::argument(format!("feature `{}`: {what}", self.name)));
+        if num_keys > u32::MAX as usize / 2 {
+            return fail(format!("a batch holds at most {} ids. Received: {num_keys}", u32::MAX / 2));
+        }
+        if let Keys::Words { low, high } = &self.keys
+            && low.len() != high.len()
+        {
+            return fail(format!(
+                "`low` and `high` must be equally long. Received: {} and {}",
+                low.len(),
+                high.len()
+            ));
+        }
+        if let Some(weights) = self.weights
+            && weights.len() != num_keys
+        {
+            return fail(format!(
+                "`weights` must hold one number an id. Received: {} weights for {num_keys} ids",
+                weights.len()
+            ));
+        }
+        match &self.bags {
+            Bags::Fixed { num_bags, hotness } if num_bags.checked_mul(*hotness) != Some(num_keys) => {
+                fail(format!("{num_keys} ids do not make {num_bags} bags of {hotness}"))
+            }
+            Bags::Ragged(splits) => validate_splits(splits, num_keys).or_else(fail),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn validate_splits(splits: &Splits, num_keys: usize) -> Result<(), String> {
+    let rule = "row_splits must start at 0, never fall and end at the number of ids";
+    if splits.is_empty() {
+        return Err(format!("{rule}. Received: no row_splits"));
+    }
+    if splits.get(0) != 0 {
+        return Err(format!("{rule}. Received: a start at {}", splits.get(0)));
+    }
+    if let Some(i) = (1..splits.len()).find(|&i| splits.get(i) < splits.get(i - 1)) {
+        return Err(format!("{rule}. Received: {} after {} at row {i}", splits.get(i), splits.get(i - 1)));
+    }
+    let end = splits.get(splits.len() - 1);
+    if end != num_keys as i64 {
+        return Err(format!("{rule}. Received: an end at {end} for {num_keys} ids"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ragged<'a>(keys: &'a [i64], splits: &'a [i32]) -> Feature<'a> {
+        Feature {
+            name: "ads",
+            table: 0,
+            keys: Keys::I64(keys),
+            bags: Bags::Ragged(Splits::I32(splits)),
+            combiner: Combiner::Sum,
+            weights: None,
+            padding_key: None,
+        }
+    }
+
+    #[test]
+    fn splits_that_do_not_add_up_are_named() {
+        let text = |splits: &[i32]| ragged(&[1, 2, 3], splits).validate().unwrap_err().to_string();
+        assert!(text(&[]).ends_with("Received: no row_splits"));
+        assert!(text(&[1, 3]).ends_with("Received: a start at 1"));
+        assert!(text(&[0, 2, 1, 3]).ends_with("Received: 1 after 2 at row 2"));
+        assert!(text(&[0, 2]).ends_with("Received: an end at 2 for 3 ids"));
+        assert!(ragged(&[1, 2, 3], &[0, 0, 3]).validate().is_ok());
+    }
+
+    #[test]
+    fn keys_extend_as_their_type_says() {
+        assert_eq!(Keys::I32(&[-1]).get(0), u64::MAX);
+        assert_eq!(Keys::U32(&[u32::MAX]).get(0), u64::from(u32::MAX));
+        assert_eq!(Keys::I64(&[-1]).get(0), Keys::U64(&[u64::MAX]).get(0));
+        let id = -(1i64 << 40) + 5;
+        let words = Keys::Words { low: &[id as i32], high: &[(id >> 32) as i32] };
+        assert_eq!(words.get(0), id as u64);
+        let mut block = [0; 1];
+        words.load(0, &mut block);
+        assert_eq!(block[0], id as u64);
+    }
+}

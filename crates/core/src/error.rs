@@ -1,0 +1,61 @@
+//! Everything that can be wrong, each with the values that were wrong. The text says the rule, then what came.
+
+use std::path::PathBuf;
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A value that the caller chose: becomes `ValueError` in Python.
+    #[error("{0}")]
+    Argument(String),
+
+    #[error(
+        "table `{table}` is full: {refused} new keys do not fit, it holds {len} of at most {capacity} rows. \
+         Raise `max_capacity`, or set `check_mode=\"warn\"` or \"count\" to go on without them"
+    )]
+    TableFull { table: String, refused: u64, len: u64, capacity: u64 },
+
+    #[error(
+        "id {id} of feature `{feature}` is outside table `{table}`, whose ids are 0 to {last} (`vocabulary_size={}`). \
+         Set `out_of_vocabulary=\"zeros\"` to answer such ids with zeros, or leave `vocabulary_size` away for a dynamic table",
+        last + 1
+    )]
+    OutOfVocabulary { table: String, feature: String, id: i64, last: u64 },
+
+    #[error(
+        "the tables {tables} were trained a second time, but no optimizer has updated them: the gradients would pile up and \
+         no row would move. Compile with `sok_keras.OptimizerWrapper(optimizer)`"
+    )]
+    UnwrappedOptimizer { tables: String },
+
+    #[error("ticket of {tables}: {what}")]
+    Ticket { tables: String, what: String },
+
+    /// A call for something that is no more, or not yet: becomes `SokError`.
+    #[error("{0}")]
+    State(String),
+
+    #[error("{path}: {what}")]
+    CorruptDump { path: PathBuf, what: String },
+
+    #[error("{path}: {what}")]
+    DumpMismatch { path: PathBuf, what: String },
+
+    #[error("{path}: {source}")]
+    Io { path: PathBuf, source: std::io::Error },
+
+    #[error("cannot get {bytes} bytes of memory for {what}: {source}")]
+    Memory { bytes: usize, what: &'static str, source: std::io::Error },
+}
+
+impl Error {
+    pub fn argument(message: impl Into<String>) -> Error {
+        Error::Argument(message.into())
+    }
+
+    pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Error {
+        Error::Io { path: path.into(), source }
+    }
+}

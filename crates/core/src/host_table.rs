@@ -1,0 +1,345 @@
+//! The table on the CPU: the default, and the reference that every device is held against.
+
+use std::any::Any;
+
+use crate::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::batch::{Bags, Combiner, Feature, Keys};
+use crate::error::{Error, Result};
+use crate::find::FirstRecord;
+use crate::index::Index;
+use crate::key::{Key, hash};
+use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, lookup_whole, new_keys};
+use crate::merge::{HeldGradients, MergedGradients};
+use crate::optimizer::{Update, UpdateScalars};
+use crate::pooling::MissingRow;
+use crate::runs::{KeyRuns, RowCode};
+use crate::table::{CheckMode, Cursor, Outcomes, Records, Table, TableConfig, TableStats};
+use crate::update::UpdateTask;
+
+/// Keys looked at ahead of the one in hand.
+const AHEAD: usize = 32;
+
+pub struct HostTable {
+    pub(crate) config: TableConfig,
+    pub(crate) first: FirstRecord,
+    pub(crate) update: Option<Update>,
+    pub(crate) index: Index,
+    pub(crate) arena: Arena,
+    /// Erased records that a step may still refer to, each with the number of the newest lookup that may.
+    retired: Vec<(u64, RecordNumber)>,
+    pub(crate) newest_lookup: u64,
+    /// Grows when all record numbers lose their meaning: gradients on their way are then dropped.
+    pub(crate) generation: u64,
+    pub(crate) stats: TableStats,
+    /// Outcomes that the caller is to be warned of.
+    pub(crate) refused_to_warn: u64,
+}
+
+impl HostTable {
+    /// # Errors
+    /// [`Error::Argument`] for a configuration that cannot be, [`Error::Memory`] without room for `initial_capacity`.
+    pub fn new(config: TableConfig) -> Result<HostTable> {
+        config.validate()?;
+        let first = FirstRecord { seed: config.seed, initializer: config.initializer, dim: config.dim, states: Vec::new() };
+        let mut table = HostTable {
+            index: Index::new(config.initial_capacity as usize)?,
+            arena: Arena::new(config.dim)?,
+            config,
+            first,
+            update: None,
+            retired: Vec::new(),
+            newest_lookup: 0,
+            generation: 0,
+            stats: TableStats::default(),
+            refused_to_warn: 0,
+        };
+        table.arena.reserve(table.config.initial_capacity as usize)?;
+        Ok(table)
+    }
+
+    /// Gives a key that is not there a record.
+    pub(crate) fn insert_absent(&mut self, key: Key) -> Result<RecordNumber> {
+        let unused = self.arena.next_unused();
+        let record = self.arena.allocate()?;
+        if let Err(error) = self.index.insert(hash(key), key, record) {
+            self.arena.release(record);
+            return Err(error);
+        }
+        self.first.fill(key, self.arena.record_mut(record), record == unused);
+        Ok(record)
+    }
+
+    /// Records of lookups older than `oldest` are no longer referred to.
+    pub(crate) fn release_retired(&mut self, oldest: u64) {
+        let arena = &mut self.arena;
+        self.retired.retain(|&(lookup, record)| {
+            let is_needed = lookup >= oldest;
+            if !is_needed {
+                arena.release(record);
+            }
+            is_needed
+        });
+    }
+
+    pub(crate) fn note(&mut self, outcomes: Outcomes, dropped_gradients: u64) {
+        self.stats.outcomes += outcomes;
+        self.stats.dropped_gradients += dropped_gradients;
+        if self.config.check_mode == CheckMode::Warn {
+            self.refused_to_warn += outcomes.refused;
+        }
+    }
+
+    /// One call of a step touched the table.
+    pub(crate) fn count_call(&mut self) {
+        self.stats.native_calls += 1;
+    }
+
+    fn check_len(&self, what: &str, len: usize, num_keys: usize) -> Result<()> {
+        let dim = self.config.dim;
+        if len == num_keys * dim {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "table `{}`: `{what}` must hold {dim} numbers a key. Received: {len} numbers for {num_keys} keys",
+            self.config.name
+        )))
+    }
+
+    /// Calls `visit` with the record number of each key, the keys' buckets asked for ahead.
+    fn for_each_record(&self, keys: &[Key], mut visit: impl FnMut(usize, RecordNumber)) {
+        for (i, &key) in keys.iter().enumerate() {
+            if let Some(&later) = keys.get(i + AHEAD) {
+                self.index.prefetch(hash(later));
+            }
+            visit(i, self.index.find(hash(key), key));
+        }
+    }
+
+    /// Keys outside the vocabulary cannot have a row.
+    fn check_keys(&self, keys: &[Key]) -> Result<()> {
+        let Some(size) = self.config.vocabulary_size else { return Ok(()) };
+        match keys.iter().find(|&&key| key >= size) {
+            None => Ok(()),
+            Some(&key) => Err(Error::OutOfVocabulary {
+                table: self.config.name.clone(),
+                feature: "keys".into(),
+                id: key as i64,
+                last: size - 1,
+            }),
+        }
+    }
+
+    /// Record of each key; with `insert`, those without get one as far as there is room.
+    fn locate(&mut self, keys: &[Key], insert: bool) -> Result<(Vec<RecordNumber>, Outcomes)> {
+        self.check_keys(keys)?;
+        let mut distinct = std::collections::HashSet::new();
+        let mut outcomes = Outcomes::default();
+        let mut records = vec![NO_RECORD; keys.len()];
+        self.for_each_record(keys, |i, record| records[i] = record);
+        let absent = |i: &usize| records[*i] == NO_RECORD;
+        let new: Vec<Key> = (0..keys.len()).filter(absent).map(|i| keys[i]).filter(|k| distinct.insert(*k)).collect();
+        if insert {
+            check_capacity(self, &new)?;
+            outcomes = admit(self, &new)?;
+            for (record, &key) in records.iter_mut().zip(keys).filter(|(r, _)| **r == NO_RECORD) {
+                *record = self.index.find(hash(key), key);
+            }
+        } else {
+            outcomes.refused = new.len() as u64;
+        }
+        let all: std::collections::HashSet<RecordNumber> = records.iter().copied().filter(|&r| r != NO_RECORD).collect();
+        outcomes.hit = all.len() as u64 - outcomes.inserted;
+        Ok((records, outcomes))
+    }
+}
+
+impl Table for HostTable {
+    fn config(&self) -> &TableConfig {
+        &self.config
+    }
+
+    fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    fn update_rule(&self) -> Option<&Update> {
+        self.update.as_ref()
+    }
+
+    fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
+        self.check_len("rows", rows.len(), keys.len())?;
+        let dim = self.config.dim;
+        let mut missing = MissingRow::new(self.config.missing, &self.first);
+        self.for_each_record(keys, |i, record| {
+            let row = match record {
+                NO_RECORD if self.config.is_in_vocabulary(keys[i]) => missing.get(keys[i]),
+                record => self.arena.record(record),
+            };
+            rows[i * dim..][..dim].copy_from_slice(&row[..dim]);
+            found[i] = record != NO_RECORD;
+        });
+        Ok(())
+    }
+
+    fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes> {
+        self.check_len("rows", rows.len(), keys.len())?;
+        self.check_keys(keys)?;
+        let feature = plain_feature(keys);
+        let new = new_keys(self, &[&feature]);
+        let mut outcomes = Outcomes::default();
+        if let Some(new) = &new {
+            check_capacity(self, new)?;
+            outcomes = admit(self, new)?;
+        }
+        let mode = Mode { insert: new.is_none(), save: true, stream: false };
+        let looked = lookup_whole(self, &mut [FeatureOutput { number: 0, feature, rows }], mode, KeyRuns::default())?;
+        // Keys that were admitted just now were hits to the lookup.
+        outcomes.hit = looked.outcomes.hit - outcomes.inserted;
+        outcomes.inserted += looked.outcomes.inserted;
+        self.note(outcomes, 0);
+        Ok(outcomes)
+    }
+
+    fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
+        self.check_len("rows", rows.len(), keys.len())?;
+        let (records, outcomes) = self.locate(keys, insert)?;
+        let dim = self.config.dim;
+        for (&record, row) in records.iter().zip(rows.chunks_exact(dim)) {
+            if record != NO_RECORD {
+                self.arena.record_mut(record)[..dim].copy_from_slice(row);
+            }
+        }
+        self.note(outcomes, 0);
+        Ok(outcomes)
+    }
+
+    #[allow(unsafe_code)]
+    fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
+        self.check_len("gradients", gradients.len(), keys.len())?;
+        let Some(update) = self.update else {
+            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
+        };
+        let mut rows = vec![0.0; gradients.len()];
+        let feature = plain_feature(keys);
+        let mode = Mode { insert: false, save: true, stream: false };
+        let outputs = &mut [FeatureOutput { number: 0, feature, rows: &mut rows }];
+        let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
+        let dim = self.config.dim;
+        for runs in &looked.runs {
+            let gradients = HeldGradients { runs, code: RowCode::new(1, keys.len()).unwrap_or_default(), rows: vec![gradients], dim, weight: 1.0 };
+            let keys = 0..gradients.records().len();
+            let task = UpdateTask { arena: self.arena.share(), dim, gradients: &gradients, keys, update: &update, scalars: *scalars };
+            // SAFETY: `&mut self`: nobody else has the arena.
+            unsafe { task.run() };
+        }
+        let refused = looked.dropped_gradients;
+        Ok(Outcomes { refused, ..looked.outcomes })
+    }
+
+    fn erase(&mut self, keys: &[Key]) -> usize {
+        let mut erased = 0;
+        for &key in keys {
+            if let Some(record) = self.index.remove(hash(key), key) {
+                self.retired.push((self.newest_lookup, record));
+                erased += 1;
+            }
+        }
+        erased
+    }
+
+    fn clear(&mut self) {
+        // An index and an arena without records need next to no memory; without even that, the old ones stay.
+        if let (Ok(index), Ok(arena)) = (Index::new(0), Arena::new(self.arena.width())) {
+            (self.index, self.arena) = (index, arena);
+            self.retired.clear();
+            self.generation += 1;
+        }
+    }
+
+    fn stats(&self) -> TableStats {
+        let bytes = (self.index.num_bytes() + self.arena.num_bytes()) as u64;
+        TableStats { size: self.len() as u64, capacity: self.index.capacity() as u64, bytes: self.stats.bytes + bytes, ..self.stats }
+    }
+
+    fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
+        if let Some(update) = &update {
+            update.validate()?;
+        }
+        let dim = self.config.dim;
+        let states = update.map(|u| u.rule.states(dim)).unwrap_or_default();
+        if !(keep_states && self.state_specs() == states) {
+            let first = FirstRecord { states: states.clone(), ..self.first.clone() };
+            let width = dim + states.iter().map(|s| s.width).sum::<usize>();
+            self.arena = self.arena.with_width(width, |old, new| {
+                new[..dim].copy_from_slice(&old[..dim]);
+                first.fill_states(&mut new[dim..], true);
+            })?;
+            self.first = first;
+        }
+        self.update = update;
+        Ok(())
+    }
+
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor> {
+        let mut left = max;
+        let next = self.index.scan(cursor.0, |key, record| {
+            if left == 0 {
+                return false;
+            }
+            left -= 1;
+            out.keys.push(key);
+            out.values.extend_from_slice(self.arena.record(record));
+            true
+        });
+        next.map(Cursor)
+    }
+
+    fn restore(&mut self, records: &Records) -> Result<()> {
+        let (located, outcomes) = self.locate(&records.keys, true)?;
+        if outcomes.refused > 0 {
+            self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() }, 0);
+        }
+        let width = self.arena.width();
+        for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
+            if record != NO_RECORD {
+                self.arena.record_mut(record).copy_from_slice(values);
+            }
+        }
+        Ok(())
+    }
+
+    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
+        let mut table = HostTable::new(self.config.clone())?;
+        table.set_update_rule(update, false)?;
+        Ok(Box::new(table))
+    }
+
+    fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()> {
+        let other = other
+            .into_any()
+            .downcast::<HostTable>()
+            .map_err(|_| Error::State(format!("table `{}` takes records of a host table alone", self.config.name)))?;
+        let HostTable { index, arena, first, update, .. } = *other;
+        (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
+        self.retired.clear();
+        self.generation += 1;
+        Ok(())
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+/// Keys as they come, a row each.
+fn plain_feature(keys: &[Key]) -> Feature<'_> {
+    Feature {
+        name: "keys",
+        table: 0,
+        keys: Keys::U64(keys),
+        bags: Bags::Each,
+        combiner: Combiner::Sum,
+        weights: None,
+        padding_key: None,
+    }
+}

@@ -1,0 +1,32 @@
+//! Embedding tables for recommender models: rules, arithmetic and files. No CUDA, no Python, no framework.
+//!
+//! The host table here is the default and the oracle that every device is held against.
+//! `docs/design.md` tells the path of one batch and the contracts that hold on every device.
+#![deny(unsafe_code)]
+
+mod arena;
+pub mod batch;
+pub mod error;
+mod exact_sum;
+mod find;
+pub mod host_group;
+pub mod host_table;
+mod index;
+pub mod initializer;
+pub mod key;
+mod lookup;
+mod lookup_split;
+pub mod math;
+mod merge;
+pub mod optimizer;
+pub mod pool;
+mod pooling;
+mod region;
+mod runs;
+mod simd;
+pub mod table;
+pub mod ticket;
+mod update;
+mod weight_gradient;
+
+pub use error::{Error, Result};

@@ -1,0 +1,371 @@
+//! One table's part of a layer's call: find or make the records of its features' ids, pool their rows, and keep what the
+//! backward needs.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use crate::arena::NO_RECORD;
+use crate::batch::{Bags, Combiner, Feature};
+use crate::error::{Error, Result};
+use crate::find::{All, Distinct, NO_MARK, Nobody, Search, Whole};
+use crate::host_table::HostTable;
+use crate::key::{Key, hash};
+use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, pool_bags};
+use crate::region::Region;
+use crate::runs::{KeyRuns, RowCode};
+use crate::simd::streaming_fence;
+use crate::table::{CheckMode, OutOfVocabulary, Outcomes, TableConfig};
+use crate::weight_gradient::WeightTrace;
+
+/// A feature of the call, and where its rows go.
+pub struct FeatureOutput<'a> {
+    /// Number of the feature in the call.
+    pub number: usize,
+    pub feature: Feature<'a>,
+    /// `(bags, dim)`
+    pub rows: &'a mut [f32],
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Mode {
+    /// Keys without a record get one.
+    pub insert: bool,
+    /// Keep what `push` needs.
+    pub save: bool,
+    /// The call's output is larger than the cache.
+    pub stream: bool,
+}
+
+/// What a lookup left for the backward and for the statistics.
+#[derive(Default)]
+pub struct Looked {
+    pub runs: Vec<KeyRuns>,
+    pub code: RowCode,
+    /// Numbers of the features, in the order of `code`.
+    pub features: Vec<usize>,
+    pub traces: Vec<(usize, WeightTrace)>,
+    pub outcomes: Outcomes,
+    pub dropped_gradients: u64,
+}
+
+/// Memory that a thread uses again and again.
+#[derive(Default)]
+pub struct Scratch {
+    records: Region<AtomicU32>,
+    marks: Region<u32>,
+    list_marks: Region<u32>,
+    coefficients: Region<f32>,
+    distinct: Distinct,
+    active: Vec<u32>,
+    silent: Vec<u32>,
+}
+
+thread_local! {
+    static SCRATCH: std::cell::RefCell<Scratch> = std::cell::RefCell::default();
+}
+
+pub(crate) fn is_plain(feature: &Feature, table: &HostTable) -> bool {
+    let lenient = table.config.vocabulary_size.is_some() && table.config.out_of_vocabulary == OutOfVocabulary::Zeros;
+    feature.weights.is_none() && feature.padding_key.is_none() && !lenient && !matches!(feature.bags, Bags::Ragged(_))
+}
+
+/// What becomes of a position.
+enum Role {
+    /// Looked up, inserted if need be, and its row gets a gradient.
+    Active,
+    /// Looked up alone: an id of weight 0 neither makes a row nor changes one.
+    Silent,
+    Padding,
+    Outside,
+}
+
+#[inline(always)]
+fn role(feature: &Feature, config: &TableConfig, position: usize) -> Role {
+    let key = feature.keys.get(position);
+    if feature.padding_key == Some(key) {
+        Role::Padding
+    } else if !config.is_in_vocabulary(key) {
+        Role::Outside
+    } else if feature.weights.is_some_and(|w| w[position] == 0.0) {
+        Role::Silent
+    } else {
+        Role::Active
+    }
+}
+
+/// Raises for ids outside a static table, before anything is changed.
+pub fn check_vocabulary(table: &HostTable, feature: &Feature) -> Result<()> {
+    let config = &table.config;
+    let Some(size) = config.vocabulary_size else { return Ok(()) };
+    if config.out_of_vocabulary == OutOfVocabulary::Zeros {
+        return Ok(());
+    }
+    let outside = |&position: &usize| {
+        let key = feature.keys.get(position);
+        key >= size && feature.padding_key != Some(key)
+    };
+    match (0..feature.keys.len()).find(outside) {
+        None => Ok(()),
+        Some(position) => Err(Error::OutOfVocabulary {
+            table: config.name.clone(),
+            feature: feature.name.to_string(),
+            id: feature.keys.get(position) as i64,
+            last: size - 1,
+        }),
+    }
+}
+
+/// Distinct keys that a training batch would insert, in the order in which they come; `None` if they fit in any case.
+pub fn new_keys(table: &HostTable, features: &[&Feature]) -> Option<Vec<Key>> {
+    let capacity = table.config.capacity();
+    let positions: usize = features.iter().map(|f| f.keys.len()).sum();
+    if table.index.len() as u64 + positions as u64 <= capacity {
+        return None;
+    }
+    let mut seen = std::collections::HashSet::new();
+    let mut new = Vec::new();
+    for feature in features {
+        for position in 0..feature.keys.len() {
+            let key = feature.keys.get(position);
+            let is_active = matches!(role(feature, &table.config, position), Role::Active);
+            if is_active && table.index.find(hash(key), key) == NO_RECORD && seen.insert(key) {
+                new.push(key);
+            }
+        }
+    }
+    Some(new)
+}
+
+/// # Errors
+/// [`Error::TableFull`] if the table's check mode asks for it.
+pub fn check_capacity(table: &HostTable, new_keys: &[Key]) -> Result<()> {
+    let (len, capacity) = (table.index.len() as u64, table.config.capacity());
+    let refused = (len + new_keys.len() as u64).saturating_sub(capacity);
+    if refused == 0 || table.config.check_mode != CheckMode::Raise {
+        return Ok(());
+    }
+    Err(Error::TableFull { table: table.config.name.clone(), refused, len, capacity })
+}
+
+/// Inserts the new keys that fit and counts the others as refused; the lookup itself then inserts nothing.
+pub fn admit(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcomes> {
+    let room = table.config.capacity().saturating_sub(table.index.len() as u64) as usize;
+    let admitted = new_keys.len().min(room);
+    for &key in &new_keys[..admitted] {
+        table.insert_absent(key)?;
+    }
+    Ok(Outcomes { inserted: admitted as u64, refused: (new_keys.len() - admitted) as u64, ..Outcomes::default() })
+}
+
+pub(crate) fn row_code(features: &[FeatureOutput]) -> Result<RowCode> {
+    let most_bags = features.iter().map(|f| f.feature.num_bags()).max().unwrap_or(0);
+    RowCode::new(features.len(), most_bags).ok_or_else(|| {
+        Error::argument(format!("{} features of {most_bags} rows on one table are too many for one call", features.len()))
+    })
+}
+
+/// One thread looks up all features of a table.
+pub fn lookup_whole(table: &mut HostTable, features: &mut [FeatureOutput], mode: Mode, mut runs: KeyRuns) -> Result<Looked> {
+    SCRATCH.with_borrow_mut(|scratch| {
+        let positions = features.iter().map(|f| f.feature.keys.len()).sum();
+        scratch.records.grow_amortized(positions)?;
+        scratch.marks.grow_amortized(if mode.save { positions } else { 0 })?;
+        scratch.coefficients.grow_amortized(positions)?;
+        scratch.distinct.start(positions)?;
+        let mut looked = Looked {
+            code: row_code(features)?,
+            features: features.iter().map(|f| f.number).collect(),
+            ..Looked::default()
+        };
+        let before = table.index.len();
+        let mut start = 0;
+        for feature in &mut *features {
+            find_and_pool(table, feature, mode, scratch, start)?;
+            start += feature.feature.keys.len();
+        }
+        streaming_fence();
+        let inserted = (table.index.len() - before) as u64;
+        looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
+        if mode.save {
+            looked.outcomes.hit = scratch.distinct.len() as u64 - inserted;
+            sort(table, features, scratch, &mut runs, &mut looked)?;
+            looked.runs.push(runs);
+        }
+        Ok(looked)
+    })
+}
+
+fn find_and_pool(
+    table: &mut HostTable,
+    output: &mut FeatureOutput,
+    mode: Mode,
+    scratch: &mut Scratch,
+    start: usize,
+) -> Result<()> {
+    if !is_plain(&output.feature, table) {
+        return general_lookup(table, output, mode, scratch, start);
+    }
+    match table.config.dim {
+        16 => plain_lookup::<16>(table, output, mode, scratch, start),
+        32 => plain_lookup::<32>(table, output, mode, scratch, start),
+        64 => plain_lookup::<64>(table, output, mode, scratch, start),
+        128 => plain_lookup::<128>(table, output, mode, scratch, start),
+        _ => plain_lookup::<0>(table, output, mode, scratch, start),
+    }
+}
+
+/// Rows are pooled while they are in the cache.
+fn plain_lookup<const D: usize>(
+    table: &mut HostTable,
+    output: &mut FeatureOutput,
+    mode: Mode,
+    scratch: &mut Scratch,
+    start: usize,
+) -> Result<()> {
+    let feature = output.feature;
+    let positions = start..start + feature.keys.len();
+    let missing = MissingRow::new(table.config.missing, &table.first);
+    let consumer = PlainPooling::<D>::new(&feature, 0..feature.num_bags(), output.rows, missing, mode.stream);
+    let search = Search {
+        index: &mut table.index,
+        source: &mut Whole { arena: &mut table.arena, first: &table.first },
+        keys: feature.keys,
+        positions: All(feature.keys.len()),
+        insert: mode.insert,
+        distinct: &mut scratch.distinct,
+        records: &scratch.records[positions.clone()],
+        marks: if mode.save { &mut scratch.marks[positions.clone()] } else { &mut [] },
+        consumer,
+    };
+    search.start(mode.save)?;
+    if mode.save {
+        scratch.coefficients[positions].fill(plain_coefficient(&feature));
+    }
+    Ok(())
+}
+
+/// What the gradient of a bag is multiplied by for each of its ids.
+pub(crate) fn plain_coefficient(feature: &Feature) -> f32 {
+    match feature.bags {
+        Bags::Fixed { hotness, .. } => feature.combiner.scale(hotness as f32, hotness as f32),
+        _ => 1.0,
+    }
+}
+
+pub(crate) fn is_weighted(features: &[FeatureOutput]) -> bool {
+    features.iter().any(|f| {
+        let feature = &f.feature;
+        let is_scaled = feature.combiner != Combiner::Sum && !matches!(feature.bags, Bags::Each);
+        feature.weights.is_some() || is_scaled
+    })
+}
+
+fn general_lookup(
+    table: &mut HostTable,
+    output: &mut FeatureOutput,
+    mode: Mode,
+    scratch: &mut Scratch,
+    start: usize,
+) -> Result<()> {
+    let feature = output.feature;
+    let positions = start..start + feature.keys.len();
+    let Scratch { records, marks, list_marks, coefficients, distinct, active, silent } = scratch;
+    let records = &records[positions.clone()];
+    classify(table, &feature, 0..feature.keys.len(), records, active, silent);
+    list_marks.grow_amortized(active.len())?;
+    let mut find = |list: &[u32], insert: bool, mark: bool| {
+        let search = Search {
+            index: &mut table.index,
+            source: &mut Whole { arena: &mut table.arena, first: &table.first },
+            keys: feature.keys,
+            positions: list,
+            insert,
+            distinct: &mut *distinct,
+            records,
+            marks: &mut list_marks[..],
+            consumer: Nobody,
+        };
+        search.start(mark)
+    };
+    find(active, mode.insert, mode.save)?;
+    find(silent, false, false)?;
+    if mode.save {
+        let marks = &mut marks[positions.clone()];
+        marks.fill(NO_MARK);
+        active.iter().zip(&list_marks[..]).for_each(|(&position, &mark)| marks[position as usize] = mark);
+    }
+    let mut missing = MissingRow::new(table.config.missing, &table.first);
+    pool_bags(&feature, 0..feature.num_bags(), &table.arena, records, &mut missing, output.rows, &mut coefficients[positions]);
+    Ok(())
+}
+
+/// Sorts positions by their role; those that are not looked up get the "record" that says so.
+pub(crate) fn classify(
+    table: &HostTable,
+    feature: &Feature,
+    positions: Range<usize>,
+    records: &[AtomicU32],
+    active: &mut Vec<u32>,
+    silent: &mut Vec<u32>,
+) {
+    active.clear();
+    silent.clear();
+    for position in positions {
+        match role(feature, &table.config, position) {
+            Role::Active => active.push(position as u32),
+            Role::Silent => silent.push(position as u32),
+            Role::Padding => records[position].store(PADDING, Relaxed),
+            Role::Outside => records[position].store(OUTSIDE, Relaxed),
+        }
+    }
+}
+
+/// Puts the ids in the order of their keys, and notes what the gradients of weights need.
+fn sort(
+    table: &HostTable,
+    features: &[FeatureOutput],
+    scratch: &Scratch,
+    runs: &mut KeyRuns,
+    looked: &mut Looked,
+) -> Result<()> {
+    let is_weighted = is_weighted(features);
+    runs.start(&scratch.distinct, is_weighted)?;
+    let mut start = 0;
+    for (local, output) in features.iter().enumerate() {
+        let feature = &output.feature;
+        let positions = start..start + feature.keys.len();
+        let (marks, coefficients) = (&scratch.marks[positions.clone()], &scratch.coefficients[positions.clone()]);
+        for bag in 0..feature.num_bags() {
+            let row = looked.code.encode(local, bag);
+            for position in feature.bag(bag) {
+                let key = marks[position];
+                if key == NO_MARK {
+                    continue;
+                }
+                if is_weighted {
+                    runs.add_weighted(key, row, coefficients[position]);
+                } else {
+                    runs.add(key, row);
+                }
+            }
+        }
+        trace(table, output, &scratch.records[positions.clone()], looked);
+        looked.dropped_gradients += count_dropped(feature, &scratch.records[positions.clone()]);
+        start = positions.end;
+    }
+    Ok(())
+}
+
+/// Ids whose gradient goes nowhere, because their key has no row.
+pub(crate) fn count_dropped(feature: &Feature, records: &[AtomicU32]) -> u64 {
+    let is_dropped = |&(position, record): &(usize, &AtomicU32)| {
+        record.load(Relaxed) == NO_RECORD && feature.weights.is_none_or(|w| w[position] != 0.0)
+    };
+    records.iter().enumerate().filter(is_dropped).count() as u64
+}
+
+pub(crate) fn trace(table: &HostTable, output: &FeatureOutput, records: &[AtomicU32], looked: &mut Looked) {
+    if output.feature.weights.is_some() {
+        looked.traces.push((output.number, WeightTrace::new(table, &output.feature, records)));
+    }
+}

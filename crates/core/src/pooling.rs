@@ -1,0 +1,235 @@
+//! From records to output rows: a copy of each row, or the combination of a bag.
+//!
+//! A bag's sum starts with its first row and adds the others in their order, float32, a product before each sum if there are
+//! weights; then it is multiplied by the combiner's scale. Ids that are not there take no part; a bag without any is zeros.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use crate::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::batch::{Bags, Feature, Keys};
+use crate::find::{Consumer, FirstRecord, Whole};
+use crate::key::Key;
+use crate::simd::{Kernel, copy_streaming, prefetch_slice};
+use crate::table::Missing;
+
+/// Positions whose rows are asked for ahead where the search has not done it.
+const AHEAD: usize = 24;
+/// "Record" of an id that is not there.
+pub const PADDING: RecordNumber = u32::MAX;
+/// "Record" of an id outside the vocabulary: a row of zeros.
+pub const OUTSIDE: RecordNumber = u32::MAX - 1;
+
+/// What a key without a record answers.
+pub struct MissingRow<'a> {
+    missing: Missing,
+    first: &'a FirstRecord,
+    row: Vec<f32>,
+}
+
+impl<'a> MissingRow<'a> {
+    pub fn new(missing: Missing, first: &'a FirstRecord) -> Self {
+        MissingRow { missing, first, row: vec![0.0; first.dim] }
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub fn get(&mut self, key: Key) -> &[f32] {
+        if self.missing == Missing::Initial {
+            self.first.fill_row(key, &mut self.row);
+        }
+        &self.row
+    }
+}
+
+/// Pools bags that are alike: each id counts once, as many in each bag. `D`: the dim, or 0 where it is no constant.
+pub struct PlainPooling<'a, const D: usize> {
+    keys: Keys<'a>,
+    hotness: usize,
+    scale: f32,
+    /// The next bag to pool, and the one that `output` starts with.
+    next_bag: usize,
+    first_bag: usize,
+    num_bags: usize,
+    /// `(bags, dim)`
+    output: &'a mut [f32],
+    missing: MissingRow<'a>,
+    /// The output is larger than the cache.
+    stream: bool,
+    sum: Vec<f32>,
+}
+
+impl<'a, const D: usize> PlainPooling<'a, D> {
+    pub fn new(
+        feature: &Feature<'a>,
+        bags: Range<usize>,
+        output: &'a mut [f32],
+        missing: MissingRow<'a>,
+        stream: bool,
+    ) -> Self {
+        let (hotness, scale) = match feature.bags {
+            Bags::Fixed { hotness, .. } => (hotness, feature.combiner.scale(hotness as f32, hotness as f32)),
+            _ => (1, 1.0),
+        };
+        let sum = vec![0.0; missing.first.dim];
+        let (first_bag, num_bags) = (bags.start, bags.end);
+        let keys = feature.keys;
+        PlainPooling { keys, hotness, scale, next_bag: first_bag, first_bag, num_bags, output, missing, stream, sum }
+    }
+
+    /// Pools all bags that end before position `settled`.
+    #[inline(always)]
+    pub fn pool_up_to<const PREFETCH: bool>(&mut self, arena: &Arena, records: &[AtomicU32], settled: usize) {
+        let dim = if D > 0 { D } else { self.sum.len() };
+        while self.next_bag < self.num_bags && (self.next_bag + 1) * self.hotness <= settled {
+            let start = self.next_bag * self.hotness;
+            let bag = &records[start..start + self.hotness];
+            if PREFETCH {
+                for record in records[start..].iter().skip(AHEAD).take(self.hotness) {
+                    prefetch_slice(&arena.record(record.load(Relaxed))[..dim]);
+                }
+            }
+            if D > 0 {
+                self.pool_constant(arena, bag, start);
+            } else {
+                self.pool_any(arena, bag, start);
+            }
+            self.next_bag += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn row<'s>(&'s mut self, arena: &'s Arena, record: &AtomicU32, position: usize) -> &'s [f32] {
+        let record = record.load(Relaxed);
+        if record == NO_RECORD {
+            return self.missing.get(self.keys.get(position));
+        }
+        arena.record(record)
+    }
+
+    #[inline(always)]
+    fn pool_constant(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize) {
+        let Some((first, others)) = bag.split_first() else { return self.store(&[0.0; D]) };
+        let wide = "rows are as wide as the dim";
+        let mut sum: [f32; D] = *self.row(arena, first, start).first_chunk().expect(wide);
+        for (i, record) in others.iter().enumerate() {
+            let row: &[f32; D] = self.row(arena, record, start + 1 + i).first_chunk().expect(wide);
+            for k in 0..D {
+                sum[k] += row[k];
+            }
+        }
+        if self.scale != 1.0 {
+            sum.iter_mut().for_each(|s| *s *= self.scale);
+        }
+        self.store(&sum);
+    }
+
+    #[inline(always)]
+    fn pool_any(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize) {
+        let mut sum = std::mem::take(&mut self.sum);
+        sum.fill(0.0);
+        for (i, record) in bag.iter().enumerate() {
+            let row = self.row(arena, record, start + i);
+            if i == 0 {
+                let dim = sum.len();
+                sum.copy_from_slice(&row[..dim]);
+            } else {
+                sum.iter_mut().zip(row).for_each(|(s, x)| *s += x);
+            }
+        }
+        if self.scale != 1.0 {
+            sum.iter_mut().for_each(|s| *s *= self.scale);
+        }
+        self.store(&sum);
+        self.sum = sum;
+    }
+
+    #[inline(always)]
+    fn store(&mut self, row: &[f32]) {
+        let output = &mut self.output[(self.next_bag - self.first_bag) * row.len()..][..row.len()];
+        if self.stream { copy_streaming(output, row) } else { output.copy_from_slice(row) }
+    }
+}
+
+impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
+    #[inline(always)]
+    fn row_bytes(&self) -> usize {
+        if D > 0 { D * 4 } else { self.sum.len() * 4 }
+    }
+
+    #[inline(always)]
+    fn settled(&mut self, source: &mut Whole<'_>, records: &[AtomicU32], settled: usize) {
+        self.pool_up_to::<false>(source.arena, records, settled);
+    }
+}
+
+/// Pools bags of any kind: of any length, with weights, with ids that are not there.
+///
+/// `records`: by position. `coefficients`: takes what the gradient of a bag is multiplied by for each id, by position from
+/// the first bag's first; empty if nobody asks.
+pub fn pool_bags(
+    feature: &Feature,
+    bags: Range<usize>,
+    arena: &Arena,
+    records: &[AtomicU32],
+    missing: &mut MissingRow,
+    output: &mut [f32],
+    coefficients: &mut [f32],
+) {
+    let dim = missing.first.dim;
+    let base = if bags.is_empty() { 0 } else { feature.bag(bags.start).start };
+    for (bag, sum) in bags.zip(output.chunks_exact_mut(dim)) {
+        let mut is_first = true;
+        let (mut weights, mut squares) = (0.0f32, 0.0f32);
+        for position in feature.bag(bag) {
+            let record = records[position].load(Relaxed);
+            if record == PADDING {
+                continue;
+            }
+            let weight = feature.weights.map_or(1.0, |w| w[position]);
+            weights += weight;
+            squares += weight * weight;
+            let row = match record {
+                OUTSIDE => arena.record(NO_RECORD),
+                NO_RECORD => missing.get(feature.keys.get(position)),
+                record => arena.record(record),
+            };
+            let terms = sum.iter_mut().zip(row);
+            if std::mem::take(&mut is_first) {
+                terms.for_each(|(s, x)| *s = weight * x);
+            } else {
+                terms.for_each(|(s, x)| *s += weight * x);
+            }
+        }
+        let scale = match feature.bags {
+            Bags::Each => 1.0,
+            _ => feature.combiner.scale(weights, squares),
+        };
+        if is_first {
+            sum.fill(0.0);
+        } else if scale != 1.0 {
+            sum.iter_mut().for_each(|s| *s *= scale);
+        }
+        if coefficients.is_empty() {
+            continue;
+        }
+        for position in feature.bag(bag) {
+            coefficients[position - base] = feature.weights.map_or(1.0, |w| w[position]) * scale;
+        }
+    }
+}
+
+/// Pools a range of plain bags whose records are known.
+pub struct PoolRange<'a, 'b, const D: usize> {
+    pub pooling: PlainPooling<'a, D>,
+    pub arena: &'b Arena,
+    pub records: &'b [AtomicU32],
+}
+
+impl<const D: usize> Kernel for PoolRange<'_, '_, D> {
+    type Output = ();
+    #[inline(always)]
+    fn run(mut self) {
+        self.pooling.pool_up_to::<true>(self.arena, self.records, self.records.len());
+    }
+}

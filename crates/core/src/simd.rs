@@ -1,0 +1,80 @@
+//! Instructions that the compiler does not choose by itself: prefetch, stores past the cache, and which build of a loop runs.
+#![allow(unsafe_code)]
+
+/// Asks for the cache line of `value`.
+#[inline(always)]
+pub fn prefetch<T>(value: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address has no effect but on the cache.
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(value.cast())
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = value;
+}
+
+/// Asks for all cache lines of `values`.
+#[inline(always)]
+pub fn prefetch_slice<T>(values: &[T]) {
+    let base = values.as_ptr().cast::<u8>();
+    let mut offset = 0;
+    while offset < size_of_val(values) {
+        prefetch(base.wrapping_add(offset));
+        offset += 64;
+    }
+}
+
+/// Copies `from` to `to` past the cache: for output that is larger than the cache and read later by others.
+#[inline(always)]
+pub fn copy_streaming(to: &mut [f32], from: &[f32]) {
+    assert_eq!(to.len(), from.len());
+    #[cfg(target_arch = "x86_64")]
+    if to.as_ptr() as usize % 16 == 0 {
+        use core::arch::x86_64::{_mm_loadu_ps, _mm_stream_ps};
+        let (to_chunks, to_rest) = to.as_chunks_mut::<4>();
+        let (from_chunks, from_rest) = from.as_chunks::<4>();
+        for (to, from) in to_chunks.iter_mut().zip(from_chunks) {
+            // SAFETY: - `from` has four floats, `to` has room for four: their types.
+            //         - `to` is 16-byte aligned: checked above, and chunks are 16 bytes apart.
+            unsafe { _mm_stream_ps(to.as_mut_ptr(), _mm_loadu_ps(from.as_ptr())) };
+        }
+        to_rest.copy_from_slice(from_rest);
+        return;
+    }
+    to.copy_from_slice(from);
+}
+
+/// To be called by a thread after its last `copy_streaming`, before others read.
+#[inline(always)]
+pub fn streaming_fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is part of x86-64.
+    unsafe {
+        core::arch::x86_64::_mm_sfence()
+    };
+}
+
+/// A loop that is compiled for the baseline and for AVX2. The whole loop, not its body: a call inside would cost what the
+/// wider instructions save.
+pub trait Kernel {
+    type Output;
+    /// Must be `#[inline(always)]`, and so must all that it calls in its loops.
+    fn run(self) -> Self::Output;
+}
+
+/// Runs the build of `kernel` that this processor can do.
+#[inline]
+pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") && is_x86_feature_detected!("lzcnt") {
+        // SAFETY: the processor has what the function is compiled for: just asked.
+        return unsafe { with_avx2(kernel) };
+    }
+    kernel.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
+}

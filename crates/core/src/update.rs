@@ -1,0 +1,144 @@
+//! One optimizer step for many records: each merged gradient goes from registers into its record.
+
+use std::ops::Range;
+
+use crate::arena::{NO_RECORD, SharedArena};
+use crate::merge::MergedGradients;
+use crate::optimizer::{Conditioning, RowWiseAdagradStep, Step, StepVisitor, Update, UpdateScalars};
+use crate::simd::{Kernel, dispatch, prefetch};
+
+/// Records asked for ahead.
+const AHEAD: usize = 24;
+
+/// What one thread updates: some keys of a table.
+pub struct UpdateTask<'a, G> {
+    pub arena: SharedArena<'a>,
+    pub dim: usize,
+    pub gradients: &'a G,
+    pub keys: Range<usize>,
+    pub update: &'a Update,
+    pub scalars: UpdateScalars,
+}
+
+impl<G: MergedGradients> UpdateTask<'_, G> {
+    /// # Safety
+    /// Until it returns nobody else reads or writes the records of its keys.
+    #[allow(unsafe_code)]
+    pub unsafe fn run(self) {
+        let (rule, scalars) = (self.update.rule, self.scalars);
+        rule.visit(&scalars, self);
+    }
+}
+
+impl<G: MergedGradients> StepVisitor for UpdateTask<'_, G> {
+    type Output = ();
+
+    fn visit<S: Step>(self, step: S) {
+        let conditioning = self.update.conditioning(&self.scalars);
+        match self.dim {
+            16 => dispatch(ColumnUpdate::<16, _, _> { task: self, step, conditioning }),
+            32 => dispatch(ColumnUpdate::<32, _, _> { task: self, step, conditioning }),
+            64 => dispatch(ColumnUpdate::<64, _, _> { task: self, step, conditioning }),
+            128 => dispatch(ColumnUpdate::<128, _, _> { task: self, step, conditioning }),
+            _ => dispatch(ColumnUpdate::<0, _, _> { task: self, step, conditioning }),
+        }
+    }
+
+    fn visit_row_wise(self, step: RowWiseAdagradStep) {
+        let conditioning = self.update.conditioning(&self.scalars);
+        dispatch(RowUpdate { task: self, step, conditioning });
+    }
+}
+
+impl<G: MergedGradients> UpdateTask<'_, G> {
+    #[inline(always)]
+    fn prefetch(&self, key: usize) {
+        let records = self.gradients.records();
+        let Some(&record) = records.get(key) else { return };
+        let (start, bytes) = (self.arena.address(record).cast::<u8>(), self.arena.width() * 4);
+        let mut offset = 0;
+        while offset < bytes {
+            prefetch(start.wrapping_add(offset));
+            offset += 64;
+        }
+    }
+
+    /// The record of a key, if it still has one.
+    #[allow(unsafe_code)]
+    #[inline(always)]
+    fn record(&self, key: usize) -> Option<&mut [f32]> {
+        let record = self.gradients.records()[key];
+        // SAFETY: the promise of `run`'s caller; distinct keys have distinct records.
+        (record != NO_RECORD).then(|| unsafe { self.arena.record_mut(record) })
+    }
+}
+
+/// `D`: the dim, or 0.
+struct ColumnUpdate<'a, const D: usize, S, G> {
+    task: UpdateTask<'a, G>,
+    step: S,
+    conditioning: Conditioning,
+}
+
+impl<const D: usize, S: Step, G: MergedGradients> Kernel for ColumnUpdate<'_, D, S, G> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let dim = if D > 0 { D } else { self.task.dim };
+        let (mut constant, mut any) = ([0f32; D], vec![0f32; if D > 0 { 0 } else { dim }]);
+        for key in self.task.keys.clone() {
+            self.task.prefetch(key + AHEAD);
+            let Some(record) = self.task.record(key) else { continue };
+            let gradient: &mut [f32] = if D > 0 { &mut constant } else { &mut any };
+            self.task.gradients.merge::<D>(key, gradient);
+            self.update(record, gradient, dim);
+        }
+    }
+}
+
+impl<const D: usize, S: Step, G> ColumnUpdate<'_, D, S, G> {
+    #[inline(always)]
+    fn update(&self, record: &mut [f32], gradient: &[f32], dim: usize) {
+        let record = &mut record[..dim * (1 + S::STATES)];
+        for column in 0..dim {
+            let mut states = [0f32; 3];
+            for i in 0..S::STATES {
+                states[i] = record[dim * (1 + i) + column];
+            }
+            let gradient = self.conditioning.gradient(gradient[column]);
+            let value = self.conditioning.value(record[column]);
+            record[column] = self.step.step(value, &mut states, gradient);
+            for i in 0..S::STATES {
+                record[dim * (1 + i) + column] = states[i];
+            }
+        }
+    }
+}
+
+/// For rules whose step of a column needs the whole row's gradient.
+struct RowUpdate<'a, G> {
+    task: UpdateTask<'a, G>,
+    step: RowWiseAdagradStep,
+    conditioning: Conditioning,
+}
+
+impl<G: MergedGradients> Kernel for RowUpdate<'_, G> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let mut gradient = vec![0f32; self.task.dim];
+        for key in self.task.keys.clone() {
+            self.task.prefetch(key + AHEAD);
+            let Some(record) = self.task.record(key) else { continue };
+            self.task.gradients.merge::<0>(key, &mut gradient);
+            gradient.iter_mut().for_each(|g| *g = self.conditioning.gradient(*g));
+            let (row, states) = record.split_at_mut(self.task.dim);
+            let divisor = self.step.accumulate(&mut states[0], &gradient);
+            for (x, g) in row.iter_mut().zip(&gradient) {
+                *x = self.step.step(self.conditioning.value(*x), divisor, *g);
+            }
+        }
+    }
+}
