@@ -4,9 +4,16 @@
 //! are updated together. Both are handles in a process-wide registry, so that a framework's op carries one integer.
 //! Nothing here copies ids or rows, waits for the GIL or knows a framework.
 
-use std::any::Any;
+use std::sync::MutexGuard;
 
-use sok_core::error::Result;
+use sok_core::batch::{Bags, Feature, Keys, Splits};
+use sok_core::error::{Error, Result};
+use sok_core::host_group::{ApplyScalars, GradientRows, HostGroup, Keep};
+use sok_core::optimizer::UpdateScalars;
+use sok_core::pool;
+use sok_core::ticket::{RING, TICKET_LEN};
+
+use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
 
 /// Element types that cross the border.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,18 +42,114 @@ pub trait Outputs {
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8>;
 }
 
-/// Keeps a framework's gradient tensors readable until it is dropped, which any thread may do.
-pub type Keep = Box<dyn Any + Send + Sync>;
+impl Tensor {
+    fn len(&self) -> usize {
+        self.dims.iter().product::<i64>() as usize
+    }
+
+    fn slice<T>(&self, dtype: DType) -> Result<&[T]> {
+        if self.dtype != dtype {
+            return Err(Error::argument(format!("a tensor must be {dtype:?}. Received: {:?}", self.dtype)));
+        }
+        if self.len() == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: - a tensor is dense and readable for the call: the bridge's promise.
+        //         - T is the element of `dtype`: the callers below pair them.
+        Ok(unsafe { std::slice::from_raw_parts(self.data.cast(), self.len()) })
+    }
+
+    fn floats(&self) -> Result<&[f32]> {
+        self.slice(DType::F32)
+    }
+
+    fn keys(&self) -> Result<Keys<'_>> {
+        Ok(match self.dtype {
+            DType::I64 => Keys::I64(self.slice(DType::I64)?),
+            DType::U64 => Keys::U64(self.slice(DType::U64)?),
+            DType::I32 => Keys::I32(self.slice(DType::I32)?),
+            DType::U32 => Keys::U32(self.slice(DType::U32)?),
+            DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
+        })
+    }
+
+    fn splits(&self) -> Result<Splits<'_>> {
+        match self.dtype {
+            DType::I32 => Ok(Splits::I32(self.slice(DType::I32)?)),
+            _ => Ok(Splits::I64(self.slice(DType::I64)?)),
+        }
+    }
+}
+
+/// Output memory as floats.
+fn floats_out<'a>(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Result<&'a mut [f32]> {
+    let data = outputs.output(index, DType::F32, dims)?;
+    let len = dims.iter().product::<i64>() as usize;
+    if len == 0 {
+        return Ok(&mut []);
+    }
+    // SAFETY: the framework gave room for these dims, which nobody else touches until the call returns.
+    Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), len) })
+}
+
+fn take<'a>(inputs: &mut std::slice::Iter<'a, Tensor>) -> Result<&'a Tensor> {
+    inputs.next().ok_or_else(|| Error::argument("the call has fewer tensors than its plan"))
+}
+
+/// A feature of the plan with the tensors of this call, and the dims of its output.
+fn feature<'a>(
+    planned: &'a PlanFeature,
+    dim: usize,
+    inputs: &mut std::slice::Iter<'a, Tensor>,
+) -> Result<(Feature<'a>, Vec<i64>)> {
+    let ids = take(inputs)?;
+    let keys = if planned.words {
+        Keys::Words { low: ids.slice(DType::I32)?, high: take(inputs)?.slice(DType::I32)? }
+    } else {
+        ids.keys()?
+    };
+    let mut dims = ids.dims.clone();
+    let bags = match planned.axis {
+        Axis::Each => Bags::Each,
+        Axis::Last => {
+            let hotness = dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))? as usize;
+            Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness }
+        }
+        Axis::Ragged => {
+            let splits = take(inputs)?.splits()?;
+            dims = vec![splits.len() as i64 - 1];
+            Bags::Ragged(splits)
+        }
+    };
+    let weights = planned.weights.then(|| take(inputs)?.floats()).transpose()?;
+    let (name, table) = (&planned.name, planned.table);
+    let (combiner, padding_key) = (planned.combiner, planned.padding_key);
+    dims.push(dim as i64);
+    Ok((Feature { name, table, keys, bags, combiner, weights, padding_key }, dims))
+}
 
 /// Tensors in: for each feature of the plan its ids (two int32 tensors for low and high words), then row splits, then
-/// weights, each only if the plan says so. `trigger` takes part for its data dependency alone; a bridge passes it on to
-/// nobody.
+/// weights, each only if the plan says so.
 ///
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///
 /// `insert`: keys without a row get one. `save`: keep what `push` needs.
 pub fn lookup(plan: i64, insert: bool, save: bool, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
-    todo!("{plan} {insert} {save} {} {}", inputs.len(), outputs as *mut _ as *mut u8 as usize)
+    let plan = registry::plan(plan)?;
+    let mut inputs = inputs.iter();
+    let mut features = Vec::with_capacity(plan.features.len());
+    let mut rows = Vec::with_capacity(plan.features.len());
+    for (number, planned) in plan.features.iter().enumerate() {
+        let (feature, dims) = feature(planned, plan.dims[planned.table], &mut inputs)?;
+        feature.validate()?;
+        features.push(feature);
+        rows.push(floats_out(outputs, 1 + number, &dims)?);
+    }
+    let place = outputs.output(0, DType::I32, &[2])?;
+    let number = plan.group.lock().lookup(&features, insert, save, rows, &*pool::global()?)?;
+    // SAFETY: the framework gave room for two int32.
+    unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
+    Ok(())
 }
 
 /// Tensors in: the lookup's number, the output gradient of each feature, then the weights of each feature that has them
@@ -54,18 +157,84 @@ pub fn lookup(plan: i64, insert: bool, save: bool, inputs: &[Tensor], outputs: &
 ///
 /// With `keep` the gradients are held until they are applied; without, they are merged into the core's own memory now.
 pub fn push(plan: i64, inputs: &[Tensor], keep: Option<Keep>, outputs: &mut dyn Outputs) -> Result<()> {
-    todo!("{plan} {} {} {}", inputs.len(), keep.is_some(), outputs as *mut _ as *mut u8 as usize)
+    let plan = registry::plan(plan)?;
+    let mut inputs = inputs.iter();
+    let number = take(&mut inputs)?.slice::<i32>(DType::I32)?;
+    let &[low, high] = number else { return Err(Error::argument("a lookup's number is two int32")) };
+    let number = u64::from(low as u32) | u64::from(high as u32) << 32;
+    let mut rows = Vec::with_capacity(plan.features.len());
+    for _ in &plan.features {
+        let gradient = take(&mut inputs)?.floats()?;
+        // SAFETY: readable for the call, or until `keep` is dropped: the bridge's promise.
+        rows.push(unsafe { GradientRows::new(gradient.as_ptr(), gradient.len()) });
+    }
+    let mut weights = Vec::new();
+    for _ in plan.features.iter().filter(|f| f.weights) {
+        weights.push(floats_out(outputs, 1 + weights.len(), &take(&mut inputs)?.dims)?);
+    }
+    let ticket = floats_out(outputs, 0, &[RING as i64, 2])?;
+    plan.group.lock().push(number, rows, keep, weights, ticket, &*pool::global()?)
+}
+
+fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, HostGroup>> {
+    // In the order of their addresses, so that two optimizers that share groups never wait for each other.
+    let mut order: Vec<usize> = (0..optimizer.groups.len()).collect();
+    order.sort_unstable_by_key(|&i| std::sync::Arc::as_ptr(&optimizer.groups[i]));
+    let mut guards: Vec<_> = order.into_iter().map(|i| (i, optimizer.groups[i].lock())).collect();
+    guards.sort_unstable_by_key(|(i, _)| *i);
+    guards.into_iter().map(|(_, guard)| guard).collect()
 }
 
 /// Tensors in: `is_update` float32 `(1,)` (0: the gradients are only accumulated), then a ticket for each layer of the
 /// optimizer. Tensors out: 0 is the squared norm of all merged gradients, accumulated ones included, float32 `()`; 0 if
 /// nothing asks for norms.
 pub fn commit(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
-    todo!("{optimizer} {} {}", inputs.len(), outputs as *mut _ as *mut u8 as usize)
+    let optimizer = registry::optimizer(optimizer)?;
+    let mut inputs = inputs.iter();
+    let is_update = take(&mut inputs)?.floats()?.first().is_some_and(|&u| u != 0.0);
+    let out = floats_out(outputs, 0, &[])?;
+    let mut groups = lock_all(&optimizer);
+    let mut named = Vec::with_capacity(groups.len());
+    for group in &groups {
+        let ticket = take(&mut inputs)?.floats()?;
+        if ticket.len() != TICKET_LEN {
+            return Err(Error::argument(format!("a ticket has {TICKET_LEN} numbers. Received: {}", ticket.len())));
+        }
+        named.push(group.resolve(ticket)?);
+    }
+    let pool = pool::global()?;
+    let mut total = 0.0;
+    for (group, named) in groups.iter_mut().zip(&named) {
+        total += group.commit(named, is_update, &pool)?;
+    }
+    out[0] = total as f32;
+    Ok(())
 }
 
 /// Tensors in: scalars float32 `(4,)` = learning rate, step (1-based), is_update, factor; what `commit` gave, for its data
 /// dependency; a trigger `(64, 2)` for each layer. Tensors out: the new trigger of each layer.
 pub fn apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
-    todo!("{optimizer} {} {}", inputs.len(), outputs as *mut _ as *mut u8 as usize)
+    let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut inputs = inputs.iter();
+    let &[learning_rate, step, is_update, factor] = take(&mut inputs)?.floats()? else {
+        return Err(Error::argument("apply takes four scalars"));
+    };
+    take(&mut inputs)?;
+    let update = UpdateScalars { learning_rate, step: step as u64, factor };
+    let scalars = ApplyScalars { update, is_update: is_update != 0.0 };
+    let pool = pool::global()?;
+    for (number, mut group) in lock_all(&optimizer).into_iter().enumerate() {
+        let trigger = take(&mut inputs)?.floats()?;
+        let new = floats_out(outputs, number, &[RING as i64, 2])?;
+        group.apply(handle as u64, &scalars, &pool)?;
+        // Any change will do: the next lookup depends on the new value, so it comes after this.
+        new.copy_from_slice(trigger);
+        new[0] += 1.0;
+    }
+    Ok(())
+}
+
+/// Remembers an error that its framework will tell late, or never.
+pub fn latch(plan: &Plan, error: &Error) {
+    plan.group.latch(error);
 }

@@ -1,10 +1,16 @@
-//! `sok_keras._native`.
+//! `sok_keras._native`: converts, releases the GIL, maps errors; no rule of its own.
+
 mod bridge;
 mod call;
+mod error;
+mod registry;
+mod table;
 
 use pyo3::prelude::*;
 
 #[pymodule]
-fn _native(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    error::register(module)?;
+    table::register(module)?;
+    bridge::torch::register(module)
 }

@@ -1,0 +1,67 @@
+//! The exception tree, and the one match from Rust's errors to it.
+
+use pyo3::create_exception;
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use sok_core::Error;
+
+create_exception!(sok_keras, SokError, PyRuntimeError, "An operation on embedding tables failed.");
+create_exception!(
+    sok_keras,
+    TableFullError,
+    SokError,
+    "A batch brought more new keys than `max_capacity` leaves room for. `.refused` and `.capacity` say how many."
+);
+create_exception!(
+    sok_keras,
+    UnwrappedOptimizerError,
+    SokError,
+    "Tables were trained without an `OptimizerWrapper` around the optimizer."
+);
+create_exception!(sok_keras, TicketError, SokError, "A gradient was applied that cannot be attributed to a backward pass.");
+create_exception!(sok_keras, DeviceError, SokError, "A device is missing, or there are more than this process may use.");
+create_exception!(sok_keras, DumpError, SokError, "A dump cannot be written or read.");
+create_exception!(sok_keras, CorruptDumpError, DumpError, "A dump's bytes are not those that were written.");
+create_exception!(sok_keras, DumpMismatchError, DumpError, "A dump does not fit what it is loaded into.");
+
+pub fn to_python(error: Error) -> PyErr {
+    let text = error.to_string();
+    match error {
+        Error::Argument(_) | Error::OutOfVocabulary { .. } => PyValueError::new_err(text),
+        Error::TableFull { refused, capacity, .. } => Python::attach(|py| {
+            let error = TableFullError::new_err(text);
+            let value = error.value(py);
+            match value.setattr("refused", refused).and_then(|()| value.setattr("capacity", capacity)) {
+                Ok(()) => error,
+                Err(other) => other,
+            }
+        }),
+        Error::UnwrappedOptimizer { .. } => UnwrappedOptimizerError::new_err(text),
+        Error::Ticket { .. } => TicketError::new_err(text),
+        Error::CorruptDump { .. } => CorruptDumpError::new_err(text),
+        Error::DumpMismatch { .. } => DumpMismatchError::new_err(text),
+        Error::Io { source, .. } => match source.raw_os_error() {
+            Some(code) => PyOSError::new_err((code, text)),
+            None => PyOSError::new_err(text),
+        },
+        Error::Memory { .. } => PyMemoryError::new_err(text),
+        _ => SokError::new_err(text),
+    }
+}
+
+/// Runs Rust without the GIL and maps its error.
+pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> sok_core::Result<T> + Send) -> PyResult<T> {
+    py.detach(work).map_err(to_python)
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("SokError", py.get_type::<SokError>())?;
+    module.add("TableFullError", py.get_type::<TableFullError>())?;
+    module.add("UnwrappedOptimizerError", py.get_type::<UnwrappedOptimizerError>())?;
+    module.add("TicketError", py.get_type::<TicketError>())?;
+    module.add("DeviceError", py.get_type::<DeviceError>())?;
+    module.add("DumpError", py.get_type::<DumpError>())?;
+    module.add("CorruptDumpError", py.get_type::<CorruptDumpError>())?;
+    module.add("DumpMismatchError", py.get_type::<DumpMismatchError>())
+}

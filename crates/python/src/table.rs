@@ -1,0 +1,323 @@
+//! Groups, tables, plans and optimizers as Python holds them: a line or three a method.
+
+use std::sync::Arc;
+
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
+use pyo3::prelude::*;
+use sok_core::batch::Combiner;
+use sok_core::error::{Error, Result};
+use sok_core::host_group::{Binding, HostGroup};
+use sok_core::optimizer::Update;
+use sok_core::table::{Cursor, Outcomes, Records, Table as _, TableConfig};
+
+use crate::error::{SokError, detached, to_python};
+use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
+
+fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
+    serde_json::from_str(json).map_err(|e| to_python(Error::argument(format!("{e} in {json}"))))
+}
+
+/// `(hit, inserted, filtered, evicted, refused)`
+type OutcomesTuple = (u64, u64, u64, u64, u64);
+
+fn outcomes_tuple(outcomes: Outcomes) -> OutcomesTuple {
+    (outcomes.hit, outcomes.inserted, outcomes.filtered, outcomes.evicted, outcomes.refused)
+}
+
+/// The tables of one layer.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct Group {
+    pub inner: Arc<GroupInner>,
+}
+
+#[pymethods]
+impl Group {
+    /// `configs`: JSON of each table's configuration.
+    #[new]
+    fn new(configs: Vec<String>) -> PyResult<Group> {
+        let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
+        let tables = HostGroup::new(configs).map_err(to_python)?;
+        Ok(Group { inner: Arc::new(GroupInner::new(tables)) })
+    }
+
+    /// Raises the error of a call that nobody has seen yet.
+    fn raise_latched(&self) -> PyResult<()> {
+        self.inner.take_latched().map_or(Ok(()), |text| Err(SokError::new_err(text)))
+    }
+
+    /// Keys refused since this was last asked, by table, where the check mode is "warn".
+    fn take_refused(&self) -> Vec<(String, u64)> {
+        self.inner.lock().take_refused()
+    }
+
+    fn is_bound(&self) -> bool {
+        self.inner.lock().binding().is_some()
+    }
+
+    /// The update that the optimizer bound to it does, as JSON.
+    fn update_rule(&self) -> PyResult<Option<String>> {
+        let group = self.inner.lock();
+        let update = (group.num_tables() > 0).then(|| group.table(0).update_rule().copied()).flatten();
+        update.map(|u| serde_json::to_string(&u).map_err(|e| SokError::new_err(e.to_string()))).transpose()
+    }
+
+    /// Gives the records the states of an update, before an optimizer is bound: for states that are about to be loaded.
+    fn set_update_rule(&self, py: Python<'_>, update: &str) -> PyResult<()> {
+        let update: Update = parse(update)?;
+        detached(py, || {
+            let mut group = self.inner.lock();
+            group.tables_mut().try_for_each(|table| table.set_update_rule(Some(update), true))
+        })
+    }
+}
+
+/// One table of a group.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct Table {
+    pub group: Arc<GroupInner>,
+    pub number: usize,
+}
+
+type Exported<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
+
+fn as_keys<'a>(keys: &'a PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
+    Ok(keys.as_slice()?.iter().map(|&key| key as u64).collect())
+}
+
+#[pymethods]
+impl Table {
+    #[new]
+    fn new(group: &Group, number: usize) -> Table {
+        Table { group: group.inner.clone(), number }
+    }
+
+    fn __len__(&self) -> usize {
+        self.group.lock().table(self.number).len()
+    }
+
+    /// Rows `(len(keys), dim)` and whether each was there.
+    fn find<'py>(
+        &self,
+        py: Python<'py>,
+        keys: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<(Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<bool>>)> {
+        let keys = as_keys(&keys)?;
+        let (rows, found) = detached(py, || {
+            let group = self.group.lock();
+            let table = group.table(self.number);
+            let mut rows = vec![0.0; keys.len() * table.config().dim];
+            let mut found = vec![false; keys.len()];
+            table.find(&keys, &mut rows, &mut found)?;
+            Ok((rows, found))
+        })?;
+        Ok((matrix(py, rows, keys.len())?, PyArray1::from_vec(py, found)))
+    }
+
+    fn find_or_insert<'py>(
+        &self,
+        py: Python<'py>,
+        keys: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<(Bound<'py, PyArray2<f32>>, OutcomesTuple)> {
+        let keys = as_keys(&keys)?;
+        let (rows, outcomes) = detached(py, || {
+            let mut group = self.group.lock();
+            let table = group.table_mut(self.number);
+            let mut rows = vec![0.0; keys.len() * table.config().dim];
+            let outcomes = table.find_or_insert(&keys, &mut rows)?;
+            Ok((rows, outcomes))
+        })?;
+        Ok((matrix(py, rows, keys.len())?, outcomes_tuple(outcomes)))
+    }
+
+    fn assign(
+        &self,
+        py: Python<'_>,
+        keys: PyReadonlyArray1<'_, i64>,
+        rows: PyReadonlyArray2<'_, f32>,
+        insert: bool,
+    ) -> PyResult<OutcomesTuple> {
+        let (keys, rows) = (as_keys(&keys)?, rows.as_slice()?);
+        detached(py, || self.group.lock().table_mut(self.number).assign(&keys, rows, insert)).map(outcomes_tuple)
+    }
+
+    fn erase(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<usize> {
+        let keys = as_keys(&keys)?;
+        detached(py, || Ok(self.group.lock().table_mut(self.number).erase(&keys)))
+    }
+
+    fn clear(&self, py: Python<'_>) {
+        py.detach(|| self.group.lock().table_mut(self.number).clear());
+    }
+
+    /// Keys ascending, their rows, and if asked their states by name.
+    fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
+        let (records, width, dim, specs) = detached(py, || {
+            let group = self.group.lock();
+            let table = group.table(self.number);
+            Ok((sorted_records(table)?, table.record_width(), table.config().dim, table.state_specs()))
+        })?;
+        let column = |start: usize, width_of: usize| -> Vec<f32> {
+            records.values.chunks_exact(width).flat_map(|record| &record[start..start + width_of]).copied().collect()
+        };
+        let num_keys = records.keys.len();
+        let keys = PyArray1::from_vec(py, records.keys.iter().map(|&key| key as i64).collect());
+        let rows = matrix(py, column(0, dim), num_keys)?;
+        let mut start = dim;
+        let mut named = Vec::new();
+        for spec in specs.iter().filter(|_| states) {
+            named.push((spec.name.to_string(), matrix(py, column(start, spec.width), num_keys)?));
+            start += spec.width;
+        }
+        Ok((keys, rows, named))
+    }
+
+    /// Puts whole records in: `values` is `(len(keys), dim + states)`, as `export` gives them side by side.
+    fn restore(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>, values: PyReadonlyArray2<'_, f32>) -> PyResult<()> {
+        let records = Records { keys: as_keys(&keys)?, values: values.as_slice()?.to_vec() };
+        detached(py, || {
+            let mut group = self.group.lock();
+            let table = group.table_mut(self.number);
+            if records.values.len() != records.keys.len() * table.record_width() {
+                return Err(Error::argument(format!(
+                    "records of table `{}` are {} numbers wide. Received: {} numbers for {} keys",
+                    table.config().name,
+                    table.record_width(),
+                    records.values.len(),
+                    records.keys.len()
+                )));
+            }
+            table.restore(&records)
+        })
+    }
+
+    /// Names and widths of the states in a record, in order.
+    fn state_specs(&self) -> Vec<(&'static str, usize)> {
+        self.group.lock().table(self.number).state_specs().iter().map(|s| (s.name, s.width)).collect()
+    }
+
+    /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
+    fn stats(&self) -> (u64, u64, OutcomesTuple, u64, u64, u64, u64) {
+        let group = self.group.lock();
+        let stats = group.table(self.number).stats();
+        (
+            stats.size,
+            stats.capacity,
+            outcomes_tuple(stats.outcomes),
+            stats.dropped_gradients,
+            group.pending_pushes() as u64,
+            stats.native_calls,
+            stats.bytes + group.step_bytes() as u64 / group.num_tables().max(1) as u64,
+        )
+    }
+}
+
+fn matrix(py: Python<'_>, values: Vec<f32>, rows: usize) -> PyResult<Bound<'_, PyArray2<f32>>> {
+    let columns = if rows == 0 { 0 } else { values.len() / rows };
+    PyArray1::from_vec(py, values).reshape([rows, columns])
+}
+
+/// All records, keys ascending as signed integers.
+fn sorted_records(table: &dyn sok_core::table::Table) -> Result<Records> {
+    let mut all = Records::default();
+    let mut cursor = Some(Cursor::default());
+    while let Some(at) = cursor {
+        cursor = table.scan(at, 1 << 16, &mut all);
+    }
+    let width = table.record_width();
+    let mut order: Vec<u32> = (0..all.keys.len() as u32).collect();
+    order.sort_unstable_by_key(|&i| all.keys[i as usize] as i64);
+    let values = order.iter().flat_map(|&i| &all.values[i as usize * width..][..width]).copied().collect();
+    Ok(Records { keys: order.iter().map(|&i| all.keys[i as usize]).collect(), values })
+}
+
+/// What a layer's call looks like; see `call.rs`.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct Plan {
+    #[pyo3(get)]
+    handle: i64,
+}
+
+/// `(name, table, words, axis, weights, combiner, padding_key)` of a feature.
+type FeatureTuple = (String, usize, bool, String, bool, String, Option<i64>);
+
+#[pymethods]
+impl Plan {
+    #[new]
+    fn new(group: &Group, features: Vec<FeatureTuple>) -> PyResult<Plan> {
+        let features = features.into_iter().map(plan_feature).collect::<PyResult<Vec<_>>>()?;
+        let tables = group.inner.lock();
+        let dims = (0..tables.num_tables()).map(|t| tables.table(t).config().dim).collect();
+        drop(tables);
+        Ok(Plan { handle: registry::add_plan(registry::Plan { group: group.inner.clone(), features, dims }) })
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        registry::remove_plan(self.handle);
+    }
+}
+
+fn plan_feature(
+    (name, table, words, axis, weights, combiner, padding_key): FeatureTuple,
+) -> PyResult<PlanFeature> {
+    let unknown = |what: &str, value: &str| to_python(Error::argument(format!("unknown {what} `{value}`")));
+    let axis = match axis.as_str() {
+        "each" => Axis::Each,
+        "last" => Axis::Last,
+        "ragged" => Axis::Ragged,
+        other => return Err(unknown("axis", other)),
+    };
+    let combiner = match combiner.as_str() {
+        "sum" => Combiner::Sum,
+        "mean" => Combiner::Mean,
+        "sqrtn" => Combiner::Sqrtn,
+        other => return Err(unknown("combiner", other)),
+    };
+    let padding_key = padding_key.map(|key| key as u64);
+    Ok(PlanFeature { name, table, words, axis, weights, combiner, padding_key })
+}
+
+/// An optimizer's part in the core: which groups it updates, and how.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct Optimizer {
+    #[pyo3(get)]
+    handle: i64,
+}
+
+#[pymethods]
+impl Optimizer {
+    /// Binds the groups: their records get the states of `update` (JSON).
+    #[new]
+    fn new(py: Python<'_>, groups: Vec<PyRef<'_, Group>>, update: &str, needs_norm: bool) -> PyResult<Optimizer> {
+        let update: Update = parse(update)?;
+        let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
+        let handle = registry::add_optimizer(registry::Optimizer { groups: groups.clone() });
+        let bound = detached(py, || {
+            let binding = Binding { owner: handle as u64, update, needs_norm };
+            groups.iter().try_for_each(|group| group.lock().bind(binding))
+        });
+        bound.inspect_err(|_| registry::remove_optimizer(handle))?;
+        Ok(Optimizer { handle })
+    }
+}
+
+impl Drop for Optimizer {
+    fn drop(&mut self) {
+        registry::remove_optimizer(self.handle);
+    }
+}
+
+/// From the next call on, steps use `threads` threads.
+#[pyfunction]
+fn set_num_threads(threads: usize) -> PyResult<()> {
+    sok_core::pool::set_num_threads(threads).map(|_| ()).map_err(to_python)
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Group>()?;
+    module.add_class::<Table>()?;
+    module.add_class::<Plan>()?;
+    module.add_class::<Optimizer>()?;
+    module.add_function(wrap_pyfunction!(set_num_threads, module)?)
+}
