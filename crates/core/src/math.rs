@@ -32,6 +32,17 @@ pub fn clip(x: f32, limit: f32) -> f32 {
 const LN_2_UPPER: f64 = f64::from_bits(0x3fe6_2e42_0000_0000);
 const LN_2_LOWER: f64 = 4.749_325_039_031_672_6e-7;
 
+/// 1/23, 1/21, ..., 1/3: |s| < 0.1716 in `ln`, so that the next term of the series, s^25/25, is below 2^-63 of the first.
+const INVERSE_ODDS: [f64; 11] = {
+    let mut coefficients = [0.0; 11];
+    let mut n = 0;
+    while n < 11 {
+        coefficients[n] = 1.0 / (23 - 2 * n) as f64;
+        n += 1;
+    }
+    coefficients
+};
+
 /// Natural logarithm of a positive, finite, not subnormal `x`, within 2 units in the last place.
 pub fn ln(x: f64) -> f64 {
     // x = 2^exponent * m with m in [sqrt(1/2), sqrt(2)), the interval about 1 in which the series is shortest.
@@ -39,17 +50,27 @@ pub fn ln(x: f64) -> f64 {
     let offset = x.to_bits().wrapping_sub(SQRT_HALF);
     let exponent = (offset as i64) >> 52;
     let m = f64::from_bits(x.to_bits().wrapping_sub((exponent as u64) << 52));
-    // ln(m) = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...), |s| < 0.1716: the term s^25/25 is below 2^-63 of the first.
+    // ln(m) = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...)
     let s = (m - 1.0) / (m + 1.0);
     let z = s * s;
-    let mut tail = 1.0 / 23.0;
-    for divisor in [21.0, 19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0] {
-        tail = tail * z + 1.0 / divisor;
-    }
+    let tail = horner(z, INVERSE_ODDS);
     let exponent = exponent as f64;
     let small = 2.0 * s * z * tail + exponent * LN_2_LOWER;
     exponent * LN_2_UPPER + (2.0 * s + small)
 }
+
+/// 1/13! to 1/0!: |r| < 0.35 in `exp`, so that the next term of the series, r^14/14!, is below 2^-57.
+const INVERSE_FACTORIALS: [f64; 14] = {
+    let mut coefficients = [1.0; 14];
+    let mut factorial = 1.0;
+    let mut n = 1;
+    while n < 14 {
+        factorial *= n as f64;
+        coefficients[13 - n] = 1.0 / factorial;
+        n += 1;
+    }
+    coefficients
+};
 
 /// e^x within 2 units in the last place of an f64, for `x` in `[-200, 200]`.
 fn exp(x: f64) -> f64 {
@@ -57,12 +78,7 @@ fn exp(x: f64) -> f64 {
     const ROUND: f64 = 6_755_399_441_055_744.0;
     let exponent = (x * std::f64::consts::LOG2_E + ROUND) - ROUND;
     let r = (x - exponent * LN_2_UPPER) - exponent * LN_2_LOWER;
-    // Taylor: |r| < 0.35, so that r^14/14! is below 2^-57.
-    let mut sum = 1.0;
-    for divisor in [13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0] {
-        sum = 1.0 + sum * r / divisor;
-    }
-    sum * f64::from_bits(((exponent as i64 + 1023) as u64) << 52)
+    horner(r, INVERSE_FACTORIALS) * f64::from_bits(((exponent as i64 + 1023) as u64) << 52)
 }
 
 /// `base` to the power of a finite `exponent`, within 1 unit in the last place. NaN for a negative base, whatever the
@@ -104,7 +120,7 @@ pub fn normal_quantile(p: f64) -> f64 {
     if q.abs() <= 0.425 { central_quantile(q) } else { tail_quantile(p, q) }
 }
 
-/// For |q| <= 0.425, where 85 of 100 draws fall.
+/// At `p = 0.5 + q`, for |q| <= 0.425, where 85 of 100 draws fall.
 #[inline(always)]
 fn central_quantile(q: f64) -> f64 {
     let r = 0.180625 - q * q;

@@ -12,5 +12,5 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
     table::register(module)?;
-    bridge::torch::register(module)
+    bridge::register(module)
 }

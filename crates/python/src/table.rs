@@ -287,15 +287,22 @@ pub struct Optimizer {
 
 #[pymethods]
 impl Optimizer {
-    /// Binds the groups: their records get the states of `update` (JSON).
+    /// Binds the groups: their records get the states of their update (JSON of each).
     #[new]
-    fn new(py: Python<'_>, groups: Vec<PyRef<'_, Group>>, update: &str, needs_norm: bool) -> PyResult<Optimizer> {
-        let update: Update = parse(update)?;
+    fn new(
+        py: Python<'_>,
+        groups: Vec<PyRef<'_, Group>>,
+        updates: Vec<String>,
+        needs_norm: bool,
+    ) -> PyResult<Optimizer> {
+        let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
         let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
         let handle = registry::add_optimizer(registry::Optimizer { groups: groups.clone() });
         let bound = detached(py, || {
-            let binding = Binding { owner: handle as u64, update, needs_norm };
-            groups.iter().try_for_each(|group| group.lock().bind(binding))
+            let bind = |(group, update): (&Arc<GroupInner>, &Update)| {
+                group.lock().bind(Binding { owner: handle as u64, update: *update, needs_norm })
+            };
+            groups.iter().zip(&updates).try_for_each(bind)
         });
         bound.inspect_err(|_| registry::remove_optimizer(handle))?;
         Ok(Optimizer { handle })

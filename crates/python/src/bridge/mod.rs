@@ -1,1 +1,89 @@
+//! The four calls of [`crate::call`] in each framework's own calling convention. A bridge reads tensors where they lie,
+//! turns errors and panics into the framework's own, and holds no rule.
+
+mod tensorflow;
 pub mod torch;
+mod xla;
+
+use std::any::Any;
+use std::ffi::CString;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+
+use pyo3::prelude::*;
+use sok_core::error::{Error, Result};
+
+use crate::call::DType;
+
+/// Adds what the Python backends need to find the bridges.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    torch::register(module)?;
+    module.add_function(wrap_pyfunction!(tensorflow::register_tensorflow, module)?)?;
+    module.add_function(wrap_pyfunction!(xla::xla_targets, module)?)
+}
+
+/// The Python class that an error becomes. TensorFlow and JAX know no classes of ours, so the name opens their message,
+/// where Python finds it again.
+pub fn class_name(error: &Error) -> &'static str {
+    match error {
+        Error::Argument(_) | Error::OutOfVocabulary { .. } => "ValueError",
+        Error::UnwrappedOptimizer { .. } => "UnwrappedOptimizerError",
+        Error::Ticket { .. } => "TicketError",
+        Error::TableFull { .. } => "TableFullError",
+        _ => "SokError",
+    }
+}
+
+/// What went wrong in a call, as TensorFlow and XLA both tell it: they share the numbers of `absl::StatusCode`.
+struct Failure {
+    code: i32,
+    message: CString,
+}
+
+impl Failure {
+    fn new(code: i32, class: &str, text: &str) -> Failure {
+        let message =
+            CString::new(format!("{class}: {text}").replace('\0', " ")).expect("has no zero byte: replaced");
+        Failure { code, message }
+    }
+
+    fn panic(payload: &(dyn Any + Send)) -> Failure {
+        let text = payload.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+        Failure::new(13, "SokError", &format!("panic: {}", text.unwrap_or("without a message")))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        let code = match error {
+            Error::Argument(_) | Error::OutOfVocabulary { .. } => 3,
+            Error::TableFull { .. } => 8,
+            Error::UnwrappedOptimizer { .. } | Error::Ticket { .. } | Error::State(_) => 9,
+            _ => 13,
+        };
+        Failure::new(code, class_name(&error), &error.to_string())
+    }
+}
+
+/// Runs the body of a framework's callback. An unwinding panic would abort the process at the C border.
+fn catch<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, Failure> {
+    // What a panic leaves half done lies in the core, behind locks that it poisons; nothing else outlives the call.
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(result) => result.map_err(Failure::from),
+        Err(payload) => Err(Failure::panic(payload.as_ref())),
+    }
+}
+
+/// A tensor's address. Frameworks give null for one without elements, of which no slice may be made in Rust.
+fn address(data: *mut u8) -> *mut u8 {
+    if data.is_null() { ptr::dangling_mut::<u64>().cast() } else { data }
+}
+
+/// Bytes of one element.
+fn size_of(dtype: DType) -> usize {
+    match dtype {
+        DType::I32 | DType::U32 | DType::F32 => 4,
+        DType::I64 | DType::U64 => 8,
+    }
+}

@@ -1,0 +1,493 @@
+//! TensorFlow ops, registered through TensorFlow's C API.
+//!
+//! Nothing links TensorFlow: each function is asked for by name in the library that Python has loaded already, so one
+//! build serves every version, and a process without TensorFlow too. Kernels never wait for Python's lock.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
+use std::ptr;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use sok_core::error::{Error, Result};
+
+use super::{Failure, address, catch, size_of};
+use crate::call::{self, DType, Outputs, Tensor};
+
+/// An object of TensorFlow's: the C API knows them by pointer alone.
+type Object = *mut c_void;
+/// What TensorFlow itself says went wrong.
+type Told<T> = std::result::Result<T, String>;
+type Create = extern "C" fn(Object) -> Object;
+type Compute = extern "C" fn(Object, Object);
+type Delete = extern "C" fn(Object);
+type Shape = unsafe extern "C" fn(Object, Object);
+
+/// A struct with a field for each function of the C API that is used, filled by name.
+macro_rules! functions {
+    ($($name:ident: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        #[allow(non_snake_case)]
+        struct Api { $($name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)* }
+
+        impl Api {
+            #[allow(non_snake_case)]
+            fn load(library: Object) -> Told<Api> {
+                $(let $name = symbol(library, stringify!($name))?;)*
+                $(
+                    // SAFETY: - the address is that of a function: TensorFlow exports nothing else by this name.
+                    //         - its type is as tensorflow/c/*.h have it, unchanged from 2.8 to 2.21.
+                    let $name = unsafe {
+                        std::mem::transmute::<Object, unsafe extern "C" fn($($argument),*) $(-> $result)?>($name)
+                    };
+                )*
+                Ok(Api { $($name),* })
+            }
+        }
+    };
+}
+
+functions! {
+    TF_NewStatus: fn() -> Object;
+    TF_DeleteStatus: fn(Object);
+    TF_SetStatus: fn(Object, c_int, *const c_char);
+    TF_GetCode: fn(Object) -> c_int;
+    TF_Message: fn(Object) -> *const c_char;
+    TF_NewOpDefinitionBuilder: fn(*const c_char) -> Object;
+    TF_OpDefinitionBuilderAddAttr: fn(Object, *const c_char);
+    TF_OpDefinitionBuilderAddInput: fn(Object, *const c_char);
+    TF_OpDefinitionBuilderAddOutput: fn(Object, *const c_char);
+    TF_OpDefinitionBuilderSetIsStateful: fn(Object, bool);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction: fn(Object, Shape);
+    TF_ShapeInferenceContextSetUnknownShape: fn(Object, Object);
+    TF_RegisterOpDefinition: fn(Object, Object);
+    TF_NewKernelBuilder: fn(*const c_char, *const c_char, Option<Create>, Compute, Option<Delete>) -> Object;
+    TF_KernelBuilder_HostMemory: fn(Object, *const c_char);
+    TF_RegisterKernelBuilder: fn(*const c_char, Object, Object);
+    TF_OpKernelConstruction_GetAttrInt64: fn(Object, *const c_char, *mut i64, Object);
+    TF_OpKernelConstruction_GetAttrBool: fn(Object, *const c_char, *mut c_uchar, Object);
+    TF_OpKernelConstruction_Failure: fn(Object, Object);
+    TF_OpKernelContext_Failure: fn(Object, Object);
+    TF_NumInputs: fn(Object) -> c_int;
+    TF_GetInput: fn(Object, c_int, *mut Object, Object);
+    TF_AllocateOutput: fn(Object, c_int, c_int, *const i64, c_int, usize, Object) -> Object;
+    TF_DeleteTensor: fn(Object);
+    TF_TensorType: fn(Object) -> c_int;
+    TF_TensorData: fn(Object) -> Object;
+    TF_NumDims: fn(Object) -> c_int;
+    TF_Dim: fn(Object, c_int) -> i64;
+}
+
+static API: OnceLock<Api> = OnceLock::new();
+
+fn api() -> &'static Api {
+    API.get().expect("set before the first op is registered, and TensorFlow calls no other")
+}
+
+// ---- registration ------------------------------------------------------------------------------------------------
+
+struct Op {
+    name: &'static CStr,
+    attrs: &'static [&'static CStr],
+    inputs: &'static [&'static CStr],
+    outputs: &'static [&'static CStr],
+    create: Create,
+}
+
+/// Stateful, so that TensorFlow neither drops, merges nor reorders them. Tensors come in the order of [`crate::call`].
+const OPS: [Op; 4] = [
+    Op {
+        name: c"SokLookup",
+        attrs: &[
+            c"T: list({int32, int64, uint32, uint64, float}) >= 1",
+            c"N: int >= 1",
+            c"plan: int",
+            c"insert: bool",
+            c"save: bool",
+        ],
+        inputs: &[c"tensors: T", c"trigger: float"],
+        outputs: &[c"number: int32", c"rows: N * float"],
+        create: create_lookup,
+    },
+    Op {
+        name: c"SokPush",
+        attrs: &[c"N: int >= 1", c"M: int >= 0", c"plan: int"],
+        inputs: &[c"number: int32", c"gradients: N * float", c"weights: M * float"],
+        outputs: &[c"ticket: float", c"weight_gradients: M * float"],
+        create: create_push,
+    },
+    Op {
+        name: c"SokCommit",
+        attrs: &[c"N: int >= 1", c"optimizer: int"],
+        inputs: &[c"is_update: float", c"tickets: N * float"],
+        outputs: &[c"sum_of_squares: float"],
+        create: create_commit,
+    },
+    Op {
+        name: c"SokApply",
+        attrs: &[c"N: int >= 1", c"optimizer: int"],
+        inputs: &[c"scalars: float", c"sum_of_squares: float", c"triggers: N * float"],
+        outputs: &[c"new_triggers: N * float"],
+        create: create_apply,
+    },
+];
+
+/// Registers the ops with the TensorFlow of this process, once; later calls tell how that went.
+///
+/// For a process that imported this module before TensorFlow, or without `tf.load_op_library`.
+#[pyfunction]
+pub fn register_tensorflow(py: Python<'_>) -> PyResult<()> {
+    py.detach(register).map_err(PyRuntimeError::new_err)
+}
+
+/// Registers the ops while the dynamic loader loads this library: `tf.load_op_library` makes wrappers for just those ops
+/// that appear meanwhile. Does nothing in a process without TensorFlow.
+#[cfg(target_os = "linux")]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_LOAD: extern "C" fn() = {
+    extern "C" fn at_load() {
+        // Nobody can be told here; `register_tensorflow` tells later.
+        let _ = std::panic::catch_unwind(register);
+    }
+    at_load
+};
+
+fn register() -> Told<()> {
+    static OUTCOME: Mutex<Option<Told<()>>> = Mutex::new(None);
+    let mut outcome = OUTCOME.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(outcome) = &*outcome {
+        return outcome.clone();
+    }
+    let library = loaded_framework().ok_or("TensorFlow is not loaded in this process")?;
+    outcome.insert(register_in(library)).clone()
+}
+
+fn register_in(library: Object) -> Told<()> {
+    let loaded = Api::load(library)?;
+    let api = API.get_or_init(|| loaded);
+    for op in &OPS {
+        define(api, op)?;
+        for device in [c"CPU", c"GPU"] {
+            add_kernel(api, op, device)?;
+        }
+    }
+    Ok(())
+}
+
+/// TensorFlow's core library, if Python has loaded it. It is bound locally, so names are found in no other way.
+fn loaded_framework() -> Option<Object> {
+    let names =
+        [c"libtensorflow_framework.so.2", c"libtensorflow_framework.so.3", c"libtensorflow_framework.so"];
+    names.iter().find_map(|name| {
+        // SAFETY: - the name ends with a zero byte.
+        //         - NOLOAD runs no foreign code: it only looks among the loaded libraries.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+        (!library.is_null()).then_some(library)
+    })
+}
+
+fn symbol(library: Object, name: &str) -> Told<Object> {
+    let c_name = CString::new(name).expect("an identifier has no zero byte");
+    // SAFETY: - `library` comes from dlopen and is never closed.
+    //         - the name ends with a zero byte and is only read during the call.
+    let address = unsafe { libc::dlsym(library, c_name.as_ptr()) };
+    if address.is_null() { Err(format!("this TensorFlow has no function {name}")) } else { Ok(address) }
+}
+
+/// Shapes stay unknown here: the C API lets a shape function read neither numbers nor inputs, so Python sets them.
+fn define(api: &Api, op: &Op) -> Told<()> {
+    let status = Status::new();
+    // SAFETY: - every string is static and ends with a zero byte; TensorFlow copies it.
+    //         - `builder` is live and this function's own until TF_RegisterOpDefinition takes it, whatever it says.
+    //         - TF_ShapeInferenceContextSetUnknownShape has the type of a shape function.
+    unsafe {
+        let builder = (api.TF_NewOpDefinitionBuilder)(op.name.as_ptr());
+        for attr in op.attrs {
+            (api.TF_OpDefinitionBuilderAddAttr)(builder, attr.as_ptr());
+        }
+        for input in op.inputs {
+            (api.TF_OpDefinitionBuilderAddInput)(builder, input.as_ptr());
+        }
+        for output in op.outputs {
+            (api.TF_OpDefinitionBuilderAddOutput)(builder, output.as_ptr());
+        }
+        (api.TF_OpDefinitionBuilderSetIsStateful)(builder, true);
+        let unknown = api.TF_ShapeInferenceContextSetUnknownShape;
+        (api.TF_OpDefinitionBuilderSetShapeInferenceFunction)(builder, unknown);
+        (api.TF_RegisterOpDefinition)(builder, status.0);
+    }
+    status.check()
+}
+
+/// On a GPU each tensor of ours is asked for in host memory: the host table is there.
+fn add_kernel(api: &Api, op: &Op, device: &CStr) -> Told<()> {
+    let status = Status::new();
+    // SAFETY: - every string ends with a zero byte; TensorFlow copies it.
+    //         - the callbacks have the types that the C API asks for, and live as long as the process.
+    //         - `builder` is live and this function's own until TF_RegisterKernelBuilder takes it.
+    unsafe {
+        let builder = (api.TF_NewKernelBuilder)(
+            op.name.as_ptr(),
+            device.as_ptr(),
+            Some(op.create),
+            compute,
+            Some(delete),
+        );
+        if device == c"GPU" {
+            for tensor in op.inputs.iter().chain(op.outputs) {
+                (api.TF_KernelBuilder_HostMemory)(builder, argument_name(tensor).as_ptr());
+            }
+        }
+        (api.TF_RegisterKernelBuilder)(op.name.as_ptr(), builder, status.0);
+    }
+    status.check()
+}
+
+/// `rows` of `rows: N * float`.
+fn argument_name(spec: &CStr) -> CString {
+    let name = spec.to_bytes().split(|&byte| byte == b':').next().expect("split gives one part at least");
+    CString::new(name).expect("part of a string without a zero byte")
+}
+
+// ---- kernels -----------------------------------------------------------------------------------------------------
+
+/// One op of a graph: its attributes, read once.
+enum Kernel {
+    Lookup { plan: i64, insert: bool, save: bool },
+    Push { plan: i64, num_gradients: usize },
+    Commit { optimizer: i64 },
+    Apply { optimizer: i64 },
+}
+
+extern "C" fn create_lookup(construction: Object) -> Object {
+    create(construction, |attrs| {
+        Ok(Kernel::Lookup {
+            plan: attrs.int(c"plan")?,
+            insert: attrs.bool(c"insert")?,
+            save: attrs.bool(c"save")?,
+        })
+    })
+}
+
+extern "C" fn create_push(construction: Object) -> Object {
+    create(construction, |attrs| {
+        Ok(Kernel::Push { plan: attrs.int(c"plan")?, num_gradients: attrs.int(c"N")? as usize })
+    })
+}
+
+extern "C" fn create_commit(construction: Object) -> Object {
+    create(construction, |attrs| Ok(Kernel::Commit { optimizer: attrs.int(c"optimizer")? }))
+}
+
+extern "C" fn create_apply(construction: Object) -> Object {
+    create(construction, |attrs| Ok(Kernel::Apply { optimizer: attrs.int(c"optimizer")? }))
+}
+
+fn create(construction: Object, read: impl FnOnce(&Attrs) -> Result<Kernel>) -> Object {
+    match catch(|| read(&Attrs(construction))) {
+        Ok(kernel) => Box::into_raw(Box::new(kernel)).cast(),
+        Err(failure) => {
+            let status = Status::of(&failure);
+            // SAFETY: both objects are live: the first for the length of this callback, the second until the line below.
+            unsafe { (api().TF_OpKernelConstruction_Failure)(construction, status.0) };
+            ptr::null_mut()
+        }
+    }
+}
+
+extern "C" fn delete(kernel: Object) {
+    if !kernel.is_null() {
+        // SAFETY: - `create` made it from a box of this type.
+        //         - TensorFlow deletes a kernel once, when nothing computes with it any more.
+        drop(unsafe { Box::from_raw(kernel.cast::<Kernel>()) });
+    }
+}
+
+extern "C" fn compute(kernel: Object, context: Object) {
+    // SAFETY: - `create` made it; TensorFlow computes with no kernel whose creation failed (a null pointer).
+    //         - it lives until `delete`, and is only read meanwhile, by any number of threads.
+    let kernel = unsafe { &*kernel.cast::<Kernel>() };
+    if let Err(failure) = catch(|| kernel.run(&mut Context(context))) {
+        let status = Status::of(&failure);
+        // SAFETY: both objects are live: the first for the length of this callback, the second until the line below.
+        unsafe { (api().TF_OpKernelContext_Failure)(context, status.0) };
+    }
+}
+
+impl Kernel {
+    fn run(&self, context: &mut Context) -> Result<()> {
+        let mut held = context.inputs()?;
+        let tensors = held.iter().map(Held::view).collect::<Result<Vec<Tensor>>>()?;
+        match *self {
+            Kernel::Lookup { plan, insert, save } => {
+                let trigger = tensors.len() - 1;
+                call::lookup(plan, insert, save, &tensors[..trigger], context)
+            }
+            Kernel::Push { plan, num_gradients } => {
+                let gradients: Vec<Held> = held.drain(1..=num_gradients).collect();
+                call::push(plan, &tensors, Some(Box::new(gradients)), context)
+            }
+            Kernel::Commit { optimizer } => call::commit(optimizer, &tensors, context),
+            Kernel::Apply { optimizer } => call::apply(optimizer, &tensors, context),
+        }
+    }
+}
+
+// ---- TensorFlow's objects ----------------------------------------------------------------------------------------
+
+/// A `TF_OpKernelConstruction`, live during `create`.
+struct Attrs(Object);
+
+impl Attrs {
+    fn int(&self, name: &CStr) -> Result<i64> {
+        let (status, mut value) = (Status::new(), 0);
+        // SAFETY: - the objects are live, the name ends with a zero byte.
+        //         - `value` is of the type that is written.
+        unsafe { (api().TF_OpKernelConstruction_GetAttrInt64)(self.0, name.as_ptr(), &mut value, status.0) };
+        status.check().map_err(Error::State)?;
+        Ok(value)
+    }
+
+    fn bool(&self, name: &CStr) -> Result<bool> {
+        let (status, mut value) = (Status::new(), 0);
+        // SAFETY: - the objects are live, the name ends with a zero byte.
+        //         - `value` is of the type that is written.
+        unsafe { (api().TF_OpKernelConstruction_GetAttrBool)(self.0, name.as_ptr(), &mut value, status.0) };
+        status.check().map_err(Error::State)?;
+        Ok(value != 0)
+    }
+}
+
+/// A `TF_OpKernelContext`, live during `compute`.
+struct Context(Object);
+
+impl Context {
+    fn inputs(&self) -> Result<Vec<Held>> {
+        // SAFETY: the context is live.
+        let count = unsafe { (api().TF_NumInputs)(self.0) };
+        (0..count).map(|index| self.input(index)).collect()
+    }
+
+    fn input(&self, index: c_int) -> Result<Held> {
+        let (status, mut tensor) = (Status::new(), ptr::null_mut());
+        // SAFETY: - the objects are live; an index that is out of range becomes a status.
+        //         - the tensor written is a new reference, which `Held` gives back.
+        unsafe { (api().TF_GetInput)(self.0, index, &mut tensor, status.0) };
+        status.check().map_err(Error::State)?;
+        Ok(Held(tensor))
+    }
+}
+
+impl Outputs for Context {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
+        let (status, type_number) = (Status::new(), type_number(dtype));
+        let num_bytes = dims.iter().product::<i64>() as usize * size_of(dtype);
+        let (index, num_dims) = (index as c_int, dims.len() as c_int);
+        // SAFETY: - the objects are live; an index that is out of range becomes a status.
+        //         - `num_dims` numbers are readable at `dims`, and are copied.
+        let tensor = unsafe {
+            (api().TF_AllocateOutput)(
+                self.0,
+                index,
+                type_number,
+                dims.as_ptr(),
+                num_dims,
+                num_bytes,
+                status.0,
+            )
+        };
+        status.check().map_err(Error::State)?;
+        // The context holds the memory: the reference may go at the end of this line.
+        Ok(Held(tensor).data())
+    }
+}
+
+/// A reference to a `TF_Tensor`: while it is held, TensorFlow neither frees nor reuses the memory.
+struct Held(Object);
+
+// SAFETY: the references of a tensor are counted atomically, and a held tensor's memory is written by nobody.
+unsafe impl Send for Held {}
+// SAFETY: as above; through `&Held` it is only read.
+unsafe impl Sync for Held {}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: this is the owner of one reference, and gives it back once.
+        unsafe { (api().TF_DeleteTensor)(self.0) }
+    }
+}
+
+impl Held {
+    fn view(&self) -> Result<Tensor> {
+        Ok(Tensor { data: self.data(), dtype: self.dtype()?, dims: self.dims() })
+    }
+
+    fn data(&self) -> *mut u8 {
+        // SAFETY: the tensor is live.
+        address(unsafe { (api().TF_TensorData)(self.0) }.cast())
+    }
+
+    fn dims(&self) -> Vec<i64> {
+        // SAFETY: the tensor is live.
+        let num_dims = unsafe { (api().TF_NumDims)(self.0) };
+        // SAFETY: the tensor is live and has that many dims.
+        (0..num_dims).map(|index| unsafe { (api().TF_Dim)(self.0, index) }).collect()
+    }
+
+    fn dtype(&self) -> Result<DType> {
+        // SAFETY: the tensor is live.
+        let number = unsafe { (api().TF_TensorType)(self.0) };
+        let known = [DType::I32, DType::I64, DType::U32, DType::U64, DType::F32];
+        known.into_iter().find(|&dtype| type_number(dtype) == number).ok_or_else(|| {
+            let rule = "tensors must be int32, int64, uint32, uint64 or float32";
+            Error::argument(format!("{rule}: got TensorFlow's dtype number {number}"))
+        })
+    }
+}
+
+/// `TF_DataType`.
+fn type_number(dtype: DType) -> c_int {
+    match dtype {
+        DType::F32 => 1,
+        DType::I32 => 3,
+        DType::I64 => 9,
+        DType::U32 => 22,
+        DType::U64 => 23,
+    }
+}
+
+/// A `TF_Status`.
+struct Status(Object);
+
+impl Status {
+    fn new() -> Status {
+        // SAFETY: takes nothing; `drop` deletes what it gives.
+        Status(unsafe { (api().TF_NewStatus)() })
+    }
+
+    fn of(failure: &Failure) -> Status {
+        let status = Status::new();
+        // SAFETY: the status is live; the message ends with a zero byte and is copied.
+        unsafe { (api().TF_SetStatus)(status.0, failure.code, failure.message.as_ptr()) };
+        status
+    }
+
+    fn check(&self) -> Told<()> {
+        // SAFETY: the status is live.
+        if unsafe { (api().TF_GetCode)(self.0) } == 0 {
+            return Ok(());
+        }
+        // SAFETY: the status is live.
+        let message = unsafe { (api().TF_Message)(self.0) };
+        // SAFETY: - it ends with a zero byte.
+        //         - it lives as long as the status; it is copied here.
+        Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
+    }
+}
+
+impl Drop for Status {
+    fn drop(&mut self) {
+        // SAFETY: this is the owner, and deletes once.
+        unsafe { (api().TF_DeleteStatus)(self.0) }
+    }
+}

@@ -1,0 +1,353 @@
+//! XLA FFI handlers, which JAX calls.
+//!
+//! Written against the C structs of `xla/ffi/api/c_api.h` (`jax.ffi.include_dir()` has it), without linking XLA: each call
+//! brings the functions that it may use. XLA has every result's memory ready and counts on nothing being kept.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::slice;
+
+use pyo3::ffi::PyCapsule_New;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use sok_core::error::{Error, Result};
+
+use super::{Failure, address, catch};
+use crate::call::{self, DType, Outputs, Tensor};
+use crate::registry;
+
+// ---- the C structs, as far as they are read ----------------------------------------------------------------------
+
+/// The version that handlers report. XLA takes any from 0.1 to its own; the structs below are those of 0.1, to which later
+/// ones only append.
+const MAJOR: c_int = 0;
+const MINOR: c_int = 1;
+
+const METADATA: c_int = 1;
+const EXECUTE: c_int = 3;
+const SCALAR: c_int = 3;
+
+/// `XLA_FFI_Error`, which XLA makes and frees.
+type XlaError = *mut c_void;
+type Handler = unsafe extern "C" fn(*mut CallFrame) -> XlaError;
+
+#[repr(C)]
+struct Extension {
+    struct_size: usize,
+    kind: c_int,
+    next: *mut Extension,
+}
+
+#[repr(C)]
+struct Version {
+    struct_size: usize,
+    extension: *mut Extension,
+    major: c_int,
+    minor: c_int,
+}
+
+#[repr(C)]
+struct Metadata {
+    struct_size: usize,
+    version: Version,
+    traits: u32,
+}
+
+#[repr(C)]
+struct MetadataExtension {
+    base: Extension,
+    metadata: *mut Metadata,
+}
+
+#[repr(C)]
+struct ErrorArguments {
+    struct_size: usize,
+    extension: *mut Extension,
+    message: *const c_char,
+    code: c_int,
+}
+
+#[repr(C)]
+struct Api {
+    struct_size: usize,
+    extension: *mut Extension,
+    version: Version,
+    internal: *const c_void,
+    create_error: unsafe extern "C" fn(*mut ErrorArguments) -> XlaError,
+}
+
+#[repr(C)]
+struct Buffer {
+    struct_size: usize,
+    extension: *mut Extension,
+    dtype: c_int,
+    data: *mut u8,
+    rank: i64,
+    dims: *const i64,
+}
+
+/// Arguments and results have one layout.
+#[repr(C)]
+struct Buffers {
+    struct_size: usize,
+    extension: *mut Extension,
+    size: i64,
+    kinds: *const c_int,
+    items: *const *const Buffer,
+}
+
+#[repr(C)]
+struct Name {
+    data: *const u8,
+    size: usize,
+}
+
+#[repr(C)]
+struct Scalar {
+    dtype: c_int,
+    value: *const c_void,
+}
+
+#[repr(C)]
+struct Attributes {
+    struct_size: usize,
+    extension: *mut Extension,
+    size: i64,
+    kinds: *const c_int,
+    names: *const *const Name,
+    items: *const *const Scalar,
+}
+
+#[repr(C)]
+struct CallFrame {
+    struct_size: usize,
+    extension: *mut Extension,
+    api: *const Api,
+    context: *mut c_void,
+    stage: c_int,
+    arguments: Buffers,
+    results: Buffers,
+    attributes: Attributes,
+}
+
+// ---- handlers ----------------------------------------------------------------------------------------------------
+
+const HANDLERS: [(&str, Handler); 4] =
+    [("sok_lookup", lookup), ("sok_push", push), ("sok_commit", commit), ("sok_apply", apply)];
+
+/// Name and handler of each call, for `jax.ffi.register_ffi_target(name, capsule, platform="cpu")`.
+#[pyfunction]
+pub fn xla_targets(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let targets = PyDict::new(py);
+    for (name, handler) in HANDLERS {
+        targets.set_item(name, capsule(py, handler)?)?;
+    }
+    Ok(targets)
+}
+
+/// Without a name, as `jax.ffi.pycapsule` makes them; PyO3's own constructors ask for one.
+fn capsule(py: Python<'_>, handler: Handler) -> PyResult<Bound<'_, PyAny>> {
+    // SAFETY: - the pointer is not null: it is a function's.
+    //         - name and destructor may be null; a function needs none.
+    let capsule = unsafe { PyCapsule_New(handler as *mut c_void, ptr::null(), None) };
+    // SAFETY: a new reference, or null with Python's error set.
+    unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
+}
+
+/// Operands: the tensors of the plan, then the trigger. Results: number, rows.
+unsafe extern "C" fn lookup(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, |execution| {
+            let plan = execution.attribute("plan")?;
+            let (insert, save) = (execution.flag("insert")?, execution.flag("save")?);
+            let mut tensors = execution.tensors()?;
+            tensors.pop().ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
+            let done = call::lookup(plan, insert, save, &tensors, execution);
+            done.inspect_err(|error| latch_plan(plan, error))
+        })
+    }
+}
+
+/// Operands: number, gradients, weights. Results: ticket, gradients of the weights.
+unsafe extern "C" fn push(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, |execution| {
+            let plan = execution.attribute("plan")?;
+            let done = call::push(plan, &execution.tensors()?, None, execution);
+            done.inspect_err(|error| latch_plan(plan, error))
+        })
+    }
+}
+
+/// Operands: is_update, tickets. Result: sum of squares.
+unsafe extern "C" fn commit(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, |execution| {
+            let optimizer = execution.attribute("optimizer")?;
+            let done = call::commit(optimizer, &execution.tensors()?, execution);
+            done.inspect_err(|error| latch_optimizer(optimizer, error))
+        })
+    }
+}
+
+/// Operands: scalars, sum of squares, triggers. Results: new triggers.
+unsafe extern "C" fn apply(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, |execution| {
+            let optimizer = execution.attribute("optimizer")?;
+            let done = call::apply(optimizer, &execution.tensors()?, execution);
+            done.inspect_err(|error| latch_optimizer(optimizer, error))
+        })
+    }
+}
+
+/// JAX raises an error where a result is read, which may be never: `fit` can return as if nothing were. So the tables
+/// remember it for the next call from Python.
+fn latch_plan(plan: i64, error: &Error) {
+    if let Ok(plan) = registry::plan(plan) {
+        call::latch(&plan, error);
+    }
+}
+
+fn latch_optimizer(optimizer: i64, error: &Error) {
+    if let Ok(optimizer) = registry::optimizer(optimizer) {
+        optimizer.groups.iter().for_each(|group| group.latch(error));
+    }
+}
+
+/// What all handlers do alike: tell about themselves if asked, work in the execute stage only, report what went wrong.
+///
+/// # Safety
+/// `frame` and all that it points to must be as XLA passes them to a handler.
+unsafe fn handle(frame: *mut CallFrame, body: impl FnOnce(&mut Execution) -> Result<()>) -> XlaError {
+    // SAFETY: the frame is live and unchanged during the call (XLA's contract, passed on by the caller).
+    let frame = unsafe { &*frame };
+    // SAFETY: extensions are a list that ends with null; a first one, if any, is live.
+    if let Some(extension) = unsafe { frame.extension.as_ref() }
+        && extension.kind == METADATA
+    {
+        // SAFETY: an extension of this kind is the base of a `MetadataExtension`, whose metadata is ours to fill.
+        unsafe { describe(frame.extension.cast()) };
+        return ptr::null_mut();
+    }
+    if frame.stage != EXECUTE {
+        return ptr::null_mut();
+    }
+    match catch(|| body(&mut Execution(frame))) {
+        Ok(()) => ptr::null_mut(),
+        // SAFETY: the API outlives the call.
+        Err(failure) => report(unsafe { &*frame.api }, &failure),
+    }
+}
+
+/// Version 0.1 and no traits: a call that may take a CUDA graph's place must always launch the same work, and ours do not.
+///
+/// # Safety
+/// `extension` and its metadata must be live, and written by nobody else.
+unsafe fn describe(extension: *mut MetadataExtension) {
+    // SAFETY: live and unshared: the caller's contract.
+    let metadata = unsafe { &mut *(*extension).metadata };
+    (metadata.version.major, metadata.version.minor, metadata.traits) = (MAJOR, MINOR, 0);
+}
+
+fn report(api: &Api, failure: &Failure) -> XlaError {
+    let struct_size = size_of::<ErrorArguments>();
+    let message = failure.message.as_ptr();
+    let mut arguments =
+        ErrorArguments { struct_size, extension: ptr::null_mut(), message, code: failure.code };
+    // SAFETY: the struct is filled as the header asks; the message ends with a zero byte and is copied.
+    unsafe { (api.create_error)(&mut arguments) }
+}
+
+/// A call in its execute stage: all that the frame points to is live and complete.
+struct Execution<'a>(&'a CallFrame);
+
+impl Execution<'_> {
+    fn tensors(&self) -> Result<Vec<Tensor>> {
+        let buffers = (0..self.0.arguments.size as usize).map(|index| item(&self.0.arguments, index));
+        buffers.map(|buffer| buffer.and_then(tensor)).collect()
+    }
+
+    fn flag(&self, name: &str) -> Result<bool> {
+        Ok(self.attribute(name)? != 0)
+    }
+
+    /// An attribute of type int64 or bool.
+    fn attribute(&self, name: &str) -> Result<i64> {
+        let attributes = &self.0.attributes;
+        let index =
+            (0..attributes.size as usize).find(|&index| attribute_name(attributes, index) == name.as_bytes());
+        let index = index.ok_or_else(|| Error::argument(format!("attribute `{name}` is missing")))?;
+        let wrong = || Error::argument(format!("attribute `{name}` must be an int64 or a bool"));
+        // SAFETY: `index` is below `size`, the length of the array.
+        if unsafe { *attributes.kinds.add(index) } != SCALAR {
+            return Err(wrong());
+        }
+        // SAFETY: `index` is below `size`; an attribute of this kind is a live `Scalar`.
+        let scalar = unsafe { &**attributes.items.add(index) };
+        match scalar.dtype {
+            // SAFETY: the dtype (S64) says what lies there.
+            5 => Ok(unsafe { *scalar.value.cast::<i64>() }),
+            // SAFETY: the dtype (PRED) says what lies there: one byte.
+            1 => Ok(i64::from(unsafe { *scalar.value.cast::<u8>() })),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl Outputs for Execution<'_> {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
+        let ready = tensor(item(&self.0.results, index)?)?;
+        if ready.dtype != dtype || ready.dims != dims {
+            return Err(Error::argument(format!(
+                "result {index} of the call is {dtype:?} {dims:?}, but {:?} {:?} was traced",
+                ready.dtype, ready.dims
+            )));
+        }
+        Ok(ready.data.cast_mut())
+    }
+}
+
+fn attribute_name(attributes: &Attributes, index: usize) -> &[u8] {
+    // SAFETY: the caller keeps `index` below `size`, the length of the array of live names.
+    let name = unsafe { &**attributes.names.add(index) };
+    // SAFETY: a name is `size` readable bytes, live as long as the attributes.
+    unsafe { slice::from_raw_parts(name.data, name.size) }
+}
+
+fn item(buffers: &Buffers, index: usize) -> Result<&Buffer> {
+    if index >= buffers.size as usize {
+        return Err(Error::argument(format!("the call has {} buffers: no {index}", buffers.size)));
+    }
+    // SAFETY: - `index` is below `size`, the length of the array: checked above.
+    //         - XLA knows no kind of argument or result but buffers; they live as long as the frame.
+    Ok(unsafe { &**buffers.items.add(index) })
+}
+
+fn tensor(buffer: &Buffer) -> Result<Tensor> {
+    let dims = match buffer.rank {
+        0 => Vec::new(),
+        // SAFETY: `rank` numbers are readable at `dims`.
+        rank => unsafe { slice::from_raw_parts(buffer.dims, rank as usize) }.to_vec(),
+    };
+    Ok(Tensor { data: address(buffer.data), dtype: dtype(buffer.dtype)?, dims })
+}
+
+/// From `XLA_FFI_DataType`.
+fn dtype(number: c_int) -> Result<DType> {
+    match number {
+        4 => Ok(DType::I32),
+        5 => Ok(DType::I64),
+        8 => Ok(DType::U32),
+        9 => Ok(DType::U64),
+        11 => Ok(DType::F32),
+        _ => {
+            let rule = "tensors must be int32, int64, uint32, uint64 or float32";
+            Err(Error::argument(format!("{rule}: got XLA's dtype number {number}")))
+        }
+    }
+}

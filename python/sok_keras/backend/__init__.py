@@ -1,0 +1,22 @@
+"""One module for the framework behind Keras: the four calls of a training step in its own terms.
+
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), and `has_wide_integers()`.
+`_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
+"""
+
+import keras
+
+name = keras.backend.backend()
+
+if name == "tensorflow":
+    from sok_keras.backend.tensorflow import apply, commit, has_wide_integers, lookup
+elif name == "jax":
+    from sok_keras.backend.jax import apply, commit, has_wide_integers, lookup
+elif name == "torch":
+    from sok_keras.backend.torch import apply, commit, has_wide_integers, lookup
+else:
+    raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
+
+from sok_keras import _native as native
+
+__all__ = ["apply", "commit", "has_wide_integers", "lookup", "name", "native"]

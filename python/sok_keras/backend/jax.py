@@ -1,0 +1,113 @@
+"""The calls of a training step as XLA FFI calls.
+
+The handlers are written in Rust (`crates/python/src/bridge/xla.rs`). No call declares a side effect: trigger ->
+lookup -> push -> ticket -> commit -> apply -> new trigger is a chain of data, which XLA keeps in order. So
+rematerialisation works, and a gradient that nobody asked for is never pushed.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sok_keras import _native
+
+for _name, _target in _native.xla_targets().items():
+    jax.ffi.register_ffi_target(_name, _target, platform="cpu")
+
+
+class _Call(NamedTuple):
+    """What is known of a lookup when it is traced."""
+
+    plan: int
+    shapes: tuple
+    insert: bool | None
+
+
+def lookup(plan, trigger, inputs, weights, insert):
+    """Rows of each feature, differentiable in `trigger` and `weights`.
+
+    The gradient of `trigger` is the ticket of the push that the backward pass makes.
+
+    Args:
+        plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
+        trigger: Value of the layer's trigger, `(64, 2)` float32; None if the layer does not learn: then nothing is
+            differentiable. Without it no data says that the lookup comes after the last update.
+        inputs: A tuple for each feature: its ids (without x64 the low and the high words), then its row splits if it is
+            ragged.
+        weights: A float32 array or None for each feature.
+        insert: Whether keys without a row get one; None: if the call is differentiated.
+
+    Returns:
+        A list with a float32 array for each feature.
+    """
+    shapes = tuple(tuple(shape) for shape in plan.output_shapes(inputs))
+    call = _Call(plan.handle, shapes, insert)
+    inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
+    if trigger is None:
+        arguments = jax.lax.stop_gradient((jnp.zeros((64, 2), "float32"), weights, inputs))
+        return list(_run(call, *arguments, insert=bool(insert), save=False)[1])
+    return list(_lookup(call, trigger, weights, inputs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(call, trigger, weights, inputs):
+    return _run(call, trigger, weights, inputs, insert=bool(call.insert), save=False)[1]
+
+
+def _lookup_to_differentiate(call, trigger, weights, inputs):
+    insert = True if call.insert is None else call.insert
+    number, rows = _run(call, trigger, weights, inputs, insert=insert, save=True)
+    return rows, (number, weights)
+
+
+def _push(call, residuals, gradients):
+    number, weights = residuals
+    given = [weight for weight in weights if weight is not None]
+    results = [_float32(64, 2), *(_float32(*weight.shape) for weight in given)]
+    ticket, *found = _ffi("sok_push", results)(number, *gradients, *given, plan=np.int64(call.plan))
+    found = iter(found)
+    return ticket, tuple(None if weight is None else next(found) for weight in weights), None
+
+
+_lookup.defvjp(_lookup_to_differentiate, _push)
+
+
+def commit(optimizer, is_update, tickets):
+    """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
+    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(
+        is_update, *tickets, optimizer=np.int64(optimizer.handle)
+    )
+    return sum_of_squares
+
+
+def apply(optimizer, scalars, sum_of_squares, triggers):
+    """Updates the rows; gives the new value of each trigger."""
+    call = _ffi("sok_apply", [_float32(64, 2) for _ in triggers])
+    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(optimizer.handle)))
+
+
+def _run(call, trigger, weights, inputs, insert, save):
+    """The lookup's number, for push, and the rows of each feature."""
+    groups = zip(inputs, weights, strict=True)
+    tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
+    results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
+    number, *rows = _ffi("sok_lookup", results)(
+        *tensors, trigger, plan=np.int64(call.plan), insert=insert, save=save
+    )
+    return number, rows
+
+
+def _ffi(name, results):
+    return jax.ffi.ffi_call(name, results, has_side_effect=False, vmap_method="sequential")
+
+
+def _float32(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def has_wide_integers():
+    """Whether arrays hold 64-bit ids: JAX cuts them to 32 bits unless x64 is on."""
+    return jax.config.jax_enable_x64

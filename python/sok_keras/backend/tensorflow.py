@@ -1,0 +1,125 @@
+"""The calls of a training step as TensorFlow ops.
+
+The ops are written in Rust (`crates/python/src/bridge/tensorflow.rs`). They are stateful: inside a `tf.function`
+they run in program order, and none is dropped or merged.
+"""
+
+import importlib.util
+import types
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+NATIVE = "sok_keras._native"
+
+
+def _load_ops():
+    """Python wrappers of the ops in the native module.
+
+    `tf.load_op_library` sees the ops that a library registers while it is loaded. So the native module has to come to
+    the process this way; a later `import` then takes the same file, already loaded.
+    """
+    ops = tf.load_op_library(importlib.util.find_spec(NATIVE).origin)
+    return ops if hasattr(ops, "sok_lookup") else _late_ops()
+
+
+def _late_ops():
+    """The same for a native module that was imported before; TensorFlow has no public way for that."""
+    from tensorflow.core.framework import op_def_pb2
+    from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
+
+    importlib.import_module(NATIVE).register_tensorflow()
+    names = ("SokLookup", "SokPush", "SokCommit", "SokApply")
+    definitions = op_def_pb2.OpList(op=[op_def_registry.get(name) for name in names])
+    ops = types.ModuleType("sok_keras_ops")
+    exec(_pywrap_python_op_gen.GetPythonWrappers(definitions.SerializeToString()), ops.__dict__)
+    ops._IS_TENSORFLOW_PLUGIN = True  # AutoGraph leaves it as it is
+    return ops
+
+
+_ops = _load_ops()
+
+
+def lookup(plan, trigger, inputs, weights, insert):
+    """Rows of each feature, differentiable in `trigger` and `weights`.
+
+    The gradient of `trigger` is the ticket of the push that the backward pass makes. A lookup whose gradient nobody
+    will ask for keeps nothing.
+
+    Args:
+        plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
+        trigger: The layer's trigger or its value, `(64, 2)` float32; None if the layer does not learn: then nothing is
+            differentiable.
+        inputs: A tuple for each feature: its ids, then its row splits if it is ragged.
+        weights: A float32 tensor or None for each feature.
+        insert: Whether keys without a row get one; None: if a gradient is being recorded. What is recorded is known
+            when a `tf.function` is traced, not when it is called.
+
+    Returns:
+        A list with a float32 tensor for each feature.
+    """
+    groups = zip(inputs, weights, strict=True)
+    tensors = [tf.convert_to_tensor(tensor) for group in groups for tensor in _flat(*group)]
+    if trigger is None:
+        trigger, save = tf.zeros((64, 2)), False
+        tensors = [tf.stop_gradient(tensor) for tensor in tensors]
+    else:
+        trigger = tf.convert_to_tensor(trigger)  # read first: a tape watches a variable from then on
+        insert = bool(record.should_record_backprop([trigger]) if insert is None else insert)
+        # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
+        save = record.should_record_backprop([trigger, *tensors]) or (insert and not tf.executing_eagerly())
+    _, rows = _ops.sok_lookup(
+        tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insert=bool(insert), save=save
+    )
+    if not tf.executing_eagerly():
+        for row, shape in zip(rows, plan.output_shapes(inputs), strict=True):
+            row.set_shape(shape)
+    return list(rows)
+
+
+@tf.RegisterGradient("SokLookup")
+def _push(op, _, *gradients):
+    """Hands the gradients of the rows to the tables; the trigger's gradient is the ticket for them.
+
+    If the lookup saved nothing, because its graph was traced where no tape saw it, the push fails when it runs. Raising
+    here would be too early: TensorFlow asks for the backward graph as soon as a function is called under a tape.
+    """
+    *tensors, _ = op.inputs
+    weights = [tensor for tensor in tensors if tensor.dtype == tf.float32]
+    ticket, weight_gradients = _ops.sok_push(
+        number=op.outputs[0],
+        gradients=[tf.convert_to_tensor(gradient) for gradient in gradients],  # tf.gather gives IndexedSlices
+        weights=weights,
+        plan=op.get_attr("plan"),
+    )
+    ticket.set_shape((64, 2))
+    for gradient, weight in zip(weight_gradients, weights, strict=True):
+        gradient.set_shape(weight.shape)
+    found = iter(weight_gradients)
+    return [*(next(found) if tensor.dtype == tf.float32 else None for tensor in tensors), ticket]
+
+
+def commit(optimizer, is_update, tickets):
+    """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
+    sum_of_squares = _ops.sok_commit(is_update=is_update, tickets=tickets, optimizer=optimizer.handle)
+    sum_of_squares.set_shape(())
+    return sum_of_squares
+
+
+def apply(optimizer, scalars, sum_of_squares, triggers):
+    """Updates the rows; gives the new value of each trigger."""
+    new_triggers = _ops.sok_apply(
+        scalars=scalars, sum_of_squares=sum_of_squares, triggers=triggers, optimizer=optimizer.handle
+    )
+    for trigger in new_triggers:
+        trigger.set_shape((64, 2))
+    return list(new_triggers)
+
+
+def _flat(inputs, weights):
+    return inputs if weights is None else (*inputs, weights)
+
+
+def has_wide_integers():
+    """Whether tensors hold 64-bit ids."""
+    return True

@@ -1,0 +1,1 @@
+dump = load = verify = read_manifest = LoadReport = Manifest = None

@@ -1,0 +1,141 @@
+"""A layer's tables in the core, and the plans of its calls."""
+
+import json
+import warnings
+
+import numpy as np
+
+from sok_keras.backend import native
+from sok_keras.table import Table
+
+# Floats of a stored piece of a table: no dataset of a weights file may exceed a shard.
+_CHUNK_FLOATS = 1 << 21
+
+
+class Plan:
+    """What the tensors of a layer's call are: made when the call is traced."""
+
+    def __init__(self, core, features):
+        self._native = native.Plan(core.group, features)
+        self._features = features
+        self._dims = core.dims
+        self.handle = self._native.handle
+
+    def output_shapes(self, inputs):
+        """Static shape of each feature's rows, None where unknown."""
+        shapes = []
+        for (_, table, _, axis, *_), tensors in zip(self._features, inputs, strict=True):
+            shape = tuple(tensors[0].shape)
+            if axis == "ragged":
+                splits = tensors[-1].shape[0]
+                shape = (None if splits is None else splits - 1,)
+            elif axis == "last":
+                shape = shape[:-1]
+            shapes.append((*shape, self._dims[table]))
+        return shapes
+
+
+class Core:
+    """The tables of one layer. Not a Keras object, so that no framework tracks or copies what is in it.
+
+    Args:
+        configs: One dict a table, as the core takes it.
+    """
+
+    def __init__(self, configs):
+        self.configs = configs
+        self.dims = [config["dim"] for config in configs]
+        self.group = native.Group([json.dumps(config) for config in configs])
+        self.trigger = None
+        self._plans = {}
+        self.tables = [Table(self, number, config) for number, config in enumerate(configs)]
+
+    def native_table(self, number):
+        return native.Table(self.group, number)
+
+    def plan(self, features):
+        """The plan of a call with these features; equal calls share one."""
+        features = tuple(features)
+        if features not in self._plans:
+            self._plans[features] = Plan(self, list(features))
+        return self._plans[features]
+
+    def synchronize(self):
+        """Waits for the steps that were started: the trigger is an output of the last of them."""
+        value = None if self.trigger is None else self.trigger._value
+        if value is not None and not getattr(value, "is_deleted", lambda: False)():
+            np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        self.group.raise_latched()
+        self.warn_of_refused()
+
+    def warn_of_refused(self):
+        for name, refused in self.group.take_refused():
+            warnings.warn(
+                f"Table {name!r} is full: {refused} new keys were refused. Raise `max_capacity`, or set "
+                '`check_mode="count"` to hear no more of it.',
+                stacklevel=4,
+            )
+
+    # ---- in a weights file
+
+    def save(self, store):
+        """Writes keys, rows and states in pieces."""
+        rule = self.group.update_rule()
+        store["update_rule"] = np.frombuffer((rule or "").encode(), "uint8")
+        for number, table in enumerate(self.tables):
+            contents = table.export(states=True)
+            values = np.concatenate([contents.rows, *contents.states.values()], axis=1)
+            step = max(1, _CHUNK_FLOATS // values.shape[1])
+            for piece, start in enumerate(range(0, max(1, len(values)), step)):
+                store[f"{number}.keys.{piece:06d}"] = contents.keys[start : start + step]
+                store[f"{number}.values.{piece:06d}"] = values[start : start + step]
+
+    def load(self, store):
+        """Replaces the tables by what `save` wrote. States come along if they fit the optimizer that is bound, or if none is.
+
+        Raises:
+            ValueError: If the rows have another dim; then nothing has changed.
+        """
+        names = set(store.keys())
+        rule = bytes(np.asarray(store["update_rule"])).decode()
+        pieces = [sorted(n for n in names if n.startswith(f"{t}.keys.")) for t in range(len(self.tables))]
+        widths = [np.shape(store[keys[0].replace("keys", "values")])[1] for keys in pieces]
+        states = self._state_widths(rule)
+        for table, width, width_of_states in zip(self.tables, widths, states, strict=True):
+            if width != table.dim + width_of_states:
+                raise ValueError(
+                    f"Rows of table {table.name!r} must be {table.dim} wide. Received: {width - width_of_states} in the file"
+                )
+        for table in self.tables:
+            table.clear()
+        if rule and not self.group.is_bound():
+            self.group.set_update_rule(rule)
+        for table, keys, width_of_states in zip(self.tables, pieces, states, strict=True):
+            self._load_pieces(store, table, keys, width_of_states, rule)
+
+    def _state_widths(self, rule):
+        if not rule:
+            return [0] * len(self.tables)
+        probe = native.Group([json.dumps(dict(c, initial_capacity=0)) for c in self.configs])
+        probe.set_update_rule(rule)
+        return [sum(w for _, w in native.Table(probe, t).state_specs()) for t in range(len(self.tables))]
+
+    def _load_pieces(self, store, table, keys, width_of_states, rule):
+        target = self.native_table(table._number)
+        own = self.group.update_rule()
+        fits = sum(width for _, width in target.state_specs()) == width_of_states and (
+            not rule or not own or json.loads(rule)["rule"]["name"] == json.loads(own)["rule"]["name"]
+        )
+        for name in keys:
+            piece = np.ascontiguousarray(store[name], "int64")
+            values = np.ascontiguousarray(store[name.replace("keys", "values")], "float32")
+            if fits:
+                target.restore(piece, values)
+            else:
+                target.assign(piece, np.ascontiguousarray(values[:, : table.dim]), True)
+
+    def copy_from(self, other):
+        """Takes over the rows and states of another layer's tables."""
+        store = {}
+        other.save(store)
+        self.load(store)

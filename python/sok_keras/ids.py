@@ -1,0 +1,140 @@
+"""Ids as users bring them -> the tensors of a plan's feature."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from sok_keras import backend
+
+_INTEGERS = ("int32", "int64", "uint32", "uint64")
+_NARROW = ("int8", "int16", "uint8", "uint16")
+
+NEEDS_INPUT = '`keras.Input(shape, dtype="int64")`'
+
+
+def is_words(value):
+    """Whether ids come in two words, `{"low": int32, "high": int32}`."""
+    return isinstance(value, dict) and set(value) == {"low", "high"}
+
+
+def _is_ragged(value):
+    return getattr(value, "ragged", False) or hasattr(value, "row_splits")
+
+
+def _is_sparse(value):
+    return getattr(value, "sparse", False) or (hasattr(value, "dense_shape") and hasattr(value, "indices"))
+
+
+def kind(value):
+    """`"dense"`, `"words"`, `"ragged"` or `"sparse"`."""
+    if is_words(value):
+        return "words"
+    if _is_ragged(value):
+        return "ragged"
+    return "sparse" if _is_sparse(value) else "dense"
+
+
+def shape_of(value):
+    """Shape of the ids, None where unknown."""
+    value = value["low"] if is_words(value) else value
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    return np.shape(value)
+
+
+def check_dtype(value, feature):
+    """Raises a `ValueError` for ids that are no integers, or that JAX would cut to 32 bits."""
+    if is_words(value):
+        return
+    dtype = keras.backend.standardize_dtype(value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype)
+    if dtype not in _INTEGERS + _NARROW:
+        raise ValueError(
+            f"Ids must be integers; put {NEEDS_INPUT} in front of the layer, since Keras' default is float32, which is exact "
+            f"for ids up to 2^24 alone. Received: ids of dtype {dtype} (feature {feature!r})"
+        )
+    if dtype in ("int64", "uint64", "uint32") and not backend.has_wide_integers():
+        raise ValueError(
+            f"JAX cuts {dtype} ids to 32 bits. Set `JAX_ENABLE_X64=1` (Keras stays float32), or feed what "
+            '`layer.preprocess(ids)` makes of them: `{"low": int32, "high": int32}`. '
+            f"Received: ids of dtype {dtype} (feature {feature!r})"
+        )
+
+
+def tensors_of(value, feature):
+    """Tensors of a feature's ids: `(ids,)`, `(low, high)` or `(flat ids, row splits)`."""
+    form = kind(value)
+    if form == "words":
+        return tuple(ops.cast(ops.convert_to_tensor(value[word]), "int32") for word in ("low", "high"))
+    check_dtype(value, feature)
+    if form == "dense":
+        value = ops.convert_to_tensor(value)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        return (ops.cast(value, "int32") if dtype in _NARROW else value,)
+    import tensorflow as tf  # ragged and sparse tensors exist there alone
+
+    if form == "sparse":
+        value = rows_of_sparse(tf, value)
+    return value.flat_values, value.nested_row_splits[-1]
+
+
+def rows_of_sparse(tf, value):
+    """A sparse tensor's values as bags along its last axis, `(rows, None)` ragged; indices are in row-major order."""
+    shape = value.dense_shape
+    row = value.indices[:, 0]
+    for axis in range(1, value.shape.rank - 1):
+        row = row * shape[axis] + value.indices[:, axis]
+    return tf.RaggedTensor.from_value_rowids(value.values, row, nrows=tf.reduce_prod(shape[:-1]), validate=False)
+
+
+def weights_of(value, feature):
+    """Weights as a flat or dense float32 tensor in the order of the ids' tensors."""
+    if value is None:
+        return None
+    if _is_ragged(value):
+        value = value.flat_values
+    elif _is_sparse(value):
+        value = value.values
+    value = ops.convert_to_tensor(value)
+    if keras.backend.standardize_dtype(value.dtype).startswith(("int", "uint", "bool")):
+        raise ValueError(f"`weights` must be floats. Received: weights of dtype {value.dtype} (feature {feature!r})")
+    return ops.cast(value, "float32")
+
+
+def pad(ids, weights):
+    """Rows of unequal length -> ids `(rows, longest)` and weights of that shape, 0 where there is no id.
+
+    Raises:
+        ValueError: If weights and ids do not agree in their lengths.
+    """
+    lengths = [len(row) for row in ids]
+    shape = (len(lengths), max(lengths, default=0))
+    mask = np.arange(shape[1]) < np.array(lengths, "int64")[:, None]
+    padded = np.zeros(shape, _common_dtype(ids))
+    padded[mask] = np.concatenate([np.asarray(row, padded.dtype) for row in ids]) if lengths else []
+    full = mask.astype("float32")
+    if weights is not None:
+        if [len(row) for row in weights] != lengths:
+            raise ValueError("`weights` must have as many numbers in each row as `inputs` has ids")
+        full[mask] = np.concatenate([np.asarray(row, "float32") for row in weights]) if lengths else []
+    return padded, full
+
+
+def _common_dtype(rows):
+    dtypes = {np.asarray(row).dtype for row in rows if len(row)} or {np.dtype("int64")}
+    return np.result_type(*dtypes)
+
+
+def is_unequal(value):
+    """Whether this is a list or an object array of rows of unequal length."""
+    if isinstance(value, np.ndarray):
+        return value.dtype == object
+    if not isinstance(value, list | tuple) or not len(value) or not all(hasattr(row, "__len__") for row in value):
+        return False
+    return len({len(row) for row in value}) > 1
+
+
+def split_words(ids):
+    """64-bit ids as two int32 arrays: `{"low": ..., "high": ...}`."""
+    ids = np.asarray(ids)
+    bits = ids.view("int64") if ids.dtype == np.uint64 else ids.astype("int64")
+    return {"low": bits.astype("int32"), "high": (bits >> 32).astype("int32")}

@@ -1,0 +1,73 @@
+"""Keras initializers as the core knows them: the first value of a row is a function of seed, key and column."""
+
+import math
+
+import keras
+import zlib
+
+# Standard deviation of a normal distribution cut at two of them, as Keras corrects for it.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+_NAMES = "RandomUniform, RandomNormal, TruncatedNormal, Constant, Zeros, Ones, VarianceScaling and the classes made of it"
+
+
+def core_initializer(initializer, dim, vocabulary_size):
+    """The core's description of a Keras initializer.
+
+    Args:
+        initializer: `keras.Initializer`.
+        dim: Columns of a row.
+        vocabulary_size: Rows of a static table; None for a dynamic one.
+
+    Raises:
+        ValueError: For an initializer without a formula in the core, or one that needs the number of rows of a dynamic
+            table.
+    """
+    kinds = keras.initializers
+    if isinstance(initializer, kinds.VarianceScaling):
+        return _variance_scaling(initializer, dim, vocabulary_size)
+    if isinstance(initializer, kinds.RandomUniform):
+        return {"kind": "uniform", "minval": float(initializer.minval), "maxval": float(initializer.maxval)}
+    if isinstance(initializer, kinds.RandomNormal | kinds.TruncatedNormal):
+        kind = "normal" if isinstance(initializer, kinds.RandomNormal) else "truncated_normal"
+        return {"kind": kind, "mean": float(initializer.mean), "stddev": float(initializer.stddev)}
+    for known, value in ((kinds.Zeros, 0.0), (kinds.Ones, 1.0)):
+        if isinstance(initializer, known):
+            return {"kind": "constant", "value": value}
+    if isinstance(initializer, kinds.Constant) and isinstance(initializer.value, int | float):
+        return {"kind": "constant", "value": float(initializer.value)}
+    raise ValueError(
+        f"The core has a formula for {_NAMES}; a row's first value must be a function of its key. Received: initializer={initializer}"
+    )
+
+
+def _variance_scaling(initializer, dim, vocabulary_size):
+    if initializer.mode != "fan_out" and vocabulary_size is None:
+        raise ValueError(
+            f"A dynamic table has no number of rows, so `mode={initializer.mode!r}` has no meaning for it; use "
+            f"`VarianceScaling(mode='fan_out')`. Received: initializer={initializer}"
+        )
+    fans = {"fan_out": dim, "fan_in": vocabulary_size, "fan_avg": ((vocabulary_size or 0) + dim) / 2}
+    scale = initializer.scale / max(1.0, fans[initializer.mode])
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * scale)
+        return {"kind": "uniform", "minval": -limit, "maxval": limit}
+    if initializer.distribution == "truncated_normal":
+        return {"kind": "truncated_normal", "mean": 0.0, "stddev": math.sqrt(scale) / _TRUNCATED_STDDEV}
+    return {"kind": "normal", "mean": 0.0, "stddev": math.sqrt(scale)}
+
+
+def core_seed(seed, initializer, name=""):
+    """A table's seed: the one given, else the initializer's own, which Keras draws if nobody gave it.
+
+    Args:
+        seed: int or None.
+        initializer: `keras.Initializer`.
+        name: Mixed in, so that tables of one layer do not start alike.
+    """
+    if seed is None:
+        seed = getattr(initializer, "seed", None)
+    if isinstance(seed, keras.random.SeedGenerator):
+        seed = int(keras.ops.convert_to_numpy(seed.state.value)[0])
+    seed = 0 if seed is None else int(seed)
+    return (seed ^ zlib.crc32(name.encode()) << 32) % 2**64 if name else seed % 2**64

@@ -1,0 +1,140 @@
+"""What both layers are: tables in the core, a trigger that makes gradients come, rows in weights files."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from sok_keras import backend, ids
+from sok_keras.core import Core
+from sok_keras.initializers import core_initializer, core_seed
+
+
+def table_core_config(config, name):
+    """A `TableConfig` as the core takes it; `name` is mixed into the seed."""
+    if not isinstance(config.embedding_dim, int) or config.embedding_dim < 1:
+        raise ValueError(f"`embedding_dim` must be a positive integer. Received: embedding_dim={config.embedding_dim!r}")
+    return {
+        "name": config.name,
+        "dim": config.embedding_dim,
+        "vocabulary_size": config.vocabulary_size,
+        "initializer": core_initializer(config.initializer, config.embedding_dim, config.vocabulary_size),
+        "seed": core_seed(config.seed, config.initializer, name),
+        "missing": config.missing,
+        "out_of_vocabulary": config.out_of_vocabulary,
+        "initial_capacity": config.initial_capacity,
+        "max_capacity": config.max_capacity,
+        "check_mode": config.check_mode,
+    }
+
+
+def check_one_device():
+    """Raises a `DeviceError` where Keras would run one step on several devices: each would push all gradients."""
+    count = 1
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        count = int(np.prod(distribution.device_mesh.shape))
+    elif backend.name == "tensorflow":
+        import tensorflow as tf
+
+        count = tf.distribute.get_strategy().num_replicas_in_sync
+    if count > 1:
+        raise backend.native.DeviceError(
+            f"One process uses one device. Received: a distribution over {count} devices. Start a process a device, for "
+            f"example `torchrun --nproc-per-node {count} train.py`, without `keras.distribution` or a `tf.distribute` strategy"
+        )
+
+
+class TableLayer(keras.layers.Layer):
+    """Base of the layers; makes the trigger and saves the tables.
+
+    The tables lie outside the framework. A lookup depends on the trigger, a small trainable variable, so that every framework
+    asks for its gradient; that gradient names the push which brought the rows' gradients, and `OptimizerWrapper` applies it.
+    """
+
+    def __init__(self, *, save_rows=True, **kwargs):
+        super().__init__(**kwargs)
+        self.save_rows = save_rows
+        # Keras would turn int64 ids into int32 under JAX before anyone could say so.
+        self._convert_input_args = False
+        self._allow_non_tensor_positional_args = True
+        self.autocast = False
+        # A TensorFlow op of the C API has no XLA kernel; a tf.function is fine.
+        self.supports_jit = backend.name != "tensorflow"
+
+    def _make_core(self, configs):
+        self._core = Core(configs)
+
+    def build(self, *args, **kwargs):
+        del args, kwargs  # tables have no input shape
+        if self.built:
+            return
+        check_one_device()
+        self.trigger = self.add_weight(
+            shape=(64, 2), initializer="zeros", dtype="float32", autocast=False, trainable=True, name="trigger"
+        )
+        self.trigger.sok_core = self._core
+        self._core.trigger = self.trigger
+        self.built = True
+
+    def _lookup(self, features, inputs, weights, training):
+        """Rows of each feature in the compute dtype.
+
+        `features`: a plan's features. `inputs`: tensors of each. `weights`: a tensor or None of each.
+        """
+        learns = self.trainable and self.trigger.trainable
+        insert = None if training is None else bool(training) and learns
+        if keras.src.backend.common.symbolic_scope.in_symbolic_scope():
+            insert = False  # PyTorch runs the layer for real, on made-up ids
+        plan = self._core.plan(features)
+        trigger = self.trigger.value if learns else None
+        rows = backend.lookup(plan, trigger, inputs, weights, insert)
+        self._core.warn_of_refused()
+        return [ops.cast(row, self.compute_dtype) for row in rows]
+
+    # ---- saving
+
+    def save_own_variables(self, store):
+        self._core.synchronize()
+        store["trigger"] = ops.convert_to_numpy(self.trigger.value)
+        if self.save_rows:
+            self._core.save(store)
+
+    def load_own_variables(self, store):
+        if "update_rule" in store.keys():  # noqa: SIM118 (an HDF5 store has no `in`)
+            self._core.load(store)
+        elif self.save_rows:
+            raise ValueError(f"The file has no rows for layer {self.name!r}: it was saved with `save_rows=False`")
+        self.trigger.assign(store["trigger"])
+
+    def __deepcopy__(self, memo):
+        copy = type(self).from_config(self.get_config())
+        memo[id(self)] = copy
+        if self.built:
+            copy.build()
+            copy._core.copy_from(self._core)
+            copy.trigger.assign(self.trigger)
+        return copy
+
+    def __reduce__(self):
+        state = {}
+        if self.built:
+            self._core.save(state)
+        return _rebuild, (type(self), self.get_config(), state)
+
+
+def _rebuild(cls, config, state):
+    layer = cls.from_config(config)
+    if state:
+        layer.build()
+        layer._core.load(state)
+    return layer
+
+
+def axis_of(value, reduces):
+    """Which ids are combined: those along the last axis of ids with at least two axes."""
+    form = ids.kind(value)
+    if not reduces:
+        return "each"
+    if form in ("ragged", "sparse"):
+        return "ragged"
+    return "last" if len(ids.shape_of(value)) > 1 else "each"

@@ -1,0 +1,252 @@
+"""Many tables and features in one layer: one native call, whatever their number."""
+
+import keras
+import numpy as np
+
+from sok_keras import ids
+from sok_keras.feature_config import FeatureConfig
+from sok_keras.layers.base import TableLayer, axis_of, table_core_config
+from sok_keras.layers.dynamic_embedding import preprocess, set_tables
+from sok_keras.table_config import TableConfig
+
+
+def _map_up_to(structure, function, *trees):
+    """`function(leaf, *subtrees)` for each `FeatureConfig` of `structure`, in the structure's own form. Trees go as deep as the
+    structure; what lies below, as `{"low", "high"}`, is the leaf's."""
+    if isinstance(structure, FeatureConfig):
+        return function(structure, *trees)
+    for tree in trees:
+        if type(tree) is not type(structure) and not (isinstance(structure, list | tuple) and isinstance(tree, list | tuple)):
+            raise ValueError(
+                f"Inputs must be nested as `feature_configs` is, here a {type(structure).__name__}. Received: {type(tree).__name__}"
+            )
+        if len(tree) != len(structure) or (isinstance(structure, dict) and set(tree) != set(structure)):
+            names = sorted(structure) if isinstance(structure, dict) else f"{len(structure)} of them"
+            raise ValueError(f"Inputs must be nested as `feature_configs` is: {names}. Received: {_outline(tree)}")
+    if isinstance(structure, dict):
+        return {key: _map_up_to(structure[key], function, *(tree[key] for tree in trees)) for key in structure}
+    mapped = [_map_up_to(part, function, *parts) for part, *parts in zip(structure, *trees, strict=True)]
+    return tuple(mapped) if isinstance(structure, tuple) else mapped
+
+
+def _outline(tree):
+    return sorted(tree) if isinstance(tree, dict) else f"{len(tree)} of them"
+
+
+def _leaves(structure):
+    leaves = []
+    _map_up_to(structure, leaves.append)
+    return leaves
+
+
+@keras.saving.register_keras_serializable(package="sok_keras")
+class DistributedEmbedding(TableLayer):
+    """Looks up many features in many tables, static or dynamic, of any dims, in one native call.
+
+    Compile the model with `OptimizerWrapper(optimizer)`: rows are not Keras variables.
+
+    Example:
+
+    >>> import keras, sok_keras as sok
+    >>> users = sok.TableConfig("users", None, 16, combiner="sum")
+    >>> layer = sok.DistributedEmbedding({"user": sok.FeatureConfig("user", users), "friends": sok.FeatureConfig("friends", users)})
+    >>> rows = layer({"user": keras.Input((1,), dtype="int32"), "friends": keras.Input((20,), dtype="int32")})
+    >>> rows["friends"].shape
+    (None, 16)
+
+    Args:
+        feature_configs: `FeatureConfig`s, one or nested in lists, tuples and dicts. Features share a table by using the same
+            `TableConfig` object.
+        table_stacking: Accepted for keras-rs' sake: tables of a layer are always looked up together.
+        update_stats: As above.
+        save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+
+    Input shape:
+        Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
+        `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX
+        without x64. `weights`: floats, nested and shaped alike.
+
+    Output shape:
+        Nested as `feature_configs`: `(batch, ..., embedding_dim)`.
+    """
+
+    def __init__(self, feature_configs, *, table_stacking="auto", update_stats=False, save_rows=True, **kwargs):
+        super().__init__(save_rows=save_rows, **kwargs)
+        self._structure = _Structure(feature_configs)
+        self.table_stacking = table_stacking
+        self.update_stats = update_stats
+        names = [table.name for table in self._structure.tables]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(
+                f"Tables of a layer need different names; features share a table by using one `TableConfig` object. Received: "
+                f"several tables named {doubled}"
+            )
+        core_configs = [table_core_config(table, table.name) for table in self._structure.tables]
+        self._make_core(core_configs)
+
+    @property
+    def feature_configs(self):
+        """The features as they were given."""
+        return self._structure.feature_configs
+
+    def call(self, inputs, weights=None, training=None):
+        structure = self._structure
+        given = structure.flatten(inputs)
+        given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
+        features, tensors, floats = [], [], []
+        for config, value, weight in zip(structure.features, given, given_weights, strict=True):
+            _check_shape("input_shape", config.input_shape, ids.shape_of(value), config.name)
+            axis = axis_of(value, True)
+            weight = ids.weights_of(weight, config.name)
+            if axis == "each" and config.table.combiner != "sum":
+                weight = None  # of one id, they cancel
+            table = structure.table_numbers[id(config.table)]
+            words = ids.is_words(value)
+            features.append((config.name, table, words, axis, weight is not None, config.table.combiner, config.padding_key))
+            tensors.append(ids.tensors_of(value, config.name))
+            floats.append(weight)
+        rows = self._lookup(tuple(features), tensors, floats, training)
+        for index, (config, value) in enumerate(zip(structure.features, given, strict=True)):
+            if ids.kind(value) in ("ragged", "sparse") and len(ids.shape_of(value)) > 2:
+                rows[index] = _outer_axes(value, rows[index], config)
+        return structure.pack(rows)
+
+    def preprocess(self, inputs, weights=None, training=None):
+        """Makes of host data what `call` takes on this backend; see `DynamicEmbedding.preprocess`.
+
+        Returns:
+            The ids, or `(ids, weights)` if there are weights, nested as `feature_configs`.
+        """
+        del training
+        structure = self._structure
+        given = structure.flatten(inputs)
+        given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
+        made = [preprocess(value, weight) for value, weight in zip(given, given_weights, strict=True)]
+        if not any(isinstance(one, tuple) for one in made):
+            return structure.pack(made)
+        pairs = [one if isinstance(one, tuple) else (one, np.ones(ids.shape_of(one), "float32")) for one in made]
+        return structure.pack([one for one, _ in pairs]), structure.pack([weight for _, weight in pairs])
+
+    def get_tables(self):
+        """`{name: Table}`."""
+        return {table.name: table for table in self._core.tables}
+
+    def get_embedding_tables(self):
+        """Of dynamic tables `{name: (keys, rows)}`, of static ones `{name: rows}` of shape `(vocabulary_size, dim)`."""
+        tables = {}
+        for name, table in self.get_tables().items():
+            if table.vocabulary_size is None:
+                contents = table.export()
+                tables[name] = (contents.keys, contents.rows)
+            else:
+                tables[name] = table.find(np.arange(table.vocabulary_size))[0]
+        return tables
+
+    def set_embedding_tables(self, tables):
+        """Replaces all rows of the tables that are named, given as `get_embedding_tables` gives them; states start anew."""
+        set_tables(self.get_tables(), tables)
+
+    def compute_output_shape(self, input_shape):
+        def shape_of(config, shape):
+            shape = shape["low"] if isinstance(shape, dict) else shape
+            rest = shape[:-1] if len(shape) > 1 else shape
+            return (*rest, config.table.embedding_dim)
+
+        return _map_up_to(self.feature_configs, shape_of, input_shape)
+
+    def compute_output_spec(self, inputs, weights=None, training=None):
+        def spec_of(config, value):
+            ids.check_dtype(value, config.name)
+            shape = ids.shape_of(value)
+            _check_shape("input_shape", config.input_shape, shape, config.name)
+            rest = shape[:-1] if len(shape) > 1 else shape
+            shape = (*rest, config.table.embedding_dim)
+            _check_shape("output_shape", config.output_shape, shape, config.name)
+            return keras.KerasTensor(shape, dtype=self.compute_dtype)
+
+        return _map_up_to(self.feature_configs, spec_of, inputs)
+
+    def get_config(self):
+        # Tables in a list of their own, features by number: so sharing survives.
+        structure = self._structure
+        numbers = structure.table_numbers
+
+        def feature_of(config):
+            fields = {k: getattr(config, k) for k in ("name", "input_shape", "output_shape", "padding_key")}
+            return {"feature": fields, "table": numbers[id(config.table)]}
+
+        tables = [dict(table.get_config(), seed=seed) for table, seed in zip(structure.tables, structure.seeds, strict=True)]
+        return {
+            **super().get_config(),
+            "feature_configs": _map_up_to(self.feature_configs, feature_of),
+            "tables": tables,
+            "table_stacking": self.table_stacking,
+            "update_stats": self.update_stats,
+            "save_rows": self.save_rows,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        tables = [TableConfig.from_config(table) for table in config.pop("tables")]
+
+        def revive(part):
+            if isinstance(part, dict) and set(part) == {"feature", "table"}:
+                return FeatureConfig(table=tables[part["table"]], **part["feature"])
+            if isinstance(part, dict):
+                return {key: revive(value) for key, value in part.items()}
+            return type(part)(revive(value) for value in part)
+
+        return cls(revive(config.pop("feature_configs")), **config)
+
+
+class _Structure:
+    """The nesting of a layer's features, kept from Keras, which would wrap lists and dicts."""
+
+    def __init__(self, feature_configs):
+        self.feature_configs = feature_configs
+        self.features = _leaves_checked(feature_configs)
+        self.tables = list({id(f.table): f.table for f in self.features}.values())
+        self.table_numbers = {id(table): number for number, table in enumerate(self.tables)}
+        # Drawn now, so that they stand in the config.
+        self.seeds = [t.seed if t.seed is not None else getattr(t.initializer, "seed", None) for t in self.tables]
+        self.seeds = [seed if isinstance(seed, int) else None for seed in self.seeds]
+
+    def flatten(self, inputs):
+        leaves = []
+        _map_up_to(self.feature_configs, lambda _, value: leaves.append(value), inputs)
+        return leaves
+
+    def pack(self, leaves):
+        rest = iter(leaves)
+        return _map_up_to(self.feature_configs, lambda _: next(rest))
+
+
+def _leaves_checked(feature_configs):
+    if not isinstance(feature_configs, FeatureConfig | list | tuple | dict):
+        raise ValueError(f"`feature_configs` must be nested `FeatureConfig`s. Received: {feature_configs!r}")
+    leaves = _leaves(feature_configs)
+    if not leaves:
+        raise ValueError("`feature_configs` must hold at least one `FeatureConfig`")
+    return leaves
+
+
+def _check_shape(argument, wanted, shape, feature):
+    """Batches of another size pass, as with keras-rs."""
+    if wanted is None:
+        return
+    agrees = len(wanted) == len(shape) and all(
+        w is None or s is None or w == s for w, s in zip(wanted[1:], shape[1:], strict=True)
+    )
+    if not agrees:
+        raise ValueError(f"`{argument}` of feature {feature!r} is {tuple(wanted)}. Received: shape {tuple(shape)}")
+
+
+def _outer_axes(value, rows, config):
+    """Bags of a ragged or sparse input with more than two axes, back in its outer axes."""
+    import tensorflow as tf
+
+    if ids.kind(value) == "sparse":
+        return tf.reshape(rows, tf.concat([tf.cast(value.dense_shape[:-1], "int32"), [config.table.embedding_dim]], 0))
+    return tf.RaggedTensor.from_nested_row_splits(rows, value.nested_row_splits[:-1], validate=False)

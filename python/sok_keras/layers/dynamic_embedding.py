@@ -1,0 +1,211 @@
+"""One table, ids unknown beforehand."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from sok_keras import backend, ids
+from sok_keras.layers.base import TableLayer, axis_of, table_core_config
+from sok_keras.table_config import TableConfig, check_choice
+
+
+@keras.saving.register_keras_serializable(package="sok_keras")
+class DynamicEmbedding(TableLayer):
+    """Turns any 64-bit ids into rows of floats; a row is made when training first meets its id.
+
+    Compile the model with `OptimizerWrapper(optimizer)`: rows are not Keras variables.
+
+    Example:
+
+    >>> import keras, numpy as np, sok_keras as sok
+    >>> inputs = keras.Input((3,), dtype="int32")
+    >>> outputs = keras.layers.Dense(1)(sok.DynamicEmbedding(8, combiner="mean")(inputs))
+    >>> model = keras.Model(inputs, outputs)
+    >>> model.compile(sok.OptimizerWrapper("adam"), "mse")
+    >>> history = model.fit(np.array([[7, 7, 9], [5, 7, 11]], "int32"), np.zeros((2, 1)), verbose=0)
+    >>> len(model.layers[1].get_table())
+    4
+
+    Args:
+        output_dim: Floats in a row.
+        embeddings_initializer: Keras initializer of new rows: a row's first value is a function of seed, key and column.
+        combiner: None: a row an id; `"mean"`, `"sum"`, `"sqrtn"`: ids along the last axis become one row. An empty bag is zeros.
+            Inputs of one axis are not combined.
+        padding_key: An id that stands for "no id here"; None: every id is one.
+        mask_zero: Whether id 0 is masked for the layers that follow.
+        missing: What an id without a row answers in evaluation: `"initial"`, the row that training would have made, or
+            `"zeros"`.
+        seed: int; None: drawn as Keras draws the seeds of initializers.
+        initial_capacity: Rows to make room for at once.
+        max_capacity: Rows at most; None: as many as memory holds.
+        check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
+        storage: `"auto"` or `"host"`.
+        save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+
+    Input shape:
+        Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
+        TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape.
+
+    Output shape:
+        `(..., output_dim)`; with a combiner without the last axis of the ids.
+    """
+
+    def __init__(
+        self,
+        output_dim,
+        embeddings_initializer="uniform",
+        *,
+        combiner=None,
+        padding_key=None,
+        mask_zero=False,
+        missing="initial",
+        seed=None,
+        initial_capacity=0,
+        max_capacity=None,
+        check_mode="raise",
+        storage="auto",
+        save_rows=True,
+        **kwargs,
+    ):
+        super().__init__(save_rows=save_rows, **kwargs)
+        if not isinstance(output_dim, int) or output_dim < 1:
+            raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")
+        if combiner is not None:
+            check_choice("combiner", combiner)
+        self.output_dim = output_dim
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        self.combiner = combiner
+        self.padding_key = padding_key
+        self.mask_zero = mask_zero
+        self.supports_masking = mask_zero
+        self.missing = missing
+        self.seed = seed
+        self.initial_capacity = initial_capacity
+        self.max_capacity = max_capacity
+        self.check_mode = check_mode
+        self.storage = storage
+        table = TableConfig(
+            self.name,
+            None,
+            output_dim,
+            self.embeddings_initializer,
+            missing=missing,
+            seed=seed,
+            initial_capacity=initial_capacity,
+            max_capacity=max_capacity,
+            check_mode=check_mode,
+            storage=storage,
+        )
+        core_config = table_core_config(table, "")
+        self.seed = core_config["seed"]
+        self._make_core([core_config])
+
+    def call(self, inputs, weights=None, training=None):
+        axis = axis_of(inputs, self.combiner is not None)
+        tensors = ids.tensors_of(inputs, self.name)
+        weights = ids.weights_of(weights, self.name)
+        if axis == "each" and self.combiner in ("mean", "sqrtn"):
+            weights = None  # of one id, they cancel
+        combiner = self.combiner or "sum"
+        if axis == "each":
+            tensors = tensors[:1] if ids.kind(inputs) != "words" else tensors
+        feature = (self.name, 0, ids.is_words(inputs), axis, weights is not None, combiner, self.padding_key)
+        (rows,) = self._lookup((feature,), [tensors], [weights], training)
+        if ids.kind(inputs) == "ragged" and axis == "each":
+            return inputs.with_flat_values(rows)
+        return rows
+
+    def preprocess(self, inputs, weights=None):
+        """Makes of host data what `call` takes on this backend.
+
+        Rows of unequal length (lists, object arrays) become padded ids with weights; 64-bit ids become two words on JAX
+        without x64; everything else stays as it is.
+
+        Returns:
+            The ids, or `(ids, weights)` if there are weights.
+        """
+        return preprocess(inputs, weights)
+
+    def get_table(self):
+        """The layer's `Table`."""
+        return self._core.tables[0]
+
+    def get_embedding_tables(self):
+        """`{name: (keys, rows)}`."""
+        contents = self.get_table().export()
+        return {self.name: (contents.keys, contents.rows)}
+
+    def set_embedding_tables(self, tables):
+        """Replaces all rows by `{name: (keys, rows)}`; states start anew."""
+        set_tables({self.name: self.get_table()}, tables)
+
+    def compute_mask(self, inputs, mask=None):
+        if not self.mask_zero or self.combiner is not None:
+            return None
+        if ids.is_words(inputs):
+            return ops.logical_or(ops.not_equal(inputs["low"], 0), ops.not_equal(inputs["high"], 0))
+        return ops.not_equal(inputs, 0)
+
+    def compute_output_shape(self, input_shape):
+        if isinstance(input_shape, dict):
+            input_shape = input_shape["low"]
+        reduces = self.combiner is not None and len(input_shape) > 1
+        return (*(input_shape[:-1] if reduces else input_shape), self.output_dim)
+
+    def compute_output_spec(self, inputs, weights=None, training=None):
+        ids.check_dtype(inputs, self.name)
+        shape = self.compute_output_shape(ids.shape_of(inputs))
+        ragged = ids.kind(inputs) == "ragged" and self.combiner is None
+        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=True) if ragged else keras.KerasTensor(shape, dtype=self.compute_dtype)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "output_dim": self.output_dim,
+            "embeddings_initializer": keras.saving.serialize_keras_object(self.embeddings_initializer),
+            "combiner": self.combiner,
+            "padding_key": self.padding_key,
+            "mask_zero": self.mask_zero,
+            "missing": self.missing,
+            "seed": self.seed,
+            "initial_capacity": self.initial_capacity,
+            "max_capacity": self.max_capacity,
+            "check_mode": self.check_mode,
+            "storage": self.storage,
+            "save_rows": self.save_rows,
+        }
+
+
+def preprocess(inputs, weights):
+    """See `DynamicEmbedding.preprocess`."""
+    if ids.is_unequal(inputs):
+        inputs, weights = ids.pad(inputs, weights)
+    if not backend.has_wide_integers() and not ids.is_words(inputs):
+        array = np.asarray(inputs)
+        if array.dtype.kind in "iu" and array.dtype.itemsize == 8:
+            inputs = ids.split_words(array)
+    return inputs if weights is None else (inputs, weights)
+
+
+def set_tables(own, given):
+    """Replaces the rows of `own`, `{name: Table}`, by `given`; names and shapes are checked before anything changes."""
+    unknown = sorted(set(given) - set(own))
+    if unknown:
+        raise ValueError(f"`tables` must name tables of this layer, which has {sorted(own)}. Received: {unknown}")
+    contents = {}
+    for name, value in given.items():
+        table = own[name]
+        if table.vocabulary_size is None:
+            keys, rows = value
+        else:
+            rows = np.asarray(value)
+            keys = np.arange(len(rows))
+        rows = np.asarray(rows, "float32")
+        keys = np.asarray(keys)
+        wanted = (len(keys) if table.vocabulary_size is None else table.vocabulary_size, table.dim)
+        if rows.shape != wanted:
+            raise ValueError(f"Rows of table {name!r} must have the shape {wanted}. Received: shape {rows.shape}")
+        contents[name] = (keys, rows)
+    for name, (keys, rows) in contents.items():
+        own[name].clear()
+        own[name].assign(keys, rows)

@@ -1,0 +1,244 @@
+"""The optimizer of a model with embedding tables: Keras' own for the variables, the core's formulas for the rows."""
+
+import contextlib
+import json
+
+import keras
+from keras import ops
+
+from sok_keras import backend
+from sok_keras.optimizers import core_rule
+
+
+def _core_of(variable):
+    """The tables behind a trigger; None for other variables."""
+    return getattr(variable, "sok_core", None)
+
+
+def _as_float(value):
+    return ops.cast(ops.convert_to_tensor(value), "float32")
+
+
+def _sum_of_squares(tensors):
+    total = ops.zeros((), "float32")
+    for tensor in tensors:
+        total = total + ops.sum(ops.square(ops.cast(tensor, "float32")))
+    return total
+
+
+@keras.saving.register_keras_serializable(package="sok_keras")
+class OptimizerWrapper(keras.optimizers.Optimizer):
+    """Trains embedding tables beside Keras variables, all by the formula of one Keras optimizer.
+
+    The wrapped optimizer updates the dense variables. For rows the core does the same arithmetic on the rows that a batch
+    touched ("lazy": rows that are not in the batch do not move, nor do their states), after summing the gradients of equal ids.
+    Learning rate, schedules, clipping (norms count merged rows and dense variables together), decoupled weight decay on touched
+    rows, loss scale and gradient accumulation are the wrapped optimizer's. `use_ema` averages dense variables alone.
+
+    Example:
+
+    >>> optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(1e-3, global_clipnorm=1.0))
+    >>> model.compile(optimizer, "binary_crossentropy")
+
+    Args:
+        inner_optimizer: SGD, Adam, AdamW, Adagrad, RMSprop, Ftrl or `sok_keras.optimizers.RowWiseAdagrad`, or its Keras name.
+        update_mode: `"local"`.
+        name: Name of the optimizer.
+
+    Raises:
+        ValueError: For an optimizer without a formula in the core, a wrapped one, or a `LossScaleOptimizer`, which belongs
+            outside: `LossScaleOptimizer(OptimizerWrapper(Adam()))`; `compile` puts it there for `mixed_float16`.
+    """
+
+    def __init__(self, inner_optimizer, *, update_mode="local", name=None):
+        inner = keras.optimizers.get(inner_optimizer)
+        if isinstance(inner, OptimizerWrapper | keras.optimizers.LossScaleOptimizer):
+            raise ValueError(
+                "`inner_optimizer` must be a plain optimizer; a `LossScaleOptimizer` goes around the wrapper, and `compile` puts "
+                f"it there for mixed_float16. Received: {type(inner).__name__}"
+            )
+        if update_mode != "local":
+            raise ValueError(f'`update_mode` must be "local". Received: update_mode={update_mode!r}')
+        rule = core_rule(inner)
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner
+        self.update_mode = update_mode
+        self._rule = json.dumps(rule)
+        self._tables = _Binding()
+        # All variables are saved under this optimizer, so that a file can wait until it is built.
+        inner.save_own_variables = lambda store: None
+        inner.load_own_variables = lambda store: None
+
+    # ---- what the inner optimizer is
+
+    @property
+    def variables(self):
+        return self._variables + self.inner_optimizer.variables
+
+    @property
+    def learning_rate(self):
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value):
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self):
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss):
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list):
+        for variable in var_list:
+            if _core_of(variable) is not None:
+                _core_of(variable).synchronize()
+        self.inner_optimizer.finalize_variable_values([v for v in var_list if _core_of(v) is None])
+
+    def build(self, variables):
+        """Binds the tables among `variables`: their records get the optimizer's states. States of another optimizer start anew;
+        what was loaded before and never bound stays."""
+        if self.built:
+            return
+        inner = self.inner_optimizer
+        inner.build([v for v in variables if _core_of(v) is None])
+        super().build(variables)
+        triggers = [v for v in variables if _core_of(v) is not None]
+        needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
+        updates = [self._update(trigger) for trigger in triggers]
+        cores = [_core_of(trigger) for trigger in triggers]
+        if cores:
+            self._tables.native = backend.native.Optimizer([core.group for core in cores], updates, needs_norm)
+        self._tables.cores = cores
+        waiting, self._tables.waiting = self._tables.waiting, None
+        if waiting is not None:
+            self.load_own_variables(waiting)
+
+    def _update(self, trigger):
+        inner = self.inner_optimizer
+        decays = inner.weight_decay is not None and inner._use_weight_decay(trigger)
+        return json.dumps(
+            {
+                "rule": json.loads(self._rule),
+                "weight_decay": float(inner.weight_decay) if decays else None,
+                "clipvalue": inner.clipvalue or None,
+                "clipnorm": inner.clipnorm or None,
+            }
+        )
+
+    # ---- the step
+
+    def apply(self, grads, trainable_variables=None):
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        trainable_variables = list(trainable_variables)
+        if not self.built:
+            self.build(trainable_variables)
+        self._check_variables_are_known(trainable_variables)
+        pairs = list(zip(grads, trainable_variables, strict=True))
+        tickets = {id(_core_of(v)): (g, v) for g, v in pairs if _core_of(v) is not None and g is not None}
+        dense = [(g, v) for g, v in pairs if _core_of(v) is None and g is not None]
+        if not tickets and not dense:
+            raise ValueError(f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}")
+        clip = self._apply_to_tables(tickets, dense) if tickets else None
+        self._apply_to_variables(dense, clip)
+
+    def _apply_to_tables(self, tickets, dense):
+        """Updates rows; gives the clip factor that goes for the dense gradients too, or None."""
+        inner, tables = self.inner_optimizer, self._tables
+        # Read before the inner optimizer advances them.
+        steps = inner.gradient_accumulation_steps or 1
+        count = ops.convert_to_tensor(inner._iterations)
+        is_update = _as_float(ops.equal(ops.mod(count + 1, steps), 0))
+        factor = ops.convert_to_tensor(1.0 / steps / (inner.loss_scale_factor or 1.0), dtype="float32")
+        step, learning_rate = _as_float(inner.iterations) + 1.0, _as_float(inner.learning_rate)
+
+        given = [tickets.get(id(core)) for core in tables.cores]
+        named = [ops.zeros((64, 2), "float32") if pair is None else pair[0] for pair in given]
+        sum_of_squares = backend.commit(tables.native, ops.reshape(is_update, (1,)), named)
+        clip = None
+        if inner.global_clipnorm:
+            total = sum_of_squares * ops.square(factor) + _sum_of_squares(self._dense_means(dense, steps))
+            clip = self._global_clip(ops.sqrt(total))
+            factor = factor * clip
+        scalars = ops.stack([learning_rate, step, is_update, factor])
+        triggers = [core.trigger for core in tables.cores]
+        values = [ops.convert_to_tensor(trigger.value) for trigger in triggers]
+        new = backend.apply(tables.native, scalars, sum_of_squares, values)
+        for trigger, value in zip(triggers, new, strict=True):
+            trigger.assign(value)
+        return clip
+
+    def _global_clip(self, norm):
+        """As Keras' `clip_by_global_norm`: NaN if the norm is not finite."""
+        limit = self.inner_optimizer.global_clipnorm
+        return limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+
+    def _dense_means(self, dense, steps):
+        """Dense gradients as the inner optimizer will clip them: unscaled, and the mean over accumulated steps."""
+        inner = self.inner_optimizer
+        grads = [_as_float(g) / (inner.loss_scale_factor or 1.0) for g, _ in dense]
+        if steps == 1:
+            return grads
+        sums = [_as_float(inner._accumulated_gradients[inner._get_variable_index(v)]) for _, v in dense]
+        return [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)]
+
+    def _apply_to_variables(self, dense, clip):
+        inner = self.inner_optimizer
+        if not dense:
+            inner._iterations.assign_add(1)
+            return
+        with _clipping_by(inner, clip):
+            inner.apply(*map(list, zip(*dense, strict=True)))
+
+    # ---- saving
+
+    def save_own_variables(self, store):
+        for number, variable in enumerate(self.variables):
+            store[str(number)] = ops.convert_to_numpy(variable.value)
+
+    def load_own_variables(self, store):
+        if not self.built:
+            # Keras would skip them: keep them for the first build.
+            self._tables.waiting = {name: ops.convert_to_numpy(store[name]) for name in store.keys()}  # noqa: SIM118
+            return
+        super().load_own_variables(store)
+
+    def get_config(self):
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        if inner["module"].startswith("keras."):
+            # PyTorch's own classes serialise under a module that other backends cannot load.
+            inner["module"], inner["registered_name"] = "keras.optimizers", None
+        return {"name": self.name, "inner_optimizer": inner, "update_mode": self.update_mode}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
+        return cls(inner, **config)
+
+
+class _Binding:
+    """The optimizer's part in the core, kept from Keras, which would track what is in it."""
+
+    def __init__(self):
+        self.native = None
+        self.cores = []
+        self.waiting = None
+
+
+@contextlib.contextmanager
+def _clipping_by(inner, clip):
+    """Within, the inner optimizer clips by this factor: the global norm counts rows that it does not see."""
+    if clip is None:
+        yield
+        return
+    inner._clip_gradients = lambda grads: [g if g is None else g * ops.cast(clip, g.dtype) for g in grads]
+    try:
+        yield
+    finally:
+        del inner._clip_gradients

@@ -1,0 +1,110 @@
+"""Optimizers that Keras has not."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="sok_keras")
+class RowWiseAdagrad(keras.optimizers.Optimizer):
+    """Adagrad with one accumulator a row instead of one an element: states are `1 / dim` as large.
+
+    `accumulator += mean(gradient ** 2)` over the last axis, then
+    `variable -= learning_rate * gradient / sqrt(accumulator + epsilon)`. The mean over the row is FBGEMM's "exact row-wise
+    Adagrad" (fbgemm_gpu, `EXACT_ROWWISE_ADAGRAD`); epsilon stands under the root as in Keras' Adagrad. Dense variables are
+    updated likewise, those without axes element by element.
+
+    Args:
+        learning_rate: float or schedule.
+        initial_accumulator_value: First value of the accumulators.
+        epsilon: Added under the root.
+    """
+
+    def __init__(self, learning_rate=0.001, initial_accumulator_value=0.1, epsilon=1e-7, name="row_wise_adagrad", **kwargs):
+        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        self.initial_accumulator_value = initial_accumulator_value
+        self.epsilon = epsilon
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        initializer = keras.initializers.Constant(self.initial_accumulator_value)
+        self._accumulators = [
+            self.add_variable(
+                shape=(*v.shape[:-1], 1) if len(v.shape) else (),
+                initializer=initializer,
+                dtype=v.dtype,
+                name=f"{v.name}_accumulator",
+            )
+            for v in variables
+        ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        lr = ops.cast(learning_rate, variable.dtype)
+        gradient = ops.cast(gradient, variable.dtype)
+        accumulator = self._accumulators[self._get_variable_index(variable)]
+        squares = ops.square(gradient)
+        self.assign_add(accumulator, ops.mean(squares, axis=-1, keepdims=True) if len(variable.shape) else squares)
+        self.assign_sub(variable, lr * gradient / ops.sqrt(accumulator + self.epsilon))
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "initial_accumulator_value": self.initial_accumulator_value,
+            "epsilon": self.epsilon,
+        }
+
+
+_RULES = {
+    "SGD": lambda o: {"name": "sgd", "momentum": o.momentum, "nesterov": o.nesterov},
+    "Adam": lambda o: {
+        "name": "adam",
+        "beta_1": o.beta_1,
+        "beta_2": o.beta_2,
+        "epsilon": o.epsilon,
+        "amsgrad": o.amsgrad,
+    },
+    "Adagrad": lambda o: {
+        "name": "adagrad",
+        "initial_accumulator_value": o.initial_accumulator_value,
+        "epsilon": o.epsilon,
+    },
+    "RowWiseAdagrad": lambda o: {
+        "name": "row_wise_adagrad",
+        "initial_accumulator_value": o.initial_accumulator_value,
+        "epsilon": o.epsilon,
+    },
+    "RMSprop": lambda o: {
+        "name": "rmsprop",
+        "rho": o.rho,
+        "momentum": o.momentum,
+        "epsilon": o.epsilon,
+        "centered": o.centered,
+    },
+    "Ftrl": lambda o: {
+        "name": "ftrl",
+        "learning_rate_power": o.learning_rate_power,
+        "initial_accumulator_value": o.initial_accumulator_value,
+        "l1_regularization_strength": o.l1_regularization_strength,
+        "l2_regularization_strength": o.l2_regularization_strength,
+        "l2_shrinkage_regularization_strength": o.l2_shrinkage_regularization_strength,
+        "beta": o.beta,
+    },
+}
+_RULES["AdamW"] = _RULES["Adam"]
+
+
+def core_rule(optimizer):
+    """The core's formula of a Keras optimizer, with its hyper-parameters.
+
+    Raises:
+        ValueError: For an optimizer without one; a subclass with its own `update_step` is one.
+    """
+    cls = type(optimizer)
+    is_known = cls is RowWiseAdagrad or cls.__module__.startswith("keras.")
+    if not is_known or cls.__name__ not in _RULES:
+        raise ValueError(
+            f"`inner_optimizer` must be one whose formula the core has: {', '.join(sorted(_RULES))}. "
+            f"Received: {cls.__module__}.{cls.__name__}"
+        )
+    return _RULES[cls.__name__](optimizer)

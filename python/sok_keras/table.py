@@ -1,0 +1,131 @@
+"""A table in the hands of a user: read it, write it, ask how it is."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Outcomes(NamedTuple):
+    """How the distinct keys of a call ended."""
+
+    hit: int
+    inserted: int
+    filtered: int
+    evicted: int
+    refused: int
+
+
+class TableContents(NamedTuple):
+    """A copy of a table: keys `(n,)` int64 ascending, rows `(n, dim)` float32, states by name, scores if kept."""
+
+    keys: np.ndarray
+    rows: np.ndarray
+    states: dict
+    scores: np.ndarray | None
+
+
+class TableStats(NamedTuple):
+    """Counts since the table was made; `size`, `capacity` (rows before the index grows) and `bytes` as of now."""
+
+    size: int
+    capacity: int
+    hits: int
+    inserted: int
+    filtered: int
+    evicted: int
+    refused: int
+    dropped_gradients: int
+    pending_pushes: int
+    native_calls: int
+    bytes: int
+
+
+def as_keys(keys):
+    """Ids as the core stores them: `(n,)` int64; uint64 keeps its bits.
+
+    Raises:
+        TypeError: If they are not integers.
+    """
+    keys = np.asarray(keys)
+    if keys.size == 0:
+        return np.empty(0, "int64")
+    if keys.dtype.kind not in "iu":
+        raise TypeError(f"Keys must be integers. Received: keys of dtype {keys.dtype}")
+    keys = np.ravel(keys)
+    return np.ascontiguousarray(keys.view("int64") if keys.dtype == np.uint64 else keys.astype("int64"))
+
+
+class Table:
+    """One embedding table. Every method waits for the steps before it and raises what they left behind.
+
+    Layers make tables; get one by `DynamicEmbedding.get_table()` or `DistributedEmbedding.get_tables()`.
+    """
+
+    def __init__(self, core, number, config):
+        self._core = core
+        self._number = number
+        self._native = core.native_table(number)
+        self.name = config["name"]
+        self.dim = config["dim"]
+        self.dtype = "float32"
+        self.vocabulary_size = config["vocabulary_size"]
+
+    def __len__(self):
+        return len(self._ready())
+
+    def __repr__(self):
+        return f"<Table {self.name!r} dim={self.dim} vocabulary_size={self.vocabulary_size}>"
+
+    def _ready(self):
+        self._core.synchronize()
+        return self._native
+
+    def find(self, keys):
+        """Rows `(n, dim)` float32 and whether each key has one, `(n,)` bool. Never inserts; the row of a key without one is
+        what `missing` says."""
+        return self._ready().find(as_keys(keys))
+
+    def find_or_insert(self, keys):
+        """Rows `(n, dim)` float32 and the `Outcomes`; keys without a row get one.
+
+        Raises:
+            TableFullError: If they do not fit and `check_mode` is `"raise"`; then nothing has changed.
+        """
+        rows, outcomes = self._ready().find_or_insert(as_keys(keys))
+        self._core.warn_of_refused()
+        return rows, Outcomes(*outcomes)
+
+    def assign(self, keys, rows, *, insert=True):
+        """Overwrites rows, `(n, dim)`; optimizer states stay. Of duplicates the last wins. Without `insert`, keys without a row
+        are counted as refused."""
+        keys = as_keys(keys)
+        rows = np.ascontiguousarray(rows, "float32").reshape(-1, self.dim) if len(keys) else np.empty((0, self.dim), "float32")
+        if len(rows) != len(keys):
+            raise ValueError(f"`rows` must hold one row a key. Received: {len(rows)} rows for {len(keys)} keys")
+        outcomes = Outcomes(*self._ready().assign(keys, rows, insert))
+        self._core.warn_of_refused()
+        return outcomes
+
+    def erase(self, keys):
+        """Removes rows; returns how many were there. Gradients on their way to them are dropped."""
+        return self._ready().erase(as_keys(keys))
+
+    def clear(self):
+        """Removes all rows."""
+        self._ready().clear()
+
+    def export(self, *, states=False, scores=False):
+        """A copy of all rows as `TableContents`; with `states`, the optimizer's too."""
+        del scores  # kept from the first eviction policy on
+        keys, rows, named = self._ready().export(states)
+        return TableContents(keys, rows.reshape(len(keys), self.dim), {k: v.reshape(len(keys), -1) for k, v in named}, None)
+
+    def stats(self):
+        """How the table is, as `TableStats`."""
+        size, capacity, outcomes, dropped, pending, calls, num_bytes = self._ready().stats()
+        hit, *others = outcomes
+        return TableStats(size, capacity, hit, *others, dropped, pending, calls, num_bytes)
+
+    def synchronize(self):
+        """Waits for the steps that were started, and raises what they left behind."""
+        self._ready()
