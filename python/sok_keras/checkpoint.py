@@ -1,1 +1,281 @@
-dump = load = verify = read_manifest = LoadReport = Manifest = None
+"""Dumps: tables, and with a model all that training needs to go on, in a directory that a crash cannot spoil."""
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from sok_keras.backend import native
+from sok_keras.layers.base import TableLayer
+from sok_keras.table import Table
+
+# Names of element types in safetensors.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEntry:
+    """A table in a dump."""
+
+    name: str
+    dim: int
+    vocabulary_size: int | None
+    num_rows: int
+    states: tuple
+    optimizer: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a dump holds. `created` is UTC; `step` the count of updates when it was written; `arrays` the names of the dense
+    variables."""
+
+    path: str
+    version: int
+    created: str
+    step: int
+    tables: tuple
+    arrays: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What came in: rows by table (its name in the dump), and whether a model's variables did."""
+
+    step: int
+    tables: dict
+    variables: bool
+
+
+def dump(path, source, *, tables=None, overwrite=True):
+    """Writes a dump to the directory `path`.
+
+    A dump of a `Model` also holds its variables and its optimizer's, so that training goes on from it as if it had never
+    stopped; a dump of layers or tables does not. A crash at any time leaves the old dump or the new one.
+
+    Args:
+        path: A directory; made if need be.
+        source: A `Model`, a layer, a `Table`, or a list of layers and tables.
+        tables: Names of the tables to write; None: all.
+        overwrite: Whether a dump that is there is replaced.
+
+    Returns:
+        The `Manifest`.
+
+    Raises:
+        ValueError: If `source` has no tables, `tables` names others, or a dump is there and `overwrite` is False.
+        OSError: If it cannot be written (a full disk, say); an old dump is as it was.
+    """
+    chosen = _choose(_tables_of(source), tables)
+    for table in chosen:
+        table.synchronize()
+    arrays, step = [], 0
+    if isinstance(source, keras.Model):
+        arrays = [_to_array(name, value) for name, value in _variables_of(source)]
+        step = _step_of(source)
+    text = native.dump(os.fspath(path), [table._native for table in chosen], arrays, overwrite, step)
+    return _manifest(path, json.loads(text))
+
+
+def load(path, source, *, tables=None, mode="replace", states=True):
+    """Reads a dump into the tables of `source`. All of it is verified before anything changes.
+
+    A dump of a model, loaded into a model, brings the dense variables and the optimizer's too; before the first step as well as
+    after it. Tables are matched by name, or by their order where no name matches (a second model in a process has layers of
+    other names). Any backend reads what any other wrote.
+
+    Args:
+        path: The dump's directory.
+        source: A `Model`, a layer, a `Table`, or a list of layers and tables.
+        tables: Names of the tables to read into; None: all.
+        mode: `"replace"`: the tables hold what the dump holds; `"merge"`: rows of the dump overwrite or join those that are
+            there.
+        states: Whether optimizer states come along; without, they start anew.
+
+    Returns:
+        A `LoadReport`.
+
+    Raises:
+        CorruptDumpError: If a byte is not as it was written; names the file.
+        DumpMismatchError: If a dim, dtype, vocabulary or optimizer differs.
+        FileNotFoundError: If there is no dump.
+    """
+    if mode not in ("replace", "merge"):
+        raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
+    manifest = read_manifest(path)
+    chosen = _choose(_tables_of(source), tables)
+    names = _match(manifest, chosen, path)
+    for table in chosen:
+        table.synchronize()
+    variables = _read_variables(path, source) if isinstance(source, keras.Model) and manifest.arrays else None
+    text = native.load(os.fspath(path), names, [table._native for table in chosen], mode == "merge", states)
+    report = json.loads(text)
+    if variables is not None:
+        _restore_variables(source, variables, states)
+    rows = {entry["name"]: entry["num_rows"] for entry in report["tables"]}
+    return LoadReport(report["step"], rows, variables is not None)
+
+
+def read_manifest(path):
+    """The `Manifest` of the dump at `path`.
+
+    Raises:
+        CorruptDumpError: If it is not as it was written.
+        FileNotFoundError: If there is none.
+    """
+    return _manifest(path, json.loads(native.read_manifest(os.fspath(path))))
+
+
+def verify(path):
+    """Reads every byte of a dump.
+
+    Raises:
+        CorruptDumpError: If one is not as it was written; names file and block.
+    """
+    native.verify(os.fspath(path))
+
+
+def _manifest(path, body):
+    entries = tuple(
+        TableEntry(
+            name=table["name"],
+            dim=table["dim"],
+            vocabulary_size=table["vocabulary_size"],
+            num_rows=table["num_rows"],
+            states=tuple(state["name"] for state in table["states"]),
+            optimizer=table["update"]["rule"]["name"] if table["update"] else None,
+        )
+        for table in body["tables"]
+    )
+    arrays = tuple(tensor["name"] for tensor in body["arrays"]["tensors"]) if body["arrays"] else ()
+    return Manifest(os.fspath(path), body["version"], body["created"], body["step"], entries, arrays)
+
+
+# ---- tables
+
+
+def _layers_of(layer):
+    if isinstance(layer, TableLayer):
+        return [layer]
+    return [found for found in layer._flatten_layers() if isinstance(found, TableLayer)]
+
+
+def _tables_of(source):
+    parts = source if isinstance(source, list | tuple) else [source]
+    found = []
+    for part in parts:
+        if isinstance(part, Table):
+            found.append(part)
+        elif isinstance(part, keras.layers.Layer):
+            found += [table for layer in _layers_of(part) for table in layer._core.tables]
+        else:
+            raise ValueError(f"`source` must be a Model, a layer, a Table or a list of them. Received: {part!r}")
+    found = list(dict.fromkeys(found))
+    if not found:
+        raise ValueError("`source` has no embedding tables of sok_keras")
+    return found
+
+
+def _choose(found, names):
+    if names is None:
+        return found
+    known = {table.name: table for table in found}
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"`tables` must name tables of `source`, which has {sorted(known)}. Received: {unknown}")
+    return [known[name] for name in names]
+
+
+def _match(manifest, chosen, path):
+    """The name in the dump of each table."""
+    stored = [entry.name for entry in manifest.tables]
+    names = [table.name for table in chosen]
+    if any(name in stored for name in names) or len(stored) != len(names):
+        return names  # one that is missing is the core's to report
+    return stored
+
+
+# ---- a model's variables
+
+
+def _variables_of(model):
+    """Names and variables of a model and its optimizer, without the tables' triggers; the names say the order too."""
+    named = []
+    for number, variable in enumerate(v for v in model.variables if not hasattr(v, "sok_core")):
+        named.append((f"model/{number:05d}/{variable.path}", variable))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        for number, variable in enumerate(optimizer.variables):
+            named.append((f"optimizer/{number:05d}/{variable.path}", variable))
+    return named
+
+
+def _step_of(model):
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(ops.convert_to_numpy(optimizer.iterations))
+
+
+def _to_array(name, variable):
+    value = ops.convert_to_numpy(variable.value)
+    dtype = _DTYPES[keras.backend.standardize_dtype(value.dtype)]
+    return name, dtype, list(value.shape), np.ascontiguousarray(value).reshape(-1).view("uint8")
+
+
+def _read_variables(path, model):
+    """Arrays of a dump by part, in their order, checked against the model's variables."""
+    parts: dict[str, list[Any]] = {"model": [], "optimizer": []}
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    for name, dtype, shape, data in sorted(native.read_arrays(os.fspath(path))):
+        part, _, path_of = name.split("/", 2)
+        kept = names[dtype]
+        array = np.frombuffer(data, "uint16" if kept == "bfloat16" else kept).reshape(shape)
+        parts[part].append((path_of, array))
+    own = [variable for name, variable in _variables_of(model) if name.startswith("model/")]
+    _check_variables(path, "model", parts["model"], own)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built and parts["optimizer"]:
+        _check_variables(path, "optimizer", parts["optimizer"], optimizer.variables)
+    return parts
+
+
+def _check_variables(path, what, given, own):
+    shapes = [tuple(array.shape) for _, array in given]
+    wanted = [tuple(variable.shape) for variable in own]
+    if shapes != wanted:
+        different = next((i for i, (a, b) in enumerate(zip(shapes, wanted, strict=False)) if a != b), min(len(shapes), len(wanted)))
+        raise native.DumpMismatchError(
+            f"{os.fspath(path)}: the {what}'s variables must agree in number and shapes: expected {len(wanted)}, the dump has "
+            f"{len(shapes)}; they differ from variable {different} on"
+        )
+
+
+def _restore_variables(model, parts, states):
+    own = [variable for name, variable in _variables_of(model) if name.startswith("model/")]
+    for variable, (_, array) in zip(own, parts["model"], strict=True):
+        variable.assign(array)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not parts["optimizer"] or not states:
+        return
+    if optimizer.built:
+        for variable, (_, array) in zip(optimizer.variables, parts["optimizer"], strict=True):
+            variable.assign(array)
+    else:
+        optimizer.load_own_variables({str(number): array for number, (_, array) in enumerate(parts["optimizer"])})

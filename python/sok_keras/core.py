@@ -47,6 +47,8 @@ class Core:
         self.dims = [config["dim"] for config in configs]
         self.group = native.Group([json.dumps(config) for config in configs])
         self.trigger = None
+        # JAX may still have a step in flight when its user drops the optimizer.
+        self.optimizer = None
         self._plans = {}
         self.tables = [Table(self, number, config) for number, config in enumerate(configs)]
 

@@ -110,6 +110,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         cores = [_core_of(trigger) for trigger in triggers]
         if cores:
             self._tables.native = backend.native.Optimizer([core.group for core in cores], updates, needs_norm)
+        for core in cores:
+            core.optimizer = self._tables.native
         self._tables.cores = cores
         waiting, self._tables.waiting = self._tables.waiting, None
         if waiting is not None:

@@ -6,6 +6,7 @@
 
 mod arena;
 pub mod batch;
+pub mod checkpoint;
 pub mod error;
 mod exact_sum;
 mod find;

@@ -2,6 +2,7 @@
 
 mod bridge;
 mod call;
+mod checkpoint;
 mod error;
 mod registry;
 mod table;
@@ -12,5 +13,6 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
     table::register(module)?;
+    checkpoint::register(module)?;
     bridge::register(module)
 }

@@ -8,7 +8,7 @@ use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::{Binding, HostGroup};
 use sok_core::optimizer::Update;
-use sok_core::table::{Cursor, Outcomes, Records, Table as _, TableConfig};
+use sok_core::table::{Cursor, Outcomes, Records, TableConfig};
 
 use crate::error::{SokError, detached, to_python};
 use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};

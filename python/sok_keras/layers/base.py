@@ -9,16 +9,16 @@ from sok_keras.core import Core
 from sok_keras.initializers import core_initializer, core_seed
 
 
-def table_core_config(config, name):
-    """A `TableConfig` as the core takes it; `name` is mixed into the seed."""
+def table_core_config(config, layer=None):
+    """A `TableConfig` as the core takes it. Of a table among several of a layer, the name is mixed into the seed."""
     if not isinstance(config.embedding_dim, int) or config.embedding_dim < 1:
         raise ValueError(f"`embedding_dim` must be a positive integer. Received: embedding_dim={config.embedding_dim!r}")
     return {
-        "name": config.name,
+        "name": f"{layer}/{config.name}" if layer else config.name,
         "dim": config.embedding_dim,
         "vocabulary_size": config.vocabulary_size,
         "initializer": core_initializer(config.initializer, config.embedding_dim, config.vocabulary_size),
-        "seed": core_seed(config.seed, config.initializer, name),
+        "seed": core_seed(config.seed, config.initializer, config.name if layer else ""),
         "missing": config.missing,
         "out_of_vocabulary": config.out_of_vocabulary,
         "initial_capacity": config.initial_capacity,

@@ -82,7 +82,7 @@ class DistributedEmbedding(TableLayer):
                 f"Tables of a layer need different names; features share a table by using one `TableConfig` object. Received: "
                 f"several tables named {doubled}"
             )
-        core_configs = [table_core_config(table, table.name) for table in self._structure.tables]
+        core_configs = [table_core_config(table, self.name) for table in self._structure.tables]
         self._make_core(core_configs)
 
     @property
@@ -130,7 +130,7 @@ class DistributedEmbedding(TableLayer):
 
     def get_tables(self):
         """`{name: Table}`."""
-        return {table.name: table for table in self._core.tables}
+        return {config.name: table for config, table in zip(self._structure.tables, self._core.tables, strict=True)}
 
     def get_embedding_tables(self):
         """Of dynamic tables `{name: (keys, rows)}`, of static ones `{name: rows}` of shape `(vocabulary_size, dim)`."""

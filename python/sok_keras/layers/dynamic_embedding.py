@@ -96,7 +96,7 @@ class DynamicEmbedding(TableLayer):
             check_mode=check_mode,
             storage=storage,
         )
-        core_config = table_core_config(table, "")
+        core_config = table_core_config(table)
         self.seed = core_config["seed"]
         self._make_core([core_config])
 

@@ -1,0 +1,326 @@
+//! A load: all that could fail is tried before the first table changes.
+
+use std::ops::Range;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::checksum::BlockHasher;
+use super::manifest::{MANIFEST, TableEntry};
+use super::reader::{DataReader, Dump};
+use super::{CHUNK_BYTES, KEY_BYTES, columns};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::optimizer::{StateSpec, Update};
+use crate::table::{Records, Table};
+
+/// What becomes of the rows that a table holds before a load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LoadMode {
+    /// They go: the table is as it was dumped.
+    #[default]
+    Replace,
+    /// They stay, but for the keys that the dump has as well.
+    Merge,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    pub mode: LoadMode,
+    /// Load optimizer states too; without, the states of loaded rows are at their first values.
+    pub states: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> LoadOptions {
+        LoadOptions { mode: LoadMode::Replace, states: true }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LoadReport {
+    /// Optimizer steps taken when the dump was written.
+    pub step: u64,
+    pub tables: Vec<LoadedTable>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LoadedTable {
+    /// In the dump.
+    pub name: String,
+    pub num_rows: u64,
+    /// Whether rows came with their optimizer states.
+    pub states: bool,
+}
+
+/// Loads tables of the dump in `path`, each by its name in the dump, into tables of the same dim and vocabulary.
+///
+/// The whole dump is verified first. `Replace` loads into fresh tables and swaps them in when all are complete, so what
+/// fails changes nothing. `Merge` writes into the tables themselves: only a disk that fails, or runs out of memory,
+/// between verification and the last row leaves a part of the dump in them.
+///
+/// Seed, initializer and hyper-parameters stay the table's own. A table without an optimizer takes the dump's with its
+/// states; one with an optimizer goes on with it, and takes only states of the same rule and layout.
+///
+/// # Errors
+/// [`Error::DumpMismatch`] says what a table and the dump do not have in common; [`Error::TableFull`] if a merge does
+/// not fit; [`Error::CorruptDump`] as [`super::verify`].
+pub fn load(
+    path: &Path,
+    targets: &mut [(&str, &mut dyn Table)],
+    options: &LoadOptions,
+) -> Result<LoadReport> {
+    let dump = Dump::open(path)?;
+    let plans =
+        targets.iter().map(|(name, t)| Plan::new(&dump, name, &**t, options)).collect::<Result<Vec<_>>>()?;
+    dump.verify()?;
+    for (plan, (_, table)) in plans.iter().zip(targets.iter()) {
+        plan.check_keys(&**table, options.mode)?;
+    }
+    match options.mode {
+        LoadMode::Replace => {
+            let fresh = plans.iter().zip(targets.iter()).map(|(plan, (_, t))| plan.load_fresh(&**t));
+            let fresh = fresh.collect::<Result<Vec<_>>>()?;
+            targets.iter_mut().zip(fresh).try_for_each(|((_, table), new)| table.replace_with(new))?;
+        }
+        LoadMode::Merge => {
+            plans
+                .iter()
+                .zip(targets.iter_mut())
+                .try_for_each(|(plan, (_, table))| plan.merge_into(&mut **table))?;
+        }
+    }
+    let tables = plans.iter().map(|plan| LoadedTable {
+        name: plan.entry.name.clone(),
+        num_rows: plan.entry.num_rows,
+        states: plan.states,
+    });
+    Ok(LoadReport { step: dump.manifest.step, tables: tables.collect() })
+}
+
+/// What one table takes from the dump; it exists if the two go together.
+struct Plan<'a> {
+    dump: &'a Dump,
+    entry: &'a TableEntry,
+    /// The rule of the table after the load.
+    update: Option<Update>,
+    /// The states of its records.
+    specs: Vec<StateSpec>,
+    /// Whether they come from the dump.
+    states: bool,
+}
+
+impl<'a> Plan<'a> {
+    fn new(dump: &'a Dump, name: &str, table: &dyn Table, options: &LoadOptions) -> Result<Plan<'a>> {
+        let mismatch = |what: String| Error::DumpMismatch { path: dump.path.clone(), what };
+        let entry = dump.manifest.tables.iter().find(|t| t.name == name).ok_or_else(|| {
+            let names: Vec<_> = dump.manifest.tables.iter().map(|t| format!("`{}`", t.name)).collect();
+            mismatch(format!("a table must be in the dump: got `{name}`, the dump holds {}", list(&names)))
+        })?;
+        check_shape(entry, table).map_err(mismatch)?;
+
+        let own = table.update_rule().copied();
+        let dumped = entry.update.filter(|_| options.states);
+        if let Some(update) = dumped {
+            check_states(entry, own.as_ref(), &update).map_err(mismatch)?;
+        }
+        let update = own.or(dumped);
+        let specs = update.map(|u| u.rule.states(entry.dim)).unwrap_or_default();
+        Ok(Plan { dump, entry, update, specs, states: dumped.is_some() })
+    }
+
+    /// A dump's keys must have a place in the table. Reads them only if there is a doubt.
+    fn check_keys(&self, table: &dyn Table, mode: LoadMode) -> Result<()> {
+        let (config, dumped) = (table.config(), self.entry.num_rows);
+        let (len, capacity) = (table.len() as u64, config.capacity());
+        if mode == LoadMode::Replace && dumped > capacity {
+            let what =
+                format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
+            return Err(Error::DumpMismatch { path: self.dump.path.clone(), what: self.of_table(what) });
+        }
+        let may_overflow = mode == LoadMode::Merge && len.saturating_add(dumped) > capacity;
+        if config.vocabulary_size.is_none() && !may_overflow {
+            return Ok(());
+        }
+        let mut num_new = 0;
+        let (mut rows, mut found) = (Vec::new(), Vec::new());
+        self.for_each_chunk(&[], |file, records| {
+            if let Some(key) = records.keys.iter().find(|key| !config.is_in_vocabulary(**key)) {
+                let size = config.vocabulary_size.unwrap_or_default();
+                return Err(file.corrupt(
+                    self.of_table(format!("keys must be below `vocabulary_size` {size}: got {key}")),
+                ));
+            }
+            if may_overflow {
+                rows.resize(records.keys.len() * config.dim, 0.0);
+                found.resize(records.keys.len(), false);
+                table.find(&records.keys, &mut rows, &mut found)?;
+                num_new += found.iter().filter(|found| !**found).count() as u64;
+            }
+            Ok(())
+        })?;
+        if len.saturating_add(num_new) > capacity {
+            let refused = len.saturating_add(num_new) - capacity;
+            return Err(Error::TableFull { table: config.name.clone(), refused, len, capacity });
+        }
+        Ok(())
+    }
+
+    fn load_fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
+        let mut fresh = table.fresh(self.update)?;
+        self.restore_into(&mut *fresh)?;
+        if fresh.len() as u64 != self.entry.num_rows {
+            let (expected, got) = (self.entry.num_rows, fresh.len());
+            let what = self.of_table(format!("its keys must be {expected} different ones: got {got}"));
+            return Err(Error::CorruptDump { path: self.dump.path.join(MANIFEST), what });
+        }
+        Ok(fresh)
+    }
+
+    fn merge_into(&self, table: &mut dyn Table) -> Result<()> {
+        if table.update_rule().is_none() && self.update.is_some() {
+            table.set_update_rule(self.update, true)?;
+        }
+        self.restore_into(table)
+    }
+
+    fn restore_into(&self, table: &mut dyn Table) -> Result<()> {
+        self.for_each_chunk(&self.columns(), |_, records| table.restore(records))
+    }
+
+    /// Where the dump's tensors go in a record, from tensor 1 on (0 are the keys).
+    fn columns(&self) -> Vec<Range<usize>> {
+        columns(self.entry.dim, self.specs.iter().filter(|_| self.states).map(|s| s.width))
+    }
+
+    /// Reads keys and `columns` of all shards, chunk by chunk, into records of the table's layout; what the dump does
+    /// not fill is at its first value. Each byte is hashed once more: what is loaded is what was verified.
+    fn for_each_chunk(
+        &self,
+        columns: &[Range<usize>],
+        mut then: impl FnMut(&DataReader, &Records) -> Result<()>,
+    ) -> Result<()> {
+        let first = self.first_record();
+        let width = if columns.is_empty() { 0 } else { first.len() };
+        let chunk_rows = (CHUNK_BYTES / (KEY_BYTES + 4 * first.len())).max(1);
+        let (mut records, mut bytes) = (Records::default(), Vec::new());
+        for shard in &self.entry.shards {
+            let file = self.dump.open_file(shard, Some(&self.entry.name))?;
+            let mut hashers: Vec<_> = (0..=columns.len()).map(|_| BlockHasher::new()).collect();
+            let num_rows = shard.num_rows() as usize;
+            for start in (0..num_rows).step_by(chunk_rows) {
+                let rows = chunk_rows.min(num_rows - start);
+                let mut read = |tensor: usize, row_bytes: usize, bytes: &mut Vec<u8>| {
+                    bytes.resize(rows * row_bytes, 0);
+                    file.read(tensor, (start * row_bytes) as u64, bytes)?;
+                    hashers[tensor].update(bytes);
+                    Ok(())
+                };
+                read(0, KEY_BYTES, &mut bytes)?;
+                read_keys(&bytes, &mut records.keys);
+                fill_records(&mut records.values, rows, &first[..width]);
+                for (tensor, column) in (1..).zip(columns) {
+                    read(tensor, 4 * column.len(), &mut bytes)?;
+                    read_column(&bytes, width, column, &mut records.values);
+                }
+                then(&file, &records)?;
+            }
+            if hashers
+                .into_iter()
+                .zip(&shard.tensors)
+                .any(|(hasher, tensor)| hasher.finish() != tensor.blocks)
+            {
+                return Err(file.corrupt("it must not change while it is loaded".into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeros for the row, then the states' first values.
+    fn first_record(&self) -> Vec<f32> {
+        let mut record = vec![0.0; self.entry.dim];
+        self.specs.iter().for_each(|s| record.extend(std::iter::repeat_n(s.initial, s.width)));
+        record
+    }
+
+    fn of_table(&self, what: String) -> String {
+        format!("table `{}`: {what}", self.entry.name)
+    }
+}
+
+/// What no option bridges.
+fn check_shape(entry: &TableEntry, table: &dyn Table) -> Result<(), String> {
+    let config = table.config();
+    let name = &entry.name;
+    if config.dim != entry.dim {
+        let (expected, got) = (entry.dim, config.dim);
+        return Err(format!(
+            "`embedding_dim` of table `{name}` must be the dump's: expected {expected}, got {got}"
+        ));
+    }
+    if config.vocabulary_size != entry.vocabulary_size {
+        let show = |size: Option<u64>| size.map_or("None (a dynamic table)".into(), |n| format!("{n}"));
+        let (expected, got) = (show(entry.vocabulary_size), show(config.vocabulary_size));
+        return Err(format!(
+            "`vocabulary_size` of table `{name}` must be the dump's: expected {expected}, got {got}"
+        ));
+    }
+    Ok(())
+}
+
+/// Whether the dump's states go on under the table's own update, or are what the dump's update says.
+fn check_states(entry: &TableEntry, own: Option<&Update>, dumped: &Update) -> Result<(), String> {
+    let name = &entry.name;
+    let hint = "Pass `states=False` to load the rows without optimizer states";
+    dumped
+        .rule
+        .validate()
+        .map_err(|e| format!("table `{name}`: the optimizer of the dump must be valid: {e}. {hint}"))?;
+    let update = own.unwrap_or(dumped);
+    let (expected, got) = (dumped.rule.name(), update.rule.name());
+    if expected != got {
+        return Err(format!(
+            "the optimizer of table `{name}` must be the dump's: expected {expected}, got {got}. {hint}"
+        ));
+    }
+    let specs = update.rule.states(entry.dim);
+    let got: Vec<_> = specs.iter().map(|s| (s.name, s.width)).collect();
+    let expected: Vec<_> = entry.states.iter().map(|s| (s.name.as_str(), s.width)).collect();
+    if expected != got {
+        let show = |states: &[(&str, usize)]| {
+            list(&states.iter().map(|(name, width)| format!("`{name}` of width {width}")).collect::<Vec<_>>())
+        };
+        let (expected, got) = (show(&expected), show(&got));
+        return Err(format!(
+            "the states of table `{name}` must be the dump's: expected {expected}; got {got}. {hint}"
+        ));
+    }
+    Ok(())
+}
+
+fn list(items: &[String]) -> String {
+    if items.is_empty() { "none".into() } else { items.join(", ") }
+}
+
+fn read_keys(bytes: &[u8], keys: &mut Vec<Key>) {
+    keys.clear();
+    keys.extend(bytes.as_chunks().0.iter().map(|bytes| Key::from_le_bytes(*bytes)));
+}
+
+/// As many copies of `first` as there are rows.
+fn fill_records(values: &mut Vec<f32>, rows: usize, first: &[f32]) {
+    values.clear();
+    for _ in 0..rows {
+        values.extend_from_slice(first);
+    }
+}
+
+/// One column of records of `width` floats.
+fn read_column(bytes: &[u8], width: usize, column: &Range<usize>, values: &mut [f32]) {
+    let parts = bytes.as_chunks().0.chunks_exact(column.len().max(1));
+    for (record, part) in values.chunks_exact_mut(width).zip(parts) {
+        for (value, bytes) in record[column.clone()].iter_mut().zip(part) {
+            *value = f32::from_le_bytes(*bytes);
+        }
+    }
+}

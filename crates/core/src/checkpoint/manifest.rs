@@ -1,0 +1,425 @@
+//! What a dump says of itself: `manifest.json`, and the safetensors headers that follow from it to the byte.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::Path;
+
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
+
+use super::checksum::{BLOCK_BYTES, Blocks, Checksum, DIGITS};
+use crate::error::{Error, Result};
+use crate::initializer::Initializer;
+use crate::optimizer::Update;
+use crate::table::Table;
+
+/// The file that makes a directory a dump.
+pub const MANIFEST: &str = "manifest.json";
+/// The version that this code writes, and the only one that it reads.
+pub const VERSION: u32 = 1;
+const FORMAT: &str = "sok_keras dump";
+
+/// What the stock reader of safetensors takes at most.
+const MAX_HEADER_BYTES: usize = 100_000_000;
+/// 16 bytes a MiB of data, so enough for 60 TiB: a larger manifest is not one.
+const MAX_MANIFEST_BYTES: u64 = 1 << 30;
+
+// The body stands between these, to the byte and in all versions; what is not so is corrupt.
+const BEFORE_BODY: &str = "{\"body\": ";
+const BEFORE_CHECKSUM: &str = ", \"xxh3\": \"";
+const AFTER_CHECKSUM: &str = "\"}\n";
+
+/// All that a dump holds, and how to tell that it is unharmed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    pub format: String,
+    pub version: u32,
+    /// Optimizer steps taken when it was written.
+    pub step: u64,
+    /// When it was written: UTC, `2026-01-31T23:59:59Z`.
+    pub created: String,
+    pub tables: Vec<TableEntry>,
+    /// Dense weights and optimizer variables of a model, if there were any.
+    pub arrays: Option<DataFile>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TableEntry {
+    pub name: String,
+    pub dim: usize,
+    /// Of rows and states: `float32`.
+    pub dtype: String,
+    /// `None`: a dynamic table.
+    pub vocabulary_size: Option<u64>,
+    pub seed: u64,
+    pub initializer: Initializer,
+    /// The update whose states are kept; `None` if no optimizer had touched the table.
+    pub update: Option<Update>,
+    pub states: Vec<StateEntry>,
+    pub num_rows: u64,
+    pub shards: Vec<DataFile>,
+}
+
+/// A state beside each row: the tensor `state.<name>` of each shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StateEntry {
+    pub name: String,
+    pub width: usize,
+}
+
+/// One safetensors file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataFile {
+    /// Its name in the dump's directory.
+    pub file: String,
+    /// Its size.
+    pub bytes: u64,
+    /// Of the header with the eight bytes of its length.
+    pub header: Checksum,
+    /// In the order of their bytes.
+    pub tensors: Vec<Tensor>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tensor {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub blocks: Blocks,
+}
+
+impl Tensor {
+    pub(super) fn new(name: impl Into<String>, dtype: Dtype, shape: Vec<usize>) -> Tensor {
+        Tensor { name: name.into(), dtype, shape, blocks: Blocks::default() }
+    }
+}
+
+/// Where the bytes of a file's tensors are: follows from their names, dtypes and shapes.
+pub(super) struct Layout {
+    /// The file's first bytes: eight of length, then JSON, padded so that the tensors are aligned.
+    pub header: Vec<u8>,
+    /// Places in the file, one a tensor, without gaps.
+    pub tensors: Vec<Range<u64>>,
+}
+
+impl Layout {
+    /// Size of the file.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.last().map_or(self.header.len() as u64, |t| t.end)
+    }
+}
+
+impl DataFile {
+    pub(super) fn new(file: String, tensors: Vec<Tensor>) -> DataFile {
+        DataFile { file, bytes: 0, header: Checksum::default(), tensors }
+    }
+
+    /// Rows in a table's shard.
+    pub fn num_rows(&self) -> u64 {
+        self.tensors.first().and_then(|keys| keys.shape.first()).map_or(0, |&n| n as u64)
+    }
+
+    /// The header in safetensors' own rendering; `table` stands in its metadata, for those who find a shard alone.
+    ///
+    /// # Errors
+    /// What is wrong with the names, shapes or sizes.
+    pub(super) fn layout(&self, table: Option<&str>) -> Result<Layout, String> {
+        // Not a matter of taste: safetensors indexes out of bounds on names that come twice.
+        check_distinct("tensor", self.tensors.iter().map(|t| t.name.as_str()))?;
+        let mut infos = Vec::with_capacity(self.tensors.len());
+        let mut end = 0usize;
+        for tensor in &self.tensors {
+            let start = end;
+            end = tensor.bytes().and_then(|bytes| start.checked_add(bytes)).ok_or_else(|| {
+                format!(
+                    "tensor `{}` must be a whole number of bytes that fits a file: {} {:?}",
+                    tensor.name, tensor.dtype, tensor.shape
+                )
+            })?;
+            let info =
+                TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
+            infos.push((tensor.name.clone(), info));
+        }
+        let places: Vec<_> = infos.iter().map(|(_, info)| info.data_offsets).collect();
+        let metadata = table.map(|name| HashMap::from([("table".to_owned(), name.to_owned())]));
+        let metadata = Metadata::new(metadata, infos).map_err(|e| e.to_string())?;
+        let mut json = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
+        json.resize(json.len().next_multiple_of(8), b' ');
+        if json.len() > MAX_HEADER_BYTES {
+            return Err(format!("a header must be at most {MAX_HEADER_BYTES} bytes: got {}", json.len()));
+        }
+        let mut header = (json.len() as u64).to_le_bytes().to_vec();
+        header.append(&mut json);
+        let first = header.len() as u64;
+        first.checked_add(end as u64).ok_or("the tensors must fit into a file")?;
+        let tensors =
+            places.into_iter().map(|(start, end)| first + start as u64..first + end as u64).collect();
+        Ok(Layout { header, tensors })
+    }
+
+    /// Whether size and blocks are those of the tensors.
+    fn check(&self, table: Option<&str>) -> Result<(), String> {
+        if !is_own_name(&self.file) {
+            return Err(format!("a file must be named as dumps name theirs: got `{}`", self.file));
+        }
+        let within = |what: String| format!("`{}`: {what}", self.file);
+        let layout = self.layout(table).map_err(within)?;
+        if self.bytes != layout.bytes() {
+            return Err(within(format!(
+                "size must be that of its tensors: expected {}, got {}",
+                layout.bytes(),
+                self.bytes
+            )));
+        }
+        for (tensor, place) in self.tensors.iter().zip(&layout.tensors) {
+            let expected = (place.end - place.start).div_ceil(BLOCK_BYTES as u64);
+            if tensor.blocks.0.len() as u64 != expected {
+                let got = tensor.blocks.0.len();
+                return Err(within(format!(
+                    "`{}` must have a checksum a MiB: expected {expected}, got {got}",
+                    tensor.name
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Tensor {
+    /// `None` if they are not whole or too many to count.
+    pub(super) fn bytes(&self) -> Option<usize> {
+        let elements = self.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        let bits = elements.checked_mul(self.dtype.bitsize())?;
+        bits.is_multiple_of(8).then_some(bits / 8)
+    }
+}
+
+impl TableEntry {
+    /// Without its shards.
+    pub(super) fn of(table: &dyn Table) -> TableEntry {
+        let config = table.config();
+        let states = table.state_specs();
+        TableEntry {
+            name: config.name.clone(),
+            dim: config.dim,
+            dtype: "float32".into(),
+            vocabulary_size: config.vocabulary_size,
+            seed: config.seed,
+            initializer: config.initializer,
+            update: table.update_rule().copied(),
+            states: states.iter().map(|s| StateEntry { name: s.name.into(), width: s.width }).collect(),
+            num_rows: table.len() as u64,
+            shards: Vec::new(),
+        }
+    }
+
+    /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order.
+    pub(super) fn tensors(&self, num_rows: usize) -> Vec<Tensor> {
+        let states = self.states.iter().map(|s| (format!("state.{}", s.name), s.width));
+        let columns = std::iter::once(("rows".to_owned(), self.dim)).chain(states);
+        std::iter::once(Tensor::new("keys", Dtype::I64, vec![num_rows]))
+            .chain(columns.map(|(name, width)| Tensor::new(name, Dtype::F32, vec![num_rows, width])))
+            .collect()
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let mut num_rows = 0u64;
+        for shard in &self.shards {
+            let rows = usize::try_from(shard.num_rows()).map_err(|e| e.to_string())?;
+            let expected = self.tensors(rows);
+            let is_same =
+                |(a, b): (&Tensor, &Tensor)| (&a.name, a.dtype, &a.shape) == (&b.name, b.dtype, &b.shape);
+            if shard.tensors.len() != expected.len() || !shard.tensors.iter().zip(&expected).all(is_same) {
+                return Err(format!(
+                    "`{}` must hold keys, rows and states of table `{}`",
+                    shard.file, self.name
+                ));
+            }
+            shard.check(Some(&self.name))?;
+            num_rows = num_rows.checked_add(rows as u64).ok_or("rows must be fewer")?;
+        }
+        if num_rows != self.num_rows {
+            return Err(format!(
+                "table `{}` must have {} rows: its shards hold {num_rows}",
+                self.name, self.num_rows
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Manifest {
+    pub(super) fn new(
+        step: u64,
+        created: String,
+        tables: Vec<TableEntry>,
+        arrays: Option<DataFile>,
+    ) -> Manifest {
+        Manifest { format: FORMAT.into(), version: VERSION, step, created, tables, arrays }
+    }
+
+    /// Every file of the dump, with the name of its table.
+    pub(super) fn files(&self) -> impl Iterator<Item = (&DataFile, Option<&str>)> {
+        let shards = self.tables.iter().flat_map(|t| t.shards.iter().map(|s| (s, Some(t.name.as_str()))));
+        shards.chain(self.arrays.iter().map(|a| (a, None)))
+    }
+
+    /// The whole of `manifest.json`.
+    pub(super) fn to_bytes(&self) -> Result<Vec<u8>, String> {
+        let body = serde_json::to_string_pretty(self).map_err(|e| e.to_string())?;
+        let checksum = Checksum::of(body.as_bytes());
+        Ok(format!("{BEFORE_BODY}{body}{BEFORE_CHECKSUM}{checksum}{AFTER_CHECKSUM}").into_bytes())
+    }
+
+    /// The way back, for any bytes: what comes out adds up.
+    ///
+    /// # Errors
+    /// [`Error::CorruptDump`] if the bytes are not those that were written; [`Error::DumpMismatch`] if they are, but of
+    /// another version.
+    pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Manifest> {
+        let corrupt = |what: String| Error::CorruptDump { path: path.into(), what };
+        let mismatch = |what: String| Error::DumpMismatch { path: path.into(), what };
+
+        let body = checked_body(bytes).map_err(corrupt)?;
+        let head: Head =
+            serde_json::from_slice(body).map_err(|e| mismatch(format!("not the manifest of a dump: {e}")))?;
+        if head.format != FORMAT {
+            return Err(mismatch(format!("`format` must be `{FORMAT}`: got `{}`", head.format)));
+        }
+        if head.version != u64::from(VERSION) {
+            let got = head.version;
+            return Err(mismatch(format!(
+                "this release reads dumps of version {VERSION}: got version {got}"
+            )));
+        }
+        let manifest: Manifest = serde_json::from_slice(body)
+            .map_err(|e| mismatch(format!("not as version {VERSION} has it: {e}")))?;
+        if let Some(table) = manifest.tables.iter().find(|t| t.dtype != "float32") {
+            let (name, dtype) = (&table.name, &table.dtype);
+            return Err(mismatch(format!("`dtype` of table `{name}` must be float32: got {dtype}")));
+        }
+        manifest.check().map_err(corrupt)?;
+        Ok(manifest)
+    }
+
+    /// As [`Manifest::from_bytes`], with the bytes.
+    pub(super) fn read(path: &Path) -> Result<(Manifest, Vec<u8>)> {
+        let io = |e| Error::io(path, e);
+        let bytes = std::fs::metadata(path).map_err(io)?.len();
+        if bytes > MAX_MANIFEST_BYTES {
+            let what = format!("a manifest must be at most {MAX_MANIFEST_BYTES} bytes: got {bytes}");
+            return Err(Error::CorruptDump { path: path.into(), what });
+        }
+        let bytes = std::fs::read(path).map_err(io)?;
+        Ok((Manifest::from_bytes(path, &bytes)?, bytes))
+    }
+
+    fn check(&self) -> Result<(), String> {
+        check_distinct("table", self.tables.iter().map(|t| t.name.as_str()))?;
+        check_distinct("file", self.files().map(|(f, _)| f.file.as_str()))?;
+        self.tables.iter().try_for_each(TableEntry::check)?;
+        self.arrays.iter().try_for_each(|a| a.check(None))
+    }
+}
+
+/// What all versions have.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    version: u64,
+}
+
+/// The body, if the file is whole.
+fn checked_body(bytes: &[u8]) -> Result<&[u8], String> {
+    let strip = || {
+        let rest = bytes.strip_prefix(BEFORE_BODY.as_bytes())?.strip_suffix(AFTER_CHECKSUM.as_bytes())?;
+        let (rest, digits) = rest.split_at_checked(rest.len().checked_sub(DIGITS)?)?;
+        Some((rest.strip_suffix(BEFORE_CHECKSUM.as_bytes())?, digits))
+    };
+    let (body, digits) =
+        strip().ok_or("a manifest must be a body and its checksum, and nothing else: it is damaged")?;
+    let checksum = Checksum::of(body).to_string();
+    if digits != checksum.as_bytes() {
+        let expected = String::from_utf8_lossy(digits);
+        return Err(format!("the checksum must be that of the body: expected {expected}, got {checksum}"));
+    }
+    Ok(body)
+}
+
+pub(super) fn check_distinct<'a>(noun: &str, names: impl Iterator<Item = &'a str>) -> Result<(), String> {
+    let mut seen = HashSet::new();
+    for name in names {
+        if !seen.insert(name) {
+            return Err(format!("each {noun} of a dump must have a name of its own: `{name}` comes twice"));
+        }
+    }
+    Ok(())
+}
+
+/// `sok-<16 hexadecimal digits of the dump>-<number>.safetensors`.
+pub(super) fn data_file_name(unique: u64, number: usize) -> String {
+    format!("sok-{unique:016x}-{number:05}.safetensors")
+}
+
+/// The manifest's name until it is whole.
+pub(super) fn manifest_aside_name(unique: u64) -> String {
+    format!("sok-{unique:016x}-manifest.json")
+}
+
+/// Whether a dump made up this name: only such files are ever removed.
+pub(super) fn is_own_name(name: &str) -> bool {
+    let parts = || {
+        let (digits, rest) = name.strip_prefix("sok-")?.split_at_checked(DIGITS)?;
+        Some((digits, rest.strip_prefix('-')?))
+    };
+    parts().is_some_and(|(digits, rest)| {
+        let number = rest.strip_suffix(".safetensors").unwrap_or_default();
+        let is_number = number.len() >= 5 && number.bytes().all(|b| b.is_ascii_digit());
+        digits.bytes().all(|b| b.is_ascii_hexdigit()) && (rest == MANIFEST || is_number)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_that_a_dump_makes_are_own() {
+        assert!(is_own_name(&data_file_name(7, 0)));
+        assert!(is_own_name(&data_file_name(u64::MAX, 123_456)));
+        assert!(is_own_name(&manifest_aside_name(0)));
+        for other in [
+            "",
+            MANIFEST,
+            "sok-",
+            "model.safetensors",
+            "sok-0000000000000000-.safetensors",
+            "sok-0000000000000000-00000.safetensors.bak",
+            "sok-0000000000000000-../00000.safetensors",
+            "../sok-0000000000000000-00000.safetensors",
+            "sok-00000000000000é-00000.safetensors",
+        ] {
+            assert!(!is_own_name(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn shapes_that_lie_are_refused_without_panic() {
+        let layout =
+            |tensors: Vec<Tensor>| DataFile::new("f".into(), tensors).layout(None).map(|l| l.bytes());
+        let tensor = |name, shape: &[usize]| Tensor::new(name, Dtype::F32, shape.to_vec());
+        assert!(layout(vec![]).is_ok());
+        assert!(layout(vec![tensor("a", &[]), tensor("b", &[0, 3])]).is_ok());
+        assert!(layout(vec![tensor("a", &[1]), tensor("a", &[1])]).is_err());
+        assert!(layout(vec![tensor("a", &[usize::MAX, usize::MAX])]).is_err());
+        assert!(layout(vec![tensor("a", &[usize::MAX / 4]), tensor("b", &[2])]).is_err());
+        assert!(layout(vec![tensor("a", &[usize::MAX / 4])]).is_err());
+        assert!(layout(vec![Tensor::new("a", Dtype::F4, vec![3])]).is_err());
+    }
+}

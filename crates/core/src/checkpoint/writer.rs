@@ -1,0 +1,347 @@
+//! A dump: data files aside, then the manifest in one rename, then the files that it no longer names go.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use safetensors::Dtype;
+use serde::Deserialize;
+use serde::de::value::{Error as ValueError, StrDeserializer};
+
+use super::checksum::{BlockHasher, Checksum};
+use super::files::{DirectoryLock, Disk, Files};
+use super::manifest::{
+    DataFile, Layout, MANIFEST, Manifest, TableEntry, Tensor, check_distinct, data_file_name, is_own_name,
+    manifest_aside_name,
+};
+use super::{CHUNK_BYTES, KEY_BYTES, SHARD_BYTES, columns, utc};
+use crate::error::{Error, Result};
+use crate::table::{Cursor, Records, Table};
+
+/// How a dump is written.
+#[derive(Clone, Copy, Debug)]
+pub struct DumpOptions {
+    /// Replace a dump that is there; without it, that is an error.
+    pub overwrite: bool,
+    /// Optimizer steps taken until now.
+    pub step: u64,
+    /// Data in a shard at most; a shard has one row at least.
+    #[doc(hidden)]
+    pub shard_bytes: usize,
+}
+
+impl Default for DumpOptions {
+    fn default() -> DumpOptions {
+        DumpOptions { overwrite: true, step: 0, shard_bytes: SHARD_BYTES }
+    }
+}
+
+/// A dense array to keep beside the tables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Array<'a> {
+    pub name: String,
+    /// As safetensors calls it: `F32`, `I64`, `BF16`, ...
+    pub dtype: String,
+    pub shape: Vec<usize>,
+    /// Row-major, little-endian.
+    pub data: Cow<'a, [u8]>,
+}
+
+/// Writes `tables` and `arrays` into the directory `path`, which is made if need be.
+///
+/// Until the last moment a dump that is there stays as it is: a process killed at any time, or a machine without power,
+/// leaves the old dump or the new one. Memory: two buffers of [`CHUNK_BYTES`], whatever the size of a table.
+///
+/// # Errors
+/// [`Error::Argument`] for names that come twice, for an array whose data is not of its shape, and for a dump that is
+/// there without `overwrite`; [`Error::State`] while another dump writes there; [`Error::Io`] names the path, and what
+/// had been written is removed.
+pub fn dump(path: &Path, tables: &[&dyn Table], arrays: &[Array], options: &DumpOptions) -> Result<Manifest> {
+    dump_with(&Disk, path, tables, arrays, options)
+}
+
+/// As [`dump`], on other files: for tests that count and break what is done to them.
+#[doc(hidden)]
+pub fn dump_with(
+    files: &dyn Files,
+    path: &Path,
+    tables: &[&dyn Table],
+    arrays: &[Array],
+    options: &DumpOptions,
+) -> Result<Manifest> {
+    check_distinct("table", tables.iter().map(|t| t.config().name.as_str())).map_err(Error::Argument)?;
+    check_distinct("array", arrays.iter().map(|a| a.name.as_str())).map_err(Error::Argument)?;
+    let array_tensors = arrays.iter().map(array_tensor).collect::<Result<Vec<_>>>()?;
+    create_directory(files, path)?;
+    let _lock = DirectoryLock::acquire(path)?;
+    let manifest_path = path.join(MANIFEST);
+    if !options.overwrite && manifest_path.try_exists().map_err(|e| Error::io(&manifest_path, e))? {
+        let path = path.display();
+        return Err(Error::argument(format!("`overwrite` must be True to replace a dump: {path} holds one")));
+    }
+
+    let mut writer = Writer { files, directory: path, unique: unique(), created: Vec::new() };
+    let written = writer.write(tables, arrays, array_tensors, options).and_then(|(manifest, aside)| {
+        files.rename(&aside, &manifest_path).map_err(|e| Error::io(&manifest_path, e))?;
+        Ok(manifest)
+    });
+    match written {
+        Ok(manifest) => {
+            // If this fails, a loss of power may bring the old manifest back: both dumps' files stay.
+            files.sync_dir(path).map_err(|e| Error::io(path, e))?;
+            remove_leftovers(files, path, &manifest);
+            Ok(manifest)
+        }
+        Err(error) => {
+            writer.remove_created();
+            Err(error)
+        }
+    }
+}
+
+/// Checks the array against itself; its data is hashed when it is written.
+fn array_tensor(array: &Array) -> Result<Tensor> {
+    let fail = |what: String| Err(Error::argument(format!("array `{}`: {what}", array.name)));
+    let Ok(dtype) = Dtype::deserialize(StrDeserializer::<ValueError>::new(&array.dtype)) else {
+        return fail(format!("`dtype` must be one of safetensors'. Received: {}", array.dtype));
+    };
+    if array.name == "__metadata__" {
+        return fail("the name is safetensors' own".into());
+    }
+    let tensor = Tensor::new(&array.name, dtype, array.shape.clone());
+    if tensor.bytes() != Some(array.data.len()) {
+        let (shape, got) = (&array.shape, array.data.len());
+        return fail(format!(
+            "`data` must be of the size of dtype {dtype} and shape {shape:?}. Received: {got} bytes"
+        ));
+    }
+    Ok(tensor)
+}
+
+/// Makes the directory and those above it that are not there, each synced into its parent.
+fn create_directory(files: &dyn Files, path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    create_directory(files, parent)?;
+    match files.create_dir(path) {
+        // Somebody else made it meanwhile: another rank, another dump. A file by that name is an error.
+        Err(_) if path.is_dir() => Ok(()),
+        Err(e) => Err(Error::io(path, e)),
+        Ok(()) => files.sync_dir(parent).map_err(|e| Error::io(parent, e)),
+    }
+}
+
+/// Removes the files of dumps that were replaced or killed. The new dump is safe already, so one that does not go is
+/// left for the next dump.
+fn remove_leftovers(files: &dyn Files, path: &Path, manifest: &Manifest) {
+    let named: HashSet<&str> = manifest.files().map(|(f, _)| f.file.as_str()).collect();
+    for entry in fs::read_dir(path).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        if name.to_str().is_some_and(|n| is_own_name(n) && !named.contains(n)) {
+            let _ = files.remove(&entry.path());
+        }
+    }
+}
+
+/// Differs from dump to dump, so that no file of one is ever written by another.
+fn unique() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    RandomState::new().hash_one((now, std::process::id()))
+}
+
+struct Writer<'a> {
+    files: &'a dyn Files,
+    directory: &'a Path,
+    unique: u64,
+    /// What to remove if something fails.
+    created: Vec<PathBuf>,
+}
+
+impl<'a> Writer<'a> {
+    /// Everything but the rename: the manifest and the path where it lies aside, all of it synced.
+    fn write(
+        &mut self,
+        tables: &[&dyn Table],
+        arrays: &[Array],
+        array_tensors: Vec<Tensor>,
+        options: &DumpOptions,
+    ) -> Result<(Manifest, PathBuf)> {
+        let tables =
+            tables.iter().map(|t| self.write_table(*t, options.shard_bytes)).collect::<Result<_>>()?;
+        let arrays = self.write_arrays(arrays, array_tensors)?;
+        let manifest = Manifest::new(options.step, utc(SystemTime::now()), tables, arrays);
+
+        let aside = self.directory.join(manifest_aside_name(self.unique));
+        let unwritable =
+            |what: String| Error::State(format!("the manifest of a dump must be readable again: {what}"));
+        let bytes = manifest.to_bytes().map_err(unwritable)?;
+        // JSON has no infinity, for one: better to fail here than at the load.
+        Manifest::from_bytes(&aside, &bytes).map_err(|e| unwritable(e.to_string()))?;
+        let file = self.create(&aside)?;
+        let io = |e| Error::io(&aside, e);
+        for (chunk, piece) in bytes.chunks(CHUNK_BYTES).enumerate() {
+            self.files.write_at(&file, piece, (chunk * CHUNK_BYTES) as u64).map_err(io)?;
+        }
+        self.files.sync(&file).map_err(io)?;
+        self.files.sync_dir(self.directory).map_err(|e| Error::io(self.directory, e))?;
+        Ok((manifest, aside))
+    }
+
+    fn write_table(&mut self, table: &dyn Table, shard_bytes: usize) -> Result<TableEntry> {
+        let mut entry = TableEntry::of(table);
+        let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
+        let columns = columns(entry.dim, entry.states.iter().map(|s| s.width));
+        let width = table.record_width();
+        let record_bytes = KEY_BYTES + 4 * width;
+        let shard_rows = (shard_bytes / record_bytes).max(1);
+        let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
+
+        let room = chunk_rows.min(table.len());
+        let mut records =
+            Records { keys: Vec::with_capacity(room), values: Vec::with_capacity(room * width) };
+        let mut bytes = Vec::new();
+        let mut shards = Vec::new();
+        let mut open: Option<(DataWriter, usize)> = None;
+        let mut rows_left = table.len();
+        let mut cursor = Some(Cursor::default());
+        while let Some(here) = cursor {
+            records.keys.clear();
+            records.values.clear();
+            cursor = table.scan(here, chunk_rows, &mut records);
+            if records.keys.len() > rows_left || records.values.len() != records.keys.len() * width {
+                return Err(changed());
+            }
+            rows_left -= records.keys.len();
+            // A chunk may end one shard and begin the next.
+            let mut start = 0;
+            while start < records.keys.len() {
+                let (shard, shard_left) = match &mut open {
+                    Some(shard) => shard,
+                    None => {
+                        let rows = shard_rows.min(rows_left + records.keys.len() - start);
+                        open.insert((self.open_data_file(entry.tensors(rows), Some(&entry.name))?, rows))
+                    }
+                };
+                let end = records.keys.len().min(start + *shard_left);
+                write_keys(&records.keys[start..end], &mut bytes);
+                shard.write(0, &bytes)?;
+                for (tensor, column) in (1..).zip(&columns) {
+                    write_column(&records.values[start * width..end * width], width, column, &mut bytes);
+                    shard.write(tensor, &bytes)?;
+                }
+                *shard_left -= end - start;
+                start = end;
+                if *shard_left == 0 {
+                    shards.extend(open.take().map(|(shard, _)| shard.finish()).transpose()?);
+                }
+            }
+        }
+        if rows_left > 0 || open.is_some() {
+            return Err(changed());
+        }
+        entry.shards = shards;
+        Ok(entry)
+    }
+
+    /// Widest dtype first, as the stock writer does it: each tensor then lies aligned.
+    fn write_arrays(&mut self, arrays: &[Array], tensors: Vec<Tensor>) -> Result<Option<DataFile>> {
+        if arrays.is_empty() {
+            return Ok(None);
+        }
+        let mut pairs: Vec<_> = tensors.into_iter().zip(arrays).collect();
+        pairs.sort_by_key(|(tensor, _)| std::cmp::Reverse(tensor.dtype.bitsize()));
+        let (tensors, arrays): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let mut file = self.open_data_file(tensors, None)?;
+        for (tensor, array) in arrays.iter().enumerate() {
+            for piece in array.data.chunks(CHUNK_BYTES) {
+                file.write(tensor, piece)?;
+            }
+        }
+        file.finish().map(Some)
+    }
+
+    /// A new data file with its header written.
+    fn open_data_file(&mut self, tensors: Vec<Tensor>, table: Option<&str>) -> Result<DataWriter<'a>> {
+        let entry = DataFile::new(data_file_name(self.unique, self.created.len()), tensors);
+        let layout = entry.layout(table).map_err(Error::Argument)?;
+        let path = self.directory.join(&entry.file);
+        let file = self.create(&path)?;
+        self.files.write_at(&file, &layout.header, 0).map_err(|e| Error::io(&path, e))?;
+        let hashers = entry.tensors.iter().map(|_| BlockHasher::new()).collect();
+        let ends = layout.tensors.iter().map(|t| t.start).collect();
+        Ok(DataWriter { files: self.files, path, file, entry, layout, ends, hashers })
+    }
+
+    fn create(&mut self, path: &Path) -> Result<File> {
+        let file = self.files.create(path).map_err(|e| Error::io(path, e))?;
+        self.created.push(path.into());
+        Ok(file)
+    }
+
+    /// What does not go is left for the next dump; the caller has an error to tell already.
+    fn remove_created(&self) {
+        for path in &self.created {
+            let _ = self.files.remove(path);
+        }
+    }
+}
+
+/// One safetensors file, all its tensors written at the same time, each front to back.
+struct DataWriter<'a> {
+    files: &'a dyn Files,
+    path: PathBuf,
+    file: File,
+    entry: DataFile,
+    layout: Layout,
+    /// Where the next bytes of each tensor go.
+    ends: Vec<u64>,
+    hashers: Vec<BlockHasher>,
+}
+
+impl DataWriter<'_> {
+    fn write(&mut self, tensor: usize, bytes: &[u8]) -> Result<()> {
+        self.hashers[tensor].update(bytes);
+        let end = &mut self.ends[tensor];
+        self.files.write_at(&self.file, bytes, *end).map_err(|e| Error::io(&self.path, e))?;
+        *end += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<DataFile> {
+        debug_assert!(
+            self.ends.iter().eq(self.layout.tensors.iter().map(|t| &t.end)),
+            "a tensor is not complete"
+        );
+        self.files.sync(&self.file).map_err(|e| Error::io(&self.path, e))?;
+        self.entry.bytes = self.layout.bytes();
+        self.entry.header = Checksum::of(&self.layout.header);
+        for (tensor, hasher) in self.entry.tensors.iter_mut().zip(self.hashers) {
+            tensor.blocks = hasher.finish();
+        }
+        Ok(self.entry)
+    }
+}
+
+fn write_keys(keys: &[u64], bytes: &mut Vec<u8>) {
+    bytes.resize(keys.len() * KEY_BYTES, 0);
+    for (key, bytes) in keys.iter().zip(bytes.as_chunks_mut().0) {
+        *bytes = key.to_le_bytes();
+    }
+}
+
+/// One column of records of `width` floats.
+fn write_column(values: &[f32], width: usize, column: &Range<usize>, bytes: &mut Vec<u8>) {
+    bytes.resize(values.len() / width * column.len() * 4, 0);
+    let parts = bytes.as_chunks_mut().0.chunks_exact_mut(column.len().max(1));
+    for (record, part) in values.chunks_exact(width).zip(parts) {
+        for (value, bytes) in record[column.clone()].iter().zip(part) {
+            *bytes = value.to_le_bytes();
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Disks that fill up, processes that die, machines that lose power, and loads that meet a dump.
+
+use std::io;
+use std::path::Path;
+use std::process::Command;
+
+use sok_core::Error;
+use sok_core::checkpoint::{Disk, LoadOptions, MANIFEST, load};
+
+use crate::support::*;
+
+#[test]
+fn a_failing_operation_leaves_the_dump_that_was_there() {
+    for overwrites in [false, true] {
+        let operations = count_operations(overwrites);
+        assert!(operations > 30, "{operations} operations");
+        for at in 0..operations {
+            let directory = Directory::new();
+            let path = &directory.dump();
+            if overwrites {
+                dump_two(&BrokenDisk::counting(), path, 1.0).unwrap();
+            }
+            let before = overwrites.then(|| names(path));
+            match dump_two(&BrokenDisk::new(Fault::Fails, at), path, 2.0) {
+                // The last operations remove old files: the new dump is safe by then.
+                Ok(_) => assert!(overwrites && salt_of(path) == 2.0, "operation {at}"),
+                Err(Error::Io { path: named, source }) => {
+                    assert!(named.starts_with(&directory.0), "{}", named.display());
+                    assert_eq!(source.kind(), io::ErrorKind::StorageFull);
+                    let renamed = path.join(MANIFEST).exists() && salt_of(path) == 2.0;
+                    match before {
+                        Some(before) if !renamed => assert_eq!(names(path), before, "operation {at}"),
+                        None if !renamed => {
+                            assert!(!path.exists() || names(path).is_empty(), "operation {at}")
+                        }
+                        // Only the last sync, after which power may still be lost: both dumps stay.
+                        _ => assert!(before.is_none_or(|before| {
+                            names(path).is_superset(&(&before - &[MANIFEST.into()].into()))
+                        })),
+                    }
+                }
+                Err(other) => panic!("operation {at}: {other:?}"),
+            }
+            assert_old_or_new(path, overwrites.then_some(1.0), 2.0);
+        }
+    }
+}
+
+#[test]
+fn a_loss_of_power_leaves_the_old_dump_or_the_new() {
+    for overwrites in [false, true] {
+        for at in 0..=count_operations(overwrites) {
+            for names_too in [false, true] {
+                let directory = Directory::new();
+                let path = &directory.dump();
+                if overwrites {
+                    dump_two(&BrokenDisk::counting(), path, 1.0).unwrap();
+                }
+                let files = BrokenDisk::new(Fault::Power, at);
+                let result = dump_two(&files, path, 2.0);
+                files.lose_power(names_too);
+                if result.is_ok() {
+                    assert_eq!(salt_of(path), 2.0, "a dump that returned is safe");
+                }
+                assert_old_or_new(path, overwrites.then_some(1.0), 2.0);
+            }
+        }
+    }
+}
+
+const KILL_AT: &str = "SOK_TEST_KILL_AT";
+const KILL_IN: &str = "SOK_TEST_KILL_IN";
+
+/// Not a test by itself: the process that the next test kills.
+#[test]
+fn child_that_is_killed() {
+    let (Ok(at), Ok(path)) = (std::env::var(KILL_AT), std::env::var(KILL_IN)) else { return };
+    let files = BrokenDisk::new(Fault::Kills, at.parse().unwrap());
+    dump_two(&files, Path::new(&path), 2.0).unwrap();
+}
+
+#[test]
+fn a_killed_process_leaves_the_old_dump_or_the_new() {
+    for overwrites in [false, true] {
+        let operations = count_operations(overwrites);
+        for at in 0..=operations {
+            let directory = Directory::new();
+            let path = &directory.dump();
+            if overwrites {
+                dump_two(&BrokenDisk::counting(), path, 1.0).unwrap();
+            }
+            let status = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "failures::child_that_is_killed", "--test-threads=1"])
+                .current_dir(&directory.0)
+                .env(KILL_AT, at.to_string())
+                .env(KILL_IN, path)
+                .output()
+                .unwrap()
+                .status;
+            assert_eq!(status.success(), at == operations, "operation {at}: {status}");
+            assert_old_or_new(path, overwrites.then_some(1.0), 2.0);
+        }
+    }
+}
+
+#[test]
+fn a_load_beside_dumps_finds_one_or_the_other() {
+    let directory = Directory::new();
+    let path = &directory.dump();
+    dump_two(&Disk, path, 0.0).unwrap();
+    std::thread::scope(|scope| {
+        let dumps = scope.spawn(|| (1..30).try_for_each(|salt| dump_two(&Disk, path, salt as f32).map(drop)));
+        while !dumps.is_finished() {
+            let mut tables = two_tables(0.0).map(|t| t.empty_twin());
+            let [a, b] = &mut tables;
+            load(path, &mut [("a", a), ("b", b)], &LoadOptions::default()).unwrap();
+            let salt = tables[0].records[&0][0];
+            assert!(
+                two_tables(salt).iter().zip(&tables).all(|(expected, got)| expected.records == got.records)
+            );
+        }
+        dumps.join().unwrap().unwrap();
+    });
+}

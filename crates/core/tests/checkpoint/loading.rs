@@ -1,0 +1,179 @@
+//! Loading into tables that hold something, or are different.
+
+use sok_core::Error;
+use sok_core::checkpoint::{Disk, LoadMode, LoadOptions, MANIFEST, dump, load, read_manifest};
+use sok_core::initializer::Initializer;
+use sok_core::optimizer::Rule;
+use sok_core::table::Table;
+
+use crate::support::*;
+
+#[test]
+fn replace_drops_the_rows_before_and_merge_keeps_them() {
+    let directory = Directory::new();
+    let dumped = MapTable::new("t", 2, adam()).filled(0..10, 0.0);
+    dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
+
+    let mut replaced = MapTable::new("other", 2, adam()).filled(5..15, 500.0);
+    let mut merged = replaced.clone();
+    load_one(&directory.dump(), "t", &mut replaced, &LoadOptions::default()).unwrap();
+    assert_eq!(replaced.records, dumped.records);
+
+    let mut expected = merged.records.clone();
+    expected.extend(dumped.records.clone());
+    load_one(&directory.dump(), "t", &mut merged, &merge()).unwrap();
+    assert_eq!(merged.records, expected);
+}
+
+#[test]
+fn a_table_without_optimizer_takes_the_dump_s() {
+    let directory = Directory::new();
+    let dumped = MapTable::new("t", 2, row_wise()).filled(0..10, 0.0);
+    dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
+
+    let mut replaced = MapTable::new("t", 2, None).filled(5..15, 500.0);
+    let mut merged = replaced.clone();
+    load_one(&directory.dump(), "t", &mut replaced, &LoadOptions::default()).unwrap();
+    assert_eq!((replaced.update, &replaced.records), (row_wise(), &dumped.records));
+
+    load_one(&directory.dump(), "t", &mut merged, &merge()).unwrap();
+    assert_eq!(merged.update, row_wise());
+    assert_eq!(merged.records[&3], dumped.records[&3]);
+    assert_eq!(merged.records[&12][2], 0.1, "the first value of a state that no dump brought");
+}
+
+#[test]
+fn without_states_they_start_at_their_first_values() {
+    let directory = Directory::new();
+    let dumped = MapTable::new("t", 2, adam()).filled(0..10, 0.0);
+    dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
+    for mode in [LoadMode::Replace, LoadMode::Merge] {
+        let mut other_rule = MapTable::new("t", 2, row_wise());
+        load_one(&directory.dump(), "t", &mut other_rule, &without_states(mode)).unwrap();
+        assert_eq!((other_rule.update, other_rule.rows()), (row_wise(), dumped.rows()));
+        assert!(other_rule.records.values().all(|r| r[2..] == [0.1]));
+
+        let mut no_rule = MapTable::new("t", 2, None);
+        load_one(&directory.dump(), "t", &mut no_rule, &without_states(mode)).unwrap();
+        assert_eq!((no_rule.update, &no_rule.records), (None, &dumped.rows()));
+    }
+
+    let rows_alone = MapTable::new("t", 2, None).filled(0..10, 0.0);
+    dump(&directory.dump(), &[&rows_alone], &[], &options(64)).unwrap();
+    for options in [LoadOptions::default(), merge()] {
+        let mut target = MapTable::new("t", 2, row_wise());
+        let report = load(&directory.dump(), &mut [("t", &mut target)], &options).unwrap();
+        assert!(!report.tables[0].states);
+        assert_eq!((target.update, target.rows()), (row_wise(), rows_alone.records.clone()));
+        assert!(target.records.values().all(|r| r[2..] == [0.1]));
+    }
+}
+
+#[test]
+fn hyper_parameters_seed_and_initializer_stay_the_table_s_own() {
+    let directory = Directory::new();
+    let dumped = MapTable::new("t", 2, adam()).filled(0..10, 0.0);
+    dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
+    let other = update(Rule::Adam { beta_1: 0.5, beta_2: 0.5, epsilon: 1.0, amsgrad: false });
+    let mut target = MapTable::new("t", 2, other);
+    target.config.seed = 1;
+    target.config.initializer = Initializer::Constant { value: 3.0 };
+    let config = target.config.clone();
+    load_one(&directory.dump(), "t", &mut target, &LoadOptions::default()).unwrap();
+    assert_eq!((target.update, &target.config, &target.records), (other, &config, &dumped.records));
+}
+
+#[test]
+fn mismatches_say_the_rule_and_what_came() {
+    let directory = Directory::new();
+    let path = &directory.dump();
+    let movies = MapTable::new("movies", 4, adam()).filled(0..10, 0.0);
+    let users = MapTable::new("users", 4, None).with_vocabulary(100).filled(0..10, 0.0);
+    dump(path, &[&movies, &users], &[], &options(64)).unwrap();
+    let text = |name: &str, table: &MapTable| mismatch(path, name, table, &LoadOptions::default());
+
+    let table = |dim, update| MapTable::new("t", dim, update).filled(0..3, 1.0);
+    assert_eq!(
+        text("users", &table(8, None).with_vocabulary(100)),
+        "`embedding_dim` of table `users` must be the dump's: expected 4, got 8"
+    );
+    assert_eq!(
+        text("users", &table(4, None)),
+        "`vocabulary_size` of table `users` must be the dump's: expected 100, got None (a dynamic table)"
+    );
+    assert_eq!(
+        text("users", &table(4, None).with_vocabulary(50)),
+        "`vocabulary_size` of table `users` must be the dump's: expected 100, got 50"
+    );
+    assert_eq!(
+        text("movies", &table(4, None).with_vocabulary(50)),
+        "`vocabulary_size` of table `movies` must be the dump's: expected None (a dynamic table), got 50"
+    );
+    assert_eq!(
+        text("films", &table(4, None)),
+        "a table must be in the dump: got `films`, the dump holds `movies`, `users`"
+    );
+    assert_eq!(
+        text("movies", &table(4, row_wise())),
+        "the optimizer of table `movies` must be the dump's: expected adam, got row_wise_adagrad. \
+         Pass `states=False` to load the rows without optimizer states"
+    );
+    let amsgrad = update(Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: true });
+    assert_eq!(
+        text("movies", &table(4, amsgrad)),
+        "the states of table `movies` must be the dump's: expected `momentum` of width 4, `velocity` of width 4; \
+         got `momentum` of width 4, `velocity` of width 4, `velocity_hat` of width 4. \
+         Pass `states=False` to load the rows without optimizer states"
+    );
+    let mut narrow = table(4, adam()).with_max_capacity(9);
+    assert_eq!(
+        text("movies", &narrow),
+        "table `movies`: `max_capacity` must be at least the dump's rows: expected 10, got 9"
+    );
+    // 3 rows there, 10 come, 3 of them the same: 10 in the end.
+    let error = load_one(path, "movies", &mut narrow, &merge()).unwrap_err();
+    assert!(matches!(error, Error::TableFull { refused: 1, len: 3, capacity: 9, .. }), "{error:?}");
+    let mut wide = table(4, adam()).with_max_capacity(10);
+    load_one(path, "movies", &mut wide, &merge()).unwrap();
+    assert_eq!(wide.len(), 10);
+}
+
+#[test]
+fn one_table_that_does_not_go_together_keeps_all_from_loading() {
+    let directory = Directory::new();
+    dump_two(&Disk, &directory.dump(), 1.0).unwrap();
+    for options in [LoadOptions::default(), merge()] {
+        let mut a = MapTable::new("a", 3, adam()).filled(0..2, 5.0);
+        let mut b = MapTable::new("b", 2, row_wise());
+        let before = a.records.clone();
+        load(&directory.dump(), &mut [("a", &mut a), ("b", &mut b)], &options).unwrap_err();
+        assert_eq!(a.records, before);
+    }
+}
+
+#[test]
+fn other_versions_are_a_mismatch_not_damage() {
+    let directory = Directory::new();
+    let path = &directory.dump();
+    type Change = fn(&mut serde_json::Value);
+    let changes: [(Change, &str); 4] = [
+        (|body| body["version"] = 2.into(), "this release reads dumps of version 1: got version 2"),
+        (|body| body["format"] = "else".into(), "`format` must be `sok_keras dump`: got `else`"),
+        (
+            |body| body["tables"][0]["dtype"] = "float16".into(),
+            "`dtype` of table `a` must be float32: got float16",
+        ),
+        (|body| body["tables"][0]["update"]["rule"]["name"] = "lion".into(), "not as version 1 has it"),
+    ];
+    for (change, expected) in changes {
+        dump_two(&BrokenDisk::counting(), path, 1.0).unwrap();
+        forge_manifest(path, change);
+        let error = read_manifest(path).unwrap_err();
+        assert!(matches!(error, Error::DumpMismatch { .. }), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.starts_with(&format!("{}: ", path.join(MANIFEST).display())) && text.contains(expected),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,28 @@
+"""What every test gets: fixed seeds, warnings of ours as errors, the backend in the header."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import pytest
+
+if keras.backend.backend() == "torch":
+    import torch
+
+    torch.set_num_threads(1)  # of models this small, threads only wait for each other
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error:::sok_keras")
+    # Attributed to the caller's module, so that users see their own line.
+    config.addinivalue_line("filterwarnings", "error:Table .* is full")
+
+
+def pytest_report_header():
+    return f"keras {keras.__version__} on {keras.backend.backend()}"
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    keras.utils.set_random_seed(7)

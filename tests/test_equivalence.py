@@ -1,0 +1,592 @@
+"""Training with our layers is training with `keras.layers.Embedding`: same rows, same dense weights, same losses.
+
+Cases that are pitfalls of Keras have their test in test_pitfalls.py: accumulation, clipping, loss scale, EMA, schedules and more.
+"""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from reference import (
+    BACKEND,
+    BATCH,
+    DIM,
+    FAST,
+    HOTNESS,
+    ROWS,
+    STEPS,
+    VOCABULARY,
+    apply_gradients,
+    assert_close,
+    assert_same_weights,
+    assert_trains_alike,
+    batches,
+    dense_layer,
+    embedding_of,
+    fit,
+    fitted,
+    gradients,
+    model_gradients,
+    our_embedding,
+    reference_embedding,
+    rows_of,
+    small_model,
+    table_of,
+    tensor,
+    to_numpy,
+    weights_of,
+)
+
+import sok_keras as sok
+
+O = keras.optimizers
+only_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="ragged and sparse tensors are TensorFlow's")
+
+OPTIMIZERS = {
+    "sgd": lambda: O.SGD(0.5),
+    "momentum": lambda: O.SGD(0.2, momentum=0.9),
+    "nesterov": lambda: O.SGD(0.2, momentum=0.9, nesterov=True),
+    "adam": lambda: O.Adam(0.02),
+    "amsgrad": lambda: O.Adam(0.02, amsgrad=True),
+    "adamw": lambda: O.AdamW(0.02, weight_decay=0.05),
+    "adagrad": lambda: O.Adagrad(0.1),
+    "rmsprop": lambda: O.RMSprop(0.02),
+    "rmsprop_centered_with_momentum": lambda: O.RMSprop(0.02, centered=True, momentum=0.5),
+    "ftrl": lambda: O.Ftrl(0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01),
+}
+
+
+def our_fitted(optimizer=None, **kwargs):
+    return fitted(our_embedding(), sok.OptimizerWrapper(optimizer or O.Adam(0.02)), **{**FAST, **kwargs})
+
+
+# ---- DynamicEmbedding in a model
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_updates_rows_as_dense_variables(name):
+    assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(OPTIMIZERS[name]()), **FAST))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_fit_by_default_compile_equals_keras(name):
+    assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(OPTIMIZERS[name]()), epochs=2))
+
+
+def test_two_calls_with_equal_ids_and_gradients_count_twice():
+    """Identical operands: a compiler may merge the calls, or their pushes."""
+
+    def train(embedding, wrap):
+        inputs = keras.Input((HOTNESS,), dtype="int32")
+        rows = layers.Add()([layers.Flatten()(embedding(inputs)), layers.Flatten()(embedding(inputs))])
+        model = keras.Model(inputs, dense_layer()(rows))
+        model.compile(wrap(O.SGD(0.3)), "mse")
+        return fit(model)
+
+    assert_trains_alike(train)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch ignores it but for torch.compile, which takes a minute: see the custom loops")
+def test_jit_compile_true_equals_keras():
+    """On TensorFlow Keras warns and goes on without: our ops have no XLA kernel (pitfall 25)."""
+    assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(O.Adam(0.02)), jit_compile=BACKEND == "jax"))
+
+
+def test_rematerialised_layer_equals_keras_where_keras_can():
+    """On TensorFlow and JAX `RematScope` breaks every layer that is called with `training`, `Dropout` too: keras/src/layers/layer.py
+    passes it to the backend's remat as a keyword, which neither takes."""
+    if BACKEND != "torch":
+        with keras.RematScope(mode="full"):
+            dropout = layers.Dropout(0.1)
+        with pytest.raises(Exception):  # noqa: B017 (which one, differs by backend and Keras version)
+            inputs = keras.Input((HOTNESS,))
+            model = keras.Model(inputs, dense_layer()(dropout(inputs)))
+            model.compile("sgd", "mse")
+            model.fit(np.zeros((4, HOTNESS)), np.zeros((4, 2)), verbose=0)
+        return
+
+    def train(embedding, wrap):
+        with keras.RematScope(mode="full"):
+            embedding = type(embedding).from_config(embedding.get_config())
+        if isinstance(embedding, sok.DynamicEmbedding):
+            embedding.get_table().assign(np.arange(VOCABULARY), ROWS)
+        else:
+            embedding.build()
+            embedding.embeddings.assign(ROWS)
+        return fitted(embedding, wrap(O.Adam(0.02)))
+
+    assert_trains_alike(train)
+
+
+def test_learning_rate_callbacks_set_the_wrapped_optimizer():
+    def train(embedding, wrap):
+        model = small_model(embedding)
+        model.compile(wrap(O.SGD(0.4)), "mse", **FAST)
+        return fit(model, 2, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)])
+
+    model = assert_trains_alike(train)
+    assert float(to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.1)
+
+
+# ---- saving
+
+
+def test_keras_file_continues_bit_equal(tmp_path):
+    model = our_fitted()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert table_of(loaded) is not table_of(model)
+    for again in (model, loaded):
+        fit(again)
+    for one, other in zip(weights_of(model), weights_of(loaded), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert int(to_numpy(loaded.optimizer.iterations)) == 2 * STEPS
+
+
+def test_weights_file_of_the_middle_of_an_epoch_holds_its_step(tmp_path):
+    """Only TensorFlow and JAX with steps in flight could go wrong here: a save must wait for the steps before it."""
+    path = str(tmp_path / "{batch:02d}.weights.h5")
+    checkpoint = keras.callbacks.ModelCheckpoint(path, save_freq=2, save_weights_only=True)
+    model = small_model(our_embedding())
+    model.compile(sok.OptimizerWrapper(O.Adam(0.02)), "mse", **FAST)
+    fit(model, callbacks=[checkpoint])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["02.weights.h5", "04.weights.h5"]
+
+    half = small_model(our_embedding())
+    half.compile(sok.OptimizerWrapper(O.Adam(0.02)), "mse", **FAST)
+    half.load_weights(tmp_path / "02.weights.h5")
+    ids, targets = batches()
+    half.fit(ids[0][2 * BATCH :], targets[2 * BATCH :], batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same_weights(half, model, tolerance=0)
+
+
+def test_backup_and_restore_goes_on_as_if_never_interrupted(tmp_path):
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def made():
+        model = small_model(our_embedding())
+        model.compile(sok.OptimizerWrapper(O.Adam(0.02)), "mse", **FAST)
+        return model
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
+
+    whole = fit(made(), 4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(made(), 4, callbacks=[backup(), Interrupt()])
+    resumed = fit(made(), 4, callbacks=[backup()])
+    assert_same_weights(resumed, whole, tolerance=0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+def test_copied_layer_has_a_table_of_its_own_with_the_same_rows(copied):
+    layer = our_embedding()
+    layer.build()
+    twin = copied(layer)
+    assert_close(rows_of(twin), ROWS, 0)
+    twin.get_table().assign([0], np.zeros((1, DIM)))
+    assert_close(rows_of(layer), ROWS, 0)
+
+
+# ---- custom training
+
+
+class CustomStep(keras.Model):
+    """A `train_step` that asks for gradients of the dense weights too, which it throws away, and halves those that it applies."""
+
+    def train_step(self, *arguments):
+        return getattr(self, f"_{BACKEND}_step")(*arguments)
+
+    def _is_dense(self):
+        return [variable.path.endswith(("kernel", "bias")) for variable in self.trainable_variables]
+
+    def _tensorflow_step(self, data):
+        import tensorflow as tf
+
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(*data, self(data[0], training=True))
+        tape.gradient(loss, [v.value for v, dense in zip(self.trainable_weights, self._is_dense(), strict=True) if dense])
+        found = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients([(0.5 * g, v) for g, v in zip(found, self.trainable_weights, strict=True)])
+        return {"loss": loss}
+
+    def _torch_step(self, data):
+        import torch
+
+        self.zero_grad()
+        loss = self.compute_loss(*data, self(data[0], training=True))
+        dense = [v.value for v, dense in zip(self.trainable_weights, self._is_dense(), strict=True) if dense]
+        torch.autograd.grad(loss, dense, retain_graph=True)
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([0.5 * v.value.grad for v in self.trainable_weights], self.trainable_weights)
+        return {"loss": loss}
+
+    def _jax_step(self, state, data):
+        import jax
+
+        trainable, other, optimizer, metrics = state
+
+        def loss_of(values):
+            return self.compute_loss_and_updates(values, other, metrics, *data, None, training=True, optimizer_variables=optimizer)
+
+        def loss_of_dense(dense):
+            dense = iter(dense)
+            return loss_of([next(dense) if is_dense else v for v, is_dense in zip(trainable, self._is_dense(), strict=True)])[0]
+
+        extra = jax.grad(loss_of_dense)([v for v, is_dense in zip(trainable, self._is_dense(), strict=True) if is_dense])
+        (_, aux), found = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+        unused = 0.0 * sum(jax.numpy.sum(g) for g in extra)  # else it would be dead code
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, [0.5 * g + unused for g in found], trainable)
+        return {"loss": aux[0]}, (trainable, other, optimizer, metrics)
+
+
+def test_custom_train_step_with_extra_gradients_and_user_scaling_equals_keras():
+    def train(embedding, wrap):
+        plain = small_model(embedding)
+        model = CustomStep(plain.inputs, plain.outputs)
+        model.compile(wrap(O.Adam(0.02)), "mse")
+        return fit(model)
+
+    assert table_of(assert_trains_alike(train)).stats().pending_pushes <= 1
+
+
+def custom_loop(step_of):
+    """Trains with a loop of the user's own; `step_of(model, optimizer)` gives a step `(ids, targets)`."""
+
+    def train(embedding, wrap):
+        model, optimizer = small_model(embedding), wrap(O.Adam(0.02))
+        optimizer.build(model.trainable_variables)
+        step = step_of(model, optimizer)
+        (ids,), targets = batches()
+        for start in range(0, len(ids), BATCH):
+            step(ids[start : start + BATCH], targets[start : start + BATCH])
+        return model
+
+    return train
+
+
+def eager_step(model, optimizer):
+    def step(ids, targets):
+        apply_gradients(optimizer, model_gradients(model, ids, targets), model.trainable_variables)
+
+    return step
+
+
+def traced_step(model, optimizer):
+    """The eager step in a `tf.function`."""
+    import tensorflow as tf
+
+    return tf.function(eager_step(model, optimizer))
+
+
+def jitted_step(model, optimizer):
+    """A pure step under `jax.jit` with its state donated, as JAX users write it."""
+    import jax
+
+    def loss_of(trainable, ids, targets):
+        outputs, _ = model.stateless_call(trainable, [], ids, training=True)
+        return ops.mean(ops.square(outputs - targets))
+
+    @jax.jit
+    def pure(trainable, state, ids, targets):
+        found = jax.grad(loss_of)(trainable, ids, targets)
+        return optimizer.stateless_apply(state, found, trainable)
+
+    def step(ids, targets):
+        values = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+        for variables, new in zip((model.trainable_variables, optimizer.variables), pure(*values, ids, targets), strict=True):
+            for variable, value in zip(variables, new, strict=True):
+                variable.assign(value)
+
+    return step
+
+
+def compiled_step(model, optimizer):
+    """The forward pass by `torch.compile`, which may break its graph at our calls."""
+    import torch
+
+    forward = torch.compile(lambda ids: model(ids, training=True), fullgraph=False, backend="aot_eager")
+
+    def step(ids, targets):
+        loss = torch.mean((forward(torch.as_tensor(ids)) - torch.as_tensor(targets)) ** 2)
+        found = torch.autograd.grad(loss, [v.value for v in model.trainable_variables])
+        apply_gradients(optimizer, found, model.trainable_variables)
+
+    return step
+
+
+COMPILED_STEPS = {"tensorflow": traced_step, "jax": jitted_step, "torch": compiled_step}
+
+
+@pytest.mark.parametrize("step_of", [eager_step, COMPILED_STEPS[BACKEND]], ids=lambda step: step.__name__)
+def test_custom_loop_equals_keras(step_of):
+    assert_trains_alike(custom_loop(step_of))
+
+
+# ---- DistributedEmbedding
+
+
+def pooled(rows, weights, combiner):
+    """`rows` `(..., hotness, dim)`, `weights` `(..., hotness)`: what Keras users would write."""
+    weights = ops.convert_to_tensor(weights, "float32")
+    total = ops.sum(rows * weights[..., None], axis=-2)
+    if combiner == "sum":
+        return total
+    norm = ops.sum(weights if combiner == "mean" else ops.square(weights), axis=-1, keepdims=True)
+    norm = norm if combiner == "mean" else ops.sqrt(ops.where(norm > 0, norm, 1.0))
+    return total / ops.where(norm > 0, norm, 1.0)
+
+
+def one_table(combiner, rows=ROWS, **feature):
+    table = sok.TableConfig("table", None, rows.shape[1], combiner=combiner)
+    layer = sok.DistributedEmbedding(sok.FeatureConfig("feature", table, **feature))
+    layer.get_tables()["table"].assign(np.arange(len(rows)), rows)
+    layer.build()
+    return layer
+
+
+def objective(outputs):
+    """A scalar whose gradient differs from element to element."""
+    shape = tuple(int(n) for n in outputs.shape)
+    return ops.sum(outputs * ops.reshape(ops.cos(ops.arange(int(np.prod(shape)), dtype="float32")), shape))
+
+
+def assert_pools_as(layer, reference, ids, weights, expected):
+    """Forward, the gradient of the rows (by one step of SGD(1)) and that of the weights.
+
+    `expected(rows)` are the reference's outputs, of the rows of `ids`, given the weights as second argument.
+    """
+    tensors = [] if weights is None else [tensor(weights)]
+    call = lambda *w: layer(ids, *w, training=True)  # noqa: E731
+    theirs = lambda *w: expected(reference(ids), *w)  # noqa: E731
+    assert_close(call(*tensors), theirs(*tensors))
+
+    ours = gradients(lambda *w: objective(call(*w)), layer.trainable_variables, tensors)
+    want = gradients(lambda *w: objective(theirs(*w)), reference.trainable_variables, tensors)
+    optimizer = sok.OptimizerWrapper(O.SGD(1.0))
+    apply_gradients(optimizer, ours[0], layer.trainable_variables)
+    (table,) = layer.get_tables().values()
+    assert_close(table.find(np.arange(VOCABULARY))[0], ROWS - to_numpy(want[0][0]))
+    for mine, reference_gradient in zip(ours[1], want[1], strict=True):
+        assert_close(mine, reference_gradient, 2e-6)  # a difference of sums: mean and sqrtn divide by the weights
+
+
+def ids_of(*shape):
+    return np.random.default_rng(2).integers(0, VOCABULARY, shape).astype("int32")
+
+
+def weights_for(ids):
+    return np.random.default_rng(3).uniform(0.5, 1.5, ids.shape).astype("float32")
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3)], ids=["2d", "3d"])
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+def test_dense_ids_pool_as_keras_ops(combiner, shape, weighted):
+    ids = ids_of(*shape)
+    ones = np.ones(ids.shape, "float32")
+    assert_pools_as(
+        one_table(combiner),
+        reference_embedding(),
+        ids,
+        weights_for(ids) if weighted else None,
+        lambda rows, weights=ones: pooled(rows, weights, combiner),
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+def test_padding_key_counts_for_nothing(combiner, weighted):
+    """The last bag is padding alone: zeros, not a division by zero."""
+    ids = ids_of(5, 3)
+    ids[0, 1:] = ids[2, 0] = ids[4] = 7
+    present = tensor((ids != 7).astype("float32"))
+    assert_pools_as(
+        one_table(combiner, padding_key=7),
+        reference_embedding(),
+        ids,
+        weights_for(ids) if weighted else None,
+        lambda rows, weights=1.0: pooled(rows, weights * present, combiner),
+    )
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+def test_ids_of_one_axis_are_not_combined(combiner):
+    """As keras-rs: of one id the weights cancel but for "sum"."""
+    ids = ids_of(6)
+    weights = weights_for(ids)
+    layer = one_table(combiner)
+    expected = ROWS[ids] * (weights[:, None] if combiner == "sum" else 1.0)
+    assert_close(layer(ids, weights, training=True), expected)
+    assert_close(layer(ids, training=True), ROWS[ids])
+
+
+def three_tables(rows):
+    """Two features of a dynamic table, one of a static table of another dim, one of a third, nested."""
+    names = {"users": (None, "sum"), "items": (VOCABULARY, "mean"), "words": (None, "sqrtn")}
+    tables = {
+        name: sok.TableConfig(name, vocabulary, rows[name].shape[1], combiner=combiner)
+        for name, (vocabulary, combiner) in names.items()
+    }
+    feature = lambda name, table: sok.FeatureConfig(name, tables[table])  # noqa: E731
+    layer = sok.DistributedEmbedding(
+        {"social": [feature("user", "users"), feature("friends", "users")], "item": feature("item", "items"), "text": feature("text", "words")}
+    )
+    for name, table in layer.get_tables().items():
+        table.assign(np.arange(VOCABULARY), rows[name])
+    return layer
+
+
+class Pooling(layers.Layer):
+    """Ids -> combined rows of a `RefEmbedding`."""
+
+    def __init__(self, embedding, combiner):
+        super().__init__()
+        self.embedding, self.combiner = embedding, combiner
+
+    def call(self, ids):
+        rows = self.embedding(ids)
+        return pooled(rows, ops.ones_like(ids, dtype="float32"), self.combiner)
+
+
+def test_model_with_shared_static_and_dynamic_tables_of_mixed_dims_equals_keras():
+    random = np.random.default_rng(4)
+    rows = {n: random.normal(size=(VOCABULARY, d)).astype("float32") * 0.3 for n, d in (("users", 4), ("items", 3), ("words", 6))}
+    hotness = {"user": 1, "friends": 3, "item": 2, "text": 3}
+    data = {}
+    for name, size in hotness.items():
+        bags = [random.permutation(BATCH) % VOCABULARY for _ in range(STEPS * size)]
+        data[name] = np.reshape(bags, (STEPS, size, BATCH)).transpose(0, 2, 1).reshape(-1, size).astype("int32")
+
+    def train(embed, optimizer):
+        inputs = {name: keras.Input((size,), dtype="int32", name=name) for name, size in hotness.items()}
+        model = keras.Model(inputs, dense_layer()(layers.Concatenate()(embed(inputs))))
+        model.compile(optimizer, "mse", **FAST)
+        model.fit(data, batches()[1], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    layer = three_tables(rows)
+    references = {name: reference_embedding(r) for name, r in rows.items()}
+
+    def embed(inputs):
+        out = layer({"social": [inputs["user"], inputs["friends"]], "item": inputs["item"], "text": inputs["text"]})
+        return [*out["social"], out["item"], out["text"]]
+
+    def embed_by_keras(inputs):
+        of = {"user": ("users", "sum"), "friends": ("users", "sum"), "item": ("items", "mean"), "text": ("words", "sqrtn")}
+        return [Pooling(references[table], combiner)(inputs[name]) for name, (table, combiner) in of.items()]
+
+    ours = train(embed, sok.OptimizerWrapper(O.Adam(0.02)))
+    theirs = train(embed_by_keras, O.Adam(0.02))
+    for name, table in layer.get_tables().items():
+        assert_close(table.find(np.arange(VOCABULARY))[0], references[name].embeddings)
+    for mine, reference in zip(ours.layers[-1].weights, theirs.layers[-1].weights, strict=True):
+        assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("num_tables", [1, 20])
+def test_a_step_takes_four_native_calls_whatever_the_number_of_tables(num_tables):
+    tables = [sok.TableConfig(f"t{i}", None, 2 + i % 3) for i in range(num_tables)]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(f"f{i}", table) for i, table in enumerate(tables)])
+    inputs = [keras.Input((2,), dtype="int32") for _ in tables]
+    outputs = layer(inputs)
+    model = keras.Model(inputs, dense_layer()(layers.Concatenate()(outputs) if num_tables > 1 else outputs[0]))
+    model.compile(sok.OptimizerWrapper(O.Adam(0.01)), "mse", **FAST)
+    calls = lambda: {name: table.stats().native_calls for name, table in layer.get_tables().items()}  # noqa: E731
+    data = [np.arange(16, dtype="int32").reshape(8, 2) + i for i in range(num_tables)], np.zeros((8, 2))
+    model.train_on_batch(*data)
+    before = calls()
+    for _ in range(3):
+        model.train_on_batch(*data)
+    assert {name: count - before[name] for name, count in calls().items()} == dict.fromkeys(before, 3 * 4)
+
+
+# ---- ragged and sparse tensors
+
+BAGS = [[3, 1, 3], [], [7], [2, 2], [0, 11, 5, 9]]
+
+
+def padded(bags, fill=0):
+    width = max(map(len, bags))
+    return np.array([list(bag) + [fill] * (width - len(bag)) for bag in bags])
+
+
+def tensor_of_bags(form, bags, values, nested):
+    """`values`, flat, in the form of `bags`: ragged or sparse; nested: as 2 and 3 of them in an outer axis."""
+    import tensorflow as tf
+
+    if form == "ragged":
+        ragged = tf.RaggedTensor.from_row_lengths(values, [len(bag) for bag in bags])
+        return tf.RaggedTensor.from_row_lengths(ragged, [2, 3]) if nested else ragged
+    places = [(row, column) for row, bag in enumerate(bags) for column in range(len(bag))]
+    if nested:  # two groups of three bags; the last bag of the first is empty
+        places = [(row // 2 if row < 2 else 1, row if row < 2 else row - 2, column) for row, column in places]
+    return tf.SparseTensor(np.array(places, "int64"), values, (2, 3, 4) if nested else (5, 4))
+
+
+@only_tensorflow
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("nested", [False, True], ids=["2d", "3d"])
+@pytest.mark.parametrize("form", ["ragged", "sparse"])
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_bags_of_unequal_length_pool_as_padded_ones(form, nested, weighted, combiner):
+    import tensorflow as tf
+
+    flat_ids = np.concatenate(BAGS).astype("int64")
+    flat_weights = np.random.default_rng(5).uniform(0.5, 1.5, len(flat_ids)).astype("float32")
+    present = padded([[1.0] * len(bag) for bag in BAGS], 0.0).astype("float32")
+    layer, reference = one_table(combiner), reference_embedding()
+
+    def our_outputs(values=None):
+        weights = None if values is None else tensor_of_bags(form, BAGS, values, nested)
+        rows = layer(tensor_of_bags(form, BAGS, flat_ids, nested), weights, training=True)
+        if not nested:
+            return rows
+        rows = rows.to_tensor() if form == "ragged" else rows
+        return tf.concat([rows[0, :2], rows[1]], 0)
+
+    def expected(values=None):
+        weights = present if values is None else tf.tensor_scatter_nd_update(present, np.argwhere(present), values)
+        return pooled(reference(padded(BAGS)), weights, combiner)
+
+    tensors = [tensor(flat_weights)] if weighted else []
+    assert_close(our_outputs(*tensors), expected(*tensors))
+    ours = gradients(lambda *w: objective(our_outputs(*w)), layer.trainable_variables, tensors)
+    want = gradients(lambda *w: objective(expected(*w)), reference.trainable_variables, tensors)
+    apply_gradients(sok.OptimizerWrapper(O.SGD(1.0)), ours[0], layer.trainable_variables)
+    assert_close(layer.get_tables()["table"].find(np.arange(VOCABULARY))[0], ROWS - to_numpy(want[0][0]))
+    for mine, gradient in zip(ours[1], want[1], strict=True):
+        assert_close(mine, gradient, 2e-6)
+
+
+@only_tensorflow
+@pytest.mark.parametrize("form", ["ragged", "sparse"])
+def test_fit_takes_ragged_and_sparse_inputs(form):
+    import tensorflow as tf
+
+    ids = tensor_of_bags(form, BAGS, np.concatenate(BAGS).astype("int64"), nested=False)
+    inputs = keras.Input((None,), dtype="int64", **{form: True})
+    layer = one_table("mean")
+    model = keras.Model(inputs, dense_layer()(layer(inputs)))
+    model.compile(sok.OptimizerWrapper(O.SGD(0.5)), "mse")
+    model.fit(tf.data.Dataset.from_tensors((ids, np.ones((5, 2), "float32"))), epochs=2, verbose=0)
+    rows = layer.get_tables()["table"].find(np.arange(VOCABULARY))[0]
+    has_moved = np.abs(rows - ROWS).max(axis=1) > 0
+    assert has_moved.tolist() == [key in np.concatenate(BAGS) for key in range(VOCABULARY)]
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow takes ragged tensors")
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+def test_preprocess_pads_lists_of_unequal_length(combiner):
+    layer = one_table(combiner)
+    ids, weights = layer.preprocess([np.array(bag, "int32") for bag in BAGS])
+    present = padded([[1.0] * len(bag) for bag in BAGS], 0.0).astype("float32")
+    expected = pooled(reference_embedding()(padded(BAGS).astype("int32")), present, combiner)
+    assert_close(layer(ids, weights, training=True), expected)

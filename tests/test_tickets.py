@@ -1,0 +1,147 @@
+"""Any weighted subset of backward passes is applied as Keras would, or refused; never guessed.
+
+A gradient of the trigger is a ticket: it names the pushes of the backward passes that made it, each with its weight. The core
+keeps the newest 64 pushes, and an update drops those that are older than the oldest which it names.
+"""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from reference import (
+    BACKEND,
+    BATCH,
+    apply_gradients,
+    assert_same_weights,
+    batches,
+    embedding_of,
+    model_gradients,
+    our_embedding,
+    raises,
+    reference_embedding,
+    rows_of,
+    small_model,
+    table_of,
+    to_numpy,
+)
+
+import sok_keras as sok
+
+RING = 64
+
+
+def all_of(*passes):
+    return [(number, 1.0) for number in passes]
+
+
+# Backward passes, then the updates: each a weighted sum of their gradients.
+PLANS = {
+    "one": (1, [all_of(0)]),
+    "a_quarter_of_one": (1, [[(0, 0.25)]]),
+    "fourth_of_five": (5, [all_of(3)]),
+    "first_and_fourth_of_four": (4, [all_of(0, 3)]),
+    "weighted_sum": (3, [[(0, 0.5), (1, -2.0), (2, 3.0)]]),
+    "in_order": (3, [all_of(0), all_of(1), all_of(2)]),
+    "newer_first": (3, [all_of(1), all_of(0), all_of(2)]),
+    "interleaved": (4, [all_of(0, 2), all_of(1), all_of(3)]),
+    "one_used_up_in_a_sum": (3, [all_of(1), all_of(1, 2), all_of(2)]),
+    "twice_the_same": (2, [all_of(0), all_of(0), all_of(1)]),
+    "last_of_seventy": (70, [all_of(69)]),
+    "first_of_seventy": (70, [all_of(0), all_of(6)]),
+    "all_of_seventy": (70, [all_of(*range(70)), all_of(*range(6, 70))]),
+    "two_that_share_a_row": (70, [all_of(3, 67)]),
+}
+
+
+class Rule:
+    """Which updates are allowed, in words that need no core."""
+
+    def __init__(self, passes):
+        self.pending = set(range(max(0, passes - RING), passes))
+
+    def allows(self, group):
+        named = {number for number, _ in group}
+        if not named <= self.pending:
+            return False
+        self.pending = {number for number in self.pending - named if number > min(named)}
+        return True
+
+
+def weighted_sum(found, group):
+    parts = [[gradient * weight for gradient in found[number]] for number, weight in group]
+    return [sum(gradients[1:], gradients[0]) for gradients in zip(*parts, strict=True)]
+
+
+def backward_passes(model, count):
+    (ids,), targets = batches(count)
+    pieces = [slice(start, start + BATCH) for start in range(0, len(ids), BATCH)]
+    return [model_gradients(model, ids[piece], targets[piece]) for piece in pieces]
+
+
+def pair(optimizer):
+    """Our model and Keras', each with its optimizer."""
+    ours, theirs = small_model(our_embedding()), small_model(reference_embedding())
+    wrapped, plain = sok.OptimizerWrapper(optimizer()), optimizer()
+    wrapped.build(ours.trainable_variables)
+    plain.build(theirs.trainable_variables)
+    return (ours, wrapped), (theirs, plain)
+
+
+def snapshot(model, optimizer):
+    variables = model.variables + optimizer.variables
+    contents = table_of(model).export(states=True)
+    return [contents.keys, contents.rows, *contents.states.values(), *map(to_numpy, variables)]
+
+
+def assert_refused(model, optimizer, found):
+    """Refused by a `TicketError` that changes nothing."""
+    before = snapshot(model, optimizer)
+    with raises(sok.TicketError, "push is gone.*Nothing was changed", table_of(model)):
+        apply_gradients(optimizer, found, model.trainable_variables)
+    for now, then in zip(snapshot(model, optimizer), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def run(plan, optimizer):
+    passes, groups = plan
+    (ours, wrapped), (theirs, plain) = pair(optimizer)
+    found, reference = backward_passes(ours, passes), backward_passes(theirs, passes)
+    rule = Rule(passes)
+    for group in groups:
+        if rule.allows(group):
+            apply_gradients(wrapped, weighted_sum(found, group), ours.trainable_variables)
+            apply_gradients(plain, weighted_sum(reference, group), theirs.trainable_variables)
+        else:
+            assert_refused(ours, wrapped, weighted_sum(found, group))
+    assert_same_weights(ours, theirs)
+    assert table_of(ours).stats().pending_pushes == len(rule.pending)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_updates_follow_the_tickets(name):
+    run(PLANS[name], lambda: keras.optimizers.SGD(0.5))
+
+
+def test_adam_sees_what_the_tickets_say():
+    run((4, [[(0, 0.5), (2, 2.0)], all_of(1), all_of(3)]), lambda: keras.optimizers.Adam(0.02))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_subsets_in_random_order_are_applied_or_refused(seed):
+    random = np.random.default_rng(seed)
+    passes = 8
+    groups = [
+        [(int(number), float(random.choice([-1.0, 0.5, 2.0]))) for number in random.choice(passes, random.integers(1, 4), replace=False)]
+        for _ in range(6)
+    ]
+    run((passes, groups), lambda: keras.optimizers.SGD(0.1))
+
+
+def test_a_thousand_steps_never_run_out_of_marks():
+    """Marks differ from one turn of the ring to the next: no ticket of an earlier turn passes for a later one."""
+    (ours, wrapped), _ = pair(lambda: keras.optimizers.SGD(0.01))
+    (first,) = backward_passes(ours, 1)
+    for _ in range(3):
+        backward_passes(ours, RING)
+        assert_refused(ours, wrapped, first)
