@@ -115,7 +115,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self._tables.cores = cores
         waiting, self._tables.waiting = self._tables.waiting, None
         if waiting is not None:
-            self.load_own_variables(waiting)
+            with backend.eager_scope():  # TensorFlow builds while it traces: else each step would load them again
+                self.load_own_variables(waiting)
 
     def _update(self, trigger):
         inner = self.inner_optimizer

@@ -5,6 +5,7 @@ lookup -> push -> ticket -> commit -> apply -> new trigger is a chain of data, w
 rematerialisation works, and a gradient that nobody asked for is never pushed.
 """
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -111,3 +112,8 @@ def _float32(*shape):
 def has_wide_integers():
     """Whether arrays hold 64-bit ids: JAX cuts them to 32 bits unless x64 is on."""
     return jax.config.jax_enable_x64
+
+
+def eager_scope():
+    """A scope in which assignments happen now, also while a step is traced."""
+    return contextlib.nullcontext()

@@ -123,3 +123,8 @@ def _flat(inputs, weights):
 def has_wide_integers():
     """Whether tensors hold 64-bit ids."""
     return True
+
+
+def eager_scope():
+    """A scope in which assignments happen now, also while a step is traced."""
+    return tf.init_scope()

@@ -4,6 +4,8 @@ They hand addresses of contiguous CPU tensors to the core; nothing is copied. Th
 until they are applied, so that one pass merges and updates.
 """
 
+import contextlib
+
 import torch
 
 from sok_keras import _native
@@ -90,3 +92,8 @@ def apply(optimizer, scalars, sum_of_squares, triggers):
     new = [torch.empty(64, 2, dtype=torch.float32) for _ in triggers]
     _native.apply(optimizer.handle, [*map(_address, inputs)], [*map(_address, new)])
     return [tensor.to(triggers[0].device) for tensor in new]
+
+
+def eager_scope():
+    """A scope in which assignments happen now, also while a step is traced."""
+    return contextlib.nullcontext()

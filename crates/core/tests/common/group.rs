@@ -1,0 +1,435 @@
+//! The model of a group: lookup, push, commit and apply in words that are easy to believe.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use sok_core::batch::{Bags, Combiner, Feature, Keys, Splits};
+use sok_core::error::Result;
+use sok_core::key::Key;
+use sok_core::math::sum_of_squares;
+use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::table::{OutOfVocabulary, Outcomes, TableConfig};
+
+use super::table::{ModelTable, add, merge};
+
+#[derive(Clone, Copy, Debug)]
+pub enum KeyType {
+    I64,
+    U64,
+    I32,
+    U32,
+    Words,
+}
+
+/// Ids in the type in which a framework has them.
+#[derive(Clone, Debug)]
+pub enum Ids {
+    I64(Vec<i64>),
+    U64(Vec<u64>),
+    I32(Vec<i32>),
+    U32(Vec<u32>),
+    Words(Vec<i32>, Vec<i32>),
+}
+
+impl Ids {
+    /// 32-bit types keep the lower half.
+    pub fn new(kind: KeyType, keys: &[Key]) -> Ids {
+        match kind {
+            KeyType::I64 => Ids::I64(keys.iter().map(|k| *k as i64).collect()),
+            KeyType::U64 => Ids::U64(keys.to_vec()),
+            KeyType::I32 => Ids::I32(keys.iter().map(|k| *k as i32).collect()),
+            KeyType::U32 => Ids::U32(keys.iter().map(|k| *k as u32).collect()),
+            KeyType::Words => Ids::Words(
+                keys.iter().map(|k| *k as i32).collect(),
+                keys.iter().map(|k| (k >> 32) as i32).collect(),
+            ),
+        }
+    }
+
+    pub fn keys(&self) -> Vec<Key> {
+        match self {
+            Ids::I64(ids) => ids.iter().map(|&i| i as u64).collect(),
+            Ids::U64(ids) => ids.clone(),
+            Ids::I32(ids) => ids.iter().map(|&i| i64::from(i) as u64).collect(),
+            Ids::U32(ids) => ids.iter().map(|&i| u64::from(i)).collect(),
+            Ids::Words(low, high) => {
+                low.iter().zip(high).map(|(l, h)| (*h as u64) << 32 | *l as u32 as u64).collect()
+            }
+        }
+    }
+
+    fn lend(&self) -> Keys<'_> {
+        match self {
+            Ids::I64(ids) => Keys::I64(ids),
+            Ids::U64(ids) => Keys::U64(ids),
+            Ids::I32(ids) => Keys::I32(ids),
+            Ids::U32(ids) => Keys::U32(ids),
+            Ids::Words(low, high) => Keys::Words { low, high },
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub enum Shape {
+    Each,
+    Fixed { num_bags: usize, hotness: usize },
+    RaggedI64(Vec<i64>),
+    RaggedI32(Vec<i32>),
+}
+
+/// A feature that owns what it holds.
+#[derive(Clone, Debug)]
+pub struct Input {
+    pub name: String,
+    pub table: usize,
+    pub ids: Ids,
+    pub shape: Shape,
+    pub combiner: Combiner,
+    pub weights: Option<Vec<f32>>,
+    pub padding_key: Option<Key>,
+}
+
+impl Input {
+    /// As many ids as `keys`, one row each, nothing special.
+    pub fn plain(table: usize, keys: &[Key]) -> Input {
+        let ids = Ids::new(KeyType::U64, keys);
+        let (name, combiner) = (format!("f{table}"), Combiner::Sum);
+        Input { name, table, ids, shape: Shape::Each, combiner, weights: None, padding_key: None }
+    }
+
+    pub fn feature(&self) -> Feature<'_> {
+        Feature {
+            name: &self.name,
+            table: self.table,
+            keys: self.ids.lend(),
+            bags: match &self.shape {
+                Shape::Each => Bags::Each,
+                Shape::Fixed { num_bags, hotness } => Bags::Fixed { num_bags: *num_bags, hotness: *hotness },
+                Shape::RaggedI64(splits) => Bags::Ragged(Splits::I64(splits)),
+                Shape::RaggedI32(splits) => Bags::Ragged(Splits::I32(splits)),
+            },
+            combiner: self.combiner,
+            weights: self.weights.as_deref(),
+            padding_key: self.padding_key,
+        }
+    }
+
+    /// Positions of each bag.
+    pub fn bags(&self) -> Vec<std::ops::Range<usize>> {
+        match &self.shape {
+            Shape::Each => (0..self.ids.keys().len()).map(|i| i..i + 1).collect(),
+            Shape::Fixed { num_bags, hotness } => {
+                (0..*num_bags).map(|b| b * hotness..(b + 1) * hotness).collect()
+            }
+            Shape::RaggedI64(splits) => splits.windows(2).map(|w| w[0] as usize..w[1] as usize).collect(),
+            Shape::RaggedI32(splits) => splits.windows(2).map(|w| w[0] as usize..w[1] as usize).collect(),
+        }
+    }
+
+    fn weight(&self, position: usize) -> f32 {
+        self.weights.as_ref().map_or(1.0, |w| w[position])
+    }
+
+    /// Positions of a bag without padding.
+    fn there<'a>(
+        &'a self,
+        keys: &'a [Key],
+        bag: &std::ops::Range<usize>,
+    ) -> impl Iterator<Item = usize> + 'a {
+        bag.clone().filter(|&p| self.padding_key != Some(keys[p]))
+    }
+
+    fn is_each(&self) -> bool {
+        matches!(self.shape, Shape::Each)
+    }
+
+    /// What a bag's sum is multiplied by.
+    fn scale(&self, weights: &[f32]) -> f32 {
+        let divisor = match self.combiner {
+            _ if self.is_each() => return 1.0,
+            Combiner::Sum => return 1.0,
+            Combiner::Mean => weights.iter().fold(0.0, |s, w| s + w),
+            Combiner::Sqrtn => weights.iter().fold(0.0, |s, w| s + w * w).sqrt(),
+        };
+        if divisor == 0.0 { 0.0 } else { 1.0 / divisor }
+    }
+}
+
+/// An id that gives its key a gradient.
+struct Term {
+    /// The key, and which of its lives.
+    life: (Key, u64),
+    feature: usize,
+    bag: usize,
+    coefficient: f32,
+}
+
+/// What a lookup is remembered by.
+pub struct Looked {
+    pub number: u64,
+    pub inputs: Vec<Input>,
+    /// By table, in the order (feature, position).
+    terms: Vec<Vec<Term>>,
+    /// By feature and position: which life the key lived, `clears` of the table and birth of the row.
+    lives: Vec<Vec<(u64, Option<u64>)>>,
+}
+
+/// By table: a gradient for each life of a key.
+type Gradients = Vec<BTreeMap<(Key, u64), Vec<f32>>>;
+
+pub struct Push {
+    pub number: u64,
+    lookup: u64,
+    gradients: Gradients,
+}
+
+pub struct Model {
+    pub tables: Vec<ModelTable>,
+    pub lookups: Vec<Looked>,
+    pub pushes: Vec<Push>,
+    pub update: Option<Update>,
+    pub outcomes: Vec<Outcomes>,
+    pub dropped: Vec<u64>,
+    next_lookup: u64,
+    next_push: u64,
+    committed: Gradients,
+    owner: u64,
+}
+
+impl Model {
+    pub fn new(configs: &[TableConfig]) -> Model {
+        Model {
+            tables: configs.iter().cloned().map(ModelTable::new).collect(),
+            lookups: Vec::new(),
+            pushes: Vec::new(),
+            update: None,
+            outcomes: vec![Outcomes::default(); configs.len()],
+            dropped: vec![0; configs.len()],
+            next_lookup: 1,
+            next_push: 1,
+            committed: vec![BTreeMap::new(); configs.len()],
+            owner: 0,
+        }
+    }
+
+    /// An optimizer that was there keeps its states, and the first takes those that were loaded; any other starts anew.
+    pub fn bind(&mut self, owner: u64, update: Update) {
+        let keep = self.update.is_none() || owner == self.owner;
+        self.tables.iter_mut().for_each(|t| t.set_update_rule(Some(update), keep));
+        (self.owner, self.update) = (owner, Some(update));
+    }
+
+    /// Rows of each feature. With `save` the lookup is remembered.
+    pub fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<Vec<Vec<f32>>> {
+        for input in inputs {
+            let table = &self.tables[input.table];
+            let keys: Vec<Key> =
+                input.ids.keys().into_iter().filter(|k| input.padding_key != Some(*k)).collect();
+            if table.config.out_of_vocabulary == OutOfVocabulary::Raise {
+                table.outside_error(&input.name, &keys)?;
+            }
+        }
+        let active: Vec<Vec<Key>> = (0..self.tables.len()).map(|t| self.active_keys(inputs, t)).collect();
+        if insert {
+            for (table, keys) in self.tables.iter().zip(&active) {
+                table.full_error(&table.absent(keys))?;
+            }
+        }
+        for (number, keys) in active.iter().enumerate() {
+            let outcomes = self.insert_or_find(number, keys, insert);
+            let hit = if save { outcomes.hit } else { 0 };
+            self.outcomes[number] += Outcomes { hit, ..outcomes };
+        }
+        if save {
+            self.remember(inputs);
+        }
+        Ok(inputs.iter().map(|input| self.pool(input)).collect())
+    }
+
+    fn insert_or_find(&mut self, table: usize, keys: &[Key], insert: bool) -> Outcomes {
+        let table = &mut self.tables[table];
+        if insert {
+            return table.insert(keys);
+        }
+        let there: BTreeSet<&Key> = keys.iter().filter(|k| table.rows.contains_key(k)).collect();
+        Outcomes { hit: there.len() as u64, ..Outcomes::default() }
+    }
+
+    /// An id that may insert and gets a gradient.
+    fn is_active(&self, input: &Input, key: Key, position: usize) -> bool {
+        input.padding_key != Some(key)
+            && !self.tables[input.table].is_outside(key)
+            && input.weight(position) != 0.0
+    }
+
+    fn active_keys(&self, inputs: &[Input], table: usize) -> Vec<Key> {
+        let of_table = inputs.iter().filter(|input| input.table == table);
+        let active = |input: &Input| {
+            let keys = input.ids.keys();
+            let active = |p: &usize| self.is_active(input, keys[*p], *p);
+            (0..keys.len()).filter(active).map(|p| keys[p]).collect::<Vec<_>>()
+        };
+        of_table.flat_map(active).collect()
+    }
+
+    fn pool(&self, input: &Input) -> Vec<f32> {
+        let table = &self.tables[input.table];
+        let keys = input.ids.keys();
+        let mut rows = Vec::new();
+        for bag in input.bags() {
+            let positions: Vec<usize> = input.there(&keys, &bag).collect();
+            let mut sum = vec![0.0; table.config.dim];
+            for (nth, &position) in positions.iter().enumerate() {
+                let weight = input.weight(position);
+                let row: Vec<f32> = table.answer(keys[position]).iter().map(|x| weight * x).collect();
+                if nth == 0 { sum = row } else { add(&mut sum, &row) }
+            }
+            let weights: Vec<f32> = positions.iter().map(|p| input.weight(*p)).collect();
+            let scale = input.scale(&weights);
+            rows.extend(sum.iter().map(|s| s * scale));
+        }
+        rows
+    }
+
+    fn remember(&mut self, inputs: &[Input]) {
+        let mut terms: Vec<Vec<Term>> = self.tables.iter().map(|_| Vec::new()).collect();
+        let mut lives = Vec::new();
+        for (feature, input) in inputs.iter().enumerate() {
+            let keys = input.ids.keys();
+            lives.push(keys.iter().map(|k| self.tables[input.table].life(*k)).collect());
+            for (bag, positions) in input.bags().into_iter().enumerate() {
+                let weights: Vec<f32> = input.there(&keys, &positions).map(|p| input.weight(p)).collect();
+                let scale = input.scale(&weights);
+                for p in positions {
+                    if !self.is_active(input, keys[p], p) {
+                        continue;
+                    }
+                    match self.tables[input.table].birth(keys[p]) {
+                        None => self.dropped[input.table] += 1,
+                        Some(birth) => terms[input.table].push(Term {
+                            life: (keys[p], birth),
+                            feature,
+                            bag,
+                            coefficient: input.weight(p) * scale,
+                        }),
+                    }
+                }
+            }
+        }
+        self.lookups.push(Looked { number: self.next_lookup, inputs: inputs.to_vec(), terms, lives });
+        self.next_lookup += 1;
+        if self.lookups.len() > 64 {
+            self.lookups.remove(0);
+        }
+    }
+
+    /// `gradients`: of each feature's rows. Gives the number of the push.
+    pub fn push(&mut self, lookup: usize, gradients: &[Vec<f32>]) -> u64 {
+        let looked = &self.lookups[lookup];
+        let mut merged = Gradients::new();
+        for (table, terms) in self.tables.iter().zip(&looked.terms) {
+            let dim = table.config.dim;
+            let mut of_key: BTreeMap<(Key, u64), Vec<Vec<f32>>> = BTreeMap::new();
+            for term in terms {
+                let row = &gradients[term.feature][term.bag * dim..][..dim];
+                of_key.entry(term.life).or_default().push(row.iter().map(|g| g * term.coefficient).collect());
+            }
+            merged.push(of_key.into_iter().map(|(life, terms)| (life, merge(&terms))).collect());
+        }
+        let number = self.next_push;
+        self.next_push += 1;
+        self.pushes.push(Push { number, lookup: looked.number, gradients: merged });
+        if self.pushes.len() > 64 || self.pushes[0].number + 64 <= number {
+            self.pushes.remove(0);
+        }
+        number
+    }
+
+    /// Takes the named pushes and drops what is older than the oldest of them.
+    pub fn commit(&mut self, named: &[(u64, f32)]) {
+        let Some(&(oldest, _)) = named.first() else { return };
+        self.pushes.retain(|push| push.number >= oldest);
+        let mut oldest_lookup = u64::MAX;
+        for &(number, weight) in named {
+            let at = self.pushes.iter().position(|push| push.number == number).unwrap();
+            let push = self.pushes.remove(at);
+            oldest_lookup = oldest_lookup.min(push.lookup);
+            for (sums, gradients) in self.committed.iter_mut().zip(push.gradients) {
+                for (life, gradient) in gradients {
+                    let weighted: Vec<f32> = gradient.iter().map(|g| g * weight).collect();
+                    sums.entry(life).and_modify(|sum| add(sum, &weighted)).or_insert(weighted);
+                }
+            }
+        }
+        self.lookups.retain(|looked| looked.number >= oldest_lookup);
+    }
+
+    /// Of all that is committed to a table.
+    pub fn squared_norm(&self, table: usize) -> f64 {
+        self.committed[table].values().map(|gradient| f64::from(sum_of_squares(gradient))).sum()
+    }
+
+    pub fn apply(&mut self, scalars: &UpdateScalars, is_update: bool) {
+        let all = vec![*scalars; self.tables.len()];
+        self.apply_each(&all, is_update);
+    }
+
+    /// With scalars of its own for each table.
+    pub fn apply_each(&mut self, scalars: &[UpdateScalars], is_update: bool) {
+        if !is_update {
+            return;
+        }
+        let update = self.update.unwrap();
+        for ((table, sums), scalars) in self.tables.iter_mut().zip(&mut self.committed).zip(scalars) {
+            for ((key, birth), gradient) in std::mem::take(sums) {
+                if table.birth(key) == Some(birth) {
+                    table.step(key, &gradient, &update, scalars);
+                }
+            }
+        }
+    }
+
+    /// Of each id of a feature, with what its rounding may be; `None` where a key of the bag lives another life by now.
+    pub fn weight_gradients(&self, lookup: usize, feature: usize, rows: &[f32]) -> Vec<Option<(f64, f64)>> {
+        let looked = &self.lookups[lookup];
+        let (input, lives) = (&looked.inputs[feature], &looked.lives[feature]);
+        let keys = input.ids.keys();
+        let table = &self.tables[input.table];
+        let mut gradients = vec![Some((0.0, 0.0)); keys.len()];
+        for (bag, row) in input.bags().into_iter().zip(rows.chunks_exact(table.config.dim)) {
+            if bag.clone().any(|p| table.life(keys[p]) != lives[p]) {
+                bag.for_each(|p| gradients[p] = None);
+                continue;
+            }
+            let positions: Vec<usize> = input.there(&keys, &bag).collect();
+            let rows: Vec<Vec<f32>> = positions.iter().map(|p| table.answer(keys[*p])).collect();
+            let weights: Vec<f64> = positions.iter().map(|p| f64::from(input.weight(*p))).collect();
+            for (position, gradient) in positions.iter().zip(input.through_combiner(&rows, row, &weights)) {
+                gradients[*position] = Some(gradient);
+            }
+        }
+        gradients
+    }
+}
+
+impl Input {
+    /// Gradient of each weight of a bag in f64, and a bound of its rounding in f32.
+    fn through_combiner(&self, rows: &[Vec<f32>], gradient: &[f32], weights: &[f64]) -> Vec<(f64, f64)> {
+        let products =
+            |row: &Vec<f32>| row.iter().zip(gradient).map(|(x, g)| f64::from(*x) * f64::from(*g)).collect();
+        let products: Vec<Vec<f64>> = rows.iter().map(products).collect();
+        let d: Vec<f64> = products.iter().map(|p| p.iter().sum()).collect();
+        let size: f64 = products.iter().flatten().map(|p| p.abs()).sum();
+        let (s, q): (f64, f64) = (weights.iter().sum(), weights.iter().map(|w| w * w).sum());
+        let total: f64 = weights.iter().zip(&d).map(|(w, d)| w * d).sum();
+        let bound = 1e-4 * (1.0 + size) * (1.0 + q) * if s == 0.0 { 1.0 } else { 1.0 + 1.0 / (s * s) };
+        let of_id = |(w, d): (&f64, &f64)| match self.combiner {
+            _ if self.is_each() => *d,
+            Combiner::Sum => *d,
+            Combiner::Mean if s == 0.0 => 0.0,
+            Combiner::Mean => (d - total / s) / s,
+            Combiner::Sqrtn if q == 0.0 => 0.0,
+            Combiner::Sqrtn => d / q.sqrt() - w * total / q.powf(1.5),
+        };
+        weights.iter().zip(&d).map(of_id).map(|g| (g, bound)).collect()
+    }
+}

@@ -1,0 +1,186 @@
+//! What proptest draws: configurations, optimizers, keys, features.
+
+use proptest::prelude::*;
+use proptest::sample::select;
+use sok_core::batch::Combiner;
+use sok_core::initializer::Initializer;
+use sok_core::key::Key;
+use sok_core::optimizer::{Rule, Update, UpdateScalars};
+use sok_core::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
+
+use super::group::{Ids, Input, KeyType, Shape};
+use super::table::TableOp;
+
+pub const DIMS: [usize; 8] = [1, 3, 8, 16, 17, 32, 64, 100];
+pub const WEIGHTS: [f32; 8] = [0.0, 0.0, 1.0, 0.25, -1.5, 2.0, 0.5, 1.0];
+
+/// Of one name and dim, all else as a user would have it.
+pub fn plain_config(name: &str, dim: usize) -> TableConfig {
+    TableConfig {
+        name: name.into(),
+        dim,
+        vocabulary_size: None,
+        initializer: Initializer::Uniform { minval: -0.05, maxval: 0.05 },
+        seed: 7,
+        missing: Missing::Initial,
+        out_of_vocabulary: OutOfVocabulary::Raise,
+        initial_capacity: 0,
+        max_capacity: None,
+        check_mode: CheckMode::Raise,
+    }
+}
+
+fn initializer() -> impl Strategy<Value = Initializer> {
+    select(vec![
+        Initializer::Uniform { minval: -1.0, maxval: 0.5 },
+        Initializer::Normal { mean: 0.1, stddev: 0.5 },
+        Initializer::TruncatedNormal { mean: 0.0, stddev: 1.0 },
+        Initializer::Constant { value: 0.25 },
+    ])
+}
+
+/// A table of any kind; its limits are within reach of `key`.
+pub fn config() -> impl Strategy<Value = TableConfig> {
+    let limits = (
+        prop_oneof![5 => Just(None), 1 => (5..30u64).prop_map(Some)],
+        prop_oneof![3 => Just(None), 1 => (1..30u64).prop_map(Some)],
+        0..40u64,
+    );
+    let modes = (
+        select(vec![Missing::Initial, Missing::Zeros]),
+        select(vec![OutOfVocabulary::Zeros, OutOfVocabulary::Zeros, OutOfVocabulary::Raise]),
+        select(vec![CheckMode::Warn, CheckMode::Count, CheckMode::Raise]),
+    );
+    (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
+        |(dim, initializer, seed, (vocabulary_size, max_capacity, initial), (missing, oov, check_mode))| {
+            TableConfig {
+                name: format!("d{dim}"),
+                dim,
+                vocabulary_size,
+                initializer,
+                seed,
+                missing,
+                out_of_vocabulary: oov,
+                initial_capacity: initial.min(max_capacity.unwrap_or(initial)),
+                max_capacity,
+                check_mode,
+            }
+        },
+    )
+}
+
+/// Few, so that they come again and again; the ends of all integer types; and patterns that hurt weak hashes.
+pub fn key() -> impl Strategy<Value = Key> {
+    prop_oneof![
+        16 => 0..40u64,
+        2 => select(vec![0, 1, u64::MAX, 1 << 63, (1 << 63) - 1, 1 << 31, u64::from(u32::MAX), 1 << 32]),
+        1 => (0..20u64).prop_map(|i| i << 32),
+    ]
+}
+
+pub fn keys(most: usize) -> impl Strategy<Value = Vec<Key>> {
+    prop::collection::vec(key(), 0..most)
+}
+
+pub fn rules() -> Vec<Rule> {
+    let sgd = |momentum, nesterov| Rule::Sgd { momentum, nesterov };
+    let adam = |amsgrad| Rule::Adam { beta_1: 0.9, beta_2: 0.99, epsilon: 1e-7, amsgrad };
+    let rms = |momentum, centered| Rule::RmsProp { rho: 0.9, momentum, epsilon: 1e-3, centered };
+    let ftrl = |learning_rate_power| Rule::Ftrl {
+        learning_rate_power,
+        initial_accumulator_value: 0.1,
+        l1_regularization_strength: 0.001,
+        l2_regularization_strength: 0.01,
+        l2_shrinkage_regularization_strength: 0.01,
+        beta: 0.1,
+    };
+    vec![
+        sgd(0.0, false),
+        sgd(0.9, false),
+        sgd(0.9, true),
+        adam(false),
+        adam(true),
+        Rule::Adagrad { initial_accumulator_value: 0.1, epsilon: 1e-7 },
+        Rule::RowWiseAdagrad { initial_accumulator_value: 0.2, epsilon: 1e-7 },
+        rms(0.0, false),
+        rms(0.9, false),
+        rms(0.0, true),
+        rms(0.9, true),
+        ftrl(-0.5),
+        ftrl(-0.7),
+    ]
+}
+
+/// Any rule, with and without decay and clipping by value.
+pub fn update() -> impl Strategy<Value = Update> {
+    let limits = (select(vec![None, Some(0.1)]), select(vec![None, Some(0.5)]));
+    (select(rules()), limits).prop_map(|(rule, (weight_decay, clipvalue))| Update {
+        rule,
+        weight_decay,
+        clipvalue,
+        clipnorm: None,
+    })
+}
+
+pub fn scalars() -> impl Strategy<Value = UpdateScalars> {
+    (select(vec![0.1, 0.01]), 1..5u64, select(vec![1.0, 0.5, 1.0 / 3.0]))
+        .prop_map(|(learning_rate, step, factor)| UpdateScalars { learning_rate, step, factor })
+}
+
+/// What may happen to a table between steps.
+pub fn table_op() -> impl Strategy<Value = TableOp> {
+    prop_oneof![
+        2 => keys(80).prop_map(TableOp::Find),
+        3 => keys(80).prop_map(TableOp::FindOrInsert),
+        2 => (keys(60), any::<u64>(), any::<bool>()).prop_map(|(keys, seed, insert)| TableOp::Assign { keys, seed, insert }),
+        3 => (keys(200), any::<u64>(), scalars()).prop_map(|(keys, seed, scalars)| TableOp::Update { keys, seed, scalars }),
+        3 => keys(30).prop_map(TableOp::Erase),
+        1 => Just(TableOp::Clear),
+        1 => (keys(30), any::<u64>()).prop_map(|(keys, seed)| TableOp::Restore { keys, seed }),
+        1 => Just(TableOp::Reload),
+    ]
+}
+
+/// How many of `keys` make bags, and which.
+fn shape(keys: &mut Vec<Key>, (kind, hotness, cuts): (u8, usize, Vec<usize>)) -> Shape {
+    match kind {
+        0 => Shape::Each,
+        1 if hotness == 0 => {
+            keys.clear();
+            Shape::Fixed { num_bags: cuts.len(), hotness }
+        }
+        1 => {
+            let num_bags = keys.len() / hotness;
+            keys.truncate(num_bags * hotness);
+            Shape::Fixed { num_bags, hotness }
+        }
+        kind => {
+            let mut splits: Vec<usize> = cuts.iter().map(|cut| cut % (keys.len() + 1)).collect();
+            splits.extend([0, keys.len()]);
+            splits.sort_unstable();
+            match kind {
+                2 => Shape::RaggedI32(splits.iter().map(|s| *s as i32).collect()),
+                _ => Shape::RaggedI64(splits.iter().map(|s| *s as i64).collect()),
+            }
+        }
+    }
+}
+
+/// A feature of one of the tables.
+pub fn input(num_tables: usize) -> impl Strategy<Value = Input> {
+    let kinds = select(vec![KeyType::I64, KeyType::U64, KeyType::I32, KeyType::U32, KeyType::Words]);
+    let combiner = select(vec![Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
+    let shapes = (0..4u8, 0..5usize, prop::collection::vec(0..100usize, 0..12));
+    let weights = prop::option::of(prop::collection::vec(select(&WEIGHTS), 90));
+    let padding = prop::option::weighted(0.3, key());
+    let hot = (key(), prop_oneof![4 => Just(0), 1 => 0..300usize]);
+    (0..num_tables, kinds, keys(70), hot, shapes, combiner, weights, padding).prop_map(
+        |(table, kind, mut keys, (hot, times), shapes, combiner, weights, padding_key)| {
+            keys.extend(vec![hot; times]);
+            let shape = shape(&mut keys, shapes);
+            let ids = Ids::new(kind, &keys);
+            let weights = weights.map(|w| w.into_iter().cycle().take(keys.len()).collect());
+            Input { name: format!("f{table}"), table, ids, shape, combiner, weights, padding_key }
+        },
+    )
+}

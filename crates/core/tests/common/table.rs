@@ -1,0 +1,401 @@
+//! The model of one table: a map from keys to records.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use sok_core::error::{Error, Result};
+use sok_core::host_table::HostTable;
+use sok_core::key::Key;
+use sok_core::optimizer::{Conditioning, RowWiseAdagradStep, Step, StepVisitor, Update, UpdateScalars};
+use sok_core::table::{CheckMode, Cursor, Missing, Outcomes, Records, Table, TableConfig};
+
+use super::{Dice, bits, scan, unwritten};
+
+/// A key's row and states. `birth` tells it from a record that the key had before it was erased.
+pub struct Record {
+    pub birth: u64,
+    pub values: Vec<f32>,
+}
+
+pub struct ModelTable {
+    pub config: TableConfig,
+    pub update: Option<Update>,
+    pub rows: BTreeMap<Key, Record>,
+    births: u64,
+    /// How often all records went at once.
+    pub clears: u64,
+}
+
+/// What a method of a table answers; what it does not answer is empty.
+#[derive(Debug, Default, PartialEq)]
+pub struct Answer {
+    rows: Vec<u32>,
+    found: Vec<bool>,
+    outcomes: Outcomes,
+    erased: usize,
+}
+
+pub type Answered = Result<Answer, String>;
+
+impl ModelTable {
+    pub fn new(config: TableConfig) -> ModelTable {
+        ModelTable { config, update: None, rows: BTreeMap::new(), births: 0, clears: 0 }
+    }
+
+    fn first_states(&self) -> Vec<f32> {
+        let states = self.update.map(|u| u.rule.states(self.config.dim)).unwrap_or_default();
+        states.iter().flat_map(|s| vec![s.initial; s.width]).collect()
+    }
+
+    pub fn first_row(&self, key: Key) -> Vec<f32> {
+        let mut row = vec![0.0; self.config.dim];
+        self.config.initializer.fill(self.config.seed, key, &mut row);
+        row
+    }
+
+    pub fn width(&self) -> usize {
+        self.config.dim + self.first_states().len()
+    }
+
+    pub fn is_outside(&self, key: Key) -> bool {
+        self.config.vocabulary_size.is_some_and(|size| key >= size)
+    }
+
+    pub fn birth(&self, key: Key) -> Option<u64> {
+        self.rows.get(&key).map(|record| record.birth)
+    }
+
+    pub fn life(&self, key: Key) -> (u64, Option<u64>) {
+        (self.clears, self.birth(key))
+    }
+
+    /// The row of a key, or what a key without one answers.
+    pub fn answer(&self, key: Key) -> Vec<f32> {
+        match self.rows.get(&key) {
+            Some(record) => record.values[..self.config.dim].to_vec(),
+            None if self.is_outside(key) || self.config.missing == Missing::Zeros => {
+                vec![0.0; self.config.dim]
+            }
+            None => self.first_row(key),
+        }
+    }
+
+    pub fn outside_error(&self, feature: &str, keys: &[Key]) -> Result<()> {
+        let Some(&key) = keys.iter().find(|&&key| self.is_outside(key)) else { return Ok(()) };
+        let last = self.config.vocabulary_size.unwrap_or_default() - 1;
+        Err(Error::OutOfVocabulary {
+            table: self.config.name.clone(),
+            feature: feature.into(),
+            id: key as i64,
+            last,
+        })
+    }
+
+    /// Distinct keys without a row, in order of first occurrence.
+    pub fn absent(&self, keys: &[Key]) -> Vec<Key> {
+        let mut seen = BTreeSet::new();
+        keys.iter().copied().filter(|key| !self.rows.contains_key(key) && seen.insert(*key)).collect()
+    }
+
+    /// Rows that do not fit, if that is an error here.
+    pub fn full_error(&self, new: &[Key]) -> Result<()> {
+        let (len, capacity) = (self.rows.len() as u64, self.config.capacity());
+        let refused = (len + new.len() as u64).saturating_sub(capacity);
+        if refused == 0 || self.config.check_mode != CheckMode::Raise {
+            return Ok(());
+        }
+        Err(Error::TableFull { table: self.config.name.clone(), refused, len, capacity })
+    }
+
+    /// One after the other until the table is full. How all `keys` ended.
+    pub fn insert(&mut self, keys: &[Key]) -> Outcomes {
+        let distinct: BTreeSet<Key> = keys.iter().copied().collect();
+        let mut outcomes = Outcomes::default();
+        let new = self.absent(keys);
+        outcomes.hit = (distinct.len() - new.len()) as u64;
+        for key in new {
+            if self.rows.len() as u64 == self.config.capacity() {
+                outcomes.refused += 1;
+                continue;
+            }
+            outcomes.inserted += 1;
+            self.births += 1;
+            let values = [self.first_row(key), self.first_states()].concat();
+            self.rows.insert(key, Record { birth: self.births, values });
+        }
+        outcomes
+    }
+
+    fn check_insert(&self, keys: &[Key], insert: bool) -> Result<()> {
+        self.outside_error("keys", keys)?;
+        self.full_error(if insert { self.absent(keys) } else { vec![] }.as_slice())
+    }
+
+    /// `insert`, or how the keys end where none may be inserted.
+    fn locate(&mut self, keys: &[Key], insert: bool) -> Result<Outcomes> {
+        self.check_insert(keys, insert)?;
+        if insert {
+            return Ok(self.insert(keys));
+        }
+        Ok(self.only_find(keys))
+    }
+
+    fn only_find(&self, keys: &[Key]) -> Outcomes {
+        let distinct: BTreeSet<Key> = keys.iter().copied().collect();
+        let refused = self.absent(keys).len() as u64;
+        Outcomes { hit: distinct.len() as u64 - refused, refused, ..Outcomes::default() }
+    }
+
+    fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
+        let outcomes = self.locate(keys, insert)?;
+        for (key, row) in keys.iter().zip(rows.chunks_exact(self.config.dim)) {
+            if let Some(record) = self.rows.get_mut(key) {
+                record.values[..row.len()].copy_from_slice(row);
+            }
+        }
+        Ok(outcomes)
+    }
+
+    fn restore(&mut self, records: &Records) -> Result<()> {
+        self.locate(&records.keys, true)?;
+        for (key, values) in records.keys.iter().zip(records.values.chunks_exact(self.width())) {
+            if let Some(record) = self.rows.get_mut(key) {
+                record.values.copy_from_slice(values);
+            }
+        }
+        Ok(())
+    }
+
+    fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
+        let Some(update) = self.update else {
+            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
+        };
+        let mut terms: BTreeMap<Key, Vec<Vec<f32>>> = BTreeMap::new();
+        for (key, gradient) in keys.iter().zip(gradients.chunks_exact(self.config.dim)) {
+            terms.entry(*key).or_default().push(gradient.to_vec());
+        }
+        let outcomes = self.only_find(keys);
+        for (key, terms) in terms {
+            self.step(key, &merge(&terms), &update, scalars);
+        }
+        Ok(outcomes)
+    }
+
+    /// One optimizer step of a record, if the key has one.
+    pub fn step(&mut self, key: Key, gradient: &[f32], update: &Update, scalars: &UpdateScalars) {
+        let Some(record) = self.rows.get_mut(&key) else { return };
+        let conditioning = update.conditioning(scalars);
+        update.rule.visit(scalars, RecordStep { conditioning, values: &mut record.values, gradient });
+    }
+
+    pub fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) {
+        let states = |u: Option<Update>| u.map(|u| u.rule.states(self.config.dim)).unwrap_or_default();
+        let is_same = states(self.update) == states(update);
+        self.update = update;
+        if is_same && keep_states {
+            return;
+        }
+        let first = self.first_states();
+        for record in self.rows.values_mut() {
+            record.values.truncate(self.config.dim);
+            record.values.extend(&first);
+        }
+    }
+
+    pub fn check(&self, table: &dyn Table) {
+        let expected: BTreeMap<Key, Vec<u32>> =
+            self.rows.iter().map(|(k, r)| (*k, bits(&r.values))).collect();
+        let got = scan(table, 7.max(expected.len() / 3));
+        if got != expected {
+            let wrong = expected.iter().find(|(k, v)| got.get(k) != Some(v)).map(|(k, v)| (k, v, got.get(k)));
+            let more: Vec<_> = got.keys().filter(|k| !expected.contains_key(k)).collect();
+            panic!(
+                "table `{}`: key, expected, got: {wrong:x?}; not to be there: {more:x?}",
+                self.config.name
+            );
+        }
+        assert_eq!(table.stats().size, expected.len() as u64);
+    }
+}
+
+/// Sums of runs of 64, each in its order, then the sum of those in theirs.
+pub fn merge(terms: &[Vec<f32>]) -> Vec<f32> {
+    let runs: Vec<Vec<f32>> = terms.chunks(64).map(sum_in_order).collect();
+    sum_in_order(&runs)
+}
+
+fn sum_in_order(rows: &[Vec<f32>]) -> Vec<f32> {
+    let mut sum = rows[0].clone();
+    rows[1..].iter().for_each(|row| add(&mut sum, row));
+    sum
+}
+
+pub fn add(sum: &mut [f32], row: &[f32]) {
+    sum.iter_mut().zip(row).for_each(|(s, x)| *s += x);
+}
+
+/// One step of one record, column by column.
+struct RecordStep<'a> {
+    conditioning: Conditioning,
+    values: &'a mut [f32],
+    gradient: &'a [f32],
+}
+
+impl StepVisitor for RecordStep<'_> {
+    type Output = ();
+
+    fn visit<S: Step>(self, step: S) {
+        let dim = self.gradient.len();
+        for column in 0..dim {
+            let mut states = [f32::NAN; 3];
+            for i in 0..S::STATES {
+                states[i] = self.values[(1 + i) * dim + column];
+            }
+            let x = self.conditioning.value(self.values[column]);
+            let gradient = self.conditioning.gradient(self.gradient[column]);
+            self.values[column] = step.step(x, &mut states, gradient);
+            for i in 0..S::STATES {
+                self.values[(1 + i) * dim + column] = states[i];
+            }
+        }
+    }
+
+    fn visit_row_wise(self, step: RowWiseAdagradStep) {
+        let gradient: Vec<f32> = self.gradient.iter().map(|g| self.conditioning.gradient(*g)).collect();
+        let (row, accumulator) = self.values.split_at_mut(gradient.len());
+        let divisor = step.accumulate(&mut accumulator[0], &gradient);
+        for (x, g) in row.iter_mut().zip(gradient) {
+            *x = step.step(self.conditioning.value(*x), divisor, g);
+        }
+    }
+}
+
+/// A call of a method of `Table`. Rows and gradients come from seeds.
+#[derive(Clone, Debug)]
+pub enum TableOp {
+    Find(Vec<Key>),
+    FindOrInsert(Vec<Key>),
+    Assign {
+        keys: Vec<Key>,
+        seed: u64,
+        insert: bool,
+    },
+    Update {
+        keys: Vec<Key>,
+        seed: u64,
+        scalars: UpdateScalars,
+    },
+    Erase(Vec<Key>),
+    Clear,
+    Restore {
+        keys: Vec<Key>,
+        seed: u64,
+    },
+    /// All records through `scan`, `fresh`, `restore` and `replace_with`.
+    Reload,
+    Rule {
+        update: Option<Update>,
+        keep_states: bool,
+    },
+}
+
+impl TableOp {
+    /// On the model and on tables that are to be like it.
+    pub fn run(&self, model: &mut ModelTable, tables: &mut [&mut dyn Table]) {
+        let expected = self.on_model(model).map_err(|e| e.to_string());
+        for table in tables {
+            let got = self.on_table(*table).map_err(|e| e.to_string());
+            assert_eq!(got, expected, "{self:?}");
+            model.check(*table);
+        }
+    }
+
+    /// Of positive numbers, as accumulators are.
+    fn records(keys: &[Key], width: usize, seed: u64) -> Records {
+        let values = Dice(seed).floats(keys.len() * width).into_iter().map(f32::abs).collect();
+        Records { keys: keys.to_vec(), values }
+    }
+
+    fn on_model(&self, model: &mut ModelTable) -> Result<Answer> {
+        let dim = model.config.dim;
+        let mut answer = Answer::default();
+        match self {
+            TableOp::Find(keys) => {
+                answer.rows = keys.iter().flat_map(|k| bits(&model.answer(*k))).collect();
+                answer.found = keys.iter().map(|k| model.rows.contains_key(k)).collect();
+            }
+            TableOp::FindOrInsert(keys) => {
+                answer.outcomes = model.locate(keys, true)?;
+                answer.rows = keys.iter().flat_map(|k| bits(&model.answer(*k))).collect();
+            }
+            TableOp::Assign { keys, seed, insert } => {
+                answer.outcomes = model.assign(keys, &Dice(*seed).floats(keys.len() * dim), *insert)?;
+            }
+            TableOp::Update { keys, seed, scalars } => {
+                answer.outcomes = model.update(keys, &Dice(*seed).floats(keys.len() * dim), scalars)?;
+            }
+            TableOp::Erase(keys) => {
+                answer.erased = keys.iter().filter(|k| model.rows.remove(k).is_some()).count();
+            }
+            TableOp::Clear => {
+                model.rows.clear();
+                model.clears += 1;
+            }
+            TableOp::Restore { keys, seed } => {
+                model.restore(&Self::records(keys, model.width(), *seed))?;
+            }
+            TableOp::Reload => {
+                model.clears += 1;
+                for record in model.rows.values_mut() {
+                    model.births += 1;
+                    record.birth = model.births;
+                }
+            }
+            TableOp::Rule { update, keep_states } => model.set_update_rule(*update, *keep_states),
+        }
+        Ok(answer)
+    }
+
+    fn on_table(&self, table: &mut dyn Table) -> Result<Answer> {
+        let dim = table.config().dim;
+        let mut answer = Answer::default();
+        match self {
+            TableOp::Find(keys) => {
+                let mut rows = unwritten(keys.len() * dim);
+                answer.found = vec![false; keys.len()];
+                table.find(keys, &mut rows, &mut answer.found)?;
+                answer.rows = bits(&rows);
+            }
+            TableOp::FindOrInsert(keys) => {
+                let mut rows = unwritten(keys.len() * dim);
+                answer.outcomes = table.find_or_insert(keys, &mut rows)?;
+                answer.rows = bits(&rows);
+            }
+            TableOp::Assign { keys, seed, insert } => {
+                answer.outcomes = table.assign(keys, &Dice(*seed).floats(keys.len() * dim), *insert)?;
+            }
+            TableOp::Update { keys, seed, scalars } => {
+                answer.outcomes = table.update(keys, &Dice(*seed).floats(keys.len() * dim), scalars)?;
+            }
+            TableOp::Erase(keys) => answer.erased = table.erase(keys),
+            TableOp::Clear => table.clear(),
+            TableOp::Restore { keys, seed } => {
+                table.restore(&Self::records(keys, table.record_width(), *seed))?;
+            }
+            TableOp::Reload => reload(table)?,
+            TableOp::Rule { update, keep_states } => table.set_update_rule(*update, *keep_states)?,
+        }
+        Ok(answer)
+    }
+}
+
+fn reload(table: &mut dyn Table) -> Result<()> {
+    let mut records = Records::default();
+    assert_eq!(table.scan(Cursor::default(), usize::MAX, &mut records), None);
+    let mut fresh = table.fresh(table.update_rule().copied())?;
+    fresh.restore(&records)?;
+    table.replace_with(fresh)
+}
+
+pub fn table_and_model(config: &TableConfig) -> (HostTable, ModelTable) {
+    (HostTable::new(config.clone()).unwrap(), ModelTable::new(config.clone()))
+}
