@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Two devices, as far as JAX and TensorFlow know, for the tests that more than one is refused.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 
 import keras
 import pytest
@@ -11,6 +13,11 @@ if keras.backend.backend() == "torch":
     import torch
 
     torch.set_num_threads(1)  # of models this small, threads only wait for each other
+elif keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
 def pytest_configure(config):

@@ -115,8 +115,8 @@ def assert_trains_alike(train, *, moves=True, tolerance=1e-6):
     theirs = train(reference_embedding(), lambda optimizer: optimizer)
     assert_same_weights(ours, theirs, tolerance)
     if getattr(ours, "history", None) is not None:
-        # The mean over batches is summed in float32 by Keras.
-        np.testing.assert_allclose(ours.history.history["loss"], theirs.history.history["loss"], rtol=1e-5)
+        # Keras sums the losses of batches in float32.
+        np.testing.assert_allclose(ours.history.history["loss"], theirs.history.history["loss"], rtol=10 * tolerance)
     if moves:
         assert np.abs(rows_of(embedding_of(ours)) - ROWS).max() > 1e-3
     return ours
@@ -205,9 +205,9 @@ def raises(error, match, table=None):
         if table is not None:
             table.synchronize()
     if BACKEND == "jax" and table is not None:
-        # Read or not, the core keeps the first error until Python asks.
-        with contextlib.suppress(sok.SokError):
-            table._core.group.raise_latched()
+        # If the call raised, the table has not told it yet.
+        with contextlib.suppress(*_framework_errors(), sok.SokError):
+            table.synchronize()
 
 
 def _framework_errors():
