@@ -65,7 +65,16 @@ impl Arena {
 
     #[inline(always)]
     pub fn record(&self, number: RecordNumber) -> &[f32] {
-        &self.data[number as usize * self.width..][..self.width]
+        let start = number as usize * self.width;
+        &self.data[start..start + self.width]
+    }
+
+    /// The first `D` floats of a record.
+    #[inline(always)]
+    pub fn row<const D: usize>(&self, number: RecordNumber) -> &[f32; D] {
+        self.data[number as usize * self.width..]
+            .first_chunk()
+            .expect("records are at least as wide as the dim")
     }
 
     #[inline(always)]
@@ -81,7 +90,12 @@ impl Arena {
 
     /// For threads that work on different records at once.
     pub fn share(&mut self) -> SharedArena<'_> {
-        SharedArena { base: self.data.as_mut_ptr(), len: self.data.len(), width: self.width, arena: PhantomData }
+        SharedArena {
+            base: self.data.as_mut_ptr(),
+            len: self.data.len(),
+            width: self.width,
+            arena: PhantomData,
+        }
     }
 
     pub fn take_free(&mut self) -> Vec<RecordNumber> {

@@ -11,7 +11,10 @@ pub enum Keys<'a> {
     I32(&'a [i32]),
     U32(&'a [u32]),
     /// 64-bit ids in two words each, for JAX without 64-bit integers.
-    Words { low: &'a [i32], high: &'a [i32] },
+    Words {
+        low: &'a [i32],
+        high: &'a [i32],
+    },
 }
 
 impl Keys<'_> {

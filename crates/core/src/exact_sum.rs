@@ -42,7 +42,8 @@ mod tests {
 
     #[test]
     fn any_order_gives_the_same_bits_and_the_right_sum() {
-        let terms: Vec<f32> = (0..10_000u32).map(|i| (i as f32 * 0.37).powi(1 + (i % 7) as i32) * 1e-6).collect();
+        let terms: Vec<f32> =
+            (0..10_000u32).map(|i| (i as f32 * 0.37).powi(1 + (i % 7) as i32) * 1e-6).collect();
         let sum = |terms: &mut dyn Iterator<Item = &f32>| {
             let mut sum = ExactSum::default();
             terms.for_each(|&t| sum.add(t));
@@ -52,7 +53,10 @@ mod tests {
         assert_eq!(forward.to_bits(), sum(&mut terms.iter().rev()).to_bits());
         let plain: f64 = terms.iter().map(|&t| f64::from(t)).sum();
         assert!((forward / plain - 1.0).abs() < 1e-12);
-        assert_eq!(sum(&mut [1.5f32, f32::MIN_POSITIVE, 1e-45].iter()), 1.5 + f64::from(f32::MIN_POSITIVE) + f64::from(1e-45f32));
+        assert_eq!(
+            sum(&mut [1.5f32, f32::MIN_POSITIVE, 1e-45].iter()),
+            1.5 + f64::from(f32::MIN_POSITIVE) + f64::from(1e-45f32)
+        );
         assert!(sum(&mut [1.0f32, f32::INFINITY].iter()).is_nan());
     }
 }

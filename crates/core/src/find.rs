@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use crate::arena::{Arena, NO_RECORD, RecordNumber, SharedArena};
 use crate::batch::Keys;
 use crate::error::Result;
-use crate::index::{Index, Probe};
+use crate::index::{Index, Place};
 use crate::initializer::Initializer;
 use crate::key::{Key, hash};
 use crate::optimizer::StateSpec;
@@ -152,16 +152,17 @@ impl Distinct {
     /// the entry that it names is this record's, so marks of former batches need no clearing.
     #[inline(always)]
     fn number(&mut self, record: RecordNumber, mark: &mut u32) -> u32 {
-        let number = *mark as usize;
-        if number < self.len && self.entries[number] as u32 == record {
-            self.entries[number] += 1 << 32;
-            return number as u32;
+        let number = *mark;
+        if let Some(entry) = self.entries[..self.len].get_mut(number as usize)
+            && *entry as u32 == record
+        {
+            *entry += 1 << 32;
+            return number;
         }
-        let number = self.len;
-        self.entries[number] = u64::from(record) | 1 << 32;
+        self.entries[self.len] = u64::from(record) | 1 << 32;
+        *mark = self.len as u32;
         self.len += 1;
-        *mark = number as u32;
-        number as u32
+        *mark
     }
 }
 
@@ -244,68 +245,103 @@ pub struct Search<'a, S, P, C> {
     pub consumer: C,
 }
 
+/// The keys of a block on their way: from the first stage to the third.
+#[derive(Clone, Copy)]
+struct Block {
+    keys: [Key; BLOCK],
+    hashes: [u64; BLOCK],
+    places: [Place; BLOCK],
+}
+
 impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
     /// `MARK`: numbers the distinct keys.
     #[inline(always)]
     pub fn run<const MARK: bool>(mut self) -> Result<()> {
         let num = self.positions.len();
-        let blocks = num.div_ceil(BLOCK);
-        let (mut keys, mut hashes) = ([[0; BLOCK]; 3], [[0; BLOCK]; 3]);
+        // One at least: bags of no ids are written too.
+        let num_blocks = num.div_ceil(BLOCK).max(1);
+        let range = |b: usize| (b * BLOCK).min(num)..((b + 1) * BLOCK).min(num);
+        let mut blocks =
+            [Block { keys: [0; BLOCK], hashes: [0; BLOCK], places: [Place::default(); BLOCK] }; 3];
         let (mut late, mut num_late) = ([0u8; BLOCK], 0);
-        for b in 0..blocks + 3 {
-            if b < blocks {
-                let (start, end) = (b * BLOCK, ((b + 1) * BLOCK).min(num));
-                let (keys, hashes) = (&mut keys[b % 3], &mut hashes[b % 3]);
-                self.positions.load(&self.keys, start, &mut keys[..end - start]);
-                for (hash_of, &key) in hashes.iter_mut().zip(&*keys).take(end - start) {
-                    *hash_of = hash(key);
-                    self.index.prefetch(*hash_of);
-                }
+        for b in 0..num_blocks + 3 {
+            if b < num_blocks {
+                self.ask(range(b), &mut blocks[b % 3]);
             }
-            if b >= 2 {
+            if num_late > 0 {
+                let growths = self.index.growths();
                 for &i in &late[..num_late] {
-                    let (key, hash) = (keys[(b - 2) % 3][i as usize], hashes[(b - 2) % 3][i as usize]);
+                    let block = &blocks[(b + 1) % 3]; // that is, of b - 2
+                    let (key, hash) = (block.keys[i as usize], block.hashes[i as usize]);
                     self.settle::<MARK>((b - 2) * BLOCK + i as usize, key, hash)?;
                 }
-            }
-            num_late = 0;
-            if b >= 1 && b <= blocks {
-                let (start, end) = ((b - 1) * BLOCK, (b * BLOCK).min(num));
-                let (keys, hashes) = (&keys[(b - 1) % 3], &hashes[(b - 1) % 3]);
-                for i in 0..end - start {
-                    if !self.probe::<MARK>(start + i, keys[i], hashes[i]) {
-                        late[num_late] = i as u8;
-                        num_late += 1;
-                    }
+                if growths != self.index.growths() {
+                    self.find_places(&mut blocks);
                 }
+                num_late = 0;
+            }
+            if b >= 1 && b <= num_blocks {
+                num_late = self.probe_block::<MARK>(range(b - 1), &blocks[(b + 2) % 3], &mut late);
             }
             if b >= 3 {
-                self.consumer.settled(self.source, self.records, ((b - 2) * BLOCK).min(num));
+                self.consumer.settled(self.source, self.records, range(b - 3).end);
             }
         }
         Ok(())
     }
 
-    /// Looks into the first bucket; false if that does not settle it.
+    /// Hashes the keys of a block and asks for their buckets.
     #[inline(always)]
-    fn probe<const MARK: bool>(&mut self, index: usize, key: Key, hash: u64) -> bool {
-        match self.index.probe(hash, key) {
-            Probe::Found(record, mark) => {
-                if MARK {
-                    self.marks[index] = self.distinct.number(record, mark);
-                }
-                self.note(index, record);
-                true
-            }
-            Probe::Further => {
-                self.index.prefetch_further(hash);
-                false
-            }
-            Probe::Absent => false,
+    fn ask(&mut self, range: std::ops::Range<usize>, block: &mut Block) {
+        let len = range.len().min(BLOCK);
+        self.positions.load(&self.keys, range.start, &mut block.keys[..len]);
+        for i in 0..len {
+            block.hashes[i] = hash(block.keys[i]);
+        }
+        for i in 0..len {
+            block.places[i] = self.index.prefetch(block.hashes[i]);
         }
     }
 
-    #[inline]
+    /// After the index has grown: where the keys on their way are now.
+    #[cold]
+    #[inline(never)]
+    fn find_places(&mut self, blocks: &mut [Block; 3]) {
+        for block in blocks {
+            for (place, &hash) in block.places.iter_mut().zip(&block.hashes) {
+                *place = self.index.place(hash);
+            }
+        }
+    }
+
+    /// Looks into the first bucket of each key; notes in `late` which of them that does not settle, and gives their number.
+    #[inline(always)]
+    fn probe_block<const MARK: bool>(
+        &mut self,
+        range: std::ops::Range<usize>,
+        block: &Block,
+        late: &mut [u8; BLOCK],
+    ) -> usize {
+        let len = range.len().min(BLOCK);
+        let mut num_late = 0;
+        let marks = if MARK { &mut self.marks[range.clone()] } else { &mut [] };
+        let row_bytes = self.consumer.row_bytes();
+        for i in 0..len {
+            let Some((record, mark)) = self.index.probe(block.places[i], block.keys[i]) else {
+                late[num_late & (BLOCK - 1)] = i as u8;
+                num_late += 1;
+                continue;
+            };
+            if MARK {
+                marks[i] = self.distinct.number(record, mark);
+            }
+            self.records[self.positions.get(range.start + i)].store(record, Relaxed);
+            prefetch_row(self.source.address(record), row_bytes);
+        }
+        num_late
+    }
+
+    #[inline(never)]
     fn settle<const MARK: bool>(&mut self, index: usize, key: Key, hash: u64) -> Result<()> {
         let (record, mark) = match self.index.find_mut(hash, key) {
             Some(found) => found,
@@ -317,26 +353,25 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 if MARK {
                     self.marks[index] = NO_MARK;
                 }
-                self.note(index, NO_RECORD);
+                self.records[self.positions.get(index)].store(NO_RECORD, Relaxed);
                 return Ok(());
             }
         };
         if MARK {
             self.marks[index] = self.distinct.number(record, mark);
         }
-        self.note(index, record);
+        self.records[self.positions.get(index)].store(record, Relaxed);
+        prefetch_row(self.source.address(record), self.consumer.row_bytes());
         Ok(())
     }
+}
 
-    #[inline(always)]
-    fn note(&mut self, index: usize, record: RecordNumber) {
-        self.records[self.positions.get(index)].store(record, Relaxed);
-        let row = self.source.address(record).cast::<u8>();
-        let mut offset = 0;
-        while offset < self.consumer.row_bytes() {
-            prefetch(row.wrapping_add(offset));
-            offset += 64;
-        }
+#[inline(always)]
+fn prefetch_row(row: *const f32, bytes: usize) {
+    let mut offset = 0;
+    while offset < bytes {
+        prefetch(row.cast::<u8>().wrapping_add(offset));
+        offset += 64;
     }
 }
 

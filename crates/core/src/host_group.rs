@@ -12,7 +12,9 @@ use crate::batch::Feature;
 use crate::error::{Error, Result};
 use crate::exact_sum::ExactSum;
 use crate::host_table::HostTable;
-use crate::lookup::{FeatureOutput, Looked, Mode, admit, check_capacity, check_vocabulary, lookup_whole, new_keys};
+use crate::lookup::{
+    FeatureOutput, Looked, Mode, admit, check_capacity, check_vocabulary, lookup_whole, new_keys,
+};
 use crate::lookup_split::lookup_split;
 use crate::math::sum_of_squares;
 use crate::merge::{HeldGradients, MergedGradients, StoredGradients, is_finite, merge};
@@ -193,10 +195,11 @@ impl HostGroup {
     /// Memory that steps keep.
     pub fn step_bytes(&self) -> usize {
         let looked = self.lookups.iter().flat_map(|l| &l.tables).flat_map(|(_, _, looked)| &looked.runs);
-        let merged = self.ring.iter().chain(self.committed.iter().map(|(_, p)| p)).map(|p| match &p.gradients {
-            Gradients::Merged(tables) => tables.iter().flatten().map(Region::num_bytes).sum(),
-            Gradients::Held { .. } => 0,
-        });
+        let merged =
+            self.ring.iter().chain(self.committed.iter().map(|(_, p)| p)).map(|p| match &p.gradients {
+                Gradients::Merged(tables) => tables.iter().flatten().map(Region::num_bytes).sum(),
+                Gradients::Held { .. } => 0,
+            });
         let accumulated = self.accumulators.iter().map(|a| a.sums.capacity() * 4);
         looked.map(KeyRuns::num_bytes).sum::<usize>() + merged.sum::<usize>() + accumulated.sum::<usize>()
     }
@@ -238,7 +241,10 @@ impl HostGroup {
                 outcomes.hit = outcomes.hit.saturating_sub(admitted.inserted);
                 outcomes += *admitted;
             }
-            self.tables[*table].note(if save { outcomes } else { Outcomes { hit: 0, ..outcomes } }, looked.dropped_gradients);
+            self.tables[*table].note(
+                if save { outcomes } else { Outcomes { hit: 0, ..outcomes } },
+                looked.dropped_gradients,
+            );
             self.tables[*table].count_call();
         }
         if save {
@@ -249,9 +255,18 @@ impl HostGroup {
     }
 
     fn check_features(&self, features: &[Feature], outputs: &[&mut [f32]]) -> Result<()> {
+        if features.len() != outputs.len() {
+            let (features, outputs) = (features.len(), outputs.len());
+            return Err(Error::argument(format!(
+                "a lookup has an output a feature. Received: {outputs} for {features} features"
+            )));
+        }
         for (feature, output) in features.iter().zip(outputs) {
             feature.validate()?;
-            let table = self.tables.get(feature.table).ok_or_else(|| Error::argument("no such table in the group"))?;
+            let table = self
+                .tables
+                .get(feature.table)
+                .ok_or_else(|| Error::argument("no such table in the group"))?;
             let expected = feature.num_bags() * table.config.dim;
             if output.len() != expected {
                 let name = feature.name;
@@ -419,7 +434,10 @@ impl HostGroup {
         rows: &[GradientRows],
         weight_gradients: Vec<&mut [f32]>,
     ) -> Result<()> {
-        let traces = saved.tables.iter().flat_map(|(t, g, looked)| looked.traces.iter().map(move |(f, trace)| (*f, *t, *g, trace)));
+        let traces = saved
+            .tables
+            .iter()
+            .flat_map(|(t, g, looked)| looked.traces.iter().map(move |(f, trace)| (*f, *t, *g, trace)));
         let mut traces: Vec<_> = traces.collect();
         traces.sort_unstable_by_key(|&(feature, ..)| feature);
         if traces.len() != weight_gradients.len() {
@@ -454,14 +472,24 @@ impl HostGroup {
         all.into_inner()
     }
 
-    fn merge_push(&self, saved: &SavedLookup, rows: &[GradientRows], pool: &Pool) -> Result<Vec<Vec<Region<f32>>>> {
+    fn merge_push(
+        &self,
+        saved: &SavedLookup,
+        rows: &[GradientRows],
+        pool: &Pool,
+    ) -> Result<Vec<Vec<Region<f32>>>> {
         let mut merged = Vec::new();
         for (table, _, looked) in &saved.tables {
             let dim = self.tables[*table].config.dim;
-            merged.push(looked.runs.iter().map(|r| Region::new(r.num_keys() * dim)).collect::<Result<Vec<_>>>()?);
+            merged.push(
+                looked.runs.iter().map(|r| Region::new(r.num_keys() * dim)).collect::<Result<Vec<_>>>()?,
+            );
         }
-        let held: Vec<Vec<HeldGradients>> =
-            saved.tables.iter().map(|(table, _, looked)| hold(looked, rows, self.tables[*table].config.dim, 1.0)).collect();
+        let held: Vec<Vec<HeldGradients>> = saved
+            .tables
+            .iter()
+            .map(|(table, _, looked)| hold(looked, rows, self.tables[*table].config.dim, 1.0))
+            .collect();
         let num_ids: usize = held.iter().flatten().map(|h| h.runs.num_ids()).sum();
         let mut tasks = Vec::new();
         for (held, sums) in held.iter().flatten().zip(merged.iter_mut().flatten()) {
@@ -574,7 +602,11 @@ impl HostGroup {
             for ((table, then, looked), sums) in push.lookup.tables.iter().zip(tables) {
                 if *table == number && *then == generation {
                     let runs = looked.runs.iter().zip(sums);
-                    stored.extend(runs.map(|(r, sums)| StoredGradients { records: r.records(), sums, weight: *weight }));
+                    stored.extend(runs.map(|(r, sums)| StoredGradients {
+                        records: r.records(),
+                        sums,
+                        weight: *weight,
+                    }));
                 }
             }
         }
@@ -593,15 +625,20 @@ impl HostGroup {
     /// # Errors
     /// [`Error::State`] if another optimizer has been bound since.
     pub fn apply(&mut self, owner: u64, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
-        let binding = self.binding.ok_or_else(|| Error::State("no optimizer is bound to these tables".into()))?;
+        let binding =
+            self.binding.ok_or_else(|| Error::State("no optimizer is bound to these tables".into()))?;
         self.check_owner(&binding, owner)?;
+        self.check_states(&binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
         if !scalars.is_update {
             self.accumulate();
             return Ok(());
         }
         let is_single = self.committed.len() == 1 && self.accumulators.iter().all(|a| a.records.is_empty());
-        if is_single && matches!(self.committed[0].1.gradients, Gradients::Held { .. }) && binding.update.clipnorm.is_none() {
+        if is_single
+            && matches!(self.committed[0].1.gradients, Gradients::Held { .. })
+            && binding.update.clipnorm.is_none()
+        {
             self.apply_held(&binding.update, &scalars.update, pool);
         } else {
             self.merge_committed(pool)?;
@@ -630,13 +667,30 @@ impl HostGroup {
         )))
     }
 
+    /// Records may have been replaced since the optimizer was bound.
+    fn check_states(&self, binding: &Binding) -> Result<()> {
+        let name = binding.update.rule.name();
+        match self.tables.iter().find(|t| {
+            t.update.is_none_or(|u| u.rule.name() != name)
+                || t.state_specs() != binding.update.rule.states(t.config.dim)
+        }) {
+            None => Ok(()),
+            Some(table) => Err(Error::State(format!(
+                "the records of table `{}` have no states of {name}, the optimizer that is bound to it: they were replaced since",
+                table.config.name
+            ))),
+        }
+    }
+
     fn apply_held(&mut self, update: &Update, scalars: &UpdateScalars, pool: &Pool) {
         let Some((weight, push)) = self.committed.first() else { return };
         let Gradients::Held { rows, .. } = &push.gradients else { return };
         let mut tables: Vec<Option<&mut HostTable>> = self.tables.iter_mut().map(Some).collect();
         let mut work = Vec::new();
         for (number, generation, looked) in &push.lookup.tables {
-            let Some(table) = tables[*number].take().filter(|t| t.generation == *generation) else { continue };
+            let Some(table) = tables[*number].take().filter(|t| t.generation == *generation) else {
+                continue;
+            };
             let held = hold(looked, rows, table.config.dim, *weight);
             work.push((table, held, update, scalars));
         }
@@ -651,7 +705,8 @@ impl HostGroup {
         for number in 0..tables.len() {
             let mut scalars = *scalars;
             if let Some(clipnorm) = binding.update.clipnorm {
-                scalars.factor *= clipnorm_factor(self.norms[number] * scalars.factor * scalars.factor, clipnorm);
+                scalars.factor *=
+                    clipnorm_factor(self.norms[number] * scalars.factor * scalars.factor, clipnorm);
             }
             scaled.push(scalars);
         }
@@ -669,6 +724,8 @@ impl HostGroup {
     /// and never bound stays.
     pub fn bind(&mut self, binding: Binding) -> Result<()> {
         binding.update.validate()?;
+        let needs_norm = binding.needs_norm || binding.update.clipnorm.is_some();
+        let binding = Binding { needs_norm, ..binding };
         let is_first = self.binding.is_none();
         let is_same = self.binding.is_some_and(|b| b.owner == binding.owner);
         for table in &mut self.tables {
@@ -704,7 +761,10 @@ fn run_if_large<T: Send>(work: usize, tasks: Vec<T>, pool: &Pool, run: impl Fn(T
 
 /// Updates the records of several tables with their merged gradients.
 #[allow(unsafe_code)]
-fn run_updates<G: MergedGradients>(mut work: Vec<(&mut HostTable, Vec<G>, &Update, &UpdateScalars)>, pool: &Pool) {
+fn run_updates<G: MergedGradients>(
+    mut work: Vec<(&mut HostTable, Vec<G>, &Update, &UpdateScalars)>,
+    pool: &Pool,
+) {
     let total: usize = work.iter().flat_map(|(_, gradients, ..)| gradients).map(|g| g.records().len()).sum();
     let mut tasks = Vec::new();
     for (table, gradients, update, scalars) in &mut work {

@@ -10,7 +10,7 @@ use crate::index::Index;
 use crate::key::{Key, hash};
 use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, lookup_whole, new_keys};
 use crate::merge::{HeldGradients, MergedGradients};
-use crate::optimizer::{Update, UpdateScalars};
+use crate::optimizer::{StateSpec, Update, UpdateScalars};
 use crate::pooling::MissingRow;
 use crate::runs::{KeyRuns, RowCode};
 use crate::table::{CheckMode, Cursor, Outcomes, Records, Table, TableConfig, TableStats};
@@ -40,7 +40,12 @@ impl HostTable {
     /// [`Error::Argument`] for a configuration that cannot be, [`Error::Memory`] without room for `initial_capacity`.
     pub fn new(config: TableConfig) -> Result<HostTable> {
         config.validate()?;
-        let first = FirstRecord { seed: config.seed, initializer: config.initializer, dim: config.dim, states: Vec::new() };
+        let first = FirstRecord {
+            seed: config.seed,
+            initializer: config.initializer,
+            dim: config.dim,
+            states: Vec::new(),
+        };
         let mut table = HostTable {
             index: Index::new(config.initial_capacity as usize)?,
             arena: Arena::new(config.dim)?,
@@ -137,7 +142,8 @@ impl HostTable {
         let mut records = vec![NO_RECORD; keys.len()];
         self.for_each_record(keys, |i, record| records[i] = record);
         let absent = |i: &usize| records[*i] == NO_RECORD;
-        let new: Vec<Key> = (0..keys.len()).filter(absent).map(|i| keys[i]).filter(|k| distinct.insert(*k)).collect();
+        let new: Vec<Key> =
+            (0..keys.len()).filter(absent).map(|i| keys[i]).filter(|k| distinct.insert(*k)).collect();
         if insert {
             check_capacity(self, &new)?;
             outcomes = admit(self, &new)?;
@@ -147,7 +153,8 @@ impl HostTable {
         } else {
             outcomes.refused = new.len() as u64;
         }
-        let all: std::collections::HashSet<RecordNumber> = records.iter().copied().filter(|&r| r != NO_RECORD).collect();
+        let all: std::collections::HashSet<RecordNumber> =
+            records.iter().copied().filter(|&r| r != NO_RECORD).collect();
         outcomes.hit = all.len() as u64 - outcomes.inserted;
         Ok((records, outcomes))
     }
@@ -168,6 +175,14 @@ impl Table for HostTable {
 
     fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
         self.check_len("rows", rows.len(), keys.len())?;
+        if found.len() != keys.len() {
+            return Err(Error::argument(format!(
+                "table `{}`: `found` must hold one answer a key. Received: {} for {} keys",
+                self.config.name,
+                found.len(),
+                keys.len()
+            )));
+        }
         let dim = self.config.dim;
         let mut missing = MissingRow::new(self.config.missing, &self.first);
         self.for_each_record(keys, |i, record| {
@@ -192,7 +207,8 @@ impl Table for HostTable {
             outcomes = admit(self, new)?;
         }
         let mode = Mode { insert: new.is_none(), save: true, stream: false };
-        let looked = lookup_whole(self, &mut [FeatureOutput { number: 0, feature, rows }], mode, KeyRuns::default())?;
+        let looked =
+            lookup_whole(self, &mut [FeatureOutput { number: 0, feature, rows }], mode, KeyRuns::default())?;
         // Keys that were admitted just now were hits to the lookup.
         outcomes.hit = looked.outcomes.hit - outcomes.inserted;
         outcomes.inserted += looked.outcomes.inserted;
@@ -226,21 +242,43 @@ impl Table for HostTable {
         let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
         let dim = self.config.dim;
         for runs in &looked.runs {
-            let gradients = HeldGradients { runs, code: RowCode::new(1, keys.len()).unwrap_or_default(), rows: vec![gradients], dim, weight: 1.0 };
+            let gradients = HeldGradients {
+                runs,
+                code: RowCode::new(1, keys.len()).unwrap_or_default(),
+                rows: vec![gradients],
+                dim,
+                weight: 1.0,
+            };
             let keys = 0..gradients.records().len();
-            let task = UpdateTask { arena: self.arena.share(), dim, gradients: &gradients, keys, update: &update, scalars: *scalars };
+            let task = UpdateTask {
+                arena: self.arena.share(),
+                dim,
+                gradients: &gradients,
+                keys,
+                update: &update,
+                scalars: *scalars,
+            };
             // SAFETY: `&mut self`: nobody else has the arena.
             unsafe { task.run() };
         }
-        let refused = looked.dropped_gradients;
-        Ok(Outcomes { refused, ..looked.outcomes })
+        let mut absent = std::collections::HashSet::new();
+        self.for_each_record(keys, |i, record| {
+            if record == NO_RECORD {
+                absent.insert(keys[i]);
+            }
+        });
+        Ok(Outcomes { refused: absent.len() as u64, ..looked.outcomes })
     }
 
     fn erase(&mut self, keys: &[Key]) -> usize {
         let mut erased = 0;
         for &key in keys {
             if let Some(record) = self.index.remove(hash(key), key) {
-                self.retired.push((self.newest_lookup, record));
+                if self.newest_lookup == 0 {
+                    self.arena.release(record);
+                } else {
+                    self.retired.push((self.newest_lookup, record));
+                }
                 erased += 1;
             }
         }
@@ -258,7 +296,12 @@ impl Table for HostTable {
 
     fn stats(&self) -> TableStats {
         let bytes = (self.index.num_bytes() + self.arena.num_bytes()) as u64;
-        TableStats { size: self.len() as u64, capacity: self.index.capacity() as u64, bytes: self.stats.bytes + bytes, ..self.stats }
+        TableStats {
+            size: self.len() as u64,
+            capacity: self.index.capacity() as u64,
+            bytes: self.stats.bytes + bytes,
+            ..self.stats
+        }
     }
 
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
@@ -267,7 +310,11 @@ impl Table for HostTable {
         }
         let dim = self.config.dim;
         let states = update.map(|u| u.rule.states(dim)).unwrap_or_default();
-        if !(keep_states && self.state_specs() == states) {
+        let is_same_rule = self.update.map(|u| u.rule.name()) == update.map(|u| u.rule.name());
+        let layout = |states: &[StateSpec]| states.iter().map(|s| (s.name, s.width)).collect::<Vec<_>>();
+        if keep_states && is_same_rule && layout(&self.first.states) == layout(&states) {
+            self.first.states = states;
+        } else {
             let first = FirstRecord { states: states.clone(), ..self.first.clone() };
             let width = dim + states.iter().map(|s| s.width).sum::<usize>();
             self.arena = self.arena.with_width(width, |old, new| {
@@ -295,11 +342,18 @@ impl Table for HostTable {
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {
+        let (width, num_keys) = (self.arena.width(), records.keys.len());
+        if records.values.len() != num_keys * width {
+            return Err(Error::argument(format!(
+                "table `{}`: `values` must hold {width} numbers a key. Received: {} numbers for {num_keys} keys",
+                self.config.name,
+                records.values.len()
+            )));
+        }
         let (located, outcomes) = self.locate(&records.keys, true)?;
         if outcomes.refused > 0 {
             self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() }, 0);
         }
-        let width = self.arena.width();
         for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
             if record != NO_RECORD {
                 self.arena.record_mut(record).copy_from_slice(values);
@@ -315,10 +369,9 @@ impl Table for HostTable {
     }
 
     fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()> {
-        let other = other
-            .into_any()
-            .downcast::<HostTable>()
-            .map_err(|_| Error::State(format!("table `{}` takes records of a host table alone", self.config.name)))?;
+        let other = other.into_any().downcast::<HostTable>().map_err(|_| {
+            Error::State(format!("table `{}` takes records of a host table alone", self.config.name))
+        })?;
         let HostTable { index, arena, first, update, .. } = *other;
         (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
         self.retired.clear();

@@ -159,16 +159,6 @@ struct Slot {
     slot: u32,
 }
 
-/// Where a key is, or would be looked for next.
-pub enum Probe<'a> {
-    /// In this bucket: its record and its mark.
-    Found(RecordNumber, &'a mut u32),
-    /// Nowhere.
-    Absent,
-    /// Not in its first bucket, but that is full: `find` knows.
-    Further,
-}
-
 /// An index, or the part of one whose hashes start with the same `prefix_bits`.
 pub struct Index {
     prefix_bits: u32,
@@ -178,6 +168,15 @@ pub struct Index {
     /// In the order of their hashes.
     segments: Vec<Segment>,
     len: usize,
+    /// Times that places lost their meaning.
+    growths: u32,
+}
+
+/// The first bucket of a key, until the index grows.
+#[derive(Clone, Copy, Default)]
+pub struct Place {
+    segment: u32,
+    bucket: u32,
 }
 
 impl Index {
@@ -197,6 +196,7 @@ impl Index {
             directory: (0..segments as u32).collect(),
             segments: (0..segments).map(make).collect::<Result<_>>()?,
             len: 0,
+            growths: 0,
         })
     }
 
@@ -220,32 +220,50 @@ impl Index {
         self.directory[entry as usize] as usize
     }
 
-    /// Asks for the first bucket of a key with this hash.
+    /// How often places lost their meaning.
     #[inline(always)]
-    pub fn prefetch(&self, hash: u64) {
-        let buckets = &self.segments[self.segment_of(hash)].buckets;
-        prefetch(buckets.as_ptr().wrapping_add(hash as usize & (buckets.len() - 1)));
+    pub fn growths(&self) -> u32 {
+        self.growths
     }
 
-    /// Asks for the bucket after the first, where `probe` said to look further.
     #[inline(always)]
-    pub fn prefetch_further(&self, hash: u64) {
-        let buckets = &self.segments[self.segment_of(hash)].buckets;
-        prefetch(buckets.as_ptr().wrapping_add((hash as usize + 1) & (buckets.len() - 1)));
-    }
-
-    /// Looks into the first bucket alone.
-    #[inline(always)]
-    pub fn probe(&mut self, hash: u64, key: Key) -> Probe<'_> {
+    pub fn place(&self, hash: u64) -> Place {
         let segment = self.segment_of(hash);
-        let buckets = &mut self.segments[segment].buckets;
-        let at = hash as usize & (buckets.len() - 1);
-        let bucket = &mut buckets[at];
-        match bucket.find(key) {
-            Some(slot) => Probe::Found(bucket.records[slot], &mut bucket.marks[slot]),
-            None if bucket.is_full() => Probe::Further,
-            None => Probe::Absent,
+        let bucket = hash as usize & (self.segments[segment].buckets.len() - 1);
+        Place { segment: segment as u32, bucket: bucket as u32 }
+    }
+
+    /// Asks for the first bucket of a key with this hash, and says which it is.
+    #[inline(always)]
+    pub fn prefetch(&self, hash: u64) -> Place {
+        let segment = self.segment_of(hash);
+        let buckets = &self.segments[segment].buckets;
+        let bucket = hash as usize & (buckets.len() - 1);
+        prefetch(buckets.as_ptr().wrapping_add(bucket));
+        Place { segment: segment as u32, bucket: bucket as u32 }
+    }
+
+    /// Looks into the first bucket alone, and asks for the next where the key may be there.
+    #[inline(always)]
+    pub fn probe(&mut self, place: Place, key: Key) -> Option<(RecordNumber, &mut u32)> {
+        let buckets = &mut self.segments[place.segment as usize].buckets;
+        let next = (place.bucket as usize + 1) & (buckets.len() - 1);
+        let next = buckets.as_ptr().wrapping_add(next);
+        let bucket = &mut buckets[place.bucket as usize];
+        let mut matches = 0;
+        for slot in 0..SLOTS {
+            matches |= u32::from(bucket.keys[slot] == key) << slot;
         }
+        if bucket.is_full() && matches == 0 {
+            prefetch(next);
+        }
+        if matches != 0 {
+            let slot = matches.trailing_zeros() as usize & (SLOTS - 1);
+            if bucket.records[slot] != NO_RECORD {
+                return Some((bucket.records[slot], &mut bucket.marks[slot]));
+            }
+        }
+        None
     }
 
     #[inline]
@@ -318,6 +336,7 @@ impl Index {
     /// Makes room in a segment; false if that would make the directory absurdly large, and it must fill to the brim.
     #[cold]
     fn grow(&mut self, at: usize) -> Result<bool> {
+        self.growths += 1;
         let num_buckets = self.segments[at].buckets.len();
         if num_buckets < MAX_BUCKETS {
             self.double(at)?;
@@ -350,7 +369,8 @@ impl Index {
         let depth = self.segments[at].depth + 1;
         // The halves grow at loads of their own, and so do their halves.
         let place = |half| (self.segments.len() + half) as u64;
-        let mut halves = [Segment::new(num_buckets, depth, place(0))?, Segment::new(num_buckets, depth, place(1))?];
+        let mut halves =
+            [Segment::new(num_buckets, depth, place(0))?, Segment::new(num_buckets, depth, place(1))?];
         for (key, record, mark) in self.segments[at].entries() {
             let hash = hash(key);
             let half = (hash << self.prefix_bits) << (depth - 1) >> 63;
@@ -385,7 +405,10 @@ impl Index {
 
     /// Takes the index apart into `2^bits` by the top bits of the hash, for as many threads; `join` puts it together.
     pub fn split(self, bits: u32) -> Vec<Index> {
-        assert!(self.prefix_bits == 0 && self.segments.iter().all(|s| s.depth >= bits), "`deepen` came before");
+        assert!(
+            self.prefix_bits == 0 && self.segments.iter().all(|s| s.depth >= bits),
+            "`deepen` came before"
+        );
         let mut segments = self.segments.into_iter();
         let mut rest = segments.next();
         let parts = 1u64 << bits;
@@ -404,7 +427,8 @@ impl Index {
             }
             let len = mine.iter().map(|s| s.len as usize).sum();
             let depth = self.depth - bits;
-            let mut index = Index { prefix_bits: bits, depth, directory: Vec::new(), segments: mine, len };
+            let mut index =
+                Index { prefix_bits: bits, depth, directory: Vec::new(), segments: mine, len, growths: 0 };
             index.number_directory();
             result.push(index);
         }
@@ -415,7 +439,14 @@ impl Index {
     pub fn take(&mut self) -> Index {
         let directory = std::mem::take(&mut self.directory);
         let segments = std::mem::take(&mut self.segments);
-        Index { prefix_bits: self.prefix_bits, depth: self.depth, directory, segments, len: self.len }
+        Index {
+            prefix_bits: self.prefix_bits,
+            depth: self.depth,
+            directory,
+            segments,
+            len: self.len,
+            growths: self.growths,
+        }
     }
 
     pub fn join(parts: Vec<Index>) -> Index {
@@ -424,7 +455,7 @@ impl Index {
         let len = parts.iter().map(|p| p.len).sum();
         let mut segments: Vec<Segment> = parts.into_iter().flat_map(|p| p.segments).collect();
         segments.iter_mut().for_each(|s| s.depth += bits);
-        let mut index = Index { prefix_bits: 0, depth, directory: Vec::new(), segments, len };
+        let mut index = Index { prefix_bits: 0, depth, directory: Vec::new(), segments, len, growths: 0 };
         index.number_directory();
         index
     }
@@ -524,7 +555,10 @@ mod tests {
             *index.insert(hash(key), key, key as u32 + 1).unwrap() = key as u32;
         }
         for key in 0..300_000u64 {
-            assert_eq!(index.find_mut(hash(key), key).map(|(r, m)| (r, *m)), Some((key as u32 + 1, key as u32)));
+            assert_eq!(
+                index.find_mut(hash(key), key).map(|(r, m)| (r, *m)),
+                Some((key as u32 + 1, key as u32))
+            );
         }
     }
 

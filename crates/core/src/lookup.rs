@@ -65,8 +65,12 @@ thread_local! {
 }
 
 pub(crate) fn is_plain(feature: &Feature, table: &HostTable) -> bool {
-    let lenient = table.config.vocabulary_size.is_some() && table.config.out_of_vocabulary == OutOfVocabulary::Zeros;
-    feature.weights.is_none() && feature.padding_key.is_none() && !lenient && !matches!(feature.bags, Bags::Ragged(_))
+    let lenient =
+        table.config.vocabulary_size.is_some() && table.config.out_of_vocabulary == OutOfVocabulary::Zeros;
+    feature.weights.is_none()
+        && feature.padding_key.is_none()
+        && !lenient
+        && !matches!(feature.bags, Bags::Ragged(_))
 }
 
 /// What becomes of a position.
@@ -154,23 +158,36 @@ pub fn admit(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcomes> {
     for &key in &new_keys[..admitted] {
         table.insert_absent(key)?;
     }
-    Ok(Outcomes { inserted: admitted as u64, refused: (new_keys.len() - admitted) as u64, ..Outcomes::default() })
+    Ok(Outcomes {
+        inserted: admitted as u64,
+        refused: (new_keys.len() - admitted) as u64,
+        ..Outcomes::default()
+    })
 }
 
 pub(crate) fn row_code(features: &[FeatureOutput]) -> Result<RowCode> {
     let most_bags = features.iter().map(|f| f.feature.num_bags()).max().unwrap_or(0);
     RowCode::new(features.len(), most_bags).ok_or_else(|| {
-        Error::argument(format!("{} features of {most_bags} rows on one table are too many for one call", features.len()))
+        Error::argument(format!(
+            "{} features of {most_bags} rows on one table are too many for one call",
+            features.len()
+        ))
     })
 }
 
 /// One thread looks up all features of a table.
-pub fn lookup_whole(table: &mut HostTable, features: &mut [FeatureOutput], mode: Mode, mut runs: KeyRuns) -> Result<Looked> {
+pub fn lookup_whole(
+    table: &mut HostTable,
+    features: &mut [FeatureOutput],
+    mode: Mode,
+    mut runs: KeyRuns,
+) -> Result<Looked> {
     SCRATCH.with_borrow_mut(|scratch| {
         let positions = features.iter().map(|f| f.feature.keys.len()).sum();
         scratch.records.grow_amortized(positions)?;
         scratch.marks.grow_amortized(if mode.save { positions } else { 0 })?;
-        scratch.coefficients.grow_amortized(positions)?;
+        let weighted = mode.save && is_weighted(features);
+        scratch.coefficients.grow_amortized(if weighted { positions } else { 0 })?;
         scratch.distinct.start(positions)?;
         let mut looked = Looked {
             code: row_code(features)?,
@@ -180,8 +197,11 @@ pub fn lookup_whole(table: &mut HostTable, features: &mut [FeatureOutput], mode:
         let before = table.index.len();
         let mut start = 0;
         for feature in &mut *features {
-            find_and_pool(table, feature, mode, scratch, start)?;
+            find_and_pool(table, feature, mode, weighted, scratch, start)?;
             start += feature.feature.keys.len();
+        }
+        if mode.insert {
+            settle_silent(table, features, weighted, scratch);
         }
         streaming_fence();
         let inserted = (table.index.len() - before) as u64;
@@ -199,18 +219,19 @@ fn find_and_pool(
     table: &mut HostTable,
     output: &mut FeatureOutput,
     mode: Mode,
+    weighted: bool,
     scratch: &mut Scratch,
     start: usize,
 ) -> Result<()> {
     if !is_plain(&output.feature, table) {
-        return general_lookup(table, output, mode, scratch, start);
+        return general_lookup(table, output, mode, weighted, scratch, start);
     }
     match table.config.dim {
-        16 => plain_lookup::<16>(table, output, mode, scratch, start),
-        32 => plain_lookup::<32>(table, output, mode, scratch, start),
-        64 => plain_lookup::<64>(table, output, mode, scratch, start),
-        128 => plain_lookup::<128>(table, output, mode, scratch, start),
-        _ => plain_lookup::<0>(table, output, mode, scratch, start),
+        16 => plain_lookup::<16>(table, output, mode, weighted, scratch, start),
+        32 => plain_lookup::<32>(table, output, mode, weighted, scratch, start),
+        64 => plain_lookup::<64>(table, output, mode, weighted, scratch, start),
+        128 => plain_lookup::<128>(table, output, mode, weighted, scratch, start),
+        _ => plain_lookup::<0>(table, output, mode, weighted, scratch, start),
     }
 }
 
@@ -219,6 +240,7 @@ fn plain_lookup<const D: usize>(
     table: &mut HostTable,
     output: &mut FeatureOutput,
     mode: Mode,
+    weighted: bool,
     scratch: &mut Scratch,
     start: usize,
 ) -> Result<()> {
@@ -238,7 +260,7 @@ fn plain_lookup<const D: usize>(
         consumer,
     };
     search.start(mode.save)?;
-    if mode.save {
+    if weighted {
         scratch.coefficients[positions].fill(plain_coefficient(&feature));
     }
     Ok(())
@@ -264,6 +286,7 @@ fn general_lookup(
     table: &mut HostTable,
     output: &mut FeatureOutput,
     mode: Mode,
+    weighted: bool,
     scratch: &mut Scratch,
     start: usize,
 ) -> Result<()> {
@@ -295,8 +318,53 @@ fn general_lookup(
         active.iter().zip(&list_marks[..]).for_each(|(&position, &mark)| marks[position as usize] = mark);
     }
     let mut missing = MissingRow::new(table.config.missing, &table.first);
-    pool_bags(&feature, 0..feature.num_bags(), &table.arena, records, &mut missing, output.rows, &mut coefficients[positions]);
+    let coefficients = if weighted { &mut coefficients[positions] } else { &mut [] };
+    pool_bags(
+        &feature,
+        0..feature.num_bags(),
+        &table.arena,
+        records,
+        &mut missing,
+        output.rows,
+        coefficients,
+    );
     Ok(())
+}
+
+/// Ids of weight 0 see what the whole call inserts, whichever feature did: where a row came after them, their feature is
+/// pooled anew.
+fn settle_silent(table: &HostTable, features: &mut [FeatureOutput], weighted: bool, scratch: &mut Scratch) {
+    let mut start = 0;
+    for output in features {
+        let feature = output.feature;
+        let positions = start..start + feature.keys.len();
+        start = positions.end;
+        let (Some(weights), records) = (feature.weights, &scratch.records[positions.clone()]) else {
+            continue;
+        };
+        let mut is_late = false;
+        for (position, record) in records.iter().enumerate() {
+            if weights[position] == 0.0 && record.load(Relaxed) == NO_RECORD {
+                let key = feature.keys.get(position);
+                let found = table.index.find(hash(key), key);
+                record.store(found, Relaxed);
+                is_late |= found != NO_RECORD;
+            }
+        }
+        if is_late {
+            let mut missing = MissingRow::new(table.config.missing, &table.first);
+            let coefficients = if weighted { &mut scratch.coefficients[positions] } else { &mut [] };
+            pool_bags(
+                &feature,
+                0..feature.num_bags(),
+                &table.arena,
+                records,
+                &mut missing,
+                output.rows,
+                coefficients,
+            );
+        }
+    }
 }
 
 /// Sorts positions by their role; those that are not looked up get the "record" that says so.
@@ -334,30 +402,50 @@ fn sort(
     for (local, output) in features.iter().enumerate() {
         let feature = &output.feature;
         let positions = start..start + feature.keys.len();
-        let (marks, coefficients) = (&scratch.marks[positions.clone()], &scratch.coefficients[positions.clone()]);
-        for bag in 0..feature.num_bags() {
-            let row = looked.code.encode(local, bag);
-            for position in feature.bag(bag) {
-                let key = marks[position];
-                if key == NO_MARK {
-                    continue;
-                }
-                if is_weighted {
-                    runs.add_weighted(key, row, coefficients[position]);
-                } else {
-                    runs.add(key, row);
-                }
-            }
+        let (marks, records) = (&scratch.marks[positions.clone()], &scratch.records[positions.clone()]);
+        let first_row = looked.code.encode(local, 0);
+        if is_weighted {
+            sort_weighted(feature, marks, &scratch.coefficients[positions.clone()], first_row, runs);
+        } else {
+            sort_plain(feature, marks, first_row, runs);
         }
-        trace(table, output, &scratch.records[positions.clone()], looked);
-        looked.dropped_gradients += count_dropped(feature, &scratch.records[positions.clone()]);
+        trace(table, output, records, looked);
+        looked.dropped_gradients += count_dropped(feature, records);
         start = positions.end;
     }
     Ok(())
 }
 
+fn sort_plain(feature: &Feature, marks: &[u32], first_row: u32, runs: &mut KeyRuns) {
+    let mut add = |bag: usize, marks: &[u32]| {
+        for &key in marks.iter().filter(|&&key| key != NO_MARK) {
+            runs.add(key, first_row + bag as u32);
+        }
+    };
+    match feature.bags {
+        Bags::Each | Bags::Fixed { hotness: 1, .. } => {
+            marks.iter().enumerate().for_each(|(bag, mark)| add(bag, std::slice::from_ref(mark)));
+        }
+        Bags::Fixed { hotness, .. } => {
+            marks.chunks(hotness.max(1)).enumerate().for_each(|(bag, marks)| add(bag, marks))
+        }
+        Bags::Ragged(_) => (0..feature.num_bags()).for_each(|bag| add(bag, &marks[feature.bag(bag)])),
+    }
+}
+
+fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_row: u32, runs: &mut KeyRuns) {
+    for bag in 0..feature.num_bags() {
+        for position in feature.bag(bag).filter(|&position| marks[position] != NO_MARK) {
+            runs.add_weighted(marks[position], first_row + bag as u32, coefficients[position]);
+        }
+    }
+}
+
 /// Ids whose gradient goes nowhere, because their key has no row.
 pub(crate) fn count_dropped(feature: &Feature, records: &[AtomicU32]) -> u64 {
+    if feature.weights.is_none() {
+        return records.iter().map(|record| u64::from(record.load(Relaxed) == NO_RECORD)).sum();
+    }
     let is_dropped = |&(position, record): &(usize, &AtomicU32)| {
         record.load(Relaxed) == NO_RECORD && feature.weights.is_none_or(|w| w[position] != 0.0)
     };

@@ -13,7 +13,8 @@ use crate::host_table::HostTable;
 use crate::index::Index;
 use crate::key::hash;
 use crate::lookup::{
-    FeatureOutput, Looked, Mode, classify, count_dropped, is_plain, is_weighted, plain_coefficient, row_code, trace,
+    FeatureOutput, Looked, Mode, classify, count_dropped, is_plain, is_weighted, plain_coefficient, row_code,
+    trace,
 };
 use crate::pool::Pool;
 use crate::pooling::{MissingRow, PlainPooling, PoolRange, pool_bags};
@@ -37,7 +38,8 @@ struct Dealt {
 
 impl Dealt {
     fn new(feature: &Feature, list: &[u32]) -> Dealt {
-        let part_of = |position: u32| (hash(feature.keys.get(position as usize)) >> (64 - PART_BITS)) as usize;
+        let part_of =
+            |position: u32| (hash(feature.keys.get(position as usize)) >> (64 - PART_BITS)) as usize;
         let mut places = [0; PARTS];
         list.iter().for_each(|&position| places[part_of(position)] += 1);
         let mut start = 0;
@@ -134,7 +136,8 @@ pub fn lookup_split(
     let inserted = (give_back(table, &mut parts) - before) as u64;
     found?;
     pool_in_chunks(table, &call, outputs, &mut coefficients, pool);
-    let mut looked = Looked { code, features: outputs.iter().map(|o| o.number).collect(), ..Looked::default() };
+    let mut looked =
+        Looked { code, features: outputs.iter().map(|o| o.number).collect(), ..Looked::default() };
     looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
     if mode.save {
         let distinct: usize = parts.iter().map(|p| p.distinct.len()).sum();
@@ -154,7 +157,11 @@ fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 fn deal(table: &HostTable, call: &Call, pool: &Pool) -> Vec<Deal> {
-    let places = call.features.iter().enumerate().flat_map(|(f, feature)| chunks(feature.keys.len()).map(move |c| (f, c)));
+    let places = call
+        .features
+        .iter()
+        .enumerate()
+        .flat_map(|(f, feature)| chunks(feature.keys.len()).map(move |c| (f, c)));
     let places: Vec<_> = places.collect();
     let mut deals: Vec<Option<Deal>> = places.iter().map(|_| None).collect();
     let tasks: Vec<_> = places.into_iter().zip(&mut deals).collect();
@@ -225,25 +232,36 @@ fn find_in_part(call: &Call, deals: &[Deal], part: &mut PartWork, source: &mut P
     part.marks.grow(if call.mode.save { num_active } else { 0 })?;
     let mut start = 0;
     for deal in deals {
-        let (active, silent) = (deal.active.part(part.number), deal.silent.part(part.number));
+        let active = deal.active.part(part.number);
         let end = start + if call.mode.save { active.len() } else { 0 };
-        let mut find = |positions, insert, mark| {
-            let search = Search {
-                index: &mut part.index,
-                source,
-                keys: call.features[deal.feature].keys,
-                positions,
-                insert,
-                distinct: &mut part.distinct,
-                records: call.records_of(deal.feature),
-                marks: &mut part.marks[start..end],
-                consumer: Nobody,
-            };
-            search.start(mark)
+        let search = Search {
+            index: &mut part.index,
+            source: &mut *source,
+            keys: call.features[deal.feature].keys,
+            positions: active,
+            insert: call.mode.insert,
+            distinct: &mut part.distinct,
+            records: call.records_of(deal.feature),
+            marks: &mut part.marks[start..end],
+            consumer: Nobody,
         };
-        find(active, call.mode.insert, call.mode.save)?;
-        find(silent, false, false)?;
+        search.start(call.mode.save)?;
         start = end;
+    }
+    // Ids of weight 0 see what the whole call inserts.
+    for deal in deals {
+        let search = Search {
+            index: &mut part.index,
+            source: &mut *source,
+            keys: call.features[deal.feature].keys,
+            positions: deal.silent.part(part.number),
+            insert: false,
+            distinct: &mut part.distinct,
+            records: call.records_of(deal.feature),
+            marks: &mut [],
+            consumer: Nobody,
+        };
+        search.start(false)?;
     }
     Ok(())
 }
@@ -279,7 +297,15 @@ fn pool_in_chunks(
         if !is_plain(feature, table) {
             let mut missing = MissingRow::new(table.config.missing, &table.first);
             let records = call.records_of(task.feature);
-            return pool_bags(feature, task.bags, &table.arena, records, &mut missing, task.rows, task.coefficients);
+            return pool_bags(
+                feature,
+                task.bags,
+                &table.arena,
+                records,
+                &mut missing,
+                task.rows,
+                task.coefficients,
+            );
         }
         match dim {
             16 => pool_plain::<16>(table, call, task),
@@ -346,7 +372,9 @@ impl BagOf {
             Bags::Fixed { hotness, .. } => BagOf::Fixed(hotness as u32),
             Bags::Ragged(_) => {
                 let bags = 0..feature.num_bags();
-                BagOf::Ragged(bags.flat_map(|b| std::iter::repeat_n(b as u32, feature.bag(b).len())).collect())
+                BagOf::Ragged(
+                    bags.flat_map(|b| std::iter::repeat_n(b as u32, feature.bag(b).len())).collect(),
+                )
             }
         }
     }

@@ -37,18 +37,53 @@ impl HeldGradients<'_> {
     fn row<const D: usize>(&self, code: u32) -> &[f32] {
         let dim = if D > 0 { D } else { self.dim };
         let (feature, bag) = self.code.decode(code);
-        &self.rows[feature][bag * dim..][..dim]
+        let start = bag * dim;
+        &self.rows[feature][start..start + dim]
+    }
+
+    /// Sums the gradients of some ids, in their order. `W`: each has a coefficient.
+    #[inline(always)]
+    fn sum_run<const D: usize, const W: bool>(&self, ids: Range<usize>, sum: &mut [f32]) {
+        let dim = if D > 0 { D } else { self.dim };
+        let rows = self.runs.rows();
+        let coefficients = if W { self.runs.coefficients().unwrap_or_default() } else { &[] };
+        let sum = &mut sum[..dim];
+        let mut is_first = true;
+        for place in ids {
+            if let Some(&later) = rows.get(place + AHEAD) {
+                prefetch_slice(self.row::<D>(later));
+            }
+            let row = self.row::<D>(rows[place]);
+            let coefficient = if W { coefficients[place] } else { 1.0 };
+            if std::mem::take(&mut is_first) {
+                for k in 0..dim {
+                    sum[k] = if W { row[k] * coefficient } else { row[k] };
+                }
+            } else {
+                for k in 0..dim {
+                    sum[k] += if W { row[k] * coefficient } else { row[k] };
+                }
+            }
+        }
     }
 
     #[inline(always)]
-    fn add_row<const D: usize>(&self, place: usize, is_first: bool, sum: &mut [f32]) {
-        let row = self.row::<D>(self.runs.rows()[place]);
-        let terms = sum.iter_mut().zip(row);
-        match (self.runs.coefficients(), is_first) {
-            (None, true) => terms.for_each(|(s, g)| *s = *g),
-            (None, false) => terms.for_each(|(s, g)| *s += *g),
-            (Some(c), true) => terms.for_each(|(s, g)| *s = *g * c[place]),
-            (Some(c), false) => terms.for_each(|(s, g)| *s += *g * c[place]),
+    fn sum_ids<const D: usize, const W: bool>(&self, ids: Range<usize>, sum: &mut [f32]) {
+        let first = ids.start..ids.end.min(ids.start + RUN);
+        self.sum_run::<D, W>(first.clone(), sum);
+        if first.end < ids.end {
+            self.sum_further_runs::<D, W>(first.end..ids.end, sum);
+        }
+    }
+
+    /// A key with more ids than a run.
+    #[inline(never)]
+    fn sum_further_runs<const D: usize, const W: bool>(&self, ids: Range<usize>, sum: &mut [f32]) {
+        let (mut constant, mut any) = ([0f32; D], vec![0f32; if D > 0 { 0 } else { self.dim }]);
+        for start in ids.clone().step_by(RUN) {
+            let run: &mut [f32] = if D > 0 { &mut constant } else { &mut any };
+            self.sum_run::<D, W>(start..ids.end.min(start + RUN), run);
+            sum.iter_mut().zip(&*run).for_each(|(s, r)| *s += *r);
         }
     }
 }
@@ -80,30 +115,16 @@ impl MergedGradients for HeldGradients<'_> {
 
     #[inline(always)]
     fn merge<const D: usize>(&self, key: usize, sum: &mut [f32]) {
-        let (ends, rows) = (self.runs.ends(), self.runs.rows());
-        let (start, end) = (if key == 0 { 0 } else { ends[key - 1] as usize }, ends[key] as usize);
-        let mut run = [0f32; D];
-        let mut long_run = Vec::new();
-        for place in start..end {
-            prefetch_slice(self.row::<D>(rows[(place + AHEAD).min(rows.len() - 1)]));
-            let in_run = (place - start) % RUN;
-            if place - start < RUN {
-                self.add_row::<D>(place, in_run == 0, sum);
-                continue;
-            }
-            // Only keys with more than 64 ids come here.
-            let run: &mut [f32] = if D > 0 {
-                &mut run
-            } else {
-                long_run.resize(self.dim, 0.0);
-                &mut long_run
-            };
-            self.add_row::<D>(place, in_run == 0, run);
-            if in_run == RUN - 1 || place + 1 == end {
-                sum.iter_mut().zip(&*run).for_each(|(s, r)| *s += *r);
-            }
+        let ends = self.runs.ends();
+        let ids = if key == 0 { 0 } else { ends[key - 1] as usize }..ends[key] as usize;
+        if self.runs.coefficients().is_some() {
+            self.sum_ids::<D, true>(ids, sum);
+        } else {
+            self.sum_ids::<D, false>(ids, sum);
         }
-        sum.iter_mut().for_each(|s| *s *= self.weight);
+        if self.weight != 1.0 {
+            sum.iter_mut().for_each(|s| *s *= self.weight);
+        }
     }
 }
 

@@ -18,7 +18,9 @@ impl Pool {
         if threads == 0 {
             return Err(Error::argument("the number of threads must be at least 1. Received: 0"));
         }
-        let build = || rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("sok-{i}")).build();
+        let build = || {
+            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("sok-{i}")).build()
+        };
         let workers = (threads > 1)
             .then(build)
             .transpose()

@@ -47,9 +47,8 @@ pub struct PlainPooling<'a, const D: usize> {
     keys: Keys<'a>,
     hotness: usize,
     scale: f32,
-    /// The next bag to pool, and the one that `output` starts with.
+    /// The next bag to pool, with which `output` starts.
     next_bag: usize,
-    first_bag: usize,
     num_bags: usize,
     /// `(bags, dim)`
     output: &'a mut [f32],
@@ -72,30 +71,51 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
             _ => (1, 1.0),
         };
         let sum = vec![0.0; missing.first.dim];
-        let (first_bag, num_bags) = (bags.start, bags.end);
+        let (next_bag, num_bags) = (bags.start, bags.end);
         let keys = feature.keys;
-        PlainPooling { keys, hotness, scale, next_bag: first_bag, first_bag, num_bags, output, missing, stream, sum }
+        PlainPooling { keys, hotness, scale, next_bag, num_bags, output, missing, stream, sum }
     }
 
     /// Pools all bags that end before position `settled`.
     #[inline(always)]
     pub fn pool_up_to<const PREFETCH: bool>(&mut self, arena: &Arena, records: &[AtomicU32], settled: usize) {
+        let end = if self.hotness == 0 { self.num_bags } else { self.num_bags.min(settled / self.hotness) };
+        if end <= self.next_bag {
+            return;
+        }
         let dim = if D > 0 { D } else { self.sum.len() };
-        while self.next_bag < self.num_bags && (self.next_bag + 1) * self.hotness <= settled {
-            let start = self.next_bag * self.hotness;
-            let bag = &records[start..start + self.hotness];
+        let bags = self.next_bag..end;
+        let output = std::mem::take(&mut self.output);
+        let (now, later) = output.split_at_mut(bags.len() * dim);
+        self.output = later;
+        self.next_bag = end;
+        for (bag, row) in bags.zip(now.chunks_exact_mut(dim)) {
+            let start = bag * self.hotness;
             if PREFETCH {
                 for record in records[start..].iter().skip(AHEAD).take(self.hotness) {
                     prefetch_slice(&arena.record(record.load(Relaxed))[..dim]);
                 }
             }
+            let ids = &records[start..start + self.hotness];
             if D > 0 {
-                self.pool_constant(arena, bag, start);
+                self.pool_constant(arena, ids, start, row)
             } else {
-                self.pool_any(arena, bag, start);
+                self.pool_any(arena, ids, start, row)
             }
-            self.next_bag += 1;
         }
+    }
+
+    #[inline(always)]
+    fn constant_row<'s>(&'s mut self, arena: &'s Arena, record: &AtomicU32, position: usize) -> &'s [f32; D] {
+        let record = record.load(Relaxed);
+        if record == NO_RECORD {
+            return self
+                .missing
+                .get(self.keys.get(position))
+                .first_chunk()
+                .expect("rows are as wide as the dim");
+        }
+        arena.row(record)
     }
 
     #[inline(always)]
@@ -108,24 +128,30 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     }
 
     #[inline(always)]
-    fn pool_constant(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize) {
-        let Some((first, others)) = bag.split_first() else { return self.store(&[0.0; D]) };
-        let wide = "rows are as wide as the dim";
-        let mut sum: [f32; D] = *self.row(arena, first, start).first_chunk().expect(wide);
-        for (i, record) in others.iter().enumerate() {
-            let row: &[f32; D] = self.row(arena, record, start + 1 + i).first_chunk().expect(wide);
-            for k in 0..D {
-                sum[k] += row[k];
+    fn pool_constant(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize, output: &mut [f32]) {
+        let stream = self.stream;
+        match bag {
+            [] => output.fill(0.0),
+            // A bag of one is its row, whatever the combiner: its scale is 1.
+            [only] => store(output, self.constant_row(arena, only, start), stream),
+            [first, others @ ..] => {
+                let mut sum = *self.constant_row(arena, first, start);
+                for (i, record) in others.iter().enumerate() {
+                    let row = self.constant_row(arena, record, start + 1 + i);
+                    for k in 0..D {
+                        sum[k] += row[k];
+                    }
+                }
+                if self.scale != 1.0 {
+                    sum.iter_mut().for_each(|s| *s *= self.scale);
+                }
+                store(output, &sum, stream);
             }
         }
-        if self.scale != 1.0 {
-            sum.iter_mut().for_each(|s| *s *= self.scale);
-        }
-        self.store(&sum);
     }
 
     #[inline(always)]
-    fn pool_any(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize) {
+    fn pool_any(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize, output: &mut [f32]) {
         let mut sum = std::mem::take(&mut self.sum);
         sum.fill(0.0);
         for (i, record) in bag.iter().enumerate() {
@@ -140,15 +166,14 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         if self.scale != 1.0 {
             sum.iter_mut().for_each(|s| *s *= self.scale);
         }
-        self.store(&sum);
+        store(output, &sum, self.stream);
         self.sum = sum;
     }
+}
 
-    #[inline(always)]
-    fn store(&mut self, row: &[f32]) {
-        let output = &mut self.output[(self.next_bag - self.first_bag) * row.len()..][..row.len()];
-        if self.stream { copy_streaming(output, row) } else { output.copy_from_slice(row) }
-    }
+#[inline(always)]
+fn store(output: &mut [f32], row: &[f32], stream: bool) {
+    if stream { copy_streaming(output, row) } else { output.copy_from_slice(row) }
 }
 
 impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {

@@ -74,7 +74,11 @@ impl<T: Plain> Region<T> {
             .checked_mul(size_of::<T>())
             .filter(|&bytes| bytes <= isize::MAX as usize - 2 * HUGE_PAGE)
             .ok_or_else(|| out_of_memory(usize::MAX))?;
-        let bytes = if wanted >= HUGE_PAGE { wanted.next_multiple_of(HUGE_PAGE) } else { wanted.next_multiple_of(ALIGN) };
+        let bytes = if wanted >= HUGE_PAGE {
+            wanted.next_multiple_of(HUGE_PAGE)
+        } else {
+            wanted.next_multiple_of(ALIGN)
+        };
         if bytes == self.bytes {
             self.len = len;
             return Ok(());

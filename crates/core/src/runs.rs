@@ -60,7 +60,10 @@ impl KeyRuns {
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.records.num_bytes() + self.ends.num_bytes() + self.rows.num_bytes() + self.coefficients.num_bytes()
+        self.records.num_bytes()
+            + self.ends.num_bytes()
+            + self.rows.num_bytes()
+            + self.coefficients.num_bytes()
     }
 
     pub fn records(&self) -> &[RecordNumber] {

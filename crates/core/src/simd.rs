@@ -66,7 +66,10 @@ pub trait Kernel {
 #[inline]
 pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") && is_x86_feature_detected!("lzcnt") {
+    if is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("bmi2")
+        && is_x86_feature_detected!("lzcnt")
+    {
         // SAFETY: the processor has what the function is compiled for: just asked.
         return unsafe { with_avx2(kernel) };
     }

@@ -100,17 +100,31 @@ impl<const D: usize, S: Step, G: MergedGradients> Kernel for ColumnUpdate<'_, D,
 impl<const D: usize, S: Step, G> ColumnUpdate<'_, D, S, G> {
     #[inline(always)]
     fn update(&self, record: &mut [f32], gradient: &[f32], dim: usize) {
-        let record = &mut record[..dim * (1 + S::STATES)];
+        let (row, rest) = record.split_at_mut(dim);
+        let (first, rest) = rest.split_at_mut(if S::STATES > 0 { dim } else { 0 });
+        let (second, rest) = rest.split_at_mut(if S::STATES > 1 { dim } else { 0 });
+        let third = &mut rest[..if S::STATES > 2 { dim } else { 0 }];
         for column in 0..dim {
             let mut states = [0f32; 3];
-            for i in 0..S::STATES {
-                states[i] = record[dim * (1 + i) + column];
-            }
+            let mut each = |i: usize, values: &[f32]| {
+                if S::STATES > i {
+                    states[i] = values[column];
+                }
+            };
+            each(0, first);
+            each(1, second);
+            each(2, third);
             let gradient = self.conditioning.gradient(gradient[column]);
-            let value = self.conditioning.value(record[column]);
-            record[column] = self.step.step(value, &mut states, gradient);
-            for i in 0..S::STATES {
-                record[dim * (1 + i) + column] = states[i];
+            let value = self.conditioning.value(row[column]);
+            row[column] = self.step.step(value, &mut states, gradient);
+            if S::STATES > 0 {
+                first[column] = states[0];
+            }
+            if S::STATES > 1 {
+                second[column] = states[1];
+            }
+            if S::STATES > 2 {
+                third[column] = states[2];
             }
         }
     }

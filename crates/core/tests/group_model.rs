@@ -721,6 +721,25 @@ fn accumulated_steps_are_applied_as_their_sum() {
     assert_eq!(moved(&mut subject), [(1, -0.25), (2, -0.25), (3, -0.25)]);
 }
 
+/// Steps enough for every memory of the erased record to be given up, were it not still owed a gradient.
+#[test]
+fn a_row_inserted_again_gets_no_gradient_of_its_former_life_even_an_accumulated_one() {
+    let mut subject = zeros_group();
+    pushes(&mut subject, 1);
+    subject.commit(&[(1, 1.0)], false).unwrap();
+    subject.apply(SCALARS, false).unwrap();
+    assert_eq!(subject.group.table_mut(0).erase(&[1]), 1);
+    for number in 2..70 {
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &[2])], true, true).unwrap();
+        subject.push(number, lookup, &Arc::new(vec![vec![0.0]]), false, &[]).unwrap();
+        subject.commit(&[(number, 1.0)], false).unwrap();
+        subject.lookup(&[Input::plain(0, &[1, 3])], true, true).unwrap();
+    }
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(contents(&mut subject)[0].len(), 3);
+    assert_eq!(moved(&mut subject), []);
+}
+
 #[test]
 fn a_second_push_without_an_optimizer_is_refused() {
     let mut subject = Subject::new(&[plain_config("a", 1), plain_config("b", 1)], &POOLS[0]);

@@ -112,7 +112,8 @@ fn feature<'a>(
     let bags = match planned.axis {
         Axis::Each => Bags::Each,
         Axis::Last => {
-            let hotness = dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))? as usize;
+            let hotness =
+                dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))? as usize;
             Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness }
         }
         Axis::Ragged => {
@@ -134,7 +135,13 @@ fn feature<'a>(
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///
 /// `insert`: keys without a row get one. `save`: keep what `push` needs.
-pub fn lookup(plan: i64, insert: bool, save: bool, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+pub fn lookup(
+    plan: i64,
+    insert: bool,
+    save: bool,
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+) -> Result<()> {
     let plan = registry::plan(plan)?;
     let mut inputs = inputs.iter();
     let mut features = Vec::with_capacity(plan.features.len());
@@ -198,7 +205,10 @@ pub fn commit(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> R
     for group in &groups {
         let ticket = take(&mut inputs)?.floats()?;
         if ticket.len() != TICKET_LEN {
-            return Err(Error::argument(format!("a ticket has {TICKET_LEN} numbers. Received: {}", ticket.len())));
+            return Err(Error::argument(format!(
+                "a ticket has {TICKET_LEN} numbers. Received: {}",
+                ticket.len()
+            )));
         }
         named.push(group.resolve(ticket)?);
     }

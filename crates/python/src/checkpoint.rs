@@ -34,7 +34,8 @@ fn lock(groups: &[Arc<Group>]) -> Vec<MutexGuard<'_, HostGroup>> {
 
 /// Where a table is: place of its group among `groups`, its number there.
 fn places(tables: &[PyRef<'_, PyTable>], groups: &[Arc<Group>]) -> Vec<(usize, usize)> {
-    let place = |t: &PyRef<'_, PyTable>| groups.iter().position(|g| Arc::ptr_eq(g, &t.group)).unwrap_or_default();
+    let place =
+        |t: &PyRef<'_, PyTable>| groups.iter().position(|g| Arc::ptr_eq(g, &t.group)).unwrap_or_default();
     tables.iter().map(|t| (place(t), t.number)).collect()
 }
 
@@ -62,7 +63,8 @@ fn dump(
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
         let locked = lock(&groups);
-        let tables: Vec<&dyn Table> = places.iter().map(|&(group, number)| locked[group].table(number)).collect();
+        let tables: Vec<&dyn Table> =
+            places.iter().map(|&(group, number)| locked[group].table(number)).collect();
         let options = DumpOptions { overwrite, step, ..DumpOptions::default() };
         json(&checkpoint::dump(&path, &tables, &arrays, &options)?)
     })
@@ -79,7 +81,8 @@ fn load(
     states: bool,
 ) -> PyResult<String> {
     let groups = groups(&tables);
-    let mut wanted: HashMap<(usize, usize), String> = places(&tables, &groups).into_iter().zip(names).collect();
+    let mut wanted: HashMap<(usize, usize), String> =
+        places(&tables, &groups).into_iter().zip(names).collect();
     detached(py, || {
         let mut locked = lock(&groups);
         let mut targets: Vec<(String, &mut dyn Table)> = Vec::new();
@@ -88,7 +91,8 @@ fn load(
                 targets.extend(wanted.remove(&(group, number)).map(|name| (name, table)));
             }
         }
-        let mut targets: Vec<(&str, &mut dyn Table)> = targets.iter_mut().map(|(n, t)| (n.as_str(), &mut **t)).collect();
+        let mut targets: Vec<(&str, &mut dyn Table)> =
+            targets.iter_mut().map(|(n, t)| (n.as_str(), &mut **t)).collect();
         let mode = if merge { LoadMode::Merge } else { LoadMode::Replace };
         json(&checkpoint::load(&path, &mut targets, &LoadOptions { mode, states })?)
     })
@@ -106,7 +110,10 @@ fn verify(py: Python<'_>, path: PathBuf) -> PyResult<()> {
 
 /// The arrays of a dump: `(name, dtype, shape, bytes)`, verified.
 #[pyfunction]
-fn read_arrays(py: Python<'_>, path: PathBuf) -> PyResult<Vec<(String, String, Vec<usize>, Bound<'_, PyBytes>)>> {
+fn read_arrays(
+    py: Python<'_>,
+    path: PathBuf,
+) -> PyResult<Vec<(String, String, Vec<usize>, Bound<'_, PyBytes>)>> {
     let arrays = detached(py, || checkpoint::read_arrays(&path))?;
     Ok(arrays.into_iter().map(|a| (a.name, a.dtype, a.shape, PyBytes::new(py, &a.data))).collect())
 }

@@ -18,8 +18,18 @@ create_exception!(
     SokError,
     "Tables were trained without an `OptimizerWrapper` around the optimizer."
 );
-create_exception!(sok_keras, TicketError, SokError, "A gradient was applied that cannot be attributed to a backward pass.");
-create_exception!(sok_keras, DeviceError, SokError, "A device is missing, or there are more than this process may use.");
+create_exception!(
+    sok_keras,
+    TicketError,
+    SokError,
+    "A gradient was applied that cannot be attributed to a backward pass."
+);
+create_exception!(
+    sok_keras,
+    DeviceError,
+    SokError,
+    "A device is missing, or there are more than this process may use."
+);
 create_exception!(sok_keras, DumpError, SokError, "A dump cannot be written or read.");
 create_exception!(sok_keras, CorruptDumpError, DumpError, "A dump's bytes are not those that were written.");
 create_exception!(sok_keras, DumpMismatchError, DumpError, "A dump does not fit what it is loaded into.");

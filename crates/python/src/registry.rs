@@ -86,7 +86,9 @@ fn add<T>(handles: &Handles<T>, value: T) -> i64 {
 fn get<T>(handles: &Handles<T>, handle: i64, what: &str) -> Result<Arc<T>> {
     let handles = handles.read().unwrap_or_else(|e| e.into_inner());
     let found = handles.as_ref().and_then(|h| h.get(&handle)).cloned();
-    found.ok_or_else(|| Error::State(format!("{what} {handle} is no more: the layer or optimizer that made it is gone")))
+    found.ok_or_else(|| {
+        Error::State(format!("{what} {handle} is no more: the layer or optimizer that made it is gone"))
+    })
 }
 
 fn remove<T>(handles: &Handles<T>, handle: i64) {

@@ -78,7 +78,8 @@ pub struct Table {
     pub number: usize,
 }
 
-type Exported<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
+type Exported<'py> =
+    (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
 
 fn as_keys<'a>(keys: &'a PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
     Ok(keys.as_slice()?.iter().map(|&key| key as u64).collect())
@@ -137,7 +138,8 @@ impl Table {
         insert: bool,
     ) -> PyResult<OutcomesTuple> {
         let (keys, rows) = (as_keys(&keys)?, rows.as_slice()?);
-        detached(py, || self.group.lock().table_mut(self.number).assign(&keys, rows, insert)).map(outcomes_tuple)
+        detached(py, || self.group.lock().table_mut(self.number).assign(&keys, rows, insert))
+            .map(outcomes_tuple)
     }
 
     fn erase(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<usize> {
@@ -157,7 +159,12 @@ impl Table {
             Ok((sorted_records(table)?, table.record_width(), table.config().dim, table.state_specs()))
         })?;
         let column = |start: usize, width_of: usize| -> Vec<f32> {
-            records.values.chunks_exact(width).flat_map(|record| &record[start..start + width_of]).copied().collect()
+            records
+                .values
+                .chunks_exact(width)
+                .flat_map(|record| &record[start..start + width_of])
+                .copied()
+                .collect()
         };
         let num_keys = records.keys.len();
         let keys = PyArray1::from_vec(py, records.keys.iter().map(|&key| key as i64).collect());
@@ -172,7 +179,12 @@ impl Table {
     }
 
     /// Puts whole records in: `values` is `(len(keys), dim + states)`, as `export` gives them side by side.
-    fn restore(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>, values: PyReadonlyArray2<'_, f32>) -> PyResult<()> {
+    fn restore(
+        &self,
+        py: Python<'_>,
+        keys: PyReadonlyArray1<'_, i64>,
+        values: PyReadonlyArray2<'_, f32>,
+    ) -> PyResult<()> {
         let records = Records { keys: as_keys(&keys)?, values: values.as_slice()?.to_vec() };
         detached(py, || {
             let mut group = self.group.lock();

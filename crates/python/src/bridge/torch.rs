@@ -29,7 +29,8 @@ fn tensors(tuples: Vec<TensorTuple>) -> Pointers {
 /// Tensors that Python made before the call.
 impl Outputs for Pointers {
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
-        let tensor = self.0.get(index).ok_or_else(|| Error::argument("the call has fewer outputs than its plan"))?;
+        let tensor =
+            self.0.get(index).ok_or_else(|| Error::argument("the call has fewer outputs than its plan"))?;
         if tensor.dtype != dtype || tensor.dims != dims {
             return Err(Error::argument(format!(
                 "output {index} must be {dtype:?} {dims:?}. Received: {:?} {:?}",
@@ -73,7 +74,12 @@ fn push(
 }
 
 #[pyfunction]
-fn commit(py: Python<'_>, optimizer: i64, inputs: Vec<TensorTuple>, outputs: Vec<TensorTuple>) -> PyResult<()> {
+fn commit(
+    py: Python<'_>,
+    optimizer: i64,
+    inputs: Vec<TensorTuple>,
+    outputs: Vec<TensorTuple>,
+) -> PyResult<()> {
     let (inputs, mut outputs) = (tensors(inputs), tensors(outputs));
     detached(py, move || {
         let inputs = inputs;
@@ -82,7 +88,12 @@ fn commit(py: Python<'_>, optimizer: i64, inputs: Vec<TensorTuple>, outputs: Vec
 }
 
 #[pyfunction]
-fn apply(py: Python<'_>, optimizer: i64, inputs: Vec<TensorTuple>, outputs: Vec<TensorTuple>) -> PyResult<()> {
+fn apply(
+    py: Python<'_>,
+    optimizer: i64,
+    inputs: Vec<TensorTuple>,
+    outputs: Vec<TensorTuple>,
+) -> PyResult<()> {
     let (inputs, mut outputs) = (tensors(inputs), tensors(outputs));
     detached(py, move || {
         let inputs = inputs;
