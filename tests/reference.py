@@ -26,7 +26,7 @@ class RefEmbedding(layers.Embedding):
     then see `sum(g ** 2)` of the repeated ids instead of `sum(g) ** 2`.
     """
 
-    def call(self, inputs):
+    def call(self, inputs, training=None):
         return ops.take(ops.convert_to_tensor(self.embeddings) * 1.0, inputs, axis=0)
 
 

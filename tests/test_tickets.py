@@ -4,18 +4,19 @@ A gradient of the trigger is a ticket: it names the pushes of the backward passe
 keeps the newest 64 pushes, and an update drops those that are older than the oldest which it names.
 """
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
+
+import sok_keras as sok
 from reference import (
     BACKEND,
     BATCH,
     apply_gradients,
+    assert_close,
     assert_same_weights,
+    assert_trains_alike,
     batches,
-    embedding_of,
     model_gradients,
     our_embedding,
     raises,
@@ -25,8 +26,6 @@ from reference import (
     table_of,
     to_numpy,
 )
-
-import sok_keras as sok
 
 RING = 64
 
@@ -138,10 +137,85 @@ def test_random_subsets_in_random_order_are_applied_or_refused(seed):
     run((passes, groups), lambda: keras.optimizers.SGD(0.1))
 
 
-def test_a_thousand_steps_never_run_out_of_marks():
-    """Marks differ from one turn of the ring to the next: no ticket of an earlier turn passes for a later one."""
+def test_ticket_of_an_earlier_turn_of_the_ring_is_refused():
+    """Marks differ from one turn to the next, so that a stale ticket does not pass for that of a newer push in its row."""
     (ours, wrapped), _ = pair(lambda: keras.optimizers.SGD(0.01))
     (first,) = backward_passes(ours, 1)
-    for _ in range(3):
+    for _ in range(2):
         backward_passes(ours, RING)
         assert_refused(ours, wrapped, first)
+
+
+def test_one_lookup_differentiated_twice_counts_twice():
+    ids = np.array([[1, 2, 3]], "int32")
+
+    def train(embedding, optimizer):
+        embedding.build()
+        optimizer.build(embedding.trainable_variables)
+        found = [first + second for first, second in zip(*gradients_of_one_lookup(embedding, ids), strict=True)]
+        apply_gradients(optimizer, found, embedding.trainable_variables)
+        return rows_of(embedding)
+
+    ours = train(our_embedding(), sok.OptimizerWrapper(keras.optimizers.SGD(0.1)))
+    assert_close(ours, train(reference_embedding(), keras.optimizers.SGD(0.1)))
+
+
+def gradients_of_one_lookup(layer, ids):
+    """Gradients of the sum of the rows, and of three times that, from one forward pass."""
+    values = [variable.value for variable in layer.trainable_variables]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape(persistent=True) as tape:
+            rows = tf.reduce_sum(layer(ids, training=True))
+            scaled = 3.0 * rows
+        return tape.gradient(rows, values), tape.gradient(scaled, values)
+    if BACKEND == "torch":
+        import torch
+
+        rows = layer(ids, training=True).sum()
+        return torch.autograd.grad(rows, values, retain_graph=True), torch.autograd.grad(3.0 * rows, values)
+    import jax
+
+    rows, backward = jax.vjp(lambda values: layer.stateless_call(values, [], ids, training=True)[0].sum(), values)
+    return backward(1.0 * rows / rows)[0], backward(3.0 * rows / rows)[0]
+
+
+# ---- two models on one table
+
+
+def models_on_one_layer(embedding, wrap):
+    models = [small_model(embedding) for _ in range(2)]
+    optimizers = [wrap(keras.optimizers.SGD(0.5)) for _ in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.build(model.trainable_variables)
+    (ids,), targets = batches(1)
+    found = [model_gradients(model, ids, targets) for model in models]
+    return models, optimizers, found
+
+
+def test_two_models_on_one_table_update_in_the_order_of_their_passes():
+    def train(embedding, wrap):
+        models, optimizers, found = models_on_one_layer(embedding, wrap)
+        for model, optimizer, gradients in zip(models, optimizers, found, strict=True):
+            apply_gradients(optimizer, gradients, model.trainable_variables)
+        return models[1]
+
+    assert_trains_alike(train)
+
+
+def test_two_models_on_one_table_refuse_the_older_pass_after_the_newer():
+    models, optimizers, found = models_on_one_layer(our_embedding(), sok.OptimizerWrapper)
+    apply_gradients(optimizers[1], found[1], models[1].trainable_variables)
+    assert_refused(models[0], optimizers[0], found[0])
+
+
+def test_two_models_on_one_table_may_add_their_gradients():
+    """The trigger is one variable of both; its gradients add up like those of any."""
+
+    def train(embedding, wrap):
+        models, optimizers, ((first, *_), (second, *rest)) = models_on_one_layer(embedding, wrap)
+        apply_gradients(optimizers[1], [first + second, *rest], models[1].trainable_variables)
+        return models[1]
+
+    assert_trains_alike(train)

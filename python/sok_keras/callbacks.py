@@ -22,7 +22,9 @@ class DumpCheckpoint(keras.callbacks.Callback):
     def __init__(self, path, *, save_freq="epoch", keep=1, restore=True):
         super().__init__()
         if save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0):
-            raise ValueError(f'`save_freq` must be "epoch" or a positive number of batches. Received: save_freq={save_freq!r}')
+            raise ValueError(
+                f'`save_freq` must be "epoch" or a positive number of batches. Received: save_freq={save_freq!r}'
+            )
         if not (isinstance(keep, int) and keep > 0):
             raise ValueError(f"`keep` must be a positive integer. Received: keep={keep!r}")
         self.path = os.fspath(path)

@@ -260,7 +260,9 @@ def _check_variables(path, what, given, own):
     shapes = [tuple(array.shape) for _, array in given]
     wanted = [tuple(variable.shape) for variable in own]
     if shapes != wanted:
-        different = next((i for i, (a, b) in enumerate(zip(shapes, wanted, strict=False)) if a != b), min(len(shapes), len(wanted)))
+        different = next(
+            (i for i, (a, b) in enumerate(zip(shapes, wanted, strict=False)) if a != b), min(len(shapes), len(wanted))
+        )
         raise native.DumpMismatchError(
             f"{os.fspath(path)}: the {what}'s variables must agree in number and shapes: expected {len(wanted)}, the dump has "
             f"{len(shapes)}; they differ from variable {different} on"

@@ -60,6 +60,13 @@ def check_dtype(value, feature):
         )
 
 
+def signed_key(key):
+    """A key as int64 has it: uint64's largest is -1. None stays None."""
+    if key is not None and not -(2**63) <= key < 2**64:
+        raise ValueError(f"`padding_key` must be a 64-bit integer. Received: padding_key={key!r}")
+    return key if key is None or key < 2**63 else key - 2**64
+
+
 def tensors_of(value, feature):
     """Tensors of a feature's ids: `(ids,)`, `(low, high)` or `(flat ids, row splits)`."""
     form = kind(value)
@@ -67,6 +74,8 @@ def tensors_of(value, feature):
         return tuple(ops.cast(ops.convert_to_tensor(value[word]), "int32") for word in ("low", "high"))
     check_dtype(value, feature)
     if form == "dense":
+        if isinstance(value, np.ndarray) and value.dtype == np.uint64:
+            value = value.view("int64")  # the same keys; Keras has no uint64 on PyTorch
         value = ops.convert_to_tensor(value)
         dtype = keras.backend.standardize_dtype(value.dtype)
         return (ops.cast(value, "int32") if dtype in _NARROW else value,)

@@ -1,14 +1,16 @@
 """Keras initializers as the core knows them: the first value of a row is a function of seed, key and column."""
 
 import math
+import zlib
 
 import keras
-import zlib
 
 # Standard deviation of a normal distribution cut at two of them, as Keras corrects for it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
-_NAMES = "RandomUniform, RandomNormal, TruncatedNormal, Constant, Zeros, Ones, VarianceScaling and the classes made of it"
+_NAMES = (
+    "RandomUniform, RandomNormal, TruncatedNormal, Constant, Zeros, Ones, VarianceScaling and the classes made of it"
+)
 
 
 def core_initializer(initializer, dim, vocabulary_size):

@@ -146,7 +146,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         tickets = {id(_core_of(v)): (g, v) for g, v in pairs if _core_of(v) is not None and g is not None}
         dense = [(g, v) for g, v in pairs if _core_of(v) is None and g is not None]
         if not tickets and not dense:
-            raise ValueError(f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}")
+            raise ValueError(
+                f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
+            )
         clip = self._apply_to_tables(tickets, dense) if tickets else None
         self._apply_to_variables(dense, clip)
 

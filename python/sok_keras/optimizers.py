@@ -19,7 +19,9 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         epsilon: Added under the root.
     """
 
-    def __init__(self, learning_rate=0.001, initial_accumulator_value=0.1, epsilon=1e-7, name="row_wise_adagrad", **kwargs):
+    def __init__(
+        self, learning_rate=0.001, initial_accumulator_value=0.1, epsilon=1e-7, name="row_wise_adagrad", **kwargs
+    ):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
         self.initial_accumulator_value = initial_accumulator_value
         self.epsilon = epsilon

@@ -83,7 +83,9 @@ class Table:
     def find(self, keys):
         """Rows `(n, dim)` float32 and whether each key has one, `(n,)` bool. Never inserts; the row of a key without one is
         what `missing` says."""
-        return self._ready().find(as_keys(keys))
+        keys = as_keys(keys)
+        rows, found = self._ready().find(keys)
+        return rows.reshape(len(keys), self.dim), found
 
     def find_or_insert(self, keys):
         """Rows `(n, dim)` float32 and the `Outcomes`; keys without a row get one.
@@ -91,15 +93,20 @@ class Table:
         Raises:
             TableFullError: If they do not fit and `check_mode` is `"raise"`; then nothing has changed.
         """
-        rows, outcomes = self._ready().find_or_insert(as_keys(keys))
+        keys = as_keys(keys)
+        rows, outcomes = self._ready().find_or_insert(keys)
         self._core.warn_of_refused()
-        return rows, Outcomes(*outcomes)
+        return rows.reshape(len(keys), self.dim), Outcomes(*outcomes)
 
     def assign(self, keys, rows, *, insert=True):
         """Overwrites rows, `(n, dim)`; optimizer states stay. Of duplicates the last wins. Without `insert`, keys without a row
         are counted as refused."""
         keys = as_keys(keys)
-        rows = np.ascontiguousarray(rows, "float32").reshape(-1, self.dim) if len(keys) else np.empty((0, self.dim), "float32")
+        rows = (
+            np.ascontiguousarray(rows, "float32").reshape(-1, self.dim)
+            if len(keys)
+            else np.empty((0, self.dim), "float32")
+        )
         if len(rows) != len(keys):
             raise ValueError(f"`rows` must hold one row a key. Received: {len(rows)} rows for {len(keys)} keys")
         outcomes = Outcomes(*self._ready().assign(keys, rows, insert))
@@ -118,7 +125,9 @@ class Table:
         """A copy of all rows as `TableContents`; with `states`, the optimizer's too."""
         del scores  # kept from the first eviction policy on
         keys, rows, named = self._ready().export(states)
-        return TableContents(keys, rows.reshape(len(keys), self.dim), {k: v.reshape(len(keys), -1) for k, v in named}, None)
+        return TableContents(
+            keys, rows.reshape(len(keys), self.dim), {k: v.reshape(len(keys), -1) for k, v in named}, None
+        )
 
     def stats(self):
         """How the table is, as `TableStats`."""

@@ -326,8 +326,8 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
         let mut num_late = 0;
         let marks = if MARK { &mut self.marks[range.clone()] } else { &mut [] };
         let row_bytes = self.consumer.row_bytes();
-        for i in 0..len {
-            let Some((record, mark)) = self.index.probe(block.places[i], block.keys[i]) else {
+        for (i, (&place, &key)) in block.places[..len].iter().zip(&block.keys).enumerate() {
+            let Some((record, mark)) = self.index.probe(place, key) else {
                 late[num_late & (BLOCK - 1)] = i as u8;
                 num_late += 1;
                 continue;

@@ -201,7 +201,12 @@ impl HostGroup {
                 Gradients::Held { .. } => 0,
             });
         let accumulated = self.accumulators.iter().map(|a| a.sums.capacity() * 4);
-        looked.map(KeyRuns::num_bytes).sum::<usize>() + merged.sum::<usize>() + accumulated.sum::<usize>()
+        let traces = self.lookups.iter().flat_map(|l| &l.tables).flat_map(|(_, _, looked)| &looked.traces);
+        let traced: usize = traces.map(|(_, trace)| trace.num_bytes()).sum();
+        looked.map(KeyRuns::num_bytes).sum::<usize>()
+            + traced
+            + merged.sum::<usize>()
+            + accumulated.sum::<usize>()
     }
 
     /// Keys refused since this was last asked, by table, where the check mode says to warn.
@@ -530,7 +535,7 @@ impl HostGroup {
         self.merge_committed(pool)?;
         let mut total = 0.0;
         for table in 0..self.tables.len() {
-            let norm = self.table_norm(table);
+            let norm = self.table_norm(table, pool);
             self.norms[table] = norm as f32;
             total += norm;
         }
@@ -580,18 +585,26 @@ impl HostGroup {
         }
     }
 
-    fn table_norm(&self, number: usize) -> f64 {
+    fn table_norm(&self, number: usize, pool: &Pool) -> f64 {
         let dim = self.tables[number].config.dim;
-        let mut sum = ExactSum::default();
-        let mut gradient = vec![0.0; dim];
-        let mut add = |stored: &StoredGradients| {
-            for key in 0..stored.records.len() {
+        let stored = self.stored(number, self.tables[number].generation);
+        let num_keys: usize = stored.iter().map(|s| s.records.len()).sum();
+        let pieces = stored.iter().flat_map(|s| {
+            s.pieces(num_pieces(s.records.len(), num_keys, pool)).into_iter().map(move |keys| (s, keys))
+        });
+        let pieces: Vec<_> = pieces.collect();
+        let mut sums = vec![ExactSum::default(); pieces.len()];
+        let tasks: Vec<_> = pieces.into_iter().zip(&mut sums).collect();
+        run_if_large(num_keys, tasks, pool, |((stored, keys), sum)| {
+            let mut gradient = vec![0.0; dim];
+            for key in keys {
                 stored.merge::<0>(key, &mut gradient);
                 sum.add(sum_of_squares(&gradient));
             }
-        };
-        self.stored(number, self.tables[number].generation).iter().for_each(&mut add);
-        sum.total()
+        });
+        let mut total = ExactSum::default();
+        sums.iter().for_each(|sum| total.merge(sum));
+        total.total()
     }
 
     /// All that is to be applied to a table, after `merge_committed`.

@@ -79,7 +79,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     /// Pools all bags that end before position `settled`.
     #[inline(always)]
     pub fn pool_up_to<const PREFETCH: bool>(&mut self, arena: &Arena, records: &[AtomicU32], settled: usize) {
-        let end = if self.hotness == 0 { self.num_bags } else { self.num_bags.min(settled / self.hotness) };
+        let end = settled.checked_div(self.hotness).map_or(self.num_bags, |full| full.min(self.num_bags));
         if end <= self.next_bag {
             return;
         }

@@ -29,7 +29,7 @@ pub fn prefetch_slice<T>(values: &[T]) {
 pub fn copy_streaming(to: &mut [f32], from: &[f32]) {
     assert_eq!(to.len(), from.len());
     #[cfg(target_arch = "x86_64")]
-    if to.as_ptr() as usize % 16 == 0 {
+    if (to.as_ptr() as usize).is_multiple_of(16) {
         use core::arch::x86_64::{_mm_loadu_ps, _mm_stream_ps};
         let (to_chunks, to_rest) = to.as_chunks_mut::<4>();
         let (from_chunks, from_rest) = from.as_chunks::<4>();

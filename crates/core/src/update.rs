@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::arena::{NO_RECORD, SharedArena};
+use crate::arena::{NO_RECORD, RecordNumber, SharedArena};
 use crate::merge::MergedGradients;
 use crate::optimizer::{Conditioning, RowWiseAdagradStep, Step, StepVisitor, Update, UpdateScalars};
 use crate::simd::{Kernel, dispatch, prefetch};
@@ -66,10 +66,9 @@ impl<G: MergedGradients> UpdateTask<'_, G> {
     /// The record of a key, if it still has one.
     #[allow(unsafe_code)]
     #[inline(always)]
-    fn record(&self, key: usize) -> Option<&mut [f32]> {
-        let record = self.gradients.records()[key];
+    fn record<'s>(arena: SharedArena<'s>, record: RecordNumber) -> Option<&'s mut [f32]> {
         // SAFETY: the promise of `run`'s caller; distinct keys have distinct records.
-        (record != NO_RECORD).then(|| unsafe { self.arena.record_mut(record) })
+        (record != NO_RECORD).then(|| unsafe { arena.record_mut(record) })
     }
 }
 
@@ -89,7 +88,8 @@ impl<const D: usize, S: Step, G: MergedGradients> Kernel for ColumnUpdate<'_, D,
         let (mut constant, mut any) = ([0f32; D], vec![0f32; if D > 0 { 0 } else { dim }]);
         for key in self.task.keys.clone() {
             self.task.prefetch(key + AHEAD);
-            let Some(record) = self.task.record(key) else { continue };
+            let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records()[key]);
+            let Some(record) = record else { continue };
             let gradient: &mut [f32] = if D > 0 { &mut constant } else { &mut any };
             self.task.gradients.merge::<D>(key, gradient);
             self.update(record, gradient, dim);
@@ -145,7 +145,8 @@ impl<G: MergedGradients> Kernel for RowUpdate<'_, G> {
         let mut gradient = vec![0f32; self.task.dim];
         for key in self.task.keys.clone() {
             self.task.prefetch(key + AHEAD);
-            let Some(record) = self.task.record(key) else { continue };
+            let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records()[key]);
+            let Some(record) = record else { continue };
             self.task.gradients.merge::<0>(key, &mut gradient);
             gradient.iter_mut().for_each(|g| *g = self.conditioning.gradient(*g));
             let (row, states) = record.split_at_mut(self.task.dim);

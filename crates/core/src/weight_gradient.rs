@@ -53,13 +53,13 @@ impl WeightTrace {
         let mut start = 0;
         for (&end, gradient) in self.bag_ends.iter().zip(rows.chunks_exact(dim)) {
             let end = end as usize;
-            for position in start..end {
+            for (position, product) in (start..end).zip(&mut gradients[start..end]) {
                 let row = match self.records[position] {
                     PADDING | OUTSIDE => table.arena.record(NO_RECORD),
                     NO_RECORD => missing.next().map_or(&[][..], |&(_, key)| missing_row.get(key)),
                     record => table.arena.record(record),
                 };
-                gradients[position] = row.iter().zip(gradient).map(|(x, g)| x * g).sum();
+                *product = row.iter().zip(gradient).map(|(x, g)| x * g).sum();
             }
             self.through_combiner(start..end, &mut gradients[start..end]);
             start = end;

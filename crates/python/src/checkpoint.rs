@@ -20,6 +20,9 @@ use crate::table::Table as PyTable;
 /// `(name, safetensors dtype, shape, bytes)`
 type ArrayTuple<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
 
+/// As [`ArrayTuple`], on its way out.
+type StoredTuple<'py> = (String, String, Vec<usize>, Bound<'py, PyBytes>);
+
 /// Each group of the tables once, in the order of their addresses: two calls never wait for each other.
 fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<Group>> {
     let mut groups: Vec<_> = tables.iter().map(|t| t.group.clone()).collect();
@@ -110,10 +113,7 @@ fn verify(py: Python<'_>, path: PathBuf) -> PyResult<()> {
 
 /// The arrays of a dump: `(name, dtype, shape, bytes)`, verified.
 #[pyfunction]
-fn read_arrays(
-    py: Python<'_>,
-    path: PathBuf,
-) -> PyResult<Vec<(String, String, Vec<usize>, Bound<'_, PyBytes>)>> {
+fn read_arrays(py: Python<'_>, path: PathBuf) -> PyResult<Vec<StoredTuple<'_>>> {
     let arrays = detached(py, || checkpoint::read_arrays(&path))?;
     Ok(arrays.into_iter().map(|a| (a.name, a.dtype, a.shape, PyBytes::new(py, &a.data))).collect())
 }

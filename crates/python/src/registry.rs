@@ -8,11 +8,13 @@ use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::HostGroup;
 
+use crate::bridge::class_name;
+
 /// The tables of a layer.
 pub struct Group {
     tables: Mutex<HostGroup>,
     /// An error that no caller has seen yet.
-    latched: Mutex<Option<String>>,
+    latched: Mutex<Option<(&'static str, String)>>,
 }
 
 impl Group {
@@ -26,10 +28,11 @@ impl Group {
     }
 
     pub fn latch(&self, error: &Error) {
-        self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| error.to_string());
+        self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| (class_name(error), error.to_string()));
     }
 
-    pub fn take_latched(&self) -> Option<String> {
+    /// The class and the text of it.
+    pub fn take_latched(&self) -> Option<(&'static str, String)> {
         self.latched.lock().unwrap_or_else(|e| e.into_inner()).take()
     }
 }

@@ -10,7 +10,7 @@ use sok_core::host_group::{Binding, HostGroup};
 use sok_core::optimizer::Update;
 use sok_core::table::{Cursor, Outcomes, Records, TableConfig};
 
-use crate::error::{SokError, detached, to_python};
+use crate::error::{SokError, by_class_name, detached, to_python};
 use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
 
 fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
@@ -42,7 +42,7 @@ impl Group {
 
     /// Raises the error of a call that nobody has seen yet.
     fn raise_latched(&self) -> PyResult<()> {
-        self.inner.take_latched().map_or(Ok(()), |text| Err(SokError::new_err(text)))
+        self.inner.take_latched().map_or(Ok(()), |(class, text)| Err(by_class_name(class, text)))
     }
 
     /// Keys refused since this was last asked, by table, where the check mode is "warn".
@@ -78,10 +78,12 @@ pub struct Table {
     pub number: usize,
 }
 
+/// Rows and whether each was there.
+type Found<'py> = (Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<bool>>);
 type Exported<'py> =
     (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
 
-fn as_keys<'a>(keys: &'a PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
+fn as_keys(keys: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
     Ok(keys.as_slice()?.iter().map(|&key| key as u64).collect())
 }
 
@@ -97,11 +99,7 @@ impl Table {
     }
 
     /// Rows `(len(keys), dim)` and whether each was there.
-    fn find<'py>(
-        &self,
-        py: Python<'py>,
-        keys: PyReadonlyArray1<'_, i64>,
-    ) -> PyResult<(Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<bool>>)> {
+    fn find<'py>(&self, py: Python<'py>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<Found<'py>> {
         let keys = as_keys(&keys)?;
         let (rows, found) = detached(py, || {
             let group = self.group.lock();
@@ -224,7 +222,7 @@ impl Table {
 }
 
 fn matrix(py: Python<'_>, values: Vec<f32>, rows: usize) -> PyResult<Bound<'_, PyArray2<f32>>> {
-    let columns = if rows == 0 { 0 } else { values.len() / rows };
+    let columns = values.len().checked_div(rows).unwrap_or(0);
     PyArray1::from_vec(py, values).reshape([rows, columns])
 }
 

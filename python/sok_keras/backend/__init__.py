@@ -17,6 +17,6 @@ elif name == "torch":
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
-from sok_keras import _native as native
+from sok_keras import _native as native  # noqa: E402
 
 __all__ = ["apply", "commit", "eager_scope", "has_wide_integers", "lookup", "name", "native"]

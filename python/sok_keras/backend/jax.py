@@ -78,9 +78,7 @@ _lookup.defvjp(_lookup_to_differentiate, _push)
 
 def commit(optimizer, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(
-        is_update, *tickets, optimizer=np.int64(optimizer.handle)
-    )
+    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(is_update, *tickets, optimizer=np.int64(optimizer.handle))
     return sum_of_squares
 
 
@@ -95,9 +93,7 @@ def _run(call, trigger, weights, inputs, insert, save):
     groups = zip(inputs, weights, strict=True)
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
-    number, *rows = _ffi("sok_lookup", results)(
-        *tensors, trigger, plan=np.int64(call.plan), insert=insert, save=save
-    )
+    number, *rows = _ffi("sok_lookup", results)(*tensors, trigger, plan=np.int64(call.plan), insert=insert, save=save)
     return number, rows
 
 

@@ -12,7 +12,9 @@ from sok_keras.initializers import core_initializer, core_seed
 def table_core_config(config, layer=None):
     """A `TableConfig` as the core takes it. Of a table among several of a layer, the name is mixed into the seed."""
     if not isinstance(config.embedding_dim, int) or config.embedding_dim < 1:
-        raise ValueError(f"`embedding_dim` must be a positive integer. Received: embedding_dim={config.embedding_dim!r}")
+        raise ValueError(
+            f"`embedding_dim` must be a positive integer. Received: embedding_dim={config.embedding_dim!r}"
+        )
     return {
         "name": f"{layer}/{config.name}" if layer else config.name,
         "dim": config.embedding_dim,

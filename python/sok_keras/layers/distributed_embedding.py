@@ -16,7 +16,9 @@ def _map_up_to(structure, function, *trees):
     if isinstance(structure, FeatureConfig):
         return function(structure, *trees)
     for tree in trees:
-        if type(tree) is not type(structure) and not (isinstance(structure, list | tuple) and isinstance(tree, list | tuple)):
+        if type(tree) is not type(structure) and not (
+            isinstance(structure, list | tuple) and isinstance(tree, list | tuple)
+        ):
             raise ValueError(
                 f"Inputs must be nested as `feature_configs` is, here a {type(structure).__name__}. Received: {type(tree).__name__}"
             )
@@ -103,7 +105,9 @@ class DistributedEmbedding(TableLayer):
                 weight = None  # of one id, they cancel
             table = structure.table_numbers[id(config.table)]
             words = ids.is_words(value)
-            features.append((config.name, table, words, axis, weight is not None, config.table.combiner, config.padding_key))
+            features.append(
+                (config.name, table, words, axis, weight is not None, config.table.combiner, config.padding_key)
+            )
             tensors.append(ids.tensors_of(value, config.name))
             floats.append(weight)
         rows = self._lookup(tuple(features), tensors, floats, training)
@@ -176,7 +180,9 @@ class DistributedEmbedding(TableLayer):
             fields = {k: getattr(config, k) for k in ("name", "input_shape", "output_shape", "padding_key")}
             return {"feature": fields, "table": numbers[id(config.table)]}
 
-        tables = [dict(table.get_config(), seed=seed) for table, seed in zip(structure.tables, structure.seeds, strict=True)]
+        tables = [
+            dict(table.get_config(), seed=seed) for table, seed in zip(structure.tables, structure.seeds, strict=True)
+        ]
         return {
             **super().get_config(),
             "feature_configs": _map_up_to(self.feature_configs, feature_of),

@@ -72,6 +72,7 @@ class DynamicEmbedding(TableLayer):
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")
         if combiner is not None:
             check_choice("combiner", combiner)
+        ids.signed_key(padding_key)
         self.output_dim = output_dim
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
         self.combiner = combiner
@@ -109,7 +110,7 @@ class DynamicEmbedding(TableLayer):
         combiner = self.combiner or "sum"
         if axis == "each":
             tensors = tensors[:1] if ids.kind(inputs) != "words" else tensors
-        feature = (self.name, 0, ids.is_words(inputs), axis, weights is not None, combiner, self.padding_key)
+        feature = (self.name, 0, ids.is_words(inputs), axis, weights is not None, combiner, ids.signed_key(self.padding_key))
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
         if ids.kind(inputs) == "ragged" and axis == "each":
             return inputs.with_flat_values(rows)
@@ -156,7 +157,11 @@ class DynamicEmbedding(TableLayer):
         ids.check_dtype(inputs, self.name)
         shape = self.compute_output_shape(ids.shape_of(inputs))
         ragged = ids.kind(inputs) == "ragged" and self.combiner is None
-        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=True) if ragged else keras.KerasTensor(shape, dtype=self.compute_dtype)
+        return (
+            keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=True)
+            if ragged
+            else keras.KerasTensor(shape, dtype=self.compute_dtype)
+        )
 
     def get_config(self):
         return {

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use sok_core::Error;
 use sok_core::checkpoint::{
-    BLOCK_BYTES, Disk, LoadOptions, MANIFEST, dump, load, read_arrays, read_manifest, verify,
+    BLOCK_BYTES, LoadOptions, MANIFEST, dump, load, read_arrays, read_manifest, verify,
 };
 use sok_core::table::Table;
 

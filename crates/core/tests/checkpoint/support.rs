@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sok_core::checkpoint::{
-    Array, Disk, DumpOptions, Files, LoadMode, LoadOptions, MANIFEST, Manifest, dump_with, load, read_arrays,
+    Array, DumpOptions, Files, LoadMode, LoadOptions, MANIFEST, Manifest, dump_with, load, read_arrays,
     read_manifest,
 };
 use sok_core::key::Key;

@@ -1,0 +1,127 @@
+"""Imports go down only, and a framework is touched in its own backend file."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from reference import BACKEND
+
+import sok_keras
+
+ROOT = pathlib.Path(sok_keras.__file__).parent
+PACKAGE = "sok_keras"
+FRAMEWORKS = {"tensorflow", "jax", "torch"}
+
+# From the top down. A module may import those of lower levels, and of its own level only where `SAME_LEVEL` says so.
+LEVELS = [
+    {"__init__"},
+    {"callbacks"},
+    {"checkpoint"},
+    {"optimizer"},
+    {"layers.distributed_embedding"},
+    {"layers.dynamic_embedding"},
+    {"layers.base"},
+    {"core", "ids"},
+    {"table", "feature_config", "optimizers", "initializers"},
+    {"table_config"},
+    {"backend.native_errors"},
+    {"backend"},
+    {"backend.tensorflow", "backend.jax", "backend.torch"},
+    {"_native"},
+]
+
+# Imports of TensorFlow in functions, where its own kinds of tensors or strategies are at hand: module -> functions.
+TENSORFLOW_IN_FUNCTIONS = {
+    "ids": {"tensors_of"},
+    "layers.base": {"check_one_device"},
+    "layers.distributed_embedding": {"_outer_axes"},
+}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module_name(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def level_of(module):
+    return next(number for number, modules in enumerate(LEVELS) if module in modules)
+
+
+def imported(node):
+    """Full names that an import statement may bring in: of `from a import b` both `a` and `a.b`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def own_imports(module):
+    """Modules of the package that a module imports, anywhere in it."""
+    names = [name for node in ast.walk(MODULES[module]) for name in imported(node)]
+    own = {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")}
+    return own & {*MODULES, "_native"}
+
+
+def framework_imports(module):
+    """`(framework, function it stands in or None)` of each import of one."""
+    found = set()
+
+    def visit(node, function):
+        roots = {name.split(".")[0] for name in imported(node)}
+        found.update((root, function) for root in roots & FRAMEWORKS)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(MODULES[module], None)
+    return found
+
+
+def test_every_module_has_a_level():
+    modules = {module for module in MODULES if module != "layers"}  # the package of layers is empty
+    assert modules == set().union(*LEVELS) - {"_native"}
+    assert not MODULES["layers"].body
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "layers"])
+def test_imports_go_down_only(module):
+    upward = {name for name in own_imports(module) if level_of(name) <= level_of(module)}
+    assert not upward
+
+
+def test_native_module_is_imported_in_backend_alone():
+    importers = {module for module in MODULES if "_native" in own_imports(module)}
+    assert importers == {m for m in MODULES if m.startswith("backend") and m != "backend.native_errors"} - {"backend.tensorflow"}
+    # TensorFlow loads the library itself, to see the ops in it.
+    assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("backend.")])
+def test_frameworks_are_imported_in_backend_alone(module):
+    stated = {("tensorflow", function) for function in TENSORFLOW_IN_FUNCTIONS.get(module, ())}
+    assert framework_imports(module) == stated
+
+
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def test_backend_file_imports_its_own_framework_alone(framework):
+    assert {found for found, _ in framework_imports(f"backend.{framework}")} == {framework}
+
+
+def modules_after(statement):
+    """Frameworks in `sys.modules` of a fresh process after `statement`."""
+    code = f"import sys\n{statement}\nprint(*sorted({FRAMEWORKS!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_imports_no_framework_but_the_chosen_one():
+    """Keras itself may bring others; what we add to them is nothing."""
+    assert modules_after("import keras, sok_keras") == modules_after("import keras") | {BACKEND}
