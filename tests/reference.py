@@ -58,8 +58,13 @@ def batches(steps=STEPS, calls=1):
     """Ids, one array a call, and targets. Every id is in every batch: rows that are not do not move with us, and do with
     Keras' dense gradients where the optimizer has momentum."""
     random = np.random.default_rng(1)
-    columns = [np.r_[random.permutation(VOCABULARY), random.integers(0, VOCABULARY, BATCH - VOCABULARY)] for _ in range(steps * HOTNESS)]
-    ids = np.reshape(columns, (steps, HOTNESS, BATCH)).transpose(0, 2, 1).reshape(steps * BATCH, HOTNESS).astype("int32")
+    columns = [
+        np.r_[random.permutation(VOCABULARY), random.integers(0, VOCABULARY, BATCH - VOCABULARY)]
+        for _ in range(steps * HOTNESS)
+    ]
+    ids = (
+        np.reshape(columns, (steps, HOTNESS, BATCH)).transpose(0, 2, 1).reshape(steps * BATCH, HOTNESS).astype("int32")
+    )
     targets = random.normal(size=(steps * BATCH, 2)).astype("float32")
     return [np.roll(ids, 5 * call, axis=1)[:, :: 1 - 2 * (call % 2)].copy() for call in range(calls)], targets
 

@@ -191,7 +191,9 @@ def test_backup_and_restore_goes_on_as_if_never_interrupted(tmp_path):
     assert_same_weights(resumed, whole, tolerance=0)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"]
+)
 def test_copied_layer_has_a_table_of_its_own_with_the_same_rows(copied):
     layer = our_embedding()
     layer.build()
@@ -218,7 +220,9 @@ class CustomStep(keras.Model):
 
         with tf.GradientTape(persistent=True) as tape:
             loss = self.compute_loss(*data, self(data[0], training=True))
-        tape.gradient(loss, [v.value for v, dense in zip(self.trainable_weights, self._is_dense(), strict=True) if dense])
+        tape.gradient(
+            loss, [v.value for v, dense in zip(self.trainable_weights, self._is_dense(), strict=True) if dense]
+        )
         found = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply_gradients([(0.5 * g, v) for g, v in zip(found, self.trainable_weights, strict=True)])
         return {"loss": loss}
@@ -241,13 +245,19 @@ class CustomStep(keras.Model):
         trainable, other, optimizer, metrics = state
 
         def loss_of(values):
-            return self.compute_loss_and_updates(values, other, metrics, *data, None, training=True, optimizer_variables=optimizer)
+            return self.compute_loss_and_updates(
+                values, other, metrics, *data, None, training=True, optimizer_variables=optimizer
+            )
 
         def loss_of_dense(dense):
             dense = iter(dense)
-            return loss_of([next(dense) if is_dense else v for v, is_dense in zip(trainable, self._is_dense(), strict=True)])[0]
+            return loss_of(
+                [next(dense) if is_dense else v for v, is_dense in zip(trainable, self._is_dense(), strict=True)]
+            )[0]
 
-        extra = jax.grad(loss_of_dense)([v for v, is_dense in zip(trainable, self._is_dense(), strict=True) if is_dense])
+        extra = jax.grad(loss_of_dense)(
+            [v for v, is_dense in zip(trainable, self._is_dense(), strict=True) if is_dense]
+        )
         (_, aux), found = jax.value_and_grad(loss_of, has_aux=True)(trainable)
         unused = 0.0 * sum(jax.numpy.sum(g) for g in extra)  # else it would be dead code
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, [0.5 * g + unused for g in found], trainable)
@@ -308,7 +318,9 @@ def jitted_step(model, optimizer):
 
     def step(ids, targets):
         values = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
-        for variables, new in zip((model.trainable_variables, optimizer.variables), pure(*values, ids, targets), strict=True):
+        for variables, new in zip(
+            (model.trainable_variables, optimizer.variables), pure(*values, ids, targets), strict=True
+        ):
             for variable, value in zip(variables, new, strict=True):
                 variable.assign(value)
 
@@ -429,7 +441,9 @@ def test_padding_and_ids_of_weight_zero_insert_nothing():
     layer = sok.DynamicEmbedding(DIM, combiner="sum", padding_key=7, seed=1)
     ids, weights = np.array([[3, 7, 5]], "int32"), np.array([[2.0, 1.0, 0.0]], "float32")
     layer.build()
-    (found,) = gradients(lambda w: ops.sum(layer(ids, w, training=True)), layer.trainable_variables, [tensor(weights)])[1]
+    (found,) = gradients(lambda w: ops.sum(layer(ids, w, training=True)), layer.trainable_variables, [tensor(weights)])[
+        1
+    ]
     table = layer.get_table()
     assert table.export().keys.tolist() == [3]
     rows, is_found = table.find([3, 5])
@@ -483,7 +497,10 @@ class Pooling(layers.Layer):
 
 def test_model_with_shared_static_and_dynamic_tables_of_mixed_dims_equals_keras():
     random = np.random.default_rng(4)
-    rows = {n: random.normal(size=(VOCABULARY, d)).astype("float32") * 0.3 for n, d in (("users", 4), ("items", 3), ("words", 6))}
+    rows = {
+        n: random.normal(size=(VOCABULARY, d)).astype("float32") * 0.3
+        for n, d in (("users", 4), ("items", 3), ("words", 6))
+    }
     hotness = {"user": 1, "friends": 3, "item": 2, "text": 3}
     data = {}
     for name, size in hotness.items():
@@ -505,7 +522,12 @@ def test_model_with_shared_static_and_dynamic_tables_of_mixed_dims_equals_keras(
         return [*out["social"], out["item"], out["text"]]
 
     def embed_by_keras(inputs):
-        of = {"user": ("users", "sum"), "friends": ("users", "sum"), "item": ("items", "mean"), "text": ("words", "sqrtn")}
+        of = {
+            "user": ("users", "sum"),
+            "friends": ("users", "sum"),
+            "item": ("items", "mean"),
+            "text": ("words", "sqrtn"),
+        }
         return [Pooling(references[table], combiner)(inputs[name]) for name, (table, combiner) in of.items()]
 
     ours = train(embed, sok.OptimizerWrapper(optimizers.Adam(0.02)))

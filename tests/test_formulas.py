@@ -6,36 +6,45 @@ import hashlib
 import keras
 import numpy as np
 import pytest
-from keras import ops
-from reference import BACKEND, apply_gradients, assert_close, to_numpy
+from keras import ops, optimizers
 
 import sok_keras as sok
+from reference import BACKEND, apply_gradients, assert_close, to_numpy
 
-O = keras.optimizers
 STEPS, NUM_KEYS = 20, 5
 # A whole number of vector units, and one with a rest.
 DIMS = (8, 17)
 
 # No hyper-parameter at its default, and 0.1 nowhere that 0.9 could be meant.
 RULES = {
-    "sgd": functools.partial(O.SGD, 0.3),
-    "sgd_momentum": functools.partial(O.SGD, 0.05, momentum=0.8),
-    "sgd_nesterov": functools.partial(O.SGD, 0.05, momentum=0.7, nesterov=True),
-    "adam": functools.partial(O.Adam, 0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
-    "adam_amsgrad": functools.partial(O.Adam, 0.02, beta_1=0.7, beta_2=0.6, epsilon=1e-4, amsgrad=True),
-    "adamw": functools.partial(O.AdamW, 0.03, weight_decay=0.07, beta_1=0.85, beta_2=0.9, epsilon=1e-2),
-    "adamw_amsgrad": functools.partial(O.AdamW, 0.03, weight_decay=0.2, beta_1=0.6, beta_2=0.7, epsilon=1e-2, amsgrad=True),
-    "adagrad": functools.partial(O.Adagrad, 0.2, initial_accumulator_value=0.3, epsilon=1e-2),
-    "row_wise_adagrad": functools.partial(sok.optimizers.RowWiseAdagrad, 0.2, initial_accumulator_value=0.3, epsilon=1e-2),
-    "rmsprop": functools.partial(O.RMSprop, 0.02, rho=0.8, epsilon=1e-2),
-    "rmsprop_momentum": functools.partial(O.RMSprop, 0.02, rho=0.8, momentum=0.6, epsilon=1e-2),
-    "rmsprop_centered": functools.partial(O.RMSprop, 0.02, rho=0.7, epsilon=1e-2, centered=True),
-    "rmsprop_centered_momentum": functools.partial(O.RMSprop, 0.02, rho=0.7, momentum=0.5, epsilon=1e-2, centered=True),
-    "ftrl": functools.partial(O.Ftrl, 0.2, initial_accumulator_value=0.3),
-    "ftrl_power": functools.partial(O.Ftrl, 0.2, learning_rate_power=-0.7, initial_accumulator_value=0.2, beta=0.3),
-    "ftrl_power_zero": functools.partial(O.Ftrl, 0.02, learning_rate_power=0.0, l2_regularization_strength=0.2),
+    "sgd": functools.partial(optimizers.SGD, 0.3),
+    "sgd_momentum": functools.partial(optimizers.SGD, 0.05, momentum=0.8),
+    "sgd_nesterov": functools.partial(optimizers.SGD, 0.05, momentum=0.7, nesterov=True),
+    "adam": functools.partial(optimizers.Adam, 0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
+    "adam_amsgrad": functools.partial(optimizers.Adam, 0.02, beta_1=0.7, beta_2=0.6, epsilon=1e-4, amsgrad=True),
+    "adamw": functools.partial(optimizers.AdamW, 0.03, weight_decay=0.07, beta_1=0.85, beta_2=0.9, epsilon=1e-2),
+    "adamw_amsgrad": functools.partial(
+        optimizers.AdamW, 0.03, weight_decay=0.2, beta_1=0.6, beta_2=0.7, epsilon=1e-2, amsgrad=True
+    ),
+    "adagrad": functools.partial(optimizers.Adagrad, 0.2, initial_accumulator_value=0.3, epsilon=1e-2),
+    "row_wise_adagrad": functools.partial(
+        sok.optimizers.RowWiseAdagrad, 0.2, initial_accumulator_value=0.3, epsilon=1e-2
+    ),
+    "rmsprop": functools.partial(optimizers.RMSprop, 0.02, rho=0.8, epsilon=1e-2),
+    "rmsprop_momentum": functools.partial(optimizers.RMSprop, 0.02, rho=0.8, momentum=0.6, epsilon=1e-2),
+    "rmsprop_centered": functools.partial(optimizers.RMSprop, 0.02, rho=0.7, epsilon=1e-2, centered=True),
+    "rmsprop_centered_momentum": functools.partial(
+        optimizers.RMSprop, 0.02, rho=0.7, momentum=0.5, epsilon=1e-2, centered=True
+    ),
+    "ftrl": functools.partial(optimizers.Ftrl, 0.2, initial_accumulator_value=0.3),
+    "ftrl_power": functools.partial(
+        optimizers.Ftrl, 0.2, learning_rate_power=-0.7, initial_accumulator_value=0.2, beta=0.3
+    ),
+    "ftrl_power_zero": functools.partial(
+        optimizers.Ftrl, 0.02, learning_rate_power=0.0, l2_regularization_strength=0.2
+    ),
     "ftrl_all": functools.partial(
-        O.Ftrl,
+        optimizers.Ftrl,
         0.2,
         learning_rate_power=-0.7,
         initial_accumulator_value=0.2,
@@ -56,7 +65,11 @@ AROUND = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "accumulation_clipvalue_decay": {"gradient_accumulation_steps": 3, "clipvalue": 0.4, "weight_decay": 0.3},
     "accumulation_clipnorm_decay": {"gradient_accumulation_steps": 3, "clipnorm": 0.7, "weight_decay": 0.3},
-    "accumulation_global_clipnorm_decay": {"gradient_accumulation_steps": 3, "global_clipnorm": 0.9, "weight_decay": 0.3},
+    "accumulation_global_clipnorm_decay": {
+        "gradient_accumulation_steps": 3,
+        "global_clipnorm": 0.9,
+        "weight_decay": 0.3,
+    },
 }
 
 
@@ -112,7 +125,9 @@ def apply_of(optimizer, variables):
 
     def apply(gradients):
         states = [v.value for v in optimizer.variables]
-        for each, new in zip((variables, optimizer.variables), compiled(states, gradients, [v.value for v in variables]), strict=True):
+        for each, new in zip(
+            (variables, optimizer.variables), compiled(states, gradients, [v.value for v in variables]), strict=True
+        ):
             for variable, value in zip(each, new, strict=True):
                 variable.assign(value)
 
@@ -163,7 +178,7 @@ def test_row_wise_adagrad_of_a_dim_of_one_is_adagrad():
     """The mean over one column is the column."""
     start, steps = normal(np.random.default_rng(1), (NUM_KEYS, 1), (STEPS, NUM_KEYS, 1))
     moved = []
-    for optimizer in (sok.optimizers.RowWiseAdagrad(0.2), O.Adagrad(0.2)):
+    for optimizer in (sok.optimizers.RowWiseAdagrad(0.2), optimizers.Adagrad(0.2)):
         layer = tables_of([start])
         push, apply = push_of(layer), apply_of(sok.OptimizerWrapper(optimizer), [layer.trigger])
         for gradient in steps:
@@ -173,7 +188,9 @@ def test_row_wise_adagrad_of_a_dim_of_one_is_adagrad():
 
 
 def test_learning_rate_of_a_schedule_is_read_before_the_step():
-    assert_rows_move_as_variables(lambda: O.SGD(O.schedules.PiecewiseConstantDecay([2, 5], [0.5, 0.1, 0.02])), steps=8)
+    assert_rows_move_as_variables(
+        lambda: optimizers.SGD(optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.5, 0.1, 0.02])), steps=8
+    )
 
 
 # ---- the same bits
@@ -203,7 +220,7 @@ def trained_digest(num_keys, num_bags):
     configs = [sok.FeatureConfig(name, table) for name, table in (("a", dynamic), ("b", dynamic), ("c", static))]
     layer = sok.DistributedEmbedding(configs, name="digest")
     layer.build()
-    optimizer = sok.OptimizerWrapper(O.Adam(0.03125, beta_1=0.75, beta_2=0.875, epsilon=2.0**-10))
+    optimizer = sok.OptimizerWrapper(optimizers.Adam(0.03125, beta_1=0.75, beta_2=0.875, epsilon=2.0**-10))
     push, apply = push_of(layer), apply_of(optimizer, [layer.trigger])
     random = np.random.default_rng(5)
     for _ in range(10):

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from reference import BACKEND
 
 import sok_keras
+from reference import BACKEND
 
 ROOT = pathlib.Path(sok_keras.__file__).parent
 PACKAGE = "sok_keras"
@@ -99,7 +99,9 @@ def test_imports_go_down_only(module):
 
 def test_native_module_is_imported_in_backend_alone():
     importers = {module for module in MODULES if "_native" in own_imports(module)}
-    assert importers == {m for m in MODULES if m.startswith("backend") and m != "backend.native_errors"} - {"backend.tensorflow"}
+    assert importers == {m for m in MODULES if m.startswith("backend") and m != "backend.native_errors"} - {
+        "backend.tensorflow"
+    }
     # TensorFlow loads the library itself, to see the ops in it.
     assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])
 

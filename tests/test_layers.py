@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
-from reference import BACKEND, apply_gradients, assert_close, gradients, raises, tensor, to_numpy
+from keras import initializers, ops
 
 import sok_keras as sok
+from reference import BACKEND, apply_gradients, assert_close, gradients, raises, tensor, to_numpy
 from sok_keras import ids as ids_module
 
 DIM = 4
@@ -84,7 +84,9 @@ def test_numbers_of_the_hugectr_notebook(kind):
 
 def test_features_share_a_table_by_its_config():
     table, other = sok.TableConfig("shared", None, DIM), sok.TableConfig("own", None, DIM)
-    layer = sok.DistributedEmbedding({name: sok.FeatureConfig(name, t) for name, t in (("a", table), ("b", table), ("c", other))})
+    layer = sok.DistributedEmbedding(
+        {name: sok.FeatureConfig(name, t) for name, t in (("a", table), ("b", table), ("c", other))}
+    )
     assert sorted(layer.get_tables()) == ["own", "shared"]
     layer({"a": np.array([1], "int32"), "b": np.array([2], "int32"), "c": np.array([3], "int32")}, training=True)
     assert layer.get_tables()["shared"].export().keys.tolist() == [1, 2]
@@ -93,7 +95,9 @@ def test_features_share_a_table_by_its_config():
 
 def test_two_configs_of_one_name_are_refused():
     features = [sok.FeatureConfig(name, sok.TableConfig("twice", None, DIM)) for name in "ab"]
-    with pytest.raises(ValueError, match=r"different names; features share a table by using one `TableConfig`.*\['twice'\]"):
+    with pytest.raises(
+        ValueError, match=r"different names; features share a table by using one `TableConfig`.*\['twice'\]"
+    ):
         sok.DistributedEmbedding(features)
 
 
@@ -109,12 +113,16 @@ def first_rows(layer, *batches):
     return table.export().rows
 
 
-@pytest.mark.parametrize("make", [lambda **k: sok.DynamicEmbedding(DIM, **k), lambda **k: distributed(**k)], ids=["dynamic", "distributed"])
+@pytest.mark.parametrize(
+    "make", [lambda **k: sok.DynamicEmbedding(DIM, **k), lambda **k: distributed(**k)], ids=["dynamic", "distributed"]
+)
 def test_first_rows_depend_on_seed_and_key_alone(make):
     keys = np.arange(100)
     rows = first_rows(make(seed=5), keys)
     np.testing.assert_array_equal(first_rows(make(seed=5), keys[::-1]), rows)
-    np.testing.assert_array_equal(first_rows(make(seed=5), *np.array_split(np.random.default_rng(0).permutation(keys), 7)), rows)
+    np.testing.assert_array_equal(
+        first_rows(make(seed=5), *np.array_split(np.random.default_rng(0).permutation(keys), 7)), rows
+    )
     assert not (first_rows(make(seed=6), keys) == rows).any()
     assert len(np.unique(rows)) > 0.99 * rows.size
 
@@ -128,7 +136,10 @@ def test_tables_of_a_layer_start_differently():
 
 def test_keras_seed_gives_the_seeds_of_layers():
     def drawn():
-        return [table_of(layer).find([1, 2])[0] for layer in (sok.DynamicEmbedding(DIM), sok.DynamicEmbedding(DIM), distributed())]
+        return [
+            table_of(layer).find([1, 2])[0]
+            for layer in (sok.DynamicEmbedding(DIM), sok.DynamicEmbedding(DIM), distributed())
+        ]
 
     keras.utils.set_random_seed(3)
     first = drawn()
@@ -138,20 +149,29 @@ def test_keras_seed_gives_the_seeds_of_layers():
     assert not (first[0] == first[1]).any()
 
 
-I = keras.initializers
 MANY = np.arange(20_000)
 # Expected bounds (or None), mean and standard deviation of 80,000 numbers; fan of a dynamic table: its dim, 4.
 INITIALIZERS = {
     "uniform": ("uniform", (-0.05, 0.05), 0.0, 0.1 / 12**0.5),
-    "random_uniform": (I.RandomUniform(1.0, 3.0), (1.0, 3.0), 2.0, 2 / 12**0.5),
-    "random_normal": (I.RandomNormal(1.0, 2.0), None, 1.0, 2.0),
-    "truncated_normal": (I.TruncatedNormal(1.0, 2.0), (-3.0, 5.0), 1.0, 2.0 * 0.8796),
+    "random_uniform": (initializers.RandomUniform(1.0, 3.0), (1.0, 3.0), 2.0, 2 / 12**0.5),
+    "random_normal": (initializers.RandomNormal(1.0, 2.0), None, 1.0, 2.0),
+    "truncated_normal": (initializers.TruncatedNormal(1.0, 2.0), (-3.0, 5.0), 1.0, 2.0 * 0.8796),
     "zeros": ("zeros", (0.0, 0.0), 0.0, 0.0),
     "ones": ("ones", (1.0, 1.0), 1.0, 0.0),
-    "constant": (I.Constant(0.25), (0.25, 0.25), 0.25, 0.0),
-    "variance_scaling": (I.VarianceScaling(2.0, mode="fan_out"), None, 0.0, (2 / 4) ** 0.5),
-    "variance_scaling_normal": (I.VarianceScaling(2.0, "fan_out", "untruncated_normal"), None, 0.0, (2 / 4) ** 0.5),
-    "variance_scaling_uniform": (I.VarianceScaling(2.0, "fan_out", "uniform"), (-(1.5**0.5), 1.5**0.5), 0.0, (2 / 4) ** 0.5),
+    "constant": (initializers.Constant(0.25), (0.25, 0.25), 0.25, 0.0),
+    "variance_scaling": (initializers.VarianceScaling(2.0, mode="fan_out"), None, 0.0, (2 / 4) ** 0.5),
+    "variance_scaling_normal": (
+        initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal"),
+        None,
+        0.0,
+        (2 / 4) ** 0.5,
+    ),
+    "variance_scaling_uniform": (
+        initializers.VarianceScaling(2.0, "fan_out", "uniform"),
+        (-(1.5**0.5), 1.5**0.5),
+        0.0,
+        (2 / 4) ** 0.5,
+    ),
 }
 
 
@@ -165,10 +185,12 @@ def test_initializers_of_keras_have_their_distribution(name):
         assert bounds[0] - 1e-6 <= rows.min() <= rows.max() <= bounds[1] + 1e-6
 
 
-@pytest.mark.parametrize("name", ["glorot_uniform", "glorot_normal", "he_normal", "he_uniform", "lecun_normal", "lecun_uniform"])
+@pytest.mark.parametrize(
+    "name", ["glorot_uniform", "glorot_normal", "he_normal", "he_uniform", "lecun_normal", "lecun_uniform"]
+)
 def test_fans_of_a_static_table_are_those_of_its_matrix(name):
     rows = table_of(distributed(vocabulary_size=50, dim=DIM * 100, initializer=name, seed=1)).find(np.arange(50))[0]
-    of_keras = to_numpy(I.get(name)((50, DIM * 100)))
+    of_keras = to_numpy(initializers.get(name)((50, DIM * 100)))
     assert rows.std() == pytest.approx(of_keras.std(), rel=0.03)
     assert np.abs(rows).max() == pytest.approx(np.abs(of_keras).max(), rel=0.2)
 
@@ -179,9 +201,14 @@ def test_fan_in_of_a_dynamic_table_is_refused(name):
         sok.DynamicEmbedding(DIM, name)
 
 
-@pytest.mark.parametrize("initializer", ["orthogonal", "identity", I.Constant(np.ones(DIM)), lambda shape, dtype=None: np.zeros(shape)])
+@pytest.mark.parametrize(
+    "initializer",
+    ["orthogonal", "identity", initializers.Constant(np.ones(DIM)), lambda shape, dtype=None: np.zeros(shape)],
+)
 def test_initializer_without_a_formula_is_refused(initializer):
-    with pytest.raises(ValueError, match="The core has a formula for RandomUniform.*a function of its key. Received: initializer="):
+    with pytest.raises(
+        ValueError, match=r"The core has a formula for RandomUniform.*a function of its key. Received: initializer="
+    ):
         sok.DynamicEmbedding(DIM, initializer)
 
 
@@ -191,7 +218,10 @@ LAYERS = {"dynamic": lambda **k: sok.DynamicEmbedding(DIM, **k), "distributed": 
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize(("training", "records", "inserts"), [(True, False, 1), (False, False, 0), (False, True, 0), (None, False, 0), (None, True, 1)])
+@pytest.mark.parametrize(
+    ("training", "records", "inserts"),
+    [(True, False, 1), (False, False, 0), (False, True, 0), (None, False, 0), (None, True, 1)],
+)
 def test_who_inserts(kind, training, records, inserts):
     """`training` says; else whether a gradient is being recorded."""
     layer = LAYERS[kind]()
@@ -238,7 +268,7 @@ def test_weights_that_sum_to_zero_give_a_mean_of_zero():
     np.testing.assert_array_equal(to_numpy(rows), np.zeros((1, DIM)))
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (500, 0)])
 def test_empty_batches_pass(shape):
     layer = sok.DynamicEmbedding(DIM, combiner="mean")
     rows = to_numpy(layer(np.zeros(shape, "int32"), training=True))
@@ -304,7 +334,7 @@ def test_words_learn_as_int64_ids():
 
 
 def test_words_pass_through_a_functional_model():
-    inputs = {word: keras.Input((3,), dtype="int32") for word in ("low", "high")}
+    inputs = {word: keras.Input((3,), dtype="int32", name=word) for word in ("low", "high")}
     layer = sok.DynamicEmbedding(DIM, "ones", combiner="sum")
     model = keras.Model(inputs, layer(inputs))
     assert model.output_shape == (None, DIM)
@@ -394,7 +424,10 @@ def test_embedding_tables_of_a_static_table_are_a_matrix():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"other": np.zeros((5, DIM))}, r"this layer, which has \['t'\]. Received: \['other'\]"), ({"t": np.zeros((4, DIM))}, r"shape \(5, 4\)")],
+    [
+        ({"other": np.zeros((5, DIM))}, r"this layer, which has \['t'\]. Received: \['other'\]"),
+        ({"t": np.zeros((4, DIM))}, r"shape \(5, 4\)"),
+    ],
     ids=["name", "shape"],
 )
 def test_set_embedding_tables_changes_nothing_when_refused(given, message):
@@ -409,12 +442,14 @@ def test_set_embedding_tables_changes_nothing_when_refused(given, message):
 
 
 def round_trip(layer):
-    return type(layer).from_config(keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer)).get_config())
+    return type(layer).from_config(
+        keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer)).get_config()
+    )
 
 
 def test_config_of_a_dynamic_layer_keeps_every_choice():
     layer = sok.DynamicEmbedding(
-        DIM, I.RandomNormal(0.5, 2.0), combiner="sqrtn", padding_key=-3, mask_zero=True, missing="zeros", initial_capacity=10,
+        DIM, initializers.RandomNormal(0.5, 2.0), combiner="sqrtn", padding_key=-3, mask_zero=True, missing="zeros", initial_capacity=10,
         max_capacity=20, check_mode="warn", storage="host", save_rows=False, name="mine", dtype="mixed_float16",
     )  # fmt: skip
     twin = round_trip(layer)
@@ -427,7 +462,10 @@ def test_config_of_a_dynamic_layer_keeps_every_choice():
 def test_config_of_a_distributed_layer_keeps_sharing_and_seeds(seed):
     shared = sok.TableConfig("shared", None, DIM, seed=seed, combiner="sum", max_capacity=9)
     static = sok.TableConfig("static", 7, 3, "uniform", seed=seed, out_of_vocabulary="zeros")
-    features = {"a": sok.FeatureConfig("a", shared, (None, 2)), "b": [sok.FeatureConfig("b", shared, padding_key=1), sok.FeatureConfig("c", static)]}
+    features = {
+        "a": sok.FeatureConfig("a", shared, (None, 2)),
+        "b": [sok.FeatureConfig("b", shared, padding_key=1), sok.FeatureConfig("c", static)],
+    }
     layer = sok.DistributedEmbedding(features, name="mine", save_rows=False)
     twin = round_trip(layer)
     assert twin.get_config() == layer.get_config()
@@ -439,7 +477,7 @@ def test_config_of_a_distributed_layer_keeps_sharing_and_seeds(seed):
 
 
 def test_seed_generator_of_keras_is_a_seed():
-    layer = sok.DynamicEmbedding(DIM, I.RandomUniform(seed=keras.random.SeedGenerator(5)))
+    layer = sok.DynamicEmbedding(DIM, initializers.RandomUniform(seed=keras.random.SeedGenerator(5)))
     np.testing.assert_array_equal(table_of(round_trip(layer)).find([1])[0], table_of(layer).find([1])[0])
 
 
@@ -533,12 +571,14 @@ def test_assign_keeps_states_and_set_embedding_tables_does_not():
 
 def test_stats_add_up():
     layer = distributed(combiner="sum", max_capacity=4, check_mode="count")
-    layer(np.array([[1, 2, 1], [2, 3, 3]], "int32"), training=True)
-    layer(np.array([[1, 4, 5], [6, 6, 6]], "int32"), training=True)
+    optimizer = sok.OptimizerWrapper("sgd")
+    for ids in ([[1, 2, 1], [2, 3, 3]], [[1, 4, 5], [6, 6, 6]]):
+        train_step(layer, optimizer, lambda: ops.sum(layer(np.array(ids, "int32"), training=True)))  # noqa: B023
     stats = table_of(layer).stats()
     assert (stats.hits, stats.inserted, stats.refused, stats.filtered, stats.evicted) == (1, 4, 2, 0, 0)
     assert stats.hits + stats.inserted + stats.refused == 3 + 4  # distinct keys of both calls
-    assert (stats.size, stats.native_calls) == (4, 2)
+    assert stats.dropped_gradients == 4  # of the ids 5, 6, 6 and 6
+    assert (stats.size, stats.native_calls, stats.pending_pushes) == (4, 2 * 4, 0)
     assert stats.size <= stats.capacity and stats.bytes >= 4 * (8 + 4 * DIM)
 
 
@@ -553,7 +593,7 @@ def full_table(check_mode):
 
 def test_raise_changes_nothing():
     layer = full_table("raise")
-    with raises(sok.TableFullError, "2 new keys do not fit, it holds 1 of at most 2 rows", layer.get_table()):
+    with raises(sok.TableFullError, "1 new keys do not fit, it holds 1 of at most 2 rows", layer.get_table()):
         layer(np.array([2, 3], "int32"), training=True)
     assert layer.get_table().export().keys.tolist() == [1]
     layer(np.array([2], "int32"), training=True)
@@ -563,7 +603,7 @@ def test_raise_changes_nothing():
 def test_raised_error_has_its_numbers():
     with pytest.raises(sok.TableFullError) as caught:
         full_table("raise").get_table().find_or_insert([2, 3])
-    assert (caught.value.refused, caught.value.capacity) == (2, 2)
+    assert (caught.value.refused, caught.value.capacity) == (1, 2)  # of two new keys there is room for one
 
 
 def test_warn_names_the_table_and_goes_on():
@@ -573,7 +613,7 @@ def test_warn_names_the_table_and_goes_on():
         layer.get_table().synchronize()
     assert len(layer.get_table()) == 2
     assert layer.get_table().stats().refused == 1
-    np.testing.assert_array_equal((rows != 0).any(axis=1).sum(), 1)
+    assert (rows != 0).any(axis=1).tolist() == [True, False, False]
 
 
 def test_count_only_counts():
@@ -612,11 +652,24 @@ def test_output_is_nested_as_the_features(form):
     table = sok.TableConfig("t", None, DIM, combiner="sum")
     a, b = (sok.FeatureConfig(name, table) for name in "ab")
     x, y = np.zeros((2, 3), "int32"), np.zeros((2, 1, 3), "int32")
-    configs, inputs = {"single": (a, x), "list": ([a, b], [x, y]), "tuple": ((a, b), (x, y)), "nested": ({"k": [a], "l": {"m": b}}, {"k": [x], "l": {"m": y}})}[form]
+    configs, inputs = {
+        "single": (a, x),
+        "list": ([a, b], [x, y]),
+        "tuple": ((a, b), (x, y)),
+        "nested": ({"k": [a], "l": {"m": b}}, {"k": [x], "l": {"m": y}}),
+    }[form]
     shapes = lambda tree: keras.tree.map_structure(lambda leaf: tuple(leaf.shape), tree)  # noqa: E731
     got = shapes(sok.DistributedEmbedding(configs)(inputs))
     first, second = (2, DIM), (2, 1, DIM)
-    assert got == {"single": first, "list": [first, second], "tuple": (first, second), "nested": {"k": [first], "l": {"m": second}}}[form]
+    assert (
+        got
+        == {
+            "single": first,
+            "list": [first, second],
+            "tuple": (first, second),
+            "nested": {"k": [first], "l": {"m": second}},
+        }[form]
+    )
 
 
 def test_static_and_dynamic_tables_of_a_layer_answer_by_their_own_rules():

@@ -80,7 +80,9 @@ def test_pitfall_01_gradient_accumulation_updates_once_in_n_steps(name):
 
 def test_pitfall_02_dynamic_loss_scale_reaches_the_rows():
     def train(embedding, wrap):
-        optimizer = optimizers.LossScaleOptimizer(wrap(optimizers.Adam(0.02)), initial_scale=2.0**10, dynamic_growth_steps=3)
+        optimizer = optimizers.LossScaleOptimizer(
+            wrap(optimizers.Adam(0.02)), initial_scale=2.0**10, dynamic_growth_steps=3
+        )
         return fitted(embedding, optimizer, calls=2, epochs=2)
 
     model = assert_trains_alike(train)
@@ -91,7 +93,9 @@ def test_pitfall_02_steps_skipped_for_overflow_leave_no_gradients_behind():
     """The scale starts so high that the first steps overflow: `LossScaleOptimizer` then never calls the wrapper."""
 
     def train(embedding, wrap):
-        optimizer = optimizers.LossScaleOptimizer(wrap(optimizers.Adam(0.02)), initial_scale=2.0**90, dynamic_growth_steps=100)
+        optimizer = optimizers.LossScaleOptimizer(
+            wrap(optimizers.Adam(0.02)), initial_scale=2.0**90, dynamic_growth_steps=100
+        )
         return fitted(embedding, optimizer, loss=lambda y, p: ops.square(y - p) * 2.0**44, epochs=3)
 
     model = assert_trains_alike(train)
@@ -134,7 +138,10 @@ def test_pitfall_04_norms_of_two_tables_in_a_layer_are_those_of_two_variables(ar
         table.assign(np.arange(VOCABULARY), ROWS)
     references = [reference_embedding() for _ in "ab"]
     train(layer, sok.OptimizerWrapper(optimizers.SGD(0.5, **{argument: 0.02})))
-    train(lambda inputs: [Sum()(e(i)) for e, i in zip(references, inputs, strict=True)], optimizers.SGD(0.5, **{argument: 0.02}))
+    train(
+        lambda inputs: [Sum()(e(i)) for e, i in zip(references, inputs, strict=True)],
+        optimizers.SGD(0.5, **{argument: 0.02}),
+    )
     for table, reference in zip(layer.get_tables().values(), references, strict=True):
         assert_close(table.find(np.arange(VOCABULARY))[0], reference.embeddings)
 
@@ -177,7 +184,9 @@ def test_pitfall_07_ema_averages_dense_variables_alone():
         assert_close(mine, reference)
 
 
-@pytest.mark.parametrize("optimizer", [lambda: optimizers.Adam(0.02), lambda: optimizers.SGD(0.2, momentum=0.9)], ids=["adam", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer", [lambda: optimizers.Adam(0.02), lambda: optimizers.SGD(0.2, momentum=0.9)], ids=["adam", "momentum"]
+)
 def test_pitfall_08_rows_outside_the_batch_keep_still(optimizer):
     """Keras' dense gradient moves them too, by their momentum. Nor do their states move."""
     model = fit(our_model(optimizer()))
@@ -188,7 +197,9 @@ def test_pitfall_08_rows_outside_the_batch_keep_still(optimizer):
         assert (now != then).any(axis=1).tolist() == [key == 5 for key in range(VOCABULARY)]
 
 
-@pytest.mark.parametrize("optimizer", [lambda: optimizers.Adagrad(0.1), lambda: optimizers.Adam(0.02)], ids=["adagrad", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", [lambda: optimizers.Adagrad(0.1), lambda: optimizers.Adam(0.02)], ids=["adagrad", "adam"]
+)
 def test_pitfall_09_gradients_of_equal_ids_are_summed_before_they_are_squared(optimizer):
     def train(embedding, wrap):
         model = small_model(embedding)
@@ -393,7 +404,9 @@ def test_pitfall_20_steps_of_two_layers_keep_their_order():
         model.compile(wrap(optimizers.Adam(0.02)), "mse")
         return fit(model, steps=30)
 
-    assert_same_weights(train(our_embedding, sok.OptimizerWrapper), train(reference_embedding, lambda optimizer: optimizer), 4e-6)
+    assert_same_weights(
+        train(our_embedding, sok.OptimizerWrapper), train(reference_embedding, lambda optimizer: optimizer), 4e-6
+    )
 
 
 def test_pitfall_21_error_of_a_step_is_raised_when_the_table_is_read_at_the_latest():
@@ -432,7 +445,10 @@ def test_pitfall_22_table_read_in_the_middle_of_an_epoch_is_that_of_its_step():
 def test_pitfall_23_more_than_one_jax_device_is_refused():
     """A plain call would run on each device with all data: each push twice."""
     layer = sok.DynamicEmbedding(DIM)
-    with keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope(), pytest.raises(sok.DeviceError, match=r"2 devices.*torchrun"):
+    with (
+        keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope(),
+        pytest.raises(sok.DeviceError, match=r"2 devices.*torchrun"),
+    ):
         layer.build()
 
 
@@ -442,7 +458,10 @@ def test_pitfall_24_mirrored_strategy_is_refused():
     import tensorflow as tf
 
     layer = sok.DynamicEmbedding(DIM)
-    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope(), pytest.raises(sok.DeviceError, match=r"2 devices.*torchrun"):
+    with (
+        tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope(),
+        pytest.raises(sok.DeviceError, match=r"2 devices.*torchrun"),
+    ):
         layer.build()
 
 
@@ -492,7 +511,9 @@ def mixed_float16():
 
 def test_pitfall_31_mixed_precision_equals_keras(mixed_float16):
     """Keras merges gradients in float16 (11 bits), we in float32; so the bound is that of float16."""
-    model = assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(optimizers.SGD(0.5)), epochs=2), tolerance=2e-3)
+    model = assert_trains_alike(
+        lambda embedding, wrap: fitted(embedding, wrap(optimizers.SGD(0.5)), epochs=2), tolerance=2e-3
+    )
     assert isinstance(model.optimizer, optimizers.LossScaleOptimizer)
     assert model.layers[1].trigger.dtype == "float32"
     assert keras.backend.standardize_dtype(model.layers[1](np.zeros((1, 1), "int32")).dtype) == "float16"
@@ -508,7 +529,9 @@ def test_pitfall_32_set_weights_does_not_bring_rows_back():
     np.testing.assert_array_equal(table_of(model).export().rows, rows)
 
 
-@pytest.mark.parametrize("make", [lambda: sok.DynamicEmbedding(DIM), lambda: one_table_layer()], ids=["dynamic", "distributed"])
+@pytest.mark.parametrize(
+    "make", [lambda: sok.DynamicEmbedding(DIM), lambda: one_table_layer()], ids=["dynamic", "distributed"]
+)
 def test_pitfall_33_no_attribute_is_a_table(make):
     """Keras reads every attribute of a layer at every save."""
     layer = make()

@@ -131,7 +131,10 @@ def test_random_subsets_in_random_order_are_applied_or_refused(seed):
     random = np.random.default_rng(seed)
     passes = 8
     groups = [
-        [(int(number), float(random.choice([-1.0, 0.5, 2.0]))) for number in random.choice(passes, random.integers(1, 4), replace=False)]
+        [
+            (int(number), float(random.choice([-1.0, 0.5, 2.0])))
+            for number in random.choice(passes, random.integers(1, 4), replace=False)
+        ]
         for _ in range(6)
     ]
     run((passes, groups), lambda: keras.optimizers.SGD(0.1))

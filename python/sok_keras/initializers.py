@@ -71,5 +71,7 @@ def core_seed(seed, initializer, name=""):
         seed = getattr(initializer, "seed", None)
     if isinstance(seed, keras.random.SeedGenerator):
         seed = int(keras.ops.convert_to_numpy(seed.state.value)[0])
+    if seed is not None and not hasattr(seed, "__index__"):
+        raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
     seed = 0 if seed is None else int(seed)
     return (seed ^ zlib.crc32(name.encode()) << 32) % 2**64 if name else seed % 2**64

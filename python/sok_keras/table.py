@@ -102,11 +102,10 @@ class Table:
         """Overwrites rows, `(n, dim)`; optimizer states stay. Of duplicates the last wins. Without `insert`, keys without a row
         are counted as refused."""
         keys = as_keys(keys)
-        rows = (
-            np.ascontiguousarray(rows, "float32").reshape(-1, self.dim)
-            if len(keys)
-            else np.empty((0, self.dim), "float32")
-        )
+        rows = np.ascontiguousarray(rows, "float32")
+        if rows.size and rows.shape[-1] != self.dim:
+            raise ValueError(f"`rows` must be {self.dim} wide. Received: rows of shape {rows.shape}")
+        rows = rows.reshape(-1, self.dim)
         if len(rows) != len(keys):
             raise ValueError(f"`rows` must hold one row a key. Received: {len(rows)} rows for {len(keys)} keys")
         outcomes = Outcomes(*self._ready().assign(keys, rows, insert))

@@ -15,6 +15,9 @@ def table_core_config(config, layer=None):
         raise ValueError(
             f"`embedding_dim` must be a positive integer. Received: embedding_dim={config.embedding_dim!r}"
         )
+    size = config.vocabulary_size
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ValueError(f"`vocabulary_size` must be a positive integer or None. Received: vocabulary_size={size!r}")
     return {
         "name": f"{layer}/{config.name}" if layer else config.name,
         "dim": config.embedding_dim,

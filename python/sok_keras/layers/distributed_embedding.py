@@ -15,6 +15,8 @@ def _map_up_to(structure, function, *trees):
     structure; what lies below, as `{"low", "high"}`, is the leaf's."""
     if isinstance(structure, FeatureConfig):
         return function(structure, *trees)
+    if not isinstance(structure, list | tuple | dict):
+        raise ValueError(f"`feature_configs` must be nested `FeatureConfig`s. Received: {structure!r}")
     for tree in trees:
         if type(tree) is not type(structure) and not (
             isinstance(structure, list | tuple) and isinstance(tree, list | tuple)
@@ -105,9 +107,8 @@ class DistributedEmbedding(TableLayer):
                 weight = None  # of one id, they cancel
             table = structure.table_numbers[id(config.table)]
             words = ids.is_words(value)
-            features.append(
-                (config.name, table, words, axis, weight is not None, config.table.combiner, config.padding_key)
-            )
+            padding_key = ids.signed_key(config.padding_key)
+            features.append((config.name, table, words, axis, weight is not None, config.table.combiner, padding_key))
             tensors.append(ids.tensors_of(value, config.name))
             floats.append(weight)
         rows = self._lookup(tuple(features), tensors, floats, training)
@@ -230,8 +231,6 @@ class _Structure:
 
 
 def _leaves_checked(feature_configs):
-    if not isinstance(feature_configs, FeatureConfig | list | tuple | dict):
-        raise ValueError(f"`feature_configs` must be nested `FeatureConfig`s. Received: {feature_configs!r}")
     leaves = _leaves(feature_configs)
     if not leaves:
         raise ValueError("`feature_configs` must hold at least one `FeatureConfig`")

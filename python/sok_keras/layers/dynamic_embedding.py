@@ -110,7 +110,15 @@ class DynamicEmbedding(TableLayer):
         combiner = self.combiner or "sum"
         if axis == "each":
             tensors = tensors[:1] if ids.kind(inputs) != "words" else tensors
-        feature = (self.name, 0, ids.is_words(inputs), axis, weights is not None, combiner, ids.signed_key(self.padding_key))
+        feature = (
+            self.name,
+            0,
+            ids.is_words(inputs),
+            axis,
+            weights is not None,
+            combiner,
+            ids.signed_key(self.padding_key),
+        )
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
         if ids.kind(inputs) == "ragged" and axis == "each":
             return inputs.with_flat_values(rows)

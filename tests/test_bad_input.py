@@ -1,0 +1,432 @@
+"""Whatever is wrong is told by a clear error, and nothing has changed by then."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import sok_keras as sok
+from reference import BACKEND, apply_gradients, gradients, raises, to_numpy
+
+DIM = 4
+ROWS = np.arange(12, dtype="float32").reshape(3, DIM)
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow alone")
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="of JAX alone")
+
+
+def dynamic(**options):
+    layer = sok.DynamicEmbedding(DIM, **options)
+    layer.get_table().assign([0, 1, 2], ROWS)
+    layer.build()
+    return layer
+
+
+def distributed(vocabulary_size=None, **options):
+    layer = sok.DistributedEmbedding(
+        {"f": sok.FeatureConfig("f", sok.TableConfig("t", vocabulary_size, DIM, **options))}
+    )
+    layer.get_tables()["t"].assign([0, 1, 2], ROWS)
+    layer.build()
+    return layer
+
+
+def table_of(layer):
+    return layer.get_table() if isinstance(layer, sok.DynamicEmbedding) else layer.get_tables()["t"]
+
+
+def assert_untouched(layer):
+    contents = table_of(layer).export()
+    assert contents.keys.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(contents.rows, ROWS)
+    assert table_of(layer).stats().pending_pushes == 0
+
+
+def ids(*values, dtype="int32"):
+    return np.array(values, dtype)
+
+
+# ---- arguments of layers and configs
+
+
+@pytest.mark.parametrize("dim", [0, -4, 4.0, "4", None])
+def test_dim_must_be_a_positive_integer(dim):
+    message = f"must be a positive integer. Received: {{}}={dim!r}"
+    with pytest.raises(ValueError, match="`output_dim` " + message.format("output_dim")):
+        sok.DynamicEmbedding(dim)
+    with pytest.raises(ValueError, match="`embedding_dim` " + message.format("embedding_dim")):
+        sok.DistributedEmbedding(sok.FeatureConfig("f", sok.TableConfig("t", None, dim)))
+
+
+CHOICES = {
+    "combiner": '"mean", "sum", "sqrtn"',
+    "placement": '"auto", "default_device"',
+    "missing": '"initial", "zeros"',
+    "out_of_vocabulary": '"raise", "zeros"',
+    "check_mode": '"raise", "warn", "count"',
+    "storage": '"auto", "host"',
+}
+
+
+@pytest.mark.parametrize("argument", CHOICES)
+def test_unknown_choice_lists_the_known_ones(argument):
+    message = f"`{argument}` must be one of {CHOICES[argument]}. Received: {argument}='other'"
+    with pytest.raises(ValueError, match=message):
+        sok.TableConfig("t", None, DIM, **{argument: "other"})
+    if argument not in ("placement", "out_of_vocabulary"):
+        with pytest.raises(ValueError, match=message):
+            sok.DynamicEmbedding(DIM, **{argument: "other"})
+
+
+@pytest.mark.parametrize("argument", ["initial_capacity", "max_capacity", "vocabulary_size", "seed"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3"])
+def test_sizes_must_be_integers_that_are_not_negative(argument, value):
+    if (argument, value) == ("seed", -1):
+        pytest.skip("a negative seed is one: it counts modulo 2^64")
+    with pytest.raises((ValueError, TypeError), match=f"`{argument}`|{argument} "):
+        sok.DistributedEmbedding(
+            sok.FeatureConfig(
+                "f", sok.TableConfig("t", **{"vocabulary_size": None, "embedding_dim": DIM, argument: value})
+            )
+        )
+
+
+@pytest.mark.parametrize("key", [2**64, -(2**63) - 1])
+def test_padding_key_must_fit_into_64_bits(key):
+    with pytest.raises(ValueError, match="`padding_key` must be a 64-bit integer"):
+        sok.DynamicEmbedding(DIM, padding_key=key)(ids(1))
+
+
+def test_optimizer_of_a_table_is_not_taken_yet():
+    with pytest.raises(
+        ValueError, match=r"`optimizer` must be None: all tables are updated by.*Received: optimizer='adam'"
+    ):
+        sok.TableConfig("t", None, DIM, optimizer="adam")
+
+
+@pytest.mark.parametrize("given", [None, 3, [], {}, {"a": 3}, [sok.TableConfig("t", None, DIM)]])
+def test_features_must_be_nested_feature_configs(given):
+    with pytest.raises(ValueError, match="`feature_configs` must"):
+        sok.DistributedEmbedding(given)
+
+
+def test_table_of_a_feature_must_be_a_config():
+    with pytest.raises(ValueError, match=r"`table` must be a `TableConfig`. Received: table='t' \(feature 'f'\)"):
+        sok.FeatureConfig("f", "t")
+
+
+# ---- ids
+
+
+@pytest.mark.parametrize("make", [dynamic, lambda: distributed()], ids=["dynamic", "distributed"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bool"])
+def test_ids_that_are_no_integers_are_refused(make, dtype):
+    layer = make()
+    given = np.array([1, 0], dtype)
+    with pytest.raises(
+        ValueError,
+        match=rf"Ids must be integers; put `keras.Input\(shape, dtype=\"int64\"\)`.*dtype {dtype} \(feature '",
+    ):
+        layer(given if isinstance(layer, sok.DynamicEmbedding) else {"f": given}, training=True)
+    assert_untouched(layer)
+
+
+def test_sequential_model_without_an_input_names_the_remedy():
+    """Keras' default dtype is float32, by which ids above 2^24 are rounded."""
+    model = keras.Sequential([dynamic(), keras.layers.Dense(1)])
+    model.compile(sok.OptimizerWrapper("sgd"), "mse")
+    with pytest.raises(ValueError, match=r'keras.Input\(shape, dtype="int64"\)'):
+        model.fit(np.zeros((4, 3), "float32"), np.zeros((4, 1)), verbose=0)
+    assert_untouched(model.layers[0])
+
+
+def test_symbolic_float_input_is_refused_when_the_model_is_built():
+    with pytest.raises(ValueError, match="dtype float32"):
+        dynamic()(keras.Input((3,)))
+
+
+@on_jax
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+def test_ids_that_jax_would_cut_are_refused(dtype):
+    layer = dynamic()
+    message = rf"JAX cuts {dtype} ids to 32 bits. Set `JAX_ENABLE_X64=1`.*layer.preprocess\(ids\).*dtype {dtype}"
+    with pytest.raises(ValueError, match=message):
+        layer(ids(1, dtype=dtype))
+    if dtype != "uint64":
+        with pytest.raises(ValueError, match=message):
+            layer(keras.Input((3,), dtype=dtype))
+    assert_untouched(layer)
+
+
+@on_tensorflow
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [([0, 2, 4], "expected 3, got 4"), ([0, 2, 1, 3], "must not decrease|ascend|decrease"), ([1, 2, 3], "start")],
+    ids=["past_the_end", "descending", "late_start"],
+)
+def test_ragged_rows_that_do_not_add_up_are_refused_by_the_core(splits, message):
+    import tensorflow as tf
+
+    layer = dynamic(combiner="sum")
+    ragged = tf.RaggedTensor.from_row_splits(ids(7, 8, 9, dtype="int64"), np.array(splits, "int64"), validate=False)
+    with raises(ValueError, f"row_splits.*({message})", layer.get_table()):
+        layer(ragged, training=True)
+    assert_untouched(layer)
+
+
+def test_preprocess_refuses_weights_of_other_lengths():
+    with pytest.raises(ValueError, match="`weights` must have as many numbers in each row as `inputs` has ids"):
+        dynamic().preprocess([[1, 2], [3]], [[1.0], [1.0, 2.0]])
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (3, 3)])
+def test_weights_of_another_length_are_refused(shape):
+    layer = dynamic(combiner="sum")
+    with raises(ValueError, "6 ids.*weights", layer.get_table()):
+        layer(np.full((2, 3), 7, "int32"), np.ones(shape, "float32"), training=True)
+    assert_untouched(layer)
+
+
+def test_weights_must_be_floats():
+    layer = dynamic(combiner="sum")
+    with pytest.raises(ValueError, match=r"`weights` must be floats. Received: weights of dtype.*int32"):
+        layer(np.full((2, 3), 7, "int32"), np.ones((2, 3), "int32"), training=True)
+    assert_untouched(layer)
+
+
+NESTED = {
+    "list_for_dict": ([ids(1)], r"here a dict. Received: list"),
+    "array_for_dict": (ids(1), "here a dict. Received: ndarray"),
+    "other_names": ({"g": ids(1)}, r"\['f'\]. Received: \['g'\]"),
+    "too_many": ({"f": ids(1), "g": ids(1)}, r"\['f'\]. Received: \['f', 'g'\]"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_inputs_must_be_nested_as_the_features(name):
+    given, message = NESTED[name]
+    layer = distributed()
+    with pytest.raises(ValueError, match=f"Inputs must be nested as `feature_configs` is.*{message}"):
+        layer(given, training=True)
+    assert_untouched(layer)
+
+
+def test_inputs_of_another_shape_than_stated_are_refused():
+    table = sok.TableConfig("t", None, DIM)
+    layer = sok.DistributedEmbedding(sok.FeatureConfig("f", table, input_shape=(8, 3)))
+    layer(np.zeros((2, 3), "int32"))  # another batch size passes
+    with pytest.raises(ValueError, match=r"`input_shape` of feature 'f' is \(8, 3\). Received: shape \(2, 4\)"):
+        layer(np.zeros((2, 4), "int32"))
+
+
+# ---- static tables
+
+
+@pytest.mark.parametrize("key", [-1, 3, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("training", [True, False])
+def test_ids_outside_a_static_table_are_refused(key, training):
+    layer = distributed(3, combiner="sum")
+    message = f"id {key} of feature `f` is outside table `.*/t`, whose ids are 0 to 2"
+    with raises(ValueError, message, table_of(layer)):
+        layer({"f": ids([1, key])}, training=training)
+    assert_untouched(layer)
+
+
+@pytest.mark.parametrize("key", [-1, 3])
+def test_ids_outside_a_static_table_are_zeros_where_asked(key):
+    layer = distributed(3, combiner="sum", out_of_vocabulary="zeros")
+    rows = to_numpy(layer({"f": ids([1, key], [key, key])}, training=True)["f"])
+    np.testing.assert_array_equal(rows, [ROWS[1], np.zeros(DIM)])
+    assert_untouched(layer)
+
+
+@pytest.mark.parametrize("keys", [[-1], [3], [0, 2**63]])
+def test_table_of_a_vocabulary_takes_no_other_keys(keys):
+    layer = distributed(3)
+    with pytest.raises(ValueError, match=r"outside|below|vocabulary"):
+        table_of(layer).assign(np.array(keys, "uint64" if keys[-1] > 2**62 else "int64"), np.zeros((len(keys), DIM)))
+    with pytest.raises(ValueError, match=r"outside|below|vocabulary"):
+        table_of(layer).find_or_insert(np.array(keys, "uint64" if keys[-1] > 2**62 else "int64"))
+    assert_untouched(layer)
+
+
+# ---- a full table
+
+
+@pytest.mark.parametrize("call", ["lookup", "find_or_insert", "assign"])
+def test_batch_that_does_not_fit_changes_nothing(call):
+    layer = dynamic(max_capacity=4)
+    table, message = (
+        layer.get_table(),
+        "is full: 1 new keys do not fit, it holds 3 of at most 4 rows. Raise `max_capacity`",
+    )
+    if call == "lookup":
+        with raises(sok.TableFullError, message, table):
+            layer(ids(7, 1, 8), training=True)
+    else:
+        arguments = [[7, 1, 8]] if call == "find_or_insert" else [[7, 1, 8], np.full((3, DIM), 9.0)]
+        with pytest.raises(sok.TableFullError, match=message):
+            getattr(table, call)(*arguments)
+    assert_untouched(layer)
+
+
+# ---- tables by hand
+
+
+@pytest.mark.parametrize("method", ["find", "find_or_insert", "erase"])
+def test_keys_must_be_integers(method):
+    layer = dynamic()
+    with pytest.raises(TypeError, match=r"Keys must be integers. Received: keys of dtype float64"):
+        getattr(layer.get_table(), method)([1.5])
+    assert_untouched(layer)
+
+
+def test_assigned_rows_must_be_one_a_key():
+    layer = dynamic()
+    with pytest.raises(ValueError, match=r"`rows` must hold one row a key. Received: 1 rows for 2 keys"):
+        layer.get_table().assign([0, 1], np.zeros((1, DIM)))
+    assert_untouched(layer)
+
+
+def test_assigned_rows_must_be_of_the_dim():
+    layer = dynamic()
+    with pytest.raises(ValueError, match=r"`rows` must be 4 wide. Received: rows of shape \(4, 2\)"):
+        layer.get_table().assign([0, 1], np.zeros((DIM, 2)))
+    assert_untouched(layer)
+
+
+def test_a_new_array_of_rows_may_hold_anything_but_is_as_given():
+    table = dynamic().get_table()
+    table.assign([0], [[np.nan, np.inf, -np.inf, 0.0]])
+    assert np.isnan(table.find([0])[0][0, 0])
+
+
+# ---- optimizers
+
+
+def pushed(layer, loss=None):
+    """Gradients of a backward pass on ids that are there."""
+    loss = loss or (lambda: ops.sum(layer(ids(0, 1, 2), training=True)))
+    return gradients(loss, layer.trainable_variables)[0]
+
+
+KNOWN = "AdamW.*Adagrad|Adagrad, Adam, AdamW, Ftrl, RMSprop, RowWiseAdagrad, SGD"
+
+
+class OwnAdam(keras.optimizers.Adam):
+    """A formula of its own, as far as anyone knows."""
+
+
+@pytest.mark.parametrize(
+    "make", [keras.optimizers.Lion, keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.Adadelta, OwnAdam]
+)
+def test_optimizer_without_a_formula_is_refused_by_the_names_of_those_that_have_one(make):
+    with pytest.raises(
+        ValueError,
+        match=f"`inner_optimizer` must be one whose formula the core has: ({KNOWN}). Received: .*{make.__name__}",
+    ):
+        sok.OptimizerWrapper(make())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: sok.OptimizerWrapper("adam"), lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())]
+)
+def test_wrapped_optimizer_is_refused(make):
+    with pytest.raises(
+        ValueError, match=r"`inner_optimizer` must be a plain optimizer.*goes around the wrapper.*Received: "
+    ):
+        sok.OptimizerWrapper(make())
+
+
+def test_unknown_update_mode_is_refused():
+    with pytest.raises(ValueError, match="`update_mode` must be \"local\". Received: update_mode='global'"):
+        sok.OptimizerWrapper("adam", update_mode="global")
+
+
+@pytest.mark.parametrize("make", [dynamic, lambda: distributed()], ids=["dynamic", "distributed"])
+def test_second_push_without_a_wrapped_optimizer_is_refused(make):
+    """The first may belong to a wrapper that is built after it."""
+    layer = make()
+    loss = lambda: (
+        ops.sum(layer(ids(0), training=True))
+        if isinstance(layer, sok.DynamicEmbedding)
+        else ops.sum(layer({"f": ids(0)}, training=True)["f"])
+    )  # noqa: E731
+    pushed(layer, loss)
+    with raises(
+        sok.UnwrappedOptimizerError,
+        r"no optimizer has updated them.*Compile with `sok_keras.OptimizerWrapper\(optimizer\)`",
+        table_of(layer),
+    ):
+        for gradient in pushed(layer, loss):
+            to_numpy(gradient)
+    np.testing.assert_array_equal(table_of(layer).export().rows, ROWS)
+
+
+def test_two_optimizers_with_states_may_not_alternate_on_a_table():
+    layer = dynamic()
+    first, second = (sok.OptimizerWrapper(keras.optimizers.Adam(0.1)) for _ in range(2))
+    for optimizer in (first, second):
+        apply_gradients(optimizer, pushed(layer), layer.trainable_variables)
+    before = layer.get_table().export(states=True)
+    with raises(sok.SokError, "bound to another optimizer", layer.get_table()):
+        apply_gradients(first, pushed(layer), layer.trainable_variables)
+    after = layer.get_table().export(states=True)
+    for now, then in zip([after.rows, *after.states.values()], [before.rows, *before.states.values()], strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_no_gradients_at_all_are_refused():
+    layer = dynamic()
+    with pytest.raises(ValueError, match=r"No gradients provided for any variable. Received: variables"):
+        apply_gradients(sok.OptimizerWrapper("sgd"), [None], layer.trainable_variables)
+    assert_untouched(layer)
+
+
+def test_unknown_variable_is_refused():
+    layer, other = dynamic(), dynamic()
+    optimizer = sok.OptimizerWrapper("sgd")
+    optimizer.build(layer.trainable_variables)
+    with pytest.raises(ValueError, match="trigger"):
+        apply_gradients(optimizer, pushed(other), other.trainable_variables)
+    assert_untouched(layer)
+    np.testing.assert_array_equal(other.get_table().export().rows, ROWS)
+
+
+# ---- several devices in a process
+
+SEVERAL_DEVICES = {
+    "tensorflow": """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import sok_keras as sok
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    layer = sok.DynamicEmbedding(4)
+    {}
+""",
+    "jax": """
+import keras, sok_keras as sok
+keras.distribution.set_distribution(keras.distribution.DataParallel())
+layer = sok.DynamicEmbedding(4)
+{}
+""",
+}
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no distribution on PyTorch")
+@pytest.mark.parametrize(
+    "statement", ["layer.build()", "layer(__import__('numpy').array([1], 'int32'))"], ids=["build", "call"]
+)
+def test_several_devices_in_a_process_are_refused(statement):
+    """In a process of its own: a device cannot be split once it was used."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    code = SEVERAL_DEVICES[BACKEND].format(statement)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 1
+    assert "DeviceError" in done.stderr
+    assert "One process uses one device. Received: a distribution over 2 devices" in done.stderr
+    assert "torchrun --nproc-per-node 2 train.py" in done.stderr
