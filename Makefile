@@ -4,27 +4,59 @@ BACKENDS ?= tensorflow jax torch
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# Sources that the native module is made of.
+# Sources of the native module, which is built anew when they change.
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
-RUN = TF_CPP_MIN_LOG_LEVEL=3 TF_ENABLE_ONEDNN_OPTS=0
+QUIET = TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: help demo test test-rust test-python check sanitize bench format clean
+.PHONY: help demo test test-rust test-python check sanitize format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/$(BACKEND) ## train a DeepFM on Criteo-shaped data, dump it, load it (BACKEND=tensorflow|jax|torch)
-	$(RUN) KERAS_BACKEND=$(BACKEND) $(BIN)/python examples/criteo_deepfm.py
+demo: $(VENV)/$(BACKEND).done ## train a DeepFM on Criteo-shaped data, dump it, load it (BACKEND=tensorflow|jax|torch)
+	$(QUIET) $(BIN)/python examples/criteo_deepfm.py --backend $(BACKEND)
 
 test: test-rust test-python ## all tests, on the three backends
 
-test-rust:
+test-rust: ## the core's tests
 	cargo test --workspace --exclude sok-python
 
-test-python: $(VENV)/tensorflow $(VENV)/jax $(VENV)/torch: $(VENV)/package
-	$(BIN)/maturin develop --release -q --extras $(notdir $@)
+test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## the package's tests, on the three backends
+	for backend in $(BACKENDS); do \
+	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q || exit 1; done
+
+check: $(VENV)/tools.done ## formats, lints, types of the public API
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check python tests examples
+	$(BIN)/ruff check python tests examples
+	$(BIN)/mypy
+
+sanitize: ## the core's tests under AddressSanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
+	  -p sok-core --lib --test table_model --test group_model --target x86_64-unknown-linux-gnu
+
+format: $(VENV)/tools.done ## format everything
+	cargo fmt --all
+	$(BIN)/ruff format python tests examples
+	$(BIN)/ruff check --fix python tests examples
+
+clean: ## remove what was built
+	rm -rf $(VENV) target
+
+$(BIN)/maturin:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip maturin
+
+# Python sources are taken from the checkout.
+$(VENV)/package.done: $(BIN)/maturin $(NATIVE_SOURCES)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q
 	touch $@
 
-$(VENV)/tools: $(VENV)/package
+$(BACKENDS:%=$(VENV)/%.done): $(VENV)/%.done: $(VENV)/package.done
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q --extras $*
+	touch $@
+
+$(VENV)/tools.done: $(VENV)/package.done
 	$(BIN)/pip install -q pytest pytest-timeout ruff mypy
 	touch $@

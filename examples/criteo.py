@@ -43,7 +43,7 @@ def read(path):
     parts = [_parse(block) for block in _blocks_of_lines(path)]
     if not parts:
         raise ValueError(f"a Criteo file must have at least one line: {path} is empty")
-    dense, categorical, label = (np.concatenate(arrays) for arrays in zip(*parts))
+    dense, categorical, label = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return dense, categorical, label
 
 

@@ -49,10 +49,10 @@ if __name__ == "__main__":
 # `DistributedEmbedding.preprocess` splits ids into two int32 words on the host.)
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
+import keras
+import numpy as np
 
-import criteo  # noqa: E402
+import criteo
 
 EMBEDDING_DIM = 10
 ROW_DIM = EMBEDDING_DIM + 1  # an id's first-order weight is the last column of its row

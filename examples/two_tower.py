@@ -42,8 +42,8 @@ if __name__ == "__main__":
 # Without it JAX turns int64 ids into int32 ones. Keras' own numbers stay float32.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
+import keras
+import numpy as np
 
 DIM = 64
 LEARNING_RATE = 3e-3
@@ -81,7 +81,7 @@ def main(arguments):
 def training_pairs(folder):
     """Returns users and items, int64 `(num_pairs,)`. As in the papers, the validation part is trained on too."""
     parts = [read_pairs(folder / f"gowalla_{part}.txt") for part in ("train", "valid")]
-    users, items = (np.concatenate(arrays) for arrays in zip(*parts))
+    users, items = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return users, items
 
 

@@ -178,7 +178,7 @@ def _autograd_gradients(function, values, tensors):
 
 def model_gradients(model, ids, targets):
     """Gradients of the mean squared error for the trainable variables."""
-    loss = lambda: ops.mean(ops.square(model(tensor(ids), training=True) - tensor(targets)))  # noqa: E731
+    loss = lambda: ops.mean(ops.square(model(tensor(ids), training=True) - tensor(targets)))
     return gradients(loss, model.trainable_variables)[0]
 
 

@@ -383,8 +383,8 @@ def assert_pools_as(layer, reference, ids, weights, expected):
     `expected(rows)` are the reference's outputs, of the rows of `ids`, given the weights as second argument.
     """
     tensors = [] if weights is None else [tensor(weights)]
-    call = lambda *w: layer(ids, *w, training=True)  # noqa: E731
-    theirs = lambda *w: expected(reference(ids), *w)  # noqa: E731
+    call = lambda *w: layer(ids, *w, training=True)
+    theirs = lambda *w: expected(reference(ids), *w)
     assert_close(call(*tensors), theirs(*tensors))
 
     ours = gradients(lambda *w: objective(call(*w)), layer.trainable_variables, tensors)
@@ -470,7 +470,7 @@ def three_tables(rows):
         name: sok.TableConfig(name, vocabulary, rows[name].shape[1], combiner=combiner)
         for name, (vocabulary, combiner) in names.items()
     }
-    feature = lambda name, table: sok.FeatureConfig(name, tables[table])  # noqa: E731
+    feature = lambda name, table: sok.FeatureConfig(name, tables[table])
     layer = sok.DistributedEmbedding(
         {
             "social": [feature("user", "users"), feature("friends", "users")],
@@ -546,7 +546,7 @@ def test_a_step_takes_four_native_calls_whatever_the_number_of_tables(num_tables
     outputs = layer(inputs)
     model = keras.Model(inputs, dense_layer()(layers.Concatenate()(outputs) if num_tables > 1 else outputs[0]))
     model.compile(sok.OptimizerWrapper(optimizers.Adam(0.01)), "mse", **FAST)
-    calls = lambda: {name: table.stats().native_calls for name, table in layer.get_tables().items()}  # noqa: E731
+    calls = lambda: {name: table.stats().native_calls for name, table in layer.get_tables().items()}
     data = [np.arange(16, dtype="int32").reshape(8, 2) + i for i in range(num_tables)], np.zeros((8, 2))
     model.train_on_batch(*data)
     before = calls()

@@ -163,7 +163,7 @@ def test_made_file_misses_fields_as_often_as_told(made):
 def test_made_fields_are_the_ones_drawn(made):
     path, _ = made
     rows = np.arange(20_000, dtype=np.uint64)
-    dense, dense_missing, ranks = criteo.Truth(3).fields(rows)
+    dense, _, ranks = criteo.Truth(3).fields(rows)
     read_dense, read_ids, _ = criteo.read(path)
     np.testing.assert_allclose(read_dense, np.log1p(np.maximum(dense, 0)), rtol=1e-6)
     for column in range(26):

@@ -71,7 +71,7 @@ NOTEBOOK_LAYERS = {
 def test_numbers_of_the_hugectr_notebook(kind):
     layer = NOTEBOOK_LAYERS[kind]()
     table_of(layer).assign(np.arange(8), NOTEBOOK_ROWS)
-    forward = lambda: layer(NOTEBOOK_KEYS, training=True)  # noqa: E731
+    forward = lambda: layer(NOTEBOOK_KEYS, training=True)
     np.testing.assert_array_equal(to_numpy(forward()), FIRST_FORWARD)
     adam = keras.optimizers.Adam(0.1, beta_1=0.9, beta_2=0.99, epsilon=1e-3)
     train_step(layer, sok.OptimizerWrapper(adam), lambda: ops.sum(forward()))
@@ -226,7 +226,7 @@ def test_who_inserts(kind, training, records, inserts):
     """`training` says; else whether a gradient is being recorded."""
     layer = LAYERS[kind]()
     layer.build()
-    call = lambda: ops.sum(layer(np.array([5], "int32"), training=training))  # noqa: E731
+    call = lambda: ops.sum(layer(np.array([5], "int32"), training=training))
     if records:
         gradients(call, layer.trainable_variables)
     elif BACKEND == "torch":
@@ -658,7 +658,7 @@ def test_output_is_nested_as_the_features(form):
         "tuple": ((a, b), (x, y)),
         "nested": ({"k": [a], "l": {"m": b}}, {"k": [x], "l": {"m": y}}),
     }[form]
-    shapes = lambda tree: keras.tree.map_structure(lambda leaf: tuple(leaf.shape), tree)  # noqa: E731
+    shapes = lambda tree: keras.tree.map_structure(lambda leaf: tuple(leaf.shape), tree)
     got = shapes(sok.DistributedEmbedding(configs)(inputs))
     first, second = (2, DIM), (2, 1, DIM)
     assert (

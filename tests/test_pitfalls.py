@@ -176,7 +176,7 @@ def test_pitfall_06_rows_can_be_excluded_from_weight_decay():
 
 def test_pitfall_07_ema_averages_dense_variables_alone():
     """At the end of `fit` Keras overwrites variables by their averages; rows have none."""
-    averaged = lambda: optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)  # noqa: E731
+    averaged = lambda: optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
     ours = weights_of(fitted(our_embedding(), sok.OptimizerWrapper(averaged()), **FAST))
     rows, *_ = weights_of(fitted(reference_embedding(), optimizers.SGD(0.5), **FAST))
     _, *dense = weights_of(fitted(reference_embedding(), averaged(), **FAST))
@@ -592,7 +592,7 @@ def test_pitfall_36_run_eagerly_equals_keras():
 
 
 def test_pitfall_37_schedule_counts_steps_and_adam_counts_updates():
-    schedule = lambda: optimizers.schedules.ExponentialDecay(0.05, 3, 0.5)  # noqa: E731
+    schedule = lambda: optimizers.schedules.ExponentialDecay(0.05, 3, 0.5)
     trains_alike(lambda: optimizers.Adam(schedule(), gradient_accumulation_steps=2), epochs=2)
 
 

@@ -9,15 +9,21 @@ from sok_keras.core import Core
 from sok_keras.initializers import core_initializer, core_seed
 
 
+_SIZES = {
+    "embedding_dim": "a positive integer",
+    "vocabulary_size": "a positive integer or None",
+    "initial_capacity": "an integer of at least 0",
+    "max_capacity": "a positive integer or None",
+}
+
+
 def table_core_config(config, layer=None):
     """A `TableConfig` as the core takes it. Of a table among several of a layer, the name is mixed into the seed."""
-    if not isinstance(config.embedding_dim, int) or config.embedding_dim < 1:
-        raise ValueError(
-            f"`embedding_dim` must be a positive integer. Received: embedding_dim={config.embedding_dim!r}"
-        )
-    size = config.vocabulary_size
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise ValueError(f"`vocabulary_size` must be a positive integer or None. Received: vocabulary_size={size!r}")
+    for argument, what in _SIZES.items():
+        value = getattr(config, argument)
+        is_size = isinstance(value, int) and value >= ("positive" in what)
+        if not is_size and not (value is None and "None" in what):
+            raise ValueError(f"`{argument}` must be {what}. Received: {argument}={value!r}")
     return {
         "name": f"{layer}/{config.name}" if layer else config.name,
         "dim": config.embedding_dim,
