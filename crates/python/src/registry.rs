@@ -28,7 +28,10 @@ impl Group {
     }
 
     pub fn latch(&self, error: &Error) {
-        self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| (class_name(error), error.to_string()));
+        self.latched
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .get_or_insert_with(|| (class_name(error), error.to_string()));
     }
 
     /// The class and the text of it.

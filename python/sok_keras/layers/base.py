@@ -8,7 +8,6 @@ from sok_keras import backend, ids
 from sok_keras.core import Core
 from sok_keras.initializers import core_initializer, core_seed
 
-
 _SIZES = {
     "embedding_dim": "a positive integer",
     "vocabulary_size": "a positive integer or None",
