@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 QUIET = TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: help demo test test-rust test-python check sanitize format clean
+.PHONY: help demo test test-rust test-python check sanitize bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,18 +28,21 @@ test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## the package's te
 check: $(VENV)/tools.done ## formats, lints, types of the public API
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	$(BIN)/ruff format --check python tests examples
-	$(BIN)/ruff check python tests examples
+	$(BIN)/ruff format --check python tests examples benches
+	$(BIN)/ruff check python tests examples benches
 	$(BIN)/mypy
 
 sanitize: ## the core's tests under AddressSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
 	  -p sok-core --lib --test table_model --test group_model --target x86_64-unknown-linux-gnu
 
+bench: $(VENV)/$(BACKEND).done ## ratios to plain arrays in C, in one run
+	$(QUIET) KERAS_BACKEND=$(BACKEND) $(BIN)/python benches/step.py
+
 format: $(VENV)/tools.done ## format everything
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples
-	$(BIN)/ruff check --fix python tests examples
+	$(BIN)/ruff format python tests examples benches
+	$(BIN)/ruff check --fix python tests examples benches
 
 clean: ## remove what was built
 	rm -rf $(VENV) target

@@ -312,9 +312,15 @@ def test_a_new_array_of_rows_may_hold_anything_but_is_as_given():
 # ---- optimizers
 
 
-def pushed(layer, loss=None):
+def pushed(layer):
     """Gradients of a backward pass on ids that are there."""
-    loss = loss or (lambda: ops.sum(layer(ids(0, 1, 2), training=True)))
+
+    def loss():
+        given = ids(0, 1, 2)
+        if isinstance(layer, sok.DynamicEmbedding):
+            return ops.sum(layer(given, training=True))
+        return ops.sum(layer({"f": given}, training=True)["f"])
+
     return gradients(loss, layer.trainable_variables)[0]
 
 
@@ -355,18 +361,10 @@ def test_unknown_update_mode_is_refused():
 def test_second_push_without_a_wrapped_optimizer_is_refused(make):
     """The first may belong to a wrapper that is built after it."""
     layer = make()
-    loss = lambda: (
-        ops.sum(layer(ids(0), training=True))
-        if isinstance(layer, sok.DynamicEmbedding)
-        else ops.sum(layer({"f": ids(0)}, training=True)["f"])
-    )
-    pushed(layer, loss)
-    with raises(
-        sok.UnwrappedOptimizerError,
-        r"no optimizer has updated them.*Compile with `sok_keras.OptimizerWrapper\(optimizer\)`",
-        table_of(layer),
-    ):
-        for gradient in pushed(layer, loss):
+    pushed(layer)
+    told = r"no optimizer has updated them.*Compile with `sok_keras.OptimizerWrapper\(optimizer\)`"
+    with raises(sok.UnwrappedOptimizerError, told, table_of(layer)):
+        for gradient in pushed(layer):
             to_numpy(gradient)
     np.testing.assert_array_equal(table_of(layer).export().rows, ROWS)
 

@@ -1,0 +1,646 @@
+"""What was written comes back to the bit, or not at all.
+
+`ModelCheckpoint` and `BackupAndRestore` are in test_equivalence.py.
+"""
+
+import errno
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zlib
+
+import keras
+import numpy as np
+import pytest
+from keras import optimizers
+
+import sok_keras as sok
+from reference import BACKEND, DIM, FAST, STEPS, embedding_of, fit, our_embedding, small_model, table_of, to_numpy
+
+MIB = 2**20
+OPTIMIZERS = {
+    "adam": lambda: optimizers.Adam(0.02),
+    "amsgrad": lambda: optimizers.Adam(0.02, amsgrad=True),
+    "momentum": lambda: optimizers.SGD(0.2, momentum=0.9),
+}
+
+
+def compiled(optimizer, embedding=None):
+    model = small_model(embedding or sok.DynamicEmbedding(DIM, seed=1))
+    model.compile(sok.OptimizerWrapper(optimizer), "mse", **FAST)
+    return model
+
+
+def contents_of(table):
+    contents = table.export(states=True)
+    return {"keys": contents.keys, "rows": contents.rows, **contents.states}
+
+
+def all_of(model):
+    """Everything that training goes on from."""
+    dense = [v for v in model.variables + model.optimizer.variables if not v.path.endswith("trigger")]
+    return [*contents_of(table_of(model)).values(), *map(to_numpy, dense)]
+
+
+def assert_equal(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def assert_tables_equal(table, other):
+    assert_equal(contents_of(table).values(), contents_of(other).values())
+
+
+# ---- training goes on
+
+SAVE = {
+    "dump": lambda model, path: sok.dump(path / "dump", model),
+    "weights": lambda model, path: model.save_weights(path / "model.weights.h5"),
+    "keras": lambda model, path: model.save(path / "model.keras"),
+}
+LOAD = {
+    "dump": lambda model, path: sok.load(path / "dump", model),
+    "weights": lambda model, path: model.load_weights(path / "model.weights.h5"),
+}
+
+
+@functools.cache
+def interrupted(name):
+    """`(path, all_of)`: what training wrote halfway, and what it came to in the end."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="sok_"))
+    model = fit(compiled(OPTIMIZERS[name](), our_embedding()))
+    for save in SAVE.values():
+        save(model, path)
+    return path, all_of(fit(model))
+
+
+@pytest.mark.parametrize("way", LOAD)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_resumed_before_the_first_step_equals_training_that_never_stopped(name, way):
+    path, expected = interrupted(name)
+    model = compiled(OPTIMIZERS[name]())
+    LOAD[way](model, path)
+    assert_equal(all_of(fit(model)), expected)
+
+
+@pytest.mark.parametrize("way", LOAD)
+def test_training_resumed_in_a_model_that_was_trained_equals_training_that_never_stopped(way):
+    path, expected = interrupted("adam")
+    model = fit(compiled(OPTIMIZERS["adam"]()), steps=2)
+    LOAD[way](model, path)
+    assert_equal(all_of(fit(model)), expected)
+
+
+def test_training_resumed_from_a_keras_file_equals_training_that_never_stopped():
+    path, expected = interrupted("amsgrad")
+    assert_equal(all_of(fit(keras.models.load_model(path / "model.keras"))), expected)
+
+
+def test_dump_checkpoint_goes_on_as_if_never_interrupted(tmp_path):
+    _, expected = interrupted("adam")  # two epochs
+    callback = lambda: sok.callbacks.DumpCheckpoint(tmp_path)
+    fit(compiled(OPTIMIZERS["adam"](), our_embedding()), callbacks=[callback()])
+    assert_equal(all_of(fit(compiled(OPTIMIZERS["adam"]()), callbacks=[callback()])), expected)
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{2 * STEPS}"]
+
+
+# ---- the callback
+
+
+def test_dump_checkpoint_writes_every_few_batches_and_keeps_the_newest(tmp_path):
+    callback = sok.callbacks.DumpCheckpoint(tmp_path, save_freq=3, keep=2)
+    fit(compiled(OPTIMIZERS["momentum"]()), epochs=3, callbacks=[callback])
+    assert [os.path.basename(path) for path in callback.dumps()] == ["step-9", "step-12"]
+    assert sok.read_manifest(callback.dumps()[-1]).step == 12
+
+
+def test_dump_checkpoint_restores_only_if_asked(tmp_path):
+    fit(compiled(OPTIMIZERS["momentum"]()), callbacks=[sok.callbacks.DumpCheckpoint(tmp_path)])
+    model = compiled(OPTIMIZERS["momentum"]())
+    fit(model, callbacks=[sok.callbacks.DumpCheckpoint(tmp_path, restore=False)])
+    assert int(to_numpy(model.optimizer.iterations)) == STEPS
+
+
+def test_dump_checkpoint_passes_over_unfinished_dumps(tmp_path):
+    (tmp_path / "step-99").mkdir()
+    assert sok.callbacks.DumpCheckpoint(tmp_path).dumps() == []
+
+
+@pytest.mark.parametrize("arguments", [{"save_freq": 0}, {"save_freq": "batch"}, {"keep": 0}, {"keep": 1.5}])
+def test_dump_checkpoint_refuses_arguments_without_meaning(arguments):
+    (argument,) = arguments
+    with pytest.raises(ValueError, match=f"`{argument}` must be .*positive.*Received: {argument}="):
+        sok.callbacks.DumpCheckpoint("nowhere", **arguments)
+
+
+# ---- dumps of tables
+
+
+def filled(layer=None, num_keys=20, seed=0):
+    """A dynamic layer with keys of all sizes."""
+    layer = layer or sok.DynamicEmbedding(DIM, seed=1, name="filled")
+    random = np.random.default_rng(seed)
+    keys = random.integers(-(2**63), 2**63, num_keys)
+    layer.get_table().assign(keys, random.normal(size=(num_keys, DIM)))
+    return layer
+
+
+def two_tables(name=None):
+    configs = [sok.TableConfig("dynamic", None, DIM, seed=1), sok.TableConfig("static", 9, 3, seed=1)]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(config.name, config) for config in configs], name=name)
+    for table in layer.get_tables().values():
+        table.find_or_insert(np.arange(9))
+    return layer
+
+
+def of_same_config(layer):
+    return type(layer).from_config(layer.get_config())
+
+
+def test_dump_of_a_layer_comes_back(tmp_path):
+    layer = two_tables()
+    manifest = sok.dump(tmp_path / "d", layer)
+    twin = of_same_config(layer)
+    report = sok.load(tmp_path / "d", twin)
+    assert report.tables == {table.name: 9 for table in layer.get_tables().values()} and not report.variables
+    for name, table in layer.get_tables().items():
+        assert_tables_equal(twin.get_tables()[name], table)
+    assert manifest == sok.read_manifest(tmp_path / "d")
+
+
+def test_dump_of_a_table_comes_back(tmp_path):
+    table = filled().get_table()
+    sok.dump(tmp_path / "d", table)
+    twin = sok.DynamicEmbedding(DIM).get_table()
+    sok.load(tmp_path / "d", twin)  # of another name: the only one there is
+    assert_tables_equal(twin, table)
+
+
+def test_dump_of_a_list_comes_back(tmp_path):
+    dynamic, static = two_tables().get_tables().values()
+    layer = filled()
+    sok.dump(tmp_path / "d", [static, layer, dynamic])
+    twin, tables = sok.DynamicEmbedding(DIM), two_tables("twins").get_tables()
+    tables["dynamic"].clear()
+    sok.load(tmp_path / "d", [tables["static"], twin, tables["dynamic"]])  # by their order, as no name is the dump's
+    assert_tables_equal(tables["static"], static)
+    assert_tables_equal(tables["dynamic"], dynamic)
+    assert_tables_equal(twin.get_table(), layer.get_table())
+
+
+def test_chosen_tables_are_written_and_read_alone(tmp_path):
+    layer = two_tables("two")
+    sok.dump(tmp_path / "d", layer, tables=["two/static"])
+    assert [entry.name for entry in sok.read_manifest(tmp_path / "d").tables] == ["two/static"]
+    sok.dump(tmp_path / "d", layer)
+    twin = of_same_config(layer)
+    sok.load(tmp_path / "d", twin, tables=["two/dynamic"])
+    assert [len(table) for table in twin.get_tables().values()] == [9, 0]
+
+
+@pytest.mark.parametrize("call", [sok.dump, sok.load])
+def test_tables_that_the_source_has_not_are_refused(tmp_path, call):
+    layer = two_tables("two")
+    sok.dump(tmp_path / "d", layer)
+    with pytest.raises(ValueError, match=r"which has \['two/dynamic', 'two/static'\]. Received: \['other'\]"):
+        call(tmp_path / "d", layer, tables=["other"])
+
+
+@pytest.mark.parametrize("source", ["a name", keras.layers.Dense(1), []], ids=["text", "dense", "nothing"])
+def test_source_without_tables_is_refused(tmp_path, source):
+    with pytest.raises(ValueError, match="`source` (must be a Model|has no embedding tables)"):
+        sok.dump(tmp_path / "d", source)
+    assert not list(tmp_path.iterdir())
+
+
+def test_manifest_says_what_a_dump_holds(tmp_path):
+    model = fit(compiled(OPTIMIZERS["adam"]()))
+    sok.dump(tmp_path / "d", model)
+    manifest = sok.read_manifest(tmp_path / "d")
+    (entry,) = manifest.tables
+    assert (manifest.version, manifest.step, manifest.path) == (1, STEPS, str(tmp_path / "d"))
+    assert (entry.name, entry.dim, entry.vocabulary_size, entry.optimizer) == (table_of(model).name, DIM, None, "adam")
+    assert (entry.num_rows, entry.states) == (len(table_of(model)), ("momentum", "velocity"))
+    assert len([name for name in manifest.arrays if name.startswith("model/")]) == 2  # kernel and bias; no trigger
+    assert not [name for name in manifest.arrays if "trigger" in name]
+
+
+def test_dump_of_an_empty_table_comes_back(tmp_path):
+    sok.dump(tmp_path / "d", sok.DynamicEmbedding(DIM))
+    layer = filled()
+    sok.load(tmp_path / "d", layer)
+    assert len(layer.get_table()) == 0
+
+
+def read_safetensors(path):
+    """As the format's own page has it: length of the header, header, data."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    assert set(header.pop("__metadata__")) == {"table"}
+    dtypes = {"I64": "<i8", "F32": "<f4"}
+
+    def array(entry):
+        begin, end = entry["data_offsets"]
+        return np.frombuffer(data[start + begin : start + end], dtypes[entry["dtype"]]).reshape(entry["shape"])
+
+    return {name: array(entry) for name, entry in header.items()}
+
+
+def test_shards_are_safetensors(tmp_path):
+    model = fit(compiled(OPTIMIZERS["adam"](), our_embedding()))
+    sok.dump(tmp_path / "d", embedding_of(model))
+    (shard,) = (tmp_path / "d").glob("*.safetensors")
+    arrays = read_safetensors(shard)
+    order = np.argsort(arrays["keys"])
+    contents = contents_of(table_of(model))
+    assert list(arrays) == ["keys", "rows", "state.momentum", "state.velocity"]
+    assert_equal([array[order] for array in arrays.values()], contents.values())
+
+
+def test_a_million_keys_come_back(tmp_path):
+    layer = sok.DynamicEmbedding(DIM, seed=1)
+    layer.get_table().find_or_insert(np.arange(10**6) * 2**40)
+    sok.dump(tmp_path / "d", layer)
+    twin = sok.DynamicEmbedding(DIM)
+    sok.load(tmp_path / "d", twin)
+    assert_tables_equal(twin.get_table(), layer.get_table())
+
+
+# ---- ways to load
+
+
+def test_load_replaces_what_is_there(tmp_path):
+    layer, other = filled(seed=0), filled(seed=1)
+    sok.dump(tmp_path / "d", layer)
+    sok.load(tmp_path / "d", other)
+    assert_tables_equal(other.get_table(), layer.get_table())
+
+
+def test_merge_overwrites_and_joins(tmp_path):
+    layer, other = sok.DynamicEmbedding(DIM), sok.DynamicEmbedding(DIM)
+    layer.get_table().assign([1, 2], np.full((2, DIM), 1.0))
+    other.get_table().assign([2, 3], np.full((2, DIM), 5.0))
+    sok.dump(tmp_path / "d", layer)
+    sok.load(tmp_path / "d", other, mode="merge")
+    contents = other.get_table().export()
+    assert contents.keys.tolist() == [1, 2, 3]
+    assert contents.rows[:, 0].tolist() == [1, 1, 5]
+
+
+def test_load_of_rows_alone_starts_states_and_steps_anew(tmp_path):
+    model = fit(compiled(OPTIMIZERS["adam"]()))
+    sok.dump(tmp_path / "d", model)
+    steps = int(to_numpy(model.optimizer.iterations))
+    rows = table_of(model).export().rows
+    fit(model)
+    sok.load(tmp_path / "d", model, states=False)
+    contents = table_of(model).export(states=True)
+    np.testing.assert_array_equal(contents.rows, rows)
+    assert not any(state.any() for state in contents.states.values())
+    assert int(to_numpy(model.optimizer.iterations)) == 2 * steps  # the optimizer's own stay
+
+
+def test_unknown_mode_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`mode` must be \"replace\" or \"merge\". Received: mode='add'"):
+        sok.load(tmp_path, filled(), mode="add")
+
+
+def test_dump_is_not_overwritten_unless_allowed(tmp_path):
+    layer = filled()
+    sok.dump(tmp_path / "d", layer)
+    layer.get_table().clear()
+    with pytest.raises(ValueError, match="`overwrite` must be True to replace a dump: .*d holds one"):
+        sok.dump(tmp_path / "d", layer, overwrite=False)
+    assert sok.read_manifest(tmp_path / "d").tables[0].num_rows == 20
+    sok.dump(tmp_path / "d", layer)
+    assert sok.read_manifest(tmp_path / "d").tables[0].num_rows == 0
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["manifest.json"]  # an empty table has no shard
+
+
+def test_files_of_others_stay_in_the_directory(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for _ in range(2):
+        sok.dump(tmp_path, filled())
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+# ---- what does not fit, or is broken
+
+
+def assert_load_is_refused(path, source, error, match, **options):
+    tables = [source.get_table()] if isinstance(source, sok.DynamicEmbedding) else source.get_tables().values()
+    before = [contents_of(table) for table in tables]
+    with pytest.raises(error, match=match):
+        sok.load(path, source, **options)
+    for table, contents in zip(tables, before, strict=True):
+        assert_equal(contents_of(table).values(), contents.values())
+
+
+def one_table(vocabulary_size=None, dim=DIM, **options):
+    layer = sok.DistributedEmbedding(
+        sok.FeatureConfig("f", sok.TableConfig("t", vocabulary_size, dim, seed=3, **options)), name="one"
+    )
+    layer.get_tables()["t"].find_or_insert(np.arange(options.get("max_capacity") or 5))
+    return layer
+
+
+MISMATCHES = {
+    "dim": ({"dim": DIM + 1}, "`embedding_dim` of table `one/t` must be the dump's: expected 4, got 5"),
+    "dynamic_for_static": (
+        {"vocabulary_size": 7},
+        "`vocabulary_size` of table `one/t` must be the dump's: expected None .*, got 7",
+    ),
+    "capacity": ({"max_capacity": 3}, "`max_capacity` must be at least the dump's rows: expected 5, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_dump_of_another_kind_of_table_changes_nothing(tmp_path, name):
+    options, message = MISMATCHES[name]
+    sok.dump(tmp_path / "d", one_table())
+    assert_load_is_refused(tmp_path / "d", one_table(**options), sok.DumpMismatchError, message)
+
+
+def test_dump_of_a_static_table_does_not_fit_a_dynamic_one(tmp_path):
+    sok.dump(tmp_path / "d", one_table(7))
+    assert_load_is_refused(
+        tmp_path / "d",
+        one_table(),
+        sok.DumpMismatchError,
+        "`vocabulary_size` of table `one/t` must be the dump's: expected 7, got None",
+    )
+
+
+def test_dump_of_other_tables_changes_nothing(tmp_path):
+    sok.dump(tmp_path / "d", two_tables("two"))
+    message = "a table must be in the dump: got `one/t`, the dump holds `two/dynamic`.*`two/static`"
+    assert_load_is_refused(tmp_path / "d", one_table(), sok.DumpMismatchError, message)
+
+
+def test_dump_of_another_optimizer_changes_nothing_unless_without_states(tmp_path):
+    model = fit(compiled(OPTIMIZERS["adam"](), our_embedding()))
+    sok.dump(tmp_path / "d", embedding_of(model))
+    other = fit(compiled(OPTIMIZERS["momentum"](), our_embedding()))
+    layer = embedding_of(other)
+    assert_load_is_refused(tmp_path / "d", layer, sok.DumpMismatchError, "adam.*states=False|states=False")
+    sok.load(tmp_path / "d", layer, states=False)
+    np.testing.assert_array_equal(layer.get_table().export().rows, table_of(model).export().rows)
+
+
+def test_dump_of_a_model_of_other_shapes_changes_nothing(tmp_path):
+    sok.dump(tmp_path / "d", fit(compiled(OPTIMIZERS["momentum"]())))
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), sok.DynamicEmbedding(DIM), keras.layers.Dense(7)])
+    with pytest.raises(sok.DumpMismatchError, match="the model's variables must agree in number and shapes"):
+        sok.load(tmp_path / "d", model)
+    assert len(table_of(model)) == 0
+
+
+def test_merge_that_does_not_fit_changes_nothing(tmp_path):
+    sok.dump(tmp_path / "d", one_table())
+    layer = one_table(max_capacity=6)
+    table = layer.get_tables()["t"]
+    table.clear()
+    table.find_or_insert([100, 101])
+    assert_load_is_refused(tmp_path / "d", layer, sok.TableFullError, "at most 6 rows", mode="merge")
+
+
+def test_missing_dump_is_a_missing_file(tmp_path):
+    for call in (lambda p: sok.load(p, filled()), sok.read_manifest, sok.verify):
+        with pytest.raises(FileNotFoundError):
+            call(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def dump_of_model(tmp_path):
+    """`(directory, model)`: three files, and a model that has gone on since."""
+    model = fit(compiled(OPTIMIZERS["adam"](), our_embedding()))
+    sok.dump(tmp_path / "d", model)
+    fit(model, steps=1)
+    sok.verify(tmp_path / "d")
+    return tmp_path / "d", model
+
+
+def assert_corrupt(directory, model, name):
+    """Verifying and loading find it; nothing has changed."""
+    for call in (lambda: sok.verify(directory), lambda: sok.load(directory, model)):
+        with pytest.raises(sok.CorruptDumpError, match=name):
+            call()
+
+
+def test_every_flipped_byte_is_found(dump_of_model):
+    directory, model = dump_of_model
+    before = all_of(model)
+    for file in sorted(directory.iterdir()):
+        good = file.read_bytes()
+        for place in [*range(0, len(good), 101), len(good) - 1]:
+            bad = bytearray(good)
+            bad[place] ^= 0x10
+            file.write_bytes(bad)
+            assert_corrupt(directory, model, file.name)
+        file.write_bytes(good)
+    assert_equal(all_of(model), before)
+    sok.load(directory, model)
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda data: b"", lambda data: data[:40], lambda data: data[:-1], lambda data: data + b"0"]
+)
+def test_file_of_another_length_is_found(dump_of_model, cut):
+    directory, model = dump_of_model
+    before = all_of(model)
+    for file in sorted(directory.iterdir()):
+        good = file.read_bytes()
+        file.write_bytes(cut(good))
+        assert_corrupt(directory, model, file.name)
+        file.write_bytes(good)
+    assert_equal(all_of(model), before)
+
+
+def test_missing_shard_is_found(dump_of_model):
+    directory, model = dump_of_model
+    before = all_of(model)
+    for file in directory.glob("*.safetensors"):
+        good = file.read_bytes()
+        file.unlink()
+        assert_corrupt(directory, model, file.name)
+        file.write_bytes(good)
+    assert_equal(all_of(model), before)
+
+
+def test_error_names_tensor_and_block(dump_of_model):
+    directory, _ = dump_of_model
+    shard = min(directory.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(
+        sok.CorruptDumpError, match=r"checksum of block 0 of `state\.velocity` \(bytes \d+ to \d+ of the file\)"
+    ):
+        sok.verify(directory)
+
+
+def xxh3(text, path):
+    """The checksum, by a dump of the text: its only block has it."""
+    data = np.frombuffer(text.encode(), "uint8")
+    manifest = json.loads(sok.backend.native.dump(str(path), [], [("text", "U8", [len(data)], data)], True, 0))
+    return manifest["arrays"]["tensors"][0]["blocks"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("version", 2, "version.*2"),
+        ("format", "other", "`format` must be `sok_keras dump`: got `other`"),
+        ("dtype", "float16", "`dtype` of table `filled` must be float32: got float16"),
+        ("unknown", 1, "unknown"),
+    ],
+)
+def test_manifest_of_another_kind_does_not_fit(tmp_path, field, value, message):
+    """Well written, so that its checksum is right."""
+    layer = filled()
+    sok.dump(tmp_path / "d", layer)
+    manifest = tmp_path / "d" / "manifest.json"
+    body = json.loads(manifest.read_text())["body"]
+    (body["tables"][0] if field == "dtype" else body)[field] = value
+    text = json.dumps(body, separators=(",", ":"))
+    manifest.write_text(f'{{"body": {text}, "xxh3": "{xxh3(text, tmp_path / "sum")}"}}\n')
+    assert_load_is_refused(tmp_path / "d", layer, sok.DumpMismatchError, message)
+
+
+# ---- weights files
+
+
+def test_rows_stay_out_of_weights_files_where_asked(tmp_path):
+    layer = sok.DynamicEmbedding(DIM, seed=1, save_rows=False)
+    model = fit(compiled(OPTIMIZERS["adam"](), layer))
+    model.save_weights(tmp_path / "a.weights.h5")
+    model.save(tmp_path / "a.keras")
+    loaded = keras.models.load_model(tmp_path / "a.keras")
+    assert len(table_of(loaded)) == 0
+    rows = table_of(model).export().rows
+    fit(model)
+    model.load_weights(tmp_path / "a.weights.h5")
+    assert (table_of(model).export().rows != rows).any()  # as they were
+    sok.dump(tmp_path / "d", model)
+    assert sok.read_manifest(tmp_path / "d").tables[0].num_rows == len(rows)
+
+
+def test_weights_file_without_rows_is_refused_where_rows_are_wanted(tmp_path):
+    without = small_model(sok.DynamicEmbedding(DIM, save_rows=False))
+    without.save_weights(tmp_path / "a.weights.h5")
+    with pytest.raises(ValueError, match="The file has no rows for layer .*it was saved with `save_rows=False`"):
+        small_model(sok.DynamicEmbedding(DIM)).load_weights(tmp_path / "a.weights.h5")
+
+
+def test_weights_file_of_another_dim_changes_nothing(tmp_path):
+    def model(dim):
+        layer = sok.DynamicEmbedding(dim, combiner="sum")
+        layer.get_table().find_or_insert(np.arange(5))
+        return keras.Sequential([keras.Input((3,), dtype="int32"), layer])
+
+    model(DIM + 1).save_weights(tmp_path / "a.weights.h5")
+    other = model(DIM)
+    before = contents_of(table_of(other))
+    with pytest.raises(ValueError, match=f"must be {DIM} wide. Received: {DIM + 1} in the file"):
+        other.load_weights(tmp_path / "a.weights.h5")
+    assert_equal(contents_of(table_of(other)).values(), before.values())
+
+
+def test_weights_file_of_another_optimizer_brings_rows_alone(tmp_path):
+    path, _ = interrupted("adam")
+    model = fit(compiled(OPTIMIZERS["momentum"](), our_embedding()))
+    embedding = embedding_of(model)
+    store = {}
+    embedding_of(keras.models.load_model(path / "model.keras")).save_own_variables(store)
+    embedding.load_own_variables(store)
+    states = embedding.get_table().export(states=True).states
+    assert not any(state.any() for state in states.values())
+
+
+# ---- in processes of their own
+
+
+def run(code, backend=BACKEND):
+    environment = {**os.environ, "KERAS_BACKEND": backend}
+    code = f"import sys\nsys.path[:0] = {sys.path!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+OTHER_BACKEND = {"torch": "jax", "jax": "tensorflow", "tensorflow": "torch"}[BACKEND]
+
+LOAD_AND_DIGEST = """
+import test_persistence as t
+model = t.compiled(t.OPTIMIZERS["adam"]())
+t.sok.load({!r}, model)
+model.optimizer.build(model.trainable_variables)
+loaded = t.digest(model)
+t.fit(model, steps=1)
+print(loaded)
+"""
+
+
+def digest(model):
+    """Of all that training goes on from, in a form that other processes can compare."""
+    return str([(str(array.dtype), array.shape, zlib.crc32(array.tobytes())) for array in all_of(model)])
+
+
+def test_dump_of_one_backend_goes_on_in_another():
+    path, _ = interrupted("adam")
+    model = compiled(OPTIMIZERS["adam"]())
+    sok.load(path / "dump", model)
+    model.optimizer.build(model.trainable_variables)
+    assert run(LOAD_AND_DIGEST.format(str(path / "dump")), OTHER_BACKEND) == digest(model)
+
+
+of_the_core = pytest.mark.skipif(BACKEND != "torch", reason="the core's alone: on one backend it is run")
+
+FULL_DISK = """
+import resource, numpy as np, sok_keras as sok
+layer = sok.DynamicEmbedding(8, seed=1, name="layer")
+layer.get_table().find_or_insert(np.arange(10))
+sok.dump({path!r}, layer)
+layer.get_table().find_or_insert(np.arange(100_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    sok.dump({path!r}, layer)
+except OSError as error:
+    print(error.errno, type(error).__name__)
+"""
+
+
+@of_the_core
+def test_full_disk_leaves_the_old_dump(tmp_path):
+    """A limit on the size of files stands in for it."""
+    assert run(FULL_DISK.format(path=str(tmp_path))) == f"{errno.EFBIG} OSError"
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1  # what was written of the new one is gone
+    layer = sok.DynamicEmbedding(8, seed=1, name="layer")
+    sok.load(tmp_path, layer)
+    assert layer.get_table().export().keys.tolist() == list(range(10))
+
+
+PEAK_OF_DUMP = """
+import resource, numpy as np, sok_keras as sok
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+table = sok.DynamicEmbedding(64, initial_capacity=800_000, seed=1).get_table()
+for keys in np.array_split(np.arange(800_000), 40):
+    table.find_or_insert(keys)
+sok.dump({small!r}, sok.DynamicEmbedding(4))
+before = peak()
+sok.dump({path!r}, table)
+print(peak() - before, table.stats().bytes)
+"""
+
+
+@of_the_core
+def test_dump_takes_little_memory_beside_the_table(tmp_path):
+    grown, size = map(int, run(PEAK_OF_DUMP.format(path=str(tmp_path / "d"), small=str(tmp_path / "s"))).split())
+    assert size > 200 * 10**6
+    assert grown < 64 * MIB
