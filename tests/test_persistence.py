@@ -589,7 +589,9 @@ print(loaded)
 
 def digest(model):
     """Of all that training goes on from, in a form that other processes can compare."""
-    return str([(str(array.dtype), array.shape, zlib.crc32(array.tobytes())) for array in all_of(model)])
+    # TensorFlow counts steps in int64, the others in int32.
+    arrays = [array.astype("float64") for array in all_of(model)]
+    return str([(array.shape, zlib.crc32(array.tobytes())) for array in arrays])
 
 
 def test_dump_of_one_backend_goes_on_in_another():

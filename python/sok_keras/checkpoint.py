@@ -99,8 +99,8 @@ def load(path, source, *, tables=None, mode="replace", states=True):
     """Reads a dump into the tables of `source`. All of it is verified before anything changes.
 
     A dump of a model, loaded into a model, brings the dense variables and the optimizer's too; before the first step as well as
-    after it. Tables are matched by name, or by their order where no name matches (a second model in a process has layers of
-    other names). Any backend reads what any other wrote.
+    after it. Tables are matched by name, or by their order where there are as many under other names (a second model in a process
+    has layers of other names). Any backend reads what any other wrote.
 
     Args:
         path: The dump's directory.
@@ -208,9 +208,9 @@ def _match(manifest, chosen, path):
     """The name in the dump of each table."""
     stored = [entry.name for entry in manifest.tables]
     names = [table.name for table in chosen]
-    if any(name in stored for name in names) or len(stored) != len(names):
+    if len(stored) != len(names) or sorted(stored) == sorted(names):
         return names  # one that is missing is the core's to report
-    return stored
+    return stored  # layers that Keras named, in another process or a second time
 
 
 # ---- a model's variables

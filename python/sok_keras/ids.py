@@ -95,10 +95,23 @@ def rows_of_sparse(tf, value):
     return tf.RaggedTensor.from_value_rowids(value.values, row, nrows=tf.reduce_prod(shape[:-1]), validate=False)
 
 
-def weights_of(value, feature):
-    """Weights as a flat or dense float32 tensor in the order of the ids' tensors."""
+def weights_of(value, ids, feature):
+    """Weights as a flat or dense float32 tensor in the order of the ids' tensors.
+
+    Raises:
+        ValueError: If they are no floats, or not shaped as `ids`.
+    """
     if value is None:
         return None
+    shape, wanted = shape_of(value), shape_of(ids)
+    agrees = len(shape) == len(wanted) and all(
+        s is None or w is None or s == w for s, w in zip(shape, wanted, strict=True)
+    )
+    if not agrees:
+        raise ValueError(
+            f"`weights` must be shaped as the ids are. Received: weights of shape {shape} for ids of shape {wanted} "
+            f"(feature {feature!r})"
+        )
     if _is_ragged(value):
         value = value.flat_values
     elif _is_sparse(value):

@@ -102,7 +102,7 @@ class DistributedEmbedding(TableLayer):
         for config, value, weight in zip(structure.features, given, given_weights, strict=True):
             _check_shape("input_shape", config.input_shape, ids.shape_of(value), config.name)
             axis = axis_of(value, True)
-            weight = ids.weights_of(weight, config.name)
+            weight = ids.weights_of(weight, value, config.name)
             if axis == "each" and config.table.combiner != "sum":
                 weight = None  # of one id, they cancel
             table = structure.table_numbers[id(config.table)]

@@ -104,7 +104,7 @@ class DynamicEmbedding(TableLayer):
     def call(self, inputs, weights=None, training=None):
         axis = axis_of(inputs, self.combiner is not None)
         tensors = ids.tensors_of(inputs, self.name)
-        weights = ids.weights_of(weights, self.name)
+        weights = ids.weights_of(weights, inputs, self.name)
         if axis == "each" and self.combiner in ("mean", "sqrtn"):
             weights = None  # of one id, they cancel
         combiner = self.combiner or "sum"
