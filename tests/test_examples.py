@@ -257,8 +257,8 @@ def test_deepfm_runs_on_real_lines(tmp_path, embedding):
 @pytest.mark.parametrize("embedding", embeddings())
 def test_two_tower_beats_popularity(tmp_path, embedding):
     shared_file("gowalla_train.txt")
-    if (embedding, BACKEND) == ("keras", "torch"):
-        pytest.skip("keras.layers.Embedding has dense gradients on torch: five minutes an epoch")
+    if embedding == "keras" and BACKEND != "tensorflow":
+        pytest.skip("keras.layers.Embedding has dense gradients there: minutes an epoch")
     flags = ["--data", SHARED_DATA, "--epochs", 1, "--embedding", embedding]
     printed = run_example("two_tower.py", *flags, folder=tmp_path)
     assert number_after("recall@20 of two towers:", printed) > 1.3 * number_after("recall@20 of popularity:", printed)
