@@ -69,12 +69,12 @@ impl Arena {
         &self.data[start..start + self.width]
     }
 
-    /// The first `D` floats of a record.
+    /// The rows of all records, for loops that read many.
     #[inline(always)]
-    pub fn row<const D: usize>(&self, number: RecordNumber) -> &[f32; D] {
-        self.data[number as usize * self.width..]
-            .first_chunk()
-            .expect("records are at least as wide as the dim")
+    pub fn rows<const D: usize>(&self) -> Rows<'_, D> {
+        assert!(self.width >= D);
+        let num_records = self.data.len() / self.width;
+        Rows { base: self.data.as_ptr(), width: self.width, num_records, arena: PhantomData }
     }
 
     #[inline(always)]
@@ -82,10 +82,10 @@ impl Arena {
         &mut self.data[number as usize * self.width..][..self.width]
     }
 
-    /// Where a record lies, for a prefetch.
+    /// Where records lie, for prefetches.
     #[inline(always)]
-    pub fn address(&self, number: RecordNumber) -> *const f32 {
-        self.data.as_ptr().wrapping_add(number as usize * self.width)
+    pub fn addresses(&self) -> Addresses {
+        Addresses { base: self.data.as_ptr(), width: self.width }
     }
 
     /// For threads that work on different records at once.
@@ -120,6 +120,39 @@ impl Arena {
     }
 }
 
+/// Where records lie: no promise that they are there.
+#[derive(Clone, Copy)]
+pub struct Addresses {
+    base: *const f32,
+    width: usize,
+}
+
+impl Addresses {
+    #[inline(always)]
+    pub fn get(self, number: RecordNumber) -> *const f32 {
+        self.base.wrapping_add(number as usize * self.width)
+    }
+}
+
+/// The first `D` floats of each record. Division, multiplication and checks that slices would need a row are done once.
+#[derive(Clone, Copy)]
+pub struct Rows<'a, const D: usize> {
+    base: *const f32,
+    width: usize,
+    num_records: usize,
+    arena: PhantomData<&'a Arena>,
+}
+
+impl<'a, const D: usize> Rows<'a, D> {
+    #[inline(always)]
+    pub fn get(self, number: RecordNumber) -> &'a [f32; D] {
+        assert!((number as usize) < self.num_records);
+        // SAFETY: - the record is inside the arena, just checked, and at least `D` wide, checked when this was made.
+        //         - the arena is borrowed for 'a: nobody writes to it.
+        unsafe { &*self.base.add(number as usize * self.width).cast() }
+    }
+}
+
 /// An arena in the hands of several threads.
 #[derive(Clone, Copy)]
 pub struct SharedArena<'a> {
@@ -151,7 +184,7 @@ impl<'a> SharedArena<'a> {
     }
 
     #[inline(always)]
-    pub fn address(&self, number: RecordNumber) -> *const f32 {
-        self.base.wrapping_add(number as usize * self.width)
+    pub fn addresses(&self) -> Addresses {
+        Addresses { base: self.base, width: self.width }
     }
 }

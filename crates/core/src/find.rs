@@ -4,12 +4,13 @@
 //! a time. Positions pass in blocks through stages that lie a block apart: hash and ask for the bucket; look into it and ask
 //! for the row; settle the few keys that lie in a later bucket or nowhere; use the rows.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use crate::arena::{Arena, NO_RECORD, RecordNumber, SharedArena};
+use crate::arena::{Addresses, Arena, NO_RECORD, RecordNumber, SharedArena};
 use crate::batch::Keys;
 use crate::error::Result;
-use crate::index::{Index, Place};
+use crate::index::{Directory, Index, Place};
 use crate::initializer::Initializer;
 use crate::key::{Key, hash};
 use crate::optimizer::StateSpec;
@@ -55,8 +56,8 @@ impl FirstRecord {
 
 /// Where rows come from, and how new ones are made.
 pub trait Source {
-    /// Address of a row, to ask for it.
-    fn address(&self, number: RecordNumber) -> *const f32;
+    /// Where rows lie, to ask for them; until a record is added.
+    fn addresses(&self) -> Addresses;
     /// A new record for a key that is not there.
     fn add(&mut self, key: Key) -> Result<RecordNumber>;
 }
@@ -69,8 +70,8 @@ pub struct Whole<'a> {
 
 impl Source for Whole<'_> {
     #[inline(always)]
-    fn address(&self, number: RecordNumber) -> *const f32 {
-        self.arena.address(number)
+    fn addresses(&self) -> Addresses {
+        self.arena.addresses()
     }
 
     #[inline(never)]
@@ -89,7 +90,7 @@ pub struct Part<'a> {
     /// Numbers that were erased and may be used again.
     pub free: Vec<RecordNumber>,
     /// Numbers never used, taken in runs from all parts' common counter.
-    pub unused: std::ops::Range<RecordNumber>,
+    pub unused: Range<RecordNumber>,
     pub counter: &'a AtomicU32,
 }
 
@@ -100,8 +101,8 @@ impl Part<'_> {
 
 impl Source for Part<'_> {
     #[inline(always)]
-    fn address(&self, number: RecordNumber) -> *const f32 {
-        self.arena.address(number)
+    fn addresses(&self) -> Addresses {
+        self.arena.addresses()
     }
 
     #[allow(unsafe_code)]
@@ -148,12 +149,25 @@ impl Distinct {
         self.entries[..self.len].iter().map(|&e| (e as u32, (e >> 32) as u32))
     }
 
+    fn numbering(&mut self) -> Numbering<'_> {
+        Numbering { entries: &mut self.entries, len: self.len }
+    }
+}
+
+/// [`Distinct`] in registers.
+struct Numbering<'a> {
+    entries: &'a mut [u64],
+    len: usize,
+}
+
+impl Numbering<'_> {
     /// Number of the key with this record. The mark, which lies beside the key in the index, remembers it: it is right if
     /// the entry that it names is this record's, so marks of former batches need no clearing.
     #[inline(always)]
     fn number(&mut self, record: RecordNumber, mark: &mut u32) -> u32 {
         let number = *mark;
-        if let Some(entry) = self.entries[..self.len].get_mut(number as usize)
+        if (number as usize) < self.len
+            && let Some(entry) = self.entries.get_mut(number as usize)
             && *entry as u32 == record
         {
             *entry += 1 << 32;
@@ -169,8 +183,13 @@ impl Distinct {
 /// Which positions of a feature are looked up.
 pub trait Positions: Copy {
     fn len(&self) -> usize;
-    fn get(&self, index: usize) -> usize;
     fn load(&self, keys: &Keys, start: usize, block: &mut [Key]);
+    /// Of the records of all positions, those of some of these.
+    fn select<'r>(
+        &self,
+        records: &'r [AtomicU32],
+        range: Range<usize>,
+    ) -> impl ExactSizeIterator<Item = &'r AtomicU32>;
 }
 
 /// All of them, from 0.
@@ -183,12 +202,16 @@ impl Positions for All {
         self.0
     }
     #[inline(always)]
-    fn get(&self, index: usize) -> usize {
-        index
-    }
-    #[inline(always)]
     fn load(&self, keys: &Keys, start: usize, block: &mut [Key]) {
         keys.load(start, block);
+    }
+    #[inline(always)]
+    fn select<'r>(
+        &self,
+        records: &'r [AtomicU32],
+        range: Range<usize>,
+    ) -> impl ExactSizeIterator<Item = &'r AtomicU32> {
+        records[range].iter()
     }
 }
 
@@ -198,14 +221,18 @@ impl Positions for &[u32] {
         <[u32]>::len(self)
     }
     #[inline(always)]
-    fn get(&self, index: usize) -> usize {
-        self[index] as usize
-    }
-    #[inline(always)]
     fn load(&self, keys: &Keys, start: usize, block: &mut [Key]) {
         for (key, &position) in block.iter_mut().zip(&self[start..]) {
             *key = keys.get(position as usize);
         }
+    }
+    #[inline(always)]
+    fn select<'r>(
+        &self,
+        records: &'r [AtomicU32],
+        range: Range<usize>,
+    ) -> impl ExactSizeIterator<Item = &'r AtomicU32> {
+        self[range].iter().map(|&position| &records[position as usize])
     }
 }
 
@@ -213,8 +240,8 @@ impl Positions for &[u32] {
 pub trait Consumer<S> {
     /// Bytes of a row to ask for ahead; 0: the rows are not read now.
     fn row_bytes(&self) -> usize;
-    /// The records of all positions below `settled` are known.
-    fn settled(&mut self, source: &mut S, records: &[AtomicU32], settled: usize);
+    /// The records of all positions below `settled` are known. `may_miss`: some of them may have none.
+    fn settled(&mut self, source: &mut S, records: &[AtomicU32], settled: usize, may_miss: bool);
 }
 
 /// Leaves the rows for later.
@@ -226,7 +253,7 @@ impl<S> Consumer<S> for Nobody {
         0
     }
     #[inline(always)]
-    fn settled(&mut self, _: &mut S, _: &[AtomicU32], _: usize) {}
+    fn settled(&mut self, _: &mut S, _: &[AtomicU32], _: usize, _: bool) {}
 }
 
 /// One search: over which positions, and where its results go.
@@ -249,8 +276,13 @@ pub struct Search<'a, S, P, C> {
 #[derive(Clone, Copy)]
 struct Block {
     keys: [Key; BLOCK],
-    hashes: [u64; BLOCK],
     places: [Place; BLOCK],
+}
+
+/// What the first bucket of a key did not settle: its number in the block.
+struct Late {
+    numbers: [u8; BLOCK],
+    len: usize,
 }
 
 impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
@@ -261,88 +293,80 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
         // One at least: bags of no ids are written too.
         let num_blocks = num.div_ceil(BLOCK).max(1);
         let range = |b: usize| (b * BLOCK).min(num)..((b + 1) * BLOCK).min(num);
-        let mut blocks =
-            [Block { keys: [0; BLOCK], hashes: [0; BLOCK], places: [Place::default(); BLOCK] }; 3];
-        let (mut late, mut num_late) = ([0u8; BLOCK], 0);
+        let mut blocks = [Block { keys: [0; BLOCK], places: [Place::default(); BLOCK] }; 3];
+        let mut late = Late { numbers: [0; BLOCK], len: 0 };
+        let mut directory = self.index.directory();
+        let mut may_miss = false;
         for b in 0..num_blocks + 3 {
             if b < num_blocks {
-                self.ask(range(b), &mut blocks[b % 3]);
+                self.ask(range(b), directory, &mut blocks[b % 3]);
             }
-            if num_late > 0 {
+            if late.len > 0 {
                 let growths = self.index.growths();
-                for &i in &late[..num_late] {
-                    let block = &blocks[(b + 1) % 3]; // that is, of b - 2
-                    let (key, hash) = (block.keys[i as usize], block.hashes[i as usize]);
-                    self.settle::<MARK>((b - 2) * BLOCK + i as usize, key, hash)?;
+                for &i in &late.numbers[..late.len] {
+                    let key = blocks[(b + 1) % 3].keys[i as usize]; // that is, of b - 2
+                    may_miss |= !self.settle::<MARK>((b - 2) * BLOCK + i as usize, key)?;
                 }
+                late.len = 0;
                 if growths != self.index.growths() {
-                    self.find_places(&mut blocks);
+                    directory = self.index.directory();
+                    find_places(self.index, &mut blocks);
                 }
-                num_late = 0;
             }
             if b >= 1 && b <= num_blocks {
-                num_late = self.probe_block::<MARK>(range(b - 1), &blocks[(b + 2) % 3], &mut late);
+                self.probe_block::<MARK>(range(b - 1), &blocks[(b + 2) % 3], &mut late);
             }
             if b >= 3 {
-                self.consumer.settled(self.source, self.records, range(b - 3).end);
+                self.consumer.settled(self.source, self.records, range(b - 3).end, may_miss);
             }
         }
         Ok(())
     }
 
-    /// Hashes the keys of a block and asks for their buckets.
+    /// Asks for the buckets of a block's keys.
+    #[allow(unsafe_code)]
     #[inline(always)]
-    fn ask(&mut self, range: std::ops::Range<usize>, block: &mut Block) {
+    fn ask(&mut self, range: Range<usize>, directory: Directory, block: &mut Block) {
         let len = range.len().min(BLOCK);
         self.positions.load(&self.keys, range.start, &mut block.keys[..len]);
-        for i in 0..len {
-            block.hashes[i] = hash(block.keys[i]);
-        }
-        for i in 0..len {
-            block.places[i] = self.index.prefetch(block.hashes[i]);
+        for (place, &key) in block.places[..len].iter_mut().zip(&block.keys) {
+            // SAFETY: `run` takes the directory anew when the index has grown.
+            *place = unsafe { directory.prefetch(hash(key)) };
         }
     }
 
-    /// After the index has grown: where the keys on their way are now.
-    #[cold]
-    #[inline(never)]
-    fn find_places(&mut self, blocks: &mut [Block; 3]) {
-        for block in blocks {
-            for (place, &hash) in block.places.iter_mut().zip(&block.hashes) {
-                *place = self.index.place(hash);
-            }
-        }
-    }
-
-    /// Looks into the first bucket of each key; notes in `late` which of them that does not settle, and gives their number.
+    /// Looks into the first bucket of each key; notes in `late` which of them that does not settle.
+    #[allow(unsafe_code)]
     #[inline(always)]
-    fn probe_block<const MARK: bool>(
-        &mut self,
-        range: std::ops::Range<usize>,
-        block: &Block,
-        late: &mut [u8; BLOCK],
-    ) -> usize {
-        let len = range.len().min(BLOCK);
-        let mut num_late = 0;
+    fn probe_block<const MARK: bool>(&mut self, range: Range<usize>, block: &Block, late: &mut Late) {
         let marks = if MARK { &mut self.marks[range.clone()] } else { &mut [] };
-        let row_bytes = self.consumer.row_bytes();
-        for (i, (&place, &key)) in block.places[..len].iter().zip(&block.keys).enumerate() {
-            let Some((record, mark)) = self.index.probe(place, key) else {
-                late[num_late & (BLOCK - 1)] = i as u8;
+        let (row_bytes, addresses) = (self.consumer.row_bytes(), self.source.addresses());
+        let mut numbering = self.distinct.numbering();
+        let mut num_late = 0;
+        let records = self.positions.select(self.records, range);
+        for (i, ((&place, &key), to)) in block.places.iter().zip(&block.keys).zip(records).enumerate() {
+            // SAFETY: `find_places` renews the places when the index has grown, which is ours alone.
+            let Some((record, mark)) = (unsafe { place.probe(key) }) else {
+                late.numbers[num_late & (BLOCK - 1)] = i as u8;
                 num_late += 1;
                 continue;
             };
             if MARK {
-                marks[i] = self.distinct.number(record, mark);
+                // SAFETY: as above; nobody else refers to the mark.
+                marks[i] = numbering.number(record, unsafe { &mut *mark });
             }
-            self.records[self.positions.get(range.start + i)].store(record, Relaxed);
-            prefetch_row(self.source.address(record), row_bytes);
+            to.store(record, Relaxed);
+            prefetch_row(addresses.get(record), row_bytes);
         }
-        num_late
+        late.len = num_late;
+        self.distinct.len = numbering.len;
     }
 
+    /// False: the key has no record.
     #[inline(never)]
-    fn settle<const MARK: bool>(&mut self, index: usize, key: Key, hash: u64) -> Result<()> {
+    fn settle<const MARK: bool>(&mut self, index: usize, key: Key) -> Result<bool> {
+        let hash = hash(key);
+        let to = self.positions.select(self.records, index..index + 1).next().expect("one position");
         let (record, mark) = match self.index.find_mut(hash, key) {
             Some(found) => found,
             None if self.insert => {
@@ -353,16 +377,31 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 if MARK {
                     self.marks[index] = NO_MARK;
                 }
-                self.records[self.positions.get(index)].store(NO_RECORD, Relaxed);
-                return Ok(());
+                to.store(NO_RECORD, Relaxed);
+                return Ok(false);
             }
         };
         if MARK {
-            self.marks[index] = self.distinct.number(record, mark);
+            let mut numbering = self.distinct.numbering();
+            self.marks[index] = numbering.number(record, mark);
+            self.distinct.len = numbering.len;
         }
-        self.records[self.positions.get(index)].store(record, Relaxed);
-        prefetch_row(self.source.address(record), self.consumer.row_bytes());
-        Ok(())
+        to.store(record, Relaxed);
+        prefetch_row(self.source.addresses().get(record), self.consumer.row_bytes());
+        Ok(true)
+    }
+}
+
+/// After the index has grown: where the keys on their way are now.
+#[allow(unsafe_code)]
+#[cold]
+#[inline(never)]
+fn find_places(index: &Index, blocks: &mut [Block; 3]) {
+    for block in blocks {
+        for (place, &key) in block.places.iter_mut().zip(&block.keys) {
+            // SAFETY: the directory is of this moment.
+            *place = unsafe { index.directory().prefetch(hash(key)) };
+        }
     }
 }
 

@@ -9,6 +9,8 @@
 //! stops for more than one segment; segments take their turns at different loads, so that they do not all grow at once.
 //! Bits below the directory's choose the bucket.
 
+#![allow(unsafe_code)]
+
 use crate::arena::{NO_RECORD, RecordNumber};
 use crate::error::{Error, Result};
 use crate::key::{Key, hash};
@@ -33,7 +35,6 @@ struct Bucket {
     marks: [u32; SLOTS],
 }
 
-#[allow(unsafe_code)]
 // SAFETY: integers: every bit pattern is a value, nothing to drop.
 unsafe impl Plain for Bucket {}
 
@@ -164,7 +165,7 @@ pub struct Index {
     prefix_bits: u32,
     /// Bits of the hash after the prefix that number the directory's entries.
     depth: u32,
-    directory: Vec<u32>,
+    directory: Vec<Entry>,
     /// In the order of their hashes.
     segments: Vec<Segment>,
     len: usize,
@@ -172,11 +173,69 @@ pub struct Index {
     growths: u32,
 }
 
-/// The first bucket of a key, until the index grows.
-#[derive(Clone, Copy, Default)]
-pub struct Place {
+/// Where the buckets of some hashes lie: what a search needs of a segment, in one read.
+#[derive(Clone, Copy)]
+struct Entry {
+    buckets: *mut Bucket,
+    mask: u32,
     segment: u32,
-    bucket: u32,
+}
+
+// SAFETY: the address of memory that the segment beside it owns; who follows it says why he may.
+unsafe impl Send for Entry {}
+// SAFETY: as above.
+unsafe impl Sync for Entry {}
+
+/// The directory as searches read it, good until the index grows.
+#[derive(Clone, Copy)]
+pub struct Directory {
+    entries: *const Entry,
+    shift: u32,
+    mask: usize,
+}
+
+impl Directory {
+    /// Asks for the first bucket of a key with this hash, and says which it is.
+    ///
+    /// # Safety
+    /// The index is still there and has not grown since it gave this directory.
+    #[inline(always)]
+    pub unsafe fn prefetch(self, hash: u64) -> Place {
+        // SAFETY: `mask` is the number of entries less one; the caller promises that they are still there.
+        let entry = unsafe { *self.entries.add((hash >> self.shift) as usize & self.mask) };
+        let bucket = entry.buckets.wrapping_add(hash as usize & entry.mask as usize);
+        prefetch(bucket);
+        Place(bucket)
+    }
+}
+
+/// The first bucket of a key, until the index grows.
+#[derive(Clone, Copy)]
+pub struct Place(*mut Bucket);
+
+impl Default for Place {
+    fn default() -> Place {
+        Place(std::ptr::null_mut())
+    }
+}
+
+impl Place {
+    /// Record and mark of `key` if they are in this bucket; if not, asks for the next one.
+    ///
+    /// # Safety
+    /// A directory gave the place, its index has not grown since, and only the caller has the index.
+    #[inline(always)]
+    pub unsafe fn probe(self, key: Key) -> Option<(RecordNumber, *mut u32)> {
+        // SAFETY: `Directory::prefetch` names buckets of the index; the caller promises that it is there and his.
+        let bucket = unsafe { &mut *self.0 };
+        match bucket.find(key) {
+            Some(slot) => Some((bucket.records[slot], &raw mut bucket.marks[slot])),
+            None => {
+                prefetch(self.0.wrapping_add(1));
+                None
+            }
+        }
+    }
 }
 
 impl Index {
@@ -190,14 +249,15 @@ impl Index {
         let buckets = buckets.div_ceil(segments).max(1).next_power_of_two();
         let depth = segments.trailing_zeros();
         let make = |place| Segment::new(buckets, depth, place as u64);
-        Ok(Index {
-            prefix_bits,
-            depth,
-            directory: (0..segments as u32).collect(),
-            segments: (0..segments).map(make).collect::<Result<_>>()?,
-            len: 0,
-            growths: 0,
-        })
+        let segments = (0..segments).map(make).collect::<Result<_>>()?;
+        Ok(Index::of(prefix_bits, depth, segments))
+    }
+
+    fn of(prefix_bits: u32, depth: u32, segments: Vec<Segment>) -> Index {
+        let len = segments.iter().map(|s| s.len as usize).sum();
+        let mut index = Index { prefix_bits, depth, directory: Vec::new(), segments, len, growths: 0 };
+        index.number_directory();
+        index
     }
 
     pub fn len(&self) -> usize {
@@ -210,14 +270,17 @@ impl Index {
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.segments.iter().map(|s| s.buckets.num_bytes()).sum::<usize>() + self.directory.len() * 4
+        self.segments.iter().map(|s| s.buckets.num_bytes()).sum::<usize>() + size_of_val(&self.directory[..])
     }
 
-    #[inline(always)]
+    /// How far a hash is shifted to number its entry. By 63 at most: with one entry the mask leaves 0 of any.
+    fn shift(&self) -> u32 {
+        (64 - self.prefix_bits - self.depth).min(63)
+    }
+
     fn segment_of(&self, hash: u64) -> usize {
-        // Two shifts: one by 64 would be undefined when the depth is 0.
-        let entry = (hash << self.prefix_bits) >> 1 >> (63 - self.depth);
-        self.directory[entry as usize] as usize
+        let entry = (hash >> self.shift()) as usize & (self.directory.len() - 1);
+        self.directory[entry].segment as usize
     }
 
     /// How often places lost their meaning.
@@ -227,43 +290,15 @@ impl Index {
     }
 
     #[inline(always)]
-    pub fn place(&self, hash: u64) -> Place {
-        let segment = self.segment_of(hash);
-        let bucket = hash as usize & (self.segments[segment].buckets.len() - 1);
-        Place { segment: segment as u32, bucket: bucket as u32 }
+    pub fn directory(&self) -> Directory {
+        Directory { entries: self.directory.as_ptr(), shift: self.shift(), mask: self.directory.len() - 1 }
     }
 
-    /// Asks for the first bucket of a key with this hash, and says which it is.
+    /// Asks for the first bucket of a key with this hash.
     #[inline(always)]
-    pub fn prefetch(&self, hash: u64) -> Place {
-        let segment = self.segment_of(hash);
-        let buckets = &self.segments[segment].buckets;
-        let bucket = hash as usize & (buckets.len() - 1);
-        prefetch(buckets.as_ptr().wrapping_add(bucket));
-        Place { segment: segment as u32, bucket: bucket as u32 }
-    }
-
-    /// Looks into the first bucket alone, and asks for the next where the key may be there.
-    #[inline(always)]
-    pub fn probe(&mut self, place: Place, key: Key) -> Option<(RecordNumber, &mut u32)> {
-        let buckets = &mut self.segments[place.segment as usize].buckets;
-        let next = (place.bucket as usize + 1) & (buckets.len() - 1);
-        let next = buckets.as_ptr().wrapping_add(next);
-        let bucket = &mut buckets[place.bucket as usize];
-        let mut matches = 0;
-        for slot in 0..SLOTS {
-            matches |= u32::from(bucket.keys[slot] == key) << slot;
-        }
-        if bucket.is_full() && matches == 0 {
-            prefetch(next);
-        }
-        if matches != 0 {
-            let slot = matches.trailing_zeros() as usize & (SLOTS - 1);
-            if bucket.records[slot] != NO_RECORD {
-                return Some((bucket.records[slot], &mut bucket.marks[slot]));
-            }
-        }
-        None
+    pub fn prefetch(&self, hash: u64) {
+        // SAFETY: `&self`: it does not grow meanwhile.
+        unsafe { self.directory().prefetch(hash) };
     }
 
     #[inline]
@@ -348,7 +383,6 @@ impl Index {
                 return Ok(false);
             }
             self.depth += 1;
-            self.directory = self.directory.iter().flat_map(|&s| [s, s]).collect();
         }
         self.split_segment(at, num_buckets)?;
         Ok(true)
@@ -361,6 +395,7 @@ impl Index {
             new.place(hash(key), key, record, mark);
         }
         self.segments[at] = new;
+        self.number_directory();
         Ok(())
     }
 
@@ -387,8 +422,9 @@ impl Index {
     fn number_directory(&mut self) {
         self.directory.clear();
         for (number, segment) in self.segments.iter().enumerate() {
-            let entries = 1 << (self.depth - segment.depth);
-            self.directory.extend(std::iter::repeat_n(number as u32, entries));
+            let mask = segment.buckets.len() as u32 - 1;
+            let entry = Entry { buckets: segment.buckets.base(), mask, segment: number as u32 };
+            self.directory.extend(std::iter::repeat_n(entry, 1 << (self.depth - segment.depth)));
         }
     }
 
@@ -425,12 +461,7 @@ impl Index {
                 mine.push(segment);
                 rest = segments.next();
             }
-            let len = mine.iter().map(|s| s.len as usize).sum();
-            let depth = self.depth - bits;
-            let mut index =
-                Index { prefix_bits: bits, depth, directory: Vec::new(), segments: mine, len, growths: 0 };
-            index.number_directory();
-            result.push(index);
+            result.push(Index::of(bits, self.depth - bits, mine));
         }
         result
     }
@@ -452,12 +483,9 @@ impl Index {
     pub fn join(parts: Vec<Index>) -> Index {
         let bits = parts[0].prefix_bits;
         let depth = bits + parts.iter().map(|p| p.depth).max().unwrap_or(0);
-        let len = parts.iter().map(|p| p.len).sum();
         let mut segments: Vec<Segment> = parts.into_iter().flat_map(|p| p.segments).collect();
         segments.iter_mut().for_each(|s| s.depth += bits);
-        let mut index = Index { prefix_bits: 0, depth, directory: Vec::new(), segments, len, growths: 0 };
-        index.number_directory();
-        index
+        Index::of(0, depth, segments)
     }
 
     /// Calls `visit` for the keys from `start` (a count of slots) on until it says stop; gives where to go on.

@@ -6,11 +6,11 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use crate::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::arena::{Arena, NO_RECORD, RecordNumber, Rows};
 use crate::batch::{Bags, Feature, Keys};
 use crate::find::{Consumer, FirstRecord, Whole};
 use crate::key::Key;
-use crate::simd::{Kernel, copy_streaming, prefetch_slice};
+use crate::simd::{Kernel, copy_streaming, prefetch_slice, stream_row};
 use crate::table::Missing;
 
 /// Positions whose rows are asked for ahead where the search has not done it.
@@ -30,6 +30,21 @@ pub struct MissingRow<'a> {
 impl<'a> MissingRow<'a> {
     pub fn new(missing: Missing, first: &'a FirstRecord) -> Self {
         MissingRow { missing, first, row: vec![0.0; first.dim] }
+    }
+
+    /// The row of a record, or what stands for it.
+    #[inline(always)]
+    fn or<'r, const D: usize, const MAY_MISS: bool>(
+        &'r mut self,
+        rows: Rows<'r, D>,
+        record: RecordNumber,
+        keys: Keys,
+        position: usize,
+    ) -> &'r [f32; D] {
+        if MAY_MISS && record == NO_RECORD {
+            return self.get(keys.get(position)).first_chunk().expect("rows are as wide as the dim");
+        }
+        rows.get(record)
     }
 
     #[cold]
@@ -76,9 +91,15 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         PlainPooling { keys, hotness, scale, next_bag, num_bags, output, missing, stream, sum }
     }
 
-    /// Pools all bags that end before position `settled`.
+    /// Pools all bags that end before position `settled`. `may_miss`: some of them may have no record.
     #[inline(always)]
-    pub fn pool_up_to<const PREFETCH: bool>(&mut self, arena: &Arena, records: &[AtomicU32], settled: usize) {
+    pub fn pool_up_to<const PREFETCH: bool>(
+        &mut self,
+        arena: &Arena,
+        records: &[AtomicU32],
+        settled: usize,
+        may_miss: bool,
+    ) {
         let end = settled.checked_div(self.hotness).map_or(self.num_bags, |full| full.min(self.num_bags));
         if end <= self.next_bag {
             return;
@@ -89,6 +110,15 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         let (now, later) = output.split_at_mut(bags.len() * dim);
         self.output = later;
         self.next_bag = end;
+        if D > 0 {
+            let (rows, now) = (arena.rows::<D>(), now.as_chunks_mut().0);
+            if may_miss {
+                self.pool_constant::<PREFETCH, true>(rows, records, bags, now);
+            } else {
+                self.pool_constant::<PREFETCH, false>(rows, records, bags, now);
+            }
+            return;
+        }
         for (bag, row) in bags.zip(now.chunks_exact_mut(dim)) {
             let start = bag * self.hotness;
             if PREFETCH {
@@ -96,26 +126,54 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
                     prefetch_slice(&arena.record(record.load(Relaxed))[..dim]);
                 }
             }
-            let ids = &records[start..start + self.hotness];
-            if D > 0 {
-                self.pool_constant(arena, ids, start, row)
-            } else {
-                self.pool_any(arena, ids, start, row)
-            }
+            self.pool_any(arena, &records[start..start + self.hotness], start, row);
         }
     }
 
+    /// `MAY_MISS`: without it sums stay in registers, as nothing is called in between.
     #[inline(always)]
-    fn constant_row<'s>(&'s mut self, arena: &'s Arena, record: &AtomicU32, position: usize) -> &'s [f32; D] {
-        let record = record.load(Relaxed);
-        if record == NO_RECORD {
-            return self
-                .missing
-                .get(self.keys.get(position))
-                .first_chunk()
-                .expect("rows are as wide as the dim");
+    fn pool_constant<const PREFETCH: bool, const MAY_MISS: bool>(
+        &mut self,
+        rows: Rows<'_, D>,
+        records: &[AtomicU32],
+        bags: Range<usize>,
+        output: &mut [[f32; D]],
+    ) {
+        let (hotness, stream, scale, keys) = (self.hotness, self.stream, self.scale, self.keys);
+        let (start, end) = (bags.start * hotness, bags.end * hotness);
+        let ids = records[start..end].iter().enumerate();
+        let mut later = records[start..].iter().skip(AHEAD);
+        let mut found = ids.map(|(i, record)| {
+            if PREFETCH && let Some(record) = later.next() {
+                prefetch_slice(rows.get(record.load(Relaxed)));
+            }
+            (start + i, record.load(Relaxed))
+        });
+        let missing = &mut self.missing;
+        if hotness == 1 {
+            // A bag of one is its row, whatever the combiner: its scale is 1.
+            for ((position, record), output) in found.zip(output) {
+                store_row(output, missing.or::<D, MAY_MISS>(rows, record, keys, position), stream);
+            }
+            return;
         }
-        arena.row(record)
+        for output in output {
+            let mut sum = match found.next() {
+                Some((position, record)) if hotness > 0 => *missing.or::<D, MAY_MISS>(rows, record, keys, position),
+                _ => [0.0; D],
+            };
+            for _ in 1..hotness {
+                let Some((position, record)) = found.next() else { break };
+                let row = missing.or::<D, MAY_MISS>(rows, record, keys, position);
+                for k in 0..D {
+                    sum[k] += row[k];
+                }
+            }
+            if scale != 1.0 {
+                sum.iter_mut().for_each(|s| *s *= scale);
+            }
+            store_row(output, &sum, stream);
+        }
     }
 
     #[inline(always)]
@@ -125,29 +183,6 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
             return self.missing.get(self.keys.get(position));
         }
         arena.record(record)
-    }
-
-    #[inline(always)]
-    fn pool_constant(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize, output: &mut [f32]) {
-        let stream = self.stream;
-        match bag {
-            [] => output.fill(0.0),
-            // A bag of one is its row, whatever the combiner: its scale is 1.
-            [only] => store(output, self.constant_row(arena, only, start), stream),
-            [first, others @ ..] => {
-                let mut sum = *self.constant_row(arena, first, start);
-                for (i, record) in others.iter().enumerate() {
-                    let row = self.constant_row(arena, record, start + 1 + i);
-                    for k in 0..D {
-                        sum[k] += row[k];
-                    }
-                }
-                if self.scale != 1.0 {
-                    sum.iter_mut().for_each(|s| *s *= self.scale);
-                }
-                store(output, &sum, stream);
-            }
-        }
     }
 
     #[inline(always)]
@@ -172,6 +207,11 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
 }
 
 #[inline(always)]
+fn store_row<const D: usize>(output: &mut [f32; D], row: &[f32; D], stream: bool) {
+    if stream { stream_row(output, row) } else { *output = *row }
+}
+
+#[inline(always)]
 fn store(output: &mut [f32], row: &[f32], stream: bool) {
     if stream { copy_streaming(output, row) } else { output.copy_from_slice(row) }
 }
@@ -183,8 +223,8 @@ impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
     }
 
     #[inline(always)]
-    fn settled(&mut self, source: &mut Whole<'_>, records: &[AtomicU32], settled: usize) {
-        self.pool_up_to::<false>(source.arena, records, settled);
+    fn settled(&mut self, source: &mut Whole<'_>, records: &[AtomicU32], settled: usize, may_miss: bool) {
+        self.pool_up_to::<false>(source.arena, records, settled, may_miss);
     }
 }
 
@@ -255,6 +295,9 @@ impl<const D: usize> Kernel for PoolRange<'_, '_, D> {
     type Output = ();
     #[inline(always)]
     fn run(mut self) {
-        self.pooling.pool_up_to::<true>(self.arena, self.records, self.records.len());
+        let bags = self.pooling.next_bag..self.pooling.num_bags;
+        let ids = &self.records[bags.start * self.pooling.hotness..bags.end * self.pooling.hotness];
+        let may_miss = ids.iter().any(|record| record.load(Relaxed) == NO_RECORD);
+        self.pooling.pool_up_to::<true>(self.arena, self.records, self.records.len(), may_miss);
     }
 }

@@ -65,6 +65,11 @@ impl<T: Plain> Region<T> {
         if len <= self.len { Ok(()) } else { self.resize(len.max(self.len * 2).max(64)) }
     }
 
+    /// Address of its first value, until it grows.
+    pub fn base(&self) -> *mut T {
+        self.base.as_ptr()
+    }
+
     pub fn num_bytes(&self) -> usize {
         self.bytes
     }

@@ -55,7 +55,7 @@ impl<G: MergedGradients> UpdateTask<'_, G> {
     fn prefetch(&self, key: usize) {
         let records = self.gradients.records();
         let Some(&record) = records.get(key) else { return };
-        let (start, bytes) = (self.arena.address(record).cast::<u8>(), self.arena.width() * 4);
+        let (start, bytes) = (self.arena.addresses().get(record).cast::<u8>(), self.arena.width() * 4);
         let mut offset = 0;
         while offset < bytes {
             prefetch(start.wrapping_add(offset));
