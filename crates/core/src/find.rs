@@ -163,15 +163,17 @@ struct Numbering<'a> {
 impl Numbering<'_> {
     /// Number of the key with this record. The mark, which lies beside the key in the index, remembers it: it is right if
     /// the entry that it names is this record's, so marks of former batches need no clearing.
+    #[allow(unsafe_code)]
     #[inline(always)]
     fn number(&mut self, record: RecordNumber, mark: &mut u32) -> u32 {
         let number = *mark;
-        if (number as usize) < self.len
-            && let Some(entry) = self.entries.get_mut(number as usize)
-            && *entry as u32 == record
-        {
-            *entry += 1 << 32;
-            return number;
+        if (number as usize) < self.len {
+            // SAFETY: `len` never passes the end: the write below is checked.
+            let entry = unsafe { self.entries.get_unchecked_mut(number as usize) };
+            if *entry as u32 == record {
+                *entry += 1 << 32;
+                return number;
+            }
         }
         self.entries[self.len] = u64::from(record) | 1 << 32;
         *mark = self.len as u32;
@@ -339,12 +341,12 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
     #[allow(unsafe_code)]
     #[inline(always)]
     fn probe_block<const MARK: bool>(&mut self, range: Range<usize>, block: &Block, late: &mut Late) {
-        let marks = if MARK { &mut self.marks[range.clone()] } else { &mut [] };
         let (row_bytes, addresses) = (self.consumer.row_bytes(), self.source.addresses());
-        let mut numbering = self.distinct.numbering();
+        let mut found = [(NO_RECORD, std::ptr::null_mut()); BLOCK];
         let mut num_late = 0;
-        let records = self.positions.select(self.records, range);
-        for (i, ((&place, &key), to)) in block.places.iter().zip(&block.keys).zip(records).enumerate() {
+        let records = self.positions.select(self.records, range.clone());
+        let keys = block.places.iter().zip(&block.keys).zip(records);
+        for (i, (((&place, &key), to), found)) in keys.zip(&mut found).enumerate() {
             // SAFETY: `find_places` renews the places when the index has grown, which is ours alone.
             let Some((record, mark)) = (unsafe { place.probe(key) }) else {
                 late.numbers[num_late & (BLOCK - 1)] = i as u8;
@@ -352,14 +354,23 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 continue;
             };
             if MARK {
-                // SAFETY: as above; nobody else refers to the mark.
-                marks[i] = numbering.number(record, unsafe { &mut *mark });
+                *found = (record, mark);
             }
             to.store(record, Relaxed);
             prefetch_row(addresses.get(record), row_bytes);
         }
         late.len = num_late;
-        self.distinct.len = numbering.len;
+        if MARK {
+            // A loop of its own: together they need more registers than there are.
+            let mut numbering = self.distinct.numbering();
+            for (to, &(record, mark)) in self.marks[range].iter_mut().zip(&found) {
+                if record != NO_RECORD {
+                    // SAFETY: as above; nobody else refers to the mark.
+                    *to = numbering.number(record, unsafe { &mut *mark });
+                }
+            }
+            self.distinct.len = numbering.len;
+        }
     }
 
     /// False: the key has no record.

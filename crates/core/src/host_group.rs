@@ -375,6 +375,9 @@ impl HostGroup {
     ///
     /// With `keep` the gradients stay where they are until they are applied; without, they are merged now.
     ///
+    /// `check_finite`: a gradient that is not finite makes the ticket NaN, by which a loss scale knows that it overflowed. That
+    /// reads every gradient once more, so only those ask who compute in float16.
+    ///
     /// # Errors
     /// [`Error::UnwrappedOptimizer`] at the second push of a group that no optimizer is bound to; [`Error::Ticket`] if the
     /// lookup is gone; lengths that do not fit it. Nothing has changed.
@@ -383,6 +386,7 @@ impl HostGroup {
         lookup: u64,
         rows: Vec<GradientRows>,
         keep: Option<Keep>,
+        check_finite: bool,
         weight_gradients: Vec<&mut [f32]>,
         ticket: &mut [f32],
         pool: &Pool,
@@ -396,7 +400,7 @@ impl HostGroup {
             return Err(Error::UnwrappedOptimizer { tables: self.names() });
         }
         self.write_weight_gradients(&saved, &rows, weight_gradients)?;
-        let is_all_finite = self.are_finite(&rows, pool);
+        let is_all_finite = !check_finite || self.are_finite(&rows, pool);
         let gradients = match keep {
             Some(keep) => Gradients::Held { rows, _keep: keep },
             None => Gradients::Merged(self.merge_push(&saved, &rows, pool)?),

@@ -63,7 +63,7 @@ impl Subject {
         let mut ticket = unwritten(TICKET_LEN);
         let room = weights.iter_mut().map(|w| &mut w[..]).collect();
         let keep = hold.then(|| Box::new(gradients.clone()) as Keep);
-        self.group.push(lookup, lend(gradients), keep, room, &mut ticket, self.pool)?;
+        self.group.push(lookup, lend(gradients), keep, true, room, &mut ticket, self.pool)?;
         self.tickets.insert(number, ticket);
         if hold {
             self.held.push(gradients.clone());

@@ -180,7 +180,7 @@ pub fn push(plan: i64, inputs: &[Tensor], keep: Option<Keep>, outputs: &mut dyn 
         weights.push(floats_out(outputs, 1 + weights.len(), &take(&mut inputs)?.dims)?);
     }
     let ticket = floats_out(outputs, 0, &[RING as i64, 2])?;
-    plan.group.lock().push(number, rows, keep, weights, ticket, &*pool::global()?)
+    plan.group.lock().push(number, rows, keep, plan.check_finite, weights, ticket, &*pool::global()?)
 }
 
 fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, HostGroup>> {

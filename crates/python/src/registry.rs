@@ -69,6 +69,8 @@ pub struct Plan {
     pub features: Vec<PlanFeature>,
     /// Of each table.
     pub dims: Vec<usize>,
+    /// Whether gradients may overflow and a ticket is to say so.
+    pub check_finite: bool,
 }
 
 /// Groups that are updated together.

@@ -253,12 +253,14 @@ type FeatureTuple = (String, usize, bool, String, bool, String, Option<i64>);
 #[pymethods]
 impl Plan {
     #[new]
-    fn new(group: &Group, features: Vec<FeatureTuple>) -> PyResult<Plan> {
+    #[pyo3(signature = (group, features, check_finite=false))]
+    fn new(group: &Group, features: Vec<FeatureTuple>, check_finite: bool) -> PyResult<Plan> {
         let features = features.into_iter().map(plan_feature).collect::<PyResult<Vec<_>>>()?;
         let tables = group.inner.lock();
         let dims = (0..tables.num_tables()).map(|t| tables.table(t).config().dim).collect();
         drop(tables);
-        Ok(Plan { handle: registry::add_plan(registry::Plan { group: group.inner.clone(), features, dims }) })
+        let plan = registry::Plan { group: group.inner.clone(), features, dims, check_finite };
+        Ok(Plan { handle: registry::add_plan(plan) })
     }
 }
 
