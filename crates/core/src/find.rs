@@ -281,6 +281,19 @@ struct Block {
     places: [Place; BLOCK],
 }
 
+/// Record and mark of a key, on their way to its number.
+#[derive(Clone, Copy)]
+struct Found {
+    record: RecordNumber,
+    mark: *mut u32,
+}
+
+impl Default for Found {
+    fn default() -> Found {
+        Found { record: NO_RECORD, mark: std::ptr::null_mut() }
+    }
+}
+
 /// What the first bucket of a key did not settle: its number in the block.
 struct Late {
     numbers: [u8; BLOCK],
@@ -296,12 +309,17 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
         let num_blocks = num.div_ceil(BLOCK).max(1);
         let range = |b: usize| (b * BLOCK).min(num)..((b + 1) * BLOCK).min(num);
         let mut blocks = [Block { keys: [0; BLOCK], places: [Place::default(); BLOCK] }; 3];
+        let mut found = [Found::default(); BLOCK];
         let mut late = Late { numbers: [0; BLOCK], len: 0 };
         let mut directory = self.index.directory();
         let mut may_miss = false;
         for b in 0..num_blocks + 3 {
             if b < num_blocks {
                 self.ask(range(b), directory, &mut blocks[b % 3]);
+            }
+            if MARK && (2..num_blocks + 2).contains(&b) {
+                // Before anything is inserted: growth would move the marks.
+                self.number_block(range(b - 2), &mut found);
             }
             if late.len > 0 {
                 let growths = self.index.growths();
@@ -316,7 +334,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 }
             }
             if b >= 1 && b <= num_blocks {
-                self.probe_block::<MARK>(range(b - 1), &blocks[(b + 2) % 3], &mut late);
+                self.probe_block::<MARK>(range(b - 1), &blocks[(b + 2) % 3], &mut found, &mut late);
             }
             if b >= 3 {
                 self.consumer.settled(self.source, self.records, range(b - 3).end, may_miss);
@@ -340,13 +358,19 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
     /// Looks into the first bucket of each key; notes in `late` which of them that does not settle.
     #[allow(unsafe_code)]
     #[inline(always)]
-    fn probe_block<const MARK: bool>(&mut self, range: Range<usize>, block: &Block, late: &mut Late) {
+    fn probe_block<const MARK: bool>(
+        &mut self,
+        range: Range<usize>,
+        block: &Block,
+        found: &mut [Found; BLOCK],
+        late: &mut Late,
+    ) {
         let (row_bytes, addresses) = (self.consumer.row_bytes(), self.source.addresses());
-        let mut found = [(NO_RECORD, std::ptr::null_mut()); BLOCK];
+        let entries = self.distinct.entries.as_ptr();
         let mut num_late = 0;
-        let records = self.positions.select(self.records, range.clone());
+        let records = self.positions.select(self.records, range);
         let keys = block.places.iter().zip(&block.keys).zip(records);
-        for (i, (((&place, &key), to), found)) in keys.zip(&mut found).enumerate() {
+        for (i, (((&place, &key), to), found)) in keys.zip(found).enumerate() {
             // SAFETY: `find_places` renews the places when the index has grown, which is ours alone.
             let Some((record, mark)) = (unsafe { place.probe(key) }) else {
                 late.numbers[num_late & (BLOCK - 1)] = i as u8;
@@ -354,23 +378,29 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 continue;
             };
             if MARK {
-                *found = (record, mark);
+                *found = Found { record, mark };
+                // SAFETY: `probe` gives a mark of the index.
+                prefetch(entries.wrapping_add(unsafe { *mark } as usize));
             }
             to.store(record, Relaxed);
             prefetch_row(addresses.get(record), row_bytes);
         }
         late.len = num_late;
-        if MARK {
-            // A loop of its own: together they need more registers than there are.
-            let mut numbering = self.distinct.numbering();
-            for (to, &(record, mark)) in self.marks[range].iter_mut().zip(&found) {
-                if record != NO_RECORD {
-                    // SAFETY: as above; nobody else refers to the mark.
-                    *to = numbering.number(record, unsafe { &mut *mark });
-                }
+    }
+
+    /// Numbers the keys that a block's first look found.
+    #[allow(unsafe_code)]
+    #[inline(always)]
+    fn number_block(&mut self, range: Range<usize>, found: &mut [Found; BLOCK]) {
+        let mut numbering = self.distinct.numbering();
+        for (to, found) in self.marks[range].iter_mut().zip(found) {
+            let Found { record, mark } = std::mem::take(found);
+            if record != NO_RECORD {
+                // SAFETY: the index has not grown since the probe that gave the mark, and is ours alone.
+                *to = numbering.number(record, unsafe { &mut *mark });
             }
-            self.distinct.len = numbering.len;
         }
+        self.distinct.len = numbering.len;
     }
 
     /// False: the key has no record.
