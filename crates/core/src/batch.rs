@@ -1,5 +1,7 @@
 //! The fused batch: what a layer's call brings, feature by feature, as it lies in the framework's buffers.
 
+use std::ops::Range;
+
 use crate::error::{Error, Result};
 use crate::key::Key;
 
@@ -17,7 +19,7 @@ pub enum Keys<'a> {
     },
 }
 
-impl Keys<'_> {
+impl<'a> Keys<'a> {
     pub fn len(&self) -> usize {
         match self {
             Keys::I64(ids) => ids.len(),
@@ -30,6 +32,16 @@ impl Keys<'_> {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    pub fn slice(&self, range: Range<usize>) -> Keys<'a> {
+        match self {
+            Keys::I64(ids) => Keys::I64(&ids[range]),
+            Keys::U64(ids) => Keys::U64(&ids[range]),
+            Keys::I32(ids) => Keys::I32(&ids[range]),
+            Keys::U32(ids) => Keys::U32(&ids[range]),
+            Keys::Words { low, high } => Keys::Words { low: &low[range.clone()], high: &high[range] },
+        }
     }
 
     #[inline(always)]
@@ -154,7 +166,7 @@ impl Feature<'_> {
     }
 
     #[inline(always)]
-    pub fn bag(&self, index: usize) -> std::ops::Range<usize> {
+    pub fn bag(&self, index: usize) -> Range<usize> {
         match &self.bags {
             Bags::Each => index..index + 1,
             Bags::Fixed { hotness, .. } => index * hotness..(index + 1) * hotness,

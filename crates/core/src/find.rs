@@ -145,6 +145,10 @@ impl Distinct {
         self.len
     }
 
+    pub fn num_bytes(&self) -> usize {
+        self.entries.num_bytes()
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = (RecordNumber, u32)> {
         self.entries[..self.len].iter().map(|&e| (e as u32, (e >> 32) as u32))
     }
@@ -182,68 +186,12 @@ impl Numbering<'_> {
     }
 }
 
-/// Which positions of a feature are looked up.
-pub trait Positions: Copy {
-    fn len(&self) -> usize;
-    fn load(&self, keys: &Keys, start: usize, block: &mut [Key]);
-    /// Of the records of all positions, those of some of these.
-    fn select<'r>(
-        &self,
-        records: &'r [AtomicU32],
-        range: Range<usize>,
-    ) -> impl ExactSizeIterator<Item = &'r AtomicU32>;
-}
-
-/// All of them, from 0.
-#[derive(Clone, Copy)]
-pub struct All(pub usize);
-
-impl Positions for All {
-    #[inline(always)]
-    fn len(&self) -> usize {
-        self.0
-    }
-    #[inline(always)]
-    fn load(&self, keys: &Keys, start: usize, block: &mut [Key]) {
-        keys.load(start, block);
-    }
-    #[inline(always)]
-    fn select<'r>(
-        &self,
-        records: &'r [AtomicU32],
-        range: Range<usize>,
-    ) -> impl ExactSizeIterator<Item = &'r AtomicU32> {
-        records[range].iter()
-    }
-}
-
-impl Positions for &[u32] {
-    #[inline(always)]
-    fn len(&self) -> usize {
-        <[u32]>::len(self)
-    }
-    #[inline(always)]
-    fn load(&self, keys: &Keys, start: usize, block: &mut [Key]) {
-        for (key, &position) in block.iter_mut().zip(&self[start..]) {
-            *key = keys.get(position as usize);
-        }
-    }
-    #[inline(always)]
-    fn select<'r>(
-        &self,
-        records: &'r [AtomicU32],
-        range: Range<usize>,
-    ) -> impl ExactSizeIterator<Item = &'r AtomicU32> {
-        self[range].iter().map(|&position| &records[position as usize])
-    }
-}
-
 /// Uses rows as soon as they are there.
 pub trait Consumer<S> {
     /// Bytes of a row to ask for ahead; 0: the rows are not read now.
     fn row_bytes(&self) -> usize;
     /// The records of all positions below `settled` are known. `may_miss`: some of them may have none.
-    fn settled(&mut self, source: &mut S, records: &[AtomicU32], settled: usize, may_miss: bool);
+    fn settled(&mut self, source: &mut S, records: &[RecordNumber], settled: usize, may_miss: bool);
 }
 
 /// Leaves the rows for later.
@@ -255,21 +203,20 @@ impl<S> Consumer<S> for Nobody {
         0
     }
     #[inline(always)]
-    fn settled(&mut self, _: &mut S, _: &[AtomicU32], _: usize, _: bool) {}
+    fn settled(&mut self, _: &mut S, _: &[RecordNumber], _: usize, _: bool) {}
 }
 
-/// One search: over which positions, and where its results go.
-pub struct Search<'a, S, P, C> {
+/// One search: for which keys, and where its results go.
+pub struct Search<'a, S, C> {
     pub index: &'a mut Index,
     pub source: &'a mut S,
     pub keys: Keys<'a>,
-    pub positions: P,
     /// Makes records for keys that have none.
     pub insert: bool,
     pub distinct: &'a mut Distinct,
-    /// By position in the feature: the record's number, or [`NO_RECORD`].
-    pub records: &'a [AtomicU32],
-    /// By index into `positions`: the number of the key among the distinct ones, or [`NO_MARK`]. Empty without marks.
+    /// `(keys,)`: the record's number, or [`NO_RECORD`].
+    pub records: &'a mut [RecordNumber],
+    /// `(keys,)`: the number of the key among the distinct ones, or [`NO_MARK`]. Empty without marks.
     pub marks: &'a mut [u32],
     pub consumer: C,
 }
@@ -300,11 +247,11 @@ struct Late {
     len: usize,
 }
 
-impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
+impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
     /// `MARK`: numbers the distinct keys.
     #[inline(always)]
     pub fn run<const MARK: bool>(mut self) -> Result<()> {
-        let num = self.positions.len();
+        let num = self.keys.len();
         // One at least: bags of no ids are written too.
         let num_blocks = num.div_ceil(BLOCK).max(1);
         let range = |b: usize| (b * BLOCK).min(num)..((b + 1) * BLOCK).min(num);
@@ -348,7 +295,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
     #[inline(always)]
     fn ask(&mut self, range: Range<usize>, directory: Directory, block: &mut Block) {
         let len = range.len().min(BLOCK);
-        self.positions.load(&self.keys, range.start, &mut block.keys[..len]);
+        self.keys.load(range.start, &mut block.keys[..len]);
         for (place, &key) in block.places[..len].iter_mut().zip(&block.keys) {
             // SAFETY: `run` takes the directory anew when the index has grown.
             *place = unsafe { directory.prefetch(hash(key)) };
@@ -368,8 +315,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
         let (row_bytes, addresses) = (self.consumer.row_bytes(), self.source.addresses());
         let entries = self.distinct.entries.as_ptr();
         let mut num_late = 0;
-        let records = self.positions.select(self.records, range);
-        let keys = block.places.iter().zip(&block.keys).zip(records);
+        let keys = block.places.iter().zip(&block.keys).zip(&mut self.records[range]);
         for (i, (((&place, &key), to), found)) in keys.zip(found).enumerate() {
             // SAFETY: `find_places` renews the places when the index has grown, which is ours alone.
             let Some((record, mark)) = (unsafe { place.probe(key) }) else {
@@ -382,7 +328,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 // SAFETY: `probe` gives a mark of the index.
                 prefetch(entries.wrapping_add(unsafe { *mark } as usize));
             }
-            to.store(record, Relaxed);
+            *to = record;
             prefetch_row(addresses.get(record), row_bytes);
         }
         late.len = num_late;
@@ -407,7 +353,6 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
     #[inline(never)]
     fn settle<const MARK: bool>(&mut self, index: usize, key: Key) -> Result<bool> {
         let hash = hash(key);
-        let to = self.positions.select(self.records, index..index + 1).next().expect("one position");
         let (record, mark) = match self.index.find_mut(hash, key) {
             Some(found) => found,
             None if self.insert => {
@@ -418,7 +363,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
                 if MARK {
                     self.marks[index] = NO_MARK;
                 }
-                to.store(NO_RECORD, Relaxed);
+                self.records[index] = NO_RECORD;
                 return Ok(false);
             }
         };
@@ -427,7 +372,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
             self.marks[index] = numbering.number(record, mark);
             self.distinct.len = numbering.len;
         }
-        to.store(record, Relaxed);
+        self.records[index] = record;
         prefetch_row(self.source.addresses().get(record), self.consumer.row_bytes());
         Ok(true)
     }
@@ -455,10 +400,10 @@ fn prefetch_row(row: *const f32, bytes: usize) {
     }
 }
 
-struct Marked<'a, S, P, C>(Search<'a, S, P, C>);
-struct Unmarked<'a, S, P, C>(Search<'a, S, P, C>);
+struct Marked<'a, S, C>(Search<'a, S, C>);
+struct Unmarked<'a, S, C>(Search<'a, S, C>);
 
-impl<S: Source, P: Positions, C: Consumer<S>> Kernel for Marked<'_, S, P, C> {
+impl<S: Source, C: Consumer<S>> Kernel for Marked<'_, S, C> {
     type Output = Result<()>;
     #[inline(always)]
     fn run(self) -> Result<()> {
@@ -466,7 +411,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Kernel for Marked<'_, S, P, C> {
     }
 }
 
-impl<S: Source, P: Positions, C: Consumer<S>> Kernel for Unmarked<'_, S, P, C> {
+impl<S: Source, C: Consumer<S>> Kernel for Unmarked<'_, S, C> {
     type Output = Result<()>;
     #[inline(always)]
     fn run(self) -> Result<()> {
@@ -474,7 +419,7 @@ impl<S: Source, P: Positions, C: Consumer<S>> Kernel for Unmarked<'_, S, P, C> {
     }
 }
 
-impl<S: Source, P: Positions, C: Consumer<S>> Search<'_, S, P, C> {
+impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
     /// `mark`: numbers the distinct keys, in `marks`.
     pub fn start(self, mark: bool) -> Result<()> {
         if mark { dispatch(Marked(self)) } else { dispatch(Unmarked(self)) }

@@ -466,20 +466,6 @@ impl Index {
         result
     }
 
-    /// Leaves a part without segments behind.
-    pub fn take(&mut self) -> Index {
-        let directory = std::mem::take(&mut self.directory);
-        let segments = std::mem::take(&mut self.segments);
-        Index {
-            prefix_bits: self.prefix_bits,
-            depth: self.depth,
-            directory,
-            segments,
-            len: self.len,
-            growths: self.growths,
-        }
-    }
-
     pub fn join(parts: Vec<Index>) -> Index {
         let bits = parts[0].prefix_bits;
         let depth = bits + parts.iter().map(|p| p.depth).max().unwrap_or(0);

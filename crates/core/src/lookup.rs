@@ -1,13 +1,10 @@
 //! One table's part of a layer's call: find or make the records of its features' ids, pool their rows, and keep what the
 //! backward needs.
 
-use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-
-use crate::arena::NO_RECORD;
-use crate::batch::{Bags, Combiner, Feature};
+use crate::arena::{NO_RECORD, RecordNumber};
+use crate::batch::{Bags, Combiner, Feature, Keys};
 use crate::error::{Error, Result};
-use crate::find::{All, Distinct, NO_MARK, Nobody, Search, Whole};
+use crate::find::{Distinct, NO_MARK, Nobody, Search, Whole};
 use crate::host_table::HostTable;
 use crate::key::{Key, hash};
 use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, pool_bags};
@@ -48,16 +45,80 @@ pub struct Looked {
     pub dropped_gradients: u64,
 }
 
+impl Looked {
+    pub fn num_ids(&self) -> usize {
+        self.runs.iter().map(KeyRuns::num_ids).sum()
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        let traces = self.traces.iter().map(|(_, trace)| trace.num_bytes());
+        self.runs.iter().map(KeyRuns::num_bytes).chain(traces).sum()
+    }
+}
+
 /// Memory that a thread uses again and again.
 #[derive(Default)]
 pub struct Scratch {
-    records: Region<AtomicU32>,
+    records: Region<RecordNumber>,
     marks: Region<u32>,
-    list_marks: Region<u32>,
     coefficients: Region<f32>,
     distinct: Distinct,
-    active: Vec<u32>,
-    silent: Vec<u32>,
+    active: List,
+    silent: List,
+}
+
+/// Some ids of a feature.
+#[derive(Default)]
+struct List {
+    positions: Vec<u32>,
+    keys: Vec<Key>,
+    records: Vec<RecordNumber>,
+    marks: Vec<u32>,
+}
+
+impl List {
+    fn clear(&mut self) {
+        self.positions.clear();
+        self.keys.clear();
+    }
+
+    fn push(&mut self, position: usize, key: Key) {
+        self.positions.push(position as u32);
+        self.keys.push(key);
+    }
+
+    /// `distinct`: numbers the distinct keys.
+    fn find(
+        &mut self,
+        table: &mut HostTable,
+        insert: bool,
+        mark: bool,
+        distinct: &mut Distinct,
+    ) -> Result<()> {
+        self.records.resize(self.keys.len(), NO_RECORD);
+        self.marks.resize(self.keys.len(), NO_MARK);
+        let search = Search {
+            index: &mut table.index,
+            source: &mut Whole { arena: &mut table.arena, first: &table.first },
+            keys: Keys::U64(&self.keys),
+            insert,
+            distinct,
+            records: &mut self.records,
+            marks: &mut self.marks,
+            consumer: Nobody,
+        };
+        search.start(mark)
+    }
+
+    fn scatter_records(&self, records: &mut [RecordNumber]) {
+        let found = self.positions.iter().zip(&self.records);
+        found.for_each(|(&position, &record)| records[position as usize] = record);
+    }
+
+    fn scatter_marks(&self, marks: &mut [u32]) {
+        let found = self.positions.iter().zip(&self.marks);
+        found.for_each(|(&position, &mark)| marks[position as usize] = mark);
+    }
 }
 
 thread_local! {
@@ -74,7 +135,7 @@ pub(crate) fn is_plain(feature: &Feature, table: &HostTable) -> bool {
 }
 
 /// What becomes of a position.
-enum Role {
+pub(crate) enum Role {
     /// Looked up, inserted if need be, and its row gets a gradient.
     Active,
     /// Looked up alone: an id of weight 0 neither makes a row nor changes one.
@@ -84,7 +145,7 @@ enum Role {
 }
 
 #[inline(always)]
-fn role(feature: &Feature, config: &TableConfig, position: usize) -> Role {
+pub(crate) fn role(feature: &Feature, config: &TableConfig, position: usize) -> Role {
     let key = feature.keys.get(position);
     if feature.padding_key == Some(key) {
         Role::Padding
@@ -208,7 +269,7 @@ pub fn lookup_whole(
         looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
         if mode.save {
             looked.outcomes.hit = scratch.distinct.len() as u64 - inserted;
-            sort(table, features, scratch, &mut runs, &mut looked)?;
+            sort(features, scratch, &mut runs, &mut looked)?;
             looked.runs.push(runs);
         }
         Ok(looked)
@@ -247,15 +308,14 @@ fn plain_lookup<const D: usize>(
     let feature = output.feature;
     let positions = start..start + feature.keys.len();
     let missing = MissingRow::new(table.config.missing, &table.first);
-    let consumer = PlainPooling::<D>::new(&feature, 0..feature.num_bags(), output.rows, missing, mode.stream);
+    let consumer = PlainPooling::<D>::new(&feature, output.rows, missing, mode.stream);
     let search = Search {
         index: &mut table.index,
         source: &mut Whole { arena: &mut table.arena, first: &table.first },
         keys: feature.keys,
-        positions: All(feature.keys.len()),
         insert: mode.insert,
         distinct: &mut scratch.distinct,
-        records: &scratch.records[positions.clone()],
+        records: &mut scratch.records[positions.clone()],
         marks: if mode.save { &mut scratch.marks[positions.clone()] } else { &mut [] },
         consumer,
     };
@@ -292,30 +352,17 @@ fn general_lookup(
 ) -> Result<()> {
     let feature = output.feature;
     let positions = start..start + feature.keys.len();
-    let Scratch { records, marks, list_marks, coefficients, distinct, active, silent } = scratch;
-    let records = &records[positions.clone()];
-    classify(table, &feature, 0..feature.keys.len(), records, active, silent);
-    list_marks.grow_amortized(active.len())?;
-    let mut find = |list: &[u32], insert: bool, mark: bool| {
-        let search = Search {
-            index: &mut table.index,
-            source: &mut Whole { arena: &mut table.arena, first: &table.first },
-            keys: feature.keys,
-            positions: list,
-            insert,
-            distinct: &mut *distinct,
-            records,
-            marks: &mut list_marks[..],
-            consumer: Nobody,
-        };
-        search.start(mark)
-    };
-    find(active, mode.insert, mode.save)?;
-    find(silent, false, false)?;
+    let Scratch { records, marks, coefficients, distinct, active, silent } = scratch;
+    let records = &mut records[positions.clone()];
+    classify(table, &feature, records, active, silent);
+    active.find(table, mode.insert, mode.save, distinct)?;
+    silent.find(table, false, false, distinct)?;
+    active.scatter_records(records);
+    silent.scatter_records(records);
     if mode.save {
         let marks = &mut marks[positions.clone()];
         marks.fill(NO_MARK);
-        active.iter().zip(&list_marks[..]).for_each(|(&position, &mark)| marks[position as usize] = mark);
+        active.scatter_marks(marks);
     }
     let mut missing = MissingRow::new(table.config.missing, &table.first);
     let coefficients = if weighted { &mut coefficients[positions] } else { &mut [] };
@@ -339,16 +386,15 @@ fn settle_silent(table: &HostTable, features: &mut [FeatureOutput], weighted: bo
         let feature = output.feature;
         let positions = start..start + feature.keys.len();
         start = positions.end;
-        let (Some(weights), records) = (feature.weights, &scratch.records[positions.clone()]) else {
+        let (Some(weights), records) = (feature.weights, &mut scratch.records[positions.clone()]) else {
             continue;
         };
         let mut is_late = false;
-        for (position, record) in records.iter().enumerate() {
-            if weights[position] == 0.0 && record.load(Relaxed) == NO_RECORD {
+        for (position, record) in records.iter_mut().enumerate() {
+            if weights[position] == 0.0 && *record == NO_RECORD {
                 let key = feature.keys.get(position);
-                let found = table.index.find(hash(key), key);
-                record.store(found, Relaxed);
-                is_late |= found != NO_RECORD;
+                *record = table.index.find(hash(key), key);
+                is_late |= *record != NO_RECORD;
             }
         }
         if is_late {
@@ -367,30 +413,28 @@ fn settle_silent(table: &HostTable, features: &mut [FeatureOutput], weighted: bo
     }
 }
 
-/// Sorts positions by their role; those that are not looked up get the "record" that says so.
-pub(crate) fn classify(
+/// Sorts ids by their role; those that are not looked up get the "record" that says so.
+fn classify(
     table: &HostTable,
     feature: &Feature,
-    positions: Range<usize>,
-    records: &[AtomicU32],
-    active: &mut Vec<u32>,
-    silent: &mut Vec<u32>,
+    records: &mut [RecordNumber],
+    active: &mut List,
+    silent: &mut List,
 ) {
     active.clear();
     silent.clear();
-    for position in positions {
+    for (position, record) in records.iter_mut().enumerate() {
         match role(feature, &table.config, position) {
-            Role::Active => active.push(position as u32),
-            Role::Silent => silent.push(position as u32),
-            Role::Padding => records[position].store(PADDING, Relaxed),
-            Role::Outside => records[position].store(OUTSIDE, Relaxed),
+            Role::Active => active.push(position, feature.keys.get(position)),
+            Role::Silent => silent.push(position, feature.keys.get(position)),
+            Role::Padding => *record = PADDING,
+            Role::Outside => *record = OUTSIDE,
         }
     }
 }
 
 /// Puts the ids in the order of their keys, and notes what the gradients of weights need.
 fn sort(
-    table: &HostTable,
     features: &[FeatureOutput],
     scratch: &Scratch,
     runs: &mut KeyRuns,
@@ -409,7 +453,7 @@ fn sort(
         } else {
             sort_plain(feature, marks, first_row, runs);
         }
-        trace(table, output, records, looked);
+        trace(output, records, looked);
         looked.dropped_gradients += count_dropped(feature, records);
         start = positions.end;
     }
@@ -442,18 +486,18 @@ fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_r
 }
 
 /// Ids whose gradient goes nowhere, because their key has no row.
-pub(crate) fn count_dropped(feature: &Feature, records: &[AtomicU32]) -> u64 {
+pub(crate) fn count_dropped(feature: &Feature, records: &[RecordNumber]) -> u64 {
     if feature.weights.is_none() {
-        return records.iter().map(|record| u64::from(record.load(Relaxed) == NO_RECORD)).sum();
+        return records.iter().filter(|&&record| record == NO_RECORD).count() as u64;
     }
-    let is_dropped = |&(position, record): &(usize, &AtomicU32)| {
-        record.load(Relaxed) == NO_RECORD && feature.weights.is_none_or(|w| w[position] != 0.0)
+    let is_dropped = |&(position, record): &(usize, &RecordNumber)| {
+        *record == NO_RECORD && feature.weights.is_none_or(|w| w[position] != 0.0)
     };
     records.iter().enumerate().filter(is_dropped).count() as u64
 }
 
-pub(crate) fn trace(table: &HostTable, output: &FeatureOutput, records: &[AtomicU32], looked: &mut Looked) {
+pub(crate) fn trace(output: &FeatureOutput, records: &[RecordNumber], looked: &mut Looked) {
     if output.feature.weights.is_some() {
-        looked.traces.push((output.number, WeightTrace::new(table, &output.feature, records)));
+        looked.traces.push((output.number, WeightTrace::new(&output.feature, records)));
     }
 }

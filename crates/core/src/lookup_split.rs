@@ -1,23 +1,26 @@
 //! All threads look up one large table together: ids are dealt out by the top bits of their hash, so that each part has keys,
 //! index and distinct keys of its own, and the order of a key's ids stays.
+//!
+//! Chunks of bags are dealt into lists, a chunk's keys lying list after list; then each part takes its lists of all chunks;
+//! then each chunk takes its records back into the order of its ids. All three read and write memory from front to back.
 
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU32;
 
 use crate::arena::RecordNumber;
-use crate::batch::{Bags, Feature};
+use crate::batch::{Bags, Feature, Keys};
 use crate::error::{Error, Result};
-use crate::find::{Distinct, Nobody, Part, Search};
+use crate::find::{Distinct, NO_MARK, Nobody, Part, Search};
 use crate::host_table::HostTable;
 use crate::index::Index;
-use crate::key::hash;
+use crate::key::{Key, hash};
 use crate::lookup::{
-    FeatureOutput, Looked, Mode, classify, count_dropped, is_plain, is_weighted, plain_coefficient, row_code,
-    trace,
+    FeatureOutput, Looked, Mode, Role, count_dropped, is_plain, is_weighted, plain_coefficient, role,
+    row_code, trace,
 };
 use crate::pool::Pool;
-use crate::pooling::{MissingRow, PlainPooling, PoolRange, pool_bags};
+use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, PoolRange, pool_bags};
 use crate::region::Region;
 use crate::runs::{KeyRuns, RowCode};
 use crate::simd::{dispatch, streaming_fence};
@@ -26,72 +29,82 @@ use crate::table::Outcomes;
 /// Parts: enough for the threads to finish at the same time.
 const PART_BITS: u32 = 4;
 const PARTS: usize = 1 << PART_BITS;
-/// Ids, or bags, that one task takes.
-const CHUNK: usize = 1 << 14;
+/// A part has a list of the ids that it may insert, and one of those with weight 0, which it looks up after them.
+const LISTS: usize = 2 * PARTS;
+/// "Lists" of ids that are not looked up.
+const PADDING_LIST: u8 = LISTS as u8;
+const OUTSIDE_LIST: u8 = LISTS as u8 + 1;
+/// Ids of a chunk at least, and chunks a thread at most: a chunk's list should be long, and threads finish together.
+const MIN_CHUNK: usize = 1 << 12;
+const CHUNKS: usize = 8;
 
-/// Positions of a chunk, part after part.
+/// Memory that is used again and again.
+#[derive(Default)]
+pub struct SplitScratch {
+    /// By id in the order of the call: its list and its record.
+    lists: Region<u8>,
+    records: Region<RecordNumber>,
+    coefficients: Region<f32>,
+    dealt: Dealt,
+    distinct: [Distinct; PARTS],
+}
+
+/// By id as dealt: chunk after chunk, within it list after list.
 #[derive(Default)]
 struct Dealt {
-    positions: Vec<u32>,
-    ends: [usize; PARTS],
-}
-
-impl Dealt {
-    fn new(feature: &Feature, list: &[u32]) -> Dealt {
-        let part_of =
-            |position: u32| (hash(feature.keys.get(position as usize)) >> (64 - PART_BITS)) as usize;
-        let mut places = [0; PARTS];
-        list.iter().for_each(|&position| places[part_of(position)] += 1);
-        let mut start = 0;
-        for place in &mut places {
-            start += std::mem::replace(place, start);
-        }
-        let mut positions = vec![0; list.len()];
-        for &position in list {
-            let place = &mut places[part_of(position)];
-            positions[*place] = position;
-            *place += 1;
-        }
-        Dealt { positions, ends: places }
-    }
-
-    fn part(&self, part: usize) -> &[u32] {
-        let start = if part == 0 { 0 } else { self.ends[part - 1] };
-        &self.positions[start..self.ends[part]]
-    }
-}
-
-/// A chunk of a feature's ids.
-struct Deal {
-    feature: usize,
-    active: Dealt,
-    silent: Dealt,
-}
-
-/// What one thread has of the table.
-struct PartWork {
-    number: usize,
-    index: Index,
-    free: Vec<RecordNumber>,
-    unused: Range<RecordNumber>,
-    distinct: Distinct,
+    keys: Region<Key>,
+    /// Its gradient row.
+    rows: Region<u32>,
+    coefficients: Region<f32>,
+    records: Region<RecordNumber>,
+    /// Its number among the distinct keys of its part.
     marks: Region<u32>,
-    runs: KeyRuns,
+}
+
+impl SplitScratch {
+    fn grow(&mut self, num_ids: usize, is_saved: bool, is_weighted: bool) -> Result<()> {
+        let saved = if is_saved { num_ids } else { 0 };
+        let weighted = if is_weighted { num_ids } else { 0 };
+        self.lists.grow_amortized(num_ids)?;
+        self.records.grow_amortized(num_ids)?;
+        self.coefficients.grow_amortized(weighted)?;
+        self.dealt.keys.grow_amortized(num_ids)?;
+        self.dealt.rows.grow_amortized(saved)?;
+        self.dealt.coefficients.grow_amortized(weighted)?;
+        self.dealt.records.grow_amortized(num_ids)?;
+        self.dealt.marks.grow_amortized(saved)
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        let Dealt { keys, rows, coefficients, records, marks } = &self.dealt;
+        let by_dealt_id = keys.num_bytes()
+            + rows.num_bytes()
+            + coefficients.num_bytes()
+            + records.num_bytes()
+            + marks.num_bytes();
+        let by_id = self.lists.num_bytes() + self.records.num_bytes() + self.coefficients.num_bytes();
+        by_id + by_dealt_id + self.distinct.iter().map(Distinct::num_bytes).sum::<usize>()
+    }
+}
+
+/// Some bags of a feature.
+struct Chunk {
+    feature: usize,
+    bags: Range<usize>,
+    /// Positions in the feature.
+    positions: Range<usize>,
+    /// Places among all ids of the call.
+    ids: Range<usize>,
+    /// Where its lists begin in it, and where the last one ends.
+    starts: [u32; LISTS + 1],
 }
 
 /// The call, as all its tasks see it.
 struct Call<'a> {
     features: Vec<Feature<'a>>,
-    /// Where the positions of each feature start among all.
-    starts: Vec<usize>,
-    records: Region<AtomicU32>,
+    code: RowCode,
     mode: Mode,
-}
-
-impl Call<'_> {
-    fn records_of(&self, feature: usize) -> &[AtomicU32] {
-        &self.records[self.starts[feature]..self.starts[feature + 1]]
-    }
+    is_weighted: bool,
 }
 
 /// The first error of many tasks.
@@ -115,276 +128,444 @@ pub fn lookup_split(
     table: &mut HostTable,
     outputs: &mut [FeatureOutput],
     mode: Mode,
+    scratch: &mut SplitScratch,
     spare: &mut Vec<KeyRuns>,
     pool: &Pool,
 ) -> Result<Looked> {
-    let code = row_code(outputs)?;
     let features: Vec<Feature> = outputs.iter().map(|o| o.feature).collect();
-    let mut starts = vec![0];
-    features.iter().for_each(|f| starts.push(starts[starts.len() - 1] + f.keys.len()));
-    let num_positions = starts[features.len()];
-    let call = Call { features, starts, records: Region::new(num_positions)?, mode };
-    let weighted = mode.save && is_weighted(outputs);
-    let mut coefficients = Region::<f32>::new(if weighted { num_positions } else { 0 })?;
-    table.arena.reserve(num_positions + PARTS * Part::RUN as usize)?;
+    let call =
+        Call { features, code: row_code(outputs)?, mode, is_weighted: mode.save && is_weighted(outputs) };
+    let num_ids = call.features.iter().map(|f| f.keys.len()).sum();
+    scratch.grow(num_ids, mode.save, call.is_weighted)?;
+    table.arena.reserve(num_ids + PARTS * Part::RUN as usize)?;
     table.index.deepen(PART_BITS)?;
 
-    let deals = deal(table, &call, pool);
+    let mut chunks = chunks(&call.features, (num_ids / (pool.threads() * CHUNKS)).max(MIN_CHUNK));
+    deal(table, &call, &mut chunks, scratch, pool);
     let before = table.index.len();
-    let mut parts = take_parts(table, spare)?;
-    let found = find_in_parts(table, &call, &deals, &mut parts, pool);
-    let inserted = (give_back(table, &mut parts) - before) as u64;
+    let mut parts = take_parts(table, &chunks, scratch, spare)?;
+    let found = find_in_parts(table, &call, &mut parts, pool);
+    let (indexes, mut left): (Vec<_>, Vec<_>) = parts.into_iter().map(PartWork::finish).unzip();
+    let distinct: usize = left.iter().map(|l| l.num_distinct).sum();
+    let inserted = (give_back(table, indexes, &mut left) - before) as u64;
     found?;
-    pool_in_chunks(table, &call, outputs, &mut coefficients, pool);
+    pool_chunks(table, &call, &chunks, outputs, scratch, pool);
     let mut looked =
-        Looked { code, features: outputs.iter().map(|o| o.number).collect(), ..Looked::default() };
+        Looked { code: call.code, features: outputs.iter().map(|o| o.number).collect(), ..Looked::default() };
     looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
     if mode.save {
-        let distinct: usize = parts.iter().map(|p| p.distinct.len()).sum();
         looked.outcomes.hit = distinct as u64 - inserted;
-        sort_parts(&call, &deals, &coefficients, code, &mut parts, pool)?;
-        for (number, output) in outputs.iter().enumerate() {
-            trace(table, output, call.records_of(number), &mut looked);
-            looked.dropped_gradients += count_dropped(&output.feature, call.records_of(number));
+        looked.runs = sort_parts(&call, &chunks, left, scratch, pool)?;
+        let mut start = 0;
+        for output in outputs.iter() {
+            let records = &scratch.records[start..start + output.feature.keys.len()];
+            start += records.len();
+            trace(output, records, &mut looked);
+            looked.dropped_gradients += count_dropped(&output.feature, records);
         }
-        looked.runs = parts.into_iter().map(|p| p.runs).collect();
     }
     Ok(looked)
 }
 
-fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len.div_ceil(CHUNK)).map(move |c| c * CHUNK..((c + 1) * CHUNK).min(len))
+/// Chunks of about `size` ids, or of as many bags that are empty.
+fn chunks(features: &[Feature], size: usize) -> Vec<Chunk> {
+    let mut chunks = Vec::new();
+    let mut first = 0;
+    for (number, feature) in features.iter().enumerate() {
+        let (mut start, mut positions) = (0, 0..0);
+        for bag in 0..feature.num_bags() {
+            positions.end = feature.bag(bag).end;
+            let is_last = bag + 1 == feature.num_bags();
+            if positions.len() >= size || bag + 1 - start >= size || is_last {
+                let ids = first..first + positions.len();
+                first = ids.end;
+                chunks.push(Chunk {
+                    feature: number,
+                    bags: start..bag + 1,
+                    positions: positions.clone(),
+                    ids,
+                    starts: [0; LISTS + 1],
+                });
+                (start, positions.start) = (bag + 1, positions.end);
+            }
+        }
+    }
+    chunks
 }
 
-fn deal(table: &HostTable, call: &Call, pool: &Pool) -> Vec<Deal> {
-    let places = call
-        .features
-        .iter()
-        .enumerate()
-        .flat_map(|(f, feature)| chunks(feature.keys.len()).map(move |c| (f, c)));
-    let places: Vec<_> = places.collect();
-    let mut deals: Vec<Option<Deal>> = places.iter().map(|_| None).collect();
-    let tasks: Vec<_> = places.into_iter().zip(&mut deals).collect();
-    pool.run(tasks, |((number, positions), deal)| {
-        let feature = &call.features[number];
-        let (mut active, mut silent) = (Vec::new(), Vec::new());
+/// Cuts pieces of these lengths off the front, one after the other.
+fn cut<T>(mut rest: &mut [T], lengths: impl Iterator<Item = usize>) -> Vec<&mut [T]> {
+    lengths
+        .map(|length| {
+            // What nobody asked for is empty.
+            let length = length.min(rest.len());
+            let (piece, others) = std::mem::take(&mut rest).split_at_mut(length);
+            rest = others;
+            piece
+        })
+        .collect()
+}
+
+// ---- deal
+
+struct DealTask<'a> {
+    chunk: &'a mut Chunk,
+    lists: &'a mut [u8],
+    keys: &'a mut [Key],
+    rows: &'a mut [u32],
+}
+
+fn deal(table: &HostTable, call: &Call, chunks: &mut [Chunk], scratch: &mut SplitScratch, pool: &Pool) {
+    let lengths = chunks.iter().map(|c| c.ids.len());
+    let lists = cut(&mut scratch.lists, lengths.clone());
+    let keys = cut(&mut scratch.dealt.keys, lengths.clone());
+    let rows = cut(if call.mode.save { &mut scratch.dealt.rows } else { &mut [] }, lengths);
+    let pieces = lists.into_iter().zip(keys).zip(rows);
+    let tasks = chunks.iter_mut().zip(pieces);
+    let tasks = tasks.map(|(chunk, ((lists, keys), rows))| DealTask { chunk, lists, keys, rows }).collect();
+    pool.run(tasks, |task: DealTask| {
+        let feature = &call.features[task.chunk.feature];
+        let keys = feature.keys.slice(task.chunk.positions.clone());
         if is_plain(feature, table) {
-            active.extend(positions.start as u32..positions.end as u32);
+            choose_plain(&keys, task.lists);
         } else {
-            classify(table, feature, positions, call.records_of(number), &mut active, &mut silent);
+            choose(table, feature, task.chunk.positions.start, task.lists);
         }
-        let (active, silent) = (Dealt::new(feature, &active), Dealt::new(feature, &silent));
-        *deal = Some(Deal { feature: number, active, silent });
+        let mut places = [0u32; LISTS + 2];
+        task.lists.iter().for_each(|&list| places[list as usize] += 1);
+        let mut start = 0;
+        places.iter_mut().for_each(|place| start += std::mem::replace(place, start));
+        task.chunk.starts.copy_from_slice(&places[..=LISTS]);
+        let bags = task.chunk.bags.clone();
+        let code = |bag| call.code.encode(task.chunk.feature, bag);
+        match feature.bags {
+            Bags::Each | Bags::Fixed { hotness: 1, .. } => {
+                place(&keys, task.lists, bags.map(code), &mut places, task.keys, task.rows)
+            }
+            Bags::Fixed { hotness, .. } => {
+                let rows = bags.flat_map(|bag| std::iter::repeat_n(code(bag), hotness));
+                place(&keys, task.lists, rows, &mut places, task.keys, task.rows);
+            }
+            Bags::Ragged(_) => {
+                let rows = bags.flat_map(|bag| std::iter::repeat_n(code(bag), feature.bag(bag).len()));
+                place(&keys, task.lists, rows, &mut places, task.keys, task.rows);
+            }
+        }
     });
-    deals.into_iter().flatten().collect()
+}
+
+fn part_of(key: Key) -> u8 {
+    (hash(key) >> (64 - PART_BITS)) as u8
+}
+
+fn choose_plain(keys: &Keys, lists: &mut [u8]) {
+    let mut block = [0; 64];
+    for (number, lists) in lists.chunks_mut(block.len()).enumerate() {
+        keys.load(number * block.len(), &mut block[..lists.len()]);
+        lists.iter_mut().zip(&block).for_each(|(list, &key)| *list = part_of(key));
+    }
+}
+
+fn choose(table: &HostTable, feature: &Feature, first: usize, lists: &mut [u8]) {
+    for (i, list) in lists.iter_mut().enumerate() {
+        let key = feature.keys.get(first + i);
+        *list = match role(feature, &table.config, first + i) {
+            Role::Active => part_of(key),
+            Role::Silent => part_of(key) + PARTS as u8,
+            Role::Padding => PADDING_LIST,
+            Role::Outside => OUTSIDE_LIST,
+        };
+    }
+}
+
+fn place(
+    keys: &Keys,
+    lists: &[u8],
+    rows: impl Iterator<Item = u32>,
+    places: &mut [u32; LISTS + 2],
+    dealt_keys: &mut [Key],
+    dealt_rows: &mut [u32],
+) {
+    let mut block = [0; 64];
+    let mut rows = rows;
+    for (number, lists) in lists.chunks(block.len()).enumerate() {
+        keys.load(number * block.len(), &mut block[..lists.len()]);
+        for ((&list, &key), row) in lists.iter().zip(&block).zip(&mut rows) {
+            let place = &mut places[list as usize];
+            if let Some(dealt) = dealt_keys.get_mut(*place as usize) {
+                *dealt = key;
+            }
+            if let Some(dealt) = dealt_rows.get_mut(*place as usize) {
+                *dealt = row;
+            }
+            *place += 1;
+        }
+    }
+}
+
+// ---- find
+
+/// A part's list of a chunk.
+struct Piece<'a> {
+    keys: &'a [Key],
+    rows: &'a [u32],
+    records: &'a mut [RecordNumber],
+    marks: &'a mut [u32],
+}
+
+/// What one thread has of the table.
+struct PartWork<'a> {
+    index: Index,
+    active: Vec<Piece<'a>>,
+    silent: Vec<Piece<'a>>,
+    distinct: &'a mut Distinct,
+    left: Left,
+}
+
+/// What is left when its index is given back.
+struct Left {
+    /// Numbers of erased records that nobody took.
+    free: Vec<RecordNumber>,
+    unused: Range<RecordNumber>,
+    num_distinct: usize,
+    runs: KeyRuns,
+}
+
+impl PartWork<'_> {
+    fn finish(self) -> (Index, Left) {
+        (self.index, Left { num_distinct: self.distinct.len(), ..self.left })
+    }
 }
 
 /// Takes the table's index apart, and deals out the numbers of erased records.
-fn take_parts(table: &mut HostTable, spare: &mut Vec<KeyRuns>) -> Result<Vec<PartWork>> {
+fn take_parts<'a>(
+    table: &mut HostTable,
+    chunks: &[Chunk],
+    scratch: &'a mut SplitScratch,
+    spare: &mut Vec<KeyRuns>,
+) -> Result<Vec<PartWork<'a>>> {
     let index = std::mem::replace(&mut table.index, Index::new(0)?).split(PART_BITS);
     let mut free = table.arena.take_free();
     let share = free.len().div_ceil(PARTS);
-    let part = |(number, index)| PartWork {
-        number,
-        index,
-        free: free.split_off(free.len().saturating_sub(share)),
-        unused: 0..0,
-        distinct: Distinct::default(),
-        marks: Region::default(),
-        runs: spare.pop().unwrap_or_default(),
+    let part = |(index, distinct)| {
+        let left = Left {
+            free: free.split_off(free.len().saturating_sub(share)),
+            unused: 0..0,
+            num_distinct: 0,
+            runs: spare.pop().unwrap_or_default(),
+        };
+        PartWork { index, active: Vec::new(), silent: Vec::new(), distinct, left }
     };
-    Ok(index.into_iter().enumerate().map(part).collect())
+    let mut parts: Vec<_> = index.into_iter().zip(&mut scratch.distinct).map(part).collect();
+    let dealt = &mut scratch.dealt;
+    let lengths = chunks.iter().map(|c| c.ids.len());
+    let records = cut(&mut dealt.records, lengths.clone());
+    let marks = cut(&mut dealt.marks, lengths);
+    for (chunk, (records, marks)) in chunks.iter().zip(records.into_iter().zip(marks)) {
+        let lists = chunk.starts.windows(2).map(|w| (w[1] - w[0]) as usize);
+        let pieces = cut(records, lists.clone()).into_iter().zip(cut(marks, lists));
+        for (list, (records, marks)) in pieces.enumerate() {
+            let start = chunk.ids.start + chunk.starts[list] as usize;
+            let ids = start..start + records.len();
+            let rows = dealt.rows.get(ids.clone()).unwrap_or_default();
+            let piece = Piece { keys: &dealt.keys[ids], rows, records, marks };
+            let part = &mut parts[list % PARTS];
+            if list < PARTS { part.active.push(piece) } else { part.silent.push(piece) }
+        }
+    }
+    Ok(parts)
 }
 
 /// Puts the index together again; gives its length.
-fn give_back(table: &mut HostTable, parts: &mut [PartWork]) -> usize {
-    let indexes = parts.iter_mut().map(|p| p.index.take()).collect();
+fn give_back(table: &mut HostTable, indexes: Vec<Index>, left: &mut [Left]) -> usize {
     table.index = Index::join(indexes);
-    for part in parts {
-        part.free.drain(..).chain(part.unused.clone()).for_each(|number| table.arena.release(number));
+    for left in left {
+        left.free.drain(..).chain(left.unused.clone()).for_each(|number| table.arena.release(number));
     }
     table.index.len()
 }
 
-fn find_in_parts(
-    table: &mut HostTable,
-    call: &Call,
-    deals: &[Deal],
-    parts: &mut [PartWork],
-    pool: &Pool,
-) -> Result<()> {
+fn find_in_parts(table: &mut HostTable, call: &Call, parts: &mut [PartWork], pool: &Pool) -> Result<()> {
     let counter = AtomicU32::new(table.arena.next_unused());
     let arena = table.arena.share();
     let (first, error) = (&table.first, FirstError::default());
-    pool.run(parts.iter_mut().collect(), |part| {
-        let (free, unused) = (std::mem::take(&mut part.free), part.unused.clone());
+    pool.run(parts.iter_mut().collect(), |part: &mut PartWork| {
+        let (free, unused) = (std::mem::take(&mut part.left.free), part.left.unused.clone());
         let mut source = Part { arena, first, free, unused, counter: &counter };
-        error.note(find_in_part(call, deals, part, &mut source));
-        (part.free, part.unused) = (source.free, source.unused);
+        error.note(find_in_part(call.mode, part, &mut source));
+        if call.mode.save && !call.is_weighted {
+            // While the marks are in the cache.
+            error.note(sort_part(part));
+        }
+        (part.left.free, part.left.unused) = (source.free, source.unused);
     });
     table.arena.advance(counter.into_inner());
     error.into_result()
 }
 
-fn find_in_part(call: &Call, deals: &[Deal], part: &mut PartWork, source: &mut Part) -> Result<()> {
-    let num_active = deals.iter().map(|d| d.active.part(part.number).len()).sum();
-    part.distinct.start(if call.mode.save { num_active } else { 0 })?;
-    part.marks.grow(if call.mode.save { num_active } else { 0 })?;
-    let mut start = 0;
-    for deal in deals {
-        let active = deal.active.part(part.number);
-        let end = start + if call.mode.save { active.len() } else { 0 };
-        let search = Search {
-            index: &mut part.index,
-            source: &mut *source,
-            keys: call.features[deal.feature].keys,
-            positions: active,
-            insert: call.mode.insert,
-            distinct: &mut part.distinct,
-            records: call.records_of(deal.feature),
-            marks: &mut part.marks[start..end],
-            consumer: Nobody,
-        };
-        search.start(call.mode.save)?;
-        start = end;
-    }
+fn find_in_part(mode: Mode, part: &mut PartWork, source: &mut Part) -> Result<()> {
+    let num_active = part.active.iter().map(|piece| piece.keys.len()).sum();
+    part.distinct.start(if mode.save { num_active } else { 0 })?;
+    let PartWork { index, active, silent, distinct, .. } = part;
+    let mut find = |piece: &mut Piece, insert, mark| {
+        let (keys, records, marks) = (Keys::U64(piece.keys), &mut *piece.records, &mut *piece.marks);
+        Search { index, source, keys, insert, distinct, records, marks, consumer: Nobody }.start(mark)
+    };
+    active.iter_mut().try_for_each(|piece| find(piece, mode.insert, mode.save))?;
     // Ids of weight 0 see what the whole call inserts.
-    for deal in deals {
-        let search = Search {
-            index: &mut part.index,
-            source: &mut *source,
-            keys: call.features[deal.feature].keys,
-            positions: deal.silent.part(part.number),
-            insert: false,
-            distinct: &mut part.distinct,
-            records: call.records_of(deal.feature),
-            marks: &mut [],
-            consumer: Nobody,
-        };
-        search.start(false)?;
-    }
-    Ok(())
+    silent.iter_mut().try_for_each(|piece| find(piece, false, false))
 }
 
-/// Bags of a feature that one task pools.
+// ---- pool
+
+/// Bags that one task pools.
 struct PoolTask<'a> {
-    feature: usize,
-    bags: Range<usize>,
+    chunk: &'a Chunk,
     rows: &'a mut [f32],
+    records: &'a mut [RecordNumber],
     coefficients: &'a mut [f32],
+    dealt_coefficients: &'a mut [f32],
 }
 
-fn pool_in_chunks(
+fn pool_chunks(
     table: &HostTable,
     call: &Call,
+    chunks: &[Chunk],
     outputs: &mut [FeatureOutput],
-    coefficients: &mut [f32],
+    scratch: &mut SplitScratch,
     pool: &Pool,
 ) {
     let dim = table.config.dim;
-    let (mut tasks, mut rest) = (Vec::new(), coefficients);
+    let mut rows = Vec::with_capacity(chunks.len());
     for (number, output) in outputs.iter_mut().enumerate() {
-        let feature = &call.features[number];
-        for (bags, rows) in chunks(feature.num_bags()).zip(output.rows.chunks_mut(CHUNK * dim)) {
-            let ids = feature.bag(bags.end - 1).end - feature.bag(bags.start).start;
-            let (mine, others) = rest.split_at_mut(ids.min(rest.len()));
-            rest = others;
-            tasks.push(PoolTask { feature: number, bags, rows, coefficients: mine });
-        }
+        let chunks = chunks.iter().filter(|c| c.feature == number);
+        rows.extend(cut(output.rows, chunks.map(|c| c.bags.len() * dim)));
     }
-    pool.run(tasks, |task| {
-        let feature = &call.features[task.feature];
-        if !is_plain(feature, table) {
-            let mut missing = MissingRow::new(table.config.missing, &table.first);
-            let records = call.records_of(task.feature);
-            return pool_bags(
-                feature,
-                task.bags,
-                &table.arena,
-                records,
-                &mut missing,
-                task.rows,
-                task.coefficients,
-            );
-        }
+    let lengths = chunks.iter().map(|c| c.ids.len());
+    let records = cut(&mut scratch.records, lengths.clone());
+    let weighted = |values| cut(if call.is_weighted { values } else { &mut [] }, lengths.clone());
+    let coefficients = weighted(&mut scratch.coefficients);
+    let dealt_coefficients = weighted(&mut scratch.dealt.coefficients);
+    let pieces = rows.into_iter().zip(records).zip(coefficients.into_iter().zip(dealt_coefficients));
+    let tasks = chunks.iter().zip(pieces);
+    let tasks = tasks.map(|(chunk, ((rows, records), (coefficients, dealt_coefficients)))| PoolTask {
+        chunk,
+        rows,
+        records,
+        coefficients,
+        dealt_coefficients,
+    });
+    let (lists, found) = (&scratch.lists, &scratch.dealt.records);
+    pool.run(tasks.collect(), |mut task: PoolTask| {
+        let ids = task.chunk.ids.clone();
+        let lists = &lists[ids.clone()];
+        take_back(lists, &task.chunk.starts, &found[ids], task.records);
         match dim {
-            16 => pool_plain::<16>(table, call, task),
-            32 => pool_plain::<32>(table, call, task),
-            64 => pool_plain::<64>(table, call, task),
-            128 => pool_plain::<128>(table, call, task),
-            _ => pool_plain::<0>(table, call, task),
+            16 => pool_chunk::<16>(table, call, &mut task),
+            32 => pool_chunk::<32>(table, call, &mut task),
+            64 => pool_chunk::<64>(table, call, &mut task),
+            128 => pool_chunk::<128>(table, call, &mut task),
+            _ => pool_chunk::<0>(table, call, &mut task),
         }
+        deal_coefficients(lists, &task.chunk.starts, task.coefficients, task.dealt_coefficients);
     });
 }
 
-fn pool_plain<const D: usize>(table: &HostTable, call: &Call, task: PoolTask) {
-    let feature = &call.features[task.feature];
-    let missing = MissingRow::new(table.config.missing, &table.first);
-    let pooling = PlainPooling::<D>::new(feature, task.bags, task.rows, missing, call.mode.stream);
-    dispatch(PoolRange { pooling, arena: &table.arena, records: call.records_of(task.feature) });
+/// Where the next id of each list lies.
+fn places(starts: &[u32; LISTS + 1]) -> [u32; LISTS] {
+    let mut places = [0; LISTS];
+    places.copy_from_slice(&starts[..LISTS]);
+    places
+}
+
+/// Records of a chunk in the order of its ids.
+fn take_back(lists: &[u8], starts: &[u32; LISTS + 1], dealt: &[RecordNumber], records: &mut [RecordNumber]) {
+    let mut places = places(starts);
+    for (&list, record) in lists.iter().zip(records) {
+        *record = match places.get_mut(list as usize) {
+            Some(place) => {
+                *place += 1;
+                dealt[*place as usize - 1]
+            }
+            None if list == PADDING_LIST => PADDING,
+            None => OUTSIDE,
+        };
+    }
+}
+
+fn deal_coefficients(lists: &[u8], starts: &[u32; LISTS + 1], coefficients: &[f32], dealt: &mut [f32]) {
+    let mut places = places(starts);
+    for (&list, &coefficient) in lists.iter().zip(coefficients) {
+        if let Some(place) = places.get_mut(list as usize) {
+            dealt[*place as usize] = coefficient;
+            *place += 1;
+        }
+    }
+}
+
+fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTask) {
+    let feature = &call.features[task.chunk.feature];
+    let bags = task.chunk.bags.clone();
+    let mut missing = MissingRow::new(table.config.missing, &table.first);
+    if !is_plain(feature, table) {
+        pool_bags(feature, bags, &table.arena, task.records, &mut missing, task.rows, task.coefficients);
+        return;
+    }
+    let keys = feature.keys.slice(task.chunk.positions.clone());
+    let alike = match feature.bags {
+        Bags::Fixed { hotness, .. } => Bags::Fixed { num_bags: bags.len(), hotness },
+        other => other,
+    };
+    let chunk = Feature { keys, bags: alike, ..*feature };
+    let pooling = PlainPooling::<D>::new(&chunk, task.rows, missing, call.mode.stream);
+    dispatch(PoolRange { pooling, arena: &table.arena, records: task.records });
     streaming_fence();
     task.coefficients.fill(plain_coefficient(feature));
 }
 
-/// Puts the ids of each part in the order of their keys.
+// ---- sort
+
+/// Puts the ids of a part in the order of their keys.
+fn sort_part(part: &mut PartWork) -> Result<()> {
+    let runs = &mut part.left.runs;
+    runs.start(part.distinct, false)?;
+    for piece in &part.active {
+        for (&row, &key) in piece.rows.iter().zip(&*piece.marks) {
+            if key != NO_MARK {
+                runs.add(key, row);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The runs of all parts. With coefficients, which only pooling finds out, they are sorted now.
 fn sort_parts(
     call: &Call,
-    deals: &[Deal],
-    coefficients: &[f32],
-    code: RowCode,
-    parts: &mut [PartWork],
+    chunks: &[Chunk],
+    mut left: Vec<Left>,
+    scratch: &SplitScratch,
     pool: &Pool,
-) -> Result<()> {
-    let bags: Vec<BagOf> = call.features.iter().map(BagOf::new).collect();
+) -> Result<Vec<KeyRuns>> {
     let error = FirstError::default();
-    pool.run(parts.iter_mut().collect(), |part| {
-        error.note(part.runs.start(&part.distinct, !coefficients.is_empty()).map(|()| {
-            let mut marks = part.marks.iter();
-            for deal in deals {
-                let (bag_of, start) = (&bags[deal.feature], call.starts[deal.feature]);
-                for (&position, &key) in deal.active.part(part.number).iter().zip(&mut marks) {
-                    if key == crate::find::NO_MARK {
-                        continue;
-                    }
-                    let row = code.encode(deal.feature, bag_of.get(position));
-                    match coefficients.get(start + position as usize) {
-                        Some(&coefficient) => part.runs.add_weighted(key, row, coefficient),
-                        None => _ = part.runs.add(key, row),
+    if call.is_weighted {
+        let parts = left.iter_mut().map(|l| &mut l.runs).zip(&scratch.distinct).enumerate();
+        pool.run(parts.collect(), |(part, (runs, distinct)): (usize, (&mut KeyRuns, &Distinct))| {
+            error.note(runs.start(distinct, true).map(|()| {
+                for chunk in chunks {
+                    let first = chunk.ids.start;
+                    let list = first + chunk.starts[part] as usize..first + chunk.starts[part + 1] as usize;
+                    let dealt = &scratch.dealt;
+                    let ids = dealt.marks[list.clone()].iter().zip(&dealt.rows[list.clone()]);
+                    for ((&key, &row), &coefficient) in ids.zip(&dealt.coefficients[list]) {
+                        if key != NO_MARK {
+                            runs.add_weighted(key, row, coefficient);
+                        }
                     }
                 }
-            }
-        }));
-    });
-    error.into_result()
-}
-
-/// The bag of a position.
-enum BagOf {
-    Each,
-    Fixed(u32),
-    Ragged(Vec<u32>),
-}
-
-impl BagOf {
-    fn new(feature: &Feature) -> BagOf {
-        match feature.bags {
-            Bags::Each => BagOf::Each,
-            Bags::Fixed { hotness, .. } => BagOf::Fixed(hotness as u32),
-            Bags::Ragged(_) => {
-                let bags = 0..feature.num_bags();
-                BagOf::Ragged(
-                    bags.flat_map(|b| std::iter::repeat_n(b as u32, feature.bag(b).len())).collect(),
-                )
-            }
-        }
+            }));
+        });
     }
-
-    #[inline(always)]
-    fn get(&self, position: u32) -> usize {
-        match self {
-            BagOf::Each => position as usize,
-            BagOf::Fixed(hotness) => (position / hotness) as usize,
-            BagOf::Ragged(bags) => bags[position as usize] as usize,
-        }
-    }
+    error.into_result()?;
+    Ok(left.into_iter().map(|l| l.runs).collect())
 }

@@ -4,7 +4,6 @@
 //! weights; then it is multiplied by the combiner's scale. Ids that are not there take no part; a bag without any is zeros.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::arena::{Arena, NO_RECORD, RecordNumber, Rows};
 use crate::batch::{Bags, Feature, Keys};
@@ -74,20 +73,13 @@ pub struct PlainPooling<'a, const D: usize> {
 }
 
 impl<'a, const D: usize> PlainPooling<'a, D> {
-    pub fn new(
-        feature: &Feature<'a>,
-        bags: Range<usize>,
-        output: &'a mut [f32],
-        missing: MissingRow<'a>,
-        stream: bool,
-    ) -> Self {
+    pub fn new(feature: &Feature<'a>, output: &'a mut [f32], missing: MissingRow<'a>, stream: bool) -> Self {
         let (hotness, scale) = match feature.bags {
             Bags::Fixed { hotness, .. } => (hotness, feature.combiner.scale(hotness as f32, hotness as f32)),
             _ => (1, 1.0),
         };
         let sum = vec![0.0; missing.first.dim];
-        let (next_bag, num_bags) = (bags.start, bags.end);
-        let keys = feature.keys;
+        let (next_bag, num_bags, keys) = (0, feature.num_bags(), feature.keys);
         PlainPooling { keys, hotness, scale, next_bag, num_bags, output, missing, stream, sum }
     }
 
@@ -96,7 +88,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     pub fn pool_up_to<const PREFETCH: bool>(
         &mut self,
         arena: &Arena,
-        records: &[AtomicU32],
+        records: &[RecordNumber],
         settled: usize,
         may_miss: bool,
     ) {
@@ -123,7 +115,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
             let start = bag * self.hotness;
             if PREFETCH {
                 for record in records[start..].iter().skip(AHEAD).take(self.hotness) {
-                    prefetch_slice(&arena.record(record.load(Relaxed))[..dim]);
+                    prefetch_slice(&arena.record(*record)[..dim]);
                 }
             }
             self.pool_any(arena, &records[start..start + self.hotness], start, row);
@@ -135,7 +127,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     fn pool_constant<const PREFETCH: bool, const MAY_MISS: bool>(
         &mut self,
         rows: Rows<'_, D>,
-        records: &[AtomicU32],
+        records: &[RecordNumber],
         bags: Range<usize>,
         output: &mut [[f32; D]],
     ) {
@@ -145,9 +137,9 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         let mut later = records[start..].iter().skip(AHEAD);
         let mut found = ids.map(|(i, record)| {
             if PREFETCH && let Some(record) = later.next() {
-                prefetch_slice(rows.get(record.load(Relaxed)));
+                prefetch_slice(rows.get(*record));
             }
-            (start + i, record.load(Relaxed))
+            (start + i, *record)
         });
         let missing = &mut self.missing;
         if hotness == 1 {
@@ -159,7 +151,9 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         }
         for output in output {
             let mut sum = match found.next() {
-                Some((position, record)) if hotness > 0 => *missing.or::<D, MAY_MISS>(rows, record, keys, position),
+                Some((position, record)) if hotness > 0 => {
+                    *missing.or::<D, MAY_MISS>(rows, record, keys, position)
+                }
                 _ => [0.0; D],
             };
             for _ in 1..hotness {
@@ -177,8 +171,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     }
 
     #[inline(always)]
-    fn row<'s>(&'s mut self, arena: &'s Arena, record: &AtomicU32, position: usize) -> &'s [f32] {
-        let record = record.load(Relaxed);
+    fn row<'s>(&'s mut self, arena: &'s Arena, record: RecordNumber, position: usize) -> &'s [f32] {
         if record == NO_RECORD {
             return self.missing.get(self.keys.get(position));
         }
@@ -186,10 +179,10 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     }
 
     #[inline(always)]
-    fn pool_any(&mut self, arena: &Arena, bag: &[AtomicU32], start: usize, output: &mut [f32]) {
+    fn pool_any(&mut self, arena: &Arena, bag: &[RecordNumber], start: usize, output: &mut [f32]) {
         let mut sum = std::mem::take(&mut self.sum);
         sum.fill(0.0);
-        for (i, record) in bag.iter().enumerate() {
+        for (i, &record) in bag.iter().enumerate() {
             let row = self.row(arena, record, start + i);
             if i == 0 {
                 let dim = sum.len();
@@ -223,20 +216,20 @@ impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
     }
 
     #[inline(always)]
-    fn settled(&mut self, source: &mut Whole<'_>, records: &[AtomicU32], settled: usize, may_miss: bool) {
+    fn settled(&mut self, source: &mut Whole<'_>, records: &[RecordNumber], settled: usize, may_miss: bool) {
         self.pool_up_to::<false>(source.arena, records, settled, may_miss);
     }
 }
 
 /// Pools bags of any kind: of any length, with weights, with ids that are not there.
 ///
-/// `records`: by position. `coefficients`: takes what the gradient of a bag is multiplied by for each id, by position from
-/// the first bag's first; empty if nobody asks.
+/// `records`: by position from the first bag's first. `coefficients`: takes what the gradient of a bag is multiplied by for
+/// each id, likewise; empty if nobody asks.
 pub fn pool_bags(
     feature: &Feature,
     bags: Range<usize>,
     arena: &Arena,
-    records: &[AtomicU32],
+    records: &[RecordNumber],
     missing: &mut MissingRow,
     output: &mut [f32],
     coefficients: &mut [f32],
@@ -247,7 +240,7 @@ pub fn pool_bags(
         let mut is_first = true;
         let (mut weights, mut squares) = (0.0f32, 0.0f32);
         for position in feature.bag(bag) {
-            let record = records[position].load(Relaxed);
+            let record = records[position - base];
             if record == PADDING {
                 continue;
             }
@@ -284,20 +277,18 @@ pub fn pool_bags(
     }
 }
 
-/// Pools a range of plain bags whose records are known.
+/// Pools plain bags whose records are known.
 pub struct PoolRange<'a, 'b, const D: usize> {
     pub pooling: PlainPooling<'a, D>,
     pub arena: &'b Arena,
-    pub records: &'b [AtomicU32],
+    pub records: &'b [RecordNumber],
 }
 
 impl<const D: usize> Kernel for PoolRange<'_, '_, D> {
     type Output = ();
     #[inline(always)]
     fn run(mut self) {
-        let bags = self.pooling.next_bag..self.pooling.num_bags;
-        let ids = &self.records[bags.start * self.pooling.hotness..bags.end * self.pooling.hotness];
-        let may_miss = ids.iter().any(|record| record.load(Relaxed) == NO_RECORD);
+        let may_miss = self.records.contains(&NO_RECORD);
         self.pooling.pool_up_to::<true>(self.arena, self.records, self.records.len(), may_miss);
     }
 }

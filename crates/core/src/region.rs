@@ -4,7 +4,6 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU32;
 
 use crate::error::{Error, Result};
 
@@ -19,8 +18,8 @@ unsafe impl Plain for u32 {}
 unsafe impl Plain for u64 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
-// SAFETY: an AtomicU32 has the layout and the values of a u32.
-unsafe impl Plain for AtomicU32 {}
+// SAFETY: as above.
+unsafe impl Plain for u8 {}
 
 const HUGE_PAGE: usize = 2 << 20;
 /// Cache lines and huge pages start at multiples of it; records of 16 floats then never straddle a line.
@@ -55,12 +54,8 @@ impl<T: Plain> Region<T> {
         Ok(region)
     }
 
-    /// Makes it `len` long, or leaves it if it is longer. What was there stays, what is new is zero. It may move.
-    pub fn grow(&mut self, len: usize) -> Result<()> {
-        if len <= self.len { Ok(()) } else { self.resize(len) }
-    }
-
-    /// As `grow`, with room for as much again, so that growing step by step costs little.
+    /// Makes it at least `len` long, with room for as much again, so that growing step by step costs little. What was there
+    /// stays, what is new is zero. It may move.
     pub fn grow_amortized(&mut self, len: usize) -> Result<()> {
         if len <= self.len { Ok(()) } else { self.resize(len.max(self.len * 2).max(64)) }
     }
@@ -230,7 +225,7 @@ mod tests {
         let mut region = Region::<u64>::default();
         let mut len = 1;
         for step in 0..24u64 {
-            region.grow(len).unwrap();
+            region.grow_amortized(len).unwrap();
             assert_eq!(region.as_ptr() as usize % ALIGN, 0);
             assert!(region[len / 2..].iter().skip(1).all(|&x| x == 0), "step {step}");
             region[len - 1] = step + 1;

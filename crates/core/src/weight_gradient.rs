@@ -1,7 +1,5 @@
 //! The gradient of the weights of a feature's ids: how the loss moves with each, through the combiner.
 
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-
 use crate::arena::{NO_RECORD, RecordNumber};
 use crate::batch::{Bags, Combiner, Feature};
 use crate::host_table::HostTable;
@@ -21,8 +19,7 @@ pub struct WeightTrace {
 }
 
 impl WeightTrace {
-    pub fn new(_table: &HostTable, feature: &Feature, records: &[AtomicU32]) -> WeightTrace {
-        let records: Vec<_> = records.iter().map(|r| r.load(Relaxed)).collect();
+    pub fn new(feature: &Feature, records: &[RecordNumber]) -> WeightTrace {
         let without = (0..records.len()).filter(|&p| records[p] == NO_RECORD);
         WeightTrace {
             combiner: feature.combiner,
@@ -30,7 +27,7 @@ impl WeightTrace {
             bag_ends: (0..feature.num_bags()).map(|b| feature.bag(b).end as u32).collect(),
             weights: feature.weights.unwrap_or_default().to_vec(),
             missing: without.map(|p| (p as u32, feature.keys.get(p))).collect(),
-            records,
+            records: records.to_vec(),
         }
     }
 
