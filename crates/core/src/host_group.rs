@@ -3,120 +3,29 @@
 //! `lookup` finds the rows and remembers where they are, `push` brings the gradients back under a number, `commit` learns
 //! from a ticket which pushes count, `apply` updates the records. See `docs/design.md`, "One training step".
 
-use std::any::Any;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::arena::RecordNumber;
+use crate::accumulator::Accumulator;
 use crate::batch::Feature;
 use crate::error::{Error, Result};
 use crate::exact_sum::ExactSum;
 use crate::host_table::HostTable;
-use crate::lookup::{
-    FeatureOutput, Looked, Mode, admit, check_capacity, check_vocabulary, lookup_whole, new_keys,
-};
-use crate::lookup_split::lookup_split;
+use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, check_vocabulary, lookup_whole, new_keys};
+use crate::lookup_split::{SplitScratch, lookup_split};
 use crate::math::sum_of_squares;
-use crate::merge::{HeldGradients, MergedGradients, StoredGradients, is_finite, merge};
+use crate::merge::{MergedGradients, StoredGradients};
 use crate::optimizer::{Update, UpdateScalars, clipnorm_factor};
-use crate::pool::Pool;
+use crate::pool::{Pool, SMALL_CALL, num_pieces, run_if_large};
+use crate::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, Spare, merge_push};
 use crate::region::Region;
 use crate::runs::KeyRuns;
 use crate::table::{Outcomes, Table, TableConfig};
 use crate::ticket::{Named, PushRing, RING, write_ticket};
 use crate::update::UpdateTask;
 
-/// Below this many ids a call is done by its own thread: waking others takes as long.
-const SMALL_CALL: usize = 2048;
 /// Output beyond this many bytes is stored past the cache.
 const STREAM_BYTES: usize = 4 << 20;
-/// Pieces of work a thread: enough to even out.
-const PIECES: usize = 4;
-
-/// Keeps a framework's gradients readable until it is dropped.
-pub type Keep = Box<dyn Any + Send + Sync>;
-
-/// The gradient of a feature's output as a framework holds it, `(bags, dim)`.
-#[derive(Clone, Copy)]
-pub struct GradientRows {
-    data: *const f32,
-    len: usize,
-}
-
-#[allow(unsafe_code)]
-mod gradient_rows {
-    use super::GradientRows;
-
-    // SAFETY: read-only floats; how long they live is the promise of `new`'s caller.
-    unsafe impl Send for GradientRows {}
-    // SAFETY: as above.
-    unsafe impl Sync for GradientRows {}
-
-    impl GradientRows {
-        /// # Safety
-        /// `data` holds `len` floats, which nobody writes to until the call to which they are given returns or, if a `Keep`
-        /// is given with them, until that is dropped.
-        pub unsafe fn new(data: *const f32, len: usize) -> GradientRows {
-            GradientRows { data, len }
-        }
-
-        pub(super) fn get(&self) -> &[f32] {
-            if self.len == 0 {
-                return &[];
-            }
-            // SAFETY: the promise of `new`'s caller; the group drops them with their `Keep`.
-            unsafe { std::slice::from_raw_parts(self.data, self.len) }
-        }
-    }
-}
-
-/// What a lookup remembers.
-struct SavedLookup {
-    number: u64,
-    num_bags: Vec<usize>,
-    /// One a table that took part: its number in the group, its generation then, and what was found.
-    tables: Vec<(usize, u64, Looked)>,
-}
-
-enum Gradients {
-    /// By feature, as the framework has them.
-    Held { rows: Vec<GradientRows>, _keep: Keep },
-    /// By run of the lookup's tables, merged.
-    Merged(Vec<Vec<Region<f32>>>),
-}
-
-struct Push {
-    lookup: Arc<SavedLookup>,
-    gradients: Gradients,
-}
-
-/// Merged gradients of several pushes, by record.
-#[derive(Default)]
-struct Accumulator {
-    places: HashMap<RecordNumber, u32>,
-    records: Vec<RecordNumber>,
-    /// `(records, dim)`
-    sums: Vec<f32>,
-    generation: u64,
-}
-
-impl Accumulator {
-    fn add(&mut self, gradients: &impl MergedGradients, dim: usize) {
-        let mut merged = vec![0.0; dim];
-        for (key, &record) in gradients.records().iter().enumerate() {
-            gradients.merge::<0>(key, &mut merged);
-            let next = self.records.len() as u32;
-            let place = *self.places.entry(record).or_insert(next);
-            if place == next {
-                self.records.push(record);
-                self.sums.extend_from_slice(&merged);
-            } else {
-                let sum = &mut self.sums[place as usize * dim..][..dim];
-                sum.iter_mut().zip(&merged).for_each(|(s, g)| *s += *g);
-            }
-        }
-    }
-}
 
 /// The optimizer of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -148,7 +57,9 @@ pub struct HostGroup {
     /// Squared norm of what is committed, by table.
     norms: Vec<f32>,
     pushes_without_optimizer: u32,
-    spare: Vec<KeyRuns>,
+    /// By table.
+    spare: Vec<Spare>,
+    split: SplitScratch,
 }
 
 impl HostGroup {
@@ -157,14 +68,15 @@ impl HostGroup {
         Ok(HostGroup {
             accumulators: tables.iter().map(|_| Accumulator::default()).collect(),
             norms: vec![0.0; tables.len()],
-            tables,
             binding: None,
             next_lookup: 1,
             lookups: VecDeque::new(),
             ring: PushRing::default(),
             committed: Vec::new(),
             pushes_without_optimizer: 0,
-            spare: Vec::new(),
+            spare: tables.iter().map(|_| Spare::default()).collect(),
+            split: SplitScratch::default(),
+            tables,
         })
     }
 
@@ -194,19 +106,15 @@ impl HostGroup {
 
     /// Memory that steps keep.
     pub fn step_bytes(&self) -> usize {
-        let looked = self.lookups.iter().flat_map(|l| &l.tables).flat_map(|(_, _, looked)| &looked.runs);
-        let merged =
-            self.ring.iter().chain(self.committed.iter().map(|(_, p)| p)).map(|p| match &p.gradients {
-                Gradients::Merged(tables) => tables.iter().flatten().map(Region::num_bytes).sum(),
-                Gradients::Held { .. } => 0,
-            });
-        let accumulated = self.accumulators.iter().map(|a| a.sums.capacity() * 4);
-        let traces = self.lookups.iter().flat_map(|l| &l.tables).flat_map(|(_, _, looked)| &looked.traces);
-        let traced: usize = traces.map(|(_, trace)| trace.num_bytes()).sum();
-        looked.map(KeyRuns::num_bytes).sum::<usize>()
-            + traced
-            + merged.sum::<usize>()
-            + accumulated.sum::<usize>()
+        let pushes = || self.ring.iter().chain(self.committed.iter().map(|(_, push)| push));
+        let looked = self.lookups.iter().flat_map(|l| &l.tables).map(|table| table.looked.num_bytes());
+        let merged = pushes().map(|push| match &push.gradients {
+            PushedGradients::Merged(tables) => tables.iter().flatten().map(Region::num_bytes).sum(),
+            PushedGradients::Held { .. } => 0,
+        });
+        let accumulated = self.accumulators.iter().map(Accumulator::num_bytes);
+        let spare = self.spare.iter().map(Spare::num_bytes);
+        looked.chain(merged).chain(accumulated).chain(spare).sum::<usize>() + self.split.num_bytes()
     }
 
     /// Keys refused since this was last asked, by table, where the check mode says to warn.
@@ -240,17 +148,16 @@ impl HostGroup {
         }
         let number = if save { self.next_lookup } else { 0 };
         let looked = self.lookup_tables(by_table, &admitted, Mode { insert, save, stream }, pool)?;
-        for (table, _, looked) in &looked {
+        for SavedTable { number, looked, .. } in &looked {
             let mut outcomes = looked.outcomes;
-            if let Some(admitted) = &admitted[*table] {
+            if let Some(admitted) = &admitted[*number] {
                 outcomes.hit = outcomes.hit.saturating_sub(admitted.inserted);
                 outcomes += *admitted;
             }
-            self.tables[*table].note(
-                if save { outcomes } else { Outcomes { hit: 0, ..outcomes } },
-                looked.dropped_gradients,
-            );
-            self.tables[*table].count_call();
+            let table = &mut self.tables[*number];
+            let outcomes = if save { outcomes } else { Outcomes { hit: 0, ..outcomes } };
+            table.note(outcomes, looked.dropped_gradients);
+            table.count_call();
         }
         if save {
             let num_bags = features.iter().map(Feature::num_bags).collect();
@@ -303,32 +210,33 @@ impl HostGroup {
         admitted: &[Option<Outcomes>],
         mode: Mode,
         pool: &Pool,
-    ) -> Result<Vec<(usize, u64, Looked)>> {
+    ) -> Result<Vec<SavedTable>> {
         let num_ids = |outputs: &[FeatureOutput]| outputs.iter().map(|o| o.feature.keys.len()).sum::<usize>();
         let total: usize = by_table.iter().map(|o| num_ids(o)).sum();
         let alone = pool.threads() == 1 || total < SMALL_CALL;
         let mut results = Vec::new();
         let mut whole = Vec::new();
-        for (number, (table, mut outputs)) in self.tables.iter_mut().zip(by_table).enumerate() {
+        let tables = self.tables.iter_mut().zip(&mut self.spare).enumerate();
+        for ((number, (table, spare)), mut outputs) in tables.zip(by_table) {
             if outputs.is_empty() {
                 continue;
             }
             let mode = Mode { insert: mode.insert && admitted[number].is_none(), ..mode };
             // A table that is more than its share of the call would leave the other threads idle.
             if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
-                let looked = lookup_split(table, &mut outputs, mode, &mut self.spare, pool)?;
-                results.push((number, table.generation, looked));
+                let looked = lookup_split(table, &mut outputs, mode, &mut self.split, &mut spare.runs, pool)?;
+                results.push(SavedTable::new(number, table, looked));
             } else {
-                whole.push((number, table, outputs, mode, self.spare.pop().unwrap_or_default()));
+                whole.push((number, table, outputs, mode, spare.runs.pop().unwrap_or_default()));
             }
         }
         // The largest first, so that the last thread to finish has a small one.
         whole.sort_by_key(|(_, _, outputs, ..)| std::cmp::Reverse(num_ids(outputs)));
-        let mut looked: Vec<Option<Result<(usize, u64, Looked)>>> = whole.iter().map(|_| None).collect();
+        let mut looked: Vec<Option<Result<SavedTable>>> = whole.iter().map(|_| None).collect();
         let tasks: Vec<_> = whole.into_iter().zip(&mut looked).collect();
         run_if_large(total, tasks, pool, |((number, table, mut outputs, mode, runs), result)| {
             let looked = lookup_whole(table, &mut outputs, mode, runs);
-            *result = Some(looked.map(|looked| (number, table.generation, looked)));
+            *result = Some(looked.map(|looked| SavedTable::new(number, table, looked)));
         });
         for looked in looked.into_iter().flatten() {
             results.push(looked?);
@@ -338,8 +246,8 @@ impl HostGroup {
 
     fn save(&mut self, saved: SavedLookup) {
         self.next_lookup += 1;
-        for (table, ..) in &saved.tables {
-            self.tables[*table].newest_lookup = saved.number;
+        for table in &saved.tables {
+            self.tables[table.number].newest_lookup = saved.number;
         }
         self.lookups.push_back(Arc::new(saved));
         if self.lookups.len() as u64 > RING {
@@ -351,20 +259,28 @@ impl HostGroup {
     fn forget_lookups(&mut self, oldest: u64) {
         while self.lookups.front().is_some_and(|l| l.number < oldest) {
             if let Some(lookup) = self.lookups.pop_front() {
-                self.reuse(lookup);
+                self.reuse_lookup(lookup);
             }
         }
         let needed = self.ring.iter().chain(self.committed.iter().map(|(_, p)| p)).map(|p| p.lookup.number);
         let oldest = needed.chain(self.lookups.front().map(|l| l.number)).min().unwrap_or(self.next_lookup);
-        if self.accumulators.iter().all(|a| a.records.is_empty()) {
+        if self.accumulators.iter().all(Accumulator::is_empty) {
             self.tables.iter_mut().for_each(|t| t.release_retired(oldest));
         }
     }
 
-    fn reuse(&mut self, lookup: Arc<SavedLookup>) {
+    fn reuse(&mut self, push: Push) {
+        if let PushedGradients::Merged(tables) = push.gradients {
+            let tables = push.lookup.tables.iter().zip(tables);
+            tables.for_each(|(table, sums)| self.spare[table.number].keep_sums(sums));
+        }
+        self.reuse_lookup(push.lookup);
+    }
+
+    fn reuse_lookup(&mut self, lookup: Arc<SavedLookup>) {
         if let Some(lookup) = Arc::into_inner(lookup) {
-            self.spare.extend(lookup.tables.into_iter().flat_map(|(_, _, looked)| looked.runs));
-            self.spare.truncate(4 * self.tables.len().max(16));
+            let tables = lookup.tables.into_iter();
+            tables.for_each(|table| self.spare[table.number].keep_runs(table.looked.runs));
         }
     }
 
@@ -373,20 +289,13 @@ impl HostGroup {
     /// Takes the gradients of a lookup's outputs. Writes the ticket, `(64, 2)`, and the gradients of weights, `(ids,)` of
     /// each feature that has them, in their order.
     ///
-    /// With `keep` the gradients stay where they are until they are applied; without, they are merged now.
-    ///
-    /// `check_finite`: a gradient that is not finite makes the ticket NaN, by which a loss scale knows that it overflowed. That
-    /// reads every gradient once more, so only those ask who compute in float16.
-    ///
     /// # Errors
     /// [`Error::UnwrappedOptimizer`] at the second push of a group that no optimizer is bound to; [`Error::Ticket`] if the
     /// lookup is gone; lengths that do not fit it. Nothing has changed.
     pub fn push(
         &mut self,
         lookup: u64,
-        rows: Vec<GradientRows>,
-        keep: Option<Keep>,
-        check_finite: bool,
+        gradients: OutputGradients,
         weight_gradients: Vec<&mut [f32]>,
         ticket: &mut [f32],
         pool: &Pool,
@@ -395,58 +304,36 @@ impl HostGroup {
             tables: self.names(),
             what: format!("a gradient comes for a lookup that is gone: older than the newest {RING}, or from before a load"),
         })?;
-        self.check_gradients(&saved, &rows)?;
+        check_gradients(&saved, &gradients, &self.tables)?;
         if self.binding.is_none() && self.pushes_without_optimizer > 0 {
             return Err(Error::UnwrappedOptimizer { tables: self.names() });
         }
-        self.write_weight_gradients(&saved, &rows, weight_gradients)?;
-        let is_all_finite = !check_finite || self.are_finite(&rows, pool);
+        self.write_weight_gradients(&saved, &gradients, weight_gradients)?;
+        let is_all_finite = !gradients.check_finite || gradients.are_finite(pool);
+        let OutputGradients { rows, keep, .. } = gradients;
         let gradients = match keep {
-            Some(keep) => Gradients::Held { rows, _keep: keep },
-            None => Gradients::Merged(self.merge_push(&saved, &rows, pool)?),
+            Some(keep) => PushedGradients::Held { rows, _keep: keep },
+            None => PushedGradients::Merged(merge_push(&saved, &rows, &mut self.spare, pool)?),
         };
-        for (table, ..) in &saved.tables {
-            self.tables[*table].count_call();
-        }
+        saved.tables.iter().for_each(|table| self.tables[table.number].count_call());
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
-        let (number, _fallen) = self.ring.add(Push { lookup: saved, gradients });
+        let (number, fallen) = self.ring.add(Push { lookup: saved, gradients });
+        if let Some(push) = fallen {
+            self.reuse(push);
+        }
         write_ticket(number, is_all_finite, ticket);
         Ok(())
     }
 
-    fn check_gradients(&self, saved: &SavedLookup, rows: &[GradientRows]) -> Result<()> {
-        if rows.len() != saved.num_bags.len() {
-            return Err(Error::argument(format!(
-                "a push brings the gradient of each feature. Received: {} of {}",
-                rows.len(),
-                saved.num_bags.len()
-            )));
-        }
-        for (table, _, looked) in &saved.tables {
-            let dim = self.tables[*table].config.dim;
-            for &feature in &looked.features {
-                let (expected, received) = (saved.num_bags[feature] * dim, rows[feature].get().len());
-                if received != expected {
-                    return Err(Error::argument(format!(
-                        "the gradient of a feature of table `{}` must hold {expected} numbers. Received: {received}",
-                        self.tables[*table].config.name
-                    )));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn write_weight_gradients(
+    fn write_weight_gradients<'a>(
         &self,
-        saved: &SavedLookup,
-        rows: &[GradientRows],
+        saved: &'a SavedLookup,
+        gradients: &OutputGradients,
         weight_gradients: Vec<&mut [f32]>,
     ) -> Result<()> {
-        let traces = saved
-            .tables
-            .iter()
-            .flat_map(|(t, g, looked)| looked.traces.iter().map(move |(f, trace)| (*f, *t, *g, trace)));
+        let traces_of =
+            |table: &'a SavedTable| table.looked.traces.iter().map(move |(f, trace)| (*f, table, trace));
+        let traces = saved.tables.iter().flat_map(traces_of);
         let mut traces: Vec<_> = traces.collect();
         traces.sort_unstable_by_key(|&(feature, ..)| feature);
         if traces.len() != weight_gradients.len() {
@@ -456,61 +343,15 @@ impl HostGroup {
                 weight_gradients.len()
             )));
         }
-        for ((feature, table, generation, trace), gradients) in traces.into_iter().zip(weight_gradients) {
-            if generation == self.tables[table].generation && gradients.len() == trace.num_ids() {
-                trace.gradients(&self.tables[table], rows[feature].get(), gradients);
+        for ((feature, saved, trace), written) in traces.into_iter().zip(weight_gradients) {
+            let table = &self.tables[saved.number];
+            if saved.generation == table.generation && written.len() == trace.num_ids() {
+                trace.gradients(table, gradients.rows[feature].get(), written);
             } else {
-                gradients.fill(0.0);
+                written.fill(0.0);
             }
         }
         Ok(())
-    }
-
-    fn are_finite(&self, rows: &[GradientRows], pool: &Pool) -> bool {
-        let total: usize = rows.iter().map(|r| r.get().len()).sum();
-        if total < SMALL_CALL * 16 {
-            return rows.iter().all(|r| is_finite(r.get()));
-        }
-        let all = std::sync::atomic::AtomicBool::new(true);
-        let pieces = rows.iter().flat_map(|r| r.get().chunks(1 << 16)).collect();
-        pool.run(pieces, |piece| {
-            if !is_finite(piece) {
-                all.store(false, std::sync::atomic::Ordering::Relaxed);
-            }
-        });
-        all.into_inner()
-    }
-
-    fn merge_push(
-        &self,
-        saved: &SavedLookup,
-        rows: &[GradientRows],
-        pool: &Pool,
-    ) -> Result<Vec<Vec<Region<f32>>>> {
-        let mut merged = Vec::new();
-        for (table, _, looked) in &saved.tables {
-            let dim = self.tables[*table].config.dim;
-            merged.push(
-                looked.runs.iter().map(|r| Region::new(r.num_keys() * dim)).collect::<Result<Vec<_>>>()?,
-            );
-        }
-        let held: Vec<Vec<HeldGradients>> = saved
-            .tables
-            .iter()
-            .map(|(table, _, looked)| hold(looked, rows, self.tables[*table].config.dim, 1.0))
-            .collect();
-        let num_ids: usize = held.iter().flatten().map(|h| h.runs.num_ids()).sum();
-        let mut tasks = Vec::new();
-        for (held, sums) in held.iter().flatten().zip(merged.iter_mut().flatten()) {
-            let mut rest = &mut sums[..];
-            for keys in held.pieces(num_pieces(held.runs.num_ids(), num_ids, pool)) {
-                let (mine, others) = rest.split_at_mut(keys.len() * held.dim);
-                rest = others;
-                tasks.push((held, keys, mine));
-            }
-        }
-        run_if_large(num_ids, tasks, pool, |(held, keys, sums)| merge(held, keys, sums));
-        Ok(merged)
     }
 
     // ---- commit
@@ -526,7 +367,8 @@ impl HostGroup {
     /// Takes the pushes that `resolve` named. Gives the squared norm of all that is now to be applied, accumulated gradients
     /// included, if the optimizer asks for it and this step is an update; else 0.
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
-        let (taken, _dropped) = self.ring.take(named);
+        let (taken, dropped) = self.ring.take(named);
+        dropped.into_iter().for_each(|push| self.reuse(push));
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
         self.committed.extend(taken);
         if let Some(oldest) = oldest {
@@ -548,14 +390,15 @@ impl HostGroup {
 
     /// Gradients that are held are merged; more than one push, or anything accumulated, becomes one sum a record.
     fn merge_committed(&mut self, pool: &Pool) -> Result<()> {
-        if self.committed.len() > 1 || self.accumulators.iter().any(|a| !a.records.is_empty()) {
-            self.accumulate();
+        if self.committed.len() > 1 || self.accumulators.iter().any(|a| !a.is_empty()) {
+            self.accumulate(pool);
             return Ok(());
         }
         let mut committed = std::mem::take(&mut self.committed);
         for (_, push) in &mut committed {
-            if let Gradients::Held { rows, .. } = &push.gradients {
-                push.gradients = Gradients::Merged(self.merge_push(&push.lookup, rows, pool)?);
+            if let PushedGradients::Held { rows, .. } = &push.gradients {
+                let merged = merge_push(&push.lookup, rows, &mut self.spare, pool)?;
+                push.gradients = PushedGradients::Merged(merged);
             }
         }
         self.committed = committed;
@@ -563,30 +406,19 @@ impl HostGroup {
     }
 
     /// Adds what is committed to the accumulators, push after push.
-    fn accumulate(&mut self) {
-        for (weight, push) in std::mem::take(&mut self.committed) {
-            for (at, (table, generation, looked)) in push.lookup.tables.iter().enumerate() {
-                let (accumulator, dim) = (&mut self.accumulators[*table], self.tables[*table].config.dim);
-                let now = self.tables[*table].generation;
-                if *generation != now {
-                    continue;
-                }
-                if accumulator.generation != now {
-                    *accumulator = Accumulator { generation: now, ..Accumulator::default() };
-                }
-                match &push.gradients {
-                    Gradients::Held { rows, .. } => {
-                        hold(looked, rows, dim, weight).iter().for_each(|held| accumulator.add(held, dim));
-                    }
-                    Gradients::Merged(tables) => {
-                        for (runs, sums) in looked.runs.iter().zip(&tables[at]) {
-                            accumulator.add(&StoredGradients { records: runs.records(), sums, weight }, dim);
-                        }
-                    }
-                }
+    fn accumulate(&mut self, pool: &Pool) {
+        let committed = std::mem::take(&mut self.committed);
+        let ids_of =
+            |(_, push): &(f32, Push)| push.lookup.tables.iter().map(|t| t.looked.num_ids()).sum::<usize>();
+        let num_ids: usize = committed.iter().map(ids_of).sum();
+        let generations = self.tables.iter().map(|table| table.generation);
+        let tasks: Vec<_> = generations.zip(&mut self.accumulators).enumerate().collect();
+        run_if_large(num_ids, tasks, pool, |(number, (generation, accumulator))| {
+            for (weight, push) in &committed {
+                accumulator.add_push(number, generation, push, *weight);
             }
-            self.reuse(push.lookup);
-        }
+        });
+        committed.into_iter().for_each(|(_, push)| self.reuse(push));
     }
 
     fn table_norm(&self, number: usize, pool: &Pool) -> f64 {
@@ -612,27 +444,24 @@ impl HostGroup {
     }
 
     /// All that is to be applied to a table, after `merge_committed`.
-    fn stored(&self, number: usize, generation: u64) -> Vec<StoredGradients<'_>> {
-        let mut stored = Vec::new();
+    fn stored<'a>(&'a self, number: usize, generation: u64) -> Vec<StoredGradients<'a>> {
+        let mut all = Vec::new();
         for (weight, push) in &self.committed {
-            let Gradients::Merged(tables) = &push.gradients else { continue };
-            for ((table, then, looked), sums) in push.lookup.tables.iter().zip(tables) {
-                if *table == number && *then == generation {
-                    let runs = looked.runs.iter().zip(sums);
-                    stored.extend(runs.map(|(r, sums)| StoredGradients {
-                        records: r.records(),
+            let PushedGradients::Merged(tables) = &push.gradients else { continue };
+            for (table, sums) in push.lookup.tables.iter().zip(tables) {
+                if table.number == number && table.generation == generation {
+                    let runs = table.looked.runs.iter().zip(sums);
+                    let stored = |(runs, sums): (&'a KeyRuns, &'a Region<f32>)| StoredGradients {
+                        records: runs.records(),
                         sums,
                         weight: *weight,
-                    }));
+                    };
+                    all.extend(runs.map(stored));
                 }
             }
         }
-        let accumulator = &self.accumulators[number];
-        if accumulator.generation == generation && !accumulator.records.is_empty() {
-            let (records, sums) = (&accumulator.records[..], &accumulator.sums[..]);
-            stored.push(StoredGradients { records, sums, weight: 1.0 });
-        }
-        stored
+        all.extend(self.accumulators[number].stored(generation));
+        all
     }
 
     // ---- apply
@@ -648,12 +477,12 @@ impl HostGroup {
         self.check_states(&binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
         if !scalars.is_update {
-            self.accumulate();
+            self.accumulate(pool);
             return Ok(());
         }
-        let is_single = self.committed.len() == 1 && self.accumulators.iter().all(|a| a.records.is_empty());
+        let is_single = self.committed.len() == 1 && self.accumulators.iter().all(Accumulator::is_empty);
         if is_single
-            && matches!(self.committed[0].1.gradients, Gradients::Held { .. })
+            && matches!(self.committed[0].1.gradients, PushedGradients::Held { .. })
             && binding.update.clipnorm.is_none()
         {
             self.apply_held(&binding.update, &scalars.update, pool);
@@ -662,13 +491,9 @@ impl HostGroup {
             self.apply_stored(&binding, &scalars.update, pool);
         }
         for (_, push) in std::mem::take(&mut self.committed) {
-            self.reuse(push.lookup);
+            self.reuse(push);
         }
-        self.accumulators.iter_mut().for_each(|a| {
-            a.places.clear();
-            a.records.clear();
-            a.sums.clear();
-        });
+        self.accumulators.iter_mut().for_each(Accumulator::clear);
         Ok(())
     }
 
@@ -701,15 +526,13 @@ impl HostGroup {
 
     fn apply_held(&mut self, update: &Update, scalars: &UpdateScalars, pool: &Pool) {
         let Some((weight, push)) = self.committed.first() else { return };
-        let Gradients::Held { rows, .. } = &push.gradients else { return };
+        let PushedGradients::Held { rows, .. } = &push.gradients else { return };
         let mut tables: Vec<Option<&mut HostTable>> = self.tables.iter_mut().map(Some).collect();
         let mut work = Vec::new();
-        for (number, generation, looked) in &push.lookup.tables {
-            let Some(table) = tables[*number].take().filter(|t| t.generation == *generation) else {
-                continue;
-            };
-            let held = hold(looked, rows, table.config.dim, *weight);
-            work.push((table, held, update, scalars));
+        for saved in &push.lookup.tables {
+            if let Some(table) = tables[saved.number].take().filter(|t| t.generation == saved.generation) {
+                work.push((table, saved.hold(rows, *weight), update, scalars));
+            }
         }
         run_updates(work, pool);
     }
@@ -758,22 +581,26 @@ impl HostGroup {
     }
 }
 
-fn hold<'a>(looked: &'a Looked, rows: &'a [GradientRows], dim: usize, weight: f32) -> Vec<HeldGradients<'a>> {
-    let of_features: Vec<&[f32]> = looked.features.iter().map(|&f| rows[f].get()).collect();
-    let hold = |runs| HeldGradients { runs, code: looked.code, rows: of_features.clone(), dim, weight };
-    looked.runs.iter().map(hold).collect()
-}
-
-/// Pieces for `mine` of `total` work, so that all pieces are alike.
-fn num_pieces(mine: usize, total: usize, pool: &Pool) -> usize {
-    if pool.threads() == 1 {
-        return 1;
+fn check_gradients(saved: &SavedLookup, gradients: &OutputGradients, tables: &[HostTable]) -> Result<()> {
+    let (rows, num_features) = (&gradients.rows, saved.num_bags.len());
+    if rows.len() != num_features {
+        return Err(Error::argument(format!(
+            "a push brings the gradient of each feature. Received: {} of {num_features}",
+            rows.len()
+        )));
     }
-    (mine * pool.threads() * PIECES).div_ceil(total.max(1)).max(1)
-}
-
-fn run_if_large<T: Send>(work: usize, tasks: Vec<T>, pool: &Pool, run: impl Fn(T) + Sync) {
-    if work < SMALL_CALL { tasks.into_iter().for_each(run) } else { pool.run(tasks, run) }
+    for table in &saved.tables {
+        for &feature in &table.looked.features {
+            let (expected, received) = (saved.num_bags[feature] * table.dim, rows[feature].get().len());
+            if received != expected {
+                return Err(Error::argument(format!(
+                    "the gradient of a feature of table `{}` must hold {expected} numbers. Received: {received}",
+                    tables[table.number].config.name
+                )));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Updates the records of several tables with their merged gradients.

@@ -4,6 +4,7 @@
 //! `docs/design.md` tells the path of one batch and the contracts that hold on every device.
 #![deny(unsafe_code)]
 
+mod accumulator;
 mod arena;
 pub mod batch;
 pub mod checkpoint;
@@ -22,6 +23,7 @@ mod merge;
 pub mod optimizer;
 pub mod pool;
 mod pooling;
+pub mod push;
 mod region;
 mod runs;
 mod simd;

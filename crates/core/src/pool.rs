@@ -4,6 +4,11 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use crate::error::{Error, Result};
 
+/// Below this many ids a call is done by its own thread: waking others takes as long.
+pub(crate) const SMALL_CALL: usize = 2048;
+/// Pieces of work a thread: enough to even out.
+const PIECES: usize = 4;
+
 static THREADS: RwLock<Option<Arc<Pool>>> = RwLock::new(None);
 
 /// Threads that take tasks from a common list.
@@ -48,6 +53,18 @@ impl Pool {
             _ => tasks.into_iter().for_each(work),
         }
     }
+}
+
+pub(crate) fn run_if_large<T: Send>(num_ids: usize, tasks: Vec<T>, pool: &Pool, work: impl Fn(T) + Sync) {
+    if num_ids < SMALL_CALL { tasks.into_iter().for_each(work) } else { pool.run(tasks, work) }
+}
+
+/// Pieces for `mine` of `total` work, so that all pieces are alike.
+pub(crate) fn num_pieces(mine: usize, total: usize, pool: &Pool) -> usize {
+    if pool.threads() == 1 {
+        return 1;
+    }
+    (mine * pool.threads() * PIECES).div_ceil(total.max(1)).max(1)
 }
 
 /// The process' pool: as many threads as `SOK_NUM_THREADS` says, else as the process may use cores.

@@ -13,10 +13,11 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{ApplyScalars, Binding, GradientRows, HostGroup, Keep};
+use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
 use sok_core::key::Key;
 use sok_core::optimizer::{Rule, Update, UpdateScalars, clipnorm_factor};
 use sok_core::pool::Pool;
+use sok_core::push::{GradientRows, Keep, OutputGradients};
 use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, Table, TableConfig};
 use sok_core::ticket::{Named, TICKET_LEN};
 
@@ -63,7 +64,8 @@ impl Subject {
         let mut ticket = unwritten(TICKET_LEN);
         let room = weights.iter_mut().map(|w| &mut w[..]).collect();
         let keep = hold.then(|| Box::new(gradients.clone()) as Keep);
-        self.group.push(lookup, lend(gradients), keep, true, room, &mut ticket, self.pool)?;
+        let output = OutputGradients { rows: lend(gradients), keep, check_finite: true };
+        self.group.push(lookup, output, room, &mut ticket, self.pool)?;
         self.tickets.insert(number, ticket);
         if hold {
             self.held.push(gradients.clone());

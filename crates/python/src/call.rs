@@ -8,9 +8,10 @@ use std::sync::MutexGuard;
 
 use sok_core::batch::{Bags, Feature, Keys, Splits};
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{ApplyScalars, GradientRows, HostGroup, Keep};
+use sok_core::host_group::{ApplyScalars, HostGroup};
 use sok_core::optimizer::UpdateScalars;
 use sok_core::pool;
+use sok_core::push::{GradientRows, Keep, OutputGradients};
 use sok_core::ticket::{RING, TICKET_LEN};
 
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
@@ -159,6 +160,10 @@ pub fn lookup(
     Ok(())
 }
 
+/// A `tf.function` is traced before anyone can know whether its results will be differentiated.
+const KEPT_NOTHING: &str = "a gradient is asked of a lookup that kept nothing for it: its `tf.function` was traced where no gradient \
+     was recorded. Call the layer with `training=True`, or open the `tf.GradientTape` inside the function";
+
 /// Tensors in: the lookup's number, the output gradient of each feature, then the weights of each feature that has them
 /// (for their shape). Tensors out: 0 is the ticket, float32 `(64, 2)`; then the gradient of each feature's weights.
 ///
@@ -169,6 +174,9 @@ pub fn push(plan: i64, inputs: &[Tensor], keep: Option<Keep>, outputs: &mut dyn 
     let number = take(&mut inputs)?.slice::<i32>(DType::I32)?;
     let &[low, high] = number else { return Err(Error::argument("a lookup's number is two int32")) };
     let number = u64::from(low as u32) | u64::from(high as u32) << 32;
+    if number == 0 {
+        return Err(Error::Ticket { tables: plan.group.lock().names(), what: KEPT_NOTHING.into() });
+    }
     let mut rows = Vec::with_capacity(plan.features.len());
     for _ in &plan.features {
         let gradient = take(&mut inputs)?.floats()?;
@@ -180,7 +188,8 @@ pub fn push(plan: i64, inputs: &[Tensor], keep: Option<Keep>, outputs: &mut dyn 
         weights.push(floats_out(outputs, 1 + weights.len(), &take(&mut inputs)?.dims)?);
     }
     let ticket = floats_out(outputs, 0, &[RING as i64, 2])?;
-    plan.group.lock().push(number, rows, keep, plan.check_finite, weights, ticket, &*pool::global()?)
+    let gradients = OutputGradients { rows, keep, check_finite: plan.check_finite };
+    plan.group.lock().push(number, gradients, weights, ticket, &*pool::global()?)
 }
 
 fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, HostGroup>> {

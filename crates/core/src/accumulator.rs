@@ -1,0 +1,79 @@
+//! Merged gradients of several pushes as one sum a record.
+
+use std::collections::HashMap;
+
+use crate::arena::RecordNumber;
+use crate::merge::{MergedGradients, StoredGradients};
+use crate::push::{Push, PushedGradients};
+
+/// Sums of one table, in the order in which their records came.
+#[derive(Default)]
+pub struct Accumulator {
+    places: HashMap<RecordNumber, u32>,
+    records: Vec<RecordNumber>,
+    /// `(records, dim)`
+    sums: Vec<f32>,
+    /// Of the table when they came.
+    generation: u64,
+}
+
+impl Accumulator {
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    pub fn clear(&mut self) {
+        self.places.clear();
+        self.records.clear();
+        self.sums.clear();
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.sums.capacity() * 4 + self.records.capacity() * 4 + self.places.capacity() * 8
+    }
+
+    /// What it has of a table that is of this generation.
+    pub fn stored(&self, generation: u64) -> Option<StoredGradients<'_>> {
+        let (records, sums) = (&self.records[..], &self.sums[..]);
+        let is_any = self.generation == generation && !self.is_empty();
+        is_any.then_some(StoredGradients { records, sums, weight: 1.0 })
+    }
+
+    /// Adds the gradients that a push has for table `number` of this generation.
+    pub fn add_push(&mut self, number: usize, generation: u64, push: &Push, weight: f32) {
+        for (at, table) in push.lookup.tables.iter().enumerate() {
+            if table.number != number || table.generation != generation {
+                continue;
+            }
+            if self.generation != generation {
+                *self = Accumulator { generation, ..Accumulator::default() };
+            }
+            match &push.gradients {
+                PushedGradients::Held { rows, .. } => {
+                    table.hold(rows, weight).iter().for_each(|held| self.add(held, table.dim));
+                }
+                PushedGradients::Merged(tables) => {
+                    for (runs, sums) in table.looked.runs.iter().zip(&tables[at]) {
+                        self.add(&StoredGradients { records: runs.records(), sums, weight }, table.dim);
+                    }
+                }
+            }
+        }
+    }
+
+    fn add(&mut self, gradients: &impl MergedGradients, dim: usize) {
+        let mut merged = vec![0.0; dim];
+        for (key, &record) in gradients.records().iter().enumerate() {
+            gradients.merge::<0>(key, &mut merged);
+            let next = self.records.len() as u32;
+            let place = *self.places.entry(record).or_insert(next);
+            if place == next {
+                self.records.push(record);
+                self.sums.extend_from_slice(&merged);
+            } else {
+                let sum = &mut self.sums[place as usize * dim..][..dim];
+                sum.iter_mut().zip(&merged).for_each(|(s, g)| *s += *g);
+            }
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! What a lookup keeps for its gradients, and the gradients that come for it.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use crate::error::Result;
+use crate::host_table::HostTable;
+use crate::lookup::Looked;
+use crate::merge::{HeldGradients, MergedGradients, is_finite, merge};
+use crate::pool::{Pool, num_pieces, run_if_large};
+use crate::region::Region;
+use crate::runs::KeyRuns;
+
+/// Floats that a thread looks at for one that is not finite.
+const FINITE_PIECE: usize = 1 << 16;
+
+/// Keeps a framework's gradients readable until it is dropped.
+pub type Keep = Box<dyn Any + Send + Sync>;
+
+/// The gradient of a feature's output as a framework holds it, `(bags, dim)`.
+#[derive(Clone, Copy)]
+pub struct GradientRows {
+    data: *const f32,
+    len: usize,
+}
+
+#[allow(unsafe_code)]
+mod gradient_rows {
+    use super::GradientRows;
+
+    // SAFETY: read-only floats; how long they live is the promise of `new`'s caller.
+    unsafe impl Send for GradientRows {}
+    // SAFETY: as above.
+    unsafe impl Sync for GradientRows {}
+
+    impl GradientRows {
+        /// # Safety
+        /// `data` holds `len` floats, which nobody writes to until the call to which they are given returns or, if a `Keep`
+        /// is given with them, until that is dropped.
+        pub unsafe fn new(data: *const f32, len: usize) -> GradientRows {
+            GradientRows { data, len }
+        }
+
+        pub(crate) fn get(&self) -> &[f32] {
+            if self.len == 0 {
+                return &[];
+            }
+            // SAFETY: the promise of `new`'s caller; the group drops them with their `Keep`.
+            unsafe { std::slice::from_raw_parts(self.data, self.len) }
+        }
+    }
+}
+
+/// The gradients of a lookup's outputs.
+pub struct OutputGradients {
+    /// By feature.
+    pub rows: Vec<GradientRows>,
+    /// With it the rows stay where they are until they are applied; without, they are merged at once.
+    pub keep: Option<Keep>,
+    /// A gradient that is not finite makes the ticket NaN, by which a loss scale knows that it overflowed. That reads every
+    /// gradient once more, so only those ask who compute in float16.
+    pub check_finite: bool,
+}
+
+impl OutputGradients {
+    pub(crate) fn are_finite(&self, pool: &Pool) -> bool {
+        let num_floats: usize = self.rows.iter().map(|r| r.get().len()).sum();
+        let pieces = self.rows.iter().flat_map(|r| r.get().chunks(FINITE_PIECE)).collect();
+        let all = AtomicBool::new(true);
+        run_if_large(num_floats / 16, pieces, pool, |piece| {
+            if !is_finite(piece) {
+                all.store(false, Relaxed);
+            }
+        });
+        all.into_inner()
+    }
+}
+
+/// What a lookup remembers.
+pub struct SavedLookup {
+    pub number: u64,
+    /// By feature.
+    pub num_bags: Vec<usize>,
+    /// Those that took part.
+    pub tables: Vec<SavedTable>,
+}
+
+/// A table's part of a lookup.
+pub struct SavedTable {
+    /// Its number in the group.
+    pub number: usize,
+    pub dim: usize,
+    /// The table's generation then.
+    pub generation: u64,
+    pub looked: Looked,
+}
+
+impl SavedTable {
+    pub fn new(number: usize, table: &HostTable, looked: Looked) -> SavedTable {
+        SavedTable { number, dim: table.config.dim, generation: table.generation, looked }
+    }
+
+    /// The gradients of its features, to be merged.
+    pub fn hold<'a>(&'a self, rows: &'a [GradientRows], weight: f32) -> Vec<HeldGradients<'a>> {
+        let (code, dim) = (self.looked.code, self.dim);
+        let of_features: Vec<&[f32]> = self.looked.features.iter().map(|&f| rows[f].get()).collect();
+        let hold = |runs| HeldGradients { runs, code, rows: of_features.clone(), dim, weight };
+        self.looked.runs.iter().map(hold).collect()
+    }
+}
+
+pub enum PushedGradients {
+    Held {
+        rows: Vec<GradientRows>,
+        _keep: Keep,
+    },
+    /// `(keys, dim)` at least, by table of the lookup and run of the table.
+    Merged(Vec<Vec<Region<f32>>>),
+}
+
+/// The gradients of a lookup until a ticket names them.
+pub struct Push {
+    pub lookup: Arc<SavedLookup>,
+    pub gradients: PushedGradients,
+}
+
+/// Memory of steps that are over, for those to come, of one table.
+#[derive(Default)]
+pub struct Spare {
+    pub runs: Vec<KeyRuns>,
+    pub sums: Vec<Region<f32>>,
+}
+
+impl Spare {
+    /// Keeps as much as two steps need.
+    pub fn keep_runs(&mut self, runs: Vec<KeyRuns>) {
+        let most = 2 * runs.len();
+        self.runs.extend(runs);
+        self.runs.truncate(most);
+    }
+
+    pub fn keep_sums(&mut self, sums: Vec<Region<f32>>) {
+        let most = 2 * sums.len();
+        self.sums.extend(sums);
+        self.sums.truncate(most);
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.runs.iter().map(KeyRuns::num_bytes).chain(self.sums.iter().map(Region::num_bytes)).sum()
+    }
+}
+
+/// Merges gradients, by table of the lookup and run of the table.
+pub fn merge_push(
+    lookup: &SavedLookup,
+    rows: &[GradientRows],
+    spare: &mut [Spare],
+    pool: &Pool,
+) -> Result<Vec<Vec<Region<f32>>>> {
+    let mut merged = Vec::new();
+    for table in &lookup.tables {
+        let spare = &mut spare[table.number].sums;
+        let room = |runs: &KeyRuns| {
+            let mut sums = spare.pop().unwrap_or_default();
+            sums.grow_amortized(runs.num_keys() * table.dim).map(|()| sums)
+        };
+        merged.push(table.looked.runs.iter().map(room).collect::<Result<Vec<_>>>()?);
+    }
+    let held: Vec<Vec<HeldGradients>> = lookup.tables.iter().map(|table| table.hold(rows, 1.0)).collect();
+    let num_ids: usize = held.iter().flatten().map(|h| h.runs.num_ids()).sum();
+    let mut tasks = Vec::new();
+    for (held, sums) in held.iter().flatten().zip(merged.iter_mut().flatten()) {
+        let mut rest = &mut sums[..];
+        for keys in held.pieces(num_pieces(held.runs.num_ids(), num_ids, pool)) {
+            let (mine, others) = rest.split_at_mut(keys.len() * held.dim);
+            rest = others;
+            tasks.push((held, keys, mine));
+        }
+    }
+    run_if_large(num_ids, tasks, pool, |(held, keys, sums)| merge(held, keys, sums));
+    Ok(merged)
+}
