@@ -269,7 +269,7 @@ def test_batch_that_does_not_fit_changes_nothing(call):
     layer = dynamic(max_capacity=4)
     table, message = (
         layer.get_table(),
-        "is full: 1 new keys do not fit, it holds 3 of at most 4 rows. Raise `max_capacity`",
+        "is full: no room for 1 of the new keys, it holds 3 of at most 4 rows. Raise `max_capacity`",
     )
     if call == "lookup":
         with raises(sok.TableFullError, message, table):
@@ -400,6 +400,22 @@ def test_unknown_variable_is_refused():
         apply_gradients(optimizer, pushed(other), other.trainable_variables)
     assert_untouched(layer)
     np.testing.assert_array_equal(other.get_table().export().rows, ROWS)
+
+
+@on_tensorflow
+def test_gradient_of_a_function_that_was_traced_without_a_tape_says_what_to_do():
+    """Evaluated first, then differentiated: TensorFlow traces once for both."""
+    import tensorflow as tf
+
+    layer = dynamic()
+    function = tf.function(lambda given: layer(given))
+    function(ids(0, 1, 2))
+    with tf.GradientTape() as tape:
+        rows = function(ids(0, 1, 2))
+    told = "a gradient is asked of a lookup that kept nothing.*`training=True`, or open the `tf.GradientTape` inside the function"
+    with raises(sok.TicketError, told, layer.get_table()):
+        tape.gradient(rows, layer.trigger.value)
+    assert_untouched(layer)
 
 
 # ---- several devices in a process

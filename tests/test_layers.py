@@ -593,7 +593,7 @@ def full_table(check_mode):
 
 def test_raise_changes_nothing():
     layer = full_table("raise")
-    with raises(sok.TableFullError, "1 new keys do not fit, it holds 1 of at most 2 rows", layer.get_table()):
+    with raises(sok.TableFullError, "no room for 1 of the new keys, it holds 1 of at most 2 rows", layer.get_table()):
         layer(np.array([2, 3], "int32"), training=True)
     assert layer.get_table().export().keys.tolist() == [1]
     layer(np.array([2], "int32"), training=True)
@@ -608,7 +608,7 @@ def test_raised_error_has_its_numbers():
 
 def test_warn_names_the_table_and_goes_on():
     layer = full_table("warn")
-    with pytest.warns(UserWarning, match=rf"Table '{layer.name}' is full: 1 new keys were refused"):
+    with pytest.warns(UserWarning, match=rf"Table '{layer.name}' is full: it refused 1 of the new keys"):
         rows = to_numpy(layer(np.array([2, 3, 3], "int32"), training=True))
         layer.get_table().synchronize()
     assert len(layer.get_table()) == 2

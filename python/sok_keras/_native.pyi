@@ -43,7 +43,12 @@ class Table:
 
 class Plan:
     handle: int
-    def __init__(self, group: Group, features: list[tuple[str, int, bool, str, bool, str, int | None]]) -> None: ...
+    def __init__(
+        self,
+        group: Group,
+        features: list[tuple[str, int, bool, str, bool, str, int | None]],
+        check_finite: bool = False,
+    ) -> None: ...
 
 class Optimizer:
     handle: int

@@ -85,6 +85,7 @@ def dump(path, source, *, tables=None, overwrite=True):
         OSError: If it cannot be written (a full disk, say); an old dump is as it was.
     """
     chosen = _choose(_tables_of(source), tables)
+    _wait_for_steps(source, chosen)
     for table in chosen:
         table.synchronize()
     arrays, step = [], 0
@@ -123,10 +124,11 @@ def load(path, source, *, tables=None, mode="replace", states=True):
     manifest = read_manifest(path)
     chosen = _choose(_tables_of(source), tables)
     names = _match(manifest, chosen, path)
-    for table in chosen:
-        table.synchronize()
+    _wait_for_steps(source, chosen)
     variables = _read_variables(path, source) if isinstance(source, keras.Model) and manifest.arrays else None
     text = native.load(os.fspath(path), names, [table._native for table in chosen], mode == "merge", states)
+    for table in chosen:
+        table._core.keep_rows()
     report = json.loads(text)
     if variables is not None:
         _restore_variables(source, variables, states)
@@ -214,6 +216,14 @@ def _match(manifest, chosen, path):
 
 
 # ---- a model's variables
+
+
+def _wait_for_steps(source, tables):
+    """After it, tables and variables are those of the last step that was started."""
+    if hasattr(source, "jax_state_sync"):
+        source.jax_state_sync()  # within an epoch, JAX's trainer has the variables' values
+    for table in tables:
+        table._core.wait_for_steps()
 
 
 def _variables_of(model):

@@ -1,11 +1,12 @@
 """A layer's tables in the core, and the plans of its calls."""
 
-import contextlib
 import json
+import os
 import warnings
 
 import numpy as np
 
+from sok_keras import backend
 from sok_keras.backend import native
 from sok_keras.table import Table
 
@@ -16,8 +17,8 @@ _CHUNK_FLOATS = 1 << 21
 class Plan:
     """What the tensors of a layer's call are: made when the call is traced."""
 
-    def __init__(self, core, features):
-        self._native = native.Plan(core.group, features)
+    def __init__(self, core, features, check_finite):
+        self._native = native.Plan(core.group, features, check_finite)
         self._features = features
         self._dims = core.dims
         self.handle = self._native.handle
@@ -48,6 +49,9 @@ class Core:
         self.dims = [config["dim"] for config in configs]
         self.group = native.Group([json.dumps(config) for config in configs])
         self.trigger = None
+        # Stands in the trigger, where every step carries it along: by it the weights of other tables are known.
+        self._mark = np.float32(0.5 + int.from_bytes(os.urandom(3), "little") / 2**25)
+        self._weights_are_strange = False
         # JAX may still have a step in flight when its user drops the optimizer.
         self.optimizer = None
         self._plans = {}
@@ -56,35 +60,91 @@ class Core:
     def native_table(self, number):
         return native.Table(self.group, number)
 
-    def plan(self, features):
-        """The plan of a call with these features; equal calls share one."""
-        features = tuple(features)
-        if features not in self._plans:
-            self._plans[features] = Plan(self, list(features))
-        return self._plans[features]
+    def plan(self, features, check_finite=False):
+        """The plan of a call with these features; equal calls share one.
+
+        `check_finite`: gradients that are not finite make the ticket NaN, so that a loss scale hears of its overflow.
+        """
+        key = (*features, check_finite)
+        if key not in self._plans:
+            self._plans[key] = Plan(self, list(features), check_finite)
+        return self._plans[key]
 
     def synchronize(self):
-        """Waits for the steps that were started: the trigger is an output of the last of them."""
-        value = None if self.trigger is None else self.trigger._value
-        if value is not None and not getattr(value, "is_deleted", lambda: False)():
-            try:
-                np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-            except RuntimeError:
-                # JAX: the last step failed, and gave no trigger. The tables are as they were before it: told once, they go on.
-                self.trigger.assign(np.zeros((64, 2), "float32"))
-                with contextlib.suppress(native.SokError):
-                    self.group.raise_latched()
-                raise
-        self.group.raise_latched()
+        """Waits for the steps that were started, and raises what they left behind."""
+        self.wait_for_steps()
+        self.check_weights()
         self.warn_of_refused()
+
+    def wait_for_steps(self):
+        """Waits for the steps that were started. Raises their error by its own class, also where the framework has wrapped it."""
+        failure = backend.wait(None if self.trigger is None else self.trigger._value)
+        if failure is not None:
+            # The step gave no trigger. The tables are as they were before it: told once, they go on.
+            self._assign(self.first_trigger())
+        try:
+            self.group.raise_latched()
+        except Exception as error:
+            raise error from failure
+        if failure is not None:
+            raise failure
 
     def warn_of_refused(self):
         for name, refused in self.group.take_refused():
             warnings.warn(
-                f"Table {name!r} is full: {refused} new keys were refused. Raise `max_capacity`, or set "
+                f"Table {name!r} is full: it refused {refused} of the new keys. Raise `max_capacity`, or set "
                 '`check_mode="count"` to hear no more of it.',
                 stacklevel=4,
             )
+
+    # ---- the trigger as a weight
+
+    def first_trigger(self, shape=(64, 2), dtype="float32"):
+        """Zeros but for the mark, far from the place that steps count in."""
+        value = np.zeros(shape, dtype)
+        value[-1, -1] = self._mark
+        return value
+
+    def watch(self, trigger):
+        """Takes note of what Keras sets the trigger to: rows are no Keras weights, so they would stay behind in silence."""
+        self.trigger, self._assign = trigger, trigger.assign
+
+        def assign(value):
+            given = backend.at_hand(value)
+            if given is not None and given.shape == trigger.shape:
+                self._look_at(given, isinstance(value, np.ndarray))
+            return self._assign(value)
+
+        trigger.assign = assign
+
+    def _look_at(self, given, may_be_old):
+        self._weights_are_strange = given[-1, -1] != self._mark
+        now = backend.at_hand(self.trigger._value) if may_be_old and not self._weights_are_strange else None
+        if now is not None and given[0, 0] < now[0, 0]:
+            warnings.warn(
+                f"Weights of an earlier step were set, but the rows of {self.names()} are no Keras weights and stay as they are. To "
+                "go back to an earlier step use `sok_keras.callbacks.DumpCheckpoint` or a weights file.",
+                stacklevel=4,
+            )
+
+    def keep_rows(self):
+        """The rows that are here now are those that go with the weights."""
+        if self._weights_are_strange:
+            self._weights_are_strange = False
+            self._assign(self.first_trigger())
+
+    def check_weights(self):
+        """Raises a `SokError`, once, if weights of other tables were set without their rows."""
+        if self._weights_are_strange:
+            self.keep_rows()
+            raise native.SokError(
+                f"The weights of other tables were set, without their rows: those of {self.names()} are as they were. Rows are no "
+                "Keras weights. They come with `keras.models.load_model`, also of an Orbax checkpoint that was not written with "
+                "`save_weights_only=True`; with `load_weights` of a `.weights.h5` file; with `sok_keras.load`; and with `copy.deepcopy`"
+            )
+
+    def names(self):
+        return ", ".join(repr(table.name) for table in self.tables)
 
     # ---- in a weights file
 
@@ -122,6 +182,7 @@ class Core:
             self.group.set_update_rule(rule)
         for table, keys, width_of_states in zip(self.tables, pieces, states, strict=True):
             self._load_pieces(store, table, keys, width_of_states, rule)
+        self.keep_rows()
 
     def _state_widths(self, rule):
         if not rule:

@@ -108,6 +108,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
         updates = [self._update(trigger) for trigger in triggers]
         cores = [_core_of(trigger) for trigger in triggers]
+        with backend.eager_scope():
+            for core in cores:
+                core.synchronize()  # a step of the optimizer before may still be under way
         if cores:
             self._tables.native = backend.native.Optimizer([core.group for core in cores], updates, needs_norm)
         for core in cores:

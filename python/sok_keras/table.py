@@ -25,7 +25,12 @@ class TableContents(NamedTuple):
 
 
 class TableStats(NamedTuple):
-    """Counts since the table was made; `size`, `capacity` (rows before the index grows) and `bytes` as of now."""
+    """Counts since the table was made; `size`, `capacity` (rows before the index grows) and `bytes` as of now.
+
+    `hits` to `refused` count distinct keys of batches; `hits` those of lookups that train alone. `dropped_gradients` counts ids,
+    equal ones too, whose gradient was for a key without a row. `pending_pushes` are backward passes of the layer that no optimizer
+    has applied. `native_calls` are those of lookup, push, commit and apply that touched the table.
+    """
 
     size: int
     capacity: int

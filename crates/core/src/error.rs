@@ -12,7 +12,7 @@ pub enum Error {
     Argument(String),
 
     #[error(
-        "table `{table}` is full: {refused} new keys do not fit, it holds {len} of at most {capacity} rows. \
+        "table `{table}` is full: no room for {refused} of the new keys, it holds {len} of at most {capacity} rows. \
          Raise `max_capacity`, or set `check_mode=\"warn\"` or \"count\" to go on without them"
     )]
     TableFull { table: String, refused: u64, len: u64, capacity: u64 },

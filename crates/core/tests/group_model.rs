@@ -547,7 +547,7 @@ fn a_batch_that_does_not_fit_raises_and_changes_no_table() {
     assert!(matches!(&error, Error::TableFull { refused: 2, len: 2, capacity: 3, .. }));
     assert_eq!(
         error.to_string(),
-        "table `small` is full: 2 new keys do not fit, it holds 2 of at most 3 rows. Raise `max_capacity`, or set \
+        "table `small` is full: no room for 2 of the new keys, it holds 2 of at most 3 rows. Raise `max_capacity`, or set \
          `check_mode=\"warn\"` or \"count\" to go on without them"
     );
     subject.lookup(&[Input::plain(1, &[10, 5, 5])], true, true).unwrap();

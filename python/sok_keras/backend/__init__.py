@@ -1,6 +1,7 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
-Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `has_wide_integers()` and `eager_scope()`.
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `wait`, `at_hand`, `has_wide_integers` and
+`eager_scope`.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -9,14 +10,24 @@ import keras
 name = keras.backend.backend()
 
 if name == "tensorflow":
-    from sok_keras.backend.tensorflow import apply, commit, eager_scope, has_wide_integers, lookup
+    from sok_keras.backend.tensorflow import apply, at_hand, commit, eager_scope, has_wide_integers, lookup, wait
 elif name == "jax":
-    from sok_keras.backend.jax import apply, commit, eager_scope, has_wide_integers, lookup
+    from sok_keras.backend.jax import apply, at_hand, commit, eager_scope, has_wide_integers, lookup, wait
 elif name == "torch":
-    from sok_keras.backend.torch import apply, commit, eager_scope, has_wide_integers, lookup
+    from sok_keras.backend.torch import apply, at_hand, commit, eager_scope, has_wide_integers, lookup, wait
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
 from sok_keras import _native as native  # noqa: E402
 
-__all__ = ["apply", "commit", "eager_scope", "has_wide_integers", "lookup", "name", "native"]
+__all__ = [
+    "apply",
+    "at_hand",
+    "commit",
+    "eager_scope",
+    "has_wide_integers",
+    "lookup",
+    "name",
+    "native",
+    "wait",
+]

@@ -10,7 +10,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sok_keras import _native
@@ -27,15 +26,15 @@ class _Call(NamedTuple):
     insert: bool | None
 
 
-def lookup(plan, trigger, inputs, weights, insert):
+def lookup(plan, trigger, learns, inputs, weights, insert):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
     The gradient of `trigger` is the ticket of the push that the backward pass makes.
 
     Args:
         plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
-        trigger: Value of the layer's trigger, `(64, 2)` float32; None if the layer does not learn: then nothing is
-            differentiable. Without it no data says that the lookup comes after the last update.
+        trigger: Value of the layer's trigger, `(64, 2)` float32. By it data says that the lookup comes after the last update.
+        learns: Whether gradients are to come back; if not, nothing is differentiable.
         inputs: A tuple for each feature: its ids (without x64 the low and the high words), then its row splits if it is
             ragged.
         weights: A float32 array or None for each feature.
@@ -47,8 +46,8 @@ def lookup(plan, trigger, inputs, weights, insert):
     shapes = tuple(tuple(shape) for shape in plan.output_shapes(inputs))
     call = _Call(plan.handle, shapes, insert)
     inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
-    if trigger is None:
-        arguments = jax.lax.stop_gradient((jnp.zeros((64, 2), "float32"), weights, inputs))
+    if not learns:
+        arguments = jax.lax.stop_gradient((trigger, weights, inputs))
         return list(_run(call, *arguments, insert=bool(insert), save=False)[1])
     return list(_lookup(call, trigger, weights, inputs))
 
@@ -113,3 +112,27 @@ def has_wide_integers():
 def eager_scope():
     """A scope in which assignments happen now, also while a step is traced."""
     return contextlib.nullcontext()
+
+
+def wait(trigger):
+    """Waits for all that was started; gives the error of the step that was to make `trigger`, a value or None.
+
+    A step's results are in the hands of a trainer, or of the user, so all arrays that live are waited for.
+    """
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # who reads it is told
+            array.block_until_ready()
+    if trigger is None or trigger.is_deleted():
+        return None
+    try:
+        trigger.block_until_ready()
+    except Exception as error:  # its class depends on the status that the failed call gave
+        return error
+    return None
+
+
+def at_hand(value):
+    """A value as a NumPy array; None if it is traced or has yet to be computed."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.is_deleted():
+        return np.asarray(value) if value.is_ready() else None
+    return value if isinstance(value, np.ndarray) else None

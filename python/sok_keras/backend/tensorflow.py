@@ -7,6 +7,7 @@ they run in program order, and none is dropped or merged.
 import importlib.util
 import types
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
@@ -40,7 +41,7 @@ def _late_ops():
 _ops = _load_ops()
 
 
-def lookup(plan, trigger, inputs, weights, insert):
+def lookup(plan, trigger, learns, inputs, weights, insert):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
     The gradient of `trigger` is the ticket of the push that the backward pass makes. A lookup whose gradient nobody
@@ -48,8 +49,8 @@ def lookup(plan, trigger, inputs, weights, insert):
 
     Args:
         plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
-        trigger: The layer's trigger or its value, `(64, 2)` float32; None if the layer does not learn: then nothing is
-            differentiable.
+        trigger: The layer's trigger or its value, `(64, 2)` float32.
+        learns: Whether gradients are to come back; if not, nothing is differentiable.
         inputs: A tuple for each feature: its ids, then its row splits if it is ragged.
         weights: A float32 tensor or None for each feature.
         insert: Whether keys without a row get one; None: if a gradient is being recorded. What is recorded is known
@@ -60,11 +61,10 @@ def lookup(plan, trigger, inputs, weights, insert):
     """
     groups = zip(inputs, weights, strict=True)
     tensors = [tf.convert_to_tensor(tensor) for group in groups for tensor in _flat(*group)]
-    if trigger is None:
-        trigger, save = tf.zeros((64, 2)), False
-        tensors = [tf.stop_gradient(tensor) for tensor in tensors]
+    trigger = tf.convert_to_tensor(trigger)  # read first: a tape watches a variable from then on
+    if not learns:
+        save, (trigger, *tensors) = False, [tf.stop_gradient(tensor) for tensor in (trigger, *tensors)]
     else:
-        trigger = tf.convert_to_tensor(trigger)  # read first: a tape watches a variable from then on
         insert = bool(record.should_record_backprop([trigger]) if insert is None else insert)
         # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
         save = record.should_record_backprop([trigger, *tensors]) or (insert and not tf.executing_eagerly())
@@ -128,3 +128,15 @@ def has_wide_integers():
 def eager_scope():
     """A scope in which assignments happen now, also while a step is traced."""
     return tf.init_scope()
+
+
+def wait(trigger):
+    """Nothing is under way when a call has returned."""
+    del trigger
+
+
+def at_hand(value):
+    """A value as a NumPy array; None if it is traced."""
+    if isinstance(value, tf.Variable | tf.Tensor):
+        return value.numpy() if tf.executing_eagerly() and hasattr(value, "numpy") else None
+    return value if isinstance(value, np.ndarray) else None

@@ -6,6 +6,7 @@ until they are applied, so that one pass merges and updates.
 
 import contextlib
 
+import numpy as np
 import torch
 
 from sok_keras import _native
@@ -52,12 +53,13 @@ class _Lookup(torch.autograd.Function):
         return ticket.to(ctx.device), None, None, None, None, None, *weights
 
 
-def lookup(plan, trigger, inputs, weights, insert):
+def lookup(plan, trigger, learns, inputs, weights, insert):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
     Args:
         plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
-        trigger: Value of the layer's trigger, `(64, 2)` float32; None if the layer does not learn.
+        trigger: Value of the layer's trigger, `(64, 2)` float32.
+        learns: Whether gradients are to come back; if not, nothing is differentiable.
         inputs: A tuple for each feature: its ids.
         weights: A float32 tensor or None for each feature.
         insert: Whether keys without a row get one; None: if a gradient is being recorded.
@@ -68,13 +70,12 @@ def lookup(plan, trigger, inputs, weights, insert):
     shapes = plan.output_shapes(inputs)
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
-    if trigger is None:
-        trigger = torch.zeros(0)
+    if not learns:
+        trigger, weights = trigger.detach(), [None if w is None else w.detach() for w in weights]
     records = torch.is_grad_enabled() and (
         trigger.requires_grad or any(w is not None and w.requires_grad for w in weights)
     )
-    learns = records and trigger.requires_grad
-    insert = learns if insert is None else insert
+    insert = (records and trigger.requires_grad) if insert is None else insert
     return list(_Lookup.apply(trigger, plan, insert, records, inputs, shapes, *weights))
 
 
@@ -97,3 +98,15 @@ def apply(optimizer, scalars, sum_of_squares, triggers):
 def eager_scope():
     """A scope in which assignments happen now, also while a step is traced."""
     return contextlib.nullcontext()
+
+
+def wait(trigger):
+    """Nothing is under way when a call has returned."""
+    del trigger
+
+
+def at_hand(value):
+    """A value as a NumPy array; None if it has to come from another device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy() if value.device.type == "cpu" else None
+    return value if isinstance(value, np.ndarray) else None

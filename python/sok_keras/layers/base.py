@@ -1,5 +1,8 @@
 """What both layers are: tables in the core, a trigger that makes gradients come, rows in weights files."""
 
+import inspect
+import os
+
 import keras
 import numpy as np
 from keras import ops
@@ -7,6 +10,8 @@ from keras import ops
 from sok_keras import backend, ids
 from sok_keras.core import Core
 from sok_keras.initializers import core_initializer, core_seed
+
+_ROWS = "rows.npz"
 
 _SIZES = {
     "embedding_dim": "a positive integer",
@@ -79,11 +84,12 @@ class TableLayer(keras.layers.Layer):
         if self.built:
             return
         check_one_device()
+        first = self._core.first_trigger
         self.trigger = self.add_weight(
-            shape=(64, 2), initializer="zeros", dtype="float32", autocast=False, trainable=True, name="trigger"
+            shape=(64, 2), initializer=first, dtype="float32", autocast=False, trainable=True, name="trigger"
         )
         self.trigger.sok_core = self._core
-        self._core.trigger = self.trigger
+        self._core.watch(self.trigger)
         self.built = True
 
     def _lookup(self, features, inputs, weights, training):
@@ -95,9 +101,9 @@ class TableLayer(keras.layers.Layer):
         insert = None if training is None else bool(training) and learns
         if keras.src.backend.common.symbolic_scope.in_symbolic_scope():
             insert = False  # PyTorch runs the layer for real, on made-up ids
-        plan = self._core.plan(features)
-        trigger = self.trigger.value if learns else None
-        rows = backend.lookup(plan, trigger, inputs, weights, insert)
+        self._core.check_weights()
+        plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
+        rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insert)
         self._core.warn_of_refused()
         return [ops.cast(row, self.compute_dtype) for row in rows]
 
@@ -105,6 +111,7 @@ class TableLayer(keras.layers.Layer):
 
     def save_own_variables(self, store):
         self._core.synchronize()
+        # Read by nobody, but Keras passes over layers without an entry.
         store["trigger"] = ops.convert_to_numpy(self.trigger.value)
         if self.save_rows:
             self._core.save(store)
@@ -114,7 +121,20 @@ class TableLayer(keras.layers.Layer):
             self._core.load(store)
         elif self.save_rows:
             raise ValueError(f"The file has no rows for layer {self.name!r}: it was saved with `save_rows=False`")
-        self.trigger.assign(store["trigger"])
+
+    def save_assets(self, dir_path):
+        """For `keras.callbacks.OrbaxCheckpoint`, which saves variables and these files alone."""
+        self._core.synchronize()
+        if self.save_rows and not _has_weights_file(inspect.currentframe()):
+            rows = {}
+            self._core.save(rows)
+            np.savez(os.path.join(dir_path, _ROWS), **rows)
+
+    def load_assets(self, dir_path):
+        path = dir_path and os.path.join(dir_path, _ROWS)
+        if path and os.path.exists(path):
+            with np.load(path, allow_pickle=False) as rows:
+                self._core.load(rows)
 
     def __deepcopy__(self, memo):
         copy = type(self).from_config(self.get_config())
@@ -122,7 +142,6 @@ class TableLayer(keras.layers.Layer):
         if self.built:
             copy.build()
             copy._core.copy_from(self._core)
-            copy.trigger.assign(self.trigger)
         return copy
 
     def __reduce__(self):
@@ -130,6 +149,12 @@ class TableLayer(keras.layers.Layer):
         if self.built:
             self._core.save(state)
         return _rebuild, (type(self), self.get_config(), state)
+
+
+def _has_weights_file(frame):
+    """Whether Keras, which asks for a layer's files in this frame, has asked for its variables too, as for a `.keras` file: then a
+    local of the caller says so. Should it bear another name one day, rows are written twice, never left out."""
+    return bool(frame.f_back.f_locals.get("weights_store"))
 
 
 def _rebuild(cls, config, state):

@@ -220,5 +220,6 @@ def set_tables(own, given):
             raise ValueError(f"Rows of table {name!r} must have the shape {wanted}. Received: shape {rows.shape}")
         contents[name] = (keys, rows)
     for name, (keys, rows) in contents.items():
+        own[name]._core.keep_rows()
         own[name].clear()
         own[name].assign(keys, rows)
