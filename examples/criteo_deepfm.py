@@ -14,6 +14,7 @@ References: Guo et al., "DeepFM: a factorization-machine based neural network fo
 """
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -56,7 +57,7 @@ import criteo
 
 EMBEDDING_DIM = 10
 ROW_DIM = EMBEDDING_DIM + 1  # an id's first-order weight is the last column of its row
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3  # at the first step
 SEED = 1
 
 
@@ -65,17 +66,18 @@ def main(arguments):
     dense, ids, label = criteo.read(path)
     if arguments.embedding == "keras":
         ids, vocabulary_sizes = count_ids(ids)
-        embed, optimizer = keras_embeddings(vocabulary_sizes), keras_optimizer
+        embed, wrap = keras_embeddings(vocabulary_sizes), lambda optimizer: optimizer
     else:
-        embed, optimizer = sok_embeddings, sok_optimizer
+        embed, wrap = sok_embeddings, sok_wrap
 
-    model = build_model(embed, arguments.tower, optimizer())
+    num_steps = arguments.epochs * math.ceil(criteo.num_train_rows(len(label)) / arguments.batch_size)
+    model = build_model(embed, arguments.tower, wrap(adam(num_steps)))
     train(model, dense, ids, label, arguments.batch_size, arguments.epochs)
     held_out = held_out_rows(dense, ids)
     predictions = predict(model, held_out)
     report(path, label[-len(predictions) :], predictions)
     if arguments.embedding == "sok":
-        fresh_model = build_model(embed, arguments.tower, optimizer())
+        fresh_model = build_model(embed, arguments.tower, wrap(adam(num_steps)))
         dump_and_load(arguments.dump, model, fresh_model, held_out, predictions)
 
 
@@ -121,6 +123,11 @@ def build_model(embed, tower, optimizer):
     return model
 
 
+def adam(num_steps):
+    # Down to 0, so that the noise of the last batches does not stay in the weights: 0.002 of AUC, measured.
+    return keras.optimizers.Adam(keras.optimizers.schedules.PolynomialDecay(LEARNING_RATE, num_steps, 0.0))
+
+
 def second_order(embeddings):
     """Returns `(batch, 1)`: the sum of the dot products of all pairs, in time linear in the number of features."""
     square_of_sum = keras.ops.square(keras.ops.sum(embeddings, axis=1))
@@ -153,10 +160,10 @@ def sok_embeddings(ids):
     return keras.ops.stack([rows[name] for name in names], axis=1)
 
 
-def sok_optimizer():
+def sok_wrap(optimizer):
     import sok_keras as sok
 
-    return sok.OptimizerWrapper(keras.optimizers.Adam(LEARNING_RATE))
+    return sok.OptimizerWrapper(optimizer)
 
 
 def keras_embeddings(vocabulary_sizes):
@@ -170,10 +177,6 @@ def keras_embeddings(vocabulary_sizes):
         return keras.ops.stack(rows, axis=1)
 
     return embed
-
-
-def keras_optimizer():
-    return keras.optimizers.Adam(LEARNING_RATE)
 
 
 def count_ids(ids):
