@@ -32,12 +32,23 @@ check: $(VENV)/tools.done ## formats, lints, types of the public API
 	$(BIN)/ruff check python tests examples benches
 	$(BIN)/mypy
 
-sanitize: ## the core's tests under AddressSanitizer
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
-	  -p sok-core --lib --test table_model --test group_model --target x86_64-unknown-linux-gnu
+# The shipped std hides its locks from ThreadSanitizer, which then sees races wherever they are held: so std is built too.
+# Short lists of steps stay on one thread.
+SANITIZED = --target x86_64-unknown-linux-gnu -p sok-core --lib --test group_model
 
-bench: $(VENV)/$(BACKEND).done ## ratios to plain arrays in C, in one run
-	$(QUIET) KERAS_BACKEND=$(BACKEND) $(BIN)/python benches/step.py
+sanitize: ## the core's tests under AddressSanitizer and ThreadSanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
+	  $(SANITIZED) --test table_model
+	if rustup component add rust-src; then \
+	  RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan cargo test -Zbuild-std \
+	    $(SANITIZED) -- --skip any_list_of_steps; \
+	else echo "no rust-src to be had here: WITHOUT ThreadSanitizer" >&2; fi
+
+BENCHES = step bridge model growth dump scaling $(if $(PEERS),peers)
+
+bench: $(BACKENDS:%=$(VENV)/%.done) ## what a step costs and beside what, into benches/results (PEERS=1: the frameworks' own embeddings too)
+	for bench in $(BENCHES); do \
+	  $(QUIET) BACKENDS="$(BACKENDS)" $(BIN)/python benches/$$bench.py --output benches/results/$${bench}_cpu.md || exit 1; done
 
 format: $(VENV)/tools.done ## format everything
 	cargo fmt --all
