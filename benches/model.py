@@ -49,16 +49,18 @@ def samples():
 
 
 def our_model():
-    import criteo_deepfm as example
     import keras
+
+    import criteo_deepfm as example
 
     return example.build_model(example.sok_embeddings, [400] * 3, example.sok_wrap(keras.optimizers.Adam()))
 
 
 def dense_model():
-    import criteo_deepfm as example
     import keras
     from keras import ops
+
+    import criteo_deepfm as example
 
     def rows_of(ids):
         return ops.cast(ids, "float32")[:, :, None] * (ops.ones((1, 1, example.ROW_DIM)) * 1e-20)
