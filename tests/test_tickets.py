@@ -17,6 +17,7 @@ from reference import (
     assert_same_weights,
     assert_trains_alike,
     batches,
+    gradients,
     model_gradients,
     our_embedding,
     raises,
@@ -222,3 +223,52 @@ def test_two_models_on_one_table_may_add_their_gradients():
         return models[1]
 
     assert_trains_alike(train)
+
+
+# ---- an optimizer that may not update
+
+
+def layer_of_three():
+    layer = sok.DynamicEmbedding(2)
+    layer.get_table().assign([0, 1, 2], np.zeros((3, 2), "float32"))
+    layer.build()
+    return layer
+
+
+def pushed(layer):
+    """The gradient of a backward pass: 1 for each number of the rows."""
+    given = keras.ops.convert_to_tensor(np.array([0, 1, 2], "int32"))
+    return gradients(lambda: keras.ops.sum(layer(given, training=True)), layer.trainable_variables)[0]
+
+
+def rows_in(layer):
+    return layer.get_table().export().rows
+
+
+def test_refused_apply_leaves_nothing_for_the_next():
+    layer = layer_of_three()
+    adam, sgd = (sok.OptimizerWrapper(o) for o in (keras.optimizers.Adam(0.1), keras.optimizers.SGD(1.0)))
+    for optimizer in (adam, sgd):  # each binds itself
+        apply_gradients(optimizer, pushed(layer), layer.trainable_variables)
+    before = rows_in(layer)
+    with raises(sok.SokError, "bound to another optimizer", layer.get_table()):
+        apply_gradients(adam, pushed(layer), layer.trainable_variables)
+    np.testing.assert_array_equal(rows_in(layer), before)
+    apply_gradients(sgd, pushed(layer), layer.trainable_variables)
+    np.testing.assert_allclose(rows_in(layer), before - 1, atol=1e-6)
+
+
+def test_refused_apply_of_two_layers_moves_neither():
+    layers = [layer_of_three(), layer_of_three()]
+    variables = [variable for layer in layers for variable in layer.trainable_variables]
+    both, other = (sok.OptimizerWrapper(keras.optimizers.Adam(0.1)) for _ in range(2))
+    both.build(variables)
+    apply_gradients(other, pushed(layers[1]), layers[1].trainable_variables)
+    before = [rows_in(layer) for layer in layers]
+    with raises(sok.SokError, "bound to another optimizer", layers[1].get_table()):
+        apply_gradients(both, [gradient for layer in layers for gradient in pushed(layer)], variables)
+    if keras.backend.backend() == "jax":  # it is told by each of its layers
+        with raises(sok.SokError, "bound to another optimizer"):
+            layers[0].get_table().synchronize()
+    for layer, rows in zip(layers, before, strict=True):
+        np.testing.assert_array_equal(rows_in(layer), rows)

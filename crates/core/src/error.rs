@@ -1,10 +1,11 @@
 //! Everything that can be wrong, each with the values that were wrong. The text says the rule, then what came.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A value that the caller chose: becomes `ValueError` in Python.
@@ -44,10 +45,10 @@ pub enum Error {
     DumpMismatch { path: PathBuf, what: String },
 
     #[error("{path}: {source}")]
-    Io { path: PathBuf, source: std::io::Error },
+    Io { path: PathBuf, source: Arc<std::io::Error> },
 
     #[error("cannot get {bytes} bytes of memory for {what}: {source}")]
-    Memory { bytes: usize, what: &'static str, source: std::io::Error },
+    Memory { bytes: usize, what: &'static str, source: Arc<std::io::Error> },
 }
 
 impl Error {
@@ -56,6 +57,10 @@ impl Error {
     }
 
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Error {
-        Error::Io { path: path.into(), source }
+        Error::Io { path: path.into(), source: Arc::new(source) }
+    }
+
+    pub fn memory(bytes: usize, what: &'static str, source: std::io::Error) -> Error {
+        Error::Memory { bytes, what, source: Arc::new(source) }
     }
 }

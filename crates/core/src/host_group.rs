@@ -37,6 +37,12 @@ pub struct Binding {
     pub needs_norm: bool,
 }
 
+impl Binding {
+    fn is_stateless(&self) -> bool {
+        self.update.rule.states(1).is_empty()
+    }
+}
+
 /// The scalars of an `apply`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ApplyScalars {
@@ -469,12 +475,9 @@ impl HostGroup {
     /// Updates the records of all that is committed, or only accumulates it.
     ///
     /// # Errors
-    /// [`Error::State`] if another optimizer has been bound since.
-    pub fn apply(&mut self, owner: u64, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
-        let binding =
-            self.binding.ok_or_else(|| Error::State("no optimizer is bound to these tables".into()))?;
-        self.check_owner(&binding, owner)?;
-        self.check_states(&binding)?;
+    /// As `take_over`.
+    pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
+        self.take_over(binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
         if !scalars.is_update {
             self.accumulate(pool);
@@ -488,25 +491,34 @@ impl HostGroup {
             self.apply_held(&binding.update, &scalars.update, pool);
         } else {
             self.merge_committed(pool)?;
-            self.apply_stored(&binding, &scalars.update, pool);
+            self.apply_stored(binding, &scalars.update, pool);
         }
-        for (_, push) in std::mem::take(&mut self.committed) {
-            self.reuse(push);
-        }
+        self.drop_committed();
         self.accumulators.iter_mut().for_each(Accumulator::clear);
         Ok(())
     }
 
-    fn check_owner(&self, binding: &Binding, owner: u64) -> Result<()> {
-        let is_stateless = binding.update.rule.states(1).is_empty();
-        if binding.owner == owner || is_stateless {
-            return Ok(());
+    /// Whether this optimizer may update the tables now. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::State`] if another optimizer has been bound since, or the records lost their states.
+    pub fn check_owner(&self, binding: &Binding) -> Result<()> {
+        let Some(bound) = self.binding else {
+            return Err(Error::State("no optimizer is bound to these tables".into()));
+        };
+        if bound.owner != binding.owner && !(bound.is_stateless() && binding.is_stateless()) {
+            return Err(Error::State(format!(
+                "the tables {} have been bound to another optimizer since, whose states are in their records. \
+                 Two optimizers can only share tables if both keep no states, as SGD without momentum",
+                self.names()
+            )));
         }
-        Err(Error::State(format!(
-            "the tables {} have been bound to another optimizer since, whose states are in their records. \
-             Two optimizers can only share tables if both keep no states, as SGD without momentum",
-            self.names()
-        )))
+        self.check_states(binding)
+    }
+
+    /// Forgets what is committed: it will not be applied.
+    pub fn drop_committed(&mut self) {
+        std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
     }
 
     /// Records may have been replaced since the optimizer was bound.
@@ -566,14 +578,22 @@ impl HostGroup {
         binding.update.validate()?;
         let needs_norm = binding.needs_norm || binding.update.clipnorm.is_some();
         let binding = Binding { needs_norm, ..binding };
-        let is_first = self.binding.is_none();
-        let is_same = self.binding.is_some_and(|b| b.owner == binding.owner);
+        let keeps_states = self.binding.is_none_or(|b| b.owner == binding.owner) || binding.is_stateless();
         for table in &mut self.tables {
-            table.set_update_rule(Some(binding.update), is_first || is_same)?;
+            table.set_update_rule(Some(binding.update), keeps_states)?;
         }
         self.binding = Some(binding);
         self.pushes_without_optimizer = 0;
         Ok(())
+    }
+
+    /// Of several optimizers without states, the one that now makes a step.
+    ///
+    /// # Errors
+    /// As `check_owner`; nothing has changed.
+    pub fn take_over(&mut self, binding: &Binding) -> Result<()> {
+        self.check_owner(binding)?;
+        if self.binding.is_some_and(|b| b.owner == binding.owner) { Ok(()) } else { self.bind(*binding) }
     }
 
     pub fn binding(&self) -> Option<&Binding> {

@@ -125,7 +125,7 @@ impl<T: Plain> DerefMut for Region<T> {
 
 fn out_of_memory(bytes: usize) -> Error {
     let source = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
-    Error::Memory { bytes, what: "rows and their index", source }
+    Error::memory(bytes, "rows and their index", source)
 }
 
 fn layout(bytes: usize) -> Layout {
@@ -171,7 +171,7 @@ fn reserve(bytes: usize, protection: libc::c_int) -> Result<*mut u8> {
     let map = unsafe { libc::mmap(std::ptr::null_mut(), bytes + HUGE_PAGE, protection, flags, -1, 0) };
     if map == libc::MAP_FAILED {
         let source = std::io::Error::last_os_error();
-        return Err(Error::Memory { bytes, what: "rows and their index", source });
+        return Err(Error::memory(bytes, "rows and their index", source));
     }
     let map = map.cast::<u8>();
     let head = map.align_offset(HUGE_PAGE);
@@ -202,7 +202,7 @@ fn remap(old: *mut u8, old_bytes: usize, bytes: usize) -> Result<*mut u8> {
     if moved == libc::MAP_FAILED {
         let source = std::io::Error::last_os_error();
         unmap(new, bytes);
-        return Err(Error::Memory { bytes, what: "rows and their index", source });
+        return Err(Error::memory(bytes, "rows and their index", source));
     }
     Ok(new)
 }

@@ -89,7 +89,8 @@ impl Subject {
     }
 
     fn apply(&mut self, update: UpdateScalars, is_update: bool) -> Result<()> {
-        self.group.apply(OWNER, &ApplyScalars { update, is_update }, self.pool)
+        let binding = *self.group.binding().unwrap();
+        self.group.apply(&binding, &ApplyScalars { update, is_update }, self.pool)
     }
 
     fn tables(&mut self) -> Vec<&mut dyn Table> {
@@ -225,10 +226,7 @@ impl Bench {
     fn apply(&mut self, scalars: &UpdateScalars, is_update: bool) {
         self.model.apply(scalars, is_update);
         for subject in &mut self.subjects {
-            subject
-                .group
-                .apply(self.owner, &ApplyScalars { update: *scalars, is_update }, subject.pool)
-                .unwrap();
+            subject.apply(*scalars, is_update).unwrap();
             if subject.group.pending_pushes() == 0 {
                 subject
                     .held
@@ -712,6 +710,39 @@ fn of_seventy_pushes_that_nobody_applied_the_newest_64_can_be() {
 }
 
 #[test]
+fn optimizers_without_states_each_make_their_own_step() {
+    let mut subject = zeros_group();
+    pushes(&mut subject, 2);
+    let own = *subject.group.binding().unwrap();
+    let clipped = Update { clipvalue: Some(0.25), ..own.update };
+    let other = Binding { owner: own.owner + 1, update: clipped, ..own };
+    for (number, binding) in [(1, other), (2, own)] {
+        subject.commit(&[(number, 1.0)], true).unwrap();
+        subject
+            .group
+            .apply(&binding, &ApplyScalars { update: SCALARS, is_update: true }, subject.pool)
+            .unwrap();
+    }
+    assert_eq!(moved(&mut subject), [(1, -0.125), (2, -0.5)]);
+}
+
+#[test]
+fn an_optimizer_may_not_update_records_that_have_another_ones_states() {
+    let mut subject = zeros_group();
+    pushes(&mut subject, 2);
+    let own = *subject.group.binding().unwrap();
+    let rule = Rule::Sgd { momentum: 0.9, nesterov: false };
+    let other = Binding { owner: own.owner + 1, update: Update { rule, ..own.update }, ..own };
+    for (bound, refused) in [(own, other), (other, own)] {
+        subject.group.bind(bound).unwrap();
+        let scalars = ApplyScalars { update: SCALARS, is_update: true };
+        let error = subject.group.apply(&refused, &scalars, subject.pool).unwrap_err();
+        assert!(error.to_string().contains("have been bound to another optimizer since"), "{error}");
+        assert_eq!(subject.group.binding().unwrap().owner, bound.owner);
+    }
+}
+
+#[test]
 fn accumulated_steps_are_applied_as_their_sum() {
     let mut subject = zeros_group();
     pushes(&mut subject, 3);
@@ -757,15 +788,6 @@ fn a_second_push_without_an_optimizer_is_refused() {
     );
     subject.group.bind(binding(OWNER, plain_update(rules()[0]))).unwrap();
     subject.push(2, lookup, &kept, false, &[]).unwrap();
-}
-
-#[test]
-fn another_optimizer_with_states_may_not_apply() {
-    let mut subject = zeros_group();
-    subject.group.bind(binding(OWNER + 1, plain_update(rules()[3]))).unwrap();
-    assert!(
-        matches!(subject.apply(SCALARS, true), Err(Error::State(text)) if text.contains("another optimizer"))
-    );
 }
 
 #[test]

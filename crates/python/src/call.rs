@@ -205,13 +205,13 @@ fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, HostGroup>> {
 /// optimizer. Tensors out: 0 is the squared norm of all merged gradients, accumulated ones included, float32 `()`; 0 if
 /// nothing asks for norms.
 pub fn commit(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
-    let optimizer = registry::optimizer(optimizer)?;
+    let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
     let mut inputs = inputs.iter();
     let is_update = take(&mut inputs)?.floats()?.first().is_some_and(|&u| u != 0.0);
     let out = floats_out(outputs, 0, &[])?;
     let mut groups = lock_all(&optimizer);
     let mut named = Vec::with_capacity(groups.len());
-    for group in &groups {
+    for (group, binding) in groups.iter().zip(optimizer.bindings(handle)) {
         let ticket = take(&mut inputs)?.floats()?;
         if ticket.len() != TICKET_LEN {
             return Err(Error::argument(format!(
@@ -219,11 +219,13 @@ pub fn commit(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> R
                 ticket.len()
             )));
         }
+        group.check_owner(&binding)?;
         named.push(group.resolve(ticket)?);
     }
     let pool = pool::global()?;
     let mut total = 0.0;
-    for (group, named) in groups.iter_mut().zip(&named) {
+    for ((group, named), binding) in groups.iter_mut().zip(&named).zip(optimizer.bindings(handle)) {
+        group.take_over(&binding)?;
         total += group.commit(named, is_update, &pool)?;
     }
     out[0] = total as f32;
@@ -242,10 +244,16 @@ pub fn apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Re
     let update = UpdateScalars { learning_rate, step: step as u64, factor };
     let scalars = ApplyScalars { update, is_update: is_update != 0.0 };
     let pool = pool::global()?;
-    for (number, mut group) in lock_all(&optimizer).into_iter().enumerate() {
+    let mut groups = lock_all(&optimizer);
+    let mut checked = groups.iter().zip(optimizer.bindings(handle));
+    if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(&binding)) {
+        groups.iter_mut().for_each(|group| group.drop_committed());
+        return Err(error);
+    }
+    for (number, (group, binding)) in groups.iter_mut().zip(optimizer.bindings(handle)).enumerate() {
         let trigger = take(&mut inputs)?.floats()?;
         let new = floats_out(outputs, number, &[RING as i64, 2])?;
-        group.apply(handle as u64, &scalars, &pool)?;
+        group.apply(&binding, &scalars, &pool)?;
         // Any change will do: the next lookup depends on the new value, so it comes after this.
         new.copy_from_slice(trigger);
         new[0] += 1.0;

@@ -59,17 +59,6 @@ pub fn to_python(error: Error) -> PyErr {
     }
 }
 
-/// An error whose class is known by name alone, as `class_name` gives it.
-pub fn by_class_name(class: &str, text: String) -> PyErr {
-    match class {
-        "ValueError" => PyValueError::new_err(text),
-        "UnwrappedOptimizerError" => UnwrappedOptimizerError::new_err(text),
-        "TicketError" => TicketError::new_err(text),
-        "TableFullError" => TableFullError::new_err(text),
-        _ => SokError::new_err(text),
-    }
-}
-
 /// Runs Rust without the GIL and maps its error.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> sok_core::Result<T> + Send) -> PyResult<T> {
     py.detach(work).map_err(to_python)

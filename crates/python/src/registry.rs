@@ -6,15 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::HostGroup;
-
-use crate::bridge::class_name;
+use sok_core::host_group::{Binding, HostGroup};
+use sok_core::optimizer::Update;
 
 /// The tables of a layer.
 pub struct Group {
     tables: Mutex<HostGroup>,
     /// An error that no caller has seen yet.
-    latched: Mutex<Option<(&'static str, String)>>,
+    latched: Mutex<Option<Error>>,
 }
 
 impl Group {
@@ -28,14 +27,10 @@ impl Group {
     }
 
     pub fn latch(&self, error: &Error) {
-        self.latched
-            .lock()
-            .unwrap_or_else(|e| e.into_inner())
-            .get_or_insert_with(|| (class_name(error), error.to_string()));
+        self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| error.clone());
     }
 
-    /// The class and the text of it.
-    pub fn take_latched(&self) -> Option<(&'static str, String)> {
+    pub fn take_latched(&self) -> Option<Error> {
         self.latched.lock().unwrap_or_else(|e| e.into_inner()).take()
     }
 }
@@ -76,6 +71,17 @@ pub struct Plan {
 /// Groups that are updated together.
 pub struct Optimizer {
     pub groups: Vec<Arc<Group>>,
+    /// Of each group.
+    pub updates: Vec<Update>,
+    pub needs_norm: bool,
+}
+
+impl Optimizer {
+    /// What it binds to each group. `handle`: its own.
+    pub fn bindings(&self, handle: i64) -> impl Iterator<Item = Binding> {
+        let (owner, needs_norm) = (handle as u64, self.needs_norm);
+        self.updates.iter().map(move |&update| Binding { owner, update, needs_norm })
+    }
 }
 
 type Handles<T> = RwLock<Option<HashMap<i64, Arc<T>>>>;

@@ -6,11 +6,11 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArra
 use pyo3::prelude::*;
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{Binding, HostGroup};
+use sok_core::host_group::HostGroup;
 use sok_core::optimizer::Update;
 use sok_core::table::{Cursor, Outcomes, Records, TableConfig};
 
-use crate::error::{SokError, by_class_name, detached, to_python};
+use crate::error::{SokError, detached, to_python};
 use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
 
 fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
@@ -42,7 +42,7 @@ impl Group {
 
     /// Raises the error of a call that nobody has seen yet.
     fn raise_latched(&self) -> PyResult<()> {
-        self.inner.take_latched().map_or(Ok(()), |(class, text)| Err(by_class_name(class, text)))
+        self.inner.take_latched().map_or(Ok(()), |error| Err(to_python(error)))
     }
 
     /// Keys refused since this was last asked, by table, where the check mode is "warn".
@@ -308,13 +308,12 @@ impl Optimizer {
         needs_norm: bool,
     ) -> PyResult<Optimizer> {
         let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
-        let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
-        let handle = registry::add_optimizer(registry::Optimizer { groups: groups.clone() });
+        let groups = groups.iter().map(|g| g.inner.clone()).collect();
+        let handle = registry::add_optimizer(registry::Optimizer { groups, updates, needs_norm });
         let bound = detached(py, || {
-            let bind = |(group, update): (&Arc<GroupInner>, &Update)| {
-                group.lock().bind(Binding { owner: handle as u64, update: *update, needs_norm })
-            };
-            groups.iter().zip(&updates).try_for_each(bind)
+            let optimizer = registry::optimizer(handle)?;
+            let mut groups = optimizer.groups.iter().zip(optimizer.bindings(handle));
+            groups.try_for_each(|(group, binding)| group.lock().bind(binding))
         });
         bound.inspect_err(|_| registry::remove_optimizer(handle))?;
         Ok(Optimizer { handle })

@@ -60,8 +60,7 @@ pub fn read_arrays(path: &Path) -> Result<Vec<Array<'static>>> {
 fn zeros(place: &Range<u64>) -> Result<Vec<u8>> {
     let bytes = (place.end - place.start) as usize;
     let mut data = Vec::new();
-    let no_memory =
-        |_| Error::Memory { bytes, what: "an array of a dump", source: ErrorKind::OutOfMemory.into() };
+    let no_memory = |_| Error::memory(bytes, "an array of a dump", ErrorKind::OutOfMemory.into());
     data.try_reserve_exact(bytes).map_err(no_memory)?;
     data.resize(bytes, 0);
     Ok(data)
