@@ -38,7 +38,7 @@ SANITIZED = --target x86_64-unknown-linux-gnu -p sok-core --lib --test group_mod
 
 sanitize: ## the core's tests under AddressSanitizer and ThreadSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
-	  $(SANITIZED) --test table_model
+	  $(SANITIZED) --test table_model --test checkpoint --test optimizer --test golden
 	if rustup component add rust-src; then \
 	  RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan cargo test -Zbuild-std \
 	    $(SANITIZED) -- --skip any_list_of_steps; \
