@@ -155,7 +155,7 @@ def test_symbolic_float_input_is_refused_when_the_model_is_built():
 
 
 @on_jax
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
 def test_ids_that_jax_would_cut_are_refused(dtype):
     layer = dynamic()
     message = rf"JAX cuts {dtype} ids to 32 bits. Set `JAX_ENABLE_X64=1`.*layer.preprocess\(ids\).*dtype {dtype}"
@@ -195,6 +195,56 @@ def test_weights_of_another_shape_are_refused(shape):
         ValueError, match=r"`weights` must be shaped as the ids are\. Received: .* ids of shape \(2, 3\)"
     ):
         layer(np.full((2, 3), 7, "int32"), np.ones(shape, "float32"), training=True)
+    assert_untouched(layer)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("make", [dynamic, lambda **options: distributed(**options)], ids=["dynamic", "distributed"])
+@pytest.mark.parametrize("form", ["other_lengths", "fewer_rows", "other_places", "more_places"])
+def test_weights_in_other_places_than_the_ids_are_refused(form, make, in_graph):
+    """As many weights as ids in all, where they can be: each would go with the id of another bag."""
+    import tensorflow as tf
+
+    sparse = tf.sparse.from_dense(ids([7, 8, 0], [0, 0, 9]))
+    ragged = tf.ragged.constant([[7, 8], [9]], dtype="int64")
+    given, weights = {
+        "other_lengths": (ragged, tf.ragged.constant([[1.0], [10.0, 100.0]])),
+        "fewer_rows": (ragged, tf.ragged.constant([[1.0, 10.0, 100.0]])),
+        "other_places": (sparse, tf.sparse.from_dense([[1.0, 0.0, 0.0], [0.0, 10.0, 100.0]])),
+        "more_places": (sparse, tf.sparse.from_dense([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])),
+    }[form]
+    layer = make(combiner="sum")
+    call = lambda *tensors: layer(*(t if make is dynamic else {"f": t} for t in tensors), training=True)
+    specs = [getattr(tf, f"{type(t).__name__}Spec")([None, None], t.dtype) for t in (given, weights)]
+    told = "`weights` must be shaped as the ids are.*Received: "
+    refused = raises(ValueError, told) if in_graph else pytest.raises(ValueError, match=told)
+    with refused:
+        (tf.function(call, input_signature=specs) if in_graph else call)(given, weights)
+    assert_untouched(layer)
+
+
+@on_tensorflow
+def test_weights_of_another_kind_than_the_ids_are_refused():
+    import tensorflow as tf
+
+    layer = dynamic(combiner="sum")
+    with pytest.raises(
+        ValueError, match=r"Received: dense weights of shape \(2, 2\) for ragged ids of shape \(2, None\)"
+    ):
+        layer(tf.ragged.constant([[7, 8], [9]]), np.ones((2, 2), "float32"), training=True)
+    assert_untouched(layer)
+
+
+@on_tensorflow
+def test_dense_weights_of_another_shape_are_refused_when_a_function_runs():
+    import tensorflow as tf
+
+    layer = dynamic(combiner="sum")
+    specs = [tf.TensorSpec([None, None], dtype) for dtype in ("int32", "float32")]
+    call = tf.function(lambda *given: layer(*given, training=True), input_signature=specs)
+    with raises(ValueError, r"`weights` must be shaped as the ids are.*ids of shape \(None, None\)"):
+        call(np.full((2, 3), 7, "int32"), np.ones((3, 2), "float32"))
     assert_untouched(layer)
 
 
@@ -306,10 +356,114 @@ def test_assigned_rows_must_be_of_the_dim():
     assert_untouched(layer)
 
 
+GIVEN_TABLES = {
+    "float_keys": (([7.5], ROWS[:1]), TypeError, "Keys must be integers. Received: keys of dtype float64"),
+    "too_many": ((np.arange(5), np.ones((5, DIM))), sok.TableFullError, "5 keys for at most 4 rows"),
+    "other_dim": (([7], ROWS[:1, :2]), ValueError, r"shape \(1, 4\). Received: shape \(1, 2\)"),
+    "fewer_rows": (([7, 8], ROWS[:1]), ValueError, r"shape \(2, 4\). Received: shape \(1, 4\)"),
+    "matrix": (ROWS, ValueError, r"takes `\(keys, rows\)`. Received: ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_TABLES)
+@pytest.mark.parametrize("make", [dynamic, lambda **options: distributed(**options)], ids=["dynamic", "distributed"])
+def test_set_embedding_tables_checks_before_it_changes_anything(make, name):
+    given, error, message = GIVEN_TABLES[name]
+    layer = make(max_capacity=4)
+    with pytest.raises(error, match=message):
+        layer.set_embedding_tables({layer.name if make is dynamic else "t": given})
+    assert_untouched(layer)
+
+
+def test_set_embedding_tables_checks_all_tables_first():
+    configs = [sok.TableConfig(name, None, DIM, max_capacity=4) for name in "ab"]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(config.name, config) for config in configs])
+    layer.set_embedding_tables({name: ([0, 1, 2], ROWS) for name in "ab"})
+    with pytest.raises(sok.TableFullError) as caught:
+        layer.set_embedding_tables({"a": ([7], ROWS[:1]), "b": (np.arange(6), np.ones((6, DIM)))})
+    assert (caught.value.refused, caught.value.capacity) == (2, 4)
+    assert [len(table) for table in layer.get_tables().values()] == [3, 3]
+
+
+def test_set_embedding_tables_counts_equal_keys_once():
+    layer = dynamic(max_capacity=4)
+    layer.set_embedding_tables({layer.name: ([7, 8, 7, 8, 9, 9], np.repeat(ROWS, 2, 0))})
+    assert layer.get_table().export().keys.tolist() == [7, 8, 9]
+
+
 def test_a_new_array_of_rows_may_hold_anything_but_is_as_given():
     table = dynamic().get_table()
     table.assign([0], [[np.nan, np.inf, -np.inf, 0.0]])
     assert np.isnan(table.find([0])[0][0, 0])
+
+
+# ---- weights files
+
+
+def saved(layer):
+    """What Keras keeps of a layer in a weights file."""
+    layer.build()
+    store = {}
+    layer.save_own_variables(store)
+    return store
+
+
+def with_tables(names, **options):
+    configs = [sok.TableConfig(name, options.pop("vocabulary_size", None), DIM, **options) for name in names]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(config.name, config) for config in configs])
+    layer.build()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["t", "u"], "which are 2: '.*/t', '.*/u'. Received: 1 tables"),
+        (["t"], "which are 1: '.*/t'. Received: 2 tables"),
+    ],
+    ids=["fewer", "more"],
+)
+def test_file_with_another_number_of_tables_is_refused(names, message):
+    layer, store = with_tables(names), saved(with_tables("tu"[: 3 - len(names)]))
+    layer.get_tables()["t"].assign([0, 1, 2], ROWS)
+    with pytest.raises(ValueError, match=f"The file must have the layer's tables, {message}"):
+        layer.load_own_variables(store)
+    assert_untouched(layer)
+
+
+def test_file_with_rows_of_another_dim_is_refused():
+    layer, other = dynamic(), sok.DynamicEmbedding(DIM + 1)
+    other.get_table().find_or_insert([7])
+    with pytest.raises(ValueError, match=f"must be {DIM} wide. Received: {DIM + 1} in the file"):
+        layer.load_own_variables(saved(other))
+    assert_untouched(layer)
+
+
+def test_file_with_keys_outside_the_vocabulary_is_refused():
+    layer, other = distributed(3), distributed(9)
+    table_of(other).assign([8], ROWS[:1])
+    with pytest.raises(ValueError, match="must be below `vocabulary_size` 3. Received: 8 in the file"):
+        layer.load_own_variables(saved(other))
+    assert_untouched(layer)
+
+
+@pytest.mark.parametrize("check_mode", ["raise", "count"])
+def test_file_with_more_rows_than_fit_is_refused(check_mode, tmp_path):
+    layer, other = dynamic(max_capacity=4, check_mode=check_mode), dynamic()
+    other.get_table().assign(np.arange(6), np.ones((6, DIM)))
+    inputs = keras.Input((2,), dtype="int32")
+    keras.Model(inputs, other(inputs)).save_weights(tmp_path / "x.weights.h5")
+    with pytest.raises(ValueError, match=r"`max_capacity` of table .* file's rows, 6. Received: max_capacity=4"):
+        keras.Model(inputs, layer(inputs)).load_weights(tmp_path / "x.weights.h5")
+    assert_untouched(layer)
+
+
+def test_file_brings_its_rows_after_weights_of_other_tables_were_set():
+    layer, other = dynamic(), dynamic()
+    other.get_table().assign([7], ROWS[:1])
+    layer.set_weights(other.get_weights())
+    layer.load_own_variables(saved(other))
+    assert layer.get_table().export().keys.tolist() == [0, 1, 2, 7]
 
 
 # ---- optimizers

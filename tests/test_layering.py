@@ -1,4 +1,4 @@
-"""Imports go down only, and a framework is touched in its own backend file."""
+"""Imports go down only, a framework is touched in its own backend file, and the stub says what the compiled module has."""
 
 import ast
 import pathlib
@@ -24,7 +24,7 @@ LEVELS = [
     {"layers.dynamic_embedding"},
     {"layers.base"},
     {"core", "ids"},
-    {"table", "feature_config", "optimizers", "initializers"},
+    {"table", "feature_config", "optimizers", "initializers", "ragged"},
     {"table_config"},
     {"backend.native_errors"},
     {"backend"},
@@ -34,9 +34,8 @@ LEVELS = [
 
 # Imports of TensorFlow in functions, where its own kinds of tensors or strategies are at hand: module -> functions.
 TENSORFLOW_IN_FUNCTIONS = {
-    "ids": {"tensors_of"},
     "layers.base": {"check_one_device"},
-    "layers.distributed_embedding": {"_outer_axes"},
+    "ragged": {"bags_of", "flat_weights", "rows_like"},
 }
 
 
@@ -115,6 +114,38 @@ def test_frameworks_are_imported_in_backend_alone(module):
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
 def test_backend_file_imports_its_own_framework_alone(framework):
     assert {found for found, _ in framework_imports(f"backend.{framework}")} == {framework}
+
+
+# ---- the stub of the compiled module
+
+
+def described(body, outer=""):
+    """Names in a stub, `Class.method` too. Those of exceptions' numbers are left out: they belong to an instance."""
+    names = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(outer + node.name)
+        if isinstance(node, ast.AnnAssign) and not outer.startswith("TableFullError"):
+            names.add(outer + node.target.id)
+        if isinstance(node, ast.ClassDef):
+            names |= described(node.body, f"{node.name}.")
+    return names
+
+
+def defined(module):
+    """Names in the compiled module, `Class.method` too, without what each Python object has."""
+    names = {name for name in dir(module) if not name.startswith("_")}
+    for owner in [name for name in names if isinstance(getattr(module, name), type)]:
+        own = vars(getattr(module, owner))
+        is_new = "__new__" in own  # what a class makes itself in Rust is an `__init__` in a stub
+        methods = {name for name in own if not name.startswith("__") or name == "__len__"}
+        names |= {f"{owner}.{name}" for name in methods | ({"__init__"} if is_new else set())}
+    return names
+
+
+def test_stub_has_the_names_of_the_compiled_module():
+    stub = ast.parse((ROOT / "_native.pyi").read_text())
+    assert described(stub.body) == defined(sok_keras.backend.native)
 
 
 FRAMEWORKS_IN_A_FRESH_PROCESS = f"""

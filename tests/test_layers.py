@@ -11,8 +11,19 @@ from sok_keras import ids as ids_module
 
 DIM = 4
 INT64_MIN, INT64_MAX = np.iinfo("int64").min, np.iinfo("int64").max
-has_wide_ids = sok.backend.has_wide_integers()
-wide_ids_only = pytest.mark.skipif(not has_wide_ids, reason="JAX without x64 has no 64-bit ids: see the tests of words")
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="ragged and sparse tensors are TensorFlow's")
+
+
+@pytest.fixture
+def wide_ids():
+    """64-bit ids, which JAX has if x64 is on: for the length of a test."""
+    if BACKEND != "jax":
+        yield
+        return
+    import jax
+
+    with jax.enable_x64(True):
+        yield
 
 
 def distributed(name="t", vocabulary_size=None, dim=DIM, layer_name=None, **options):
@@ -279,7 +290,7 @@ def test_empty_batches_pass(shape):
 # ---- ids of every width
 
 
-@wide_ids_only
+@pytest.mark.usefixtures("wide_ids")
 @pytest.mark.parametrize("key", [0, -1, INT64_MIN, INT64_MAX, 2**53 + 1])
 def test_every_int64_is_a_key(key):
     layer = sok.DynamicEmbedding(DIM)
@@ -289,7 +300,7 @@ def test_every_int64_is_a_key(key):
     np.testing.assert_array_equal(rows, contents.rows)
 
 
-@wide_ids_only
+@pytest.mark.usefixtures("wide_ids")
 def test_unsigned_ids_keep_their_bits():
     layer = sok.DynamicEmbedding(DIM)
     keys = np.array([0, 2**63, 2**64 - 1], "uint64")
@@ -299,7 +310,6 @@ def test_unsigned_ids_keep_their_bits():
     np.testing.assert_array_equal(layer.get_table().find(keys.view("int64"))[0], rows)
 
 
-@wide_ids_only
 def test_uint32_ids_are_never_negative():
     layer = sok.DynamicEmbedding(DIM)
     layer(np.array([2**32 - 1], "uint32"), training=True)
@@ -353,6 +363,110 @@ def test_padding_key_may_be_given_as_uint64():
     assert layer.get_table().export().keys.tolist() == [3]
 
 
+@pytest.mark.usefixtures("wide_ids")
+def test_wide_ids_of_each_type_learn():
+    layer = sok.DynamicEmbedding(DIM, "zeros")
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+    for dtype in ("int64", "uint64"):
+        given = np.array([2**40 + 7, 5], dtype)
+        train_step(layer, optimizer, lambda: ops.sum(layer(given, training=True)))  # noqa: B023
+    assert layer.preprocess(WORDS) is WORDS
+    np.testing.assert_array_equal(layer.get_table().find([2**40 + 7, 5])[0], np.full((2, DIM), -2.0))
+
+
+# ---- ragged and sparse ids
+
+UNEQUAL = {
+    "ragged": lambda tf: tf.ragged.constant([[1, 2], [], [3]], dtype="int64"),
+    "ragged_3d": lambda tf: tf.ragged.constant([[[1, 2], [], [3]], [[4, 4]]], dtype="int64"),
+    "ragged_over_dense": lambda tf: tf.RaggedTensor.from_row_lengths([[1, 2], [3, 4], [5, 6]], [2, 0, 1]),
+    "narrow_ragged": lambda tf: tf.ragged.constant([[1, 2], [], [3]], dtype="int8"),
+    "sparse_1d": lambda tf: tf.sparse.from_dense([1, 0, 2]),
+    "sparse": lambda tf: tf.sparse.from_dense([[1, 0, 2], [0, 0, 0], [0, 0, 3]]),
+    "sparse_3d": lambda tf: tf.sparse.from_dense([[[1, 0, 2], [0, 0, 0]], [[0, 4, 4], [5, 0, 0]]]),
+}
+
+
+def filled(value):
+    """Of a ragged or sparse tensor an array, with zeros where it has nothing."""
+    import tensorflow as tf
+
+    if isinstance(value, tf.RaggedTensor):
+        return value.to_tensor().numpy()
+    return tf.sparse.to_dense(value).numpy() if isinstance(value, tf.SparseTensor) else to_numpy(value)
+
+
+def halves_at(ids):
+    """Weights of 0.5 in the places of the ids."""
+    import tensorflow as tf
+
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.with_flat_values(tf.fill(tf.shape(ids.flat_values), 0.5))
+    return tf.SparseTensor(ids.indices, tf.fill(tf.shape(ids.values), 0.5), ids.dense_shape)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("combiner", [None, "sum", "mean"])
+@pytest.mark.parametrize("form", UNEQUAL)
+def test_ragged_and_sparse_ids_keep_their_outer_axes(form, combiner, weighted, in_graph):
+    import tensorflow as tf
+
+    layer = sok.DynamicEmbedding(DIM, combiner=combiner)
+    layer.get_table().assign(np.arange(8), NOTEBOOK_ROWS)
+    ids = UNEQUAL[form](tf)
+    arguments = (ids, halves_at(ids)) if weighted else (ids,)
+    rows = (tf.function(layer) if in_graph else layer)(*arguments)
+
+    padded = filled(ids)
+    expected = NOTEBOOK_ROWS[padded] * (padded != 0)[..., None]
+    reduces = combiner is not None and padded.ndim > 1
+    if weighted and combiner != "mean":  # in a mean, equal weights cancel
+        expected = expected * 0.5
+    if reduces:
+        counts = np.maximum((padded != 0).sum(-1, keepdims=True), 1) if combiner == "mean" else 1
+        expected = expected.sum(-2) / counts
+    np.testing.assert_array_equal(filled(rows), expected)
+
+    kinds = {"ragged": isinstance(ids, tf.RaggedTensor), "sparse": isinstance(ids, tf.SparseTensor)}
+    promised = layer(keras.KerasTensor(ids.shape, "int64", **kinds))
+    assert tuple(promised.shape) == tuple(rows.shape)
+    assert promised.ragged == isinstance(rows, tf.RaggedTensor)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("form", ["ragged_3d", "sparse", "sparse_3d"])
+@pytest.mark.parametrize("combiner", [None, "sum"])
+def test_rows_of_ragged_and_sparse_ids_learn(form, combiner):
+    import tensorflow as tf
+
+    layer, ids = sok.DynamicEmbedding(DIM, "zeros", combiner=combiner), UNEQUAL[form](tf)
+    flat = lambda rows: rows.flat_values if isinstance(rows, tf.RaggedTensor) else rows
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+    train_step(layer, optimizer, lambda: ops.sum(flat(layer(ids, training=True))))
+    keys, counts = np.unique(filled(ids)[filled(ids) != 0], return_counts=True)
+    assert layer.get_table().export().keys.tolist() == keys.tolist()
+    np.testing.assert_array_equal(layer.get_table().find(keys)[0][:, 0], -counts)
+
+
+@on_tensorflow
+def test_sparse_ids_of_unknown_shape_keep_their_axes():
+    import tensorflow as tf
+
+    layer = sok.DynamicEmbedding(DIM, "ones")
+    call = tf.function(layer, input_signature=[tf.SparseTensorSpec([None, None], "int32")])
+    np.testing.assert_array_equal(call(UNEQUAL["sparse"](tf))[0, :, 0], [1, 0, 1])
+
+
+@on_tensorflow
+def test_mask_of_sparse_ids_is_false_where_there_is_none():
+    import tensorflow as tf
+
+    mask = sok.DynamicEmbedding(DIM, mask_zero=True).compute_mask(UNEQUAL["sparse"](tf))
+    assert to_numpy(mask).tolist() == [[True, False, True], [False] * 3, [False, False, True]]
+
+
 # ---- preprocess
 
 
@@ -381,7 +495,7 @@ def test_preprocess_takes_object_arrays():
 
 def test_preprocess_gives_what_call_takes_of_wide_ids():
     made = sok.DynamicEmbedding(DIM).preprocess(WORDS)
-    if has_wide_ids:
+    if BACKEND != "jax":
         assert made is WORDS
     else:
         assert made["low"].dtype == made["high"].dtype == np.int32
@@ -527,6 +641,12 @@ def test_export_is_in_ascending_order_and_a_copy(table):
     contents.rows[:] = 0
     np.testing.assert_array_equal(table.export().rows[:, 0], [4, 0, 8])
     assert table.export(states=True).states == {}  # no optimizer is bound
+
+
+def test_export_of_scores_is_refused_until_tables_keep_them(table):
+    with pytest.raises(ValueError, match=r"`scores` must be False.*Received: scores=True"):
+        table.export(scores=True)
+    assert table.export().scores is None
 
 
 def test_export_of_an_empty_table_has_its_shapes():

@@ -1,6 +1,7 @@
 """The choices for one feature."""
 
 import dataclasses
+from typing import Any
 
 import keras
 
@@ -26,17 +27,17 @@ class FeatureConfig:
     output_shape: tuple | None = None
     padding_key: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.table, TableConfig):
             raise ValueError(f"`table` must be a `TableConfig`. Received: table={self.table!r} (feature {self.name!r})")
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         config["table"] = keras.saving.serialize_keras_object(self.table)
         return config
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> "FeatureConfig":
         config = dict(config)
         config["table"] = keras.saving.deserialize_keras_object(config["table"])
         return cls(**config)

@@ -1,10 +1,12 @@
 """Ids as users bring them -> the tensors of a plan's feature."""
 
+from typing import Any
+
 import keras
 import numpy as np
 from keras import ops
 
-from sok_keras import backend
+from sok_keras import backend, ragged
 
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
 _NARROW = ("int8", "int16", "uint8", "uint16")
@@ -12,20 +14,20 @@ _NARROW = ("int8", "int16", "uint8", "uint16")
 NEEDS_INPUT = '`keras.Input(shape, dtype="int64")`'
 
 
-def is_words(value):
+def is_words(value: Any) -> bool:
     """Whether ids come in two words, `{"low": int32, "high": int32}`."""
     return isinstance(value, dict) and set(value) == {"low", "high"}
 
 
-def _is_ragged(value):
+def _is_ragged(value: Any) -> bool:
     return getattr(value, "ragged", False) or hasattr(value, "row_splits")
 
 
-def _is_sparse(value):
+def _is_sparse(value: Any) -> bool:
     return getattr(value, "sparse", False) or (hasattr(value, "dense_shape") and hasattr(value, "indices"))
 
 
-def kind(value):
+def kind(value: Any) -> str:
     """`"dense"`, `"words"`, `"ragged"` or `"sparse"`."""
     if is_words(value):
         return "words"
@@ -34,7 +36,7 @@ def kind(value):
     return "sparse" if _is_sparse(value) else "dense"
 
 
-def shape_of(value):
+def shape_of(value: Any) -> tuple[int | None, ...]:
     """Shape of the ids, None where unknown."""
     value = value["low"] if is_words(value) else value
     if hasattr(value, "shape"):
@@ -42,7 +44,7 @@ def shape_of(value):
     return np.shape(value)
 
 
-def check_dtype(value, feature):
+def check_dtype(value: Any, feature: str) -> None:
     """Raises a `ValueError` for ids that are no integers, or that JAX would cut to 32 bits."""
     if is_words(value):
         return
@@ -52,7 +54,7 @@ def check_dtype(value, feature):
             f"Ids must be integers; put {NEEDS_INPUT} in front of the layer, since Keras' default is float32, which is exact "
             f"for ids up to 2^24 alone. Received: ids of dtype {dtype} (feature {feature!r})"
         )
-    if dtype in ("int64", "uint64", "uint32") and not backend.has_wide_integers():
+    if dtype in ("int64", "uint64") and not backend.has_wide_integers():
         raise ValueError(
             f"JAX cuts {dtype} ids to 32 bits. Set `JAX_ENABLE_X64=1` (Keras stays float32), or feed what "
             '`layer.preprocess(ids)` makes of them: `{"low": int32, "high": int32}`. '
@@ -60,69 +62,70 @@ def check_dtype(value, feature):
         )
 
 
-def signed_key(key):
+def signed_key(key: int | None) -> int | None:
     """A key as int64 has it: uint64's largest is -1. None stays None."""
     if key is not None and not -(2**63) <= key < 2**64:
         raise ValueError(f"`padding_key` must be a 64-bit integer. Received: padding_key={key!r}")
     return key if key is None or key < 2**63 else key - 2**64
 
 
-def tensors_of(value, feature):
-    """Tensors of a feature's ids: `(ids,)`, `(low, high)` or `(flat ids, row splits)`."""
+def tensors_of(value: Any, feature: str, axis: str) -> tuple:
+    """Tensors of a feature's ids: `(ids,)`, `(low, high)` or, if `axis` is `"ragged"`, `(flat ids, row splits)`."""
     form = kind(value)
     if form == "words":
         return tuple(ops.cast(ops.convert_to_tensor(value[word]), "int32") for word in ("low", "high"))
     check_dtype(value, feature)
-    if form == "dense":
-        if isinstance(value, np.ndarray) and value.dtype == np.uint64:
-            value = value.view("int64")  # the same keys; Keras has no uint64 on PyTorch
-        value = ops.convert_to_tensor(value)
-        dtype = keras.backend.standardize_dtype(value.dtype)
-        return (ops.cast(value, "int32") if dtype in _NARROW else value,)
-    import tensorflow as tf  # ragged and sparse tensors exist there alone
-
-    if form == "sparse":
-        value = rows_of_sparse(tf, value)
-    return value.flat_values, value.nested_row_splits[-1]
-
-
-def rows_of_sparse(tf, value):
-    """A sparse tensor's values as bags along its last axis, `(rows, None)` ragged; indices are in row-major order."""
-    shape = value.dense_shape
-    row = value.indices[:, 0]
-    for axis in range(1, value.shape.rank - 1):
-        row = row * shape[axis] + value.indices[:, axis]
-    return tf.RaggedTensor.from_value_rowids(value.values, row, nrows=tf.reduce_prod(shape[:-1]), validate=False)
+    splits: tuple = ()
+    if axis == "ragged":
+        value, row_splits = ragged.bags_of(value)
+        splits = (row_splits,)
+    elif form != "dense":
+        value = ragged.flat_of(value)
+    if isinstance(value, np.ndarray) and value.dtype == np.uint64:
+        value = value.view("int64")  # the same keys; Keras has no uint64 on PyTorch
+    value = ops.convert_to_tensor(value)
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    return ops.cast(value, "int32") if dtype in _NARROW else value, *splits
 
 
-def weights_of(value, ids, feature):
+def rows_like(value: Any, rows: Any, axis: str) -> Any:
+    """Rows of a lookup, of shape `(..., dim)`, in the outer axes of its ids."""
+    return ragged.rows_like(value, rows, axis) if kind(value) in ("ragged", "sparse") else rows
+
+
+def spec_like(value: Any, shape: tuple, dtype: str) -> Any:
+    """What `rows_like` will give, as a `KerasTensor`: ragged if an axis before the last one, the rows', is."""
+    return keras.KerasTensor(shape, dtype=dtype, ragged=kind(value) == "ragged" and len(shape) > 2)
+
+
+def weights_of(value: Any, ids: Any, feature: str) -> Any:
     """Weights as a flat or dense float32 tensor in the order of the ids' tensors.
 
     Raises:
-        ValueError: If they are no floats, or not shaped as `ids`.
+        ValueError: If they are no floats, or not shaped as `ids`: their rows as long, if they are ragged, and in the same
+            places, if they are sparse. What a `tf.function` learns when it runs is a `tf.errors.InvalidArgumentError`.
     """
     if value is None:
         return None
+    ids = ids["low"] if is_words(ids) else ids
     shape, wanted = shape_of(value), shape_of(ids)
-    agrees = len(shape) == len(wanted) and all(
-        s is None or w is None or s == w for s, w in zip(shape, wanted, strict=True)
-    )
+    agrees = kind(value) == kind(ids) and len(shape) == len(wanted)
+    agrees = agrees and all(s is None or w is None or s == w for s, w in zip(shape, wanted, strict=True))
     if not agrees:
         raise ValueError(
-            f"`weights` must be shaped as the ids are. Received: weights of shape {shape} for ids of shape {wanted} "
-            f"(feature {feature!r})"
+            f"`weights` must be shaped as the ids are. Received: {kind(value)} weights of shape {shape} for {kind(ids)} ids of "
+            f"shape {wanted} (feature {feature!r})"
         )
-    if _is_ragged(value):
-        value = value.flat_values
-    elif _is_sparse(value):
-        value = value.values
+    if kind(ids) != "dense" or None in (*shape, *wanted):
+        told = "`weights` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
+        value = ragged.flat_weights(ids, value, f"{told} {wanted} (feature {feature!r})")
     value = ops.convert_to_tensor(value)
     if keras.backend.standardize_dtype(value.dtype).startswith(("int", "uint", "bool")):
         raise ValueError(f"`weights` must be floats. Received: weights of dtype {value.dtype} (feature {feature!r})")
     return ops.cast(value, "float32")
 
 
-def pad(ids, weights):
+def pad(ids: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
     """Rows of unequal length -> ids `(rows, longest)` and weights of that shape, 0 where there is no id.
 
     Raises:
@@ -141,12 +144,12 @@ def pad(ids, weights):
     return padded, full
 
 
-def _common_dtype(rows):
+def _common_dtype(rows: Any) -> np.dtype:
     dtypes = {np.asarray(row).dtype for row in rows if len(row)} or {np.dtype("int64")}
     return np.result_type(*dtypes)
 
 
-def is_unequal(value):
+def is_unequal(value: Any) -> bool:
     """Whether this is a list or an object array of rows of unequal length."""
     if isinstance(value, np.ndarray):
         return value.dtype == object
@@ -155,7 +158,7 @@ def is_unequal(value):
     return len({len(row) for row in value}) > 1
 
 
-def split_words(ids):
+def split_words(ids: Any) -> dict[str, np.ndarray]:
     """64-bit ids as two int32 arrays: `{"low": ..., "high": ...}`."""
     ids = np.asarray(ids)
     bits = ids.view("int64") if ids.dtype == np.uint64 else ids.astype("int64")

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 from keras import ops
@@ -10,16 +12,16 @@ from sok_keras import backend
 from sok_keras.optimizers import core_rule
 
 
-def _core_of(variable):
+def _core_of(variable: Any) -> Any:
     """The tables behind a trigger; None for other variables."""
     return getattr(variable, "sok_core", None)
 
 
-def _as_float(value):
+def _as_float(value: Any) -> Any:
     return ops.cast(ops.convert_to_tensor(value), "float32")
 
 
-def _sum_of_squares(tensors):
+def _sum_of_squares(tensors: list) -> Any:
     total = ops.zeros((), "float32")
     for tensor in tensors:
         total = total + ops.sum(ops.square(ops.cast(tensor, "float32")))
@@ -50,7 +52,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             outside: `LossScaleOptimizer(OptimizerWrapper(Adam()))`; `compile` puts it there for `mixed_float16`.
     """
 
-    def __init__(self, inner_optimizer, *, update_mode="local", name=None):
+    def __init__(self, inner_optimizer: Any, *, update_mode: str = "local", name: str | None = None) -> None:
         inner = keras.optimizers.get(inner_optimizer)
         if isinstance(inner, OptimizerWrapper | keras.optimizers.LossScaleOptimizer):
             raise ValueError(
@@ -72,31 +74,31 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     # ---- what the inner optimizer is
 
     @property
-    def variables(self):
+    def variables(self) -> list:
         return self._variables + self.inner_optimizer.variables
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> Any:
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value):
+    def learning_rate(self, value: Any) -> None:
         self.inner_optimizer.learning_rate = value
 
     @property
-    def iterations(self):
+    def iterations(self) -> Any:
         return self.inner_optimizer.iterations
 
-    def scale_loss(self, loss):
+    def scale_loss(self, loss: Any) -> Any:
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list):
+    def finalize_variable_values(self, var_list: list) -> None:
         for variable in var_list:
             if _core_of(variable) is not None:
                 _core_of(variable).synchronize()
         self.inner_optimizer.finalize_variable_values([v for v in var_list if _core_of(v) is None])
 
-    def build(self, variables):
+    def build(self, variables: list) -> None:
         """Binds the tables among `variables`: their records get the optimizer's states. States of another optimizer start anew;
         what was loaded before and never bound stays."""
         if self.built:
@@ -121,7 +123,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             with backend.eager_scope():  # TensorFlow builds while it traces: else each step would load them again
                 self.load_own_variables(waiting)
 
-    def _update(self, trigger):
+    def _update(self, trigger: Any) -> str:
         inner = self.inner_optimizer
         decays = inner.weight_decay is not None and inner._use_weight_decay(trigger)
         return json.dumps(
@@ -135,7 +137,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     # ---- the step
 
-    def apply(self, grads, trainable_variables=None):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
         if not grads:
             return
@@ -155,7 +157,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         clip = self._apply_to_tables(tickets, dense) if tickets else None
         self._apply_to_variables(dense, clip)
 
-    def _apply_to_tables(self, tickets, dense):
+    def _apply_to_tables(self, tickets: dict, dense: list) -> Any:
         """Updates rows; gives the clip factor that goes for the dense gradients too, or None."""
         inner, tables = self.inner_optimizer, self._tables
         # Read before the inner optimizer advances them.
@@ -181,12 +183,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             trigger.assign(value)
         return clip
 
-    def _global_clip(self, norm):
+    def _global_clip(self, norm: Any) -> Any:
         """As Keras' `clip_by_global_norm`: NaN if the norm is not finite."""
         limit = self.inner_optimizer.global_clipnorm
         return limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
 
-    def _dense_means(self, dense, steps):
+    def _dense_means(self, dense: list, steps: int) -> list:
         """Dense gradients as the inner optimizer will clip them: unscaled, and the mean over accumulated steps."""
         inner = self.inner_optimizer
         grads = [_as_float(g) / (inner.loss_scale_factor or 1.0) for g, _ in dense]
@@ -195,7 +197,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         sums = [_as_float(inner._accumulated_gradients[inner._get_variable_index(v)]) for _, v in dense]
         return [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)]
 
-    def _apply_to_variables(self, dense, clip):
+    def _apply_to_variables(self, dense: list, clip: Any) -> None:
         inner = self.inner_optimizer
         if not dense:
             inner._iterations.assign_add(1)
@@ -205,18 +207,18 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     # ---- saving
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         for number, variable in enumerate(self.variables):
             store[str(number)] = ops.convert_to_numpy(variable.value)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         if not self.built:
             # Keras would skip them: keep them for the first build.
             self._tables.waiting = {name: ops.convert_to_numpy(store[name]) for name in store.keys()}  # noqa: SIM118
             return
         super().load_own_variables(store)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         if inner["module"].startswith("keras."):
             # PyTorch's own classes serialise under a module that other backends cannot load.
@@ -224,7 +226,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         return {"name": self.name, "inner_optimizer": inner, "update_mode": self.update_mode}
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
+    def from_config(cls, config: dict[str, Any], custom_objects: dict | None = None) -> "OptimizerWrapper":
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, **config)
@@ -233,14 +235,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 class _Binding:
     """The optimizer's part in the core, kept from Keras, which would track what is in it."""
 
-    def __init__(self):
-        self.native = None
-        self.cores = []
-        self.waiting = None
+    def __init__(self) -> None:
+        self.native: Any = None
+        self.cores: list = []
+        self.waiting: dict | None = None
 
 
 @contextlib.contextmanager
-def _clipping_by(inner, clip):
+def _clipping_by(inner: Any, clip: Any) -> Iterator[None]:
     """Within, the inner optimizer clips by this factor: the global norm counts rows that it does not see."""
     if clip is None:
         yield

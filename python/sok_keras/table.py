@@ -1,8 +1,10 @@
 """A table in the hands of a user: read it, write it, ask how it is."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from sok_keras.backend.native_errors import TableFullError
 
 
 class Outcomes(NamedTuple):
@@ -16,11 +18,12 @@ class Outcomes(NamedTuple):
 
 
 class TableContents(NamedTuple):
-    """A copy of a table: keys `(n,)` int64 ascending, rows `(n, dim)` float32, states by name, scores if kept."""
+    """A copy of a table: keys `(n,)` int64 ascending, rows `(n, dim)` float32, states `(n, width)` by name. Scores are None: they
+    come with eviction."""
 
     keys: np.ndarray
     rows: np.ndarray
-    states: dict
+    states: dict[str, np.ndarray]
     scores: np.ndarray | None
 
 
@@ -45,7 +48,7 @@ class TableStats(NamedTuple):
     bytes: int
 
 
-def as_keys(keys):
+def as_keys(keys: Any) -> np.ndarray:
     """Ids as the core stores them: `(n,)` int64; uint64 keeps its bits.
 
     Raises:
@@ -66,33 +69,35 @@ class Table:
     Layers make tables; get one by `DynamicEmbedding.get_table()` or `DistributedEmbedding.get_tables()`.
     """
 
-    def __init__(self, core, number, config):
+    def __init__(self, core: Any, number: int, config: dict) -> None:
         self._core = core
         self._number = number
         self._native = core.native_table(number)
-        self.name = config["name"]
-        self.dim = config["dim"]
+        self.name: str = config["name"]
+        self.dim: int = config["dim"]
         self.dtype = "float32"
-        self.vocabulary_size = config["vocabulary_size"]
+        self.vocabulary_size: int | None = config["vocabulary_size"]
+        self._max_capacity: int | None = config["max_capacity"]
+        self._raises_when_full = config["check_mode"] == "raise"
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._ready())
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<Table {self.name!r} dim={self.dim} vocabulary_size={self.vocabulary_size}>"
 
-    def _ready(self):
+    def _ready(self) -> Any:
         self._core.synchronize()
         return self._native
 
-    def find(self, keys):
+    def find(self, keys: Any) -> tuple[np.ndarray, np.ndarray]:
         """Rows `(n, dim)` float32 and whether each key has one, `(n,)` bool. Never inserts; the row of a key without one is
         what `missing` says."""
         keys = as_keys(keys)
         rows, found = self._ready().find(keys)
         return rows.reshape(len(keys), self.dim), found
 
-    def find_or_insert(self, keys):
+    def find_or_insert(self, keys: Any) -> tuple[np.ndarray, Outcomes]:
         """Rows `(n, dim)` float32 and the `Outcomes`; keys without a row get one.
 
         Raises:
@@ -103,7 +108,7 @@ class Table:
         self._core.warn_of_refused()
         return rows.reshape(len(keys), self.dim), Outcomes(*outcomes)
 
-    def assign(self, keys, rows, *, insert=True):
+    def assign(self, keys: Any, rows: Any, *, insert: bool = True) -> Outcomes:
         """Overwrites rows, `(n, dim)`; optimizer states stay. Of duplicates the last wins. Without `insert`, keys without a row
         are counted as refused."""
         keys = as_keys(keys)
@@ -117,28 +122,52 @@ class Table:
         self._core.warn_of_refused()
         return outcomes
 
-    def erase(self, keys):
+    def erase(self, keys: Any) -> int:
         """Removes rows; returns how many were there. Gradients on their way to them are dropped."""
         return self._ready().erase(as_keys(keys))
 
-    def clear(self):
+    def _check_replacement(self, keys: np.ndarray) -> None:
+        """Raises what `clear`, then `assign` would raise for these keys, `(n,)` int64, and changes nothing.
+
+        Raises:
+            TableFullError: If they do not fit and `check_mode` is `"raise"`.
+        """
+        capacity = self._max_capacity
+        if capacity is None or not self._raises_when_full:
+            return
+        num_rows = len(np.unique(keys))
+        if num_rows > capacity:
+            error = TableFullError(
+                f"`max_capacity` of table {self.name!r} must be at least the number of its rows. Received: {num_rows} keys for at "
+                f"most {capacity} rows"
+            )
+            error.refused, error.capacity = num_rows - capacity, capacity
+            raise error
+
+    def clear(self) -> None:
         """Removes all rows."""
         self._ready().clear()
 
-    def export(self, *, states=False, scores=False):
-        """A copy of all rows as `TableContents`; with `states`, the optimizer's too."""
-        del scores  # kept from the first eviction policy on
+    def export(self, *, states: bool = False, scores: bool = False) -> TableContents:
+        """A copy of all rows as `TableContents`; with `states`, the optimizer's too.
+
+        Raises:
+            ValueError: If `scores` are asked for: no table keeps any before there is eviction.
+        """
+        if scores:
+            raise ValueError(
+                "`scores` must be False: tables keep none as long as no row is evicted. Received: scores=True"
+            )
         keys, rows, named = self._ready().export(states)
         return TableContents(
             keys, rows.reshape(len(keys), self.dim), {k: v.reshape(len(keys), -1) for k, v in named}, None
         )
 
-    def stats(self):
+    def stats(self) -> TableStats:
         """How the table is, as `TableStats`."""
-        size, capacity, outcomes, dropped, pending, calls, num_bytes = self._ready().stats()
-        hit, *others = outcomes
-        return TableStats(size, capacity, hit, *others, dropped, pending, calls, num_bytes)
+        size, capacity, outcomes, *others = self._ready().stats()
+        return TableStats(size, capacity, *outcomes, *others)
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Waits for the steps that were started, and raises what they left behind."""
         self._ready()

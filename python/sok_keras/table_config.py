@@ -15,7 +15,7 @@ _CHOICES = {
 }
 
 
-def check_choice(argument, value):
+def check_choice(argument: str, value: Any) -> None:
     """Raises a `ValueError` unless `value` is one of the known ones."""
     choices = _CHOICES[argument]
     if value not in choices:
@@ -38,7 +38,7 @@ class TableConfig:
         initializer: Keras initializer of new rows: a row's first value is a function of seed, key and column.
         optimizer: None: the optimizer that the model is compiled with.
         combiner: `"mean"`, `"sum"` or `"sqrtn"`: how ids along the last axis become one row.
-        placement: `"auto"`.
+        placement: `"auto"` or `"default_device"`: today the same; tables lie where `storage` says.
         max_ids_per_partition: Accepted for keras-rs' sake; unused.
         max_unique_ids_per_partition: As above.
         missing: What an id without a row answers: `"initial"`, the row that training would have made, or `"zeros"`.
@@ -68,7 +68,7 @@ class TableConfig:
     check_mode: str = "raise"
     storage: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.initializer = keras.initializers.get(self.initializer)
         if self.optimizer is not None:
             raise ValueError(
@@ -78,13 +78,13 @@ class TableConfig:
         for argument in _CHOICES:
             check_choice(argument, getattr(self, argument))
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         config["initializer"] = keras.saving.serialize_keras_object(self.initializer)
         return config
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> "TableConfig":
         config = dict(config)
         config["initializer"] = keras.saving.deserialize_keras_object(config["initializer"])
         return cls(**config)

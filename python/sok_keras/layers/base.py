@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ from keras import ops
 from sok_keras import backend, ids
 from sok_keras.core import Core
 from sok_keras.initializers import core_initializer, core_seed
+from sok_keras.table_config import TableConfig
 
 _ROWS = "rows.npz"
 
@@ -21,7 +23,7 @@ _SIZES = {
 }
 
 
-def table_core_config(config, layer=None):
+def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str, Any]:
     """A `TableConfig` as the core takes it. Of a table among several of a layer, the name is mixed into the seed."""
     for argument, what in _SIZES.items():
         value = getattr(config, argument)
@@ -42,7 +44,7 @@ def table_core_config(config, layer=None):
     }
 
 
-def check_one_device():
+def check_one_device() -> None:
     """Raises a `DeviceError` where Keras would run one step on several devices: each would push all gradients."""
     count = 1
     distribution = keras.distribution.distribution()
@@ -66,7 +68,9 @@ class TableLayer(keras.layers.Layer):
     asks for its gradient; that gradient names the push which brought the rows' gradients, and `OptimizerWrapper` applies it.
     """
 
-    def __init__(self, *, save_rows=True, **kwargs):
+    built: bool  # Keras' own
+
+    def __init__(self, *, save_rows: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.save_rows = save_rows
         # Keras would turn int64 ids into int32 under JAX before anyone could say so.
@@ -76,10 +80,10 @@ class TableLayer(keras.layers.Layer):
         # A TensorFlow op of the C API has no XLA kernel; a tf.function is fine.
         self.supports_jit = backend.name != "tensorflow"
 
-    def _make_core(self, configs):
+    def _make_core(self, configs: list[dict[str, Any]]) -> None:
         self._core = Core(configs)
 
-    def build(self, *args, **kwargs):
+    def build(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # tables have no input shape
         if self.built:
             return
@@ -92,7 +96,7 @@ class TableLayer(keras.layers.Layer):
         self._core.watch(self.trigger)
         self.built = True
 
-    def _lookup(self, features, inputs, weights, training):
+    def _lookup(self, features: tuple, inputs: list, weights: list, training: bool | None) -> list:
         """Rows of each feature in the compute dtype.
 
         `features`: a plan's features. `inputs`: tensors of each. `weights`: a tensor or None of each.
@@ -109,34 +113,34 @@ class TableLayer(keras.layers.Layer):
 
     # ---- saving
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         self._core.synchronize()
         # Read by nobody, but Keras passes over layers without an entry.
         store["trigger"] = ops.convert_to_numpy(self.trigger.value)
         if self.save_rows:
             self._core.save(store)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         if "update_rule" in store.keys():  # noqa: SIM118 (an HDF5 store has no `in`)
             self._core.load(store)
         elif self.save_rows:
             raise ValueError(f"The file has no rows for layer {self.name!r}: it was saved with `save_rows=False`")
 
-    def save_assets(self, dir_path):
+    def save_assets(self, dir_path: str) -> None:
         """For `keras.callbacks.OrbaxCheckpoint`, which saves variables and these files alone."""
         self._core.synchronize()
         if self.save_rows and not _has_weights_file(inspect.currentframe()):
-            rows = {}
+            rows: dict[str, Any] = {}
             self._core.save(rows)
             np.savez(os.path.join(dir_path, _ROWS), **rows)
 
-    def load_assets(self, dir_path):
+    def load_assets(self, dir_path: str) -> None:
         path = dir_path and os.path.join(dir_path, _ROWS)
         if path and os.path.exists(path):
             with np.load(path, allow_pickle=False) as rows:
                 self._core.load(rows)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> "TableLayer":
         copy = type(self).from_config(self.get_config())
         memo[id(self)] = copy
         if self.built:
@@ -144,20 +148,20 @@ class TableLayer(keras.layers.Layer):
             copy._core.copy_from(self._core)
         return copy
 
-    def __reduce__(self):
-        state = {}
+    def __reduce__(self) -> tuple:
+        state: dict[str, np.ndarray] = {}
         if self.built:
             self._core.save(state)
         return _rebuild, (type(self), self.get_config(), state)
 
 
-def _has_weights_file(frame):
+def _has_weights_file(frame: Any) -> bool:
     """Whether Keras, which asks for a layer's files in this frame, has asked for its variables too, as for a `.keras` file: then a
     local of the caller says so. Should it bear another name one day, rows are written twice, never left out."""
     return bool(frame.f_back.f_locals.get("weights_store"))
 
 
-def _rebuild(cls, config, state):
+def _rebuild(cls: type["TableLayer"], config: dict[str, Any], state: dict[str, np.ndarray]) -> "TableLayer":
     layer = cls.from_config(config)
     if state:
         layer.build()
@@ -165,11 +169,12 @@ def _rebuild(cls, config, state):
     return layer
 
 
-def axis_of(value, reduces):
-    """Which ids are combined: those along the last axis of ids with at least two axes."""
-    form = ids.kind(value)
-    if not reduces:
+def axis_of(value: Any, reduces: bool) -> str:
+    """Which ids are combined: those along the last axis of ids with at least two axes, `"ragged"` or else `"last"`; or `"each"`
+    stays by itself."""
+    if not reduces or len(ids.shape_of(value)) < 2:
         return "each"
-    if form in ("ragged", "sparse"):
-        return "ragged"
-    return "last" if len(ids.shape_of(value)) > 1 else "each"
+    form = ids.kind(value)
+    # Below its ragged axes a ragged tensor may have dense ones.
+    is_ragged = form == "sparse" or (form == "ragged" and len(value.flat_values.shape) == 1)
+    return "ragged" if is_ragged else "last"

@@ -1,5 +1,8 @@
 """Many tables and features in one layer: one native call, whatever their number."""
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import numpy as np
 
@@ -7,10 +10,11 @@ from sok_keras import ids
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
 from sok_keras.layers.dynamic_embedding import preprocess, set_tables
+from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
 
 
-def _map_up_to(structure, function, *trees):
+def _map_up_to(structure: Any, function: Callable, *trees: Any) -> Any:
     """`function(leaf, *subtrees)` for each `FeatureConfig` of `structure`, in the structure's own form. Trees go as deep as the
     structure; what lies below, as `{"low", "high"}`, is the leaf's."""
     if isinstance(structure, FeatureConfig):
@@ -33,12 +37,12 @@ def _map_up_to(structure, function, *trees):
     return tuple(mapped) if isinstance(structure, tuple) else mapped
 
 
-def _outline(tree):
+def _outline(tree: Any) -> Any:
     return sorted(tree) if isinstance(tree, dict) else f"{len(tree)} of them"
 
 
-def _leaves(structure):
-    leaves = []
+def _leaves(structure: Any) -> list[FeatureConfig]:
+    leaves: list[FeatureConfig] = []
     _map_up_to(structure, leaves.append)
     return leaves
 
@@ -68,13 +72,21 @@ class DistributedEmbedding(TableLayer):
     Input shape:
         Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
         `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX
-        without x64. `weights`: floats, nested and shaped alike.
+        without x64. `weights`: floats, nested and shaped alike, ragged or sparse where the ids are, and in the same places.
 
     Output shape:
-        Nested as `feature_configs`: `(batch, ..., embedding_dim)`.
+        Nested as `feature_configs`: `(batch, ..., embedding_dim)`, a `RaggedTensor` if an outer axis of the ids is ragged.
     """
 
-    def __init__(self, feature_configs, *, table_stacking="auto", update_stats=False, save_rows=True, **kwargs):
+    def __init__(
+        self,
+        feature_configs: Any,
+        *,
+        table_stacking: Any = "auto",
+        update_stats: bool = False,
+        save_rows: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(save_rows=save_rows, **kwargs)
         self._structure = _Structure(feature_configs)
         self.table_stacking = table_stacking
@@ -90,11 +102,11 @@ class DistributedEmbedding(TableLayer):
         self._make_core(core_configs)
 
     @property
-    def feature_configs(self):
+    def feature_configs(self) -> Any:
         """The features as they were given."""
         return self._structure.feature_configs
 
-    def call(self, inputs, weights=None, training=None):
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         structure = self._structure
         given = structure.flatten(inputs)
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
@@ -109,15 +121,16 @@ class DistributedEmbedding(TableLayer):
             words = ids.is_words(value)
             padding_key = ids.signed_key(config.padding_key)
             features.append((config.name, table, words, axis, weight is not None, config.table.combiner, padding_key))
-            tensors.append(ids.tensors_of(value, config.name))
+            tensors.append(ids.tensors_of(value, config.name, axis))
             floats.append(weight)
         rows = self._lookup(tuple(features), tensors, floats, training)
-        for index, (config, value) in enumerate(zip(structure.features, given, strict=True)):
-            if ids.kind(value) in ("ragged", "sparse") and len(ids.shape_of(value)) > 2:
-                rows[index] = _outer_axes(value, rows[index], config)
-        return structure.pack(rows)
+        shaped = [
+            ids.rows_like(value, row, axis)
+            for value, row, (_, _, _, axis, *_) in zip(given, rows, features, strict=True)
+        ]
+        return structure.pack(shaped)
 
-    def preprocess(self, inputs, weights=None, training=None):
+    def preprocess(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         """Makes of host data what `call` takes on this backend; see `DynamicEmbedding.preprocess`.
 
         Returns:
@@ -133,13 +146,13 @@ class DistributedEmbedding(TableLayer):
         pairs = [one if isinstance(one, tuple) else (one, np.ones(ids.shape_of(one), "float32")) for one in made]
         return structure.pack([one for one, _ in pairs]), structure.pack([weight for _, weight in pairs])
 
-    def get_tables(self):
+    def get_tables(self) -> dict[str, Table]:
         """`{name: Table}`."""
         return {config.name: table for config, table in zip(self._structure.tables, self._core.tables, strict=True)}
 
-    def get_embedding_tables(self):
+    def get_embedding_tables(self) -> dict[str, Any]:
         """Of dynamic tables `{name: (keys, rows)}`, of static ones `{name: rows}` of shape `(vocabulary_size, dim)`."""
-        tables = {}
+        tables: dict[str, Any] = {}
         for name, table in self.get_tables().items():
             if table.vocabulary_size is None:
                 contents = table.export()
@@ -148,36 +161,42 @@ class DistributedEmbedding(TableLayer):
                 tables[name] = table.find(np.arange(table.vocabulary_size))[0]
         return tables
 
-    def set_embedding_tables(self, tables):
-        """Replaces all rows of the tables that are named, given as `get_embedding_tables` gives them; states start anew."""
+    def set_embedding_tables(self, tables: dict) -> None:
+        """Replaces all rows of the tables that are named, given as `get_embedding_tables` gives them; states start anew.
+
+        Raises:
+            TypeError: If keys are no integers. As with the errors below, nothing has changed then, in no table.
+            ValueError: If names or shapes are not those of the tables.
+            TableFullError: If there are more rows than `max_capacity`, and `check_mode` is `"raise"`.
+        """
         set_tables(self.get_tables(), tables)
 
-    def compute_output_shape(self, input_shape):
-        def shape_of(config, shape):
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        def shape_of(config: FeatureConfig, shape: Any) -> tuple:
             shape = shape["low"] if isinstance(shape, dict) else shape
             rest = shape[:-1] if len(shape) > 1 else shape
             return (*rest, config.table.embedding_dim)
 
         return _map_up_to(self.feature_configs, shape_of, input_shape)
 
-    def compute_output_spec(self, inputs, weights=None, training=None):
-        def spec_of(config, value):
+    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        def spec_of(config: FeatureConfig, value: Any) -> Any:
             ids.check_dtype(value, config.name)
             shape = ids.shape_of(value)
             _check_shape("input_shape", config.input_shape, shape, config.name)
             rest = shape[:-1] if len(shape) > 1 else shape
             shape = (*rest, config.table.embedding_dim)
             _check_shape("output_shape", config.output_shape, shape, config.name)
-            return keras.KerasTensor(shape, dtype=self.compute_dtype)
+            return ids.spec_like(value, shape, self.compute_dtype)
 
         return _map_up_to(self.feature_configs, spec_of, inputs)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         # Tables in a list of their own, features by number: so sharing survives.
         structure = self._structure
         numbers = structure.table_numbers
 
-        def feature_of(config):
+        def feature_of(config: FeatureConfig) -> dict[str, Any]:
             fields = {k: getattr(config, k) for k in ("name", "input_shape", "output_shape", "padding_key")}
             return {"feature": fields, "table": numbers[id(config.table)]}
 
@@ -194,11 +213,11 @@ class DistributedEmbedding(TableLayer):
         }
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> "DistributedEmbedding":
         config = dict(config)
         tables = [TableConfig.from_config(table) for table in config.pop("tables")]
 
-        def revive(part):
+        def revive(part: Any) -> Any:
             if isinstance(part, dict) and set(part) == {"feature", "table"}:
                 return FeatureConfig(table=tables[part["table"]], **part["feature"])
             if isinstance(part, dict):
@@ -211,7 +230,7 @@ class DistributedEmbedding(TableLayer):
 class _Structure:
     """The nesting of a layer's features, kept from Keras, which would wrap lists and dicts."""
 
-    def __init__(self, feature_configs):
+    def __init__(self, feature_configs: Any) -> None:
         self.feature_configs = feature_configs
         self.features = _leaves_checked(feature_configs)
         self.tables = list({id(f.table): f.table for f in self.features}.values())
@@ -220,24 +239,24 @@ class _Structure:
         self.seeds = [t.seed if t.seed is not None else getattr(t.initializer, "seed", None) for t in self.tables]
         self.seeds = [seed if isinstance(seed, int) else None for seed in self.seeds]
 
-    def flatten(self, inputs):
-        leaves = []
+    def flatten(self, inputs: Any) -> list:
+        leaves: list = []
         _map_up_to(self.feature_configs, lambda _, value: leaves.append(value), inputs)
         return leaves
 
-    def pack(self, leaves):
+    def pack(self, leaves: list) -> Any:
         rest = iter(leaves)
         return _map_up_to(self.feature_configs, lambda _: next(rest))
 
 
-def _leaves_checked(feature_configs):
+def _leaves_checked(feature_configs: Any) -> list[FeatureConfig]:
     leaves = _leaves(feature_configs)
     if not leaves:
         raise ValueError("`feature_configs` must hold at least one `FeatureConfig`")
     return leaves
 
 
-def _check_shape(argument, wanted, shape, feature):
+def _check_shape(argument: str, wanted: tuple | None, shape: tuple, feature: str) -> None:
     """Batches of another size pass, as with keras-rs."""
     if wanted is None:
         return
@@ -246,12 +265,3 @@ def _check_shape(argument, wanted, shape, feature):
     )
     if not agrees:
         raise ValueError(f"`{argument}` of feature {feature!r} is {tuple(wanted)}. Received: shape {tuple(shape)}")
-
-
-def _outer_axes(value, rows, config):
-    """Bags of a ragged or sparse input with more than two axes, back in its outer axes."""
-    import tensorflow as tf
-
-    if ids.kind(value) == "sparse":
-        return tf.reshape(rows, tf.concat([tf.cast(value.dense_shape[:-1], "int32"), [config.table.embedding_dim]], 0))
-    return tf.RaggedTensor.from_nested_row_splits(rows, value.nested_row_splits[:-1], validate=False)

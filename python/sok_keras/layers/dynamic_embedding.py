@@ -1,11 +1,14 @@
 """One table, ids unknown beforehand."""
 
+from typing import Any
+
 import keras
 import numpy as np
 from keras import ops
 
 from sok_keras import backend, ids
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
+from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
 
@@ -44,29 +47,31 @@ class DynamicEmbedding(TableLayer):
 
     Input shape:
         Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
-        TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape.
+        TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape,
+        ragged or sparse where the ids are, and in the same places.
 
     Output shape:
-        `(..., output_dim)`; with a combiner without the last axis of the ids.
+        `(..., output_dim)`; with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
+        `output_dim` is ragged; sparse ids give a dense tensor, without a combiner with zeros where there is no id.
     """
 
     def __init__(
         self,
-        output_dim,
-        embeddings_initializer="uniform",
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
         *,
-        combiner=None,
-        padding_key=None,
-        mask_zero=False,
-        missing="initial",
-        seed=None,
-        initial_capacity=0,
-        max_capacity=None,
-        check_mode="raise",
-        storage="auto",
-        save_rows=True,
-        **kwargs,
-    ):
+        combiner: str | None = None,
+        padding_key: int | None = None,
+        mask_zero: bool = False,
+        missing: str = "initial",
+        seed: Any = None,
+        initial_capacity: int = 0,
+        max_capacity: int | None = None,
+        check_mode: str = "raise",
+        storage: str = "auto",
+        save_rows: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(save_rows=save_rows, **kwargs)
         if not isinstance(output_dim, int) or output_dim < 1:
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")
@@ -101,15 +106,13 @@ class DynamicEmbedding(TableLayer):
         self.seed = core_config["seed"]
         self._make_core([core_config])
 
-    def call(self, inputs, weights=None, training=None):
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         axis = axis_of(inputs, self.combiner is not None)
-        tensors = ids.tensors_of(inputs, self.name)
+        tensors = ids.tensors_of(inputs, self.name, axis)
         weights = ids.weights_of(weights, inputs, self.name)
         if axis == "each" and self.combiner in ("mean", "sqrtn"):
             weights = None  # of one id, they cancel
         combiner = self.combiner or "sum"
-        if axis == "each":
-            tensors = tensors[:1] if ids.kind(inputs) != "words" else tensors
         feature = (
             self.name,
             0,
@@ -120,11 +123,9 @@ class DynamicEmbedding(TableLayer):
             ids.signed_key(self.padding_key),
         )
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
-        if ids.kind(inputs) == "ragged" and axis == "each":
-            return inputs.with_flat_values(rows)
-        return rows
+        return ids.rows_like(inputs, rows, axis)
 
-    def preprocess(self, inputs, weights=None):
+    def preprocess(self, inputs: Any, weights: Any = None) -> Any:
         """Makes of host data what `call` takes on this backend.
 
         Rows of unequal length (lists, object arrays) become padded ids with weights; 64-bit ids become two words on JAX
@@ -135,43 +136,46 @@ class DynamicEmbedding(TableLayer):
         """
         return preprocess(inputs, weights)
 
-    def get_table(self):
+    def get_table(self) -> Table:
         """The layer's `Table`."""
         return self._core.tables[0]
 
-    def get_embedding_tables(self):
+    def get_embedding_tables(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """`{name: (keys, rows)}`."""
         contents = self.get_table().export()
         return {self.name: (contents.keys, contents.rows)}
 
-    def set_embedding_tables(self, tables):
-        """Replaces all rows by `{name: (keys, rows)}`; states start anew."""
+    def set_embedding_tables(self, tables: dict) -> None:
+        """Replaces all rows by `{name: (keys, rows)}`; states start anew.
+
+        Raises:
+            TypeError: If keys are no integers. As with the errors below, nothing has changed then.
+            ValueError: If the name or the shape of the rows is not the table's.
+            TableFullError: If there are more keys than `max_capacity`, and `check_mode` is `"raise"`.
+        """
         set_tables({self.name: self.get_table()}, tables)
 
-    def compute_mask(self, inputs, mask=None):
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         if not self.mask_zero or self.combiner is not None:
             return None
         if ids.is_words(inputs):
             return ops.logical_or(ops.not_equal(inputs["low"], 0), ops.not_equal(inputs["high"], 0))
+        if ids.kind(inputs) == "sparse":
+            inputs = ops.convert_to_tensor(inputs, sparse=False)  # the same zeros as where `call` finds no id
         return ops.not_equal(inputs, 0)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: Any) -> tuple:
         if isinstance(input_shape, dict):
             input_shape = input_shape["low"]
         reduces = self.combiner is not None and len(input_shape) > 1
         return (*(input_shape[:-1] if reduces else input_shape), self.output_dim)
 
-    def compute_output_spec(self, inputs, weights=None, training=None):
+    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         ids.check_dtype(inputs, self.name)
         shape = self.compute_output_shape(ids.shape_of(inputs))
-        ragged = ids.kind(inputs) == "ragged" and self.combiner is None
-        return (
-            keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=True)
-            if ragged
-            else keras.KerasTensor(shape, dtype=self.compute_dtype)
-        )
+        return ids.spec_like(inputs, shape, self.compute_dtype)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {
             **super().get_config(),
             "output_dim": self.output_dim,
@@ -189,7 +193,7 @@ class DynamicEmbedding(TableLayer):
         }
 
 
-def preprocess(inputs, weights):
+def preprocess(inputs: Any, weights: Any) -> Any:
     """See `DynamicEmbedding.preprocess`."""
     if ids.is_unequal(inputs):
         inputs, weights = ids.pad(inputs, weights)
@@ -200,26 +204,35 @@ def preprocess(inputs, weights):
     return inputs if weights is None else (inputs, weights)
 
 
-def set_tables(own, given):
-    """Replaces the rows of `own`, `{name: Table}`, by `given`; names and shapes are checked before anything changes."""
+def set_tables(own: dict[str, Table], given: dict) -> None:
+    """Replaces the rows of `own` by `given`. All is checked before anything changes.
+
+    Raises:
+        TypeError: If keys are no integers.
+        ValueError: If names or shapes are not those of the tables.
+        TableFullError: If there are more rows than `max_capacity`, and `check_mode` is `"raise"`.
+    """
     unknown = sorted(set(given) - set(own))
     if unknown:
         raise ValueError(f"`tables` must name tables of this layer, which has {sorted(own)}. Received: {unknown}")
-    contents = {}
-    for name, value in given.items():
-        table = own[name]
-        if table.vocabulary_size is None:
-            keys, rows = value
-        else:
-            rows = np.asarray(value)
-            keys = np.arange(len(rows))
-        rows = np.asarray(rows, "float32")
-        keys = np.asarray(keys)
-        wanted = (len(keys) if table.vocabulary_size is None else table.vocabulary_size, table.dim)
-        if rows.shape != wanted:
-            raise ValueError(f"Rows of table {name!r} must have the shape {wanted}. Received: shape {rows.shape}")
-        contents[name] = (keys, rows)
+    contents = {name: _contents_for(name, own[name], value) for name, value in given.items()}
+    for name, (keys, _) in contents.items():
+        own[name]._check_replacement(keys)
     for name, (keys, rows) in contents.items():
         own[name]._core.keep_rows()
         own[name].clear()
         own[name].assign(keys, rows)
+
+
+def _contents_for(name: str, table: Table, value: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Keys `(n,)` int64 and rows `(n, dim)` float32 of what `set_embedding_tables` is given for a table."""
+    if table.vocabulary_size is not None:
+        keys, rows = np.arange(table.vocabulary_size), np.asarray(value, "float32")
+    elif isinstance(value, tuple | list) and len(value) == 2:
+        keys, rows = as_keys(value[0]), np.asarray(value[1], "float32")
+    else:
+        raise ValueError(f"Table {name!r} is dynamic and takes `(keys, rows)`. Received: {type(value).__name__}")
+    wanted = (len(keys), table.dim)
+    if rows.shape != wanted:
+        raise ValueError(f"Rows of table {name!r} must have the shape {wanted}. Received: shape {rows.shape}")
+    return keys, rows
