@@ -4,8 +4,9 @@ Neither tower has a vocabulary: a row comes into being when its user or item is 
 batch serve as negatives. Then all items are ranked for each user, and recall@20 is compared with ranking by
 popularity. Last, a user nobody has heard of is scored, and no row comes of it.
 
-    python examples/two_tower.py --backend torch --data shared/data      # gowalla_{train,valid,test}.txt
-    python examples/two_tower.py --embedding keras                        # keras.layers.Embedding, for comparison
+    git clone https://github.com/geon0325/LightGCNpp
+    python examples/two_tower.py --backend torch --data LightGCNpp/data/gowalla
+    python examples/two_tower.py --data LightGCNpp/data/gowalla --embedding keras    # keras.layers.Embedding, for comparison
 
 Published on this split, recall@20: matrix factorisation with BPR loss 0.129, LightGCN 0.183.
 
@@ -17,20 +18,31 @@ import os
 import time
 from pathlib import Path
 
-SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
+SOURCE = (
+    "train.txt, test.txt and, if there is one, valid.txt, with lines `user item item ...`, with or without gowalla_ before their "
+    "names. They are in data/gowalla of "
+    "https://github.com/geon0325/LightGCNpp; NGCF's and LightGCN's own repositories have the same pairs, validation part and "
+    "training part in one train.txt"
+)
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=SHARED_DATA, help="folder of gowalla_{train,valid,test}.txt")
+    parser.add_argument("--data", type=Path, default=Path("data/gowalla"), help=f"folder of {SOURCE}")
     parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
     parser.add_argument("--embedding", choices=("sok", "keras"), default="sok")
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
-    if not (arguments.data / "gowalla_train.txt").exists():
-        parser.error(f"--data must name the folder of gowalla_train.txt: it is not in {arguments.data}")
+    for name in ("train.txt", "test.txt"):
+        if not part_of(arguments.data, name).exists():
+            parser.error(f"{name} is not in {arguments.data}. --data must name the folder of {SOURCE}")
     return arguments
+
+
+def part_of(folder, name):
+    plain = folder / name
+    return plain if plain.exists() else folder / f"gowalla_{name}"
 
 
 if __name__ == "__main__":
@@ -54,7 +66,7 @@ SEED = 1
 
 def main(arguments):
     users, items = training_pairs(arguments.data)
-    test_users, test_items = read_pairs(arguments.data / "gowalla_test.txt")
+    test_users, test_items = read_pairs(part_of(arguments.data, "test.txt"))
     num_items = 1 + int(max(items.max(), test_items.max()))
     popularity = np.bincount(items, minlength=num_items).astype(np.float32)
 
@@ -80,7 +92,8 @@ def main(arguments):
 
 def training_pairs(folder):
     """Returns users and items, int64 `(num_pairs,)`. As in the papers, the validation part is trained on too."""
-    parts = [read_pairs(folder / f"gowalla_{part}.txt") for part in ("train", "valid")]
+    files = (part_of(folder, name) for name in ("train.txt", "valid.txt"))
+    parts = [read_pairs(file) for file in files if file.exists()]
     users, items = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return users, items
 

@@ -70,9 +70,34 @@ def test_optimizer_updates_rows_as_dense_variables(name):
     assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(OPTIMIZERS[name]()), **FAST))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("name", OPTIMIZERS if BACKEND == "tensorflow" else ["sgd", "adam"])
 def test_fit_by_default_compile_equals_keras(name):
+    """On TensorFlow in a graph; the others ran so above, where `FAST` says nothing to them."""
     assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(OPTIMIZERS[name]()), epochs=2))
+
+
+def test_large_batch_that_is_shared_among_threads_equals_keras():
+    """150,000 ids of 64 floats: the core's threads work while the framework's own wait for the call, or run the next."""
+    hotness, num_samples, dim = 50, 3000, 64
+    random = np.random.default_rng(6)
+    rows = random.normal(size=(500, dim)).astype("float32")
+    ids = random.integers(0, len(rows), (2 * num_samples, hotness)).astype("int32")
+    targets = random.normal(size=(2 * num_samples, 2)).astype("float32")
+
+    def train(embedding, optimizer):
+        inputs = keras.Input((hotness,), dtype="int32")
+        model = keras.Model(inputs, dense_layer()(layers.Flatten()(embedding(inputs))))
+        model.compile(optimizer, "mse")
+        model.fit(ids, targets, batch_size=num_samples, epochs=2, shuffle=False, verbose=0)
+        return model, rows_of(embedding, rows)
+
+    ours, our_rows = train(our_embedding(rows), sok.OptimizerWrapper(optimizers.SGD(0.1)))
+    theirs, their_rows = train(reference_embedding(rows), optimizers.SGD(0.1))
+    assert table_of(ours).stats().native_calls == 4 * 4  # of four steps
+    assert np.abs(our_rows - rows).max() > 0.01
+    assert_close(our_rows, their_rows)
+    for mine, reference in zip(ours.layers[-1].weights, theirs.layers[-1].weights, strict=True):
+        assert_close(mine, reference)
 
 
 def test_two_calls_with_equal_ids_and_gradients_count_twice():

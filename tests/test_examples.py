@@ -1,6 +1,5 @@
 """The examples read, make, train and measure what they say. Each trains in a process of its own: a backend is for life."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,8 +17,6 @@ EMBEDDINGS = ("sok", "keras")
 
 sys.path.insert(0, str(EXAMPLES))
 import criteo  # noqa: E402
-
-needs_package = pytest.mark.skipif(importlib.util.find_spec("sok_keras") is None, reason="sok_keras is not installed")
 
 
 def run_example(name, *flags, folder, timeout=600):
@@ -39,10 +36,6 @@ def shared_file(name):
     if not path.exists():
         pytest.skip(f"{path} is not there")
     return path
-
-
-def embeddings():
-    return [pytest.param("sok", marks=needs_package), "keras"]
 
 
 # ---- criteo.read ----------------------------------------------------------------------------------------------------
@@ -221,7 +214,7 @@ def test_make_runs_from_the_command_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("embedding", embeddings())
+@pytest.mark.parametrize("embedding", EMBEDDINGS)
 def test_deepfm_learns(tmp_path, made, embedding):
     flags = ["--data", made[0], "--tower", "2x32", "--batch-size", 128, "--embedding", embedding]
     printed = run_example("criteo_deepfm.py", *flags, folder=tmp_path)
@@ -231,20 +224,28 @@ def test_deepfm_learns(tmp_path, made, embedding):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@needs_package
 def test_deepfm_is_as_good_as_with_counted_ids(tmp_path):
+    """Smaller than the demo, to save time: in Keras' layer every step moves every row. Measured there: 0.7946 and 0.7936."""
     path = tmp_path / "data.tsv"
-    best = criteo.make(path, 200_000)["best_auc"]
-    flags = ["--data", path, "--tower", "2x64", "--batch-size", 256]
+    criteo.make(path, 200_000)
+    flags = ["--data", path, "--tower", "2x64"]
     runs = {name: run_example("criteo_deepfm.py", *flags, "--embedding", name, folder=tmp_path) for name in EMBEDDINGS}
     reached = {name: number_after("held-out AUC:", printed) for name, printed in runs.items()}
-    assert reached["sok"] > reached["keras"] - 0.005, reached
-    assert reached["sok"] > best - 0.02, reached
+    assert abs(reached["sok"] - reached["keras"]) <= 0.003, reached
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("embedding", embeddings())
+def test_demo_comes_within_reach_of_the_best(tmp_path):
+    """As `make demo` runs it. The smaller model above stays 0.013 away, also with Keras' layer: rare ids come too seldom there."""
+    printed = run_example("criteo_deepfm.py", folder=tmp_path)
+    assert number_after("held-out AUC:", printed) >= number_after("best possible:", printed) - 0.01
+    assert "predicts the same" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("embedding", EMBEDDINGS)
 def test_deepfm_runs_on_real_lines(tmp_path, embedding):
     path = shared_file("criteo_terabyte_1000.tsv")
     flags = ["--data", path, "--tower", "2x16", "--batch-size", 64, "--embedding", embedding]
@@ -252,14 +253,44 @@ def test_deepfm_runs_on_real_lines(tmp_path, embedding):
     assert "held-out AUC:" in printed and "best possible" not in printed
 
 
+def write_pairs(path, items_of_users):
+    path.write_text("".join(f"{user} {' '.join(map(str, items))}\n" for user, items in enumerate(items_of_users)))
+
+
+@pytest.fixture
+def checkins(tmp_path):
+    """A folder as Gowalla's, made: ten towns of 20 items each; a user goes to 12 of one town, 4 of them in the test part."""
+    rng = np.random.default_rng(0)
+    visited = [rng.permutation(20)[:12] + 20 * rng.integers(10) for _ in range(1000)]
+    write_pairs(tmp_path / "train.txt", [items[:8] for items in visited])
+    write_pairs(tmp_path / "test.txt", [items[8:] for items in visited])
+    return tmp_path
+
+
+def assert_beats_popularity(printed, times, embedding="sok"):
+    reached, popular = (number_after(f"recall@20 of {way}:", printed) for way in ("two towers", "popularity"))
+    assert reached > times * popular, printed
+    assert ("unknown user" in printed) == (embedding == "sok")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("embedding", EMBEDDINGS)
+def test_two_tower_beats_popularity(checkins, embedding):
+    flags = ["--data", checkins, "--batch-size", 128, "--embedding", embedding]
+    assert_beats_popularity(run_example("two_tower.py", *flags, folder=checkins), 3, embedding)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("embedding", embeddings())
-def test_two_tower_beats_popularity(tmp_path, embedding):
-    shared_file("gowalla_train.txt")
-    if embedding == "keras" and BACKEND != "tensorflow":
-        pytest.skip("keras.layers.Embedding has dense gradients there: minutes an epoch")
-    flags = ["--data", SHARED_DATA, "--epochs", 1, "--embedding", embedding]
-    printed = run_example("two_tower.py", *flags, folder=tmp_path)
-    assert number_after("recall@20 of two towers:", printed) > 1.3 * number_after("recall@20 of popularity:", printed)
-    assert ("unknown user" in printed) == (embedding == "sok")
+def test_two_tower_beats_popularity_on_real_check_ins(tmp_path):
+    data = shared_file("gowalla_train.txt").parent
+    assert_beats_popularity(run_example("two_tower.py", "--data", data, "--epochs", 1, folder=tmp_path), 1.3)
+
+
+def test_two_tower_says_where_its_data_come_from(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "two_tower.py"), "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = " ".join(done.stderr.split())
+    assert (
+        done.returncode == 2 and f"train.txt is not in {tmp_path}" in told and "github.com/geon0325/LightGCNpp" in told
+    )

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 
 import keras
 import numpy as np
@@ -235,10 +236,12 @@ def trained_digest(num_keys, num_bags):
 def threads(request):
     sok.backend.native.set_num_threads(request.param)
     yield
-    sok.backend.native.set_num_threads(2)
+    # As the core does by itself.
+    default = os.environ.get("SOK_NUM_THREADS") or len(os.sched_getaffinity(0))
+    sok.backend.native.set_num_threads(int(default))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7], indirect=True)
+@pytest.mark.parametrize("threads", [1, 2, 3, 7], indirect=True)
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_gradients_give_the_same_bits_on_every_backend_and_number_of_threads(size, threads):
     assert trained_digest(*SIZES[size]) == DIGESTS[size]

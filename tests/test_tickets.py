@@ -201,8 +201,8 @@ def models_on_one_layer(embedding, wrap):
 def test_two_models_on_one_table_update_in_the_order_of_their_passes():
     def train(embedding, wrap):
         models, optimizers, found = models_on_one_layer(embedding, wrap)
-        for model, optimizer, gradients in zip(models, optimizers, found, strict=True):
-            apply_gradients(optimizer, gradients, model.trainable_variables)
+        for model, optimizer, mine in zip(models, optimizers, found, strict=True):
+            apply_gradients(optimizer, mine, model.trainable_variables)
         return models[1]
 
     assert_trains_alike(train)

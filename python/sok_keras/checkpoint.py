@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -12,6 +13,10 @@ from keras import ops
 from sok_keras.backend import native
 from sok_keras.layers.base import TableLayer
 from sok_keras.table import Table
+
+Path: TypeAlias = str | os.PathLike[str]
+# A model is a layer to Keras; in a list it is refused.
+Source: TypeAlias = keras.layers.Layer | Table | Sequence[keras.layers.Layer | Table]
 
 # Names of element types in safetensors.
 _DTYPES = {
@@ -33,13 +38,13 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class TableEntry:
-    """A table in a dump."""
+    """A table in a dump: `name` as `Table.name` gave it, `states` and `optimizer` by name; None: it had none."""
 
     name: str
     dim: int
     vocabulary_size: int | None
     num_rows: int
-    states: tuple
+    states: tuple[str, ...]
     optimizer: str | None
 
 
@@ -52,20 +57,21 @@ class Manifest:
     version: int
     created: str
     step: int
-    tables: tuple
-    arrays: tuple
+    tables: tuple[TableEntry, ...]
+    arrays: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What came in: rows by table (its name in the dump), and whether a model's variables did."""
+    """What came in: the number of rows of each table, by its name in the dump (`"layer/table"` of a `DistributedEmbedding`), and
+    whether a model's variables did."""
 
     step: int
-    tables: dict
+    tables: dict[str, int]
     variables: bool
 
 
-def dump(path, source, *, tables=None, overwrite=True):
+def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, overwrite: bool = True) -> Manifest:
     """Writes a dump to the directory `path`.
 
     A dump of a `Model` also holds its variables and its optimizer's, so that training goes on from it as if it had never
@@ -74,14 +80,16 @@ def dump(path, source, *, tables=None, overwrite=True):
     Args:
         path: A directory; made if need be.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables.
-        tables: Names of the tables to write; None: all.
+        tables: Names of the tables to write, as `Table.name` gives them: that of a `DynamicEmbedding` is the layer's, those of a
+            `DistributedEmbedding` are `"layer/table"`. None: all.
         overwrite: Whether a dump that is there is replaced.
 
     Returns:
         The `Manifest`.
 
     Raises:
-        ValueError: If `source` has no tables, `tables` names others, or a dump is there and `overwrite` is False.
+        ValueError: If `source` has no tables, two of one name, or a model in a list; if `tables` names others; or if a dump is
+            there and `overwrite` is False.
         OSError: If it cannot be written (a full disk, say); an old dump is as it was.
     """
     chosen = _choose(_tables_of(source), tables)
@@ -96,17 +104,19 @@ def dump(path, source, *, tables=None, overwrite=True):
     return _manifest(path, json.loads(text))
 
 
-def load(path, source, *, tables=None, mode="replace", states=True):
+def load(
+    path: Path, source: Source, *, tables: Sequence[str] | None = None, mode: str = "replace", states: bool = True
+) -> LoadReport:
     """Reads a dump into the tables of `source`. All of it is verified before anything changes.
 
     A dump of a model, loaded into a model, brings the dense variables and the optimizer's too; before the first step as well as
-    after it. Tables are matched by name, or by their order where there are as many under other names (a second model in a process
+    after it. Tables are matched by name; by their order where the dump has as many, all under other names (a second model in a process
     has layers of other names). Any backend reads what any other wrote.
 
     Args:
         path: The dump's directory.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables.
-        tables: Names of the tables to read into; None: all.
+        tables: Names of the tables of `source` to read into, as for `dump`; None: all.
         mode: `"replace"`: the tables hold what the dump holds; `"merge"`: rows of the dump overwrite or join those that are
             there.
         states: Whether optimizer states come along; without, they start anew.
@@ -116,14 +126,15 @@ def load(path, source, *, tables=None, mode="replace", states=True):
 
     Raises:
         CorruptDumpError: If a byte is not as it was written; names the file.
-        DumpMismatchError: If a dim, dtype, vocabulary or optimizer differs.
+        DumpMismatchError: If a dim, dtype, vocabulary or optimizer differs, or if the dump has some of the tables but not all.
         FileNotFoundError: If there is no dump.
+        ValueError: As for `dump`, or of an unknown `mode`.
     """
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
-    manifest = read_manifest(path)
     chosen = _choose(_tables_of(source), tables)
-    names = _match(manifest, chosen, path)
+    manifest = read_manifest(path)
+    names = _match(manifest, chosen)
     _wait_for_steps(source, chosen)
     variables = _read_variables(path, source) if isinstance(source, keras.Model) and manifest.arrays else None
     text = native.load(os.fspath(path), names, [table._native for table in chosen], mode == "merge", states)
@@ -136,7 +147,7 @@ def load(path, source, *, tables=None, mode="replace", states=True):
     return LoadReport(report["step"], rows, variables is not None)
 
 
-def read_manifest(path):
+def read_manifest(path: Path) -> Manifest:
     """The `Manifest` of the dump at `path`.
 
     Raises:
@@ -146,11 +157,12 @@ def read_manifest(path):
     return _manifest(path, json.loads(native.read_manifest(os.fspath(path))))
 
 
-def verify(path):
+def verify(path: Path) -> None:
     """Reads every byte of a dump.
 
     Raises:
         CorruptDumpError: If one is not as it was written; names file and block.
+        FileNotFoundError: If there is no dump.
     """
     native.verify(os.fspath(path))
 
@@ -181,9 +193,14 @@ def _layers_of(layer):
 
 
 def _tables_of(source):
-    parts = source if isinstance(source, list | tuple) else [source]
+    is_list = isinstance(source, list | tuple)
     found = []
-    for part in parts:
+    for part in source if is_list else [source]:
+        if is_list and isinstance(part, keras.Model):
+            raise ValueError(
+                "A model must be `source` itself, not one of a list: its dense variables and its optimizer's would be left out. "
+                f"Pass `model`, or `model.layers` for the tables alone. Received: {part!r} in a list"
+            )
         if isinstance(part, Table):
             found.append(part)
         elif isinstance(part, keras.layers.Layer):
@@ -193,6 +210,10 @@ def _tables_of(source):
     found = list(dict.fromkeys(found))
     if not found:
         raise ValueError("`source` has no embedding tables of sok_keras")
+    names = [table.name for table in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Each table of `source` must have a name of its own. Received: more than one named {twice}")
     return found
 
 
@@ -206,12 +227,12 @@ def _choose(found, names):
     return [known[name] for name in names]
 
 
-def _match(manifest, chosen, path):
+def _match(manifest, chosen):
     """The name in the dump of each table."""
     stored = [entry.name for entry in manifest.tables]
     names = [table.name for table in chosen]
-    if len(stored) != len(names) or sorted(stored) == sorted(names):
-        return names  # one that is missing is the core's to report
+    if len(stored) != len(names) or set(stored) & set(names):
+        return names  # one that is missing is the core's to report: by its place it could get the rows of another
     return stored  # layers that Keras named, in another process or a second time
 
 
