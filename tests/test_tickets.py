@@ -268,7 +268,7 @@ def test_refused_apply_of_two_layers_moves_neither():
     with raises(sok.SokError, "bound to another optimizer", layers[1].get_table()):
         apply_gradients(both, [gradient for layer in layers for gradient in pushed(layer)], variables)
     if keras.backend.backend() == "jax":  # it is told by each of its layers
-        with raises(sok.SokError, "bound to another optimizer"):
+        with pytest.raises(sok.SokError, match="bound to another optimizer"):
             layers[0].get_table().synchronize()
     for layer, rows in zip(layers, before, strict=True):
         np.testing.assert_array_equal(rows_in(layer), rows)
