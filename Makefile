@@ -18,8 +18,10 @@ demo: $(VENV)/$(BACKEND).done ## train a DeepFM on Criteo-shaped data, dump it, 
 
 test: test-rust test-python ## all tests, on the three backends
 
-test-rust: ## the core's tests
-	cargo test --workspace --exclude sok-python
+# NVRTC compiles kernels on a machine without a GPU too.
+test-rust: $(VENV)/nvrtc.done ## the tests of the Rust crates; every GPU kernel is compiled
+	SOK_NVRTC=$$(ls $(abspath $(VENV))/lib/python3*/site-packages/nvidia/*/lib/libnvrtc.so.* | head -1) \
+	  cargo test --workspace --exclude sok-python
 
 test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## the package's tests, on the three backends
 	for backend in $(BACKENDS); do \
@@ -69,6 +71,10 @@ $(VENV)/package.done: $(BIN)/maturin $(NATIVE_SOURCES)
 
 $(BACKENDS:%=$(VENV)/%.done): $(VENV)/%.done: $(VENV)/package.done
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q --extras $*
+	touch $@
+
+$(VENV)/nvrtc.done: $(BIN)/maturin
+	$(BIN)/pip install -q nvidia-cuda-nvrtc
 	touch $@
 
 $(VENV)/tools.done: $(VENV)/package.done

@@ -47,6 +47,10 @@ pub enum Error {
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: Arc<std::io::Error> },
 
+    /// No GPU, none that may be used, or what it needs is not there.
+    #[error("{0}")]
+    Device(String),
+
     #[error("cannot get {bytes} bytes of memory for {what}: {source}")]
     Memory { bytes: usize, what: &'static str, source: Arc<std::io::Error> },
 }

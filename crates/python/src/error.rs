@@ -54,6 +54,7 @@ pub fn to_python(error: Error) -> PyErr {
             Some(code) => PyOSError::new_err((code, text)),
             None => PyOSError::new_err(text),
         },
+        Error::Device(_) => DeviceError::new_err(text),
         Error::Memory { .. } => PyMemoryError::new_err(text),
         _ => SokError::new_err(text),
     }

@@ -1,0 +1,159 @@
+// Stable radix sort of pairs of 32-bit words, from the lowest digit up: a count of all digits, then one launch a digit in which
+// blocks learn from those before them where their pairs go ("onesweep": A. Adinets and D. Merrill, 2022).
+#include "types.cuh"
+
+constexpr u32 DIGIT_BITS = 9;
+constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, ITEMS = 12, TILE = THREADS * ITEMS, WARPS = THREADS / WARP;
+// Of what a block tells the later ones of a digit: nothing yet, how many it has, how many all up to it have.
+constexpr u32 COUNT = 1u << 30, TOTAL = 2u << 30, VALUE = COUNT - 1;
+
+// Counts and starts of the digits of a sort, and what blocks tell each other.
+struct SortState {
+  // Blocks of `count_digits` that are done; the next tile of each pass.
+  u32 done, next[4];
+  u32 pad[27];
+  // By pass and digit: how many, then where they start.
+  u32 starts[4][DIGITS];
+};
+
+__device__ __forceinline__ u32 digit_of(u32 key, u32 pass) { return key >> pass * DIGIT_BITS & (DIGITS - 1); }
+
+// Inclusive sum over a block of one number a thread.
+__device__ __forceinline__ u32 block_sum(u32 x, u32* of_warps) {
+  const u32 warp = threadIdx.x / WARP;
+  for (u32 by = 1; by < WARP; by *= 2) {
+    const u32 y = __shfl_up_sync(ALL, x, by);
+    if (lane() >= by) x += y;
+  }
+  if (lane() == WARP - 1) of_warps[warp] = x;
+  __syncthreads();
+  u32 before = 0;
+  for (u32 w = 0; w < warp; ++w) before += of_warps[w];
+  __syncthreads();
+  return before + x;
+}
+
+// `state` is zeros but for what blocks tell each other, which this clears: `told`, by pass, tile and digit. The last block to end
+// turns counts into starts.
+template <u32 PASSES> __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ keys, u32 n, SortState* state, u32* told) {
+  __shared__ u32 counts[PASSES][DIGITS];
+  __shared__ u32 of_warps[WARPS];
+  __shared__ bool is_last;
+  for (u32 i = threadIdx.x; i < PASSES * DIGITS; i += THREADS) (&counts[0][0])[i] = 0;
+  __syncthreads();
+  const u32 tiles = (n + TILE - 1) / TILE, stride = gridDim.x * THREADS;
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+    const u32 key = keys[i];
+#pragma unroll
+    for (u32 pass = 0; pass < PASSES; ++pass) atomicAdd(&counts[pass][digit_of(key, pass)], 1);
+  }
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < PASSES * tiles * DIGITS; i += stride) told[i] = 0;
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < PASSES * DIGITS; i += THREADS)
+    if (const u32 count = (&counts[0][0])[i]) atomicAdd(&(&state->starts[0][0])[i], count);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&state->done, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (u32 pass = 0; pass < PASSES; ++pass) {
+    u32 before = 0;
+    for (u32 first = 0; first < DIGITS; first += THREADS) {
+      const u32 digit = first + threadIdx.x;
+      const u32 count = digit < DIGITS ? load_shared(&state->starts[pass][digit]) : 0;
+      const u32 sum = block_sum(count, of_warps);
+      if (digit < DIGITS) state->starts[pass][digit] = before + sum - count;
+      before += __shfl_sync(ALL, sum, WARP - 1);
+      static_assert(DIGITS <= THREADS, "one round");
+    }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) sort_pass(const u32* __restrict__ keys, const u32* __restrict__ values, u32* __restrict__ sorted_keys, u32* __restrict__ sorted_values, u32 n,
+                                                     SortState* state, u32* told, u32 pass) {
+  // Counts by warp and digit; then, in the same memory, the tile in its new order.
+  __shared__ union {
+    u32 counts[WARPS][DIGITS];
+    u32 tile[TILE];
+  } shared;
+  __shared__ u32 starts[DIGITS];
+  __shared__ u32 of_warps[WARPS];
+  __shared__ u32 number;
+  const u32 warp = threadIdx.x / WARP, thread = threadIdx.x;
+  // Tiles are taken in order, so that those before it are at work already.
+  if (thread == 0) number = atomicAdd(&state->next[pass], 1);
+  for (u32 i = thread; i < WARPS * DIGITS; i += THREADS) (&shared.counts[0][0])[i] = 0;
+  __syncthreads();
+  const u32 first = number * TILE, begin = first + warp * WARP * ITEMS + lane();
+  const u32 size = min(TILE, n - first);
+  u32 key[ITEMS], place[ITEMS];
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) key[k] = begin + k * WARP < n ? keys[begin + k * WARP] : ALL;
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 digit = digit_of(key[k], pass);
+    u32 peers = ALL;
+#pragma unroll
+    for (u32 bit = 0; bit < DIGIT_BITS; ++bit) {
+      const u32 ones = __ballot_sync(ALL, digit >> bit & 1);
+      peers &= digit >> bit & 1 ? ones : ~ones;
+    }
+    const u32 before = shared.counts[warp][digit];
+    __syncwarp();
+    if ((peers & lanes_below()) == 0) shared.counts[warp][digit] = before + __popc(peers);
+    __syncwarp();
+    place[k] = before + __popc(peers & lanes_below());
+  }
+  __syncthreads();
+  // A thread a digit.
+  u32 count = 0;
+  if (thread < DIGITS) {
+    for (u32 w = 0; w < WARPS; ++w) {
+      const u32 of_warp = shared.counts[w][thread];
+      shared.counts[w][thread] = count;
+      count += of_warp;
+    }
+    told += (u64)pass * ((n + TILE - 1) / TILE) * DIGITS + thread;
+    store_shared(told + (u64)number * DIGITS, (number ? COUNT : TOTAL) | count);
+  }
+  const u32 start = block_sum(count, of_warps) - count;
+  if (thread < DIGITS) {
+    u32 before = 0;
+    for (u32 tile = number; tile > 0;) {
+      const u32 said = load_shared(told + (u64)(tile - 1) * DIGITS);
+      if (!(said & ~VALUE)) continue;
+      before += said & VALUE;
+      if (said & TOTAL) break;
+      --tile;
+    }
+    if (number) store_shared(told + (u64)number * DIGITS, TOTAL | (before + count));
+    // Where the tile's pairs of this digit go, less where they lie in the tile.
+    starts[thread] = state->starts[pass][thread] + before - start;
+    for (u32 w = 0; w < WARPS; ++w) shared.counts[w][thread] += start;
+  }
+  __syncthreads();
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) place[k] += shared.counts[warp][digit_of(key[k], pass)];
+  __syncthreads();
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
+  __syncthreads();
+  u32 to[ITEMS];
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 at = k * THREADS + thread, moved = shared.tile[at];
+    to[k] = starts[digit_of(moved, pass)] + at;
+    if (at < size) sorted_keys[to[k]] = moved;
+    key[k] = begin + k * WARP < n ? values[begin + k * WARP] : 0;
+  }
+  __syncthreads();
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
+  __syncthreads();
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 at = k * THREADS + thread;
+    if (at < size) sorted_values[to[k]] = shared.tile[at];
+  }
+}

@@ -1,0 +1,22 @@
+//! The kernels' sources, embedded.
+
+use crate::nvrtc::Source;
+
+const HEADERS: &[(&str, &str)] = &[
+    ("types.cuh", include_str!("../kernels/types.cuh")),
+    ("math.cuh", include_str!("../kernels/math.cuh")),
+    ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
+    ("index.cuh", include_str!("../kernels/index.cuh")),
+    ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
+    ("records.cuh", include_str!("../kernels/records.cuh")),
+    ("step.cuh", include_str!("../kernels/step.cuh")),
+];
+
+pub const TABLE: Source =
+    Source { name: "table.cu", text: include_str!("../kernels/table.cu"), headers: HEADERS };
+pub const SORT: Source =
+    Source { name: "sort.cu", text: include_str!("../kernels/sort.cu"), headers: HEADERS };
+pub const FORWARD: Source =
+    Source { name: "forward.cu", text: include_str!("../kernels/forward.cu"), headers: HEADERS };
+pub const BACKWARD: Source =
+    Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers: HEADERS };

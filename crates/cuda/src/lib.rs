@@ -1,0 +1,9 @@
+//! Embedding tables on NVIDIA GPUs. Kernels are compiled at run time for the very device; nothing here needs CUDA to build.
+#![deny(unsafe_code)]
+
+mod cache;
+pub mod device;
+pub mod kernels;
+pub mod layout;
+pub mod memory;
+pub mod nvrtc;

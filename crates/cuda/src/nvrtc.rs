@@ -1,0 +1,201 @@
+//! NVRTC, the compiler of kernels, found and loaded at run time: what is loaded already, then `SOK_NVRTC`, then what the caller
+//! knows of (a Python package's folder, say), then the system's.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::PathBuf;
+use std::ptr::{null, null_mut};
+
+use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
+use sok_core::error::{Error, Result};
+
+/// `RTLD_NOLOAD` of Linux: only if it is loaded already.
+const ONLY_IF_LOADED: c_int = 4;
+const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+
+type Program = *mut std::ffi::c_void;
+
+pub struct Nvrtc {
+    create: unsafe extern "C" fn(
+        *mut Program,
+        *const c_char,
+        *const c_char,
+        c_int,
+        *const *const c_char,
+        *const *const c_char,
+    ) -> c_int,
+    destroy: unsafe extern "C" fn(*mut Program) -> c_int,
+    add_name: unsafe extern "C" fn(Program, *const c_char) -> c_int,
+    compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int,
+    log_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+    log: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    lowered_name: unsafe extern "C" fn(Program, *const c_char, *mut *const c_char) -> c_int,
+    cubin_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+    cubin: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    pub version: (i32, i32),
+    _library: Library,
+}
+
+/// A kernel source and the files that it includes.
+pub struct Source {
+    pub name: &'static str,
+    pub text: &'static str,
+    /// Name and text.
+    pub headers: &'static [(&'static str, &'static str)],
+}
+
+/// Machine code for one kind of device.
+#[derive(Debug)]
+pub struct Cubin {
+    pub code: Vec<u8>,
+    /// By name asked for: the symbol in the code.
+    pub symbols: Vec<String>,
+}
+
+impl Nvrtc {
+    /// `known`: where the library may be.
+    ///
+    /// # Errors
+    /// [`Error::Device`] that says what was tried.
+    pub fn load(known: &[PathBuf]) -> Result<Nvrtc> {
+        let chosen = std::env::var_os("SOK_NVRTC").map(PathBuf::from);
+        let loaded = NAMES.iter().map(|name| (PathBuf::from(name), RTLD_LAZY | RTLD_LOCAL | ONLY_IF_LOADED));
+        let named = chosen.iter().chain(known).cloned().chain(NAMES.iter().map(PathBuf::from));
+        let mut tried = Vec::new();
+        for (path, flags) in loaded.chain(named.map(|path| (path, RTLD_LAZY | RTLD_LOCAL))) {
+            // SAFETY: NVRTC's initialisers only set up its own state.
+            match unsafe { Library::open(Some(&path), flags) } {
+                Ok(library) => return Nvrtc::bind(library),
+                Err(_) => tried.push(path.display().to_string()),
+            }
+        }
+        tried.dedup();
+        Err(Error::Device(format!(
+            "NVRTC, which compiles the GPU's kernels, was not found. Tried {}. Install the extra `cuda12` or `cuda13`, or set \
+             SOK_NVRTC to the path of libnvrtc.so",
+            tried.join(", ")
+        )))
+    }
+
+    fn bind(library: Library) -> Result<Nvrtc> {
+        fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
+            // SAFETY: the caller asks for a function of this name by its type in nvrtc.h.
+            let found = unsafe { library.get::<T>(name.as_bytes()) };
+            found.map(|s| *s).map_err(|e| Error::Device(format!("NVRTC has no {name}: {e}")))
+        }
+        let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int =
+            symbol(&library, "nvrtcVersion")?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: two integers to write to.
+        unsafe { version(&mut major, &mut minor) };
+        Ok(Nvrtc {
+            create: symbol(&library, "nvrtcCreateProgram")?,
+            destroy: symbol(&library, "nvrtcDestroyProgram")?,
+            add_name: symbol(&library, "nvrtcAddNameExpression")?,
+            compile: symbol(&library, "nvrtcCompileProgram")?,
+            log_size: symbol(&library, "nvrtcGetProgramLogSize")?,
+            log: symbol(&library, "nvrtcGetProgramLog")?,
+            lowered_name: symbol(&library, "nvrtcGetLoweredName")?,
+            cubin_size: symbol(&library, "nvrtcGetCUBINSize")?,
+            cubin: symbol(&library, "nvrtcGetCUBIN")?,
+            error_string: symbol(&library, "nvrtcGetErrorString")?,
+            version: (major, minor),
+            _library: library,
+        })
+    }
+
+    /// Compiles the kernels of a source that `names` name, templates with their arguments, for compute capability `arch` (90 for 9.0).
+    /// Products and sums are never contracted: rows are the same bits as the host's.
+    ///
+    /// # Errors
+    /// [`Error::Device`] with the compiler's log.
+    pub fn compile(&self, source: &Source, arch: u32, names: &[String]) -> Result<Cubin> {
+        let c_string = |text: &str| CString::new(text).expect("sources and names have no zero byte");
+        let (text, name) = (c_string(source.text), c_string(source.name));
+        let headers: Vec<_> = source.headers.iter().map(|(n, t)| (c_string(n), c_string(t))).collect();
+        let header_names: Vec<_> = headers.iter().map(|(n, _)| n.as_ptr()).collect();
+        let header_texts: Vec<_> = headers.iter().map(|(_, t)| t.as_ptr()).collect();
+        let options = [
+            format!("--gpu-architecture=sm_{arch}"),
+            "--std=c++17".into(),
+            "--fmad=false".into(),
+            "--extra-device-vectorization".into(),
+        ];
+        let options: Vec<_> = options.iter().map(|o| c_string(o)).collect();
+        let option_pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
+        let names: Vec<_> = names.iter().map(|n| c_string(n)).collect();
+
+        let mut program = null_mut();
+        let count = headers.len() as c_int;
+        // SAFETY: texts that end in zero, as many as said, alive until the program is destroyed.
+        let created = unsafe {
+            (self.create)(
+                &mut program,
+                text.as_ptr(),
+                name.as_ptr(),
+                count,
+                header_texts.as_ptr(),
+                header_names.as_ptr(),
+            )
+        };
+        self.check(created, source, "")?;
+        let result = (|| {
+            for name in &names {
+                // SAFETY: a program that lives, a text that ends in zero.
+                self.check(unsafe { (self.add_name)(program, name.as_ptr()) }, source, "")?;
+            }
+            // SAFETY: as above.
+            let compiled =
+                unsafe { (self.compile)(program, options.len() as c_int, option_pointers.as_ptr()) };
+            self.check(compiled, source, &self.read_log(program))?;
+            let symbols = names.iter().map(|name| {
+                let mut symbol = null();
+                // SAFETY: the name was added before; what comes back lives as long as the program.
+                unsafe {
+                    self.check((self.lowered_name)(program, name.as_ptr(), &mut symbol), source, "")?;
+                    Ok(CStr::from_ptr(symbol).to_string_lossy().into_owned())
+                }
+            });
+            let symbols = symbols.collect::<Result<Vec<_>>>()?;
+            let mut size = 0;
+            // SAFETY: a compiled program; the buffer is as large as it says.
+            let code = unsafe {
+                self.check((self.cubin_size)(program, &mut size), source, "")?;
+                let mut code = vec![0u8; size];
+                self.check((self.cubin)(program, code.as_mut_ptr().cast()), source, "")?;
+                code
+            };
+            Ok(Cubin { code, symbols })
+        })();
+        // SAFETY: made above, not used again.
+        unsafe { (self.destroy)(&mut program) };
+        result
+    }
+
+    fn read_log(&self, program: Program) -> String {
+        let mut size = 0;
+        // SAFETY: a program that lives; the buffer is as large as it says.
+        unsafe {
+            if (self.log_size)(program, &mut size) != 0 || size == 0 {
+                return String::new();
+            }
+            let mut log = vec![0u8; size];
+            (self.log)(program, log.as_mut_ptr().cast());
+            String::from_utf8_lossy(&log[..size - 1]).into_owned()
+        }
+    }
+
+    fn check(&self, code: c_int, source: &Source, log: &str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: a static text for any code.
+        let what = unsafe { CStr::from_ptr((self.error_string)(code)) }.to_string_lossy();
+        Err(Error::Device(format!(
+            "NVRTC {}.{} on {}: {what}\n{log}",
+            self.version.0, self.version.1, source.name
+        )))
+    }
+}
