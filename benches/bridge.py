@@ -4,10 +4,8 @@
 
 The layer and `OptimizerWrapper(Adam)`, without a model: TensorFlow in a `tf.function`, JAX jitted, PyTorch eager; one-hot, dim 64,
 the batches of step.py. Its gradients are held (TensorFlow, PyTorch) or merged (JAX), and so are those of the native step beside
-it. Page faults tell what fresh output buffers cost: the native step writes into the same ones again. Where glibc's malloc may keep
-what is freed there are none:
-
-    GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=2147483647:glibc.malloc.top_pad=67108864
+it. Page faults tell what fresh output buffers cost: the native step writes into the same ones again. With
+`SOK_KEEP_FREED_MEMORY=0` it is seen what they cost where glibc gives memory back after each step.
 """
 
 import resource

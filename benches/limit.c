@@ -170,23 +170,22 @@ int main(int argc, char **argv) {
   for (size_t i = 0; i < samples; i++) gradient[i] = 1e-4f * ((int)(i % 89) - 44), output[i] = 0;
   pthread_t workers[MAX_THREADS];
   for (long t = 0; t < threads; t++) pthread_create(&workers[t], 0, worker, (void *)t);
-  const char *cases[] = {"onehot", "bag8"}, *modes[] = {"fwd", "sgd", "adam"};
+  const char *modes[] = {"fwd", "sgd", "adam"};
+  char name[16], wanted[8];
   double *times = malloc(runs * sizeof *times);
-  for (int c = 0; c < 2; c++) {
-    bag = c ? MAX_BAG : 1;
+  while (scanf("%15s %d %7s", name, &dim, wanted) == 3) {
+    bag = strcmp(name, "onehot") ? MAX_BAG : 1;
+    for (mode = FWD; strcmp(modes[mode], wanted); mode++) if (mode == ADAM) return 2;
     int64_t *batches[BATCHES];
-    for (int b = 0; b < BATCHES; b++) batches[b] = load(argv[1], cases[c], b, BATCH * FEATURES * bag);
-    for (dim = 16; dim <= 64; dim += 48)
-      for (mode = FWD; mode <= ADAM; mode++) {
-        for (int r = -BATCHES; r < runs; r++) {
-          ids = batches[(r + BATCHES) % BATCHES];
-          double begin = now();
-          pthread_barrier_wait(&start), pthread_barrier_wait(&end);
-          if (r >= 0) times[r] = now() - begin;
-        }
-        qsort(times, runs, sizeof *times, ascending);
-        printf("%s %d %s %.3f\n", cases[c], dim, modes[mode], times[runs / 2] * 1e3), fflush(stdout);
-      }
+    for (int b = 0; b < BATCHES; b++) batches[b] = load(argv[1], name, b, BATCH * FEATURES * bag);
+    for (int r = -BATCHES; r < runs; r++) {
+      ids = batches[(r + BATCHES) % BATCHES];
+      double begin = now();
+      pthread_barrier_wait(&start), pthread_barrier_wait(&end);
+      if (r >= 0) times[r] = now() - begin;
+    }
+    qsort(times, runs, sizeof *times, ascending);
+    printf("%.3f\n", times[runs / 2] * 1e3), fflush(stdout);
     for (int b = 0; b < BATCHES; b++) free(batches[b]);
   }
   quit = 1;

@@ -9,8 +9,8 @@ apply, "merged": they are merged at push. The two programs take turns, so that b
 over rounds of ours / limit.
 """
 
+import itertools
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -20,56 +20,54 @@ from native_step import criteo_step, native
 
 
 def main():
-    arguments = work.parser(__doc__, runs=7).parse_args()
+    arguments = work.parser(__doc__, rounds=5, runs=7).parse_args()
     native.set_num_threads(arguments.threads)
-    rounds = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = build_limit(folder)
         for case in work.BAGS:
             for number, batch in enumerate(work.batches(case)):
                 batch.tofile(folder / f"{case}_{number}.i64")
-        for number in range(arguments.rounds):
-            rounds.append((limit_times(program, folder, arguments), our_times(arguments.runs)))
-            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+        with Limit(folder, arguments) as limit:
+            cases = itertools.product(work.BAGS, (16, 64), ("fwd", "sgd", "adam"))
+            rows = [row for case in cases for row in rows_of(*case, limit, arguments)]
     columns = ["case", "dim", "step", "gradient", "limit ms", "ours ms", "ours / limit", "range"]
-    work.report("A training step against plain arrays in C", arguments, work.table(columns, rows_of(rounds)))
+    work.report("A training step against plain arrays in C", arguments, work.table(columns, rows))
 
 
-def build_limit(folder):
-    program, source = folder / "limit", Path(__file__).with_name("limit.c")
-    flags = ["-O3", "-march=native", "-ffast-math", "-pthread"]
-    subprocess.run(["gcc", *flags, source, "-o", program, "-lm"], check=True)
-    return program
+class Limit:
+    """The C program, which waits between its turns."""
+
+    def __init__(self, folder, arguments):
+        program, source = folder / "limit", Path(__file__).with_name("limit.c")
+        flags = ["-O3", "-march=native", "-ffast-math", "-pthread"]
+        subprocess.run(["gcc", *flags, source, "-o", program, "-lm"], check=True)
+        self._command = [program, folder, str(arguments.threads), str(arguments.runs), str(work.VOCABULARY)]
+
+    def __enter__(self):
+        self._program = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *error):
+        self._program.stdin.close()
+        self._program.wait()
+
+    def ms(self, case, dim, mode):
+        self._program.stdin.write(f"{case} {dim} {mode}\n")
+        self._program.stdin.flush()
+        return float(self._program.stdout.readline())
 
 
-def limit_times(program, folder, arguments):
-    """Milliseconds by (case, dim, mode)."""
-    command = [program, folder, str(arguments.threads), str(arguments.runs), str(work.VOCABULARY)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = (line.split() for line in text.splitlines())
-    return {(case, int(dim), mode): float(ms) for case, dim, mode, ms in lines}
-
-
-def our_times(runs):
-    """Milliseconds by (case, dim, mode, way)."""
-    times = {}
-    for case in work.BAGS:
-        for dim in (16, 64):
-            for mode in ("fwd", "sgd", "adam"):
-                step = criteo_step(case, dim, "adam" if mode == "fwd" else mode)
-                ways = ("fwd",) if mode == "fwd" else ("held", "merged")
-                for way, (time,) in work.in_turns({w: partial(step.run, way=w) for w in ways}, 1, runs).items():
-                    times[case, dim, mode, way] = time
-    return times
-
-
-def rows_of(rounds):
-    for case, dim, mode, way in rounds[0][1]:
-        limits = [limit[case, dim, mode] for limit, _ in rounds]
-        ours = [times[case, dim, mode, way] for _, times in rounds]
+def rows_of(case, dim, mode, limit, arguments):
+    step = criteo_step(case, dim, "adam" if mode == "fwd" else mode)
+    ways = ("fwd",) if mode == "fwd" else ("held", "merged")
+    ours, limits = {way: [] for way in ways}, []
+    for _ in range(arguments.rounds):
+        limits.append(limit.ms(case, dim, mode))
+        for way, times in work.in_turns({w: partial(step.run, way=w) for w in ways}, 1, arguments.runs).items():
+            ours[way] += times
+    for way in ways:
         cells = [case, dim, mode, "-" if way == "fwd" else way]
-        yield [*cells, work.ms(limits), work.ms(ours), *work.ratio(ours, limits)]
+        yield [*cells, work.ms(limits), work.ms(ours[way]), *work.ratio(ours[way], limits)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Imports go down only, a framework is touched in its own backend file, and the stub says what the compiled module has."""
 
 import ast
+import os
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -164,3 +166,30 @@ def test_importing_the_package_imports_no_framework_but_the_chosen_one():
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     of_keras, with_ours = (set(line.split()) for line in done.stdout.splitlines())
     assert with_ours == of_keras | {BACKEND}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [({}, BACKEND != "torch"), ({"SOK_KEEP_FREED_MEMORY": "0"}, False), ({"MALLOC_TOP_PAD_": "0"}, False)],
+)
+def test_memory_of_a_step_is_kept_for_the_next_unless_somebody_said_otherwise(setting, kept):
+    """Freed arrays of 40 MiB are used again without page faults, or mapped anew."""
+    code = """
+import resource, sok_keras
+from ctypes import CDLL, c_size_t, c_void_p, memset
+libc = CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = [c_size_t], c_void_p, [c_void_p]
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [libc.malloc(40 << 20) for _ in range(4)]
+    for array in arrays:
+        memset(array, 1, 40 << 20)
+    for array in arrays:
+        libc.free(array)
+print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_", "SOK_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment | setting, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout.split("faults")[1]) < 1000) == kept

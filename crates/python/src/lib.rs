@@ -4,6 +4,7 @@ mod bridge;
 mod call;
 mod checkpoint;
 mod error;
+mod memory;
 mod registry;
 mod table;
 
@@ -12,6 +13,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
+    memory::register(module)?;
     table::register(module)?;
     checkpoint::register(module)?;
     bridge::register(module)

@@ -20,6 +20,10 @@ else:
 
 from sok_keras import _native as native  # noqa: E402
 
+if name in ("tensorflow", "jax"):
+    # They free a step's arrays after it; PyTorch's are of a size that glibc learns to keep.
+    native.keep_freed_memory()
+
 __all__ = [
     "apply",
     "at_hand",
