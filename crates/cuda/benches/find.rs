@@ -54,12 +54,12 @@ fn main() {
             &TABLE,
             [
                 "clear_index",
-                "look_up<16, false>",
-                "look_up<16, true>",
-                "find_rows<16, 4>",
-                "find_rows<16, 8>",
-                "find_rows<16, 6>",
-                "gather_rows<16, 4>",
+                "look_up<64, false>",
+                "look_up<64, true>",
+                "find_rows<64, 4>",
+                "find_rows<64, 8>",
+                "find_rows<64, 6>",
+                "gather_rows<64, 4>",
             ],
         )
         .unwrap();
@@ -91,8 +91,15 @@ fn main() {
             pad: 0,
         };
         let initializer = layout::Initializer { seed: 7, kind: 1, a: -0.05, b: 0.1, pad: 0 };
-        let table =
-            Table { index, initializer, records: records.address(), stride: 16, row: 16, first: 0, pad: 0 };
+        let table = Table {
+            index,
+            initializer,
+            records: records.address(),
+            stride: 16,
+            first: 0,
+            first_state: 0.0,
+            pad: 0,
+        };
         launch!(clear, raw, num_buckets, buckets.address(), num_buckets as u32);
         // Insertions of batches with 60 % known keys are timed last, on the way to the load.
         let stored = (capacity * percent / 100).max(24 * BATCH);

@@ -17,8 +17,9 @@ use sok_core::push::{GradientRows, OutputGradients};
 use sok_core::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
 use sok_cuda::device::{Device, Kernel};
 use sok_cuda::kernels::{BACKWARD, FORWARD, SORT};
-use sok_cuda::layout::{self, Call, Conditioning, Homeless, Scalars, Table};
+use sok_cuda::layout::{self, Call, Homeless, Table};
 use sok_cuda::memory::Buffer;
+use sok_cuda::rule;
 
 struct Work {
     name: &'static str,
@@ -127,6 +128,12 @@ fn normal(n: usize) -> Vec<f32> {
 }
 
 const RATE: f32 = 0.01;
+const ADAM: Update = Update {
+    rule: Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false },
+    weight_decay: None,
+    clipvalue: None,
+    clipnorm: None,
+};
 const BLOCK: usize = 128;
 
 struct Kernels {
@@ -136,12 +143,13 @@ struct Kernels {
     count: Kernel,
     pass: Kernel,
     list: Kernel,
-    update: Kernel,
+    apply: Kernel,
 }
 
 struct Step<'a> {
     device: &'a Device,
     work: &'a Work,
+    update: Update,
     kernels: Kernels,
     stream: std::sync::Arc<CudaStream>,
     side: std::sync::Arc<CudaStream>,
@@ -171,16 +179,15 @@ struct Plan {
 }
 
 impl<'a> Step<'a> {
-    fn new(device: &'a Device, work: &'a Work, gradients: &[f32]) -> Step<'a> {
+    fn new(device: &'a Device, work: &'a Work, update: Update, gradients: &[f32]) -> Step<'a> {
         let context = &device.context;
-        let row = work.dim / 4;
-        let forward = format!("{}<{row}>", if work.hotness == 1 { "gather" } else { "pool" });
-        let names = [&format!("find_records<{row}, true>"), &format!("settle_records<{row}>"), &*forward];
+        let (dim, (stride, first_state)) = (work.dim, rule::record_layout(&update.rule, work.dim));
+        let forward = format!("{}<{dim}>", if work.hotness == 1 { "gather" } else { "pool" });
+        let names = [&format!("find_records<{dim}, true>"), &format!("settle_records<{dim}>"), &*forward];
         let [find, settle, forward] = device.kernels(&FORWARD, names).unwrap();
         let again = work.hotness > 1;
-        let [list, update] = device
-            .kernels(&BACKWARD, ["list_keys", &format!("update<{row}, Adam<false>, {again}>")])
-            .unwrap();
+        let updating = format!("update<{dim}, {}, {again}>", rule::type_name(&update.rule));
+        let [list, apply] = device.kernels(&BACKWARD, ["list_keys", &updating]).unwrap();
         let [count, pass] = device.kernels(&SORT, ["count_digits<3>", "sort_pass"]).unwrap();
         let n = work.samples * work.hotness * work.tables;
         let mut memory = Vec::new();
@@ -194,7 +201,7 @@ impl<'a> Step<'a> {
         start.iter_mut().step_by(128).for_each(|next| *next = 1);
         let counters = Buffer::from_slice(context, &start).unwrap();
         let records: Vec<_> =
-            (0..work.tables).map(|_| Buffer::<f32>::new(context, capacity * 3 * work.dim).unwrap()).collect();
+            (0..work.tables).map(|_| Buffer::<f32>::new(context, capacity * 4 * stride).unwrap()).collect();
         let tables: Vec<Table> = (0..work.tables)
             .map(|t| Table {
                 index: layout::Index {
@@ -207,9 +214,9 @@ impl<'a> Step<'a> {
                 },
                 initializer: layout::Initializer { seed: t as u64, kind: 1, a: -0.05, b: 0.1, pad: 0 },
                 records: records[t].address(),
-                stride: 3 * row as u32,
-                row: row as u32,
+                stride: stride as u32,
                 first: (t * capacity) as u32,
+                first_state,
                 pad: 0,
             })
             .collect();
@@ -219,9 +226,9 @@ impl<'a> Step<'a> {
             lists: 0,
             singles: take(n),
             several: take(2 * n),
-            hot: take(n / 16 + 2),
-            runs: take(n / 8 + 2),
-            partial: take((n / 64 + n / 32 + 2) * work.dim / 2),
+            hot: take(2 * (n / layout::HOT + 2)),
+            runs: take(2 * (n / layout::RUN + n / layout::HOT + 2)),
+            partial: take((n / layout::RUN + n / layout::HOT + 2) * rule::quads(dim) * 2),
         };
         let state = Buffer::<u32>::new(context, 64 + 32 + 4 * 512).unwrap();
         let homeless = Homeless { count: state.address() + 8, ids: take(n / 2 + 1) };
@@ -229,7 +236,8 @@ impl<'a> Step<'a> {
         Step {
             device,
             work,
-            kernels: Kernels { find, settle, forward, count, pass, list, update },
+            update,
+            kernels: Kernels { find, settle, forward, count, pass, list, apply },
             stream: context.new_stream_with_priority(0).unwrap(),
             side: context.new_stream_with_priority(-5).unwrap(),
             tables_on_device: Buffer::from_slice(context, &tables).unwrap(),
@@ -254,7 +262,7 @@ impl<'a> Step<'a> {
     fn plan(&self, ids: u64, samples: usize, hotness: usize) -> Plan {
         let (dim, of_table, context) = (self.work.dim, samples * hotness, &self.device.context);
         let find_blocks = of_table.div_ceil(BLOCK);
-        let groups = 256 / (dim / 4).min(32);
+        let groups = 256 / lanes(dim);
         let forward_blocks = samples.div_ceil(if hotness == 1 { 4 * groups } else { groups });
         let feature = |(t, table): (usize, &Table)| layout::Feature {
             ids: ids + (t * of_table * 8) as u64,
@@ -332,8 +340,7 @@ impl<'a> Step<'a> {
         self.step += 1;
         let call = plan.call;
         let (work, n) = (self.work, self.num_ids as u32);
-        let row = work.dim / 4;
-        let Kernels { forward, count, pass, list, update, .. } = &self.kernels;
+        let Kernels { forward, count, pass, list, apply, .. } = &self.kernels;
         let p = |i: usize| self.pairs[i].address();
         let mut marks = marks;
         let mut mark = |stream: &CudaStream| {
@@ -380,32 +387,24 @@ impl<'a> Step<'a> {
         mark(&self.stream);
         self.stream.wait(&join).unwrap();
         mark(&self.stream);
-        let power = |beta: f64| (0..self.step).fold(1.0, |p, _| p * f64::from(beta as f32)) as f32;
-        let alpha = RATE * (1.0 - power(0.999)).sqrt() / (1.0 - power(0.9));
+        let now = UpdateScalars { learning_rate: RATE, step: self.step, factor: 1.0 };
         let update_work = layout::Work {
             call,
             keys: self.lists,
             gradient_rows: p(sorted + 1),
-            conditioning: Conditioning {
-                factor: 1.0,
-                clipvalue: f32::INFINITY,
-                weight_decay: 0.0,
-                learning_rate: RATE,
-                decays: 0,
-            },
-            scalars: Scalars {
-                a: alpha,
-                b: (1.0f64 - 0.9) as f32,
-                c: (1.0f64 - 0.999) as f32,
-                d: 1e-7,
-                e: 0.0,
-            },
+            conditioning: rule::conditioning(&self.update, &now),
+            scalars: rule::scalars(&self.update.rule, &now),
         };
-        let groups = 128 / row.min(32);
-        let most = self.num_ids / (groups * 8) * 9 / 8 + 16;
-        launch!(update, self.stream, most, 128, update_work);
+        let groups = 128 / lanes(work.dim);
+        let most = self.num_ids / (groups * 8) * 9 / 8 + self.num_ids / (groups * layout::HOT) + 16;
+        launch!(apply, self.stream, most, 128, update_work);
         mark(&self.stream);
     }
+}
+
+/// Lanes that share a row.
+fn lanes(dim: usize) -> usize {
+    rule::quads(dim).next_power_of_two().min(32)
 }
 
 fn median(mut times: Vec<f32>) -> f32 {
@@ -416,7 +415,7 @@ fn median(mut times: Vec<f32>) -> f32 {
 fn time(device: &Device, work: &Work) {
     let gradients =
         normal(1 << 20).into_iter().cycle().take(work.samples * work.tables * work.dim).collect::<Vec<_>>();
-    let mut step = Step::new(device, work, &gradients);
+    let mut step = Step::new(device, work, ADAM, &gradients);
     step.fill();
     let batches: Vec<_> =
         (0..20).map(|seed| Buffer::from_slice(&device.context, &ids(work, seed)).unwrap()).collect();
@@ -466,20 +465,66 @@ fn time(device: &Device, work: &Work) {
 
 /// A few steps of small tables, bit by bit.
 fn check(device: &Device) {
-    for (dim, hotness, zipf) in [(64, 1, true), (64, 5, true), (128, 1, false), (128, 20, true)] {
+    let adam = |amsgrad| Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad };
+    let rms = |momentum, centered| Rule::RmsProp { rho: 0.9, momentum, epsilon: 1e-7, centered };
+    let ftrl = |learning_rate_power| Rule::Ftrl {
+        learning_rate_power,
+        initial_accumulator_value: 0.1,
+        l1_regularization_strength: 0.01,
+        l2_regularization_strength: 0.02,
+        l2_shrinkage_regularization_strength: 0.03,
+        beta: 0.1,
+    };
+    let (initial_accumulator_value, epsilon) = (0.1, 1e-7);
+    let rules = [
+        adam(false),
+        adam(true),
+        Rule::Sgd { momentum: 0.0, nesterov: false },
+        Rule::Sgd { momentum: 0.9, nesterov: false },
+        Rule::Sgd { momentum: 0.9, nesterov: true },
+        Rule::Adagrad { initial_accumulator_value, epsilon },
+        Rule::RowWiseAdagrad { initial_accumulator_value, epsilon },
+        rms(0.0, false),
+        rms(0.9, true),
+        ftrl(-0.5),
+        ftrl(-0.3),
+    ];
+    let of_dims = [
+        (64, 1),
+        (64, 5),
+        (128, 1),
+        (128, 20),
+        (1, 1),
+        (3, 4),
+        (8, 1),
+        (17, 3),
+        (100, 1),
+        (257, 2),
+        (1024, 1),
+    ];
+    let cases = of_dims.iter().map(|&(dim, hotness)| (dim, hotness, rules[0]));
+    let cases =
+        cases.chain(rules[1..].iter().flat_map(|&rule| [(64, 1, rule), (17, 3, rule), (257, 1, rule)]));
+    for (number, (dim, hotness, rule)) in cases.enumerate() {
         let work = Work {
             name: "check",
             tables: 3,
-            samples: 4096,
+            samples: 2048,
             hotness,
             vocabulary: 3000,
             dim,
-            zipf,
+            zipf: number % 2 == 0,
             fbgemm: 0.0,
             goal: 0.0,
         };
         let gradients = normal(work.samples * work.tables * dim);
-        let mut step = Step::new(device, &work, &gradients);
+        let update = Update {
+            rule,
+            weight_decay: (number % 3 == 1).then_some(0.01),
+            clipvalue: (number % 3 == 2).then_some(0.7),
+            clipnorm: None,
+        };
+        let mut step = Step::new(device, &work, update, &gradients);
         let config = |t: usize| TableConfig {
             name: format!("t{t}"),
             dim,
@@ -494,8 +539,6 @@ fn check(device: &Device) {
         };
         let mut group = HostGroup::new((0..3).map(config).collect()).unwrap();
         let pool = Pool::new(4).unwrap();
-        let rule = Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false };
-        let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: None };
         let binding = Binding { owner: 1, update, needs_norm: false };
         group.bind(binding).unwrap();
         let of_rows = work.samples * dim;
@@ -522,7 +565,12 @@ fn check(device: &Device) {
             step.run(&plan, None);
             let rows = step.rows.to_vec().unwrap();
             let wrong = rows.iter().zip(&expected).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-            assert_eq!(wrong, 0, "dim {dim}, {hotness} a bag, step {number}: outputs differ");
+            assert_eq!(
+                wrong,
+                0,
+                "{}, dim {dim}, {hotness} a bag, step {number}: outputs differ",
+                rule::type_name(&rule)
+            );
             // SAFETY: the gradients outlive the group's use of them.
             let held = gradients
                 .chunks(of_rows)
@@ -548,9 +596,9 @@ fn check(device: &Device) {
                 "keys of table {t}"
             );
             let records = step.records[t].to_vec().unwrap();
-            for chunk in (0..all.keys.len()).step_by(4096) {
+            for chunk in (0..all.keys.len()).step_by(work.samples) {
                 let mut keys = vec![0u64; work.samples * 3];
-                let part = &all.keys[chunk..(chunk + 4096).min(all.keys.len())];
+                let part = &all.keys[chunk..(chunk + work.samples).min(all.keys.len())];
                 keys[t * work.samples..][..part.len()].copy_from_slice(part);
                 (0..3)
                     .filter(|&u| u != t)
@@ -560,24 +608,33 @@ fn check(device: &Device) {
                 let plan = step.plan(ids.address(), work.samples, 1);
                 step.find(&plan);
                 let numbers = step.pairs[0].to_vec().unwrap();
-                let width = 3 * dim;
-                for (i, _) in part.iter().enumerate() {
+                let stride = 4 * step.tables[t].stride as usize;
+                let widths: Vec<usize> =
+                    std::iter::once(dim).chain(rule.states(dim).iter().map(|s| s.width)).collect();
+                let width: usize = widths.iter().sum();
+                for i in 0..part.len() {
                     let number = (numbers[t * work.samples + i] - step.tables[t].first) as usize;
-                    let (got, expected) =
-                        (&records[number * width..][..width], &all.values[(chunk + i) * width..][..width]);
-                    let same = got.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits());
-                    assert!(
-                        same,
-                        "dim {dim}, {hotness} a bag: a record of table {t} differs\n{:?}\n{:?}",
-                        &got[..4],
-                        &expected[..4]
-                    );
+                    let (mut got, mut expected) =
+                        (&records[number * stride..][..stride], &all.values[(chunk + i) * width..][..width]);
+                    for &width in &widths {
+                        let same =
+                            got.iter().zip(&expected[..width]).all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(
+                            same,
+                            "{}, dim {dim}, {hotness} a bag: a record of table {t} differs\n{:?}\n{:?}",
+                            rule::type_name(&rule),
+                            &got[..width.min(8)],
+                            &expected[..width.min(8)]
+                        );
+                        (got, expected) = (&got[4 * rule::quads(width)..], &expected[width..]);
+                    }
                     compared += 1;
                 }
             }
         }
         println!(
-            "dim {dim}, {hotness} a bag: 4 steps, {compared} records with their states equal the host's bit for bit"
+            "{}, dim {dim}, {hotness} a bag: 4 steps, {compared} records with their states equal the host's bit for bit",
+            rule::type_name(&rule)
         );
     }
 }

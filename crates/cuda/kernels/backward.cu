@@ -144,66 +144,142 @@ struct Work {
 __device__ __forceinline__ float4 add(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // Where a record is. `number`: among the records of all tables; `name`: of a gradient row of its table.
-__device__ __forceinline__ float4* record_at(const Work& w, u32 number, u32 name, u32 column) {
+__device__ __forceinline__ float4* record_at(const Work& w, u32 number, u32 name) {
   const Feature& feature = w.call.features[name >> w.call.shift];
-  return feature.records + (u64)(number - feature.first_record) * feature.stride + column;
+  return feature.records + (u64)(number - feature.first_record) * feature.stride;
 }
 
-__device__ __forceinline__ const float4* gradient_at(const Work& w, u32 row, u32 name, u32 column) {
-  return w.call.features[name >> w.call.shift].gradients + (u64)(name & ((1u << w.call.shift) - 1)) * row + column;
+// Four columns of a gradient row. Rows of bags are read AGAIN and again, others once.
+template <u32 DIM, bool AGAIN> __device__ __forceinline__ float4 load_gradient(const Work& w, u32 name, u32 quad) {
+  const u32 bag = name & ((1u << w.call.shift) - 1);
+  return load_columns<DIM, !AGAIN>(w.call.features[name >> w.call.shift].gradients, bag, quad);
 }
 
-// Rows of bags are read again and again, others once.
-template <bool AGAIN> __device__ __forceinline__ float4 load_gradient(const float4* at) { return AGAIN ? *at : __ldcs(at); }
+// A group of lanes at work on one key: each lane has four columns, or several times four of a row that is wider than a warp.
+template <u32 DIM, class RULE, bool AGAIN> struct Group {
+  static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4;
+  const Work& w;
+  u32 column, mask;
+  float4 sum[CHUNKS];
 
-template <u32 ROW, class RULE> struct Record {
-  float4 parts[1 + RULE::STATES];
-  float4* at;
-  __device__ __forceinline__ void load(float4* from) {
-    at = from;
+  __device__ __forceinline__ Group(const Work& work, u32 column_of, u32 mask_of) : w(work), column(column_of), mask(mask_of) {}
+
+  __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
+
+  // Adds the gradients of ids `done` to `count`, whose names are `names`, to the sum; the first starts it.
+  __device__ __forceinline__ void add_run(const u32* names, u32 done, u32 count) {
+    u32 next[FLIGHT];
 #pragma unroll
-    for (u32 p = 0; p <= RULE::STATES; ++p) parts[p] = __ldcs(at + p * ROW);
+    for (u32 k = 0; k < FLIGHT; ++k) next[k] = done + k < count ? names[done + k] : 0;
+    for (u32 start = done; start < count; start += FLIGHT) {
+      u32 name[FLIGHT];
+#pragma unroll
+      for (u32 k = 0; k < FLIGHT; ++k) {
+        name[k] = next[k];
+        if (start + FLIGHT + k < count) next[k] = names[start + FLIGHT + k];
+      }
+      add_rows(name, start == 0, count - start);
+    }
   }
-  __device__ __forceinline__ void update(const Work& w, const float4& gradient) {
-    float* x = (float*)&parts[0];
+
+  // Adds up to four rows.
+  __device__ __forceinline__ void add_rows(const u32 (&name)[FLIGHT], bool starts, u32 count) {
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (!is_mine(chunk)) continue;
+      float4 row[FLIGHT];
+#pragma unroll
+      for (u32 k = 0; k < FLIGHT; ++k)
+        if (k < count) row[k] = load_gradient<DIM, AGAIN>(w, name[k], chunk * LANES + column);
+#pragma unroll
+      for (u32 k = 0; k < FLIGHT; ++k)
+        if (k < count) sum[chunk] = starts && k == 0 ? row[k] : add(sum[chunk], row[k]);
+    }
+  }
+
+  // What of the record is asked for before the gradients are there: its first chunk.
+  struct Ahead {
+    float4 parts[1 + RULE::STATES];
+  };
+  __device__ __forceinline__ void update_columns(float4* at, u32 quad, const float4& gradient, const Ahead& before) {
+    float4 now[1 + RULE::STATES];
     const float* g = (const float*)&gradient;
 #pragma unroll
     for (u32 c = 0; c < 4; ++c) {
       float states[3];
 #pragma unroll
-      for (u32 k = 0; k < RULE::STATES; ++k) states[k] = ((const float*)&parts[1 + k])[c];
-      x[c] = RULE::step(w.scalars, w.conditioning.value(x[c]), states, w.conditioning.gradient(g[c]));
+      for (u32 k = 0; k < RULE::STATES; ++k) states[k] = ((const float*)&before.parts[1 + k])[c];
+      ((float*)&now[0])[c] = RULE::step(w.scalars, w.conditioning.value(((const float*)&before.parts[0])[c]), states, w.conditioning.gradient(g[c]));
 #pragma unroll
-      for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&parts[1 + k])[c] = states[k];
+      for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&now[1 + k])[c] = states[k];
     }
 #pragma unroll
-    for (u32 p = 0; p <= RULE::STATES; ++p) __stcs(at + p * ROW, parts[p]);
+    for (u32 p = 0; p <= RULE::STATES; ++p) __stcs(at + p * QUADS + quad, now[p]);
+  }
+
+  __device__ __forceinline__ void load(const float4* at, u32 chunk, Ahead& ahead) const {
+    if (!is_mine(chunk)) return;
+#pragma unroll
+    for (u32 p = 0; p <= RULE::STATES; ++p) ahead.parts[p] = __ldcs(at + p * QUADS + chunk * LANES + column);
+  }
+
+  __device__ __forceinline__ void update(float4* at, const Ahead& first) {
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+      Ahead later;
+      if (chunk) load(at, chunk, later);
+      if (is_mine(chunk)) update_columns(at, chunk * LANES + column, sum[chunk], chunk ? later : first);
+    }
   }
 };
 
-// Sum of the gradients of `count` ids, whose first names lie in `name`, one a lane of the group; from `done` on.
-template <u32 ROW, bool AGAIN> __device__ __forceinline__ void add_run(const Work& w, float4& sum, const u32* names, u32 name, u32 done, u32 count, u32 column, u32 mask) {
-  constexpr u32 LANES = lanes_of(ROW), ROWS = 4;
-  for (u32 k = done; k < count; k += ROWS) {
-    if (k % LANES == 0 && k) name = k + column < count ? names[k + column] : 0;
-    float4 row[ROWS];
+// Its columns are divided by what the whole row's gradient makes of the accumulator, whose sum of squares goes in eight lanes, as
+// crates/core/src/math.rs has it.
+template <u32 DIM, bool AGAIN> struct Group<DIM, RowWiseAdagrad, AGAIN> : Group<DIM, Sgd, AGAIN> {
+  typedef Group<DIM, Sgd, AGAIN> Base;
+  using Base::CHUNKS, Base::LANES, Base::QUADS, Base::column, Base::mask, Base::sum, Base::w;
+  using Base::Base;
+  typedef typename Base::Ahead Ahead;
+  __device__ __forceinline__ void update(float4* at, const Ahead& first) {
+    float lanes[8] = {};
 #pragma unroll
-    for (u32 u = 0; u < ROWS; ++u) {
-      const u32 of = __shfl_sync(mask, name, (k + u) % LANES, LANES);
-      if (k + u < count) row[u] = load_gradient<AGAIN>(gradient_at(w, ROW, of, column));
+    for (u32 quad = 0; quad < QUADS; ++quad) {
+      const float4& mine = sum[quad / LANES];
+#pragma unroll
+      for (u32 c = 0; c < 4; ++c) {
+        const float g = w.conditioning.gradient(((const float*)&mine)[c]), x = __shfl_sync(mask, g, quad % LANES, LANES);
+        if (4 * quad + c < DIM) lanes[4 * (quad % 2) + c] += x * x;
+      }
     }
+    const float squares = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+    float* accumulator = (float*)(at + QUADS);
+    const float now = *accumulator + squares / (float)DIM, divisor = sqrtf(now + w.scalars.d);
+    __syncwarp(mask);
+    if (column == 0) *accumulator = now;
 #pragma unroll
-    for (u32 u = 0; u < ROWS; ++u)
-      if (k + u < count) sum = k + u ? add(sum, row[u]) : row[u];
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+      Ahead later;
+      if (chunk) this->load(at, chunk, later);
+      if (!this->is_mine(chunk)) continue;
+      float4 x = chunk ? later.parts[0] : first.parts[0];
+#pragma unroll
+      for (u32 c = 0; c < 4; ++c) {
+        float& value = ((float*)&x)[c];
+        value = RowWiseAdagrad::step(w.scalars, w.conditioning.value(value), divisor, w.conditioning.gradient(((const float*)&sum[chunk])[c]));
+      }
+      __stcs(at + chunk * LANES + column, x);
+    }
   }
-}
+};
 
 // Merge and update. Blocks in order: runs of hot keys, then keys of several ids and of one id in turn; each group asks for the
 // names of its next key before it is through with this one.
-template <u32 ROW, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPDATE_THREADS, 6) update(Work w) {
-  constexpr u32 LANES = lanes_of(ROW), GROUPS = UPDATE_THREADS / LANES;
-  const u32 column = threadIdx.x % LANES, group = threadIdx.x / LANES;
-  const u32 mask = LANES == WARP ? ALL : ((1u << LANES) - 1) << (lane() / LANES * LANES);
+template <u32 DIM, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPDATE_THREADS, DIM <= 128 ? 6 : 1) update(Work w) {
+  typedef Group<DIM, RULE, AGAIN> Of;
+  constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
+  const u32 column = threadIdx.x % LANES, number_of = threadIdx.x / LANES;
+  const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
+  Of group(w, column, mask);
   const Keys& keys = w.keys;
   const u32 runs = (u32)keys.lists->hot, several = (u32)(keys.lists->cold >> 32), singles = (u32)keys.lists->cold;
   const u32 hot_blocks = (runs + GROUPS - 1) / GROUPS;
@@ -211,13 +287,14 @@ template <u32 ROW, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPD
   const u32 single_blocks = (singles + GROUPS * PER_SINGLE - 1) / (GROUPS * PER_SINGLE);
   u32 block = blockIdx.x;
   if (block < hot_blocks) {
-    const u32 number = block * GROUPS + group;
+    const u32 number = block * GROUPS + number_of;
     if (number >= runs) return;
     const Run run = keys.runs[number];
     const u32* names = w.gradient_rows + run.first;
-    float4 sum;
-    add_run<ROW, AGAIN>(w, sum, names, column < run.count ? names[column] : 0, 0, run.count, column, mask);
-    __stcg(keys.partial + (u64)number * ROW + column, sum);
+    group.add_run(names, 0, run.count);
+#pragma unroll
+    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+      if (group.is_mine(chunk)) __stcg(keys.partial + (u64)number * Of::QUADS + chunk * LANES + column, group.sum[chunk]);
     __threadfence();
     __syncwarp(mask);
     Hot* hot = keys.hot + run.hot;
@@ -226,61 +303,65 @@ template <u32 ROW, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPD
     if (__shfl_sync(mask, done, 0, LANES) != hot->runs - 1) return;
     // The last run to arrive sums all, in their order.
     __threadfence();
-    Record<ROW, RULE> record;
-    record.load(record_at(w, hot->record, names[0], column));
-    const float4* partial = keys.partial + (u64)hot->first_run * ROW + column;
-    sum = __ldcg(partial);
+    float4* at = record_at(w, hot->record, names[0]);
+    typename Of::Ahead ahead;
+    group.load(at, 0, ahead);
+#pragma unroll
+    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+      if (!group.is_mine(chunk)) continue;
+      const float4* partial = keys.partial + (u64)hot->first_run * Of::QUADS + chunk * LANES + column;
+      float4 sum = __ldcg(partial);
 #pragma unroll 4
-    for (u32 k = 1; k < hot->runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * ROW));
-    record.update(w, sum);
+      for (u32 k = 1; k < hot->runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
+      group.sum[chunk] = sum;
+    }
+    group.update(at, ahead);
     return;
   }
   block -= hot_blocks;
   if (block >= several_blocks + single_blocks) return;
   const u32 in_several = (u32)((u64)block * several_blocks / (several_blocks + single_blocks));
   if ((u32)((u64)(block + 1) * several_blocks / (several_blocks + single_blocks)) > in_several) {
-    u32 number = in_several * GROUPS * PER_SEVERAL + group;
+    u32 number = in_several * GROUPS * PER_SEVERAL + number_of;
     const u32 end = min(several, (in_several + 1) * GROUPS * PER_SEVERAL);
     const Several none = {0, 0, 0, 0};
     Several key = number < end ? keys.several[number] : none, next = number + GROUPS < end ? keys.several[number + GROUPS] : none;
-    u32 name = column < key.count ? w.gradient_rows[key.first + column] : 0;
-    float4* at = record_at(w, key.record, key.name, column);
+    u32 name[Of::FLIGHT], next_name[Of::FLIGHT];
+#pragma unroll
+    for (u32 k = 0; k < Of::FLIGHT; ++k) name[k] = k < key.count ? w.gradient_rows[key.first + k] : 0;
+    float4* at = record_at(w, key.record, key.name);
     for (; number < end; number += GROUPS) {
-      Record<ROW, RULE> record;
-      record.load(at);
-      float4 row[4], sum;
+      typename Of::Ahead ahead;
+      group.load(at, 0, ahead);
+      group.add_rows(name, true, key.count);
 #pragma unroll
-      for (u32 u = 0; u < 4; ++u) {
-        const u32 of = __shfl_sync(mask, name, u, LANES);
-        if (u < key.count) row[u] = load_gradient<AGAIN>(gradient_at(w, ROW, of, column));
-      }
-      const u32 next_name = column < next.count ? w.gradient_rows[next.first + column] : 0;
+      for (u32 k = 0; k < Of::FLIGHT; ++k) next_name[k] = k < next.count ? w.gradient_rows[next.first + k] : 0;
       const Several after = number + 2 * GROUPS < end ? keys.several[number + 2 * GROUPS] : none;
-      at = record_at(w, next.record, next.name, column);
-      sum = row[0];
+      float4* next_at = record_at(w, next.record, next.name);
+      if (key.count > Of::FLIGHT) group.add_run(w.gradient_rows + key.first, Of::FLIGHT, key.count);
+      group.update(at, ahead);
+      key = next, next = after, at = next_at;
 #pragma unroll
-      for (u32 u = 1; u < 4; ++u)
-        if (u < key.count) sum = add(sum, row[u]);
-      if (key.count > 4) add_run<ROW, AGAIN>(w, sum, w.gradient_rows + key.first, name, 4, key.count, column, mask);
-      record.update(w, sum);
-      key = next, next = after, name = next_name;
+      for (u32 k = 0; k < Of::FLIGHT; ++k) name[k] = next_name[k];
     }
   } else {
     const u32 in_singles = block - in_several;
-    u32 number = in_singles * GROUPS * PER_SINGLE + group;
+    u32 number = in_singles * GROUPS * PER_SINGLE + number_of;
     const u32 end = min(singles, (in_singles + 1) * GROUPS * PER_SINGLE);
     const Single none = {0, 0};
     Single key = number < end ? keys.singles[number] : none, next = number + GROUPS < end ? keys.singles[number + GROUPS] : none;
-    float4* at = record_at(w, key.record, key.gradient_row, column);
-    const float4* from = gradient_at(w, ROW, key.gradient_row, column);
+    float4* at = record_at(w, key.record, key.gradient_row);
     for (; number < end; number += GROUPS) {
-      Record<ROW, RULE> record;
-      record.load(at);
-      const float4 gradient = load_gradient<AGAIN>(from);
-      at = record_at(w, next.record, next.gradient_row, column);
-      from = gradient_at(w, ROW, next.gradient_row, column);
+      typename Of::Ahead ahead;
+      group.load(at, 0, ahead);
+#pragma unroll
+      for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+        if (group.is_mine(chunk)) group.sum[chunk] = load_gradient<DIM, AGAIN>(w, key.gradient_row, chunk * LANES + column);
+      float4* next_at = record_at(w, next.record, next.gradient_row);
+      key = next;
       if (number + 2 * GROUPS < end) next = keys.singles[number + 2 * GROUPS];
-      record.update(w, gradient);
+      group.update(at, ahead);
+      at = next_at;
     }
   }
 }

@@ -10,7 +10,7 @@ struct Homeless {
 };
 
 // Each id's record among those of all tables, and the gradient row that is its own.
-template <u32 ROW, bool INSERT> __global__ void __launch_bounds__(BLOCK) find_records(Call call, u32* __restrict__ records, u32* __restrict__ gradient_rows, Homeless homeless) {
+template <u32 DIM, bool INSERT> __global__ void __launch_bounds__(BLOCK) find_records(Call call, u32* __restrict__ records, u32* __restrict__ gradient_rows, Homeless homeless) {
   __shared__ LaneList lists[WARPS];
   const u32 number = call.find_features[blockIdx.x];
   const Feature& feature = call.features[number];
@@ -25,7 +25,7 @@ template <u32 ROW, bool INSERT> __global__ void __launch_bounds__(BLOCK) find_re
     const bool is_missing = is_id && record == NO_RECORD;
     if (__syncthreads_or(is_missing)) {
       bool is_new;
-      const u32 inserted = insert_missing<ROW, WARPS>(t, index, is_missing, key, h, list, is_new);
+      const u32 inserted = insert_missing<DIM, WARPS>(t, index, is_missing, key, h, list, is_new);
       if (is_missing) record = inserted;
       const bool is_homeless = is_missing && record == NO_RECORD;
       if (const u32 all = __ballot_sync(ALL, is_homeless)) {
@@ -43,7 +43,7 @@ template <u32 ROW, bool INSERT> __global__ void __launch_bounds__(BLOCK) find_re
 }
 
 // Finds room for the keys that had none: a warp an id.
-template <u32 ROW> __global__ void __launch_bounds__(BLOCK) settle_records(Call call, u32* __restrict__ records, const u32* __restrict__ gradient_rows, Homeless homeless) {
+template <u32 DIM> __global__ void __launch_bounds__(BLOCK) settle_records(Call call, u32* __restrict__ records, const u32* __restrict__ gradient_rows, Homeless homeless) {
   const u32 n = *homeless.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = homeless.ids[k];
@@ -64,56 +64,64 @@ template <u32 ROW> __global__ void __launch_bounds__(BLOCK) settle_records(Call 
     record = __shfl_sync(ALL, record, 0);
     if (!__shfl_sync(ALL, claim.is_mine, 0)) continue;
     float4* to = t.records + (u64)record * t.stride;
-    for (u32 c = lane(); c < t.stride; c += WARP) store_once(to + c, c < ROW ? first_values(t.initializer, key, c) : make_float4(0, 0, 0, 0));
+    for (u32 quad = lane(); quad < t.stride; quad += WARP) store_once(to + quad, first_columns<DIM>(t, key, quad));
   }
 }
 
+constexpr u32 FORWARD_THREADS = 256, ROWS = 4;
+
 // Rows of ids, one a bag: four of them in flight in each group of lanes.
-template <u32 ROW> __global__ void __launch_bounds__(2 * BLOCK) gather(Call call, const u32* __restrict__ records) {
-  constexpr u32 LANES = lanes_of(ROW), GROUPS = 2 * BLOCK / LANES, ROWS = 4;
+template <u32 DIM> __global__ void __launch_bounds__(FORWARD_THREADS) gather(Call call, const u32* __restrict__ records) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = FORWARD_THREADS / LANES;
   const Feature feature = call.features[call.forward_features[blockIdx.x]];
   const u32 group = threadIdx.x / LANES, column = threadIdx.x % LANES;
   const u32 bag = ((blockIdx.x - feature.first_forward) * GROUPS + group) * ROWS;
-  u32 mine = 0;
-  if (column < ROWS && bag + column < feature.num_bags) mine = records[feature.first_id + bag + column] - feature.first_record;
-  float4 row[ROWS];
-#pragma unroll
-  for (u32 k = 0; k < ROWS; ++k) {
-    const u32 record = __shfl_sync(ALL, mine, k, LANES);
-    if (bag + k < feature.num_bags) row[k] = load_row(feature.records + (u64)record * feature.stride + column);
-  }
+  const float4* from[ROWS];
 #pragma unroll
   for (u32 k = 0; k < ROWS; ++k)
-    if (bag + k < feature.num_bags) store_once(feature.rows + (u64)(bag + k) * ROW + column, row[k]);
+    if (bag + k < feature.num_bags) from[k] = feature.records + (u64)(records[feature.first_id + bag + k] - feature.first_record) * feature.stride;
+#pragma unroll 1
+  for (u32 quad = column; quad < QUADS; quad += LANES) {
+    float4 row[ROWS];
+#pragma unroll
+    for (u32 k = 0; k < ROWS; ++k)
+      if (bag + k < feature.num_bags) row[k] = load_row(from[k] + quad);
+#pragma unroll
+    for (u32 k = 0; k < ROWS; ++k)
+      if (bag + k < feature.num_bags) store_columns<DIM>(feature.rows, bag + k, quad, row[k]);
+  }
 }
 
 // Sums of the rows of bags, all of one length: a group of lanes a bag.
-template <u32 ROW> __global__ void __launch_bounds__(2 * BLOCK) pool(Call call, const u32* __restrict__ records) {
-  constexpr u32 LANES = lanes_of(ROW), GROUPS = 2 * BLOCK / LANES, ROWS = 4;
+template <u32 DIM> __global__ void __launch_bounds__(FORWARD_THREADS) pool(Call call, const u32* __restrict__ records) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = FORWARD_THREADS / LANES;
   const Feature feature = call.features[call.forward_features[blockIdx.x]];
   const u32 column = threadIdx.x % LANES, hotness = feature.hotness;
   const u32 bag = (blockIdx.x - feature.first_forward) * GROUPS + threadIdx.x / LANES;
-  const bool is_bag = bag < feature.num_bags;
-  const u32 first = feature.first_id + bag * hotness;
-  float4 sum = make_float4(0, 0, 0, 0);
-  for (u32 start = 0; start < hotness; start += LANES) {
-    const u32 n = min(LANES, hotness - start);
-    const u32 mine = is_bag && column < n ? records[first + start + column] - feature.first_record : NO_RECORD;
-    for (u32 k = 0; k < n; k += ROWS) {
+  if (bag >= feature.num_bags) return;
+  records += feature.first_id + bag * hotness;
+#pragma unroll 1
+  for (u32 quad = column; quad < QUADS; quad += LANES) {
+    float4 sum = make_float4(0, 0, 0, 0);
+    u32 next[ROWS];
+#pragma unroll
+    for (u32 k = 0; k < ROWS; ++k) next[k] = k < hotness ? records[k] : 0;
+    for (u32 start = 0; start < hotness; start += ROWS) {
       float4 row[ROWS];
 #pragma unroll
-      for (u32 j = 0; j < ROWS; ++j) {
-        const u32 record = __shfl_sync(ALL, mine, (k + j) % LANES, LANES);
-        if (is_bag && k + j < n) row[j] = feature.records[(u64)record * feature.stride + column];
-      }
+      for (u32 k = 0; k < ROWS; ++k)
+        if (start + k < hotness) row[k] = feature.records[(u64)(next[k] - feature.first_record) * feature.stride + quad];
 #pragma unroll
-      for (u32 j = 0; j < ROWS; ++j) {
-        if (k + j >= n) break;
+      for (u32 k = 0; k < ROWS; ++k)
+        if (start + ROWS + k < hotness) next[k] = records[start + ROWS + k];
+#pragma unroll
+      for (u32 k = 0; k < ROWS; ++k) {
+        if (start + k >= hotness) break;
         // A sum starts with its first row, so that it keeps the sign of zeros.
-        if (start + k + j == 0) sum = row[j];
-        else sum.x += row[j].x, sum.y += row[j].y, sum.z += row[j].z, sum.w += row[j].w;
+        if (start + k == 0) sum = row[k];
+        else sum.x += row[k].x, sum.y += row[k].y, sum.z += row[k].z, sum.w += row[k].w;
       }
     }
+    store_columns<DIM>(feature.rows, bag, quad, sum);
   }
-  if (is_bag) store_once(feature.rows + (u64)bag * ROW + column, sum);
 }

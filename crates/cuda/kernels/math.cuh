@@ -44,3 +44,23 @@ __device__ __forceinline__ double normal_quantile(double p) {
   const double q = p - 0.5;
   return fabs(q) <= 0.425 ? central_quantile(q) : tail_quantile(p, q);
 }
+
+// e^x for x in [-200, 200].
+__device__ __noinline__ double exp_of(double x) {
+  const double inverse_factorials[14] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 1.0 / 2.0, 1.0, 1.0};
+  const double ln_2_upper = bits_as_double(0x3fe62e4200000000ull), ln_2_lower = 4.7493250390316726e-7, log2_e = 1.4426950408889634;
+  // Adding and taking away 1.5 * 2^52 rounds to the nearest integer.
+  const double round = 6755399441055744.0, exponent = (x * log2_e + round) - round;
+  const double r = (x - exponent * ln_2_upper) - exponent * ln_2_lower;
+  return horner(r, inverse_factorials) * bits_as_double((u64)((long long)exponent + 1023) << 52);
+}
+
+// `base` to the power of a finite `exponent`; NaN for a negative base.
+__device__ __noinline__ float power(float base, float exponent) {
+  if (exponent == 0.0f || base == 1.0f) return 1.0f;
+  if (!(base >= 0.0f)) return __int_as_float(0x7fc00000);
+  const float infinity = __int_as_float(0x7f800000);
+  if (base == 0.0f || base == infinity) return (base == 0.0f) == (exponent > 0.0f) ? 0.0f : infinity;
+  const double x = (double)exponent * ln((double)base);
+  return (float)exp_of(x < -200.0 ? -200.0 : x > 200.0 ? 200.0 : x);
+}

@@ -69,3 +69,26 @@ template <bool MOMENTUM, bool CENTERED> struct RmsProp {
     return x - states[1];
   }
 };
+
+// a: learning rate; b: l1; c: twice l2; d: twice the shrinkage; e: the power of the accumulator. SQRT: it is one half.
+template <bool SQRT> struct Ftrl {
+  static constexpr u32 STATES = 2;
+  static __device__ __forceinline__ float raise(const Scalars& s, float x) { return SQRT ? sqrtf(x) : power(x, s.e); }
+  static __device__ __forceinline__ float step(const Scalars& s, float x, float* states, float g) {
+    const float old_power = raise(s, states[0]);
+    states[0] += g * g;
+    const float new_power = raise(s, states[0]);
+    const float shrunk = g + s.d * x;
+    states[1] += shrunk - (new_power - old_power) / s.a * x;
+    const float quadratic = new_power / s.a + s.c;
+    const float linear = states[1], below = linear > s.b ? s.b : linear;
+    return ((below < -s.b ? -s.b : below) - linear) / quadratic;
+  }
+};
+
+// One accumulator a row: the running sum of the mean of squares of its gradient. The only rule whose columns depend on each
+// other: `STATES` of it counts states of a column.
+struct RowWiseAdagrad {
+  static constexpr u32 STATES = 0;
+  static __device__ __forceinline__ float step(const Scalars& s, float x, float divisor, float g) { return x - (s.a * g) / divisor; }
+};

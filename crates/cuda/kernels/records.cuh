@@ -8,17 +8,44 @@ struct Table {
   Initializer initializer;
   // Record r begins at records + r * stride.
   float4* records;
-  // In float4: of a record, of its row.
-  u32 stride, row;
+  // In groups of four columns: of a record.
+  u32 stride;
   // Its record r is number first + r among the records of all tables.
-  u32 first, pad;
+  u32 first;
+  // First value of the first state; the others' is 0.
+  float first_state;
+  u32 pad;
 };
 
-// Lanes that share a row of so many float4: a power of two, a warp at most.
-__host__ __device__ constexpr u32 lanes_of(u32 row) {
+// Rows and states are held in groups of four columns, so that a lane moves 16 bytes; the last group may be partly unused.
+__host__ __device__ constexpr u32 quads_of(u32 dim) { return (dim + 3) / 4; }
+
+// Lanes that share a row: a power of two, a warp at most.
+__host__ __device__ constexpr u32 lanes_of(u32 dim) {
   u32 lanes = 1;
-  while (lanes < row && lanes < WARP) lanes *= 2;
+  while (lanes < quads_of(dim) && lanes < WARP) lanes *= 2;
   return lanes;
+}
+
+// Four columns of a row of an array (rows, DIM) of the framework's; 0 beyond the last. ONCE: nobody reads them again.
+template <u32 DIM, bool ONCE> __device__ __forceinline__ float4 load_columns(const float* rows, u64 row, u32 quad) {
+  const float* at = rows + row * DIM + 4 * quad;
+  if (DIM % 4 == 0) return ONCE ? __ldcs((const float4*)at) : *(const float4*)at;
+  const u32 left = DIM - 4 * quad;
+  return make_float4(at[0], left > 1 ? at[1] : 0, left > 2 ? at[2] : 0, left > 3 ? at[3] : 0);
+}
+
+template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u64 row, u32 quad, const float4& x) {
+  float* at = rows + row * DIM + 4 * quad;
+  if (DIM % 4 == 0) {
+    store_once((float4*)at, x);
+    return;
+  }
+  const u32 left = DIM - 4 * quad;
+  at[0] = x.x;
+  if (left > 1) at[1] = x.y;
+  if (left > 2) at[2] = x.z;
+  if (left > 3) at[3] = x.w;
 }
 
 // Numbers for new records, one for each lane that `needs` one: one addition to the table's count a block.
@@ -40,9 +67,19 @@ template <u32 WARPS> __device__ __forceinline__ u32 take_numbers(const Index& in
   return counts[WARPS] + counts[warp] + __popc(mask & lanes_below());
 }
 
-// First values of the rows, and zeros of the states, of the lanes that have a new record.
-template <u32 ROW> __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key, u32 record, LaneList& list) {
-  constexpr u32 LANES = lanes_of(ROW), GROUPS = WARP / LANES;
+// Four columns of a new record.
+template <u32 DIM> __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 quad) {
+  constexpr u32 QUADS = quads_of(DIM);
+  if (quad >= QUADS) {
+    const float x = quad < 2 * QUADS ? t.first_state : 0;
+    return make_float4(x, x, x, x);
+  }
+  return first_values(t.initializer, key, quad);
+}
+
+// The new records of the lanes that have one.
+template <u32 DIM> __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key, u32 record, LaneList& list) {
+  constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   const u32 n = list.take(is_new), group = lane() / LANES, column = lane() % LANES;
   for (u32 start = 0; start < n; start += GROUPS) {
     const bool is_one = start + group < n;
@@ -50,14 +87,13 @@ template <u32 ROW> __device__ __forceinline__ void write_first(const Table& t, b
     const u64 k = __shfl_sync(ALL, key, from);
     float4* at = t.records + (u64)__shfl_sync(ALL, record, from) * t.stride;
     if (!is_one) continue;
-    for (u32 c = column; c < ROW; c += LANES) store_once(at + c, first_values(t.initializer, k, c));
-    for (u32 c = ROW + column; c < t.stride; c += LANES) store_once(at + c, make_float4(0, 0, 0, 0));
+    for (u32 quad = column; quad < t.stride; quad += LANES) store_once(at + quad, first_columns<DIM>(t, k, quad));
   }
 }
 
 // Gives keys that were not found a record, and writes its first values. The whole block comes here; `is_missing` somewhere in
 // it. Gives the lane's record if its key was missing: NO_RECORD if both buckets of the key are full.
-template <u32 ROW, u32 WARPS> __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list, bool& is_new) {
+template <u32 DIM, u32 WARPS> __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list, bool& is_new) {
   // One lane a distinct key of the warp.
   u32 leader = lane();
   const u32 missing = __ballot_sync(ALL, is_missing);
@@ -69,7 +105,7 @@ template <u32 ROW, u32 WARPS> __device__ __forceinline__ u32 insert_missing(cons
   is_new = claim.is_mine;
   u32 record = take_numbers<WARPS>(index, is_new);
   if (is_new) store_shared(claim.record, record);
-  write_first<ROW>(t, is_new, key, record, list);
+  write_first<DIM>(t, is_new, key, record, list);
   // All of this block's numbers are written, so whoever waits here waits for a block that does not wait for this one.
   if (leads && !is_new) {
     record = NO_RECORD;

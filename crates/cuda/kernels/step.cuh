@@ -5,8 +5,8 @@
 struct Feature {
   const u64* ids;
   // (bags, dim)
-  float4* rows;
-  const float4* gradients;
+  float* rows;
+  const float* gradients;
   // Of its table, as there.
   float4* records;
   u32 stride, first_record;

@@ -15,7 +15,7 @@ extern "C" __global__ void clear_index(Bucket* buckets, u32 num_buckets) {
 }
 
 // Record numbers of keys; with INSERT, keys that are not there get one and its first values, and the NEW bit says so.
-template <u32 ROW, bool INSERT> __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n) {
+template <u32 DIM, bool INSERT> __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n) {
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const bool is_id = i < n;
   const u64 key = is_id ? load_once(keys + i) : 0, h = hash(key);
@@ -27,7 +27,7 @@ template <u32 ROW, bool INSERT> __global__ void __launch_bounds__(BLOCK) look_up
     const bool is_missing = is_id && record == NO_RECORD;
     if (__syncthreads_or(is_missing)) {
       bool is_new;
-      const u32 inserted = insert_missing<ROW, WARPS>(t, index, is_missing, key, h, list, is_new);
+      const u32 inserted = insert_missing<DIM, WARPS>(t, index, is_missing, key, h, list, is_new);
       if (is_missing) record = inserted | NEW;
     }
   }
@@ -35,8 +35,8 @@ template <u32 ROW, bool INSERT> __global__ void __launch_bounds__(BLOCK) look_up
 }
 
 // Rows of record numbers, those of lanes whose number is `wanted`: ROWS of them in flight in each group of lanes.
-template <u32 ROW, u32 ROWS> __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float4* out, LaneList& list) {
-  constexpr u32 LANES = lanes_of(ROW), GROUPS = WARP / LANES;
+template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float4* out, LaneList& list) {
+  constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   const u32 n = list.take(wanted), group = lane() / LANES, column = lane() % LANES;
 #pragma unroll 1
   for (u32 start = 0; start < n; start += GROUPS * ROWS) {
@@ -51,25 +51,25 @@ template <u32 ROW, u32 ROWS> __device__ __forceinline__ void copy_rows(const Tab
     }
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k)
-      if (from[k] != ALL) store_once(out + (u64)(first + from[k]) * ROW + column, row[k]);
+      if (from[k] != ALL) store_once(out + (u64)(first + from[k]) * quads_of(DIM) + column, row[k]);
   }
 }
 
 // Rows of the keys that are there; the others' stay unwritten.
-template <u32 ROW, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(Table t, const u64* __restrict__ keys, float4* __restrict__ out, u32* __restrict__ found, u32 n) {
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(Table t, const u64* __restrict__ keys, float4* __restrict__ out, u32* __restrict__ found, u32 n) {
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u64 key = i < n ? load_once(keys + i) : 0;
   LaneList& list = lists[threadIdx.x / WARP];
   const u32 record = find(t.index, key, hash(key), i < n, list);
   if (i < n) found[i] = record;
-  copy_rows<ROW, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
+  copy_rows<DIM, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
 }
 
 // With `skips`, rows of new records stay unwritten.
-template <u32 ROW, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* __restrict__ records, float4* __restrict__ out, u32 n, u32 skips) {
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* __restrict__ records, float4* __restrict__ out, u32 n, u32 skips) {
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u32 record = i < n ? records[i] : NO_RECORD;
-  copy_rows<ROW, ROWS>(t, i < n && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
+  copy_rows<DIM, ROWS>(t, i < n && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
 }

@@ -63,10 +63,10 @@ plain! {
         pub index: Index,
         pub initializer: Initializer,
         pub records: u64,
-        /// In four floats, as `row`.
+        /// In four floats.
         pub stride: u32,
-        pub row: u32,
         pub first: u32,
+        pub first_state: f32,
         pub pad: u32,
     }
 

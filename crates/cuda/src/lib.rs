@@ -7,3 +7,4 @@ pub mod kernels;
 pub mod layout;
 pub mod memory;
 pub mod nvrtc;
+pub mod rule;
