@@ -268,6 +268,8 @@ __device__ __noinline__ bool move_away(const Index& index, Bucket* from, u32 pla
       release(&to->records[room], record);
       if (to == second) of_first |= filter_bit(h);
       if (first == held) word = of_first;
+      // Nobody who gets the lock next takes the place for the key's.
+      store_shared(&from->keys[place], nobodys_key((u32)(from - index.buckets), index.num_buckets));
       release(&from->records[place], CLAIMED);
       moved = true;
     }
@@ -287,7 +289,6 @@ __device__ __noinline__ u32 make_room(const Index& index, Bucket* bucket, Bucket
     if (other == held || other == bucket) continue;
     for (u32 further = 0; further < PLACES; ++further)
       if (move_away(index, other, further, held, word)) {
-        store_shared(&other->keys[further], nobodys_key((u32)(other - index.buckets), index.num_buckets));
         release(&other->records[further], NO_RECORD);
         if (move_away(index, bucket, place, held, word)) return place;
       }
