@@ -38,8 +38,41 @@ pub struct Binding {
 }
 
 impl Binding {
-    fn is_stateless(&self) -> bool {
+    pub fn is_stateless(&self) -> bool {
         self.update.rule.states(1).is_empty()
+    }
+}
+
+/// Whether an optimizer may update tables that are `bound` to one.
+///
+/// # Errors
+/// [`Error::State`] if another optimizer has been bound since, or the records were replaced and have no states of it.
+pub fn check_owner<'a>(
+    bound: Option<&Binding>,
+    binding: &Binding,
+    tables: impl Iterator<Item = &'a dyn Table> + Clone,
+) -> Result<()> {
+    let Some(bound) = bound else {
+        return Err(Error::State("no optimizer is bound to these tables".into()));
+    };
+    if bound.owner != binding.owner && !(bound.is_stateless() && binding.is_stateless()) {
+        let names = tables.map(|t| format!("`{}`", t.config().name)).collect::<Vec<_>>().join(", ");
+        return Err(Error::State(format!(
+            "the tables {names} have been bound to another optimizer since, whose states are in their records. \
+             Two optimizers can only share tables if both keep no states, as SGD without momentum"
+        )));
+    }
+    let name = binding.update.rule.name();
+    let mut tables = tables;
+    match tables.find(|t| {
+        t.update_rule().is_none_or(|u| u.rule.name() != name)
+            || t.state_specs() != binding.update.rule.states(t.config().dim)
+    }) {
+        None => Ok(()),
+        Some(table) => Err(Error::State(format!(
+            "the records of table `{}` have no states of {name}, the optimizer that is bound to it: they were replaced since",
+            table.config().name
+        ))),
     }
 }
 
@@ -503,37 +536,12 @@ impl HostGroup {
     /// # Errors
     /// [`Error::State`] if another optimizer has been bound since, or the records lost their states.
     pub fn check_owner(&self, binding: &Binding) -> Result<()> {
-        let Some(bound) = self.binding else {
-            return Err(Error::State("no optimizer is bound to these tables".into()));
-        };
-        if bound.owner != binding.owner && !(bound.is_stateless() && binding.is_stateless()) {
-            return Err(Error::State(format!(
-                "the tables {} have been bound to another optimizer since, whose states are in their records. \
-                 Two optimizers can only share tables if both keep no states, as SGD without momentum",
-                self.names()
-            )));
-        }
-        self.check_states(binding)
+        check_owner(self.binding.as_ref(), binding, self.tables.iter().map(|t| t as &dyn Table))
     }
 
     /// Forgets what is committed: it will not be applied.
     pub fn drop_committed(&mut self) {
         std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
-    }
-
-    /// Records may have been replaced since the optimizer was bound.
-    fn check_states(&self, binding: &Binding) -> Result<()> {
-        let name = binding.update.rule.name();
-        match self.tables.iter().find(|t| {
-            t.update.is_none_or(|u| u.rule.name() != name)
-                || t.state_specs() != binding.update.rule.states(t.config.dim)
-        }) {
-            None => Ok(()),
-            Some(table) => Err(Error::State(format!(
-                "the records of table `{}` have no states of {name}, the optimizer that is bound to it: they were replaced since",
-                table.config.name
-            ))),
-        }
     }
 
     fn apply_held(&mut self, update: &Update, scalars: &UpdateScalars, pool: &Pool) {

@@ -89,6 +89,9 @@ pub trait Step: Copy + Send + Sync {
     /// How many of `states` it reads and writes, from the first on; each is as wide as the row.
     const STATES: usize;
 
+    /// Its scalars, for a device whose kernels have the formula; in the order that `crates/cuda/kernels/optimizer.cuh` names.
+    fn scalars(&self) -> [f32; 5];
+
     /// New value of a column, from its value `x`, its states in the order of [`Rule::states`], and the merged and
     /// conditioned gradient.
     fn step(&self, x: f32, states: &mut [f32; 3], gradient: f32) -> f32;
@@ -275,6 +278,10 @@ struct SgdStep {
 impl Step for SgdStep {
     const STATES: usize = 0;
 
+    fn scalars(&self) -> [f32; 5] {
+        [self.learning_rate, 0.0, 0.0, 0.0, 0.0]
+    }
+
     #[inline(always)]
     fn step(&self, x: f32, _states: &mut [f32; 3], gradient: f32) -> f32 {
         x - gradient * self.learning_rate
@@ -290,6 +297,10 @@ struct MomentumStep<const NESTEROV: bool> {
 
 impl<const NESTEROV: bool> Step for MomentumStep<NESTEROV> {
     const STATES: usize = 1;
+
+    fn scalars(&self) -> [f32; 5] {
+        [self.learning_rate, self.momentum, 0.0, 0.0, 0.0]
+    }
 
     #[inline(always)]
     fn step(&self, x: f32, [m, ..]: &mut [f32; 3], gradient: f32) -> f32 {
@@ -312,6 +323,11 @@ struct AdamStep<const AMSGRAD: bool>(AdamScalars);
 
 impl<const AMSGRAD: bool> Step for AdamStep<AMSGRAD> {
     const STATES: usize = 2 + AMSGRAD as usize;
+
+    fn scalars(&self) -> [f32; 5] {
+        let AdamStep(s) = self;
+        [s.alpha, s.one_minus_beta_1, s.one_minus_beta_2, s.epsilon, 0.0]
+    }
 
     #[inline(always)]
     fn step(&self, x: f32, [m, v, v_hat]: &mut [f32; 3], gradient: f32) -> f32 {
@@ -344,6 +360,10 @@ struct AdagradStep {
 impl Step for AdagradStep {
     const STATES: usize = 1;
 
+    fn scalars(&self) -> [f32; 5] {
+        [self.learning_rate, 0.0, 0.0, self.epsilon, 0.0]
+    }
+
     #[inline(always)]
     fn step(&self, x: f32, [accumulator, ..]: &mut [f32; 3], gradient: f32) -> f32 {
         *accumulator += gradient * gradient;
@@ -359,6 +379,11 @@ pub struct RowWiseAdagradStep {
 }
 
 impl RowWiseAdagradStep {
+    /// As [`Step::scalars`].
+    pub fn scalars(&self) -> [f32; 5] {
+        [self.learning_rate, 0.0, 0.0, self.epsilon, 0.0]
+    }
+
     /// Adds the mean of squares of a row's gradient to its accumulator; returns what all its columns are divided by.
     #[inline(always)]
     pub fn accumulate(&self, accumulator: &mut f32, gradient: &[f32]) -> f32 {
@@ -387,6 +412,11 @@ struct RmsPropStep<const MOMENTUM: bool, const CENTERED: bool>(RmsPropScalars);
 
 impl<const MOMENTUM: bool, const CENTERED: bool> Step for RmsPropStep<MOMENTUM, CENTERED> {
     const STATES: usize = 1 + MOMENTUM as usize + CENTERED as usize;
+
+    fn scalars(&self) -> [f32; 5] {
+        let RmsPropStep(s) = self;
+        [s.learning_rate, s.rho, s.one_minus_rho, s.epsilon, s.momentum]
+    }
 
     #[inline(always)]
     fn step(&self, x: f32, states: &mut [f32; 3], gradient: f32) -> f32 {
@@ -431,6 +461,11 @@ impl<const SQRT: bool> FtrlStep<SQRT> {
 
 impl<const SQRT: bool> Step for FtrlStep<SQRT> {
     const STATES: usize = 2;
+
+    fn scalars(&self) -> [f32; 5] {
+        let FtrlStep(s) = self;
+        [s.learning_rate, s.l1, s.twice_l2, s.twice_shrinkage, s.power]
+    }
 
     #[inline(always)]
     fn step(&self, x: f32, [accumulator, linear, _]: &mut [f32; 3], gradient: f32) -> f32 {
@@ -481,10 +516,11 @@ impl Update {
 /// What is done to a column's merged gradient and to its value before the rule's own step.
 #[derive(Clone, Copy)]
 pub struct Conditioning {
-    factor: f32,
-    clipvalue: f32,
-    weight_decay: Option<f32>,
-    learning_rate: f32,
+    pub factor: f32,
+    /// Infinity: none.
+    pub clipvalue: f32,
+    pub weight_decay: Option<f32>,
+    pub learning_rate: f32,
 }
 
 impl Conditioning {

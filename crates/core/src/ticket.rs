@@ -17,7 +17,7 @@ pub const UNIT: f32 = 1.0 / (1 << 20) as f32;
 const TOLERANCE: f64 = 3e-6;
 
 /// Second entry of the ticket's row: differs from one turn of the ring to the next.
-fn mark(number: u64) -> f32 {
+pub fn mark(number: u64) -> f32 {
     (0.5 + (number / RING) as f64 * 0.618_033_988_749_895 % 1.0) as f32
 }
 
@@ -62,8 +62,22 @@ impl<P> PushRing<P> {
         self.pending.iter().map(|(_, push)| push)
     }
 
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut P> {
+        self.pending.iter_mut().map(|(_, push)| push)
+    }
+
     pub fn clear(&mut self) {
         self.pending.clear();
+    }
+
+    /// Number that the next push will have.
+    pub fn next_number(&self) -> u64 {
+        self.next
+    }
+
+    /// Numbers of the pushes that wait, ascending.
+    pub fn numbers(&self) -> impl Iterator<Item = u64> {
+        self.pending.iter().map(|&(number, _)| number)
     }
 
     /// Keeps a push; gives its number, and the push whose place in the ring it takes.
@@ -95,7 +109,7 @@ impl<P> PushRing<P> {
             };
             match push {
                 Some(number) if is_proven(number) => named.push(Named { number, weight: weight / UNIT }),
-                _ => return Err(gone(row, weight, self.pending.len())),
+                _ => return Err(gone(row, weight / UNIT, self.pending.len())),
             }
         }
         named.sort_unstable_by_key(|n| n.number);
@@ -119,11 +133,11 @@ impl<P> PushRing<P> {
     }
 }
 
-fn gone(row: u64, weight: f32, pending: usize) -> String {
+/// What is wrong with a ticket that names a push which is not pending.
+pub fn gone(row: u64, weight: f32, pending: usize) -> String {
     format!(
         "a gradient is applied whose push is gone: applied before, or older than the newest {RING} backward passes \
-         (row {row}, weight {}, {pending} pending). Nothing was changed",
-        weight / UNIT
+         (row {row}, weight {weight}, {pending} pending). Nothing was changed"
     )
 }
 

@@ -31,6 +31,7 @@ struct Lists {
   u64 cold, pad0[15], hot, pad1[15];
 };
 
+// The keys of the tables of one dim.
 struct Keys {
   Lists* lists;
   Single* singles;
@@ -39,10 +40,32 @@ struct Keys {
   Run* runs;
   // (runs, dim)
   float4* partial;
+  // (keys, dim): merged gradients of singles, then several, then hot.
+  float4* sums;
+  // Their records are those from here on, among those of all tables.
+  u32 first_record, pad;
+};
+static_assert(sizeof(Keys) == 64, "as crates/cuda/src/layout.rs has it");
+
+// What the backward needs of a feature.
+struct Side {
+  const float* gradients;
+  float4* records;
+  u32 stride, first_record;
+  float scale;
+  u32 table;
+};
+static_assert(sizeof(Side) == 32, "as crates/cuda/src/layout.rs has it");
+
+// Counts of what was looked up, of a table.
+struct Tally {
+  Counters* counters;
+  // Its records are those from here on, among those of all tables.
+  u32 first_record, pad;
 };
 
-// Each distinct record of sorted ids onto its list.
-extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_keys(Keys keys, const u32* __restrict__ records, const u32* __restrict__ gradient_rows, u32 n) {
+// Keys of records from `begin` to `end`, those of one dim. The whole block comes here.
+__device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end, const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
   __shared__ u32 of_warps[4][WARP];
   __shared__ u32 first[4];
   const u32 warp = threadIdx.x / WARP, at = (blockIdx.x * WARP + warp) * (WARP * POSITIONS);
@@ -65,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_keys(Keys keys, 
     if (heads) {
       const u32 last = WARP - 1 - __clz(heads);
       const u32 tail = __popc(__ballot_sync(ALL, record[r + 1] == __shfl_sync(ALL, record[r], last)));
-      if (is_head) count[r] = lane() == last ? min(WARP, n - start) - last + tail : __ffs(heads >> (lane() + 1));
+      if (is_head && record[r] >= begin && record[r] < end) count[r] = lane() == last ? min(WARP, n - start) - last + tail : __ffs(heads >> (lane() + 1));
     }
     if (count[r] > HOT) {
       // Where it ends: strides that double, then halves.
@@ -116,81 +139,170 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_keys(Keys keys, 
     const u32 i = at + r * WARP + lane();
     const u32 one = __ballot_sync(ALL, count[r] == 1), many = __ballot_sync(ALL, count[r] > 1 && count[r] <= HOT), most = __ballot_sync(ALL, count[r] > HOT);
     if (count[r] == 1) {
-      keys.singles[single_at + __popc(one & lanes_below())] = {record[r], gradient_rows[i]};
+      keys.singles[single_at + __popc(one & lanes_below())] = {record[r], values[i]};
     } else if (count[r] > HOT) {
       const u32 h = hot_at + __popc(most & lanes_below()), of_key = (count[r] + RUN - 1) / RUN;
       keys.hot[h] = {record[r], run_at, of_key, 0};
       for (u32 k = 0; k < of_key; ++k) keys.runs[run_at + k] = {i + k * RUN, min(RUN, count[r] - k * RUN), h, 0};
       run_at += of_key;
     } else if (count[r]) {
-      keys.several[several_at + __popc(many & lanes_below())] = {record[r], i, count[r], gradient_rows[i]};
+      keys.several[several_at + __popc(many & lanes_below())] = {record[r], i, count[r], values[i]};
     }
     single_at += __popc(one), several_at += __popc(many), hot_at += __popc(most);
   }
+}
+
+
+// Each distinct record of sorted ids onto the list of its dim. Record 0 is nobody's. `kinds`: how many dims there are.
+extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_keys(const Keys* __restrict__ kinds, u32 num_kinds, const Tally* __restrict__ tables, u32 num_tables,
+                                                                     const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
+  const u32 at = blockIdx.x * LIST_THREADS * POSITIONS, last = min(n, at + LIST_THREADS * POSITIONS) - 1;
+  const u32 lowest = max(records[at], 1), highest = records[last];
+  for (u32 kind = 0; kind < num_kinds; ++kind) {
+    const u32 begin = max(kinds[kind].first_record, 1), end = kind + 1 < num_kinds ? kinds[kind + 1].first_record : ALL;
+    if (highest < begin || lowest >= end) continue;
+    list_range(kinds[kind], begin, end, records, values, n);
+    __syncthreads();
+  }
+  if (num_tables == 0) return;
+  // Distinct keys by table.
+  const u32 begin = at + threadIdx.x * POSITIONS;
+  u32 table = 0, distinct = 0;
+  for (u32 i = begin; i < min(begin + POSITIONS, n); ++i) {
+    const u32 record = records[i];
+    if (record == 0 || (i > 0 && records[i - 1] == record)) continue;
+    u32 here = table;
+    if (distinct == 0 || (table + 1 < num_tables && record >= tables[table + 1].first_record)) {
+      u32 low = 0, high = num_tables;
+      while (low + 1 < high) {
+        const u32 middle = (low + high) / 2;
+        if (tables[middle].first_record <= record) low = middle;
+        else high = middle;
+      }
+      here = low;
+    }
+    if (here != table && distinct) atomicAdd(&tables[table].counters->distinct, distinct), distinct = 0;
+    table = here, ++distinct;
+  }
+  const u32 peers = __match_any_sync(ALL, table);
+  u32 sum = 0;
+  for (u32 from = 0; from < WARP; ++from) {
+    const u32 theirs = __shfl_sync(ALL, distinct, from);
+    if (peers >> from & 1) sum += theirs;
+  }
+  if (sum && lane() == __ffs(peers) - 1) atomicAdd(&tables[table].counters->distinct, sum);
 }
 
 constexpr u32 UPDATE_THREADS = 128;
 // Keys that a group of lanes takes.
 constexpr u32 PER_SEVERAL = 4, PER_SINGLE = 8;
 
-struct Work {
-  Call call;
-  Keys keys;
-  const u32* gradient_rows;
+// Where the gradients of keys come from: the framework's rows, each whole; the same, each times a coefficient of its id; sums of
+// earlier merges.
+enum Source : u32 { ROWS, WEIGHTED_ROWS, SUMS };
+
+// A merged gradient, and the record that it belongs to.
+struct Entry {
+  const float4* sum;
+  float4* at;
+  float weight;
+  u32 table, pad[2];
+};
+static_assert(sizeof(Entry) == 32, "as crates/cuda/src/layout.rs has it");
+
+// What a step's scalars make of a rule, written by `prepare`.
+struct Prepared {
+  // 0: nothing is to be done.
+  u32 is_due;
+  // Of the push.
+  float weight;
   Conditioning conditioning;
   Scalars scalars;
 };
 
-__device__ __forceinline__ float4 add(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+template <u32 KINDS> struct Work {
+  // Of each feature.
+  const Side* sides;
+  const Entry* entries;
+  // By place of the sort: name of a gradient row; place of an id; number of an entry.
+  const u32* values;
+  const u32* names;
+  const float* coefficients;
+  const Prepared* prepared;
+  // By table: what gradients are multiplied by besides; null: nothing.
+  const float* factors;
+  u32 shift, pad;
+  Keys kinds[KINDS];
+};
 
-// Where a record is. `number`: among the records of all tables; `name`: of a gradient row of its table.
-__device__ __forceinline__ float4* record_at(const Work& w, u32 number, u32 name) {
-  const Feature& feature = w.call.features[name >> w.call.shift];
-  return feature.records + (u64)(number - feature.first_record) * feature.stride;
+__device__ __forceinline__ float4 add(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+__device__ __forceinline__ float4 scaled(const float4& a, float by) { return make_float4(a.x * by, a.y * by, a.z * by, a.w * by); }
+
+template <u32 SOURCE, class W> __device__ __forceinline__ const Side& side_of(const W& w, u32 value) {
+  return w.sides[(SOURCE == WEIGHTED_ROWS ? w.names[value] : value) >> w.shift];
 }
 
-// Four columns of a gradient row. Rows of bags are read AGAIN and again, others once.
-template <u32 DIM, bool AGAIN> __device__ __forceinline__ float4 load_gradient(const Work& w, u32 name, u32 quad) {
-  const u32 bag = name & ((1u << w.call.shift) - 1);
-  return load_columns<DIM, !AGAIN>(w.call.features[name >> w.call.shift].gradients, bag, quad);
+// Where a record is. `number`: among the records of all tables; `value`: of one of its ids.
+template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(const W& w, u32 number, u32 value) {
+  if (SOURCE == SUMS) return w.entries[value].at;
+  const Side& side = side_of<SOURCE>(w, value);
+  return side.records + (u64)(number - side.first_record) * side.stride;
+}
+
+template <u32 SOURCE, class W> __device__ __forceinline__ float factor_of(const W& w, u32 value) {
+  if (!w.factors) return 1.0f;
+  return w.factors[SOURCE == SUMS ? w.entries[value].table : side_of<SOURCE>(w, value).table];
+}
+
+// Four columns of a gradient. Rows of bags are read AGAIN and again, others once.
+template <u32 SOURCE, u32 DIM, bool AGAIN, class W> __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
+  if (SOURCE == SUMS) {
+    const Entry& entry = w.entries[value];
+    return scaled(__ldcs(entry.sum + quad), entry.weight);
+  }
+  const u32 name = SOURCE == WEIGHTED_ROWS ? w.names[value] : value, bag = name & ((1u << w.shift) - 1);
+  const Side& side = w.sides[name >> w.shift];
+  return scaled(load_columns<DIM, !AGAIN>(side.gradients, bag, quad), SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale);
 }
 
 // A group of lanes at work on one key: each lane has four columns, or several times four of a row that is wider than a warp.
-template <u32 DIM, class RULE, bool AGAIN> struct Group {
+template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
   static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4;
-  const Work& w;
+  const W& w;
+  const Prepared& now;
   u32 column, mask;
+  float factor;
   float4 sum[CHUNKS];
 
-  __device__ __forceinline__ Group(const Work& work, u32 column_of, u32 mask_of) : w(work), column(column_of), mask(mask_of) {}
+  __device__ __forceinline__ Group(const W& work, const Prepared& prepared, u32 column_of, u32 mask_of) : w(work), now(prepared), column(column_of), mask(mask_of) {}
 
   __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
 
-  // Adds the gradients of ids `done` to `count`, whose names are `names`, to the sum; the first starts it.
-  __device__ __forceinline__ void add_run(const u32* names, u32 done, u32 count) {
+  // Adds the gradients of ids `done` to `count`, whose values are `values`, to the sum; the first starts it.
+  __device__ __forceinline__ void add_run(const u32* values, u32 done, u32 count) {
     u32 next[FLIGHT];
 #pragma unroll
-    for (u32 k = 0; k < FLIGHT; ++k) next[k] = done + k < count ? names[done + k] : 0;
+    for (u32 k = 0; k < FLIGHT; ++k) next[k] = done + k < count ? values[done + k] : 0;
     for (u32 start = done; start < count; start += FLIGHT) {
-      u32 name[FLIGHT];
+      u32 value[FLIGHT];
 #pragma unroll
       for (u32 k = 0; k < FLIGHT; ++k) {
-        name[k] = next[k];
-        if (start + FLIGHT + k < count) next[k] = names[start + FLIGHT + k];
+        value[k] = next[k];
+        if (start + FLIGHT + k < count) next[k] = values[start + FLIGHT + k];
       }
-      add_rows(name, start == 0, count - start);
+      add_rows(value, start == 0, count - start);
     }
   }
 
   // Adds up to four rows.
-  __device__ __forceinline__ void add_rows(const u32 (&name)[FLIGHT], bool starts, u32 count) {
+  __device__ __forceinline__ void add_rows(const u32 (&value)[FLIGHT], bool starts, u32 count) {
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
       if (!is_mine(chunk)) continue;
       float4 row[FLIGHT];
 #pragma unroll
       for (u32 k = 0; k < FLIGHT; ++k)
-        if (k < count) row[k] = load_gradient<DIM, AGAIN>(w, name[k], chunk * LANES + column);
+        if (k < count) row[k] = load_gradient<SOURCE, DIM, AGAIN>(w, value[k], chunk * LANES + column);
 #pragma unroll
       for (u32 k = 0; k < FLIGHT; ++k)
         if (k < count) sum[chunk] = starts && k == 0 ? row[k] : add(sum[chunk], row[k]);
@@ -202,25 +314,32 @@ template <u32 DIM, class RULE, bool AGAIN> struct Group {
     float4 parts[1 + RULE::STATES];
   };
   __device__ __forceinline__ void update_columns(float4* at, u32 quad, const float4& gradient, const Ahead& before) {
-    float4 now[1 + RULE::STATES];
+    float4 after[1 + RULE::STATES];
     const float* g = (const float*)&gradient;
 #pragma unroll
     for (u32 c = 0; c < 4; ++c) {
       float states[3];
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) states[k] = ((const float*)&before.parts[1 + k])[c];
-      ((float*)&now[0])[c] = RULE::step(w.scalars, w.conditioning.value(((const float*)&before.parts[0])[c]), states, w.conditioning.gradient(g[c]));
+      ((float*)&after[0])[c] = RULE::step(now.scalars, now.conditioning.value(((const float*)&before.parts[0])[c]), states, now.conditioning.gradient(g[c], factor));
 #pragma unroll
-      for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&now[1 + k])[c] = states[k];
+      for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
     }
 #pragma unroll
-    for (u32 p = 0; p <= RULE::STATES; ++p) __stcs(at + p * QUADS + quad, now[p]);
+    for (u32 p = 0; p <= RULE::STATES; ++p) __stcs(at + p * QUADS + quad, after[p]);
   }
 
   __device__ __forceinline__ void load(const float4* at, u32 chunk, Ahead& ahead) const {
     if (!is_mine(chunk)) return;
 #pragma unroll
     for (u32 p = 0; p <= RULE::STATES; ++p) ahead.parts[p] = __ldcs(at + p * QUADS + chunk * LANES + column);
+  }
+
+  // What a push's weight and its table's norm make of the sum.
+  __device__ __forceinline__ void weigh(float clip) {
+    factor = now.conditioning.factor * clip;
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) sum[chunk] = scaled(sum[chunk], now.weight);
   }
 
   __device__ __forceinline__ void update(float4* at, const Ahead& first) {
@@ -235,9 +354,9 @@ template <u32 DIM, class RULE, bool AGAIN> struct Group {
 
 // Its columns are divided by what the whole row's gradient makes of the accumulator, whose sum of squares goes in eight lanes, as
 // crates/core/src/math.rs has it.
-template <u32 DIM, bool AGAIN> struct Group<DIM, RowWiseAdagrad, AGAIN> : Group<DIM, Sgd, AGAIN> {
-  typedef Group<DIM, Sgd, AGAIN> Base;
-  using Base::CHUNKS, Base::LANES, Base::QUADS, Base::column, Base::mask, Base::sum, Base::w;
+template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Group<SOURCE, DIM, RowWiseAdagrad, AGAIN, W> : Group<SOURCE, DIM, Sgd, AGAIN, W> {
+  typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Base;
+  using Base::CHUNKS, Base::LANES, Base::QUADS, Base::column, Base::factor, Base::mask, Base::now, Base::sum, Base::w;
   using Base::Base;
   typedef typename Base::Ahead Ahead;
   __device__ __forceinline__ void update(float4* at, const Ahead& first) {
@@ -247,15 +366,15 @@ template <u32 DIM, bool AGAIN> struct Group<DIM, RowWiseAdagrad, AGAIN> : Group<
       const float4& mine = sum[quad / LANES];
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
-        const float g = w.conditioning.gradient(((const float*)&mine)[c]), x = __shfl_sync(mask, g, quad % LANES, LANES);
+        const float g = now.conditioning.gradient(((const float*)&mine)[c], factor), x = __shfl_sync(mask, g, quad % LANES, LANES);
         if (4 * quad + c < DIM) lanes[4 * (quad % 2) + c] += x * x;
       }
     }
     const float squares = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
     float* accumulator = (float*)(at + QUADS);
-    const float now = *accumulator + squares / (float)DIM, divisor = sqrtf(now + w.scalars.d);
+    const float total = *accumulator + squares / (float)DIM, divisor = sqrtf(total + now.scalars.d);
     __syncwarp(mask);
-    if (column == 0) *accumulator = now;
+    if (column == 0) *accumulator = total;
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
       Ahead later;
@@ -265,33 +384,66 @@ template <u32 DIM, bool AGAIN> struct Group<DIM, RowWiseAdagrad, AGAIN> : Group<
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
         float& value = ((float*)&x)[c];
-        value = RowWiseAdagrad::step(w.scalars, w.conditioning.value(value), divisor, w.conditioning.gradient(((const float*)&sum[chunk])[c]));
+        value = RowWiseAdagrad::step(now.scalars, now.conditioning.value(value), divisor, now.conditioning.gradient(((const float*)&sum[chunk])[c], factor));
       }
       __stcs(at + chunk * LANES + column, x);
     }
   }
 };
 
-// Merge and update. Blocks in order: runs of hot keys, then keys of several ids and of one id in turn; each group asks for the
-// names of its next key before it is through with this one.
-template <u32 DIM, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPDATE_THREADS, DIM <= 128 ? 6 : 1) update(Work w) {
-  typedef Group<DIM, RULE, AGAIN> Of;
+// What becomes of a key's sum: into its record, by the optimizer's rule.
+template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
+  typedef Group<SOURCE, DIM, RULE, AGAIN, W> Of;
+  typedef typename Of::Ahead Ahead;
+  float4* at;
+  Ahead ahead;
+  __device__ __forceinline__ explicit Update(const Keys&) {}
+  __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const { return record_at<SOURCE>(group.w, record, value); }
+  __device__ __forceinline__ void begin(Of& group, float4* place) { group.load(at = place, 0, ahead); }
+  __device__ __forceinline__ void end(Of& group, u32 value) {
+    group.weigh(factor_of<SOURCE>(group.w, value));
+    group.update(at, ahead);
+  }
+};
+
+// Or into memory, for a push that is applied later.
+template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
+  typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Of;
+  float4* at;
+  const Keys& keys;
+  __device__ __forceinline__ explicit Store(const Keys& of) : keys(of) {}
+  __device__ __forceinline__ float4* place(Of&, u32, u32, u32 number) const { return keys.sums + (u64)number * Of::QUADS; }
+  __device__ __forceinline__ void begin(Of&, float4* place) { at = place; }
+  __device__ __forceinline__ void end(Of& group, u32) {
+#pragma unroll
+    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+      if (group.is_mine(chunk)) __stcs(at + chunk * Of::LANES + group.column, group.sum[chunk]);
+  }
+};
+
+// The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys, then keys of several ids
+// and of one id in turn; each group asks for the values of its next key before it is through with this one.
+template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __forceinline__ bool merge_keys(const W& w, const Keys& keys, const Prepared& now, u32& block) {
+  typedef typename Sink::Of Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
   const u32 column = threadIdx.x % LANES, number_of = threadIdx.x / LANES;
   const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
-  Of group(w, column, mask);
-  const Keys& keys = w.keys;
   const u32 runs = (u32)keys.lists->hot, several = (u32)(keys.lists->cold >> 32), singles = (u32)keys.lists->cold;
   const u32 hot_blocks = (runs + GROUPS - 1) / GROUPS;
   const u32 several_blocks = (several + GROUPS * PER_SEVERAL - 1) / (GROUPS * PER_SEVERAL);
   const u32 single_blocks = (singles + GROUPS * PER_SINGLE - 1) / (GROUPS * PER_SINGLE);
-  u32 block = blockIdx.x;
+  if (block >= hot_blocks + several_blocks + single_blocks) {
+    block -= hot_blocks + several_blocks + single_blocks;
+    return false;
+  }
+  Of group(w, now, column, mask);
+  Sink sink(keys);
   if (block < hot_blocks) {
     const u32 number = block * GROUPS + number_of;
-    if (number >= runs) return;
+    if (number >= runs) return true;
     const Run run = keys.runs[number];
-    const u32* names = w.gradient_rows + run.first;
-    group.add_run(names, 0, run.count);
+    const u32* values = w.values + run.first;
+    group.add_run(values, 0, run.count);
 #pragma unroll
     for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
       if (group.is_mine(chunk)) __stcg(keys.partial + (u64)number * Of::QUADS + chunk * LANES + column, group.sum[chunk]);
@@ -300,12 +452,11 @@ template <u32 DIM, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPD
     Hot* hot = keys.hot + run.hot;
     u32 done = 0;
     if (column == 0) done = atomicAdd(&hot->done, 1);
-    if (__shfl_sync(mask, done, 0, LANES) != hot->runs - 1) return;
-    // The last run to arrive sums all, in their order.
+    if (__shfl_sync(mask, done, 0, LANES) != hot->runs - 1) return true;
+    // The last run to arrive sums all, in their order. The list may be merged again.
     __threadfence();
-    float4* at = record_at(w, hot->record, names[0]);
-    typename Of::Ahead ahead;
-    group.load(at, 0, ahead);
+    if (column == 0) hot->done = 0;
+    sink.begin(group, sink.place(group, hot->record, values[0], singles + several + run.hot));
 #pragma unroll
     for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
       if (!group.is_mine(chunk)) continue;
@@ -315,53 +466,192 @@ template <u32 DIM, class RULE, bool AGAIN> __global__ void __launch_bounds__(UPD
       for (u32 k = 1; k < hot->runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
       group.sum[chunk] = sum;
     }
-    group.update(at, ahead);
-    return;
+    sink.end(group, values[0]);
+    return true;
   }
   block -= hot_blocks;
-  if (block >= several_blocks + single_blocks) return;
   const u32 in_several = (u32)((u64)block * several_blocks / (several_blocks + single_blocks));
   if ((u32)((u64)(block + 1) * several_blocks / (several_blocks + single_blocks)) > in_several) {
     u32 number = in_several * GROUPS * PER_SEVERAL + number_of;
     const u32 end = min(several, (in_several + 1) * GROUPS * PER_SEVERAL);
+    if (number >= end) return true;
     const Several none = {0, 0, 0, 0};
-    Several key = number < end ? keys.several[number] : none, next = number + GROUPS < end ? keys.several[number + GROUPS] : none;
-    u32 name[Of::FLIGHT], next_name[Of::FLIGHT];
+    Several key = keys.several[number], next = number + GROUPS < end ? keys.several[number + GROUPS] : none;
+    u32 value[Of::FLIGHT], next_value[Of::FLIGHT];
 #pragma unroll
-    for (u32 k = 0; k < Of::FLIGHT; ++k) name[k] = k < key.count ? w.gradient_rows[key.first + k] : 0;
-    float4* at = record_at(w, key.record, key.name);
+    for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = k < key.count ? w.values[key.first + k] : 0;
+    float4* place = sink.place(group, key.record, key.name, singles + number);
     for (; number < end; number += GROUPS) {
-      typename Of::Ahead ahead;
-      group.load(at, 0, ahead);
-      group.add_rows(name, true, key.count);
+      sink.begin(group, place);
+      group.add_rows(value, true, key.count);
 #pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k) next_name[k] = k < next.count ? w.gradient_rows[next.first + k] : 0;
+      for (u32 k = 0; k < Of::FLIGHT; ++k) next_value[k] = k < next.count ? w.values[next.first + k] : 0;
       const Several after = number + 2 * GROUPS < end ? keys.several[number + 2 * GROUPS] : none;
-      float4* next_at = record_at(w, next.record, next.name);
-      if (key.count > Of::FLIGHT) group.add_run(w.gradient_rows + key.first, Of::FLIGHT, key.count);
-      group.update(at, ahead);
-      key = next, next = after, at = next_at;
+      if (next.count) place = sink.place(group, next.record, next.name, singles + number + GROUPS);
+      if (key.count > Of::FLIGHT) group.add_run(w.values + key.first, Of::FLIGHT, key.count);
+      sink.end(group, key.name);
+      key = next, next = after;
 #pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k) name[k] = next_name[k];
+      for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = next_value[k];
     }
   } else {
     const u32 in_singles = block - in_several;
     u32 number = in_singles * GROUPS * PER_SINGLE + number_of;
     const u32 end = min(singles, (in_singles + 1) * GROUPS * PER_SINGLE);
-    const Single none = {0, 0};
-    Single key = number < end ? keys.singles[number] : none, next = number + GROUPS < end ? keys.singles[number + GROUPS] : none;
-    float4* at = record_at(w, key.record, key.gradient_row);
+    if (number >= end) return true;
+    Single key = keys.singles[number], next = number + GROUPS < end ? keys.singles[number + GROUPS] : key;
+    float4* place = sink.place(group, key.record, key.gradient_row, number);
     for (; number < end; number += GROUPS) {
-      typename Of::Ahead ahead;
-      group.load(at, 0, ahead);
+      sink.begin(group, place);
 #pragma unroll
       for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-        if (group.is_mine(chunk)) group.sum[chunk] = load_gradient<DIM, AGAIN>(w, key.gradient_row, chunk * LANES + column);
-      float4* next_at = record_at(w, next.record, next.gradient_row);
+        if (group.is_mine(chunk)) group.sum[chunk] = load_gradient<SOURCE, DIM, AGAIN>(w, key.gradient_row, chunk * LANES + column);
+      place = sink.place(group, next.record, next.gradient_row, number + GROUPS);
+      const u32 value = key.gradient_row;
       key = next;
       if (number + 2 * GROUPS < end) next = keys.singles[number + 2 * GROUPS];
-      group.update(at, ahead);
-      at = next_at;
+      sink.end(group, value);
     }
   }
+  return true;
+}
+
+__host__ __device__ constexpr u32 largest(u32 a) { return a; }
+template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
+
+// Merge and update.
+template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update(Work<sizeof...(DIM)> w) {
+  typedef Work<sizeof...(DIM)> W;
+  __shared__ Prepared now;
+  if (threadIdx.x == 0) now = *w.prepared;
+  __syncthreads();
+  if (!now.is_due) return;
+  u32 block = blockIdx.x, kind = 0;
+  (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+}
+
+// Merge alone: sums of all keys, `Keys::sums`.
+template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) merge(Work<sizeof...(DIM)> w) {
+  typedef Work<sizeof...(DIM)> W;
+  __shared__ Prepared now;
+  u32 block = blockIdx.x, kind = 0;
+  (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+}
+
+// A key by the place of its sum.
+struct Summed {
+  u32 record, value;
+};
+template <class W> __device__ __forceinline__ Summed summed(const W& w, const Keys& keys, u32 singles, u32 several, u32 number) {
+  if (number < singles) return {keys.singles[number].record, keys.singles[number].gradient_row};
+  if (number < singles + several) return {keys.several[number - singles].record, keys.several[number - singles].name};
+  const Hot& hot = keys.hot[number - singles - several];
+  return {hot.record, w.values[keys.runs[hot.first_run].first]};
+}
+
+constexpr u32 PER_SUM = 4;
+
+template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, const Prepared& now, u32& block) {
+  typedef Group<SOURCE, DIM, RULE, false, W> Of;
+  constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
+  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
+  const u32 blocks = (total + GROUPS * PER_SUM - 1) / (GROUPS * PER_SUM);
+  if (block >= blocks) {
+    block -= blocks;
+    return false;
+  }
+  const u32 column = threadIdx.x % LANES;
+  const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
+  Of group(w, now, column, mask);
+  u32 number = block * GROUPS * PER_SUM + threadIdx.x / LANES;
+  const u32 end = min(total, (block + 1) * GROUPS * PER_SUM);
+  if (number >= end) return true;
+  Summed key = summed(w, keys, singles, several, number);
+  for (; number < end; number += GROUPS) {
+    float4* at = record_at<SOURCE>(w, key.record, key.value);
+    typename Of::Ahead ahead;
+    group.load(at, 0, ahead);
+#pragma unroll
+    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+      if (group.is_mine(chunk)) group.sum[chunk] = __ldcs(keys.sums + (u64)number * Of::QUADS + chunk * LANES + column);
+    const float factor = factor_of<SOURCE>(w, key.value);
+    if (number + GROUPS < end) key = summed(w, keys, singles, several, number + GROUPS);
+    group.weigh(factor);
+    group.update(at, ahead);
+  }
+  return true;
+}
+
+// Updates the records of sums that were merged before.
+template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(Work<sizeof...(DIM)> w) {
+  __shared__ Prepared now;
+  if (threadIdx.x == 0) now = *w.prepared;
+  __syncthreads();
+  if (!now.is_due) return;
+  u32 block = blockIdx.x, kind = 0;
+  (update_summed<SOURCE, DIM, RULE>(w, w.kinds[kind++], now, block) || ...);
+}
+
+// Exact sums of squares, as crates/core/src/exact_sum.rs has them: mantissas as integers, one total an exponent.
+constexpr u32 EXPONENTS = 256;
+
+template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squares(const W& w, const Keys& keys, u64* totals) {
+  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
+  // Eight lanes a key, each with the columns that are its own.
+  const u32 part = threadIdx.x % 8, mask = 0xffu << (lane() & ~7u);
+  for (u32 number = (blockIdx.x * UPDATE_THREADS + threadIdx.x) / 8; number < total; number += gridDim.x * UPDATE_THREADS / 8) {
+    const Summed key = summed(w, keys, singles, several, number);
+    const float* sum = (const float*)(keys.sums + (u64)number * quads_of(DIM));
+    float squares = 0;
+    for (u32 column = part; column < DIM; column += 8) {
+      const float x = sum[column] * w.prepared->weight;
+      squares += x * x;
+    }
+    // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
+    squares += __shfl_down_sync(mask, squares, 4, 8);
+    squares += __shfl_down_sync(mask, squares, 2, 8);
+    squares += __shfl_down_sync(mask, squares, 1, 8);
+    if (part != 0) continue;
+    const u32 bits = __float_as_uint(squares) & 0x7fffffff, exponent = bits >> 23;
+    const u32 table = SOURCE == SUMS ? w.entries[key.value].table : side_of<SOURCE>(w, key.value).table;
+    atomicAdd(totals + table * EXPONENTS + exponent, (u64)((bits & 0x7fffff) | (exponent ? 1u << 23 : 0)));
+  }
+}
+
+// `totals`, (tables, 256), zeros at first.
+template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(Work<sizeof...(DIM)> w, u64* totals) {
+  if (!w.prepared->is_due) return;
+  u32 kind = 0;
+  (add_squares<SOURCE, DIM>(w, w.kinds[kind++], totals), ...);
+}
+
+// Entries of the keys of a merge: their records as they are numbered now, and where their sums are.
+struct Renumbering {
+  // By feature: the first record of its table now, less that when it was looked up.
+  const u32* shifts;
+  float weight;
+  // Entries before this merge's.
+  u32 first;
+};
+template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(Work<sizeof...(DIM)> w, u32 kind, Renumbering r, Entry* entries, u32* records, u32* values) {
+  const Keys& keys = w.kinds[kind];
+  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
+  const u32 number = blockIdx.x * UPDATE_THREADS + threadIdx.x;
+  if (number >= total) return;
+  const Summed key = summed(w, keys, singles, several, number);
+  u32 quads = 0, at = 0;
+  ((at++ == kind ? (quads = quads_of(DIM)) : 0), ...);
+  Entry entry = {};
+  u32 now;
+  if (SOURCE == SUMS) {
+    entry = w.entries[key.value];
+    now = key.record + r.shifts[entry.table];
+  } else {
+    const Side& side = side_of<SOURCE>(w, key.value);
+    entry.at = side.records + (u64)(key.record - side.first_record) * side.stride;
+    entry.table = side.table;
+    now = key.record + r.shifts[side.table];
+  }
+  entry.sum = keys.sums + (u64)number * quads, entry.weight = r.weight;
+  entries[r.first + number] = entry, records[r.first + number] = now, values[r.first + number] = r.first + number;
 }

@@ -3,125 +3,265 @@
 
 constexpr u32 BLOCK = 128, WARPS = BLOCK / WARP;
 
-// Ids whose keys have found both of their buckets full: places in the call.
-struct Homeless {
-  u32* count;
-  u32* ids;
+// Where the ids of a call are told apart.
+struct Found {
+  // By id: its record among those of all tables, 0 if none is to learn from it; what is sorted beside it: the name of its gradient
+  // row, or its place if coefficients differ from id to id.
+  u32 *records, *values;
+  // By place, if coefficients differ: the name of its gradient row.
+  u32* names;
+  Homeless homeless;
+  Fault* fault;
 };
 
-// Each id's record among those of all tables, and the gradient row that is its own.
-template <u32 DIM, bool INSERT> __global__ void __launch_bounds__(BLOCK) find_records(Call call, u32* __restrict__ records, u32* __restrict__ gradient_rows, Homeless homeless) {
-  __shared__ LaneList lists[WARPS];
-  const u32 number = call.find_features[blockIdx.x];
+// What is to become of an id: looked up, inserted if need be, and its row gets a gradient.
+__device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 key, u32 i) {
+  return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Found found) {
+  const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
   const Table& t = call.tables[feature.table];
-  const u32 i = (blockIdx.x - feature.first_find) * BLOCK + threadIdx.x;
-  const bool is_id = i < feature.num_bags * feature.hotness;
-  const u64 key = is_id ? load_once(feature.ids + i) : 0, h = hash(key);
-  LaneList& list = lists[threadIdx.x / WARP];
-  const Index index = t.index;
-  u32 record = find(index, key, h, is_id, list);
-  if (INSERT) {
-    const bool is_missing = is_id && record == NO_RECORD;
-    if (__syncthreads_or(is_missing)) {
-      bool is_new;
-      const u32 inserted = insert_missing<DIM, WARPS>(t, index, is_missing, key, h, list, is_new);
-      if (is_missing) record = inserted;
-      const bool is_homeless = is_missing && record == NO_RECORD;
-      if (const u32 all = __ballot_sync(ALL, is_homeless)) {
-        u32 base = 0;
-        if (lane() == 0) base = atomicAdd(homeless.count, __popc(all));
-        base = __shfl_sync(ALL, base, 0);
-        if (is_homeless) homeless.ids[base + __popc(all & lanes_below())] = feature.first_id + i;
-      }
-    }
+  const u32 i = (blockIdx.x - call.first_find[number]) * BLOCK + threadIdx.x, at = feature.first_id + i;
+  const bool is_id = i < feature.num_ids;
+  const u64 key = is_id ? key_at(feature, i) : 0;
+  bool is_wanted = is_id, is_new;
+  if (feature.has_roles && is_id) {
+    is_wanted = is_active(feature, t, key, i);
+    if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key)) report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
+  }
+  const u32 record = find_or_insert<WARPS>(t, is_wanted, feature.inserts, key, at, found.homeless, is_new);
+  if (!feature.inserts && found.values) {
+    const u32 dropped = __popc(__ballot_sync(ALL, is_wanted && record == NO_RECORD));
+    if (lane() == 0 && dropped) atomicAdd(&t.index.counters->dropped, dropped);
   }
   if (!is_id) return;
-  const u32 at = feature.first_id + i, bag = feature.hotness == 1 ? i : i / feature.hotness;
-  records[at] = t.first + record;
-  if (INSERT) gradient_rows[at] = number << call.shift | bag;
+  found.records[at] = record == NO_RECORD ? 0 : t.first + record;
+  if (!found.values) return;
+  const u32 name = number << call.shift | bag_of(feature, i);
+  found.values[at] = found.names ? at : name;
+  if (found.names) found.names[at] = name;
 }
 
-// Finds room for the keys that had none: a warp an id.
-template <u32 DIM> __global__ void __launch_bounds__(BLOCK) settle_records(Call call, u32* __restrict__ records, const u32* __restrict__ gradient_rows, Homeless homeless) {
-  const u32 n = *homeless.count;
+// The records of keys for which there was no room.
+extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Found found) {
+  const u32 n = *found.homeless.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
-    const u32 at = homeless.ids[k];
-    const Feature& feature = call.features[gradient_rows[at] >> call.shift];
+    const u32 at = found.homeless.ids[k];
+    u32 number = 0;
+    while (number + 1 < call.num_features && call.features[number + 1].first_id <= at) ++number;
+    const Feature& feature = call.features[number];
     const Table& t = call.tables[feature.table];
-    const u64 key = feature.ids[at - feature.first_id];
-    Claim claim = {nullptr, false};
-    u32 record = NO_RECORD;
-    if (lane() == 0) {
-      const Index index = t.index;
-      claim = settle(index, key);
-      if (claim.is_mine) store_shared(claim.record, record = atomicAdd(&index.counters->next, 1));
-      else if (claim.record)
-        while ((record = load_shared(claim.record)) == CLAIMED) {
-        }
-      records[at] = t.first + record;
-    }
-    record = __shfl_sync(ALL, record, 0);
-    if (!__shfl_sync(ALL, claim.is_mine, 0)) continue;
-    float4* to = t.records + (u64)record * t.stride;
-    for (u32 quad = lane(); quad < t.stride; quad += WARP) store_once(to + quad, first_columns<DIM>(t, key, quad));
+    const u64 key = key_at(feature, at - feature.first_id);
+    const u32 record = find_room(t, key);
+    if (lane() != 0) continue;
+    if (record != NO_RECORD) found.records[at] = t.first + record;
+    else report(found.fault, NO_PLACE, number, feature.table, key);
   }
 }
 
-constexpr u32 FORWARD_THREADS = 256, ROWS = 4;
+constexpr u32 ROWS_THREADS = 256, ROWS = 4;
+
+struct Rows {
+  const u32* records;
+  // By id: what the gradient of its bag is multiplied by; null if nobody asks.
+  float* coefficients;
+  Fault* fault;
+};
+
+// Four columns of the row of an id without weight, whose key may have no record.
+__device__ __forceinline__ float4 columns_at(const Table& t, const Feature& f, const float4* from, u32 i, u32 quad) {
+  return from ? load_row(from + quad) : missing_columns(t, key_at(f, i), quad);
+}
 
 // Rows of ids, one a bag: four of them in flight in each group of lanes.
-template <u32 DIM> __global__ void __launch_bounds__(FORWARD_THREADS) gather(Call call, const u32* __restrict__ records) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = FORWARD_THREADS / LANES;
-  const Feature feature = call.features[call.forward_features[blockIdx.x]];
+template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, u32 block) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = ROWS_THREADS / LANES;
   const u32 group = threadIdx.x / LANES, column = threadIdx.x % LANES;
-  const u32 bag = ((blockIdx.x - feature.first_forward) * GROUPS + group) * ROWS;
+  const u32 bag = (block * GROUPS + group) * ROWS, num_bags = f.num_bags;
   const float4* from[ROWS];
 #pragma unroll
-  for (u32 k = 0; k < ROWS; ++k)
-    if (bag + k < feature.num_bags) from[k] = feature.records + (u64)(records[feature.first_id + bag + k] - feature.first_record) * feature.stride;
+  for (u32 k = 0; k < ROWS; ++k) {
+    from[k] = nullptr;
+    if (bag + k >= num_bags) continue;
+    const u32 record = rows.records[f.first_id + bag + k];
+    if (record) from[k] = f.records + (u64)(record - f.first_record) * f.stride;
+    if (rows.coefficients && column == 0) rows.coefficients[f.first_id + bag + k] = f.scale;
+  }
 #pragma unroll 1
   for (u32 quad = column; quad < QUADS; quad += LANES) {
     float4 row[ROWS];
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k)
-      if (bag + k < feature.num_bags) row[k] = load_row(from[k] + quad);
+      if (bag + k < num_bags) row[k] = columns_at(t, f, from[k], bag + k, quad);
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k)
-      if (bag + k < feature.num_bags) store_columns<DIM>(feature.rows, bag + k, quad, row[k]);
+      if (bag + k < num_bags) store_columns<DIM>(f.rows, bag + k, quad, row[k]);
   }
 }
 
-// Sums of the rows of bags, all of one length: a group of lanes a bag.
-template <u32 DIM> __global__ void __launch_bounds__(FORWARD_THREADS) pool(Call call, const u32* __restrict__ records) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = FORWARD_THREADS / LANES;
-  const Feature feature = call.features[call.forward_features[blockIdx.x]];
-  const u32 column = threadIdx.x % LANES, hotness = feature.hotness;
-  const u32 bag = (blockIdx.x - feature.first_forward) * GROUPS + threadIdx.x / LANES;
-  if (bag >= feature.num_bags) return;
-  records += feature.first_id + bag * hotness;
+// Combined rows of bags whose ids all count once: a group of lanes a bag.
+template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
+  const u32 column = threadIdx.x % LANES, count = end - begin;
+  const u32* records = rows.records + f.first_id + begin;
+  const float scale = f.splits ? f.combiner == SUM ? 1.0f : f.combiner == MEAN ? 1.0f / (float)count : 1.0f / sqrtf((float)count) : f.scale;
+  if (rows.coefficients)
+    for (u32 k = column; k < count; k += LANES) rows.coefficients[f.first_id + begin + k] = scale;
 #pragma unroll 1
   for (u32 quad = column; quad < QUADS; quad += LANES) {
     float4 sum = make_float4(0, 0, 0, 0);
     u32 next[ROWS];
 #pragma unroll
-    for (u32 k = 0; k < ROWS; ++k) next[k] = k < hotness ? records[k] : 0;
-    for (u32 start = 0; start < hotness; start += ROWS) {
+    for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : 0;
+    for (u32 start = 0; start < count; start += ROWS) {
       float4 row[ROWS];
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
-        if (start + k < hotness) row[k] = feature.records[(u64)(next[k] - feature.first_record) * feature.stride + quad];
+        if (start + k < count)
+          row[k] = next[k] ? f.records[(u64)(next[k] - f.first_record) * f.stride + quad] : missing_columns(t, key_at(f, begin + start + k), quad);
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
-        if (start + ROWS + k < hotness) next[k] = records[start + ROWS + k];
+        if (start + ROWS + k < count) next[k] = records[start + ROWS + k];
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
-        if (start + k >= hotness) break;
+        if (start + k >= count) break;
         // A sum starts with its first row, so that it keeps the sign of zeros.
         if (start + k == 0) sum = row[k];
         else sum.x += row[k].x, sum.y += row[k].y, sum.z += row[k].z, sum.w += row[k].w;
       }
     }
-    store_columns<DIM>(feature.rows, bag, quad, sum);
+    if (scale != 1.0f && count) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+    store_columns<DIM>(f.rows, bag, quad, sum);
   }
+}
+
+// Combined rows of bags of any kind: with weights, with ids that are not there or are outside the vocabulary.
+template <u32 DIM> __device__ __forceinline__ void pool_roles(const Table& t, const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
+  const u32 column = threadIdx.x % LANES;
+  float scale = 1;
+  bool is_empty = true;
+#pragma unroll 1
+  for (u32 quad = column; quad < QUADS || quad == column; quad += LANES) {
+    float4 sum = make_float4(0, 0, 0, 0);
+    float weights = 0, squares = 0;
+    is_empty = true;
+    for (u32 i = begin; i < end; ++i) {
+      const u64 key = key_at(f, i);
+      if (f.has_padding && key == f.padding_key) continue;
+      const float weight = f.weights ? f.weights[i] : 1.0f;
+      weights += weight, squares += weight * weight;
+      float4 row = make_float4(0, 0, 0, 0);
+      if (key <= t.last_key && quad < QUADS) {
+        u32 record = rows.records[f.first_id + i];
+        // An id of weight 0 sees what the whole call has inserted.
+        if (record) record -= f.first_record;
+        else if (weight == 0) record = find_alone(t.index, key);
+        row = record ? f.records[(u64)record * f.stride + quad] : missing_columns(t, key, quad);
+      }
+      row.x *= weight, row.y *= weight, row.z *= weight, row.w *= weight;
+      if (is_empty) sum = row;
+      else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
+      is_empty = false;
+    }
+    if (f.pools && f.combiner != SUM) {
+      const float divisor = f.combiner == MEAN ? weights : sqrtf(squares);
+      scale = divisor == 0 ? 0 : 1.0f / divisor;
+    }
+    if (scale != 1.0f && !is_empty) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+    if (quad < QUADS) store_columns<DIM>(f.rows, bag, quad, sum);
+  }
+  if (rows.coefficients)
+    for (u32 i = begin + column; i < end; i += LANES) rows.coefficients[f.first_id + i] = (f.weights ? f.weights[i] : 1.0f) * scale;
+}
+
+__device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u32 number, u32 bag) {
+  const bool wide = f.wide_splits;
+  const long long begin = wide ? ((const long long*)f.splits)[bag] : ((const int*)f.splits)[bag];
+  const long long end = wide ? ((const long long*)f.splits)[bag + 1] : ((const int*)f.splits)[bag + 1];
+  if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids)) report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
+}
+
+// Rows of all features, (bags, dim).
+template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) make_rows(Call call, Rows rows) {
+  const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
+  const Feature& f = call.features[number];
+  const Table& t = call.tables[f.table];
+  const u32 block = blockIdx.x - call.first_rows[number];
+  with_dim<DIM...>(f.kind, [&](auto dim) {
+    constexpr u32 D = decltype(dim)::value, LANES = lanes_of(D), GROUPS = ROWS_THREADS / LANES;
+    if (f.is_gather) {
+      gather<D>(t, f, rows, block);
+      return;
+    }
+    const u32 bag = block * GROUPS + threadIdx.x / LANES;
+    if (bag >= f.num_bags) return;
+    if (f.splits && threadIdx.x % LANES == 0) check_split(f, rows.fault, number, bag);
+    const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
+    const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
+    if (f.has_roles) pool_roles<D>(t, f, rows, bag, begin, end);
+    else pool<D>(t, f, rows, bag, begin, end);
+  });
+}
+
+// What the gradients of a feature's weights need of its inputs, in memory of ours: a framework's may be gone by then.
+struct Kept {
+  u64* keys;
+  float* weights;
+  int* splits;
+};
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(Call call, u32 number, Kept kept) {
+  const Feature& f = call.features[number];
+  const u32 i = blockIdx.x * ROWS_THREADS + threadIdx.x;
+  if (i < f.num_ids) kept.keys[i] = key_at(f, i), kept.weights[i] = f.weights[i];
+  if (f.splits && i <= f.num_bags) kept.splits[i] = split_at(f, i);
+}
+
+// The gradient of weights: how the loss moves with each, through the combiner; the formulas are in
+// crates/core/src/weight_gradient.rs. A group of lanes a bag of a feature that has weights.
+template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) weight_gradients(Call call, u32 number, Kept kept, const float* __restrict__ gradients, float* __restrict__ products) {
+  Feature f = call.features[number];
+  f.ids = kept.keys, f.key_type = WIDE, f.weights = kept.weights, f.wide_splits = 0;
+  if (f.splits) f.splits = kept.splits;
+  // Records may have been laid out anew since.
+  const Table& t = call.tables[f.table];
+  f.records = t.records, f.stride = t.stride;
+  with_dim<DIM...>(f.kind, [&](auto dim) {
+    constexpr u32 D = decltype(dim)::value, QUADS = quads_of(D), LANES = lanes_of(D), GROUPS = ROWS_THREADS / LANES;
+    const u32 bag = blockIdx.x * GROUPS + threadIdx.x / LANES, column = threadIdx.x % LANES;
+    if (bag >= f.num_bags) return;
+    const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
+    const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
+    const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
+    float weights = 0, squares = 0, total = 0;
+    for (u32 i = begin; i < end; ++i) {
+      const u64 key = key_at(f, i);
+      const bool is_padding = f.has_padding && key == f.padding_key;
+      float product = 0;
+      if (!is_padding && key <= t.last_key) {
+        const u32 record = find_alone(t.index, key);
+        for (u32 quad = column; quad < QUADS; quad += LANES) {
+          const float4 x = record ? f.records[(u64)record * f.stride + quad] : missing_columns(t, key, quad);
+          const float4 g = load_columns<D, false>(gradients, bag, quad);
+          product += x.x * g.x + x.y * g.y + x.z * g.z + x.w * g.w;
+        }
+#pragma unroll
+        for (u32 by = LANES / 2; by > 0; by /= 2) product += __shfl_xor_sync(mask, product, by, LANES);
+      }
+      if (column == 0) products[i] = product;
+      if (is_padding) continue;
+      const float weight = f.weights[i];
+      weights += weight, squares += weight * weight, total += weight * product;
+    }
+    __syncwarp(mask);
+    if (!f.pools || f.combiner == SUM) return;
+    const float divisor = f.combiner == MEAN ? weights : sqrtf(squares), scale = divisor == 0 ? 0 : 1.0f / divisor;
+    for (u32 i = begin + column; i < end; i += LANES) {
+      const bool is_padding = f.has_padding && key_at(f, i) == f.padding_key;
+      const float product = products[i];
+      products[i] = is_padding ? 0 : f.combiner == MEAN ? (product - total * scale) * scale : (product - f.weights[i] * total * scale * scale) * scale;
+    }
+  });
 }

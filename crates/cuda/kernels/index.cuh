@@ -39,20 +39,20 @@ struct Stash {
 
 // Counts of a table, each on a line of its own.
 struct Counters {
-  // Numbers of records given out, 0 included.
-  u32 next, pad0[31];
-  // Numbers on the list of free ones.
-  u32 free, pad1[31];
-  u32 stashed, pad2[31];
-  // Keys without a place: the index must grow.
-  u32 homeless, pad3[31];
+  // Record numbers given out since the table was told which are released.
+  u32 taken, pad0[31];
+  u32 stashed, pad1[31];
+  // Keys without a place: many keys were made to share their buckets.
+  u32 homeless, pad2[31];
+  // Ids whose gradient goes nowhere, since their key has no record; distinct keys of calls that were to learn.
+  u32 dropped, pad3[31];
+  u32 distinct, pad4[31];
 };
 
 struct Index {
   Bucket* buckets;
   Stash* stash;
   Counters* counters;
-  u32* free;
   u32 num_buckets;
 };
 
@@ -62,12 +62,13 @@ struct Line {
   u32 word;
 };
 
-template <bool SHARED> __device__ __forceinline__ Line load_line(const Bucket* bucket) {
+// A line as it is now, whoever wrote it.
+__device__ __forceinline__ Line load_line(const Bucket* bucket) {
   Pair p[4];
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     const char* at = (const char*)bucket + 16 * i;
-    p[i] = SHARED ? load_pair_shared(at) : load_pair(at);
+    p[i] = load_pair_shared(at);
   }
   Line l;
   l.keys[0] = p[0].low, l.keys[1] = p[0].high, l.keys[2] = p[1].low, l.keys[3] = p[1].high, l.keys[4] = p[2].low;
@@ -159,6 +160,21 @@ __device__ __forceinline__ u32 find(const Index& index, u64 key, u64 h, bool on,
   return found.record;
 }
 
+// The record number of one key, for a lane alone.
+__device__ __noinline__ u32 find_alone(const Index& index, u64 key) {
+  const u64 h = hash(key);
+  const Bucket* first = index.buckets + first_of(h, index.num_buckets);
+  const Line line = load_line(first);
+  u32 place = place_of(line, key);
+  if (place < PLACES) return line.records[place];
+  if (!(line.word & filter_bit(h))) return NO_RECORD;
+  const Line further = load_line(index.buckets + second_of(h, index.num_buckets));
+  place = place_of(further, key);
+  if (place < PLACES) return further.records[place];
+  const u32* at = line.word & STASHED ? find_stashed(index.stash, &index.counters->stashed, key) : nullptr;
+  return at ? *at : NO_RECORD;
+}
+
 // A key that nobody looks for in bucket `at`: 0, but in the two buckets of 0 the next that hashes elsewhere.
 __device__ __forceinline__ u64 nobodys_key(u32 at, u32 num_buckets) {
   for (u64 key = 0;; ++key) {
@@ -191,7 +207,7 @@ __device__ __forceinline__ u32* put(Bucket* first, Bucket* second, u64 h, u64 ke
   u32 place = PLACES;
   if (PLACES - __popc(in_first) < LEAN) place = claim(first, in_first);
   if (place == PLACES) {
-    const u32 in_second = free_places(load_line<true>(second));
+    const u32 in_second = free_places(load_line(second));
     const bool prefers_second = __popc(in_second) > __popc(in_first);
     place = claim(bucket = prefers_second ? second : first, prefers_second ? in_second : in_first);
     if (place == PLACES) place = claim(bucket = prefers_second ? first : second, prefers_second ? in_first : in_second);
@@ -217,12 +233,12 @@ __device__ __forceinline__ Claim claim_key(const Index& index, u64 key, u64 h) {
   for (;;) {
     u32 word = acquire_or(&first->word, LOCKED);
     if (word & LOCKED) continue;
-    const Line line = load_line<true>(first);
+    const Line line = load_line(first);
     Claim claim = {nullptr, false};
     u32 place = place_of(line, key);
     if (place < PLACES) claim.record = &first->records[place];
     if (!claim.record && (word & filter_bit(h))) {
-      place = place_of(load_line<true>(second), key);
+      place = place_of(load_line(second), key);
       if (place < PLACES) claim.record = &second->records[place];
       if (!claim.record && (word & STASHED)) claim.record = find_stashed(index.stash, &index.counters->stashed, key);
     }
@@ -254,7 +270,7 @@ __device__ __noinline__ bool move_away(const Index& index, Bucket* from, u32 pla
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
   if (from != first && from != second) return false;  // it changed between the two loads
   Bucket* to = from == first ? second : first;
-  if (!free_places(load_line<true>(to))) return false;
+  if (!free_places(load_line(to))) return false;
   u32 of_first = word;
   if (first != held) {
     of_first = acquire_or(&first->word, LOCKED);
@@ -262,7 +278,7 @@ __device__ __noinline__ bool move_away(const Index& index, Bucket* from, u32 pla
   }
   bool moved = false;
   if (load_shared(&from->keys[place]) == key && load_shared(&from->records[place]) == record) {
-    const u32 room = claim(to, free_places(load_line<true>(to)));
+    const u32 room = claim(to, free_places(load_line(to)));
     if (room < PLACES) {
       store_shared(&to->keys[room], key);
       release(&to->records[room], record);
@@ -307,10 +323,10 @@ __device__ __noinline__ Claim settle(const Index& index, u64 key) {
       __nanosleep(32);
       continue;
     }
-    const Line line = load_line<true>(first);
+    const Line line = load_line(first);
     Claim claim = {find_settled(first, line, key), false};
     if (!claim.record && (word & filter_bit(h))) {
-      claim.record = find_settled(second, load_line<true>(second), key);
+      claim.record = find_settled(second, load_line(second), key);
       if (!claim.record && (word & STASHED)) claim.record = find_stashed(index.stash, &index.counters->stashed, key);
     }
     if (!claim.record) {

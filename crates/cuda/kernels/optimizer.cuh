@@ -6,8 +6,9 @@
 struct Conditioning {
   float factor, clipvalue, weight_decay, learning_rate;
   u32 decays;
-  __device__ __forceinline__ float gradient(float g) const {
-    const float scaled = g * factor, below = scaled > clipvalue ? clipvalue : scaled;
+  // `by`: the factor, with what clipping by a table's norm makes of it.
+  __device__ __forceinline__ float gradient(float g, float by) const {
+    const float scaled = g * by, below = scaled > clipvalue ? clipvalue : scaled;
     return below < -clipvalue ? -clipvalue : below;
   }
   __device__ __forceinline__ float value(float x) const { return decays ? x - x * weight_decay * learning_rate : x; }
@@ -18,11 +19,13 @@ struct Scalars {
   float a, b, c, d, e;
 };
 
+// a: the learning rate.
 struct Sgd {
   static constexpr u32 STATES = 0;
   static __device__ __forceinline__ float step(const Scalars& s, float x, float*, float g) { return x - g * s.a; }
 };
 
+// a: the learning rate; b: momentum.
 template <bool NESTEROV> struct Momentum {
   static constexpr u32 STATES = 1;
   static __device__ __forceinline__ float step(const Scalars& s, float x, float* states, float g) {
@@ -43,6 +46,7 @@ template <bool AMSGRAD> struct Adam {
   }
 };
 
+// a: the learning rate; d: epsilon.
 struct Adagrad {
   static constexpr u32 STATES = 1;
   static __device__ __forceinline__ float step(const Scalars& s, float x, float* states, float g) {
@@ -51,7 +55,7 @@ struct Adagrad {
   }
 };
 
-// b: rho; c: 1 - rho; d: epsilon; e: momentum.
+// a: the learning rate; b: rho; c: 1 - rho; d: epsilon; e: momentum.
 template <bool MOMENTUM, bool CENTERED> struct RmsProp {
   static constexpr u32 STATES = 1 + MOMENTUM + CENTERED;
   static __device__ __forceinline__ float step(const Scalars& s, float x, float* states, float g) {
@@ -70,7 +74,7 @@ template <bool MOMENTUM, bool CENTERED> struct RmsProp {
   }
 };
 
-// a: learning rate; b: l1; c: twice l2; d: twice the shrinkage; e: the power of the accumulator. SQRT: it is one half.
+// a: the learning rate; b: l1; c: twice l2; d: twice the shrinkage; e: the power of the accumulator. SQRT: it is one half.
 template <bool SQRT> struct Ftrl {
   static constexpr u32 STATES = 2;
   static __device__ __forceinline__ float raise(const Scalars& s, float x) { return SQRT ? sqrtf(x) : power(x, s.e); }
@@ -87,7 +91,7 @@ template <bool SQRT> struct Ftrl {
 };
 
 // One accumulator a row: the running sum of the mean of squares of its gradient. The only rule whose columns depend on each
-// other: `STATES` of it counts states of a column.
+// other. a: the learning rate; d: epsilon. `STATES` of it counts states of a column.
 struct RowWiseAdagrad {
   static constexpr u32 STATES = 0;
   static __device__ __forceinline__ float step(const Scalars& s, float x, float divisor, float g) { return x - (s.a * g) / divisor; }

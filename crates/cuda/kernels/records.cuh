@@ -3,28 +3,53 @@
 #include "index.cuh"
 #include "initializer.cuh"
 
+enum Missing : u32 { INITIAL, ZEROS };
+
 struct Table {
   Index index;
   Initializer initializer;
   // Record r begins at records + r * stride.
   float4* records;
-  // In groups of four columns: of a record.
-  u32 stride;
+  // Numbers to give out before those from `fresh` on: of records that were erased.
+  const u32* released;
+  // Keys beyond it are outside the vocabulary.
+  u64 last_key;
+  // In groups of four columns: of a record, and of its row.
+  u32 stride, quads;
   // Its record r is number first + r among the records of all tables.
   u32 first;
+  u32 num_released, fresh;
   // First value of the first state; the others' is 0.
   float first_state;
-  u32 pad;
+  // What a key without a record answers.
+  u32 missing;
+  // Place of its dim among those of the group.
+  u32 kind;
 };
+static_assert(sizeof(Table) == 112, "as crates/cuda/src/layout.rs has it");
 
 // Rows and states are held in groups of four columns, so that a lane moves 16 bytes; the last group may be partly unused.
 __host__ __device__ constexpr u32 quads_of(u32 dim) { return (dim + 3) / 4; }
 
-// Lanes that share a row: a power of two, a warp at most.
-__host__ __device__ constexpr u32 lanes_of(u32 dim) {
+// Lanes that share a row of so many groups of columns: a power of two, a warp at most.
+__host__ __device__ constexpr u32 lanes_for(u32 quads) {
   u32 lanes = 1;
-  while (lanes < quads_of(dim) && lanes < WARP) lanes *= 2;
+  while (lanes < quads && lanes < WARP) lanes *= 2;
   return lanes;
+}
+__host__ __device__ constexpr u32 lanes_of(u32 dim) { return lanes_for(quads_of(dim)); }
+
+template <u32 N> struct Dim {
+  static constexpr u32 value = N;
+};
+// Calls `body` with the dim of this place among those of a group.
+template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void with_dim(u32 kind, const Body& body) {
+  if constexpr (sizeof...(OTHERS) == 0) {
+    body(Dim<FIRST>());
+  } else {
+    if (kind == 0) body(Dim<FIRST>());
+    else with_dim<OTHERS...>(kind - 1, body);
+  }
 }
 
 // Four columns of a row of an array (rows, DIM) of the framework's; 0 beyond the last. ONCE: nobody reads them again.
@@ -48,8 +73,13 @@ template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u6
   if (left > 3) at[3] = x.w;
 }
 
+// The record with this number among those that were given out since the table was told which are released.
+__device__ __forceinline__ u32 number_of(const Table& t, u32 taken) {
+  return taken < t.num_released ? t.released[taken] : t.fresh + (taken - t.num_released);
+}
+
 // Numbers for new records, one for each lane that `needs` one: one addition to the table's count a block.
-template <u32 WARPS> __device__ __forceinline__ u32 take_numbers(const Index& index, bool needs) {
+template <u32 WARPS> __device__ __forceinline__ u32 take_numbers(const Table& t, bool needs) {
   __shared__ u32 counts[WARPS + 1];
   const u32 mask = __ballot_sync(ALL, needs), warp = threadIdx.x / WARP;
   if (lane() == 0) counts[warp] = __popc(mask);
@@ -61,39 +91,44 @@ template <u32 WARPS> __device__ __forceinline__ u32 take_numbers(const Index& in
       counts[w] = total;
       total += count;
     }
-    counts[WARPS] = total ? atomicAdd(&index.counters->next, total) : 0;
+    counts[WARPS] = total ? atomicAdd(&t.index.counters->taken, total) : 0;
   }
   __syncthreads();
-  return counts[WARPS] + counts[warp] + __popc(mask & lanes_below());
+  const u32 taken = counts[WARPS] + counts[warp] + __popc(mask & lanes_below());
+  return needs ? number_of(t, taken) : NO_RECORD;
 }
 
 // Four columns of a new record.
-template <u32 DIM> __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 quad) {
-  constexpr u32 QUADS = quads_of(DIM);
-  if (quad >= QUADS) {
-    const float x = quad < 2 * QUADS ? t.first_state : 0;
+__device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 quad) {
+  if (quad >= t.quads) {
+    const float x = quad < 2 * t.quads ? t.first_state : 0;
     return make_float4(x, x, x, x);
   }
   return first_values(t.initializer, key, quad);
 }
 
+// Four columns of what a key without a record answers.
+__device__ __noinline__ float4 missing_columns(const Table& t, u64 key, u32 quad) {
+  return t.missing == INITIAL ? first_values(t.initializer, key, quad) : make_float4(0, 0, 0, 0);
+}
+
 // The new records of the lanes that have one.
-template <u32 DIM> __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key, u32 record, LaneList& list) {
-  constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
-  const u32 n = list.take(is_new), group = lane() / LANES, column = lane() % LANES;
-  for (u32 start = 0; start < n; start += GROUPS) {
+__device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key, u32 record, LaneList& list) {
+  const u32 lanes = min(lanes_for(t.stride), WARP), groups = WARP / lanes;
+  const u32 n = list.take(is_new), group = lane() / lanes, column = lane() % lanes;
+  for (u32 start = 0; start < n; start += groups) {
     const bool is_one = start + group < n;
     const u32 from = is_one ? list.lanes[start + group] : 0;
     const u64 k = __shfl_sync(ALL, key, from);
     float4* at = t.records + (u64)__shfl_sync(ALL, record, from) * t.stride;
     if (!is_one) continue;
-    for (u32 quad = column; quad < t.stride; quad += LANES) store_once(at + quad, first_columns<DIM>(t, k, quad));
+    for (u32 quad = column; quad < t.stride; quad += lanes) store_once(at + quad, first_columns(t, k, quad));
   }
 }
 
-// Gives keys that were not found a record, and writes its first values. The whole block comes here; `is_missing` somewhere in
-// it. Gives the lane's record if its key was missing: NO_RECORD if both buckets of the key are full.
-template <u32 DIM, u32 WARPS> __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list, bool& is_new) {
+// Gives keys that were not found a record, and writes its first values. The whole block comes here. Gives the lane's record if its
+// key was missing: NO_RECORD if both buckets of the key are full.
+template <u32 WARPS> __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list) {
   // One lane a distinct key of the warp.
   u32 leader = lane();
   const u32 missing = __ballot_sync(ALL, is_missing);
@@ -102,10 +137,10 @@ template <u32 DIM, u32 WARPS> __device__ __forceinline__ u32 insert_missing(cons
   Claim claim = {nullptr, false};
   if (leads) claim = claim_key(index, key, h);
   __syncwarp();
-  is_new = claim.is_mine;
-  u32 record = take_numbers<WARPS>(index, is_new);
+  const bool is_new = claim.is_mine;
+  u32 record = take_numbers<WARPS>(t, is_new);
   if (is_new) store_shared(claim.record, record);
-  write_first<DIM>(t, is_new, key, record, list);
+  write_first(t, is_new, key, record, list);
   // All of this block's numbers are written, so whoever waits here waits for a block that does not wait for this one.
   if (leads && !is_new) {
     record = NO_RECORD;
@@ -115,4 +150,53 @@ template <u32 DIM, u32 WARPS> __device__ __forceinline__ u32 insert_missing(cons
   }
   __syncwarp();
   return __shfl_sync(ALL, record, leader);
+}
+
+// Keys that have found both of their buckets full, by the places of their ids in the call.
+struct Homeless {
+  u32* count;
+  u32* ids;
+};
+
+// Record numbers of a block's keys, of one table. If it `inserts`, keys that are not there get one, and `is_new` says whose was not;
+// those for which there is no room are listed.
+template <u32 WARPS> __device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Homeless& homeless, bool& is_new) {
+  __shared__ LaneList lists[WARPS];
+  LaneList& list = lists[threadIdx.x / WARP];
+  const Index index = t.index;
+  const u64 h = hash(key);
+  u32 record = find(index, key, h, is_id, list);
+  is_new = inserts && is_id && record == NO_RECORD;
+  if (!inserts || !__syncthreads_or(is_new)) return record;
+  const u32 inserted = insert_missing<WARPS>(t, index, is_new, key, h, list);
+  if (is_new) record = inserted;
+  const bool is_homeless = is_new && record == NO_RECORD;
+  if (const u32 all = __ballot_sync(ALL, is_homeless)) {
+    u32 base = 0;
+    if (lane() == 0) base = atomicAdd(homeless.count, __popc(all));
+    base = __shfl_sync(ALL, base, 0);
+    if (is_homeless) homeless.ids[base + __popc(all & lanes_below())] = at;
+  }
+  return record;
+}
+
+// Finds room for a key that had none, in a launch of its own: a warp a key. Every lane gets the record; NO_RECORD if even the stash
+// is full.
+__device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
+  u32 record = NO_RECORD;
+  bool is_new = false;
+  if (lane() == 0) {
+    const Claim claim = settle(t.index, key);
+    is_new = claim.is_mine;
+    if (is_new) store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
+    else if (claim.record)
+      while ((record = load_shared(claim.record)) == CLAIMED) {
+      }
+  }
+  record = __shfl_sync(ALL, record, 0);
+  if (__shfl_sync(ALL, is_new, 0)) {
+    float4* at = t.records + (u64)record * t.stride;
+    for (u32 quad = lane(); quad < t.stride; quad += WARP) store_once(at + quad, first_columns(t, key, quad));
+  }
+  return record;
 }

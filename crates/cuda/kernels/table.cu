@@ -6,7 +6,7 @@ constexpr u32 BLOCK = 256, WARPS = BLOCK / WARP;
 constexpr u32 NEW = 1u << 31;
 
 // All places empty.
-extern "C" __global__ void clear_index(Bucket* buckets, u32 num_buckets) {
+extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Bucket* buckets, u32 num_buckets) {
   const u32 at = blockIdx.x * BLOCK + threadIdx.x;
   if (at >= num_buckets) return;
   Bucket bucket = {};
@@ -14,49 +14,53 @@ extern "C" __global__ void clear_index(Bucket* buckets, u32 num_buckets) {
   buckets[at] = bucket;
 }
 
-// Record numbers of keys; with INSERT, keys that are not there get one and its first values, and the NEW bit says so.
-template <u32 DIM, bool INSERT> __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n) {
+// Record numbers of keys. If the call `inserts`, keys that are not there get one, and the NEW bit says so.
+extern "C" __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
-  const bool is_id = i < n;
-  const u64 key = is_id ? load_once(keys + i) : 0, h = hash(key);
-  __shared__ LaneList lists[WARPS];
-  LaneList& list = lists[threadIdx.x / WARP];
-  const Index& index = t.index;
-  u32 record = find(index, key, h, is_id, list);
-  if (INSERT) {
-    const bool is_missing = is_id && record == NO_RECORD;
-    if (__syncthreads_or(is_missing)) {
-      bool is_new;
-      const u32 inserted = insert_missing<DIM, WARPS>(t, index, is_missing, key, h, list, is_new);
-      if (is_missing) record = inserted | NEW;
-    }
+  bool is_new;
+  const u32 record = find_or_insert<WARPS>(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, homeless, is_new);
+  if (i < n) records[i] = is_new ? record | NEW : record;
+}
+
+// The records of keys for which `look_up` found no room. NEW alone: there is none.
+extern "C" __global__ void __launch_bounds__(BLOCK) settle_keys(Table t, const u64* __restrict__ keys, u32* __restrict__ records, Homeless homeless) {
+  const u32 n = *homeless.count;
+  for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
+    const u32 at = homeless.ids[k], record = find_room(t, keys[at]);
+    if (lane() == 0) records[at] = record | NEW;
   }
-  if (is_id) records[i] = record;
 }
 
 // Rows of record numbers, those of lanes whose number is `wanted`: ROWS of them in flight in each group of lanes.
-template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float4* out, LaneList& list) {
-  constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float* out, LaneList& list) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   const u32 n = list.take(wanted), group = lane() / LANES, column = lane() % LANES;
 #pragma unroll 1
   for (u32 start = 0; start < n; start += GROUPS * ROWS) {
-    float4 row[ROWS];
-    u32 from[ROWS];
+    const float4* from[ROWS];
+    u32 to[ROWS];
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k) {
       const u32 at = start + k * GROUPS + group;
-      from[k] = at < n ? list.lanes[at] : ALL;
-      const u32 r = __shfl_sync(ALL, record, from[k] % WARP);
-      if (from[k] != ALL) row[k] = load_row(t.records + (u64)r * t.stride + column);
+      to[k] = at < n ? list.lanes[at] : ALL;
+      const u32 r = __shfl_sync(ALL, record, to[k] % WARP);
+      from[k] = t.records + (u64)r * t.stride;
     }
+#pragma unroll 1
+    for (u32 quad = column; quad < QUADS; quad += LANES) {
+      float4 row[ROWS];
 #pragma unroll
-    for (u32 k = 0; k < ROWS; ++k)
-      if (from[k] != ALL) store_once(out + (u64)(first + from[k]) * quads_of(DIM) + column, row[k]);
+      for (u32 k = 0; k < ROWS; ++k)
+        if (to[k] != ALL) row[k] = load_row(from[k] + quad);
+#pragma unroll
+      for (u32 k = 0; k < ROWS; ++k)
+        if (to[k] != ALL) store_columns<DIM>(out, first + to[k], quad, row[k]);
+    }
   }
 }
 
 // Rows of the keys that are there; the others' stay unwritten.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(Table t, const u64* __restrict__ keys, float4* __restrict__ out, u32* __restrict__ found, u32 n) {
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u64 key = i < n ? load_once(keys + i) : 0;
@@ -66,10 +70,133 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(
   copy_rows<DIM, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
 }
 
-// With `skips`, rows of new records stay unwritten.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* __restrict__ records, float4* __restrict__ out, u32 n, u32 skips) {
+// Rows of keys without a record stay unwritten; with `skips`, those of new records too.
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 skips) {
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u32 record = i < n ? records[i] : NO_RECORD;
-  copy_rows<DIM, ROWS>(t, i < n && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
+  copy_rows<DIM, ROWS>(t, (record & ~NEW) != NO_RECORD && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
+}
+
+// The rows that keys without a record answer: those of `records` that are 0.
+extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
+  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * BLOCK) {
+    const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
+    if (records[i] & ~NEW) continue;
+    const float4 x = keys[i] > t.last_key ? make_float4(0, 0, 0, 0) : missing_columns(t, keys[i], quad);
+    for (u32 c = 4 * quad; c < min(4 * quad + 4, dim); ++c) out[(u64)i * dim + c] = ((const float*)&x)[c - 4 * quad];
+  }
+}
+
+// ---- whole records, dense on the host's side: their row and states one after the other
+
+// A part of a record: so many columns, from this group of columns on; in dense records from `column` on.
+struct Part {
+  u32 width, quad, column, pad;
+};
+struct Parts {
+  Part parts[4];
+  u32 count, width;
+};
+__device__ __forceinline__ float* column_at(const Table& t, const Parts& parts, u32 record, u32 column) {
+  u32 p = 0;
+  while (p + 1 < parts.count && column >= parts.parts[p + 1].column) ++p;
+  return (float*)(t.records + (u64)record * t.stride + parts.parts[p].quad) + (column - parts.parts[p].column);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) read_records(Table t, Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
+  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK)
+    values[at] = *column_at(t, parts, records[at / parts.width], (u32)(at % parts.width));
+}
+
+// `records` are distinct; `rows`: of each, its place in `values`.
+extern "C" __global__ void __launch_bounds__(BLOCK) write_records(Table t, Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
+  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK) {
+    const u32 i = (u32)(at / parts.width), column = (u32)(at % parts.width);
+    *column_at(t, parts, records[i], column) = values[(u64)rows[i] * parts.width + column];
+  }
+}
+
+// Records of another layout: rows stay, states start anew.
+extern "C" __global__ void __launch_bounds__(BLOCK) lay_out(Table from, Table to, u32 n) {
+  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * to.stride; at += (u64)gridDim.x * BLOCK) {
+    const u64 record = at / to.stride;
+    const u32 quad = (u32)(at % to.stride);
+    const float x = quad < 2 * to.quads ? to.first_state : 0;
+    to.records[at] = quad < to.quads ? from.records[record * from.stride + quad] : make_float4(x, x, x, x);
+  }
+}
+
+// ---- entries of the index
+
+// Takes keys out; gives the numbers of their records, 0 if they were not there. Of equal keys one gets the number. Alone in its launch.
+extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
+  const u32 i = blockIdx.x * BLOCK + threadIdx.x;
+  if (i >= n) return;
+  const u64 key = keys[i], h = hash(key);
+  Bucket* first = index.buckets + first_of(h, index.num_buckets);
+  Bucket* second = index.buckets + second_of(h, index.num_buckets);
+  u32 record = NO_RECORD;
+  for (bool is_done = false; !is_done;) {
+    const u32 word = acquire_or(&first->word, LOCKED);
+    if (word & LOCKED) {
+      __nanosleep(32);
+      continue;
+    }
+    for (u32 side = 0; side < 2 && record == NO_RECORD; ++side) {
+      Bucket* bucket = side ? second : first;
+      const u32 place = place_of(load_line(bucket), key);
+      if (place == PLACES) continue;
+      record = load_shared(&bucket->records[place]);
+      store_shared(&bucket->keys[place], nobodys_key((u32)(bucket - index.buckets), index.num_buckets));
+      __threadfence();
+      store_shared(&bucket->records[place], NO_RECORD);
+    }
+    if (record == NO_RECORD && (word & STASHED)) {
+      if (u32* at = find_stashed(index.stash, &index.counters->stashed, key)) record = *at, store_shared(at, NO_RECORD);
+    }
+    release(&first->word, word & ~LOCKED);
+    is_done = true;
+  }
+  erased[i] = record;
+}
+
+// Puts an entry into an index that grows; one without room goes to a list, as keys and record numbers.
+struct Moving {
+  u32* count;
+  u64* keys;
+  u32* records;
+};
+__device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record, const Moving& homeless) {
+  const Claim claim = claim_key(to, key, hash(key));
+  if (claim.record) {
+    store_shared(claim.record, record);
+    return;
+  }
+  const u32 at = atomicAdd(homeless.count, 1);
+  homeless.keys[at] = key, homeless.records[at] = record;
+}
+
+// All entries of an index into a larger one.
+extern "C" __global__ void __launch_bounds__(BLOCK) move_entries(Index from, Index to, Moving homeless) {
+  const u32 at = blockIdx.x * BLOCK + threadIdx.x;
+  if (at < from.num_buckets) {
+    const Line line = load_line(from.buckets + at);
+#pragma unroll
+    for (u32 i = 0; i < PLACES; ++i)
+      if (line.records[i] != NO_RECORD) move_entry(to, line.keys[i], line.records[i], homeless);
+  } else if (at - from.num_buckets < min(from.counters->stashed, STASH)) {
+    const u32 i = at - from.num_buckets;
+    if (from.stash->records[i] != NO_RECORD) move_entry(to, from.stash->keys[i], from.stash->records[i], homeless);
+  }
+}
+
+// Those without room: others make way.
+extern "C" __global__ void __launch_bounds__(BLOCK) settle_entries(Index to, Moving homeless) {
+  const u32 n = *homeless.count;
+  for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
+    if (lane() != 0) continue;
+    const Claim claim = settle(to, homeless.keys[k]);
+    if (claim.record) store_shared(claim.record, homeless.records[k]);
+  }
 }

@@ -20,3 +20,5 @@ pub const FORWARD: Source =
     Source { name: "forward.cu", text: include_str!("../kernels/forward.cu"), headers: HEADERS };
 pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers: HEADERS };
+pub const CONTROL: Source =
+    Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers: HEADERS };

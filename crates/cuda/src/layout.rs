@@ -8,7 +8,7 @@ macro_rules! plain {
     ($($(#[doc = $doc:expr])* pub struct $name:ident { $($(#[doc = $field_doc:expr])* pub $field:ident: $type:ty,)* })*) => {$(
         $(#[doc = $doc])*
         #[repr(C)]
-        #[derive(Clone, Copy, Debug, Default)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq)]
         pub struct $name { $($(#[doc = $field_doc])* pub $field: $type,)* }
         // SAFETY: numbers, padded by hand.
         unsafe impl Plain for $name {}
@@ -17,35 +17,56 @@ macro_rules! plain {
 
 /// Places of a bucket.
 pub const PLACES: usize = 5;
-pub const BUCKET_BYTES: usize = 64;
-/// Words of a table's counters: the record number to give out next, how many stand on the free list, how many keys are in the
-/// stash, how many have no place; each on a line of its own.
-pub const COUNTERS: usize = 128;
-pub const NEXT: usize = 0;
-pub const FREE: usize = 32;
-pub const STASHED: usize = 64;
-pub const HOMELESS: usize = 96;
-pub const STASH: usize = 1024;
-pub const STASH_BYTES: usize = STASH * 12;
-/// Words of the sort's state beside its starts, and digits of a pass.
-pub const SORT_HEADER: usize = 32;
+/// Words of a bucket, of a table's stash, and of its counters.
+pub const BUCKET: usize = 16;
+pub const STASH: usize = 3 * 1024;
+pub const COUNTERS: usize = 5 * 32;
+/// Where a table's counters are, in words.
+pub const TAKEN: usize = 0;
+pub const HOMELESS: usize = 64;
+pub const DROPPED: usize = 96;
+pub const DISTINCT: usize = 128;
+/// In a list of record numbers: the record is new.
+pub const NEW: u32 = 1 << 31;
+/// Words of the state of a sort, digits of a pass and their bits, threads of a block and the pairs that they take.
+pub const SORT_STATE: usize = 32 + 4 * DIGITS;
 pub const DIGIT_BITS: usize = 9;
 pub const DIGITS: usize = 1 << DIGIT_BITS;
 pub const SORT_THREADS: usize = 512;
-pub const SORT_TILE: usize = 512 * 12;
-/// Words of the lists' counts.
+pub const SORT_TILE: usize = 12 * SORT_THREADS;
+/// Words of the counts of one dim's lists.
 pub const LISTS: usize = 64;
-/// Ids a run of a hot key.
+/// Ids a run of a hot key, and those beyond which a key is hot.
 pub const RUN: usize = 64;
-/// Ids from which on a key is hot.
 pub const HOT: usize = 16;
+/// Positions that a block of `list_keys` takes.
+pub const LIST_BLOCK: usize = 4096;
+/// Threads of the launches, and what a group of lanes takes.
+pub const FIND_THREADS: usize = 128;
+pub const ROWS_THREADS: usize = 256;
+pub const ROWS_IN_FLIGHT: usize = 4;
+pub const UPDATE_THREADS: usize = 128;
+pub const PER_SINGLE: usize = 8;
+pub const PER_SUM: usize = 4;
+pub const TABLE_THREADS: usize = 256;
+/// Exponents of an exact sum.
+pub const EXPONENTS: usize = 256;
+
+/// Groups of four columns of a row, and of each of its states.
+pub fn quads(dim: usize) -> usize {
+    dim.div_ceil(4)
+}
+
+/// Lanes that share a row.
+pub fn lanes(dim: usize) -> usize {
+    quads(dim).next_power_of_two().min(32)
+}
 
 plain! {
     pub struct Index {
         pub buckets: u64,
         pub stash: u64,
         pub counters: u64,
-        pub free: u64,
         pub num_buckets: u32,
         pub pad: u32,
     }
@@ -63,33 +84,53 @@ plain! {
         pub index: Index,
         pub initializer: Initializer,
         pub records: u64,
-        /// In four floats.
+        pub released: u64,
+        pub last_key: u64,
+        /// In four floats: of a record, and of its row.
         pub stride: u32,
+        pub quads: u32,
         pub first: u32,
+        pub num_released: u32,
+        pub fresh: u32,
         pub first_state: f32,
-        pub pad: u32,
+        /// 0: the first value; 1: zeros.
+        pub missing: u32,
+        pub kind: u32,
     }
 
     pub struct Feature {
         pub ids: u64,
+        pub high: u64,
+        pub splits: u64,
+        pub weights: u64,
         pub rows: u64,
-        pub gradients: u64,
         pub records: u64,
+        pub padding_key: u64,
         pub stride: u32,
         pub first_record: u32,
         pub table: u32,
+        pub kind: u32,
+        pub num_ids: u32,
         pub num_bags: u32,
         pub hotness: u32,
+        pub key_type: u32,
+        pub combiner: u32,
+        pub has_padding: u32,
+        pub wide_splits: u32,
+        pub has_roles: u32,
+        pub inserts: u32,
+        pub refuses: u32,
+        pub is_gather: u32,
+        pub pools: u32,
+        pub scale: f32,
         pub first_id: u32,
-        pub first_find: u32,
-        pub first_forward: u32,
     }
 
     pub struct Call {
         pub tables: u64,
         pub features: u64,
-        pub find_features: u64,
-        pub forward_features: u64,
+        pub first_find: u64,
+        pub first_rows: u64,
         pub num_features: u32,
         pub shift: u32,
     }
@@ -99,6 +140,35 @@ plain! {
         pub ids: u64,
     }
 
+    pub struct Found {
+        pub records: u64,
+        pub values: u64,
+        pub names: u64,
+        pub homeless: Homeless,
+        pub fault: u64,
+    }
+
+    pub struct Rows {
+        pub records: u64,
+        pub coefficients: u64,
+        pub fault: u64,
+    }
+
+    pub struct Kept {
+        pub keys: u64,
+        pub weights: u64,
+        pub splits: u64,
+    }
+
+    pub struct Fault {
+        pub taken: u32,
+        pub kind: u32,
+        pub feature: u32,
+        pub table: u32,
+        pub id: u64,
+        pub call: u64,
+    }
+
     pub struct Keys {
         pub lists: u64,
         pub singles: u64,
@@ -106,6 +176,38 @@ plain! {
         pub hot: u64,
         pub runs: u64,
         pub partial: u64,
+        pub sums: u64,
+        pub first_record: u32,
+        pub pad: u32,
+    }
+
+    pub struct Side {
+        pub gradients: u64,
+        pub records: u64,
+        pub stride: u32,
+        pub first_record: u32,
+        pub scale: f32,
+        pub table: u32,
+    }
+
+    pub struct Tally {
+        pub counters: u64,
+        pub first_record: u32,
+        pub pad: u32,
+    }
+
+    pub struct Entry {
+        pub sum: u64,
+        pub at: u64,
+        pub weight: f32,
+        pub table: u32,
+        pub pad: [u32; 2],
+    }
+
+    pub struct Renumbering {
+        pub shifts: u64,
+        pub weight: f32,
+        pub first: u32,
     }
 
     pub struct Conditioning {
@@ -124,11 +226,119 @@ plain! {
         pub e: f32,
     }
 
-    pub struct Work {
-        pub call: Call,
-        pub keys: Keys,
-        pub gradient_rows: u64,
+    pub struct Prepared {
+        pub is_due: u32,
+        pub weight: f32,
         pub conditioning: Conditioning,
         pub scalars: Scalars,
+    }
+
+    /// The start of `Work`, which the `Keys` of each dim follow.
+    pub struct Work {
+        pub sides: u64,
+        pub entries: u64,
+        pub values: u64,
+        pub names: u64,
+        pub coefficients: u64,
+        pub prepared: u64,
+        pub factors: u64,
+        pub shift: u32,
+        pub pad: u32,
+    }
+
+    pub struct Delivery {
+        pub to: u64,
+        pub zeros: u64,
+        pub count: u32,
+        pub num_zeros: u32,
+        pub number_to: u64,
+        pub number: [u32; 2],
+        pub pad: [u32; 2],
+    }
+
+    pub struct NewTicket {
+        pub ticket: u64,
+        pub is_bad: u64,
+        pub row: u32,
+        pub mark: f32,
+        pub number: u64,
+        pub expected: [u32; 2],
+        pub fault: u64,
+    }
+
+    pub struct Committed {
+        pub ticket: u64,
+        pub resolved: u64,
+        pub report: u64,
+        pub tables: u64,
+        pub commit: u64,
+        pub oldest: u64,
+        pub pending: u64,
+        pub num_tables: u32,
+        pub pad: u32,
+    }
+
+    pub struct RuleNumbers {
+        /// Plain, Adam, Ftrl.
+        pub kind: u32,
+        pub first: f32,
+        pub second: f32,
+        pub scalars: Scalars,
+        pub clipvalue: f32,
+        pub weight_decay: f32,
+        pub decays: u32,
+    }
+
+    pub struct Preparation {
+        pub scalars: u64,
+        pub resolved: u64,
+        pub prepared: u64,
+        pub trigger: u64,
+        pub new_trigger: u64,
+        pub rule: RuleNumbers,
+        pub row: u32,
+        pub pad: u32,
+    }
+
+    pub struct Part {
+        pub width: u32,
+        pub quad: u32,
+        pub column: u32,
+        pub pad: u32,
+    }
+
+    pub struct Parts {
+        pub parts: [Part; 4],
+        pub count: u32,
+        pub width: u32,
+    }
+
+    pub struct Moving {
+        pub count: u64,
+        pub keys: u64,
+        pub records: u64,
+    }
+}
+
+/// Words of `Resolved` and of what a `Report` holds before its tables.
+pub const RESOLVED: usize = 66;
+pub const REPORT: usize = 8 + 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sizes as a C++ compiler gives them; `kernels/*.cu` assert the same.
+    #[test]
+    fn layouts_have_no_hidden_padding() {
+        assert_eq!(size_of::<Table>(), 112);
+        assert_eq!(size_of::<Feature>(), 128);
+        assert_eq!(size_of::<Keys>(), 64);
+        assert_eq!(size_of::<Side>(), 32);
+        assert_eq!(size_of::<Entry>(), 32);
+        assert_eq!(size_of::<Preparation>(), 96);
+        assert_eq!(size_of::<Committed>(), 64);
+        assert_eq!(size_of::<Delivery>(), 48);
+        assert_eq!(size_of::<Prepared>(), 48);
     }
 }

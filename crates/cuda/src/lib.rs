@@ -3,8 +3,13 @@
 
 mod cache;
 pub mod device;
+pub mod gpu_group;
+pub mod gpu_table;
+mod index;
 pub mod kernels;
-pub mod layout;
+mod layout;
 pub mod memory;
 pub mod nvrtc;
-pub mod rule;
+pub mod optimizer;
+mod rule;
+pub mod step;

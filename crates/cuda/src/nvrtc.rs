@@ -122,6 +122,7 @@ impl Nvrtc {
             "--std=c++17".into(),
             "--fmad=false".into(),
             "--extra-device-vectorization".into(),
+            "--device-as-default-execution-space".into(),
         ];
         let options: Vec<_> = options.iter().map(|o| c_string(o)).collect();
         let option_pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();

@@ -1,6 +1,6 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
-use sok_cuda::kernels::{BACKWARD, FORWARD, SORT, TABLE};
+use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, SORT, TABLE};
 use sok_cuda::nvrtc::Nvrtc;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
@@ -22,40 +22,50 @@ const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 #[test]
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
-    let mut forward = Vec::new();
-    let mut backward = vec!["list_keys".to_string()];
+    let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
+    let mut forward = own(&["find_records", "settle_records", "keep_inputs", "make_rows<8, 64, 1024>"]);
+    let mut backward = own(&["list_keys", "sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
+    let mut table = own(&[
+        "clear_index",
+        "look_up",
+        "settle_keys",
+        "fill_missing",
+        "read_records",
+        "write_records",
+        "lay_out",
+        "erase_keys",
+        "move_entries",
+        "settle_entries",
+    ]);
     for dim in DIMS {
-        for name in [
-            "find_records<DIM, true>",
-            "find_records<DIM, false>",
-            "settle_records<DIM>",
-            "gather<DIM>",
-            "pool<DIM>",
-        ] {
-            forward.push(name.replace("DIM", &dim.to_string()));
-        }
-        backward.push(format!("update<{dim}, Adam<false>, false>"));
+        forward.extend([format!("make_rows<{dim}>"), format!("weight_gradients<{dim}>")]);
+        backward.push(format!("update<0, Adam<false>, false, {dim}>"));
+        backward.extend([format!("merge<1, false, {dim}>"), format!("merge<2, false, {dim}>")]);
+        table.extend([format!("find_rows<{dim}, 4>"), format!("gather_rows<{dim}, 4>")]);
     }
     for rule in RULES {
-        backward.push(format!("update<64, {rule}, true>"));
-        backward.push(format!("update<257, {rule}, false>"));
+        backward.push(format!("update<1, {rule}, true, 64>"));
+        backward.push(format!("update<0, {rule}, false, 8, 257>"));
+        backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
     }
-    let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-    let kernels = [
-        (
-            &TABLE,
-            own(&[
-                "clear_index",
-                "look_up<64, false>",
-                "look_up<64, true>",
-                "find_rows<64, 4>",
-                "gather_rows<64, 4>",
-            ]),
-        ),
-        (&SORT, own(&["count_digits<2>", "count_digits<3>", "count_digits<4>", "sort_pass"])),
-        (&FORWARD, forward),
-        (&BACKWARD, backward),
-    ];
+    backward.extend(own(&["list_entries<0, 8, 64>", "list_entries<1, 64>", "list_entries<2, 64>"]));
+    let control = own(&[
+        "deliver<960>",
+        "deliver<8128>",
+        "write_ticket<960>",
+        "write_ticket<8128>",
+        "check_finite",
+        "resolve<1>",
+        "resolve<60>",
+        "prepare<1>",
+        "prepare<40>",
+        "prepare_weight",
+        "finish_norms",
+        "give_norm",
+        "clip_factors",
+    ]);
+    let sort = own(&["count_digits<1>", "count_digits<2>", "count_digits<3>", "count_digits<4>", "sort_pass"]);
+    let kernels = [(&TABLE, table), (&SORT, sort), (&FORWARD, forward), (&BACKWARD, backward), (&CONTROL, control)];
     std::thread::scope(|threads| {
         for (source, names) in &kernels {
             for arch in ARCHITECTURES {

@@ -3,8 +3,13 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod group;
+pub mod large;
+pub mod steps;
 pub mod strategies;
+pub mod subject;
+pub mod suite;
 pub mod table;
+pub mod table_suite;
 
 use std::collections::BTreeMap;
 
@@ -62,4 +67,36 @@ pub fn scan(table: &dyn Table, max: usize) -> BTreeMap<Key, Vec<u32>> {
 /// Room for output, full of what must not stay.
 pub fn unwritten(len: usize) -> Vec<f32> {
     vec![123456.0; len]
+}
+
+/// A test of each function of [`suite`], on what `$maker` makes.
+#[macro_export]
+macro_rules! suite {
+    ($maker:expr $(, #[$attribute:meta])?) => {
+        $crate::suite!(@ $maker, [$(#[$attribute])?] a_call_of_sixty_thousand_ids_follows_the_model_with_any_number_of_threads weights_and_padding_in_a_large_call_follow_the_model a_key_that_is_all_of_a_large_call_is_summed_in_runs_of_64 bags_of_no_ids_are_zeros a_batch_that_does_not_fit_raises_and_changes_no_table what_fits_goes_in_by_first_occurrence_and_the_rest_is_counted ids_outside_a_static_table_raise_and_change_nothing_or_are_zeros_that_nobody_keeps a_key_without_a_row_answers_as_missing_says_and_is_never_stored an_id_of_weight_zero_never_inserts_but_its_weight_gets_its_gradient an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_however_many_threads_there_are a_subset_of_pushes_counts_with_its_weights_and_older_ones_are_dropped pushes_older_than_the_oldest_named_one_are_gone of_seventy_pushes_that_nobody_applied_the_newest_64_can_be optimizers_without_states_each_make_their_own_step an_optimizer_may_not_update_records_that_have_another_ones_states accumulated_steps_are_applied_as_their_sum a_row_inserted_again_gets_no_gradient_of_its_former_life_even_an_accumulated_one a_second_push_without_an_optimizer_is_refused a_gradient_that_is_not_finite_makes_a_ticket_that_is_not the_norm_is_that_of_merged_rows_and_clips_each_table_by_its_own);
+    };
+    (@ $maker:expr, $attributes:tt $($name:ident)*) => { $($crate::suite!(@one $maker, $attributes $name);)* };
+    (@one $maker:expr, [$(#[$attribute:meta])?] $name:ident) => {
+        #[test]
+        $(#[$attribute])?
+        fn $name() {
+            common::suite::$name(&$maker);
+        }
+    };
+}
+
+/// A test of each function of [`table_suite`], on tables that `$make` makes.
+#[macro_export]
+macro_rules! table_suite {
+    ($make:expr $(, #[$attribute:meta])?) => {
+        $crate::table_suite!(@ $make, [$(#[$attribute])?] keys_that_hurt_weak_hashes_are_found_and_erased_like_others a_million_keys_in_a_row_are_found_and_half_of_them_erased a_scan_gives_each_record_once_however_it_is_cut lengths_that_do_not_fit_are_refused_and_change_nothing a_fresh_table_takes_the_records_over_with_their_states);
+    };
+    (@ $make:expr, $attributes:tt $($name:ident)*) => { $($crate::table_suite!(@one $make, $attributes $name);)* };
+    (@one $make:expr, [$(#[$attribute:meta])?] $name:ident) => {
+        #[test]
+        $(#[$attribute])?
+        fn $name() {
+            common::table_suite::$name($make);
+        }
+    };
 }

@@ -141,6 +141,15 @@ pub fn table_op() -> impl Strategy<Value = TableOp> {
     ]
 }
 
+/// The same, and other optimizers.
+pub fn table_or_rule_op() -> impl Strategy<Value = TableOp> {
+    let rule = (prop::option::weighted(0.9, update()), any::<bool>());
+    prop_oneof![
+        15 => table_op(),
+        2 => rule.prop_map(|(update, keep_states)| TableOp::Rule { update, keep_states }),
+    ]
+}
+
 /// How many of `keys` make bags, and which.
 fn shape(keys: &mut Vec<Key>, (kind, hotness, cuts): (u8, usize, Vec<usize>)) -> Shape {
     match kind {

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use sok_core::error::{Error, Result};
-use sok_core::host_table::HostTable;
 use sok_core::key::Key;
 use sok_core::optimizer::{Conditioning, RowWiseAdagradStep, Step, StepVisitor, Update, UpdateScalars};
 use sok_core::table::{CheckMode, Cursor, Missing, Outcomes, Records, Table, TableConfig};
@@ -394,8 +393,4 @@ fn reload(table: &mut dyn Table) -> Result<()> {
     let mut fresh = table.fresh(table.update_rule().copied())?;
     fresh.restore(&records)?;
     table.replace_with(fresh)
-}
-
-pub fn table_and_model(config: &TableConfig) -> (HostTable, ModelTable) {
-    (HostTable::new(config.clone()).unwrap(), ModelTable::new(config.clone()))
 }

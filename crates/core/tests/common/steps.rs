@@ -1,0 +1,232 @@
+//! Operations on a group beside its model: outputs, rows and states bit for bit.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::table::{OutOfVocabulary, Outcomes, Table, TableConfig};
+
+use super::group::{Input, Model};
+use super::strategies::{DIMS, input, scalars, table_op, update};
+use super::subject::{Kept, Maker, OWNER, Subject, binding};
+use super::table::TableOp;
+use super::{Dice, bits};
+
+/// What happens to a group. `usize`s choose among what is there.
+#[derive(Clone, Debug)]
+pub enum Op {
+    Lookup { inputs: Vec<Input>, insert: bool, save: bool },
+    Push { lookup: usize, hold: bool, seed: u64 },
+    Commit { chosen: u64, weights: [f32; 3] },
+    Apply { scalars: UpdateScalars, is_update: bool },
+    Bind { is_other: bool, update: Update },
+    Table { number: usize, op: TableOp },
+}
+
+/// A model and the groups that are to be like it.
+pub struct Bench {
+    pub model: Model,
+    pub subjects: Vec<Box<dyn Subject>>,
+    owner: u64,
+}
+
+impl Bench {
+    pub fn new(configs: &[TableConfig], update: Update, maker: &Maker) -> Bench {
+        let mut configs = configs.to_vec();
+        if maker.tells_late {
+            configs.iter_mut().for_each(|c| c.out_of_vocabulary = OutOfVocabulary::Zeros);
+        }
+        if !maker.dims.is_empty() && configs.iter().all(|c| DIMS.contains(&c.dim)) {
+            configs.iter_mut().for_each(|c| c.dim = maker.dims[c.dim % maker.dims.len()]);
+        }
+        let subjects = (maker.make)(&configs);
+        let mut bench = Bench { model: Model::new(&configs), subjects, owner: OWNER };
+        bench.bind(false, update);
+        bench
+    }
+
+    pub fn run(&mut self, op: &Op) {
+        match op {
+            Op::Lookup { inputs, insert, save } => self.lookup(inputs, *insert, *save),
+            Op::Push { lookup, hold, seed } => self.push(*lookup, *hold, *seed),
+            Op::Commit { chosen, weights } => self.commit(*chosen, weights),
+            Op::Apply { scalars, is_update } => self.apply(scalars, *is_update),
+            Op::Bind { is_other, update } => self.bind(*is_other, *update),
+            Op::Table { number, op } => {
+                let number = number % self.model.tables.len();
+                let mut tables: Vec<&mut dyn Table> =
+                    self.subjects.iter_mut().map(|s| s.table_mut(number)).collect();
+                op.run(&mut self.model.tables[number], &mut tables);
+            }
+        }
+        self.check();
+    }
+
+    fn check(&mut self) {
+        for subject in &mut self.subjects {
+            for (number, model) in self.model.tables.iter().enumerate() {
+                model.check(subject.table(number));
+            }
+        }
+    }
+
+    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) {
+        let before = counts(&self.model);
+        let expected = self.model.lookup(inputs, insert, save);
+        let number = self.model.lookups.last().map_or(0, |looked| looked.number);
+        let after = counts(&self.model);
+        for subject in &mut self.subjects {
+            let untouched = stats(&**subject);
+            let got = subject.lookup(inputs, insert, save);
+            let name = subject.name();
+            match (&expected, got) {
+                (Err(expected), Err(got)) => assert_eq!(got.to_string(), expected.to_string()),
+                (Ok(expected), Ok((got_number, rows))) => {
+                    assert_eq!(got_number, if save { number } else { 0 });
+                    for (input, (expected, got)) in inputs.iter().zip(expected.iter().zip(&rows)) {
+                        check_rows(input, expected, got, &name);
+                    }
+                }
+                (expected, got) => panic!("expected {:?}, got {:?}", expected.is_ok(), got.map(|_| ())),
+            }
+            assert_eq!(grown(&untouched, &stats(&**subject)), grown(&before, &after), "{inputs:?}");
+        }
+    }
+
+    fn push(&mut self, lookup: usize, hold: bool, seed: u64) {
+        if self.model.lookups.is_empty() {
+            return;
+        }
+        let lookup = lookup % self.model.lookups.len();
+        let looked = &self.model.lookups[lookup];
+        let dim = |input: &Input| self.model.tables[input.table].config.dim;
+        let mut dice = Dice(seed);
+        let gradients: Vec<_> = looked.inputs.iter().map(|i| dice.floats(i.bags().len() * dim(i))).collect();
+        let weighted = || looked.inputs.iter().enumerate().filter(|(_, input)| input.weights.is_some());
+        let ids: Vec<usize> = weighted().map(|(_, input)| input.ids.keys().len()).collect();
+        let expected: Vec<_> =
+            weighted().map(|(f, _)| self.model.weight_gradients(lookup, f, &gradients[f])).collect();
+        let lookup_number = looked.number;
+        let number = self.model.push(lookup, &gradients);
+        for subject in &mut self.subjects {
+            let kept: Kept = Arc::new(gradients.clone());
+            let got = subject.push(number, lookup_number, &kept, hold, &ids).unwrap();
+            for (expected, got) in expected.iter().flatten().zip(got.iter().flatten()) {
+                let Some((expected, bound)) = expected else { continue };
+                // Rows that are no numbers make gradients that are none.
+                let is_close = !bound.is_finite() || (expected - f64::from(*got)).abs() <= *bound;
+                assert!(is_close, "weight's gradient: {got} for {expected}");
+            }
+        }
+    }
+
+    /// Commits pushes that wait, by the bits of `chosen`.
+    fn commit(&mut self, chosen: u64, weights: &[f32; 3]) {
+        let is_chosen = |i: &usize| chosen >> (i % 64) & 1 == 1;
+        let pending = &self.model.pushes;
+        let named: Vec<(u64, f32)> =
+            (0..pending.len()).filter(is_chosen).map(|i| (pending[i].number, weights[i % 3])).collect();
+        self.model.commit(&named);
+        for subject in &mut self.subjects {
+            subject.commit(&named, true).unwrap();
+            assert_eq!(subject.pending_pushes(), self.model.pushes.len());
+        }
+    }
+
+    fn apply(&mut self, scalars: &UpdateScalars, is_update: bool) {
+        self.model.apply(scalars, is_update);
+        for subject in &mut self.subjects {
+            subject.apply(*scalars, is_update).unwrap();
+            if subject.pending_pushes() == 0 {
+                let held = subject.take_held();
+                held.into_iter().for_each(|kept| assert_eq!(Arc::strong_count(&kept), 1, "it was let go"));
+            }
+        }
+    }
+
+    fn bind(&mut self, is_other: bool, update: Update) {
+        self.owner += u64::from(is_other);
+        self.model.bind(self.owner, update);
+        for subject in &mut self.subjects {
+            subject.bind(binding(self.owner, update)).unwrap();
+        }
+    }
+}
+
+/// Names the first bag that differs.
+fn check_rows(input: &Input, expected: &[f32], got: &[f32], name: &str) {
+    let (bags, keys) = (input.bags(), input.ids.keys());
+    let dim = expected.len() / bags.len().max(1);
+    assert_eq!(expected.len(), got.len());
+    for (number, bag) in bags.into_iter().enumerate() {
+        let (expected, got) = (&expected[number * dim..][..dim], &got[number * dim..][..dim]);
+        assert!(
+            bits(expected) == bits(got),
+            "{name}, table {}, {} ids, {:?}, padding {:?}, bag {number}: keys {:?}, weights {:?}\nexpected {expected:?}\ngot {got:?}",
+            input.table,
+            keys.len(),
+            input.combiner,
+            input.padding_key,
+            &keys[bag.clone()],
+            input.weights.as_ref().map(|w| &w[bag]),
+        );
+    }
+}
+
+/// Outcomes and dropped gradients of each table.
+type Counts = Vec<(Outcomes, u64)>;
+
+fn counts(model: &Model) -> Counts {
+    model.outcomes.iter().copied().zip(model.dropped.iter().copied()).collect()
+}
+
+fn stats(subject: &dyn Subject) -> Counts {
+    let stats = (0..subject.num_tables()).map(|t| subject.table(t).stats());
+    stats.map(|s| (s.outcomes, s.dropped_gradients)).collect()
+}
+
+fn grown(before: &Counts, after: &Counts) -> Vec<[u64; 4]> {
+    let of = |(o, dropped): &(Outcomes, u64)| [o.hit, o.inserted, o.refused, *dropped];
+    let difference = |(b, a): (&_, &_)| std::array::from_fn(|i| of(a)[i] - of(b)[i]);
+    before.iter().zip(after).map(difference).collect()
+}
+
+pub fn op() -> impl Strategy<Value = Op> {
+    let inputs = prop::collection::vec(input(4), 1..6);
+    let weights = prop::array::uniform3(prop::sample::select(vec![1.0, 0.5, -2.0, 0.3]));
+    let group_op = table_op()
+        .prop_filter("its own update is of table_model.rs", |op| !matches!(op, TableOp::Update { .. }));
+    prop_oneof![
+        8 => (inputs, prop::bool::weighted(0.7), prop::bool::weighted(0.85))
+            .prop_map(|(inputs, insert, save)| Op::Lookup { inputs, insert, save }),
+        8 => (prop_oneof![3 => Just(usize::MAX), 1 => any::<usize>()], any::<bool>(), any::<u64>())
+            .prop_map(|(lookup, hold, seed)| Op::Push { lookup, hold, seed }),
+        4 => (prop_oneof![2 => Just(u64::MAX), 1 => any::<u64>()], weights)
+            .prop_map(|(chosen, weights)| Op::Commit { chosen, weights }),
+        5 => (scalars(), prop::bool::weighted(0.8)).prop_map(|(scalars, is_update)| Op::Apply { scalars, is_update }),
+        1 => (any::<bool>(), update()).prop_map(|(is_other, update)| Op::Bind { is_other, update }),
+        4 => (0..4usize, group_op).prop_map(|(number, op)| Op::Table { number, op }),
+    ]
+}
+
+/// `usize::MAX` means the newest lookup, and tables are counted round.
+fn resolve(op: &Op, bench: &Bench) -> Op {
+    match op.clone() {
+        Op::Push { lookup: usize::MAX, hold, seed } => {
+            Op::Push { lookup: bench.model.lookups.len().saturating_sub(1), hold, seed }
+        }
+        Op::Lookup { mut inputs, insert, save } => {
+            inputs.iter_mut().for_each(|i| i.table %= bench.model.tables.len());
+            Op::Lookup { inputs, insert, save }
+        }
+        op => op,
+    }
+}
+
+pub fn run_all(configs: &[TableConfig], update: Update, ops: &[Op], maker: &Maker) {
+    let mut bench = Bench::new(configs, update, maker);
+    for op in ops {
+        bench.run(&resolve(op, &bench));
+    }
+}
+

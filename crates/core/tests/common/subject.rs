@@ -1,0 +1,191 @@
+//! What is held against the model: a group of tables on the host or on a device, in the calls of a training step.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use sok_core::error::Result;
+use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
+use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::pool::Pool;
+use sok_core::push::{GradientRows, Keep, OutputGradients};
+use sok_core::table::{Table, TableConfig};
+use sok_core::ticket::{Named, TICKET_LEN};
+
+use super::group::Input;
+use super::unwritten;
+
+/// Gradients of a push, kept alive by whoever holds the `Arc`.
+pub type Kept = Arc<Vec<Vec<f32>>>;
+
+pub trait Subject {
+    /// For messages.
+    fn name(&self) -> String;
+
+    /// The lookup's number, and the rows of each feature.
+    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)>;
+
+    /// Push number `number`, of the gradients of a lookup's rows. `ids`: of each feature that has weights. Gives the gradients of
+    /// weights, of each feature that has them.
+    fn push(
+        &mut self,
+        number: u64,
+        lookup: u64,
+        gradients: &Kept,
+        hold: bool,
+        ids: &[usize],
+    ) -> Result<Vec<Vec<f32>>>;
+
+    /// The ticket of a push.
+    fn ticket(&self, number: u64) -> &[f32];
+
+    /// Commits the sum of tickets, each times its weight. Gives the squared norm.
+    fn commit(&mut self, named: &[(u64, f32)], is_update: bool) -> Result<f64>;
+
+    /// By the optimizer that is bound, or another one.
+    fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()>;
+
+    fn bind(&mut self, binding: Binding) -> Result<()>;
+    fn binding(&self) -> Option<Binding>;
+    fn num_tables(&self) -> usize;
+    fn table(&self, number: usize) -> &dyn Table;
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table;
+    fn pending_pushes(&mut self) -> usize;
+    fn take_refused(&mut self) -> Vec<(String, u64)>;
+
+    /// Gradients that were held, once nothing is pending.
+    fn take_held(&mut self) -> Vec<Kept>;
+
+    fn apply(&mut self, update: UpdateScalars, is_update: bool) -> Result<()> {
+        let binding = self.binding().expect("an optimizer is bound");
+        self.apply_by(&binding, update, is_update)
+    }
+}
+
+/// Makes groups that are to be alike.
+pub struct Maker {
+    pub make: fn(&[TableConfig]) -> Vec<Box<dyn Subject>>,
+    /// An id outside a static table is told by the next call.
+    pub tells_late: bool,
+    /// Dims that stand for all others, where each has to be compiled; empty: none do.
+    pub dims: &'static [usize],
+}
+
+/// Sum of tickets, each times its weight.
+pub fn sum_of_tickets(tickets: &BTreeMap<u64, Vec<f32>>, named: &[(u64, f32)]) -> Vec<f32> {
+    let mut sum = vec![0.0; TICKET_LEN];
+    for (number, weight) in named {
+        sum.iter_mut().zip(&tickets[number]).for_each(|(s, t)| *s += weight * t);
+    }
+    sum
+}
+
+pub const OWNER: u64 = 1;
+
+pub fn binding(owner: u64, update: Update) -> Binding {
+    Binding { owner, update, needs_norm: update.clipnorm.is_some() }
+}
+
+/// A group on the host, and the threads it is to use.
+pub struct HostSubject {
+    group: HostGroup,
+    pool: &'static Pool,
+    /// By number of the push.
+    tickets: BTreeMap<u64, Vec<f32>>,
+    held: Vec<Kept>,
+}
+
+impl HostSubject {
+    pub fn new(configs: &[TableConfig], pool: &'static Pool) -> HostSubject {
+        let group = HostGroup::new(configs.to_vec()).unwrap();
+        HostSubject { group, pool, tickets: BTreeMap::new(), held: Vec::new() }
+    }
+}
+
+fn lend(gradients: &Kept) -> Vec<GradientRows> {
+    // SAFETY: nobody writes to them; they live until the call returns, or as the `Keep` that `push` makes of them.
+    gradients.iter().map(|g| unsafe { GradientRows::new(g.as_ptr(), g.len()) }).collect()
+}
+
+impl Subject for HostSubject {
+    fn name(&self) -> String {
+        format!("{} threads", self.pool.threads())
+    }
+
+    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
+        let dim = |table: usize| self.group.table(table).config().dim;
+        let mut outputs: Vec<Vec<f32>> =
+            inputs.iter().map(|i| unwritten(i.bags().len() * dim(i.table))).collect();
+        let features: Vec<_> = inputs.iter().map(Input::feature).collect();
+        let room = outputs.iter_mut().map(|o| &mut o[..]).collect();
+        let number = self.group.lookup(&features, insert, save, room, self.pool)?;
+        Ok((number, outputs))
+    }
+
+    fn push(
+        &mut self,
+        number: u64,
+        lookup: u64,
+        gradients: &Kept,
+        hold: bool,
+        ids: &[usize],
+    ) -> Result<Vec<Vec<f32>>> {
+        let mut weights: Vec<Vec<f32>> = ids.iter().map(|n| unwritten(*n)).collect();
+        let mut ticket = unwritten(TICKET_LEN);
+        let room = weights.iter_mut().map(|w| &mut w[..]).collect();
+        let keep = hold.then(|| Box::new(gradients.clone()) as Keep);
+        let output = OutputGradients { rows: lend(gradients), keep, check_finite: true };
+        self.group.push(lookup, output, room, &mut ticket, self.pool)?;
+        self.tickets.insert(number, ticket);
+        if hold {
+            self.held.push(gradients.clone());
+        }
+        Ok(weights)
+    }
+
+    fn ticket(&self, number: u64) -> &[f32] {
+        &self.tickets[&number]
+    }
+
+    fn commit(&mut self, named: &[(u64, f32)], is_update: bool) -> Result<f64> {
+        let resolved = self.group.resolve(&sum_of_tickets(&self.tickets, named))?;
+        let expected: Vec<_> = named.iter().map(|&(number, weight)| Named { number, weight }).collect();
+        assert_eq!(resolved, expected);
+        self.group.commit(&resolved, is_update, self.pool)
+    }
+
+    fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
+        self.group.apply(binding, &ApplyScalars { update, is_update }, self.pool)
+    }
+
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        self.group.bind(binding)
+    }
+
+    fn binding(&self) -> Option<Binding> {
+        self.group.binding().copied()
+    }
+
+    fn num_tables(&self) -> usize {
+        self.group.num_tables()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        self.group.table(number)
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.group.table_mut(number)
+    }
+
+    fn pending_pushes(&mut self) -> usize {
+        self.group.pending_pushes()
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        self.group.take_refused()
+    }
+
+    fn take_held(&mut self) -> Vec<Kept> {
+        std::mem::take(&mut self.held)
+    }
+}

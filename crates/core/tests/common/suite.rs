@@ -1,0 +1,375 @@
+//! What every group of tables must do, on any device. Each function is a test.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use sok_core::batch::Combiner;
+use sok_core::error::Error;
+use sok_core::host_group::Binding;
+use sok_core::key::Key;
+use sok_core::optimizer::{Rule, Update, UpdateScalars, clipnorm_factor};
+use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, TableConfig};
+
+use super::group::{Input, Model, Shape};
+use super::large::{huge_inputs, large_steps, plain_update};
+use super::steps::{Bench, Op, run_all};
+use super::strategies::{WEIGHTS, plain_config, rules};
+use super::subject::{Maker, OWNER, Subject, binding};
+use super::table::ModelTable;
+use super::{Dice, scan};
+
+pub fn a_call_of_sixty_thousand_ids_follows_the_model_with_any_number_of_threads(maker: &Maker) {
+    let configs = [plain_config("hot", 32), plain_config("cold", 17)];
+    run_all(&configs, plain_update(rules()[3]), &large_steps(huge_inputs), maker);
+}
+
+pub fn weights_and_padding_in_a_large_call_follow_the_model(maker: &Maker) {
+    let weighted = |dice: &mut Dice| {
+        let mut inputs = huge_inputs(dice);
+        for input in &mut inputs {
+            input.weights = Some((0..input.ids.keys().len()).map(|_| dice.pick(&WEIGHTS)).collect());
+            input.padding_key = Some(1);
+        }
+        inputs
+    };
+    let configs = [plain_config("hot", 16), plain_config("cold", 3)];
+    run_all(&configs, plain_update(rules()[5]), &large_steps(weighted), maker);
+}
+
+pub fn a_key_that_is_all_of_a_large_call_is_summed_in_runs_of_64(maker: &Maker) {
+    let one = |_: &mut Dice| vec![Input::plain(0, &[9; 30_001]), Input::plain(0, &[9; 1001])];
+    run_all(&[plain_config("t", 8)], plain_update(rules()[0]), &large_steps(one), maker);
+}
+
+pub fn bags_of_no_ids_are_zeros(maker: &Maker) {
+    let shapes = [Shape::Fixed { num_bags: 3, hotness: 0 }, Shape::RaggedI32(vec![0, 0, 0]), Shape::Each];
+    for combiner in [Combiner::Sum, Combiner::Mean, Combiner::Sqrtn] {
+        let inputs = shapes.clone().map(|shape| Input { shape, combiner, ..Input::plain(0, &[]) });
+        let ops = [Op::Lookup { inputs: inputs.to_vec(), insert: true, save: true }];
+        run_all(&[plain_config("t", 16)], plain_update(rules()[0]), &ops, maker);
+    }
+}
+
+// ---- capacity, vocabulary, missing
+
+/// A bound group of the tables, and what is in them.
+fn group(configs: &[TableConfig], maker: &Maker) -> Box<dyn Subject> {
+    let mut subject = (maker.make)(configs).remove(0);
+    subject.bind(binding(OWNER, plain_update(rules()[0]))).unwrap();
+    subject
+}
+
+fn contents(subject: &dyn Subject) -> Vec<BTreeMap<Key, Vec<u32>>> {
+    (0..subject.num_tables()).map(|table| scan(subject.table(table), 10)).collect()
+}
+
+/// The error of a training lookup, which changed nothing.
+fn refused(subject: &mut dyn Subject, inputs: &[Input]) -> Error {
+    let before = contents(subject);
+    let error = subject.lookup(inputs, true, true).map(|_| ()).expect_err("it is refused");
+    assert_eq!(contents(subject), before);
+    error
+}
+
+fn limited(check_mode: CheckMode, maker: &Maker) -> Box<dyn Subject> {
+    let small = TableConfig { max_capacity: Some(3), check_mode, ..plain_config("small", 2) };
+    let mut subject = group(&[plain_config("large", 2), small], maker);
+    subject.lookup(&[Input::plain(1, &[10, 11])], true, true).unwrap();
+    subject
+}
+
+const NEW_KEYS: [Key; 6] = [5, 10, 4, 5, 3, 3];
+
+pub fn a_batch_that_does_not_fit_raises_and_changes_no_table(maker: &Maker) {
+    let mut subject = limited(CheckMode::Raise, maker);
+    let inputs = [Input::plain(0, &[1, 2]), Input::plain(1, &NEW_KEYS)];
+    let error = refused(&mut *subject, &inputs);
+    assert!(matches!(&error, Error::TableFull { refused: 2, len: 2, capacity: 3, .. }));
+    assert_eq!(
+        error.to_string(),
+        "table `small` is full: no room for 2 of the new keys, it holds 2 of at most 3 rows. Raise `max_capacity`, or set \
+         `check_mode=\"warn\"` or \"count\" to go on without them"
+    );
+    subject.lookup(&[Input::plain(1, &[10, 5, 5])], true, true).unwrap();
+}
+
+pub fn what_fits_goes_in_by_first_occurrence_and_the_rest_is_counted(maker: &Maker) {
+    for (mode, warnings) in [(CheckMode::Warn, vec![("small".to_string(), 2)]), (CheckMode::Count, vec![])] {
+        let mut subject = limited(mode, maker);
+        // The second feature's keys come after the first one's.
+        subject
+            .lookup(&[Input::plain(1, &NEW_KEYS[..3]), Input::plain(1, &NEW_KEYS[3..])], true, true)
+            .unwrap();
+        let keys: Vec<Key> = contents(&*subject)[1].keys().copied().collect();
+        assert_eq!(keys, [5, 10, 11]);
+        let expected = Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() };
+        assert_eq!(subject.table(1).stats().outcomes, expected);
+        assert_eq!(subject.table(1).stats().dropped_gradients, 3);
+        assert_eq!(subject.take_refused(), warnings);
+        assert_eq!(subject.take_refused(), []);
+    }
+}
+
+pub fn ids_outside_a_static_table_raise_and_change_nothing_or_are_zeros_that_nobody_keeps(maker: &Maker) {
+    let fixed = |out_of_vocabulary| TableConfig {
+        vocabulary_size: Some(10),
+        out_of_vocabulary,
+        ..plain_config("fixed", 2)
+    };
+    let inputs = [Input::plain(0, &[1]), Input::plain(1, &[2, 9, 10]), Input::plain(1, &[-3i64 as u64])];
+    if !maker.tells_late {
+        ids_outside_raise(&[plain_config("other", 2), fixed(OutOfVocabulary::Raise)], &inputs, maker);
+    }
+    let mut subject = group(&[plain_config("other", 2), fixed(OutOfVocabulary::Zeros)], maker);
+    let (_, rows) = subject.lookup(&inputs, true, true).unwrap();
+    assert_eq!((&rows[1][4..], &rows[2][..]), (&[0.0, 0.0][..], &[0.0, 0.0][..]));
+    assert_eq!(contents(&*subject)[1].keys().copied().collect::<Vec<_>>(), [2, 9]);
+}
+
+fn ids_outside_raise(configs: &[TableConfig], inputs: &[Input], maker: &Maker) {
+    let mut subject = group(configs, maker);
+    assert_eq!(
+        refused(&mut *subject, &inputs).to_string(),
+        "id 10 of feature `f1` is outside table `fixed`, whose ids are 0 to 9 (`vocabulary_size=10`). Set \
+         `out_of_vocabulary=\"zeros\"` to answer such ids with zeros, or leave `vocabulary_size` away for a dynamic table"
+    );
+    assert!(matches!(refused(&mut *subject, &inputs[2..]), Error::OutOfVocabulary { id: -3, last: 9, .. }));
+}
+
+pub fn a_key_without_a_row_answers_as_missing_says_and_is_never_stored(maker: &Maker) {
+    for missing in [Missing::Initial, Missing::Zeros] {
+        let mut subject = group(&[TableConfig { missing, ..plain_config("t", 4) }], maker);
+        let evaluated = subject.lookup(&[Input::plain(0, &[8])], false, true).unwrap().1;
+        assert_eq!(contents(&*subject)[0].len(), 0);
+        let inserted = subject.lookup(&[Input::plain(0, &[8])], true, true).unwrap().1;
+        assert_eq!(evaluated == inserted, missing == Missing::Initial);
+        assert!(missing == Missing::Initial || evaluated[0] == [0.0; 4]);
+    }
+}
+
+pub fn an_id_of_weight_zero_never_inserts_but_its_weight_gets_its_gradient(maker: &Maker) {
+    let mut subject = group(&[plain_config("t", 2)], maker);
+    let inputs = [Input { weights: Some(vec![0.0, 1.0]), ..Input::plain(0, &[1, 2]) }];
+    let (lookup, _) = subject.lookup(&inputs, true, true).unwrap();
+    assert_eq!(contents(&*subject)[0].keys().copied().collect::<Vec<_>>(), [2]);
+    let kept = Arc::new(vec![vec![1.0, 2.0, 3.0, 4.0]]);
+    let weights = subject.push(1, lookup, &kept, false, &[2]).unwrap();
+    let row = ModelTable::new(plain_config("t", 2)).first_row(1);
+    assert!((weights[0][0] - (row[0] + 2.0 * row[1])).abs() < 1e-6 && weights[0][0] != 0.0);
+}
+
+pub fn an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_however_many_threads_there_are(maker: &Maker) {
+    // Key 1 comes with weight 0 first and far behind, in the same feature and in the next one, with weight 1.
+    let mut keys: Vec<Key> = (0..40_000).map(|i| 2 + i % 50).collect();
+    let mut weights = vec![1.0; keys.len()];
+    (keys[0], weights[0]) = (1, 0.0);
+    *keys.last_mut().unwrap() = 1;
+    let first = Input { weights: Some(weights), ..Input::plain(0, &keys) };
+    let second = Input { weights: Some(vec![0.0, 0.0]), ..Input::plain(0, &[77, 78]) };
+    let third = Input::plain(0, &[77]);
+    let initializer = sok_core::initializer::Initializer::Constant { value: -0.5 };
+    let config = TableConfig { missing: Missing::Zeros, initializer, ..plain_config("t", 4) };
+    let ops = [
+        Op::Lookup { inputs: vec![first, second, third], insert: true, save: true },
+        Op::Push { lookup: 0, hold: false, seed: 1 },
+    ];
+    run_all(&[config], plain_update(rules()[0]), &ops, maker);
+}
+
+// ---- tickets
+
+const SCALARS: UpdateScalars = UpdateScalars { learning_rate: 0.5, step: 1, factor: 1.0 };
+
+/// `count` pushes of a gradient of ones, push number q to key q.
+fn pushes(subject: &mut dyn Subject, count: u64) {
+    for number in 1..=count {
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &[number])], true, true).unwrap();
+        subject.push(number, lookup, &Arc::new(vec![vec![1.0]]), number % 2 == 0, &[]).unwrap();
+    }
+}
+
+/// How far the rows of keys have moved from zero.
+fn moved(subject: &dyn Subject) -> Vec<(Key, f32)> {
+    let contents = contents(subject);
+    contents[0].iter().map(|(k, v)| (*k, f32::from_bits(v[0]))).filter(|(_, x)| *x != 0.0).collect()
+}
+
+fn zeros_group(maker: &Maker) -> Box<dyn Subject> {
+    let initializer = sok_core::initializer::Initializer::Constant { value: 0.0 };
+    group(&[TableConfig { initializer, ..plain_config("t", 1) }], maker)
+}
+
+/// The ticket is refused; nothing has changed.
+fn refuse_ticket(subject: &mut dyn Subject, named: &[(u64, f32)]) {
+    let (before, pending) = (contents(subject), subject.pending_pushes());
+    let error = subject.commit(named, true).expect_err("a push of it is gone");
+    assert!(matches!(&error, Error::Ticket { tables, .. } if tables == "`t`"), "{error}");
+    assert!(
+        error.to_string().contains("gone: applied before, or older than the newest 64 backward passes"),
+        "{error}"
+    );
+    assert_eq!((contents(subject), subject.pending_pushes()), (before, pending));
+}
+
+pub fn a_subset_of_pushes_counts_with_its_weights_and_older_ones_are_dropped(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 5);
+    subject.commit(&[(2, 3.0), (4, -0.5)], true).unwrap();
+    assert_eq!(subject.pending_pushes(), 2);
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(moved(&*subject), [(2, -1.5), (4, 0.25)]);
+    refuse_ticket(&mut *subject, &[(2, 1.0)]);
+    refuse_ticket(&mut *subject, &[(1, 1.0)]);
+    refuse_ticket(&mut *subject, &[(3, 1.0), (4, 1.0)]);
+    subject.commit(&[(3, 1.0), (5, 2.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(moved(&*subject), [(2, -1.5), (3, -0.5), (4, 0.25), (5, -1.0)]);
+}
+
+pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 3);
+    // Push 1 and 2 leak when 3 alone is named.
+    subject.commit(&[(3, 1.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    refuse_ticket(&mut *subject, &[(2, 1.0)]);
+    assert_eq!(moved(&*subject), [(3, -0.5)]);
+}
+
+pub fn of_seventy_pushes_that_nobody_applied_the_newest_64_can_be(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 70);
+    assert_eq!(subject.pending_pushes(), 64);
+    refuse_ticket(&mut *subject, &[(6, 1.0)]);
+    // Push 6 and push 70 share a row of the ticket.
+    refuse_ticket(&mut *subject, &[(6, 1.0), (70, 1.0)]);
+    subject.commit(&[(7, 1.0), (70, 2.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(moved(&*subject), [(7, -0.5), (70, -1.0)]);
+}
+
+pub fn optimizers_without_states_each_make_their_own_step(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 2);
+    let own = subject.binding().unwrap();
+    let clipped = Update { clipvalue: Some(0.25), ..own.update };
+    let other = Binding { owner: own.owner + 1, update: clipped, ..own };
+    for (number, binding) in [(1, other), (2, own)] {
+        subject.commit(&[(number, 1.0)], true).unwrap();
+        subject.apply_by(&binding, SCALARS, true).unwrap();
+    }
+    assert_eq!(moved(&*subject), [(1, -0.125), (2, -0.5)]);
+}
+
+pub fn an_optimizer_may_not_update_records_that_have_another_ones_states(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 2);
+    let own = subject.binding().unwrap();
+    let rule = Rule::Sgd { momentum: 0.9, nesterov: false };
+    let other = Binding { owner: own.owner + 1, update: Update { rule, ..own.update }, ..own };
+    for (bound, refused) in [(own, other), (other, own)] {
+        subject.bind(bound).unwrap();
+        let error = subject.apply_by(&refused, SCALARS, true).unwrap_err();
+        assert!(error.to_string().contains("have been bound to another optimizer since"), "{error}");
+        assert_eq!(subject.binding().unwrap().owner, bound.owner);
+    }
+}
+
+pub fn accumulated_steps_are_applied_as_their_sum(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 3);
+    for (number, is_update) in [(1, false), (2, false), (3, true)] {
+        subject.commit(&[(number, 1.0)], is_update).unwrap();
+        subject.apply(UpdateScalars { factor: 0.5, ..SCALARS }, is_update).unwrap();
+        assert_eq!(moved(&*subject).len(), if is_update { 3 } else { 0 });
+    }
+    assert_eq!(moved(&*subject), [(1, -0.25), (2, -0.25), (3, -0.25)]);
+}
+
+/// Steps enough for every memory of the erased record to be given up, were it not still owed a gradient.
+pub fn a_row_inserted_again_gets_no_gradient_of_its_former_life_even_an_accumulated_one(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    pushes(&mut *subject, 1);
+    subject.commit(&[(1, 1.0)], false).unwrap();
+    subject.apply(SCALARS, false).unwrap();
+    assert_eq!(subject.table_mut(0).erase(&[1]), 1);
+    for number in 2..70 {
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &[2])], true, true).unwrap();
+        subject.push(number, lookup, &Arc::new(vec![vec![0.0]]), false, &[]).unwrap();
+        subject.commit(&[(number, 1.0)], false).unwrap();
+        subject.lookup(&[Input::plain(0, &[1, 3])], true, true).unwrap();
+    }
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(contents(&*subject)[0].len(), 3);
+    assert_eq!(moved(&*subject), []);
+}
+
+pub fn a_second_push_without_an_optimizer_is_refused(maker: &Maker) {
+    let mut subject = (maker.make)(&[plain_config("a", 1), plain_config("b", 1)]).remove(0);
+    let (lookup, _) = subject.lookup(&[Input::plain(1, &[3])], true, true).unwrap();
+    let kept = Arc::new(vec![vec![1.0]]);
+    subject.push(1, lookup, &kept, false, &[]).unwrap();
+    let error = subject.push(2, lookup, &kept, false, &[]).unwrap_err();
+    assert!(matches!(&error, Error::UnwrappedOptimizer { tables } if tables == "`a`, `b`"));
+    assert_eq!(
+        error.to_string(),
+        "the tables `a`, `b` were trained a second time, but no optimizer has updated them: the gradients would pile up \
+         and no row would move. Compile with `sok_keras.OptimizerWrapper(optimizer)`"
+    );
+    subject.bind(binding(OWNER, plain_update(rules()[0]))).unwrap();
+    subject.push(2, lookup, &kept, false, &[]).unwrap();
+}
+
+pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    let (lookup, _) = subject.lookup(&[Input::plain(0, &[1, 2])], true, true).unwrap();
+    for (number, bad) in [(1, f32::INFINITY), (2, f32::NAN)] {
+        subject.push(number, lookup, &Arc::new(vec![vec![1.0, bad]]), false, &[]).unwrap();
+        assert!(subject.ticket(number).iter().any(|x| x.is_nan()));
+    }
+}
+
+// ---- norms
+
+/// Commits two pushes and compares the norm, then the rows clipped by it, with the model's.
+pub fn the_norm_is_that_of_merged_rows_and_clips_each_table_by_its_own(maker: &Maker) {
+    let clipped = Update { clipnorm: Some(0.75), ..plain_update(rules()[0]) };
+    for hold in [false, true] {
+        for pushes in [1, 2] {
+            clip(clipped, hold, pushes, maker);
+        }
+    }
+}
+
+fn clip(update: Update, hold: bool, pushes: u64, maker: &Maker) {
+    let configs = [plain_config("a", 8), plain_config("b", 17)];
+    let mut bench = Bench::new(&configs, update, maker);
+    let inputs = vec![Input::plain(0, &[1, 2, 1, 3]), Input::plain(1, &[5, 5, 6])];
+    for seed in 1..=pushes {
+        bench.run(&Op::Lookup { inputs: inputs.clone(), insert: true, save: true });
+        bench.run(&Op::Push { lookup: seed as usize - 1, hold, seed });
+    }
+    let named: Vec<(u64, f32)> = (1..=pushes).map(|number| (number, 0.5)).collect();
+    bench.model.commit(&named);
+    let norms: Vec<f64> = (0..2).map(|table| bench.model.squared_norm(table)).collect();
+    let scalars = UpdateScalars { factor: 2.0, ..SCALARS };
+    let factor = |norm: &f64| scalars.factor * clipnorm_factor(*norm as f32 * 4.0, 0.75);
+    let each: Vec<_> = norms.iter().map(|norm| UpdateScalars { factor: factor(norm), ..scalars }).collect();
+    assert!(each.iter().all(|s| s.factor < 2.0), "both tables are clipped");
+    bench.model.apply_each(&each, true);
+    for subject in &mut bench.subjects {
+        let norm = subject.commit(&named, true).unwrap();
+        assert!((norm / norms.iter().sum::<f64>() - 1.0).abs() < 1e-6);
+        subject.apply(scalars, true).unwrap();
+        check_close(&bench.model, &**subject);
+    }
+}
+
+fn check_close(model: &Model, subject: &dyn Subject) {
+    for (model, got) in model.tables.iter().zip(contents(subject)) {
+        for (key, record) in &model.rows {
+            let got = got[key].iter().map(|b| f32::from_bits(*b));
+            assert!(record.values.iter().zip(got).all(|(a, b)| (a - b).abs() < 1e-6), "key {key}");
+        }
+    }
+}

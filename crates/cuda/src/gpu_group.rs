@@ -1,0 +1,780 @@
+//! Tables that are looked up together: the four calls of a training step on a GPU.
+//!
+//! As `sok_core::host_group`, but for time: a call puts work onto the framework's stream and returns. Which pushes a ticket names is
+//! found on the device; the host learns it from memory that the device writes to, at the latest when the next ticket comes.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use sok_core::error::{Error, Result};
+use sok_core::host_group::{Binding, check_owner};
+use sok_core::optimizer::Update;
+use sok_core::push::Keep;
+use sok_core::table::{Outcomes, Table, TableConfig};
+use sok_core::ticket::{Named, PushRing, RING, gone, mark};
+
+use crate::device::{Device, Stream};
+use crate::gpu_table::{GpuTable, no_place};
+use crate::layout::{self, EXPONENTS, NewTicket, Prepared, REPORT, RESOLVED, Side};
+use crate::memory::{Buffer, Shared, read};
+use crate::rule;
+use crate::step::{Feature, KeyType, Saved, Workspace};
+
+/// A lookup's number as the caller has it.
+#[derive(Clone, Copy, Debug)]
+pub enum LookupNumber {
+    Known(u64),
+    /// Two words on the device, where the lookup wrote them.
+    At(u64),
+}
+
+/// The gradients of a lookup's outputs, float32 `(bags, dim)` of each feature on the device.
+pub struct OutputGradients {
+    pub rows: Vec<u64>,
+    /// With it the rows stay where they are until they are applied; without, they are merged at once.
+    pub keep: Option<Keep>,
+    /// A gradient that is not finite makes the ticket NaN.
+    pub check_finite: bool,
+}
+
+/// The gradients of a lookup until a ticket names them.
+struct Push {
+    lookup: Arc<SavedLookup>,
+    sides: Vec<Side>,
+    rows: Vec<u64>,
+    /// Merged gradients; None: they are where the framework has them.
+    sums: Option<Buffer<u32>>,
+    _keep: Option<Keep>,
+}
+
+struct SavedLookup {
+    number: u64,
+    saved: Saved,
+}
+
+/// What is committed and not applied yet.
+#[derive(Clone, Copy, Default, PartialEq)]
+enum Committed {
+    #[default]
+    Nothing,
+    /// The one push that was pending, if its ticket was good and named it; `GpuGroup::carried` has it once that is known.
+    Alone(u64),
+    /// All of `GpuGroup::combined`.
+    Combined,
+}
+
+/// Several pushes as one.
+struct Combined {
+    saved: Saved,
+    sums: Buffer<u32>,
+}
+
+pub struct GpuGroup {
+    tables: Vec<GpuTable>,
+    workspace: Workspace,
+    binding: Option<Binding>,
+    next_lookup: u64,
+    lookups: VecDeque<Arc<SavedLookup>>,
+    /// By address of their number: lookups whose caller has it on the device.
+    by_address: HashMap<u64, u64>,
+    ring: PushRing<Push>,
+    pushes_without_optimizer: u32,
+    committed: Committed,
+    /// Pushes that a ticket is known to have named, and that are not applied yet.
+    carried: Vec<(f32, Push)>,
+    /// What earlier steps have accumulated, and the last commit of several pushes.
+    combined: Option<Combined>,
+    /// Of the last commit that the host has not looked at yet.
+    unseen: Option<u64>,
+    next_commit: u64,
+    /// Ids looked up to insert, by table: since the last commit.
+    ids_since: Vec<u64>,
+    report: Shared,
+    resolved: Buffer<u32>,
+    prepared: Buffer<u32>,
+    is_bad: Buffer<u32>,
+    totals: Buffer<u64>,
+    norms: Buffer<f32>,
+    factors: Buffer<f32>,
+    norm: Buffer<f64>,
+    nowhere: Buffer<u32>,
+}
+
+impl GpuGroup {
+    pub fn new(device: &Arc<Device>, configs: Vec<TableConfig>) -> Result<GpuGroup> {
+        let tables = configs.into_iter().map(|c| GpuTable::new(device, c)).collect::<Result<Vec<_>>>()?;
+        GpuGroup::with_tables(device, tables)
+    }
+
+    pub fn with_tables(device: &Arc<Device>, tables: Vec<GpuTable>) -> Result<GpuGroup> {
+        let (context, num_tables) = (&device.context, tables.len());
+        let widest = tables.iter().map(|t| t.config.dim).max().unwrap_or(1);
+        Ok(GpuGroup {
+            workspace: Workspace::new(device, &tables)?,
+            binding: None,
+            next_lookup: 1,
+            lookups: VecDeque::new(),
+            by_address: HashMap::new(),
+            ring: PushRing::default(),
+            pushes_without_optimizer: 0,
+            committed: Committed::Nothing,
+            carried: Vec::new(),
+            combined: None,
+            unseen: None,
+            next_commit: 1,
+            ids_since: vec![0; num_tables],
+            report: Shared::new(context, REPORT + num_tables)?,
+            resolved: Buffer::new(context, RESOLVED)?,
+            prepared: Buffer::new(context, size_of::<Prepared>() / 4)?,
+            is_bad: Buffer::new(context, 1)?,
+            totals: Buffer::new(context, num_tables * (EXPONENTS + 1))?,
+            norms: Buffer::new(context, num_tables)?,
+            factors: Buffer::new(context, num_tables)?,
+            norm: Buffer::new(context, 1)?,
+            nowhere: Buffer::new(context, 16 * (widest + 4))?,
+            tables,
+        })
+    }
+
+    pub fn num_tables(&self) -> usize {
+        self.tables.len()
+    }
+
+    pub fn table(&self, number: usize) -> &dyn Table {
+        &self.tables[number]
+    }
+
+    pub fn gpu_table(&self, number: usize) -> &GpuTable {
+        &self.tables[number]
+    }
+
+    pub fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        &mut self.tables[number]
+    }
+
+    pub fn tables_mut(&mut self) -> impl Iterator<Item = &mut dyn Table> {
+        self.tables.iter_mut().map(|t| t as &mut dyn Table)
+    }
+
+    pub fn names(&self) -> String {
+        self.tables.iter().map(|t| format!("`{}`", t.config.name)).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Waits for the last commit.
+    pub fn pending_pushes(&mut self) -> usize {
+        let _ = self.settle();
+        self.ring.len()
+    }
+
+    /// Memory that steps keep.
+    pub fn step_bytes(&self) -> usize {
+        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes());
+        let sums = self.ring.iter().filter_map(|p| p.sums.as_ref()).map(Buffer::num_bytes);
+        let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
+        lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
+    }
+
+    /// Keys refused since this was last asked, by table, where the check mode says to warn.
+    pub fn take_refused(&mut self) -> Vec<(String, u64)> {
+        let take = |t: &mut GpuTable| (t.config.name.clone(), std::mem::take(&mut t.refused_to_warn));
+        self.tables.iter_mut().map(take).filter(|(_, refused)| *refused > 0).collect()
+    }
+
+    /// What went wrong on the device, once.
+    pub fn take_fault(&mut self) -> Option<Error> {
+        let fault = &self.workspace.fault;
+        let kind = fault.get(1);
+        if kind == 0 {
+            return None;
+        }
+        let (table, id) = (fault.get(3) as usize, fault.get_wide(4));
+        (0..6).for_each(|word| fault.set(word, 0));
+        let config = &self.tables.get(table)?.config;
+        Some(match kind {
+            1 => Error::OutOfVocabulary {
+                table: config.name.clone(),
+                feature: "of a call before".into(),
+                id: id as i64,
+                last: config.vocabulary_size.unwrap_or_default().wrapping_sub(1),
+            },
+            2 => Error::argument(format!(
+                "row_splits of a call before, for table `{}`: they must start at 0, never fall and end at the number of ids. \
+                 Wrong at row {id}",
+                config.name
+            )),
+            3 => no_place(&config.name),
+            _ => Error::Ticket {
+                tables: self.names(),
+                what: "a gradient came with the number of another lookup than the device has. Nothing is known to be wrong before \
+                       this step, which has used the wrong rows"
+                    .into(),
+            },
+        })
+    }
+
+    fn check_fault(&mut self) -> Result<()> {
+        self.take_fault().map_or(Ok(()), Err)
+    }
+
+    // ---- lookup
+
+    /// Puts the lookup of all features of a layer's call onto the stream. Gives its number, for `push`; 0 without `save`.
+    /// `number_to`: where the number goes on the device.
+    ///
+    /// # Errors
+    /// Lengths that do not add up, a table that is full and asked to say so, no memory: nothing has changed. Errors that the device
+    /// found in calls before.
+    pub fn lookup(
+        &mut self,
+        features: &[Feature],
+        insert: bool,
+        save: bool,
+        number_to: Option<u64>,
+        stream: Stream,
+    ) -> Result<u64> {
+        self.check_fault()?;
+        for feature in features {
+            feature.validate()?;
+            if feature.table >= self.tables.len() {
+                return Err(Error::argument("no such table in the group"));
+            }
+        }
+        self.workspace.enter(stream)?;
+        let mut inserts = vec![insert; self.tables.len()];
+        if insert {
+            self.make_room(features, &mut inserts, save, stream)?;
+        }
+        // What is not learned from counts its new keys apart: the device counts hits of those that learn alone.
+        let counts_apart = insert && !save;
+        if counts_apart {
+            self.workspace.device.synchronize()?;
+            self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        }
+        let number = if save { self.next_lookup } else { 0 };
+        let to = number_to.map(|to| (to, number));
+        let saved = self.workspace.lookup(&mut self.tables, features, &inserts, save, to, stream)?;
+        let mut takes_part = vec![false; self.tables.len()];
+        features.iter().for_each(|f| takes_part[f.table] = true);
+        self.tables.iter_mut().zip(takes_part).filter(|(_, takes)| *takes).for_each(|(t, _)| t.count_call());
+        if counts_apart {
+            self.workspace.device.synchronize()?;
+            for table in &mut self.tables {
+                let inserted = table.count_inserted()?;
+                table.note(Outcomes { inserted, ..Outcomes::default() });
+            }
+        }
+        if let Some(saved) = saved {
+            self.save(SavedLookup { number, saved });
+            number_to.map(|to| self.by_address.insert(to, number));
+        }
+        Ok(number)
+    }
+
+    /// Room for all keys that the call may bring. Where a table might have to refuse some, inserts those that fit, in their order, and
+    /// has the lookup insert none: that waits for the device.
+    fn make_room(&mut self, features: &[Feature], inserts: &mut [bool], save: bool, stream: Stream) -> Result<()> {
+        let mut ids = vec![0u64; self.tables.len()];
+        features.iter().for_each(|f| ids[f.table] += f.ids.len as u64);
+        let new = |tables: &[GpuTable], t: usize| tables[t].most_new(ids[t]);
+        let tight = |tables: &[GpuTable]| {
+            (0..tables.len()).any(|t| !tables[t].has_room(new(tables, t)) || tables[t].may_refuse(new(tables, t)))
+        };
+        if tight(&self.tables) {
+            self.settle()?;
+        }
+        if tight(&self.tables) {
+            self.workspace.device.synchronize()?;
+            self.tables.iter_mut().try_for_each(GpuTable::learn)?;
+            for t in 0..self.tables.len() {
+                let (most, spare) = (new(&self.tables, t), 2 * ids[t]);
+                if !self.tables[t].has_room(most) && !self.tables[t].may_refuse(most) {
+                    self.tables[t].make_room(most, spare, stream)?;
+                }
+            }
+            self.admit(features, &ids, inserts, save)?;
+        }
+        for t in 0..self.tables.len() {
+            if inserts[t] {
+                self.tables[t].most_taken += ids[t];
+                self.ids_since[t] += ids[t];
+            }
+        }
+        Ok(())
+    }
+
+    fn admit(&mut self, features: &[Feature], ids: &[u64], inserts: &mut [bool], save: bool) -> Result<()> {
+        let full: Vec<usize> =
+            (0..self.tables.len()).filter(|&t| ids[t] > 0 && self.tables[t].may_refuse(self.tables[t].most_new(ids[t]))).collect();
+        if full.is_empty() {
+            return Ok(());
+        }
+        self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        let mut new = Vec::new();
+        for &t in &full {
+            let mut keys = Vec::new();
+            for feature in features.iter().filter(|f| f.table == t) {
+                keys.extend(self.active_keys(feature)?);
+            }
+            let absent = if keys.is_empty() { Vec::new() } else { self.tables[t].absent(&keys)? };
+            self.tables[t].check_capacity(absent.len() as u64)?;
+            new.push(absent);
+        }
+        for (t, new) in full.into_iter().zip(new) {
+            let outcomes = self.tables[t].admit(&new)?;
+            self.tables[t].note(outcomes);
+            if save {
+                self.tables[t].take_hits(outcomes.inserted);
+            }
+            inserts[t] = false;
+        }
+        Ok(())
+    }
+
+    /// Keys of a feature that training would insert, as they come. Nothing may be under way.
+    fn active_keys(&self, feature: &Feature) -> Result<Vec<u64>> {
+        let (context, ids) = (&self.workspace.device.context, feature.ids);
+        let keys: Vec<u64> = match ids.key_type {
+            KeyType::Wide => read::<u64>(context, ids.address, ids.len)?,
+            KeyType::Signed => read::<i32>(context, ids.address, ids.len)?.into_iter().map(|k| i64::from(k) as u64).collect(),
+            KeyType::Unsigned => read::<u32>(context, ids.address, ids.len)?.into_iter().map(u64::from).collect(),
+            KeyType::Words => {
+                let (low, high) = (read::<u32>(context, ids.address, ids.len)?, read::<u32>(context, ids.high, ids.len)?);
+                low.into_iter().zip(high).map(|(l, h)| u64::from(l) | u64::from(h) << 32).collect()
+            }
+        };
+        let weights = feature.weights.map(|w| read::<f32>(context, w, ids.len)).transpose()?;
+        let config = &self.tables[feature.table].config;
+        let is_active = |&(i, key): &(usize, u64)| {
+            feature.padding_key != Some(key)
+                && config.is_in_vocabulary(key)
+                && weights.as_ref().is_none_or(|w| w[i] != 0.0)
+        };
+        Ok(keys.into_iter().enumerate().filter(is_active).map(|(_, key)| key).collect())
+    }
+
+    fn save(&mut self, saved: SavedLookup) {
+        self.next_lookup += 1;
+        for (table, _) in &saved.saved.generations {
+            self.tables[*table].newest_lookup = saved.number;
+        }
+        self.lookups.push_back(Arc::new(saved));
+        if self.lookups.len() as u64 > RING {
+            self.forget_lookups(self.lookups[1].number);
+        }
+    }
+
+    /// Drops the lookups older than `oldest`; their memory serves the next ones.
+    fn forget_lookups(&mut self, oldest: u64) {
+        while self.lookups.front().is_some_and(|l| l.number < oldest) {
+            if let Some(lookup) = self.lookups.pop_front() {
+                self.reuse_lookup(lookup);
+            }
+        }
+        self.by_address.retain(|_, number| *number >= oldest);
+        let carried = self.carried.iter().map(|(_, push)| push);
+        let needed = self.ring.iter().chain(carried).map(|push| push.lookup.number);
+        let oldest = needed.chain(self.lookups.front().map(|l| l.number)).min().unwrap_or(self.next_lookup);
+        if self.combined.is_none() {
+            self.tables.iter_mut().for_each(|t| t.forget_lookups(oldest));
+        }
+    }
+
+    fn reuse(&mut self, push: Push) {
+        if let Some(sums) = push.sums {
+            self.workspace.give_back(sums);
+        }
+        self.reuse_lookup(push.lookup);
+    }
+
+    fn reuse_lookup(&mut self, lookup: Arc<SavedLookup>) {
+        if let Some(lookup) = Arc::into_inner(lookup) {
+            self.workspace.give_back(lookup.saved.memory);
+        }
+    }
+
+    // ---- push
+
+    fn lookup_of(&mut self, number: LookupNumber) -> Result<u64> {
+        match number {
+            LookupNumber::Known(number) => Ok(number),
+            LookupNumber::At(address) => match self.by_address.remove(&address) {
+                Some(number) => Ok(number),
+                // The framework has moved it.
+                None => {
+                    self.workspace.device.synchronize()?;
+                    Ok(read::<u64>(&self.workspace.device.context, address, 1)?[0])
+                }
+            },
+        }
+    }
+
+    /// Takes the gradients of a lookup's outputs. `ticket`: float32 `(64, 2)`; `weight_gradients`: float32 `(ids,)` of each feature
+    /// that has weights, in their order: all on the device.
+    ///
+    /// # Errors
+    /// As `HostGroup::push`.
+    pub fn push(
+        &mut self,
+        number: LookupNumber,
+        gradients: OutputGradients,
+        gradient_lens: &[usize],
+        weight_gradients: &[(usize, u64)],
+        ticket: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        self.check_fault()?;
+        let lookup = self.lookup_of(number)?;
+        let saved = self.lookups.iter().find(|l| l.number == lookup).cloned().ok_or_else(|| Error::Ticket {
+            tables: self.names(),
+            what: format!("a gradient comes for a lookup that is gone: older than the newest {RING}, or from before a load"),
+        })?;
+        self.check_gradients(&saved.saved, gradient_lens)?;
+        if self.binding.is_none() && self.pushes_without_optimizer > 0 {
+            return Err(Error::UnwrappedOptimizer { tables: self.names() });
+        }
+        self.workspace.enter(stream)?;
+        self.workspace.describe(&mut self.tables, stream)?;
+        let workspace = &mut self.workspace;
+        for &(feature, products) in weight_gradients {
+            workspace.weight_gradients(&saved.saved, feature, gradients.rows[feature], products, stream)?;
+        }
+        let is_bad = if gradients.check_finite { self.is_bad.address() } else { 0 };
+        if gradients.check_finite {
+            let rows: Vec<_> = gradients.rows.iter().copied().zip(gradient_lens.iter().copied()).collect();
+            workspace.check_finite(&rows, &self.is_bad, stream)?;
+        }
+        let number_of = self.ring.next_number();
+        let ticket = NewTicket {
+            ticket,
+            is_bad,
+            row: (number_of % RING) as u32,
+            mark: mark(number_of),
+            number: if let LookupNumber::At(address) = number { address } else { 0 },
+            expected: [lookup as u32, (lookup >> 32) as u32],
+            fault: workspace.fault.address(),
+        };
+        let sides = workspace.sides(&self.tables, &saved.saved, &gradients.rows, self.nowhere.address());
+        workspace.write_ticket(&saved.saved, &sides, &ticket, stream)?;
+        let mut sums = None;
+        if gradients.keep.is_none() {
+            let merged = workspace.take_sums(&saved.saved)?;
+            workspace.merge(&saved.saved, merged.address(), stream)?;
+            sums = Some(merged);
+        }
+        saved.saved.generations.iter().for_each(|(t, _)| self.tables[*t].count_call());
+        self.pushes_without_optimizer += u32::from(self.binding.is_none());
+        let push = Push { lookup: saved, sides, rows: gradients.rows, sums, _keep: gradients.keep };
+        if let (_, Some(fallen)) = self.ring.add(push) {
+            self.reuse(fallen);
+        }
+        Ok(())
+    }
+
+    /// Numbers of the features of a lookup that have weights.
+    pub fn weighted_features(&self, lookup: u64) -> Vec<usize> {
+        let saved = self.lookups.iter().find(|l| l.number == lookup);
+        saved.map(|l| l.saved.weighted_features()).unwrap_or_default()
+    }
+
+    fn check_gradients(&self, saved: &Saved, lens: &[usize]) -> Result<()> {
+        if lens.len() != saved.features.len() {
+            return Err(Error::argument(format!(
+                "a push brings the gradient of each feature. Received: {} of {}",
+                lens.len(),
+                saved.features.len()
+            )));
+        }
+        match saved.features.iter().zip(lens).find(|(f, len)| f.num_bags * f.dim != **len) {
+            None => Ok(()),
+            Some((f, len)) => Err(Error::argument(format!(
+                "the gradient of a feature of table `{}` must hold {} numbers. Received: {len}",
+                self.tables[f.table].config.name,
+                f.num_bags * f.dim
+            ))),
+        }
+    }
+
+    // ---- commit
+
+    /// Learns what the last commit found: waits for it, if it has not run yet. What it named is over.
+    ///
+    /// # Errors
+    /// [`Error::Ticket`] if its ticket was wrong; nothing was applied.
+    pub fn settle(&mut self) -> Result<()> {
+        let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        if matches!(self.committed, Committed::Alone(_)) {
+            self.carried.extend(taken);
+        } else {
+            taken.into_iter().for_each(|(_, push)| self.reuse(push));
+        }
+        Ok(())
+    }
+
+    /// The pushes that the last commit named, if the host has not asked yet.
+    fn take_named(&mut self) -> Result<Vec<(f32, Push)>> {
+        let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
+        self.wait_for_report(commit)?;
+        for (t, table) in self.tables.iter_mut().enumerate() {
+            table.learn_from(self.report.get(REPORT + t), self.ids_since[t]);
+        }
+        if self.report.get(2) == 0 {
+            let (row, weight) = (self.report.get(3), self.report.get_float(4));
+            return Err(Error::Ticket {
+                tables: self.names(),
+                what: gone(u64::from(row), weight, self.ring.len()),
+            });
+        }
+        let named = self.report.get_wide(6);
+        let weight = |number: u64| self.report.get_float(8 + (number % RING) as usize);
+        let named: Vec<Named> = (self.ring.numbers().filter(|number| named >> (number % RING) & 1 == 1))
+            .map(|number| Named { number, weight: weight(number) })
+            .collect();
+        let (taken, dropped) = self.ring.take(&named);
+        dropped.into_iter().for_each(|push| self.reuse(push));
+        if let Some(oldest) = taken.iter().map(|(_, push)| push.lookup.number).min() {
+            self.forget_lookups(oldest);
+        }
+        Ok(taken)
+    }
+
+    fn wait_for_report(&self, commit: u64) -> Result<()> {
+        let mut tries = 0u32;
+        while self.report.get_wide(0) != commit {
+            tries += 1;
+            std::hint::spin_loop();
+            if tries.is_multiple_of(1 << 14) {
+                // It may have failed, which only a call tells.
+                if self.workspace.is_idle()? && self.report.get_wide(0) != commit {
+                    return Err(Error::Device("a step was lost on the GPU".into()));
+                }
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// What `resolve` needs of this group. `accumulates`: gradients of several steps may add up.
+    pub(crate) fn begin_commit(&mut self, ticket: u64, accumulates: bool, stream: Stream) -> Result<layout::Committed> {
+        self.check_fault()?;
+        self.settle()?;
+        self.workspace.enter(stream)?;
+        self.workspace.describe(&mut self.tables, stream)?;
+        self.tables.iter_mut().for_each(GpuTable::count_call);
+        let oldest = self.ring.numbers().next().unwrap_or(0);
+        let pending = self.ring.numbers().fold(0u64, |bits, number| bits | 1 << (number - oldest));
+        self.committed = match self.ring.numbers().next() {
+            _ if self.combined.is_some() || !self.carried.is_empty() => Committed::Combined,
+            None => Committed::Nothing,
+            Some(number) if self.ring.len() == 1 && !accumulates => Committed::Alone(number),
+            Some(_) => Committed::Combined,
+        };
+        self.unseen = Some(self.next_commit);
+        self.next_commit += 1;
+        self.ids_since.fill(0);
+        Ok(layout::Committed {
+            ticket,
+            resolved: self.resolved.address(),
+            report: self.report.address(),
+            tables: self.workspace.tables(),
+            commit: self.next_commit - 1,
+            oldest,
+            pending,
+            num_tables: self.tables.len() as u32,
+            pad: 0,
+        })
+    }
+
+    /// After `resolve`: several pushes become one. That waits for the device.
+    pub(crate) fn combine(&mut self, stream: Stream) -> Result<()> {
+        if self.committed != Committed::Combined {
+            return Ok(());
+        }
+        let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        self.carried.extend(taken);
+        self.combine_carried(stream)
+    }
+
+    /// After `commit`, where this step is not to update: what is committed adds up.
+    pub(crate) fn accumulate(&mut self, stream: Stream) -> Result<()> {
+        self.settle()?;
+        self.committed = Committed::Nothing;
+        self.combine_carried(stream)
+    }
+
+    fn combine_carried(&mut self, stream: Stream) -> Result<()> {
+        let carried = std::mem::take(&mut self.carried);
+        if carried.is_empty() {
+            return Ok(());
+        }
+        let mut merged = Vec::new();
+        if let Some(before) = self.combined.take() {
+            merged.push((1.0, Arc::new(SavedLookup { number: 0, saved: before.saved }), before.sums));
+        }
+        for (weight, push) in carried {
+            self.refresh_sides(&push, stream)?;
+            let sums = match push.sums {
+                Some(sums) => sums,
+                None => {
+                    let sums = self.workspace.take_sums(&push.lookup.saved)?;
+                    self.workspace.merge(&push.lookup.saved, sums.address(), stream)?;
+                    sums
+                }
+            };
+            merged.push((weight, push.lookup, sums));
+        }
+        let parts: Vec<_> = merged.iter().map(|(weight, l, sums)| (*weight, &l.saved, sums.address())).collect();
+        let (saved, sums) = self.workspace.combine(&parts, stream)?;
+        self.combined = Some(Combined { saved, sums });
+        for (_, lookup, sums) in merged {
+            self.workspace.give_back(sums);
+            self.reuse_lookup(lookup);
+        }
+        Ok(())
+    }
+
+    /// Tells the device anew where a push has its records, if that has changed since.
+    fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
+        let saved = &push.lookup.saved;
+        let sides = self.workspace.sides(&self.tables, saved, &push.rows, self.nowhere.address());
+        if sides != push.sides { self.workspace.deliver_sides(saved, &sides, stream) } else { Ok(()) }
+    }
+
+    /// Adds the squared norm of what is committed to `total`; merges it first.
+    pub(crate) fn add_norm(&mut self, total: u64, stream: Stream) -> Result<()> {
+        let row = match self.committed {
+            Committed::Nothing => return Ok(()),
+            Committed::Alone(number) => (number % RING) as u32,
+            Committed::Combined => RING as u32,
+        };
+        let prepared = self.prepared.address();
+        self.workspace.prepare_weight(self.resolved.address(), row, prepared, stream)?;
+        if let Committed::Alone(_) = self.committed {
+            self.merge_alone(stream)?;
+        }
+        let (saved, sums) = match (self.committed, &self.combined, self.alone()) {
+            (Committed::Combined, Some(c), _) => (&c.saved, c.sums.address()),
+            (Committed::Alone(_), _, Some(Push { lookup, sums: Some(sums), .. })) => (&lookup.saved, sums.address()),
+            _ => return Ok(()),
+        };
+        self.workspace.sum_squares(saved, sums, prepared, &self.totals, stream)?;
+        self.workspace.finish_norms(&self.totals, &self.norms, total, stream)
+    }
+
+    /// Merges the one push that is pending, if it is not yet.
+    fn merge_alone(&mut self, stream: Stream) -> Result<()> {
+        let Some(push) = self.alone().filter(|push| push.sums.is_none()) else { return Ok(()) };
+        self.refresh_sides(push, stream)?;
+        let lookup = push.lookup.clone();
+        let sums = self.workspace.take_sums(&lookup.saved)?;
+        self.workspace.merge(&lookup.saved, sums.address(), stream)?;
+        if let Some(push) = self.carried.iter_mut().map(|(_, push)| push).chain(self.ring.iter_mut()).next() {
+            push.sums = Some(sums);
+        }
+        Ok(())
+    }
+
+    /// The push of `Committed::Alone`.
+    fn alone(&self) -> Option<&Push> {
+        self.carried.iter().map(|(_, push)| push).chain(self.ring.iter()).next()
+    }
+
+    pub(crate) fn norm(&self) -> &Buffer<f64> {
+        &self.norm
+    }
+
+    // ---- apply
+
+    /// What `prepare` needs of this group.
+    pub(crate) fn preparation(&self, update: &Update, scalars: u64, trigger: u64, new_trigger: u64) -> layout::Preparation {
+        let row = if let Committed::Alone(number) = self.committed { number % RING } else { RING };
+        layout::Preparation {
+            scalars,
+            resolved: self.resolved.address(),
+            prepared: self.prepared.address(),
+            trigger,
+            new_trigger,
+            rule: rule::numbers(update),
+            row: row as u32,
+            pad: 0,
+        }
+    }
+
+    /// After `prepare`: updates the records of all that is committed.
+    pub(crate) fn update(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
+        let prepared = self.prepared.address();
+        let committed = std::mem::take(&mut self.committed);
+        let factors = if update.clipnorm.is_some() { self.factors.address() } else { 0 };
+        if let Some(clipnorm) = update.clipnorm {
+            self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;
+        }
+        match committed {
+            Committed::Nothing => {}
+            Committed::Alone(_) => {
+                let Some(push) = self.alone() else { return Ok(()) };
+                self.refresh_sides(push, stream)?;
+                let saved = &push.lookup.saved;
+                match &push.sums {
+                    Some(sums) => {
+                        self.workspace.update_sums(saved, update, sums.address(), prepared, factors, stream)?;
+                    }
+                    None => self.workspace.update(saved, update, prepared, stream)?,
+                }
+                let carried = std::mem::take(&mut self.carried);
+                carried.into_iter().for_each(|(_, push)| self.reuse(push));
+            }
+            Committed::Combined => {
+                let Some(combined) = self.combined.take() else { return Ok(()) };
+                let sums = combined.sums.address();
+                self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
+                self.workspace.give_back(combined.sums);
+                self.workspace.give_back(combined.saved.memory);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn enter(&mut self, stream: Stream) -> Result<()> {
+        self.tables.iter_mut().for_each(GpuTable::count_call);
+        self.workspace.enter(stream)?;
+        self.workspace.describe(&mut self.tables, stream)
+    }
+
+    pub fn device(&self) -> &Arc<Device> {
+        &self.workspace.device
+    }
+
+    // ---- binding
+
+    /// As `HostGroup::bind`.
+    pub fn bind(&mut self, binding: Binding) -> Result<()> {
+        binding.update.validate()?;
+        let needs_norm = binding.needs_norm || binding.update.clipnorm.is_some();
+        let binding = Binding { needs_norm, ..binding };
+        let keeps_states = self.binding.is_none_or(|b| b.owner == binding.owner) || binding.is_stateless();
+        for table in &mut self.tables {
+            table.set_update_rule(Some(binding.update), keeps_states)?;
+        }
+        self.binding = Some(binding);
+        self.pushes_without_optimizer = 0;
+        Ok(())
+    }
+
+    /// Whether this optimizer may update the tables now. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::State`] if another optimizer has been bound since, or the records lost their states.
+    pub fn check_owner(&self, binding: &Binding) -> Result<()> {
+        let tables = self.tables.iter().map(|t| t as &dyn Table);
+        check_owner(self.binding.as_ref(), binding, tables)
+    }
+
+    /// As `HostGroup::take_over`.
+    pub fn take_over(&mut self, binding: &Binding) -> Result<()> {
+        self.check_owner(binding)?;
+        if self.binding.is_some_and(|b| b.owner == binding.owner) { Ok(()) } else { self.bind(*binding) }
+    }
+
+    pub fn binding(&self) -> Option<&Binding> {
+        self.binding.as_ref()
+    }
+}

@@ -1,0 +1,688 @@
+//! A table in device memory.
+
+use std::any::Any;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use sok_core::error::{Error, Result};
+use sok_core::initializer::Initializer;
+use sok_core::key::Key;
+use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::table::{
+    CheckMode, Cursor, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig, TableStats,
+};
+
+use crate::device::{Device, Stream, launch};
+use crate::index::{Index, LOAD};
+use crate::kernels::TABLE;
+use crate::layout::{self, DISTINCT, DROPPED, Homeless, NEW, Parts, TABLE_THREADS, TAKEN};
+use crate::memory::{Arena, Buffer};
+use crate::rule::RecordLayout;
+use crate::step;
+
+/// The stream of operations that wait for their results: the device's default one.
+const WAITING: Stream = Stream::DEFAULT;
+
+/// Growths of an index that is to hold keys which find no place.
+const INDEX_TRIES: usize = 8;
+
+pub struct GpuTable {
+    pub(crate) config: TableConfig,
+    pub(crate) device: Arc<Device>,
+    pub(crate) update: Option<Update>,
+    pub(crate) layout: RecordLayout,
+    index: Index,
+    arena: Arena,
+    /// Record numbers to give out again, then those from `fresh` on.
+    released: Vec<u32>,
+    released_on_device: Buffer<u32>,
+    fresh: u32,
+    /// Rows when no number had been taken.
+    len_before: i64,
+    /// No more record numbers are taken than this.
+    pub(crate) most_taken: u64,
+    /// Taken numbers that the statistics know of.
+    counted: u32,
+    /// Keys that steps count as found, and that were admitted for them.
+    admitted: u64,
+    /// Erased records that a step may still refer to, each with the number of the newest lookup that may.
+    retired: Vec<(u64, u32)>,
+    pub(crate) newest_lookup: u64,
+    /// Grows when all record numbers lose their meaning: gradients on their way are then dropped.
+    pub(crate) generation: u64,
+    stats: TableStats,
+    /// Outcomes that the caller is to be warned of.
+    pub(crate) refused_to_warn: u64,
+    /// The kernels must be told anew where things are.
+    pub(crate) has_moved: bool,
+}
+
+impl GpuTable {
+    /// # Errors
+    /// [`Error::Argument`] for a configuration that cannot be, [`Error::Device`] without room for `initial_capacity`.
+    pub fn new(device: &Arc<Device>, config: TableConfig) -> Result<GpuTable> {
+        GpuTable::with_load(device, config, LOAD)
+    }
+
+    /// With an index that grows when this part of its places is used.
+    pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
+        config.validate()?;
+        let layout = RecordLayout::new(None, config.dim);
+        let rows = config.initial_capacity as usize;
+        let mut table = GpuTable {
+            index: Index::new(device, rows, load, WAITING)?,
+            arena: arena(device, &config, layout.stride)?,
+            released: Vec::new(),
+            released_on_device: Buffer::new(&device.context, 1)?,
+            device: device.clone(),
+            config,
+            update: None,
+            layout,
+            fresh: 1,
+            len_before: 0,
+            most_taken: 0,
+            counted: 0,
+            admitted: 0,
+            retired: Vec::new(),
+            newest_lookup: 0,
+            generation: 0,
+            stats: TableStats::default(),
+            refused_to_warn: 0,
+            has_moved: true,
+        };
+        table.reserve_records(rows as u64)?;
+        device.synchronize()?;
+        Ok(table)
+    }
+
+    /// `first`: of its records among those of all tables; `kind`: place of its dim among those of the group.
+    pub(crate) fn descriptor(&self, first: u32, kind: u32) -> layout::Table {
+        layout::Table {
+            index: self.index.descriptor(),
+            initializer: initializer(&self.config),
+            records: self.arena.address(),
+            released: self.released_on_device.address(),
+            last_key: self.config.vocabulary_size.map_or(u64::MAX, |size| size - 1),
+            stride: self.layout.stride as u32,
+            quads: layout::quads(self.config.dim) as u32,
+            first,
+            num_released: self.released.len() as u32,
+            fresh: self.fresh,
+            first_state: self.layout.first_state,
+            missing: u32::from(self.config.missing == Missing::Zeros),
+            kind,
+        }
+    }
+
+    fn alone(&self) -> layout::Table {
+        self.descriptor(0, 0)
+    }
+
+    pub(crate) fn refuses(&self) -> bool {
+        self.config.vocabulary_size.is_some() && self.config.out_of_vocabulary == OutOfVocabulary::Raise
+    }
+
+    /// Record numbers that it may use, as memory stands.
+    pub(crate) fn num_numbers(&self) -> u64 {
+        (self.arena.num_bytes() / (16 * self.layout.stride)) as u64
+    }
+
+    fn reserve_records(&mut self, more: u64) -> Result<()> {
+        let before = self.num_numbers();
+        let numbers = u64::from(self.fresh) + (self.most_taken + more).saturating_sub(self.released.len() as u64);
+        self.arena.grow(numbers as usize * 16 * self.layout.stride)?;
+        self.has_moved |= self.num_numbers() != before;
+        Ok(())
+    }
+
+    /// Whether this many new keys fit in any case as memory stands.
+    pub(crate) fn has_room(&self, new_keys: u64) -> bool {
+        let numbers = u64::from(self.fresh) + (self.most_taken + new_keys).saturating_sub(self.released.len() as u64);
+        let rows = (self.len_before + self.most_taken as i64) as u64 + new_keys;
+        numbers <= self.num_numbers() && rows <= self.index.capacity() as u64
+    }
+
+    /// Distinct keys that a call with so many ids brings at most.
+    pub(crate) fn most_new(&self, ids: u64) -> u64 {
+        let rows = (self.len_before + self.most_taken as i64) as u64;
+        ids.min(self.config.vocabulary_size.unwrap_or(u64::MAX).max(rows) - rows)
+    }
+
+    /// Whether so many new keys may not be allowed to fit.
+    pub(crate) fn may_refuse(&self, new_keys: u64) -> bool {
+        (self.len_before + self.most_taken as i64) as u64 + new_keys > self.config.capacity()
+    }
+
+    /// Makes room for new keys, in the order of the stream. `spare`: keys that later calls may bring meanwhile.
+    pub(crate) fn make_room(&mut self, new_keys: u64, spare: u64, stream: Stream) -> Result<()> {
+        let rows = (self.len_before + self.most_taken as i64) as u64;
+        let capacity = self.config.capacity().min(self.config.vocabulary_size.unwrap_or(u64::MAX));
+        let most = (rows + new_keys + spare).min(capacity.max(rows + new_keys));
+        if rows + new_keys > self.index.capacity() as u64 {
+            let keys = most.max(2 * self.index.capacity() as u64);
+            self.index = self.index.grown(keys as usize, rows as usize, stream)?;
+            self.has_moved = true;
+        }
+        self.reserve_records(most - rows)
+    }
+
+    /// Learns how many numbers are taken: reads the counters, so nothing may be under way.
+    pub(crate) fn learn(&mut self) -> Result<()> {
+        self.most_taken = u64::from(self.index.counters.read(TAKEN, 1)?[0]);
+        Ok(())
+    }
+
+    /// As a report from the device has it; `ids`: those looked up since.
+    pub(crate) fn learn_from(&mut self, taken: u32, since: u64) {
+        self.most_taken = u64::from(taken) + since;
+    }
+
+    /// Adds to the statistics what steps have counted on the device. Nothing may be under way.
+    pub(crate) fn count_steps(&mut self) -> Result<()> {
+        let counters = self.index.counters.read(0, layout::COUNTERS)?;
+        let inserted = u64::from(counters[TAKEN] - self.counted);
+        self.stats.outcomes.inserted += inserted;
+        self.stats.outcomes.hit += u64::from(counters[DISTINCT]).saturating_sub(inserted + self.admitted);
+        self.stats.dropped_gradients += u64::from(counters[DROPPED]);
+        self.admitted = 0;
+        self.index.counters.write(DROPPED, &[0])?;
+        self.index.counters.write(DISTINCT, &[0])?;
+        self.counted = counters[TAKEN];
+        self.most_taken = u64::from(counters[TAKEN]);
+        Ok(())
+    }
+
+    /// Drops what launches have counted that were no steps. Nothing may be under way.
+    pub(crate) fn forget_counts(&mut self) -> Result<()> {
+        self.index.counters.write(DROPPED, &[0])?;
+        self.index.counters.write(DISTINCT, &[0])
+    }
+
+    /// The number of keys inserted since `count_steps`; the statistics are told by the caller.
+    pub(crate) fn count_inserted(&mut self) -> Result<u64> {
+        self.learn()?;
+        let inserted = self.most_taken as u32 - self.counted;
+        self.counted = self.most_taken as u32;
+        Ok(u64::from(inserted))
+    }
+
+    pub(crate) fn note(&mut self, outcomes: Outcomes) {
+        self.stats.outcomes += outcomes;
+        if self.config.check_mode == CheckMode::Warn {
+            self.refused_to_warn += outcomes.refused;
+        }
+    }
+
+    /// Keys that a lookup is about to count as found are no hits: they were admitted for it.
+    pub(crate) fn take_hits(&mut self, admitted: u64) {
+        self.admitted += admitted;
+    }
+
+    /// One call of a step touched the table.
+    pub(crate) fn count_call(&mut self) {
+        self.stats.native_calls += 1;
+    }
+
+    /// Waits for all that is under way, and learns what it has done.
+    fn wait(&mut self) -> Result<()> {
+        self.device.synchronize()?;
+        self.count_steps()
+    }
+
+    /// As `wait`, where only a shared reference is at hand.
+    fn wait_only(&self) -> Result<()> {
+        self.device.synchronize()
+    }
+
+    /// Numbers of the records of keys; 0 where there is none. With `insert`, with the NEW bit where there was none.
+    fn records_of(&self, keys: &Buffer<u64>, insert: bool) -> Result<Buffer<u32>> {
+        let context = &self.device.context;
+        let n = keys.len();
+        let records = Buffer::<u32>::uninit(context, n)?;
+        let homeless = Buffer::<u32>::new(context, 1 + n)?;
+        self.launch_look_up(keys.address(), records.address(), n, insert, homeless.address(), WAITING)?;
+        self.device.synchronize()?;
+        Ok(records)
+    }
+
+    /// Looks keys up, `homeless`: a zero and room for a word a key.
+    pub fn launch_look_up(
+        &self,
+        keys: u64,
+        records: u64,
+        n: usize,
+        insert: bool,
+        homeless: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let [look_up, settle] = self.device.kernels(&TABLE, ["look_up", "settle_keys"])?;
+        let (table, count, inserts) = (self.alone(), n as u32, u32::from(insert));
+        let homeless = Homeless { count: homeless, ids: homeless + 4 };
+        let blocks = n.div_ceil(TABLE_THREADS);
+        launch!(look_up, stream, blocks, TABLE_THREADS, table, keys, records, count, inserts, homeless)?;
+        if insert {
+            let blocks = 2 * self.device.multiprocessors;
+            launch!(settle, stream, blocks, TABLE_THREADS, table, keys, records, homeless)?;
+        }
+        Ok(())
+    }
+
+    /// Copies the rows of keys that are there; `found`: their record numbers.
+    pub fn launch_find(&self, keys: u64, rows: u64, found: u64, n: usize, stream: Stream) -> Result<()> {
+        let find = self.device.kernel(&TABLE, &format!("find_rows<{}, 4>", self.config.dim))?;
+        let (table, count) = (self.alone(), n as u32);
+        launch!(find, stream, n.div_ceil(TABLE_THREADS), TABLE_THREADS, table, keys, rows, found, count)
+    }
+
+    /// Copies the rows of records; with `skips`, not those of new ones.
+    pub fn launch_gather(&self, records: u64, rows: u64, n: usize, skips: bool, stream: Stream) -> Result<()> {
+        let gather = self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", self.config.dim))?;
+        let (table, count, skips) = (self.alone(), n as u32, u32::from(skips));
+        launch!(gather, stream, n.div_ceil(TABLE_THREADS), TABLE_THREADS, table, records, rows, count, skips)
+    }
+
+    /// Rows of keys whose records are known.
+    fn rows_of(&self, keys: &Buffer<u64>, records: &Buffer<u32>, rows: &mut [f32]) -> Result<()> {
+        let (n, dim) = (keys.len() as u32, self.config.dim as u32);
+        let out = Buffer::<f32>::uninit(&self.device.context, rows.len())?;
+        self.launch_gather(records.address(), out.address(), keys.len(), false, WAITING)?;
+        let fill = self.device.kernel(&TABLE, "fill_missing")?;
+        let (table, keys, records, to) = (self.alone(), keys.address(), records.address(), out.address());
+        let blocks = (n as usize).div_ceil(TABLE_THREADS).clamp(1, 4096);
+        launch!(fill, WAITING, blocks, TABLE_THREADS, table, keys, records, to, n, dim)?;
+        self.device.synchronize()?;
+        rows.copy_from_slice(&out.read(0, rows.len())?);
+        Ok(())
+    }
+
+    fn check_len(&self, what: &str, len: usize, num_keys: usize, width: usize) -> Result<()> {
+        if len == num_keys * width {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "table `{}`: `{what}` must hold {width} numbers a key. Received: {len} numbers for {num_keys} keys",
+            self.config.name
+        )))
+    }
+
+    fn check_keys(&self, keys: &[Key]) -> Result<()> {
+        match keys.iter().find(|&&key| !self.config.is_in_vocabulary(key)) {
+            None => Ok(()),
+            Some(&key) => Err(Error::OutOfVocabulary {
+                table: self.config.name.clone(),
+                feature: "keys".into(),
+                id: key as i64,
+                last: self.config.vocabulary_size.unwrap_or_default().wrapping_sub(1),
+            }),
+        }
+    }
+
+    /// Keys without a record, distinct, in the order in which they come. Nothing may be under way.
+    pub(crate) fn absent(&self, keys: &[Key]) -> Result<Vec<Key>> {
+        let on_device = Buffer::from_slice(&self.device.context, keys)?;
+        let records = self.records_of(&on_device, false)?.to_vec()?;
+        let mut seen = HashSet::new();
+        let absent = keys.iter().zip(records).filter(|(_, record)| *record == 0).map(|(key, _)| *key);
+        Ok(absent.filter(|key| seen.insert(*key)).collect())
+    }
+
+    /// # Errors
+    /// [`Error::TableFull`] if so many new keys do not fit and the check mode asks for it.
+    pub(crate) fn check_capacity(&self, new_keys: u64) -> Result<()> {
+        let (len, capacity) = (self.rows(), self.config.capacity());
+        let refused = (len + new_keys).saturating_sub(capacity);
+        if refused == 0 || self.config.check_mode != CheckMode::Raise {
+            return Ok(());
+        }
+        Err(Error::TableFull { table: self.config.name.clone(), refused, len, capacity })
+    }
+
+    /// Inserts the new keys that fit, in their order. Nothing may be under way.
+    pub(crate) fn admit(&mut self, new_keys: &[Key]) -> Result<Outcomes> {
+        let room = self.config.capacity().saturating_sub(self.rows()) as usize;
+        let admitted = new_keys.len().min(room);
+        self.insert(&new_keys[..admitted])?;
+        let refused = (new_keys.len() - admitted) as u64;
+        Ok(Outcomes { inserted: admitted as u64, refused, ..Outcomes::default() })
+    }
+
+    /// Gives keys that are not there a record.
+    fn insert(&mut self, keys: &[Key]) -> Result<()> {
+        if keys.is_empty() {
+            return Ok(());
+        }
+        self.make_room(keys.len() as u64, 0, WAITING)?;
+        let mut homeless = keys.to_vec();
+        for _ in 0..INDEX_TRIES {
+            let on_device = Buffer::from_slice(&self.device.context, &homeless)?;
+            let records = self.records_of(&on_device, true)?.to_vec()?;
+            self.count_inserted()?;
+            homeless = homeless.into_iter().zip(records).filter(|(_, r)| *r == NEW).map(|(key, _)| key).collect();
+            if homeless.is_empty() {
+                return Ok(());
+            }
+            let larger = self.index.capacity() * 5 / 4;
+            self.index = self.index.grown(larger, self.rows() as usize, WAITING)?;
+            self.has_moved = true;
+        }
+        Err(no_place(&self.config.name))
+    }
+
+    /// Rows, as far as is known.
+    fn rows(&self) -> u64 {
+        (self.len_before + i64::from(self.counted)) as u64
+    }
+
+    /// Record of each key; with `insert`, those without get one as far as there is room. Nothing may be under way.
+    fn locate(&mut self, keys: &[Key], insert: bool) -> Result<(Vec<u32>, Outcomes)> {
+        self.check_keys(keys)?;
+        let new = self.absent(keys)?;
+        let mut outcomes = Outcomes::default();
+        if insert {
+            self.check_capacity(new.len() as u64)?;
+            outcomes = self.admit(&new)?;
+        } else {
+            outcomes.refused = new.len() as u64;
+        }
+        let on_device = Buffer::from_slice(&self.device.context, keys)?;
+        let records = self.records_of(&on_device, false)?.to_vec()?;
+        let distinct: HashSet<u32> = records.iter().copied().filter(|&r| r != 0).collect();
+        outcomes.hit = distinct.len() as u64 - outcomes.inserted;
+        Ok((records, outcomes))
+    }
+
+    /// Writes columns of records, of which the last of equal ones wins.
+    fn write(&self, parts: Parts, records: &[u32], values: &[f32]) -> Result<()> {
+        let context = &self.device.context;
+        let last: HashMap<u32, u32> =
+            records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i as u32)).collect();
+        let (records, rows): (Vec<u32>, Vec<u32>) = last.into_iter().unzip();
+        let n = records.len() as u32;
+        let (records, rows) = (Buffer::from_slice(context, &records)?, Buffer::from_slice(context, &rows)?);
+        let values = Buffer::from_slice(context, values)?;
+        let write = self.device.kernel(&TABLE, "write_records")?;
+        let (table, to, from, values_at) = (self.alone(), records.address(), rows.address(), values.address());
+        let blocks = (n as usize).min(8192);
+        launch!(write, WAITING, blocks, TABLE_THREADS, table, parts, to, from, values_at, n)?;
+        self.device.synchronize()
+    }
+
+    /// Records of lookups older than `oldest` are no longer referred to.
+    pub(crate) fn forget_lookups(&mut self, oldest: u64) {
+        self.retired.iter_mut().filter(|(lookup, _)| *lookup < oldest).for_each(|(lookup, _)| *lookup = 0);
+    }
+
+    /// Tells the device which numbers may be given out again. Nothing may be under way.
+    fn release(&mut self) -> Result<()> {
+        let taken = self.counted as usize;
+        let unused = self.released.split_off(taken.min(self.released.len()));
+        self.fresh += (taken - self.released.len()) as u32;
+        self.released = unused;
+        let retired = std::mem::take(&mut self.retired);
+        let (free, needed): (Vec<_>, Vec<_>) = retired.into_iter().partition(|(lookup, _)| *lookup == 0);
+        self.released.extend(free.into_iter().map(|(_, record)| record));
+        self.retired = needed;
+        self.released_on_device = if self.released.is_empty() {
+            Buffer::new(&self.device.context, 1)?
+        } else {
+            Buffer::from_slice(&self.device.context, &self.released)?
+        };
+        self.len_before += taken as i64;
+        (self.counted, self.most_taken) = (0, 0);
+        self.index.counters.write(TAKEN, &[0])?;
+        self.has_moved = true;
+        Ok(())
+    }
+
+    fn erase_waiting(&mut self, keys: &[Key]) -> Result<usize> {
+        self.wait()?;
+        let context = &self.device.context;
+        let on_device = Buffer::from_slice(context, keys)?;
+        let erased = Buffer::<u32>::uninit(context, keys.len())?;
+        let erase = self.device.kernel(&TABLE, "erase_keys")?;
+        let (index, from, to, n) =
+            (self.index.descriptor(), on_device.address(), erased.address(), keys.len() as u32);
+        launch!(erase, WAITING, keys.len().div_ceil(TABLE_THREADS), TABLE_THREADS, index, from, to, n)?;
+        let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
+        self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
+        self.release()?;
+        self.len_before -= erased.len() as i64;
+        Ok(erased.len())
+    }
+
+    fn read_records(&self, records: &[u32]) -> Result<Vec<f32>> {
+        let (parts, n) = (self.layout.parts, records.len() as u32);
+        let on_device = Buffer::from_slice(&self.device.context, records)?;
+        let values = Buffer::<f32>::uninit(&self.device.context, records.len() * parts.width as usize)?;
+        let read = self.device.kernel(&TABLE, "read_records")?;
+        let (table, from, to) = (self.alone(), on_device.address(), values.address());
+        launch!(read, WAITING, records.len().min(8192), TABLE_THREADS, table, parts, from, to, n)?;
+        values.to_vec()
+    }
+
+    fn lay_out(&mut self, update: Option<&Update>) -> Result<()> {
+        let layout = RecordLayout::new(update, self.config.dim);
+        let mut arena = arena(&self.device, &self.config, layout.stride)?;
+        let numbers = self.fresh + (self.counted as usize).saturating_sub(self.released.len()) as u32;
+        let kept = self.num_numbers().max(u64::from(numbers)).min(u64::from(numbers) + self.config.initial_capacity);
+        arena.grow(kept as usize * 16 * layout.stride)?;
+        let from = self.alone();
+        let to = layout::Table {
+            records: arena.address(),
+            stride: layout.stride as u32,
+            first_state: layout.first_state,
+            ..from
+        };
+        let lay_out = self.device.kernel(&TABLE, "lay_out")?;
+        // Number 0 is nobody's, and may have no memory yet.
+        if numbers > 1 {
+            launch!(lay_out, WAITING, (numbers as usize).min(8192), TABLE_THREADS, from, to, numbers)?;
+            self.device.synchronize()?;
+        }
+        (self.arena, self.layout, self.has_moved) = (arena, layout, true);
+        Ok(())
+    }
+
+    fn reset(&mut self, index: Index, arena: Arena) {
+        (self.index, self.arena) = (index, arena);
+        self.released.clear();
+        self.retired.clear();
+        (self.fresh, self.len_before, self.most_taken, self.counted) = (1, 0, 0, 0);
+        self.generation += 1;
+        self.has_moved = true;
+    }
+}
+
+pub(crate) fn no_place(table: &str) -> Error {
+    Error::Device(format!(
+        "table `{table}` has no place for a key: more than a thousand keys share their two places in the index, as keys do that \
+         were made for it"
+    ))
+}
+
+fn arena(device: &Arc<Device>, config: &TableConfig, stride: usize) -> Result<Arena> {
+    let rows = config.capacity().min(config.vocabulary_size.unwrap_or(u64::MAX)) as usize;
+    // Erased records' numbers wait for steps that may refer to them, so there may be more records than rows.
+    let most = (rows.saturating_mul(2) + 2).saturating_mul(16 * stride);
+    Arena::new(&device.context, most, format!("table `{}`", config.name))
+}
+
+fn initializer(config: &TableConfig) -> layout::Initializer {
+    let (kind, a, b) = match config.initializer {
+        Initializer::Constant { value } => (0, value, 0.0),
+        Initializer::Uniform { minval, maxval } => (1, minval, maxval - minval),
+        Initializer::Normal { mean, stddev } => (2, mean, stddev),
+        Initializer::TruncatedNormal { mean, stddev } => (3, mean, stddev),
+    };
+    layout::Initializer { seed: config.seed, kind, a, b, pad: 0 }
+}
+
+impl Table for GpuTable {
+    fn config(&self) -> &TableConfig {
+        &self.config
+    }
+
+    fn len(&self) -> usize {
+        let _ = self.device.synchronize();
+        let taken = self.index.counters.read(TAKEN, 1).map_or(self.counted, |taken| taken[0]);
+        (self.len_before + i64::from(taken)) as usize
+    }
+
+    fn update_rule(&self) -> Option<&Update> {
+        self.update.as_ref()
+    }
+
+    fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
+        self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
+        if found.len() != keys.len() {
+            return Err(Error::argument(format!(
+                "table `{}`: `found` must hold one answer a key. Received: {} for {} keys",
+                self.config.name,
+                found.len(),
+                keys.len()
+            )));
+        }
+        self.wait_only()?;
+        let on_device = Buffer::from_slice(&self.device.context, keys)?;
+        let records = self.records_of(&on_device, false)?;
+        self.rows_of(&on_device, &records, rows)?;
+        found.iter_mut().zip(records.to_vec()?).for_each(|(found, record)| *found = record != 0);
+        Ok(())
+    }
+
+    fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes> {
+        self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
+        self.wait()?;
+        let (_, outcomes) = self.locate(keys, true)?;
+        self.note(outcomes);
+        let on_device = Buffer::from_slice(&self.device.context, keys)?;
+        let records = self.records_of(&on_device, false)?;
+        self.rows_of(&on_device, &records, rows)?;
+        Ok(outcomes)
+    }
+
+    fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
+        self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
+        self.wait()?;
+        let (records, outcomes) = self.locate(keys, insert)?;
+        self.write(self.layout.row(), &records, rows)?;
+        self.note(outcomes);
+        Ok(outcomes)
+    }
+
+    fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
+        self.check_len("gradients", gradients.len(), keys.len(), self.config.dim)?;
+        let Some(update) = self.update else {
+            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
+        };
+        self.wait()?;
+        let refused = self.absent(keys)?.len() as u64;
+        let context = self.device.context.clone();
+        let ids = Buffer::from_slice(&context, keys)?;
+        let gradients = Buffer::from_slice(&context, gradients)?;
+        step::update_once(self, &update, &ids, &gradients, scalars)?;
+        let distinct: HashSet<Key> = keys.iter().copied().collect();
+        Ok(Outcomes { hit: distinct.len() as u64 - refused, refused, ..Outcomes::default() })
+    }
+
+    fn erase(&mut self, keys: &[Key]) -> usize {
+        if keys.is_empty() {
+            return 0;
+        }
+        self.erase_waiting(keys).unwrap_or(0)
+    }
+
+    fn clear(&mut self) {
+        if self.wait().is_err() {
+            return;
+        }
+        let index = Index::new(&self.device, 0, self.index.load(), WAITING);
+        if let (Ok(index), Ok(arena)) = (index, arena(&self.device, &self.config, self.layout.stride)) {
+            self.reset(index, arena);
+        }
+    }
+
+    fn stats(&self) -> TableStats {
+        let _ = self.device.synchronize();
+        let counters = self.index.counters.read(0, layout::COUNTERS).unwrap_or_else(|_| vec![0; layout::COUNTERS]);
+        let inserted = u64::from(counters[TAKEN].saturating_sub(self.counted));
+        let mut stats = TableStats {
+            size: (self.len_before + i64::from(counters[TAKEN])) as u64,
+            capacity: self.index.capacity() as u64,
+            bytes: (self.index.num_bytes() + self.arena.num_bytes() + self.released_on_device.num_bytes()) as u64,
+            ..self.stats
+        };
+        stats.outcomes.inserted += inserted;
+        stats.outcomes.hit += u64::from(counters[DISTINCT]).saturating_sub(inserted + self.admitted);
+        stats.dropped_gradients += u64::from(counters[DROPPED]);
+        stats
+    }
+
+    fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
+        if let Some(update) = &update {
+            update.validate()?;
+        }
+        self.wait()?;
+        let names = |update: &Option<Update>| {
+            let states = update.map(|u| u.rule.states(self.config.dim)).unwrap_or_default();
+            states.iter().map(|s| (s.name, s.width)).collect::<Vec<_>>()
+        };
+        let is_same_rule = self.update.map(|u| u.rule.name()) == update.map(|u| u.rule.name());
+        if keep_states && is_same_rule && names(&self.update) == names(&update) {
+            self.layout = RecordLayout::new(update.as_ref(), self.config.dim);
+            self.has_moved = true;
+        } else {
+            self.lay_out(update.as_ref())?;
+        }
+        self.update = update;
+        Ok(())
+    }
+
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor> {
+        let _ = self.device.synchronize();
+        let (mut keys, mut records) = (Vec::new(), Vec::new());
+        let next = self.index.entries(cursor.0 as usize, max, |key, record| {
+            keys.push(key);
+            records.push(record);
+        });
+        let values = if records.is_empty() { Ok(Vec::new()) } else { self.read_records(&records) };
+        let (Ok(next), Ok(values)) = (next, values) else { return None };
+        out.keys.extend(keys);
+        out.values.extend(values);
+        next.map(|next| Cursor(next as u64))
+    }
+
+    fn restore(&mut self, records: &Records) -> Result<()> {
+        self.check_len("values", records.values.len(), records.keys.len(), self.layout.parts.width as usize)?;
+        self.wait()?;
+        let (located, outcomes) = self.locate(&records.keys, true)?;
+        if outcomes.refused > 0 {
+            self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() });
+        }
+        self.write(self.layout.parts, &located, &records.values)
+    }
+
+    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
+        let mut table = GpuTable::with_load(&self.device, self.config.clone(), self.index.load())?;
+        table.set_update_rule(update, false)?;
+        Ok(Box::new(table))
+    }
+
+    fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()> {
+        let mut other = *other.into_any().downcast::<GpuTable>().map_err(|_| {
+            Error::State(format!("table `{}` takes records of a GPU table alone", self.config.name))
+        })?;
+        self.wait()?;
+        other.wait()?;
+        other.release()?;
+        let GpuTable { index, arena, layout, update, released, released_on_device, fresh, len_before, .. } = other;
+        self.reset(index, arena);
+        (self.layout, self.update, self.released, self.released_on_device) = (layout, update, released, released_on_device);
+        (self.fresh, self.len_before) = (fresh, len_before);
+        Ok(())
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}

@@ -1,0 +1,936 @@
+//! The launches of a training step over the tables of a layer, on a framework's stream.
+//!
+//! Nothing here waits for the device or copies to it: descriptors travel as parameters of a launch, grids are bounds, and
+//! memory of steps that are over serves those to come.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
+use cudarc::driver::{CudaEvent, CudaStream};
+use sok_core::batch::Combiner;
+use sok_core::error::{Error, Result};
+use sok_core::key::Key;
+use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::ticket::RING;
+
+use crate::device::{Device, Stream, driver_error, launch};
+use crate::gpu_table::GpuTable;
+use crate::kernels::{BACKWARD, CONTROL, FORWARD, SORT};
+use crate::layout::{self, *};
+use crate::memory::{Buffer, Shared, words};
+use crate::rule;
+
+/// Words that a delivery carries, few and many.
+const FEW: usize = 960;
+const MANY: usize = 8128;
+
+/// Integer types of ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyType {
+    Wide,
+    Signed,
+    Unsigned,
+    /// 64-bit ids in two words each.
+    Words,
+}
+
+/// The ids of a feature in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Ids {
+    pub address: u64,
+    /// Of the high words, if they come apart.
+    pub high: u64,
+    pub key_type: KeyType,
+    pub len: usize,
+}
+
+/// Which ids are combined into one output row.
+#[derive(Clone, Copy, Debug)]
+pub enum Bags {
+    /// None: a row an id.
+    Each,
+    Fixed { num_bags: usize, hotness: usize },
+    /// `splits`: `(num_bags + 1,)`, int64 if `wide`, else int32.
+    Ragged { splits: u64, wide: bool, num_bags: usize },
+}
+
+/// A feature of a call, as it lies in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Feature<'a> {
+    pub name: &'a str,
+    /// Number of its table in the group.
+    pub table: usize,
+    pub ids: Ids,
+    pub bags: Bags,
+    pub combiner: Combiner,
+    /// float32, one an id.
+    pub weights: Option<u64>,
+    pub padding_key: Option<Key>,
+    /// float32 `(bags, dim)`, all of it written.
+    pub rows: u64,
+}
+
+impl Feature<'_> {
+    pub fn num_bags(&self) -> usize {
+        match self.bags {
+            Bags::Each => self.ids.len,
+            Bags::Fixed { num_bags, .. } | Bags::Ragged { num_bags, .. } => num_bags,
+        }
+    }
+
+    /// What is the same for all ids, where it is.
+    fn scale(&self) -> f32 {
+        match self.bags {
+            Bags::Fixed { hotness, .. } => self.combiner.scale(hotness as f32, hotness as f32),
+            _ => 1.0,
+        }
+    }
+
+    /// Whether what a gradient is multiplied by differs from id to id.
+    fn is_weighted(&self) -> bool {
+        let differs = matches!(self.bags, Bags::Ragged { .. }) || self.padding_key.is_some();
+        let is_scaled = self.combiner != Combiner::Sum && !matches!(self.bags, Bags::Each);
+        self.weights.is_some() || (is_scaled && differs)
+    }
+
+    /// # Errors
+    /// [`Error::Argument`] if lengths do not add up.
+    pub fn validate(&self) -> Result<()> {
+        let fail = |what: String| Err(Error::argument(format!("feature `{}`: {what}", self.name)));
+        if self.ids.len > u32::MAX as usize / 4 {
+            return fail(format!("a batch holds at most {} ids. Received: {}", u32::MAX / 4, self.ids.len));
+        }
+        match self.bags {
+            Bags::Fixed { num_bags, hotness } if num_bags.checked_mul(hotness) != Some(self.ids.len) => {
+                fail(format!("{} ids do not make {num_bags} bags of {hotness}", self.ids.len))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What a lookup keeps for its gradients, in memory of the device.
+pub struct Saved {
+    pub memory: Buffer<u32>,
+    /// `Side` of each feature.
+    sides: u64,
+    values: u64,
+    names: u64,
+    coefficients: u64,
+    entries: u64,
+    call: Call,
+    kinds: Vec<Keys>,
+    ids_by_kind: Vec<usize>,
+    shift: u32,
+    source: u32,
+    again: bool,
+    pub features: Vec<SavedFeature>,
+    /// First record of each table.
+    firsts: Vec<u32>,
+    /// Each table that takes part, and its generation.
+    pub generations: Vec<(usize, u64)>,
+}
+
+#[derive(Clone, Copy)]
+pub struct SavedFeature {
+    pub table: usize,
+    pub num_bags: usize,
+    pub num_ids: usize,
+    pub dim: usize,
+    scale: f32,
+    kept: Option<Kept>,
+}
+
+const ROWS: u32 = 0;
+const WEIGHTED_ROWS: u32 = 1;
+const SUMS: u32 = 2;
+
+impl Saved {
+    /// Words of sums of all its keys.
+    fn sum_words(&self, dims: &[usize]) -> usize {
+        self.ids_by_kind.iter().zip(dims).map(|(ids, dim)| ids * 4 * quads(*dim)).sum()
+    }
+
+    pub fn weighted_features(&self) -> Vec<usize> {
+        (0..self.features.len()).filter(|&f| self.features[f].kept.is_some()).collect()
+    }
+
+    fn work(&self, dims: &[usize], prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
+        let start = Work {
+            sides: self.sides,
+            entries: self.entries,
+            values: self.values,
+            names: self.names,
+            coefficients: self.coefficients,
+            prepared,
+            factors,
+            shift: self.shift,
+            pad: 0,
+        };
+        let mut all = words(&[start]).to_vec();
+        let mut at = sums;
+        for ((keys, ids), dim) in self.kinds.iter().zip(&self.ids_by_kind).zip(dims) {
+            all.extend_from_slice(words(&[Keys { sums: at, ..*keys }]));
+            at += (ids * 16 * quads(*dim)) as u64;
+        }
+        all
+    }
+}
+
+/// Hands out parts of a buffer.
+struct Parts {
+    base: u64,
+    at: usize,
+}
+
+impl Parts {
+    /// Address of so many words, each part on a line of its own.
+    fn take(&mut self, words: usize) -> u64 {
+        let start = self.at;
+        self.at += words.next_multiple_of(32);
+        self.base + 4 * start as u64
+    }
+}
+
+/// Places of a lookup's memory.
+struct Places {
+    features: u64,
+    first_find: u64,
+    first_rows: u64,
+    zeros: u64,
+    homeless_count: u64,
+    sort_state: u64,
+    /// The lists of each dim, behind the features.
+    keys: u64,
+    sides: u64,
+    values: u64,
+    names: u64,
+    coefficients: u64,
+    kinds: Vec<Keys>,
+    kept: Vec<Option<Kept>>,
+    num_zeros: usize,
+    words: usize,
+}
+
+/// What the launches of a group's steps share.
+pub struct Workspace {
+    pub device: Arc<Device>,
+    /// Distinct dims, ascending.
+    dims: Vec<usize>,
+    kinds: Vec<usize>,
+    /// Tables in the order of their records' numbers: those of a dim side by side.
+    order: Vec<usize>,
+    pub firsts: Vec<u32>,
+    num_records: u64,
+    tables_on_device: Buffer<layout::Table>,
+    tallies: Buffer<Tally>,
+    scratch: Option<Buffer<u32>>,
+    side: Arc<CudaStream>,
+    fork: CudaEvent,
+    join: CudaEvent,
+    moved: CudaEvent,
+    is_forked: bool,
+    last: Option<Stream>,
+    memories: Vec<Buffer<u32>>,
+    pub fault: Shared,
+}
+
+/// Memory of steps that is kept for those to come.
+const SPARE_MEMORIES: usize = 6;
+
+impl Workspace {
+    pub fn new(device: &Arc<Device>, tables: &[GpuTable]) -> Result<Workspace> {
+        let context = &device.context;
+        let mut dims: Vec<usize> = tables.iter().map(|t| t.config.dim).collect();
+        dims.sort_unstable();
+        dims.dedup();
+        if dims.len() > 32 {
+            return Err(Error::argument(format!(
+                "the tables of a layer on a GPU have at most 32 different dims. Received: {}",
+                dims.len()
+            )));
+        }
+        let kind = |t: &GpuTable| dims.iter().position(|d| *d == t.config.dim).unwrap_or_default();
+        let kinds: Vec<usize> = tables.iter().map(kind).collect();
+        let mut order: Vec<usize> = (0..tables.len()).collect();
+        order.sort_by_key(|&t| kinds[t]);
+        let failed = driver_error("making a stream");
+        let event = || context.new_event(Some(CU_EVENT_DISABLE_TIMING)).map_err(&failed);
+        Ok(Workspace {
+            tables_on_device: Buffer::new(context, tables.len())?,
+            tallies: Buffer::new(context, tables.len())?,
+            firsts: vec![0; tables.len()],
+            num_records: 0,
+            scratch: None,
+            // What sorts is short and in the way of what comes after it.
+            side: context.new_stream_with_priority(-5).map_err(&failed)?,
+            fork: event()?,
+            join: event()?,
+            moved: event()?,
+            is_forked: false,
+            last: None,
+            memories: Vec::new(),
+            fault: Shared::new(context, size_of::<Fault>() / 4)?,
+            device: device.clone(),
+            dims,
+            kinds,
+            order,
+        })
+    }
+
+    fn dim_list(&self) -> String {
+        self.dims.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+    }
+
+    pub fn tables(&self) -> u64 {
+        self.tables_on_device.address()
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.memories.iter().chain(&self.scratch).map(Buffer::num_bytes).sum()
+    }
+
+    /// Work of this group goes to `stream` from here on, after all that it has put anywhere before.
+    pub fn enter(&mut self, stream: Stream) -> Result<()> {
+        self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        if let Some(last) = self.last.filter(|last| *last != stream) {
+            last.record(&self.moved)?;
+            stream.wait(&self.moved)?;
+        }
+        self.last = Some(stream);
+        if std::mem::take(&mut self.is_forked) {
+            stream.wait(&self.join)?;
+        }
+        Ok(())
+    }
+
+    /// Words to the device, and zeros.
+    fn deliver(&self, to: u64, values: &[u32], zeros: (u64, usize), number: Option<(u64, u64)>, stream: Stream) -> Result<()> {
+        let many = values.len() > FEW && self.device.parameter_bytes > 4096;
+        let (room, name) = if many { (MANY, "deliver<8128>") } else { (FEW, "deliver<960>") };
+        let deliver = self.device.kernel(&CONTROL, name)?;
+        let mut payload = vec![0u32; room];
+        for (i, chunk) in values.chunks(room).enumerate() {
+            payload[..chunk.len()].copy_from_slice(chunk);
+            let (number_to, number) = number.filter(|_| i == 0).unwrap_or_default();
+            let (zeros, num_zeros) = if i == 0 { zeros } else { (0, 0) };
+            let delivery = Delivery {
+                to: to + 4 * (i * room) as u64,
+                zeros,
+                count: chunk.len() as u32,
+                num_zeros: num_zeros as u32,
+                number_to,
+                number: [number as u32, (number >> 32) as u32],
+                pad: [0; 2],
+            };
+            launch!(deliver, stream, 1, 1024, delivery, payload[0])?;
+        }
+        Ok(())
+    }
+
+    /// Tells the device where tables are, if one has moved.
+    pub fn describe(&mut self, tables: &mut [GpuTable], stream: Stream) -> Result<()> {
+        if !tables.iter().any(|t| t.has_moved) {
+            return Ok(());
+        }
+        let mut first = 0u64;
+        for &t in &self.order {
+            self.firsts[t] = first as u32;
+            first += tables[t].num_numbers();
+        }
+        if first > u64::from(u32::MAX) - 1 {
+            return Err(Error::Device(format!(
+                "the tables of a layer have room for at most {} records on a GPU. Received: {first}",
+                u32::MAX - 1
+            )));
+        }
+        self.num_records = first;
+        let descriptors: Vec<_> =
+            tables.iter().enumerate().map(|(t, table)| table.descriptor(self.firsts[t], self.kinds[t] as u32)).collect();
+        let tally = |&t: &usize| Tally {
+            counters: descriptors[t].index.counters,
+            first_record: self.firsts[t],
+            pad: 0,
+        };
+        let tallies: Vec<_> = self.order.iter().map(tally).collect();
+        self.deliver(self.tables_on_device.address(), words(&descriptors), (0, 0), None, stream)?;
+        self.deliver(self.tallies.address(), words(&tallies), (0, 0), None, stream)?;
+        tables.iter_mut().for_each(|t| t.has_moved = false);
+        Ok(())
+    }
+
+    fn take_memory(&mut self, words: usize) -> Result<Buffer<u32>> {
+        let fits = self.memories.iter().enumerate().filter(|(_, m)| m.len() >= words);
+        match fits.min_by_key(|(_, m)| m.len()).map(|(i, _)| i) {
+            Some(i) => Ok(self.memories.swap_remove(i)),
+            None => Buffer::uninit(&self.device.context, words + words / 4),
+        }
+    }
+
+    /// Memory for the sums of a push.
+    pub fn take_sums(&mut self, saved: &Saved) -> Result<Buffer<u32>> {
+        let words = saved.sum_words(&self.dims);
+        self.take_memory(words)
+    }
+
+    /// Memory of a step that is over, in the order of the streams.
+    pub fn give_back(&mut self, memory: Buffer<u32>) {
+        self.memories.push(memory);
+        if self.memories.len() > SPARE_MEMORIES {
+            let smallest = self.memories.iter().enumerate().min_by_key(|(_, m)| m.len()).map(|(i, _)| i);
+            smallest.map(|i| self.memories.swap_remove(i));
+        }
+    }
+
+    fn places(&self, base: u64, features: &[Feature], ids_by_kind: &[usize], save: bool, is_weighted: bool) -> Places {
+        let n: usize = ids_by_kind.iter().sum();
+        let mut parts = Parts { base, at: 0 };
+        let descriptor = size_of::<layout::Feature>() / 4;
+        let payload_words = features.len() * (descriptor + 2);
+        let payload = parts.take(payload_words + if save { ids_by_kind.len() * size_of::<Keys>() / 4 } else { 0 });
+        let zeros = parts.take(0);
+        let homeless_count = parts.take(32);
+        let sort_state = parts.take(if save { SORT_STATE } else { 0 });
+        let lists: Vec<u64> = ids_by_kind.iter().map(|_| parts.take(if save { LISTS } else { 0 })).collect();
+        let num_zeros = parts.at - ((zeros - base) / 4) as usize;
+        let sides = parts.take(if save { features.len() * size_of::<Side>() / 4 } else { 0 });
+        let mut of_ids = |is_there: bool| parts.take(if is_there { n } else { 0 });
+        let (values, names, coefficients) = (of_ids(save), of_ids(save && is_weighted), of_ids(save && is_weighted));
+        let mut kinds = Vec::new();
+        for ((ids, dim), lists) in ids_by_kind.iter().zip(&self.dims).zip(&lists) {
+            let ids = if save { *ids } else { 0 };
+            let (hot, runs) = (ids / HOT + 2, ids / RUN + ids / HOT + 2);
+            kinds.push(Keys {
+                lists: *lists,
+                singles: parts.take(2 * ids),
+                several: parts.take(2 * ids + 4),
+                hot: parts.take(4 * hot),
+                runs: parts.take(4 * runs),
+                partial: parts.take(if ids > 0 { 4 * runs * quads(*dim) } else { 0 }),
+                ..Keys::default()
+            });
+        }
+        let mut kept = Vec::new();
+        for feature in features {
+            let is_kept = save && feature.weights.is_some();
+            let num_splits = if let Bags::Ragged { num_bags, .. } = feature.bags { num_bags + 1 } else { 0 };
+            kept.push(is_kept.then(|| Kept {
+                keys: parts.take(2 * feature.ids.len),
+                weights: parts.take(feature.ids.len),
+                splits: parts.take(num_splits),
+            }));
+        }
+        Places {
+            features: payload,
+            first_find: payload + (features.len() * descriptor * 4) as u64,
+            first_rows: payload + (features.len() * (descriptor + 1) * 4) as u64,
+            zeros,
+            homeless_count,
+            sort_state,
+            keys: payload + 4 * payload_words as u64,
+            sides,
+            values,
+            names: if is_weighted { names } else { 0 },
+            coefficients: if is_weighted { coefficients } else { 0 },
+            kinds,
+            kept,
+            num_zeros,
+            words: parts.at,
+        }
+    }
+
+    /// Rows of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: where the
+    /// lookup's number goes on the device, and what it is. Gives what `push` needs, if that is to be `save`d.
+    pub fn lookup(
+        &mut self,
+        tables: &mut [GpuTable],
+        features: &[Feature],
+        inserts: &[bool],
+        save: bool,
+        number: Option<(u64, u64)>,
+        stream: Stream,
+    ) -> Result<Option<Saved>> {
+        self.describe(tables, stream)?;
+        let mut ids_by_kind = vec![0; self.dims.len()];
+        features.iter().for_each(|f| ids_by_kind[self.kinds[f.table]] += f.ids.len);
+        let n: usize = ids_by_kind.iter().sum();
+        let most_bags = features.iter().map(Feature::num_bags).max().unwrap_or(0);
+        let shift = usize::BITS - most_bags.leading_zeros();
+        if n > u32::MAX as usize / 4 || (features.len() as u64) << shift > 1 << 32 {
+            return Err(Error::argument(format!(
+                "{} features of {most_bags} rows with {n} ids are too many for one call",
+                features.len()
+            )));
+        }
+        let is_weighted = features.iter().any(Feature::is_weighted);
+        let num_words = self.places(0, features, &ids_by_kind, save, is_weighted).words;
+        let memory = self.take_memory(num_words)?;
+        let mut places = self.places(memory.address(), features, &ids_by_kind, save, is_weighted);
+        for (kind, keys) in places.kinds.iter_mut().enumerate() {
+            let first = self.order.iter().find(|&&t| self.kinds[t] == kind).map_or(0, |&t| self.firsts[t]);
+            keys.first_record = first;
+        }
+        let (mut payload, find_blocks, rows_blocks) = self.payload(tables, features, inserts);
+        if save {
+            payload.extend_from_slice(words(&places.kinds));
+        }
+        self.deliver(places.features, &payload, (places.zeros, places.num_zeros), number, stream)?;
+
+        let call = Call {
+            tables: self.tables_on_device.address(),
+            features: places.features,
+            first_find: places.first_find,
+            first_rows: places.first_rows,
+            num_features: features.len() as u32,
+            shift,
+        };
+        let [records, unsorted, told, homeless, first, second, third] = self.scratch(n, save)?;
+        let found = Found {
+            records,
+            values: if save { unsorted } else { 0 },
+            names: places.names,
+            homeless: Homeless { count: places.homeless_count, ids: homeless },
+            fault: self.fault.address(),
+        };
+        let rows_name = format!("make_rows<{}>", self.dim_list());
+        let names = ["find_records", "settle_records", "keep_inputs", &rows_name];
+        let [find, settle, keep, make_rows] = self.device.kernels(&FORWARD, names)?;
+        launch!(find, stream, find_blocks, FIND_THREADS, call, found)?;
+        if inserts.contains(&true) {
+            launch!(settle, stream, 2 * self.device.multiprocessors, FIND_THREADS, call, found)?;
+        }
+        if save && n > 0 {
+            self.sort(&places, n, [records, unsorted, told, first, second, third], stream)?;
+        }
+        let rows = Rows { records, coefficients: places.coefficients, fault: self.fault.address() };
+        launch!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
+        for (number, (feature, kept)) in features.iter().zip(&places.kept).enumerate() {
+            let Some(kept) = *kept else { continue };
+            let (number, blocks) = (number as u32, (feature.ids.len.max(feature.num_bags()) + 1).div_ceil(ROWS_THREADS));
+            launch!(keep, stream, blocks, ROWS_THREADS, call, number, kept)?;
+        }
+        if !save {
+            self.give_back(memory);
+            return Ok(None);
+        }
+        let mut taking_part: Vec<usize> = features.iter().map(|f| f.table).collect();
+        taking_part.sort_unstable();
+        taking_part.dedup();
+        let feature = |(f, kept): (&Feature, &Option<Kept>)| SavedFeature {
+            table: f.table,
+            num_bags: f.num_bags(),
+            num_ids: f.ids.len,
+            dim: tables[f.table].config.dim,
+            scale: f.scale(),
+            kept: *kept,
+        };
+        Ok(Some(Saved {
+            memory,
+            sides: places.sides,
+            values: places.values,
+            names: places.names,
+            coefficients: places.coefficients,
+            entries: 0,
+            call,
+            ids_by_kind,
+            shift,
+            source: if is_weighted { WEIGHTED_ROWS } else { ROWS },
+            again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
+            features: features.iter().zip(&places.kept).map(feature).collect(),
+            firsts: self.firsts.clone(),
+            generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
+            kinds: places.kinds,
+        }))
+    }
+
+    /// Descriptors of the features, then the blocks before each in the launches that find records and make rows; and how many
+    /// blocks these have.
+    fn payload(&self, tables: &[GpuTable], features: &[Feature], inserts: &[bool]) -> (Vec<u32>, usize, usize) {
+        let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut ids, mut find_blocks, mut rows_blocks) = (0, 0, 0);
+        for feature in features {
+            let table = &tables[feature.table];
+            let (splits, wide, hotness) = match feature.bags {
+                Bags::Each => (0, false, 1),
+                Bags::Fixed { hotness, .. } => (0, false, hotness),
+                Bags::Ragged { splits, wide, .. } => (splits, wide, 0),
+            };
+            let is_static = table.config.vocabulary_size.is_some();
+            let has_roles = is_static || feature.weights.is_some() || feature.padding_key.is_some();
+            // A bag of one without weights is its row, whatever the combiner.
+            let is_gather = hotness == 1 && feature.weights.is_none() && feature.padding_key.is_none()
+                && (!is_static || table.refuses());
+            let num_bags = feature.num_bags();
+            descriptors.push(layout::Feature {
+                ids: feature.ids.address,
+                high: feature.ids.high,
+                splits,
+                weights: feature.weights.unwrap_or(0),
+                rows: feature.rows,
+                records: table.descriptor(0, 0).records,
+                padding_key: feature.padding_key.unwrap_or(0),
+                stride: table.layout.stride as u32,
+                first_record: self.firsts[feature.table],
+                table: feature.table as u32,
+                kind: self.kinds[feature.table] as u32,
+                num_ids: feature.ids.len as u32,
+                num_bags: num_bags as u32,
+                hotness: hotness as u32,
+                key_type: feature.ids.key_type as u32,
+                combiner: feature.combiner as u32,
+                has_padding: u32::from(feature.padding_key.is_some()),
+                wide_splits: u32::from(wide),
+                has_roles: u32::from(has_roles),
+                inserts: u32::from(inserts[feature.table]),
+                refuses: u32::from(table.refuses()),
+                is_gather: u32::from(is_gather),
+                pools: u32::from(!matches!(feature.bags, Bags::Each)),
+                scale: feature.scale(),
+                first_id: ids as u32,
+            });
+            first_find.push(find_blocks as u32);
+            first_rows.push(rows_blocks as u32);
+            ids += feature.ids.len;
+            find_blocks += feature.ids.len.div_ceil(FIND_THREADS);
+            let groups = ROWS_THREADS / lanes(table.config.dim);
+            rows_blocks += num_bags.div_ceil(if is_gather { groups * ROWS_IN_FLIGHT } else { groups });
+        }
+        let mut payload = words(&descriptors).to_vec();
+        payload.extend(first_find);
+        payload.extend(first_rows);
+        (payload, find_blocks, rows_blocks)
+    }
+
+    /// Words of the scratch memory: records and values of ids, what sorts tell each other, homeless ids, three arrays to sort through.
+    fn scratch(&mut self, n: usize, save: bool) -> Result<[u64; 7]> {
+        let sorting = if save { n } else { 0 };
+        let told = 4 * sorting.div_ceil(SORT_TILE) * DIGITS;
+        let sizes = [n, sorting, told, n, sorting, sorting, sorting];
+        let total: usize = sizes.iter().map(|s| s.next_multiple_of(32)).sum();
+        if self.scratch.as_ref().is_none_or(|s| s.len() < total) {
+            self.scratch = None;
+            self.scratch = Some(Buffer::uninit(&self.device.context, total + total / 4)?);
+        }
+        let base = self.scratch.as_ref().map_or(0, Buffer::address);
+        let mut parts = Parts { base, at: 0 };
+        Ok(sizes.map(|size| parts.take(size)))
+    }
+
+    /// Sorts ids by their records and lists the distinct ones, beside what else the stream does.
+    fn sort(&mut self, places: &Places, n: usize, scratch: [u64; 6], stream: Stream) -> Result<()> {
+        let side = Stream(self.side.cu_stream());
+        stream.record(&self.fork)?;
+        side.wait(&self.fork)?;
+        self.sort_on(side, places.sort_state, n, scratch, places.values, |sorted| {
+            let list = self.device.kernel(&BACKWARD, "list_keys")?;
+            let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
+            let (tallies, num_tables, values) = (self.tallies.address(), self.order.len() as u32, places.values);
+            let blocks = n.div_ceil(LIST_BLOCK);
+            launch!(list, side, blocks, 1024, keys, num_kinds, tallies, num_tables, sorted, values, count)
+        })?;
+        side.record(&self.join)?;
+        self.is_forked = true;
+        Ok(())
+    }
+
+    /// Sorts `(records, unsorted)`; the values end in `values`. Then calls `list` with the sorted records.
+    fn sort_on(
+        &self,
+        stream: Stream,
+        state: u64,
+        n: usize,
+        [records, unsorted, told, first, second, third]: [u64; 6],
+        values: u64,
+        list: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<()> {
+        let bits = u64::BITS - self.num_records.leading_zeros();
+        let passes = (bits as usize).div_ceil(DIGIT_BITS).max(1);
+        let [count, pass] = self.device.kernels(&SORT, [&*format!("count_digits<{passes}>"), "sort_pass"])?;
+        let count_of = n as u32;
+        let blocks = (n / LIST_BLOCK).clamp(1, 2 * self.device.multiprocessors as usize);
+        launch!(count, stream, blocks, SORT_THREADS, records, count_of, state, told)?;
+        let (mut keys, mut of_keys) = (records, unsorted);
+        for number in 0..passes {
+            // The last pass ends in `values`.
+            let is_even = (passes - 1 - number) % 2 == 0;
+            let (to, of_to) = if is_even { (first, values) } else { (second, third) };
+            let pass_number = number as u32;
+            let tiles = n.div_ceil(SORT_TILE);
+            launch!(pass, stream, tiles, SORT_THREADS, keys, of_keys, to, of_to, count_of, state, told, pass_number)?;
+            (keys, of_keys) = (to, of_to);
+        }
+        list(keys)
+    }
+
+    // ---- the backward
+
+    /// `Side` of each feature: where its gradient and its records are. A table that lost its records since gets `nowhere`.
+    pub fn sides(&self, tables: &[GpuTable], saved: &Saved, gradients: &[u64], nowhere: u64) -> Vec<Side> {
+        let is_gone = |t: usize| saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g);
+        let side = |(f, gradients): (&SavedFeature, &u64)| {
+            let table = &tables[f.table];
+            let (records, stride) = match is_gone(f.table) {
+                true => (nowhere, 0),
+                false => (table.descriptor(0, 0).records, table.layout.stride as u32),
+            };
+            Side {
+                gradients: *gradients,
+                records,
+                stride,
+                first_record: saved.firsts[f.table],
+                scale: f.scale,
+                table: f.table as u32,
+            }
+        };
+        saved.features.iter().zip(gradients).map(side).collect()
+    }
+
+    pub fn deliver_sides(&self, saved: &Saved, sides: &[Side], stream: Stream) -> Result<()> {
+        self.deliver(saved.sides, words(sides), (0, 0), None, stream)
+    }
+
+    /// Writes the ticket of a push, and where its gradients are.
+    pub fn write_ticket(&self, saved: &Saved, sides: &[Side], ticket: &NewTicket, stream: Stream) -> Result<()> {
+        let values = words(sides);
+        let many = values.len() > FEW && self.device.parameter_bytes > 4096;
+        let (room, name) = if many { (MANY, "write_ticket<8128>") } else { (FEW, "write_ticket<960>") };
+        let now = values.len().min(room);
+        if now < values.len() {
+            self.deliver(saved.sides + 4 * now as u64, &values[now..], (0, 0), None, stream)?;
+        }
+        let mut payload = vec![0u32; room];
+        payload[..now].copy_from_slice(&values[..now]);
+        let delivery = Delivery { to: saved.sides, count: now as u32, ..Delivery::default() };
+        let write = self.device.kernel(&CONTROL, name)?;
+        let ticket = *ticket;
+        launch!(write, stream, 1, 1024, ticket, delivery, payload[0])
+    }
+
+    /// Sets `is_bad` if a gradient is not finite.
+    pub fn check_finite(&self, gradients: &[(u64, usize)], is_bad: &Buffer<u32>, stream: Stream) -> Result<()> {
+        let check = self.device.kernel(&CONTROL, "check_finite")?;
+        is_bad.zero(stream)?;
+        let is_bad = is_bad.address();
+        for &(address, len) in gradients {
+            let (address, count) = (address, len as u64);
+            let blocks = len.div_ceil(256 * 8).clamp(1, 8 * self.device.multiprocessors as usize);
+            launch!(check, stream, blocks, 256, address, count, is_bad)?;
+        }
+        Ok(())
+    }
+
+    /// Gradients of the weights of a feature.
+    pub fn weight_gradients(&self, saved: &Saved, feature: usize, gradients: u64, products: u64, stream: Stream) -> Result<()> {
+        let Some(kept) = saved.features[feature].kept else { return Ok(()) };
+        let kernel = self.device.kernel(&FORWARD, &format!("weight_gradients<{}>", self.dim_list()))?;
+        let of = &saved.features[feature];
+        let blocks = of.num_bags.div_ceil(ROWS_THREADS / lanes(of.dim));
+        let (call, number) = (saved.call, feature as u32);
+        launch!(kernel, stream, blocks, ROWS_THREADS, call, number, kept, gradients, products)
+    }
+
+    /// Blocks that merge at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
+    fn merge_blocks(&self, saved: &Saved) -> usize {
+        let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SINGLE) + 3;
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+    }
+
+    fn sum_blocks(&self, saved: &Saved) -> usize {
+        let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SUM);
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+    }
+
+    /// Merges a push's gradients into `sums`.
+    pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
+        let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
+        let merge = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(&self.dims, 0, 0, sums);
+        launch!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+    }
+
+    /// Merges a push's gradients and updates their records.
+    pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
+        let rule = rule::type_name(&update.rule);
+        let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
+        let kernel = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(&self.dims, prepared, 0, 0);
+        launch!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+    }
+
+    /// Updates the records of gradients that were merged before.
+    pub fn update_sums(
+        &self,
+        saved: &Saved,
+        update: &Update,
+        sums: u64,
+        prepared: u64,
+        factors: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let name = format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
+        let kernel = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(&self.dims, prepared, factors, sums);
+        launch!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
+    }
+
+    /// Before the scalars are known: what a norm needs.
+    pub fn prepare_weight(&self, resolved: u64, row: u32, prepared: u64, stream: Stream) -> Result<()> {
+        let prepare = self.device.kernel(&CONTROL, "prepare_weight")?;
+        launch!(prepare, stream, 1, 1, resolved, row, prepared)
+    }
+
+    /// Squares of merged gradients by table and exponent: `totals`, `(tables, 256)` and a line of what `finish_norms` makes of them.
+    pub fn sum_squares(&self, saved: &Saved, sums: u64, prepared: u64, totals: &Buffer<u64>, stream: Stream) -> Result<()> {
+        totals.zero(stream)?;
+        let totals = totals.address();
+        let name = format!("sum_squares<{}, {}>", saved.source, self.dim_list());
+        let kernel = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(&self.dims, prepared, 0, sums);
+        launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals)
+    }
+
+    /// The squared norm of each table, and their sum added to `total`.
+    pub fn finish_norms(&self, totals: &Buffer<u64>, norms: &Buffer<f32>, total: u64, stream: Stream) -> Result<()> {
+        let finish = self.device.kernel(&CONTROL, "finish_norms")?;
+        let (totals, num_tables, norms) = (totals.address(), norms.len() as u32, norms.address());
+        launch!(finish, stream, 1, 256, totals, num_tables, norms, total)
+    }
+
+    /// What clipping by their own norm multiplies the gradients of tables by.
+    pub fn clip_factors(&self, norms: &Buffer<f32>, scalars: u64, clipnorm: f32, factors: u64, stream: Stream) -> Result<()> {
+        let clip = self.device.kernel(&CONTROL, "clip_factors")?;
+        let (num_tables, norms) = (norms.len() as u32, norms.address());
+        launch!(clip, stream, 1, 256, norms, num_tables, scalars, clipnorm, factors)
+    }
+
+    /// Whether all that was put onto the stream has run.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        self.last.map_or(Ok(true), Stream::is_idle)
+    }
+
+    /// How many keys were merged, by dim. Waits.
+    fn num_keys(&self, saved: &Saved) -> Result<Vec<usize>> {
+        let count = |keys: &Keys| {
+            let counts = crate::memory::read::<u32>(&self.device.context, keys.lists, LISTS)?;
+            Ok((counts[0] + counts[1] + counts[33]) as usize)
+        };
+        saved.kinds.iter().map(count).collect()
+    }
+
+    /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.
+    pub fn combine(&mut self, merged: &[(f32, &Saved, u64)], stream: Stream) -> Result<(Saved, Buffer<u32>)> {
+        self.device.synchronize()?;
+        let counts = merged.iter().map(|(_, saved, _)| self.num_keys(saved)).collect::<Result<Vec<_>>>()?;
+        let ids_by_kind: Vec<usize> = (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
+        let n: usize = ids_by_kind.iter().sum();
+        let entry_words = n * size_of::<Entry>() / 4;
+        let num_words = self.places(0, &[], &ids_by_kind, true, false).words;
+        let memory = self.take_memory(num_words + entry_words + 64)?;
+        let mut places = self.places(memory.address(), &[], &ids_by_kind, true, false);
+        let entries = memory.at(num_words.next_multiple_of(32));
+        for (kind, keys) in places.kinds.iter_mut().enumerate() {
+            keys.first_record = self.order.iter().find(|&&t| self.kinds[t] == kind).map_or(0, |&t| self.firsts[t]);
+        }
+        self.deliver(places.keys, words(&places.kinds), (places.zeros, places.num_zeros), None, stream)?;
+        let [records, unsorted, told, _, first, second, third] = self.scratch(n.max(1), true)?;
+        let mut at = 0;
+        let mut shifts = Vec::new();
+        for ((weight, saved, sums), counts) in merged.iter().zip(&counts) {
+            let by_table: Vec<u32> =
+                self.firsts.iter().zip(&saved.firsts).map(|(now, then)| now.wrapping_sub(*then)).collect();
+            let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
+            let list = self.device.kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source, self.dim_list()))?;
+            for (kind, &count) in counts.iter().enumerate() {
+                let work = saved.work(&self.dims, 0, 0, *sums);
+                let (kind, how) = (kind as u32, Renumbering { shifts: by_table.address(), weight: *weight, first: at as u32 });
+                let blocks = count.div_ceil(UPDATE_THREADS);
+                launch!(list, stream, blocks, UPDATE_THREADS, work[0], kind, how, entries, records, unsorted)?;
+                at += count;
+            }
+            shifts.push(by_table);
+        }
+        if n > 0 {
+            self.sort_on(stream, places.sort_state, n, [records, unsorted, told, first, second, third], places.values, |sorted| {
+                let list = self.device.kernel(&BACKWARD, "list_keys")?;
+                let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
+                let (tallies, none, values) = (self.tallies.address(), 0u32, places.values);
+                launch!(list, stream, n.div_ceil(LIST_BLOCK), 1024, keys, num_kinds, tallies, none, sorted, values, count)
+            })?;
+        }
+        let mut tables: Vec<_> = merged.iter().flat_map(|(_, saved, _)| saved.generations.iter().copied()).collect();
+        tables.sort_unstable();
+        tables.dedup();
+        let saved = Saved {
+            memory,
+            sides: 0,
+            values: places.values,
+            names: 0,
+            coefficients: 0,
+            entries,
+            call: Call::default(),
+            kinds: places.kinds,
+            ids_by_kind,
+            shift: 0,
+            source: SUMS,
+            again: false,
+            features: Vec::new(),
+            firsts: self.firsts.clone(),
+            generations: tables,
+        };
+        let sums = self.take_sums(&saved)?;
+        self.merge(&saved, sums.address(), stream)?;
+        self.device.synchronize()?;
+        Ok((saved, sums))
+    }
+}
+
+/// One optimizer step of a table, outside a training step. Waits.
+pub fn update_once(
+    table: &mut GpuTable,
+    update: &Update,
+    ids: &Buffer<u64>,
+    gradients: &Buffer<f32>,
+    scalars: &UpdateScalars,
+) -> Result<()> {
+    let device = table.device.clone();
+    let context = &device.context;
+    let stream = Stream::DEFAULT;
+    let tables = std::slice::from_mut(table);
+    tables[0].has_moved = true;
+    let mut workspace = Workspace::new(&device, tables)?;
+    let rows = Buffer::<f32>::uninit(context, gradients.len())?;
+    let feature = Feature {
+        name: "keys",
+        table: 0,
+        ids: Ids { address: ids.address(), high: 0, key_type: KeyType::Wide, len: ids.len() },
+        bags: Bags::Each,
+        combiner: Combiner::Sum,
+        weights: None,
+        padding_key: None,
+        rows: rows.address(),
+    };
+    workspace.enter(stream)?;
+    if let Some(saved) = workspace.lookup(tables, &[feature], &[false], true, None, stream)? {
+        workspace.enter(stream)?;
+        let sides = workspace.sides(tables, &saved, &[gradients.address()], 0);
+        workspace.deliver_sides(&saved, &sides, stream)?;
+        let numbers = [scalars.learning_rate, scalars.step as f32, 1.0, scalars.factor];
+        let numbers = Buffer::from_slice(context, &numbers)?;
+        let prepared = Buffer::<u32>::new(context, size_of::<Prepared>() / 4)?;
+        let preparation = Preparation {
+            scalars: numbers.address(),
+            prepared: prepared.address(),
+            rule: rule::numbers(update),
+            row: RING as u32,
+            ..Preparation::default()
+        };
+        let prepare = device.kernel(&CONTROL, "prepare<1>")?;
+        launch!(prepare, stream, 1, 2 * RING as u32, preparation)?;
+        workspace.update(&saved, update, prepared.address(), stream)?;
+        device.synchronize()?;
+    }
+    // Its launches counted the ids as looked up by a step.
+    tables[0].has_moved = true;
+    tables[0].forget_counts()
+}

@@ -1,0 +1,366 @@
+//! Tables on a GPU beside the model that the host's are held against: rows and states bit for bit.
+//!
+//! Needs a GPU: `cargo test -p sok-cuda --test conformance -- --ignored`.
+
+#[path = "../../core/tests/common/mod.rs"]
+mod common;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock};
+
+use common::group::{Ids, Input, Shape};
+use common::large::{any_update, large_config, large_ops};
+use common::steps::{op, run_all};
+use common::strategies::{config, plain_config, table_or_rule_op, update};
+use common::subject::{Kept, Maker, Subject, sum_of_tickets};
+use common::table::ModelTable;
+use common::{Dice, bits, scan, unwritten};
+use proptest::prelude::*;
+use sok_core::error::{Error, Result};
+use sok_core::host_group::Binding;
+use sok_core::host_table::HostTable;
+use sok_core::optimizer::UpdateScalars;
+use sok_core::push::Keep;
+use sok_core::table::{OutOfVocabulary, Table, TableConfig};
+use sok_core::ticket::TICKET_LEN;
+use sok_cuda::device::{Device, Stream};
+use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
+use sok_cuda::gpu_table::GpuTable;
+use sok_cuda::memory::{Buffer, Plain};
+use sok_cuda::optimizer;
+use sok_cuda::step::{Bags, Feature, KeyType};
+
+static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[]).unwrap());
+
+const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64] };
+const ALL_DIMS: Maker = Maker { dims: &[], ..GPU };
+
+fn group_on_gpu(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
+    vec![Box::new(GpuSubject::new(configs))]
+}
+
+fn table_on_gpu(config: TableConfig) -> Box<dyn Table> {
+    Box::new(GpuTable::new(&DEVICE, config).unwrap())
+}
+
+/// A group, and streams that take turns.
+struct GpuSubject {
+    group: GpuGroup,
+    streams: Vec<Arc<cudarc::driver::CudaStream>>,
+    calls: usize,
+    tickets: BTreeMap<u64, Vec<f32>>,
+    held: Vec<Kept>,
+    /// Inputs of calls that may still run.
+    inputs: Vec<Box<dyn std::any::Any>>,
+}
+
+fn on_device<T: Plain>(values: &[T]) -> Buffer<T> {
+    Buffer::from_slice(&DEVICE.context, values).unwrap()
+}
+
+impl GpuSubject {
+    fn new(configs: &[TableConfig]) -> GpuSubject {
+        GpuSubject {
+            group: GpuGroup::new(&DEVICE, configs.to_vec()).unwrap(),
+            streams: (0..3).map(|_| DEVICE.context.new_stream().unwrap()).collect(),
+            calls: 0,
+            tickets: BTreeMap::new(),
+            held: Vec::new(),
+            inputs: Vec::new(),
+        }
+    }
+
+    fn stream(&mut self) -> Stream {
+        self.calls += 1;
+        Stream(self.streams[self.calls % self.streams.len()].cu_stream())
+    }
+
+    fn keep<T: Plain + 'static>(&mut self, values: &[T]) -> u64 {
+        let buffer = on_device(values);
+        let address = buffer.address();
+        self.inputs.push(Box::new(buffer));
+        address
+    }
+
+    fn ids(&mut self, ids: &Ids) -> sok_cuda::step::Ids {
+        let (address, high, key_type, len) = match ids {
+            Ids::I64(ids) => (self.keep(ids), 0, KeyType::Wide, ids.len()),
+            Ids::U64(ids) => (self.keep(ids), 0, KeyType::Wide, ids.len()),
+            Ids::I32(ids) => (self.keep(ids), 0, KeyType::Signed, ids.len()),
+            Ids::U32(ids) => (self.keep(ids), 0, KeyType::Unsigned, ids.len()),
+            Ids::Words(low, high) => (self.keep(low), self.keep(high), KeyType::Words, low.len()),
+        };
+        sok_cuda::step::Ids { address, high, key_type, len }
+    }
+}
+
+impl Subject for GpuSubject {
+    fn name(&self) -> String {
+        "GPU".into()
+    }
+
+    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
+        let rows: Vec<Buffer<f32>> = inputs
+            .iter()
+            .map(|i| on_device(&unwritten(i.bags().len() * self.group.table(i.table).config().dim)))
+            .collect();
+        let mut features = Vec::new();
+        for (input, rows) in inputs.iter().zip(&rows) {
+            let ids = self.ids(&input.ids);
+            let bags = match &input.shape {
+                Shape::Each => Bags::Each,
+                Shape::Fixed { num_bags, hotness } => Bags::Fixed { num_bags: *num_bags, hotness: *hotness },
+                Shape::RaggedI64(s) => Bags::Ragged { splits: self.keep(s), wide: true, num_bags: s.len() - 1 },
+                Shape::RaggedI32(s) => Bags::Ragged { splits: self.keep(s), wide: false, num_bags: s.len() - 1 },
+            };
+            features.push(Feature {
+                name: &input.name,
+                table: input.table,
+                ids,
+                bags,
+                combiner: input.combiner,
+                weights: input.weights.as_ref().map(|w| self.keep(w)),
+                padding_key: input.padding_key,
+                rows: rows.address(),
+            });
+        }
+        let stream = self.stream();
+        let number = self.group.lookup(&features, insert, save, None, stream)?;
+        DEVICE.synchronize()?;
+        self.inputs.clear();
+        if let Some(fault) = self.group.take_fault() {
+            return Err(fault);
+        }
+        Ok((number, rows.iter().map(|r| r.to_vec().unwrap()).collect()))
+    }
+
+    fn push(
+        &mut self,
+        number: u64,
+        lookup: u64,
+        gradients: &Kept,
+        hold: bool,
+        ids: &[usize],
+    ) -> Result<Vec<Vec<f32>>> {
+        let rows: Vec<Buffer<f32>> = gradients.iter().map(|g| on_device(g)).collect();
+        let weights: Vec<Buffer<f32>> = ids.iter().map(|n| on_device(&unwritten(*n))).collect();
+        let weighted = self.group.weighted_features(lookup);
+        let weight_gradients: Vec<_> = weighted.iter().copied().zip(weights.iter().map(Buffer::address)).collect();
+        let ticket = on_device(&unwritten(TICKET_LEN));
+        let addresses = rows.iter().map(Buffer::address).collect();
+        let lens: Vec<usize> = gradients.iter().map(Vec::len).collect();
+        let (keep, merged_at_once) = if hold {
+            (Some(Box::new((gradients.clone(), rows)) as Keep), None)
+        } else {
+            (None, Some(rows))
+        };
+        let output = OutputGradients { rows: addresses, keep, check_finite: true };
+        let stream = self.stream();
+        self.group.push(LookupNumber::Known(lookup), output, &lens, &weight_gradients, ticket.address(), stream)?;
+        self.tickets.insert(number, ticket.to_vec()?);
+        drop(merged_at_once);
+        if hold {
+            self.held.push(gradients.clone());
+        }
+        weights.iter().map(Buffer::to_vec).collect()
+    }
+
+    fn ticket(&self, number: u64) -> &[f32] {
+        &self.tickets[&number]
+    }
+
+    fn commit(&mut self, named: &[(u64, f32)], is_update: bool) -> Result<f64> {
+        let ticket = on_device(&sum_of_tickets(&self.tickets, named));
+        let (norm, flag) = (on_device(&[-1.0f32]), on_device(&[f32::from(u8::from(is_update))]));
+        let binding = self.binding().unwrap();
+        let (accumulates, stream) = ((!is_update).then(|| flag.address()), self.stream());
+        let tickets = [ticket.address()];
+        optimizer::commit(&mut [&mut self.group], &[binding], &tickets, accumulates, norm.address(), stream)?;
+        let norm = norm.to_vec()?[0];
+        self.group.settle()?;
+        Ok(f64::from(norm))
+    }
+
+    fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
+        let flag = f32::from(u8::from(is_update));
+        let scalars = on_device(&[update.learning_rate, update.step as f32, flag, update.factor]);
+        let (trigger, new) = (on_device(&[0.5f32; TICKET_LEN]), on_device(&[0.0f32; TICKET_LEN]));
+        let (triggers, stream) = ([(trigger.address(), new.address())], self.stream());
+        optimizer::apply(&mut [&mut self.group], &[*binding], scalars.address(), true, &triggers, stream)?;
+        let new = new.to_vec()?;
+        assert_eq!((new[0], &new[1..]), (1.5, &[0.5; TICKET_LEN - 1][..]));
+        Ok(())
+    }
+
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        self.group.bind(binding)
+    }
+
+    fn binding(&self) -> Option<Binding> {
+        self.group.binding().copied()
+    }
+
+    fn num_tables(&self) -> usize {
+        self.group.num_tables()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        self.group.table(number)
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.group.table_mut(number)
+    }
+
+    fn pending_pushes(&mut self) -> usize {
+        self.group.pending_pushes()
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        self.group.take_refused()
+    }
+
+    fn take_held(&mut self) -> Vec<Kept> {
+        std::mem::take(&mut self.held)
+    }
+}
+
+suite!(GPU, #[ignore = "needs a GPU"]);
+table_suite!(table_on_gpu, #[ignore = "needs a GPU"]);
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 120, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn any_list_of_calls_leaves_a_table_as_its_model(
+        config in config(),
+        ops in prop::collection::vec(table_or_rule_op(), 1..25),
+    ) {
+        let (mut table, mut model) = (table_on_gpu(config.clone()), ModelTable::new(config));
+        for op in ops {
+            op.run(&mut model, &mut [&mut *table]);
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn any_list_of_steps_leaves_a_group_as_its_model(
+        configs in prop::collection::vec(config(), 1..5),
+        update in update(),
+        ops in prop::collection::vec(op(), 1..30),
+    ) {
+        run_all(&configs, update, &ops, &GPU);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn large_calls_leave_a_group_as_its_model() {
+    for seed in 0..24 {
+        println!("seed {seed}");
+        let mut dice = Dice(seed);
+        let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
+        let update = any_update(&mut dice);
+        let ops = large_ops(&mut dice, configs.len());
+        run_all(&configs, update, &ops, &GPU);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn ten_million_operations_leave_it_as_the_host_table() {
+    let seed = 20261121;
+    println!("seed {seed}");
+    let mut dice = Dice(seed);
+    let config = TableConfig { initial_capacity: 1000, ..plain_config("t", 3) };
+    let mut host = HostTable::new(config.clone()).unwrap();
+    let mut gpu = GpuTable::new(&DEVICE, config).unwrap();
+    let before = gpu.stats();
+    for round in 0..200u64 {
+        let range = 20_000 << (round / 20);
+        let keys: Vec<u64> = (0..50_000).map(|_| dice.below(range).wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+        let mut rows = [unwritten(3 * keys.len()), unwritten(3 * keys.len())];
+        let mut found = [vec![false; keys.len()], vec![false; keys.len()]];
+        match dice.below(6) {
+            0 => assert_eq!(host.erase(&keys), gpu.erase(&keys)),
+            1 => {
+                let values = dice.floats(3 * keys.len());
+                assert_eq!(host.assign(&keys, &values, true).unwrap(), gpu.assign(&keys, &values, true).unwrap());
+            }
+            2 => {
+                host.find(&keys, &mut rows[0], &mut found[0]).unwrap();
+                gpu.find(&keys, &mut rows[1], &mut found[1]).unwrap();
+            }
+            _ => {
+                let outcomes = host.find_or_insert(&keys, &mut rows[0]).unwrap();
+                assert_eq!(gpu.find_or_insert(&keys, &mut rows[1]).unwrap(), outcomes);
+            }
+        }
+        assert_eq!(found[0], found[1], "round {round}");
+        assert!(bits(&rows[0]) == bits(&rows[1]), "round {round}");
+    }
+    assert!(scan(&host, 100_000) == scan(&gpu, 100_000));
+    let after = gpu.stats();
+    assert!(after.capacity > 100 * before.capacity && after.bytes > before.bytes, "it has grown");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn no_key_is_lost_at_load_98_of_the_index() {
+    let config = TableConfig { initial_capacity: 1_000_000, ..plain_config("t", 1) };
+    let mut gpu = GpuTable::with_load(&DEVICE, config, 0.98).unwrap();
+    let capacity = gpu.stats().capacity;
+    let keys: Vec<u64> = (0..capacity).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+    let rows: Vec<f32> = (0..capacity).map(|i| i as f32).collect();
+    for (keys, rows) in keys.chunks(100_000).zip(rows.chunks(100_000)) {
+        assert_eq!(gpu.assign(keys, rows, true).unwrap().inserted, keys.len() as u64);
+    }
+    assert_eq!(gpu.len() as u64, capacity);
+    println!("room for {capacity} keys at load 0.98, then for {}", gpu.stats().capacity);
+    let (mut got, mut found) = (unwritten(keys.len()), vec![false; keys.len()]);
+    gpu.find(&keys, &mut got, &mut found).unwrap();
+    assert!(found.iter().all(|f| *f) && got == rows);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn an_id_outside_a_static_table_is_told_at_the_next_call() {
+    let config = TableConfig {
+        vocabulary_size: Some(10),
+        out_of_vocabulary: OutOfVocabulary::Raise,
+        ..plain_config("fixed", 2)
+    };
+    let mut subject = GpuSubject::new(&[config]);
+    let error = subject.lookup(&[Input::plain(0, &[2, 10])], true, true).unwrap_err();
+    assert!(matches!(error, Error::OutOfVocabulary { id: 10, last: 9, .. }), "{error}");
+    let (_, rows) = subject.lookup(&[Input::plain(0, &[2, 9])], true, true).unwrap();
+    assert!(rows[0].iter().all(|x| *x != 123456.0));
+    assert_eq!(scan(subject.table(0), 10).into_keys().collect::<Vec<_>>(), [2, 9]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_dim_and_rule_gives_the_hosts_bits() {
+    let dims = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
+    for (i, rule) in common::strategies::rules().into_iter().enumerate() {
+        let chosen = if i == 3 { &dims[..] } else { &[dims[i % 9], 64][..] };
+        let configs: Vec<TableConfig> = chosen.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
+        let mut dice = Dice(i as u64);
+        let inputs = |dice: &mut Dice| {
+            let keys = |dice: &mut Dice, n| (0..n).map(|i| { let range = [20, 400, 1 << 40][i % 3]; dice.below(range) }).collect::<Vec<u64>>();
+            let input = |(table, dice): (usize, &mut Dice)| Input::plain(table, &keys(dice, 700));
+            (0..configs.len()).map(|t| input((t, dice))).collect::<Vec<_>>()
+        };
+        let mut ops = Vec::new();
+        for step in 1..4 {
+            use common::steps::Op;
+            ops.push(Op::Lookup { inputs: inputs(&mut dice), insert: true, save: true });
+            ops.push(Op::Push { lookup: usize::MAX, hold: step != 2, seed: dice.next() });
+            ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
+            let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
+            ops.push(Op::Apply { scalars, is_update: true });
+        }
+        run_all(&configs, common::large::plain_update(rule), &ops, &ALL_DIMS);
+    }
+}
