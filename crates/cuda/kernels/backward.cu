@@ -204,9 +204,9 @@ enum Source : u32 { ROWS, WEIGHTED_ROWS, SUMS };
 // A merged gradient, and the record that it belongs to.
 struct Entry {
   const float4* sum;
-  float4* at;
   float weight;
-  u32 table, pad[2];
+  // Which, of which table.
+  u32 record, table, pad[3];
 };
 static_assert(sizeof(Entry) == 32, "as crates/cuda/src/layout.rs has it");
 
@@ -223,6 +223,7 @@ struct Prepared {
 template <u32 KINDS> struct Work {
   // Of each feature.
   const Side* sides;
+  const Table* tables;
   const Entry* entries;
   // By place of the sort: name of a gradient row; place of an id; number of an entry.
   const u32* values;
@@ -244,7 +245,10 @@ template <u32 SOURCE, class W> __device__ __forceinline__ const Side& side_of(co
 
 // Where a record is. `number`: among the records of all tables; `value`: of one of its ids.
 template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(const W& w, u32 number, u32 value) {
-  if (SOURCE == SUMS) return w.entries[value].at;
+  if (SOURCE == SUMS) {
+    const Entry& entry = w.entries[value];
+    return w.tables[entry.table].records + (u64)entry.record * w.tables[entry.table].stride;
+  }
   const Side& side = side_of<SOURCE>(w, value);
   return side.records + (u64)(number - side.first_record) * side.stride;
 }
@@ -627,12 +631,13 @@ template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREA
 
 // Entries of the keys of a merge: their records as they are numbered now, and where their sums are.
 struct Renumbering {
-  // By feature: the first record of its table now, less that when it was looked up.
-  const u32* shifts;
+  // By table: its first record now; GONE if it has lost the records that it had.
+  const u32* firsts;
   float weight;
   // Entries before this merge's.
   u32 first;
 };
+constexpr u32 GONE = ALL;
 template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(Work<sizeof...(DIM)> w, u32 kind, Renumbering r, Entry* entries, u32* records, u32* values) {
   const Keys& keys = w.kinds[kind];
   const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
@@ -642,16 +647,13 @@ template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREA
   u32 quads = 0, at = 0;
   ((at++ == kind ? (quads = quads_of(DIM)) : 0), ...);
   Entry entry = {};
-  u32 now;
   if (SOURCE == SUMS) {
     entry = w.entries[key.value];
-    now = key.record + r.shifts[entry.table];
   } else {
     const Side& side = side_of<SOURCE>(w, key.value);
-    entry.at = side.records + (u64)(key.record - side.first_record) * side.stride;
-    entry.table = side.table;
-    now = key.record + r.shifts[side.table];
+    entry.table = side.table, entry.record = key.record - side.first_record;
   }
+  const u32 first = r.firsts[entry.table], now = first == GONE ? 0 : first + entry.record;
   entry.sum = keys.sums + (u64)number * quads, entry.weight = r.weight;
   entries[r.first + number] = entry, records[r.first + number] = now, values[r.first + number] = r.first + number;
 }

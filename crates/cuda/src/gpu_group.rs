@@ -4,7 +4,7 @@
 //! found on the device; the host learns it from memory that the device writes to, at the latest when the next ticket comes.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use sok_core::error::{Error, Result};
 use sok_core::host_group::{Binding, check_owner};
@@ -40,7 +40,6 @@ pub struct OutputGradients {
 /// The gradients of a lookup until a ticket names them.
 struct Push {
     lookup: Arc<SavedLookup>,
-    sides: Vec<Side>,
     rows: Vec<u64>,
     /// Merged gradients; None: they are where the framework has them.
     sums: Option<Buffer<u32>>,
@@ -50,6 +49,18 @@ struct Push {
 struct SavedLookup {
     number: u64,
     saved: Saved,
+    /// Where the device takes gradients and records from: those of the push that it was told of last.
+    sides: Mutex<Vec<Side>>,
+}
+
+impl SavedLookup {
+    fn new(number: u64, saved: Saved) -> SavedLookup {
+        SavedLookup { number, saved, sides: Mutex::default() }
+    }
+
+    fn sides(&self) -> MutexGuard<'_, Vec<Side>> {
+        self.sides.lock().unwrap_or_else(|e| e.into_inner())
+    }
 }
 
 /// What is committed and not applied yet.
@@ -264,7 +275,7 @@ impl GpuGroup {
             }
         }
         if let Some(saved) = saved {
-            self.save(SavedLookup { number, saved });
+            self.save(SavedLookup::new(number, saved));
             number_to.map(|to| self.by_address.insert(to, number));
         }
         Ok(number)
@@ -455,6 +466,7 @@ impl GpuGroup {
         };
         let sides = workspace.sides(&self.tables, &saved.saved, &gradients.rows, self.nowhere.address());
         workspace.write_ticket(&saved.saved, &sides, &ticket, stream)?;
+        *saved.sides() = sides;
         let mut sums = None;
         if gradients.keep.is_none() {
             let merged = workspace.take_sums(&saved.saved)?;
@@ -463,7 +475,7 @@ impl GpuGroup {
         }
         saved.saved.generations.iter().for_each(|(t, _)| self.tables[*t].count_call());
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
-        let push = Push { lookup: saved, sides, rows: gradients.rows, sums, _keep: gradients.keep };
+        let push = Push { lookup: saved, rows: gradients.rows, sums, _keep: gradients.keep };
         if let (_, Some(fallen)) = self.ring.add(push) {
             self.reuse(fallen);
         }
@@ -559,6 +571,7 @@ impl GpuGroup {
         self.settle()?;
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
+        self.drop_stale(stream)?;
         self.tables.iter_mut().for_each(GpuTable::count_call);
         let oldest = self.ring.numbers().next().unwrap_or(0);
         let pending = self.ring.numbers().fold(0u64, |bits, number| bits | 1 << (number - oldest));
@@ -608,7 +621,7 @@ impl GpuGroup {
         }
         let mut merged = Vec::new();
         if let Some(before) = self.combined.take() {
-            merged.push((1.0, Arc::new(SavedLookup { number: 0, saved: before.saved }), before.sums));
+            merged.push((1.0, Arc::new(SavedLookup::new(0, before.saved)), before.sums));
         }
         for (weight, push) in carried {
             self.refresh_sides(&push, stream)?;
@@ -623,7 +636,7 @@ impl GpuGroup {
             merged.push((weight, push.lookup, sums));
         }
         let parts: Vec<_> = merged.iter().map(|(weight, l, sums)| (*weight, &l.saved, sums.address())).collect();
-        let (saved, sums) = self.workspace.combine(&parts, stream)?;
+        let (saved, sums) = self.workspace.combine(&self.tables, &parts, stream)?;
         self.combined = Some(Combined { saved, sums });
         for (_, lookup, sums) in merged {
             self.workspace.give_back(sums);
@@ -632,11 +645,16 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Tells the device anew where a push has its records, if that has changed since.
+    /// Tells the device where a push has its gradients and records, if it was told otherwise since.
     fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
         let saved = &push.lookup.saved;
         let sides = self.workspace.sides(&self.tables, saved, &push.rows, self.nowhere.address());
-        if sides != push.sides { self.workspace.deliver_sides(saved, &sides, stream) } else { Ok(()) }
+        let mut told = push.lookup.sides();
+        if sides != *told {
+            self.workspace.deliver_sides(saved, &sides, stream)?;
+            *told = sides;
+        }
+        Ok(())
     }
 
     /// Adds the squared norm of what is committed to `total`; merges it first.
@@ -708,7 +726,6 @@ impl GpuGroup {
             self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;
         }
         match committed {
-            Committed::Nothing => {}
             Committed::Alone(_) => {
                 let Some(push) = self.alone() else { return Ok(()) };
                 self.refresh_sides(push, stream)?;
@@ -722,7 +739,8 @@ impl GpuGroup {
                 let carried = std::mem::take(&mut self.carried);
                 carried.into_iter().for_each(|(_, push)| self.reuse(push));
             }
-            Committed::Combined => {
+            // Earlier steps may have left something.
+            Committed::Nothing | Committed::Combined => {
                 let Some(combined) = self.combined.take() else { return Ok(()) };
                 let sums = combined.sums.address();
                 self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
@@ -736,7 +754,19 @@ impl GpuGroup {
     pub(crate) fn enter(&mut self, stream: Stream) -> Result<()> {
         self.tables.iter_mut().for_each(GpuTable::count_call);
         self.workspace.enter(stream)?;
-        self.workspace.describe(&mut self.tables, stream)
+        self.workspace.describe(&mut self.tables, stream)?;
+        self.drop_stale(stream)
+    }
+
+    /// Drops of what is combined what belongs to records that are gone.
+    fn drop_stale(&mut self, stream: Stream) -> Result<()> {
+        let Some(combined) = self.combined.take_if(|c| c.saved.is_stale(&self.tables)) else { return Ok(()) };
+        let part = (1.0, &combined.saved, combined.sums.address());
+        let (saved, sums) = self.workspace.combine(&self.tables, &[part], stream)?;
+        self.workspace.give_back(combined.sums);
+        self.workspace.give_back(combined.saved.memory);
+        self.combined = Some(Combined { saved, sums });
+        Ok(())
     }
 
     pub fn device(&self) -> &Arc<Device> {

@@ -26,6 +26,8 @@ pub const TAKEN: usize = 0;
 pub const HOMELESS: usize = 64;
 pub const DROPPED: usize = 96;
 pub const DISTINCT: usize = 128;
+/// First record of a table that has lost those it had.
+pub const GONE: u32 = u32::MAX;
 /// In a list of record numbers: the record is new.
 pub const NEW: u32 = 1 << 31;
 /// Words of the state of a sort, digits of a pass and their bits, threads of a block and the pairs that they take.
@@ -198,14 +200,14 @@ plain! {
 
     pub struct Entry {
         pub sum: u64,
-        pub at: u64,
         pub weight: f32,
+        pub record: u32,
         pub table: u32,
-        pub pad: [u32; 2],
+        pub pad: [u32; 3],
     }
 
     pub struct Renumbering {
-        pub shifts: u64,
+        pub firsts: u64,
         pub weight: f32,
         pub first: u32,
     }
@@ -236,6 +238,7 @@ plain! {
     /// The start of `Work`, which the `Keys` of each dim follow.
     pub struct Work {
         pub sides: u64,
+        pub tables: u64,
         pub entries: u64,
         pub values: u64,
         pub names: u64,

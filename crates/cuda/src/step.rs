@@ -151,13 +151,19 @@ impl Saved {
         self.ids_by_kind.iter().zip(dims).map(|(ids, dim)| ids * 4 * quads(*dim)).sum()
     }
 
+    /// Whether a table has lost the records that it had then.
+    pub fn is_stale(&self, tables: &[GpuTable]) -> bool {
+        self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
+    }
+
     pub fn weighted_features(&self) -> Vec<usize> {
         (0..self.features.len()).filter(|&f| self.features[f].kept.is_some()).collect()
     }
 
-    fn work(&self, dims: &[usize], prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
+    fn work(&self, workspace: &Workspace, prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
         let start = Work {
             sides: self.sides,
+            tables: workspace.tables(),
             entries: self.entries,
             values: self.values,
             names: self.names,
@@ -169,7 +175,7 @@ impl Saved {
         };
         let mut all = words(&[start]).to_vec();
         let mut at = sums;
-        for ((keys, ids), dim) in self.kinds.iter().zip(&self.ids_by_kind).zip(dims) {
+        for ((keys, ids), dim) in self.kinds.iter().zip(&self.ids_by_kind).zip(&workspace.dims) {
             all.extend_from_slice(words(&[Keys { sums: at, ..*keys }]));
             at += (ids * 16 * quads(*dim)) as u64;
         }
@@ -430,8 +436,8 @@ impl Workspace {
             keys: payload + 4 * payload_words as u64,
             sides,
             values,
-            names: if is_weighted { names } else { 0 },
-            coefficients: if is_weighted { coefficients } else { 0 },
+            names: if save && is_weighted { names } else { 0 },
+            coefficients: if save && is_weighted { coefficients } else { 0 },
             kinds,
             kept,
             num_zeros,
@@ -744,7 +750,7 @@ impl Workspace {
     pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
         let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
         let merge = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(&self.dims, 0, 0, sums);
+        let work = saved.work(self, 0, 0, sums);
         launch!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
     }
 
@@ -753,7 +759,7 @@ impl Workspace {
         let rule = rule::type_name(&update.rule);
         let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(&self.dims, prepared, 0, 0);
+        let work = saved.work(self, prepared, 0, 0);
         launch!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
     }
 
@@ -769,7 +775,7 @@ impl Workspace {
     ) -> Result<()> {
         let name = format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(&self.dims, prepared, factors, sums);
+        let work = saved.work(self, prepared, factors, sums);
         launch!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
     }
 
@@ -785,7 +791,7 @@ impl Workspace {
         let totals = totals.address();
         let name = format!("sum_squares<{}, {}>", saved.source, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(&self.dims, prepared, 0, sums);
+        let work = saved.work(self, prepared, 0, sums);
         launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals)
     }
 
@@ -819,7 +825,7 @@ impl Workspace {
     }
 
     /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.
-    pub fn combine(&mut self, merged: &[(f32, &Saved, u64)], stream: Stream) -> Result<(Saved, Buffer<u32>)> {
+    pub fn combine(&mut self, tables: &[GpuTable], merged: &[(f32, &Saved, u64)], stream: Stream) -> Result<(Saved, Buffer<u32>)> {
         self.device.synchronize()?;
         let counts = merged.iter().map(|(_, saved, _)| self.num_keys(saved)).collect::<Result<Vec<_>>>()?;
         let ids_by_kind: Vec<usize> = (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
@@ -835,20 +841,21 @@ impl Workspace {
         self.deliver(places.keys, words(&places.kinds), (places.zeros, places.num_zeros), None, stream)?;
         let [records, unsorted, told, _, first, second, third] = self.scratch(n.max(1), true)?;
         let mut at = 0;
-        let mut shifts = Vec::new();
+        let mut firsts = Vec::new();
         for ((weight, saved, sums), counts) in merged.iter().zip(&counts) {
+            let is_gone = |t: usize| saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g);
             let by_table: Vec<u32> =
-                self.firsts.iter().zip(&saved.firsts).map(|(now, then)| now.wrapping_sub(*then)).collect();
+                (0..tables.len()).map(|t| if is_gone(t) { GONE } else { self.firsts[t] }).collect();
             let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
             let list = self.device.kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source, self.dim_list()))?;
             for (kind, &count) in counts.iter().enumerate() {
-                let work = saved.work(&self.dims, 0, 0, *sums);
-                let (kind, how) = (kind as u32, Renumbering { shifts: by_table.address(), weight: *weight, first: at as u32 });
+                let work = saved.work(self, 0, 0, *sums);
+                let (kind, how) = (kind as u32, Renumbering { firsts: by_table.address(), weight: *weight, first: at as u32 });
                 let blocks = count.div_ceil(UPDATE_THREADS);
                 launch!(list, stream, blocks, UPDATE_THREADS, work[0], kind, how, entries, records, unsorted)?;
                 at += count;
             }
-            shifts.push(by_table);
+            firsts.push(by_table);
         }
         if n > 0 {
             self.sort_on(stream, places.sort_state, n, [records, unsorted, told, first, second, third], places.values, |sorted| {
@@ -858,9 +865,7 @@ impl Workspace {
                 launch!(list, stream, n.div_ceil(LIST_BLOCK), 1024, keys, num_kinds, tallies, none, sorted, values, count)
             })?;
         }
-        let mut tables: Vec<_> = merged.iter().flat_map(|(_, saved, _)| saved.generations.iter().copied()).collect();
-        tables.sort_unstable();
-        tables.dedup();
+        let generations = tables.iter().map(|table| table.generation).enumerate().collect();
         let saved = Saved {
             memory,
             sides: 0,
@@ -876,7 +881,7 @@ impl Workspace {
             again: false,
             features: Vec::new(),
             firsts: self.firsts.clone(),
-            generations: tables,
+            generations,
         };
         let sums = self.take_sums(&saved)?;
         self.merge(&saved, sums.address(), stream)?;
