@@ -1,5 +1,7 @@
 """A layer's tables in the core, and the plans of its calls."""
 
+import glob
+import importlib.util
 import json
 import os
 import warnings
@@ -14,6 +16,13 @@ from sok_keras.table import Table
 _CHUNK_FLOATS = 1 << 21
 
 
+def _nvrtc_paths():
+    """Where packages keep the compiler of the GPU's kernels."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return sorted((path for folder in folders for path in glob.glob(f"{folder}/*/lib/libnvrtc.so.*")), reverse=True)
+
+
 class Plan:
     """What the tensors of a layer's call are: made when the call is traced."""
 
@@ -21,7 +30,17 @@ class Plan:
         self._native = native.Plan(core.group, features, check_finite)
         self._features = features
         self._dims = core.dims
+        self.is_on_gpu = core.is_on_gpu
         self.handle = self._native.handle
+
+    def shapes_of(self, tensors):
+        """Shape of each feature's rows; `tensors`: of each feature its ids, then row splits, then weights, as far as it has them."""
+        rest, inputs = iter(tensors), []
+        for _, _, words, axis, weights, *_ in self._features:
+            inputs.append([next(rest) for _ in range(1 + words + (axis == "ragged"))])
+            if weights:
+                next(rest)
+        return self.output_shapes(inputs)
 
     def output_shapes(self, inputs):
         """Static shape of each feature's rows, None where unknown."""
@@ -42,12 +61,23 @@ class Core:
 
     Args:
         configs: One dict a table, as the core takes it.
+        storage: `"auto"`, `"hbm"` or `"host"`.
+
+    Raises:
+        DeviceError: For `"hbm"` without a GPU, or without what its kernels are compiled with.
     """
 
-    def __init__(self, configs):
+    def __init__(self, configs, storage="auto"):
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        self.group = native.Group([json.dumps(config) for config in configs])
+        gpu = None if storage == "host" else backend.gpu()
+        if storage == "hbm" and gpu is None:
+            raise native.DeviceError(
+                f'`storage="hbm"` needs a GPU that the model runs on, but {backend.name} computes on the CPU here. Install its GPU '
+                'build and a driver, or use `storage="host"` or "auto"'
+            )
+        self.group = native.Group([json.dumps(config) for config in configs], gpu, _nvrtc_paths())
+        self.is_on_gpu = self.group.is_on_gpu
         self.trigger = None
         # Stands in the trigger, where every step carries it along: by it the weights of other tables are known.
         self._mark = np.float32(0.5 + int.from_bytes(os.urandom(3), "little") / 2**25)

@@ -114,7 +114,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way
         if cores:
-            self._tables.native = backend.native.Optimizer([core.group for core in cores], updates, needs_norm)
+            self._tables.is_on_gpu = any(core.is_on_gpu for core in cores)
+            self._tables.native = backend.native.Optimizer(
+                [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1
+            )
         for core in cores:
             core.optimizer = self._tables.native
         self._tables.cores = cores
@@ -169,7 +172,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
         given = [tickets.get(id(core)) for core in tables.cores]
         named = [ops.zeros((64, 2), "float32") if pair is None else pair[0] for pair in given]
-        sum_of_squares = backend.commit(tables.native, ops.reshape(is_update, (1,)), named)
+        sum_of_squares = backend.commit(tables, ops.reshape(is_update, (1,)), named)
         clip = None
         if inner.global_clipnorm:
             total = sum_of_squares * ops.square(factor) + _sum_of_squares(self._dense_means(dense, steps))
@@ -178,7 +181,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         scalars = ops.stack([learning_rate, step, is_update, factor])
         triggers = [core.trigger for core in tables.cores]
         values = [ops.convert_to_tensor(trigger.value) for trigger in triggers]
-        new = backend.apply(tables.native, scalars, sum_of_squares, values)
+        new = backend.apply(tables, scalars, sum_of_squares, values)
         for trigger, value in zip(triggers, new, strict=True):
             trigger.assign(value)
         return clip
@@ -237,6 +240,7 @@ class _Binding:
 
     def __init__(self) -> None:
         self.native: Any = None
+        self.is_on_gpu = False
         self.cores: list = []
         self.waiting: dict | None = None
 

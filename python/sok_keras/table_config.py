@@ -11,7 +11,7 @@ _CHOICES = {
     "missing": ("initial", "zeros"),
     "out_of_vocabulary": ("raise", "zeros"),
     "check_mode": ("raise", "warn", "count"),
-    "storage": ("auto", "host"),
+    "storage": ("auto", "hbm", "host"),
 }
 
 
@@ -47,7 +47,8 @@ class TableConfig:
         initial_capacity: Rows to make room for at once.
         max_capacity: Rows at most; None: as many as memory holds.
         check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
-        storage: `"auto"` or `"host"`: which memory.
+        storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where the model runs on a GPU. Under a
+            model on a GPU, ids and rows of host tables cross in each step.
     """
 
     name: str

@@ -223,6 +223,12 @@ impl GpuGroup {
         })
     }
 
+    /// Waits for all that was started. Gives what went wrong in it, once.
+    pub fn take_failure(&mut self) -> Option<Error> {
+        let waited = self.workspace.device.synchronize();
+        waited.and_then(|()| self.settle()).err().or_else(|| self.take_fault())
+    }
+
     fn check_fault(&mut self) -> Result<()> {
         self.take_fault().map_or(Ok(()), Err)
     }

@@ -12,4 +12,5 @@ pub mod memory;
 pub mod nvrtc;
 pub mod optimizer;
 mod rule;
+pub mod staging;
 pub mod step;

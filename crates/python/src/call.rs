@@ -13,8 +13,11 @@ use sok_core::optimizer::UpdateScalars;
 use sok_core::pool;
 use sok_core::push::{GradientRows, Keep, OutputGradients};
 use sok_core::ticket::{RING, TICKET_LEN};
+use sok_cuda::gpu_group::LookupNumber;
 
+use crate::gpu_call;
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
+use crate::tables::Tables;
 
 /// Element types that cross the border.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,15 +46,29 @@ pub trait Outputs {
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8>;
 }
 
+/// Tensors are in GPU memory.
+#[derive(Clone, Copy, Debug)]
+pub struct OnGpu {
+    /// The framework's, on which they are ready.
+    pub stream: u64,
+    /// So is the lookup's number.
+    pub has_number: bool,
+}
+
 impl Tensor {
-    fn len(&self) -> usize {
+    pub fn check(&self, dtype: DType) -> Result<()> {
+        if self.dtype == dtype {
+            return Ok(());
+        }
+        Err(Error::argument(format!("a tensor must be {dtype:?}. Received: {:?}", self.dtype)))
+    }
+
+    pub fn len(&self) -> usize {
         self.dims.iter().product::<i64>() as usize
     }
 
     fn slice<T>(&self, dtype: DType) -> Result<&[T]> {
-        if self.dtype != dtype {
-            return Err(Error::argument(format!("a tensor must be {dtype:?}. Received: {:?}", self.dtype)));
-        }
+        self.check(dtype)?;
         if self.len() == 0 {
             return Ok(&[]);
         }
@@ -93,7 +110,7 @@ fn floats_out<'a>(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Resu
     Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), len) })
 }
 
-fn take<'a>(inputs: &mut std::slice::Iter<'a, Tensor>) -> Result<&'a Tensor> {
+pub fn take<'a>(inputs: &mut std::slice::Iter<'a, Tensor>) -> Result<&'a Tensor> {
     inputs.next().ok_or_else(|| Error::argument("the call has fewer tensors than its plan"))
 }
 
@@ -135,15 +152,20 @@ fn feature<'a>(
 ///
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///
-/// `insert`: keys without a row get one. `save`: keep what `push` needs.
+/// `insert`: keys without a row get one. `save`: keep what `push` needs. `on_gpu`: where the tensors are.
 pub fn lookup(
     plan: i64,
     insert: bool,
     save: bool,
     inputs: &[Tensor],
     outputs: &mut dyn Outputs,
+    on_gpu: Option<OnGpu>,
 ) -> Result<()> {
     let plan = registry::plan(plan)?;
+    if let Some(on_gpu) = on_gpu {
+        let mut tables = plan.group.lock();
+        return gpu_call::lookup(&plan, tables.gpu()?, insert, save, inputs, outputs, on_gpu);
+    }
     let mut inputs = inputs.iter();
     let mut features = Vec::with_capacity(plan.features.len());
     let mut rows = Vec::with_capacity(plan.features.len());
@@ -154,7 +176,7 @@ pub fn lookup(
         rows.push(floats_out(outputs, 1 + number, &dims)?);
     }
     let place = outputs.output(0, DType::I32, &[2])?;
-    let number = plan.group.lock().lookup(&features, insert, save, rows, &*pool::global()?)?;
+    let number = plan.group.lock().host()?.lookup(&features, insert, save, rows, &*pool::global()?)?;
     // SAFETY: the framework gave room for two int32.
     unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
     Ok(())
@@ -168,14 +190,30 @@ const KEPT_NOTHING: &str = "a gradient is asked of a lookup that kept nothing fo
 /// (for their shape). Tensors out: 0 is the ticket, float32 `(64, 2)`; then the gradient of each feature's weights.
 ///
 /// With `keep` the gradients are held until they are applied; without, they are merged into the core's own memory now.
-pub fn push(plan: i64, inputs: &[Tensor], keep: Option<Keep>, outputs: &mut dyn Outputs) -> Result<()> {
+pub fn push(
+    plan: i64,
+    inputs: &[Tensor],
+    keep: Option<Keep>,
+    outputs: &mut dyn Outputs,
+    on_gpu: Option<OnGpu>,
+) -> Result<()> {
     let plan = registry::plan(plan)?;
     let mut inputs = inputs.iter();
-    let number = take(&mut inputs)?.slice::<i32>(DType::I32)?;
+    let number = take(&mut inputs)?;
+    if let Some(on_gpu) = on_gpu.filter(|on_gpu| on_gpu.has_number) {
+        let number = LookupNumber::At(number.data as u64);
+        let mut tables = plan.group.lock();
+        return gpu_call::push(&plan, tables.gpu()?, number, &mut inputs, keep, outputs, on_gpu);
+    }
+    let number = number.slice::<i32>(DType::I32)?;
     let &[low, high] = number else { return Err(Error::argument("a lookup's number is two int32")) };
     let number = u64::from(low as u32) | u64::from(high as u32) << 32;
     if number == 0 {
         return Err(Error::Ticket { tables: plan.group.lock().names(), what: KEPT_NOTHING.into() });
+    }
+    if let Some(on_gpu) = on_gpu {
+        let (number, mut tables) = (LookupNumber::Known(number), plan.group.lock());
+        return gpu_call::push(&plan, tables.gpu()?, number, &mut inputs, keep, outputs, on_gpu);
     }
     let mut rows = Vec::with_capacity(plan.features.len());
     for _ in &plan.features {
@@ -189,10 +227,10 @@ pub fn push(plan: i64, inputs: &[Tensor], keep: Option<Keep>, outputs: &mut dyn 
     }
     let ticket = floats_out(outputs, 0, &[RING as i64, 2])?;
     let gradients = OutputGradients { rows, keep, check_finite: plan.check_finite };
-    plan.group.lock().push(number, gradients, weights, ticket, &*pool::global()?)
+    plan.group.lock().host()?.push(number, gradients, weights, ticket, &*pool::global()?)
 }
 
-fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, HostGroup>> {
+fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, Tables>> {
     // In the order of their addresses, so that two optimizers that share groups never wait for each other.
     let mut order: Vec<usize> = (0..optimizer.groups.len()).collect();
     order.sort_unstable_by_key(|&i| std::sync::Arc::as_ptr(&optimizer.groups[i]));
@@ -201,15 +239,29 @@ fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, HostGroup>> {
     guards.into_iter().map(|(_, guard)| guard).collect()
 }
 
+/// The groups of an optimizer whose tables are on the host.
+fn on_host<'a>(groups: &'a mut [MutexGuard<'_, Tables>]) -> Result<Vec<&'a mut HostGroup>> {
+    groups.iter_mut().map(|tables| tables.host()).collect()
+}
+
 /// Tensors in: `is_update` float32 `(1,)` (0: the gradients are only accumulated), then a ticket for each layer of the
 /// optimizer. Tensors out: 0 is the squared norm of all merged gradients, accumulated ones included, float32 `()`; 0 if
 /// nothing asks for norms.
-pub fn commit(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+pub fn commit(
+    optimizer: i64,
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    on_gpu: Option<OnGpu>,
+) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut locked = lock_all(&optimizer);
+    if let Some(on_gpu) = on_gpu {
+        return gpu_call::commit(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
+    }
+    let mut groups = on_host(&mut locked)?;
     let mut inputs = inputs.iter();
     let is_update = take(&mut inputs)?.floats()?.first().is_some_and(|&u| u != 0.0);
     let out = floats_out(outputs, 0, &[])?;
-    let mut groups = lock_all(&optimizer);
     let mut named = Vec::with_capacity(groups.len());
     for (group, binding) in groups.iter().zip(optimizer.bindings(handle)) {
         let ticket = take(&mut inputs)?.floats()?;
@@ -234,8 +286,18 @@ pub fn commit(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> R
 
 /// Tensors in: scalars float32 `(4,)` = learning rate, step (1-based), is_update, factor; what `commit` gave, for its data
 /// dependency; a trigger `(64, 2)` for each layer. Tensors out: the new trigger of each layer.
-pub fn apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+pub fn apply(
+    optimizer: i64,
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    on_gpu: Option<OnGpu>,
+) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut locked = lock_all(&optimizer);
+    if let Some(on_gpu) = on_gpu {
+        return gpu_call::apply(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
+    }
+    let mut groups = on_host(&mut locked)?;
     let mut inputs = inputs.iter();
     let &[learning_rate, step, is_update, factor] = take(&mut inputs)?.floats()? else {
         return Err(Error::argument("apply takes four scalars"));
@@ -244,7 +306,6 @@ pub fn apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Re
     let update = UpdateScalars { learning_rate, step: step as u64, factor };
     let scalars = ApplyScalars { update, is_update: is_update != 0.0 };
     let pool = pool::global()?;
-    let mut groups = lock_all(&optimizer);
     let mut checked = groups.iter().zip(optimizer.bindings(handle));
     if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(&binding)) {
         groups.iter_mut().for_each(|group| group.drop_committed());

@@ -10,12 +10,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use sok_core::checkpoint::{self, Array, DumpOptions, LoadMode, LoadOptions};
 use sok_core::error::{Error, Result};
-use sok_core::host_group::HostGroup;
 use sok_core::table::Table;
 
 use crate::error::detached;
 use crate::registry::Group;
 use crate::table::Table as PyTable;
+use crate::tables::Tables;
 
 /// `(name, safetensors dtype, shape, bytes)`
 type ArrayTuple<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
@@ -31,7 +31,7 @@ fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<Group>> {
     groups
 }
 
-fn lock(groups: &[Arc<Group>]) -> Vec<MutexGuard<'_, HostGroup>> {
+fn lock(groups: &[Arc<Group>]) -> Vec<MutexGuard<'_, Tables>> {
     groups.iter().map(|group| group.lock()).collect()
 }
 
@@ -90,7 +90,7 @@ fn load(
         let mut locked = lock(&groups);
         let mut targets: Vec<(String, &mut dyn Table)> = Vec::new();
         for (group, tables) in locked.iter_mut().enumerate() {
-            for (number, table) in tables.tables_mut().enumerate() {
+            for (number, table) in tables.tables_mut().into_iter().enumerate() {
                 targets.extend(wanted.remove(&(group, number)).map(|name| (name, table)));
             }
         }

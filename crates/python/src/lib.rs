@@ -4,9 +4,11 @@ mod bridge;
 mod call;
 mod checkpoint;
 mod error;
+mod gpu_call;
 mod memory;
 mod registry;
 mod table;
+mod tables;
 
 use pyo3::prelude::*;
 

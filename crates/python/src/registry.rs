@@ -6,22 +6,26 @@ use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{Binding, HostGroup};
+use sok_core::host_group::Binding;
 use sok_core::optimizer::Update;
+
+use crate::tables::Tables;
 
 /// The tables of a layer.
 pub struct Group {
-    tables: Mutex<HostGroup>,
+    tables: Mutex<Tables>,
+    pub is_on_gpu: bool,
     /// An error that no caller has seen yet.
     latched: Mutex<Option<Error>>,
 }
 
 impl Group {
-    pub fn new(tables: HostGroup) -> Group {
-        Group { tables: Mutex::new(tables), latched: Mutex::new(None) }
+    pub fn new(tables: Tables) -> Group {
+        let is_on_gpu = matches!(tables, Tables::Gpu(_));
+        Group { tables: Mutex::new(tables), is_on_gpu, latched: Mutex::new(None) }
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, HostGroup> {
+    pub fn lock(&self) -> MutexGuard<'_, Tables> {
         // A panic inside a call is reported to its caller; the tables stay readable.
         self.tables.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -30,8 +34,13 @@ impl Group {
         self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| error.clone());
     }
 
+    /// Also what a device has found in calls that were over before it did.
     pub fn take_latched(&self) -> Option<Error> {
-        self.latched.lock().unwrap_or_else(|e| e.into_inner()).take()
+        let latched = self.latched.lock().unwrap_or_else(|e| e.into_inner()).take();
+        latched.or_else(|| match &mut *self.lock() {
+            Tables::Gpu(group) => group.take_failure(),
+            Tables::Host(_) => None,
+        })
     }
 }
 
@@ -74,6 +83,8 @@ pub struct Optimizer {
     /// Of each group.
     pub updates: Vec<Update>,
     pub needs_norm: bool,
+    /// Gradients of several steps may add up.
+    pub accumulates: bool,
 }
 
 impl Optimizer {

@@ -1,5 +1,6 @@
 //! Groups, tables, plans and optimizers as Python holds them: a line or three a method.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
@@ -9,9 +10,12 @@ use sok_core::error::{Error, Result};
 use sok_core::host_group::HostGroup;
 use sok_core::optimizer::Update;
 use sok_core::table::{Cursor, Outcomes, Records, TableConfig};
+use sok_cuda::device::Device;
+use sok_cuda::gpu_group::GpuGroup;
 
 use crate::error::{SokError, detached, to_python};
 use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
+use crate::tables::Tables;
 
 fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
     serde_json::from_str(json).map_err(|e| to_python(Error::argument(format!("{e} in {json}"))))
@@ -32,12 +36,22 @@ pub struct Group {
 
 #[pymethods]
 impl Group {
-    /// `configs`: JSON of each table's configuration.
+    /// `configs`: JSON of each table's configuration. `gpu`: number of the device that holds them; none: the host. `nvrtc`: where
+    /// the compiler of its kernels may be.
     #[new]
-    fn new(configs: Vec<String>) -> PyResult<Group> {
+    #[pyo3(signature = (configs, gpu=None, nvrtc=vec![]))]
+    fn new(py: Python<'_>, configs: Vec<String>, gpu: Option<usize>, nvrtc: Vec<PathBuf>) -> PyResult<Group> {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
-        let tables = HostGroup::new(configs).map_err(to_python)?;
+        let tables = detached(py, || match gpu {
+            None => HostGroup::new(configs).map(Tables::Host),
+            Some(gpu) => Ok(Tables::Gpu(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?))),
+        })?;
         Ok(Group { inner: Arc::new(GroupInner::new(tables)) })
+    }
+
+    #[getter]
+    fn is_on_gpu(&self) -> bool {
+        self.inner.is_on_gpu
     }
 
     /// Raises the error of a call that nobody has seen yet.
@@ -66,7 +80,7 @@ impl Group {
         let update: Update = parse(update)?;
         detached(py, || {
             let mut group = self.inner.lock();
-            group.tables_mut().try_for_each(|table| table.set_update_rule(Some(update), true))
+            (0..group.num_tables()).try_for_each(|t| group.table_mut(t).set_update_rule(Some(update), true))
         })
     }
 }
@@ -207,7 +221,7 @@ impl Table {
 
     /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
     fn stats(&self) -> (u64, u64, OutcomesTuple, u64, u64, u64, u64) {
-        let group = self.group.lock();
+        let mut group = self.group.lock();
         let stats = group.table(self.number).stats();
         (
             stats.size,
@@ -306,10 +320,11 @@ impl Optimizer {
         groups: Vec<PyRef<'_, Group>>,
         updates: Vec<String>,
         needs_norm: bool,
+        accumulates: bool,
     ) -> PyResult<Optimizer> {
         let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
         let groups = groups.iter().map(|g| g.inner.clone()).collect();
-        let handle = registry::add_optimizer(registry::Optimizer { groups, updates, needs_norm });
+        let handle = registry::add_optimizer(registry::Optimizer { groups, updates, needs_norm, accumulates });
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
             let mut groups = optimizer.groups.iter().zip(optimizer.bindings(handle));

@@ -1,7 +1,7 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
-Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `wait`, `at_hand`, `has_wide_integers` and
-`eager_scope`.
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `wait`, `at_hand`, `has_wide_integers`,
+`eager_scope` and `gpu`.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -10,11 +10,11 @@ import keras
 name = keras.backend.backend()
 
 if name == "tensorflow":
-    from sok_keras.backend.tensorflow import apply, at_hand, commit, eager_scope, has_wide_integers, lookup, wait
+    from sok_keras.backend.tensorflow import apply, at_hand, commit, eager_scope, gpu, has_wide_integers, lookup, wait
 elif name == "jax":
-    from sok_keras.backend.jax import apply, at_hand, commit, eager_scope, has_wide_integers, lookup, wait
+    from sok_keras.backend.jax import apply, at_hand, commit, eager_scope, gpu, has_wide_integers, lookup, wait
 elif name == "torch":
-    from sok_keras.backend.torch import apply, at_hand, commit, eager_scope, has_wide_integers, lookup, wait
+    from sok_keras.backend.torch import apply, at_hand, commit, eager_scope, gpu, has_wide_integers, lookup, wait
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
@@ -29,6 +29,7 @@ __all__ = [
     "at_hand",
     "commit",
     "eager_scope",
+    "gpu",
     "has_wide_integers",
     "lookup",
     "name",

@@ -14,8 +14,9 @@ import numpy as np
 
 from sok_keras import _native
 
-for _name, _target in _native.xla_targets().items():
-    jax.ffi.register_ffi_target(_name, _target, platform="cpu")
+for _platform, _targets in _native.xla_targets().items():
+    for _name, _target in _targets.items():
+        jax.ffi.register_ffi_target(_name, _target, platform=_platform)
 
 
 class _Call(NamedTuple):
@@ -75,16 +76,16 @@ def _push(call, residuals, gradients):
 _lookup.defvjp(_lookup_to_differentiate, _push)
 
 
-def commit(optimizer, is_update, tickets):
+def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(is_update, *tickets, optimizer=np.int64(optimizer.handle))
+    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(is_update, *tickets, optimizer=np.int64(tables.native.handle))
     return sum_of_squares
 
 
-def apply(optimizer, scalars, sum_of_squares, triggers):
+def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     call = _ffi("sok_apply", [_float32(64, 2) for _ in triggers])
-    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(optimizer.handle)))
+    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.native.handle)))
 
 
 def _run(call, trigger, weights, inputs, insert, save):
@@ -102,6 +103,15 @@ def _ffi(name, results):
 
 def _float32(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def gpu():
+    """Number of the GPU that models run on; None if they run on the CPU."""
+    device = jax.config.jax_default_device or jax.local_devices()[0]
+    platform = device if isinstance(device, str) else device.platform
+    if platform not in ("gpu", "cuda"):
+        return None
+    return 0 if isinstance(device, str) else device.local_hardware_id or 0
 
 
 def has_wide_integers():

@@ -30,7 +30,8 @@ def _late_ops():
     from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
     importlib.import_module(NATIVE).register_tensorflow()
-    names = ("SokLookup", "SokPush", "SokCommit", "SokApply")
+    calls = ("Lookup", "Push", "Commit", "Apply")
+    names = [f"Sok{device}{call}" for device in ("", "Gpu") for call in calls]
     definitions = op_def_pb2.OpList(op=[op_def_registry.get(name) for name in names])
     ops = types.ModuleType("sok_keras_ops")
     exec(_pywrap_python_op_gen.GetPythonWrappers(definitions.SerializeToString()), ops.__dict__)
@@ -68,7 +69,8 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
         insert = bool(record.should_record_backprop([trigger]) if insert is None else insert)
         # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
         save = record.should_record_backprop([trigger, *tensors]) or (insert and not tf.executing_eagerly())
-    _, rows = _ops.sok_lookup(
+    op = _ops.sok_gpu_lookup if plan.is_on_gpu else _ops.sok_lookup
+    _, rows = op(
         tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insert=bool(insert), save=save
     )
     if not tf.executing_eagerly():
@@ -77,6 +79,7 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
     return list(rows)
 
 
+@tf.RegisterGradient("SokGpuLookup")
 @tf.RegisterGradient("SokLookup")
 def _push(op, _, *gradients):
     """Hands the gradients of the rows to the tables; the trigger's gradient is the ticket for them.
@@ -86,7 +89,8 @@ def _push(op, _, *gradients):
     """
     *tensors, _ = op.inputs
     weights = [tensor for tensor in tensors if tensor.dtype == tf.float32]
-    ticket, weight_gradients = _ops.sok_push(
+    push = _ops.sok_gpu_push if op.type == "SokGpuLookup" else _ops.sok_push
+    ticket, weight_gradients = push(
         number=op.outputs[0],
         gradients=[tf.convert_to_tensor(gradient) for gradient in gradients],  # tf.gather gives IndexedSlices
         weights=weights,
@@ -99,18 +103,18 @@ def _push(op, _, *gradients):
     return [*(next(found) if tensor.dtype == tf.float32 else None for tensor in tensors), ticket]
 
 
-def commit(optimizer, is_update, tickets):
+def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    sum_of_squares = _ops.sok_commit(is_update=is_update, tickets=tickets, optimizer=optimizer.handle)
+    op = _ops.sok_gpu_commit if tables.is_on_gpu else _ops.sok_commit
+    sum_of_squares = op(is_update=is_update, tickets=tickets, optimizer=tables.native.handle)
     sum_of_squares.set_shape(())
     return sum_of_squares
 
 
-def apply(optimizer, scalars, sum_of_squares, triggers):
+def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
-    new_triggers = _ops.sok_apply(
-        scalars=scalars, sum_of_squares=sum_of_squares, triggers=triggers, optimizer=optimizer.handle
-    )
+    op = _ops.sok_gpu_apply if tables.is_on_gpu else _ops.sok_apply
+    new_triggers = op(scalars=scalars, sum_of_squares=sum_of_squares, triggers=triggers, optimizer=tables.native.handle)
     for trigger in new_triggers:
         trigger.set_shape((64, 2))
     return list(new_triggers)
@@ -118,6 +122,11 @@ def apply(optimizer, scalars, sum_of_squares, triggers):
 
 def _flat(inputs, weights):
     return inputs if weights is None else (*inputs, weights)
+
+
+def gpu():
+    """Number of the GPU that models run on; None if they run on the CPU."""
+    return 0 if tf.config.list_logical_devices("GPU") else None
 
 
 def has_wide_integers():
@@ -131,7 +140,7 @@ def eager_scope():
 
 
 def wait(trigger):
-    """Nothing is under way when a call has returned."""
+    """Nothing is under way on the host when a call has returned; tables on a GPU wait for it themselves."""
     del trigger
 
 

@@ -1,11 +1,16 @@
 """The calls of a training step as PyTorch operations.
 
-They hand addresses of contiguous CPU tensors to the core; nothing is copied. The backward keeps the gradient tensors alive
-until they are applied, so that one pass merges and updates.
+They hand addresses of contiguous tensors to the core; nothing is copied where tables and model are on one device. The backward keeps
+the gradient tensors alive until they are applied, so that one pass merges and updates.
+
+Eager calls go straight to the core; under `torch.compile` they are custom operators without side effects: trigger -> lookup -> push
+-> ticket -> commit -> apply -> new trigger is a chain of data, which the compiler keeps in order.
 """
 
 import contextlib
+import weakref
 
+import keras
 import numpy as np
 import torch
 
@@ -13,44 +18,143 @@ from sok_keras import _native
 
 _DTYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2, torch.uint64: 3, torch.float32: 4}
 
+# By handle, for those who are traced and know a number alone.
+_plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_on_gpu: dict = {}
+
 
 def has_wide_integers():
     """Whether tensors hold 64-bit ids."""
     return True
 
 
+def gpu():
+    """Number of the GPU that models run on; None if they run on the CPU."""
+    device = torch.device(keras.src.backend.torch.core.get_device())
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _address(tensor):
     return tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.shape
 
 
-def _host(tensor):
-    return tensor.detach().to("cpu").contiguous()
+def _at(device, tensor):
+    """A contiguous tensor on the device of the tables, and nothing to differentiate."""
+    return tensor.detach().to(device).contiguous()
+
+
+def _device_of(on_gpu, like):
+    """Where the tables are, and the stream on which a framework's tensors are ready there; None for the host."""
+    if not on_gpu:
+        return torch.device("cpu"), None
+    device = like.device if like.device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return device, torch.cuda.current_stream(device).cuda_stream
+
+
+# ---- the four calls
+
+
+def _lookup(trigger, tensors, plan, insert, save):
+    plan = _plans[plan]
+    device, stream = _device_of(plan.is_on_gpu, trigger)
+    tensors = [_at(device, tensor) for tensor in tensors]
+    number = torch.empty(2, dtype=torch.int32)
+    rows = [torch.empty(shape, dtype=torch.float32, device=device) for shape in plan.shapes_of(tensors)]
+    outputs = [*map(_address, (number, *rows))]
+    _native.lookup(plan.handle, insert, save, [*map(_address, tensors)], outputs, stream)
+    return [number, *(row.to(trigger.device) for row in rows)]
+
+
+def _push(number, gradients, weights, plan, keep):
+    like, plan = gradients[0], _plans[plan]
+    device, stream = _device_of(plan.is_on_gpu, like)
+    gradients, weights = ([_at(device, tensor) for tensor in group] for group in (gradients, weights))
+    ticket = torch.empty(64, 2, dtype=torch.float32, device=device)
+    found = [torch.empty_like(weight) for weight in weights]
+    inputs = [*map(_address, (number, *gradients, *weights))]
+    kept = gradients if keep else None
+    _native.push(plan.handle, inputs, kept, [*map(_address, (ticket, *found))], stream)
+    return [tensor.to(like.device) for tensor in (ticket, *found)]
+
+
+def _commit(is_update, tickets, optimizer):
+    device, stream = _device_of(_on_gpu[optimizer], tickets[0])
+    inputs = [_at(device, tensor) for tensor in (is_update, *tickets)]
+    sum_of_squares = torch.empty((), dtype=torch.float32, device=device)
+    _native.commit(optimizer, [*map(_address, inputs)], [_address(sum_of_squares)], stream)
+    return sum_of_squares.to(tickets[0].device)
+
+
+def _apply(scalars, sum_of_squares, triggers, optimizer):
+    device, stream = _device_of(_on_gpu[optimizer], triggers[0])
+    inputs = [_at(device, tensor) for tensor in (scalars, sum_of_squares, *triggers)]
+    new = [torch.empty(64, 2, dtype=torch.float32, device=device) for _ in triggers]
+    _native.apply(optimizer, [*map(_address, inputs)], [*map(_address, new)], stream)
+    return [tensor.to(triggers[0].device) for tensor in new]
+
+
+# ---- the same for the compiler: shapes alone
+
+_library = torch.library.Library("sok_keras", "DEF")
+_library.define("lookup(Tensor trigger, Tensor[] tensors, int plan, bool insert, bool save) -> Tensor[]")
+_library.define("push(Tensor number, Tensor[] gradients, Tensor[] weights, int plan) -> Tensor[]")
+_library.define("commit(Tensor is_update, Tensor[] tickets, int optimizer) -> Tensor")
+_library.define("apply(Tensor scalars, Tensor sum_of_squares, Tensor[] triggers, int optimizer) -> Tensor[]")
+_KEY = "CompositeExplicitAutograd"
+_library.impl("lookup", _lookup, _KEY)
+# What a compiler plans may reuse a gradient's memory when the call is over, so nothing is kept of it.
+_library.impl("push", lambda number, gradients, weights, plan: _push(number, gradients, weights, plan, False), _KEY)
+_library.impl("commit", _commit, _KEY)
+_library.impl("apply", _apply, _KEY)
+
+
+@torch.library.register_fake("sok_keras::lookup", lib=_library)
+def _(trigger, tensors, plan, insert, save):
+    del insert, save
+    rows = [trigger.new_empty(shape) for shape in _plans[plan].shapes_of(tensors)]
+    return [torch.empty(2, dtype=torch.int32), *rows]
+
+
+@torch.library.register_fake("sok_keras::push", lib=_library)
+def _(number, gradients, weights, plan):
+    del number, plan
+    return [gradients[0].new_empty(64, 2), *(torch.empty_like(weight) for weight in weights)]
+
+
+@torch.library.register_fake("sok_keras::commit", lib=_library)
+def _(is_update, tickets, optimizer):
+    del is_update, optimizer
+    return tickets[0].new_empty(())
+
+
+@torch.library.register_fake("sok_keras::apply", lib=_library)
+def _(scalars, sum_of_squares, triggers, optimizer):
+    del scalars, sum_of_squares, optimizer
+    return [torch.empty_like(trigger) for trigger in triggers]
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trigger, plan, insert, save, inputs, shapes, *weights):
-        ctx.plan, ctx.device = plan, trigger.device
-        given = [None if w is None else _host(w) for w in weights]
-        tensors = [_host(t) for ids, w in zip(inputs, given, strict=True) for t in (*ids, w) if t is not None]
-        number = torch.empty(2, dtype=torch.int32)
-        rows = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
-        _native.lookup(plan.handle, insert, save, [*map(_address, tensors)], [*map(_address, (number, *rows))])
-        ctx.number, ctx.weights = number, given
-        return tuple(row.to(ctx.device) for row in rows)
+    def forward(ctx, trigger, plan, insert, save, groups, *weights):
+        tensors = [t for ids, w in zip(groups, weights, strict=True) for t in (*ids, w) if t is not None]
+        call = torch.ops.sok_keras.lookup if torch.compiler.is_compiling() else _lookup
+        number, *rows = call(trigger, tensors, plan, insert, save)
+        ctx.plan, ctx.given = plan, [weight is not None for weight in weights]
+        ctx.save_for_backward(number, *(weight for weight in weights if weight is not None))
+        return tuple(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
-        gradients = [_host(gradient) for gradient in gradients]
-        given = [weight for weight in ctx.weights if weight is not None]
-        ticket = torch.empty(64, 2, dtype=torch.float32)
-        found = [torch.empty_like(weight) for weight in given]
-        inputs = [*map(_address, (ctx.number, *gradients, *given))]
-        _native.push(ctx.plan.handle, inputs, gradients, [*map(_address, (ticket, *found))])
+        number, *weights = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            ticket, *found = torch.ops.sok_keras.push(number, list(gradients), weights, ctx.plan)
+        else:
+            ticket, *found = _push(number, gradients, weights, ctx.plan, True)
         rest = iter(found)
-        weights = [None if weight is None else next(rest).to(ctx.device) for weight in ctx.weights]
-        return ticket.to(ctx.device), None, None, None, None, None, *weights
+        return ticket, None, None, None, None, *(next(rest) if given else None for given in ctx.given)
 
 
 def lookup(plan, trigger, learns, inputs, weights, insert):
@@ -67,32 +171,31 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
     Returns:
         A list with a float32 tensor for each feature.
     """
-    shapes = plan.output_shapes(inputs)
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
+        shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
+    _plans[plan.handle] = plan
     if not learns:
         trigger, weights = trigger.detach(), [None if w is None else w.detach() for w in weights]
     records = torch.is_grad_enabled() and (
         trigger.requires_grad or any(w is not None and w.requires_grad for w in weights)
     )
     insert = (records and trigger.requires_grad) if insert is None else insert
-    return list(_Lookup.apply(trigger, plan, insert, records, inputs, shapes, *weights))
+    return list(_Lookup.apply(trigger, plan.handle, bool(insert), records, tuple(map(tuple, inputs)), *weights))
 
 
-def commit(optimizer, is_update, tickets):
+def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    inputs = [_host(tensor) for tensor in (is_update, *tickets)]
-    sum_of_squares = torch.empty((), dtype=torch.float32)
-    _native.commit(optimizer.handle, [*map(_address, inputs)], [_address(sum_of_squares)])
-    return sum_of_squares.to(tickets[0].device)
+    handle = tables.native.handle
+    _on_gpu[handle] = tables.is_on_gpu
+    call = torch.ops.sok_keras.commit if torch.compiler.is_compiling() else _commit
+    return call(is_update, list(tickets), handle)
 
 
-def apply(optimizer, scalars, sum_of_squares, triggers):
+def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
-    inputs = [_host(tensor) for tensor in (scalars, sum_of_squares, *triggers)]
-    new = [torch.empty(64, 2, dtype=torch.float32) for _ in triggers]
-    _native.apply(optimizer.handle, [*map(_address, inputs)], [*map(_address, new)])
-    return [tensor.to(triggers[0].device) for tensor in new]
+    call = torch.ops.sok_keras.apply if torch.compiler.is_compiling() else _apply
+    return list(call(scalars, sum_of_squares, list(triggers), tables.native.handle))
 
 
 def eager_scope():
@@ -101,12 +204,13 @@ def eager_scope():
 
 
 def wait(trigger):
-    """Nothing is under way when a call has returned."""
+    """Nothing is under way on the host when a call has returned; tables on a GPU wait for it themselves."""
     del trigger
 
 
 def at_hand(value):
-    """A value as a NumPy array; None if it has to come from another device."""
+    """A value as a NumPy array; None if it has to come from another device, or is traced."""
     if isinstance(value, torch.Tensor):
-        return value.detach().numpy() if value.device.type == "cpu" else None
+        is_here = value.device.type == "cpu" and not torch.compiler.is_compiling()
+        return value.detach().numpy() if is_here else None
     return value if isinstance(value, np.ndarray) else None

@@ -80,8 +80,14 @@ class TableLayer(keras.layers.Layer):
         # A TensorFlow op of the C API has no XLA kernel; a tf.function is fine.
         self.supports_jit = backend.name != "tensorflow"
 
-    def _make_core(self, configs: list[dict[str, Any]]) -> None:
-        self._core = Core(configs)
+    def _make_core(self, configs: list[dict[str, Any]], tables: list[TableConfig]) -> None:
+        storages = {table.storage for table in tables} - {"auto"} or {"auto"}
+        if len(storages) > 1:
+            raise ValueError(
+                "The tables of a layer must have one `storage`, since one call looks them all up. Received: "
+                + ", ".join(f"{table.name}={table.storage!r}" for table in tables)
+            )
+        self._core = Core(configs, storages.pop())
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # tables have no input shape

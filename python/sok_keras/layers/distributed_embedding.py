@@ -99,7 +99,7 @@ class DistributedEmbedding(TableLayer):
                 f"several tables named {doubled}"
             )
         core_configs = [table_core_config(table, self.name) for table in self._structure.tables]
-        self._make_core(core_configs)
+        self._make_core(core_configs, self._structure.tables)
 
     @property
     def feature_configs(self) -> Any:

@@ -42,7 +42,8 @@ class DynamicEmbedding(TableLayer):
         initial_capacity: Rows to make room for at once.
         max_capacity: Rows at most; None: as many as memory holds.
         check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
-        storage: `"auto"` or `"host"`.
+        storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where the model runs on a GPU. Under a
+            model on a GPU, ids and rows of host tables cross in each step.
         save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
 
     Input shape:
@@ -104,7 +105,7 @@ class DynamicEmbedding(TableLayer):
         )
         core_config = table_core_config(table)
         self.seed = core_config["seed"]
-        self._make_core([core_config])
+        self._make_core([core_config], [table])
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         axis = axis_of(inputs, self.combiner is not None)

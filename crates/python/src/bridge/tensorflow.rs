@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
 
 use super::{Failure, address, catch, size_of};
-use crate::call::{self, DType, Outputs, Tensor};
+use crate::call::{self, DType, OnGpu, Outputs, Tensor};
 
 /// An object of TensorFlow's: the C API knows them by pointer alone.
 type Object = *mut c_void;
@@ -86,17 +86,18 @@ fn api() -> &'static Api {
 // ---- registration ------------------------------------------------------------------------------------------------
 
 struct Op {
-    name: &'static CStr,
+    /// Of the op on tables on the host, and on a GPU.
+    names: [&'static CStr; 2],
     attrs: &'static [&'static CStr],
     inputs: &'static [&'static CStr],
     outputs: &'static [&'static CStr],
-    create: Create,
+    create: [Create; 2],
 }
 
 /// Stateful, so that TensorFlow neither drops, merges nor reorders them. Tensors come in the order of [`crate::call`].
 const OPS: [Op; 4] = [
     Op {
-        name: c"SokLookup",
+        names: [c"SokLookup", c"SokGpuLookup"],
         attrs: &[
             c"T: list({int32, int64, uint32, uint64, float}) >= 1",
             c"N: int >= 1",
@@ -106,28 +107,28 @@ const OPS: [Op; 4] = [
         ],
         inputs: &[c"tensors: T", c"trigger: float"],
         outputs: &[c"number: int32", c"rows: N * float"],
-        create: create_lookup,
+        create: [create_lookup::<false>, create_lookup::<true>],
     },
     Op {
-        name: c"SokPush",
+        names: [c"SokPush", c"SokGpuPush"],
         attrs: &[c"N: int >= 1", c"M: int >= 0", c"plan: int"],
         inputs: &[c"number: int32", c"gradients: N * float", c"weights: M * float"],
         outputs: &[c"ticket: float", c"weight_gradients: M * float"],
-        create: create_push,
+        create: [create_push::<false>, create_push::<true>],
     },
     Op {
-        name: c"SokCommit",
+        names: [c"SokCommit", c"SokGpuCommit"],
         attrs: &[c"N: int >= 1", c"optimizer: int"],
         inputs: &[c"is_update: float", c"tickets: N * float"],
         outputs: &[c"sum_of_squares: float"],
-        create: create_commit,
+        create: [create_commit::<false>, create_commit::<true>],
     },
     Op {
-        name: c"SokApply",
+        names: [c"SokApply", c"SokGpuApply"],
         attrs: &[c"N: int >= 1", c"optimizer: int"],
         inputs: &[c"scalars: float", c"sum_of_squares: float", c"triggers: N * float"],
         outputs: &[c"new_triggers: N * float"],
-        create: create_apply,
+        create: [create_apply::<false>, create_apply::<true>],
     },
 ];
 
@@ -166,10 +167,14 @@ fn register_in(library: Object) -> Told<()> {
     let loaded = Api::load(library)?;
     let api = API.get_or_init(|| loaded);
     for op in &OPS {
-        define(api, op)?;
-        for device in [c"CPU", c"GPU"] {
-            add_kernel(api, op, device)?;
+        let [on_host, on_gpu] = op.names;
+        for name in op.names {
+            define(api, op, name)?;
         }
+        for device in [c"CPU", c"GPU"] {
+            add_kernel(api, op, on_host, device)?;
+        }
+        add_kernel(api, op, on_gpu, c"GPU")?;
     }
     Ok(())
 }
@@ -195,13 +200,13 @@ fn symbol(library: Object, name: &str) -> Told<Object> {
 }
 
 /// Shapes stay unknown here: the C API lets a shape function read neither numbers nor inputs, so Python sets them.
-fn define(api: &Api, op: &Op) -> Told<()> {
+fn define(api: &Api, op: &Op, name: &CStr) -> Told<()> {
     let status = Status::new();
     // SAFETY: - every string is static and ends with a zero byte; TensorFlow copies it.
     //         - `builder` is live and this function's own until TF_RegisterOpDefinition takes it, whatever it says.
     //         - TF_ShapeInferenceContextSetUnknownShape has the type of a shape function.
     unsafe {
-        let builder = (api.TF_NewOpDefinitionBuilder)(op.name.as_ptr());
+        let builder = (api.TF_NewOpDefinitionBuilder)(name.as_ptr());
         for attr in op.attrs {
             (api.TF_OpDefinitionBuilderAddAttr)(builder, attr.as_ptr());
         }
@@ -219,26 +224,31 @@ fn define(api: &Api, op: &Op) -> Told<()> {
     status.check()
 }
 
-/// On a GPU each tensor of ours is asked for in host memory: the host table is there.
-fn add_kernel(api: &Api, op: &Op, device: &CStr) -> Told<()> {
+/// On a GPU each tensor of ours is asked for in host memory if the tables are there; else the lookup's number alone, so that a push
+/// finds it.
+fn add_kernel(api: &Api, op: &Op, name: &CStr, device: &CStr) -> Told<()> {
+    let is_on_gpu = name == op.names[1];
     let status = Status::new();
     // SAFETY: - every string ends with a zero byte; TensorFlow copies it.
     //         - the callbacks have the types that the C API asks for, and live as long as the process.
     //         - `builder` is live and this function's own until TF_RegisterKernelBuilder takes it.
     unsafe {
         let builder = (api.TF_NewKernelBuilder)(
-            op.name.as_ptr(),
+            name.as_ptr(),
             device.as_ptr(),
-            Some(op.create),
+            Some(op.create[usize::from(is_on_gpu)]),
             compute,
             Some(delete),
         );
         if device == c"GPU" {
             for tensor in op.inputs.iter().chain(op.outputs) {
-                (api.TF_KernelBuilder_HostMemory)(builder, argument_name(tensor).as_ptr());
+                let argument = argument_name(tensor);
+                if !is_on_gpu || argument.as_c_str() == c"number" {
+                    (api.TF_KernelBuilder_HostMemory)(builder, argument.as_ptr());
+                }
             }
         }
-        (api.TF_RegisterKernelBuilder)(op.name.as_ptr(), builder, status.0);
+        (api.TF_RegisterKernelBuilder)(name.as_ptr(), builder, status.0);
     }
     status.check()
 }
@@ -251,17 +261,24 @@ fn argument_name(spec: &CStr) -> CString {
 
 // ---- kernels -----------------------------------------------------------------------------------------------------
 
-/// One op of a graph: its attributes, read once.
-enum Kernel {
+/// One op of a graph.
+struct Kernel {
+    call: Call,
+    /// Its tensors and tables are there.
+    is_on_gpu: bool,
+}
+
+/// Its attributes, read once.
+enum Call {
     Lookup { plan: i64, insert: bool, save: bool },
     Push { plan: i64, num_gradients: usize },
     Commit { optimizer: i64 },
     Apply { optimizer: i64 },
 }
 
-extern "C" fn create_lookup(construction: Object) -> Object {
-    create(construction, |attrs| {
-        Ok(Kernel::Lookup {
+extern "C" fn create_lookup<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |attrs| {
+        Ok(Call::Lookup {
             plan: attrs.int(c"plan")?,
             insert: attrs.bool(c"insert")?,
             save: attrs.bool(c"save")?,
@@ -269,23 +286,23 @@ extern "C" fn create_lookup(construction: Object) -> Object {
     })
 }
 
-extern "C" fn create_push(construction: Object) -> Object {
-    create(construction, |attrs| {
-        Ok(Kernel::Push { plan: attrs.int(c"plan")?, num_gradients: attrs.int(c"N")? as usize })
+extern "C" fn create_push<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |attrs| {
+        Ok(Call::Push { plan: attrs.int(c"plan")?, num_gradients: attrs.int(c"N")? as usize })
     })
 }
 
-extern "C" fn create_commit(construction: Object) -> Object {
-    create(construction, |attrs| Ok(Kernel::Commit { optimizer: attrs.int(c"optimizer")? }))
+extern "C" fn create_commit<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |attrs| Ok(Call::Commit { optimizer: attrs.int(c"optimizer")? }))
 }
 
-extern "C" fn create_apply(construction: Object) -> Object {
-    create(construction, |attrs| Ok(Kernel::Apply { optimizer: attrs.int(c"optimizer")? }))
+extern "C" fn create_apply<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |attrs| Ok(Call::Apply { optimizer: attrs.int(c"optimizer")? }))
 }
 
-fn create(construction: Object, read: impl FnOnce(&Attrs) -> Result<Kernel>) -> Object {
+fn create(construction: Object, is_on_gpu: bool, read: impl FnOnce(&Attrs) -> Result<Call>) -> Object {
     match catch(|| read(&Attrs(construction))) {
-        Ok(kernel) => Box::into_raw(Box::new(kernel)).cast(),
+        Ok(call) => Box::into_raw(Box::new(Kernel { call, is_on_gpu })).cast(),
         Err(failure) => {
             let status = Status::of(&failure);
             // SAFETY: both objects are live: the first for the length of this callback, the second until the line below.
@@ -318,17 +335,19 @@ impl Kernel {
     fn run(&self, context: &mut Context) -> Result<()> {
         let mut held = context.inputs()?;
         let tensors = held.iter().map(Held::view).collect::<Result<Vec<Tensor>>>()?;
-        match *self {
-            Kernel::Lookup { plan, insert, save } => {
+        let on_gpu = self.is_on_gpu.then(|| context.stream()).transpose()?;
+        let on_gpu = on_gpu.map(|stream| OnGpu { stream, has_number: false });
+        match self.call {
+            Call::Lookup { plan, insert, save } => {
                 let trigger = tensors.len() - 1;
-                call::lookup(plan, insert, save, &tensors[..trigger], context)
+                call::lookup(plan, insert, save, &tensors[..trigger], context, on_gpu)
             }
-            Kernel::Push { plan, num_gradients } => {
+            Call::Push { plan, num_gradients } => {
                 let gradients: Vec<Held> = held.drain(1..=num_gradients).collect();
-                call::push(plan, &tensors, Some(Box::new(gradients)), context)
+                call::push(plan, &tensors, Some(Box::new(gradients)), context, on_gpu)
             }
-            Kernel::Commit { optimizer } => call::commit(optimizer, &tensors, context),
-            Kernel::Apply { optimizer } => call::apply(optimizer, &tensors, context),
+            Call::Commit { optimizer } => call::commit(optimizer, &tensors, context, on_gpu),
+            Call::Apply { optimizer } => call::apply(optimizer, &tensors, context, on_gpu),
         }
     }
 }
@@ -361,7 +380,44 @@ impl Attrs {
 /// A `TF_OpKernelContext`, live during `compute`.
 struct Context(Object);
 
+/// `OpKernelContext::eigen_device<Eigen::GpuDevice>() const` and `EigenGpuStreamDevice::stream() const`, which GPU builds of
+/// TensorFlow export. The C API gives a stream to pluggable devices alone.
+const EIGEN_DEVICE: &str = "_ZNK10tensorflow15OpKernelContext12eigen_deviceIN5Eigen9GpuDeviceEEERKT_v";
+const EIGEN_STREAM: &str = "_ZNK10tensorflow20EigenGpuStreamDevice6streamEv";
+/// Place of `stream` in the table of virtual functions of `Eigen::StreamInterface`.
+const STREAM_SLOT: usize = 2;
+
+type EigenDevice = unsafe extern "C" fn(Object) -> *const *const *const Object;
+type EigenStream = unsafe extern "C" fn(*const *const Object) -> *const Object;
+
 impl Context {
+    /// TensorFlow's own stream, on which the tensors are ready.
+    fn stream(&self) -> Result<u64> {
+        let symbols = || -> Told<(Object, Object)> {
+            let library = loaded_framework().ok_or("TensorFlow is not loaded in this process")?;
+            Ok((symbol(library, EIGEN_DEVICE)?, symbol(library, EIGEN_STREAM)?))
+        };
+        static SYMBOLS: OnceLock<Told<(usize, usize)>> = OnceLock::new();
+        let symbols = SYMBOLS.get_or_init(|| symbols().map(|(device, stream)| (device as usize, stream as usize)));
+        let (device, stream) = symbols.clone().map_err(|what| {
+            Error::Device(format!("{what}, so tables on a GPU cannot be used here: use `storage=\"host\"`"))
+        })?;
+        // SAFETY: - functions of these types, by their mangled names.
+        //         - a `TF_OpKernelContext` is an `OpKernelContext`, whose device is a GPU: this kernel is for no other.
+        //         - the first field of `Eigen::GpuDevice` is its `StreamInterface*`, whose first is its table of virtual functions; that
+        //           the stream's function stands there is checked before it is called.
+        unsafe {
+            let device: EigenDevice = std::mem::transmute(device);
+            let interface = device(self.0).as_ref().copied().filter(|i| !i.is_null());
+            let interface = interface.filter(|i| *(**i).add(STREAM_SLOT) as usize == stream);
+            let Some(interface) = interface else {
+                return Err(Error::Device("this TensorFlow keeps its GPU stream elsewhere: use `storage=\"host\"`".into()));
+            };
+            let stream: EigenStream = std::mem::transmute(stream);
+            Ok(*stream(interface) as u64)
+        }
+    }
+
     fn inputs(&self) -> Result<Vec<Held>> {
         // SAFETY: the context is live.
         let count = unsafe { (api().TF_NumInputs)(self.0) };

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
 
-use crate::call::{self, DType, Outputs, Tensor};
+use crate::call::{self, DType, OnGpu, Outputs, Tensor};
 use crate::error::detached;
 
 /// `(data_ptr, dtype, shape)` of a contiguous tensor.
@@ -26,6 +26,11 @@ fn tensors(tuples: Vec<TensorTuple>) -> Pointers {
     Pointers(tuples.into_iter().map(tensor).collect())
 }
 
+/// The number of a lookup stays on the host, so that a push finds it there.
+fn on_gpu(stream: u64) -> OnGpu {
+    OnGpu { stream, has_number: false }
+}
+
 /// Tensors that Python made before the call.
 impl Outputs for Pointers {
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
@@ -42,6 +47,7 @@ impl Outputs for Pointers {
 }
 
 #[pyfunction]
+#[pyo3(signature = (plan, insert, save, inputs, outputs, stream=None))]
 fn lookup(
     py: Python<'_>,
     plan: i64,
@@ -49,55 +55,62 @@ fn lookup(
     save: bool,
     inputs: Vec<TensorTuple>,
     outputs: Vec<TensorTuple>,
+    stream: Option<u64>,
 ) -> PyResult<()> {
     let (inputs, mut outputs) = (tensors(inputs), tensors(outputs));
     detached(py, move || {
         let inputs = inputs;
-        call::lookup(plan, insert, save, &inputs.0, &mut outputs)
+        call::lookup(plan, insert, save, &inputs.0, &mut outputs, stream.map(on_gpu))
     })
 }
 
 /// `keep`: what holds the gradients' memory; None merges them now.
 #[pyfunction]
+#[pyo3(signature = (plan, inputs, keep, outputs, stream=None))]
 fn push(
     py: Python<'_>,
     plan: i64,
     inputs: Vec<TensorTuple>,
     keep: Option<Py<PyAny>>,
     outputs: Vec<TensorTuple>,
+    stream: Option<u64>,
 ) -> PyResult<()> {
     let (inputs, mut outputs) = (tensors(inputs), tensors(outputs));
     detached(py, move || {
         let inputs = inputs;
-        call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs)
+        call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs, stream.map(on_gpu))
     })
 }
 
 #[pyfunction]
+#[pyo3(signature = (optimizer, inputs, outputs, stream=None))]
 fn commit(
     py: Python<'_>,
     optimizer: i64,
     inputs: Vec<TensorTuple>,
     outputs: Vec<TensorTuple>,
+    stream: Option<u64>,
 ) -> PyResult<()> {
     let (inputs, mut outputs) = (tensors(inputs), tensors(outputs));
     detached(py, move || {
         let inputs = inputs;
-        call::commit(optimizer, &inputs.0, &mut outputs)
+        call::commit(optimizer, &inputs.0, &mut outputs, stream.map(on_gpu))
     })
 }
 
 #[pyfunction]
+#[pyo3(signature = (optimizer, inputs, outputs, stream=None))]
 fn apply(
     py: Python<'_>,
     optimizer: i64,
     inputs: Vec<TensorTuple>,
     outputs: Vec<TensorTuple>,
+    stream: Option<u64>,
 ) -> PyResult<()> {
     let (inputs, mut outputs) = (tensors(inputs), tensors(outputs));
     detached(py, move || {
         let inputs = inputs;
-        call::apply(optimizer, &inputs.0, &mut outputs)
+        call::apply(optimizer, &inputs.0, &mut outputs, stream.map(on_gpu))
     })
 }
 

@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sok_core::error::{Error, Result};
 
-use super::{Failure, address, catch};
-use crate::call::{self, DType, Outputs, Tensor};
+use super::{Failure, address, catch, staging};
+use crate::call::{self, DType, OnGpu, Outputs, Tensor};
 use crate::registry;
 
 // ---- the C structs, as far as they are read ----------------------------------------------------------------------
@@ -74,6 +74,25 @@ struct Api {
     version: Version,
     internal: *const c_void,
     create_error: unsafe extern "C" fn(*mut ErrorArguments) -> XlaError,
+    get_message: *const c_void,
+    destroy_error: unsafe extern "C" fn(*mut DestroyArguments),
+    register_handler: *const c_void,
+    get_stream: unsafe extern "C" fn(*mut StreamArguments) -> XlaError,
+}
+
+#[repr(C)]
+struct DestroyArguments {
+    struct_size: usize,
+    extension: *mut Extension,
+    error: XlaError,
+}
+
+#[repr(C)]
+struct StreamArguments {
+    struct_size: usize,
+    extension: *mut Extension,
+    context: *mut c_void,
+    stream: *mut c_void,
 }
 
 #[repr(C)]
@@ -132,17 +151,31 @@ struct CallFrame {
 
 // ---- handlers ----------------------------------------------------------------------------------------------------
 
-const HANDLERS: [(&str, Handler); 4] =
-    [("sok_lookup", lookup), ("sok_push", push), ("sok_commit", commit), ("sok_apply", apply)];
+const ON_CPU: [(&str, Handler); 4] = [
+    ("sok_lookup", lookup::<false>),
+    ("sok_push", push::<false>),
+    ("sok_commit", commit::<false>),
+    ("sok_apply", apply::<false>),
+];
+const ON_GPU: [(&str, Handler); 4] = [
+    ("sok_lookup", lookup::<true>),
+    ("sok_push", push::<true>),
+    ("sok_commit", commit::<true>),
+    ("sok_apply", apply::<true>),
+];
 
-/// Name and handler of each call, for `jax.ffi.register_ffi_target(name, capsule, platform="cpu")`.
+/// By platform: name and handler of each call, for `jax.ffi.register_ffi_target(name, capsule, platform=platform)`.
 #[pyfunction]
 pub fn xla_targets(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let targets = PyDict::new(py);
-    for (name, handler) in HANDLERS {
-        targets.set_item(name, capsule(py, handler)?)?;
+    let platforms = PyDict::new(py);
+    for (platform, handlers) in [("cpu", ON_CPU), ("CUDA", ON_GPU)] {
+        let targets = PyDict::new(py);
+        for (name, handler) in handlers {
+            targets.set_item(name, capsule(py, handler)?)?;
+        }
+        platforms.set_item(platform, targets)?;
     }
-    Ok(targets)
+    Ok(platforms)
 }
 
 /// Without a name, as `jax.ffi.pycapsule` makes them; PyO3's own constructors ask for one.
@@ -155,51 +188,63 @@ fn capsule(py: Python<'_>, handler: Handler) -> PyResult<Bound<'_, PyAny>> {
 }
 
 /// Operands: the tensors of the plan, then the trigger. Results: number, rows.
-unsafe extern "C" fn lookup(frame: *mut CallFrame) -> XlaError {
+unsafe extern "C" fn lookup<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
-        handle(frame, |execution| {
+        handle(frame, GPU, |execution| {
             let plan = execution.attribute("plan")?;
             let (insert, save) = (execution.flag("insert")?, execution.flag("save")?);
             let mut tensors = execution.tensors()?;
             tensors.pop().ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
-            let done = call::lookup(plan, insert, save, &tensors, execution);
+            let group = registry::plan(plan)?.group.clone();
+            let done = execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
+                call::lookup(plan, insert, save, tensors, outputs, on_gpu)
+            });
             done.inspect_err(|error| latch_plan(plan, error))
         })
     }
 }
 
 /// Operands: number, gradients, weights. Results: ticket, gradients of the weights.
-unsafe extern "C" fn push(frame: *mut CallFrame) -> XlaError {
+unsafe extern "C" fn push<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
-        handle(frame, |execution| {
+        handle(frame, GPU, |execution| {
             let plan = execution.attribute("plan")?;
-            let done = call::push(plan, &execution.tensors()?, None, execution);
+            let (tensors, group) = (execution.tensors()?, registry::plan(plan)?.group.clone());
+            let done = execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
+                call::push(plan, tensors, None, outputs, on_gpu)
+            });
             done.inspect_err(|error| latch_plan(plan, error))
         })
     }
 }
 
 /// Operands: is_update, tickets. Result: sum of squares.
-unsafe extern "C" fn commit(frame: *mut CallFrame) -> XlaError {
+unsafe extern "C" fn commit<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
-        handle(frame, |execution| {
+        handle(frame, GPU, |execution| {
             let optimizer = execution.attribute("optimizer")?;
-            let done = call::commit(optimizer, &execution.tensors()?, execution);
+            let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
+            let done = execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
+                call::commit(optimizer, tensors, outputs, on_gpu)
+            });
             done.inspect_err(|error| latch_optimizer(optimizer, error))
         })
     }
 }
 
 /// Operands: scalars, sum of squares, triggers. Results: new triggers.
-unsafe extern "C" fn apply(frame: *mut CallFrame) -> XlaError {
+unsafe extern "C" fn apply<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
-        handle(frame, |execution| {
+        handle(frame, GPU, |execution| {
             let optimizer = execution.attribute("optimizer")?;
-            let done = call::apply(optimizer, &execution.tensors()?, execution);
+            let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
+            let done = execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
+                call::apply(optimizer, tensors, outputs, on_gpu)
+            });
             done.inspect_err(|error| latch_optimizer(optimizer, error))
         })
     }
@@ -219,11 +264,19 @@ fn latch_optimizer(optimizer: i64, error: &Error) {
     }
 }
 
+fn is_on_gpu(optimizer: i64) -> Result<bool> {
+    Ok(registry::optimizer(optimizer)?.groups.iter().any(|group| group.is_on_gpu))
+}
+
 /// What all handlers do alike: tell about themselves if asked, work in the execute stage only, report what went wrong.
 ///
 /// # Safety
 /// `frame` and all that it points to must be as XLA passes them to a handler.
-unsafe fn handle(frame: *mut CallFrame, body: impl FnOnce(&mut Execution) -> Result<()>) -> XlaError {
+unsafe fn handle(
+    frame: *mut CallFrame,
+    on_gpu: bool,
+    body: impl FnOnce(&mut Execution) -> Result<()>,
+) -> XlaError {
     // SAFETY: the frame is live and unchanged during the call (XLA's contract, passed on by the caller).
     let frame = unsafe { &*frame };
     // SAFETY: extensions are a list that ends with null; a first one, if any, is live.
@@ -237,7 +290,7 @@ unsafe fn handle(frame: *mut CallFrame, body: impl FnOnce(&mut Execution) -> Res
     if frame.stage != EXECUTE {
         return ptr::null_mut();
     }
-    match catch(|| body(&mut Execution(frame))) {
+    match catch(|| body(&mut Execution { frame, on_gpu })) {
         Ok(()) => ptr::null_mut(),
         // SAFETY: the API outlives the call.
         Err(failure) => report(unsafe { &*frame.api }, &failure),
@@ -264,12 +317,57 @@ fn report(api: &Api, failure: &Failure) -> XlaError {
 }
 
 /// A call in its execute stage: all that the frame points to is live and complete.
-struct Execution<'a>(&'a CallFrame);
+struct Execution<'a> {
+    frame: &'a CallFrame,
+    /// Buffers are in GPU memory.
+    on_gpu: bool,
+}
 
 impl Execution<'_> {
     fn tensors(&self) -> Result<Vec<Tensor>> {
-        let buffers = (0..self.0.arguments.size as usize).map(|index| item(&self.0.arguments, index));
+        let buffers = (0..self.frame.arguments.size as usize).map(|index| item(&self.frame.arguments, index));
         buffers.map(|buffer| buffer.and_then(tensor)).collect()
+    }
+
+    /// A call on tables that are on the GPU, or not.
+    fn run(
+        &mut self,
+        tensors: Vec<Tensor>,
+        tables_on_gpu: bool,
+        call: impl FnOnce(&[Tensor], &mut dyn Outputs, Option<OnGpu>) -> Result<()>,
+    ) -> Result<()> {
+        match (self.on_gpu, tables_on_gpu) {
+            (false, _) => call(&tensors, self, None),
+            (true, true) => {
+                let on_gpu = OnGpu { stream: self.stream()?, has_number: true };
+                call(&tensors, self, Some(on_gpu))
+            }
+            (true, false) => {
+                let stream = self.stream()?;
+                staging::run(stream, &tensors, self, |tensors, outputs| call(tensors, outputs, None))
+            }
+        }
+    }
+
+    fn stream(&self) -> Result<u64> {
+        // SAFETY: the API outlives the call.
+        let api = unsafe { &*self.frame.api };
+        let mut arguments = StreamArguments {
+            struct_size: size_of::<StreamArguments>(),
+            extension: ptr::null_mut(),
+            context: self.frame.context,
+            stream: ptr::null_mut(),
+        };
+        // SAFETY: the struct is filled as the header asks.
+        let error = unsafe { (api.get_stream)(&mut arguments) };
+        if error.is_null() {
+            return Ok(arguments.stream as u64);
+        }
+        let mut destroy =
+            DestroyArguments { struct_size: size_of::<DestroyArguments>(), extension: ptr::null_mut(), error };
+        // SAFETY: an error of XLA's, which is given back once.
+        unsafe { (api.destroy_error)(&mut destroy) };
+        Err(Error::Device("XLA has no stream for this call".into()))
     }
 
     fn flag(&self, name: &str) -> Result<bool> {
@@ -278,7 +376,7 @@ impl Execution<'_> {
 
     /// An attribute of type int64 or bool.
     fn attribute(&self, name: &str) -> Result<i64> {
-        let attributes = &self.0.attributes;
+        let attributes = &self.frame.attributes;
         let index =
             (0..attributes.size as usize).find(|&index| attribute_name(attributes, index) == name.as_bytes());
         let index = index.ok_or_else(|| Error::argument(format!("attribute `{name}` is missing")))?;
@@ -301,7 +399,7 @@ impl Execution<'_> {
 
 impl Outputs for Execution<'_> {
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
-        let ready = tensor(item(&self.0.results, index)?)?;
+        let ready = tensor(item(&self.frame.results, index)?)?;
         if ready.dtype != dtype || ready.dims != dims {
             return Err(Error::argument(format!(
                 "result {index} of the call is {dtype:?} {dims:?}, but {:?} {:?} was traced",

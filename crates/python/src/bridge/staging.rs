@@ -1,0 +1,50 @@
+//! Tables on the host under a model on the GPU, where the framework does not bring the tensors: they cross, and the call waits.
+
+use sok_core::error::Result;
+use sok_cuda::device::Stream;
+use sok_cuda::staging;
+
+use super::size_of;
+use crate::call::{DType, Outputs, Tensor};
+
+/// Results on the host, and where they go on the device.
+struct Staged<'a> {
+    outputs: &'a mut dyn Outputs,
+    results: Vec<(*mut u8, Vec<u64>, usize)>,
+}
+
+impl Outputs for Staged<'_> {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
+        let to = self.outputs.output(index, dtype, dims)?;
+        let num_bytes = dims.iter().product::<i64>() as usize * size_of(dtype);
+        let mut room = vec![0u64; num_bytes.div_ceil(8).max(1)];
+        let address = room.as_mut_ptr().cast();
+        self.results.push((to, room, num_bytes));
+        Ok(address)
+    }
+}
+
+/// Runs a call of the host on copies of tensors that are on the device.
+pub fn run(
+    stream: u64,
+    tensors: &[Tensor],
+    outputs: &mut dyn Outputs,
+    call: impl FnOnce(&[Tensor], &mut dyn Outputs) -> Result<()>,
+) -> Result<()> {
+    staging::wait(Stream(stream as _))?;
+    let num_bytes = |t: &Tensor| t.len() * size_of(t.dtype);
+    let mut copies = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let mut copy = vec![0u64; num_bytes(tensor).div_ceil(8).max(1)];
+        staging::to_host(&mut copy, tensor.data as u64, num_bytes(tensor))?;
+        copies.push(copy);
+    }
+    let on_host: Vec<Tensor> = tensors
+        .iter()
+        .zip(&copies)
+        .map(|(t, copy)| Tensor { data: copy.as_ptr().cast(), dtype: t.dtype, dims: t.dims.clone() })
+        .collect();
+    let mut staged = Staged { outputs, results: Vec::new() };
+    call(&on_host, &mut staged)?;
+    staged.results.iter().try_for_each(|(to, room, bytes)| staging::to_device(*to as u64, room, *bytes))
+}

@@ -1,0 +1,169 @@
+//! The four calls of a training step on tables in GPU memory: tensors are addresses there, and nothing is waited for.
+
+use std::sync::MutexGuard;
+
+use sok_core::error::{Error, Result};
+use sok_core::host_group::Binding;
+use sok_core::push::Keep;
+use sok_core::ticket::RING;
+use sok_cuda::device::Stream;
+use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
+use sok_cuda::optimizer;
+use sok_cuda::step::{Bags, Feature, Ids, KeyType};
+
+use crate::call::{DType, OnGpu, Outputs, Tensor, take};
+use crate::registry::{Axis, Optimizer, Plan, PlanFeature};
+use crate::tables::Tables;
+
+fn address(tensor: &Tensor, dtype: DType) -> Result<u64> {
+    tensor.check(dtype)?;
+    Ok(tensor.data as u64)
+}
+
+fn float_output(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Result<u64> {
+    Ok(outputs.output(index, DType::F32, dims)? as u64)
+}
+
+/// A feature of the plan with the tensors of this call, and the dims of its output.
+fn feature<'a>(
+    planned: &'a PlanFeature,
+    dim: usize,
+    inputs: &mut std::slice::Iter<'_, Tensor>,
+) -> Result<(Feature<'a>, Vec<i64>)> {
+    let ids = take(inputs)?;
+    let high = if planned.words { address(take(inputs)?, DType::I32)? } else { 0 };
+    let key_type = match ids.dtype {
+        DType::I32 if planned.words => KeyType::Words,
+        DType::I32 => KeyType::Signed,
+        DType::U32 => KeyType::Unsigned,
+        DType::I64 | DType::U64 => KeyType::Wide,
+        DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
+    };
+    let ids_of = Ids { address: ids.data as u64, high, key_type, len: ids.len() };
+    let mut dims = ids.dims.clone();
+    let bags = match planned.axis {
+        Axis::Each => Bags::Each,
+        Axis::Last => {
+            let hotness =
+                dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))? as usize;
+            Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness }
+        }
+        Axis::Ragged => {
+            let splits = take(inputs)?;
+            let num_bags = splits.len().saturating_sub(1);
+            dims = vec![num_bags as i64];
+            Bags::Ragged { splits: splits.data as u64, wide: splits.dtype == DType::I64, num_bags }
+        }
+    };
+    let weights = planned.weights.then(|| take(inputs).and_then(|w| address(w, DType::F32))).transpose()?;
+    dims.push(dim as i64);
+    let feature = Feature {
+        name: &planned.name,
+        table: planned.table,
+        ids: ids_of,
+        bags,
+        combiner: planned.combiner,
+        weights,
+        padding_key: planned.padding_key,
+        rows: 0,
+    };
+    Ok((feature, dims))
+}
+
+/// As [`crate::call::lookup`].
+pub fn lookup(
+    plan: &Plan,
+    group: &mut GpuGroup,
+    insert: bool,
+    save: bool,
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    on_gpu: OnGpu,
+) -> Result<()> {
+    let mut inputs = inputs.iter();
+    let mut features = Vec::with_capacity(plan.features.len());
+    for (number, planned) in plan.features.iter().enumerate() {
+        let (feature, dims) = feature(planned, plan.dims[planned.table], &mut inputs)?;
+        let rows = float_output(outputs, 1 + number, &dims)?;
+        features.push(Feature { rows, ..feature });
+    }
+    let place = outputs.output(0, DType::I32, &[2])?;
+    let number_to = on_gpu.has_number.then_some(place as u64);
+    let number = group.lookup(&features, insert, save, number_to, Stream(on_gpu.stream as _))?;
+    if number_to.is_none() {
+        // SAFETY: the framework gave room for two int32 in host memory.
+        unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
+    }
+    Ok(())
+}
+
+/// As [`crate::call::push`].
+pub fn push(
+    plan: &Plan,
+    group: &mut GpuGroup,
+    number: LookupNumber,
+    inputs: &mut std::slice::Iter<'_, Tensor>,
+    keep: Option<Keep>,
+    outputs: &mut dyn Outputs,
+    on_gpu: OnGpu,
+) -> Result<()> {
+    let (mut rows, mut lens) = (Vec::with_capacity(plan.features.len()), Vec::new());
+    for _ in &plan.features {
+        let gradient = take(inputs)?;
+        rows.push(address(gradient, DType::F32)?);
+        lens.push(gradient.len());
+    }
+    let mut weights = Vec::new();
+    for (feature, _) in plan.features.iter().enumerate().filter(|(_, f)| f.weights) {
+        let dims = &take(inputs)?.dims;
+        weights.push((feature, float_output(outputs, 1 + weights.len(), dims)?));
+    }
+    let ticket = float_output(outputs, 0, &[RING as i64, 2])?;
+    let gradients = OutputGradients { rows, keep, check_finite: plan.check_finite };
+    group.push(number, gradients, &lens, &weights, ticket, Stream(on_gpu.stream as _))
+}
+
+/// The groups of an optimizer whose tables are on the GPU.
+fn on_gpu<'a>(groups: &'a mut [MutexGuard<'_, Tables>]) -> Result<Vec<&'a mut GpuGroup>> {
+    groups.iter_mut().map(|tables| tables.gpu()).collect()
+}
+
+/// As [`crate::call::commit`].
+pub fn commit(
+    optimizer: &Optimizer,
+    handle: i64,
+    groups: &mut [MutexGuard<'_, Tables>],
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    place: OnGpu,
+) -> Result<()> {
+    let mut inputs = inputs.iter();
+    let is_update = address(take(&mut inputs)?, DType::F32)?;
+    let out = float_output(outputs, 0, &[])?;
+    let tickets = inputs.map(|ticket| address(ticket, DType::F32)).collect::<Result<Vec<_>>>()?;
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let is_update = optimizer.accumulates.then_some(is_update);
+    optimizer::commit(&mut on_gpu(groups)?, &bindings, &tickets, is_update, out, Stream(place.stream as _))
+}
+
+/// As [`crate::call::apply`].
+pub fn apply(
+    optimizer: &Optimizer,
+    handle: i64,
+    groups: &mut [MutexGuard<'_, Tables>],
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    place: OnGpu,
+) -> Result<()> {
+    let mut inputs = inputs.iter();
+    let scalars = address(take(&mut inputs)?, DType::F32)?;
+    take(&mut inputs)?;
+    let mut triggers = Vec::with_capacity(groups.len());
+    for number in 0..groups.len() {
+        let trigger = address(take(&mut inputs)?, DType::F32)?;
+        triggers.push((trigger, float_output(outputs, number, &[RING as i64, 2])?));
+    }
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let stream = Stream(place.stream as _);
+    optimizer::apply(&mut on_gpu(groups)?, &bindings, scalars, optimizer.accumulates, &triggers, stream)
+}
