@@ -6,6 +6,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Two devices, as far as JAX and TensorFlow know, for the tests that more than one is refused.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 
+# On a GPU too products are of float32.
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+
 import keras
 import pytest
 

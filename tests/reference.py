@@ -11,6 +11,7 @@ from keras import layers, ops
 import sok_keras as sok
 
 BACKEND = keras.backend.backend()
+ON_GPU = sok.backend.gpu() is not None
 
 VOCABULARY, DIM, BATCH, HOTNESS, STEPS = 12, 4, 24, 3, 4
 ROWS = (np.random.default_rng(0).normal(size=(VOCABULARY, DIM)) * 0.3).astype("float32")
@@ -200,9 +201,14 @@ def raises(error, match, table=None):
     """Expects an error of a native call, its class and its text.
 
     PyTorch raises the class itself. TensorFlow and JAX know no classes of ours: theirs name ours in front of the text. JAX's come
-    when a result is read, or at the call, if JAX had no reason to put it off; from the table they come by their own class.
+    when a result is read, or at the call, if JAX had no reason to put it off; from the table they come by their own class. So do all
+    that a GPU finds.
     """
-    if BACKEND == "torch":
+    if BACKEND == "torch" and table is not None and table._core.is_on_gpu:
+        with pytest.raises(error, match=f"(?s){match}"):
+            yield
+            table.synchronize()
+    elif BACKEND == "torch":
         with pytest.raises(error, match=f"(?s){match}"):
             yield
     elif BACKEND == "tensorflow":

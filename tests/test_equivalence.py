@@ -19,6 +19,7 @@ from reference import (
     DIM,
     FAST,
     HOTNESS,
+    ON_GPU,
     ROWS,
     STEPS,
     VOCABULARY,
@@ -67,7 +68,10 @@ def our_fitted(optimizer=None, **kwargs):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_updates_rows_as_dense_variables(name):
-    assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(OPTIMIZERS[name]()), **FAST))
+    # PyTorch's power is less exact on a GPU.
+    tolerance = 1e-5 if ON_GPU and name == "ftrl" else 1e-6
+    train = lambda embedding, wrap: fitted(embedding, wrap(OPTIMIZERS[name]()), **FAST)
+    assert_trains_alike(train, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS if BACKEND == "tensorflow" else ["sgd", "adam"])
@@ -359,7 +363,7 @@ def compiled_step(model, optimizer):
     forward = torch.compile(lambda ids: model(ids, training=True), fullgraph=False, backend="aot_eager")
 
     def step(ids, targets):
-        loss = torch.mean((forward(torch.as_tensor(ids)) - torch.as_tensor(targets)) ** 2)
+        loss = torch.mean((forward(ops.convert_to_tensor(ids)) - ops.convert_to_tensor(targets)) ** 2)
         found = torch.autograd.grad(loss, [v.value for v in model.trainable_variables])
         apply_gradients(optimizer, found, model.trainable_variables)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from sok_keras import backend
 from sok_keras.backend import native
+from sok_keras.backend.handles import plans
 from sok_keras.table import Table
 
 # Floats of a stored piece of a table: no dataset of a weights file may exceed a shard.
@@ -32,6 +33,7 @@ class Plan:
         self._dims = core.dims
         self.is_on_gpu = core.is_on_gpu
         self.handle = self._native.handle
+        plans[self.handle] = self
 
     def shapes_of(self, tensors):
         """Shape of each feature's rows; `tensors`: of each feature its ids, then row splits, then weights, as far as it has them."""
@@ -90,6 +92,7 @@ class Core:
     def native_table(self, number):
         return native.Table(self.group, number)
 
+    @backend.constant
     def plan(self, features, check_finite=False):
         """The plan of a call with these features; equal calls share one.
 
@@ -149,7 +152,8 @@ class Core:
 
     def _look_at(self, given, may_be_old):
         self._weights_are_strange = given[-1, -1] != self._mark
-        now = backend.at_hand(self.trigger._value) if may_be_old and not self._weights_are_strange else None
+        looks = may_be_old and not self._weights_are_strange
+        now = backend.at_hand(self.trigger._value, fetches=True) if looks else None
         if now is not None and given[0, 0] < now[0, 0]:
             warnings.warn(
                 f"Weights of an earlier step were set, but the rows of {self.names()} are no Keras weights and stay as they are. To "

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from sok_keras import backend
+from sok_keras.backend.handles import optimizers_on_gpu
 from sok_keras.optimizers import core_rule
 
 
@@ -114,10 +115,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way
         if cores:
-            self._tables.is_on_gpu = any(core.is_on_gpu for core in cores)
             self._tables.native = backend.native.Optimizer(
                 [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1
             )
+            self._tables.handle = self._tables.native.handle
+            if cores[0].is_on_gpu:
+                self._tables.is_on_gpu = True
+                optimizers_on_gpu.add(self._tables.handle)
         for core in cores:
             core.optimizer = self._tables.native
         self._tables.cores = cores
@@ -240,6 +244,7 @@ class _Binding:
 
     def __init__(self) -> None:
         self.native: Any = None
+        self.handle = 0
         self.is_on_gpu = False
         self.cores: list = []
         self.waiting: dict | None = None

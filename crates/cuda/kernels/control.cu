@@ -184,8 +184,9 @@ __device__ __forceinline__ Scalars scalars_now(const RuleNumbers& rule, float le
 // A block a group: what its update needs, and the new value of its trigger.
 template <u32 N> __global__ void __launch_bounds__(2 * RING) prepare(const __grid_constant__ Preparations<N> all) {
   const Preparation& p = all.of[blockIdx.x];
-  // Any change will do: the next lookup depends on the new value, so it comes after this.
-  if (p.new_trigger) p.new_trigger[threadIdx.x] = p.trigger[threadIdx.x] + (threadIdx.x == 0 ? 1.0f : 0.0f);
+  // The next lookup depends on the new value, so it comes after this. A ticket that was refused changes nothing.
+  const bool counts = threadIdx.x == 0 && p.resolved->is_due;
+  if (p.new_trigger) p.new_trigger[threadIdx.x] = p.trigger[threadIdx.x] + (counts ? 1.0f : 0.0f);
   if (threadIdx.x != 0) return;
   const float learning_rate = p.scalars[0], step = p.scalars[1], factor = p.scalars[3];
   const float weight = p.row == RING ? 1.0f : p.resolved->weights[p.row];

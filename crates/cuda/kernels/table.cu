@@ -161,20 +161,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, cons
   erased[i] = record;
 }
 
-// Puts an entry into an index that grows; one without room goes to a list, as keys and record numbers.
+// Entries of an index that grows which found no room: keys and record numbers, as far as they fit.
 struct Moving {
   u32* count;
   u64* keys;
   u32* records;
+  u32 room, pad;
 };
+
+// Puts an entry into an index whose keys are all different, so that no lock is needed.
 __device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record, const Moving& homeless) {
-  const Claim claim = claim_key(to, key, hash(key));
-  if (claim.record) {
-    store_shared(claim.record, record);
+  const u64 h = hash(key);
+  Bucket* first = to.buckets + first_of(h, to.num_buckets);
+  Bucket* second = to.buckets + second_of(h, to.num_buckets);
+  u32 word = 0;
+  if (u32* at = put(first, second, h, key, free_places(load_line(first)), word)) {
+    store_shared(at, record);
+    if (word) atomicOr(&first->word, word);
     return;
   }
   const u32 at = atomicAdd(homeless.count, 1);
-  homeless.keys[at] = key, homeless.records[at] = record;
+  if (at < homeless.room) homeless.keys[at] = key, homeless.records[at] = record;
 }
 
 // All entries of an index into a larger one.
@@ -193,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) move_entries(Index from, Ind
 
 // Those without room: others make way.
 extern "C" __global__ void __launch_bounds__(BLOCK) settle_entries(Index to, Moving homeless) {
-  const u32 n = *homeless.count;
+  const u32 n = min(*homeless.count, homeless.room);
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     if (lane() != 0) continue;
     const Claim claim = settle(to, homeless.keys[k]);

@@ -267,6 +267,28 @@ impl GpuTable {
         Ok(())
     }
 
+    /// Gives keys that are not there a record, on a stream; `records` and `homeless` as for `launch_look_up`. Waits only where memory
+    /// must grow. `n` new keys at most.
+    ///
+    /// # Errors
+    /// [`Error::Device`] without memory for them; nothing has changed.
+    pub fn insert_on_device(
+        &mut self,
+        keys: u64,
+        records: u64,
+        n: usize,
+        homeless: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        if !self.has_room(n as u64) {
+            self.device.synchronize()?;
+            self.learn()?;
+            self.make_room(n as u64, 0, stream)?;
+        }
+        self.most_taken += n as u64;
+        self.launch_look_up(keys, records, n, true, homeless, stream)
+    }
+
     /// Copies the rows of keys that are there; `found`: their record numbers.
     pub fn launch_find(&self, keys: u64, rows: u64, found: u64, n: usize, stream: Stream) -> Result<()> {
         let find = self.device.kernel(&TABLE, &format!("find_rows<{}, 4>", self.config.dim))?;
@@ -279,6 +301,20 @@ impl GpuTable {
         let gather = self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", self.config.dim))?;
         let (table, count, skips) = (self.alone(), n as u32, u32::from(skips));
         launch!(gather, stream, n.div_ceil(TABLE_THREADS), TABLE_THREADS, table, records, rows, count, skips)
+    }
+
+    /// Memory for so many rows.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is not so much; nothing has changed.
+    pub fn reserve(&mut self, rows: u64) -> Result<()> {
+        self.wait()?;
+        self.reserve_records(rows)
+    }
+
+    /// Memory of the index.
+    pub fn index_bytes(&self) -> usize {
+        self.index.num_bytes()
     }
 
     /// Rows of keys whose records are known.

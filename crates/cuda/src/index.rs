@@ -73,14 +73,26 @@ impl Index {
     pub fn grown(&self, keys: usize, len: usize, stream: Stream) -> Result<Index> {
         let (device, context) = (&self.device, &self.device.context);
         let grown = Index::new(device, keys, self.load, stream)?;
-        let homeless = Buffer::<u32>::new(context, 1 + 3 * (len + 1))?;
-        let moving = Moving { count: homeless.address(), keys: homeless.at(2), records: homeless.at(2 + 2 * len) };
+        let room = (len / 16).max(4096);
+        let homeless = Buffer::<u32>::uninit(context, 2 + 3 * room)?;
+        let count = Buffer::<u32>::new(context, 1)?;
+        let moving = Moving {
+            count: count.address(),
+            keys: homeless.address(),
+            records: homeless.at(2 * room),
+            room: room as u32,
+            pad: 0,
+        };
         let (from, to) = (self.descriptor(), grown.descriptor());
         let [moves, settles] = device.kernels(&TABLE, ["move_entries", "settle_entries"])?;
         let blocks = (self.num_buckets + STASH / 3).div_ceil(TABLE_THREADS);
         launch!(moves, stream, blocks, TABLE_THREADS, from, to, moving)?;
         launch!(settles, stream, device.multiprocessors * 4, TABLE_THREADS, to, moving)?;
         device.synchronize()?;
+        if count.read(0, 1)?[0] as usize > room {
+            // Keys were made for it.
+            return self.grown(2 * keys, len, stream);
+        }
         let mut counters = self.counters.read(0, COUNTERS)?;
         counters[32] = grown.counters.read(32, 1)?[0];
         counters[layout::HOMELESS] += grown.counters.read(layout::HOMELESS, 1)?[0];

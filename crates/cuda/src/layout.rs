@@ -320,6 +320,8 @@ plain! {
         pub count: u64,
         pub keys: u64,
         pub records: u64,
+        pub room: u32,
+        pub pad: u32,
     }
 }
 

@@ -123,8 +123,12 @@ impl<T: Plain> Buffer<T> {
             return Ok(());
         }
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        // SAFETY: within the buffer.
-        unsafe { result::memcpy_htod_sync(self.at(start), values) }.map_err(driver_error("copying to the GPU"))
+        // SAFETY: within the buffer. The copy returns before the last bytes are there, which other streams would not wait for.
+        unsafe {
+            result::memcpy_htod_sync(self.at(start), values)
+                .and_then(|()| result::stream::synchronize(Stream::DEFAULT.0))
+                .map_err(driver_error("copying to the GPU"))
+        }
     }
 
     /// Values from `start` on; who launched work on them has waited for it.

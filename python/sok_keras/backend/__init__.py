@@ -1,7 +1,7 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
 Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `wait`, `at_hand`, `has_wide_integers`,
-`eager_scope` and `gpu`.
+`eager_scope`, `gpu`, `constant` and `is_compiling`.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -10,11 +10,44 @@ import keras
 name = keras.backend.backend()
 
 if name == "tensorflow":
-    from sok_keras.backend.tensorflow import apply, at_hand, commit, eager_scope, gpu, has_wide_integers, lookup, wait
+    from sok_keras.backend.tensorflow import (
+        apply,
+        at_hand,
+        commit,
+        constant,
+        eager_scope,
+        gpu,
+        has_wide_integers,
+        is_compiling,
+        lookup,
+        wait,
+    )
 elif name == "jax":
-    from sok_keras.backend.jax import apply, at_hand, commit, eager_scope, gpu, has_wide_integers, lookup, wait
+    from sok_keras.backend.jax import (
+        apply,
+        at_hand,
+        commit,
+        constant,
+        eager_scope,
+        gpu,
+        has_wide_integers,
+        is_compiling,
+        lookup,
+        wait,
+    )
 elif name == "torch":
-    from sok_keras.backend.torch import apply, at_hand, commit, eager_scope, gpu, has_wide_integers, lookup, wait
+    from sok_keras.backend.torch import (
+        apply,
+        at_hand,
+        commit,
+        constant,
+        eager_scope,
+        gpu,
+        has_wide_integers,
+        is_compiling,
+        lookup,
+        wait,
+    )
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
@@ -28,9 +61,11 @@ __all__ = [
     "apply",
     "at_hand",
     "commit",
+    "constant",
     "eager_scope",
     "gpu",
     "has_wide_integers",
+    "is_compiling",
     "lookup",
     "name",
     "native",

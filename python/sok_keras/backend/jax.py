@@ -78,14 +78,14 @@ _lookup.defvjp(_lookup_to_differentiate, _push)
 
 def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(is_update, *tickets, optimizer=np.int64(tables.native.handle))
+    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(is_update, *tickets, optimizer=np.int64(tables.handle))
     return sum_of_squares
 
 
 def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     call = _ffi("sok_apply", [_float32(64, 2) for _ in triggers])
-    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.native.handle)))
+    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.handle)))
 
 
 def _run(call, trigger, weights, inputs, insert, save):
@@ -112,6 +112,16 @@ def gpu():
     if platform not in ("gpu", "cuda"):
         return None
     return 0 if isinstance(device, str) else device.local_hardware_id or 0
+
+
+def constant(function):
+    """A function whose result a compiler may take as it is while it traces."""
+    return function
+
+
+def is_compiling():
+    """Whether a compiler is tracing the caller, and nothing may be asked of the core meanwhile."""
+    return False
 
 
 def has_wide_integers():
@@ -141,8 +151,9 @@ def wait(trigger):
     return None
 
 
-def at_hand(value):
+def at_hand(value, fetches=False):
     """A value as a NumPy array; None if it is traced or has yet to be computed."""
+    del fetches  # what is ready is at hand
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.is_deleted():
         return np.asarray(value) if value.is_ready() else None
     return value if isinstance(value, np.ndarray) else None

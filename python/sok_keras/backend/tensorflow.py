@@ -106,7 +106,7 @@ def _push(op, _, *gradients):
 def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
     op = _ops.sok_gpu_commit if tables.is_on_gpu else _ops.sok_commit
-    sum_of_squares = op(is_update=is_update, tickets=tickets, optimizer=tables.native.handle)
+    sum_of_squares = op(is_update=is_update, tickets=tickets, optimizer=tables.handle)
     sum_of_squares.set_shape(())
     return sum_of_squares
 
@@ -114,7 +114,7 @@ def commit(tables, is_update, tickets):
 def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     op = _ops.sok_gpu_apply if tables.is_on_gpu else _ops.sok_apply
-    new_triggers = op(scalars=scalars, sum_of_squares=sum_of_squares, triggers=triggers, optimizer=tables.native.handle)
+    new_triggers = op(scalars=scalars, sum_of_squares=sum_of_squares, triggers=triggers, optimizer=tables.handle)
     for trigger in new_triggers:
         trigger.set_shape((64, 2))
     return list(new_triggers)
@@ -127,6 +127,16 @@ def _flat(inputs, weights):
 def gpu():
     """Number of the GPU that models run on; None if they run on the CPU."""
     return 0 if tf.config.list_logical_devices("GPU") else None
+
+
+def constant(function):
+    """A function whose result a compiler may take as it is while it traces."""
+    return function
+
+
+def is_compiling():
+    """Whether a compiler is tracing the caller, and nothing may be asked of the core meanwhile."""
+    return False
 
 
 def has_wide_integers():
@@ -144,8 +154,9 @@ def wait(trigger):
     del trigger
 
 
-def at_hand(value):
+def at_hand(value, fetches=False):
     """A value as a NumPy array; None if it is traced."""
+    del fetches  # it always is
     if isinstance(value, tf.Variable | tf.Tensor):
         return value.numpy() if tf.executing_eagerly() and hasattr(value, "numpy") else None
     return value if isinstance(value, np.ndarray) else None

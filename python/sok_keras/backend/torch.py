@@ -8,19 +8,23 @@ Eager calls go straight to the core; under `torch.compile` they are custom opera
 """
 
 import contextlib
-import weakref
 
 import keras
 import numpy as np
 import torch
 
 from sok_keras import _native
+from sok_keras.backend.handles import optimizers_on_gpu, plans
 
 _DTYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2, torch.uint64: 3, torch.float32: 4}
 
-# By handle, for those who are traced and know a number alone.
-_plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-_on_gpu: dict = {}
+# A function whose result a compiler may take as it is while it traces.
+constant = torch.compiler.assume_constant_result
+
+
+def is_compiling():
+    """Whether a compiler is tracing the caller, and nothing is computed."""
+    return torch.compiler.is_compiling()
 
 
 def has_wide_integers():
@@ -57,7 +61,7 @@ def _device_of(on_gpu, like):
 
 
 def _lookup(trigger, tensors, plan, insert, save):
-    plan = _plans[plan]
+    plan = plans[plan]
     device, stream = _device_of(plan.is_on_gpu, trigger)
     tensors = [_at(device, tensor) for tensor in tensors]
     number = torch.empty(2, dtype=torch.int32)
@@ -68,7 +72,7 @@ def _lookup(trigger, tensors, plan, insert, save):
 
 
 def _push(number, gradients, weights, plan, keep):
-    like, plan = gradients[0], _plans[plan]
+    like, plan = gradients[0], plans[plan]
     device, stream = _device_of(plan.is_on_gpu, like)
     gradients, weights = ([_at(device, tensor) for tensor in group] for group in (gradients, weights))
     ticket = torch.empty(64, 2, dtype=torch.float32, device=device)
@@ -80,7 +84,7 @@ def _push(number, gradients, weights, plan, keep):
 
 
 def _commit(is_update, tickets, optimizer):
-    device, stream = _device_of(_on_gpu[optimizer], tickets[0])
+    device, stream = _device_of(optimizer in optimizers_on_gpu, tickets[0])
     inputs = [_at(device, tensor) for tensor in (is_update, *tickets)]
     sum_of_squares = torch.empty((), dtype=torch.float32, device=device)
     _native.commit(optimizer, [*map(_address, inputs)], [_address(sum_of_squares)], stream)
@@ -88,7 +92,7 @@ def _commit(is_update, tickets, optimizer):
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
-    device, stream = _device_of(_on_gpu[optimizer], triggers[0])
+    device, stream = _device_of(optimizer in optimizers_on_gpu, triggers[0])
     inputs = [_at(device, tensor) for tensor in (scalars, sum_of_squares, *triggers)]
     new = [torch.empty(64, 2, dtype=torch.float32, device=device) for _ in triggers]
     _native.apply(optimizer, [*map(_address, inputs)], [*map(_address, new)], stream)
@@ -113,7 +117,7 @@ _library.impl("apply", _apply, _KEY)
 @torch.library.register_fake("sok_keras::lookup", lib=_library)
 def _(trigger, tensors, plan, insert, save):
     del insert, save
-    rows = [trigger.new_empty(shape) for shape in _plans[plan].shapes_of(tensors)]
+    rows = [trigger.new_empty(shape) for shape in plans[plan].shapes_of(tensors)]
     return [torch.empty(2, dtype=torch.int32), *rows]
 
 
@@ -174,7 +178,6 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
-    _plans[plan.handle] = plan
     if not learns:
         trigger, weights = trigger.detach(), [None if w is None else w.detach() for w in weights]
     records = torch.is_grad_enabled() and (
@@ -186,16 +189,14 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
 
 def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    handle = tables.native.handle
-    _on_gpu[handle] = tables.is_on_gpu
     call = torch.ops.sok_keras.commit if torch.compiler.is_compiling() else _commit
-    return call(is_update, list(tickets), handle)
+    return call(is_update, list(tickets), tables.handle)
 
 
 def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     call = torch.ops.sok_keras.apply if torch.compiler.is_compiling() else _apply
-    return list(call(scalars, sum_of_squares, list(triggers), tables.native.handle))
+    return list(call(scalars, sum_of_squares, list(triggers), tables.handle))
 
 
 def eager_scope():
@@ -208,9 +209,9 @@ def wait(trigger):
     del trigger
 
 
-def at_hand(value):
-    """A value as a NumPy array; None if it has to come from another device, or is traced."""
+def at_hand(value, fetches=False):
+    """A value as a NumPy array; None if it is traced, or if it would have to be fetched from another device and that is not asked."""
     if isinstance(value, torch.Tensor):
-        is_here = value.device.type == "cpu" and not torch.compiler.is_compiling()
-        return value.detach().numpy() if is_here else None
+        is_here = (fetches or value.device.type == "cpu") and not torch.compiler.is_compiling()
+        return value.detach().cpu().numpy() if is_here else None
     return value if isinstance(value, np.ndarray) else None

@@ -114,7 +114,8 @@ class TableLayer(keras.layers.Layer):
         self._core.check_weights()
         plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
         rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insert)
-        self._core.warn_of_refused()
+        if not backend.is_compiling():
+            self._core.warn_of_refused()
         return [ops.cast(row, self.compute_dtype) for row in rows]
 
     # ---- saving

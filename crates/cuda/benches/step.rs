@@ -1,0 +1,247 @@
+//! A training step of Adam over the tables of a layer: lookup, push, commit and apply, gradients held or merged when they come, against
+//! FBGEMM's plain arrays. One id in a hundred is new; ids are fresh in each step; the rows are compared with the host's in the end.
+//!
+//!     step [name ...]
+
+mod common;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::{ADAM, Bench, config, keep_samples, median, unit};
+use sok_core::batch::{self, Combiner};
+use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
+use sok_core::key::{Key, hash};
+use sok_core::optimizer::UpdateScalars;
+use sok_core::pool::Pool;
+use sok_core::push::GradientRows;
+use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
+use sok_cuda::memory::Buffer;
+use sok_cuda::optimizer;
+use sok_cuda::step::{Bags, Feature, Ids, KeyType};
+
+struct Work {
+    name: &'static str,
+    tables: usize,
+    samples: usize,
+    hotness: usize,
+    vocabulary: u64,
+    dim: usize,
+    zipf: bool,
+    fbgemm: f32,
+    /// Held, merged.
+    goals: [f32; 2],
+}
+
+const fn work(name: &'static str, tables: usize, samples: usize, hotness: usize, vocabulary: u64) -> Work {
+    Work { name, tables, samples, hotness, vocabulary, dim: 64, zipf: true, fbgemm: 0.0, goals: [0.0; 2] }
+}
+
+const WORKS: [Work; 5] = [
+    Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
+    Work { zipf: false, fbgemm: 3.24, goals: [1.15, 1.40], ..work("26 x 65,536, dim 64, uniform", 26, 65_536, 1, 1_000_000) },
+    Work { fbgemm: 1.20, goals: [0.27, 0.31], ..work("26 x 16,384, dim 64, Zipf", 26, 16_384, 1, 1_000_000) },
+    Work { fbgemm: 2.28, goals: [0.74, 0.84], ..work("8 x 20 ids x 16,384, dim 64, sum, Zipf", 8, 16_384, 20, 4_000_000) },
+    Work { dim: 128, fbgemm: 1.70, goals: [0.75, 0.85], ..work("10 x 104,857, dim 128, Zipf", 10, 104_857, 1, 1_680_000) },
+];
+
+const WARM: usize = 3;
+const TIMED: usize = 12;
+
+fn key_of(row: u64) -> Key {
+    hash(row + 1)
+}
+
+/// Ids of a step, table after table: one in a hundred of a row that no step before had.
+fn ids(work: &Work, step: usize) -> Vec<Key> {
+    let of_table = work.samples * work.hotness;
+    let v = work.vocabulary as f64;
+    let draw = |i: usize| {
+        if i % 100 == 7 {
+            return key_of(work.vocabulary + (step * of_table + i % of_table) as u64);
+        }
+        let u = unit((step as u64 + 1) << 32 | i as u64);
+        let row = if work.zipf { ((v.powf(-0.05) - 1.0) * u + 1.0).powf(1.0 / -0.05) } else { u * v + 1.0 };
+        key_of((row as u64).clamp(1, work.vocabulary) - 1)
+    };
+    (0..of_table * work.tables).map(draw).collect()
+}
+
+fn normal(n: usize) -> Vec<f32> {
+    let pair = |i: usize| (unit(2 * i as u64 + 77), unit(2 * i as u64 + 78));
+    let draw = |i| ((-2.0 * pair(i).0.ln()).sqrt() * (std::f64::consts::TAU * pair(i).1).cos()) as f32;
+    let some: Vec<f32> = (0..n.min(1 << 20)).map(draw).collect();
+    some.into_iter().cycle().take(n).collect()
+}
+
+struct Gpu<'a> {
+    bench: &'a Bench,
+    work: &'a Work,
+    group: GpuGroup,
+    binding: Binding,
+    rows: Buffer<f32>,
+    gradients: Buffer<f32>,
+    ticket: Buffer<f32>,
+    norm: Buffer<f32>,
+    triggers: [Buffer<f32>; 2],
+}
+
+impl<'a> Gpu<'a> {
+    fn new(bench: &'a Bench, work: &'a Work, gradients: &[f32]) -> Gpu<'a> {
+        let context = &bench.device.context;
+        let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10));
+        let mut group = GpuGroup::new(&bench.device, configs.collect()).unwrap();
+        let binding = Binding { owner: 1, update: ADAM, needs_norm: false };
+        group.bind(binding).unwrap();
+        Gpu {
+            group,
+            binding,
+            rows: Buffer::new(context, gradients.len()).unwrap(),
+            gradients: Buffer::from_slice(context, gradients).unwrap(),
+            ticket: Buffer::new(context, 128).unwrap(),
+            norm: Buffer::new(context, 1).unwrap(),
+            triggers: [Buffer::new(context, 128).unwrap(), Buffer::new(context, 128).unwrap()],
+            bench,
+            work,
+        }
+    }
+
+    fn features(&self, ids: u64, samples: usize, hotness: usize) -> Vec<Feature<'static>> {
+        let of_table = samples * hotness;
+        let feature = |t: usize| Feature {
+            name: "f",
+            table: t,
+            ids: Ids { address: ids + (t * of_table * 8) as u64, high: 0, key_type: KeyType::Wide, len: of_table },
+            bags: if hotness == 1 { Bags::Each } else { Bags::Fixed { num_bags: samples, hotness } },
+            combiner: Combiner::Sum,
+            weights: None,
+            padding_key: None,
+            rows: self.rows.at(t * samples * self.work.dim),
+        };
+        (0..self.work.tables).map(feature).collect()
+    }
+
+    /// All rows of the vocabulary.
+    fn fill(&mut self) {
+        for start in (0..self.work.vocabulary).step_by(self.work.samples) {
+            let keys: Vec<Key> = (start..(start + self.work.samples as u64).min(self.work.vocabulary)).map(key_of).collect();
+            let all: Vec<Key> = keys.iter().copied().cycle().take(keys.len() * self.work.tables).collect();
+            let ids = Buffer::from_slice(&self.bench.device.context, &all).unwrap();
+            let features = self.features(ids.address(), keys.len(), 1);
+            self.group.lookup(&features, true, false, None, self.bench.stream()).unwrap();
+        }
+    }
+
+    fn step(&mut self, ids: &Buffer<u64>, scalars: &Buffer<f32>, hold: bool) {
+        let stream = self.bench.stream();
+        let features = self.features(ids.address(), self.work.samples, self.work.hotness);
+        let number = self.group.lookup(&features, true, true, None, stream).unwrap();
+        let len = self.work.samples * self.work.dim;
+        let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * len)).collect();
+        let keep = hold.then(|| Box::new(()) as _);
+        let gradients = OutputGradients { rows, keep, check_finite: false };
+        let lens = vec![len; self.work.tables];
+        self.group.push(LookupNumber::Known(number), gradients, &lens, &[], self.ticket.address(), stream).unwrap();
+        let groups = &mut [&mut self.group];
+        optimizer::commit(groups, &[self.binding], &[self.ticket.address()], None, self.norm.address(), stream).unwrap();
+        let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
+        optimizer::apply(groups, &[self.binding], scalars.address(), false, &triggers, stream).unwrap();
+    }
+}
+
+fn scalars(step: usize) -> UpdateScalars {
+    UpdateScalars { learning_rate: 0.01, step: step as u64 + 1, factor: 1.0 }
+}
+
+/// The same steps on the host; their rows.
+fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
+    let (work, pool) = (gpu.work, Pool::new(16).unwrap());
+    let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, 0)).collect();
+    let mut host = HostGroup::new(configs).unwrap();
+    host.bind(gpu.binding).unwrap();
+    let (of_table, len) = (work.samples * work.hotness, work.samples * work.dim);
+    let gradients = Arc::new(gradients.to_vec());
+    for (step, ids) in batches.iter().enumerate() {
+        let feature = |t: usize| batch::Feature {
+            name: "f",
+            table: t,
+            keys: batch::Keys::U64(&ids[t * of_table..][..of_table]),
+            bags: if work.hotness == 1 {
+                batch::Bags::Each
+            } else {
+                batch::Bags::Fixed { num_bags: work.samples, hotness: work.hotness }
+            },
+            combiner: Combiner::Sum,
+            weights: None,
+            padding_key: None,
+        };
+        let features: Vec<_> = (0..work.tables).map(feature).collect();
+        let mut rows = vec![0f32; gradients.len()];
+        let number = host.lookup(&features, true, true, rows.chunks_mut(len).collect(), &pool).unwrap();
+        let lent = gradients.chunks(len);
+        // SAFETY: nobody writes to them; `keep` has them.
+        let lent = lent.map(|g| unsafe { GradientRows::new(g.as_ptr(), g.len()) }).collect();
+        let given = sok_core::push::OutputGradients { rows: lent, keep: Some(Box::new(gradients.clone())), check_finite: false };
+        let mut ticket = vec![0f32; 128];
+        host.push(number, given, vec![], &mut ticket, &pool).unwrap();
+        let named = host.resolve(&ticket).unwrap();
+        host.commit(&named, true, &pool).unwrap();
+        host.apply(&gpu.binding, &ApplyScalars { update: scalars(step), is_update: true }, &pool).unwrap();
+    }
+    for t in 0..work.tables {
+        let keys: HashSet<Key> = batches.iter().flat_map(|ids| &ids[t * of_table..][..of_table]).copied().collect();
+        let keys: Vec<Key> = keys.into_iter().collect();
+        let mut rows = [vec![0f32; keys.len() * work.dim], vec![0f32; keys.len() * work.dim]];
+        let mut found = vec![false; keys.len()];
+        host.table(t).find(&keys, &mut rows[0], &mut found).unwrap();
+        gpu.group.table(t).find(&keys, &mut rows[1], &mut found).unwrap();
+        assert!(found.iter().all(|f| *f) && rows[0] == rows[1], "table {t} differs from the host's");
+    }
+}
+
+fn time(bench: &Bench, work: &Work, checks: bool) {
+    let gradients = normal(work.samples * work.dim * work.tables);
+    let batches: Vec<Vec<Key>> = (0..2 * (WARM + TIMED)).map(|step| ids(work, step)).collect();
+    let mut gpu = Gpu::new(bench, work, &gradients);
+    gpu.fill();
+    let upload = |values: &[f32]| Buffer::from_slice(&bench.device.context, values).unwrap();
+    for (part, (how, hold)) in [("held", true), ("merged", false)].into_iter().enumerate() {
+        let (mut times, mut host_times) = (Vec::new(), Vec::new());
+        let first = part * (WARM + TIMED);
+        for (i, batch) in batches[first..first + WARM + TIMED].iter().enumerate() {
+            let ids = Buffer::from_slice(&bench.device.context, batch).unwrap();
+            let now = scalars(first + i);
+            let on_device = upload(&[now.learning_rate, now.step as f32, 1.0, now.factor]);
+            bench.device.synchronize().unwrap();
+            let (begin, start) = (bench.mark(), Instant::now());
+            gpu.step(&ids, &on_device, hold);
+            host_times.push(start.elapsed().as_secs_f32() * 1e6);
+            let end = bench.mark();
+            bench.device.synchronize().unwrap();
+            times.push(begin.elapsed_ms(&end).unwrap());
+        }
+        let (now, host) = (median(&times[WARM..]), median(&host_times[WARM..]));
+        let (name, fbgemm, goal) = (work.name, work.fbgemm, work.goals[part]);
+        println!("| {name} | {how} | {now:.3} | {fbgemm:.2} | {:.2} | {goal:.2} | {host:.0} |", fbgemm / now);
+        keep_samples(&format!("step {name}, {how}"), "ms", &times[WARM..]);
+    }
+    if checks {
+        check(&gpu, &batches, &gradients);
+    }
+}
+
+fn main() {
+    let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let checks = std::env::var_os("SOK_UNCHECKED").is_none();
+    let bench = Bench::start("a training step of Adam, 1 % new keys");
+    println!("| work | gradients | ms | FBGEMM, ms | FBGEMM / ours | to reach | host, µs |\n|---|---|---|---|---|---|---|");
+    for work in &WORKS {
+        if chosen.is_empty() || chosen.iter().any(|c| work.name.contains(c.as_str())) {
+            time(&bench, work, checks);
+        }
+    }
+    if checks {
+        println!("\nall rows equal the host's, bit for bit");
+    }
+}

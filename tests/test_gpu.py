@@ -1,0 +1,135 @@
+"""Tables on a GPU: the order of calls beside other work, compiled steps, tables on the host under a model on the GPU."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from reference import BACKEND, ON_GPU, assert_close, our_embedding, rows_of, to_numpy
+
+import sok_keras as sok
+
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that the framework computes on")
+
+
+@pytest.mark.skipif(ON_GPU, reason="there is one")
+def test_hbm_without_a_gpu_is_one_clear_error():
+    with pytest.raises(sok.DeviceError, match='`storage="hbm"` needs a GPU that the model runs on'):
+        sok.DynamicEmbedding(4, storage="hbm")
+    assert not sok.DynamicEmbedding(4)._core.is_on_gpu
+
+
+def test_tables_of_a_layer_have_one_storage():
+    tables = [sok.TableConfig(name, None, 4, storage=storage) for name, storage in (("a", "host"), ("b", "hbm"))]
+    features = {table.name: sok.FeatureConfig(table.name, table) for table in tables}
+    with pytest.raises(ValueError, match="must have one `storage`"):
+        sok.DistributedEmbedding(features)
+
+
+@needs_gpu
+def test_auto_is_the_memory_of_the_gpu():
+    assert sok.DynamicEmbedding(4)._core.is_on_gpu
+    assert sok.DynamicEmbedding(4, storage="hbm")._core.is_on_gpu
+    assert not sok.DynamicEmbedding(4, storage="host")._core.is_on_gpu
+
+
+def busy_model(storage, compile_arguments):
+    """Large products before and after the lookup, so that a call on another stream would come too early."""
+    keras.utils.set_random_seed(5)
+    embedding = sok.DynamicEmbedding(64, seed=3, storage=storage)
+    ids, numbers = keras.Input((8,), dtype="int32"), keras.Input((1024,))
+    dense = numbers
+    for _ in range(3):
+        dense = layers.Dense(1024, activation="tanh")(dense)
+    rows = layers.Flatten()(embedding(ids))
+    both = layers.Concatenate()([rows * ops.mean(dense, axis=-1, keepdims=True), dense])
+    for _ in range(3):
+        both = layers.Dense(1024, activation="tanh")(both)
+    model = keras.Model([ids, numbers], layers.Dense(1)(both))
+    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(1e-3)), "mse", **compile_arguments)
+    return model, embedding
+
+
+def busy_rows(storage, compile_arguments):
+    model, embedding = busy_model(storage, compile_arguments)
+    random = np.random.default_rng(1)
+    ids = random.integers(0, 3000, (4096, 8)).astype("int32")
+    numbers = random.normal(size=(4096, 1024)).astype("float32")
+    model.fit([ids, numbers], numbers[:, :1], batch_size=512, epochs=2, shuffle=False, verbose=0)
+    return embedding.get_table().find(np.arange(3000))[0]
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile_arguments", [{}, {"run_eagerly": True}], ids=["traced", "eager"])
+def test_steps_are_in_order_with_work_around_them(compile_arguments):
+    """Tables on the host wait for the stream in each call; those on the GPU must see the same."""
+    assert_close(busy_rows("hbm", compile_arguments), busy_rows("host", compile_arguments), 2e-5)
+
+
+@needs_gpu
+def test_dumps_go_from_one_memory_to_the_other(tmp_path):
+    keys = np.arange(0, 5000, 7)
+    on_gpu, on_host = (sok.DynamicEmbedding(5, seed=1, storage=storage) for storage in ("hbm", "host"))
+    rows, _ = on_gpu.get_table().find_or_insert(keys)
+    sok.dump(tmp_path / "gpu", on_gpu)
+    sok.load(tmp_path / "gpu", on_host)
+    np.testing.assert_array_equal(on_host.get_table().find(keys)[0], rows)
+    on_host.get_table().assign(keys[:9], np.ones((9, 5), "float32"))
+    sok.dump(tmp_path / "host", on_host)
+    sok.load(tmp_path / "host", on_gpu)
+    np.testing.assert_array_equal(on_gpu.get_table().export().rows, on_host.get_table().export().rows)
+
+
+@needs_gpu
+@pytest.mark.skipif(BACKEND != "torch", reason="of torch.compile")
+@pytest.mark.parametrize("storage", ["hbm", "host"])
+def test_a_whole_step_compiles_to_one_graph(storage):
+    import torch
+
+    layer = sok.DynamicEmbedding(4, seed=2, storage=storage)
+    layer.build()
+    ids = torch.arange(12, device="cuda").reshape(4, 3)
+    plan = layer._core.plan((("ids", 0, False, "each", False, "sum", None),))
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(0.5))
+    optimizer.build(layer.trainable_variables)
+    tables, trigger = optimizer._tables, layer.trigger.value
+
+    def update(ticket, trigger):
+        norm = sok.backend.commit(tables, torch.ones(1, device="cuda"), [ticket])
+        scalars = torch.tensor([0.5, 1.0, 1.0, 1.0], device="cuda")
+        return sok.backend.apply(tables, scalars, norm, [trigger])[0]
+
+    forward = torch.compile(lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], True)[0], fullgraph=True)
+    apply = torch.compile(update, fullgraph=True)
+    before = layer.get_table().find_or_insert(np.arange(12))[0]
+    rows = forward(ids, trigger)
+    (ticket,) = torch.autograd.grad((rows * 2.0).sum(), [trigger])
+    assert_close(to_numpy(rows.reshape(12, 4)), before)
+    new = apply(ticket, trigger.detach())
+    assert float(new.detach()[0, 0]) == float(trigger.detach()[0, 0]) + 1
+    assert_close(layer.get_table().find(np.arange(12))[0], before - 1.0)
+
+
+@needs_gpu
+@pytest.mark.skipif(BACKEND != "jax", reason="of XLA")
+def test_equal_and_rematerialised_lookups_count_each_push_once():
+    import jax
+
+    ids = np.arange(6).reshape(2, 3).astype("int32")
+
+    def gradients_of(loss):
+        layer = our_embedding()
+        layer.build()
+        optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(0.1))
+        optimizer.build(layer.trainable_variables)
+        (ticket,) = jax.jit(jax.grad(lambda values: loss(layer, values)))([layer.trigger.value])
+        optimizer.apply([ticket], layer.trainable_variables)
+        return rows_of(layer)
+
+    def call(layer, values):
+        return layer.stateless_call(values, [], ids, training=True)[0]
+
+    once = gradients_of(lambda layer, values: 2.0 * call(layer, values).sum())
+    twice = gradients_of(lambda layer, values: call(layer, values).sum() + call(layer, values).sum())
+    again = gradients_of(lambda layer, values: jax.checkpoint(lambda v: 2.0 * call(layer, v).sum())(values))
+    assert_close(twice, once)
+    assert_close(again, once)
