@@ -65,7 +65,7 @@ struct Tally {
 };
 
 // Keys of records from `begin` to `end`, those of one dim. The whole block comes here.
-__device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end, const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
+__device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end, const u32* __restrict__ records, const u32* __restrict__ values, u32 n, u32& distinct) {
   __shared__ u32 of_warps[4][WARP];
   __shared__ u32 first[4];
   const u32 warp = threadIdx.x / WARP, at = (blockIdx.x * WARP + warp) * (WARP * POSITIONS);
@@ -127,6 +127,7 @@ __device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end,
   }
   __syncthreads();
   if (threadIdx.x == 0) {
+    distinct += first[0] + first[1] + first[2];
     const u64 cold = atomicAdd(&keys.lists->cold, (u64)first[1] << 32 | first[0]);
     const u64 of_hot = first[2] ? atomicAdd(&keys.lists->hot, (u64)first[2] << 32 | first[3]) : 0;
     first[0] = (u32)cold, first[1] = (u32)(cold >> 32), first[3] = (u32)of_hot, first[2] = (u32)(of_hot >> 32);
@@ -153,19 +154,41 @@ __device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end,
 }
 
 
+// The last table whose records begin at or before this one. A whole warp comes here.
+__device__ __forceinline__ u32 table_of(const Tally* tables, u32 num_tables, u32 record) {
+  u32 number = 0;
+  for (u32 start = 0; start < num_tables; start += WARP) {
+    const u32 begun = __ballot_sync(ALL, start + lane() < num_tables && tables[start + lane()].first_record <= record);
+    number += __popc(begun);
+    if (begun != ALL) break;
+  }
+  return number ? number - 1 : 0;
+}
+
 // Each distinct record of sorted ids onto the list of its dim. Record 0 is nobody's. `kinds`: how many dims there are.
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_keys(const Keys* __restrict__ kinds, u32 num_kinds, const Tally* __restrict__ tables, u32 num_tables,
                                                                      const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
+  __shared__ u32 distinct_of_block, ends[2];
   const u32 at = blockIdx.x * LIST_THREADS * POSITIONS, last = min(n, at + LIST_THREADS * POSITIONS) - 1;
   const u32 lowest = max(records[at], 1), highest = records[last];
+  if (threadIdx.x == 0) distinct_of_block = 0;
+  if (threadIdx.x < 2 * WARP) {
+    const u32 table = table_of(tables, num_tables, threadIdx.x < WARP ? lowest : highest);
+    if (lane() == 0) ends[threadIdx.x / WARP] = table;
+  }
+  __syncthreads();
   for (u32 kind = 0; kind < num_kinds; ++kind) {
     const u32 begin = max(kinds[kind].first_record, 1), end = kind + 1 < num_kinds ? kinds[kind + 1].first_record : ALL;
     if (highest < begin || lowest >= end) continue;
-    list_range(kinds[kind], begin, end, records, values, n);
+    list_range(kinds[kind], begin, end, records, values, n, distinct_of_block);
     __syncthreads();
   }
-  if (num_tables == 0) return;
-  // Distinct keys by table.
+  if (num_tables == 0 || highest == 0) return;
+  if (ends[0] == ends[1]) {
+    if (threadIdx.x == 0) atomicAdd(&tables[ends[0]].counters->distinct, distinct_of_block);
+    return;
+  }
+  // Distinct keys of several tables.
   const u32 begin = at + threadIdx.x * POSITIONS;
   u32 table = 0, distinct = 0;
   for (u32 i = begin; i < min(begin + POSITIONS, n); ++i) {
@@ -526,9 +549,7 @@ template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 
 // Merge and update.
 template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update(Work<sizeof...(DIM)> w) {
   typedef Work<sizeof...(DIM)> W;
-  __shared__ Prepared now;
-  if (threadIdx.x == 0) now = *w.prepared;
-  __syncthreads();
+  const Prepared now = *w.prepared;
   if (!now.is_due) return;
   u32 block = blockIdx.x, kind = 0;
   (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
@@ -588,9 +609,7 @@ template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ b
 
 // Updates the records of sums that were merged before.
 template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(Work<sizeof...(DIM)> w) {
-  __shared__ Prepared now;
-  if (threadIdx.x == 0) now = *w.prepared;
-  __syncthreads();
+  const Prepared now = *w.prepared;
   if (!now.is_due) return;
   u32 block = blockIdx.x, kind = 0;
   (update_summed<SOURCE, DIM, RULE>(w, w.kinds[kind++], now, block) || ...);

@@ -50,14 +50,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Fo
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = found.homeless.ids[k];
     u32 number = 0;
-    while (number + 1 < call.num_features && call.features[number + 1].first_id <= at) ++number;
-    const Feature& feature = call.features[number];
+    for (u32 start = 0; start < call.num_features; start += WARP) number += __popc(__ballot_sync(ALL, start + lane() < call.num_features && call.features[start + lane()].first_id <= at));
+    const Feature& feature = call.features[number - 1];
     const Table& t = call.tables[feature.table];
     const u64 key = key_at(feature, at - feature.first_id);
     const u32 record = find_room(t, key);
     if (lane() != 0) continue;
     if (record != NO_RECORD) found.records[at] = t.first + record;
-    else report(found.fault, NO_PLACE, number, feature.table, key);
+    else report(found.fault, NO_PLACE, number - 1, feature.table, key);
   }
 }
 
@@ -185,7 +185,7 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
 }
 
 // Rows of all features, (bags, dim).
-template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) make_rows(Call call, Rows rows) {
+template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) make_rows(Call call, Rows rows) {
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   const Table& t = call.tables[f.table];

@@ -312,8 +312,25 @@ __device__ __noinline__ u32 make_room(const Index& index, Bucket* bucket, Bucket
   return PLACES;
 }
 
-// As `claim_key`, in a launch of its own: moves others away, and puts into the stash what still finds no place.
-__device__ __noinline__ Claim settle(const Index& index, u64 key) {
+// Of the ten entries of a key's two full buckets, one that has room in its other bucket, found by ten lanes at once: bucket << 8 |
+// place; ALL if there is none. The whole warp comes here; what it finds may be gone by the time that it is moved.
+__device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, const Bucket* second) {
+  bool has_room = false;
+  const u32 side = lane() / PLACES, place = lane() % PLACES;
+  if (side < 2) {
+    const Bucket* bucket = side ? second : first;
+    const u64 h = hash(load_shared(&bucket->keys[place]));
+    const Bucket* one = index.buckets + first_of(h, index.num_buckets);
+    const Bucket* other = one == bucket ? index.buckets + second_of(h, index.num_buckets) : one;
+    has_room = free_places(load_line(other)) != 0;
+  }
+  const u32 all = __ballot_sync(ALL, has_room);
+  return all ? (__ffs(all) - 1) / PLACES << 8 | (__ffs(all) - 1) % PLACES : ALL;
+}
+
+// As `claim_key`, in a launch of its own: moves others away, first the one that `movable` found, and puts into the stash what still
+// finds no place.
+__device__ __noinline__ Claim settle(const Index& index, u64 key, u32 hint) {
   const u64 h = hash(key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
@@ -331,9 +348,11 @@ __device__ __noinline__ Claim settle(const Index& index, u64 key) {
     }
     if (!claim.record) {
       claim.record = put(first, second, h, key, free_places(line), word);
-      for (u32 side = 0; side < 2 && !claim.record; ++side) {
+      for (u32 side = hint == ALL ? 0 : hint >> 8, tries = 0; tries < 3 && !claim.record; side = tries++ % 2) {
         Bucket* bucket = side ? second : first;
-        const u32 place = make_room(index, bucket, first, word);
+        u32 place = PLACES;
+        if (tries > 0 || hint == ALL) place = make_room(index, bucket, first, word);
+        else if (move_away(index, bucket, hint & 0xff, first, word)) place = hint & 0xff;
         if (place == PLACES) continue;
         store_shared(&bucket->keys[place], key);
         if (side) word |= filter_bit(h);

@@ -185,8 +185,10 @@ template <u32 WARPS> __device__ __forceinline__ u32 find_or_insert(const Table& 
 __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
   u32 record = NO_RECORD;
   bool is_new = false;
+  const u64 h = hash(key);
+  const u32 hint = movable(t.index, t.index.buckets + first_of(h, t.index.num_buckets), t.index.buckets + second_of(h, t.index.num_buckets));
   if (lane() == 0) {
-    const Claim claim = settle(t.index, key);
+    const Claim claim = settle(t.index, key, hint);
     is_new = claim.is_mine;
     if (is_new) store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
     else if (claim.record)

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_entries(Index to, Mov
   const u32 n = min(*homeless.count, homeless.room);
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     if (lane() != 0) continue;
-    const Claim claim = settle(to, homeless.keys[k]);
+    const Claim claim = settle(to, homeless.keys[k], ALL);
     if (claim.record) store_shared(claim.record, homeless.records[k]);
   }
 }

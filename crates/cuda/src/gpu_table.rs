@@ -261,7 +261,7 @@ impl GpuTable {
         let blocks = n.div_ceil(TABLE_THREADS);
         launch!(look_up, stream, blocks, TABLE_THREADS, table, keys, records, count, inserts, homeless)?;
         if insert {
-            let blocks = 2 * self.device.multiprocessors;
+            let blocks = 8 * self.device.multiprocessors;
             launch!(settle, stream, blocks, TABLE_THREADS, table, keys, records, homeless)?;
         }
         Ok(())

@@ -503,7 +503,7 @@ impl Workspace {
         let [find, settle, keep, make_rows] = self.device.kernels(&FORWARD, names)?;
         launch!(find, stream, find_blocks, FIND_THREADS, call, found)?;
         if inserts.contains(&true) {
-            launch!(settle, stream, 2 * self.device.multiprocessors, FIND_THREADS, call, found)?;
+            launch!(settle, stream, 4 * self.device.multiprocessors, FIND_THREADS, call, found)?;
         }
         if save && n > 0 {
             self.sort(&places, n, [records, unsorted, told, first, second, third], stream)?;
@@ -661,7 +661,8 @@ impl Workspace {
             let is_even = (passes - 1 - number) % 2 == 0;
             let (to, of_to) = if is_even { (first, values) } else { (second, third) };
             let pass_number = number as u32;
-            let tiles = n.div_ceil(SORT_TILE);
+            // One a multiprocessor, so that what runs beside it finds room.
+            let tiles = n.div_ceil(SORT_TILE).min(self.device.multiprocessors as usize);
             launch!(pass, stream, tiles, SORT_THREADS, keys, of_keys, to, of_to, count_of, state, told, pass_number)?;
             (keys, of_keys) = (to, of_to);
         }
