@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 # Sources of the native module, which is built anew when they change.
-NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
+NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 QUIET = TF_CPP_MIN_LOG_LEVEL=3
 
 .PHONY: help demo test test-rust test-python check sanitize bench format clean

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from reference import BACKEND, ON_GPU, assert_close, our_embedding, rows_of, to_numpy
 
 import sok_keras as sok
+from reference import BACKEND, ON_GPU, assert_close, our_embedding, rows_of, to_numpy
 
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that the framework computes on")
 
@@ -98,7 +98,9 @@ def test_a_whole_step_compiles_to_one_graph(storage):
         scalars = torch.tensor([0.5, 1.0, 1.0, 1.0], device="cuda")
         return sok.backend.apply(tables, scalars, norm, [trigger])[0]
 
-    forward = torch.compile(lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], True)[0], fullgraph=True)
+    forward = torch.compile(
+        lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], True)[0], fullgraph=True
+    )
     apply = torch.compile(update, fullgraph=True)
     before = layer.get_table().find_or_insert(np.arange(12))[0]
     rows = forward(ids, trigger)

@@ -83,3 +83,49 @@ class DumpCheckpoint(keras.callbacks.Callback):
             created = "unknown"  # sorts after all times: a damaged dump could be the newest, and loading it says so
         # `created` counts seconds.
         return -1, created, os.stat(os.path.join(path, "manifest.json")).st_mtime_ns
+
+
+class TableStatistics(keras.callbacks.Callback):
+    """Puts how the tables of a model are into Keras' logs, and so into `History`, `CSVLogger` and `TensorBoard` if they come after it.
+
+    For each table `<name>/size`, `<name>/occupancy` (of `max_capacity`, else of the rows before the index grows), `<name>/bytes`, and the
+    counts `<name>/hits`, `<name>/inserted`, `<name>/refused` since the callback before.
+
+    Args:
+        update_freq: `"epoch"`, or a number of batches: then also in the logs of those batches, without waiting for any step.
+
+    Raises:
+        ValueError: If `update_freq` is neither.
+    """
+
+    def __init__(self, update_freq: str | int = "epoch") -> None:
+        super().__init__()
+        if update_freq != "epoch" and not (isinstance(update_freq, int) and update_freq > 0):
+            raise ValueError(
+                f'`update_freq` must be "epoch" or a positive number of batches. Received: update_freq={update_freq!r}'
+            )
+        self.update_freq = update_freq
+        self._batches = 0
+        self._before: dict[str, dict[str, Any]] = {}
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches += 1
+        if isinstance(self.update_freq, int) and self._batches % self.update_freq == 0 and logs is not None:
+            logs.update(self._numbers("batch", wait=False))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs.update(self._numbers("epoch", wait=True))
+
+    def _numbers(self, when, wait):
+        numbers, before = {}, self._before.setdefault(when, {})
+        for table in checkpoint._tables_of(self.model):
+            now = table.stats(wait=wait)
+            numbers[f"{table.name}/size"] = now.size
+            numbers[f"{table.name}/occupancy"] = now.size / (table._max_capacity or now.capacity)
+            numbers[f"{table.name}/bytes"] = now.bytes
+            last = before.get(table.name)
+            for name in ("hits", "inserted", "refused"):
+                numbers[f"{table.name}/{name}"] = getattr(now, name) - (getattr(last, name) if last else 0)
+            before[table.name] = now
+        return numbers

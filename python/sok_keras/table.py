@@ -163,9 +163,11 @@ class Table:
             keys, rows.reshape(len(keys), self.dim), {k: v.reshape(len(keys), -1) for k, v in named}, None
         )
 
-    def stats(self) -> TableStats:
-        """How the table is, as `TableStats`."""
-        size, capacity, outcomes, *others = self._ready().stats()
+    def stats(self, *, wait: bool = True) -> TableStats:
+        """How the table is, as `TableStats`. Without `wait` no step is waited for: on a GPU as of the last one that it has told of, which
+        may be one or two behind."""
+        native = self._ready() if wait else self._native
+        size, capacity, outcomes, *others = native.stats(wait)
         return TableStats(size, capacity, *outcomes, *others)
 
     def synchronize(self) -> None:

@@ -204,6 +204,11 @@ pub trait Table: Send {
 
     fn stats(&self) -> TableStats;
 
+    /// As `stats`, but nothing is waited for: on a device, as of the last step that it has told of.
+    fn recent_stats(&self) -> TableStats {
+        self.stats()
+    }
+
     /// Gives the records the states of `update`, at their first values. States that are there and belong to the same rule
     /// stay if `keep_states`, else they start anew.
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()>;

@@ -23,7 +23,9 @@ const LOADS: [(usize, [f32; 2], [f32; 2]); 3] =
 
 fn main() {
     let bench = Bench::start("find and find_or_insert, 1 Mi keys, 60 % there, dim 64, 64 Mi rows");
-    println!("| rows | find, Gkeys/s | HierarchicalKV | ratio | to reach | find_or_insert | HierarchicalKV | ratio | to reach | index, bytes a slot |");
+    println!(
+        "| rows | find, Gkeys/s | HierarchicalKV | ratio | to reach | find_or_insert | HierarchicalKV | ratio | to reach | index, bytes a slot |"
+    );
     println!("|---|---|---|---|---|---|---|---|---|---|");
     let (context, stream) = (&bench.device.context, bench.stream());
     let out = Buffer::<f32>::new(context, BATCH * DIM).unwrap();
@@ -35,7 +37,9 @@ fn main() {
         let filled = (CAPACITY * percent / 100 - ROUNDS * FRESH) as u64;
         let mut insert = |keys: &Buffer<u64>| {
             homeless.zero(stream).unwrap();
-            table.insert_on_device(keys.address(), found.address(), keys.len(), homeless.address(), stream).unwrap();
+            table
+                .insert_on_device(keys.address(), found.address(), keys.len(), homeless.address(), stream)
+                .unwrap();
         };
         for start in (0..filled).step_by(BATCH) {
             let keys: Vec<u64> = (start..(start + BATCH as u64).min(filled)).map(nth_key).collect();
@@ -67,7 +71,9 @@ fn main() {
             dirt.zero(stream).unwrap();
             homeless.zero(stream).unwrap();
             let begin = bench.mark();
-            table.insert_on_device(keys.address(), found.address(), BATCH, homeless.address(), stream).unwrap();
+            table
+                .insert_on_device(keys.address(), found.address(), BATCH, homeless.address(), stream)
+                .unwrap();
             table.launch_gather(found.address(), out.address(), BATCH, true, stream).unwrap();
             let end = bench.mark();
             bench.device.synchronize().unwrap();
@@ -78,7 +84,12 @@ fn main() {
         let index = table.index_bytes() as f32 / table.stats().capacity as f32 * 0.8 - 8.0;
         println!(
             "| {percent} % | {find:.2} | {:.2} | {:.2} | {:.1} | {insert:.2} | {:.2} | {:.2} | {:.1} | {index:.1} |",
-            peer[0], find / peer[0], goal[0], peer[1], insert / peer[1], goal[1]
+            peer[0],
+            find / peer[0],
+            goal[0],
+            peer[1],
+            insert / peer[1],
+            goal[1]
         );
         keep_samples(&format!("find {percent} %"), "Gkeys/s", &finds);
         keep_samples(&format!("find_or_insert {percent} %"), "Gkeys/s", &inserts);

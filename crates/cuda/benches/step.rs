@@ -40,10 +40,24 @@ const fn work(name: &'static str, tables: usize, samples: usize, hotness: usize,
 
 const WORKS: [Work; 5] = [
     Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
-    Work { zipf: false, fbgemm: 3.24, goals: [1.15, 1.40], ..work("26 x 65,536, dim 64, uniform", 26, 65_536, 1, 1_000_000) },
+    Work {
+        zipf: false,
+        fbgemm: 3.24,
+        goals: [1.15, 1.40],
+        ..work("26 x 65,536, dim 64, uniform", 26, 65_536, 1, 1_000_000)
+    },
     Work { fbgemm: 1.20, goals: [0.27, 0.31], ..work("26 x 16,384, dim 64, Zipf", 26, 16_384, 1, 1_000_000) },
-    Work { fbgemm: 2.28, goals: [0.74, 0.84], ..work("8 x 20 ids x 16,384, dim 64, sum, Zipf", 8, 16_384, 20, 4_000_000) },
-    Work { dim: 128, fbgemm: 1.70, goals: [0.75, 0.85], ..work("10 x 104,857, dim 128, Zipf", 10, 104_857, 1, 1_680_000) },
+    Work {
+        fbgemm: 2.28,
+        goals: [0.74, 0.84],
+        ..work("8 x 20 ids x 16,384, dim 64, sum, Zipf", 8, 16_384, 20, 4_000_000)
+    },
+    Work {
+        dim: 128,
+        fbgemm: 1.70,
+        goals: [0.75, 0.85],
+        ..work("10 x 104,857, dim 128, Zipf", 10, 104_857, 1, 1_680_000)
+    },
 ];
 
 const WARM: usize = 3;
@@ -112,7 +126,12 @@ impl<'a> Gpu<'a> {
         let feature = |t: usize| Feature {
             name: "f",
             table: t,
-            ids: Ids { address: ids + (t * of_table * 8) as u64, high: 0, key_type: KeyType::Wide, len: of_table },
+            ids: Ids {
+                address: ids + (t * of_table * 8) as u64,
+                high: 0,
+                key_type: KeyType::Wide,
+                len: of_table,
+            },
             bags: if hotness == 1 { Bags::Each } else { Bags::Fixed { num_bags: samples, hotness } },
             combiner: Combiner::Sum,
             weights: None,
@@ -125,7 +144,8 @@ impl<'a> Gpu<'a> {
     /// All rows of the vocabulary.
     fn fill(&mut self) {
         for start in (0..self.work.vocabulary).step_by(self.work.samples) {
-            let keys: Vec<Key> = (start..(start + self.work.samples as u64).min(self.work.vocabulary)).map(key_of).collect();
+            let keys: Vec<Key> =
+                (start..(start + self.work.samples as u64).min(self.work.vocabulary)).map(key_of).collect();
             let all: Vec<Key> = keys.iter().copied().cycle().take(keys.len() * self.work.tables).collect();
             let ids = Buffer::from_slice(&self.bench.device.context, &all).unwrap();
             let features = self.features(ids.address(), keys.len(), 1);
@@ -142,9 +162,19 @@ impl<'a> Gpu<'a> {
         let keep = hold.then(|| Box::new(()) as _);
         let gradients = OutputGradients { rows, keep, check_finite: false };
         let lens = vec![len; self.work.tables];
-        self.group.push(LookupNumber::Known(number), gradients, &lens, &[], self.ticket.address(), stream).unwrap();
+        self.group
+            .push(LookupNumber::Known(number), gradients, &lens, &[], self.ticket.address(), stream)
+            .unwrap();
         let groups = &mut [&mut self.group];
-        optimizer::commit(groups, &[self.binding], &[self.ticket.address()], None, self.norm.address(), stream).unwrap();
+        optimizer::commit(
+            groups,
+            &[self.binding],
+            &[self.ticket.address()],
+            None,
+            self.norm.address(),
+            stream,
+        )
+        .unwrap();
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
         optimizer::apply(groups, &[self.binding], scalars.address(), false, &triggers, stream).unwrap();
     }
@@ -182,7 +212,11 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
         let lent = gradients.chunks(len);
         // SAFETY: nobody writes to them; `keep` has them.
         let lent = lent.map(|g| unsafe { GradientRows::new(g.as_ptr(), g.len()) }).collect();
-        let given = sok_core::push::OutputGradients { rows: lent, keep: Some(Box::new(gradients.clone())), check_finite: false };
+        let given = sok_core::push::OutputGradients {
+            rows: lent,
+            keep: Some(Box::new(gradients.clone())),
+            check_finite: false,
+        };
         let mut ticket = vec![0f32; 128];
         host.push(number, given, vec![], &mut ticket, &pool).unwrap();
         let named = host.resolve(&ticket).unwrap();
@@ -190,7 +224,8 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
         host.apply(&gpu.binding, &ApplyScalars { update: scalars(step), is_update: true }, &pool).unwrap();
     }
     for t in 0..work.tables {
-        let keys: HashSet<Key> = batches.iter().flat_map(|ids| &ids[t * of_table..][..of_table]).copied().collect();
+        let keys: HashSet<Key> =
+            batches.iter().flat_map(|ids| &ids[t * of_table..][..of_table]).copied().collect();
         let keys: Vec<Key> = keys.into_iter().collect();
         let mut rows = [vec![0f32; keys.len() * work.dim], vec![0f32; keys.len() * work.dim]];
         let mut found = vec![false; keys.len()];
@@ -235,7 +270,9 @@ fn main() {
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let checks = std::env::var_os("SOK_UNCHECKED").is_none();
     let bench = Bench::start("a training step of Adam, 1 % new keys");
-    println!("| work | gradients | ms | FBGEMM, ms | FBGEMM / ours | to reach | host, µs |\n|---|---|---|---|---|---|---|");
+    println!(
+        "| work | gradients | ms | FBGEMM, ms | FBGEMM / ours | to reach | host, µs |\n|---|---|---|---|---|---|---|"
+    );
     for work in &WORKS {
         if chosen.is_empty() || chosen.iter().any(|c| work.name.contains(c.as_str())) {
             time(&bench, work, checks);

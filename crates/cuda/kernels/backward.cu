@@ -166,7 +166,7 @@ __device__ __forceinline__ u32 table_of(const Tally* tables, u32 num_tables, u32
 }
 
 // Each distinct record of sorted ids onto the list of its dim. Record 0 is nobody's. `kinds`: how many dims there are.
-extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_keys(const Keys* __restrict__ kinds, u32 num_kinds, const Tally* __restrict__ tables, u32 num_tables,
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, 2) list_keys(const Keys* __restrict__ kinds, u32 num_kinds, const Tally* __restrict__ tables, u32 num_tables,
                                                                      const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
   __shared__ u32 distinct_of_block, ends[2];
   const u32 at = blockIdx.x * LIST_THREADS * POSITIONS, last = min(n, at + LIST_THREADS * POSITIONS) - 1;

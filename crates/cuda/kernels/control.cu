@@ -70,8 +70,8 @@ struct Report {
   u32 pad;
   u64 named;
   float weights[RING];
-  // By table: record numbers given out.
-  u32 taken[1];
+  // By table: `taken`, `distinct` and `dropped` of its counters.
+  u32 counts[1][3];
 };
 struct Committed {
   const float* ticket;
@@ -118,7 +118,10 @@ template <u32 N> __global__ void __launch_bounds__(RING) resolve(const __grid_co
     if (lane() == 0) ((u32*)&c.report->named)[row / WARP] = named;
     if (row == 0) c.resolved->is_due = c.report->is_due = is_due;
     if (!is_good && is_named) c.report->bad_row = row, c.report->bad_weight = weight / UNIT;
-    for (u32 t = row; t < c.num_tables; t += RING) c.report->taken[t] = c.tables[t].index.counters->taken;
+    for (u32 t = row; t < c.num_tables; t += RING) {
+      const Counters* counters = c.tables[t].index.counters;
+      c.report->counts[t][0] = counters->taken, c.report->counts[t][1] = counters->distinct, c.report->counts[t][2] = counters->dropped;
+    }
     __threadfence_system();
     __syncthreads();
     if (row == 0) *(volatile u64*)&c.report->commit = c.commit;

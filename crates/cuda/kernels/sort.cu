@@ -3,7 +3,7 @@
 #include "types.cuh"
 
 constexpr u32 DIGIT_BITS = 9;
-constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, ITEMS = 12, TILE = THREADS * ITEMS, WARPS = THREADS / WARP, PER_THREAD = DIGITS / THREADS;
+constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, ITEMS = 12, TILE = THREADS * ITEMS, WARPS = THREADS / WARP;
 // Of what a block tells the later ones of a digit: nothing yet, how many it has, how many all up to it have.
 constexpr u32 COUNT = 1u << 30, TOTAL = 2u << 30, VALUE = COUNT - 1;
 
@@ -57,19 +57,20 @@ template <u32 PASSES> __global__ void __launch_bounds__(THREADS) count_digits(co
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  // A thread has some digits in a row.
-  const u32 digit = threadIdx.x * PER_THREAD;
   for (u32 pass = 0; pass < PASSES; ++pass) {
-    u32 count[PER_THREAD], all = 0;
-#pragma unroll
-    for (u32 d = 0; d < PER_THREAD; ++d) all += count[d] = load_shared(&state->starts[pass][digit + d]);
-    u32 start = block_sum(all, of_warps) - all;
-#pragma unroll
-    for (u32 d = 0; d < PER_THREAD; ++d) state->starts[pass][digit + d] = start, start += count[d];
+    u32 before = 0;
+    for (u32 first = 0; first < DIGITS; first += THREADS) {
+      const u32 digit = first + threadIdx.x;
+      const u32 count = digit < DIGITS ? load_shared(&state->starts[pass][digit]) : 0;
+      const u32 sum = block_sum(count, of_warps);
+      if (digit < DIGITS) state->starts[pass][digit] = before + sum - count;
+      before += __shfl_sync(ALL, sum, WARP - 1);
+      static_assert(DIGITS <= THREADS, "one round");
+    }
   }
 }
 
-__global__ void __launch_bounds__(THREADS) sort_pass(const u32* __restrict__ keys, const u32* __restrict__ values, u32* __restrict__ sorted_keys, u32* __restrict__ sorted_values, u32 n,
+__global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* __restrict__ keys, const u32* __restrict__ values, u32* __restrict__ sorted_keys, u32* __restrict__ sorted_values, u32 n,
                                                      SortState* state, u32* told, u32 pass) {
   // Counts by warp and digit; then, in the same memory, the tile in its new order.
   __shared__ union {
@@ -79,90 +80,80 @@ __global__ void __launch_bounds__(THREADS) sort_pass(const u32* __restrict__ key
   __shared__ u32 starts[DIGITS];
   __shared__ u32 of_warps[WARPS];
   __shared__ u32 number;
-  const u32 warp = threadIdx.x / WARP, thread = threadIdx.x, tiles = (n + TILE - 1) / TILE;
-  u32* const told_of_pass = told + (u64)pass * tiles * DIGITS;
-  for (;;) {
-    // Tiles are taken in order, so that those before it are at work already.
-    __syncthreads();
-    if (thread == 0) number = atomicAdd(&state->next[pass], 1);
-    for (u32 i = thread; i < WARPS * DIGITS; i += THREADS) (&shared.counts[0][0])[i] = 0;
-    __syncthreads();
-    if (number >= tiles) return;
-    const u32 first = number * TILE, begin = first + warp * WARP * ITEMS + lane();
-    const u32 size = min(TILE, n - first);
-    u32 key[ITEMS], place[ITEMS];
+  const u32 warp = threadIdx.x / WARP, thread = threadIdx.x;
+  // Tiles are taken in order, so that those before it are at work already.
+  if (thread == 0) number = atomicAdd(&state->next[pass], 1);
+  for (u32 i = thread; i < WARPS * DIGITS; i += THREADS) (&shared.counts[0][0])[i] = 0;
+  __syncthreads();
+  const u32 first = number * TILE, begin = first + warp * WARP * ITEMS + lane();
+  const u32 size = min(TILE, n - first);
+  u32 key[ITEMS], place[ITEMS];
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) key[k] = begin + k * WARP < n ? keys[begin + k * WARP] : ALL;
+  for (u32 k = 0; k < ITEMS; ++k) key[k] = begin + k * WARP < n ? keys[begin + k * WARP] : ALL;
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) {
-      const u32 digit = digit_of(key[k], pass);
-      u32 peers = ALL;
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 digit = digit_of(key[k], pass);
+    u32 peers = ALL;
 #pragma unroll
-      for (u32 bit = 0; bit < DIGIT_BITS; ++bit) {
-        const u32 ones = __ballot_sync(ALL, digit >> bit & 1);
-        peers &= digit >> bit & 1 ? ones : ~ones;
-      }
-      const u32 before = shared.counts[warp][digit];
-      __syncwarp();
-      if ((peers & lanes_below()) == 0) shared.counts[warp][digit] = before + __popc(peers);
-      __syncwarp();
-      place[k] = before + __popc(peers & lanes_below());
+    for (u32 bit = 0; bit < DIGIT_BITS; ++bit) {
+      const u32 ones = __ballot_sync(ALL, digit >> bit & 1);
+      peers &= digit >> bit & 1 ? ones : ~ones;
     }
-    __syncthreads();
-    // A thread has some digits in a row.
-    const u32 first_digit = thread * PER_THREAD;
-    u32 count[PER_THREAD] = {}, all = 0;
-    told = told_of_pass + first_digit;
-#pragma unroll
-    for (u32 d = 0; d < PER_THREAD; ++d) {
-      for (u32 w = 0; w < WARPS; ++w) {
-        const u32 of_warp = shared.counts[w][first_digit + d];
-        shared.counts[w][first_digit + d] = count[d];
-        count[d] += of_warp;
-      }
-      all += count[d];
-      store_shared(told + (u64)number * DIGITS + d, (number ? COUNT : TOTAL) | count[d]);
+    const u32 before = shared.counts[warp][digit];
+    __syncwarp();
+    if ((peers & lanes_below()) == 0) shared.counts[warp][digit] = before + __popc(peers);
+    __syncwarp();
+    place[k] = before + __popc(peers & lanes_below());
+  }
+  __syncthreads();
+  // A thread a digit.
+  u32 count = 0;
+  if (thread < DIGITS) {
+    for (u32 w = 0; w < WARPS; ++w) {
+      const u32 of_warp = shared.counts[w][thread];
+      shared.counts[w][thread] = count;
+      count += of_warp;
     }
-    u32 start = block_sum(all, of_warps) - all;
-#pragma unroll
-    for (u32 d = 0; d < PER_THREAD; ++d) {
-      u32 before = 0;
-      for (u32 tile = number; tile > 0;) {
-        const u32 said = load_shared(told + (u64)(tile - 1) * DIGITS + d);
-        if (!(said & ~VALUE)) continue;
-        before += said & VALUE;
-        if (said & TOTAL) break;
-        --tile;
-      }
-      if (number) store_shared(told + (u64)number * DIGITS + d, TOTAL | (before + count[d]));
-      // Where the tile's pairs of this digit go, less where they lie in the tile.
-      starts[first_digit + d] = state->starts[pass][first_digit + d] + before - start;
-      for (u32 w = 0; w < WARPS; ++w) shared.counts[w][first_digit + d] += start;
-      start += count[d];
+    told += (u64)pass * ((n + TILE - 1) / TILE) * DIGITS + thread;
+    store_shared(told + (u64)number * DIGITS, (number ? COUNT : TOTAL) | count);
+  }
+  const u32 start = block_sum(count, of_warps) - count;
+  if (thread < DIGITS) {
+    u32 before = 0;
+    for (u32 tile = number; tile > 0;) {
+      const u32 said = load_shared(told + (u64)(tile - 1) * DIGITS);
+      if (!(said & ~VALUE)) continue;
+      before += said & VALUE;
+      if (said & TOTAL) break;
+      --tile;
     }
-    __syncthreads();
+    if (number) store_shared(told + (u64)number * DIGITS, TOTAL | (before + count));
+    // Where the tile's pairs of this digit go, less where they lie in the tile.
+    starts[thread] = state->starts[pass][thread] + before - start;
+    for (u32 w = 0; w < WARPS; ++w) shared.counts[w][thread] += start;
+  }
+  __syncthreads();
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) place[k] += shared.counts[warp][digit_of(key[k], pass)];
-    __syncthreads();
+  for (u32 k = 0; k < ITEMS; ++k) place[k] += shared.counts[warp][digit_of(key[k], pass)];
+  __syncthreads();
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
-    __syncthreads();
-    u32 to[ITEMS];
+  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
+  __syncthreads();
+  u32 to[ITEMS];
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) {
-      const u32 at = k * THREADS + thread, moved = shared.tile[at];
-      to[k] = starts[digit_of(moved, pass)] + at;
-      if (at < size) sorted_keys[to[k]] = moved;
-      key[k] = begin + k * WARP < n ? values[begin + k * WARP] : 0;
-    }
-    __syncthreads();
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 at = k * THREADS + thread, moved = shared.tile[at];
+    to[k] = starts[digit_of(moved, pass)] + at;
+    if (at < size) sorted_keys[to[k]] = moved;
+    key[k] = begin + k * WARP < n ? values[begin + k * WARP] : 0;
+  }
+  __syncthreads();
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
-    __syncthreads();
+  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
+  __syncthreads();
 #pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) {
-      const u32 at = k * THREADS + thread;
-      if (at < size) sorted_values[to[k]] = shared.tile[at];
-    }
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 at = k * THREADS + thread;
+    if (at < size) sorted_values[to[k]] = shared.tile[at];
   }
 }

@@ -76,10 +76,10 @@ impl Stream {
     /// There are so many at `address`.
     pub unsafe fn zero(self, address: u64, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { result::memset_d8_async(address, 0, bytes, self.0) }.map_err(driver_error("filling GPU memory"))
+        unsafe { result::memset_d8_async(address, 0, bytes, self.0) }
+            .map_err(driver_error("filling GPU memory"))
     }
 }
-
 
 // SAFETY: a handle that any thread may launch; modules are never unloaded.
 unsafe impl Send for Kernel {}

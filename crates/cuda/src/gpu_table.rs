@@ -26,6 +26,9 @@ const WAITING: Stream = Stream::DEFAULT;
 /// Growths of an index that is to hold keys which find no place.
 const INDEX_TRIES: usize = 8;
 
+/// Record numbers taken; distinct keys and dropped gradients since the statistics were told.
+type Counts = [u32; 3];
+
 pub struct GpuTable {
     pub(crate) config: TableConfig,
     pub(crate) device: Arc<Device>,
@@ -43,6 +46,8 @@ pub struct GpuTable {
     pub(crate) most_taken: u64,
     /// Taken numbers that the statistics know of.
     counted: u32,
+    /// As the device has told without being waited for.
+    told: Counts,
     /// Keys that steps count as found, and that were admitted for them.
     admitted: u64,
     /// Erased records that a step may still refer to, each with the number of the newest lookup that may.
@@ -82,6 +87,7 @@ impl GpuTable {
             len_before: 0,
             most_taken: 0,
             counted: 0,
+            told: [0; 3],
             admitted: 0,
             retired: Vec::new(),
             newest_lookup: 0,
@@ -129,7 +135,8 @@ impl GpuTable {
 
     fn reserve_records(&mut self, more: u64) -> Result<()> {
         let before = self.num_numbers();
-        let numbers = u64::from(self.fresh) + (self.most_taken + more).saturating_sub(self.released.len() as u64);
+        let numbers =
+            u64::from(self.fresh) + (self.most_taken + more).saturating_sub(self.released.len() as u64);
         self.arena.grow(numbers as usize * 16 * self.layout.stride)?;
         self.has_moved |= self.num_numbers() != before;
         Ok(())
@@ -137,7 +144,8 @@ impl GpuTable {
 
     /// Whether this many new keys fit in any case as memory stands.
     pub(crate) fn has_room(&self, new_keys: u64) -> bool {
-        let numbers = u64::from(self.fresh) + (self.most_taken + new_keys).saturating_sub(self.released.len() as u64);
+        let numbers =
+            u64::from(self.fresh) + (self.most_taken + new_keys).saturating_sub(self.released.len() as u64);
         let rows = (self.len_before + self.most_taken as i64) as u64 + new_keys;
         numbers <= self.num_numbers() && rows <= self.index.capacity() as u64
     }
@@ -172,9 +180,10 @@ impl GpuTable {
         Ok(())
     }
 
-    /// As a report from the device has it; `ids`: those looked up since.
-    pub(crate) fn learn_from(&mut self, taken: u32, since: u64) {
-        self.most_taken = u64::from(taken) + since;
+    /// As a report from the device has it; `since`: ids looked up after it.
+    pub(crate) fn learn_from(&mut self, counts: Counts, since: u64) {
+        self.most_taken = u64::from(counts[0]) + since;
+        self.told = counts;
     }
 
     /// Adds to the statistics what steps have counted on the device. Nothing may be under way.
@@ -188,6 +197,7 @@ impl GpuTable {
         self.index.counters.write(DROPPED, &[0])?;
         self.index.counters.write(DISTINCT, &[0])?;
         self.counted = counters[TAKEN];
+        self.told = [self.counted, 0, 0];
         self.most_taken = u64::from(counters[TAKEN]);
         Ok(())
     }
@@ -203,6 +213,7 @@ impl GpuTable {
         self.learn()?;
         let inserted = self.most_taken as u32 - self.counted;
         self.counted = self.most_taken as u32;
+        self.told[0] = self.counted;
         Ok(u64::from(inserted))
     }
 
@@ -297,7 +308,14 @@ impl GpuTable {
     }
 
     /// Copies the rows of records; with `skips`, not those of new ones.
-    pub fn launch_gather(&self, records: u64, rows: u64, n: usize, skips: bool, stream: Stream) -> Result<()> {
+    pub fn launch_gather(
+        &self,
+        records: u64,
+        rows: u64,
+        n: usize,
+        skips: bool,
+        stream: Stream,
+    ) -> Result<()> {
         let gather = self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", self.config.dim))?;
         let (table, count, skips) = (self.alone(), n as u32, u32::from(skips));
         launch!(gather, stream, n.div_ceil(TABLE_THREADS), TABLE_THREADS, table, records, rows, count, skips)
@@ -329,6 +347,21 @@ impl GpuTable {
         self.device.synchronize()?;
         rows.copy_from_slice(&out.read(0, rows.len())?);
         Ok(())
+    }
+
+    fn stats_of(&self, [taken, distinct, dropped]: Counts) -> TableStats {
+        let inserted = u64::from(taken.saturating_sub(self.counted));
+        let mut stats = TableStats {
+            size: (self.len_before + i64::from(taken)) as u64,
+            capacity: self.index.capacity() as u64,
+            bytes: (self.index.num_bytes() + self.arena.num_bytes() + self.released_on_device.num_bytes())
+                as u64,
+            ..self.stats
+        };
+        stats.outcomes.inserted += inserted;
+        stats.outcomes.hit += u64::from(distinct).saturating_sub(inserted + self.admitted);
+        stats.dropped_gradients += u64::from(dropped);
+        stats
     }
 
     fn check_len(&self, what: &str, len: usize, num_keys: usize, width: usize) -> Result<()> {
@@ -393,7 +426,8 @@ impl GpuTable {
             let on_device = Buffer::from_slice(&self.device.context, &homeless)?;
             let records = self.records_of(&on_device, true)?.to_vec()?;
             self.count_inserted()?;
-            homeless = homeless.into_iter().zip(records).filter(|(_, r)| *r == NEW).map(|(key, _)| key).collect();
+            homeless =
+                homeless.into_iter().zip(records).filter(|(_, r)| *r == NEW).map(|(key, _)| key).collect();
             if homeless.is_empty() {
                 return Ok(());
             }
@@ -437,7 +471,8 @@ impl GpuTable {
         let (records, rows) = (Buffer::from_slice(context, &records)?, Buffer::from_slice(context, &rows)?);
         let values = Buffer::from_slice(context, values)?;
         let write = self.device.kernel(&TABLE, "write_records")?;
-        let (table, to, from, values_at) = (self.alone(), records.address(), rows.address(), values.address());
+        let (table, to, from, values_at) =
+            (self.alone(), records.address(), rows.address(), values.address());
         let blocks = (n as usize).min(8192);
         launch!(write, WAITING, blocks, TABLE_THREADS, table, parts, to, from, values_at, n)?;
         self.device.synchronize()
@@ -464,7 +499,7 @@ impl GpuTable {
             Buffer::from_slice(&self.device.context, &self.released)?
         };
         self.len_before += taken as i64;
-        (self.counted, self.most_taken) = (0, 0);
+        (self.counted, self.most_taken, self.told) = (0, 0, [0; 3]);
         self.index.counters.write(TAKEN, &[0])?;
         self.has_moved = true;
         Ok(())
@@ -500,7 +535,8 @@ impl GpuTable {
         let layout = RecordLayout::new(update, self.config.dim);
         let mut arena = arena(&self.device, &self.config, layout.stride)?;
         let numbers = self.fresh + (self.counted as usize).saturating_sub(self.released.len()) as u32;
-        let kept = self.num_numbers().max(u64::from(numbers)).min(u64::from(numbers) + self.config.initial_capacity);
+        let kept =
+            self.num_numbers().max(u64::from(numbers)).min(u64::from(numbers) + self.config.initial_capacity);
         arena.grow(kept as usize * 16 * layout.stride)?;
         let from = self.alone();
         let to = layout::Table {
@@ -523,7 +559,7 @@ impl GpuTable {
         (self.index, self.arena) = (index, arena);
         self.released.clear();
         self.retired.clear();
-        (self.fresh, self.len_before, self.most_taken, self.counted) = (1, 0, 0, 0);
+        (self.fresh, self.len_before, self.most_taken, self.counted, self.told) = (1, 0, 0, 0, [0; 3]);
         self.generation += 1;
         self.has_moved = true;
     }
@@ -640,18 +676,12 @@ impl Table for GpuTable {
 
     fn stats(&self) -> TableStats {
         let _ = self.device.synchronize();
-        let counters = self.index.counters.read(0, layout::COUNTERS).unwrap_or_else(|_| vec![0; layout::COUNTERS]);
-        let inserted = u64::from(counters[TAKEN].saturating_sub(self.counted));
-        let mut stats = TableStats {
-            size: (self.len_before + i64::from(counters[TAKEN])) as u64,
-            capacity: self.index.capacity() as u64,
-            bytes: (self.index.num_bytes() + self.arena.num_bytes() + self.released_on_device.num_bytes()) as u64,
-            ..self.stats
-        };
-        stats.outcomes.inserted += inserted;
-        stats.outcomes.hit += u64::from(counters[DISTINCT]).saturating_sub(inserted + self.admitted);
-        stats.dropped_gradients += u64::from(counters[DROPPED]);
-        stats
+        let counters = self.index.counters.read(0, layout::COUNTERS);
+        self.stats_of(counters.map_or(self.told, |c| [c[TAKEN], c[DISTINCT], c[DROPPED]]))
+    }
+
+    fn recent_stats(&self) -> TableStats {
+        self.stats_of(self.told)
     }
 
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
@@ -711,9 +741,12 @@ impl Table for GpuTable {
         self.wait()?;
         other.wait()?;
         other.release()?;
-        let GpuTable { index, arena, layout, update, released, released_on_device, fresh, len_before, .. } = other;
+        let GpuTable {
+            index, arena, layout, update, released, released_on_device, fresh, len_before, ..
+        } = other;
         self.reset(index, arena);
-        (self.layout, self.update, self.released, self.released_on_device) = (layout, update, released, released_on_device);
+        (self.layout, self.update, self.released, self.released_on_device) =
+            (layout, update, released, released_on_device);
         (self.fresh, self.len_before) = (fresh, len_before);
         Ok(())
     }

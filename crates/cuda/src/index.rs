@@ -101,7 +101,12 @@ impl Index {
     }
 
     /// Visits up to `max` keys and their record numbers, from place `start` on. Gives the place to go on from; none at the end.
-    pub fn entries(&self, start: usize, max: usize, mut visit: impl FnMut(u64, u32)) -> Result<Option<usize>> {
+    pub fn entries(
+        &self,
+        start: usize,
+        max: usize,
+        mut visit: impl FnMut(u64, u32),
+    ) -> Result<Option<usize>> {
         let wide = |words: &[u32]| u64::from(words[0]) | u64::from(words[1]) << 32;
         let (in_buckets, in_stash) = (self.num_buckets * PLACES, STASH / 3);
         let (mut place, mut left) = (start, max);

@@ -37,7 +37,7 @@ unsafe impl Plain for f64 {}
 
 /// The words of plain values.
 pub fn words<T: Plain>(values: &[T]) -> &[u32] {
-    const { assert!(size_of::<T>() % 4 == 0 && align_of::<T>() >= 4) }
+    const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>() >= 4) }
     // SAFETY: numbers, whole words of them, aligned at least as words are.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values) / 4) }
 }
@@ -330,7 +330,9 @@ impl Shared {
         };
         let mut address = 0;
         // SAFETY: a field to write to; the memory was made for this.
-        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, host.cast(), 0) }.result().map_err(&failed)?;
+        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, host.cast(), 0) }
+            .result()
+            .map_err(&failed)?;
         Ok(Shared { host, address, len, context: context.clone() })
     }
 

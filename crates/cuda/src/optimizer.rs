@@ -42,9 +42,13 @@ pub fn commit(
         group.take_over(binding)?;
     }
     let updates = is_update(groups, is_update_at)?;
-    let at_once = RESOLVED_AT_ONCE.into_iter().find(|n| *n >= groups.len() && 64 * n < device.parameter_bytes);
+    let at_once =
+        RESOLVED_AT_ONCE.into_iter().find(|n| *n >= groups.len() && 64 * n < device.parameter_bytes);
     let Some(at_once) = at_once else {
-        return Err(Error::argument(format!("an optimizer has too many layers with tables for a GPU: {}", groups.len())));
+        return Err(Error::argument(format!(
+            "an optimizer has too many layers with tables for a GPU: {}",
+            groups.len()
+        )));
     };
     let mut committed = Vec::with_capacity(at_once);
     for (group, ticket) in groups.iter_mut().zip(tickets) {

@@ -24,7 +24,8 @@ fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
     let mut forward = own(&["find_records", "settle_records", "keep_inputs", "make_rows<8, 64, 1024>"]);
-    let mut backward = own(&["list_keys", "sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
+    let mut backward =
+        own(&["list_keys", "sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
     let mut table = own(&[
         "clear_index",
         "look_up",
@@ -64,8 +65,10 @@ fn all_kernels_compile_for_all_architectures() {
         "give_norm",
         "clip_factors",
     ]);
-    let sort = own(&["count_digits<1>", "count_digits<2>", "count_digits<3>", "count_digits<4>", "sort_pass"]);
-    let kernels = [(&TABLE, table), (&SORT, sort), (&FORWARD, forward), (&BACKWARD, backward), (&CONTROL, control)];
+    let sort =
+        own(&["count_digits<1>", "count_digits<2>", "count_digits<3>", "count_digits<4>", "sort_pass"]);
+    let kernels =
+        [(&TABLE, table), (&SORT, sort), (&FORWARD, forward), (&BACKWARD, backward), (&CONTROL, control)];
     std::thread::scope(|threads| {
         for (source, names) in &kernels {
             for arch in ARCHITECTURES {

@@ -110,8 +110,12 @@ impl Subject for GpuSubject {
             let bags = match &input.shape {
                 Shape::Each => Bags::Each,
                 Shape::Fixed { num_bags, hotness } => Bags::Fixed { num_bags: *num_bags, hotness: *hotness },
-                Shape::RaggedI64(s) => Bags::Ragged { splits: self.keep(s), wide: true, num_bags: s.len() - 1 },
-                Shape::RaggedI32(s) => Bags::Ragged { splits: self.keep(s), wide: false, num_bags: s.len() - 1 },
+                Shape::RaggedI64(s) => {
+                    Bags::Ragged { splits: self.keep(s), wide: true, num_bags: s.len() - 1 }
+                }
+                Shape::RaggedI32(s) => {
+                    Bags::Ragged { splits: self.keep(s), wide: false, num_bags: s.len() - 1 }
+                }
             };
             features.push(Feature {
                 name: &input.name,
@@ -145,18 +149,23 @@ impl Subject for GpuSubject {
         let rows: Vec<Buffer<f32>> = gradients.iter().map(|g| on_device(g)).collect();
         let weights: Vec<Buffer<f32>> = ids.iter().map(|n| on_device(&unwritten(*n))).collect();
         let weighted = self.group.weighted_features(lookup);
-        let weight_gradients: Vec<_> = weighted.iter().copied().zip(weights.iter().map(Buffer::address)).collect();
+        let weight_gradients: Vec<_> =
+            weighted.iter().copied().zip(weights.iter().map(Buffer::address)).collect();
         let ticket = on_device(&unwritten(TICKET_LEN));
         let addresses = rows.iter().map(Buffer::address).collect();
         let lens: Vec<usize> = gradients.iter().map(Vec::len).collect();
-        let (keep, merged_at_once) = if hold {
-            (Some(Box::new((gradients.clone(), rows)) as Keep), None)
-        } else {
-            (None, Some(rows))
-        };
+        let (keep, merged_at_once) =
+            if hold { (Some(Box::new((gradients.clone(), rows)) as Keep), None) } else { (None, Some(rows)) };
         let output = OutputGradients { rows: addresses, keep, check_finite: true };
         let stream = self.stream();
-        self.group.push(LookupNumber::Known(lookup), output, &lens, &weight_gradients, ticket.address(), stream)?;
+        self.group.push(
+            LookupNumber::Known(lookup),
+            output,
+            &lens,
+            &weight_gradients,
+            ticket.address(),
+            stream,
+        )?;
         self.tickets.insert(number, ticket.to_vec()?);
         drop(merged_at_once);
         if hold {
@@ -280,14 +289,18 @@ fn ten_million_operations_leave_it_as_the_host_table() {
     let before = gpu.stats();
     for round in 0..200u64 {
         let range = 20_000 << (round / 20);
-        let keys: Vec<u64> = (0..50_000).map(|_| dice.below(range).wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+        let keys: Vec<u64> =
+            (0..50_000).map(|_| dice.below(range).wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
         let mut rows = [unwritten(3 * keys.len()), unwritten(3 * keys.len())];
         let mut found = [vec![false; keys.len()], vec![false; keys.len()]];
         match dice.below(6) {
             0 => assert_eq!(host.erase(&keys), gpu.erase(&keys)),
             1 => {
                 let values = dice.floats(3 * keys.len());
-                assert_eq!(host.assign(&keys, &values, true).unwrap(), gpu.assign(&keys, &values, true).unwrap());
+                assert_eq!(
+                    host.assign(&keys, &values, true).unwrap(),
+                    gpu.assign(&keys, &values, true).unwrap()
+                );
             }
             2 => {
                 host.find(&keys, &mut rows[0], &mut found[0]).unwrap();
@@ -346,10 +359,18 @@ fn every_dim_and_rule_gives_the_hosts_bits() {
     let dims = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
     for (i, rule) in common::strategies::rules().into_iter().enumerate() {
         let chosen = if i == 3 { &dims[..] } else { &[dims[i % 9], 64][..] };
-        let configs: Vec<TableConfig> = chosen.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
+        let configs: Vec<TableConfig> =
+            chosen.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
         let mut dice = Dice(i as u64);
         let inputs = |dice: &mut Dice| {
-            let keys = |dice: &mut Dice, n| (0..n).map(|i| { let range = [20, 400, 1 << 40][i % 3]; dice.below(range) }).collect::<Vec<u64>>();
+            let keys = |dice: &mut Dice, n| {
+                (0..n)
+                    .map(|i| {
+                        let range = [20, 400, 1 << 40][i % 3];
+                        dice.below(range)
+                    })
+                    .collect::<Vec<u64>>()
+            };
             let input = |(table, dice): (usize, &mut Dice)| Input::plain(table, &keys(dice, 700));
             (0..configs.len()).map(|t| input((t, dice))).collect::<Vec<_>>()
         };

@@ -43,7 +43,7 @@ impl Group {
     fn new(py: Python<'_>, configs: Vec<String>, gpu: Option<usize>, nvrtc: Vec<PathBuf>) -> PyResult<Group> {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
         let tables = detached(py, || match gpu {
-            None => HostGroup::new(configs).map(Tables::Host),
+            None => HostGroup::new(configs).map(|group| Tables::Host(Box::new(group))),
             Some(gpu) => Ok(Tables::Gpu(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?))),
         })?;
         Ok(Group { inner: Arc::new(GroupInner::new(tables)) })
@@ -220,15 +220,17 @@ impl Table {
     }
 
     /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
-    fn stats(&self) -> (u64, u64, OutcomesTuple, u64, u64, u64, u64) {
+    /// Without `waits` as of the last step that a device has told of.
+    fn stats(&self, waits: bool) -> (u64, u64, OutcomesTuple, u64, u64, u64, u64) {
         let mut group = self.group.lock();
-        let stats = group.table(self.number).stats();
+        let table = group.table(self.number);
+        let stats = if waits { table.stats() } else { table.recent_stats() };
         (
             stats.size,
             stats.capacity,
             outcomes_tuple(stats.outcomes),
             stats.dropped_gradients,
-            group.pending_pushes() as u64,
+            group.pending_pushes(waits) as u64,
             stats.native_calls,
             stats.bytes + group.step_bytes() as u64 / group.num_tables().max(1) as u64,
         )
@@ -324,7 +326,8 @@ impl Optimizer {
     ) -> PyResult<Optimizer> {
         let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
         let groups = groups.iter().map(|g| g.inner.clone()).collect();
-        let handle = registry::add_optimizer(registry::Optimizer { groups, updates, needs_norm, accumulates });
+        let handle =
+            registry::add_optimizer(registry::Optimizer { groups, updates, needs_norm, accumulates });
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
             let mut groups = optimizer.groups.iter().zip(optimizer.bindings(handle));

@@ -6,7 +6,7 @@ use sok_core::table::Table;
 use sok_cuda::gpu_group::GpuGroup;
 
 pub enum Tables {
-    Host(HostGroup),
+    Host(Box<HostGroup>),
     Gpu(Box<GpuGroup>),
 }
 
@@ -64,8 +64,13 @@ impl Tables {
         each!(self, group => group.names())
     }
 
-    pub fn pending_pushes(&mut self) -> usize {
-        each!(self, group => group.pending_pushes())
+    /// Without `waits` those of the last commit count, which may be over.
+    pub fn pending_pushes(&mut self, waits: bool) -> usize {
+        match self {
+            Tables::Host(group) => group.pending_pushes(),
+            Tables::Gpu(group) if waits => group.pending_pushes(),
+            Tables::Gpu(group) => group.known_pushes(),
+        }
     }
 
     /// Memory that steps keep.

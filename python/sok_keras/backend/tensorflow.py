@@ -70,9 +70,7 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
         # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
         save = record.should_record_backprop([trigger, *tensors]) or (insert and not tf.executing_eagerly())
     op = _ops.sok_gpu_lookup if plan.is_on_gpu else _ops.sok_lookup
-    _, rows = op(
-        tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insert=bool(insert), save=save
-    )
+    _, rows = op(tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insert=bool(insert), save=save)
     if not tf.executing_eagerly():
         for row, shape in zip(rows, plan.output_shapes(inputs), strict=True):
             row.set_shape(shape)

@@ -45,8 +45,15 @@ def _address(tensor):
 
 
 def _at(device, tensor):
-    """A contiguous tensor on the device of the tables, and nothing to differentiate."""
-    return tensor.detach().to(device).contiguous()
+    """A contiguous tensor on the device of the tables."""
+    if tensor.device != device:
+        tensor = tensor.detach().to(device)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _back(tensors, like):
+    """Results where the model is."""
+    return tensors if tensors[0].device == like.device else [tensor.to(like.device) for tensor in tensors]
 
 
 def _device_of(on_gpu, like):
@@ -68,7 +75,7 @@ def _lookup(trigger, tensors, plan, insert, save):
     rows = [torch.empty(shape, dtype=torch.float32, device=device) for shape in plan.shapes_of(tensors)]
     outputs = [*map(_address, (number, *rows))]
     _native.lookup(plan.handle, insert, save, [*map(_address, tensors)], outputs, stream)
-    return [number, *(row.to(trigger.device) for row in rows)]
+    return [number, *_back(rows, trigger)]
 
 
 def _push(number, gradients, weights, plan, keep):
@@ -80,7 +87,7 @@ def _push(number, gradients, weights, plan, keep):
     inputs = [*map(_address, (number, *gradients, *weights))]
     kept = gradients if keep else None
     _native.push(plan.handle, inputs, kept, [*map(_address, (ticket, *found))], stream)
-    return [tensor.to(like.device) for tensor in (ticket, *found)]
+    return _back([ticket, *found], like)
 
 
 def _commit(is_update, tickets, optimizer):
@@ -96,7 +103,7 @@ def _apply(scalars, sum_of_squares, triggers, optimizer):
     inputs = [_at(device, tensor) for tensor in (scalars, sum_of_squares, *triggers)]
     new = [torch.empty(64, 2, dtype=torch.float32, device=device) for _ in triggers]
     _native.apply(optimizer, [*map(_address, inputs)], [*map(_address, new)], stream)
-    return [tensor.to(triggers[0].device) for tensor in new]
+    return _back(new, triggers[0])
 
 
 # ---- the same for the compiler: shapes alone

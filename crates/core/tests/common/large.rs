@@ -124,4 +124,3 @@ pub fn large_steps(inputs: impl Fn(&mut Dice) -> Vec<Input>) -> Vec<Op> {
 pub fn plain_update(rule: Rule) -> Update {
     Update { rule, weight_decay: None, clipvalue: None, clipnorm: None }
 }
-

@@ -229,4 +229,3 @@ pub fn run_all(configs: &[TableConfig], update: Update, ops: &[Op], maker: &Make
         bench.run(&resolve(op, &bench));
     }
 }
-

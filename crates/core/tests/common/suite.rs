@@ -129,7 +129,7 @@ pub fn ids_outside_a_static_table_raise_and_change_nothing_or_are_zeros_that_nob
 fn ids_outside_raise(configs: &[TableConfig], inputs: &[Input], maker: &Maker) {
     let mut subject = group(configs, maker);
     assert_eq!(
-        refused(&mut *subject, &inputs).to_string(),
+        refused(&mut *subject, inputs).to_string(),
         "id 10 of feature `f1` is outside table `fixed`, whose ids are 0 to 9 (`vocabulary_size=10`). Set \
          `out_of_vocabulary=\"zeros\"` to answer such ids with zeros, or leave `vocabulary_size` away for a dynamic table"
     );
@@ -158,7 +158,9 @@ pub fn an_id_of_weight_zero_never_inserts_but_its_weight_gets_its_gradient(maker
     assert!((weights[0][0] - (row[0] + 2.0 * row[1])).abs() < 1e-6 && weights[0][0] != 0.0);
 }
 
-pub fn an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_however_many_threads_there_are(maker: &Maker) {
+pub fn an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_however_many_threads_there_are(
+    maker: &Maker,
+) {
     // Key 1 comes with weight 0 first and far behind, in the same feature and in the next one, with weight 1.
     let mut keys: Vec<Key> = (0..40_000).map(|i| 2 + i % 50).collect();
     let mut weights = vec![1.0; keys.len()];

@@ -27,7 +27,8 @@ impl Bench {
             output.map_or_else(String::new, |o| String::from_utf8_lossy(&o.stdout).trim().to_string())
         };
         let driver = ask("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]);
-        let commit = std::env::var("SOK_COMMIT").unwrap_or_else(|_| ask("git", &["rev-parse", "--short", "HEAD"]));
+        let commit =
+            std::env::var("SOK_COMMIT").unwrap_or_else(|_| ask("git", &["rev-parse", "--short", "HEAD"]));
         let date = ask("date", &["-u", "+%F"]);
         let name = device.context.name().unwrap();
         println!("\n## {what}\n{name}, driver {driver}, commit {commit}, {date}; medians of CUDA events\n");

@@ -398,7 +398,8 @@ impl Context {
             Ok((symbol(library, EIGEN_DEVICE)?, symbol(library, EIGEN_STREAM)?))
         };
         static SYMBOLS: OnceLock<Told<(usize, usize)>> = OnceLock::new();
-        let symbols = SYMBOLS.get_or_init(|| symbols().map(|(device, stream)| (device as usize, stream as usize)));
+        let symbols =
+            SYMBOLS.get_or_init(|| symbols().map(|(device, stream)| (device as usize, stream as usize)));
         let (device, stream) = symbols.clone().map_err(|what| {
             Error::Device(format!("{what}, so tables on a GPU cannot be used here: use `storage=\"host\"`"))
         })?;
@@ -411,7 +412,9 @@ impl Context {
             let interface = device(self.0).as_ref().copied().filter(|i| !i.is_null());
             let interface = interface.filter(|i| *(**i).add(STREAM_SLOT) as usize == stream);
             let Some(interface) = interface else {
-                return Err(Error::Device("this TensorFlow keeps its GPU stream elsewhere: use `storage=\"host\"`".into()));
+                return Err(Error::Device(
+                    "this TensorFlow keeps its GPU stream elsewhere: use `storage=\"host\"`".into(),
+                ));
             };
             let stream: EigenStream = std::mem::transmute(stream);
             Ok(*stream(interface) as u64)

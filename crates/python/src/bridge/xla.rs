@@ -363,8 +363,11 @@ impl Execution<'_> {
         if error.is_null() {
             return Ok(arguments.stream as u64);
         }
-        let mut destroy =
-            DestroyArguments { struct_size: size_of::<DestroyArguments>(), extension: ptr::null_mut(), error };
+        let mut destroy = DestroyArguments {
+            struct_size: size_of::<DestroyArguments>(),
+            extension: ptr::null_mut(),
+            error,
+        };
         // SAFETY: an error of XLA's, which is given back once.
         unsafe { (api.destroy_error)(&mut destroy) };
         Err(Error::Device("XLA has no stream for this call".into()))

@@ -3,6 +3,10 @@
 //! Nothing here waits for the device or copies to it: descriptors travel as parameters of a launch, grids are bounds, and
 //! memory of steps that are over serves those to come.
 
+mod backward;
+mod update_once;
+
+use std::cell::Cell;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
@@ -10,19 +14,18 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
-use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::ticket::RING;
 
 use crate::device::{Device, Stream, driver_error, launch};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{BACKWARD, CONTROL, FORWARD, SORT};
 use crate::layout::{self, *};
 use crate::memory::{Buffer, Shared, words};
-use crate::rule;
 
 /// Words that a delivery carries, few and many.
 const FEW: usize = 960;
 const MANY: usize = 8128;
+
+pub use update_once::update_once;
 
 /// Integer types of ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,9 +52,16 @@ pub struct Ids {
 pub enum Bags {
     /// None: a row an id.
     Each,
-    Fixed { num_bags: usize, hotness: usize },
+    Fixed {
+        num_bags: usize,
+        hotness: usize,
+    },
     /// `splits`: `(num_bags + 1,)`, int64 if `wide`, else int32.
-    Ragged { splits: u64, wide: bool, num_bags: usize },
+    Ragged {
+        splits: u64,
+        wide: bool,
+        num_bags: usize,
+    },
 }
 
 /// A feature of a call, as it lies in device memory.
@@ -235,7 +245,7 @@ pub struct Workspace {
     fork: CudaEvent,
     join: CudaEvent,
     moved: CudaEvent,
-    is_forked: bool,
+    is_forked: Cell<bool>,
     last: Option<Stream>,
     memories: Vec<Buffer<u32>>,
     pub fault: Shared,
@@ -273,7 +283,7 @@ impl Workspace {
             fork: event()?,
             join: event()?,
             moved: event()?,
-            is_forked: false,
+            is_forked: Cell::new(false),
             last: None,
             memories: Vec::new(),
             fault: Shared::new(context, size_of::<Fault>() / 4)?,
@@ -304,14 +314,23 @@ impl Workspace {
             stream.wait(&self.moved)?;
         }
         self.last = Some(stream);
-        if std::mem::take(&mut self.is_forked) {
-            stream.wait(&self.join)?;
-        }
         Ok(())
     }
 
+    /// What comes after on the stream sees the lists of the last lookup.
+    fn join(&self, stream: Stream) -> Result<()> {
+        if self.is_forked.take() { stream.wait(&self.join) } else { Ok(()) }
+    }
+
     /// Words to the device, and zeros.
-    fn deliver(&self, to: u64, values: &[u32], zeros: (u64, usize), number: Option<(u64, u64)>, stream: Stream) -> Result<()> {
+    fn deliver(
+        &self,
+        to: u64,
+        values: &[u32],
+        zeros: (u64, usize),
+        number: Option<(u64, u64)>,
+        stream: Stream,
+    ) -> Result<()> {
         let many = values.len() > FEW && self.device.parameter_bytes > 4096;
         let (room, name) = if many { (MANY, "deliver<8128>") } else { (FEW, "deliver<960>") };
         let deliver = self.device.kernel(&CONTROL, name)?;
@@ -339,6 +358,7 @@ impl Workspace {
         if !tables.iter().any(|t| t.has_moved) {
             return Ok(());
         }
+        self.join(stream)?;
         let mut first = 0u64;
         for &t in &self.order {
             self.firsts[t] = first as u32;
@@ -351,8 +371,11 @@ impl Workspace {
             )));
         }
         self.num_records = first;
-        let descriptors: Vec<_> =
-            tables.iter().enumerate().map(|(t, table)| table.descriptor(self.firsts[t], self.kinds[t] as u32)).collect();
+        let descriptors: Vec<_> = tables
+            .iter()
+            .enumerate()
+            .map(|(t, table)| table.descriptor(self.firsts[t], self.kinds[t] as u32))
+            .collect();
         let tally = |&t: &usize| Tally {
             counters: descriptors[t].index.counters,
             first_record: self.firsts[t],
@@ -388,12 +411,20 @@ impl Workspace {
         }
     }
 
-    fn places(&self, base: u64, features: &[Feature], ids_by_kind: &[usize], save: bool, is_weighted: bool) -> Places {
+    fn places(
+        &self,
+        base: u64,
+        features: &[Feature],
+        ids_by_kind: &[usize],
+        save: bool,
+        is_weighted: bool,
+    ) -> Places {
         let n: usize = ids_by_kind.iter().sum();
         let mut parts = Parts { base, at: 0 };
         let descriptor = size_of::<layout::Feature>() / 4;
         let payload_words = features.len() * (descriptor + 2);
-        let payload = parts.take(payload_words + if save { ids_by_kind.len() * size_of::<Keys>() / 4 } else { 0 });
+        let payload =
+            parts.take(payload_words + if save { ids_by_kind.len() * size_of::<Keys>() / 4 } else { 0 });
         let zeros = parts.take(0);
         let homeless_count = parts.take(32);
         let sort_state = parts.take(if save { SORT_STATE } else { 0 });
@@ -401,7 +432,8 @@ impl Workspace {
         let num_zeros = parts.at - ((zeros - base) / 4) as usize;
         let sides = parts.take(if save { features.len() * size_of::<Side>() / 4 } else { 0 });
         let mut of_ids = |is_there: bool| parts.take(if is_there { n } else { 0 });
-        let (values, names, coefficients) = (of_ids(save), of_ids(save && is_weighted), of_ids(save && is_weighted));
+        let (values, names, coefficients) =
+            (of_ids(save), of_ids(save && is_weighted), of_ids(save && is_weighted));
         let mut kinds = Vec::new();
         for ((ids, dim), lists) in ids_by_kind.iter().zip(&self.dims).zip(&lists) {
             let ids = if save { *ids } else { 0 };
@@ -456,6 +488,7 @@ impl Workspace {
         number: Option<(u64, u64)>,
         stream: Stream,
     ) -> Result<Option<Saved>> {
+        self.join(stream)?;
         self.describe(tables, stream)?;
         let mut ids_by_kind = vec![0; self.dims.len()];
         features.iter().for_each(|f| ids_by_kind[self.kinds[f.table]] += f.ids.len);
@@ -512,7 +545,8 @@ impl Workspace {
         launch!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
         for (number, (feature, kept)) in features.iter().zip(&places.kept).enumerate() {
             let Some(kept) = *kept else { continue };
-            let (number, blocks) = (number as u32, (feature.ids.len.max(feature.num_bags()) + 1).div_ceil(ROWS_THREADS));
+            let (number, blocks) =
+                (number as u32, (feature.ids.len.max(feature.num_bags()) + 1).div_ceil(ROWS_THREADS));
             launch!(keep, stream, blocks, ROWS_THREADS, call, number, kept)?;
         }
         if !save {
@@ -551,7 +585,12 @@ impl Workspace {
 
     /// Descriptors of the features, then the blocks before each in the launches that find records and make rows; and how many
     /// blocks these have.
-    fn payload(&self, tables: &[GpuTable], features: &[Feature], inserts: &[bool]) -> (Vec<u32>, usize, usize) {
+    fn payload(
+        &self,
+        tables: &[GpuTable],
+        features: &[Feature],
+        inserts: &[bool],
+    ) -> (Vec<u32>, usize, usize) {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
         let (mut ids, mut find_blocks, mut rows_blocks) = (0, 0, 0);
         for feature in features {
@@ -564,7 +603,9 @@ impl Workspace {
             let is_static = table.config.vocabulary_size.is_some();
             let has_roles = is_static || feature.weights.is_some() || feature.padding_key.is_some();
             // A bag of one without weights is its row, whatever the combiner.
-            let is_gather = hotness == 1 && feature.weights.is_none() && feature.padding_key.is_none()
+            let is_gather = hotness == 1
+                && feature.weights.is_none()
+                && feature.padding_key.is_none()
                 && (!is_static || table.refuses());
             let num_bags = feature.num_bags();
             descriptors.push(layout::Feature {
@@ -630,12 +671,13 @@ impl Workspace {
         self.sort_on(side, places.sort_state, n, scratch, places.values, |sorted| {
             let list = self.device.kernel(&BACKWARD, "list_keys")?;
             let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
-            let (tallies, num_tables, values) = (self.tallies.address(), self.order.len() as u32, places.values);
+            let (tallies, num_tables, values) =
+                (self.tallies.address(), self.order.len() as u32, places.values);
             let blocks = n.div_ceil(LIST_BLOCK);
             launch!(list, side, blocks, 1024, keys, num_kinds, tallies, num_tables, sorted, values, count)
         })?;
         side.record(&self.join)?;
-        self.is_forked = true;
+        self.is_forked.set(true);
         Ok(())
     }
 
@@ -658,285 +700,26 @@ impl Workspace {
         let (mut keys, mut of_keys) = (records, unsorted);
         for number in 0..passes {
             // The last pass ends in `values`.
-            let is_even = (passes - 1 - number) % 2 == 0;
+            let is_even = (passes - 1 - number).is_multiple_of(2);
             let (to, of_to) = if is_even { (first, values) } else { (second, third) };
             let pass_number = number as u32;
-            // One a multiprocessor, so that what runs beside it finds room.
-            let tiles = n.div_ceil(SORT_TILE).min(self.device.multiprocessors as usize);
-            launch!(pass, stream, tiles, SORT_THREADS, keys, of_keys, to, of_to, count_of, state, told, pass_number)?;
+            let tiles = n.div_ceil(SORT_TILE);
+            launch!(
+                pass,
+                stream,
+                tiles,
+                SORT_THREADS,
+                keys,
+                of_keys,
+                to,
+                of_to,
+                count_of,
+                state,
+                told,
+                pass_number
+            )?;
             (keys, of_keys) = (to, of_to);
         }
         list(keys)
     }
-
-    // ---- the backward
-
-    /// `Side` of each feature: where its gradient and its records are. A table that lost its records since gets `nowhere`.
-    pub fn sides(&self, tables: &[GpuTable], saved: &Saved, gradients: &[u64], nowhere: u64) -> Vec<Side> {
-        let is_gone = |t: usize| saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g);
-        let side = |(f, gradients): (&SavedFeature, &u64)| {
-            let table = &tables[f.table];
-            let (records, stride) = match is_gone(f.table) {
-                true => (nowhere, 0),
-                false => (table.descriptor(0, 0).records, table.layout.stride as u32),
-            };
-            Side {
-                gradients: *gradients,
-                records,
-                stride,
-                first_record: saved.firsts[f.table],
-                scale: f.scale,
-                table: f.table as u32,
-            }
-        };
-        saved.features.iter().zip(gradients).map(side).collect()
-    }
-
-    pub fn deliver_sides(&self, saved: &Saved, sides: &[Side], stream: Stream) -> Result<()> {
-        self.deliver(saved.sides, words(sides), (0, 0), None, stream)
-    }
-
-    /// Writes the ticket of a push, and where its gradients are.
-    pub fn write_ticket(&self, saved: &Saved, sides: &[Side], ticket: &NewTicket, stream: Stream) -> Result<()> {
-        let values = words(sides);
-        let many = values.len() > FEW && self.device.parameter_bytes > 4096;
-        let (room, name) = if many { (MANY, "write_ticket<8128>") } else { (FEW, "write_ticket<960>") };
-        let now = values.len().min(room);
-        if now < values.len() {
-            self.deliver(saved.sides + 4 * now as u64, &values[now..], (0, 0), None, stream)?;
-        }
-        let mut payload = vec![0u32; room];
-        payload[..now].copy_from_slice(&values[..now]);
-        let delivery = Delivery { to: saved.sides, count: now as u32, ..Delivery::default() };
-        let write = self.device.kernel(&CONTROL, name)?;
-        let ticket = *ticket;
-        launch!(write, stream, 1, 1024, ticket, delivery, payload[0])
-    }
-
-    /// Sets `is_bad` if a gradient is not finite.
-    pub fn check_finite(&self, gradients: &[(u64, usize)], is_bad: &Buffer<u32>, stream: Stream) -> Result<()> {
-        let check = self.device.kernel(&CONTROL, "check_finite")?;
-        is_bad.zero(stream)?;
-        let is_bad = is_bad.address();
-        for &(address, len) in gradients {
-            let (address, count) = (address, len as u64);
-            let blocks = len.div_ceil(256 * 8).clamp(1, 8 * self.device.multiprocessors as usize);
-            launch!(check, stream, blocks, 256, address, count, is_bad)?;
-        }
-        Ok(())
-    }
-
-    /// Gradients of the weights of a feature.
-    pub fn weight_gradients(&self, saved: &Saved, feature: usize, gradients: u64, products: u64, stream: Stream) -> Result<()> {
-        let Some(kept) = saved.features[feature].kept else { return Ok(()) };
-        let kernel = self.device.kernel(&FORWARD, &format!("weight_gradients<{}>", self.dim_list()))?;
-        let of = &saved.features[feature];
-        let blocks = of.num_bags.div_ceil(ROWS_THREADS / lanes(of.dim));
-        let (call, number) = (saved.call, feature as u32);
-        launch!(kernel, stream, blocks, ROWS_THREADS, call, number, kept, gradients, products)
-    }
-
-    /// Blocks that merge at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
-    fn merge_blocks(&self, saved: &Saved) -> usize {
-        let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SINGLE) + 3;
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
-    }
-
-    fn sum_blocks(&self, saved: &Saved) -> usize {
-        let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SUM);
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
-    }
-
-    /// Merges a push's gradients into `sums`.
-    pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
-        let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
-        let merge = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, 0, 0, sums);
-        launch!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
-    }
-
-    /// Merges a push's gradients and updates their records.
-    pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
-        let rule = rule::type_name(&update.rule);
-        let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
-        let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, prepared, 0, 0);
-        launch!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
-    }
-
-    /// Updates the records of gradients that were merged before.
-    pub fn update_sums(
-        &self,
-        saved: &Saved,
-        update: &Update,
-        sums: u64,
-        prepared: u64,
-        factors: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        let name = format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
-        let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, prepared, factors, sums);
-        launch!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
-    }
-
-    /// Before the scalars are known: what a norm needs.
-    pub fn prepare_weight(&self, resolved: u64, row: u32, prepared: u64, stream: Stream) -> Result<()> {
-        let prepare = self.device.kernel(&CONTROL, "prepare_weight")?;
-        launch!(prepare, stream, 1, 1, resolved, row, prepared)
-    }
-
-    /// Squares of merged gradients by table and exponent: `totals`, `(tables, 256)` and a line of what `finish_norms` makes of them.
-    pub fn sum_squares(&self, saved: &Saved, sums: u64, prepared: u64, totals: &Buffer<u64>, stream: Stream) -> Result<()> {
-        totals.zero(stream)?;
-        let totals = totals.address();
-        let name = format!("sum_squares<{}, {}>", saved.source, self.dim_list());
-        let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, prepared, 0, sums);
-        launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals)
-    }
-
-    /// The squared norm of each table, and their sum added to `total`.
-    pub fn finish_norms(&self, totals: &Buffer<u64>, norms: &Buffer<f32>, total: u64, stream: Stream) -> Result<()> {
-        let finish = self.device.kernel(&CONTROL, "finish_norms")?;
-        let (totals, num_tables, norms) = (totals.address(), norms.len() as u32, norms.address());
-        launch!(finish, stream, 1, 256, totals, num_tables, norms, total)
-    }
-
-    /// What clipping by their own norm multiplies the gradients of tables by.
-    pub fn clip_factors(&self, norms: &Buffer<f32>, scalars: u64, clipnorm: f32, factors: u64, stream: Stream) -> Result<()> {
-        let clip = self.device.kernel(&CONTROL, "clip_factors")?;
-        let (num_tables, norms) = (norms.len() as u32, norms.address());
-        launch!(clip, stream, 1, 256, norms, num_tables, scalars, clipnorm, factors)
-    }
-
-    /// Whether all that was put onto the stream has run.
-    pub fn is_idle(&self) -> Result<bool> {
-        self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        self.last.map_or(Ok(true), Stream::is_idle)
-    }
-
-    /// How many keys were merged, by dim. Waits.
-    fn num_keys(&self, saved: &Saved) -> Result<Vec<usize>> {
-        let count = |keys: &Keys| {
-            let counts = crate::memory::read::<u32>(&self.device.context, keys.lists, LISTS)?;
-            Ok((counts[0] + counts[1] + counts[33]) as usize)
-        };
-        saved.kinds.iter().map(count).collect()
-    }
-
-    /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.
-    pub fn combine(&mut self, tables: &[GpuTable], merged: &[(f32, &Saved, u64)], stream: Stream) -> Result<(Saved, Buffer<u32>)> {
-        self.device.synchronize()?;
-        let counts = merged.iter().map(|(_, saved, _)| self.num_keys(saved)).collect::<Result<Vec<_>>>()?;
-        let ids_by_kind: Vec<usize> = (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
-        let n: usize = ids_by_kind.iter().sum();
-        let entry_words = n * size_of::<Entry>() / 4;
-        let num_words = self.places(0, &[], &ids_by_kind, true, false).words;
-        let memory = self.take_memory(num_words + entry_words + 64)?;
-        let mut places = self.places(memory.address(), &[], &ids_by_kind, true, false);
-        let entries = memory.at(num_words.next_multiple_of(32));
-        for (kind, keys) in places.kinds.iter_mut().enumerate() {
-            keys.first_record = self.order.iter().find(|&&t| self.kinds[t] == kind).map_or(0, |&t| self.firsts[t]);
-        }
-        self.deliver(places.keys, words(&places.kinds), (places.zeros, places.num_zeros), None, stream)?;
-        let [records, unsorted, told, _, first, second, third] = self.scratch(n.max(1), true)?;
-        let mut at = 0;
-        let mut firsts = Vec::new();
-        for ((weight, saved, sums), counts) in merged.iter().zip(&counts) {
-            let is_gone = |t: usize| saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g);
-            let by_table: Vec<u32> =
-                (0..tables.len()).map(|t| if is_gone(t) { GONE } else { self.firsts[t] }).collect();
-            let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
-            let list = self.device.kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source, self.dim_list()))?;
-            for (kind, &count) in counts.iter().enumerate() {
-                let work = saved.work(self, 0, 0, *sums);
-                let (kind, how) = (kind as u32, Renumbering { firsts: by_table.address(), weight: *weight, first: at as u32 });
-                let blocks = count.div_ceil(UPDATE_THREADS);
-                launch!(list, stream, blocks, UPDATE_THREADS, work[0], kind, how, entries, records, unsorted)?;
-                at += count;
-            }
-            firsts.push(by_table);
-        }
-        if n > 0 {
-            self.sort_on(stream, places.sort_state, n, [records, unsorted, told, first, second, third], places.values, |sorted| {
-                let list = self.device.kernel(&BACKWARD, "list_keys")?;
-                let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
-                let (tallies, none, values) = (self.tallies.address(), 0u32, places.values);
-                launch!(list, stream, n.div_ceil(LIST_BLOCK), 1024, keys, num_kinds, tallies, none, sorted, values, count)
-            })?;
-        }
-        let generations = tables.iter().map(|table| table.generation).enumerate().collect();
-        let saved = Saved {
-            memory,
-            sides: 0,
-            values: places.values,
-            names: 0,
-            coefficients: 0,
-            entries,
-            call: Call::default(),
-            kinds: places.kinds,
-            ids_by_kind,
-            shift: 0,
-            source: SUMS,
-            again: false,
-            features: Vec::new(),
-            firsts: self.firsts.clone(),
-            generations,
-        };
-        let sums = self.take_sums(&saved)?;
-        self.merge(&saved, sums.address(), stream)?;
-        self.device.synchronize()?;
-        Ok((saved, sums))
-    }
-}
-
-/// One optimizer step of a table, outside a training step. Waits.
-pub fn update_once(
-    table: &mut GpuTable,
-    update: &Update,
-    ids: &Buffer<u64>,
-    gradients: &Buffer<f32>,
-    scalars: &UpdateScalars,
-) -> Result<()> {
-    let device = table.device.clone();
-    let context = &device.context;
-    let stream = Stream::DEFAULT;
-    let tables = std::slice::from_mut(table);
-    tables[0].has_moved = true;
-    let mut workspace = Workspace::new(&device, tables)?;
-    let rows = Buffer::<f32>::uninit(context, gradients.len())?;
-    let feature = Feature {
-        name: "keys",
-        table: 0,
-        ids: Ids { address: ids.address(), high: 0, key_type: KeyType::Wide, len: ids.len() },
-        bags: Bags::Each,
-        combiner: Combiner::Sum,
-        weights: None,
-        padding_key: None,
-        rows: rows.address(),
-    };
-    workspace.enter(stream)?;
-    if let Some(saved) = workspace.lookup(tables, &[feature], &[false], true, None, stream)? {
-        workspace.enter(stream)?;
-        let sides = workspace.sides(tables, &saved, &[gradients.address()], 0);
-        workspace.deliver_sides(&saved, &sides, stream)?;
-        let numbers = [scalars.learning_rate, scalars.step as f32, 1.0, scalars.factor];
-        let numbers = Buffer::from_slice(context, &numbers)?;
-        let prepared = Buffer::<u32>::new(context, size_of::<Prepared>() / 4)?;
-        let preparation = Preparation {
-            scalars: numbers.address(),
-            prepared: prepared.address(),
-            rule: rule::numbers(update),
-            row: RING as u32,
-            ..Preparation::default()
-        };
-        let prepare = device.kernel(&CONTROL, "prepare<1>")?;
-        launch!(prepare, stream, 1, 2 * RING as u32, preparation)?;
-        workspace.update(&saved, update, prepared.address(), stream)?;
-        device.synchronize()?;
-    }
-    // Its launches counted the ids as looked up by a step.
-    tables[0].has_moved = true;
-    tables[0].forget_counts()
 }

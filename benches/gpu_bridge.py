@@ -1,0 +1,139 @@
+"""What a framework adds to a step on the GPU: lookup, push, commit and apply of 26 tables x 65,536 ids of dim 64, Adam, dense layers left
+out, under JAX's jit, PyTorch eager or a tf.function.
+
+    KERAS_BACKEND=torch python benches/gpu_bridge.py [ms of the native step, held, merged]
+
+Prints a row of a table: the median over batches of ids drawn afresh, one in a hundred new.
+"""
+
+import os
+import statistics
+import sys
+import time
+
+import keras
+import numpy as np
+
+import sok_keras as sok
+
+TABLES, SAMPLES, DIM, ROWS, WARM, TIMED = 26, 65_536, 64, 1_000_000, 5, 20
+BACKEND = keras.backend.backend()
+
+
+def draw(step):
+    """Zipf 1.05 over the rows of each table; one in a hundred is new."""
+    random = np.random.default_rng(step)
+    u = random.random((TABLES, SAMPLES))
+    rows = ((ROWS**-0.05 - 1) * u + 1) ** (1 / -0.05)
+    ids = np.clip(rows.astype("int64"), 1, ROWS) - 1
+    ids[:, 7::100] = ROWS + step * SAMPLES + np.arange(7, SAMPLES, 100)
+    return ids.astype("int32")
+
+
+def make():
+    tables = [sok.TableConfig(f"t{t}", None, DIM, combiner="sum", initial_capacity=1_100_000) for t in range(TABLES)]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(t.name, t) for t in tables])
+    layer.build()
+    for table in layer.get_tables().values():
+        for start in range(0, ROWS, 250_000):
+            table.find_or_insert(np.arange(start, start + 250_000))
+    optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.01))
+    optimizer.build(layer.trainable_variables)
+    features = tuple((f"t{t}", t, False, "each", False, "sum", None) for t in range(TABLES))
+    return layer, layer._core.plan(features), optimizer._tables
+
+
+def torch_step(plan, tables, gradients):
+    import torch
+
+    one, scalars = torch.ones(1, device="cuda"), torch.tensor([0.01, 1.0, 1.0, 1.0], device="cuda")
+    given = [torch.as_tensor(g, device="cuda") for g in gradients]
+
+    def step(ids, trigger):
+        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, True)
+        (ticket,) = torch.autograd.grad(rows, [trigger], given)
+        norm = sok.backend.commit(tables, one, [ticket])
+        return sok.backend.apply(tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
+
+    trigger = torch.zeros(64, 2, device="cuda", requires_grad=True)
+    return step, trigger, lambda ids: [torch.as_tensor(i, device="cuda") for i in ids], torch.cuda.synchronize
+
+
+def jax_step(plan, tables, gradients):
+    import jax
+    import jax.numpy as jnp
+
+    given = [jnp.asarray(g) for g in gradients]
+    scalars = jnp.asarray([0.01, 1.0, 1.0, 1.0], "float32")
+
+    @jax.jit
+    def step(ids, trigger, given):
+        def lookup(trigger):
+            return sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, True)
+
+        _, backward = jax.vjp(lookup, trigger)
+        (ticket,) = backward(given)
+        norm = sok.backend.commit(tables, jnp.ones(1), [ticket])
+        return sok.backend.apply(tables, scalars, norm, [trigger])[0]
+
+    def run(ids, trigger):
+        return step(ids, trigger, given)
+
+    return run, jnp.zeros((64, 2)), lambda ids: [jnp.asarray(i) for i in ids], lambda: jax.effects_barrier()
+
+
+def tensorflow_step(plan, tables, gradients):
+    import tensorflow as tf
+
+    given = [tf.constant(g) for g in gradients]
+    scalars = tf.constant([0.01, 1.0, 1.0, 1.0])
+
+    @tf.function
+    def step(ids, trigger):
+        with tf.GradientTape() as tape:
+            tape.watch(trigger)
+            rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, True)
+        ticket = tape.gradient(rows, trigger, output_gradients=given)
+        norm = sok.backend.commit(tables, tf.ones(1), [ticket])
+        return sok.backend.apply(tables, scalars, norm, [trigger])[0]
+
+    return step, tf.zeros((64, 2)), lambda ids: [tf.constant(i) for i in ids], lambda: None
+
+
+def main():
+    layer, plan, tables = make()
+    random = np.random.default_rng(0)
+    gradients = [random.normal(size=(SAMPLES, DIM)).astype("float32") for _ in range(TABLES)]
+    step, trigger, on_device, _ = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[BACKEND](
+        plan, tables, gradients
+    )
+    batches = [on_device(draw(number)) for number in range(WARM + TIMED)]
+
+    def read(value):
+        return float(np.asarray(keras.ops.convert_to_numpy(value))[0, 0])
+
+    times = []
+    for ids in batches:
+        read(trigger)
+        layer.get_tables()["t0"].synchronize()
+        start = time.perf_counter()
+        trigger = step(ids, trigger)
+        read(trigger)
+        times.append(1e3 * (time.perf_counter() - start))
+    alone = statistics.median(times[WARM:])
+    # One after the other, as training does: what the host does is hidden behind the device.
+    start = time.perf_counter()
+    for ids in batches[WARM:]:
+        trigger = step(ids, trigger)
+    read(trigger)
+    in_a_row = 1e3 * (time.perf_counter() - start) / TIMED
+    native = dict(zip(("held", "merged"), map(float, sys.argv[1:3]), strict=False))
+    how = "merged" if BACKEND == "jax" else "held"
+    above = f"{1e3 * (in_a_row - native[how]):.0f}" if how in native else ""
+    print(f"| {BACKEND} | {how} | {in_a_row:.3f} | {alone:.3f} | {above} |")
+    if path := os.environ.get("SOK_SAMPLES"):
+        with open(path, "a") as file:
+            print(f"{BACKEND} step alone [ms]: {times[WARM:]}", file=file)
+
+
+main()

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds a folder that runs tests and benches on any GPU host, without cargo or a network there:
+#
+#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|sanitizer|python|benches ...]
+#
+# The host needs a driver, NVRTC (SOK_NVRTC, or CUDA's own), and for `python` Python 3.10+ with pytest, Keras 3.12+ and PyTorch or JAX.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:-target/gpu}
+mkdir -p "$folder"
+
+newest() { find "target/$1/deps" -maxdepth 1 -name "$2-*" -executable -type f -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2; }
+cargo test -q -p sok-cuda --no-run
+cargo bench -q -p sok-cuda --no-run
+install -s "$(newest debug conformance)" "$folder/conformance"
+for bench in find growth step; do install -s "$(newest release "$bench")" "$folder/$bench"; done
+rm -f "$folder"/*.whl
+if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; else
+  make -s .venv/package.done && .venv/bin/maturin build -q --release -o "$folder"; fi
+rm -rf "$folder/tests" "$folder/examples"
+cp -r tests examples benches/gpu_bridge.py benches/run_gpu.sh "$folder"
+mv "$folder/run_gpu.sh" "$folder/run.sh"
+git rev-parse --short HEAD > "$folder/commit"
+echo "$folder is ready"

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# What benches/pack_gpu.sh packs, on a GPU host. Results go to $OUT (results/ beside this file): gpu.md as printed, samples.txt with raw
+# samples, a log of each test.
+set -uo pipefail
+cd "$(dirname "$0")"
+export OUT=${OUT:-$PWD/results} SOK_COMMIT=$(cat commit) SOK_SAMPLES SOK_NVRTC
+mkdir -p "$OUT"
+SOK_SAMPLES=$OUT/samples.txt
+SOK_NVRTC=${SOK_NVRTC:-$(ls /usr/local/cuda*/targets/*/lib/libnvrtc.so.1[23] 2>/dev/null | tail -1)}
+failed=0
+
+# Several at a time: most of what a test waits for is the compiler.
+conform() { name=$1; shift; ./conformance --ignored --test-threads=1 "$@" > "$OUT/$name.log" 2>&1 & }
+
+tests() {
+  conform table a_fresh a_scan keys_that lengths a_million no_key an_id_outside ten_million
+  conform calls any_list_of_calls
+  conform steps any_list_of_steps
+  conform dims every_dim
+  conform large large_calls a_call a_key weights_and
+  conform suite a_batch a_gradient a_row a_second a_subset accumulated an_id_of an_opt bags ids_out of_seventy optimizers pushes the_norm what_fits
+  for job in $(jobs -p); do wait "$job" || failed=1; done
+  grep -h "^test result" "$OUT"/{table,calls,steps,dims,large,suite}.log
+}
+
+sanitizer() {
+  for tool in memcheck initcheck synccheck racecheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch an_id_of \
+      accumulated the_norm > "$OUT/$tool.log" 2>&1 &
+  done
+  for job in $(jobs -p); do wait "$job" || failed=1; done
+  for tool in memcheck initcheck synccheck racecheck; do echo "$tool: $(grep -hE 'ERROR SUMMARY|RACECHECK SUMMARY' "$OUT/$tool.log" | tail -1)"; done
+}
+
+site() {
+  [ -d site ] || python3 -m pip install -q --no-index --no-deps --no-compile --target site ./*.whl
+  export PYTHONPATH=$PWD/site XLA_PYTHON_CLIENT_PREALLOCATE=false
+}
+
+python() {
+  site
+  for backend in ${BACKENDS:-torch jax}; do
+    for file in ${FILES:-test_gpu test_layers test_equivalence test_tickets test_formulas test_pitfalls test_persistence test_in_flight test_statistics}; do
+      KERAS_BACKEND=$backend python3 -m pytest -q -p no:cacheprovider --rootdir . -o addopts= "tests/$file.py" > "$OUT/$backend.$file.log" 2>&1 &
+    done
+  done
+  for job in $(jobs -p); do wait "$job" || failed=1; done
+  for log in "$OUT"/*.test_*.log; do echo "$(basename "$log" .log): $(tail -1 "$log")"; done
+}
+
+benches() {
+  {
+    echo "# On a GPU"
+    for bench in find step growth; do ./$bench; done
+  } | tee "$OUT/gpu.md"
+}
+
+bridges() {
+  site
+  native() { grep -m1 "26 x 65,536, dim 64, Zipf | $1" "$OUT/gpu.md" | cut -d'|' -f4; }
+  {
+    printf '\n## The first step under a framework, dense layers left out\n\n'
+    echo "| framework | gradients | ms a step in a row | alone, waited for | µs above native |"
+    echo "|---|---|---|---|---|"
+    for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend python3 gpu_bridge.py $(native held) $(native merged) 2>/dev/null; done
+  } | tee -a "$OUT/gpu.md"
+}
+
+for part in "${@:-tests}"; do "$part"; done
+exit $failed

@@ -1,0 +1,305 @@
+//! From tickets to updates: which pushes count, and what becomes of them.
+
+use std::sync::Arc;
+
+use sok_core::error::{Error, Result};
+use sok_core::optimizer::Update;
+use sok_core::ticket::{Named, RING, gone};
+
+use super::{Combined, Committed, GpuGroup, Push, SavedLookup};
+use crate::device::{Device, Stream};
+use crate::gpu_table::GpuTable;
+use crate::layout::{self, REPORT};
+use crate::memory::Buffer;
+use crate::rule;
+
+impl GpuGroup {
+    // ---- commit
+
+    /// Learns what the last commit found: waits for it, if it has not run yet. What it named is over.
+    ///
+    /// # Errors
+    /// [`Error::Ticket`] if its ticket was wrong; nothing was applied.
+    pub fn settle(&mut self) -> Result<()> {
+        let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        if matches!(self.committed, Committed::Alone(_)) {
+            self.carried.extend(taken);
+        } else {
+            taken.into_iter().for_each(|(_, push)| self.reuse(push));
+        }
+        Ok(())
+    }
+
+    /// The pushes that the last commit named, if the host has not asked yet.
+    fn take_named(&mut self) -> Result<Vec<(f32, Push)>> {
+        let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
+        self.wait_for_report(commit)?;
+        for (t, table) in self.tables.iter_mut().enumerate() {
+            let counts = std::array::from_fn(|i| self.report.get(REPORT + 3 * t + i));
+            table.learn_from(counts, self.ids_since[t]);
+        }
+        if self.report.get(2) == 0 {
+            let (row, weight) = (self.report.get(3), self.report.get_float(4));
+            return Err(Error::Ticket {
+                tables: self.names(),
+                what: gone(u64::from(row), weight, self.ring.len()),
+            });
+        }
+        let named = self.report.get_wide(6);
+        let weight = |number: u64| self.report.get_float(8 + (number % RING) as usize);
+        let named: Vec<Named> = (self.ring.numbers().filter(|number| named >> (number % RING) & 1 == 1))
+            .map(|number| Named { number, weight: weight(number) })
+            .collect();
+        let (taken, dropped) = self.ring.take(&named);
+        dropped.into_iter().for_each(|push| self.reuse(push));
+        if let Some(oldest) = taken.iter().map(|(_, push)| push.lookup.number).min() {
+            self.forget_lookups(oldest);
+        }
+        Ok(taken)
+    }
+
+    fn wait_for_report(&self, commit: u64) -> Result<()> {
+        let mut tries = 0u32;
+        while self.report.get_wide(0) != commit {
+            tries += 1;
+            std::hint::spin_loop();
+            if tries.is_multiple_of(1 << 14) {
+                // It may have failed, which only a call tells.
+                if self.workspace.is_idle()? && self.report.get_wide(0) != commit {
+                    return Err(Error::Device("a step was lost on the GPU".into()));
+                }
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// What `resolve` needs of this group. `accumulates`: gradients of several steps may add up.
+    pub(crate) fn begin_commit(
+        &mut self,
+        ticket: u64,
+        accumulates: bool,
+        stream: Stream,
+    ) -> Result<layout::Committed> {
+        self.check_fault()?;
+        self.settle()?;
+        self.workspace.enter(stream)?;
+        self.workspace.describe(&mut self.tables, stream)?;
+        self.drop_stale(stream)?;
+        self.tables.iter_mut().for_each(GpuTable::count_call);
+        let oldest = self.ring.numbers().next().unwrap_or(0);
+        let pending = self.ring.numbers().fold(0u64, |bits, number| bits | 1 << (number - oldest));
+        self.committed = match self.ring.numbers().next() {
+            _ if self.combined.is_some() || !self.carried.is_empty() => Committed::Combined,
+            None => Committed::Nothing,
+            Some(number) if self.ring.len() == 1 && !accumulates => Committed::Alone(number),
+            Some(_) => Committed::Combined,
+        };
+        self.unseen = Some(self.next_commit);
+        self.next_commit += 1;
+        self.ids_since.fill(0);
+        Ok(layout::Committed {
+            ticket,
+            resolved: self.resolved.address(),
+            report: self.report.address(),
+            tables: self.workspace.tables(),
+            commit: self.next_commit - 1,
+            oldest,
+            pending,
+            num_tables: self.tables.len() as u32,
+            pad: 0,
+        })
+    }
+
+    /// After `resolve`: several pushes become one. That waits for the device.
+    pub(crate) fn combine(&mut self, stream: Stream) -> Result<()> {
+        if self.committed != Committed::Combined {
+            return Ok(());
+        }
+        let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        self.carried.extend(taken);
+        self.combine_carried(stream)
+    }
+
+    /// After `commit`, where this step is not to update: what is committed adds up.
+    pub(crate) fn accumulate(&mut self, stream: Stream) -> Result<()> {
+        self.settle()?;
+        self.committed = Committed::Nothing;
+        self.combine_carried(stream)
+    }
+
+    fn combine_carried(&mut self, stream: Stream) -> Result<()> {
+        let carried = std::mem::take(&mut self.carried);
+        if carried.is_empty() {
+            return Ok(());
+        }
+        let mut merged = Vec::new();
+        if let Some(before) = self.combined.take() {
+            merged.push((1.0, Arc::new(SavedLookup::new(0, before.saved)), before.sums));
+        }
+        for (weight, push) in carried {
+            self.refresh_sides(&push, stream)?;
+            let sums = match push.sums {
+                Some(sums) => sums,
+                None => {
+                    let sums = self.workspace.take_sums(&push.lookup.saved)?;
+                    self.workspace.merge(&push.lookup.saved, sums.address(), stream)?;
+                    sums
+                }
+            };
+            merged.push((weight, push.lookup, sums));
+        }
+        let parts: Vec<_> =
+            merged.iter().map(|(weight, l, sums)| (*weight, &l.saved, sums.address())).collect();
+        let (saved, sums) = self.workspace.combine(&self.tables, &parts, stream)?;
+        self.combined = Some(Combined { saved, sums });
+        for (_, lookup, sums) in merged {
+            self.workspace.give_back(sums);
+            self.reuse_lookup(lookup);
+        }
+        Ok(())
+    }
+
+    /// Tells the device where a push has its gradients and records, if it was told otherwise since.
+    fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
+        let saved = &push.lookup.saved;
+        let sides = self.workspace.sides(&self.tables, saved, &push.rows, self.nowhere.address());
+        let mut told = push.lookup.sides();
+        if sides != *told {
+            self.workspace.deliver_sides(saved, &sides, stream)?;
+            *told = sides;
+        }
+        Ok(())
+    }
+
+    /// Adds the squared norm of what is committed to `total`; merges it first.
+    pub(crate) fn add_norm(&mut self, total: u64, stream: Stream) -> Result<()> {
+        let row = match self.committed {
+            Committed::Nothing => return Ok(()),
+            Committed::Alone(number) => (number % RING) as u32,
+            Committed::Combined => RING as u32,
+        };
+        let prepared = self.prepared.address();
+        self.workspace.prepare_weight(self.resolved.address(), row, prepared, stream)?;
+        if let Committed::Alone(_) = self.committed {
+            self.merge_alone(stream)?;
+        }
+        let (saved, sums) = match (self.committed, &self.combined, self.alone()) {
+            (Committed::Combined, Some(c), _) => (&c.saved, c.sums.address()),
+            (Committed::Alone(_), _, Some(Push { lookup, sums: Some(sums), .. })) => {
+                (&lookup.saved, sums.address())
+            }
+            _ => return Ok(()),
+        };
+        self.workspace.sum_squares(saved, sums, prepared, &self.totals, stream)?;
+        self.workspace.finish_norms(&self.totals, &self.norms, total, stream)
+    }
+
+    /// Merges the one push that is pending, if it is not yet.
+    fn merge_alone(&mut self, stream: Stream) -> Result<()> {
+        let Some(push) = self.alone().filter(|push| push.sums.is_none()) else { return Ok(()) };
+        self.refresh_sides(push, stream)?;
+        let lookup = push.lookup.clone();
+        let sums = self.workspace.take_sums(&lookup.saved)?;
+        self.workspace.merge(&lookup.saved, sums.address(), stream)?;
+        if let Some(push) = self.carried.iter_mut().map(|(_, push)| push).chain(self.ring.iter_mut()).next() {
+            push.sums = Some(sums);
+        }
+        Ok(())
+    }
+
+    /// The push of `Committed::Alone`.
+    fn alone(&self) -> Option<&Push> {
+        self.carried.iter().map(|(_, push)| push).chain(self.ring.iter()).next()
+    }
+
+    pub(crate) fn norm(&self) -> &Buffer<f64> {
+        &self.norm
+    }
+
+    // ---- apply
+
+    /// What `prepare` needs of this group.
+    pub(crate) fn preparation(
+        &self,
+        update: &Update,
+        scalars: u64,
+        trigger: u64,
+        new_trigger: u64,
+    ) -> layout::Preparation {
+        let row = if let Committed::Alone(number) = self.committed { number % RING } else { RING };
+        layout::Preparation {
+            scalars,
+            resolved: self.resolved.address(),
+            prepared: self.prepared.address(),
+            trigger,
+            new_trigger,
+            rule: rule::numbers(update),
+            row: row as u32,
+            pad: 0,
+        }
+    }
+
+    /// After `prepare`: updates the records of all that is committed.
+    pub(crate) fn update(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
+        let prepared = self.prepared.address();
+        let committed = std::mem::take(&mut self.committed);
+        let factors = if update.clipnorm.is_some() { self.factors.address() } else { 0 };
+        if let Some(clipnorm) = update.clipnorm {
+            self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;
+        }
+        match committed {
+            Committed::Alone(_) => {
+                let Some(push) = self.alone() else { return Ok(()) };
+                self.refresh_sides(push, stream)?;
+                let saved = &push.lookup.saved;
+                match &push.sums {
+                    Some(sums) => {
+                        self.workspace.update_sums(
+                            saved,
+                            update,
+                            sums.address(),
+                            prepared,
+                            factors,
+                            stream,
+                        )?;
+                    }
+                    None => self.workspace.update(saved, update, prepared, stream)?,
+                }
+                let carried = std::mem::take(&mut self.carried);
+                carried.into_iter().for_each(|(_, push)| self.reuse(push));
+            }
+            // Earlier steps may have left something.
+            Committed::Nothing | Committed::Combined => {
+                let Some(combined) = self.combined.take() else { return Ok(()) };
+                let sums = combined.sums.address();
+                self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
+                self.workspace.give_back(combined.sums);
+                self.workspace.give_back(combined.saved.memory);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn enter(&mut self, stream: Stream) -> Result<()> {
+        self.tables.iter_mut().for_each(GpuTable::count_call);
+        self.workspace.enter(stream)?;
+        self.workspace.describe(&mut self.tables, stream)?;
+        self.drop_stale(stream)
+    }
+
+    /// Drops of what is combined what belongs to records that are gone.
+    fn drop_stale(&mut self, stream: Stream) -> Result<()> {
+        let Some(combined) = self.combined.take_if(|c| c.saved.is_stale(&self.tables)) else { return Ok(()) };
+        let part = (1.0, &combined.saved, combined.sums.address());
+        let (saved, sums) = self.workspace.combine(&self.tables, &[part], stream)?;
+        self.workspace.give_back(combined.sums);
+        self.workspace.give_back(combined.saved.memory);
+        self.combined = Some(Combined { saved, sums });
+        Ok(())
+    }
+
+    pub fn device(&self) -> &Arc<Device> {
+        &self.workspace.device
+    }
+}

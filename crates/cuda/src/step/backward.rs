@@ -1,0 +1,320 @@
+//! The launches behind push, commit and apply.
+
+use sok_core::error::Result;
+use sok_core::optimizer::Update;
+
+use super::{FEW, MANY, SUMS, Saved, SavedFeature, Workspace};
+use crate::device::{Stream, driver_error, launch};
+use crate::gpu_table::GpuTable;
+use crate::kernels::{BACKWARD, CONTROL, FORWARD};
+use crate::layout::*;
+use crate::memory::{Buffer, words};
+use crate::rule;
+
+impl Workspace {
+    /// `Side` of each feature: where its gradient and its records are. A table that lost its records since gets `nowhere`.
+    pub fn sides(&self, tables: &[GpuTable], saved: &Saved, gradients: &[u64], nowhere: u64) -> Vec<Side> {
+        let is_gone =
+            |t: usize| saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g);
+        let side = |(f, gradients): (&SavedFeature, &u64)| {
+            let table = &tables[f.table];
+            let (records, stride) = match is_gone(f.table) {
+                true => (nowhere, 0),
+                false => (table.descriptor(0, 0).records, table.layout.stride as u32),
+            };
+            Side {
+                gradients: *gradients,
+                records,
+                stride,
+                first_record: saved.firsts[f.table],
+                scale: f.scale,
+                table: f.table as u32,
+            }
+        };
+        saved.features.iter().zip(gradients).map(side).collect()
+    }
+
+    pub fn deliver_sides(&self, saved: &Saved, sides: &[Side], stream: Stream) -> Result<()> {
+        self.deliver(saved.sides, words(sides), (0, 0), None, stream)
+    }
+
+    /// Writes the ticket of a push, and where its gradients are.
+    pub fn write_ticket(
+        &self,
+        saved: &Saved,
+        sides: &[Side],
+        ticket: &NewTicket,
+        stream: Stream,
+    ) -> Result<()> {
+        let values = words(sides);
+        let many = values.len() > FEW && self.device.parameter_bytes > 4096;
+        let (room, name) = if many { (MANY, "write_ticket<8128>") } else { (FEW, "write_ticket<960>") };
+        let now = values.len().min(room);
+        if now < values.len() {
+            self.deliver(saved.sides + 4 * now as u64, &values[now..], (0, 0), None, stream)?;
+        }
+        let mut payload = vec![0u32; room];
+        payload[..now].copy_from_slice(&values[..now]);
+        let delivery = Delivery { to: saved.sides, count: now as u32, ..Delivery::default() };
+        let write = self.device.kernel(&CONTROL, name)?;
+        let ticket = *ticket;
+        launch!(write, stream, 1, 1024, ticket, delivery, payload[0])
+    }
+
+    /// Sets `is_bad` if a gradient is not finite.
+    pub fn check_finite(
+        &self,
+        gradients: &[(u64, usize)],
+        is_bad: &Buffer<u32>,
+        stream: Stream,
+    ) -> Result<()> {
+        let check = self.device.kernel(&CONTROL, "check_finite")?;
+        is_bad.zero(stream)?;
+        let is_bad = is_bad.address();
+        for &(address, len) in gradients {
+            let (address, count) = (address, len as u64);
+            let blocks = len.div_ceil(256 * 8).clamp(1, 8 * self.device.multiprocessors as usize);
+            launch!(check, stream, blocks, 256, address, count, is_bad)?;
+        }
+        Ok(())
+    }
+
+    /// Gradients of the weights of a feature.
+    pub fn weight_gradients(
+        &self,
+        saved: &Saved,
+        feature: usize,
+        gradients: u64,
+        products: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let Some(kept) = saved.features[feature].kept else { return Ok(()) };
+        let kernel = self.device.kernel(&FORWARD, &format!("weight_gradients<{}>", self.dim_list()))?;
+        let of = &saved.features[feature];
+        let blocks = of.num_bags.div_ceil(ROWS_THREADS / lanes(of.dim));
+        let (call, number) = (saved.call, feature as u32);
+        launch!(kernel, stream, blocks, ROWS_THREADS, call, number, kept, gradients, products)
+    }
+
+    /// Blocks that merge at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
+    fn merge_blocks(&self, saved: &Saved) -> usize {
+        let blocks =
+            |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SINGLE) + 3;
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+    }
+
+    fn sum_blocks(&self, saved: &Saved) -> usize {
+        let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SUM);
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+    }
+
+    /// Merges a push's gradients into `sums`.
+    pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
+        self.join(stream)?;
+        let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
+        let merge = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(self, 0, 0, sums);
+        launch!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+    }
+
+    /// Merges a push's gradients and updates their records.
+    pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
+        self.join(stream)?;
+        let rule = rule::type_name(&update.rule);
+        let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
+        let kernel = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(self, prepared, 0, 0);
+        launch!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+    }
+
+    /// Updates the records of gradients that were merged before.
+    pub fn update_sums(
+        &self,
+        saved: &Saved,
+        update: &Update,
+        sums: u64,
+        prepared: u64,
+        factors: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let name =
+            format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
+        let kernel = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(self, prepared, factors, sums);
+        launch!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
+    }
+
+    /// Before the scalars are known: what a norm needs.
+    pub fn prepare_weight(&self, resolved: u64, row: u32, prepared: u64, stream: Stream) -> Result<()> {
+        let prepare = self.device.kernel(&CONTROL, "prepare_weight")?;
+        launch!(prepare, stream, 1, 1, resolved, row, prepared)
+    }
+
+    /// Squares of merged gradients by table and exponent: `totals`, `(tables, 256)` and a line of what `finish_norms` makes of them.
+    pub fn sum_squares(
+        &self,
+        saved: &Saved,
+        sums: u64,
+        prepared: u64,
+        totals: &Buffer<u64>,
+        stream: Stream,
+    ) -> Result<()> {
+        totals.zero(stream)?;
+        let totals = totals.address();
+        let name = format!("sum_squares<{}, {}>", saved.source, self.dim_list());
+        let kernel = self.device.kernel(&BACKWARD, &name)?;
+        let work = saved.work(self, prepared, 0, sums);
+        launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals)
+    }
+
+    /// The squared norm of each table, and their sum added to `total`.
+    pub fn finish_norms(
+        &self,
+        totals: &Buffer<u64>,
+        norms: &Buffer<f32>,
+        total: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let finish = self.device.kernel(&CONTROL, "finish_norms")?;
+        let (totals, num_tables, norms) = (totals.address(), norms.len() as u32, norms.address());
+        launch!(finish, stream, 1, 256, totals, num_tables, norms, total)
+    }
+
+    /// What clipping by their own norm multiplies the gradients of tables by.
+    pub fn clip_factors(
+        &self,
+        norms: &Buffer<f32>,
+        scalars: u64,
+        clipnorm: f32,
+        factors: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let clip = self.device.kernel(&CONTROL, "clip_factors")?;
+        let (num_tables, norms) = (norms.len() as u32, norms.address());
+        launch!(clip, stream, 1, 256, norms, num_tables, scalars, clipnorm, factors)
+    }
+
+    /// Whether all that was put onto the stream has run.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        self.last.map_or(Ok(true), Stream::is_idle)
+    }
+
+    /// How many keys were merged, by dim. Waits.
+    fn num_keys(&self, saved: &Saved) -> Result<Vec<usize>> {
+        let count = |keys: &Keys| {
+            let counts = crate::memory::read::<u32>(&self.device.context, keys.lists, LISTS)?;
+            Ok((counts[0] + counts[1] + counts[33]) as usize)
+        };
+        saved.kinds.iter().map(count).collect()
+    }
+
+    /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.
+    pub fn combine(
+        &mut self,
+        tables: &[GpuTable],
+        merged: &[(f32, &Saved, u64)],
+        stream: Stream,
+    ) -> Result<(Saved, Buffer<u32>)> {
+        self.device.synchronize()?;
+        let counts = merged.iter().map(|(_, saved, _)| self.num_keys(saved)).collect::<Result<Vec<_>>>()?;
+        let ids_by_kind: Vec<usize> =
+            (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
+        let n: usize = ids_by_kind.iter().sum();
+        let entry_words = n * size_of::<Entry>() / 4;
+        let num_words = self.places(0, &[], &ids_by_kind, true, false).words;
+        let memory = self.take_memory(num_words + entry_words + 64)?;
+        let mut places = self.places(memory.address(), &[], &ids_by_kind, true, false);
+        let entries = memory.at(num_words.next_multiple_of(32));
+        for (kind, keys) in places.kinds.iter_mut().enumerate() {
+            keys.first_record =
+                self.order.iter().find(|&&t| self.kinds[t] == kind).map_or(0, |&t| self.firsts[t]);
+        }
+        self.deliver(places.keys, words(&places.kinds), (places.zeros, places.num_zeros), None, stream)?;
+        let [records, unsorted, told, _, first, second, third] = self.scratch(n.max(1), true)?;
+        let mut at = 0;
+        let mut firsts = Vec::new();
+        for ((weight, saved, sums), counts) in merged.iter().zip(&counts) {
+            let is_gone = |t: usize| {
+                saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g)
+            };
+            let by_table: Vec<u32> =
+                (0..tables.len()).map(|t| if is_gone(t) { GONE } else { self.firsts[t] }).collect();
+            let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
+            let list = self
+                .device
+                .kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source, self.dim_list()))?;
+            for (kind, &count) in counts.iter().enumerate() {
+                let work = saved.work(self, 0, 0, *sums);
+                let (kind, how) = (
+                    kind as u32,
+                    Renumbering { firsts: by_table.address(), weight: *weight, first: at as u32 },
+                );
+                let blocks = count.div_ceil(UPDATE_THREADS);
+                launch!(
+                    list,
+                    stream,
+                    blocks,
+                    UPDATE_THREADS,
+                    work[0],
+                    kind,
+                    how,
+                    entries,
+                    records,
+                    unsorted
+                )?;
+                at += count;
+            }
+            firsts.push(by_table);
+        }
+        if n > 0 {
+            self.sort_on(
+                stream,
+                places.sort_state,
+                n,
+                [records, unsorted, told, first, second, third],
+                places.values,
+                |sorted| {
+                    let list = self.device.kernel(&BACKWARD, "list_keys")?;
+                    let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
+                    let (tallies, none, values) = (self.tallies.address(), 0u32, places.values);
+                    launch!(
+                        list,
+                        stream,
+                        n.div_ceil(LIST_BLOCK),
+                        1024,
+                        keys,
+                        num_kinds,
+                        tallies,
+                        none,
+                        sorted,
+                        values,
+                        count
+                    )
+                },
+            )?;
+        }
+        let generations = tables.iter().map(|table| table.generation).enumerate().collect();
+        let saved = Saved {
+            memory,
+            sides: 0,
+            values: places.values,
+            names: 0,
+            coefficients: 0,
+            entries,
+            call: Call::default(),
+            kinds: places.kinds,
+            ids_by_kind,
+            shift: 0,
+            source: SUMS,
+            again: false,
+            features: Vec::new(),
+            firsts: self.firsts.clone(),
+            generations,
+        };
+        let sums = self.take_sums(&saved)?;
+        self.merge(&saved, sums.address(), stream)?;
+        self.device.synchronize()?;
+        Ok((saved, sums))
+    }
+}

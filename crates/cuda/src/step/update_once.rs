@@ -1,0 +1,64 @@
+//! One optimizer step of a table, outside a training step.
+
+use sok_core::batch::Combiner;
+use sok_core::error::Result;
+use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::ticket::RING;
+
+use super::{Bags, Feature, Ids, KeyType, Workspace};
+use crate::device::{Stream, launch};
+use crate::gpu_table::GpuTable;
+use crate::kernels::CONTROL;
+use crate::layout::{Preparation, Prepared};
+use crate::memory::Buffer;
+use crate::rule;
+
+/// Waits.
+pub fn update_once(
+    table: &mut GpuTable,
+    update: &Update,
+    ids: &Buffer<u64>,
+    gradients: &Buffer<f32>,
+    scalars: &UpdateScalars,
+) -> Result<()> {
+    let device = table.device.clone();
+    let context = &device.context;
+    let stream = Stream::DEFAULT;
+    let tables = std::slice::from_mut(table);
+    tables[0].has_moved = true;
+    let mut workspace = Workspace::new(&device, tables)?;
+    let rows = Buffer::<f32>::uninit(context, gradients.len())?;
+    let feature = Feature {
+        name: "keys",
+        table: 0,
+        ids: Ids { address: ids.address(), high: 0, key_type: KeyType::Wide, len: ids.len() },
+        bags: Bags::Each,
+        combiner: Combiner::Sum,
+        weights: None,
+        padding_key: None,
+        rows: rows.address(),
+    };
+    workspace.enter(stream)?;
+    if let Some(saved) = workspace.lookup(tables, &[feature], &[false], true, None, stream)? {
+        workspace.enter(stream)?;
+        let sides = workspace.sides(tables, &saved, &[gradients.address()], 0);
+        workspace.deliver_sides(&saved, &sides, stream)?;
+        let numbers = [scalars.learning_rate, scalars.step as f32, 1.0, scalars.factor];
+        let numbers = Buffer::from_slice(context, &numbers)?;
+        let prepared = Buffer::<u32>::new(context, size_of::<Prepared>() / 4)?;
+        let preparation = Preparation {
+            scalars: numbers.address(),
+            prepared: prepared.address(),
+            rule: rule::numbers(update),
+            row: RING as u32,
+            ..Preparation::default()
+        };
+        let prepare = device.kernel(&CONTROL, "prepare<1>")?;
+        launch!(prepare, stream, 1, 2 * RING as u32, preparation)?;
+        workspace.update(&saved, update, prepared.address(), stream)?;
+        device.synchronize()?;
+    }
+    // Its launches counted the ids as looked up by a step.
+    tables[0].has_moved = true;
+    tables[0].forget_counts()
+}

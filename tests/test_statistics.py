@@ -1,0 +1,70 @@
+"""How tables are, in Keras' logs."""
+
+import csv
+import importlib.util
+
+import keras
+import numpy as np
+import pytest
+
+import sok_keras as sok
+from reference import BACKEND, STEPS, fit, our_embedding, small_model, table_of
+
+
+def compiled():
+    model = small_model(our_embedding())
+    model.compile(sok.OptimizerWrapper(keras.optimizers.SGD(0.1)), "mse")
+    return model
+
+
+def test_history_has_what_each_epoch_did():
+    model = compiled()
+    statistics = sok.callbacks.TableStatistics()
+    history = []
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: history.append(dict(logs)))
+    fit(model, epochs=2, callbacks=[statistics, keep])
+    name, stats = table_of(model).name, table_of(model).stats()
+    for logs in history:
+        assert logs[f"{name}/size"] == stats.size == 12
+        assert logs[f"{name}/hits"] == 12 * STEPS  # each id is in each batch
+        assert logs[f"{name}/refused"] == 0
+        assert 0 < logs[f"{name}/occupancy"] <= 1
+        assert logs[f"{name}/bytes"] > 0
+    assert history[0][f"{name}/inserted"] == 12 and history[1][f"{name}/inserted"] == 0
+
+
+def test_batches_have_them_without_a_wait():
+    model, sizes = compiled(), []
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: sizes.append(logs.get(f"{table_of(model).name}/size"))
+    )
+    fit(model, callbacks=[sok.callbacks.TableStatistics(update_freq=2), keep])
+    assert [size is None for size in sizes] == [True, False] * (STEPS // 2)
+    assert all(size <= 12 for size in sizes if size is not None)
+
+
+def test_csv_and_tensorboard_get_them(tmp_path):
+    callbacks = [sok.callbacks.TableStatistics(), keras.callbacks.CSVLogger(tmp_path / "log.csv")]
+    has_board = BACKEND == "tensorflow" and importlib.util.find_spec("tensorboard")
+    if has_board:
+        callbacks.append(keras.callbacks.TensorBoard(tmp_path / "board"))
+    model = compiled()
+    fit(model, callbacks=callbacks)
+    name = table_of(model).name
+    with open(tmp_path / "log.csv") as file:
+        assert float(next(csv.DictReader(file))[f"{name}/size"]) == 12
+    if has_board:
+        written = b"".join(path.read_bytes() for path in (tmp_path / "board").rglob("*tfevents*"))
+        assert f"epoch_{name}/size".encode() in written
+
+
+@pytest.mark.parametrize("update_freq", ["batch", 0, 2.5])
+def test_update_freq_is_an_epoch_or_a_number_of_batches(update_freq):
+    with pytest.raises(ValueError, match="`update_freq` must be"):
+        sok.callbacks.TableStatistics(update_freq)
+
+
+def test_statistics_of_a_full_table_count_what_was_refused():
+    layer = sok.DynamicEmbedding(2, max_capacity=4, check_mode="count")
+    layer.get_table().find_or_insert(np.arange(7))
+    assert layer.get_table().stats(wait=False).refused == 3
