@@ -188,7 +188,7 @@ __device__ __forceinline__ Scalars scalars_now(const RuleNumbers& rule, float le
 template <u32 N> __global__ void __launch_bounds__(2 * RING) prepare(const __grid_constant__ Preparations<N> all) {
   const Preparation& p = all.of[blockIdx.x];
   // The next lookup depends on the new value, so it comes after this. A ticket that was refused changes nothing.
-  const bool counts = threadIdx.x == 0 && p.resolved->is_due;
+  const bool counts = threadIdx.x == 0 && p.new_trigger && p.resolved->is_due;
   if (p.new_trigger) p.new_trigger[threadIdx.x] = p.trigger[threadIdx.x] + (counts ? 1.0f : 0.0f);
   if (threadIdx.x != 0) return;
   const float learning_rate = p.scalars[0], step = p.scalars[1], factor = p.scalars[3];
