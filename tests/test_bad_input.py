@@ -68,7 +68,7 @@ CHOICES = {
     "missing": '"initial", "zeros"',
     "out_of_vocabulary": '"raise", "zeros"',
     "check_mode": '"raise", "warn", "count"',
-    "storage": '"auto", "host"',
+    "storage": '"auto", "hbm", "host"',
 }
 
 
