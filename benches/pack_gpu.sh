@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a folder that runs tests and benches on any GPU host, without cargo or a network there:
 #
-#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|sanitizer|python|benches ...]
+#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|sanitizer|python|benches|bridges|fits ...]
 #
 # The host needs a driver, NVRTC (SOK_NVRTC, or CUDA's own), and for `python` Python 3.10+ with pytest, Keras 3.12+ and PyTorch or JAX.
 set -euo pipefail
@@ -18,7 +18,7 @@ rm -f "$folder"/*.whl
 if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; else
   make -s .venv/package.done && .venv/bin/maturin build -q --release -o "$folder"; fi
 rm -rf "$folder/tests" "$folder/examples"
-cp -r tests examples benches/gpu_bridge.py benches/run_gpu.sh "$folder"
+cp -r tests examples benches/gpu_bridge.py benches/gpu_fit.py benches/run_gpu.sh "$folder"
 mv "$folder/run_gpu.sh" "$folder/run.sh"
 git rev-parse --short HEAD > "$folder/commit"
 echo "$folder is ready"

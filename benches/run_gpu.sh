@@ -66,5 +66,15 @@ bridges() {
   } | tee -a "$OUT/gpu.md"
 }
 
+fits() {
+  site
+  {
+    printf '\n## DeepFM of the example, tower of 10 x 1024, batches of 16,384, `model.fit`\n\n'
+    echo "| framework | ms a step with tables | with the embedding output fed as an input | above |"
+    echo "|---|---|---|---|"
+    for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend JAX_ENABLE_X64=1 python3 gpu_fit.py examples 2>/dev/null; done
+  } | tee -a "$OUT/gpu.md"
+}
+
 for part in "${@:-tests}"; do "$part"; done
 exit $failed

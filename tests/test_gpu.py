@@ -1,5 +1,7 @@
 """Tables on a GPU: the order of calls beside other work, compiled steps, tables on the host under a model on the GPU."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -135,3 +137,25 @@ def test_equal_and_rematerialised_lookups_count_each_push_once():
     again = gradients_of(lambda layer, values: jax.checkpoint(lambda v: 2.0 * call(layer, v).sum())(values))
     assert_close(twice, once)
     assert_close(again, once)
+
+
+@needs_gpu
+def test_what_the_device_finds_is_told_by_its_class_once_at_the_next_read():
+    table = sok.TableConfig("t", 10, 4)
+    layer = sok.DistributedEmbedding(sok.FeatureConfig("f", table))
+    rows = to_numpy(layer(np.array([[3], [12]], "int32"), training=True))
+    np.testing.assert_array_equal(rows[1], np.zeros(4))
+    with pytest.raises(ValueError, match="id 12 of feature .* is outside table"):
+        len(layer.get_tables()["t"])
+    assert layer.get_tables()["t"].export().keys.tolist() == [3]
+
+
+@needs_gpu
+def test_full_table_says_so_before_anything_has_changed():
+    layer = sok.DynamicEmbedding(4, max_capacity=3)
+    layer(np.array([1, 2], "int32"), training=True)
+    with pytest.raises(Exception, match="is full: no room for 2 of the new keys"):
+        ops.convert_to_numpy(layer(np.array([1, 3, 4, 5], "int32"), training=True))
+    with contextlib.suppress(sok.TableFullError):  # JAX tells it here too
+        layer.get_table().synchronize()
+    assert layer.get_table().export().keys.tolist() == [1, 2]

@@ -107,9 +107,9 @@ __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 qua
   return first_values(t.initializer, key, quad);
 }
 
-// Four columns of what a key without a record answers.
+// Four columns of what a key without a record answers; zeros outside the vocabulary.
 __device__ __noinline__ float4 missing_columns(const Table& t, u64 key, u32 quad) {
-  return t.missing == INITIAL ? first_values(t.initializer, key, quad) : make_float4(0, 0, 0, 0);
+  return t.missing == INITIAL && key <= t.last_key ? first_values(t.initializer, key, quad) : make_float4(0, 0, 0, 0);
 }
 
 // The new records of the lanes that have one.

@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(Table t, const 
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * BLOCK) {
     const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
     if (records[i] & ~NEW) continue;
-    const float4 x = keys[i] > t.last_key ? make_float4(0, 0, 0, 0) : missing_columns(t, keys[i], quad);
+    const float4 x = missing_columns(t, keys[i], quad);
     for (u32 c = 4 * quad; c < min(4 * quad + 4, dim); ++c) out[(u64)i * dim + c] = ((const float*)&x)[c - 4 * quad];
   }
 }
