@@ -1,6 +1,7 @@
 """Tables on a GPU: the order of calls beside other work, compiled steps, tables on the host under a model on the GPU."""
 
 import contextlib
+import json
 
 import keras
 import numpy as np
@@ -18,6 +19,13 @@ def test_hbm_without_a_gpu_is_one_clear_error():
     with pytest.raises(sok.DeviceError, match='`storage="hbm"` needs a GPU that the model runs on'):
         sok.DynamicEmbedding(4, storage="hbm")
     assert not sok.DynamicEmbedding(4)._core.is_on_gpu
+
+
+@pytest.mark.skipif(ON_GPU, reason="there is one")
+def test_core_asked_for_a_gpu_that_is_not_there_says_so():
+    config = dict(sok.DynamicEmbedding(4)._core.configs[0])
+    with pytest.raises(sok.DeviceError, match="a GPU was asked for, but"):
+        sok.backend.native.Group([json.dumps(config)], 0)
 
 
 def test_tables_of_a_layer_have_one_storage():

@@ -90,3 +90,46 @@ impl RecordLayout {
         Parts { count: 1, width: self.parts.parts[0].width, ..self.parts }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn update(rule: Rule) -> Update {
+        Update { rule, weight_decay: Some(0.1), clipvalue: None, clipnorm: None }
+    }
+
+    const ADAM: Rule = Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: true };
+
+    #[test]
+    fn parts_of_a_record_begin_at_whole_groups_of_columns_and_are_dense_outside() {
+        for dim in [1, 3, 4, 17, 64, 1024] {
+            let layout = RecordLayout::new(Some(&update(ADAM)), dim);
+            let parts = &layout.parts.parts[..layout.parts.count as usize];
+            assert_eq!((parts.len(), layout.parts.width as usize), (4, 4 * dim));
+            for (i, part) in parts.iter().enumerate() {
+                assert_eq!((part.quad as usize, part.column as usize), (i * quads(dim), i * dim));
+            }
+            assert_eq!((layout.stride, layout.row().width as usize), (4 * quads(dim), dim));
+        }
+    }
+
+    #[test]
+    fn a_state_that_is_one_number_a_row_takes_one_group() {
+        let rule = Rule::RowWiseAdagrad { initial_accumulator_value: 0.25, epsilon: 1e-7 };
+        let layout = RecordLayout::new(Some(&update(rule)), 10);
+        assert_eq!((layout.stride, layout.parts.width, layout.first_state), (4, 11, 0.25));
+        assert_eq!(RecordLayout::new(None, 10).stride, 3);
+    }
+
+    #[test]
+    fn numbers_that_a_step_changes_are_left_to_the_device() {
+        let adam = numbers(&update(ADAM));
+        assert_eq!((adam.kind, adam.first, adam.second), (1, 0.9, 0.999));
+        assert_eq!((adam.scalars.b, adam.clipvalue), ((1.0 - 0.9) as f32, f32::INFINITY));
+        assert_eq!((adam.decays, adam.weight_decay), (1, 0.1));
+        let sgd =
+            numbers(&Update { weight_decay: None, ..update(Rule::Sgd { momentum: 0.5, nesterov: true }) });
+        assert_eq!((sgd.kind, sgd.scalars.b, sgd.decays), (0, 0.5, 0));
+    }
+}

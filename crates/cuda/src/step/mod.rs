@@ -723,3 +723,54 @@ impl Workspace {
         list(keys)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn feature(bags: Bags, combiner: Combiner, weights: bool, padding_key: Option<Key>) -> Feature<'static> {
+        let ids = Ids { address: 0, high: 0, key_type: KeyType::Wide, len: 12 };
+        Feature {
+            name: "f",
+            table: 0,
+            ids,
+            bags,
+            combiner,
+            weights: weights.then_some(1),
+            padding_key,
+            rows: 0,
+        }
+    }
+
+    #[test]
+    fn a_coefficient_an_id_is_kept_only_where_it_differs_from_id_to_id() {
+        let fixed = Bags::Fixed { num_bags: 3, hotness: 4 };
+        let ragged = Bags::Ragged { splits: 1, wide: true, num_bags: 5 };
+        let is_weighted =
+            |bags, combiner, weights, padding| feature(bags, combiner, weights, padding).is_weighted();
+        assert!(!is_weighted(Bags::Each, Combiner::Mean, false, Some(0)));
+        assert!(!is_weighted(fixed, Combiner::Mean, false, None));
+        assert!(!is_weighted(ragged, Combiner::Sum, false, Some(0)));
+        assert!(is_weighted(fixed, Combiner::Mean, false, Some(0)));
+        assert!(is_weighted(ragged, Combiner::Sqrtn, false, None));
+        assert!(is_weighted(Bags::Each, Combiner::Sum, true, None));
+        assert_eq!(feature(fixed, Combiner::Mean, false, None).scale(), 0.25);
+        assert_eq!(feature(fixed, Combiner::Sqrtn, false, None).scale(), 0.5);
+        assert_eq!(feature(ragged, Combiner::Mean, false, None).scale(), 1.0);
+    }
+
+    #[test]
+    fn lengths_that_do_not_add_up_are_refused() {
+        let wrong = feature(Bags::Fixed { num_bags: 5, hotness: 4 }, Combiner::Sum, false, None);
+        assert_eq!(wrong.validate().unwrap_err().to_string(), "feature `f`: 12 ids do not make 5 bags of 4");
+        assert!(feature(Bags::Each, Combiner::Sum, false, None).validate().is_ok());
+    }
+
+    #[test]
+    fn parts_of_a_buffer_do_not_share_lines() {
+        let mut parts = Parts { base: 1 << 20, at: 0 };
+        let taken: Vec<u64> = [1, 0, 33, 32].map(|words| parts.take(words)).into();
+        assert_eq!(taken, [0, 128, 128, 384].map(|bytes| (1 << 20) + bytes));
+        assert_eq!(parts.at, 128);
+    }
+}
