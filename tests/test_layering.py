@@ -170,13 +170,19 @@ def test_importing_the_package_imports_no_framework_but_the_chosen_one():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
 @pytest.mark.parametrize(
-    ("setting", "kept"),
-    [({}, BACKEND != "torch"), ({"SOK_KEEP_FREED_MEMORY": "0"}, False), ({"MALLOC_TOP_PAD_": "0"}, False)],
+    ("setting", "does", "kept"),
+    [
+        ({}, "sok_keras.DynamicEmbedding(2)", BACKEND != "torch"),
+        ({}, "", False),
+        ({"SOK_KEEP_FREED_MEMORY": "0"}, "sok_keras.DynamicEmbedding(2)", False),
+        ({"MALLOC_TOP_PAD_": "0"}, "sok_keras.DynamicEmbedding(2)", False),
+    ],
 )
-def test_memory_of_a_step_is_kept_for_the_next_unless_somebody_said_otherwise(setting, kept):
-    """Freed arrays of 40 MiB are used again without page faults, or mapped anew."""
-    code = """
+def test_memory_of_a_step_is_kept_for_the_next_unless_somebody_said_otherwise(setting, does, kept):
+    """Freed arrays of 40 MiB are used again without page faults, or mapped anew. To import the package alone changes nothing."""
+    code = f"""
 import resource, sok_keras
+{does}
 from ctypes import CDLL, c_size_t, c_void_p, memset
 libc = CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = [c_size_t], c_void_p, [c_void_p]

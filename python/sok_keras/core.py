@@ -70,6 +70,7 @@ class Core:
     """
 
     def __init__(self, configs, storage="auto"):
+        backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
         gpu = None if storage == "host" else backend.gpu()

@@ -5,6 +5,8 @@ Each defines `lookup`, `commit` and `apply` (the push is the gradient of the loo
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
+import functools
+
 import keras
 
 name = keras.backend.backend()
@@ -53,9 +55,13 @@ else:
 
 from sok_keras import _native as native  # noqa: E402
 
-if name in ("tensorflow", "jax"):
-    # They free a step's arrays after it; PyTorch's are of a size that glibc learns to keep.
-    native.keep_freed_memory()
+
+@functools.cache
+def keep_freed_memory():
+    """Asks the C library to keep what a step frees for the next. PyTorch's arrays are of a size that glibc learns to keep."""
+    if name in ("tensorflow", "jax"):
+        native.keep_freed_memory()
+
 
 __all__ = [
     "apply",
@@ -66,6 +72,7 @@ __all__ = [
     "gpu",
     "has_wide_integers",
     "is_compiling",
+    "keep_freed_memory",
     "lookup",
     "name",
     "native",
