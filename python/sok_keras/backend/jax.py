@@ -105,8 +105,9 @@ def _float32(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
-def gpu():
-    """Number of the GPU that models run on; None if they run on the CPU."""
+def gpu(asked=False):
+    """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default."""
+    del asked
     device = jax.config.jax_default_device or jax.local_devices()[0]
     platform = device if isinstance(device, str) else device.platform
     if platform not in ("gpu", "cuda"):

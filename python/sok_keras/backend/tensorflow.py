@@ -122,9 +122,12 @@ def _flat(inputs, weights):
     return inputs if weights is None else (*inputs, weights)
 
 
-def gpu():
-    """Number of the GPU that models run on; None if they run on the CPU."""
-    return 0 if tf.config.list_logical_devices("GPU") else None
+def gpu(asked=False):
+    """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default.
+
+    By default tables stay on the host: the way to TensorFlow's stream leads through two symbols that it happens to export.
+    """
+    return 0 if asked and tf.config.list_logical_devices("GPU") else None
 
 
 def constant(function):

@@ -32,8 +32,9 @@ def has_wide_integers():
     return True
 
 
-def gpu():
-    """Number of the GPU that models run on; None if they run on the CPU."""
+def gpu(asked=False):
+    """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default."""
+    del asked
     device = torch.device(keras.src.backend.torch.core.get_device())
     if device.type != "cuda":
         return None
