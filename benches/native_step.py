@@ -42,7 +42,7 @@ class NativeStep:
         features = [(f"f{t}", t, False, "last", False, "sum", None) for t in range(num_tables)]
         self.plan = native.Plan(self.group, features)
         update = {"rule": RULES[rule], "weight_decay": None, "clipvalue": None, "clipnorm": None}
-        self.optimizer = native.Optimizer([self.group], [json.dumps(update)], False)
+        self.optimizer = native.Optimizer([self.group], [json.dumps(update)], False, False)
         random = np.random.default_rng(0)
         # One array: NumPy asks for huge pages where it is large, as the C program does.
         rows = np.zeros((num_tables, samples, dim), "float32")
