@@ -14,14 +14,14 @@ from reference import BACKEND, ON_GPU, assert_close, our_embedding, rows_of, to_
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that the framework computes on")
 
 
-@pytest.mark.skipif(ON_GPU, reason="there is one")
+@pytest.mark.skipif(ON_GPU, reason="a GPU is there, and is used")
 def test_hbm_without_a_gpu_is_one_clear_error():
     with pytest.raises(sok.DeviceError, match='`storage="hbm"` needs a GPU that the model runs on'):
         sok.DynamicEmbedding(4, storage="hbm")
     assert not sok.DynamicEmbedding(4)._core.is_on_gpu
 
 
-@pytest.mark.skipif(ON_GPU, reason="there is one")
+@pytest.mark.skipif(ON_GPU, reason="a GPU is there, and is used")
 def test_core_asked_for_a_gpu_that_is_not_there_says_so():
     config = dict(sok.DynamicEmbedding(4)._core.configs[0])
     with pytest.raises(sok.DeviceError, match="a GPU was asked for, but"):
@@ -90,7 +90,7 @@ def test_dumps_go_from_one_memory_to_the_other(tmp_path):
 
 
 @needs_gpu
-@pytest.mark.skipif(BACKEND != "torch", reason="of torch.compile")
+@pytest.mark.skipif(BACKEND != "torch", reason="tests torch.compile, which is PyTorch's")
 @pytest.mark.parametrize("storage", ["hbm", "host"])
 def test_a_whole_step_compiles_to_one_graph(storage):
     import torch
@@ -122,7 +122,7 @@ def test_a_whole_step_compiles_to_one_graph(storage):
 
 
 @needs_gpu
-@pytest.mark.skipif(BACKEND != "jax", reason="of XLA")
+@pytest.mark.skipif(BACKEND != "jax", reason="tests what XLA does under JAX")
 def test_equal_and_rematerialised_lookups_count_each_push_once():
     import jax
 

@@ -1,16 +1,15 @@
 //! A table in device memory.
 
-use std::any::Any;
+mod contract;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use sok_core::error::{Error, Result};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
-use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::table::{
-    CheckMode, Cursor, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig, TableStats,
-};
+use sok_core::optimizer::Update;
+use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, Table, TableConfig, TableStats};
 
 use crate::device::{Device, Stream, launch};
 use crate::index::{Index, LOAD};
@@ -18,7 +17,6 @@ use crate::kernels::TABLE;
 use crate::layout::{self, DISTINCT, DROPPED, Homeless, NEW, Parts, TABLE_THREADS, TAKEN};
 use crate::memory::{Arena, Buffer};
 use crate::rule::RecordLayout;
-use crate::step;
 
 /// The stream of operations that wait for their results: the device's default one.
 const WAITING: Stream = Stream::DEFAULT;
@@ -238,11 +236,6 @@ impl GpuTable {
     fn wait(&mut self) -> Result<()> {
         self.device.synchronize()?;
         self.count_steps()
-    }
-
-    /// As `wait`, where only a shared reference is at hand.
-    fn wait_only(&self) -> Result<()> {
-        self.device.synchronize()
     }
 
     /// Numbers of the records of keys; 0 where there is none. With `insert`, with the NEW bit where there was none.
@@ -587,171 +580,4 @@ fn initializer(config: &TableConfig) -> layout::Initializer {
         Initializer::TruncatedNormal { mean, stddev } => (3, mean, stddev),
     };
     layout::Initializer { seed: config.seed, kind, a, b, pad: 0 }
-}
-
-impl Table for GpuTable {
-    fn config(&self) -> &TableConfig {
-        &self.config
-    }
-
-    fn len(&self) -> usize {
-        let _ = self.device.synchronize();
-        let taken = self.index.counters.read(TAKEN, 1).map_or(self.counted, |taken| taken[0]);
-        (self.len_before + i64::from(taken)) as usize
-    }
-
-    fn update_rule(&self) -> Option<&Update> {
-        self.update.as_ref()
-    }
-
-    fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
-        self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
-        if found.len() != keys.len() {
-            return Err(Error::argument(format!(
-                "table `{}`: `found` must hold one answer a key. Received: {} for {} keys",
-                self.config.name,
-                found.len(),
-                keys.len()
-            )));
-        }
-        self.wait_only()?;
-        let on_device = Buffer::from_slice(&self.device.context, keys)?;
-        let records = self.records_of(&on_device, false)?;
-        self.rows_of(&on_device, &records, rows)?;
-        found.iter_mut().zip(records.to_vec()?).for_each(|(found, record)| *found = record != 0);
-        Ok(())
-    }
-
-    fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes> {
-        self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
-        self.wait()?;
-        let (_, outcomes) = self.locate(keys, true)?;
-        self.note(outcomes);
-        let on_device = Buffer::from_slice(&self.device.context, keys)?;
-        let records = self.records_of(&on_device, false)?;
-        self.rows_of(&on_device, &records, rows)?;
-        Ok(outcomes)
-    }
-
-    fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
-        self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
-        self.wait()?;
-        let (records, outcomes) = self.locate(keys, insert)?;
-        self.write(self.layout.row(), &records, rows)?;
-        self.note(outcomes);
-        Ok(outcomes)
-    }
-
-    fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
-        self.check_len("gradients", gradients.len(), keys.len(), self.config.dim)?;
-        let Some(update) = self.update else {
-            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
-        };
-        self.wait()?;
-        let refused = self.absent(keys)?.len() as u64;
-        let context = self.device.context.clone();
-        let ids = Buffer::from_slice(&context, keys)?;
-        let gradients = Buffer::from_slice(&context, gradients)?;
-        step::update_once(self, &update, &ids, &gradients, scalars)?;
-        let distinct: HashSet<Key> = keys.iter().copied().collect();
-        Ok(Outcomes { hit: distinct.len() as u64 - refused, refused, ..Outcomes::default() })
-    }
-
-    fn erase(&mut self, keys: &[Key]) -> usize {
-        if keys.is_empty() {
-            return 0;
-        }
-        self.erase_waiting(keys).unwrap_or(0)
-    }
-
-    fn clear(&mut self) {
-        if self.wait().is_err() {
-            return;
-        }
-        let index = Index::new(&self.device, 0, self.index.load(), WAITING);
-        if let (Ok(index), Ok(arena)) = (index, arena(&self.device, &self.config, self.layout.stride)) {
-            self.reset(index, arena);
-        }
-    }
-
-    fn stats(&self) -> TableStats {
-        let _ = self.device.synchronize();
-        let counters = self.index.counters.read(0, layout::COUNTERS);
-        self.stats_of(counters.map_or(self.told, |c| [c[TAKEN], c[DISTINCT], c[DROPPED]]))
-    }
-
-    fn recent_stats(&self) -> TableStats {
-        self.stats_of(self.told)
-    }
-
-    fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
-        if let Some(update) = &update {
-            update.validate()?;
-        }
-        self.wait()?;
-        let names = |update: &Option<Update>| {
-            let states = update.map(|u| u.rule.states(self.config.dim)).unwrap_or_default();
-            states.iter().map(|s| (s.name, s.width)).collect::<Vec<_>>()
-        };
-        let is_same_rule = self.update.map(|u| u.rule.name()) == update.map(|u| u.rule.name());
-        if keep_states && is_same_rule && names(&self.update) == names(&update) {
-            self.layout = RecordLayout::new(update.as_ref(), self.config.dim);
-            self.has_moved = true;
-        } else {
-            self.lay_out(update.as_ref())?;
-        }
-        self.update = update;
-        Ok(())
-    }
-
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor> {
-        let _ = self.device.synchronize();
-        let (mut keys, mut records) = (Vec::new(), Vec::new());
-        let next = self.index.entries(cursor.0 as usize, max, |key, record| {
-            keys.push(key);
-            records.push(record);
-        });
-        let values = if records.is_empty() { Ok(Vec::new()) } else { self.read_records(&records) };
-        let (Ok(next), Ok(values)) = (next, values) else { return None };
-        out.keys.extend(keys);
-        out.values.extend(values);
-        next.map(|next| Cursor(next as u64))
-    }
-
-    fn restore(&mut self, records: &Records) -> Result<()> {
-        self.check_len("values", records.values.len(), records.keys.len(), self.layout.parts.width as usize)?;
-        self.wait()?;
-        let (located, outcomes) = self.locate(&records.keys, true)?;
-        if outcomes.refused > 0 {
-            self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() });
-        }
-        self.write(self.layout.parts, &located, &records.values)
-    }
-
-    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
-        let mut table = GpuTable::with_load(&self.device, self.config.clone(), self.index.load())?;
-        table.set_update_rule(update, false)?;
-        Ok(Box::new(table))
-    }
-
-    fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()> {
-        let mut other = *other.into_any().downcast::<GpuTable>().map_err(|_| {
-            Error::State(format!("table `{}` takes records of a GPU table alone", self.config.name))
-        })?;
-        self.wait()?;
-        other.wait()?;
-        other.release()?;
-        let GpuTable {
-            index, arena, layout, update, released, released_on_device, fresh, len_before, ..
-        } = other;
-        self.reset(index, arena);
-        (self.layout, self.update, self.released, self.released_on_device) =
-            (layout, update, released, released_on_device);
-        (self.fresh, self.len_before) = (fresh, len_before);
-        Ok(())
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any> {
-        self
-    }
 }
