@@ -9,7 +9,7 @@ use sok_core::error::{Error, Result};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
 use sok_core::optimizer::Update;
-use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, Table, TableConfig, TableStats};
+use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, TableConfig, TableStats};
 
 use crate::device::{Device, Stream, launch};
 use crate::index::{Index, LOAD};
