@@ -12,48 +12,26 @@ import keras
 name = keras.backend.backend()
 
 if name == "tensorflow":
-    from sok_keras.backend.tensorflow import (
-        apply,
-        at_hand,
-        commit,
-        constant,
-        eager_scope,
-        gpu,
-        has_wide_integers,
-        is_compiling,
-        lookup,
-        wait,
-    )
+    import sok_keras.backend.tensorflow as framework
 elif name == "jax":
-    from sok_keras.backend.jax import (
-        apply,
-        at_hand,
-        commit,
-        constant,
-        eager_scope,
-        gpu,
-        has_wide_integers,
-        is_compiling,
-        lookup,
-        wait,
-    )
+    import sok_keras.backend.jax as framework  # type: ignore[no-redef]
 elif name == "torch":
-    from sok_keras.backend.torch import (
-        apply,
-        at_hand,
-        commit,
-        constant,
-        eager_scope,
-        gpu,
-        has_wide_integers,
-        is_compiling,
-        lookup,
-        wait,
-    )
+    import sok_keras.backend.torch as framework  # type: ignore[no-redef]
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
 from sok_keras import _native as native  # noqa: E402
+
+apply = framework.apply
+at_hand = framework.at_hand
+commit = framework.commit
+constant = framework.constant
+eager_scope = framework.eager_scope
+gpu = framework.gpu
+has_wide_integers = framework.has_wide_integers
+is_compiling = framework.is_compiling
+lookup = framework.lookup
+wait = framework.wait
 
 
 @functools.cache
