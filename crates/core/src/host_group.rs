@@ -38,7 +38,18 @@ pub struct Binding {
 }
 
 impl Binding {
-    pub fn is_stateless(&self) -> bool {
+    /// As it is bound to tables that were `bound` to another one, or to none; and whether the states that are there stay.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an update that cannot be.
+    pub fn after(self, bound: Option<&Binding>) -> Result<(Binding, bool)> {
+        self.update.validate()?;
+        let needs_norm = self.needs_norm || self.update.clipnorm.is_some();
+        let keeps_states = bound.is_none_or(|b| b.owner == self.owner) || self.is_stateless();
+        Ok((Binding { needs_norm, ..self }, keeps_states))
+    }
+
+    fn is_stateless(&self) -> bool {
         self.update.rule.states(1).is_empty()
     }
 }
@@ -583,10 +594,7 @@ impl HostGroup {
     /// Binds an optimizer: the records get its states. States that another optimizer left are started anew; what was loaded
     /// and never bound stays.
     pub fn bind(&mut self, binding: Binding) -> Result<()> {
-        binding.update.validate()?;
-        let needs_norm = binding.needs_norm || binding.update.clipnorm.is_some();
-        let binding = Binding { needs_norm, ..binding };
-        let keeps_states = self.binding.is_none_or(|b| b.owner == binding.owner) || binding.is_stateless();
+        let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
         for table in &mut self.tables {
             table.set_update_rule(Some(binding.update), keeps_states)?;
         }

@@ -534,10 +534,7 @@ impl GpuGroup {
 
     /// As `HostGroup::bind`.
     pub fn bind(&mut self, binding: Binding) -> Result<()> {
-        binding.update.validate()?;
-        let needs_norm = binding.needs_norm || binding.update.clipnorm.is_some();
-        let binding = Binding { needs_norm, ..binding };
-        let keeps_states = self.binding.is_none_or(|b| b.owner == binding.owner) || binding.is_stateless();
+        let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
         for table in &mut self.tables {
             table.set_update_rule(Some(binding.update), keeps_states)?;
         }
