@@ -168,6 +168,7 @@ __device__ __forceinline__ u32 table_of(const Tally* tables, u32 num_tables, u32
 // Each distinct record of sorted ids onto the list of its dim. Record 0 is nobody's. `kinds`: how many dims there are.
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, 2) list_keys(const Keys* __restrict__ kinds, u32 num_kinds, const Tally* __restrict__ tables, u32 num_tables,
                                                                      const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
+  begin();
   __shared__ u32 distinct_of_block, ends[2];
   const u32 at = blockIdx.x * LIST_THREADS * POSITIONS, last = min(n, at + LIST_THREADS * POSITIONS) - 1;
   const u32 lowest = max(records[at], 1), highest = records[last];
@@ -548,6 +549,7 @@ template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 
 
 // Merge and update.
 template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update(Work<sizeof...(DIM)> w) {
+  begin();
   typedef Work<sizeof...(DIM)> W;
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
@@ -557,6 +559,7 @@ template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __laun
 
 // Merge alone: sums of all keys, `Keys::sums`.
 template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) merge(Work<sizeof...(DIM)> w) {
+  begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ Prepared now;
   u32 block = blockIdx.x, kind = 0;
@@ -609,6 +612,7 @@ template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ b
 
 // Updates the records of sums that were merged before.
 template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(Work<sizeof...(DIM)> w) {
+  begin();
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
   u32 block = blockIdx.x, kind = 0;
@@ -643,6 +647,7 @@ template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squa
 
 // `totals`, (tables, 256), zeros at first.
 template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(Work<sizeof...(DIM)> w, u64* totals) {
+  begin();
   if (!w.prepared->is_due) return;
   u32 kind = 0;
   (add_squares<SOURCE, DIM>(w, w.kinds[kind++], totals), ...);
@@ -658,6 +663,7 @@ struct Renumbering {
 };
 constexpr u32 GONE = ALL;
 template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(Work<sizeof...(DIM)> w, u32 kind, Renumbering r, Entry* entries, u32* records, u32* values) {
+  begin();
   const Keys& keys = w.kinds[kind];
   const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
   const u32 number = blockIdx.x * UPDATE_THREADS + threadIdx.x;

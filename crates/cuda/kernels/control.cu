@@ -15,6 +15,7 @@ struct Delivery {
 };
 static_assert(sizeof(Delivery) == 48, "as crates/cuda/src/layout.rs has it");
 template <u32 N> __global__ void __launch_bounds__(1024) deliver(Delivery d, const __grid_constant__ Payload<N> payload) {
+  begin();
   for (u32 i = threadIdx.x; i < d.count; i += 1024) d.to[i] = payload.words[i];
   for (u32 i = threadIdx.x; i < d.num_zeros; i += 1024) d.zeros[i] = 0;
   if (d.number_to && threadIdx.x < 2) d.number_to[threadIdx.x] = d.number[threadIdx.x];
@@ -27,6 +28,7 @@ constexpr float UNIT = 1.0f / (1 << 20);
 
 // Whether gradients are finite: sets `is_bad` if not.
 extern "C" __global__ void __launch_bounds__(256) check_finite(const float* __restrict__ values, u64 n, u32* is_bad) {
+  begin();
   u32 largest = 0;
   for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) largest = max(largest, __float_as_uint(values[i]) & 0x7fffffff);
   if (largest >= 0x7f800000) *is_bad = 1;
@@ -45,6 +47,7 @@ struct NewTicket {
 };
 // As `deliver`, and writes the ticket of a push.
 template <u32 N> __global__ void __launch_bounds__(1024) write_ticket(NewTicket t, Delivery d, const __grid_constant__ Payload<N> payload) {
+  begin();
   for (u32 i = threadIdx.x; i < d.count; i += 1024) d.to[i] = payload.words[i];
   if (threadIdx.x >= 2 * RING) return;
   if (threadIdx.x == 0 && t.number && (t.number[0] != t.expected[0] || t.number[1] != t.expected[1])) report(t.fault, WRONG_LOOKUP, 0, 0, t.number[0]);
@@ -93,9 +96,12 @@ __device__ __forceinline__ float mark_of(u64 number) {
   return (float)(0.5 + (turns - floor(turns)));
 }
 
-// One block: all groups of an optimizer, of which none is due if one ticket is wrong. A thread a row.
-template <u32 N> __global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N> all, u32 num_groups) {
+// One block: all groups of an optimizer, of which none is due if one ticket is wrong. A thread a row. `norm`: takes 0, if nobody asks
+// for one; else null.
+template <u32 N> __global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N> all, u32 num_groups, float* norm) {
+  begin();
   const u32 row = threadIdx.x;
+  if (norm && row == 0) *norm = 0;
   bool is_good = true;
   for (u32 g = 0; g < num_groups; ++g) {
     const Committed& c = all.groups[g];
@@ -186,6 +192,7 @@ __device__ __forceinline__ Scalars scalars_now(const RuleNumbers& rule, float le
 
 // A block a group: what its update needs, and the new value of its trigger.
 template <u32 N> __global__ void __launch_bounds__(2 * RING) prepare(const __grid_constant__ Preparations<N> all) {
+  begin();
   const Preparation& p = all.of[blockIdx.x];
   // The next lookup depends on the new value, so it comes after this. A ticket that was refused changes nothing.
   const bool counts = threadIdx.x == 0 && p.new_trigger && p.resolved->is_due;
@@ -204,6 +211,7 @@ template <u32 N> __global__ void __launch_bounds__(2 * RING) prepare(const __gri
 
 // Before the scalars are known: what a norm needs.
 extern "C" __global__ void prepare_weight(const Resolved* resolved, u32 row, Prepared* prepared) {
+  begin();
   const float weight = row == RING ? 1.0f : resolved->weights[row];
   prepared->is_due = row == RING || (resolved->is_due && !(weight == 0));
   prepared->weight = weight;
@@ -215,6 +223,7 @@ constexpr u32 EXPONENTS = 256;
 
 // From totals by exponent, (tables, 256), to each table's squared norm. One thread a table; adds them to `total`, in their order.
 extern "C" __global__ void finish_norms(const u64* __restrict__ totals, u32 num_tables, float* norms, double* total) {
+  begin();
   for (u32 t = threadIdx.x; t < num_tables; t += blockDim.x) {
     const u64* of = totals + (u64)t * EXPONENTS;
     double sum = 0;
@@ -231,10 +240,14 @@ extern "C" __global__ void finish_norms(const u64* __restrict__ totals, u32 num_
 }
 
 // The squared norm as the framework gets it.
-extern "C" __global__ void give_norm(const double* total, float* out) { *out = total ? (float)*total : 0.0f; }
+extern "C" __global__ void give_norm(const double* total, float* out) {
+  begin();
+  *out = (float)*total;
+}
 
 // What clipping by a table's own norm multiplies its gradients by.
 extern "C" __global__ void clip_factors(const float* __restrict__ norms, u32 num_tables, const float* __restrict__ scalars, float clipnorm, float* factors) {
+  begin();
   for (u32 t = threadIdx.x; t < num_tables; t += blockDim.x) {
     const float factor = scalars[3], norm = sqrtf(norms[t] * factor * factor);
     factors[t] = norm <= clipnorm ? 1.0f : clipnorm / norm;

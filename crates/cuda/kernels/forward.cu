@@ -20,6 +20,7 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Found found) {
+  begin();
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
   const Table& t = call.tables[feature.table];
@@ -46,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Foun
 
 // The records of keys for which there was no room.
 extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Found found) {
+  begin();
   const u32 n = *found.homeless.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = found.homeless.ids[k];
@@ -186,6 +188,7 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
 
 // Rows of all features, (bags, dim).
 template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) make_rows(Call call, Rows rows) {
+  begin();
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   const Table& t = call.tables[f.table];
@@ -213,6 +216,7 @@ struct Kept {
   int* splits;
 };
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(Call call, u32 number, Kept kept) {
+  begin();
   const Feature& f = call.features[number];
   const u32 i = blockIdx.x * ROWS_THREADS + threadIdx.x;
   if (i < f.num_ids) kept.keys[i] = key_at(f, i), kept.weights[i] = f.weights[i];
@@ -222,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(Call call
 // The gradient of weights: how the loss moves with each, through the combiner; the formulas are in
 // crates/core/src/weight_gradient.rs. A group of lanes a bag of a feature that has weights.
 template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) weight_gradients(Call call, u32 number, Kept kept, const float* __restrict__ gradients, float* __restrict__ products) {
+  begin();
   Feature f = call.features[number];
   f.ids = kept.keys, f.key_type = WIDE, f.weights = kept.weights, f.wide_splits = 0;
   if (f.splits) f.splits = kept.splits;

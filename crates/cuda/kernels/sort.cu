@@ -3,17 +3,20 @@
 #include "types.cuh"
 
 constexpr u32 DIGIT_BITS = 9;
-constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, ITEMS = 12, TILE = THREADS * ITEMS, WARPS = THREADS / WARP;
+constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, WARPS = THREADS / WARP;
+constexpr u32 MOST_PASSES = 4;
+// Tiles that a thread asks at a time for what they have of its digit.
+constexpr u32 ASKED = 8;
 // Of what a block tells the later ones of a digit: nothing yet, how many it has, how many all up to it have.
 constexpr u32 COUNT = 1u << 30, TOTAL = 2u << 30, VALUE = COUNT - 1;
 
 // Counts and starts of the digits of a sort, and what blocks tell each other.
 struct SortState {
   // Blocks of `count_digits` that are done; the next tile of each pass.
-  u32 done, next[4];
+  u32 done, next[MOST_PASSES];
   u32 pad[27];
   // By pass and digit: how many, then where they start.
-  u32 starts[4][DIGITS];
+  u32 starts[MOST_PASSES][DIGITS];
 };
 
 __device__ __forceinline__ u32 digit_of(u32 key, u32 pass) { return key >> pass * DIGIT_BITS & (DIGITS - 1); }
@@ -35,21 +38,30 @@ __device__ __forceinline__ u32 block_sum(u32 x, u32* of_warps) {
 
 // `state` is zeros but for what blocks tell each other, which this clears: `told`, by pass, tile and digit. The last block to end
 // turns counts into starts.
-template <u32 PASSES> __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ keys, u32 n, SortState* state, u32* told) {
-  __shared__ u32 counts[PASSES][DIGITS];
+extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ keys, u32 n, SortState* state, u32* told, u32 tiles, u32 passes) {
+  begin();
+  __shared__ u32 counts[MOST_PASSES][DIGITS];
   __shared__ u32 of_warps[WARPS];
   __shared__ bool is_last;
-  for (u32 i = threadIdx.x; i < PASSES * DIGITS; i += THREADS) (&counts[0][0])[i] = 0;
+  for (u32 i = threadIdx.x; i < passes * DIGITS; i += THREADS) (&counts[0][0])[i] = 0;
   __syncthreads();
-  const u32 tiles = (n + TILE - 1) / TILE, stride = gridDim.x * THREADS;
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
-    const u32 key = keys[i];
-#pragma unroll
-    for (u32 pass = 0; pass < PASSES; ++pass) atomicAdd(&counts[pass][digit_of(key, pass)], 1);
+  const u32 stride = gridDim.x * THREADS;
+  for (u32 start = blockIdx.x * THREADS; start < n; start += stride) {
+    const bool is_key = start + threadIdx.x < n;
+    const u32 key = is_key ? keys[start + threadIdx.x] : 0;
+    for (u32 pass = 0; pass < passes; ++pass) {
+      const u32 digit = digit_of(key, pass);
+      // High digits are often those of one table: one addition a warp.
+      if (__all_sync(ALL, is_key && digit == __shfl_sync(ALL, digit, 0))) {
+        if (lane() == 0) atomicAdd(&counts[pass][digit], WARP);
+      } else if (is_key) {
+        atomicAdd(&counts[pass][digit], 1);
+      }
+    }
   }
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < PASSES * tiles * DIGITS; i += stride) told[i] = 0;
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < passes * tiles * DIGITS; i += stride) told[i] = 0;
   __syncthreads();
-  for (u32 i = threadIdx.x; i < PASSES * DIGITS; i += THREADS)
+  for (u32 i = threadIdx.x; i < passes * DIGITS; i += THREADS)
     if (const u32 count = (&counts[0][0])[i]) atomicAdd(&(&state->starts[0][0])[i], count);
   __threadfence();
   __syncthreads();
@@ -57,7 +69,7 @@ template <u32 PASSES> __global__ void __launch_bounds__(THREADS) count_digits(co
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  for (u32 pass = 0; pass < PASSES; ++pass) {
+  for (u32 pass = 0; pass < passes; ++pass) {
     u32 before = 0;
     for (u32 first = 0; first < DIGITS; first += THREADS) {
       const u32 digit = first + threadIdx.x;
@@ -70,8 +82,11 @@ template <u32 PASSES> __global__ void __launch_bounds__(THREADS) count_digits(co
   }
 }
 
-__global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* __restrict__ keys, const u32* __restrict__ values, u32* __restrict__ sorted_keys, u32* __restrict__ sorted_values, u32 n,
+// A tile is what a block takes: ITEMS pairs a thread.
+template <u32 ITEMS> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* __restrict__ keys, const u32* __restrict__ values, u32* __restrict__ sorted_keys, u32* __restrict__ sorted_values, u32 n,
                                                      SortState* state, u32* told, u32 pass) {
+  begin();
+  constexpr u32 TILE = THREADS * ITEMS;
   // Counts by warp and digit; then, in the same memory, the tile in its new order.
   __shared__ union {
     u32 counts[WARPS][DIGITS];
@@ -114,18 +129,25 @@ __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* __restrict__ 
       shared.counts[w][thread] = count;
       count += of_warp;
     }
-    told += (u64)pass * ((n + TILE - 1) / TILE) * DIGITS + thread;
+    told += (u64)pass * gridDim.x * DIGITS + thread;
     store_shared(told + (u64)number * DIGITS, (number ? COUNT : TOTAL) | count);
   }
   const u32 start = block_sum(count, of_warps) - count;
   if (thread < DIGITS) {
     u32 before = 0;
+    // All tiles run at once, so most of those before this one know their own count alone: several are asked at a time.
     for (u32 tile = number; tile > 0;) {
-      const u32 said = load_shared(told + (u64)(tile - 1) * DIGITS);
-      if (!(said & ~VALUE)) continue;
-      before += said & VALUE;
-      if (said & TOTAL) break;
-      --tile;
+      u32 said[ASKED];
+#pragma unroll
+      for (u32 k = 0; k < ASKED; ++k) said[k] = tile > k ? load_shared(told + (u64)(tile - 1 - k) * DIGITS) : TOTAL;
+      bool is_told = true;
+#pragma unroll
+      for (u32 k = 0; k < ASKED; ++k) {
+        is_told = is_told && (said[k] & ~VALUE) && tile > 0;
+        if (!is_told) continue;
+        before += said[k] & VALUE;
+        tile = said[k] & TOTAL ? 0 : tile - 1;
+      }
     }
     if (number) store_shared(told + (u64)number * DIGITS, TOTAL | (before + count));
     // Where the tile's pairs of this digit go, less where they lie in the tile.
@@ -136,20 +158,22 @@ __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* __restrict__ 
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) place[k] += shared.counts[warp][digit_of(key[k], pass)];
   __syncthreads();
+  u32 value[ITEMS], to[ITEMS];
 #pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
+  for (u32 k = 0; k < ITEMS; ++k) {
+    shared.tile[place[k]] = key[k];
+    value[k] = begin + k * WARP < n ? values[begin + k * WARP] : 0;
+  }
   __syncthreads();
-  u32 to[ITEMS];
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) {
     const u32 at = k * THREADS + thread, moved = shared.tile[at];
     to[k] = starts[digit_of(moved, pass)] + at;
     if (at < size) sorted_keys[to[k]] = moved;
-    key[k] = begin + k * WARP < n ? values[begin + k * WARP] : 0;
   }
   __syncthreads();
 #pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = key[k];
+  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = value[k];
   __syncthreads();
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) {

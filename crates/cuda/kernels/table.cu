@@ -7,6 +7,7 @@ constexpr u32 NEW = 1u << 31;
 
 // All places empty.
 extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Bucket* buckets, u32 num_buckets) {
+  begin();
   const u32 at = blockIdx.x * BLOCK + threadIdx.x;
   if (at >= num_buckets) return;
   Bucket bucket = {};
@@ -16,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Bucket* buckets,
 
 // Record numbers of keys. If the call `inserts`, keys that are not there get one, and the NEW bit says so.
 extern "C" __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
+  begin();
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   bool is_new;
   const u32 record = find_or_insert<WARPS>(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, homeless, is_new);
@@ -24,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* 
 
 // The records of keys for which `look_up` found no room. NEW alone: there is none.
 extern "C" __global__ void __launch_bounds__(BLOCK) settle_keys(Table t, const u64* __restrict__ keys, u32* __restrict__ records, Homeless homeless) {
+  begin();
   const u32 n = *homeless.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = homeless.ids[k], record = find_room(t, keys[at]);
@@ -61,6 +64,7 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Tab
 
 // Rows of the keys that are there; the others' stay unwritten.
 template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
+  begin();
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u64 key = i < n ? load_once(keys + i) : 0;
@@ -72,6 +76,7 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(
 
 // Rows of keys without a record stay unwritten; with `skips`, those of new records too.
 template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 skips) {
+  begin();
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u32 record = i < n ? records[i] : NO_RECORD;
@@ -80,6 +85,7 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_row
 
 // The rows that keys without a record answer: those of `records` that are 0.
 extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
+  begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * BLOCK) {
     const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
     if (records[i] & ~NEW) continue;
@@ -105,12 +111,14 @@ __device__ __forceinline__ float* column_at(const Table& t, const Parts& parts, 
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) read_records(Table t, Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
+  begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK)
     values[at] = *column_at(t, parts, records[at / parts.width], (u32)(at % parts.width));
 }
 
 // `records` are distinct; `rows`: of each, its place in `values`.
 extern "C" __global__ void __launch_bounds__(BLOCK) write_records(Table t, Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
+  begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK) {
     const u32 i = (u32)(at / parts.width), column = (u32)(at % parts.width);
     *column_at(t, parts, records[i], column) = values[(u64)rows[i] * parts.width + column];
@@ -119,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) write_records(Table t, Parts
 
 // Records of another layout: rows stay, states start anew.
 extern "C" __global__ void __launch_bounds__(BLOCK) lay_out(Table from, Table to, u32 n) {
+  begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * to.stride; at += (u64)gridDim.x * BLOCK) {
     const u64 record = at / to.stride;
     const u32 quad = (u32)(at % to.stride);
@@ -131,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lay_out(Table from, Table to
 
 // Takes keys out; gives the numbers of their records, 0 if they were not there. Of equal keys one gets the number. Alone in its launch.
 extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
+  begin();
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   if (i >= n) return;
   const u64 key = keys[i], h = hash(key);
@@ -186,6 +196,7 @@ __device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record,
 
 // All entries of an index into a larger one.
 extern "C" __global__ void __launch_bounds__(BLOCK) move_entries(Index from, Index to, Moving homeless) {
+  begin();
   const u32 at = blockIdx.x * BLOCK + threadIdx.x;
   if (at < from.num_buckets) {
     const Line line = load_line(from.buckets + at);
@@ -200,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) move_entries(Index from, Ind
 
 // Those without room: others make way.
 extern "C" __global__ void __launch_bounds__(BLOCK) settle_entries(Index to, Moving homeless) {
+  begin();
   const u32 n = min(*homeless.count, homeless.room);
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     if (lane() != 0) continue;

@@ -4,6 +4,15 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 constexpr u32 WARP = 32, ALL = 0xffffffffu;
 
+// Every kernel begins with this: the launch before it on the stream has run from here on. Where the device can, this one was made
+// ready meanwhile, and lets the next be.
+__device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The 64-bit finaliser of MurmurHash3, as crates/core/src/key.rs has it.
 __device__ __forceinline__ u64 hash(u64 key) {
   u64 h = key;

@@ -8,7 +8,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
-use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUstream};
+use cudarc::driver::sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+use cudarc::driver::sys::{
+    CUdevice_attribute, CUfunction, CUlaunchAttribute, CUlaunchAttributeValue, CUlaunchConfig, CUstream,
+};
 use cudarc::driver::{CudaContext, CudaEvent, DriverError, result, sys};
 use sok_core::error::{Error, Result};
 
@@ -32,7 +35,11 @@ pub struct Device {
 
 /// A function on the device.
 #[derive(Clone, Copy, Debug)]
-pub struct Kernel(CUfunction);
+pub struct Kernel {
+    function: CUfunction,
+    /// Whether the device can make it ready while another runs.
+    may_overlap: bool,
+}
 
 /// A stream, a framework's or ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,7 +172,7 @@ impl Device {
                 // SAFETY: the module is loaded.
                 let function = unsafe { result::module::get_function(module, symbol) }
                     .map_err(driver_error("finding a kernel"))?;
-                loaded.insert(key(name), Kernel(function));
+                loaded.insert(key(name), Kernel { function, may_overlap: self.arch >= 90 });
             }
         }
         Ok(names.map(|name| loaded[&key(name)]))
@@ -177,35 +184,67 @@ impl Device {
 /// The parameters are of the types that the kernel has, and what they point to lives until it has run: the promise of
 /// each place that uses it.
 macro_rules! launch {
-    ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {{
+    ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
+        $crate::device::put!(false, $kernel, $stream, $blocks, $threads, $($value),*)
+    };
+}
+
+/// As `launch!`, but made ready while the launch before it on the stream still runs, so that nothing lies between the two. Its
+/// kernel has no `__restrict__` pointers: what is read through one may be read before the other launch is over.
+macro_rules! launch_next {
+    ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
+        $crate::device::put!(true, $kernel, $stream, $blocks, $threads, $($value),*)
+    };
+}
+
+macro_rules! put {
+    ($is_next:expr, $kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),*) => {{
         let mut arguments = [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*];
+        let grid = ($blocks as u32, $threads as u32);
         // SAFETY: the promise above.
         #[allow(unsafe_code)]
-        let launched = unsafe {
-            $crate::device::Kernel::launch(&$kernel, $stream, $blocks as u32, $threads as u32, &mut arguments)
-        };
+        let launched = unsafe { $crate::device::Kernel::launch(&$kernel, $stream, grid, $is_next, &mut arguments) };
         launched
     }};
 }
-pub(crate) use launch;
+pub(crate) use {launch, launch_next, put};
 
 impl Kernel {
-    /// Puts a launch of `blocks` blocks onto a stream.
+    /// Puts a launch of so many blocks of so many threads onto a stream. `is_next`: it may be made ready while the one
+    /// before it runs, if the device can; it waits itself, by `begin` of kernels/types.cuh.
     ///
     /// # Safety
     /// `arguments` point to values of the kernel's parameters, and what those point to lives until the kernel has run.
     pub unsafe fn launch(
         &self,
         stream: Stream,
-        blocks: u32,
-        threads: u32,
+        (blocks, threads): (u32, u32),
+        is_next: bool,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
+        let mut overlaps = CUlaunchAttribute {
+            id: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.0,
+            attrs: &raw mut overlaps,
+            numAttrs: u32::from(is_next && self.may_overlap),
+        };
         // SAFETY: the caller's promise.
-        unsafe { result::launch_kernel(self.0, (blocks, 1, 1), (threads, 1, 1), 0, stream.0, arguments) }
+        unsafe { sys::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
             .map_err(driver_error("launching a kernel"))
     }
 }

@@ -30,12 +30,14 @@ pub const DISTINCT: usize = 128;
 pub const GONE: u32 = u32::MAX;
 /// In a list of record numbers: the record is new.
 pub const NEW: u32 = 1 << 31;
-/// Words of the state of a sort, digits of a pass and their bits, threads of a block and the pairs that they take.
-pub const SORT_STATE: usize = 32 + 4 * DIGITS;
+/// Words of the state of a sort, its passes at most, digits of a pass and their bits, threads of a block and the pairs that
+/// one of them may take.
+pub const SORT_STATE: usize = 32 + MOST_PASSES * DIGITS;
+pub const MOST_PASSES: usize = 4;
 pub const DIGIT_BITS: usize = 9;
 pub const DIGITS: usize = 1 << DIGIT_BITS;
 pub const SORT_THREADS: usize = 512;
-pub const SORT_TILE: usize = 12 * SORT_THREADS;
+pub const SORT_ITEMS: [usize; 3] = [4, 8, 14];
 /// Words of the counts of one dim's lists.
 pub const LISTS: usize = 64;
 /// Ids a run of a hot key, and those beyond which a key is hot.

@@ -3,7 +3,7 @@
 use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
 
-use crate::device::{Stream, launch};
+use crate::device::{Stream, launch, launch_next};
 use crate::gpu_group::GpuGroup;
 use crate::kernels::CONTROL;
 
@@ -56,22 +56,22 @@ pub fn commit(
     }
     let num_groups = groups.len() as u32;
     committed.resize(at_once, committed[0]);
-    let resolve = device.kernel(&CONTROL, &format!("resolve<{at_once}>"))?;
-    launch!(resolve, stream, 1, 64, committed[0], num_groups)?;
+    let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.update.clipnorm.is_some());
+    let no_norm_to = if needs_norm { 0 } else { norm_to };
+    let [resolve, give] = device.kernels(&CONTROL, [&*format!("resolve<{at_once}>"), "give_norm"])?;
+    launch_next!(resolve, stream, 1, 64, committed[0], num_groups, no_norm_to)?;
     for group in groups.iter_mut() {
         group.combine(stream)?;
     }
-    let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.update.clipnorm.is_some());
-    let mut total = 0;
-    if needs_norm {
-        let norm = groups[0].norm();
-        total = norm.address();
-        norm.zero(stream)?;
-        for group in groups.iter_mut() {
-            group.add_norm(total, stream)?;
-        }
+    if !needs_norm {
+        return Ok(());
     }
-    let give = device.kernel(&CONTROL, "give_norm")?;
+    let norm = groups[0].norm();
+    let total = norm.address();
+    norm.zero(stream)?;
+    for group in groups.iter_mut() {
+        group.add_norm(total, stream)?;
+    }
     launch!(give, stream, 1, 1, total, norm_to)
 }
 
@@ -104,7 +104,7 @@ pub fn apply(
         let prepare = device.kernel(&CONTROL, &format!("prepare<{at_once}>"))?;
         let mut all = words(chunk).to_vec();
         all.resize(words(&chunk[..1]).len() * at_once, 0);
-        launch!(prepare, stream, chunk.len(), 128, all[0])?;
+        launch_next!(prepare, stream, chunk.len(), 128, all[0])?;
     }
     for (group, binding) in groups.iter_mut().zip(bindings) {
         if updates { group.update(&binding.update, scalars, stream)? } else { group.accumulate(stream)? }

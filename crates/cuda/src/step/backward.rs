@@ -4,7 +4,7 @@ use sok_core::error::Result;
 use sok_core::optimizer::Update;
 
 use super::{FEW, MANY, SUMS, Saved, SavedFeature, Workspace};
-use crate::device::{Stream, driver_error, launch};
+use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{BACKWARD, CONTROL, FORWARD};
 use crate::layout::*;
@@ -58,7 +58,7 @@ impl Workspace {
         let delivery = Delivery { to: saved.sides, count: now as u32, ..Delivery::default() };
         let write = self.device.kernel(&CONTROL, name)?;
         let ticket = *ticket;
-        launch!(write, stream, 1, 1024, ticket, delivery, payload[0])
+        launch_next!(write, stream, 1, 1024, ticket, delivery, payload[0])
     }
 
     /// Sets `is_bad` if a gradient is not finite.
@@ -114,7 +114,7 @@ impl Workspace {
         let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
         let merge = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, 0, 0, sums);
-        launch!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+        launch_next!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
     }
 
     /// Merges a push's gradients and updates their records.
@@ -124,7 +124,7 @@ impl Workspace {
         let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, 0, 0);
-        launch!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+        launch_next!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
     }
 
     /// Updates the records of gradients that were merged before.
@@ -141,7 +141,7 @@ impl Workspace {
             format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, factors, sums);
-        launch!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
+        launch_next!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
     }
 
     /// Before the scalars are known: what a norm needs.

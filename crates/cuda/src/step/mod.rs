@@ -14,7 +14,7 @@ use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::error::{Error, Result};
 
-use crate::device::{Device, Stream, driver_error, launch};
+use crate::device::{Device, Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{BACKWARD, CONTROL, FORWARD, SORT};
 use crate::layout::{self, *};
@@ -256,7 +256,7 @@ impl Workspace {
                 number: [number as u32, (number >> 32) as u32],
                 pad: [0; 2],
             };
-            launch!(deliver, stream, 1, 1024, delivery, payload[0])?;
+            launch_next!(deliver, stream, 1, 1024, delivery, payload[0])?;
         }
         Ok(())
     }
@@ -442,15 +442,15 @@ impl Workspace {
         let rows_name = format!("make_rows<{}>", self.dim_list());
         let names = ["find_records", "settle_records", "keep_inputs", &rows_name];
         let [find, settle, keep, make_rows] = self.device.kernels(&FORWARD, names)?;
-        launch!(find, stream, find_blocks, FIND_THREADS, call, found)?;
+        launch_next!(find, stream, find_blocks, FIND_THREADS, call, found)?;
         if inserts.contains(&true) {
-            launch!(settle, stream, 4 * self.device.multiprocessors, FIND_THREADS, call, found)?;
+            launch_next!(settle, stream, 4 * self.device.multiprocessors, FIND_THREADS, call, found)?;
         }
         if save && n > 0 {
             self.sort(&places, n, [records, unsorted, told, first, second, third], stream)?;
         }
         let rows = Rows { records, coefficients: places.coefficients, fault: self.fault.address() };
-        launch!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
+        launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
         for (number, (feature, kept)) in features.iter().zip(&places.kept).enumerate() {
             let Some(kept) = *kept else { continue };
             let (number, blocks) =
@@ -559,7 +559,8 @@ impl Workspace {
     /// Words of the scratch memory: records and values of ids, what sorts tell each other, homeless ids, three arrays to sort through.
     fn scratch(&mut self, n: usize, save: bool) -> Result<[u64; 7]> {
         let sorting = if save { n } else { 0 };
-        let told = 4 * sorting.div_ceil(SORT_TILE) * DIGITS;
+        let (_, tiles) = sort_tiles(sorting, 2 * self.device.multiprocessors as usize);
+        let told = MOST_PASSES * tiles * DIGITS;
         let sizes = [n, sorting, told, n, sorting, sorting, sorting];
         let total: usize = sizes.iter().map(|s| s.next_multiple_of(32)).sum();
         if self.scratch.as_ref().is_none_or(|s| s.len() < total) {
@@ -600,18 +601,20 @@ impl Workspace {
         list: impl FnOnce(u64) -> Result<()>,
     ) -> Result<()> {
         let bits = u64::BITS - self.num_records.leading_zeros();
-        let passes = (bits as usize).div_ceil(DIGIT_BITS).max(1);
-        let [count, pass] = self.device.kernels(&SORT, [&*format!("count_digits<{passes}>"), "sort_pass"])?;
-        let count_of = n as u32;
-        let blocks = (n / LIST_BLOCK).clamp(1, 2 * self.device.multiprocessors as usize);
-        launch!(count, stream, blocks, SORT_THREADS, records, count_of, state, told)?;
+        let passes = bits.div_ceil(DIGIT_BITS as u32).max(1);
+        let [count, few, more, most] =
+            self.device.kernels(&SORT, ["count_digits", "sort_pass<4>", "sort_pass<8>", "sort_pass<14>"])?;
+        let at_once = 2 * self.device.multiprocessors as usize;
+        let (size, tiles) = sort_tiles(n, at_once);
+        let pass = [few, more, most][size];
+        let (count_of, tiles_of) = (n as u32, tiles as u32);
+        let blocks = (n / LIST_BLOCK).clamp(1, at_once);
+        launch!(count, stream, blocks, SORT_THREADS, records, count_of, state, told, tiles_of, passes)?;
         let (mut keys, mut of_keys) = (records, unsorted);
         for number in 0..passes {
             // The last pass ends in `values`.
             let is_even = (passes - 1 - number).is_multiple_of(2);
             let (to, of_to) = if is_even { (first, values) } else { (second, third) };
-            let pass_number = number as u32;
-            let tiles = n.div_ceil(SORT_TILE);
             launch!(
                 pass,
                 stream,
@@ -624,7 +627,7 @@ impl Workspace {
                 count_of,
                 state,
                 told,
-                pass_number
+                number
             )?;
             (keys, of_keys) = (to, of_to);
         }
@@ -632,9 +635,27 @@ impl Workspace {
     }
 }
 
+/// Which of `SORT_ITEMS` a thread of a sort takes, and how many blocks that makes: the fewest items with which all blocks run at
+/// once, since a pass takes as long as one of them.
+fn sort_tiles(n: usize, at_once: usize) -> (usize, usize) {
+    let tiles = SORT_ITEMS.map(|items| n.div_ceil(items * SORT_THREADS));
+    let size = tiles.iter().position(|tiles| *tiles <= at_once).unwrap_or(SORT_ITEMS.len() - 1);
+    (size, tiles[size])
+}
+
 #[cfg(test)]
 mod tests {
-    use super::Parts;
+    use super::{Parts, sort_tiles};
+
+    #[test]
+    fn a_sort_has_no_more_blocks_than_run_at_once_while_it_can() {
+        assert_eq!(sort_tiles(0, 264), (0, 0));
+        assert_eq!(sort_tiles(1, 264), (0, 1));
+        assert_eq!(sort_tiles(26 * 16_384, 264), (0, 208));
+        assert_eq!(sort_tiles(264 * 2048 + 1, 264), (1, 133));
+        assert_eq!(sort_tiles(26 * 65_536, 264), (2, 238));
+        assert_eq!(sort_tiles(1 << 24, 264), (2, 2341));
+    }
 
     #[test]
     fn parts_of_a_buffer_do_not_share_lines() {
