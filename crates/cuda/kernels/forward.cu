@@ -1,7 +1,8 @@
 // The forward of a step: records of all ids of a call, then their rows, pooled.
 #include "step.cuh"
 
-constexpr u32 BLOCK = 128, WARPS = BLOCK / WARP;
+// Few warps a block: those that insert take longer than the others.
+constexpr u32 BLOCK = 64, WARPS = BLOCK / WARP;
 
 // Where the ids of a call are told apart.
 struct Found {
@@ -21,6 +22,7 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
 
 extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Found found) {
   begin();
+  __shared__ LaneList lists[WARPS];
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
   const Table& t = call.tables[feature.table];
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Foun
     is_wanted = is_active(feature, t, key, i);
     if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key)) report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
   }
-  const u32 record = find_or_insert<WARPS>(t, is_wanted, feature.inserts, key, at, found.homeless, is_new);
+  const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.homeless, lists[threadIdx.x / WARP], is_new);
   if (!feature.inserts && found.values) {
     const u32 dropped = __popc(__ballot_sync(ALL, is_wanted && record == NO_RECORD));
     if (lane() == 0 && dropped) atomicAdd(&t.index.counters->dropped, dropped);
@@ -72,35 +74,44 @@ struct Rows {
   Fault* fault;
 };
 
-// Four columns of the row of an id without weight, whose key may have no record.
-__device__ __forceinline__ float4 columns_at(const Table& t, const Feature& f, const float4* from, u32 i, u32 quad) {
-  return from ? load_row(from + quad) : missing_columns(t, key_at(f, i), quad);
+// Rows that ids without a record get, in bags of their own: those of the warp's bags that are `missing`. Apart from `gather`, which would
+// keep room for its registers.
+template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, const Feature& f, u32 first, u32 missing) {
+  for (; missing; missing &= missing - 1) {
+    const u32 bag = first + __ffs(missing) - 1;
+    for (u32 quad = lane(); quad < quads_of(DIM); quad += WARP) store_columns<DIM>(f.rows, bag, quad, missing_columns(t, key_at(f, bag), quad));
+  }
 }
 
-// Rows of ids, one a bag: four of them in flight in each group of lanes.
+// Rows of ids, one a bag: a warp takes as many bags as it has lanes, and has four rows in flight in each group of lanes.
 template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, u32 block) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = ROWS_THREADS / LANES;
-  const u32 group = threadIdx.x / LANES, column = threadIdx.x % LANES;
-  const u32 bag = (block * GROUPS + group) * ROWS, num_bags = f.num_bags;
-  const float4* from[ROWS];
-#pragma unroll
-  for (u32 k = 0; k < ROWS; ++k) {
-    from[k] = nullptr;
-    if (bag + k >= num_bags) continue;
-    const u32 record = rows.records[f.first_id + bag + k];
-    if (record) from[k] = f.records + (u64)(record - f.first_record) * f.stride;
-    if (rows.coefficients && column == 0) rows.coefficients[f.first_id + bag + k] = f.scale;
-  }
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+  const u32 group = lane() / LANES, column = lane() % LANES;
+  const u32 first = block * ROWS_THREADS + threadIdx.x / WARP * WARP, bag = first + lane();
+  const bool is_bag = bag < f.num_bags;
+  const u32 record = is_bag ? rows.records[f.first_id + bag] : 0;
+  if (is_bag && rows.coefficients) rows.coefficients[f.first_id + bag] = f.scale;
+  const u32 missing = __ballot_sync(ALL, is_bag && record == 0);
 #pragma unroll 1
-  for (u32 quad = column; quad < QUADS; quad += LANES) {
-    float4 row[ROWS];
+  for (u32 start = 0; start < WARP; start += GROUPS * ROWS) {
+    const float4* from[ROWS];
 #pragma unroll
-    for (u32 k = 0; k < ROWS; ++k)
-      if (bag + k < num_bags) row[k] = columns_at(t, f, from[k], bag + k, quad);
+    for (u32 k = 0; k < ROWS; ++k) {
+      const u32 at = start + k * GROUPS + group, r = __shfl_sync(ALL, record, at % WARP);
+      from[k] = r && at < WARP ? f.records + (u64)(r - f.first_record) * f.stride : nullptr;
+    }
+#pragma unroll 1
+    for (u32 quad = column; quad < QUADS; quad += LANES) {
+      float4 row[ROWS];
 #pragma unroll
-    for (u32 k = 0; k < ROWS; ++k)
-      if (bag + k < num_bags) store_columns<DIM>(f.rows, bag + k, quad, row[k]);
+      for (u32 k = 0; k < ROWS; ++k)
+        if (from[k]) row[k] = load_row(from[k] + quad);
+#pragma unroll
+      for (u32 k = 0; k < ROWS; ++k)
+        if (from[k]) store_columns<DIM>(f.rows, first + start + k * GROUPS + group, quad, row[k]);
+    }
   }
+  if (missing) write_missing<DIM>(t, f, first, missing);
 }
 
 // Combined rows of bags whose ids all count once: a group of lanes a bag.
@@ -119,10 +130,18 @@ template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Fe
     for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : 0;
     for (u32 start = 0; start < count; start += ROWS) {
       float4 row[ROWS];
+      bool is_missing = false;
 #pragma unroll
-      for (u32 k = 0; k < ROWS; ++k)
-        if (start + k < count)
-          row[k] = next[k] ? f.records[(u64)(next[k] - f.first_record) * f.stride + quad] : missing_columns(t, key_at(f, begin + start + k), quad);
+      for (u32 k = 0; k < ROWS; ++k) {
+        if (start + k >= count) continue;
+        if (next[k]) row[k] = f.records[(u64)(next[k] - f.first_record) * f.stride + quad];
+        else is_missing = true;
+      }
+      if (is_missing) {
+#pragma unroll
+        for (u32 k = 0; k < ROWS; ++k)
+          if (start + k < count && !next[k]) row[k] = missing_columns(t, key_at(f, begin + start + k), quad);
+      }
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
         if (start + ROWS + k < count) next[k] = records[start + ROWS + k];
@@ -140,7 +159,7 @@ template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Fe
 }
 
 // Combined rows of bags of any kind: with weights, with ids that are not there or are outside the vocabulary.
-template <u32 DIM> __device__ __forceinline__ void pool_roles(const Table& t, const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end) {
+template <u32 DIM> __device__ __noinline__ void pool_roles(const Table& t, const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES;
   float scale = 1;

@@ -9,7 +9,7 @@
 // inserts or moves the same key; places are claimed by compare-and-swap of the record number. A find beside insertions reads a
 // line in four loads, between which a place may be filled: so an empty place holds a key that nobody looks for there, and
 // entries are moved in a launch of their own, whose finds are under the lock and read a key twice. What a find misses is looked
-// for again under the lock. The record number of a new key is written once its block has one; until then it reads CLAIMED.
+// for again under the lock. The record number of a new key is written once its warp has one; until then it reads CLAIMED.
 #pragma once
 #include "types.cuh"
 

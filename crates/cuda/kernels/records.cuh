@@ -78,24 +78,12 @@ __device__ __forceinline__ u32 number_of(const Table& t, u32 taken) {
   return taken < t.num_released ? t.released[taken] : t.fresh + (taken - t.num_released);
 }
 
-// Numbers for new records, one for each lane that `needs` one: one addition to the table's count a block.
-template <u32 WARPS> __device__ __forceinline__ u32 take_numbers(const Table& t, bool needs) {
-  __shared__ u32 counts[WARPS + 1];
-  const u32 mask = __ballot_sync(ALL, needs), warp = threadIdx.x / WARP;
-  if (lane() == 0) counts[warp] = __popc(mask);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u32 total = 0;
-    for (u32 w = 0; w < WARPS; ++w) {
-      const u32 count = counts[w];
-      counts[w] = total;
-      total += count;
-    }
-    counts[WARPS] = total ? atomicAdd(&t.index.counters->taken, total) : 0;
-  }
-  __syncthreads();
-  const u32 taken = counts[WARPS] + counts[warp] + __popc(mask & lanes_below());
-  return needs ? number_of(t, taken) : NO_RECORD;
+// A number for each lane that `is_in`, from a count on: one addition a warp.
+__device__ __forceinline__ u32 take(u32* count, bool is_in) {
+  const u32 all = __ballot_sync(ALL, is_in);
+  u32 first = 0;
+  if (all && lane() == 0) first = atomicAdd(count, __popc(all));
+  return __shfl_sync(ALL, first, 0) + __popc(all & lanes_below());
 }
 
 // Four columns of a new record.
@@ -126,9 +114,9 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
   }
 }
 
-// Gives keys that were not found a record, and writes its first values. The whole block comes here. Gives the lane's record if its
+// Gives keys that were not found a record, and writes its first values. The whole warp comes here. Gives the lane's record if its
 // key was missing: NO_RECORD if both buckets of the key are full.
-template <u32 WARPS> __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list) {
+__device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list) {
   // One lane a distinct key of the warp.
   u32 leader = lane();
   const u32 missing = __ballot_sync(ALL, is_missing);
@@ -138,10 +126,11 @@ template <u32 WARPS> __device__ __forceinline__ u32 insert_missing(const Table& 
   if (leads) claim = claim_key(index, key, h);
   __syncwarp();
   const bool is_new = claim.is_mine;
-  u32 record = take_numbers<WARPS>(t, is_new);
-  if (is_new) store_shared(claim.record, record);
+  const u32 taken = take(&t.index.counters->taken, is_new);
+  u32 record = NO_RECORD;
+  if (is_new) store_shared(claim.record, record = number_of(t, taken));
   write_first(t, is_new, key, record, list);
-  // All of this block's numbers are written, so whoever waits here waits for a block that does not wait for this one.
+  // All of this warp's numbers are written, so whoever waits here waits for a warp that does not wait for this one.
   if (leads && !is_new) {
     record = NO_RECORD;
     if (claim.record)
@@ -158,25 +147,19 @@ struct Homeless {
   u32* ids;
 };
 
-// Record numbers of a block's keys, of one table. If it `inserts`, keys that are not there get one, and `is_new` says whose was not;
-// those for which there is no room are listed.
-template <u32 WARPS> __device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Homeless& homeless, bool& is_new) {
-  __shared__ LaneList lists[WARPS];
-  LaneList& list = lists[threadIdx.x / WARP];
+// Record numbers of a warp's keys, of one table. If it `inserts`, keys that are not there get one, and `is_new` says whose was not;
+// those for which there is no room are listed. Warps that have nothing to insert do not wait for others.
+__device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Homeless& homeless, LaneList& list, bool& is_new) {
   const Index index = t.index;
   const u64 h = hash(key);
   u32 record = find(index, key, h, is_id, list);
   is_new = inserts && is_id && record == NO_RECORD;
-  if (!inserts || !__syncthreads_or(is_new)) return record;
-  const u32 inserted = insert_missing<WARPS>(t, index, is_new, key, h, list);
+  if (!inserts || !__any_sync(ALL, is_new)) return record;
+  const u32 inserted = insert_missing(t, index, is_new, key, h, list);
   if (is_new) record = inserted;
   const bool is_homeless = is_new && record == NO_RECORD;
-  if (const u32 all = __ballot_sync(ALL, is_homeless)) {
-    u32 base = 0;
-    if (lane() == 0) base = atomicAdd(homeless.count, __popc(all));
-    base = __shfl_sync(ALL, base, 0);
-    if (is_homeless) homeless.ids[base + __popc(all & lanes_below())] = at;
-  }
+  const u32 place = take(homeless.count, is_homeless);
+  if (is_homeless) homeless.ids[place] = at;
   return record;
 }
 

@@ -1,13 +1,14 @@
 // Stable radix sort of pairs of 32-bit words, from the lowest digit up: a count of all digits, then one launch a digit in which
-// blocks learn from those before them where their pairs go ("onesweep": A. Adinets and D. Merrill, 2022).
+// blocks learn from those before them where their pairs go ("onesweep": A. Adinets and D. Merrill, 2022). As most of them run at
+// once, they tell each other in groups: a block asks its fellows and the groups before, not all blocks before it.
 #include "types.cuh"
 
 constexpr u32 DIGIT_BITS = 9;
 constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, WARPS = THREADS / WARP;
 constexpr u32 MOST_PASSES = 4;
-// Tiles that a thread asks at a time for what they have of its digit.
-constexpr u32 ASKED = 8;
-// Of what a block tells the later ones of a digit: nothing yet, how many it has, how many all up to it have.
+// Tiles of a group.
+constexpr u32 FELLOWS = 16;
+// Of what tiles and groups tell of a digit: nothing yet, how many they have, how many all up to them have.
 constexpr u32 COUNT = 1u << 30, TOTAL = 2u << 30, VALUE = COUNT - 1;
 
 // Counts and starts of the digits of a sort, and what blocks tell each other.
@@ -36,8 +37,34 @@ __device__ __forceinline__ u32 block_sum(u32 x, u32* of_warps) {
   return before + x;
 }
 
-// `state` is zeros but for what blocks tell each other, which this clears: `told`, by pass, tile and digit. The last block to end
-// turns counts into starts.
+// Rows of `told` that tiles and their groups have in a pass.
+__device__ __forceinline__ u32 rows_of(u32 tiles) { return tiles + (tiles + FELLOWS - 1) / FELLOWS; }
+
+// What some tiles or groups have of a digit, from the one at `last` back to the one at `first`: the sum up to one that tells a total.
+// `told`: of the digit, by tile or group. They are asked eight at a time.
+__device__ __forceinline__ u32 ask(const u32* told, u32 first, u32 last) {
+  constexpr u32 ASKED = 8;
+  u32 sum = 0;
+  for (u32 left = last - first; left > 0;) {
+    u32 said[ASKED];
+#pragma unroll
+    for (u32 k = 0; k < ASKED; ++k) said[k] = k < left ? load_shared(told + (u64)(first + left - 1 - k) * DIGITS) : TOTAL;
+    u32 known = 0;
+#pragma unroll
+    for (u32 k = 0; k < ASKED; ++k) {
+      if (known != k || !(said[k] & ~VALUE)) continue;
+      sum += said[k] & VALUE;
+      known = said[k] & TOTAL ? ALL : k + 1;
+    }
+    if (known == ALL) break;
+    left -= known;
+    if (known == 0) __nanosleep(100);
+  }
+  return sum;
+}
+
+// `state` is zeros but for what blocks tell each other, which this clears: `told`, by pass, tile or group, and digit. The last block to
+// end turns counts into starts.
 extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ keys, u32 n, SortState* state, u32* told, u32 tiles, u32 passes) {
   begin();
   __shared__ u32 counts[MOST_PASSES][DIGITS];
@@ -46,20 +73,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __
   for (u32 i = threadIdx.x; i < passes * DIGITS; i += THREADS) (&counts[0][0])[i] = 0;
   __syncthreads();
   const u32 stride = gridDim.x * THREADS;
-  for (u32 start = blockIdx.x * THREADS; start < n; start += stride) {
-    const bool is_key = start + threadIdx.x < n;
-    const u32 key = is_key ? keys[start + threadIdx.x] : 0;
-    for (u32 pass = 0; pass < passes; ++pass) {
-      const u32 digit = digit_of(key, pass);
-      // High digits are often those of one table: one addition a warp.
-      if (__all_sync(ALL, is_key && digit == __shfl_sync(ALL, digit, 0))) {
-        if (lane() == 0) atomicAdd(&counts[pass][digit], WARP);
-      } else if (is_key) {
-        atomicAdd(&counts[pass][digit], 1);
+  constexpr u32 AHEAD = 4;
+  for (u32 start = blockIdx.x * THREADS; start < n; start += AHEAD * stride) {
+    u32 key[AHEAD];
+#pragma unroll
+    for (u32 k = 0; k < AHEAD; ++k) {
+      const u32 i = start + k * stride + threadIdx.x;
+      key[k] = i < n ? keys[i] : ALL;
+    }
+#pragma unroll
+    for (u32 k = 0; k < AHEAD; ++k) {
+      const bool is_key = start + k * stride + threadIdx.x < n;
+      for (u32 pass = 0; pass < passes; ++pass) {
+        const u32 digit = digit_of(key[k], pass), of_first = __shfl_sync(ALL, digit, 0);
+        // High digits are often those of one table: one addition a warp.
+        if (__all_sync(ALL, is_key && digit == of_first)) {
+          if (lane() == 0) atomicAdd(&counts[pass][digit], WARP);
+        } else if (is_key) {
+          atomicAdd(&counts[pass][digit], 1);
+        }
       }
     }
   }
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < passes * tiles * DIGITS; i += stride) told[i] = 0;
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < passes * rows_of(tiles) * DIGITS; i += stride) told[i] = 0;
   __syncthreads();
   for (u32 i = threadIdx.x; i < passes * DIGITS; i += THREADS)
     if (const u32 count = (&counts[0][0])[i]) atomicAdd(&(&state->starts[0][0])[i], count);
@@ -129,27 +165,20 @@ template <u32 ITEMS> __global__ void __launch_bounds__(THREADS, 2) sort_pass(con
       shared.counts[w][thread] = count;
       count += of_warp;
     }
-    told += (u64)pass * gridDim.x * DIGITS + thread;
-    store_shared(told + (u64)number * DIGITS, (number ? COUNT : TOTAL) | count);
+    told += (u64)pass * rows_of(gridDim.x) * DIGITS + thread;
+    store_shared(told + (u64)number * DIGITS, COUNT | count);
   }
   const u32 start = block_sum(count, of_warps) - count;
   if (thread < DIGITS) {
-    u32 before = 0;
-    // All tiles run at once, so most of those before this one know their own count alone: several are asked at a time.
-    for (u32 tile = number; tile > 0;) {
-      u32 said[ASKED];
-#pragma unroll
-      for (u32 k = 0; k < ASKED; ++k) said[k] = tile > k ? load_shared(told + (u64)(tile - 1 - k) * DIGITS) : TOTAL;
-      bool is_told = true;
-#pragma unroll
-      for (u32 k = 0; k < ASKED; ++k) {
-        is_told = is_told && (said[k] & ~VALUE) && tile > 0;
-        if (!is_told) continue;
-        before += said[k] & VALUE;
-        tile = said[k] & TOTAL ? 0 : tile - 1;
-      }
-    }
-    if (number) store_shared(told + (u64)number * DIGITS, TOTAL | (before + count));
+    const u32 group = number / FELLOWS, first = group * FELLOWS;
+    u32* of_groups = told + (u64)gridDim.x * DIGITS;
+    u32 before = ask(told, first, number);
+    const bool is_last = number + 1 == gridDim.x || number % FELLOWS == FELLOWS - 1;
+    const u32 all = before + count;
+    if (is_last) store_shared(of_groups + (u64)group * DIGITS, (group ? COUNT : TOTAL) | all);
+    const u32 of_others = ask(of_groups, 0, group);
+    if (is_last && group) store_shared(of_groups + (u64)group * DIGITS, TOTAL | (of_others + all));
+    before += of_others;
     // Where the tile's pairs of this digit go, less where they lie in the tile.
     starts[thread] = state->starts[pass][thread] + before - start;
     for (u32 w = 0; w < WARPS; ++w) shared.counts[w][thread] += start;

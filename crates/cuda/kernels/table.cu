@@ -2,6 +2,8 @@
 #include "records.cuh"
 
 constexpr u32 BLOCK = 256, WARPS = BLOCK / WARP;
+// Few warps a block: those that insert take longer than the others.
+constexpr u32 FIND_BLOCK = 64;
 // In a list of record numbers: the record is new.
 constexpr u32 NEW = 1u << 31;
 
@@ -16,11 +18,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Bucket* buckets,
 }
 
 // Record numbers of keys. If the call `inserts`, keys that are not there get one, and the NEW bit says so.
-extern "C" __global__ void __launch_bounds__(BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
+extern "C" __global__ void __launch_bounds__(FIND_BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
   begin();
-  const u32 i = blockIdx.x * BLOCK + threadIdx.x;
+  __shared__ LaneList lists[FIND_BLOCK / WARP];
+  const u32 i = blockIdx.x * FIND_BLOCK + threadIdx.x;
   bool is_new;
-  const u32 record = find_or_insert<WARPS>(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, homeless, is_new);
+  const u32 record = find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, homeless, lists[threadIdx.x / WARP], is_new);
   if (i < n) records[i] = is_new ? record | NEW : record;
 }
 

@@ -38,6 +38,8 @@ pub const DIGIT_BITS: usize = 9;
 pub const DIGITS: usize = 1 << DIGIT_BITS;
 pub const SORT_THREADS: usize = 512;
 pub const SORT_ITEMS: [usize; 3] = [4, 8, 14];
+/// Blocks of a sort that tell the later ones together what they have.
+pub const SORT_FELLOWS: usize = 16;
 /// Words of the counts of one dim's lists.
 pub const LISTS: usize = 64;
 /// Ids a run of a hot key, and those beyond which a key is hot.
@@ -46,9 +48,8 @@ pub const HOT: usize = 16;
 /// Positions that a block of `list_keys` takes.
 pub const LIST_BLOCK: usize = 4096;
 /// Threads of the launches, and what a group of lanes takes.
-pub const FIND_THREADS: usize = 128;
+pub const FIND_THREADS: usize = 64;
 pub const ROWS_THREADS: usize = 256;
-pub const ROWS_IN_FLIGHT: usize = 4;
 pub const UPDATE_THREADS: usize = 128;
 pub const PER_SINGLE: usize = 8;
 pub const PER_SUM: usize = 4;

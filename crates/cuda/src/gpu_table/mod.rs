@@ -14,7 +14,7 @@ use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, TableConfig
 use crate::device::{Device, Stream, launch};
 use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
-use crate::layout::{self, DISTINCT, DROPPED, Homeless, NEW, Parts, TABLE_THREADS, TAKEN};
+use crate::layout::{self, DISTINCT, DROPPED, FIND_THREADS, Homeless, NEW, Parts, TABLE_THREADS, TAKEN};
 use crate::memory::{Arena, Buffer};
 use crate::rule::RecordLayout;
 
@@ -262,8 +262,8 @@ impl GpuTable {
         let [look_up, settle] = self.device.kernels(&TABLE, ["look_up", "settle_keys"])?;
         let (table, count, inserts) = (self.alone(), n as u32, u32::from(insert));
         let homeless = Homeless { count: homeless, ids: homeless + 4 };
-        let blocks = n.div_ceil(TABLE_THREADS);
-        launch!(look_up, stream, blocks, TABLE_THREADS, table, keys, records, count, inserts, homeless)?;
+        let blocks = n.div_ceil(FIND_THREADS);
+        launch!(look_up, stream, blocks, FIND_THREADS, table, keys, records, count, inserts, homeless)?;
         if insert {
             let blocks = 8 * self.device.multiprocessors;
             launch!(settle, stream, blocks, TABLE_THREADS, table, keys, records, homeless)?;

@@ -444,7 +444,7 @@ impl Workspace {
         let [find, settle, keep, make_rows] = self.device.kernels(&FORWARD, names)?;
         launch_next!(find, stream, find_blocks, FIND_THREADS, call, found)?;
         if inserts.contains(&true) {
-            launch_next!(settle, stream, 4 * self.device.multiprocessors, FIND_THREADS, call, found)?;
+            launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)?;
         }
         if save && n > 0 {
             self.sort(&places, n, [records, unsorted, told, first, second, third], stream)?;
@@ -548,7 +548,7 @@ impl Workspace {
             ids += feature.ids.len;
             find_blocks += feature.ids.len.div_ceil(FIND_THREADS);
             let groups = ROWS_THREADS / lanes(table.config.dim);
-            rows_blocks += num_bags.div_ceil(if is_gather { groups * ROWS_IN_FLIGHT } else { groups });
+            rows_blocks += num_bags.div_ceil(if is_gather { ROWS_THREADS } else { groups });
         }
         let mut payload = words(&descriptors).to_vec();
         payload.extend(first_find);
@@ -560,7 +560,7 @@ impl Workspace {
     fn scratch(&mut self, n: usize, save: bool) -> Result<[u64; 7]> {
         let sorting = if save { n } else { 0 };
         let (_, tiles) = sort_tiles(sorting, 2 * self.device.multiprocessors as usize);
-        let told = MOST_PASSES * tiles * DIGITS;
+        let told = MOST_PASSES * (tiles + tiles.div_ceil(SORT_FELLOWS)) * DIGITS;
         let sizes = [n, sorting, told, n, sorting, sorting, sorting];
         let total: usize = sizes.iter().map(|s| s.next_multiple_of(32)).sum();
         if self.scratch.as_ref().is_none_or(|s| s.len() < total) {
