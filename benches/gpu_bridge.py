@@ -49,9 +49,20 @@ def torch_step(plan, tables, gradients):
     one, scalars = torch.ones(1, device="cuda"), torch.tensor([0.01, 1.0, 1.0, 1.0], device="cuda")
     given = [torch.as_tensor(g, device="cuda") for g in gradients]
 
+    class Loss(torch.autograd.Function):
+        """Where the gradients come from; `autograd.grad` given 26 of them takes as long as all the rest of the host's step."""
+
+        @staticmethod
+        def forward(ctx, *rows):
+            return rows[0].new_zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            return tuple(given)
+
     def step(ids, trigger):
         rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, True)
-        (ticket,) = torch.autograd.grad(rows, [trigger], given)
+        (ticket,) = torch.autograd.grad(Loss.apply(*rows), [trigger])
         norm = sok.backend.commit(tables, one, [ticket])
         return sok.backend.apply(tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
 

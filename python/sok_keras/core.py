@@ -29,33 +29,31 @@ class Plan:
 
     def __init__(self, core, features, check_finite):
         self._native = native.Plan(core.group, features, check_finite)
-        self._features = features
-        self._dims = core.dims
+        # Of each feature: its axis, its table's dim, and where among the tensors of all its ids and its row splits are.
+        self._places, start = [], 0
+        for _, table, words, axis, weights, *_ in features:
+            end = start + 1 + words + (axis == "ragged")
+            self._places.append((axis, core.dims[table], start, end - 1))
+            start = end + weights
         self.is_on_gpu = core.is_on_gpu
         self.handle = self._native.handle
         plans[self.handle] = self
 
     def shapes_of(self, tensors):
         """Shape of each feature's rows; `tensors`: of each feature its ids, then row splits, then weights, as far as it has them."""
-        rest, inputs = iter(tensors), []
-        for _, _, words, axis, weights, *_ in self._features:
-            inputs.append([next(rest) for _ in range(1 + words + (axis == "ragged"))])
-            if weights:
-                next(rest)
-        return self.output_shapes(inputs)
+        return [_rows_shape(axis, dim, tensors[ids], tensors[splits]) for axis, dim, ids, splits in self._places]
 
     def output_shapes(self, inputs):
         """Static shape of each feature's rows, None where unknown."""
-        shapes = []
-        for (_, table, _, axis, *_), tensors in zip(self._features, inputs, strict=True):
-            shape = tuple(tensors[0].shape)
-            if axis == "ragged":
-                splits = tensors[-1].shape[0]
-                shape = (None if splits is None else splits - 1,)
-            elif axis == "last":
-                shape = shape[:-1]
-            shapes.append((*shape, self._dims[table]))
-        return shapes
+        pairs = zip(self._places, inputs, strict=True)
+        return [_rows_shape(axis, dim, tensors[0], tensors[-1]) for (axis, dim, _, _), tensors in pairs]
+
+
+def _rows_shape(axis, dim, ids, splits):
+    if axis == "ragged":
+        (length,) = splits.shape
+        return (None if length is None else length - 1, dim)
+    return (*(ids.shape[:-1] if axis == "last" else ids.shape), dim)
 
 
 class Core:

@@ -8,6 +8,7 @@ Eager calls go straight to the core; under `torch.compile` they are custom opera
 """
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -17,6 +18,8 @@ from sok_keras import _native
 from sok_keras.backend.handles import optimizers_on_gpu, plans
 
 _DTYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2, torch.uint64: 3, torch.float32: 4}
+_FLOAT = _DTYPES[torch.float32]
+_TICKET = (64, 2)
 
 # A function whose result a compiler may take as it is while it traces.
 constant = torch.compiler.assume_constant_result
@@ -43,6 +46,13 @@ def gpu(asked=False):
 
 def _address(tensor):
     return tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.shape
+
+
+def _new(like, device, shapes):
+    """Float tensors of these shapes, and their addresses. `like`: a float tensor, on that device if need be."""
+    new = like.new_empty if like.device == device else functools.partial(torch.empty, dtype=torch.float32, device=device)
+    tensors = [new(shape) for shape in shapes]
+    return tensors, [(tensor.data_ptr(), _FLOAT, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
 
 def _at(device, tensor):
@@ -73,9 +83,8 @@ def _lookup(trigger, tensors, plan, insert, save):
     device, stream = _device_of(plan.is_on_gpu, trigger)
     tensors = [_at(device, tensor) for tensor in tensors]
     number = torch.empty(2, dtype=torch.int32)
-    rows = [torch.empty(shape, dtype=torch.float32, device=device) for shape in plan.shapes_of(tensors)]
-    outputs = [*map(_address, (number, *rows))]
-    _native.lookup(plan.handle, insert, save, [*map(_address, tensors)], outputs, stream)
+    rows, addresses = _new(trigger, device, plan.shapes_of(tensors))
+    _native.lookup(plan.handle, insert, save, [*map(_address, tensors)], [_address(number), *addresses], stream)
     return [number, *_back(rows, trigger)]
 
 
@@ -83,27 +92,25 @@ def _push(number, gradients, weights, plan, keep):
     like, plan = gradients[0], plans[plan]
     device, stream = _device_of(plan.is_on_gpu, like)
     gradients, weights = ([_at(device, tensor) for tensor in group] for group in (gradients, weights))
-    ticket = torch.empty(64, 2, dtype=torch.float32, device=device)
-    found = [torch.empty_like(weight) for weight in weights]
+    found, addresses = _new(like, device, [_TICKET, *(weight.shape for weight in weights)])
     inputs = [*map(_address, (number, *gradients, *weights))]
-    kept = gradients if keep else None
-    _native.push(plan.handle, inputs, kept, [*map(_address, (ticket, *found))], stream)
-    return _back([ticket, *found], like)
+    _native.push(plan.handle, inputs, gradients if keep else None, addresses, stream)
+    return _back(found, like)
 
 
 def _commit(is_update, tickets, optimizer):
     device, stream = _device_of(optimizer in optimizers_on_gpu, tickets[0])
     inputs = [_at(device, tensor) for tensor in (is_update, *tickets)]
-    sum_of_squares = torch.empty((), dtype=torch.float32, device=device)
-    _native.commit(optimizer, [*map(_address, inputs)], [_address(sum_of_squares)], stream)
-    return sum_of_squares.to(tickets[0].device)
+    found, addresses = _new(tickets[0], device, [()])
+    _native.commit(optimizer, [*map(_address, inputs)], addresses, stream)
+    return _back(found, tickets[0])[0]
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
     device, stream = _device_of(optimizer in optimizers_on_gpu, triggers[0])
     inputs = [_at(device, tensor) for tensor in (scalars, sum_of_squares, *triggers)]
-    new = [torch.empty(64, 2, dtype=torch.float32, device=device) for _ in triggers]
-    _native.apply(optimizer, [*map(_address, inputs)], [*map(_address, new)], stream)
+    new, addresses = _new(triggers[0], device, [_TICKET] * len(triggers))
+    _native.apply(optimizer, [*map(_address, inputs)], addresses, stream)
     return _back(new, triggers[0])
 
 
@@ -132,7 +139,7 @@ def _(trigger, tensors, plan, insert, save):
 @torch.library.register_fake("sok_keras::push", lib=_library)
 def _(number, gradients, weights, plan):
     del number, plan
-    return [gradients[0].new_empty(64, 2), *(torch.empty_like(weight) for weight in weights)]
+    return [gradients[0].new_empty(_TICKET), *(torch.empty_like(weight) for weight in weights)]
 
 
 @torch.library.register_fake("sok_keras::commit", lib=_library)
