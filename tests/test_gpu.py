@@ -42,6 +42,13 @@ def test_auto_is_the_memory_of_the_gpu():
     assert not sok.DynamicEmbedding(4, storage="host")._core.is_on_gpu
 
 
+# Launches of a step.
+OURS = (
+    *("deliver", "find_records", "settle_records", "count_digits", "sort_pass", "list_keys", "make_rows"),
+    *("write_ticket", "resolve", "prepare", "update", "merge", "update_sums"),
+)
+
+
 def busy_model(storage, compile_arguments):
     """Large products before and after the lookup, so that a call on another stream would come too early."""
     keras.utils.set_random_seed(5)
@@ -119,6 +126,67 @@ def test_a_whole_step_compiles_to_one_graph(storage):
     new = apply(ticket, trigger.detach())
     assert float(new.detach()[0, 0]) == float(trigger.detach()[0, 0]) + 1
     assert_close(layer.get_table().find(np.arange(12))[0], before - 1.0)
+
+
+@needs_gpu
+@pytest.mark.skipif(BACKEND != "torch", reason="reads the trace that PyTorch's profiler makes")
+@pytest.mark.parametrize("num_tables", [1, 40])
+def test_steady_step_neither_copies_nor_waits_nor_allocates(num_tables):
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    tables = [sok.TableConfig(f"t{t}", None, (8, 64)[t % 2], initial_capacity=100_000) for t in range(num_tables)]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(table.name, table) for table in tables])
+    layer.build()
+    optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.1))
+    optimizer.build(layer.trainable_variables)
+    plan = layer._core.plan(tuple((table.name, t, False, "each", False, "sum", None) for t, table in enumerate(tables)))
+    batches = [[torch.arange(step, step + 500, device="cuda")] * num_tables for step in range(8)]
+    gradients = [torch.ones(500, table.embedding_dim, device="cuda") for table in tables]
+    one, scalars = torch.ones(1, device="cuda"), torch.tensor([0.1, 1.0, 1.0, 1.0], device="cuda")
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *rows):
+            return rows[0].new_empty(())
+
+        @staticmethod
+        def backward(ctx, _):
+            return tuple(gradients)
+
+    def step(ids, trigger):
+        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * num_tables, True)
+        (ticket,) = torch.autograd.grad(Loss.apply(*rows), [trigger])
+        norm = sok.backend.commit(optimizer._tables, one, [ticket])
+        return sok.backend.apply(optimizer._tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
+
+    trigger = torch.zeros(64, 2, device="cuda", requires_grad=True)
+    for ids in batches[:4]:
+        trigger = step(ids, trigger)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    waits = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, experimental_config=waits) as trace:
+        with record_function("steady"):
+            for ids in batches[4:]:
+                trigger = step(ids, trigger)
+        torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] == free
+    events = list(trace.profiler.kineto_results.events())
+    steady = next(e for e in events if e.name() == "steady" and "CPU" in str(e.device_type()))
+    begin, end = steady.start_ns(), steady.start_ns() + steady.duration_ns()
+    on_host = {e.name() for e in events if "CPU" in str(e.device_type()) and begin <= e.start_ns() < end}
+    # What the end of the profile itself waits for comes after all of the device's work.
+    last = max(e.start_ns() for e in events if "update<" in e.name())
+    on_device = [e.name() for e in events if "CUDA" in str(e.device_type()) and begin <= e.start_ns() <= last]
+    assert not [name for name in on_host if "Synchronize" in name or "Malloc" in name or "MemAlloc" in name], on_host
+    assert not [name for name in on_device if name.startswith(("Memcpy", "Context Sync", "Stream Sync"))], on_device
+    ours = [name for name in on_device if "at::" not in name and name.split("(")[0].split("<")[0].split()[-1] in OURS]
+    assert {name: ours.count(name) for name in set(ours) if "sort_pass" not in name} == {
+        name: 4 for name in set(ours) if "sort_pass" not in name
+    }
+    assert 4 * 11 <= len(ours) <= 4 * 14, ours
 
 
 @needs_gpu

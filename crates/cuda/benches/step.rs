@@ -249,8 +249,7 @@ fn time(bench: &Bench, work: &Work, checks: bool) {
             let numbers = [now.learning_rate, now.step as f32, 1.0, now.factor];
             (Buffer::from_slice(&bench.device.context, batch).unwrap(), upload(&numbers))
         };
-        let inputs: Vec<_> =
-            batches[first..first + WARM + TIMED].iter().enumerate().map(on_device).collect();
+        let inputs: Vec<_> = batches[first..first + WARM + TIMED].iter().enumerate().map(on_device).collect();
         let mut host_times = Vec::new();
         for (ids, numbers) in &inputs[..WARM] {
             bench.device.synchronize().unwrap();

@@ -544,6 +544,12 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
   return true;
 }
 
+// Calls `body` with the numbers that are this block's, until it says that there are no more. How many keys there are only the device
+// knows: a block for each that there may be would leave most without work.
+template <class Body> __device__ __forceinline__ void take_turns(const Body& body) {
+  for (u32 block = blockIdx.x; body(block); block += gridDim.x) __syncwarp();
+}
+
 __host__ __device__ constexpr u32 largest(u32 a) { return a; }
 template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
 
@@ -553,8 +559,10 @@ template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __laun
   typedef Work<sizeof...(DIM)> W;
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
-  u32 block = blockIdx.x, kind = 0;
-  (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+  take_turns([&](u32 block) {
+    u32 kind = 0;
+    return (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+  });
 }
 
 // Merge alone: sums of all keys, `Keys::sums`.
@@ -562,8 +570,10 @@ template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ Prepared now;
-  u32 block = blockIdx.x, kind = 0;
-  (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+  take_turns([&](u32 block) {
+    u32 kind = 0;
+    return (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+  });
 }
 
 // A key by the place of its sum.
@@ -615,8 +625,10 @@ template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(
   begin();
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
-  u32 block = blockIdx.x, kind = 0;
-  (update_summed<SOURCE, DIM, RULE>(w, w.kinds[kind++], now, block) || ...);
+  take_turns([&](u32 block) {
+    u32 kind = 0;
+    return (update_summed<SOURCE, DIM, RULE>(w, w.kinds[kind++], now, block) || ...);
+  });
 }
 
 // Exact sums of squares, as crates/core/src/exact_sum.rs has them: mantissas as integers, one total an exponent.

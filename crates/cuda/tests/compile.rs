@@ -26,7 +26,12 @@ fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
         let kernels = source.text.split("__global__").skip(1);
         for kernel in kernels {
             let body = kernel.split_once(") {\n").expect("a kernel has a body").1;
-            assert!(body.starts_with("  begin();\n"), "{}: {}", source.name, kernel.lines().next().unwrap_or_default());
+            assert!(
+                body.starts_with("  begin();\n"),
+                "{}: {}",
+                source.name,
+                kernel.lines().next().unwrap_or_default()
+            );
         }
     }
 }

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
 use common::group::{Ids, Input, Shape};
-use common::large::{any_update, large_config, large_ops};
+use common::large::{any_update, large_config, large_ops, skewed_keys};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, table_or_rule_op, update};
-use common::subject::{Kept, Maker, Subject, sum_of_tickets};
+use common::subject::{HostSubject, Kept, Maker, Subject, sum_of_tickets};
 use common::table::ModelTable;
 use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
@@ -20,6 +20,7 @@ use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
 use sok_core::host_table::HostTable;
 use sok_core::optimizer::UpdateScalars;
+use sok_core::pool::Pool;
 use sok_core::push::Keep;
 use sok_core::table::{OutOfVocabulary, Table, TableConfig};
 use sok_core::ticket::TICKET_LEN;
@@ -27,9 +28,11 @@ use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::{Buffer, Plain};
+use sok_cuda::nvrtc::Source;
 use sok_cuda::optimizer;
 use sok_cuda::step::{Bags, Feature, KeyType};
 
+static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
 static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[]).unwrap());
 
 const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64] };
@@ -385,4 +388,143 @@ fn every_dim_and_rule_gives_the_hosts_bits() {
         }
         run_all(&configs, common::large::plain_update(rule), &ops, &ALL_DIMS);
     }
+}
+
+const DELAY: Source = Source {
+    name: "delay.cu",
+    text: "extern \"C\" __global__ void delay(unsigned long long cycles) {
+  for (const long long start = clock64(); clock64() - start < cycles;) {}
+}",
+    headers: &[],
+};
+
+/// Lets what comes after on the stream wait for up to a tenth of a millisecond.
+#[allow(unsafe_code)]
+fn lag(stream: Stream, dice: &mut Dice) {
+    let delay = DEVICE.kernel(&DELAY, "delay").unwrap();
+    let cycles = dice.pick(&[0u64, 0, 20_000, 200_000]);
+    // SAFETY: its one parameter; it reads and writes nothing.
+    unsafe { delay.launch(stream, (1, 1), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
+}
+
+/// Arrays of a step none of whose calls waits for the device: alive until all have run.
+struct Flight {
+    _ids: Vec<Buffer<u64>>,
+    _gradients: Vec<Buffer<f32>>,
+    rows: Vec<Buffer<f32>>,
+    /// Ticket, norm, scalars, trigger and new trigger.
+    small: [Buffer<f32>; 5],
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn calls_on_streams_that_lag_come_in_order() {
+    for seed in 0..6 {
+        println!("seed {seed}");
+        let mut dice = Dice(seed);
+        let configs = [plain_config("a", 3), plain_config("b", 64)];
+        let binding = Binding { owner: 1, update: any_update(&mut dice), needs_norm: seed % 2 == 0 };
+        let mut host = HostSubject::new(&configs, &POOL);
+        let mut group = GpuGroup::new(&DEVICE, configs.to_vec()).unwrap();
+        host.bind(binding).unwrap();
+        group.bind(binding).unwrap();
+        let streams: Vec<_> = (0..3).map(|_| DEVICE.context.new_stream().unwrap()).collect();
+        let next = |dice: &mut Dice| {
+            let stream = Stream(streams[dice.below(3) as usize].cu_stream());
+            lag(stream, dice);
+            stream
+        };
+        let (mut flights, mut expected) = (Vec::new(), Vec::new());
+        for step in 1..=12 {
+            let keys: Vec<Vec<u64>> = (0..2).map(|_| skewed_keys(&mut dice, 3001, 5000)).collect();
+            let gradients: Vec<Vec<f32>> =
+                configs.iter().map(|config| dice.floats(3001 * config.dim)).collect();
+            let inputs: Vec<Input> = (0..2).map(|table| Input::plain(table, &keys[table])).collect();
+            let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
+            let (number, rows) = host.lookup(&inputs, true, true).unwrap();
+            let kept = Arc::new(gradients.clone());
+            host.push(number, number, &kept, true, &[]).unwrap();
+            let norm = host.commit(&[(number, 1.0)], true).unwrap();
+            host.apply(scalars, true).unwrap();
+            expected.push((rows, norm as f32));
+
+            let ids: Vec<_> = keys.iter().map(|k| on_device(k)).collect();
+            let given: Vec<_> = gradients.iter().map(|g| on_device(g)).collect();
+            let rows: Vec<_> = gradients.iter().map(|g| on_device(&unwritten(g.len()))).collect();
+            let numbers = [scalars.learning_rate, step as f32, 1.0, scalars.factor];
+            let small = [
+                on_device(&unwritten(TICKET_LEN)),
+                on_device(&[-1.0f32]),
+                on_device(&numbers),
+                on_device(&[0.5f32; TICKET_LEN]),
+                on_device(&[0.0f32; TICKET_LEN]),
+            ];
+            let feature = |table: usize| Feature {
+                name: "f",
+                table,
+                ids: sok_cuda::step::Ids {
+                    address: ids[table].address(),
+                    high: 0,
+                    key_type: KeyType::Wide,
+                    len: 3001,
+                },
+                bags: Bags::Each,
+                combiner: sok_core::batch::Combiner::Sum,
+                weights: None,
+                padding_key: None,
+                rows: rows[table].address(),
+            };
+            let [ticket, norm, numbers, trigger, new] = small.each_ref().map(Buffer::address);
+            let lookup = group.lookup(&[feature(0), feature(1)], true, true, None, next(&mut dice)).unwrap();
+            let output = OutputGradients {
+                rows: given.iter().map(Buffer::address).collect(),
+                keep: (step % 3 != 0).then(|| Box::new(()) as Keep),
+                check_finite: false,
+            };
+            let lens: Vec<usize> = gradients.iter().map(Vec::len).collect();
+            group.push(LookupNumber::Known(lookup), output, &lens, &[], ticket, next(&mut dice)).unwrap();
+            let groups = &mut [&mut group];
+            optimizer::commit(groups, &[binding], &[ticket], None, norm, next(&mut dice)).unwrap();
+            optimizer::apply(groups, &[binding], numbers, false, &[(trigger, new)], next(&mut dice)).unwrap();
+            flights.push(Flight { _ids: ids, _gradients: given, rows, small });
+        }
+        DEVICE.synchronize().unwrap();
+        for (step, (flight, (rows, norm))) in flights.iter().zip(&expected).enumerate() {
+            for (got, rows) in flight.rows.iter().zip(rows) {
+                assert!(bits(&got.to_vec().unwrap()) == bits(rows), "rows of step {step}");
+            }
+            if binding.needs_norm {
+                assert_eq!(flight.small[1].to_vec().unwrap()[0], *norm, "norm of step {step}");
+            }
+        }
+        group.settle().unwrap();
+        for table in 0..2 {
+            assert!(scan(host.table(table), 1000) == scan(group.table(table), 1000), "table {table}");
+        }
+    }
+}
+
+/// Takes nearly all memory of the device, so it runs alone.
+#[test]
+#[ignore = "needs a GPU for itself"]
+fn memory_that_is_missing_is_told_and_changes_nothing() {
+    let mut gpu = GpuTable::new(&DEVICE, plain_config("large", 1024)).unwrap();
+    let keys: Vec<u64> = (0..300_000).collect();
+    let mut rows = unwritten(1024 * keys.len());
+    gpu.find_or_insert(&keys[..1000], &mut rows[..1024 * 1000]).unwrap();
+    let before = scan(&gpu, 10_000);
+    let (free, _) = DEVICE.context.mem_get_info().unwrap();
+    let taken = Buffer::<u8>::uninit(&DEVICE.context, free - (700 << 20)).unwrap();
+    let error = gpu.find_or_insert(&keys, &mut rows).unwrap_err();
+    let Error::Device(message) = &error else { panic!("{error}") };
+    println!("{message}");
+    for part in
+        ["table `large` wants ", "bytes of GPU memory", "are free", "XLA_PYTHON_CLIENT", "max_capacity"]
+    {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(scan(&gpu, 10_000) == before);
+    drop(taken);
+    gpu.find_or_insert(&keys, &mut rows).unwrap();
+    assert_eq!(gpu.len(), keys.len());
 }

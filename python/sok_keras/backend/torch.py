@@ -50,7 +50,9 @@ def _address(tensor):
 
 def _new(like, device, shapes):
     """Float tensors of these shapes, and their addresses. `like`: a float tensor, on that device if need be."""
-    new = like.new_empty if like.device == device else functools.partial(torch.empty, dtype=torch.float32, device=device)
+    new = (
+        like.new_empty if like.device == device else functools.partial(torch.empty, dtype=torch.float32, device=device)
+    )
     tensors = [new(shape) for shape in shapes]
     return tensors, [(tensor.data_ptr(), _FLOAT, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 

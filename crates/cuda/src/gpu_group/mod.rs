@@ -345,12 +345,13 @@ impl GpuGroup {
             for feature in features.iter().filter(|f| f.table == t) {
                 keys.extend(self.active_keys(feature)?);
             }
-            let absent = if keys.is_empty() { Vec::new() } else { self.tables[t].absent(&keys)? };
+            let room = self.tables[t].room(keys.len(), 0)?;
+            let absent = self.tables[t].absent(&room, &keys)?;
             self.tables[t].check_capacity(absent.len() as u64)?;
-            new.push(absent);
+            new.push((room, absent));
         }
-        for (t, new) in full.into_iter().zip(new) {
-            let outcomes = self.tables[t].admit(&new)?;
+        for (t, (room, new)) in full.into_iter().zip(new) {
+            let outcomes = self.tables[t].admit(&room, &new)?;
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);

@@ -41,29 +41,29 @@ impl Table for GpuTable {
             )));
         }
         self.device.synchronize()?;
-        let on_device = Buffer::from_slice(&self.device.context, keys)?;
-        let records = self.records_of(&on_device, false)?;
-        self.rows_of(&on_device, &records, rows)?;
-        found.iter_mut().zip(records.to_vec()?).for_each(|(found, record)| *found = record != 0);
+        let room = self.room(keys.len(), self.config.dim)?;
+        let records = self.look_up(&room, keys, false)?;
+        self.read_rows(&room, keys, &records, rows)?;
+        found.iter_mut().zip(records).for_each(|(found, record)| *found = record != 0);
         Ok(())
     }
 
     fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes> {
         self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
         self.wait()?;
-        let (_, outcomes) = self.locate(keys, true)?;
+        let room = self.room(keys.len(), self.config.dim)?;
+        let (records, outcomes) = self.locate(&room, keys, true)?;
         self.note(outcomes);
-        let on_device = Buffer::from_slice(&self.device.context, keys)?;
-        let records = self.records_of(&on_device, false)?;
-        self.rows_of(&on_device, &records, rows)?;
+        self.read_rows(&room, keys, &records, rows)?;
         Ok(outcomes)
     }
 
     fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
         self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
         self.wait()?;
-        let (records, outcomes) = self.locate(keys, insert)?;
-        self.write(self.layout.row(), &records, rows)?;
+        let room = self.room(keys.len(), self.config.dim)?;
+        let (records, outcomes) = self.locate(&room, keys, insert)?;
+        self.write(&room, self.layout.row(), &records, rows)?;
         self.note(outcomes);
         Ok(outcomes)
     }
@@ -74,7 +74,7 @@ impl Table for GpuTable {
             return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
         };
         self.wait()?;
-        let refused = self.absent(keys)?.len() as u64;
+        let refused = self.absent(&self.room(keys.len(), 0)?, keys)?.len() as u64;
         let context = self.device.context.clone();
         let ids = Buffer::from_slice(&context, keys)?;
         let gradients = Buffer::from_slice(&context, gradients)?;
@@ -147,11 +147,12 @@ impl Table for GpuTable {
     fn restore(&mut self, records: &Records) -> Result<()> {
         self.check_len("values", records.values.len(), records.keys.len(), self.layout.parts.width as usize)?;
         self.wait()?;
-        let (located, outcomes) = self.locate(&records.keys, true)?;
+        let room = self.room(records.keys.len(), self.layout.parts.width as usize)?;
+        let (located, outcomes) = self.locate(&room, &records.keys, true)?;
         if outcomes.refused > 0 {
             self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() });
         }
-        self.write(self.layout.parts, &located, &records.values)
+        self.write(&room, self.layout.parts, &located, &records.values)
     }
 
     fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {

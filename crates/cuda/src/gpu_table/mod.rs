@@ -21,6 +21,9 @@ use crate::rule::RecordLayout;
 /// The stream of operations that wait for their results: the device's default one.
 const WAITING: Stream = Stream::DEFAULT;
 
+/// Numbers that are copied to or from the device at once.
+const PIECE: usize = 1 << 24;
+
 /// Growths of an index that is to hold keys which find no place.
 const INDEX_TRIES: usize = 8;
 
@@ -58,6 +61,18 @@ pub struct GpuTable {
     pub(crate) refused_to_warn: u64,
     /// The kernels must be told anew where things are.
     pub(crate) has_moved: bool,
+}
+
+/// Device memory of a call that waits.
+pub(crate) struct Room {
+    keys: Buffer<u64>,
+    records: Buffer<u32>,
+    homeless: Buffer<u32>,
+    /// Of a piece: which of its values go into `records`, and the values.
+    places: Buffer<u32>,
+    values: Buffer<f32>,
+    /// Keys of a piece.
+    piece: usize,
 }
 
 impl GpuTable {
@@ -238,15 +253,31 @@ impl GpuTable {
         self.count_steps()
     }
 
-    /// Numbers of the records of keys; 0 where there is none. With `insert`, with the NEW bit where there was none.
-    fn records_of(&self, keys: &Buffer<u64>, insert: bool) -> Result<Buffer<u32>> {
+    /// Device memory for so many keys, and for `width` numbers a key, piece by piece. Taken before a call changes anything.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is not so much.
+    pub(crate) fn room(&self, num_keys: usize, width: usize) -> Result<Room> {
         let context = &self.device.context;
-        let n = keys.len();
-        let records = Buffer::<u32>::uninit(context, n)?;
-        let homeless = Buffer::<u32>::new(context, 1 + n)?;
-        self.launch_look_up(keys.address(), records.address(), n, insert, homeless.address(), WAITING)?;
+        let piece = num_keys.min((PIECE / width.max(1)).max(1));
+        Ok(Room {
+            keys: Buffer::uninit(context, num_keys)?,
+            records: Buffer::uninit(context, num_keys)?,
+            homeless: Buffer::uninit(context, 1 + num_keys)?,
+            places: Buffer::uninit(context, piece)?,
+            values: Buffer::uninit(context, piece * width)?,
+            piece,
+        })
+    }
+
+    /// Numbers of the records of keys; 0 where there is none. With `insert`, with the NEW bit where there was none.
+    fn look_up(&self, room: &Room, keys: &[Key], insert: bool) -> Result<Vec<u32>> {
+        room.keys.write(0, keys)?;
+        room.homeless.write(0, &[0])?;
+        let (at, records, homeless) = (room.keys.address(), room.records.address(), room.homeless.address());
+        self.launch_look_up(at, records, keys.len(), insert, homeless, WAITING)?;
         self.device.synchronize()?;
-        Ok(records)
+        room.records.read(0, keys.len())
     }
 
     /// Looks keys up, `homeless`: a zero and room for a word a key.
@@ -329,16 +360,22 @@ impl GpuTable {
     }
 
     /// Rows of keys whose records are known.
-    fn rows_of(&self, keys: &Buffer<u64>, records: &Buffer<u32>, rows: &mut [f32]) -> Result<()> {
-        let (n, dim) = (keys.len() as u32, self.config.dim as u32);
-        let out = Buffer::<f32>::uninit(&self.device.context, rows.len())?;
-        self.launch_gather(records.address(), out.address(), keys.len(), false, WAITING)?;
+    fn read_rows(&self, room: &Room, keys: &[Key], records: &[u32], rows: &mut [f32]) -> Result<()> {
+        let width = self.config.dim;
         let fill = self.device.kernel(&TABLE, "fill_missing")?;
-        let (table, keys, records, to) = (self.alone(), keys.address(), records.address(), out.address());
-        let blocks = (n as usize).div_ceil(TABLE_THREADS).clamp(1, 4096);
-        launch!(fill, WAITING, blocks, TABLE_THREADS, table, keys, records, to, n, dim)?;
-        self.device.synchronize()?;
-        rows.copy_from_slice(&out.read(0, rows.len())?);
+        let pieces = keys.chunks(room.piece.max(1)).zip(records.chunks(room.piece.max(1)));
+        for ((keys, records), rows) in pieces.zip(rows.chunks_mut(room.piece.max(1) * width)) {
+            room.keys.write(0, keys)?;
+            room.records.write(0, records)?;
+            let (from, to, n, dim) =
+                (room.records.address(), room.values.address(), keys.len() as u32, width as u32);
+            self.launch_gather(from, to, keys.len(), false, WAITING)?;
+            let (table, at) = (self.alone(), room.keys.address());
+            let blocks = keys.len().div_ceil(TABLE_THREADS).clamp(1, 4096);
+            launch!(fill, WAITING, blocks, TABLE_THREADS, table, at, from, to, n, dim)?;
+            self.device.synchronize()?;
+            rows.copy_from_slice(&room.values.read(0, rows.len())?);
+        }
         Ok(())
     }
 
@@ -380,9 +417,8 @@ impl GpuTable {
     }
 
     /// Keys without a record, distinct, in the order in which they come. Nothing may be under way.
-    pub(crate) fn absent(&self, keys: &[Key]) -> Result<Vec<Key>> {
-        let on_device = Buffer::from_slice(&self.device.context, keys)?;
-        let records = self.records_of(&on_device, false)?.to_vec()?;
+    pub(crate) fn absent(&self, room: &Room, keys: &[Key]) -> Result<Vec<Key>> {
+        let records = self.look_up(room, keys, false)?;
         let mut seen = HashSet::new();
         let absent = keys.iter().zip(records).filter(|(_, record)| *record == 0).map(|(key, _)| *key);
         Ok(absent.filter(|key| seen.insert(*key)).collect())
@@ -400,24 +436,23 @@ impl GpuTable {
     }
 
     /// Inserts the new keys that fit, in their order. Nothing may be under way.
-    pub(crate) fn admit(&mut self, new_keys: &[Key]) -> Result<Outcomes> {
-        let room = self.config.capacity().saturating_sub(self.rows()) as usize;
-        let admitted = new_keys.len().min(room);
-        self.insert(&new_keys[..admitted])?;
+    pub(crate) fn admit(&mut self, room: &Room, new_keys: &[Key]) -> Result<Outcomes> {
+        let left = self.config.capacity().saturating_sub(self.rows()) as usize;
+        let admitted = new_keys.len().min(left);
+        self.insert(room, &new_keys[..admitted])?;
         let refused = (new_keys.len() - admitted) as u64;
         Ok(Outcomes { inserted: admitted as u64, refused, ..Outcomes::default() })
     }
 
     /// Gives keys that are not there a record.
-    fn insert(&mut self, keys: &[Key]) -> Result<()> {
+    fn insert(&mut self, room: &Room, keys: &[Key]) -> Result<()> {
         if keys.is_empty() {
             return Ok(());
         }
         self.make_room(keys.len() as u64, 0, WAITING)?;
         let mut homeless = keys.to_vec();
         for _ in 0..INDEX_TRIES {
-            let on_device = Buffer::from_slice(&self.device.context, &homeless)?;
-            let records = self.records_of(&on_device, true)?.to_vec()?;
+            let records = self.look_up(room, &homeless, true)?;
             self.count_inserted()?;
             homeless =
                 homeless.into_iter().zip(records).filter(|(_, r)| *r == NEW).map(|(key, _)| key).collect();
@@ -437,38 +472,44 @@ impl GpuTable {
     }
 
     /// Record of each key; with `insert`, those without get one as far as there is room. Nothing may be under way.
-    fn locate(&mut self, keys: &[Key], insert: bool) -> Result<(Vec<u32>, Outcomes)> {
+    fn locate(&mut self, room: &Room, keys: &[Key], insert: bool) -> Result<(Vec<u32>, Outcomes)> {
         self.check_keys(keys)?;
-        let new = self.absent(keys)?;
+        let new = self.absent(room, keys)?;
         let mut outcomes = Outcomes::default();
         if insert {
             self.check_capacity(new.len() as u64)?;
-            outcomes = self.admit(&new)?;
+            outcomes = self.admit(room, &new)?;
         } else {
             outcomes.refused = new.len() as u64;
         }
-        let on_device = Buffer::from_slice(&self.device.context, keys)?;
-        let records = self.records_of(&on_device, false)?.to_vec()?;
+        let records = self.look_up(room, keys, false)?;
         let distinct: HashSet<u32> = records.iter().copied().filter(|&r| r != 0).collect();
         outcomes.hit = distinct.len() as u64 - outcomes.inserted;
         Ok((records, outcomes))
     }
 
     /// Writes columns of records, of which the last of equal ones wins.
-    fn write(&self, parts: Parts, records: &[u32], values: &[f32]) -> Result<()> {
-        let context = &self.device.context;
-        let last: HashMap<u32, u32> =
-            records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i as u32)).collect();
-        let (records, rows): (Vec<u32>, Vec<u32>) = last.into_iter().unzip();
-        let n = records.len() as u32;
-        let (records, rows) = (Buffer::from_slice(context, &records)?, Buffer::from_slice(context, &rows)?);
-        let values = Buffer::from_slice(context, values)?;
+    fn write(&self, room: &Room, parts: Parts, records: &[u32], values: &[f32]) -> Result<()> {
+        let last: HashMap<u32, usize> =
+            records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i)).collect();
         let write = self.device.kernel(&TABLE, "write_records")?;
-        let (table, to, from, values_at) =
-            (self.alone(), records.address(), rows.address(), values.address());
-        let blocks = (n as usize).min(8192);
-        launch!(write, WAITING, blocks, TABLE_THREADS, table, parts, to, from, values_at, n)?;
-        self.device.synchronize()
+        let (piece, width) = (room.piece.max(1), parts.width as usize);
+        for (number, (of_piece, values)) in
+            records.chunks(piece).zip(values.chunks(piece * width)).enumerate()
+        {
+            let wins = |(i, record): &(usize, &u32)| last.get(record) == Some(&(number * piece + i));
+            let (places, records): (Vec<u32>, Vec<u32>) =
+                of_piece.iter().enumerate().filter(wins).map(|(i, record)| (i as u32, *record)).unzip();
+            room.places.write(0, &places)?;
+            room.records.write(0, &records)?;
+            room.values.write(0, values)?;
+            let (to, from) = (room.records.address(), room.places.address());
+            let (table, values_at, n) = (self.alone(), room.values.address(), records.len() as u32);
+            let blocks = records.len().min(8192);
+            launch!(write, WAITING, blocks, TABLE_THREADS, table, parts, to, from, values_at, n)?;
+            self.device.synchronize()?;
+        }
+        Ok(())
     }
 
     /// Records of lookups older than `oldest` are no longer referred to.

@@ -96,16 +96,18 @@ impl Workspace {
         launch!(kernel, stream, blocks, ROWS_THREADS, call, number, kept, gradients, products)
     }
 
-    /// Blocks that merge at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
+    /// Blocks that merge: half of those that the most keys would need, which take two turns then. A run, a key of several ids and one
+    /// of one each cost no more than their ids.
     fn merge_blocks(&self, saved: &Saved) -> usize {
         let blocks =
             |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SINGLE) + 3;
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum::<usize>().div_ceil(2)
     }
 
+    /// Blocks that update from sums: three turns each at most.
     fn sum_blocks(&self, saved: &Saved) -> usize {
         let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SUM);
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum::<usize>().div_ceil(3)
     }
 
     /// Merges a push's gradients into `sums`.
