@@ -19,6 +19,7 @@ if keras.backend.backend() == "torch":
 elif keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 

@@ -214,6 +214,11 @@ def raises(error, match, table=None):
     elif BACKEND == "tensorflow":
         import tensorflow as tf
 
+        if table is not None and table._core.is_on_gpu:
+            with pytest.raises((error, tf.errors.OpError), match=f"(?s){match}"):
+                yield
+                table.synchronize()
+            return
         with pytest.raises(tf.errors.OpError, match=f"(?s){error.__name__}: .*{match}"):
             yield
     elif table is None:

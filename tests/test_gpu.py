@@ -37,7 +37,7 @@ def test_tables_of_a_layer_have_one_storage():
 
 @needs_gpu
 def test_auto_is_the_memory_of_the_gpu():
-    assert sok.DynamicEmbedding(4)._core.is_on_gpu == (BACKEND != "tensorflow")
+    assert sok.DynamicEmbedding(4)._core.is_on_gpu
     assert sok.DynamicEmbedding(4, storage="hbm")._core.is_on_gpu
     assert not sok.DynamicEmbedding(4, storage="host")._core.is_on_gpu
 
