@@ -108,7 +108,8 @@ def tensorflow_step(plan, tables, gradients):
         norm = sok.backend.commit(tables, tf.ones(1), [ticket])
         return sok.backend.apply(tables, scalars, norm, [trigger])[0]
 
-    return step, tf.zeros((64, 2)), lambda ids: [tf.constant(i) for i in ids], lambda: None
+    # TensorFlow keeps int32 in host memory.
+    return step, tf.zeros((64, 2)), lambda ids: [tf.constant(i.astype("int64")) for i in ids], lambda: None
 
 
 def main():

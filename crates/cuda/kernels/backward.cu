@@ -544,12 +544,6 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
   return true;
 }
 
-// Calls `body` with the numbers that are this block's, until it says that there are no more. How many keys there are only the device
-// knows: a block for each that there may be would leave most without work.
-template <class Body> __device__ __forceinline__ void take_turns(const Body& body) {
-  for (u32 block = blockIdx.x; body(block); block += gridDim.x) __syncwarp();
-}
-
 __host__ __device__ constexpr u32 largest(u32 a) { return a; }
 template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
 
@@ -559,10 +553,14 @@ template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __laun
   typedef Work<sizeof...(DIM)> W;
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
-  take_turns([&](u32 block) {
-    u32 kind = 0;
-    return (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
-  });
+  u32 block = blockIdx.x, kind = 0;
+  (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+}
+
+// Calls `body` with the numbers that are this block's, until it says that there are no more. How many keys there are only the device
+// knows: a block for each that there may be would leave most without work.
+template <class Body> __device__ __forceinline__ void take_turns(const Body& body) {
+  for (u32 block = blockIdx.x; body(block); block += gridDim.x) __syncwarp();
 }
 
 // Merge alone: sums of all keys, `Keys::sums`.

@@ -44,24 +44,50 @@ def gpu(asked=False):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _address(tensor):
-    return tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.shape
+def _addresses(tensors):
+    return [(tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.shape) for tensor in tensors]
+
+
+def _maker(like, device):
+    return (
+        like.new_empty if like.device == device else functools.partial(torch.empty, dtype=torch.float32, device=device)
+    )
 
 
 def _new(like, device, shapes):
     """Float tensors of these shapes, and their addresses. `like`: a float tensor, on that device if need be."""
-    new = (
-        like.new_empty if like.device == device else functools.partial(torch.empty, dtype=torch.float32, device=device)
-    )
+    new = _maker(like, device)
     tensors = [new(shape) for shape in shapes]
     return tensors, [(tensor.data_ptr(), _FLOAT, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
 
-def _at(device, tensor):
-    """A contiguous tensor on the device of the tables."""
-    if tensor.device != device:
-        tensor = tensor.detach().to(device)
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+def _new_side_by_side(like, device, shapes):
+    """The same, matrices of a width in one piece of memory: to ask for each takes longer than to look its rows up."""
+    tensors, addresses, of_width = [None] * len(shapes), [None] * len(shapes), {}
+    for place, shape in enumerate(shapes):
+        of_width.setdefault(shape[-1] if len(shape) == 2 else place - len(shapes), []).append(place)
+    for width, places in of_width.items():
+        if len(places) == 1:
+            (tensors[places[0]],), (addresses[places[0]],) = _new(like, device, [shapes[places[0]]])
+            continue
+        lengths = [shapes[place][0] for place in places]
+        memory = _maker(like, device)((sum(lengths), width))
+        address = memory.data_ptr()
+        # No views to autograd: each may be changed in place.
+        parts = torch.unsafe_split_with_sizes(memory, lengths)
+        for place, length, part in zip(places, lengths, parts, strict=True):
+            tensors[place], addresses[place] = part, (address, _FLOAT, shapes[place])
+            address += 4 * width * length
+    return tensors, addresses
+
+
+def _at(device, tensors):
+    """Contiguous tensors on the device of the tables."""
+
+    def moved(tensor):
+        return (tensor if tensor.device == device else tensor.detach().to(device)).contiguous()
+
+    return [t if t.device == device and t.is_contiguous() else moved(t) for t in tensors]
 
 
 def _back(tensors, like):
@@ -80,39 +106,39 @@ def _device_of(on_gpu, like):
 # ---- the four calls
 
 
-def _lookup(trigger, tensors, plan, insert, save):
+def _lookup(trigger, tensors, plan, insert, save, new=_new_side_by_side):
     plan = plans[plan]
     device, stream = _device_of(plan.is_on_gpu, trigger)
-    tensors = [_at(device, tensor) for tensor in tensors]
+    tensors = _at(device, tensors)
     number = torch.empty(2, dtype=torch.int32)
-    rows, addresses = _new(trigger, device, plan.shapes_of(tensors))
-    _native.lookup(plan.handle, insert, save, [*map(_address, tensors)], [_address(number), *addresses], stream)
+    rows, addresses = new(trigger, device, plan.shapes_of(tensors))
+    _native.lookup(plan.handle, insert, save, _addresses(tensors), [*_addresses([number]), *addresses], stream)
     return [number, *_back(rows, trigger)]
 
 
 def _push(number, gradients, weights, plan, keep):
     like, plan = gradients[0], plans[plan]
     device, stream = _device_of(plan.is_on_gpu, like)
-    gradients, weights = ([_at(device, tensor) for tensor in group] for group in (gradients, weights))
+    gradients, weights = _at(device, gradients), _at(device, weights)
     found, addresses = _new(like, device, [_TICKET, *(weight.shape for weight in weights)])
-    inputs = [*map(_address, (number, *gradients, *weights))]
+    inputs = _addresses([number, *gradients, *weights])
     _native.push(plan.handle, inputs, gradients if keep else None, addresses, stream)
     return _back(found, like)
 
 
 def _commit(is_update, tickets, optimizer):
     device, stream = _device_of(optimizer in optimizers_on_gpu, tickets[0])
-    inputs = [_at(device, tensor) for tensor in (is_update, *tickets)]
+    inputs = _at(device, (is_update, *tickets))
     found, addresses = _new(tickets[0], device, [()])
-    _native.commit(optimizer, [*map(_address, inputs)], addresses, stream)
+    _native.commit(optimizer, _addresses(inputs), addresses, stream)
     return _back(found, tickets[0])[0]
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
     device, stream = _device_of(optimizer in optimizers_on_gpu, triggers[0])
-    inputs = [_at(device, tensor) for tensor in (scalars, sum_of_squares, *triggers)]
+    inputs = _at(device, (scalars, sum_of_squares, *triggers))
     new, addresses = _new(triggers[0], device, [_TICKET] * len(triggers))
-    _native.apply(optimizer, [*map(_address, inputs)], addresses, stream)
+    _native.apply(optimizer, _addresses(inputs), addresses, stream)
     return _back(new, triggers[0])
 
 
@@ -124,8 +150,8 @@ _library.define("push(Tensor number, Tensor[] gradients, Tensor[] weights, int p
 _library.define("commit(Tensor is_update, Tensor[] tickets, int optimizer) -> Tensor")
 _library.define("apply(Tensor scalars, Tensor sum_of_squares, Tensor[] triggers, int optimizer) -> Tensor[]")
 _KEY = "CompositeExplicitAutograd"
-_library.impl("lookup", _lookup, _KEY)
-# What a compiler plans may reuse a gradient's memory when the call is over, so nothing is kept of it.
+# To a compiler each tensor has its memory, and may be given that of a gradient when the call is over: so nothing is kept of it.
+_library.impl("lookup", functools.partial(_lookup, new=_new), _KEY)
 _library.impl("push", lambda number, gradients, weights, plan: _push(number, gradients, weights, plan, False), _KEY)
 _library.impl("commit", _commit, _KEY)
 _library.impl("apply", _apply, _KEY)

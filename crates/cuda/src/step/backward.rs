@@ -96,18 +96,16 @@ impl Workspace {
         launch!(kernel, stream, blocks, ROWS_THREADS, call, number, kept, gradients, products)
     }
 
-    /// Blocks that merge: half of those that the most keys would need, which take two turns then. A run, a key of several ids and one
-    /// of one each cost no more than their ids.
-    fn merge_blocks(&self, saved: &Saved) -> usize {
+    /// Blocks for at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
+    fn blocks(&self, saved: &Saved, keys_of_a_group: usize) -> usize {
         let blocks =
-            |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SINGLE) + 3;
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum::<usize>().div_ceil(2)
+            |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * keys_of_a_group) + 3;
+        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
     }
 
-    /// Blocks that update from sums: three turns each at most.
-    fn sum_blocks(&self, saved: &Saved) -> usize {
-        let blocks = |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * PER_SUM);
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum::<usize>().div_ceil(3)
+    /// Half of them: where ids repeat, most have nothing to do; where they do not, each takes two turns.
+    fn blocks_in_turns(&self, saved: &Saved, keys_of_a_group: usize) -> usize {
+        self.blocks(saved, keys_of_a_group).div_ceil(2)
     }
 
     /// Merges a push's gradients into `sums`.
@@ -116,7 +114,7 @@ impl Workspace {
         let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
         let merge = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, 0, 0, sums);
-        launch_next!(merge, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+        launch_next!(merge, stream, self.blocks_in_turns(saved, PER_SINGLE), UPDATE_THREADS, work[0])
     }
 
     /// Merges a push's gradients and updates their records.
@@ -126,7 +124,7 @@ impl Workspace {
         let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, 0, 0);
-        launch_next!(kernel, stream, self.merge_blocks(saved), UPDATE_THREADS, work[0])
+        launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0])
     }
 
     /// Updates the records of gradients that were merged before.
@@ -143,7 +141,7 @@ impl Workspace {
             format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, factors, sums);
-        launch_next!(kernel, stream, self.sum_blocks(saved), UPDATE_THREADS, work[0])
+        launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0])
     }
 
     /// Before the scalars are known: what a norm needs.
