@@ -42,11 +42,9 @@ struct Counters {
   // Record numbers given out since the table was told which are released.
   u32 taken, pad0[31];
   u32 stashed, pad1[31];
-  // Keys without a place: many keys were made to share their buckets.
-  u32 homeless, pad2[31];
   // Ids whose gradient goes nowhere, since their key has no record; distinct keys of calls that were to learn.
-  u32 dropped, pad3[31];
-  u32 distinct, pad4[31];
+  u32 dropped, pad2[31];
+  u32 distinct, pad3[31];
 };
 
 struct Index {
@@ -365,8 +363,6 @@ __device__ __noinline__ Claim settle(const Index& index, u64 key, u32 hint) {
           release(&index.stash->records[at], CLAIMED);
           word |= STASHED | filter_bit(h);
           claim.record = &index.stash->records[at];
-        } else {
-          atomicAdd(&index.counters->homeless, 1);
         }
       }
       claim.is_mine = claim.record != nullptr;

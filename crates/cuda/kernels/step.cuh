@@ -88,9 +88,9 @@ __device__ __forceinline__ u32 bag_of(const Feature& f, u32 i) {
 
 // What went wrong in a call, in memory that the host reads; the first to come stays.
 struct Fault {
-  // 0: nothing; then what, and of which feature; the id, and of which call.
+  // 0: nothing; then what, and of which feature; the id.
   u32 taken, kind, feature, table;
-  u64 id, call;
+  u64 id;
 };
 enum FaultKind : u32 { NO_FAULT, OUTSIDE_VOCABULARY, BAD_SPLITS, NO_PLACE, WRONG_LOOKUP };
 

@@ -95,7 +95,6 @@ impl Index {
         }
         let mut counters = self.counters.read(0, COUNTERS)?;
         counters[32] = grown.counters.read(32, 1)?[0];
-        counters[layout::HOMELESS] += grown.counters.read(layout::HOMELESS, 1)?[0];
         grown.counters.write(0, &counters)?;
         Ok(grown)
     }

@@ -20,12 +20,11 @@ pub const PLACES: usize = 5;
 /// Words of a bucket, of a table's stash, and of its counters.
 pub const BUCKET: usize = 16;
 pub const STASH: usize = 3 * 1024;
-pub const COUNTERS: usize = 5 * 32;
+pub const COUNTERS: usize = 4 * 32;
 /// Where a table's counters are, in words.
 pub const TAKEN: usize = 0;
-pub const HOMELESS: usize = 64;
-pub const DROPPED: usize = 96;
-pub const DISTINCT: usize = 128;
+pub const DROPPED: usize = 64;
+pub const DISTINCT: usize = 96;
 /// First record of a table that has lost those it had.
 pub const GONE: u32 = u32::MAX;
 /// In a list of record numbers: the record is new.
@@ -171,7 +170,6 @@ plain! {
         pub feature: u32,
         pub table: u32,
         pub id: u64,
-        pub call: u64,
     }
 
     pub struct Keys {
