@@ -81,7 +81,7 @@ fn main() {
         }
         assert_eq!(table.len(), CAPACITY * percent / 100);
         let (find, insert) = (median(&finds), median(&inserts));
-        let index = table.index_bytes() as f32 / table.stats().capacity as f32 * 0.8 - 8.0;
+        let index = table.bytes_a_place() - 8.0;
         println!(
             "| {percent} % | {find:.2} | {:.2} | {:.2} | {:.1} | {insert:.2} | {:.2} | {:.2} | {:.1} | {index:.1} |",
             peer[0],

@@ -12,7 +12,7 @@ use crate::memory::Buffer;
 /// Buckets that are read at once.
 const AT_ONCE: usize = 1 << 18;
 /// Places of an index that are used before it grows.
-pub const LOAD: f64 = 0.8;
+pub const LOAD: f64 = 0.7;
 
 pub struct Index {
     device: Arc<Device>,

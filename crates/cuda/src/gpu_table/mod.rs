@@ -354,9 +354,9 @@ impl GpuTable {
         self.reserve_records(rows)
     }
 
-    /// Memory of the index.
-    pub fn index_bytes(&self) -> usize {
-        self.index.num_bytes()
+    /// Memory of the index for each of its places, the key's among them. `LOAD` of the places are used before it grows.
+    pub fn bytes_a_place(&self) -> f64 {
+        self.index.num_bytes() as f64 * self.index.load() / self.index.capacity() as f64
     }
 
     /// Rows of keys whose records are known.
