@@ -31,7 +31,8 @@ pub fn run(
     outputs: &mut dyn Outputs,
     call: impl FnOnce(&[Tensor], &mut dyn Outputs) -> Result<()>,
 ) -> Result<()> {
-    staging::wait(Stream(stream as _))?;
+    let stream = Stream(stream as _);
+    staging::wait(stream)?;
     let num_bytes = |t: &Tensor| t.len() * size_of(t.dtype);
     let mut copies = Vec::with_capacity(tensors.len());
     for tensor in tensors {
@@ -46,5 +47,6 @@ pub fn run(
         .collect();
     let mut staged = Staged { outputs, results: Vec::new() };
     call(&on_host, &mut staged)?;
-    staged.results.iter().try_for_each(|(to, room, bytes)| staging::to_device(*to as u64, room, *bytes))
+    let mut results = staged.results.iter();
+    results.try_for_each(|(to, room, bytes)| staging::to_device(*to as u64, room, *bytes, stream))
 }
