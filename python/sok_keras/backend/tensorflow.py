@@ -125,8 +125,10 @@ def _flat(inputs, weights):
 def gpu(asked=False):
     """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default.
 
-    By default tables stay on the host: the way to TensorFlow's stream leads through two symbols that it happens to export.
+    By default tables stay on the host where the way to TensorFlow's stream, two symbols that its GPU builds export, is not there.
     """
+    if not asked and not importlib.import_module(NATIVE).tensorflow_has_stream():
+        return None
     return 0 if tf.config.list_logical_devices("GPU") else None
 
 

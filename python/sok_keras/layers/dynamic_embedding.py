@@ -43,7 +43,7 @@ class DynamicEmbedding(TableLayer):
         max_capacity: Rows at most; None: as many as memory holds.
         check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
         storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where
-            JAX or PyTorch run the model on a GPU. Under a model on a GPU, ids and rows of host tables cross in each step.
+            there is one. Under a model on a GPU, ids and rows of host tables cross in each step.
         save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
 
     Input shape:

@@ -20,6 +20,7 @@ use crate::call::DType;
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     torch::register(module)?;
     module.add_function(wrap_pyfunction!(tensorflow::register_tensorflow, module)?)?;
+    module.add_function(wrap_pyfunction!(tensorflow::tensorflow_has_stream, module)?)?;
     module.add_function(wrap_pyfunction!(xla::xla_targets, module)?)
 }
 

@@ -390,17 +390,26 @@ const STREAM_SLOT: usize = 2;
 type EigenDevice = unsafe extern "C" fn(Object) -> *const *const *const Object;
 type EigenStream = unsafe extern "C" fn(*const *const Object) -> *const Object;
 
+/// Addresses of the two.
+fn stream_symbols() -> Told<(usize, usize)> {
+    let find = || -> Told<(usize, usize)> {
+        let library = loaded_framework().ok_or("TensorFlow is not loaded in this process")?;
+        Ok((symbol(library, EIGEN_DEVICE)? as usize, symbol(library, EIGEN_STREAM)? as usize))
+    };
+    static SYMBOLS: OnceLock<Told<(usize, usize)>> = OnceLock::new();
+    SYMBOLS.get_or_init(find).clone()
+}
+
+/// Whether this TensorFlow lets kernels of ours onto its GPU stream.
+#[pyfunction]
+pub fn tensorflow_has_stream() -> bool {
+    stream_symbols().is_ok()
+}
+
 impl Context {
     /// TensorFlow's own stream, on which the tensors are ready.
     fn stream(&self) -> Result<u64> {
-        let symbols = || -> Told<(Object, Object)> {
-            let library = loaded_framework().ok_or("TensorFlow is not loaded in this process")?;
-            Ok((symbol(library, EIGEN_DEVICE)?, symbol(library, EIGEN_STREAM)?))
-        };
-        static SYMBOLS: OnceLock<Told<(usize, usize)>> = OnceLock::new();
-        let symbols =
-            SYMBOLS.get_or_init(|| symbols().map(|(device, stream)| (device as usize, stream as usize)));
-        let (device, stream) = symbols.clone().map_err(|what| {
+        let (device, stream) = stream_symbols().map_err(|what| {
             Error::Device(format!("{what}, so tables on a GPU cannot be used here: use `storage=\"host\"`"))
         })?;
         // SAFETY: - functions of these types, by their mangled names.
