@@ -82,9 +82,12 @@ impl<T: Plain> Buffer<T> {
     pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Buffer<T>> {
         let buffer = Buffer::uninit(context, len)?;
         if len > 0 {
-            // SAFETY: as long as the buffer.
-            unsafe { result::memset_d8_sync(buffer.address, 0, len * size_of::<T>()) }
-                .map_err(driver_error("filling GPU memory"))?;
+            // SAFETY: as long as the buffer. The call returns before it is filled, which other streams would not wait for.
+            unsafe {
+                result::memset_d8_sync(buffer.address, 0, len * size_of::<T>())
+                    .and_then(|()| result::stream::synchronize(Stream::DEFAULT.0))
+                    .map_err(driver_error("filling GPU memory"))?;
+            }
         }
         Ok(buffer)
     }

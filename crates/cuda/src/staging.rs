@@ -24,13 +24,13 @@ pub fn to_host(to: &mut [u64], address: u64, num_bytes: usize) -> Result<()> {
         .map_err(driver_error("copying from the GPU"))
 }
 
-/// In the order of the stream: the call returns once the bytes have been read, which is before they are there.
+/// In the order of the stream; `from` lives until that has run.
 pub fn to_device(address: u64, from: &[u64], num_bytes: usize, stream: Stream) -> Result<()> {
     assert!(num_bytes <= size_of_val(from));
     if num_bytes == 0 {
         return Ok(());
     }
-    // SAFETY: as above, the other way; memory that is not pinned is read before the call returns.
+    // SAFETY: as above, the other way, and the promise above.
     unsafe { sys::cuMemcpyHtoDAsync_v2(address, from.as_ptr().cast(), num_bytes, stream.0) }
         .result()
         .map_err(driver_error("copying to the GPU"))

@@ -62,7 +62,10 @@ def _new(like, device, shapes):
 
 
 def _new_side_by_side(like, device, shapes):
-    """The same, matrices of a width in one piece of memory: to ask for each takes longer than to look its rows up."""
+    """The same, matrices of a width in one piece of memory: to ask for each takes longer than to look its rows up.
+
+    The piece lives as long as one of them does.
+    """
     tensors, addresses, of_width = [None] * len(shapes), [None] * len(shapes), {}
     for place, shape in enumerate(shapes):
         of_width.setdefault(shape[-1] if len(shape) == 2 else place - len(shapes), []).append(place)

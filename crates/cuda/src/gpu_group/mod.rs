@@ -244,8 +244,8 @@ impl GpuGroup {
     /// `number_to`: where the number goes on the device.
     ///
     /// # Errors
-    /// Lengths that do not add up, a table that is full and asked to say so, no memory: nothing has changed. Errors that the device
-    /// found in calls before.
+    /// Lengths that do not add up, a table that is full and asked to say so: nothing has changed. No memory: no row has changed, but a
+    /// table that may come to its `max_capacity` may have got the new keys. Errors that the device found in calls before.
     pub fn lookup(
         &mut self,
         features: &[Feature],

@@ -167,7 +167,8 @@ impl Table for GpuTable {
         })?;
         self.wait()?;
         other.wait()?;
-        other.release()?;
+        let room = other.room_to_release(0)?;
+        other.release(room)?;
         let GpuTable {
             index, arena, layout, update, released, released_on_device, fresh, len_before, ..
         } = other;

@@ -181,10 +181,12 @@ impl GpuTable {
         let most = (rows + new_keys + spare).min(capacity.max(rows + new_keys));
         if rows + new_keys > self.index.capacity() as u64 {
             let keys = most.max(2 * self.index.capacity() as u64);
-            self.index = self.index.grown(keys as usize, rows as usize, stream)?;
+            let grown = self.index.grown(keys as usize, rows as usize, stream);
+            self.index =
+                grown.or_else(|_| self.index.grown((rows + new_keys) as usize, rows as usize, stream))?;
             self.has_moved = true;
         }
-        self.reserve_records(most - rows)
+        self.reserve_records(most - rows).or_else(|_| self.reserve_records(new_keys))
     }
 
     /// Learns how many numbers are taken: reads the counters, so nothing may be under way.
@@ -253,12 +255,15 @@ impl GpuTable {
         self.count_steps()
     }
 
-    /// Device memory for so many keys, and for `width` numbers a key, piece by piece. Taken before a call changes anything.
+    /// Device memory for so many keys, and for `width` numbers a key, piece by piece; and the kernels. Taken before a call changes
+    /// anything.
     ///
     /// # Errors
     /// [`Error::Device`] if there is not so much.
     pub(crate) fn room(&self, num_keys: usize, width: usize) -> Result<Room> {
         let context = &self.device.context;
+        let gather = format!("gather_rows<{}, 4>", self.config.dim);
+        self.device.kernels(&TABLE, ["look_up", "settle_keys", "fill_missing", "write_records", &gather])?;
         let piece = num_keys.min((PIECE / width.max(1)).max(1));
         Ok(Room {
             keys: Buffer::uninit(context, num_keys)?,
@@ -517,26 +522,26 @@ impl GpuTable {
         self.retired.iter_mut().filter(|(lookup, _)| *lookup < oldest).for_each(|(lookup, _)| *lookup = 0);
     }
 
+    /// Device memory for the numbers that may be given out again once `more` records are erased.
+    fn room_to_release(&self, more: usize) -> Result<Buffer<u32>> {
+        Buffer::uninit(&self.device.context, (self.released.len() + self.retired.len() + more).max(1))
+    }
+
     /// Tells the device which numbers may be given out again. Nothing may be under way.
-    fn release(&mut self) -> Result<()> {
+    fn release(&mut self, room: Buffer<u32>) -> Result<()> {
         let taken = self.counted as usize;
-        let unused = self.released.split_off(taken.min(self.released.len()));
-        self.fresh += (taken - self.released.len()) as u32;
-        self.released = unused;
+        let given_out = taken.min(self.released.len());
+        let mut released = self.released.split_off(given_out);
         let retired = std::mem::take(&mut self.retired);
         let (free, needed): (Vec<_>, Vec<_>) = retired.into_iter().partition(|(lookup, _)| *lookup == 0);
-        self.released.extend(free.into_iter().map(|(_, record)| record));
-        self.retired = needed;
-        self.released_on_device = if self.released.is_empty() {
-            Buffer::new(&self.device.context, 1)?
-        } else {
-            Buffer::from_slice(&self.device.context, &self.released)?
-        };
+        released.extend(free.into_iter().map(|(_, record)| record));
+        self.fresh += (taken - given_out) as u32;
         self.len_before += taken as i64;
         (self.counted, self.most_taken, self.told) = (0, 0, [0; 3]);
-        self.index.counters.write(TAKEN, &[0])?;
-        self.has_moved = true;
-        Ok(())
+        (self.released, self.retired, self.has_moved) = (released, needed, true);
+        room.write(0, &self.released)?;
+        self.released_on_device = room;
+        self.index.counters.write(TAKEN, &[0])
     }
 
     fn erase_waiting(&mut self, keys: &[Key]) -> Result<usize> {
@@ -544,13 +549,14 @@ impl GpuTable {
         let context = &self.device.context;
         let on_device = Buffer::from_slice(context, keys)?;
         let erased = Buffer::<u32>::uninit(context, keys.len())?;
+        let room = self.room_to_release(keys.len())?;
         let erase = self.device.kernel(&TABLE, "erase_keys")?;
         let (index, from, to, n) =
             (self.index.descriptor(), on_device.address(), erased.address(), keys.len() as u32);
         launch!(erase, WAITING, keys.len().div_ceil(TABLE_THREADS), TABLE_THREADS, index, from, to, n)?;
         let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
         self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
-        self.release()?;
+        self.release(room)?;
         self.len_before -= erased.len() as i64;
         Ok(erased.len())
     }

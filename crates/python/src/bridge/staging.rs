@@ -48,5 +48,6 @@ pub fn run(
     let mut staged = Staged { outputs, results: Vec::new() };
     call(&on_host, &mut staged)?;
     let mut results = staged.results.iter();
-    results.try_for_each(|(to, room, bytes)| staging::to_device(*to as u64, room, *bytes, stream))
+    results.try_for_each(|(to, room, bytes)| staging::to_device(*to as u64, room, *bytes, stream))?;
+    staging::wait(stream)
 }
