@@ -5,7 +5,7 @@ use std::sync::MutexGuard;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
 use sok_core::push::Keep;
-use sok_core::ticket::RING;
+use sok_core::ticket::{RING, TICKET_LEN};
 use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::optimizer;
@@ -20,6 +20,14 @@ fn address(tensor: &Tensor, dtype: DType) -> Result<u64> {
     Ok(tensor.data as u64)
 }
 
+/// Address of so many floats, which kernels read without asking.
+fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
+    if tensor.len() != len {
+        return Err(Error::argument(format!("{what} must be {len} numbers. Received: {}", tensor.len())));
+    }
+    address(tensor, DType::F32)
+}
+
 fn float_output(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Result<u64> {
     Ok(outputs.output(index, DType::F32, dims)? as u64)
 }
@@ -31,7 +39,16 @@ fn feature<'a>(
     inputs: &mut std::slice::Iter<'_, Tensor>,
 ) -> Result<(Feature<'a>, Vec<i64>)> {
     let ids = take(inputs)?;
-    let high = if planned.words { address(take(inputs)?, DType::I32)? } else { 0 };
+    let words = planned.words.then(|| take(inputs)).transpose()?;
+    if let Some(high) = words.filter(|high| high.len() != ids.len()) {
+        return Err(Error::argument(format!(
+            "feature `{}`: {} low words and {} high words",
+            planned.name,
+            ids.len(),
+            high.len()
+        )));
+    }
+    let high = words.map(|high| address(high, DType::I32)).transpose()?.unwrap_or(0);
     let key_type = match ids.dtype {
         DType::I32 if planned.words => KeyType::Words,
         DType::I32 => KeyType::Signed,
@@ -50,12 +67,21 @@ fn feature<'a>(
         }
         Axis::Ragged => {
             let splits = take(inputs)?;
-            let num_bags = splits.len().saturating_sub(1);
+            let Some(num_bags) = splits.len().checked_sub(1) else {
+                return Err(Error::argument(format!(
+                    "feature `{}`: row splits hold one number at least",
+                    planned.name
+                )));
+            };
             dims = vec![num_bags as i64];
-            Bags::Ragged { splits: splits.data as u64, wide: splits.dtype == DType::I64, num_bags }
+            let wide = splits.dtype == DType::I64;
+            let splits = address(splits, if wide { DType::I64 } else { DType::I32 })?;
+            Bags::Ragged { splits, wide, num_bags }
         }
     };
-    let weights = planned.weights.then(|| take(inputs).and_then(|w| address(w, DType::F32))).transpose()?;
+    let weights_of =
+        || floats(take(inputs)?, ids.len(), &format!("the weights of feature `{}`", planned.name));
+    let weights = planned.weights.then(weights_of).transpose()?;
     dims.push(dim as i64);
     let feature = Feature {
         name: &planned.name,
@@ -138,9 +164,9 @@ pub fn commit(
     place: OnGpu,
 ) -> Result<()> {
     let mut inputs = inputs.iter();
-    let is_update = address(take(&mut inputs)?, DType::F32)?;
+    let is_update = floats(take(&mut inputs)?, 1, "`is_update`")?;
     let out = float_output(outputs, 0, &[])?;
-    let tickets = inputs.map(|ticket| address(ticket, DType::F32)).collect::<Result<Vec<_>>>()?;
+    let tickets = inputs.map(|ticket| floats(ticket, TICKET_LEN, "a ticket")).collect::<Result<Vec<_>>>()?;
     let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
     let is_update = optimizer.accumulates.then_some(is_update);
     optimizer::commit(&mut on_gpu(groups)?, &bindings, &tickets, is_update, out, Stream(place.stream as _))
@@ -156,11 +182,11 @@ pub fn apply(
     place: OnGpu,
 ) -> Result<()> {
     let mut inputs = inputs.iter();
-    let scalars = address(take(&mut inputs)?, DType::F32)?;
+    let scalars = floats(take(&mut inputs)?, 4, "the scalars of a step")?;
     take(&mut inputs)?;
     let mut triggers = Vec::with_capacity(groups.len());
     for number in 0..groups.len() {
-        let trigger = address(take(&mut inputs)?, DType::F32)?;
+        let trigger = floats(take(&mut inputs)?, TICKET_LEN, "a trigger")?;
         triggers.push((trigger, float_output(outputs, number, &[RING as i64, 2])?));
     }
     let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
