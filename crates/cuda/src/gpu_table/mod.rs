@@ -264,7 +264,7 @@ impl GpuTable {
         let context = &self.device.context;
         let gather = format!("gather_rows<{}, 4>", self.config.dim);
         self.device.kernels(&TABLE, ["look_up", "settle_keys", "fill_missing", "write_records", &gather])?;
-        let piece = num_keys.min((PIECE / width.max(1)).max(1));
+        let piece = (PIECE / width.max(1)).clamp(1, num_keys.max(1));
         Ok(Room {
             keys: Buffer::uninit(context, num_keys)?,
             records: Buffer::uninit(context, num_keys)?,
@@ -368,8 +368,8 @@ impl GpuTable {
     fn read_rows(&self, room: &Room, keys: &[Key], records: &[u32], rows: &mut [f32]) -> Result<()> {
         let width = self.config.dim;
         let fill = self.device.kernel(&TABLE, "fill_missing")?;
-        let pieces = keys.chunks(room.piece.max(1)).zip(records.chunks(room.piece.max(1)));
-        for ((keys, records), rows) in pieces.zip(rows.chunks_mut(room.piece.max(1) * width)) {
+        let pieces = keys.chunks(room.piece).zip(records.chunks(room.piece));
+        for ((keys, records), rows) in pieces.zip(rows.chunks_mut(room.piece * width)) {
             room.keys.write(0, keys)?;
             room.records.write(0, records)?;
             let (from, to, n, dim) =
@@ -498,7 +498,7 @@ impl GpuTable {
         let last: HashMap<u32, usize> =
             records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i)).collect();
         let write = self.device.kernel(&TABLE, "write_records")?;
-        let (piece, width) = (room.piece.max(1), parts.width as usize);
+        let (piece, width) = (room.piece, parts.width as usize);
         for (number, (of_piece, values)) in
             records.chunks(piece).zip(values.chunks(piece * width)).enumerate()
         {
