@@ -2,13 +2,14 @@
 //
 // The order of a sum is that of crates/core/src/merge.rs: runs of 64 ids counted from the key's own first, then the runs.
 #include "optimizer.cuh"
+#include "sort.cuh"
 #include "step.cuh"
 
 // Ids that one group of lanes sums: a run. Keys with more are hot, and their runs are summed apart.
 constexpr u32 RUN = 64;
 constexpr u32 HOT = 16;
 // Positions of a thread of `list_keys`.
-constexpr u32 POSITIONS = 4, LIST_THREADS = 1024;
+constexpr u32 POSITIONS = 8, LIST_THREADS = 256, LIST_WARPS = LIST_THREADS / WARP;
 
 // Keys of a step by how many ids they have.
 struct Several {
@@ -42,40 +43,36 @@ struct Keys {
   float4* partial;
   // (keys, dim): merged gradients of singles, then several, then hot.
   float4* sums;
-  // Their records are those from here on, among those of all tables.
-  u32 first_record, pad;
 };
-static_assert(sizeof(Keys) == 64, "as crates/cuda/src/layout.rs has it");
+static_assert(sizeof(Keys) == 56, "as crates/cuda/src/layout.rs has it");
 
 // What the backward needs of a feature.
 struct Side {
   const float* gradients;
   float4* records;
-  u32 stride, first_record;
+  u32 stride, table;
   float scale;
-  u32 table;
+  u32 pad;
 };
 static_assert(sizeof(Side) == 32, "as crates/cuda/src/layout.rs has it");
 
-// Counts of what was looked up, of a table.
-struct Tally {
-  Counters* counters;
-  // Its records are those from here on, among those of all tables.
-  u32 first_record, pad;
-};
-
-// Keys of records from `begin` to `end`, those of one dim. The whole block comes here.
-__device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end, const u32* __restrict__ records, const u32* __restrict__ values, u32 n, u32& distinct) {
-  __shared__ u32 of_warps[4][WARP];
+// Each distinct record of sorted ids onto the list of its dim.
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Keys* __restrict__ kinds, const Table* __restrict__ tables, const Section* __restrict__ sections, u32 num_sections, const Sorted* __restrict__ sorted) {
+  begin();
+  __shared__ u32 of_warps[4][LIST_WARPS];
   __shared__ u32 first[4];
-  const u32 warp = threadIdx.x / WARP, at = (blockIdx.x * WARP + warp) * (WARP * POSITIONS);
+  u32 number;
+  const Section section = section_at(sections, num_sections, blockIdx.x, [](const Section& s) { return s.first_list; }, number);
+  const Keys& keys = kinds[section.kind];
+  const u32 warp = threadIdx.x / WARP, start_of = section.first, n = start_of + section.count;
+  const u32 at = start_of + ((blockIdx.x - section.first_list) * LIST_WARPS + warp) * (WARP * POSITIONS);
   u32 record[POSITIONS + 1], count[POSITIONS], singles = 0, several = 0, hot = 0, runs = 0;
 #pragma unroll
   for (u32 r = 0; r <= POSITIONS; ++r) {
     const u32 i = at + r * WARP + lane();
-    record[r] = i < n ? records[i] : ALL;
+    record[r] = i < n ? sorted[i].record : ALL;
   }
-  u32 left = at && at < n ? records[at - 1] : ALL;
+  u32 left = at > start_of && at < n ? sorted[at - 1].record : ALL;
 #pragma unroll
   for (u32 r = 0; r < POSITIONS; ++r) {
     const u32 start = at + r * WARP, i = start + lane();
@@ -88,16 +85,16 @@ __device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end,
     if (heads) {
       const u32 last = WARP - 1 - __clz(heads);
       const u32 tail = __popc(__ballot_sync(ALL, record[r + 1] == __shfl_sync(ALL, record[r], last)));
-      if (is_head && record[r] >= begin && record[r] < end) count[r] = lane() == last ? min(WARP, n - start) - last + tail : __ffs(heads >> (lane() + 1));
+      if (is_head && record[r] != 0) count[r] = lane() == last ? min(WARP, n - start) - last + tail : __ffs(heads >> (lane() + 1));
     }
     if (count[r] > HOT) {
       // Where it ends: strides that double, then halves.
       u32 low = i + count[r] - 1, stride = WARP;
-      while (low + stride < n && records[low + stride] == record[r]) low += stride, stride *= 2;
+      while (low + stride < n && sorted[low + stride].record == record[r]) low += stride, stride *= 2;
       u32 high = min(low + stride, n);
       while (low + 1 < high) {
         const u32 middle = (low + high) / 2;
-        if (records[middle] == record[r]) low = middle;
+        if (sorted[middle].record == record[r]) low = middle;
         else high = middle;
       }
       count[r] = high - i;
@@ -116,18 +113,19 @@ __device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end,
   if (lane() == WARP - 1) of_warps[0][warp] = singles, of_warps[1][warp] = several, of_warps[2][warp] = hot, of_warps[3][warp] = runs_here;
   __syncthreads();
   if (warp < 4) {
-    const u32 mine = of_warps[warp][lane()];
+    const u32 mine = lane() < LIST_WARPS ? of_warps[warp][lane()] : 0;
     u32 sum = mine;
-    for (u32 by = 1; by < WARP; by *= 2) {
+    for (u32 by = 1; by < LIST_WARPS; by *= 2) {
       const u32 x = __shfl_up_sync(ALL, sum, by);
       if (lane() >= by) sum += x;
     }
-    of_warps[warp][lane()] = sum - mine;
-    if (lane() == WARP - 1) first[warp] = sum;
+    if (lane() < LIST_WARPS) of_warps[warp][lane()] = sum - mine;
+    if (lane() == LIST_WARPS - 1) first[warp] = sum;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    distinct += first[0] + first[1] + first[2];
+    const u32 distinct = first[0] + first[1] + first[2];
+    if (section.table != NOBODY && distinct) atomicAdd(&tables[section.table].index.counters->distinct, distinct);
     const u64 cold = atomicAdd(&keys.lists->cold, (u64)first[1] << 32 | first[0]);
     const u64 of_hot = first[2] ? atomicAdd(&keys.lists->hot, (u64)first[2] << 32 | first[3]) : 0;
     first[0] = (u32)cold, first[1] = (u32)(cold >> 32), first[3] = (u32)of_hot, first[2] = (u32)(of_hot >> 32);
@@ -140,81 +138,17 @@ __device__ __forceinline__ void list_range(const Keys& keys, u32 begin, u32 end,
     const u32 i = at + r * WARP + lane();
     const u32 one = __ballot_sync(ALL, count[r] == 1), many = __ballot_sync(ALL, count[r] > 1 && count[r] <= HOT), most = __ballot_sync(ALL, count[r] > HOT);
     if (count[r] == 1) {
-      keys.singles[single_at + __popc(one & lanes_below())] = {record[r], values[i]};
+      keys.singles[single_at + __popc(one & lanes_below())] = {record[r], sorted[i].value};
     } else if (count[r] > HOT) {
       const u32 h = hot_at + __popc(most & lanes_below()), of_key = (count[r] + RUN - 1) / RUN;
       keys.hot[h] = {record[r], run_at, of_key, 0};
       for (u32 k = 0; k < of_key; ++k) keys.runs[run_at + k] = {i + k * RUN, min(RUN, count[r] - k * RUN), h, 0};
       run_at += of_key;
     } else if (count[r]) {
-      keys.several[several_at + __popc(many & lanes_below())] = {record[r], i, count[r], values[i]};
+      keys.several[several_at + __popc(many & lanes_below())] = {record[r], i, count[r], sorted[i].value};
     }
     single_at += __popc(one), several_at += __popc(many), hot_at += __popc(most);
   }
-}
-
-
-// The last table whose records begin at or before this one. A whole warp comes here.
-__device__ __forceinline__ u32 table_of(const Tally* tables, u32 num_tables, u32 record) {
-  u32 number = 0;
-  for (u32 start = 0; start < num_tables; start += WARP) {
-    const u32 begun = __ballot_sync(ALL, start + lane() < num_tables && tables[start + lane()].first_record <= record);
-    number += __popc(begun);
-    if (begun != ALL) break;
-  }
-  return number ? number - 1 : 0;
-}
-
-// Each distinct record of sorted ids onto the list of its dim. Record 0 is nobody's. `kinds`: how many dims there are.
-extern "C" __global__ void __launch_bounds__(LIST_THREADS, 2) list_keys(const Keys* __restrict__ kinds, u32 num_kinds, const Tally* __restrict__ tables, u32 num_tables,
-                                                                     const u32* __restrict__ records, const u32* __restrict__ values, u32 n) {
-  begin();
-  __shared__ u32 distinct_of_block, ends[2];
-  const u32 at = blockIdx.x * LIST_THREADS * POSITIONS, last = min(n, at + LIST_THREADS * POSITIONS) - 1;
-  const u32 lowest = max(records[at], 1), highest = records[last];
-  if (threadIdx.x == 0) distinct_of_block = 0;
-  if (threadIdx.x < 2 * WARP) {
-    const u32 table = table_of(tables, num_tables, threadIdx.x < WARP ? lowest : highest);
-    if (lane() == 0) ends[threadIdx.x / WARP] = table;
-  }
-  __syncthreads();
-  for (u32 kind = 0; kind < num_kinds; ++kind) {
-    const u32 begin = max(kinds[kind].first_record, 1), end = kind + 1 < num_kinds ? kinds[kind + 1].first_record : ALL;
-    if (highest < begin || lowest >= end) continue;
-    list_range(kinds[kind], begin, end, records, values, n, distinct_of_block);
-    __syncthreads();
-  }
-  if (num_tables == 0 || highest == 0) return;
-  if (ends[0] == ends[1]) {
-    if (threadIdx.x == 0) atomicAdd(&tables[ends[0]].counters->distinct, distinct_of_block);
-    return;
-  }
-  // Distinct keys of several tables.
-  const u32 begin = at + threadIdx.x * POSITIONS;
-  u32 table = 0, distinct = 0;
-  for (u32 i = begin; i < min(begin + POSITIONS, n); ++i) {
-    const u32 record = records[i];
-    if (record == 0 || (i > 0 && records[i - 1] == record)) continue;
-    u32 here = table;
-    if (distinct == 0 || (table + 1 < num_tables && record >= tables[table + 1].first_record)) {
-      u32 low = 0, high = num_tables;
-      while (low + 1 < high) {
-        const u32 middle = (low + high) / 2;
-        if (tables[middle].first_record <= record) low = middle;
-        else high = middle;
-      }
-      here = low;
-    }
-    if (here != table && distinct) atomicAdd(&tables[table].counters->distinct, distinct), distinct = 0;
-    table = here, ++distinct;
-  }
-  const u32 peers = __match_any_sync(ALL, table);
-  u32 sum = 0;
-  for (u32 from = 0; from < WARP; ++from) {
-    const u32 theirs = __shfl_sync(ALL, distinct, from);
-    if (peers >> from & 1) sum += theirs;
-  }
-  if (sum && lane() == __ffs(peers) - 1) atomicAdd(&tables[table].counters->distinct, sum);
 }
 
 constexpr u32 UPDATE_THREADS = 128;
@@ -249,8 +183,8 @@ template <u32 KINDS> struct Work {
   const Side* sides;
   const Table* tables;
   const Entry* entries;
-  // By place of the sort: name of a gradient row; place of an id; number of an entry.
-  const u32* values;
+  // By place of the sort; the value is the name of a gradient row, the place of an id or the number of an entry.
+  const Sorted* sorted;
   const u32* names;
   const float* coefficients;
   const Prepared* prepared;
@@ -267,14 +201,14 @@ template <u32 SOURCE, class W> __device__ __forceinline__ const Side& side_of(co
   return w.sides[(SOURCE == WEIGHTED_ROWS ? w.names[value] : value) >> w.shift];
 }
 
-// Where a record is. `number`: among the records of all tables; `value`: of one of its ids.
-template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(const W& w, u32 number, u32 value) {
+// Where a record of a table is. `value`: of one of its ids.
+template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(const W& w, u32 record, u32 value) {
   if (SOURCE == SUMS) {
     const Entry& entry = w.entries[value];
     return w.tables[entry.table].records + (u64)entry.record * w.tables[entry.table].stride;
   }
   const Side& side = side_of<SOURCE>(w, value);
-  return side.records + (u64)(number - side.first_record) * side.stride;
+  return side.records + (u64)record * side.stride;
 }
 
 template <u32 SOURCE, class W> __device__ __forceinline__ float factor_of(const W& w, u32 value) {
@@ -306,17 +240,17 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 
   __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
 
-  // Adds the gradients of ids `done` to `count`, whose values are `values`, to the sum; the first starts it.
-  __device__ __forceinline__ void add_run(const u32* values, u32 done, u32 count) {
+  // Adds the gradients of ids `done` to `count` to the sum; the first starts it.
+  __device__ __forceinline__ void add_run(const Sorted* ids, u32 done, u32 count) {
     u32 next[FLIGHT];
 #pragma unroll
-    for (u32 k = 0; k < FLIGHT; ++k) next[k] = done + k < count ? values[done + k] : 0;
+    for (u32 k = 0; k < FLIGHT; ++k) next[k] = done + k < count ? ids[done + k].value : 0;
     for (u32 start = done; start < count; start += FLIGHT) {
       u32 value[FLIGHT];
 #pragma unroll
       for (u32 k = 0; k < FLIGHT; ++k) {
         value[k] = next[k];
-        if (start + FLIGHT + k < count) next[k] = values[start + FLIGHT + k];
+        if (start + FLIGHT + k < count) next[k] = ids[start + FLIGHT + k].value;
       }
       add_rows(value, start == 0, count - start);
     }
@@ -470,8 +404,8 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     const u32 number = block * GROUPS + number_of;
     if (number >= runs) return true;
     const Run run = keys.runs[number];
-    const u32* values = w.values + run.first;
-    group.add_run(values, 0, run.count);
+    const Sorted* ids = w.sorted + run.first;
+    group.add_run(ids, 0, run.count);
 #pragma unroll
     for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
       if (group.is_mine(chunk)) __stcg(keys.partial + (u64)number * Of::QUADS + chunk * LANES + column, group.sum[chunk]);
@@ -484,7 +418,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     // The last run to arrive sums all, in their order. The list may be merged again.
     __threadfence();
     if (column == 0) hot->done = 0;
-    sink.begin(group, sink.place(group, hot->record, values[0], singles + several + run.hot));
+    sink.begin(group, sink.place(group, hot->record, ids->value, singles + several + run.hot));
 #pragma unroll
     for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
       if (!group.is_mine(chunk)) continue;
@@ -494,7 +428,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
       for (u32 k = 1; k < hot->runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
       group.sum[chunk] = sum;
     }
-    sink.end(group, values[0]);
+    sink.end(group, ids->value);
     return true;
   }
   block -= hot_blocks;
@@ -507,16 +441,16 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     Several key = keys.several[number], next = number + GROUPS < end ? keys.several[number + GROUPS] : none;
     u32 value[Of::FLIGHT], next_value[Of::FLIGHT];
 #pragma unroll
-    for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = k < key.count ? w.values[key.first + k] : 0;
+    for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = k < key.count ? w.sorted[key.first + k].value : 0;
     float4* place = sink.place(group, key.record, key.name, singles + number);
     for (; number < end; number += GROUPS) {
       sink.begin(group, place);
       group.add_rows(value, true, key.count);
 #pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k) next_value[k] = k < next.count ? w.values[next.first + k] : 0;
+      for (u32 k = 0; k < Of::FLIGHT; ++k) next_value[k] = k < next.count ? w.sorted[next.first + k].value : 0;
       const Several after = number + 2 * GROUPS < end ? keys.several[number + 2 * GROUPS] : none;
       if (next.count) place = sink.place(group, next.record, next.name, singles + number + GROUPS);
-      if (key.count > Of::FLIGHT) group.add_run(w.values + key.first, Of::FLIGHT, key.count);
+      if (key.count > Of::FLIGHT) group.add_run(w.sorted + key.first, Of::FLIGHT, key.count);
       sink.end(group, key.name);
       key = next, next = after;
 #pragma unroll
@@ -582,7 +516,7 @@ template <class W> __device__ __forceinline__ Summed summed(const W& w, const Ke
   if (number < singles) return {keys.singles[number].record, keys.singles[number].gradient_row};
   if (number < singles + several) return {keys.several[number - singles].record, keys.several[number - singles].name};
   const Hot& hot = keys.hot[number - singles - several];
-  return {hot.record, w.values[keys.runs[hot.first_run].first]};
+  return {hot.record, w.sorted[keys.runs[hot.first_run].first].value};
 }
 
 constexpr u32 PER_SUM = 4;
@@ -663,9 +597,10 @@ template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREA
   (add_squares<SOURCE, DIM>(w, w.kinds[kind++], totals), ...);
 }
 
-// Entries of the keys of a merge: their records as they are numbered now, and where their sums are.
+// Entries of the keys of a merge: their records as those of a dim's tables are numbered, one table after the other, and where their sums
+// are.
 struct Renumbering {
-  // By table: its first record now; GONE if it has lost the records that it had.
+  // By table: what its record 0 is; GONE if it has lost the records that it had.
   const u32* firsts;
   float weight;
   // Entries before this merge's.
@@ -686,7 +621,7 @@ template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREA
     entry = w.entries[key.value];
   } else {
     const Side& side = side_of<SOURCE>(w, key.value);
-    entry.table = side.table, entry.record = key.record - side.first_record;
+    entry.table = side.table, entry.record = key.record;
   }
   const u32 first = r.firsts[entry.table], now = first == GONE ? 0 : first + entry.record;
   entry.sum = keys.sums + (u64)number * quads, entry.weight = r.weight;

@@ -6,11 +6,14 @@ constexpr u32 BLOCK = 64, WARPS = BLOCK / WARP;
 
 // Where the ids of a call are told apart.
 struct Found {
-  // By id: its record among those of all tables, 0 if none is to learn from it; what is sorted beside it: the name of its gradient
+  // By id: its record, 0 if none is to learn from it; what is sorted beside it: the name of its gradient
   // row, or its place if coefficients differ from id to id.
   u32 *records, *values;
   // By place, if coefficients differ: the name of its gradient row.
   u32* names;
+  // Words to be set to 0 meanwhile.
+  u32* zeros;
+  u32 num_zeros, pad;
   Homeless homeless;
   Fault* fault;
 };
@@ -23,6 +26,7 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
 extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Found found) {
   begin();
   __shared__ LaneList lists[WARPS];
+  for (u32 k = blockIdx.x * BLOCK + threadIdx.x; k < found.num_zeros; k += gridDim.x * BLOCK) found.zeros[k] = 0;
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
   const Table& t = call.tables[feature.table];
@@ -40,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Foun
     if (lane() == 0 && dropped) atomicAdd(&t.index.counters->dropped, dropped);
   }
   if (!is_id) return;
-  found.records[at] = record == NO_RECORD ? 0 : t.first + record;
+  found.records[at] = record == NO_RECORD ? 0 : record;
   if (!found.values) return;
   const u32 name = number << call.shift | bag_of(feature, i);
   found.values[at] = found.names ? at : name;
@@ -54,14 +58,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Fo
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = found.homeless.ids[k];
     u32 number = 0;
-    for (u32 start = 0; start < call.num_features; start += WARP) number += __popc(__ballot_sync(ALL, start + lane() < call.num_features && call.features[start + lane()].first_id <= at));
-    const Feature& feature = call.features[number - 1];
+    for (u32 start = 0; start < call.num_features; start += WARP) {
+      const u32 has_it = __ballot_sync(ALL, start + lane() < call.num_features && at - call.features[start + lane()].first_id < call.features[start + lane()].num_ids);
+      if (has_it) number = start + __ffs(has_it) - 1;
+    }
+    const Feature& feature = call.features[number];
     const Table& t = call.tables[feature.table];
     const u64 key = key_at(feature, at - feature.first_id);
     const u32 record = find_room(t, key);
     if (lane() != 0) continue;
-    if (record != NO_RECORD) found.records[at] = t.first + record;
-    else report(found.fault, NO_PLACE, number - 1, feature.table, key);
+    if (record != NO_RECORD) found.records[at] = record;
+    else report(found.fault, NO_PLACE, number, feature.table, key);
   }
 }
 
@@ -98,7 +105,7 @@ template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const 
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k) {
       const u32 at = start + k * GROUPS + group, r = __shfl_sync(ALL, record, at % WARP);
-      from[k] = r && at < WARP ? f.records + (u64)(r - f.first_record) * f.stride : nullptr;
+      from[k] = r && at < WARP ? f.records + (u64)r * f.stride : nullptr;
     }
 #pragma unroll 1
     for (u32 quad = column; quad < QUADS; quad += LANES) {
@@ -134,7 +141,7 @@ template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Fe
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         if (start + k >= count) continue;
-        if (next[k]) row[k] = f.records[(u64)(next[k] - f.first_record) * f.stride + quad];
+        if (next[k]) row[k] = f.records[(u64)next[k] * f.stride + quad];
         else is_missing = true;
       }
       if (is_missing) {
@@ -178,8 +185,7 @@ template <u32 DIM> __device__ __noinline__ void pool_roles(const Table& t, const
       if (key <= t.last_key && quad < QUADS) {
         u32 record = rows.records[f.first_id + i];
         // An id of weight 0 sees what the whole call has inserted.
-        if (record) record -= f.first_record;
-        else if (weight == 0) record = find_alone(t.index, key);
+        if (!record && weight == 0) record = find_alone(t.index, key);
         row = record ? f.records[(u64)record * f.stride + quad] : missing_columns(t, key, quad);
       }
       row.x *= weight, row.y *= weight, row.z *= weight, row.w *= weight;

@@ -16,15 +16,13 @@ struct Table {
   u64 last_key;
   // In groups of four columns: of a record, and of its row.
   u32 stride, quads;
-  // Its record r is number first + r among the records of all tables.
-  u32 first;
   u32 num_released, fresh;
   // First value of the first state; the others' is 0.
   float first_state;
   // What a key without a record answers.
   u32 missing;
   // Place of its dim among those of the group.
-  u32 kind;
+  u32 kind, pad;
 };
 static_assert(sizeof(Table) == 112, "as crates/cuda/src/layout.rs has it");
 

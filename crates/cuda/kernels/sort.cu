@@ -1,212 +1,343 @@
-// Stable radix sort of pairs of 32-bit words, from the lowest digit up: a count of all digits, then one launch a digit in which
-// blocks learn from those before them where their pairs go ("onesweep": A. Adinets and D. Merrill, 2022). As most of them run at
-// once, they tell each other in groups: a block asks its fellows and the groups before, not all blocks before it.
-#include "types.cuh"
+// Stable radix sort of ids by their records, each section by itself, from the lowest digit up: a count of all digits, then one launch a
+// digit in which blocks learn from those before them where their ids go ("onesweep": A. Adinets and D. Merrill, 2022). A block tells what
+// it has before it ranks its ids, so that others need not wait for it; sixteen blocks tell those behind them together.
+#include "sort.cuh"
 
-constexpr u32 DIGIT_BITS = 9;
-constexpr u32 DIGITS = 1u << DIGIT_BITS, THREADS = 512, WARPS = THREADS / WARP;
-constexpr u32 MOST_PASSES = 4;
+typedef unsigned short u16;
+constexpr u32 THREADS = 512, WARPS = THREADS / WARP;
+// Digits of all passes at most: three of 11 bits.
+constexpr u32 MOST_DIGITS = 3 << 11;
 // Tiles of a group.
 constexpr u32 FELLOWS = 16;
-// Of what tiles and groups tell of a digit: nothing yet, how many they have, how many all up to them have.
-constexpr u32 COUNT = 1u << 30, TOTAL = 2u << 30, VALUE = COUNT - 1;
+// What a tile or group has told so far: how many ids it has by digit; how many all up to it have.
+enum Told : u32 { NOTHING, COUNTS, TOTALS };
 
-// Counts and starts of the digits of a sort, and what blocks tell each other.
-struct SortState {
-  // Blocks of `count_digits` that are done; the next tile of each pass.
-  u32 done, next[MOST_PASSES];
-  u32 pad[27];
-  // By pass and digit: how many, then where they start.
-  u32 starts[MOST_PASSES][DIGITS];
+struct Sort {
+  const Section* sections;
+  // By section, pass and digit: how many ids.
+  u32* counts;
+  // By pass, row and digit: what tiles and groups tell; by pass and row: whether they have.
+  u32 *told, *flags;
+  // By pass: the next tile.
+  u32* next;
+  u32 num_sections, tiles, rows, passes, bits, pad;
 };
+static_assert(sizeof(Sort) == 64, "as crates/cuda/src/layout.rs has it");
 
-__device__ __forceinline__ u32 digit_of(u32 key, u32 pass) { return key >> pass * DIGIT_BITS & (DIGITS - 1); }
+// Rows of what is told: those of tiles, then two a group, for its counts and totals. Groups are of one section.
+__device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) { return sort.tiles + 2 * (of.first_tile / FELLOWS + section + group); }
 
-// Inclusive sum over a block of one number a thread.
-__device__ __forceinline__ u32 block_sum(u32 x, u32* of_warps) {
-  const u32 warp = threadIdx.x / WARP;
-  for (u32 by = 1; by < WARP; by *= 2) {
-    const u32 y = __shfl_up_sync(ALL, x, by);
-    if (lane() >= by) x += y;
-  }
-  if (lane() == WARP - 1) of_warps[warp] = x;
-  __syncthreads();
-  u32 before = 0;
-  for (u32 w = 0; w < warp; ++w) before += of_warps[w];
-  __syncthreads();
-  return before + x;
+__device__ __forceinline__ u32 load_flag(const u32* at) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
 }
 
-// Rows of `told` that tiles and their groups have in a pass.
-__device__ __forceinline__ u32 rows_of(u32 tiles) { return tiles + (tiles + FELLOWS - 1) / FELLOWS; }
-
-// What some tiles or groups have of a digit, from the one at `last` back to the one at `first`: the sum up to one that tells a total.
-// `told`: of the digit, by tile or group. They are asked eight at a time.
-__device__ __forceinline__ u32 ask(const u32* told, u32 first, u32 last) {
-  constexpr u32 ASKED = 8;
-  u32 sum = 0;
-  for (u32 left = last - first; left > 0;) {
-    u32 said[ASKED];
-#pragma unroll
-    for (u32 k = 0; k < ASKED; ++k) said[k] = k < left ? load_shared(told + (u64)(first + left - 1 - k) * DIGITS) : TOTAL;
-    u32 known = 0;
-#pragma unroll
-    for (u32 k = 0; k < ASKED; ++k) {
-      if (known != k || !(said[k] & ~VALUE)) continue;
-      sum += said[k] & VALUE;
-      known = said[k] & TOTAL ? ALL : k + 1;
-    }
-    if (known == ALL) break;
-    left -= known;
-    if (known == 0) __nanosleep(100);
-  }
-  return sum;
+// Stores of single ids fill a line one by one; with rows streaming through the L2 cache beside them it would go to memory half full, and
+// come back for the rest.
+__device__ __forceinline__ u64 kept_policy() {
+  u64 policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+__device__ __forceinline__ void store_kept(Sorted* at, const Sorted& x, u64 policy) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(at), "r"(x.record), "r"(x.value), "l"(policy) : "memory");
+#else
+  *at = x;
+#endif
 }
 
-// `state` is zeros but for what blocks tell each other, which this clears: `told`, by pass, tile or group, and digit. The last block to
-// end turns counts into starts.
-extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ keys, u32 n, SortState* state, u32* told, u32 tiles, u32 passes) {
+// Adds one of a digit for each lane that has an id; the whole warp comes here. Ids of a table often have their high digit in common: those
+// that have the first one's are added at once.
+__device__ __forceinline__ void count_digit(u32* counts, u32 digit, bool is_id) {
+  const u32 of_first = __shfl_sync(ALL, digit, 0);
+  const u32 same = __ballot_sync(ALL, is_id && digit == of_first);
+  if (lane() == 0 ? same != 0 : is_id && digit != of_first) atomicAdd(&counts[digit], lane() == 0 ? __popc(same) : 1);
+}
+
+// `sort.counts` of the ids of a tile of so many. They are zeros before.
+extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ records, Sort sort, u32 tile) {
   begin();
-  __shared__ u32 counts[MOST_PASSES][DIGITS];
-  __shared__ u32 of_warps[WARPS];
-  __shared__ bool is_last;
-  for (u32 i = threadIdx.x; i < passes * DIGITS; i += THREADS) (&counts[0][0])[i] = 0;
+  __shared__ u32 counts[MOST_DIGITS];
+  const u32 digits = 1u << sort.bits, all = sort.passes * digits;
+  u32 number;
+  const Section section = section_at(sort.sections, sort.num_sections, blockIdx.x, [](const Section& s) { return s.first_tile; }, number);
+  for (u32 i = threadIdx.x; i < all; i += THREADS) counts[i] = 0;
   __syncthreads();
-  const u32 stride = gridDim.x * THREADS;
+  const u32 first = (blockIdx.x - section.first_tile) * tile, size = min(tile, section.count - first);
   constexpr u32 AHEAD = 4;
-  for (u32 start = blockIdx.x * THREADS; start < n; start += AHEAD * stride) {
-    u32 key[AHEAD];
+  for (u32 start = 0; start < size; start += AHEAD * THREADS) {
+    u32 record[AHEAD];
 #pragma unroll
     for (u32 k = 0; k < AHEAD; ++k) {
-      const u32 i = start + k * stride + threadIdx.x;
-      key[k] = i < n ? keys[i] : ALL;
+      const u32 i = start + k * THREADS + threadIdx.x;
+      record[k] = i < size ? records[section.first + first + i] : 0;
     }
 #pragma unroll
     for (u32 k = 0; k < AHEAD; ++k) {
-      const bool is_key = start + k * stride + threadIdx.x < n;
-      for (u32 pass = 0; pass < passes; ++pass) {
-        const u32 digit = digit_of(key[k], pass), of_first = __shfl_sync(ALL, digit, 0);
-        // High digits are often those of one table: one addition a warp.
-        if (__all_sync(ALL, is_key && digit == of_first)) {
-          if (lane() == 0) atomicAdd(&counts[pass][digit], WARP);
-        } else if (is_key) {
-          atomicAdd(&counts[pass][digit], 1);
-        }
+      const bool is_id = start + k * THREADS + threadIdx.x < size;
+      for (u32 pass = 0; pass < sort.passes; ++pass) count_digit(counts + pass * digits, record[k] >> pass * sort.bits & (digits - 1), is_id);
+    }
+  }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < all; i += THREADS)
+    if (const u32 count = counts[i]) atomicAdd(&sort.counts[number * all + i], count);
+}
+
+// Of each thread, the sum of those before it in the block.
+__device__ __forceinline__ u64 sum_before(u64 x, u64* of_warps) {
+  u64 sum = x;
+  for (u32 by = 1; by < WARP; by *= 2) {
+    const u64 y = __shfl_up_sync(ALL, sum, by);
+    if (lane() >= by) sum += y;
+  }
+  if (lane() == WARP - 1) of_warps[threadIdx.x / WARP] = sum;
+  __syncthreads();
+  u64 before = sum - x;
+  for (u32 w = 0; w < threadIdx.x / WARP; ++w) before += of_warps[w];
+  return before;
+}
+
+// A number for each digit of a thread.
+template <u32 N> struct Digits {
+  static_assert(N <= 2 || N % 4 == 0, "moved by two or four");
+  u32 of[N];
+
+  // As other blocks have stored them.
+  __device__ __forceinline__ void load(const u32* at) {
+    if constexpr (N == 1) {
+      of[0] = __ldcg(at);
+    } else if constexpr (N == 2) {
+      const uint2 x = __ldcg((const uint2*)at);
+      of[0] = x.x, of[1] = x.y;
+    } else {
+#pragma unroll
+      for (u32 k = 0; k < N; k += 4) {
+        const uint4 x = __ldcg((const uint4*)(at + k));
+        of[k] = x.x, of[k + 1] = x.y, of[k + 2] = x.z, of[k + 3] = x.w;
       }
     }
   }
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < passes * rows_of(tiles) * DIGITS; i += stride) told[i] = 0;
-  __syncthreads();
-  for (u32 i = threadIdx.x; i < passes * DIGITS; i += THREADS)
-    if (const u32 count = (&counts[0][0])[i]) atomicAdd(&(&state->starts[0][0])[i], count);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(&state->done, 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  for (u32 pass = 0; pass < passes; ++pass) {
-    u32 before = 0;
-    for (u32 first = 0; first < DIGITS; first += THREADS) {
-      const u32 digit = first + threadIdx.x;
-      const u32 count = digit < DIGITS ? load_shared(&state->starts[pass][digit]) : 0;
-      const u32 sum = block_sum(count, of_warps);
-      if (digit < DIGITS) state->starts[pass][digit] = before + sum - count;
-      before += __shfl_sync(ALL, sum, WARP - 1);
-      static_assert(DIGITS <= THREADS, "one round");
+  __device__ __forceinline__ void load_shared(const u32* at) {
+    if constexpr (N == 1) {
+      of[0] = at[0];
+      return;
+    }
+#pragma unroll
+    for (u32 k = 0; k + 1 < N; k += 2) {
+      const uint2 x = *(const uint2*)(at + k);
+      of[k] = x.x, of[k + 1] = x.y;
     }
   }
+  __device__ __forceinline__ void store(u32* at) const {
+    if constexpr (N == 1) {
+      at[0] = of[0];
+      return;
+    }
+#pragma unroll
+    for (u32 k = 0; k + 1 < N; k += 2) *(uint2*)(at + k) = make_uint2(of[k], of[k + 1]);
+  }
+  __device__ __forceinline__ void add(const Digits& other) {
+#pragma unroll
+    for (u32 k = 0; k < N; ++k) of[k] += other.of[k];
+  }
+  __device__ __forceinline__ u32 sum() const {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 k = 0; k < N; ++k) sum += of[k];
+    return sum;
+  }
+  // Counts become where each starts, if the first does at `at`.
+  __device__ __forceinline__ void start_at(u32 at) {
+#pragma unroll
+    for (u32 k = 0; k < N; ++k) {
+      const u32 count = of[k];
+      of[k] = at, at += count;
+    }
+  }
+  // Adds so many rows of what was told.
+  __device__ __forceinline__ void add_rows(const u32* told, u32 count, u32 stride) {
+    constexpr u32 AHEAD = N == 8 ? 2 : 4;
+#pragma unroll 1
+    for (u32 start = 0; start < count; start += AHEAD) {
+      Digits row[AHEAD] = {};
+#pragma unroll
+      for (u32 k = 0; k < AHEAD; ++k)
+        if (start + k < count) row[k].load(told + (u64)(start + k) * stride);
+#pragma unroll
+      for (u32 k = 0; k < AHEAD; ++k) add(row[k]);
+    }
+  }
+};
+
+// The lanes whose digit is this lane's.
+template <u32 BITS> __device__ __forceinline__ u32 peers_of(u32 digit) {
+  u32 peers = ALL;
+#pragma unroll
+  for (u32 bit = 0; bit < BITS; ++bit) {
+    u32 same;
+    asm volatile("{ .reg .pred p; and.b32 %0, %1, %2; setp.ne.u32 p, %0, 0; vote.sync.ballot.b32 %0, p, 0xffffffff; @!p not.b32 %0, %0; }" : "=r"(same) : "r"(digit), "r"(1u << bit));
+    peers &= same;
+  }
+  return peers;
 }
 
-// A tile is what a block takes: ITEMS pairs a thread.
-template <u32 ITEMS> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* __restrict__ keys, const u32* __restrict__ values, u32* __restrict__ sorted_keys, u32* __restrict__ sorted_values, u32 n,
-                                                     SortState* state, u32* told, u32 pass) {
+// A tile is what a block takes: ITEMS ids a thread. `records`, `values`: of ids by place, every STRIDE words.
+template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* sorted, Sort sort, u32 pass) {
   begin();
-  constexpr u32 TILE = THREADS * ITEMS;
-  // Counts by warp and digit; then, in the same memory, the tile in its new order.
-  __shared__ union {
-    u32 counts[WARPS][DIGITS];
-    u32 tile[TILE];
-  } shared;
-  __shared__ u32 starts[DIGITS];
-  __shared__ u32 of_warps[WARPS];
-  __shared__ u32 number;
+  constexpr u32 TILE = THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / THREADS;
+  const u32 shift = pass * BITS;
+  // Counts by warp and digit; then, in the same memory, the tile in its new order. Then, of each digit: how many; then where they go.
+  extern __shared__ uint4 memory[];
+  u16* counts = (u16*)memory;
+  Sorted* tile = (Sorted*)memory;
+  constexpr u32 BYTES = WARPS * DIGITS * sizeof(u16) > TILE * sizeof(Sorted) ? WARPS * DIGITS * sizeof(u16) : TILE * sizeof(Sorted);
+  u32* starts = (u32*)((char*)memory + BYTES);
+  __shared__ u64 of_warps[WARPS];
+  __shared__ u32 taken, nearest;
   const u32 warp = threadIdx.x / WARP, thread = threadIdx.x;
   // Tiles are taken in order, so that those before it are at work already.
-  if (thread == 0) number = atomicAdd(&state->next[pass], 1);
-  for (u32 i = thread; i < WARPS * DIGITS; i += THREADS) (&shared.counts[0][0])[i] = 0;
+  if (thread == 0) taken = atomicAdd(&sort.next[pass], 1);
+#pragma unroll
+  for (u32 i = thread; i < WARPS * DIGITS / 8; i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (u32 i = thread; i < DIGITS; i += THREADS) starts[i] = 0;
   __syncthreads();
-  const u32 first = number * TILE, begin = first + warp * WARP * ITEMS + lane();
-  const u32 size = min(TILE, n - first);
+  const u32 number = taken;
+  u32 section_number;
+  const Section section = section_at(sort.sections, sort.num_sections, number, [](const Section& s) { return s.first_tile; }, section_number);
+  const u32 in_section = number - section.first_tile, size = min(TILE, section.count - in_section * TILE);
+  const u32 mine = warp * WARP * ITEMS + lane();
+  records += (u64)(section.first + in_section * TILE + mine) * STRIDE, values += (u64)(section.first + in_section * TILE + mine) * STRIDE;
+  // Made anew each time: to keep it would take a register an id.
+  const auto digit_of = [&](u32 x) {
+    u32 high;
+    asm volatile("shr.u32 %0, %1, %2;" : "=r"(high) : "r"(x), "r"(shift));
+    return high & (DIGITS - 1);
+  };
   u32 key[ITEMS], place[ITEMS];
+  // Where there is no id, the highest digit: it ranks behind all.
 #pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) key[k] = begin + k * WARP < n ? keys[begin + k * WARP] : ALL;
+  for (u32 k = 0; k < ITEMS; ++k) key[k] = mine + k * WARP < size ? records[k * WARP * STRIDE] : ALL;
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) count_digit(starts, digit_of(key[k]), mine + k * WARP < size);
+  Digits<OWN> own;
+  own.load(sort.counts + (u64)(section_number * sort.passes + pass) * DIGITS + OWN * thread);
+  u64 sum = (u64)own.sum() << 32;
+  u32* told = sort.told + (u64)pass * sort.rows * DIGITS + OWN * thread;
+  u32* flags = sort.flags + pass * sort.rows;
+  __syncthreads();
+  own.load_shared(starts + OWN * thread);
+  own.store(told + (u64)number * DIGITS);
+  const u64 before = sum_before(sum + own.sum(), of_warps);
+  __syncthreads();
+  if (thread == 0) release(&flags[number], COUNTS);
+  // Ranks.
+  u16* of_warp = counts + warp * DIGITS;
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) {
-    const u32 digit = digit_of(key[k], pass);
-    u32 peers = ALL;
-#pragma unroll
-    for (u32 bit = 0; bit < DIGIT_BITS; ++bit) {
-      const u32 ones = __ballot_sync(ALL, digit >> bit & 1);
-      peers &= digit >> bit & 1 ? ones : ~ones;
-    }
-    const u32 before = shared.counts[warp][digit];
+    const u32 digit = digit_of(key[k]), peers = peers_of<BITS>(digit);
+    const u32 less = of_warp[digit];
     __syncwarp();
-    if ((peers & lanes_below()) == 0) shared.counts[warp][digit] = before + __popc(peers);
+    if ((peers & lanes_below()) == 0) of_warp[digit] = less + __popc(peers);
     __syncwarp();
-    place[k] = before + __popc(peers & lanes_below());
+    place[k] = less + __popc(peers & lanes_below());
+  }
+  const u32 group = in_section / FELLOWS, fellows = in_section % FELLOWS;
+  // The last warp waits for the tiles before it in its group.
+  if (warp == WARPS - 1) {
+    bool is_known;
+    do is_known = lane() >= fellows || load_flag(&flags[number - fellows + lane()]) != NOTHING;
+    while (!__all_sync(ALL, is_known));
   }
   __syncthreads();
-  // A thread a digit.
-  u32 count = 0;
-  if (thread < DIGITS) {
+  // Where the tile's ids of each digit start, warp by warp; two digits a word.
+  own.load_shared(starts + OWN * thread);
+  own.start_at((u32)before);
+  if constexpr (OWN == 1) {
+    u32 next = own.of[0];
+#pragma unroll
     for (u32 w = 0; w < WARPS; ++w) {
-      const u32 of_warp = shared.counts[w][thread];
-      shared.counts[w][thread] = count;
-      count += of_warp;
+      u16& at = counts[w * DIGITS + thread];
+      const u32 has = at;
+      at = next, next += has;
     }
-    told += (u64)pass * rows_of(gridDim.x) * DIGITS + thread;
-    store_shared(told + (u64)number * DIGITS, COUNT | count);
+  } else {
+    u32 next[OWN / 2];
+#pragma unroll
+    for (u32 k = 0; k < OWN / 2; ++k) next[k] = own.of[2 * k] | own.of[2 * k + 1] << 16;
+#pragma unroll
+    for (u32 w = 0; w < WARPS; ++w) {
+      u32* at = (u32*)(counts + w * DIGITS) + OWN / 2 * thread;
+#pragma unroll
+      for (u32 k = 0; k < OWN / 2; ++k) {
+        const u32 has = at[k];
+        at[k] = next[k], next[k] += has;
+      }
+    }
   }
-  const u32 start = block_sum(count, of_warps) - count;
-  if (thread < DIGITS) {
-    const u32 group = number / FELLOWS, first = group * FELLOWS;
-    u32* of_groups = told + (u64)gridDim.x * DIGITS;
-    u32 before = ask(told, first, number);
-    const bool is_last = number + 1 == gridDim.x || number % FELLOWS == FELLOWS - 1;
-    const u32 all = before + count;
-    if (is_last) store_shared(of_groups + (u64)group * DIGITS, (group ? COUNT : TOTAL) | all);
-    const u32 of_others = ask(of_groups, 0, group);
-    if (is_last && group) store_shared(of_groups + (u64)group * DIGITS, TOTAL | (of_others + all));
-    before += of_others;
-    // Where the tile's pairs of this digit go, less where they lie in the tile.
-    starts[thread] = state->starts[pass][thread] + before - start;
-    for (u32 w = 0; w < WARPS; ++w) shared.counts[w][thread] += start;
+  Digits<OWN> less = {};
+  less.add_rows(told + (u64)(number - fellows) * DIGITS, fellows, DIGITS);
+  if (section.count > FELLOWS * TILE) {
+    const u32 first_group = group_row(sort, section_number, section, 0);
+    u32* of_group = told + (u64)(first_group + 2 * group) * DIGITS;
+    const bool is_last = fellows == FELLOWS - 1;
+    if (is_last) {
+      own.load_shared(starts + OWN * thread), own.add(less);
+      own.store(of_group + (group ? 0 : DIGITS));
+      __syncthreads();
+      if (thread == 0) release(&flags[first_group + 2 * group], group ? COUNTS : TOTALS);
+    }
+    if (group) {
+      // Back to the nearest group that tells a total.
+      if (warp == WARPS - 1) {
+        u32 totals;
+        bool is_known;
+        do {
+          const u32 said = lane() < group ? load_flag(&flags[first_group + 2 * (group - 1 - lane())]) : NOTHING;
+          totals = __ballot_sync(ALL, said == TOTALS);
+          const u32 asked = totals ? __ffs(totals) : 0;
+          is_known = asked && __all_sync(ALL, lane() >= asked || said != NOTHING);
+        } while (!is_known);
+        if (lane() == 0) nearest = group - __ffs(totals);
+      }
+      __syncthreads();
+      const u32* rows = told + (u64)(first_group + 2 * nearest) * DIGITS;
+      less.add_rows(rows + DIGITS, 1, DIGITS);
+      less.add_rows(rows + 2 * DIGITS, group - 1 - nearest, 2 * DIGITS);
+      if (is_last) {
+        own.load_shared(starts + OWN * thread), own.add(less);
+        own.store(of_group + DIGITS);
+        __syncthreads();
+        if (thread == 0) release(&flags[first_group + 2 * group], TOTALS);
+      }
+    }
   }
+  // Where the tile's ids of each digit go, less where they lie in the tile.
+  own.load(sort.counts + (u64)(section_number * sort.passes + pass) * DIGITS + OWN * thread);
+  own.start_at(section.first + (u32)(before >> 32));
+  less.add(own);
+  own.load_shared(starts + OWN * thread);
+  own.start_at((u32)before);
+#pragma unroll
+  for (u32 k = 0; k < OWN; ++k) less.of[k] -= own.of[k];
+  less.store(starts + OWN * thread);
   __syncthreads();
 #pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) place[k] += shared.counts[warp][digit_of(key[k], pass)];
-  __syncthreads();
-  u32 value[ITEMS], to[ITEMS];
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) {
-    shared.tile[place[k]] = key[k];
-    value[k] = begin + k * WARP < n ? values[begin + k * WARP] : 0;
-  }
+  for (u32 k = 0; k < ITEMS; ++k) place[k] += of_warp[digit_of(key[k])];
   __syncthreads();
 #pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) {
-    const u32 at = k * THREADS + thread, moved = shared.tile[at];
-    to[k] = starts[digit_of(moved, pass)] + at;
-    if (at < size) sorted_keys[to[k]] = moved;
-  }
+  for (u32 k = 0; k < ITEMS; ++k) tile[place[k]] = {key[k], mine + k * WARP < size ? values[k * WARP * STRIDE] : 0};
   __syncthreads();
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) shared.tile[place[k]] = value[k];
-  __syncthreads();
+  const u64 kept = kept_policy();
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) {
     const u32 at = k * THREADS + thread;
-    if (at < size) sorted_values[to[k]] = shared.tile[at];
+    if (at >= size) continue;
+    const Sorted moved = tile[at];
+    store_kept(sorted + (starts[digit_of(moved.record)] + at), moved, kept);
   }
 }

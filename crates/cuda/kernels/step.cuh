@@ -17,8 +17,7 @@ struct Feature {
   // Of its table, as there.
   float4* records;
   u64 padding_key;
-  u32 stride, first_record;
-  u32 table, kind, num_ids, num_bags, hotness;
+  u32 stride, table, kind, num_ids, num_bags, hotness;
   u32 key_type, combiner;
   // Ids are sorted by what is to happen to them.
   u32 has_padding, wide_splits, has_roles;
@@ -32,8 +31,8 @@ struct Feature {
   u32 pools;
   // What sums of bags are multiplied by, and gradients of each of their ids, if it is the same for all.
   float scale;
-  // Ids of the features before it.
-  u32 first_id;
+  // Place of its first id.
+  u32 first_id, pad;
 };
 static_assert(sizeof(Feature) == 128, "as crates/cuda/src/layout.rs has it");
 

@@ -8,6 +8,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
+use cudarc::driver::sys::CUfunction_attribute_enum::{
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+};
 use cudarc::driver::sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
 use cudarc::driver::sys::{
     CUdevice_attribute, CUfunction, CUlaunchAttribute, CUlaunchAttributeValue, CUlaunchConfig, CUstream,
@@ -27,6 +30,8 @@ pub struct Device {
     /// Compute capability: 90 for 9.0.
     pub arch: u32,
     pub multiprocessors: u32,
+    /// Bytes of memory that the threads of a block may share.
+    pub shared_bytes: usize,
     /// Bytes that the parameters of a launch may have.
     pub parameter_bytes: usize,
     nvrtc: Nvrtc,
@@ -113,6 +118,9 @@ impl Device {
         let multiprocessors = context
             .attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(&failed)?;
+        let shared_bytes = context
+            .attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+            .map_err(&failed)?;
         let nvrtc = Nvrtc::load(known)?;
         let mut driver = 0;
         // SAFETY: a number to write to.
@@ -123,6 +131,7 @@ impl Device {
             context,
             arch: (10 * major + minor) as u32,
             multiprocessors: multiprocessors as u32,
+            shared_bytes: shared_bytes as usize,
             parameter_bytes: if takes_many { 32_764 } else { 4096 },
             nvrtc,
             kernels: Mutex::default(),
@@ -142,6 +151,22 @@ impl Device {
         let device = Arc::new(Device::open(ordinal, known)?);
         devices.push((ordinal, device.clone()));
         Ok(device)
+    }
+
+    /// Lets launches of a function take as much shared memory as a block can have.
+    fn let_share(&self, function: CUfunction) -> Result<()> {
+        let mut own = 0;
+        // SAFETY: a function of a loaded module, and a number to write to.
+        let result = unsafe {
+            sys::cuFuncGetAttribute(&mut own, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+                .result()
+                .and_then(|()| {
+                    let most = self.shared_bytes as i32 - own;
+                    sys::cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
+                        .result()
+                })
+        };
+        result.map_err(driver_error("loading kernels"))
     }
 
     /// Waits for all that was launched.
@@ -172,6 +197,7 @@ impl Device {
                 // SAFETY: the module is loaded.
                 let function = unsafe { result::module::get_function(module, symbol) }
                     .map_err(driver_error("finding a kernel"))?;
+                self.let_share(function)?;
                 loaded.insert(key(name), Kernel { function, may_overlap: self.arch >= 90 });
             }
         }
@@ -185,7 +211,14 @@ impl Device {
 /// each place that uses it.
 macro_rules! launch {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
-        $crate::device::put!(false, $kernel, $stream, $blocks, $threads, $($value),*)
+        $crate::device::put!(false, $kernel, $stream, $blocks, $threads, 0, $($value),*)
+    };
+}
+
+/// As `launch!`, with so many bytes of memory that the threads of a block share.
+macro_rules! launch_shared {
+    ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),* $(,)?) => {
+        $crate::device::put!(false, $kernel, $stream, $blocks, $threads, $bytes, $($value),*)
     };
 }
 
@@ -193,24 +226,24 @@ macro_rules! launch {
 /// kernel has no `__restrict__` pointers: what is read through one may be read before the other launch is over.
 macro_rules! launch_next {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
-        $crate::device::put!(true, $kernel, $stream, $blocks, $threads, $($value),*)
+        $crate::device::put!(true, $kernel, $stream, $blocks, $threads, 0, $($value),*)
     };
 }
 
 macro_rules! put {
-    ($is_next:expr, $kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),*) => {{
+    ($is_next:expr, $kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),*) => {{
         let mut arguments = [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*];
-        let grid = ($blocks as u32, $threads as u32);
+        let grid = ($blocks as u32, $threads as u32, $bytes as u32);
         // SAFETY: the promise above.
         #[allow(unsafe_code)]
         let launched = unsafe { $crate::device::Kernel::launch(&$kernel, $stream, grid, $is_next, &mut arguments) };
         launched
     }};
 }
-pub(crate) use {launch, launch_next, put};
+pub(crate) use {launch, launch_next, launch_shared, put};
 
 impl Kernel {
-    /// Puts a launch of so many blocks of so many threads onto a stream. `is_next`: it may be made ready while the one
+    /// Puts a launch of so many blocks of so many threads, which share so many bytes, onto a stream. `is_next`: it may be made ready while the one
     /// before it runs, if the device can; it waits itself, by `begin` of kernels/types.cuh.
     ///
     /// # Safety
@@ -218,7 +251,7 @@ impl Kernel {
     pub unsafe fn launch(
         &self,
         stream: Stream,
-        (blocks, threads): (u32, u32),
+        (blocks, threads, shared_bytes): (u32, u32, u32),
         is_next: bool,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
@@ -237,7 +270,7 @@ impl Kernel {
             blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: 0,
+            sharedMemBytes: shared_bytes,
             hStream: stream.0,
             attrs: &raw mut overlaps,
             numAttrs: u32::from(is_next && self.may_overlap),

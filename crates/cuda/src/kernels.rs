@@ -9,6 +9,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("index.cuh", include_str!("../kernels/index.cuh")),
     ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
+    ("sort.cuh", include_str!("../kernels/sort.cuh")),
     ("step.cuh", include_str!("../kernels/step.cuh")),
 ];
 

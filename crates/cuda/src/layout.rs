@@ -25,27 +25,28 @@ pub const COUNTERS: usize = 4 * 32;
 pub const TAKEN: usize = 0;
 pub const DROPPED: usize = 64;
 pub const DISTINCT: usize = 96;
-/// First record of a table that has lost those it had.
+/// In place of the first record of a table that has lost those it had; the table of a section whose distinct keys nobody counts.
 pub const GONE: u32 = u32::MAX;
+pub const NOBODY: u32 = u32::MAX;
 /// In a list of record numbers: the record is new.
 pub const NEW: u32 = 1 << 31;
-/// Words of the state of a sort, its passes at most, digits of a pass and their bits, threads of a block and the pairs that
-/// one of them may take.
-pub const SORT_STATE: usize = 32 + MOST_PASSES * DIGITS;
-pub const MOST_PASSES: usize = 4;
-pub const DIGIT_BITS: usize = 9;
-pub const DIGITS: usize = 1 << DIGIT_BITS;
+/// Words of the tiles that a sort's passes take next; bits of a digit at least and at most; threads of a block, the ids that one of them
+/// may take, blocks that a multiprocessor has at work at the same time; blocks that tell the later ones together what they have.
+pub const SORT_STATE: usize = 32;
+pub const LEAST_BITS: u32 = 9;
+pub const MOST_BITS: u32 = 11;
 pub const SORT_THREADS: usize = 512;
-pub const SORT_ITEMS: [usize; 3] = [4, 8, 14];
-/// Blocks of a sort that tell the later ones together what they have.
+pub const SORT_ITEMS: [usize; 3] = [4, 8, 13];
+pub const SORT_AT_ONCE: usize = 2;
 pub const SORT_FELLOWS: usize = 16;
 /// Words of the counts of one dim's lists.
 pub const LISTS: usize = 64;
 /// Ids a run of a hot key, and those beyond which a key is hot.
 pub const RUN: usize = 64;
 pub const HOT: usize = 16;
-/// Positions that a block of `list_keys` takes.
-pub const LIST_BLOCK: usize = 4096;
+/// Threads of a block of `list_keys`, and the places that it takes.
+pub const LIST_THREADS: usize = 256;
+pub const LIST_BLOCK: usize = 2048;
 /// Threads of the launches, and what a group of lanes takes.
 pub const FIND_THREADS: usize = 64;
 pub const ROWS_THREADS: usize = 256;
@@ -93,13 +94,13 @@ plain! {
         /// In four floats: of a record, and of its row.
         pub stride: u32,
         pub quads: u32,
-        pub first: u32,
         pub num_released: u32,
         pub fresh: u32,
         pub first_state: f32,
         /// 0: the first value; 1: zeros.
         pub missing: u32,
         pub kind: u32,
+        pub pad: u32,
     }
 
     pub struct Feature {
@@ -111,7 +112,6 @@ plain! {
         pub records: u64,
         pub padding_key: u64,
         pub stride: u32,
-        pub first_record: u32,
         pub table: u32,
         pub kind: u32,
         pub num_ids: u32,
@@ -128,6 +128,7 @@ plain! {
         pub pools: u32,
         pub scale: f32,
         pub first_id: u32,
+        pub pad: u32,
     }
 
     pub struct Call {
@@ -148,6 +149,9 @@ plain! {
         pub records: u64,
         pub values: u64,
         pub names: u64,
+        pub zeros: u64,
+        pub num_zeros: u32,
+        pub pad: u32,
         pub homeless: Homeless,
         pub fault: u64,
     }
@@ -180,22 +184,43 @@ plain! {
         pub runs: u64,
         pub partial: u64,
         pub sums: u64,
-        pub first_record: u32,
-        pub pad: u32,
     }
 
     pub struct Side {
         pub gradients: u64,
         pub records: u64,
         pub stride: u32,
-        pub first_record: u32,
-        pub scale: f32,
         pub table: u32,
+        pub scale: f32,
+        pub pad: u32,
     }
 
-    pub struct Tally {
-        pub counters: u64,
-        pub first_record: u32,
+    pub struct Section {
+        pub first: u32,
+        pub count: u32,
+        pub first_tile: u32,
+        pub first_list: u32,
+        pub kind: u32,
+        pub table: u32,
+        pub pad: [u32; 2],
+    }
+
+    pub struct Sorted {
+        pub record: u32,
+        pub value: u32,
+    }
+
+    pub struct Sort {
+        pub sections: u64,
+        pub counts: u64,
+        pub told: u64,
+        pub flags: u64,
+        pub next: u64,
+        pub num_sections: u32,
+        pub tiles: u32,
+        pub rows: u32,
+        pub passes: u32,
+        pub bits: u32,
         pub pad: u32,
     }
 
@@ -241,7 +266,7 @@ plain! {
         pub sides: u64,
         pub tables: u64,
         pub entries: u64,
-        pub values: u64,
+        pub sorted: u64,
         pub names: u64,
         pub coefficients: u64,
         pub prepared: u64,
@@ -339,7 +364,9 @@ mod tests {
     fn layouts_have_no_hidden_padding() {
         assert_eq!(size_of::<Table>(), 112);
         assert_eq!(size_of::<Feature>(), 128);
-        assert_eq!(size_of::<Keys>(), 64);
+        assert_eq!(size_of::<Keys>(), 56);
+        assert_eq!(size_of::<Section>(), 32);
+        assert_eq!(size_of::<Sort>(), 64);
         assert_eq!(size_of::<Side>(), 32);
         assert_eq!(size_of::<Entry>(), 32);
         assert_eq!(size_of::<Preparation>(), 96);

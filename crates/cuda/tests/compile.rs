@@ -82,7 +82,12 @@ fn all_kernels_compile_for_all_architectures() {
         "give_norm",
         "clip_factors",
     ]);
-    let sort = own(&["count_digits", "sort_pass<4>", "sort_pass<8>", "sort_pass<14>"]);
+    let passes = [(4, 9), (8, 10), (13, 9), (13, 10), (13, 11)];
+    let sort = passes
+        .iter()
+        .flat_map(|(items, bits)| [1, 2].map(|stride| format!("sort_pass<{items}, {bits}, {stride}>")))
+        .chain(own(&["count_digits"]))
+        .collect();
     let kernels =
         [(&TABLE, table), (&SORT, sort), (&FORWARD, forward), (&BACKWARD, backward), (&CONTROL, control)];
     std::thread::scope(|threads| {

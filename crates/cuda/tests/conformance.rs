@@ -280,6 +280,37 @@ fn large_calls_leave_a_group_as_its_model() {
     }
 }
 
+/// A sort of one to three passes, and of so many blocks that they tell each other in groups of groups; a small table beside.
+#[test]
+#[ignore = "needs a GPU"]
+fn millions_of_ids_of_a_table_follow_the_host() {
+    for (len, range) in [(20_000, 1000), (300_000, 1 << 20), (4_000_000, 1 << 24)] {
+        let mut dice = Dice(range);
+        let configs = [plain_config("a", 1), plain_config("b", 3), plain_config("c", 1)];
+        let mut subjects: [Box<dyn Subject>; 2] =
+            [Box::new(HostSubject::new(&configs, &POOL)), Box::new(GpuSubject::new(&configs))];
+        let binding = Binding { owner: 1, update: any_update(&mut dice), needs_norm: false };
+        subjects.iter_mut().for_each(|subject| subject.bind(binding).unwrap());
+        for step in 1..=3 {
+            let many: Vec<u64> = (0..len).map(|_| dice.below(range)).collect();
+            let keys = [skewed_keys(&mut dice, 1001, 5000), skewed_keys(&mut dice, 70_001, 5000), many];
+            let inputs: Vec<Input> = [1, 2, 0, 2].map(|k: usize| Input::plain(k, &keys[k])).into();
+            let gradients = inputs.iter().map(|i| dice.floats(i.ids.keys().len() * configs[i.table].dim));
+            let gradients = Arc::new(gradients.collect::<Vec<_>>());
+            let rows = subjects.each_mut().map(|subject| {
+                let (number, rows) = subject.lookup(&inputs, true, true).unwrap();
+                subject.push(number, number, &gradients, true, &[]).unwrap();
+                subject.commit(&[(number, 1.0)], true).unwrap();
+                subject.apply(UpdateScalars { learning_rate: 0.05, step, factor: 1.0 }, true).unwrap();
+                rows
+            });
+            for (feature, (host, gpu)) in rows[0].iter().zip(&rows[1]).enumerate() {
+                assert!(bits(host) == bits(gpu), "{len} ids, step {step}, feature {feature}");
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn ten_million_operations_leave_it_as_the_host_table() {
@@ -404,7 +435,7 @@ fn lag(stream: Stream, dice: &mut Dice) {
     let delay = DEVICE.kernel(&DELAY, "delay").unwrap();
     let cycles = dice.pick(&[0u64, 0, 20_000, 200_000]);
     // SAFETY: its one parameter; it reads and writes nothing.
-    unsafe { delay.launch(stream, (1, 1), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
+    unsafe { delay.launch(stream, (1, 1, 0), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
 }
 
 /// Arrays of a step none of whose calls waits for the device: alive until all have run.

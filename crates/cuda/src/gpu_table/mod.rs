@@ -115,7 +115,7 @@ impl GpuTable {
     }
 
     /// `first`: of its records among those of all tables; `kind`: place of its dim among those of the group.
-    pub(crate) fn descriptor(&self, first: u32, kind: u32) -> layout::Table {
+    pub(crate) fn descriptor(&self, kind: u32) -> layout::Table {
         layout::Table {
             index: self.index.descriptor(),
             initializer: initializer(&self.config),
@@ -124,17 +124,17 @@ impl GpuTable {
             last_key: self.config.vocabulary_size.map_or(u64::MAX, |size| size - 1),
             stride: self.layout.stride as u32,
             quads: layout::quads(self.config.dim) as u32,
-            first,
             num_released: self.released.len() as u32,
             fresh: self.fresh,
             first_state: self.layout.first_state,
             missing: u32::from(self.config.missing == Missing::Zeros),
             kind,
+            pad: 0,
         }
     }
 
     fn alone(&self) -> layout::Table {
-        self.descriptor(0, 0)
+        self.descriptor(0)
     }
 
     pub(crate) fn refuses(&self) -> bool {
@@ -144,6 +144,12 @@ impl GpuTable {
     /// Record numbers that it may use, as memory stands.
     pub(crate) fn num_numbers(&self) -> u64 {
         (self.arena.num_bytes() / (16 * self.layout.stride)) as u64
+    }
+
+    /// More than any record number that is in use, or that what is under way may take.
+    pub(crate) fn most_numbers(&self) -> u64 {
+        let taken = self.most_taken.saturating_sub(self.released.len() as u64);
+        self.num_numbers().min(u64::from(self.fresh) + taken)
     }
 
     fn reserve_records(&mut self, more: u64) -> Result<()> {

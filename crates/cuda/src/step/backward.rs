@@ -1,9 +1,9 @@
 //! The launches behind push, commit and apply.
 
-use sok_core::error::Result;
+use sok_core::error::{Error, Result};
 use sok_core::optimizer::Update;
 
-use super::{FEW, MANY, SUMS, Saved, SavedFeature, Workspace};
+use super::{FEW, MANY, Plan, SUMS, Saved, SavedFeature, Workspace};
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{BACKWARD, CONTROL, FORWARD};
@@ -20,16 +20,9 @@ impl Workspace {
             let table = &tables[f.table];
             let (records, stride) = match is_gone(f.table) {
                 true => (nowhere, 0),
-                false => (table.descriptor(0, 0).records, table.layout.stride as u32),
+                false => (table.descriptor(0).records, table.layout.stride as u32),
             };
-            Side {
-                gradients: *gradients,
-                records,
-                stride,
-                first_record: saved.firsts[f.table],
-                scale: f.scale,
-                table: f.table as u32,
-            }
+            Side { gradients: *gradients, records, stride, table: f.table as u32, scale: f.scale, pad: 0 }
         };
         saved.features.iter().zip(gradients).map(side).collect()
     }
@@ -209,6 +202,36 @@ impl Workspace {
         saved.kinds.iter().map(count).collect()
     }
 
+    /// By table, the number of its record 0 if records of a dim's tables are numbered one table after the other; and more than any
+    /// number.
+    fn number_by_dim(&self, tables: &[GpuTable]) -> Result<(Vec<u32>, u64)> {
+        let (mut firsts, mut ends) = (vec![0; tables.len()], vec![0u64; self.dims.len()]);
+        for &t in &self.order {
+            let end = &mut ends[self.kinds[t]];
+            firsts[t] = *end as u32;
+            *end += tables[t].num_numbers();
+        }
+        let most = ends.into_iter().max().unwrap_or(0);
+        if most >= u64::from(u32::MAX) {
+            return Err(Error::Device(format!(
+                "gradients of several lookups of a step can be added up for at most {} records of a dim on a GPU. Received: {most}",
+                u32::MAX - 1
+            )));
+        }
+        Ok((firsts, most))
+    }
+
+    /// The sort of what was merged: the tables of a dim together.
+    fn plan_of_kinds(&self, ids_by_kind: &[usize], most_records: u64) -> Plan {
+        let section = |(kind, ids): (usize, &usize)| Section {
+            count: *ids as u32,
+            kind: kind as u32,
+            table: NOBODY,
+            ..Section::default()
+        };
+        self.sort_plan(ids_by_kind.iter().enumerate().map(section).collect(), most_records)
+    }
+
     /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.
     pub fn combine(
         &mut self,
@@ -222,33 +245,35 @@ impl Workspace {
             (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
         let n: usize = ids_by_kind.iter().sum();
         let entry_words = n * size_of::<Entry>() / 4;
-        let num_words = self.places(0, &[], &ids_by_kind, true, false).words;
+        let (firsts, most_records) = self.number_by_dim(tables)?;
+        let plan = self.plan_of_kinds(&ids_by_kind, most_records);
+        let num_words = self.places(0, &[], &ids_by_kind, Some(&plan), false).words;
         let memory = self.take_memory(num_words + entry_words + 64)?;
-        let mut places = self.places(memory.address(), &[], &ids_by_kind, true, false);
+        let places = self.places(memory.address(), &[], &ids_by_kind, Some(&plan), false);
         let entries = memory.at(num_words.next_multiple_of(32));
-        for (kind, keys) in places.kinds.iter_mut().enumerate() {
-            keys.first_record =
-                self.order.iter().find(|&&t| self.kinds[t] == kind).map_or(0, |&t| self.firsts[t]);
-        }
-        self.deliver(places.keys, words(&places.kinds), (places.zeros, places.num_zeros), None, stream)?;
-        let [records, unsorted, told, _, first, second, third] = self.scratch(n.max(1), true)?;
-        let mut at = 0;
-        let mut firsts = Vec::new();
+        let ([records, unsorted, _], scratch) = self.scratch(n.max(1), Some(&plan))?;
+        let (zeros, no_counts) = ((places.zeros, places.num_zeros), (scratch.counts, plan.count_words()));
+        self.deliver(places.keys, words(&places.kinds), zeros, None, stream)?;
+        self.deliver(places.sections, words(&plan.sections), no_counts, None, stream)?;
+        // Where the next entry of each dim goes.
+        let mut next: Vec<usize> =
+            ids_by_kind.iter().scan(0, |at, ids| Some(std::mem::replace(at, *at + ids))).collect();
+        let mut numbered = Vec::new();
         for ((weight, saved, sums), counts) in merged.iter().zip(&counts) {
             let is_gone = |t: usize| {
                 saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g)
             };
             let by_table: Vec<u32> =
-                (0..tables.len()).map(|t| if is_gone(t) { GONE } else { self.firsts[t] }).collect();
+                (0..tables.len()).map(|t| if is_gone(t) { GONE } else { firsts[t] }).collect();
             let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
             let list = self
                 .device
                 .kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source, self.dim_list()))?;
             for (kind, &count) in counts.iter().enumerate() {
                 let work = saved.work(self, 0, 0, *sums);
-                let (kind, how) = (
+                let (number, how) = (
                     kind as u32,
-                    Renumbering { firsts: by_table.address(), weight: *weight, first: at as u32 },
+                    Renumbering { firsts: by_table.address(), weight: *weight, first: next[kind] as u32 },
                 );
                 let blocks = count.div_ceil(UPDATE_THREADS);
                 launch!(
@@ -257,48 +282,24 @@ impl Workspace {
                     blocks,
                     UPDATE_THREADS,
                     work[0],
-                    kind,
+                    number,
                     how,
                     entries,
                     records,
                     unsorted
                 )?;
-                at += count;
+                next[kind] += count;
             }
-            firsts.push(by_table);
+            numbered.push(by_table);
         }
         if n > 0 {
-            self.sort_on(
-                stream,
-                places.sort_state,
-                n,
-                [records, unsorted, told, first, second, third],
-                places.values,
-                |sorted| {
-                    let list = self.device.kernel(&BACKWARD, "list_keys")?;
-                    let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
-                    let (tallies, none, values) = (self.tallies.address(), 0u32, places.values);
-                    launch!(
-                        list,
-                        stream,
-                        n.div_ceil(LIST_BLOCK),
-                        1024,
-                        keys,
-                        num_kinds,
-                        tallies,
-                        none,
-                        sorted,
-                        values,
-                        count
-                    )
-                },
-            )?;
+            self.sort(&plan, &places, [records, unsorted], scratch, stream)?;
         }
         let generations = tables.iter().map(|table| table.generation).enumerate().collect();
         let saved = Saved {
             memory,
             sides: 0,
-            values: places.values,
+            sorted: places.sorted,
             names: 0,
             coefficients: 0,
             entries,
@@ -309,7 +310,6 @@ impl Workspace {
             source: SUMS,
             again: false,
             features: Vec::new(),
-            firsts: self.firsts.clone(),
             generations,
         };
         let sums = self.take_sums(&saved)?;

@@ -5,6 +5,7 @@
 
 mod backward;
 mod feature;
+mod sort;
 mod update_once;
 
 use std::cell::Cell;
@@ -16,7 +17,7 @@ use sok_core::error::{Error, Result};
 
 use crate::device::{Device, Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
-use crate::kernels::{BACKWARD, CONTROL, FORWARD, SORT};
+use crate::kernels::{CONTROL, FORWARD};
 use crate::layout::{self, *};
 use crate::memory::{Buffer, Shared, words};
 
@@ -27,12 +28,14 @@ const MANY: usize = 8128;
 pub use feature::{Bags, Feature, Ids, KeyType};
 pub use update_once::update_once;
 
+use sort::{Plan, Scratch};
+
 /// What a lookup keeps for its gradients, in memory of the device.
 pub struct Saved {
     pub memory: Buffer<u32>,
     /// `Side` of each feature.
     sides: u64,
-    values: u64,
+    sorted: u64,
     names: u64,
     coefficients: u64,
     entries: u64,
@@ -43,8 +46,6 @@ pub struct Saved {
     source: u32,
     again: bool,
     pub features: Vec<SavedFeature>,
-    /// First record of each table.
-    firsts: Vec<u32>,
     /// Each table that takes part, and its generation.
     pub generations: Vec<(usize, u64)>,
 }
@@ -83,7 +84,7 @@ impl Saved {
             sides: self.sides,
             tables: workspace.tables(),
             entries: self.entries,
-            values: self.values,
+            sorted: self.sorted,
             names: self.names,
             coefficients: self.coefficients,
             prepared,
@@ -124,10 +125,11 @@ struct Places {
     zeros: u64,
     homeless_count: u64,
     sort_state: u64,
-    /// The lists of each dim, behind the features.
+    /// The lists of each dim, behind the features; the sections of the sort, behind these.
     keys: u64,
+    sections: u64,
     sides: u64,
-    values: u64,
+    sorted: u64,
     names: u64,
     coefficients: u64,
     kinds: Vec<Keys>,
@@ -142,12 +144,9 @@ pub struct Workspace {
     /// Distinct dims, ascending.
     dims: Vec<usize>,
     kinds: Vec<usize>,
-    /// Tables in the order of their records' numbers: those of a dim side by side.
+    /// Tables in the order of their ids in a sort: those of a dim side by side.
     order: Vec<usize>,
-    pub firsts: Vec<u32>,
-    num_records: u64,
     tables_on_device: Buffer<layout::Table>,
-    tallies: Buffer<Tally>,
     scratch: Option<Buffer<u32>>,
     side: Arc<CudaStream>,
     fork: CudaEvent,
@@ -182,9 +181,6 @@ impl Workspace {
         let event = || context.new_event(Some(CU_EVENT_DISABLE_TIMING)).map_err(&failed);
         Ok(Workspace {
             tables_on_device: Buffer::new(context, tables.len())?,
-            tallies: Buffer::new(context, tables.len())?,
-            firsts: vec![0; tables.len()],
-            num_records: 0,
             scratch: None,
             // What sorts is short and in the way of what comes after it.
             side: context.new_stream_with_priority(-5).map_err(&failed)?,
@@ -267,31 +263,9 @@ impl Workspace {
             return Ok(());
         }
         self.join(stream)?;
-        let mut first = 0u64;
-        for &t in &self.order {
-            self.firsts[t] = first as u32;
-            first += tables[t].num_numbers();
-        }
-        if first > u64::from(u32::MAX) - 1 {
-            return Err(Error::Device(format!(
-                "the tables of a layer have room for at most {} records on a GPU. Received: {first}",
-                u32::MAX - 1
-            )));
-        }
-        self.num_records = first;
-        let descriptors: Vec<_> = tables
-            .iter()
-            .enumerate()
-            .map(|(t, table)| table.descriptor(self.firsts[t], self.kinds[t] as u32))
-            .collect();
-        let tally = |&t: &usize| Tally {
-            counters: descriptors[t].index.counters,
-            first_record: self.firsts[t],
-            pad: 0,
-        };
-        let tallies: Vec<_> = self.order.iter().map(tally).collect();
+        let descriptors: Vec<_> =
+            tables.iter().enumerate().map(|(t, table)| table.descriptor(self.kinds[t] as u32)).collect();
         self.deliver(self.tables_on_device.address(), words(&descriptors), (0, 0), None, stream)?;
-        self.deliver(self.tallies.address(), words(&tallies), (0, 0), None, stream)?;
         tables.iter_mut().for_each(|t| t.has_moved = false);
         Ok(())
     }
@@ -319,29 +293,31 @@ impl Workspace {
         }
     }
 
+    /// `plan`: of the sort, if what is found is saved.
     fn places(
         &self,
         base: u64,
         features: &[Feature],
         ids_by_kind: &[usize],
-        save: bool,
+        plan: Option<&Plan>,
         is_weighted: bool,
     ) -> Places {
-        let n: usize = ids_by_kind.iter().sum();
+        let (n, save): (usize, _) = (ids_by_kind.iter().sum(), plan.is_some());
         let mut parts = Parts { base, at: 0 };
         let descriptor = size_of::<layout::Feature>() / 4;
-        let payload_words = features.len() * (descriptor + 2);
-        let payload =
-            parts.take(payload_words + if save { ids_by_kind.len() * size_of::<Keys>() / 4 } else { 0 });
+        let feature_words = features.len() * (descriptor + 2);
+        let key_words = if save { ids_by_kind.len() * size_of::<Keys>() / 4 } else { 0 };
+        let section_words = plan.map_or(0, |plan| plan.sections.len() * size_of::<Section>() / 4);
+        let payload = parts.take(feature_words + key_words + section_words);
         let zeros = parts.take(0);
         let homeless_count = parts.take(32);
-        let sort_state = parts.take(if save { SORT_STATE } else { 0 });
+        let sort_state = parts.take(plan.map_or(0, Plan::state_words));
         let lists: Vec<u64> = ids_by_kind.iter().map(|_| parts.take(if save { LISTS } else { 0 })).collect();
         let num_zeros = parts.at - ((zeros - base) / 4) as usize;
         let sides = parts.take(if save { features.len() * size_of::<Side>() / 4 } else { 0 });
-        let mut of_ids = |is_there: bool| parts.take(if is_there { n } else { 0 });
-        let (values, names, coefficients) =
-            (of_ids(save), of_ids(save && is_weighted), of_ids(save && is_weighted));
+        let mut of_ids = |is_there: bool, words: usize| parts.take(if is_there { words * n } else { 0 });
+        let (sorted, names, coefficients) =
+            (of_ids(save, 2), of_ids(save && is_weighted, 1), of_ids(save && is_weighted, 1));
         let mut kinds = Vec::new();
         for ((ids, dim), lists) in ids_by_kind.iter().zip(&self.dims).zip(&lists) {
             let ids = if save { *ids } else { 0 };
@@ -373,9 +349,10 @@ impl Workspace {
             zeros,
             homeless_count,
             sort_state,
-            keys: payload + 4 * payload_words as u64,
+            keys: payload + 4 * feature_words as u64,
+            sections: payload + 4 * (feature_words + key_words) as u64,
             sides,
-            values,
+            sorted,
             names: if save && is_weighted { names } else { 0 },
             coefficients: if save && is_weighted { coefficients } else { 0 },
             kinds,
@@ -410,16 +387,15 @@ impl Workspace {
             )));
         }
         let is_weighted = features.iter().any(Feature::is_weighted);
-        let num_words = self.places(0, features, &ids_by_kind, save, is_weighted).words;
+        let (plan, first_ids) = self.plan(tables, features);
+        let plan = save.then_some(&plan);
+        let num_words = self.places(0, features, &ids_by_kind, plan, is_weighted).words;
         let memory = self.take_memory(num_words)?;
-        let mut places = self.places(memory.address(), features, &ids_by_kind, save, is_weighted);
-        for (kind, keys) in places.kinds.iter_mut().enumerate() {
-            let first = self.order.iter().find(|&&t| self.kinds[t] == kind).map_or(0, |&t| self.firsts[t]);
-            keys.first_record = first;
-        }
-        let (mut payload, find_blocks, rows_blocks) = self.payload(tables, features, inserts);
-        if save {
+        let places = self.places(memory.address(), features, &ids_by_kind, plan, is_weighted);
+        let (mut payload, find_blocks, rows_blocks) = self.payload(tables, features, &first_ids, inserts);
+        if let Some(plan) = plan {
             payload.extend_from_slice(words(&places.kinds));
+            payload.extend_from_slice(words(&plan.sections));
         }
         self.deliver(places.features, &payload, (places.zeros, places.num_zeros), number, stream)?;
 
@@ -431,11 +407,14 @@ impl Workspace {
             num_features: features.len() as u32,
             shift,
         };
-        let [records, unsorted, told, homeless, first, second, third] = self.scratch(n, save)?;
+        let ([records, values, homeless], scratch) = self.scratch(n, plan)?;
         let found = Found {
             records,
-            values: if save { unsorted } else { 0 },
+            values: if save { values } else { 0 },
             names: places.names,
+            zeros: scratch.counts,
+            num_zeros: plan.map_or(0, Plan::count_words) as u32,
+            pad: 0,
             homeless: Homeless { count: places.homeless_count, ids: homeless },
             fault: self.fault.address(),
         };
@@ -446,8 +425,8 @@ impl Workspace {
         if inserts.contains(&true) {
             launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)?;
         }
-        if save && n > 0 {
-            self.sort(&places, n, [records, unsorted, told, first, second, third], stream)?;
+        if let Some(plan) = plan.filter(|_| n > 0) {
+            self.sort_beside(plan, &places, [records, values], scratch, stream)?;
         }
         let rows = Rows { records, coefficients: places.coefficients, fault: self.fault.address() };
         launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
@@ -475,7 +454,7 @@ impl Workspace {
         Ok(Some(Saved {
             memory,
             sides: places.sides,
-            values: places.values,
+            sorted: places.sorted,
             names: places.names,
             coefficients: places.coefficients,
             entries: 0,
@@ -485,7 +464,6 @@ impl Workspace {
             source: if is_weighted { WEIGHTED_ROWS } else { ROWS },
             again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
             features: features.iter().zip(&places.kept).map(feature).collect(),
-            firsts: self.firsts.clone(),
             generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
             kinds: places.kinds,
         }))
@@ -497,11 +475,12 @@ impl Workspace {
         &self,
         tables: &[GpuTable],
         features: &[Feature],
+        first_ids: &[usize],
         inserts: &[bool],
     ) -> (Vec<u32>, usize, usize) {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut ids, mut find_blocks, mut rows_blocks) = (0, 0, 0);
-        for feature in features {
+        let (mut find_blocks, mut rows_blocks) = (0, 0);
+        for (feature, first_id) in features.iter().zip(first_ids) {
             let table = &tables[feature.table];
             let (splits, wide, hotness) = match feature.bags {
                 Bags::Each => (0, false, 1),
@@ -522,10 +501,9 @@ impl Workspace {
                 splits,
                 weights: feature.weights.unwrap_or(0),
                 rows: feature.rows,
-                records: table.descriptor(0, 0).records,
+                records: table.descriptor(0).records,
                 padding_key: feature.padding_key.unwrap_or(0),
                 stride: table.layout.stride as u32,
-                first_record: self.firsts[feature.table],
                 table: feature.table as u32,
                 kind: self.kinds[feature.table] as u32,
                 num_ids: feature.ids.len as u32,
@@ -541,11 +519,11 @@ impl Workspace {
                 is_gather: u32::from(is_gather),
                 pools: u32::from(!matches!(feature.bags, Bags::Each)),
                 scale: feature.scale(),
-                first_id: ids as u32,
+                first_id: *first_id as u32,
+                pad: 0,
             });
             first_find.push(find_blocks as u32);
             first_rows.push(rows_blocks as u32);
-            ids += feature.ids.len;
             find_blocks += feature.ids.len.div_ceil(FIND_THREADS);
             let groups = ROWS_THREADS / lanes(table.config.dim);
             rows_blocks += num_bags.div_ceil(if is_gather { ROWS_THREADS } else { groups });
@@ -556,12 +534,45 @@ impl Workspace {
         (payload, find_blocks, rows_blocks)
     }
 
-    /// Words of the scratch memory: records and values of ids, what sorts tell each other, homeless ids, three arrays to sort through.
-    fn scratch(&mut self, n: usize, save: bool) -> Result<[u64; 7]> {
-        let sorting = if save { n } else { 0 };
-        let (_, tiles) = sort_tiles(sorting, 2 * self.device.multiprocessors as usize);
-        let told = MOST_PASSES * (tiles + tiles.div_ceil(SORT_FELLOWS)) * DIGITS;
-        let sizes = [n, sorting, told, n, sorting, sorting, sorting];
+    /// The sort of a call, its tables in their order; and the place of the first id of each feature there.
+    fn plan(&self, tables: &[GpuTable], features: &[Feature]) -> (Plan, Vec<usize>) {
+        let mut ids = vec![0; tables.len()];
+        features.iter().for_each(|f| ids[f.table] += f.ids.len);
+        let mut next = vec![0; tables.len()];
+        let (mut sections, mut at, mut most_records) = (Vec::new(), 0, 0);
+        for &t in self.order.iter().filter(|&&t| ids[t] > 0) {
+            next[t] = at;
+            at += ids[t];
+            most_records = most_records.max(tables[t].most_numbers());
+            sections.push(Section {
+                count: ids[t] as u32,
+                kind: self.kinds[t] as u32,
+                table: t as u32,
+                ..Section::default()
+            });
+        }
+        let place = |f: &Feature| {
+            next[f.table] += f.ids.len;
+            next[f.table] - f.ids.len
+        };
+        let first_ids = features.iter().map(place).collect();
+        (self.sort_plan(sections, most_records), first_ids)
+    }
+
+    fn sort_plan(&self, sections: Vec<Section>, most_records: u64) -> Plan {
+        Plan::new(
+            sections,
+            most_records,
+            self.device.shared_bytes,
+            SORT_AT_ONCE * self.device.multiprocessors as usize,
+        )
+    }
+
+    /// Scratch memory: records and values of ids, homeless ids; what the sort needs.
+    fn scratch(&mut self, n: usize, plan: Option<&Plan>) -> Result<([u64; 3], Scratch)> {
+        let of_plan = |words: fn(&Plan) -> usize| plan.map_or(0, words);
+        let (values, pairs) = if plan.is_some() { (n, 2 * n) } else { (0, 0) };
+        let sizes = [n, values, n, of_plan(Plan::count_words), of_plan(Plan::told_words), pairs, pairs];
         let total: usize = sizes.iter().map(|s| s.next_multiple_of(32)).sum();
         if self.scratch.as_ref().is_none_or(|s| s.len() < total) {
             self.scratch = None;
@@ -569,93 +580,32 @@ impl Workspace {
         }
         let base = self.scratch.as_ref().map_or(0, Buffer::address);
         let mut parts = Parts { base, at: 0 };
-        Ok(sizes.map(|size| parts.take(size)))
+        let [records, values, homeless, counts, told, first, second] = sizes.map(|size| parts.take(size));
+        Ok(([records, values, homeless], Scratch { counts, told, pairs: [first, second] }))
     }
 
     /// Sorts ids by their records and lists the distinct ones, beside what else the stream does.
-    fn sort(&mut self, places: &Places, n: usize, scratch: [u64; 6], stream: Stream) -> Result<()> {
+    fn sort_beside(
+        &self,
+        plan: &Plan,
+        places: &Places,
+        ids: [u64; 2],
+        scratch: Scratch,
+        stream: Stream,
+    ) -> Result<()> {
         let side = Stream(self.side.cu_stream());
         stream.record(&self.fork)?;
         side.wait(&self.fork)?;
-        self.sort_on(side, places.sort_state, n, scratch, places.values, |sorted| {
-            let list = self.device.kernel(&BACKWARD, "list_keys")?;
-            let (keys, num_kinds, count) = (places.keys, places.kinds.len() as u32, n as u32);
-            let (tallies, num_tables, values) =
-                (self.tallies.address(), self.order.len() as u32, places.values);
-            let blocks = n.div_ceil(LIST_BLOCK);
-            launch!(list, side, blocks, 1024, keys, num_kinds, tallies, num_tables, sorted, values, count)
-        })?;
+        self.sort(plan, places, ids, scratch, side)?;
         side.record(&self.join)?;
         self.is_forked.set(true);
         Ok(())
     }
-
-    /// Sorts `(records, unsorted)`; the values end in `values`. Then calls `list` with the sorted records.
-    fn sort_on(
-        &self,
-        stream: Stream,
-        state: u64,
-        n: usize,
-        [records, unsorted, told, first, second, third]: [u64; 6],
-        values: u64,
-        list: impl FnOnce(u64) -> Result<()>,
-    ) -> Result<()> {
-        let bits = u64::BITS - self.num_records.leading_zeros();
-        let passes = bits.div_ceil(DIGIT_BITS as u32).max(1);
-        let [count, few, more, most] =
-            self.device.kernels(&SORT, ["count_digits", "sort_pass<4>", "sort_pass<8>", "sort_pass<14>"])?;
-        let at_once = 2 * self.device.multiprocessors as usize;
-        let (size, tiles) = sort_tiles(n, at_once);
-        let pass = [few, more, most][size];
-        let (count_of, tiles_of) = (n as u32, tiles as u32);
-        let blocks = (n / LIST_BLOCK).clamp(1, at_once);
-        launch!(count, stream, blocks, SORT_THREADS, records, count_of, state, told, tiles_of, passes)?;
-        let (mut keys, mut of_keys) = (records, unsorted);
-        for number in 0..passes {
-            // The last pass ends in `values`.
-            let is_even = (passes - 1 - number).is_multiple_of(2);
-            let (to, of_to) = if is_even { (first, values) } else { (second, third) };
-            launch!(
-                pass,
-                stream,
-                tiles,
-                SORT_THREADS,
-                keys,
-                of_keys,
-                to,
-                of_to,
-                count_of,
-                state,
-                told,
-                number
-            )?;
-            (keys, of_keys) = (to, of_to);
-        }
-        list(keys)
-    }
-}
-
-/// Which of `SORT_ITEMS` a thread of a sort takes, and how many blocks that makes: the fewest items with which all blocks run at
-/// once, since a pass takes as long as one of them.
-fn sort_tiles(n: usize, at_once: usize) -> (usize, usize) {
-    let tiles = SORT_ITEMS.map(|items| n.div_ceil(items * SORT_THREADS));
-    let size = tiles.iter().position(|tiles| *tiles <= at_once).unwrap_or(SORT_ITEMS.len() - 1);
-    (size, tiles[size])
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Parts, sort_tiles};
-
-    #[test]
-    fn a_sort_has_no_more_blocks_than_run_at_once_while_it_can() {
-        assert_eq!(sort_tiles(0, 264), (0, 0));
-        assert_eq!(sort_tiles(1, 264), (0, 1));
-        assert_eq!(sort_tiles(26 * 16_384, 264), (0, 208));
-        assert_eq!(sort_tiles(264 * 2048 + 1, 264), (1, 133));
-        assert_eq!(sort_tiles(26 * 65_536, 264), (2, 238));
-        assert_eq!(sort_tiles(1 << 24, 264), (2, 2341));
-    }
+    use super::Parts;
 
     #[test]
     fn parts_of_a_buffer_do_not_share_lines() {

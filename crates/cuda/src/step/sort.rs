@@ -1,0 +1,190 @@
+//! The sort of a call's ids by record, and the lists of distinct ones that come of it.
+
+use sok_core::error::Result;
+
+use super::{Places, Workspace};
+use crate::device::{Stream, launch, launch_shared};
+use crate::kernels::{BACKWARD, SORT};
+use crate::layout::*;
+
+/// What is to be sorted, and in which blocks.
+pub(super) struct Plan {
+    pub sections: Vec<Section>,
+    /// Of `SORT_ITEMS`: how many ids a thread takes.
+    size: usize,
+    tiles: usize,
+    lists: usize,
+    /// Rows of what blocks tell each other in a pass.
+    rows: usize,
+    passes: usize,
+    bits: u32,
+}
+
+/// Memory that a sort needs besides what is sorted.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Scratch {
+    pub counts: u64,
+    pub told: u64,
+    pub pairs: [u64; 2],
+}
+
+impl Plan {
+    /// Of sections whose ids and records are known. `most_records`: more than the records of any. `shared_bytes`: of memory, that a
+    /// block may share. `at_once`: blocks that the device runs at the same time.
+    ///
+    /// The fewest ids a thread with which all blocks run at once, since a pass takes as long as one of them; and as few passes as
+    /// the digits' bits allow.
+    pub fn new(mut sections: Vec<Section>, most_records: u64, shared_bytes: usize, at_once: usize) -> Plan {
+        sections.retain(|s| s.count > 0);
+        let tile = |items: usize| items * SORT_THREADS;
+        let tiles =
+            |items: &usize| sections.iter().map(|s| (s.count as usize).div_ceil(tile(*items))).sum::<usize>();
+        let size =
+            SORT_ITEMS.iter().position(|items| tiles(items) <= at_once).unwrap_or(SORT_ITEMS.len() - 1);
+        let (mut first, mut first_tile, mut first_list) = (0, 0, 0);
+        for section in &mut sections {
+            (section.first, section.first_tile, section.first_list) = (first, first_tile, first_list);
+            first += section.count;
+            first_tile += section.count.div_ceil(tile(SORT_ITEMS[size]) as u32);
+            first_list += section.count.div_ceil(LIST_BLOCK as u32);
+        }
+        let all_bits = (u64::BITS - most_records.saturating_sub(1).leading_zeros()).clamp(1, 32);
+        // What the kernel has besides is less than a kilobyte.
+        let has_most = shared_by(SORT_ITEMS[size], MOST_BITS) + 1024 <= shared_bytes;
+        let passes = all_bits.div_ceil(if has_most { MOST_BITS } else { MOST_BITS - 1 });
+        let (tiles, lists) = (first_tile as usize, first_list as usize);
+        let rows = tiles + 2 * (tiles / SORT_FELLOWS + sections.len() + 1);
+        Plan {
+            size,
+            tiles,
+            lists,
+            rows,
+            passes: passes as usize,
+            bits: all_bits.div_ceil(passes).max(LEAST_BITS),
+            sections,
+        }
+    }
+
+    fn digits(&self) -> usize {
+        1 << self.bits
+    }
+
+    /// Words of what blocks take and tell, which are zeros at first.
+    pub fn state_words(&self) -> usize {
+        SORT_STATE + self.passes * self.rows
+    }
+
+    /// Words of `Scratch::counts`, which are zeros at first.
+    pub fn count_words(&self) -> usize {
+        self.sections.len() * self.passes * self.digits()
+    }
+
+    /// Words of `Scratch::told`.
+    pub fn told_words(&self) -> usize {
+        self.passes * self.rows * self.digits()
+    }
+}
+
+/// Bytes of memory that a block of a pass shares: counts by warp and digit or the tile, and where digits start.
+fn shared_by(items: usize, bits: u32) -> usize {
+    let counts = (SORT_THREADS / 32 * size_of::<u16>()) << bits;
+    let tile = items * SORT_THREADS * size_of::<Sorted>();
+    counts.max(tile) + (4 << bits)
+}
+
+impl Workspace {
+    /// Sorts the ids whose `records` and `values` these are, into `places.sorted`, and lists the distinct records.
+    pub(super) fn sort(
+        &self,
+        plan: &Plan,
+        places: &Places,
+        [records, values]: [u64; 2],
+        scratch: Scratch,
+        stream: Stream,
+    ) -> Result<()> {
+        let state = places.sort_state;
+        let sort = Sort {
+            sections: places.sections,
+            counts: scratch.counts,
+            told: scratch.told,
+            flags: state + 4 * SORT_STATE as u64,
+            next: state,
+            num_sections: plan.sections.len() as u32,
+            tiles: plan.tiles as u32,
+            rows: plan.rows as u32,
+            passes: plan.passes as u32,
+            bits: plan.bits,
+            pad: 0,
+        };
+        let items = SORT_ITEMS[plan.size];
+        let names = [1, 2].map(|stride| format!("sort_pass<{items}, {}, {stride}>", plan.bits));
+        let [count, first, others] = self.device.kernels(&SORT, ["count_digits", &names[0], &names[1]])?;
+        let list = self.device.kernel(&BACKWARD, "list_keys")?;
+        let tile = (items * SORT_THREADS) as u32;
+        launch!(count, stream, plan.tiles, SORT_THREADS, records, sort, tile)?;
+        let (mut keys, mut of_keys) = (records, values);
+        for pass in 0..plan.passes as u32 {
+            let is_last = pass as usize + 1 == plan.passes;
+            let (kernel, to) = (
+                if pass == 0 { first } else { others },
+                if is_last { places.sorted } else { scratch.pairs[pass as usize % 2] },
+            );
+            let bytes = shared_by(items, plan.bits);
+            launch_shared!(kernel, stream, plan.tiles, SORT_THREADS, bytes, keys, of_keys, to, sort, pass)?;
+            (keys, of_keys) = (to, to + 4);
+        }
+        let (kinds, tables, sections, num_sections, sorted) =
+            (places.keys, self.tables(), places.sections, sort.num_sections, places.sorted);
+        launch!(list, stream, plan.lists, LIST_THREADS, kinds, tables, sections, num_sections, sorted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Plan, SORT_ITEMS, Section};
+
+    fn plan(counts: &[u32], records: u64) -> Plan {
+        let section = |&count: &u32| Section { count, ..Section::default() };
+        Plan::new(counts.iter().map(section).collect(), records, 100 << 10, 264)
+    }
+
+    #[test]
+    fn a_sort_has_no_more_blocks_than_run_at_once_while_it_can() {
+        let shape = |counts: &[u32]| {
+            let plan = plan(counts, 1 << 20);
+            (SORT_ITEMS[plan.size], plan.tiles)
+        };
+        assert_eq!(shape(&[]), (4, 0));
+        assert_eq!(shape(&[1]), (4, 1));
+        assert_eq!(shape(&[16_384; 26]), (4, 208));
+        assert_eq!(shape(&[264 * 2048 + 1]), (8, 133));
+        assert_eq!(shape(&[65_536; 26]), (13, 260));
+        assert_eq!(shape(&[1 << 24]), (13, 2521));
+    }
+
+    #[test]
+    fn sections_lie_side_by_side_and_no_block_is_of_two() {
+        let plan = plan(&[3000, 0, 1, 5000], 1);
+        let places: Vec<_> =
+            plan.sections.iter().map(|s| [s.first, s.count, s.first_tile, s.first_list]).collect();
+        assert_eq!(places, [[0, 3000, 0, 0], [3000, 1, 2, 2], [3001, 5000, 3, 3]]);
+        assert_eq!((plan.tiles, plan.lists), (6, 6));
+    }
+
+    #[test]
+    fn digits_are_as_few_as_their_bits_allow() {
+        let shape = |records| {
+            let plan = plan(&[1], records);
+            (plan.passes, plan.bits)
+        };
+        assert_eq!(shape(0), (1, 9));
+        assert_eq!(shape(1 << 11), (1, 11));
+        assert_eq!(shape((1 << 11) + 1), (2, 9));
+        assert_eq!(shape(1 << 20), (2, 10));
+        assert_eq!(shape(1 << 22), (2, 11));
+        assert_eq!(shape((1 << 22) + 1), (3, 9));
+        assert_eq!(shape(1 << 31), (3, 11));
+        let small = Plan::new(vec![Section { count: 1, ..Section::default() }], 1 << 31, 64 << 10, 264);
+        assert_eq!((small.passes, small.bits), (4, 9));
+    }
+}
