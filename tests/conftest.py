@@ -4,7 +4,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Two devices, as far as JAX and TensorFlow know, for the tests that more than one is refused.
-# On a GPU a product is the same bits each time that it is compiled.
+# On a GPU a product is the same bits each time that it is compiled, or run.
+os.environ.setdefault("TF_DETERMINISTIC_OPS", "1")
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2 --xla_gpu_deterministic_ops=true"
 )
