@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Ke
   __shared__ u32 of_warps[4][LIST_WARPS];
   __shared__ u32 first[4];
   u32 number;
-  const Section section = section_at(sections, num_sections, blockIdx.x, [](const Section& s) { return s.first_list; }, number);
+  const Section section = section_at(sections, num_sections, blockIdx.x, number, [](const Section& s) { return s.first_list; });
   const Keys& keys = kinds[section.kind];
   const u32 warp = threadIdx.x / WARP, start_of = section.first, n = start_of + section.count;
   const u32 at = start_of + ((blockIdx.x - section.first_list) * LIST_WARPS + warp) * (WARP * POSITIONS);

@@ -6,8 +6,8 @@ constexpr u32 BLOCK = 64, WARPS = BLOCK / WARP;
 
 // Where the ids of a call are told apart.
 struct Found {
-  // By id: its record, 0 if none is to learn from it; what is sorted beside it: the name of its gradient
-  // row, or its place if coefficients differ from id to id.
+  // By id: its record, NO_RECORD if none is to learn from it; what is sorted beside it: the name of its gradient row, or its place if
+  // coefficients differ from id to id.
   u32 *records, *values;
   // By place, if coefficients differ: the name of its gradient row.
   u32* names;
@@ -17,6 +17,7 @@ struct Found {
   Homeless homeless;
   Fault* fault;
 };
+static_assert(sizeof(Found) == 64, "as crates/cuda/src/layout.rs has it");
 
 // What is to become of an id: looked up, inserted if need be, and its row gets a gradient.
 __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 key, u32 i) {
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Foun
     if (lane() == 0 && dropped) atomicAdd(&t.index.counters->dropped, dropped);
   }
   if (!is_id) return;
-  found.records[at] = record == NO_RECORD ? 0 : record;
+  found.records[at] = record;
   if (!found.values) return;
   const u32 name = number << call.shift | bag_of(feature, i);
   found.values[at] = found.names ? at : name;

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __
   __shared__ u32 counts[MOST_DIGITS];
   const u32 digits = 1u << sort.bits, all = sort.passes * digits;
   u32 number;
-  const Section section = section_at(sort.sections, sort.num_sections, blockIdx.x, [](const Section& s) { return s.first_tile; }, number);
+  const Section section = section_at(sort.sections, sort.num_sections, blockIdx.x, number, [](const Section& s) { return s.first_tile; });
   for (u32 i = threadIdx.x; i < all; i += THREADS) counts[i] = 0;
   __syncthreads();
   const u32 first = (blockIdx.x - section.first_tile) * tile, size = min(tile, section.count - first);
@@ -103,7 +103,7 @@ __device__ __forceinline__ u64 sum_before(u64 x, u64* of_warps) {
 
 // A number for each digit of a thread.
 template <u32 N> struct Digits {
-  static_assert(N <= 2 || N % 4 == 0, "moved by two or four");
+  static_assert(N == 1 || N == 2 || N == 4, "moved at once from memory");
   u32 of[N];
 
   // As other blocks have stored them.
@@ -114,11 +114,8 @@ template <u32 N> struct Digits {
       const uint2 x = __ldcg((const uint2*)at);
       of[0] = x.x, of[1] = x.y;
     } else {
-#pragma unroll
-      for (u32 k = 0; k < N; k += 4) {
-        const uint4 x = __ldcg((const uint4*)(at + k));
-        of[k] = x.x, of[k + 1] = x.y, of[k + 2] = x.z, of[k + 3] = x.w;
-      }
+      const uint4 x = __ldcg((const uint4*)at);
+      of[0] = x.x, of[1] = x.y, of[2] = x.z, of[3] = x.w;
     }
   }
   __device__ __forceinline__ void load_shared(const u32* at) {
@@ -160,7 +157,7 @@ template <u32 N> struct Digits {
   }
   // Adds so many rows of what was told.
   __device__ __forceinline__ void add_rows(const u32* told, u32 count, u32 stride) {
-    constexpr u32 AHEAD = N == 8 ? 2 : 4;
+    constexpr u32 AHEAD = 4;
 #pragma unroll 1
     for (u32 start = 0; start < count; start += AHEAD) {
       Digits row[AHEAD] = {};
@@ -208,7 +205,7 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
   __syncthreads();
   const u32 number = taken;
   u32 section_number;
-  const Section section = section_at(sort.sections, sort.num_sections, number, [](const Section& s) { return s.first_tile; }, section_number);
+  const Section section = section_at(sort.sections, sort.num_sections, number, section_number, [](const Section& s) { return s.first_tile; });
   const u32 in_section = number - section.first_tile, size = min(TILE, section.count - in_section * TILE);
   const u32 mine = warp * WARP * ITEMS + lane();
   records += (u64)(section.first + in_section * TILE + mine) * STRIDE, values += (u64)(section.first + in_section * TILE + mine) * STRIDE;

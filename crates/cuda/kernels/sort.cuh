@@ -20,10 +20,10 @@ struct __align__(8) Sorted {
 };
 
 // The last section that begins at or before this block, and its number. A whole warp comes here.
-template <class Begin> __device__ __forceinline__ Section section_at(const Section* sections, u32 n, u32 block, const Begin& begin, u32& number) {
+template <class FirstOf> __device__ __forceinline__ Section section_at(const Section* sections, u32 n, u32 block, u32& number, const FirstOf& first_of) {
   number = 0;
   for (u32 start = 0; start < n; start += WARP) {
-    const u32 begun = __ballot_sync(ALL, start + lane() < n && begin(sections[start + lane()]) <= block);
+    const u32 begun = __ballot_sync(ALL, start + lane() < n && first_of(sections[start + lane()]) <= block);
     number += __popc(begun);
     if (begun != ALL) break;
   }

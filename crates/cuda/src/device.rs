@@ -243,8 +243,8 @@ macro_rules! put {
 pub(crate) use {launch, launch_next, launch_shared, put};
 
 impl Kernel {
-    /// Puts a launch of so many blocks of so many threads, which share so many bytes, onto a stream. `is_next`: it may be made ready while the one
-    /// before it runs, if the device can; it waits itself, by `begin` of kernels/types.cuh.
+    /// Puts a launch of so many blocks of so many threads, which share so many bytes, onto a stream. `is_next`: it may be made
+    /// ready while the one before it runs, if the device can; it waits itself, by `begin` of kernels/types.cuh.
     ///
     /// # Safety
     /// `arguments` point to values of the kernel's parameters, and what those point to lives until the kernel has run.

@@ -25,13 +25,14 @@ pub const COUNTERS: usize = 4 * 32;
 pub const TAKEN: usize = 0;
 pub const DROPPED: usize = 64;
 pub const DISTINCT: usize = 96;
-/// In place of the first record of a table that has lost those it had; the table of a section whose distinct keys nobody counts.
+/// In place of the first record of a table that has lost those it had.
 pub const GONE: u32 = u32::MAX;
+/// In place of the table of a section whose distinct keys nobody counts.
 pub const NOBODY: u32 = u32::MAX;
 /// In a list of record numbers: the record is new.
 pub const NEW: u32 = 1 << 31;
 /// Words of the tiles that a sort's passes take next; bits of a digit at least and at most; threads of a block, the ids that one of them
-/// may take, blocks that a multiprocessor has at work at the same time; blocks that tell the later ones together what they have.
+/// may take, blocks that a multiprocessor has registers for; blocks that tell the later ones together what they have.
 pub const SORT_STATE: usize = 32;
 pub const LEAST_BITS: u32 = 9;
 pub const MOST_BITS: u32 = 11;
@@ -367,6 +368,7 @@ mod tests {
         assert_eq!(size_of::<Keys>(), 56);
         assert_eq!(size_of::<Section>(), 32);
         assert_eq!(size_of::<Sort>(), 64);
+        assert_eq!(size_of::<Found>(), 64);
         assert_eq!(size_of::<Side>(), 32);
         assert_eq!(size_of::<Entry>(), 32);
         assert_eq!(size_of::<Preparation>(), 96);

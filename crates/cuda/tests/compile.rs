@@ -82,9 +82,8 @@ fn all_kernels_compile_for_all_architectures() {
         "give_norm",
         "clip_factors",
     ]);
-    let passes = [(4, 9), (8, 10), (13, 9), (13, 10), (13, 11)];
+    let passes = [4, 8, 13].into_iter().flat_map(|items| (9..=11).map(move |bits| (items, bits)));
     let sort = passes
-        .iter()
         .flat_map(|(items, bits)| [1, 2].map(|stride| format!("sort_pass<{items}, {bits}, {stride}>")))
         .chain(own(&["count_digits"]))
         .collect();

@@ -280,11 +280,11 @@ fn large_calls_leave_a_group_as_its_model() {
     }
 }
 
-/// A sort of one to three passes, and of so many blocks that they tell each other in groups of groups; a small table beside.
+/// Sorts of two and three passes, of every size of block, and of so many blocks that they tell each other in groups of groups; a small table beside.
 #[test]
 #[ignore = "needs a GPU"]
 fn millions_of_ids_of_a_table_follow_the_host() {
-    for (len, range) in [(20_000, 1000), (300_000, 1 << 20), (4_000_000, 1 << 24)] {
+    for (len, range) in [(20_000, 1000), (700_000, 1 << 20), (4_000_000, 1 << 24)] {
         let mut dice = Dice(range);
         let configs = [plain_config("a", 1), plain_config("b", 3), plain_config("c", 1)];
         let mut subjects: [Box<dyn Subject>; 2] =

@@ -238,6 +238,25 @@ pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
     assert_eq!(moved(&*subject), [(3, -0.5)]);
 }
 
+/// What a step has told of the table's size is older than what was inserted since.
+pub fn rows_assigned_between_steps_learn_in_later_ones(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    let every_fifth = |first: Key| (first..3000).step_by(5);
+    for step in 1..=5 {
+        let keys: Vec<Key> =
+            every_fifth(u64::from(step > 1)).chain(every_fifth(u64::from(step > 1))).collect();
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &keys)], true, true).unwrap();
+        subject.push(step, lookup, &Arc::new(vec![vec![1.0; keys.len()]]), true, &[]).unwrap();
+        subject.commit(&[(step, 1.0)], true).unwrap();
+        subject.apply(SCALARS, true).unwrap();
+        if step == 1 {
+            let all: Vec<Key> = (0..3000).collect();
+            subject.table_mut(0).assign(&all, &vec![0.0; all.len()], true).unwrap();
+        }
+    }
+    assert_eq!(moved(&*subject), every_fifth(1).map(|key| (key, -4.0)).collect::<Vec<_>>());
+}
+
 pub fn of_seventy_pushes_that_nobody_applied_the_newest_64_can_be(maker: &Maker) {
     let mut subject = zeros_group(maker);
     pushes(&mut *subject, 70);

@@ -114,7 +114,7 @@ impl GpuTable {
         Ok(table)
     }
 
-    /// `first`: of its records among those of all tables; `kind`: place of its dim among those of the group.
+    /// `kind`: place of its dim among those of the group.
     pub(crate) fn descriptor(&self, kind: u32) -> layout::Table {
         layout::Table {
             index: self.index.descriptor(),
@@ -156,6 +156,12 @@ impl GpuTable {
         let before = self.num_numbers();
         let numbers =
             u64::from(self.fresh) + (self.most_taken + more).saturating_sub(self.released.len() as u64);
+        if numbers > u64::from(u32::MAX) {
+            return Err(Error::Device(format!(
+                "a table on a GPU has at most {} records. Received: room for {numbers}",
+                u32::MAX
+            )));
+        }
         self.arena.grow(numbers as usize * 16 * self.layout.stride)?;
         self.has_moved |= self.num_numbers() != before;
         Ok(())
@@ -203,8 +209,10 @@ impl GpuTable {
 
     /// As a report from the device has it; `since`: ids looked up after it.
     pub(crate) fn learn_from(&mut self, counts: Counts, since: u64) {
-        self.most_taken = u64::from(counts[0]) + since;
-        self.told = counts;
+        // Keys may have been inserted without a step since the report was written.
+        let taken = counts[0].max(self.counted);
+        self.most_taken = u64::from(taken) + since;
+        self.told = [taken, counts[1], counts[2]];
     }
 
     /// Adds to the statistics what steps have counted on the device. Nothing may be under way.

@@ -206,7 +206,7 @@ impl Workspace {
     /// number.
     fn number_by_dim(&self, tables: &[GpuTable]) -> Result<(Vec<u32>, u64)> {
         let (mut firsts, mut ends) = (vec![0; tables.len()], vec![0u64; self.dims.len()]);
-        for &t in &self.order {
+        for t in 0..tables.len() {
             let end = &mut ends[self.kinds[t]];
             firsts[t] = *end as u32;
             *end += tables[t].num_numbers();

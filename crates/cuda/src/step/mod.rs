@@ -144,8 +144,6 @@ pub struct Workspace {
     /// Distinct dims, ascending.
     dims: Vec<usize>,
     kinds: Vec<usize>,
-    /// Tables in the order of their ids in a sort: those of a dim side by side.
-    order: Vec<usize>,
     tables_on_device: Buffer<layout::Table>,
     scratch: Option<Buffer<u32>>,
     side: Arc<CudaStream>,
@@ -175,8 +173,6 @@ impl Workspace {
         }
         let kind = |t: &GpuTable| dims.iter().position(|d| *d == t.config.dim).unwrap_or_default();
         let kinds: Vec<usize> = tables.iter().map(kind).collect();
-        let mut order: Vec<usize> = (0..tables.len()).collect();
-        order.sort_by_key(|&t| kinds[t]);
         let failed = driver_error("making a stream");
         let event = || context.new_event(Some(CU_EVENT_DISABLE_TIMING)).map_err(&failed);
         Ok(Workspace {
@@ -194,7 +190,6 @@ impl Workspace {
             device: device.clone(),
             dims,
             kinds,
-            order,
         })
     }
 
@@ -540,7 +535,7 @@ impl Workspace {
         features.iter().for_each(|f| ids[f.table] += f.ids.len);
         let mut next = vec![0; tables.len()];
         let (mut sections, mut at, mut most_records) = (Vec::new(), 0, 0);
-        for &t in self.order.iter().filter(|&&t| ids[t] > 0) {
+        for t in (0..tables.len()).filter(|&t| ids[t] > 0) {
             next[t] = at;
             at += ids[t];
             most_records = most_records.max(tables[t].most_numbers());
@@ -560,12 +555,7 @@ impl Workspace {
     }
 
     fn sort_plan(&self, sections: Vec<Section>, most_records: u64) -> Plan {
-        Plan::new(
-            sections,
-            most_records,
-            self.device.shared_bytes,
-            SORT_AT_ONCE * self.device.multiprocessors as usize,
-        )
+        Plan::new(sections, most_records, self.device.multiprocessors as usize, self.device.shared_bytes)
     }
 
     /// Scratch memory: records and values of ids, homeless ids; what the sort needs.

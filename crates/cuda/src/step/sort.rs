@@ -30,39 +30,40 @@ pub(super) struct Scratch {
 
 impl Plan {
     /// Of sections whose ids and records are known. `most_records`: more than the records of any. `shared_bytes`: of memory, that a
-    /// block may share. `at_once`: blocks that the device runs at the same time.
+    /// block may share, which is all that a multiprocessor has but a kilobyte.
     ///
-    /// The fewest ids a thread with which all blocks run at once, since a pass takes as long as one of them; and as few passes as
-    /// the digits' bits allow.
-    pub fn new(mut sections: Vec<Section>, most_records: u64, shared_bytes: usize, at_once: usize) -> Plan {
+    /// As few passes as the digits' bits allow; and the fewest ids a thread with which all blocks run at once, since a pass takes as
+    /// long as one of them.
+    pub fn new(
+        mut sections: Vec<Section>,
+        most_records: u64,
+        multiprocessors: usize,
+        shared_bytes: usize,
+    ) -> Plan {
         sections.retain(|s| s.count > 0);
-        let tile = |items: usize| items * SORT_THREADS;
-        let tiles =
-            |items: &usize| sections.iter().map(|s| (s.count as usize).div_ceil(tile(*items))).sum::<usize>();
-        let size =
-            SORT_ITEMS.iter().position(|items| tiles(items) <= at_once).unwrap_or(SORT_ITEMS.len() - 1);
+        // A kernel shares less than a kilobyte besides.
+        let fit = |items, bits| (shared_bytes + 1024) / (shared_by(items, bits) + 1024);
+        let largest = SORT_ITEMS[SORT_ITEMS.len() - 1];
+        let most_bits = if fit(largest, MOST_BITS) > 0 { MOST_BITS } else { MOST_BITS - 1 };
+        let all_bits = (u64::BITS - most_records.saturating_sub(1).leading_zeros()).clamp(1, 32);
+        let passes = all_bits.div_ceil(most_bits);
+        let bits = all_bits.div_ceil(passes).max(LEAST_BITS);
+        let runs_at_once = |items: &usize| {
+            let tile = items * SORT_THREADS;
+            let tiles: usize = sections.iter().map(|s| (s.count as usize).div_ceil(tile)).sum();
+            tiles <= multiprocessors * SORT_AT_ONCE.min(fit(*items, bits))
+        };
+        let size = SORT_ITEMS.iter().position(runs_at_once).unwrap_or(SORT_ITEMS.len() - 1);
         let (mut first, mut first_tile, mut first_list) = (0, 0, 0);
         for section in &mut sections {
             (section.first, section.first_tile, section.first_list) = (first, first_tile, first_list);
             first += section.count;
-            first_tile += section.count.div_ceil(tile(SORT_ITEMS[size]) as u32);
+            first_tile += section.count.div_ceil((SORT_ITEMS[size] * SORT_THREADS) as u32);
             first_list += section.count.div_ceil(LIST_BLOCK as u32);
         }
-        let all_bits = (u64::BITS - most_records.saturating_sub(1).leading_zeros()).clamp(1, 32);
-        // What the kernel has besides is less than a kilobyte.
-        let has_most = shared_by(SORT_ITEMS[size], MOST_BITS) + 1024 <= shared_bytes;
-        let passes = all_bits.div_ceil(if has_most { MOST_BITS } else { MOST_BITS - 1 });
         let (tiles, lists) = (first_tile as usize, first_list as usize);
         let rows = tiles + 2 * (tiles / SORT_FELLOWS + sections.len() + 1);
-        Plan {
-            size,
-            tiles,
-            lists,
-            rows,
-            passes: passes as usize,
-            bits: all_bits.div_ceil(passes).max(LEAST_BITS),
-            sections,
-        }
+        Plan { sections, size, tiles, lists, rows, passes: passes as usize, bits }
     }
 
     fn digits(&self) -> usize {
@@ -117,8 +118,14 @@ impl Workspace {
             pad: 0,
         };
         let items = SORT_ITEMS[plan.size];
-        let names = [1, 2].map(|stride| format!("sort_pass<{items}, {}, {stride}>", plan.bits));
-        let [count, first, others] = self.device.kernels(&SORT, ["count_digits", &names[0], &names[1]])?;
+        // Of all digits at once: a table that grows is not to wait for the compiler.
+        let names: [String; 6] = std::array::from_fn(|i| {
+            format!("sort_pass<{items}, {}, {}>", LEAST_BITS as usize + i / 2, 1 + i % 2)
+        });
+        let [n0, n1, n2, n3, n4, n5] = names.each_ref().map(String::as_str);
+        let kernels = self.device.kernels(&SORT, ["count_digits", n0, n1, n2, n3, n4, n5])?;
+        let of_bits = 1 + 2 * (plan.bits - LEAST_BITS) as usize;
+        let (count, first, others) = (kernels[0], kernels[of_bits], kernels[of_bits + 1]);
         let list = self.device.kernel(&BACKWARD, "list_keys")?;
         let tile = (items * SORT_THREADS) as u32;
         launch!(count, stream, plan.tiles, SORT_THREADS, records, sort, tile)?;
@@ -145,7 +152,7 @@ mod tests {
 
     fn plan(counts: &[u32], records: u64) -> Plan {
         let section = |&count: &u32| Section { count, ..Section::default() };
-        Plan::new(counts.iter().map(section).collect(), records, 100 << 10, 264)
+        Plan::new(counts.iter().map(section).collect(), records, 132, 227 << 10)
     }
 
     #[test]
@@ -160,6 +167,14 @@ mod tests {
         assert_eq!(shape(&[264 * 2048 + 1]), (8, 133));
         assert_eq!(shape(&[65_536; 26]), (13, 260));
         assert_eq!(shape(&[1 << 24]), (13, 2521));
+    }
+
+    #[test]
+    fn fewer_blocks_run_at_once_where_they_have_less_memory_to_share() {
+        let section = Section { count: 132 * 4096, ..Section::default() };
+        let items =
+            |kilobytes: usize| SORT_ITEMS[Plan::new(vec![section; 2], 1 << 20, 132, kilobytes << 10).size];
+        assert_eq!([items(227), items(99), items(63)], [8, 8, 13]);
     }
 
     #[test]
@@ -184,7 +199,7 @@ mod tests {
         assert_eq!(shape(1 << 22), (2, 11));
         assert_eq!(shape((1 << 22) + 1), (3, 9));
         assert_eq!(shape(1 << 31), (3, 11));
-        let small = Plan::new(vec![Section { count: 1, ..Section::default() }], 1 << 31, 64 << 10, 264);
+        let small = Plan::new(vec![Section { count: 1, ..Section::default() }], 1 << 31, 132, 63 << 10);
         assert_eq!((small.passes, small.bits), (4, 9));
     }
 }
