@@ -10,8 +10,8 @@ use crate::layout::*;
 /// What is to be sorted, and in which blocks.
 pub(super) struct Plan {
     pub sections: Vec<Section>,
-    /// Of `SORT_ITEMS`: how many ids a thread takes.
-    size: usize,
+    /// Ids that a thread takes, one of `SORT_ITEMS`.
+    items: usize,
     tiles: usize,
     lists: usize,
     /// Rows of what blocks tell each other in a pass.
@@ -21,7 +21,7 @@ pub(super) struct Plan {
 }
 
 /// Memory that a sort needs besides what is sorted.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(super) struct Scratch {
     pub counts: u64,
     pub told: u64,
@@ -48,22 +48,22 @@ impl Plan {
         let all_bits = (u64::BITS - most_records.saturating_sub(1).leading_zeros()).clamp(1, 32);
         let passes = all_bits.div_ceil(most_bits);
         let bits = all_bits.div_ceil(passes).max(LEAST_BITS);
-        let runs_at_once = |items: &usize| {
-            let tile = items * SORT_THREADS;
+        let runs_at_once = |items: &&usize| {
+            let tile = **items * SORT_THREADS;
             let tiles: usize = sections.iter().map(|s| (s.count as usize).div_ceil(tile)).sum();
-            tiles <= multiprocessors * SORT_AT_ONCE.min(fit(*items, bits))
+            tiles <= multiprocessors * SORT_AT_ONCE.min(fit(**items, bits))
         };
-        let size = SORT_ITEMS.iter().position(runs_at_once).unwrap_or(SORT_ITEMS.len() - 1);
+        let items = *SORT_ITEMS.iter().find(runs_at_once).unwrap_or(&largest);
         let (mut first, mut first_tile, mut first_list) = (0, 0, 0);
         for section in &mut sections {
             (section.first, section.first_tile, section.first_list) = (first, first_tile, first_list);
             first += section.count;
-            first_tile += section.count.div_ceil((SORT_ITEMS[size] * SORT_THREADS) as u32);
+            first_tile += section.count.div_ceil((items * SORT_THREADS) as u32);
             first_list += section.count.div_ceil(LIST_BLOCK as u32);
         }
         let (tiles, lists) = (first_tile as usize, first_list as usize);
         let rows = tiles + 2 * (tiles / SORT_FELLOWS + sections.len() + 1);
-        Plan { sections, size, tiles, lists, rows, passes: passes as usize, bits }
+        Plan { sections, items, tiles, lists, rows, passes: passes as usize, bits }
     }
 
     fn digits(&self) -> usize {
@@ -117,7 +117,7 @@ impl Workspace {
             bits: plan.bits,
             pad: 0,
         };
-        let items = SORT_ITEMS[plan.size];
+        let items = plan.items;
         // Of all digits at once: a table that grows is not to wait for the compiler.
         let names: [String; 6] = std::array::from_fn(|i| {
             format!("sort_pass<{items}, {}, {}>", LEAST_BITS as usize + i / 2, 1 + i % 2)
@@ -148,7 +148,7 @@ impl Workspace {
 
 #[cfg(test)]
 mod tests {
-    use super::{Plan, SORT_ITEMS, Section};
+    use super::{Plan, Section};
 
     fn plan(counts: &[u32], records: u64) -> Plan {
         let section = |&count: &u32| Section { count, ..Section::default() };
@@ -159,7 +159,7 @@ mod tests {
     fn a_sort_has_no_more_blocks_than_run_at_once_while_it_can() {
         let shape = |counts: &[u32]| {
             let plan = plan(counts, 1 << 20);
-            (SORT_ITEMS[plan.size], plan.tiles)
+            (plan.items, plan.tiles)
         };
         assert_eq!(shape(&[]), (4, 0));
         assert_eq!(shape(&[1]), (4, 1));
@@ -172,8 +172,7 @@ mod tests {
     #[test]
     fn fewer_blocks_run_at_once_where_they_have_less_memory_to_share() {
         let section = Section { count: 132 * 4096, ..Section::default() };
-        let items =
-            |kilobytes: usize| SORT_ITEMS[Plan::new(vec![section; 2], 1 << 20, 132, kilobytes << 10).size];
+        let items = |kilobytes: usize| Plan::new(vec![section; 2], 1 << 20, 132, kilobytes << 10).items;
         assert_eq!([items(227), items(99), items(63)], [8, 8, 13]);
     }
 
