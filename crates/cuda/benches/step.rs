@@ -63,7 +63,7 @@ const WORKS: [Work; 5] = [
 ];
 
 const WARM: usize = 5;
-const TIMED: usize = 16;
+const TIMED: usize = 20;
 /// Steps between two events: one after each step would keep the next from being made ready meanwhile, as none does in training.
 const IN_A_ROW: usize = 4;
 

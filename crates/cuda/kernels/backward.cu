@@ -152,6 +152,27 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Ke
 }
 
 constexpr u32 UPDATE_THREADS = 128;
+
+// Of a feature: gradients that are to be where its side has them.
+struct Gradients {
+  const float* from;
+  u64 count;
+};
+static_assert(sizeof(Gradients) == 16, "as crates/cuda/src/layout.rs has it");
+
+// Those of all features, whose sides come first. Blocks take turns: one for each feature.
+extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(const Side* sides, u32 num_features) {
+  begin();
+  const u32 feature = blockIdx.x % num_features;
+  const Gradients of = ((const Gradients*)(sides + num_features))[feature];
+  float* to = (float*)sides[feature].gradients;
+  const u64 stride = (u64)gridDim.x / num_features * UPDATE_THREADS, first = (u64)(blockIdx.x / num_features) * UPDATE_THREADS + threadIdx.x;
+  const u64 quads = (u64)of.from % sizeof(float4) == 0 ? of.count / 4 : 0;
+#pragma unroll 4
+  for (u64 i = first; i < quads; i += stride) ((float4*)to)[i] = __ldcs((const float4*)of.from + i);
+  for (u64 i = 4 * quads + first; i < of.count; i += stride) to[i] = of.from[i];
+}
+
 // Keys that a group of lanes takes.
 constexpr u32 PER_SEVERAL = 4, PER_SINGLE = 8;
 

@@ -20,9 +20,11 @@ struct Sort {
   u32 *told, *flags;
   // By pass: the next tile.
   u32* next;
+  // Where the ids go in the end.
+  Sorted* sorted;
   u32 num_sections, tiles, rows, passes, bits, pad;
 };
-static_assert(sizeof(Sort) == 64, "as crates/cuda/src/layout.rs has it");
+static_assert(sizeof(Sort) == 72, "as crates/cuda/src/layout.rs has it");
 
 // Rows of what is told: those of tiles, then two a group, for its counts and totals. Groups are of one section.
 __device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) { return sort.tiles + 2 * (of.first_tile / FELLOWS + section + group); }
@@ -182,8 +184,16 @@ template <u32 BITS> __device__ __forceinline__ u32 peers_of(u32 digit) {
   return peers;
 }
 
-// A tile is what a block takes: ITEMS ids a thread. `records`, `values`: of ids by place, every STRIDE words.
-template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* sorted, Sort sort, u32 pass) {
+// Passes that a section needs: records with no higher digit are in order by then.
+__device__ __forceinline__ u32 passes_of(const Sort& sort, u32 section, u32 digits, u32 ids) {
+  u32 needed = sort.passes;
+  while (needed > 1 && sort.counts[((u64)section * sort.passes + needed - 1) * digits] == ids) --needed;
+  return needed;
+}
+
+// A tile is what a block takes: ITEMS ids a thread. `records`, `values`: of ids by place, every STRIDE words. `next_pass`: where they go, if
+// another follows.
+template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* next_pass, Sort sort, u32 pass) {
   begin();
   constexpr u32 TILE = THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / THREADS;
   const u32 shift = pass * BITS;
@@ -206,6 +216,9 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
   const u32 number = taken;
   u32 section_number;
   const Section section = section_at(sort.sections, sort.num_sections, number, section_number, [](const Section& s) { return s.first_tile; });
+  const u32 passes = passes_of(sort, section_number, DIGITS, section.count);
+  if (pass >= passes) return;
+  Sorted* sorted = pass + 1 == passes ? sort.sorted : next_pass;
   const u32 in_section = number - section.first_tile, size = min(TILE, section.count - in_section * TILE);
   const u32 mine = warp * WARP * ITEMS + lane();
   records += (u64)(section.first + in_section * TILE + mine) * STRIDE, values += (u64)(section.first + in_section * TILE + mine) * STRIDE;

@@ -196,6 +196,11 @@ plain! {
         pub pad: u32,
     }
 
+    pub struct Gradients {
+        pub from: u64,
+        pub count: u64,
+    }
+
     pub struct Section {
         pub first: u32,
         pub count: u32,
@@ -217,6 +222,7 @@ plain! {
         pub told: u64,
         pub flags: u64,
         pub next: u64,
+        pub sorted: u64,
         pub num_sections: u32,
         pub tiles: u32,
         pub rows: u32,
@@ -367,9 +373,10 @@ mod tests {
         assert_eq!(size_of::<Feature>(), 128);
         assert_eq!(size_of::<Keys>(), 56);
         assert_eq!(size_of::<Section>(), 32);
-        assert_eq!(size_of::<Sort>(), 64);
+        assert_eq!(size_of::<Sort>(), 72);
         assert_eq!(size_of::<Found>(), 64);
         assert_eq!(size_of::<Side>(), 32);
+        assert_eq!(size_of::<Gradients>(), 16);
         assert_eq!(size_of::<Entry>(), 32);
         assert_eq!(size_of::<Preparation>(), 96);
         assert_eq!(size_of::<Committed>(), 64);

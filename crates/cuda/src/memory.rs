@@ -5,6 +5,7 @@
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{
     self, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationProp, CUmemAllocationType,
@@ -42,6 +43,17 @@ pub fn words<T: Plain>(values: &[T]) -> &[u32] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values) / 4) }
 }
 
+static TIMES_ASKED: AtomicU64 = AtomicU64::new(0);
+
+/// How often the driver has been asked for memory, for tables and steps, since the process began. A steady step asks for none.
+pub fn times_asked() -> u64 {
+    TIMES_ASKED.load(Ordering::Relaxed)
+}
+
+fn count_asking() {
+    TIMES_ASKED.fetch_add(1, Ordering::Relaxed);
+}
+
 fn failed(context: &CudaContext, bytes: usize, what: &str, error: DriverError) -> Error {
     let (free, total) = context.mem_get_info().unwrap_or_default();
     Error::Device(format!(
@@ -72,6 +84,7 @@ impl<T: Plain> Buffer<T> {
     pub fn uninit(context: &Arc<CudaContext>, len: usize) -> Result<Buffer<T>> {
         let bytes = (len * size_of::<T>()).max(1);
         context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        count_asking();
         // SAFETY: fresh memory of this length.
         let address =
             unsafe { result::malloc_sync(bytes) }.map_err(|e| failed(context, bytes, "a step", e))?;
@@ -262,6 +275,7 @@ impl Arena {
             location: location(&self.context),
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
+        count_asking();
         // SAFETY: - the range is reserved and has no memory yet.
         //         - the handle may go once it is mapped: the mapping keeps the memory.
         unsafe {
@@ -325,6 +339,7 @@ impl Shared {
         context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         let failed = driver_error("getting host memory that the GPU writes to");
         let mapped = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        count_asking();
         // SAFETY: fresh memory, written whole.
         let host = unsafe {
             let host = result::malloc_host(len * 4, mapped).map_err(&failed)?.cast::<u32>();

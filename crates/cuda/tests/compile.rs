@@ -36,6 +36,27 @@ fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
     }
 }
 
+/// So that `memory::times_asked` counts all of it.
+#[test]
+fn memory_is_asked_for_in_one_place() {
+    let mut folders = vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+    let mut places = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            let calls = ["malloc", "cuMemAlloc", "cuMemCreate", "cuMemHostAlloc", "alloc_zeros", ".alloc::<"];
+            let asks = |line: &&str| calls.iter().any(|call| line.contains(call));
+            places.extend(text.lines().filter(asks).map(|_| path.file_name().unwrap().to_owned()));
+        }
+    }
+    assert_eq!(places, ["memory.rs"; 3], "`malloc_sync`, `malloc_host` and `cuMemCreate`");
+}
+
 #[test]
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
@@ -66,7 +87,12 @@ fn all_kernels_compile_for_all_architectures() {
         backward.push(format!("update<0, {rule}, false, 8, 257>"));
         backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
     }
-    backward.extend(own(&["list_entries<0, 8, 64>", "list_entries<1, 64>", "list_entries<2, 64>"]));
+    backward.extend(own(&[
+        "copy_gradients",
+        "list_entries<0, 8, 64>",
+        "list_entries<1, 64>",
+        "list_entries<2, 64>",
+    ]));
     let control = own(&[
         "deliver<960>",
         "deliver<8128>",

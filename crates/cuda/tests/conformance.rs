@@ -27,7 +27,7 @@ use sok_core::ticket::TICKET_LEN;
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::gpu_table::GpuTable;
-use sok_cuda::memory::{Buffer, Plain};
+use sok_cuda::memory::{Buffer, Plain, times_asked};
 use sok_cuda::nvrtc::Source;
 use sok_cuda::optimizer;
 use sok_cuda::step::{Bags, Feature, KeyType};
@@ -438,13 +438,68 @@ fn lag(stream: Stream, dice: &mut Dice) {
     unsafe { delay.launch(stream, (1, 1, 0), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
 }
 
-/// Arrays of a step none of whose calls waits for the device: alive until all have run.
+/// A step of one feature a table, none of whose calls waits for the device: its arrays live until all have run.
 struct Flight {
-    _ids: Vec<Buffer<u64>>,
-    _gradients: Vec<Buffer<f32>>,
+    ids: Vec<Buffer<u64>>,
+    gradients: Vec<Buffer<f32>>,
     rows: Vec<Buffer<f32>>,
+    /// Ids of each bag.
+    hotness: usize,
     /// Ticket, norm, scalars, trigger and new trigger.
     small: [Buffer<f32>; 5],
+}
+
+impl Flight {
+    fn new(keys: &[Vec<u64>], gradients: &[Vec<f32>], hotness: usize, scalars: UpdateScalars) -> Flight {
+        let numbers = [scalars.learning_rate, scalars.step as f32, 1.0, scalars.factor];
+        Flight {
+            ids: keys.iter().map(|k| on_device(k)).collect(),
+            gradients: gradients.iter().map(|g| on_device(g)).collect(),
+            rows: gradients.iter().map(|g| on_device(&unwritten(g.len()))).collect(),
+            hotness,
+            small: [
+                on_device(&unwritten(TICKET_LEN)),
+                on_device(&[-1.0f32]),
+                on_device(&numbers),
+                on_device(&[0.5f32; TICKET_LEN]),
+                on_device(&[0.0f32; TICKET_LEN]),
+            ],
+        }
+    }
+
+    fn start(&self, group: &mut GpuGroup, binding: Binding, holds: bool, mut next: impl FnMut() -> Stream) {
+        let feature = |table: usize| {
+            let len = self.ids[table].len();
+            Feature {
+                name: "f",
+                table,
+                ids: sok_cuda::step::Ids {
+                    address: self.ids[table].address(),
+                    high: 0,
+                    key_type: KeyType::Wide,
+                    len,
+                },
+                bags: Bags::Fixed { num_bags: len / self.hotness, hotness: self.hotness },
+                combiner: sok_core::batch::Combiner::Sum,
+                weights: None,
+                padding_key: None,
+                rows: self.rows[table].address(),
+            }
+        };
+        let features: Vec<Feature> = (0..self.ids.len()).map(feature).collect();
+        let [ticket, norm, numbers, trigger, new] = self.small.each_ref().map(Buffer::address);
+        let lookup = group.lookup(&features, true, true, None, next()).unwrap();
+        let output = OutputGradients {
+            rows: self.gradients.iter().map(Buffer::address).collect(),
+            keep: holds.then(|| Box::new(()) as Keep),
+            check_finite: false,
+        };
+        let lens: Vec<usize> = self.gradients.iter().map(Buffer::len).collect();
+        group.push(LookupNumber::Known(lookup), output, &lens, &[], ticket, next()).unwrap();
+        let groups = &mut [group];
+        optimizer::commit(groups, &[binding], &[ticket], None, norm, next()).unwrap();
+        optimizer::apply(groups, &[binding], numbers, false, &[(trigger, new)], next()).unwrap();
+    }
 }
 
 #[test]
@@ -479,45 +534,9 @@ fn calls_on_streams_that_lag_come_in_order() {
             host.apply(scalars, true).unwrap();
             expected.push((rows, norm as f32));
 
-            let ids: Vec<_> = keys.iter().map(|k| on_device(k)).collect();
-            let given: Vec<_> = gradients.iter().map(|g| on_device(g)).collect();
-            let rows: Vec<_> = gradients.iter().map(|g| on_device(&unwritten(g.len()))).collect();
-            let numbers = [scalars.learning_rate, step as f32, 1.0, scalars.factor];
-            let small = [
-                on_device(&unwritten(TICKET_LEN)),
-                on_device(&[-1.0f32]),
-                on_device(&numbers),
-                on_device(&[0.5f32; TICKET_LEN]),
-                on_device(&[0.0f32; TICKET_LEN]),
-            ];
-            let feature = |table: usize| Feature {
-                name: "f",
-                table,
-                ids: sok_cuda::step::Ids {
-                    address: ids[table].address(),
-                    high: 0,
-                    key_type: KeyType::Wide,
-                    len: 3001,
-                },
-                bags: Bags::Each,
-                combiner: sok_core::batch::Combiner::Sum,
-                weights: None,
-                padding_key: None,
-                rows: rows[table].address(),
-            };
-            let [ticket, norm, numbers, trigger, new] = small.each_ref().map(Buffer::address);
-            let lookup = group.lookup(&[feature(0), feature(1)], true, true, None, next(&mut dice)).unwrap();
-            let output = OutputGradients {
-                rows: given.iter().map(Buffer::address).collect(),
-                keep: (step % 3 != 0).then(|| Box::new(()) as Keep),
-                check_finite: false,
-            };
-            let lens: Vec<usize> = gradients.iter().map(Vec::len).collect();
-            group.push(LookupNumber::Known(lookup), output, &lens, &[], ticket, next(&mut dice)).unwrap();
-            let groups = &mut [&mut group];
-            optimizer::commit(groups, &[binding], &[ticket], None, norm, next(&mut dice)).unwrap();
-            optimizer::apply(groups, &[binding], numbers, false, &[(trigger, new)], next(&mut dice)).unwrap();
-            flights.push(Flight { _ids: ids, _gradients: given, rows, small });
+            let flight = Flight::new(&keys, &gradients, 1, scalars);
+            flight.start(&mut group, binding, step % 3 != 0, || next(&mut dice));
+            flights.push(flight);
         }
         DEVICE.synchronize().unwrap();
         for (step, (flight, (rows, norm))) in flights.iter().zip(&expected).enumerate() {
@@ -532,6 +551,41 @@ fn calls_on_streams_that_lag_come_in_order() {
         for table in 0..2 {
             assert!(scan(host.table(table), 1000) == scan(group.table(table), 1000), "table {table}");
         }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_steady_step_asks_for_no_memory() {
+    let configs = [3, 64, 64].map(|dim| TableConfig { initial_capacity: 100_000, ..plain_config("t", dim) });
+    let mut dice = Dice(1);
+    for (holds, hotness) in [(true, 1), (false, 1), (true, 4), (false, 4)] {
+        let mut group = GpuGroup::new(&DEVICE, configs.to_vec()).unwrap();
+        let binding = Binding { owner: 1, update: any_update(&mut dice), needs_norm: false };
+        group.bind(binding).unwrap();
+        let flights: Vec<Flight> = (1..=20)
+            .map(|step| {
+                let keys = configs.each_ref().map(|_| skewed_keys(&mut dice, 4000, 50_000));
+                let gradients = configs.each_ref().map(|config| dice.floats(4000 / hotness * config.dim));
+                Flight::new(
+                    &keys,
+                    &gradients,
+                    hotness,
+                    UpdateScalars { learning_rate: 0.05, step, factor: 1.0 },
+                )
+            })
+            .collect();
+        let stream = DEVICE.context.new_stream().unwrap();
+        let mut before = 0;
+        for (step, flight) in flights.iter().enumerate() {
+            if step == 5 {
+                before = times_asked();
+            }
+            flight.start(&mut group, binding, holds, || Stream(stream.cu_stream()));
+        }
+        assert_eq!(times_asked(), before, "held: {holds}, ids a bag: {hotness}");
+        DEVICE.synchronize().unwrap();
+        assert!(group.table(0).len() > 4000, "later steps bring new keys");
     }
 }
 

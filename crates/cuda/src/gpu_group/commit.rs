@@ -147,6 +147,7 @@ impl GpuGroup {
                     sums
                 }
             };
+            push.copy.into_iter().for_each(|copy| self.workspace.give_back(copy));
             merged.push((weight, push.lookup, sums));
         }
         let parts: Vec<_> =

@@ -16,7 +16,7 @@ use sok_core::ticket::{PushRing, RING, mark};
 
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
-use crate::layout::{EXPONENTS, NewTicket, Prepared, REPORT, RESOLVED, Side};
+use crate::layout::{EXPONENTS, Gradients, NewTicket, Prepared, REPORT, RESOLVED, Side};
 use crate::memory::{Buffer, Shared, read};
 use crate::step::{Feature, KeyType, Saved, Workspace};
 
@@ -31,7 +31,7 @@ pub enum LookupNumber {
 /// The gradients of a lookup's outputs, float32 `(bags, dim)` of each feature on the device.
 pub struct OutputGradients {
     pub rows: Vec<u64>,
-    /// With it the rows stay where they are until they are applied; without, they are merged at once.
+    /// With it the rows stay where they are until they are applied; without, they are merged or copied at once.
     pub keep: Option<Keep>,
     /// A gradient that is not finite makes the ticket NaN.
     pub check_finite: bool,
@@ -41,7 +41,9 @@ pub struct OutputGradients {
 struct Push {
     lookup: Arc<SavedLookup>,
     rows: Vec<u64>,
-    /// Merged gradients; None: they are where the framework has them.
+    /// What holds `rows`, if it is not the framework.
+    copy: Option<Buffer<u32>>,
+    /// Merged gradients, if they are.
     sums: Option<Buffer<u32>>,
     _keep: Option<Keep>,
 }
@@ -185,7 +187,7 @@ impl GpuGroup {
     /// Memory that steps keep.
     pub fn step_bytes(&self) -> usize {
         let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes());
-        let sums = self.ring.iter().filter_map(|p| p.sums.as_ref()).map(Buffer::num_bytes);
+        let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
         lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
     }
@@ -416,9 +418,7 @@ impl GpuGroup {
     }
 
     fn reuse(&mut self, push: Push) {
-        if let Some(sums) = push.sums {
-            self.workspace.give_back(sums);
-        }
+        push.sums.into_iter().chain(push.copy).for_each(|memory| self.workspace.give_back(memory));
         self.reuse_lookup(push.lookup);
     }
 
@@ -489,18 +489,27 @@ impl GpuGroup {
             expected: [lookup as u32, (lookup >> 32) as u32],
             fault: workspace.fault.address(),
         };
-        let sides = workspace.sides(&self.tables, &saved.saved, &gradients.rows, self.nowhere.address());
-        workspace.write_ticket(&saved.saved, &sides, &ticket, stream)?;
+        let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, Vec::new(), None, None);
+        let copies = gradients.keep.is_none() && saved.saved.has_few_gradients();
+        if copies {
+            let (memory, places) = workspace.take_copy(&saved.saved)?;
+            let from = std::mem::replace(&mut rows, places).into_iter().zip(gradient_lens);
+            copied = from.map(|(from, len)| Gradients { from, count: *len as u64 }).collect();
+            copy = Some(memory);
+        }
+        let sides = workspace.sides(&self.tables, &saved.saved, &rows, self.nowhere.address());
+        workspace.write_ticket(&saved.saved, &sides, &copied, &ticket, stream)?;
         *saved.sides() = sides;
-        let mut sums = None;
-        if gradients.keep.is_none() {
+        if copies {
+            workspace.copy_gradients(&saved.saved, stream)?;
+        } else if gradients.keep.is_none() {
             let merged = workspace.take_sums(&saved.saved)?;
             workspace.merge(&saved.saved, merged.address(), stream)?;
             sums = Some(merged);
         }
         saved.saved.generations.iter().for_each(|(t, _)| self.tables[*t].count_call());
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
-        let push = Push { lookup: saved, rows: gradients.rows, sums, _keep: gradients.keep };
+        let push = Push { lookup: saved, rows, copy, sums, _keep: gradients.keep };
         if let (_, Some(fallen)) = self.ring.add(push) {
             self.reuse(fallen);
         }

@@ -152,6 +152,12 @@ impl GpuTable {
         self.num_numbers().min(u64::from(self.fresh) + taken)
     }
 
+    /// More than any record number that is in use, as far as the device has told.
+    pub(crate) fn known_numbers(&self) -> u64 {
+        let taken = u64::from(self.told[0]).saturating_sub(self.released.len() as u64);
+        self.most_numbers().min(u64::from(self.fresh) + taken)
+    }
+
     fn reserve_records(&mut self, more: u64) -> Result<()> {
         let before = self.num_numbers();
         let numbers =

@@ -31,15 +31,16 @@ impl Workspace {
         self.deliver(saved.sides, words(sides), (0, 0), None, stream)
     }
 
-    /// Writes the ticket of a push, and where its gradients are.
+    /// Writes the ticket of a push, and where its gradients are, or will be if they are to be `copied`.
     pub fn write_ticket(
         &self,
         saved: &Saved,
         sides: &[Side],
+        copied: &[Gradients],
         ticket: &NewTicket,
         stream: Stream,
     ) -> Result<()> {
-        let values = words(sides);
+        let values = [words(sides), words(copied)].concat();
         let many = values.len() > FEW && self.device.parameter_bytes > 4096;
         let (room, name) = if many { (MANY, "write_ticket<8128>") } else { (FEW, "write_ticket<960>") };
         let now = values.len().min(room);
@@ -52,6 +53,14 @@ impl Workspace {
         let write = self.device.kernel(&CONTROL, name)?;
         let ticket = *ticket;
         launch_next!(write, stream, 1, 1024, ticket, delivery, payload[0])
+    }
+
+    /// Copies the gradients that `write_ticket` was told of to where it was told they will be.
+    pub fn copy_gradients(&self, saved: &Saved, stream: Stream) -> Result<()> {
+        let copy = self.device.kernel(&BACKWARD, "copy_gradients")?;
+        let (sides, count) = (saved.sides, saved.features.len() as u32);
+        let blocks = (8 * self.device.multiprocessors as usize).next_multiple_of(saved.features.len().max(1));
+        launch_next!(copy, stream, blocks, UPDATE_THREADS, sides, count)
     }
 
     /// Sets `is_bad` if a gradient is not finite.
@@ -229,7 +238,7 @@ impl Workspace {
             table: NOBODY,
             ..Section::default()
         };
-        self.sort_plan(ids_by_kind.iter().enumerate().map(section).collect(), most_records)
+        self.sort_plan(ids_by_kind.iter().enumerate().map(section).collect(), most_records, most_records)
     }
 
     /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.

@@ -8,7 +8,7 @@ mod feature;
 mod sort;
 mod update_once;
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
@@ -28,12 +28,12 @@ const MANY: usize = 8128;
 pub use feature::{Bags, Feature, Ids, KeyType};
 pub use update_once::update_once;
 
-use sort::{Plan, Scratch};
+use sort::{Plan, Scratch, SortKernels};
 
 /// What a lookup keeps for its gradients, in memory of the device.
 pub struct Saved {
     pub memory: Buffer<u32>,
-    /// `Side` of each feature.
+    /// `Side` of each feature, then its `Gradients` if they are copied.
     sides: u64,
     sorted: u64,
     names: u64,
@@ -73,6 +73,13 @@ impl Saved {
     /// Whether a table has lost the records that it had then.
     pub fn is_stale(&self, tables: &[GpuTable]) -> bool {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
+    }
+
+    /// Whether gradients are fewer than half as many as the sums of keys may be, as those of bags are.
+    pub fn has_few_gradients(&self) -> bool {
+        let words =
+            |of: fn(&SavedFeature) -> usize| self.features.iter().map(|f| of(f) * f.dim).sum::<usize>();
+        2 * words(|f| f.num_bags) <= words(|f| f.num_ids)
     }
 
     pub fn weighted_features(&self) -> Vec<usize> {
@@ -151,6 +158,8 @@ pub struct Workspace {
     join: CudaEvent,
     moved: CudaEvent,
     is_forked: Cell<bool>,
+    /// By place in `SORT_ITEMS`.
+    sort_kernels: [OnceCell<SortKernels>; SORT_ITEMS.len()],
     last: Option<Stream>,
     memories: Vec<Buffer<u32>>,
     pub fault: Shared,
@@ -184,6 +193,7 @@ impl Workspace {
             join: event()?,
             moved: event()?,
             is_forked: Cell::new(false),
+            sort_kernels: Default::default(),
             last: None,
             memories: Vec::new(),
             fault: Shared::new(context, size_of::<Fault>() / 4)?,
@@ -279,6 +289,18 @@ impl Workspace {
         self.take_memory(words)
     }
 
+    /// Memory for a copy of a push's gradients, and where those of each feature go.
+    pub fn take_copy(&mut self, saved: &Saved) -> Result<(Buffer<u32>, Vec<u64>)> {
+        let places = |base| {
+            let mut parts = Parts { base, at: 0 };
+            let rows: Vec<u64> = saved.features.iter().map(|f| parts.take(f.num_bags * f.dim)).collect();
+            (rows, parts.at)
+        };
+        let memory = self.take_memory(places(0).1)?;
+        let (rows, _) = places(memory.address());
+        Ok((memory, rows))
+    }
+
     /// Memory of a step that is over, in the order of the streams.
     pub fn give_back(&mut self, memory: Buffer<u32>) {
         self.memories.push(memory);
@@ -309,7 +331,8 @@ impl Workspace {
         let sort_state = parts.take(plan.map_or(0, Plan::state_words));
         let lists: Vec<u64> = ids_by_kind.iter().map(|_| parts.take(if save { LISTS } else { 0 })).collect();
         let num_zeros = parts.at - ((zeros - base) / 4) as usize;
-        let sides = parts.take(if save { features.len() * size_of::<Side>() / 4 } else { 0 });
+        let side_words = (size_of::<Side>() + size_of::<Gradients>()) / 4;
+        let sides = parts.take(if save { features.len() * side_words } else { 0 });
         let mut of_ids = |is_there: bool, words: usize| parts.take(if is_there { words * n } else { 0 });
         let (sorted, names, coefficients) =
             (of_ids(save, 2), of_ids(save && is_weighted, 1), of_ids(save && is_weighted, 1));
@@ -534,11 +557,12 @@ impl Workspace {
         let mut ids = vec![0; tables.len()];
         features.iter().for_each(|f| ids[f.table] += f.ids.len);
         let mut next = vec![0; tables.len()];
-        let (mut sections, mut at, mut most_records) = (Vec::new(), 0, 0);
+        let (mut sections, mut at, mut most_records, mut likely_records) = (Vec::new(), 0, 0, 0);
         for t in (0..tables.len()).filter(|&t| ids[t] > 0) {
             next[t] = at;
             at += ids[t];
             most_records = most_records.max(tables[t].most_numbers());
+            likely_records = likely_records.max(tables[t].known_numbers());
             sections.push(Section {
                 count: ids[t] as u32,
                 kind: self.kinds[t] as u32,
@@ -551,11 +575,12 @@ impl Workspace {
             next[f.table] - f.ids.len
         };
         let first_ids = features.iter().map(place).collect();
-        (self.sort_plan(sections, most_records), first_ids)
+        (self.sort_plan(sections, most_records, likely_records), first_ids)
     }
 
-    fn sort_plan(&self, sections: Vec<Section>, most_records: u64) -> Plan {
-        Plan::new(sections, most_records, self.device.multiprocessors as usize, self.device.shared_bytes)
+    fn sort_plan(&self, sections: Vec<Section>, most_records: u64, likely_records: u64) -> Plan {
+        let multiprocessors = self.device.multiprocessors as usize;
+        Plan::new(sections, most_records, likely_records, multiprocessors, self.device.shared_bytes)
     }
 
     /// Scratch memory: records and values of ids, homeless ids; what the sort needs.

@@ -3,7 +3,7 @@
 use sok_core::error::Result;
 
 use super::{Places, Workspace};
-use crate::device::{Stream, launch, launch_shared};
+use crate::device::{Kernel, Stream, launch, launch_shared};
 use crate::kernels::{BACKWARD, SORT};
 use crate::layout::*;
 
@@ -20,6 +20,9 @@ pub(super) struct Plan {
     bits: u32,
 }
 
+/// Of a number of ids a thread: `count_digits`, then `sort_pass` by digits and stride.
+pub(super) type SortKernels = [Kernel; 7];
+
 /// Memory that a sort needs besides what is sorted.
 #[derive(Clone, Copy)]
 pub(super) struct Scratch {
@@ -29,14 +32,16 @@ pub(super) struct Scratch {
 }
 
 impl Plan {
-    /// Of sections whose ids and records are known. `most_records`: more than the records of any. `shared_bytes`: of memory, that a
-    /// block may share, which is all that a multiprocessor has but a kilobyte.
+    /// Of sections whose ids and records are known. `most_records`: more than any record; `likely_records`: if what is under way brings
+    /// no new ones. `shared_bytes`: of memory, that a block may share, which is all that a multiprocessor has but a kilobyte.
     ///
-    /// As few passes as the digits' bits allow; and the fewest ids a thread with which all blocks run at once, since a pass takes as
-    /// long as one of them.
+    /// As few passes as the digits' bits allow, and digits with which the last, if it is likely to find nothing to do, does not: it is
+    /// left out then, on the device. And the fewest ids a thread with which all blocks run at once, since a pass takes as long as one
+    /// of them.
     pub fn new(
         mut sections: Vec<Section>,
         most_records: u64,
+        likely_records: u64,
         multiprocessors: usize,
         shared_bytes: usize,
     ) -> Plan {
@@ -45,9 +50,11 @@ impl Plan {
         let fit = |items, bits| (shared_bytes + 1024) / (shared_by(items, bits) + 1024);
         let largest = SORT_ITEMS[SORT_ITEMS.len() - 1];
         let most_bits = if fit(largest, MOST_BITS) > 0 { MOST_BITS } else { MOST_BITS - 1 };
-        let all_bits = (u64::BITS - most_records.saturating_sub(1).leading_zeros()).clamp(1, 32);
+        let bits_of = |records: u64| (u64::BITS - records.saturating_sub(1).leading_zeros()).clamp(1, 32);
+        let (all_bits, likely_bits) = (bits_of(most_records), bits_of(likely_records));
         let passes = all_bits.div_ceil(most_bits);
-        let bits = all_bits.div_ceil(passes).max(LEAST_BITS);
+        let likely_passes = likely_bits.div_ceil(most_bits);
+        let bits = all_bits.div_ceil(passes).max(likely_bits.div_ceil(likely_passes)).max(LEAST_BITS);
         let runs_at_once = |items: &&usize| {
             let tile = **items * SORT_THREADS;
             let tiles: usize = sections.iter().map(|s| (s.count as usize).div_ceil(tile)).sum();
@@ -110,6 +117,7 @@ impl Workspace {
             told: scratch.told,
             flags: state + 4 * SORT_STATE as u64,
             next: state,
+            sorted: places.sorted,
             num_sections: plan.sections.len() as u32,
             tiles: plan.tiles as u32,
             rows: plan.rows as u32,
@@ -117,32 +125,37 @@ impl Workspace {
             bits: plan.bits,
             pad: 0,
         };
-        let items = plan.items;
-        // Of all digits at once: a table that grows is not to wait for the compiler.
-        let names: [String; 6] = std::array::from_fn(|i| {
-            format!("sort_pass<{items}, {}, {}>", LEAST_BITS as usize + i / 2, 1 + i % 2)
-        });
-        let [n0, n1, n2, n3, n4, n5] = names.each_ref().map(String::as_str);
-        let kernels = self.device.kernels(&SORT, ["count_digits", n0, n1, n2, n3, n4, n5])?;
+        let kernels = self.sort_kernels(plan.items)?;
         let of_bits = 1 + 2 * (plan.bits - LEAST_BITS) as usize;
         let (count, first, others) = (kernels[0], kernels[of_bits], kernels[of_bits + 1]);
         let list = self.device.kernel(&BACKWARD, "list_keys")?;
-        let tile = (items * SORT_THREADS) as u32;
+        let tile = (plan.items * SORT_THREADS) as u32;
         launch!(count, stream, plan.tiles, SORT_THREADS, records, sort, tile)?;
         let (mut keys, mut of_keys) = (records, values);
         for pass in 0..plan.passes as u32 {
-            let is_last = pass as usize + 1 == plan.passes;
-            let (kernel, to) = (
-                if pass == 0 { first } else { others },
-                if is_last { places.sorted } else { scratch.pairs[pass as usize % 2] },
-            );
-            let bytes = shared_by(items, plan.bits);
+            let (kernel, to) = (if pass == 0 { first } else { others }, scratch.pairs[pass as usize % 2]);
+            let bytes = shared_by(plan.items, plan.bits);
             launch_shared!(kernel, stream, plan.tiles, SORT_THREADS, bytes, keys, of_keys, to, sort, pass)?;
             (keys, of_keys) = (to, to + 4);
         }
         let (kinds, tables, sections, num_sections, sorted) =
             (places.keys, self.tables(), places.sections, sort.num_sections, places.sorted);
         launch!(list, stream, plan.lists, LIST_THREADS, kinds, tables, sections, num_sections, sorted)
+    }
+
+    /// The count, then a pass over ids and one over pairs for digits of each size: all compiled at once, as a table that grows is not
+    /// to wait for the compiler.
+    fn sort_kernels(&self, items: usize) -> Result<SortKernels> {
+        let known = &self.sort_kernels[SORT_ITEMS.iter().position(|i| *i == items).unwrap_or_default()];
+        if let Some(kernels) = known.get() {
+            return Ok(*kernels);
+        }
+        let names: [String; 6] = std::array::from_fn(|i| {
+            format!("sort_pass<{items}, {}, {}>", LEAST_BITS as usize + i / 2, 1 + i % 2)
+        });
+        let [n0, n1, n2, n3, n4, n5] = names.each_ref().map(String::as_str);
+        let kernels = self.device.kernels(&SORT, ["count_digits", n0, n1, n2, n3, n4, n5])?;
+        Ok(*known.get_or_init(|| kernels))
     }
 }
 
@@ -152,7 +165,7 @@ mod tests {
 
     fn plan(counts: &[u32], records: u64) -> Plan {
         let section = |&count: &u32| Section { count, ..Section::default() };
-        Plan::new(counts.iter().map(section).collect(), records, 132, 227 << 10)
+        Plan::new(counts.iter().map(section).collect(), records, records, 132, 227 << 10)
     }
 
     #[test]
@@ -172,7 +185,8 @@ mod tests {
     #[test]
     fn fewer_blocks_run_at_once_where_they_have_less_memory_to_share() {
         let section = Section { count: 132 * 4096, ..Section::default() };
-        let items = |kilobytes: usize| Plan::new(vec![section; 2], 1 << 20, 132, kilobytes << 10).items;
+        let items =
+            |kilobytes: usize| Plan::new(vec![section; 2], 1 << 20, 1 << 20, 132, kilobytes << 10).items;
         assert_eq!([items(227), items(99), items(63)], [8, 8, 13]);
     }
 
@@ -198,7 +212,16 @@ mod tests {
         assert_eq!(shape(1 << 22), (2, 11));
         assert_eq!(shape((1 << 22) + 1), (3, 9));
         assert_eq!(shape(1 << 31), (3, 11));
-        let small = Plan::new(vec![Section { count: 1, ..Section::default() }], 1 << 31, 132, 63 << 10);
+        let one = || vec![Section { count: 1, ..Section::default() }];
+        let small = Plan::new(one(), 1 << 31, 1 << 31, 132, 63 << 10);
         assert_eq!((small.passes, small.bits), (4, 9));
+        let likely = |most, records| {
+            let plan = Plan::new(one(), most, records, 132, 227 << 10);
+            (plan.passes, plan.bits)
+        };
+        assert_eq!(likely((1 << 22) + 1, 1 << 22), (3, 11));
+        assert_eq!(likely((1 << 22) + 2, (1 << 22) + 1), (3, 9));
+        assert_eq!(likely((1 << 11) + 1, 1 << 10), (2, 10));
+        assert_eq!(likely(1 << 20, 1), (2, 10));
     }
 }
