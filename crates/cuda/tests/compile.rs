@@ -95,8 +95,10 @@ fn all_kernels_compile_for_all_architectures() {
     ]));
     let control = own(&[
         "deliver<960>",
+        "deliver<2016>",
         "deliver<8128>",
         "write_ticket<960>",
+        "write_ticket<2016>",
         "write_ticket<8128>",
         "check_finite",
         "resolve<1>",

@@ -306,25 +306,28 @@ impl GpuGroup {
         let mut ids = vec![0u64; self.tables.len()];
         features.iter().for_each(|f| ids[f.table] += f.ids.len as u64);
         let new = |tables: &[GpuTable], t: usize| tables[t].most_new(ids[t]);
-        let tight = |tables: &[GpuTable]| {
-            (0..tables.len())
-                .any(|t| !tables[t].has_room(new(tables, t)) || tables[t].may_refuse(new(tables, t)))
-        };
-        if tight(&self.tables) {
+        let soon = |tables: &[GpuTable], t: usize| tables[t].most_new_soon(ids[t]);
+        let refuses = |tables: &[GpuTable], t: usize| tables[t].may_refuse(new(tables, t));
+        let all = 0..self.tables.len();
+        let is_tight =
+            |tables: &[GpuTable], t: usize| !tables[t].has_room(new(tables, t)) || refuses(tables, t);
+        if all.clone().any(|t| is_tight(&self.tables, t)) {
             self.settle()?;
-        }
-        if tight(&self.tables) {
-            self.workspace.device.synchronize()?;
-            self.tables.iter_mut().try_for_each(GpuTable::learn)?;
-            for t in 0..self.tables.len() {
-                let (most, spare) = (new(&self.tables, t), 2 * ids[t]);
-                if !self.tables[t].has_room(most) && !self.tables[t].may_refuse(most) {
-                    self.tables[t].make_room(most, spare, stream)?;
+            let is_tight_soon =
+                |t: usize| !self.tables[t].has_room(soon(&self.tables, t)) || refuses(&self.tables, t);
+            if all.clone().any(is_tight_soon) {
+                self.workspace.device.synchronize()?;
+                self.tables.iter_mut().try_for_each(GpuTable::learn)?;
+                for t in all.clone() {
+                    let (most, soon) = (new(&self.tables, t), soon(&self.tables, t));
+                    if !self.tables[t].has_room(soon) && !refuses(&self.tables, t) {
+                        self.tables[t].make_room(most, soon, stream)?;
+                    }
                 }
+                self.admit(features, &ids, inserts, save)?;
             }
-            self.admit(features, &ids, inserts, save)?;
         }
-        for t in 0..self.tables.len() {
+        for t in all {
             if inserts[t] {
                 self.tables[t].most_taken += ids[t];
                 self.ids_since[t] += ids[t];

@@ -192,19 +192,29 @@ impl GpuTable {
         (self.len_before + self.most_taken as i64) as u64 + new_keys > self.config.capacity()
     }
 
-    /// Makes room for new keys, in the order of the stream. `spare`: keys that later calls may bring meanwhile.
-    pub(crate) fn make_room(&mut self, new_keys: u64, spare: u64, stream: Stream) -> Result<()> {
+    /// Distinct keys that a call with so many ids and two more like it bring at most, and the table may hold. With room for them, a call
+    /// need not wait to hear what those before it brought.
+    pub(crate) fn most_new_soon(&self, ids: u64) -> u64 {
         let rows = (self.len_before + self.most_taken as i64) as u64;
-        let capacity = self.config.capacity().min(self.config.vocabulary_size.unwrap_or(u64::MAX));
-        let most = (rows + new_keys + spare).min(capacity.max(rows + new_keys));
-        if rows + new_keys > self.index.capacity() as u64 {
-            let keys = most.max(2 * self.index.capacity() as u64);
-            let grown = self.index.grown(keys as usize, rows as usize, stream);
-            self.index =
-                grown.or_else(|_| self.index.grown((rows + new_keys) as usize, rows as usize, stream))?;
-            self.has_moved = true;
+        self.most_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.most_new(ids))
+    }
+
+    /// Makes room for new keys, in the order of the stream, and for those that come `soon` if there is memory.
+    pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
+        let rows = (self.len_before + self.most_taken as i64) as u64;
+        let keys = self.index.capacity() as u64;
+        if rows + soon > keys {
+            let larger = (rows + soon).max(2 * keys) as usize;
+            match self.index.grown(larger, rows as usize, stream) {
+                Ok(grown) => (self.index, self.has_moved) = (grown, true),
+                Err(_) if rows + new_keys <= keys => {}
+                Err(_) => {
+                    self.index = self.index.grown((rows + new_keys) as usize, rows as usize, stream)?;
+                    self.has_moved = true;
+                }
+            }
         }
-        self.reserve_records(most - rows).or_else(|_| self.reserve_records(new_keys))
+        self.reserve_records(soon).or_else(|_| self.reserve_records(new_keys))
     }
 
     /// Learns how many numbers are taken: reads the counters, so nothing may be under way.
@@ -343,7 +353,7 @@ impl GpuTable {
         if !self.has_room(n as u64) {
             self.device.synchronize()?;
             self.learn()?;
-            self.make_room(n as u64, 0, stream)?;
+            self.make_room(n as u64, n as u64, stream)?;
         }
         self.most_taken += n as u64;
         self.launch_look_up(keys, records, n, true, homeless, stream)
@@ -474,7 +484,7 @@ impl GpuTable {
         if keys.is_empty() {
             return Ok(());
         }
-        self.make_room(keys.len() as u64, 0, WAITING)?;
+        self.make_room(keys.len() as u64, keys.len() as u64, WAITING)?;
         let mut homeless = keys.to_vec();
         for _ in 0..INDEX_TRIES {
             let records = self.look_up(room, &homeless, true)?;

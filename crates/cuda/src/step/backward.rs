@@ -3,7 +3,7 @@
 use sok_core::error::{Error, Result};
 use sok_core::optimizer::Update;
 
-use super::{FEW, MANY, Plan, SUMS, Saved, SavedFeature, Workspace};
+use super::{Plan, SUMS, Saved, SavedFeature, Workspace};
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{BACKWARD, CONTROL, FORWARD};
@@ -41,8 +41,7 @@ impl Workspace {
         stream: Stream,
     ) -> Result<()> {
         let values = [words(sides), words(copied)].concat();
-        let many = values.len() > FEW && self.device.parameter_bytes > 4096;
-        let (room, name) = if many { (MANY, "write_ticket<8128>") } else { (FEW, "write_ticket<960>") };
+        let room = self.delivered_at_once(values.len());
         let now = values.len().min(room);
         if now < values.len() {
             self.deliver(saved.sides + 4 * now as u64, &values[now..], (0, 0), None, stream)?;
@@ -50,7 +49,7 @@ impl Workspace {
         let mut payload = vec![0u32; room];
         payload[..now].copy_from_slice(&values[..now]);
         let delivery = Delivery { to: saved.sides, count: now as u32, ..Delivery::default() };
-        let write = self.device.kernel(&CONTROL, name)?;
+        let write = self.device.kernel(&CONTROL, &format!("write_ticket<{room}>"))?;
         let ticket = *ticket;
         launch_next!(write, stream, 1, 1024, ticket, delivery, payload[0])
     }

@@ -21,9 +21,9 @@ use crate::kernels::{CONTROL, FORWARD};
 use crate::layout::{self, *};
 use crate::memory::{Buffer, Shared, words};
 
-/// Words that a delivery carries, few and many.
+/// Words that a delivery carries at most: as many as all launches can take as parameters, and more. What is not needed takes time.
 const FEW: usize = 960;
-const MANY: usize = 8128;
+const MORE: [usize; 2] = [2016, 8128];
 
 pub use feature::{Bags, Feature, Ids, KeyType};
 pub use update_once::update_once;
@@ -231,6 +231,14 @@ impl Workspace {
         if self.is_forked.take() { stream.wait(&self.join) } else { Ok(()) }
     }
 
+    /// Words that a launch is to have room for, if there are so many to deliver.
+    fn delivered_at_once(&self, words: usize) -> usize {
+        if words <= FEW || self.device.parameter_bytes <= 4096 {
+            return FEW;
+        }
+        MORE.into_iter().find(|room| words <= *room).unwrap_or(MORE[1])
+    }
+
     /// Words to the device, and zeros.
     fn deliver(
         &self,
@@ -240,9 +248,8 @@ impl Workspace {
         number: Option<(u64, u64)>,
         stream: Stream,
     ) -> Result<()> {
-        let many = values.len() > FEW && self.device.parameter_bytes > 4096;
-        let (room, name) = if many { (MANY, "deliver<8128>") } else { (FEW, "deliver<960>") };
-        let deliver = self.device.kernel(&CONTROL, name)?;
+        let room = self.delivered_at_once(values.len());
+        let deliver = self.device.kernel(&CONTROL, &format!("deliver<{room}>"))?;
         let mut payload = vec![0u32; room];
         for (i, chunk) in values.chunks(room).enumerate() {
             payload[..chunk.len()].copy_from_slice(chunk);
