@@ -75,6 +75,25 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Fo
 
 constexpr u32 ROWS_THREADS = 256, ROWS = 4;
 
+// Where rows on their way lie, four columns of each a lane: what is asked for takes no registers, so that the sort's blocks find room
+// beside. A lane asks for ROWS rows, then for ROWS more before it reads the first.
+struct Stage {
+  float4 (&columns)[2 * ROWS][ROWS_THREADS];
+
+  // A lane sees what it has asked for itself, `turn` after turn; `k`: below ROWS.
+  __device__ __forceinline__ float4& at(u32 turn, u32 k) const { return columns[turn % 2 * ROWS + k][threadIdx.x]; }
+  // CACHED: other bags are likely to have the row.
+  template <bool CACHED> __device__ __forceinline__ void ask(u32 turn, u32 k, const float4* from) const {
+    const u32 to = (u32)__cvta_generic_to_shared(&at(turn, k));
+    if (CACHED) asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  }
+  // Ends what is asked for in a turn.
+  __device__ __forceinline__ void end() const { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // What was asked for is there, but for the last turn's.
+  __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+};
+
 struct Rows {
   const u32* records;
   // By id: what the gradient of its bag is multiplied by; null if nobody asks.
@@ -91,39 +110,42 @@ template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, co
   }
 }
 
-// Rows of ids, one a bag: a warp takes as many bags as it has lanes, and has four rows in flight in each group of lanes.
-template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, u32 block) {
+// Rows of ids, one a bag: a warp takes as many bags as it has lanes.
+template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const Stage& stage, u32 block) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+  // Turns for all bags, each for as many columns as a group has lanes for.
+  constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
   const u32 group = lane() / LANES, column = lane() % LANES;
   const u32 first = block * ROWS_THREADS + threadIdx.x / WARP * WARP, bag = first + lane();
   const bool is_bag = bag < f.num_bags;
   const u32 record = is_bag ? rows.records[f.first_id + bag] : 0;
   if (is_bag && rows.coefficients) rows.coefficients[f.first_id + bag] = f.scale;
   const u32 missing = __ballot_sync(ALL, is_bag && record == 0);
-#pragma unroll 1
-  for (u32 start = 0; start < WARP; start += GROUPS * ROWS) {
-    const float4* from[ROWS];
+  const auto each = [&](u32 turn, const auto& with) {
+    const u32 start = turn / PIECES * GROUPS * ROWS, quad = turn % PIECES * LANES + column;
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k) {
       const u32 at = start + k * GROUPS + group, r = __shfl_sync(ALL, record, at % WARP);
-      from[k] = r && at < WARP ? f.records + (u64)r * f.stride : nullptr;
+      if (r && at < WARP && quad < QUADS) with(k, at, quad, r);
     }
-#pragma unroll 1
-    for (u32 quad = column; quad < QUADS; quad += LANES) {
-      float4 row[ROWS];
-#pragma unroll
-      for (u32 k = 0; k < ROWS; ++k)
-        if (from[k]) row[k] = load_row(from[k] + quad);
-#pragma unroll
-      for (u32 k = 0; k < ROWS; ++k)
-        if (from[k]) store_columns<DIM>(f.rows, first + start + k * GROUPS + group, quad, row[k]);
-    }
+  };
+  const auto ask = [&](u32 turn) {
+    each(turn, [&](u32 k, u32, u32 quad, u32 r) { stage.ask<false>(turn, k, f.records + (u64)r * f.stride + quad); });
+  };
+  ask(0);
+  stage.end();
+#pragma unroll 4
+  for (u32 turn = 0; turn < TURNS; ++turn) {
+    if (turn + 1 < TURNS) ask(turn + 1);
+    stage.end();
+    stage.wait();
+    each(turn, [&](u32 k, u32 at, u32 quad, u32) { store_columns<DIM>(f.rows, first + at, quad, stage.at(turn, k)); });
   }
   if (missing) write_missing<DIM>(t, f, first, missing);
 }
 
 // Combined rows of bags whose ids all count once: a group of lanes a bag.
-template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end) {
+template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const Stage& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES, count = end - begin;
   const u32* records = rows.records + f.first_id + begin;
@@ -136,29 +158,34 @@ template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Fe
     u32 next[ROWS];
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : 0;
-    for (u32 start = 0; start < count; start += ROWS) {
-      float4 row[ROWS];
-      bool is_missing = false;
+    // Asks for a turn's rows. Gives which of its ids have none, by bit.
+    const auto ask = [&](u32 turn) {
+      const u32 start = turn * ROWS;
+      u32 missing = 0;
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         if (start + k >= count) continue;
-        if (next[k]) row[k] = f.records[(u64)next[k] * f.stride + quad];
-        else is_missing = true;
+        if (next[k]) stage.ask<true>(turn, k, f.records + (u64)next[k] * f.stride + quad);
+        else missing |= 1u << k;
       }
-      if (is_missing) {
-#pragma unroll
-        for (u32 k = 0; k < ROWS; ++k)
-          if (start + k < count && !next[k]) row[k] = missing_columns(t, key_at(f, begin + start + k), quad);
-      }
+      stage.end();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
         if (start + ROWS + k < count) next[k] = records[start + ROWS + k];
+      return missing;
+    };
+    u32 missing_next = ask(0);
+    for (u32 turn = 0; turn * ROWS < count; ++turn) {
+      const u32 start = turn * ROWS, missing = missing_next;
+      missing_next = ask(turn + 1);
+      stage.wait();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         if (start + k >= count) break;
+        const float4 row = missing >> k & 1 ? missing_columns(t, key_at(f, begin + start + k), quad) : stage.at(turn, k);
         // A sum starts with its first row, so that it keeps the sign of zeros.
-        if (start + k == 0) sum = row[k];
-        else sum.x += row[k].x, sum.y += row[k].y, sum.z += row[k].z, sum.w += row[k].w;
+        if (start + k == 0) sum = row;
+        else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
       }
     }
     if (scale != 1.0f && count) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
@@ -215,6 +242,8 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
 // Rows of all features, (bags, dim).
 template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) make_rows(Call call, Rows rows) {
   begin();
+  __shared__ float4 columns[2 * ROWS][ROWS_THREADS];
+  const Stage stage{columns};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   const Table& t = call.tables[f.table];
@@ -222,7 +251,7 @@ template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) make_ro
   with_dim<DIM...>(f.kind, [&](auto dim) {
     constexpr u32 D = decltype(dim)::value, LANES = lanes_of(D), GROUPS = ROWS_THREADS / LANES;
     if (f.is_gather) {
-      gather<D>(t, f, rows, block);
+      gather<D>(t, f, rows, stage, block);
       return;
     }
     const u32 bag = block * GROUPS + threadIdx.x / LANES;
@@ -231,7 +260,7 @@ template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) make_ro
     const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
     const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
     if (f.has_roles) pool_roles<D>(t, f, rows, bag, begin, end);
-    else pool<D>(t, f, rows, bag, begin, end);
+    else pool<D>(t, f, rows, stage, bag, begin, end);
   });
 }
 
