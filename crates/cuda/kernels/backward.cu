@@ -3,6 +3,7 @@
 // The order of a sum is that of crates/core/src/merge.rs: runs of 64 ids counted from the key's own first, then the runs.
 #include "optimizer.cuh"
 #include "sort.cuh"
+#include "stage.cuh"
 #include "step.cuh"
 
 // Ids that one group of lanes sums: a run. Keys with more are hot, and their runs are summed apart.
@@ -175,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(cons
 
 // Keys that a group of lanes takes.
 constexpr u32 PER_SEVERAL = 4, PER_SINGLE = 8;
+static_assert(2 * PER_SEVERAL >= PER_SINGLE && HOT >= PER_SINGLE, "a launch has a block for so many ids, whatever their keys");
 
 // Where the gradients of keys come from: the framework's rows, each whole; the same, each times a coefficient of its id; sums of
 // earlier merges.
@@ -248,9 +250,22 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> __device__ __forceinline__ f
   return scaled(load_columns<DIM, !AGAIN>(side.gradients, bag, quad), SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale);
 }
 
+// Asks for what `load_gradient` would, and gives what it is to be multiplied by.
+template <u32 SOURCE, u32 DIM, class S, class W> __device__ __forceinline__ float ask_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
+  if (SOURCE == SUMS) {
+    const Entry& entry = w.entries[value];
+    stage.ask(turn, k, entry.sum + quad);
+    return entry.weight;
+  }
+  const u32 name = SOURCE == WEIGHTED_ROWS ? w.names[value] : value, bag = name & ((1u << w.shift) - 1);
+  const Side& side = w.sides[name >> w.shift];
+  stage.template ask_columns<DIM>(turn, k, side.gradients, bag, quad);
+  return SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale;
+}
+
 // A group of lanes at work on one key: each lane has four columns, or several times four of a row that is wider than a warp.
 template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
-  static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4;
+  static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4, PARTS = 1 + RULE::STATES;
   const W& w;
   const Prepared& now;
   u32 column, mask;
@@ -294,7 +309,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 
   // What of the record is asked for before the gradients are there: its first chunk.
   struct Ahead {
-    float4 parts[1 + RULE::STATES];
+    float4 parts[PARTS];
   };
   __device__ __forceinline__ void update_columns(float4* at, u32 quad, const float4& gradient, const Ahead& before) {
     float4 after[1 + RULE::STATES];
@@ -339,7 +354,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 // crates/core/src/math.rs has it.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Group<SOURCE, DIM, RowWiseAdagrad, AGAIN, W> : Group<SOURCE, DIM, Sgd, AGAIN, W> {
   typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Base;
-  using Base::CHUNKS, Base::LANES, Base::QUADS, Base::column, Base::factor, Base::mask, Base::now, Base::sum, Base::w;
+  using Base::CHUNKS, Base::LANES, Base::PARTS, Base::QUADS, Base::column, Base::factor, Base::mask, Base::now, Base::sum, Base::w;
   using Base::Base;
   typedef typename Base::Ahead Ahead;
   __device__ __forceinline__ void update(float4* at, const Ahead& first) {
@@ -378,23 +393,63 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Group<SOURCE, DIM, Ro
 template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   typedef Group<SOURCE, DIM, RULE, AGAIN, W> Of;
   typedef typename Of::Ahead Ahead;
+  // Parts of a record and a gradient.
+  typedef Stage<Of::PARTS + 1, UPDATE_THREADS> Ways;
+  typedef typename Ways::Memory Memory;
   float4* at;
   Ahead ahead;
-  __device__ __forceinline__ explicit Update(const Keys&) {}
+  const Ways ways;
+  __device__ __forceinline__ Update(const Keys&, Memory& memory) : ways{memory} {}
   __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const { return record_at<SOURCE>(group.w, record, value); }
   __device__ __forceinline__ void begin(Of& group, float4* place) { group.load(at = place, 0, ahead); }
   __device__ __forceinline__ void end(Of& group, u32 value) {
     group.weigh(factor_of<SOURCE>(group.w, value));
     group.update(at, ahead);
   }
+
+  // A key of one id on its way: where its record is, and what its gradient is to be multiplied by.
+  struct Asked {
+    float4* record;
+    float scale;
+  };
+  __device__ __forceinline__ Asked ask(const Of& group, u32 turn, const Single& key) const {
+    float4* record = record_at<SOURCE>(group.w, key.record, key.gradient_row);
+    if (!group.is_mine(0)) return {record, 0};
+#pragma unroll
+    for (u32 p = 0; p < Of::PARTS; ++p) ways.ask(turn, p, record + p * Of::QUADS + group.column);
+    return {record, ask_gradient<SOURCE, DIM>(ways, turn, Of::PARTS, group.w, key.gradient_row, group.column)};
+  }
+  // Those of one id from `number` on, every so many: a group asks for the next before it is at work on one.
+  __device__ __forceinline__ void singles(Of& group, const Keys& keys, u32 number, u32 end_of, u32 groups) {
+    Single key = keys.singles[number], next = number + groups < end_of ? keys.singles[number + groups] : key;
+    Asked asked = ask(group, 0, key);
+    ways.end();
+    for (u32 turn = 0; number < end_of; ++turn, number += groups) {
+      const Asked next_asked = number + groups < end_of ? ask(group, turn + 1, next) : asked;
+      ways.end();
+      ways.wait();
+      const u32 value = key.gradient_row;
+#pragma unroll
+      for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+        if (group.is_mine(chunk)) group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * Of::LANES + group.column) : scaled(ways.at(turn, Of::PARTS), asked.scale);
+#pragma unroll
+      for (u32 p = 0; p < Of::PARTS; ++p) ahead.parts[p] = ways.at(turn, p);
+      at = asked.record, asked = next_asked;
+      key = next;
+      if (number + 2 * groups < end_of) next = keys.singles[number + 2 * groups];
+      end(group, value);
+    }
+  }
 };
 
+struct StoreMemory {};
 // Or into memory, for a push that is applied later.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Of;
+  typedef StoreMemory Memory;
   float4* at;
   const Keys& keys;
-  __device__ __forceinline__ explicit Store(const Keys& of) : keys(of) {}
+  __device__ __forceinline__ Store(const Keys& of, Memory&) : keys(of) {}
   __device__ __forceinline__ float4* place(Of&, u32, u32, u32 number) const { return keys.sums + (u64)number * Of::QUADS; }
   __device__ __forceinline__ void begin(Of&, float4* place) { at = place; }
   __device__ __forceinline__ void end(Of& group, u32) {
@@ -402,11 +457,32 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
     for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
       if (group.is_mine(chunk)) __stcs(at + chunk * Of::LANES + group.column, group.sum[chunk]);
   }
+
+  // Those of one id from `number` on, every so many: several in flight.
+  __device__ __forceinline__ void singles(Of& group, const Keys&, u32 number, u32 end_of, u32 groups) {
+    for (; number < end_of; number += Of::FLIGHT * groups) {
+      u32 value[Of::FLIGHT];
+#pragma unroll
+      for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = number + k * groups < end_of ? keys.singles[number + k * groups].gradient_row : 0;
+#pragma unroll
+      for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+        if (!group.is_mine(chunk)) continue;
+        const u32 quad = chunk * Of::LANES + group.column;
+        float4 row[Of::FLIGHT];
+#pragma unroll
+        for (u32 k = 0; k < Of::FLIGHT; ++k)
+          if (number + k * groups < end_of) row[k] = load_gradient<SOURCE, DIM, AGAIN>(group.w, value[k], quad);
+#pragma unroll
+        for (u32 k = 0; k < Of::FLIGHT; ++k)
+          if (number + k * groups < end_of) __stcs(keys.sums + (u64)(number + k * groups) * Of::QUADS + quad, row[k]);
+      }
+    }
+  }
 };
 
-// The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys, then keys of several ids
-// and of one id in turn; each group asks for the values of its next key before it is through with this one.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __forceinline__ bool merge_keys(const W& w, const Keys& keys, const Prepared& now, u32& block) {
+// The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys, whose gradients the L2
+// cache has while no records stream through it; then keys of several ids and of one id in turn.
+template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __forceinline__ bool merge_keys(const W& w, const Keys& keys, const Prepared& now, typename Sink::Memory& memory, u32& block) {
   typedef typename Sink::Of Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
   const u32 column = threadIdx.x % LANES, number_of = threadIdx.x / LANES;
@@ -420,7 +496,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     return false;
   }
   Of group(w, now, column, mask);
-  Sink sink(keys);
+  Sink sink(keys, memory);
   if (block < hot_blocks) {
     const u32 number = block * GROUPS + number_of;
     if (number >= runs) return true;
@@ -482,19 +558,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     u32 number = in_singles * GROUPS * PER_SINGLE + number_of;
     const u32 end = min(singles, (in_singles + 1) * GROUPS * PER_SINGLE);
     if (number >= end) return true;
-    Single key = keys.singles[number], next = number + GROUPS < end ? keys.singles[number + GROUPS] : key;
-    float4* place = sink.place(group, key.record, key.gradient_row, number);
-    for (; number < end; number += GROUPS) {
-      sink.begin(group, place);
-#pragma unroll
-      for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-        if (group.is_mine(chunk)) group.sum[chunk] = load_gradient<SOURCE, DIM, AGAIN>(w, key.gradient_row, chunk * LANES + column);
-      place = sink.place(group, next.record, next.gradient_row, number + GROUPS);
-      const u32 value = key.gradient_row;
-      key = next;
-      if (number + 2 * GROUPS < end) next = keys.singles[number + 2 * GROUPS];
-      sink.end(group, value);
-    }
+    sink.singles(group, keys, number, end, GROUPS);
   }
   return true;
 }
@@ -506,10 +570,11 @@ template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 
 template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update(Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
+  __shared__ typename Update<SOURCE, 1, RULE, AGAIN, W>::Memory memory;
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
   u32 block = blockIdx.x, kind = 0;
-  (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+  (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
 }
 
 // Calls `body` with the numbers that are this block's, until it says that there are no more. How many keys there are only the device
@@ -523,9 +588,10 @@ template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ Prepared now;
+  StoreMemory none;
   take_turns([&](u32 block) {
     u32 kind = 0;
-    return (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, block) || ...);
+    return (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, none, block) || ...);
   });
 }
 

@@ -1,4 +1,5 @@
 // The forward of a step: records of all ids of a call, then their rows, pooled.
+#include "stage.cuh"
 #include "step.cuh"
 
 // Few warps a block: those that insert take longer than the others.
@@ -75,24 +76,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Fo
 
 constexpr u32 ROWS_THREADS = 256, ROWS = 4;
 
-// Where rows on their way lie, four columns of each a lane: what is asked for takes no registers, so that the sort's blocks find room
-// beside. A lane asks for ROWS rows, then for ROWS more before it reads the first.
-struct Stage {
-  float4 (&columns)[2 * ROWS][ROWS_THREADS];
-
-  // A lane sees what it has asked for itself, `turn` after turn; `k`: below ROWS.
-  __device__ __forceinline__ float4& at(u32 turn, u32 k) const { return columns[turn % 2 * ROWS + k][threadIdx.x]; }
-  // CACHED: other bags are likely to have the row.
-  template <bool CACHED> __device__ __forceinline__ void ask(u32 turn, u32 k, const float4* from) const {
-    const u32 to = (u32)__cvta_generic_to_shared(&at(turn, k));
-    if (CACHED) asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  }
-  // Ends what is asked for in a turn.
-  __device__ __forceinline__ void end() const { asm volatile("cp.async.commit_group;" ::: "memory"); }
-  // What was asked for is there, but for the last turn's.
-  __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-};
+// A lane asks for ROWS rows of four columns, then for ROWS more before it reads the first.
+typedef Stage<ROWS, ROWS_THREADS> RowStage;
 
 struct Rows {
   const u32* records;
@@ -111,7 +96,7 @@ template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, co
 }
 
 // Rows of ids, one a bag: a warp takes as many bags as it has lanes.
-template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const Stage& stage, u32 block) {
+template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage& stage, u32 block) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   // Turns for all bags, each for as many columns as a group has lanes for.
   constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
@@ -130,7 +115,7 @@ template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const 
     }
   };
   const auto ask = [&](u32 turn) {
-    each(turn, [&](u32 k, u32, u32 quad, u32 r) { stage.ask<false>(turn, k, f.records + (u64)r * f.stride + quad); });
+    each(turn, [&](u32 k, u32, u32 quad, u32 r) { stage.ask(turn, k, f.records + (u64)r * f.stride + quad); });
   };
   ask(0);
   stage.end();
@@ -145,7 +130,7 @@ template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const 
 }
 
 // Combined rows of bags whose ids all count once: a group of lanes a bag.
-template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const Stage& stage, u32 bag, u32 begin, u32 end) {
+template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const RowStage& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES, count = end - begin;
   const u32* records = rows.records + f.first_id + begin;
@@ -165,7 +150,7 @@ template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Fe
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         if (start + k >= count) continue;
-        if (next[k]) stage.ask<true>(turn, k, f.records + (u64)next[k] * f.stride + quad);
+        if (next[k]) stage.ask(turn, k, f.records + (u64)next[k] * f.stride + quad);
         else missing |= 1u << k;
       }
       stage.end();
@@ -239,28 +224,31 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
   if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids)) report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
 }
 
-// Rows of all features, (bags, dim).
-template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) make_rows(Call call, Rows rows) {
+// Combined rows of the bags of a block.
+template <u32 DIM> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage& stage, u32 number, u32 block) {
+  constexpr u32 LANES = lanes_of(DIM);
+  const u32 bag = block * (ROWS_THREADS / LANES) + threadIdx.x / LANES;
+  if (bag >= f.num_bags) return;
+  if (f.splits && threadIdx.x % LANES == 0) check_split(f, rows.fault, number, bag);
+  const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
+  const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
+  if (f.has_roles) pool_roles<DIM>(t, f, rows, bag, begin, end);
+  else pool<DIM>(t, f, rows, stage, bag, begin, end);
+}
+
+// Rows of all features, (bags, dim). GATHERS: none has bags to combine, which would take twice the registers.
+template <bool GATHERS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, GATHERS ? 6 : 4) make_rows(Call call, Rows rows) {
   begin();
-  __shared__ float4 columns[2 * ROWS][ROWS_THREADS];
-  const Stage stage{columns};
+  __shared__ RowStage::Memory memory;
+  const RowStage stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   const Table& t = call.tables[f.table];
   const u32 block = blockIdx.x - call.first_rows[number];
   with_dim<DIM...>(f.kind, [&](auto dim) {
-    constexpr u32 D = decltype(dim)::value, LANES = lanes_of(D), GROUPS = ROWS_THREADS / LANES;
-    if (f.is_gather) {
-      gather<D>(t, f, rows, stage, block);
-      return;
-    }
-    const u32 bag = block * GROUPS + threadIdx.x / LANES;
-    if (bag >= f.num_bags) return;
-    if (f.splits && threadIdx.x % LANES == 0) check_split(f, rows.fault, number, bag);
-    const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
-    const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
-    if (f.has_roles) pool_roles<D>(t, f, rows, bag, begin, end);
-    else pool<D>(t, f, rows, stage, bag, begin, end);
+    constexpr u32 D = decltype(dim)::value;
+    if (GATHERS || f.is_gather) gather<D>(t, f, rows, stage, block);
+    else if constexpr (!GATHERS) combine<D>(t, f, rows, stage, number, block);
   });
 }
 

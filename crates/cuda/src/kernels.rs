@@ -10,6 +10,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
     ("sort.cuh", include_str!("../kernels/sort.cuh")),
+    ("stage.cuh", include_str!("../kernels/stage.cuh")),
     ("step.cuh", include_str!("../kernels/step.cuh")),
 ];
 

@@ -37,7 +37,7 @@ pub const SORT_STATE: usize = 32;
 pub const LEAST_BITS: u32 = 9;
 pub const MOST_BITS: u32 = 11;
 pub const SORT_THREADS: usize = 512;
-pub const SORT_ITEMS: [usize; 3] = [4, 8, 13];
+pub const SORT_ITEMS: [usize; 4] = [4, 8, 10, 13];
 pub const SORT_AT_ONCE: usize = 2;
 pub const SORT_FELLOWS: usize = 16;
 /// Words of the counts of one dim's lists.

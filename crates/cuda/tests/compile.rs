@@ -61,7 +61,13 @@ fn memory_is_asked_for_in_one_place() {
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-    let mut forward = own(&["find_records", "settle_records", "keep_inputs", "make_rows<8, 64, 1024>"]);
+    let mut forward = own(&[
+        "find_records",
+        "settle_records",
+        "keep_inputs",
+        "make_rows<false, 8, 64, 1024>",
+        "make_rows<true, 8, 64, 1024>",
+    ]);
     let mut backward =
         own(&["list_keys", "sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
     let mut table = own(&[
@@ -77,7 +83,7 @@ fn all_kernels_compile_for_all_architectures() {
         "settle_entries",
     ]);
     for dim in DIMS {
-        forward.extend([format!("make_rows<{dim}>"), format!("weight_gradients<{dim}>")]);
+        forward.extend([format!("make_rows<false, {dim}>"), format!("weight_gradients<{dim}>")]);
         backward.push(format!("update<0, Adam<false>, false, {dim}>"));
         backward.extend([format!("merge<1, false, {dim}>"), format!("merge<2, false, {dim}>")]);
         table.extend([format!("find_rows<{dim}, 4>"), format!("gather_rows<{dim}, 4>")]);

@@ -145,6 +145,16 @@ struct Places {
     words: usize,
 }
 
+/// What the launches of a lookup need to know of its features.
+struct Payload {
+    /// Descriptors of the features, then the blocks before each in the launches that find records and make rows.
+    words: Vec<u32>,
+    find_blocks: usize,
+    rows_blocks: usize,
+    /// Whether each is rows of single ids, without weights.
+    gathers: bool,
+}
+
 /// What the launches of a group's steps share.
 pub struct Workspace {
     pub device: Arc<Device>,
@@ -417,7 +427,8 @@ impl Workspace {
         let num_words = self.places(0, features, &ids_by_kind, plan, is_weighted).words;
         let memory = self.take_memory(num_words)?;
         let places = self.places(memory.address(), features, &ids_by_kind, plan, is_weighted);
-        let (mut payload, find_blocks, rows_blocks) = self.payload(tables, features, &first_ids, inserts);
+        let Payload { words: mut payload, find_blocks, rows_blocks, gathers } =
+            self.payload(tables, features, &first_ids, inserts);
         if let Some(plan) = plan {
             payload.extend_from_slice(words(&places.kinds));
             payload.extend_from_slice(words(&plan.sections));
@@ -443,7 +454,7 @@ impl Workspace {
             homeless: Homeless { count: places.homeless_count, ids: homeless },
             fault: self.fault.address(),
         };
-        let rows_name = format!("make_rows<{}>", self.dim_list());
+        let rows_name = format!("make_rows<{gathers}, {}>", self.dim_list());
         let names = ["find_records", "settle_records", "keep_inputs", &rows_name];
         let [find, settle, keep, make_rows] = self.device.kernels(&FORWARD, names)?;
         launch_next!(find, stream, find_blocks, FIND_THREADS, call, found)?;
@@ -494,17 +505,15 @@ impl Workspace {
         }))
     }
 
-    /// Descriptors of the features, then the blocks before each in the launches that find records and make rows; and how many
-    /// blocks these have.
     fn payload(
         &self,
         tables: &[GpuTable],
         features: &[Feature],
         first_ids: &[usize],
         inserts: &[bool],
-    ) -> (Vec<u32>, usize, usize) {
+    ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut find_blocks, mut rows_blocks) = (0, 0);
+        let (mut find_blocks, mut rows_blocks, mut gathers) = (0, 0, true);
         for (feature, first_id) in features.iter().zip(first_ids) {
             let table = &tables[feature.table];
             let (splits, wide, hotness) = match feature.bags {
@@ -519,6 +528,7 @@ impl Workspace {
                 && feature.weights.is_none()
                 && feature.padding_key.is_none()
                 && (!is_static || table.refuses());
+            gathers &= is_gather;
             let num_bags = feature.num_bags();
             descriptors.push(layout::Feature {
                 ids: feature.ids.address,
@@ -553,10 +563,10 @@ impl Workspace {
             let groups = ROWS_THREADS / lanes(table.config.dim);
             rows_blocks += num_bags.div_ceil(if is_gather { ROWS_THREADS } else { groups });
         }
-        let mut payload = words(&descriptors).to_vec();
-        payload.extend(first_find);
-        payload.extend(first_rows);
-        (payload, find_blocks, rows_blocks)
+        let mut words = words(&descriptors).to_vec();
+        words.extend(first_find);
+        words.extend(first_rows);
+        Payload { words, find_blocks, rows_blocks, gathers }
     }
 
     /// The sort of a call, its tables in their order; and the place of the first id of each feature there.

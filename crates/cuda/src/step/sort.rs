@@ -36,8 +36,8 @@ impl Plan {
     /// no new ones. `shared_bytes`: of memory, that a block may share, which is all that a multiprocessor has but a kilobyte.
     ///
     /// As few passes as the digits' bits allow, and digits with which the last, if it is likely to find nothing to do, does not: it is
-    /// left out then, on the device. And the fewest ids a thread with which all blocks run at once, since a pass takes as long as one
-    /// of them.
+    /// left out then, on the device. And as many ids a thread as the blocks of a pass are through with first: they run at once, or one
+    /// after the other.
     pub fn new(
         mut sections: Vec<Section>,
         most_records: u64,
@@ -55,12 +55,13 @@ impl Plan {
         let passes = all_bits.div_ceil(most_bits);
         let likely_passes = likely_bits.div_ceil(most_bits);
         let bits = all_bits.div_ceil(passes).max(likely_bits.div_ceil(likely_passes)).max(LEAST_BITS);
-        let runs_at_once = |items: &&usize| {
-            let tile = **items * SORT_THREADS;
+        let time = |items: &usize| {
+            let tile = items * SORT_THREADS;
             let tiles: usize = sections.iter().map(|s| (s.count as usize).div_ceil(tile)).sum();
-            tiles <= multiprocessors * SORT_AT_ONCE.min(fit(**items, bits))
+            let at_once = multiprocessors * SORT_AT_ONCE.min(fit(*items, bits)).max(1);
+            tiles.div_ceil(at_once) * (items + BLOCK_ITEMS)
         };
-        let items = *SORT_ITEMS.iter().find(runs_at_once).unwrap_or(&largest);
+        let items = SORT_ITEMS.into_iter().min_by_key(time).unwrap_or(largest);
         let (mut first, mut first_tile, mut first_list) = (0, 0, 0);
         for section in &mut sections {
             (section.first, section.first_tile, section.first_list) = (first, first_tile, first_list);
@@ -92,6 +93,9 @@ impl Plan {
         self.passes * self.rows * self.digits()
     }
 }
+
+/// Ids a thread that take as long as what a block does besides.
+const BLOCK_ITEMS: usize = 3;
 
 /// Bytes of memory that a block of a pass shares: counts by warp and digit or the tile, and where digits start.
 fn shared_by(items: usize, bits: u32) -> usize {
@@ -169,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sort_has_no_more_blocks_than_run_at_once_while_it_can() {
+    fn blocks_of_a_sort_take_as_many_ids_as_they_are_through_with_first() {
         let shape = |counts: &[u32]| {
             let plan = plan(counts, 1 << 20);
             (plan.items, plan.tiles)
@@ -179,6 +183,7 @@ mod tests {
         assert_eq!(shape(&[16_384; 26]), (4, 208));
         assert_eq!(shape(&[264 * 2048 + 1]), (8, 133));
         assert_eq!(shape(&[65_536; 26]), (13, 260));
+        assert_eq!(shape(&[327_680; 8]), (10, 512));
         assert_eq!(shape(&[1 << 24]), (13, 2521));
     }
 
@@ -187,7 +192,7 @@ mod tests {
         let section = Section { count: 132 * 4096, ..Section::default() };
         let items =
             |kilobytes: usize| Plan::new(vec![section; 2], 1 << 20, 1 << 20, 132, kilobytes << 10).items;
-        assert_eq!([items(227), items(99), items(63)], [8, 8, 13]);
+        assert_eq!([items(227), items(99), items(63)], [8, 8, 8]);
     }
 
     #[test]
