@@ -29,7 +29,7 @@ tests() {
 sanitizer() {
   for tool in memcheck initcheck synccheck racecheck; do
     compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch an_id_of \
-      accumulated the_norm > "$OUT/$tool.log" 2>&1 &
+      accumulated the_norm calls_on > "$OUT/$tool.log" 2>&1 &
   done
   for job in $(jobs -p); do wait "$job" || failed=1; done
   for tool in memcheck initcheck synccheck racecheck; do echo "$tool: $(grep -hE 'ERROR SUMMARY|RACECHECK SUMMARY' "$OUT/$tool.log" | tail -1)"; done

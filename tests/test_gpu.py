@@ -197,6 +197,23 @@ def test_steady_step_does_not_wait_for_the_device():
 
 
 @needs_gpu
+def test_gradient_of_a_batch_of_one_may_begin_anywhere():
+    """That of a row behind 13 columns begins at any float, and PyTorch hands it over as it lies."""
+    numbers, ids = np.ones((1, 13), "float32"), np.array([[5]], "int32")
+    rows = []
+    for storage in ("hbm", "host"):
+        keras.utils.set_random_seed(1)
+        embedding = sok.DynamicEmbedding(16, seed=2, storage=storage)
+        inputs = keras.Input((13,)), keras.Input((1,), dtype="int32")
+        both = layers.Concatenate()([inputs[0], layers.Flatten()(embedding(inputs[1]))])
+        model = keras.Model(inputs, layers.Dense(1)(both))
+        model.compile(sok.OptimizerWrapper(keras.optimizers.SGD(0.1)), "mse", run_eagerly=BACKEND == "torch")
+        model.fit([numbers, ids], np.ones((1, 1), "float32"), epochs=2, verbose=0)
+        rows.append(embedding.get_table().find(np.array([5]))[0])
+    assert_close(*rows)
+
+
+@needs_gpu
 @pytest.mark.skipif(BACKEND != "jax", reason="tests what XLA does under JAX")
 def test_equal_and_rematerialised_lookups_count_each_push_once():
     import jax

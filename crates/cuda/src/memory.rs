@@ -2,10 +2,10 @@
 
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{
     self, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationProp, CUmemAllocationType,
@@ -43,15 +43,17 @@ pub fn words<T: Plain>(values: &[T]) -> &[u32] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values) / 4) }
 }
 
-static TIMES_ASKED: AtomicU64 = AtomicU64::new(0);
+thread_local! {
+    static TIMES_ASKED: Cell<u64> = const { Cell::new(0) };
+}
 
-/// How often the driver has been asked for memory, for tables and steps, since the process began. A steady step asks for none.
+/// How often this thread has asked the driver for memory, for tables and steps. A steady step asks for none.
 pub fn times_asked() -> u64 {
-    TIMES_ASKED.load(Ordering::Relaxed)
+    TIMES_ASKED.get()
 }
 
 fn count_asking() {
-    TIMES_ASKED.fetch_add(1, Ordering::Relaxed);
+    TIMES_ASKED.set(TIMES_ASKED.get() + 1);
 }
 
 fn failed(context: &CudaContext, bytes: usize, what: &str, error: DriverError) -> Error {

@@ -57,6 +57,19 @@ fn memory_is_asked_for_in_one_place() {
     assert_eq!(places, ["memory.rs"; 3], "`malloc_sync`, `malloc_host` and `cuMemCreate`");
 }
 
+/// Those that go through memory in another way where a device is older.
+#[test]
+fn kernels_compile_for_older_devices() {
+    let nvrtc = Nvrtc::load(&[]).unwrap();
+    let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
+    let forward = own(&["find_records", "make_rows<false, 3, 64>", "make_rows<true, 3, 64>"]);
+    let backward = own(&["update<0, Adam<false>, true, 3, 64>", "merge<0, true, 3, 64>"]);
+    let sort = own(&["sort_pass<13, 11, 1>"]);
+    for (source, names) in [(&FORWARD, forward), (&BACKWARD, backward), (&SORT, sort)] {
+        nvrtc.compile(source, 75, &names).unwrap_or_else(|error| panic!("{}: {error}", source.name));
+    }
+}
+
 #[test]
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
@@ -116,7 +129,7 @@ fn all_kernels_compile_for_all_architectures() {
         "give_norm",
         "clip_factors",
     ]);
-    let passes = [4, 8, 13].into_iter().flat_map(|items| (9..=11).map(move |bits| (items, bits)));
+    let passes = [4, 8, 10, 13].into_iter().flat_map(|items| (9..=11).map(move |bits| (items, bits)));
     let sort = passes
         .flat_map(|(items, bits)| [1, 2].map(|stride| format!("sort_pass<{items}, {bits}, {stride}>")))
         .chain(own(&["count_digits"]))

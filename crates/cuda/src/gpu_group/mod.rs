@@ -329,7 +329,7 @@ impl GpuGroup {
         }
         for t in all {
             if inserts[t] {
-                self.tables[t].most_taken += ids[t];
+                self.tables[t].expect(ids[t]);
                 self.ids_since[t] += ids[t];
             }
         }
@@ -474,9 +474,6 @@ impl GpuGroup {
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
         let workspace = &mut self.workspace;
-        for &(feature, products) in weight_gradients {
-            workspace.weight_gradients(&saved.saved, feature, gradients.rows[feature], products, stream)?;
-        }
         let is_bad = if gradients.check_finite { self.is_bad.address() } else { 0 };
         if gradients.check_finite {
             let rows: Vec<_> = gradients.rows.iter().copied().zip(gradient_lens.iter().copied()).collect();
@@ -493,7 +490,10 @@ impl GpuGroup {
             fault: workspace.fault.address(),
         };
         let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, Vec::new(), None, None);
-        let copies = gradients.keep.is_none() && saved.saved.has_few_gradients();
+        // Norms are of merged gradients.
+        let is_merged_anyway = self.binding.is_some_and(|b| b.needs_norm || b.update.clipnorm.is_some());
+        let copies = gradients.keep.is_none() && !is_merged_anyway && saved.saved.has_few_gradients()
+            || !saved.saved.is_aligned(&rows);
         if copies {
             let (memory, places) = workspace.take_copy(&saved.saved)?;
             let from = std::mem::replace(&mut rows, places).into_iter().zip(gradient_lens);
@@ -505,7 +505,11 @@ impl GpuGroup {
         *saved.sides() = sides;
         if copies {
             workspace.copy_gradients(&saved.saved, stream)?;
-        } else if gradients.keep.is_none() {
+        }
+        for &(feature, products) in weight_gradients {
+            workspace.weight_gradients(&saved.saved, feature, rows[feature], products, stream)?;
+        }
+        if gradients.keep.is_none() && !copies {
             let merged = workspace.take_sums(&saved.saved)?;
             workspace.merge(&saved.saved, merged.address(), stream)?;
             sums = Some(merged);

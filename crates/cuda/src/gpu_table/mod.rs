@@ -47,6 +47,8 @@ pub struct GpuTable {
     pub(crate) most_taken: u64,
     /// Taken numbers that the statistics know of.
     counted: u32,
+    /// There was no memory for keys of later calls.
+    is_short: bool,
     /// As the device has told without being waited for.
     told: Counts,
     /// Keys that steps count as found, and that were admitted for them.
@@ -100,6 +102,7 @@ impl GpuTable {
             len_before: 0,
             most_taken: 0,
             counted: 0,
+            is_short: false,
             told: [0; 3],
             admitted: 0,
             retired: Vec::new(),
@@ -192,29 +195,43 @@ impl GpuTable {
         (self.len_before + self.most_taken as i64) as u64 + new_keys > self.config.capacity()
     }
 
+    /// A call with so many ids inserts those that are not there.
+    pub(crate) fn expect(&mut self, ids: u64) {
+        self.most_taken += self.most_new(ids);
+    }
+
     /// Distinct keys that a call with so many ids and two more like it bring at most, and the table may hold. With room for them, a call
-    /// need not wait to hear what those before it brought.
+    /// need not wait to hear what those before it brought. Where there was no memory for them, those of this call alone.
     pub(crate) fn most_new_soon(&self, ids: u64) -> u64 {
+        if self.is_short {
+            return self.most_new(ids);
+        }
         let rows = (self.len_before + self.most_taken as i64) as u64;
         self.most_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.most_new(ids))
     }
 
     /// Makes room for new keys, in the order of the stream, and for those that come `soon` if there is memory.
     pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
+        self.is_short = false;
         let rows = (self.len_before + self.most_taken as i64) as u64;
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {
             let larger = (rows + soon).max(2 * keys) as usize;
             match self.index.grown(larger, rows as usize, stream) {
                 Ok(grown) => (self.index, self.has_moved) = (grown, true),
-                Err(_) if rows + new_keys <= keys => {}
+                Err(_) if rows + new_keys <= keys => self.is_short = true,
                 Err(_) => {
+                    self.is_short = true;
                     self.index = self.index.grown((rows + new_keys) as usize, rows as usize, stream)?;
                     self.has_moved = true;
                 }
             }
         }
-        self.reserve_records(soon).or_else(|_| self.reserve_records(new_keys))
+        if self.reserve_records(soon).is_err() {
+            self.is_short = true;
+            self.reserve_records(new_keys)?;
+        }
+        Ok(())
     }
 
     /// Learns how many numbers are taken: reads the counters, so nothing may be under way.
@@ -227,7 +244,8 @@ impl GpuTable {
     pub(crate) fn learn_from(&mut self, counts: Counts, since: u64) {
         // Keys may have been inserted without a step since the report was written.
         let taken = counts[0].max(self.counted);
-        self.most_taken = u64::from(taken) + since;
+        self.most_taken = u64::from(taken);
+        self.expect(since);
         self.told = [taken, counts[1], counts[2]];
     }
 
@@ -355,7 +373,7 @@ impl GpuTable {
             self.learn()?;
             self.make_room(n as u64, n as u64, stream)?;
         }
-        self.most_taken += n as u64;
+        self.expect(n as u64);
         self.launch_look_up(keys, records, n, true, homeless, stream)
     }
 

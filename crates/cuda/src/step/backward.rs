@@ -57,8 +57,11 @@ impl Workspace {
     /// Copies the gradients that `write_ticket` was told of to where it was told they will be.
     pub fn copy_gradients(&self, saved: &Saved, stream: Stream) -> Result<()> {
         let copy = self.device.kernel(&BACKWARD, "copy_gradients")?;
+        if saved.features.is_empty() {
+            return Ok(());
+        }
         let (sides, count) = (saved.sides, saved.features.len() as u32);
-        let blocks = (8 * self.device.multiprocessors as usize).next_multiple_of(saved.features.len().max(1));
+        let blocks = (8 * self.device.multiprocessors as usize).next_multiple_of(saved.features.len());
         launch_next!(copy, stream, blocks, UPDATE_THREADS, sides, count)
     }
 

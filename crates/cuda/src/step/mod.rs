@@ -75,11 +75,16 @@ impl Saved {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
     }
 
-    /// Whether gradients are fewer than half as many as the sums of keys may be, as those of bags are.
+    /// Whether gradients are at most half as many as the sums of keys may be, as those of bags are.
     pub fn has_few_gradients(&self) -> bool {
         let words =
             |of: fn(&SavedFeature) -> usize| self.features.iter().map(|f| of(f) * f.dim).sum::<usize>();
         2 * words(|f| f.num_bags) <= words(|f| f.num_ids)
+    }
+
+    /// Whether kernels can read rows of gradients at these addresses: four numbers at once, where rows are made of fours.
+    pub fn is_aligned(&self, rows: &[u64]) -> bool {
+        self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % 16 == 0)
     }
 
     pub fn weighted_features(&self) -> Vec<usize> {

@@ -189,10 +189,10 @@ mod tests {
 
     #[test]
     fn fewer_blocks_run_at_once_where_they_have_less_memory_to_share() {
-        let section = Section { count: 132 * 4096, ..Section::default() };
+        let section = Section { count: 132 * 1536, ..Section::default() };
         let items =
             |kilobytes: usize| Plan::new(vec![section; 2], 1 << 20, 1 << 20, 132, kilobytes << 10).items;
-        assert_eq!([items(227), items(99), items(63)], [8, 8, 8]);
+        assert_eq!([items(227), items(99), items(31)], [4, 4, 8]);
     }
 
     #[test]
