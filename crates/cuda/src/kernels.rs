@@ -8,6 +8,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
     ("index.cuh", include_str!("../kernels/index.cuh")),
     ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
+    ("keys.cuh", include_str!("../kernels/keys.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
     ("sort.cuh", include_str!("../kernels/sort.cuh")),
     ("stage.cuh", include_str!("../kernels/stage.cuh")),
@@ -18,6 +19,8 @@ pub const TABLE: Source =
     Source { name: "table.cu", text: include_str!("../kernels/table.cu"), headers: HEADERS };
 pub const SORT: Source =
     Source { name: "sort.cu", text: include_str!("../kernels/sort.cu"), headers: HEADERS };
+pub const KEYS: Source =
+    Source { name: "keys.cu", text: include_str!("../kernels/keys.cu"), headers: HEADERS };
 pub const FORWARD: Source =
     Source { name: "forward.cu", text: include_str!("../kernels/forward.cu"), headers: HEADERS };
 pub const BACKWARD: Source =

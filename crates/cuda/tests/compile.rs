@@ -1,6 +1,6 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
-use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, SORT, TABLE};
+use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, SORT, TABLE};
 use sok_cuda::nvrtc::Nvrtc;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
@@ -22,7 +22,7 @@ const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 /// A launch may be made ready while the one before it runs.
 #[test]
 fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
-    for source in [&BACKWARD, &CONTROL, &FORWARD, &SORT, &TABLE] {
+    for source in [&BACKWARD, &CONTROL, &FORWARD, &KEYS, &SORT, &TABLE] {
         let kernels = source.text.split("__global__").skip(1);
         for kernel in kernels {
             let body = kernel.split_once(") {\n").expect("a kernel has a body").1;
@@ -81,8 +81,7 @@ fn all_kernels_compile_for_all_architectures() {
         "make_rows<false, 8, 64, 1024>",
         "make_rows<true, 8, 64, 1024>",
     ]);
-    let mut backward =
-        own(&["list_keys", "sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
+    let mut backward = own(&["sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
     let mut table = own(&[
         "clear_index",
         "look_up",
@@ -134,8 +133,14 @@ fn all_kernels_compile_for_all_architectures() {
         .flat_map(|(items, bits)| [1, 2].map(|stride| format!("sort_pass<{items}, {bits}, {stride}>")))
         .chain(own(&["count_digits"]))
         .collect();
-    let kernels =
-        [(&TABLE, table), (&SORT, sort), (&FORWARD, forward), (&BACKWARD, backward), (&CONTROL, control)];
+    let kernels = [
+        (&TABLE, table),
+        (&SORT, sort),
+        (&KEYS, own(&["list_keys"])),
+        (&FORWARD, forward),
+        (&BACKWARD, backward),
+        (&CONTROL, control),
+    ];
     std::thread::scope(|threads| {
         for (source, names) in &kernels {
             for arch in ARCHITECTURES {

@@ -4,7 +4,7 @@ use sok_core::error::Result;
 
 use super::{Places, Workspace};
 use crate::device::{Kernel, Stream, launch, launch_shared};
-use crate::kernels::{BACKWARD, SORT};
+use crate::kernels::{KEYS, SORT};
 use crate::layout::*;
 
 /// What is to be sorted, and in which blocks.
@@ -132,7 +132,7 @@ impl Workspace {
         let kernels = self.sort_kernels(plan.items)?;
         let of_bits = 1 + 2 * (plan.bits - LEAST_BITS) as usize;
         let (count, first, others) = (kernels[0], kernels[of_bits], kernels[of_bits + 1]);
-        let list = self.device.kernel(&BACKWARD, "list_keys")?;
+        let list = self.device.kernel(&KEYS, "list_keys")?;
         let tile = (plan.items * SORT_THREADS) as u32;
         launch!(count, stream, plan.tiles, SORT_THREADS, records, sort, tile)?;
         let (mut keys, mut of_keys) = (records, values);
