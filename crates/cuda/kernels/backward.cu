@@ -177,7 +177,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     float4 parts[PARTS];
   };
   __device__ __forceinline__ void update_columns(float4* at, u32 quad, const float4& gradient, const Ahead& before) {
-    float4 after[1 + RULE::STATES];
+    float4 after[PARTS];
     const float* g = (const float*)&gradient;
 #pragma unroll
     for (u32 c = 0; c < 4; ++c) {
@@ -189,13 +189,13 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
     }
 #pragma unroll
-    for (u32 p = 0; p <= RULE::STATES; ++p) __stcs(at + p * QUADS + quad, after[p]);
+    for (u32 p = 0; p < PARTS; ++p) __stcs(at + p * QUADS + quad, after[p]);
   }
 
   __device__ __forceinline__ void load(const float4* at, u32 chunk, Ahead& ahead) const {
     if (!is_mine(chunk)) return;
 #pragma unroll
-    for (u32 p = 0; p <= RULE::STATES; ++p) ahead.parts[p] = __ldcs(at + p * QUADS + chunk * LANES + column);
+    for (u32 p = 0; p < PARTS; ++p) ahead.parts[p] = __ldcs(at + p * QUADS + chunk * LANES + column);
   }
 
   // What a push's weight and its table's norm make of the sum.
@@ -219,7 +219,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 // crates/core/src/math.rs has it.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Group<SOURCE, DIM, RowWiseAdagrad, AGAIN, W> : Group<SOURCE, DIM, Sgd, AGAIN, W> {
   typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Base;
-  using Base::CHUNKS, Base::LANES, Base::PARTS, Base::QUADS, Base::column, Base::factor, Base::mask, Base::now, Base::sum, Base::w;
+  using Base::CHUNKS, Base::LANES, Base::QUADS, Base::column, Base::factor, Base::mask, Base::now, Base::sum, Base::w;
   using Base::Base;
   typedef typename Base::Ahead Ahead;
   __device__ __forceinline__ void update(float4* at, const Ahead& first) {
@@ -263,8 +263,9 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   typedef typename Ways::Memory Memory;
   float4* at;
   Ahead ahead;
+  const Keys& keys;
   const Ways ways;
-  __device__ __forceinline__ Update(const Keys&, Memory& memory) : ways{memory} {}
+  __device__ __forceinline__ Update(const Keys& of, Memory& memory) : keys(of), ways{memory} {}
   __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const { return record_at<SOURCE>(group.w, record, value); }
   __device__ __forceinline__ void begin(Of& group, float4* place) { group.load(at = place, 0, ahead); }
   __device__ __forceinline__ void end(Of& group, u32 value) {
@@ -285,7 +286,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
     return {record, ask_gradient<SOURCE, DIM>(ways, turn, Of::PARTS, group.w, key.gradient_row, group.column)};
   }
   // Those of one id from `number` on, every so many: a group asks for the next before it is at work on one.
-  __device__ __forceinline__ void singles(Of& group, const Keys& keys, u32 number, u32 end_of, u32 groups) {
+  __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
     Single key = keys.singles[number], next = number + groups < end_of ? keys.singles[number + groups] : key;
     Asked asked = ask(group, 0, key);
     ways.end();
@@ -307,11 +308,13 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   }
 };
 
-struct StoreMemory {};
+// Of one that asks for nothing ahead.
+struct NoMemory {};
+
 // Or into memory, for a push that is applied later.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Of;
-  typedef StoreMemory Memory;
+  typedef NoMemory Memory;
   float4* at;
   const Keys& keys;
   __device__ __forceinline__ Store(const Keys& of, Memory&) : keys(of) {}
@@ -324,7 +327,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   }
 
   // Those of one id from `number` on, every so many: several in flight.
-  __device__ __forceinline__ void singles(Of& group, const Keys&, u32 number, u32 end_of, u32 groups) {
+  __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
     for (; number < end_of; number += Of::FLIGHT * groups) {
       u32 value[Of::FLIGHT];
 #pragma unroll
@@ -423,7 +426,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     u32 number = in_singles * GROUPS * PER_SINGLE + number_of;
     const u32 end = min(singles, (in_singles + 1) * GROUPS * PER_SINGLE);
     if (number >= end) return true;
-    sink.singles(group, keys, number, end, GROUPS);
+    sink.singles(group, number, end, GROUPS);
   }
   return true;
 }
@@ -453,7 +456,7 @@ template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ Prepared now;
-  StoreMemory none;
+  NoMemory none;
   take_turns([&](u32 block) {
     u32 kind = 0;
     return (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, none, block) || ...);

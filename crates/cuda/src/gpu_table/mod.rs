@@ -219,11 +219,12 @@ impl GpuTable {
             let larger = (rows + soon).max(2 * keys) as usize;
             match self.index.grown(larger, rows as usize, stream) {
                 Ok(grown) => (self.index, self.has_moved) = (grown, true),
-                Err(_) if rows + new_keys <= keys => self.is_short = true,
                 Err(_) => {
                     self.is_short = true;
-                    self.index = self.index.grown((rows + new_keys) as usize, rows as usize, stream)?;
-                    self.has_moved = true;
+                    if rows + new_keys > keys {
+                        self.index = self.index.grown((rows + new_keys) as usize, rows as usize, stream)?;
+                        self.has_moved = true;
+                    }
                 }
             }
         }
