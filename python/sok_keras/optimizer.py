@@ -186,8 +186,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         triggers = [core.trigger for core in tables.cores]
         values = [ops.convert_to_tensor(trigger.value) for trigger in triggers]
         new = backend.apply(tables, scalars, sum_of_squares, values)
-        for trigger, value in zip(triggers, new, strict=True):
-            trigger.assign(value)
+        for core, trigger in zip(tables.cores, new, strict=True):
+            core.advance(trigger)
         return clip
 
     def _global_clip(self, norm: Any) -> Any:

@@ -153,8 +153,7 @@ def wait(trigger):
 
 
 def at_hand(value, fetches=False):
-    """A value as a NumPy array; None if it is traced or has yet to be computed."""
-    del fetches  # what is ready is at hand
+    """A value as a NumPy array; None if it is traced, or if it would have to be waited for and that is not asked."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.is_deleted():
-        return np.asarray(value) if value.is_ready() else None
+        return np.asarray(value) if fetches or value.is_ready() else None
     return value if isinstance(value, np.ndarray) else None
