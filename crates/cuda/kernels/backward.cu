@@ -348,8 +348,12 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   }
 };
 
-// The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys, whose gradients the L2
-// cache has while no records stream through it; then keys of several ids and of one id in turn.
+// Runs of hot keys are bound by the L2 cache, other keys by memory: so they lie among so much of the others, one part in. The last runs'
+// sums are long chains, which must not come at the very end.
+constexpr u32 MIXED = 5;
+
+// The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys among the first of the
+// others, which are keys of several ids and of one id in turn.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __forceinline__ bool merge_keys(const W& w, const Keys& keys, const Prepared& now, typename Sink::Memory& memory, u32& block) {
   typedef typename Sink::Of Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
@@ -365,8 +369,10 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
   }
   Of group(w, now, column, mask);
   Sink sink(keys, memory);
-  if (block < hot_blocks) {
-    const u32 number = block * GROUPS + number_of;
+  const u32 mixed = hot_blocks + (several_blocks + single_blocks) / MIXED;
+  const u32 in_hot = block < mixed ? (u32)((u64)block * hot_blocks / mixed) : hot_blocks;
+  if (block < mixed && (u32)((u64)(block + 1) * hot_blocks / mixed) > in_hot) {
+    const u32 number = in_hot * GROUPS + number_of;
     if (number >= runs) return true;
     const Run run = keys.runs[number];
     const Sorted* ids = w.sorted + run.first;
@@ -388,15 +394,16 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
       if (!group.is_mine(chunk)) continue;
       const float4* partial = keys.partial + (u64)hot->first_run * Of::QUADS + chunk * LANES + column;
+      const u32 num_runs = hot->runs;
       float4 sum = __ldcg(partial);
-#pragma unroll 4
-      for (u32 k = 1; k < hot->runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
+#pragma unroll 8
+      for (u32 k = 1; k < num_runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
       group.sum[chunk] = sum;
     }
     sink.end(group, ids->value);
     return true;
   }
-  block -= hot_blocks;
+  block -= in_hot;
   const u32 in_several = (u32)((u64)block * several_blocks / (several_blocks + single_blocks));
   if ((u32)((u64)(block + 1) * several_blocks / (several_blocks + single_blocks)) > in_several) {
     u32 number = in_several * GROUPS * PER_SEVERAL + number_of;
@@ -435,7 +442,7 @@ __host__ __device__ constexpr u32 largest(u32 a) { return a; }
 template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
 
 // Merge and update.
-template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update(Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ typename Update<SOURCE, 1, RULE, AGAIN, W>::Memory memory;
@@ -452,7 +459,7 @@ template <class Body> __device__ __forceinline__ void take_turns(const Body& bod
 }
 
 // Merge alone: sums of all keys, `Keys::sums`.
-template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) merge(Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ Prepared now;
@@ -508,7 +515,7 @@ template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ b
 }
 
 // Updates the records of sums that were merged before.
-template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
@@ -545,7 +552,7 @@ template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squa
 }
 
 // `totals`, (tables, 256), zeros at first.
-template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(Work<sizeof...(DIM)> w, u64* totals) {
+template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(const __grid_constant__ Work<sizeof...(DIM)> w, u64* totals) {
   begin();
   if (!w.prepared->is_due) return;
   u32 kind = 0;
@@ -562,7 +569,7 @@ struct Renumbering {
   u32 first;
 };
 constexpr u32 GONE = ALL;
-template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(Work<sizeof...(DIM)> w, u32 kind, Renumbering r, Entry* entries, u32* records, u32* values) {
+template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_constant__ Work<sizeof...(DIM)> w, u32 kind, const __grid_constant__ Renumbering r, Entry* entries, u32* records, u32* values) {
   begin();
   const Keys& keys = w.kinds[kind];
   const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);

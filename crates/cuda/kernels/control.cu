@@ -14,7 +14,7 @@ struct Delivery {
   u32 number[2], pad[2];
 };
 static_assert(sizeof(Delivery) == 48, "as crates/cuda/src/layout.rs has it");
-template <u32 N> __global__ void __launch_bounds__(1024) deliver(Delivery d, const __grid_constant__ Payload<N> payload) {
+template <u32 N> __global__ void __launch_bounds__(1024) deliver(const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
   begin();
   for (u32 i = threadIdx.x; i < d.count; i += 1024) d.to[i] = payload.words[i];
   for (u32 i = threadIdx.x; i < d.num_zeros; i += 1024) d.zeros[i] = 0;
@@ -46,7 +46,7 @@ struct NewTicket {
   Fault* fault;
 };
 // As `deliver`, and writes the ticket of a push.
-template <u32 N> __global__ void __launch_bounds__(1024) write_ticket(NewTicket t, Delivery d, const __grid_constant__ Payload<N> payload) {
+template <u32 N> __global__ void __launch_bounds__(1024) write_ticket(const __grid_constant__ NewTicket t, const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
   begin();
   for (u32 i = threadIdx.x; i < d.count; i += 1024) d.to[i] = payload.words[i];
   if (threadIdx.x >= 2 * RING) return;

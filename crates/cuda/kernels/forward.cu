@@ -25,7 +25,7 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
   return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Found found) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
   __shared__ LaneList lists[WARPS];
   for (u32 k = blockIdx.x * BLOCK + threadIdx.x; k < found.num_zeros; k += gridDim.x * BLOCK) found.zeros[k] = 0;
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) find_records(Call call, Foun
 }
 
 // The records of keys for which there was no room.
-extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Found found) {
+extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
   const u32 n = *found.homeless.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
@@ -74,10 +74,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(Call call, Fo
   }
 }
 
-constexpr u32 ROWS_THREADS = 256, ROWS = 4;
+constexpr u32 ROWS_THREADS = 256;
 
 // A lane asks for ROWS rows of four columns, then for ROWS more before it reads the first.
-typedef Stage<ROWS, ROWS_THREADS> RowStage;
+template <u32 ROWS> using RowStage = Stage<ROWS, ROWS_THREADS>;
+// Of rows that are copied, and of those that are summed up.
+constexpr u32 GATHERED = 4, POOLED = 2;
 
 struct Rows {
   const u32* records;
@@ -96,7 +98,7 @@ template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, co
 }
 
 // Rows of ids, one a bag: a warp takes as many bags as it has lanes.
-template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage& stage, u32 block) {
+template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 block) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   // Turns for all bags, each for as many columns as a group has lanes for.
   constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
@@ -129,8 +131,9 @@ template <u32 DIM> __device__ __forceinline__ void gather(const Table& t, const 
   if (missing) write_missing<DIM>(t, f, first, missing);
 }
 
-// Combined rows of bags whose ids all count once: a group of lanes a bag.
-template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const RowStage& stage, u32 bag, u32 begin, u32 end) {
+// Combined rows of bags whose ids all count once: a group of lanes a bag. Gives false, and has written no row, if an id has no record:
+// what is written for it would take twice the registers.
+template <u32 DIM, u32 ROWS> __device__ __forceinline__ bool pool(const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES, count = end - begin;
   const u32* records = rows.records + f.first_id + begin;
@@ -141,45 +144,50 @@ template <u32 DIM> __device__ __forceinline__ void pool(const Table& t, const Fe
   for (u32 quad = column; quad < QUADS; quad += LANES) {
     float4 sum = make_float4(0, 0, 0, 0);
     u32 next[ROWS];
+    bool is_whole = true;
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : 0;
-    // Asks for a turn's rows. Gives which of its ids have none, by bit.
     const auto ask = [&](u32 turn) {
       const u32 start = turn * ROWS;
-      u32 missing = 0;
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         if (start + k >= count) continue;
         if (next[k]) stage.ask(turn, k, f.records + (u64)next[k] * f.stride + quad);
-        else missing |= 1u << k;
+        else is_whole = false;
       }
       stage.end();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
         if (start + ROWS + k < count) next[k] = records[start + ROWS + k];
-      return missing;
     };
-    u32 missing_next = ask(0);
+    ask(0);
     for (u32 turn = 0; turn * ROWS < count; ++turn) {
-      const u32 start = turn * ROWS, missing = missing_next;
-      missing_next = ask(turn + 1);
+      ask(turn + 1);
       stage.wait();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
-        if (start + k >= count) break;
-        const float4 row = missing >> k & 1 ? missing_columns(t, key_at(f, begin + start + k), quad) : stage.at(turn, k);
+        if (turn * ROWS + k >= count) break;
+        const float4 row = stage.at(turn, k);
         // A sum starts with its first row, so that it keeps the sign of zeros.
-        if (start + k == 0) sum = row;
+        if (turn * ROWS + k == 0) sum = row;
         else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
       }
     }
+    if (!is_whole) return false;
     if (scale != 1.0f && count) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
     store_columns<DIM>(f.rows, bag, quad, sum);
   }
+  return true;
+}
+
+// The record that an id's row is read from. An id of weight 0 sees what the whole call has inserted.
+__device__ __forceinline__ u32 record_of(const Table& t, const Feature& f, const Rows& rows, u32 i) {
+  const u32 record = rows.records[f.first_id + i];
+  return record || !f.weights || f.weights[i] != 0 ? record : find_alone(t.index, key_at(f, i));
 }
 
 // Combined rows of bags of any kind: with weights, with ids that are not there or are outside the vocabulary.
-template <u32 DIM> __device__ __noinline__ void pool_roles(const Table& t, const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end) {
+template <u32 DIM, u32 ROWS> __device__ __noinline__ void pool_roles(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES;
   float scale = 1;
@@ -189,22 +197,31 @@ template <u32 DIM> __device__ __noinline__ void pool_roles(const Table& t, const
     float4 sum = make_float4(0, 0, 0, 0);
     float weights = 0, squares = 0;
     is_empty = true;
-    for (u32 i = begin; i < end; ++i) {
-      const u64 key = key_at(f, i);
-      if (f.has_padding && key == f.padding_key) continue;
-      const float weight = f.weights ? f.weights[i] : 1.0f;
-      weights += weight, squares += weight * weight;
-      float4 row = make_float4(0, 0, 0, 0);
-      if (key <= t.last_key && quad < QUADS) {
-        u32 record = rows.records[f.first_id + i];
-        // An id of weight 0 sees what the whole call has inserted.
-        if (!record && weight == 0) record = find_alone(t.index, key);
-        row = record ? f.records[(u64)record * f.stride + quad] : missing_columns(t, key, quad);
+    const auto ask = [&](u32 turn) {
+      for (u32 k = 0; k < ROWS; ++k) {
+        const u32 i = begin + turn * ROWS + k, record = i < end && quad < QUADS ? record_of(t, f, rows, i) : 0;
+        if (record) stage.ask(turn, k, f.records + (u64)record * f.stride + quad);
       }
-      row.x *= weight, row.y *= weight, row.z *= weight, row.w *= weight;
-      if (is_empty) sum = row;
-      else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
-      is_empty = false;
+      stage.end();
+    };
+    ask(0);
+    for (u32 turn = 0; begin + turn * ROWS < end; ++turn) {
+      ask(turn + 1);
+      stage.wait();
+      for (u32 k = 0; k < ROWS; ++k) {
+        const u32 i = begin + turn * ROWS + k;
+        if (i >= end) break;
+        const u64 key = key_at(f, i);
+        if (f.has_padding && key == f.padding_key) continue;
+        const float weight = f.weights ? f.weights[i] : 1.0f;
+        weights += weight, squares += weight * weight;
+        float4 row = make_float4(0, 0, 0, 0);
+        if (key <= t.last_key && quad < QUADS) row = record_of(t, f, rows, i) ? stage.at(turn, k) : missing_columns(t, key, quad);
+        row.x *= weight, row.y *= weight, row.z *= weight, row.w *= weight;
+        if (is_empty) sum = row;
+        else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
+        is_empty = false;
+      }
     }
     if (f.pools && f.combiner != SUM) {
       const float divisor = f.combiner == MEAN ? weights : sqrtf(squares);
@@ -225,22 +242,22 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
 }
 
 // Combined rows of the bags of a block.
-template <u32 DIM> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage& stage, u32 number, u32 block) {
+template <u32 DIM, u32 ROWS> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
   constexpr u32 LANES = lanes_of(DIM);
   const u32 bag = block * (ROWS_THREADS / LANES) + threadIdx.x / LANES;
   if (bag >= f.num_bags) return;
   if (f.splits && threadIdx.x % LANES == 0) check_split(f, rows.fault, number, bag);
   const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
   const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
-  if (f.has_roles) pool_roles<DIM>(t, f, rows, bag, begin, end);
-  else pool<DIM>(t, f, rows, stage, bag, begin, end);
+  if (f.has_roles || !pool<DIM>(f, rows, stage, bag, begin, end)) pool_roles<DIM>(t, f, rows, stage, bag, begin, end);
 }
 
-// Rows of all features, (bags, dim). GATHERS: none has bags to combine, which would take twice the registers.
-template <bool GATHERS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, GATHERS ? 6 : 4) make_rows(Call call, Rows rows) {
+// Rows of all features, (bags, dim). GATHERS: none has bags to combine.
+template <bool GATHERS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, GATHERS ? 6 : 8) make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
   begin();
-  __shared__ RowStage::Memory memory;
-  const RowStage stage{memory};
+  typedef RowStage<GATHERS ? GATHERED : POOLED> Ways;
+  __shared__ typename Ways::Memory memory;
+  const Ways stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   const Table& t = call.tables[f.table];
@@ -258,7 +275,7 @@ struct Kept {
   float* weights;
   int* splits;
 };
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(Call call, u32 number, Kept kept) {
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(const __grid_constant__ Call call, u32 number, const __grid_constant__ Kept kept) {
   begin();
   const Feature& f = call.features[number];
   const u32 i = blockIdx.x * ROWS_THREADS + threadIdx.x;
@@ -268,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(Call call
 
 // The gradient of weights: how the loss moves with each, through the combiner; the formulas are in
 // crates/core/src/weight_gradient.rs. A group of lanes a bag of a feature that has weights.
-template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) weight_gradients(Call call, u32 number, Kept kept, const float* __restrict__ gradients, float* __restrict__ products) {
+template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) weight_gradients(const __grid_constant__ Call call, u32 number, const __grid_constant__ Kept kept, const float* __restrict__ gradients, float* __restrict__ products) {
   begin();
   Feature f = call.features[number];
   f.ids = kept.keys, f.key_type = WIDE, f.weights = kept.weights, f.wide_splits = 0;

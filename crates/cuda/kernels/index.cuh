@@ -159,7 +159,7 @@ __device__ __forceinline__ u32 find(const Index& index, u64 key, u64 h, bool on,
 }
 
 // The record number of one key, for a lane alone.
-__device__ __noinline__ u32 find_alone(const Index& index, u64 key) {
+__device__ __noinline__ u32 find_alone(Index index, u64 key) {
   const u64 h = hash(key);
   const Bucket* first = index.buckets + first_of(h, index.num_buckets);
   const Line line = load_line(first);
@@ -259,7 +259,7 @@ __device__ __forceinline__ u32* find_settled(Bucket* bucket, const Line& line, u
 
 // Moves the entry at a place to its other bucket, if that has room; its place is then the caller's, claimed. `held` is the
 // bucket whose lock the caller has, and `word` that bucket's word.
-__device__ __noinline__ bool move_away(const Index& index, Bucket* from, u32 place, Bucket* held, u32& word) {
+__device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Bucket* held, u32& word) {
   const u64 key = load_shared(&from->keys[place]);
   const u32 record = load_shared(&from->records[place]);
   if (record == NO_RECORD || record == CLAIMED) return false;
@@ -293,7 +293,7 @@ __device__ __noinline__ bool move_away(const Index& index, Bucket* from, u32 pla
 }
 
 // Frees a place of the bucket by one move, or by two: an entry of the other bucket of one of its entries goes first.
-__device__ __noinline__ u32 make_room(const Index& index, Bucket* bucket, Bucket* held, u32& word) {
+__device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held, u32& word) {
   for (u32 place = 0; place < PLACES; ++place)
     if (move_away(index, bucket, place, held, word)) return place;
   for (u32 place = 0; place < PLACES; ++place) {
@@ -328,7 +328,7 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
 
 // As `claim_key`, in a launch of its own: moves others away, first the one that `movable` found, and puts into the stash what still
 // finds no place.
-__device__ __noinline__ Claim settle(const Index& index, u64 key, u32 hint) {
+__device__ __noinline__ Claim settle(Index index, u64 key, u32 hint) {
   const u64 h = hash(key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);

@@ -61,7 +61,7 @@ __device__ __forceinline__ void count_digit(u32* counts, u32 digit, bool is_id) 
 }
 
 // `sort.counts` of the ids of a tile of so many. They are zeros before.
-extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ records, Sort sort, u32 tile) {
+extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ records, const __grid_constant__ Sort sort, u32 tile) {
   begin();
   __shared__ u32 counts[MOST_DIGITS];
   const u32 digits = 1u << sort.bits, all = sort.passes * digits;
@@ -193,7 +193,7 @@ __device__ __forceinline__ u32 passes_of(const Sort& sort, u32 section, u32 digi
 
 // A tile is what a block takes: ITEMS ids a thread. `records`, `values`: of ids by place, every STRIDE words. `next_pass`: where they go, if
 // another follows.
-template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* next_pass, Sort sort, u32 pass) {
+template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
   begin();
   constexpr u32 TILE = THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / THREADS;
   const u32 shift = pass * BITS;

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Bucket* buckets,
 }
 
 // Record numbers of keys. If the call `inserts`, keys that are not there get one, and the NEW bit says so.
-extern "C" __global__ void __launch_bounds__(FIND_BLOCK) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
+extern "C" __global__ void __launch_bounds__(FIND_BLOCK, 16) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
   begin();
   __shared__ LaneList lists[FIND_BLOCK / WARP];
   const u32 i = blockIdx.x * FIND_BLOCK + threadIdx.x;
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(FIND_BLOCK) look_up(Table t, const 
 }
 
 // The records of keys for which `look_up` found no room. NEW alone: there is none.
-extern "C" __global__ void __launch_bounds__(BLOCK) settle_keys(Table t, const u64* __restrict__ keys, u32* __restrict__ records, Homeless homeless) {
+extern "C" __global__ void __launch_bounds__(BLOCK) settle_keys(Table t, const u64* keys, u32* records, Homeless homeless) {
   begin();
   const u32 n = *homeless.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
@@ -78,7 +78,7 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(
 }
 
 // Rows of keys without a record stay unwritten; with `skips`, those of new records too.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 skips) {
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* records, float* out, u32 n, u32 skips) {
   begin();
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
@@ -87,7 +87,7 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_row
 }
 
 // The rows that keys without a record answer: those of `records` that are 0.
-extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
+extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(const __grid_constant__ Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
   begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * BLOCK) {
     const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
@@ -113,14 +113,14 @@ __device__ __forceinline__ float* column_at(const Table& t, const Parts& parts, 
   return (float*)(t.records + (u64)record * t.stride + parts.parts[p].quad) + (column - parts.parts[p].column);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) read_records(Table t, Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
+extern "C" __global__ void __launch_bounds__(BLOCK) read_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
   begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK)
     values[at] = *column_at(t, parts, records[at / parts.width], (u32)(at % parts.width));
 }
 
 // `records` are distinct; `rows`: of each, its place in `values`.
-extern "C" __global__ void __launch_bounds__(BLOCK) write_records(Table t, Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
+extern "C" __global__ void __launch_bounds__(BLOCK) write_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
   begin();
   for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK) {
     const u32 i = (u32)(at / parts.width), column = (u32)(at % parts.width);

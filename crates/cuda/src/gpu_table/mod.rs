@@ -11,7 +11,7 @@ use sok_core::key::Key;
 use sok_core::optimizer::Update;
 use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, TableConfig, TableStats};
 
-use crate::device::{Device, Stream, launch};
+use crate::device::{Device, Stream, launch, launch_next};
 use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
 use crate::layout::{self, DISTINCT, DROPPED, FIND_THREADS, Homeless, NEW, Parts, TABLE_THREADS, TAKEN};
@@ -350,8 +350,8 @@ impl GpuTable {
         let blocks = n.div_ceil(FIND_THREADS);
         launch!(look_up, stream, blocks, FIND_THREADS, table, keys, records, count, inserts, homeless)?;
         if insert {
-            let blocks = 8 * self.device.multiprocessors;
-            launch!(settle, stream, blocks, TABLE_THREADS, table, keys, records, homeless)?;
+            let blocks = 4 * self.device.multiprocessors;
+            launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, homeless)?;
         }
         Ok(())
     }
@@ -396,7 +396,8 @@ impl GpuTable {
     ) -> Result<()> {
         let gather = self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", self.config.dim))?;
         let (table, count, skips) = (self.alone(), n as u32, u32::from(skips));
-        launch!(gather, stream, n.div_ceil(TABLE_THREADS), TABLE_THREADS, table, records, rows, count, skips)
+        let blocks = n.div_ceil(TABLE_THREADS);
+        launch_next!(gather, stream, blocks, TABLE_THREADS, table, records, rows, count, skips)
     }
 
     /// Memory for so many rows.
