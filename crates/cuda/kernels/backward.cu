@@ -104,28 +104,34 @@ template <u32 SOURCE, class W> __device__ __forceinline__ float factor_of(const 
   return w.factors[SOURCE == SUMS ? w.entries[value].table : side_of<SOURCE>(w, value).table];
 }
 
-// Four columns of a gradient. Rows of bags are read AGAIN and again, others once.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class W> __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
+// Where the gradient of an id is, and what it is to be multiplied by.
+struct Gradient {
+  const float* rows;
+  u32 row;
+  float scale;
+};
+template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(const W& w, u32 value) {
   if (SOURCE == SUMS) {
     const Entry& entry = w.entries[value];
-    return scaled(__ldcs(entry.sum + quad), entry.weight);
+    return {(const float*)entry.sum, 0, entry.weight};
   }
-  const u32 name = SOURCE == WEIGHTED_ROWS ? w.names[value] : value, bag = name & ((1u << w.shift) - 1);
+  const u32 name = SOURCE == WEIGHTED_ROWS ? w.names[value] : value;
   const Side& side = w.sides[name >> w.shift];
-  return scaled(load_columns<DIM, !AGAIN>(side.gradients, bag, quad), SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale);
+  return {side.gradients, name & ((1u << w.shift) - 1), SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale};
+}
+
+// Four columns of a gradient. Rows of bags are read AGAIN and again, others once.
+template <u32 SOURCE, u32 DIM, bool AGAIN, class W> __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
+  const Gradient g = gradient_of<SOURCE>(w, value);
+  return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<DIM, !AGAIN>(g.rows, g.row, quad), g.scale);
 }
 
 // Asks for what `load_gradient` would, and gives what it is to be multiplied by.
 template <u32 SOURCE, u32 DIM, class S, class W> __device__ __forceinline__ float ask_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
-  if (SOURCE == SUMS) {
-    const Entry& entry = w.entries[value];
-    stage.ask(turn, k, entry.sum + quad);
-    return entry.weight;
-  }
-  const u32 name = SOURCE == WEIGHTED_ROWS ? w.names[value] : value, bag = name & ((1u << w.shift) - 1);
-  const Side& side = w.sides[name >> w.shift];
-  stage.template ask_columns<DIM>(turn, k, side.gradients, bag, quad);
-  return SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale;
+  const Gradient g = gradient_of<SOURCE>(w, value);
+  if (SOURCE == SUMS) stage.ask(turn, k, (const float4*)g.rows + quad);
+  else stage.template ask_columns<DIM>(turn, k, g.rows, g.row, quad);
+  return g.scale;
 }
 
 // A group of lanes at work on one key: each lane has four columns, or several times four of a row that is wider than a warp.
