@@ -18,7 +18,7 @@ tests() {
   conform steps any_list_of_steps
   conform dims every_dim
   conform large large_calls millions a_call a_key weights_and
-  conform streams calls_on a_steady
+  conform streams calls_on a_steady steps_near
   conform suite a_batch a_gradient a_row a_second a_subset accumulated an_id_of an_opt bags ids_out of_seventy optimizers pushes rows_assigned the_norm what_fits
   for job in $(jobs -p); do wait "$job" || failed=1; done
   conform memory memory_that

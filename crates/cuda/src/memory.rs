@@ -251,16 +251,16 @@ impl Arena {
         self.mapped
     }
 
-    /// Gives the first `bytes` memory, and some beyond. Addresses stay.
+    /// Gives the first `bytes` memory, and with `spare` some beyond. Addresses stay.
     ///
     /// # Errors
     /// [`Error::Device`] if the device has not so much; nothing has changed.
-    pub fn grow(&mut self, bytes: usize) -> Result<()> {
+    pub fn grow(&mut self, bytes: usize, spare: bool) -> Result<()> {
         if bytes <= self.mapped {
             return Ok(());
         }
-        let spare = (self.mapped / 4).min(LARGEST_SPARE);
-        self.map(bytes + spare).or_else(|_| self.map(bytes))
+        let beyond = if spare { (self.mapped / 4).min(LARGEST_SPARE) } else { 0 };
+        self.map(bytes + beyond).or_else(|_| self.map(bytes))
     }
 
     fn map(&mut self, bytes: usize) -> Result<()> {

@@ -15,6 +15,7 @@ use common::strategies::{config, plain_config, table_or_rule_op, update};
 use common::subject::{HostSubject, Kept, Maker, Subject, sum_of_tickets};
 use common::table::ModelTable;
 use common::{Dice, bits, scan, unwritten};
+use cudarc::driver::CudaEvent;
 use proptest::prelude::*;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
@@ -438,13 +439,17 @@ const DELAY: Source = Source {
     headers: &[],
 };
 
-/// Lets what comes after on the stream wait for up to a tenth of a millisecond.
+/// Lets what comes after on the stream wait for so many cycles of the device.
 #[allow(unsafe_code)]
-fn lag(stream: Stream, dice: &mut Dice) {
+fn pause(stream: Stream, cycles: u64) {
     let delay = DEVICE.kernel(&DELAY, "delay").unwrap();
-    let cycles = dice.pick(&[0u64, 0, 20_000, 200_000]);
     // SAFETY: its one parameter; it reads and writes nothing.
     unsafe { delay.launch(stream, (1, 1, 0), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
+}
+
+/// For up to a tenth of a millisecond.
+fn lag(stream: Stream, dice: &mut Dice) {
+    pause(stream, dice.pick(&[0u64, 0, 20_000, 200_000]));
 }
 
 /// A step of one feature a table, none of whose calls waits for the device: its arrays live until all have run.
@@ -602,6 +607,45 @@ fn a_steady_step_asks_for_no_memory() {
         DEVICE.synchronize().unwrap();
         assert!(group.table(0).len() > len, "later steps bring new keys");
     }
+}
+
+/// Ten ids of each step are new, and those that may be new, with those of the step before, come to be more than the table has room for.
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_near_a_tables_size_do_not_wait() {
+    const IDS: u64 = 4000;
+    let config = TableConfig { initial_capacity: 4 * IDS, ..plain_config("t", 8) };
+    let mut group = GpuGroup::new(&DEVICE, vec![config]).unwrap();
+    let mut dice = Dice(1);
+    let binding = Binding { owner: 1, update: any_update(&mut dice), needs_norm: false };
+    group.bind(binding).unwrap();
+    let flights: Vec<Flight> = (1..=40)
+        .map(|step| {
+            let key = |i| if i < 10 { 1_000_000 + 10 * step + i } else { (IDS * step + i) % (2 * IDS - 100) };
+            let gradients = dice.floats(IDS as usize * 8);
+            let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
+            Flight::new(&[(0..IDS).map(key).collect()], &[gradients], 1, scalars)
+        })
+        .collect();
+    let stream = DEVICE.context.new_stream().unwrap();
+    let (mut slept, mut waits) = (None::<CudaEvent>, Vec::new());
+    for flight in &flights {
+        let mut calls = 0;
+        flight.start(&mut group, binding, true, || {
+            calls += 1;
+            // The lookup is on its way, behind the nap that the step before took after its own.
+            if calls == 2 {
+                waits.push(slept.take().is_some_and(|nap| nap.is_complete()));
+                pause(Stream(stream.cu_stream()), 40_000_000);
+                slept = Some(stream.record_event(None).unwrap());
+            }
+            Stream(stream.cu_stream())
+        });
+    }
+    DEVICE.synchronize().unwrap();
+    assert!(group.table(0).len() > 2 * IDS as usize, "it has grown");
+    // The first ones ask for memory; one may make the table grow.
+    assert!(waits[5..].iter().filter(|w| **w).count() <= 1, "{waits:?}");
 }
 
 /// Takes nearly all memory of the device, so it runs alone.

@@ -277,6 +277,7 @@ impl GpuGroup {
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
         let saved = self.workspace.lookup(&mut self.tables, features, &inserts, save, to, stream)?;
+        self.tables.iter_mut().for_each(GpuTable::reserve_soon);
         let mut takes_part = vec![false; self.tables.len()];
         features.iter().for_each(|f| takes_part[f.table] = true);
         self.tables.iter_mut().zip(takes_part).filter(|(_, takes)| *takes).for_each(|(t, _)| t.count_call());
