@@ -82,7 +82,7 @@ class Core:
         self.trigger = None
         # Stands in the trigger, where every step carries it along: by it the weights of other tables are known.
         self._mark = np.float32(0.5 + int.from_bytes(os.urandom(3), "little") / 2**25)
-        self._weights_are_strange = False
+        self._weights_are_strange, self._unseen = False, None
         # JAX may still have a step in flight when its user drops the optimizer.
         self.optimizer = None
         self._plans = {}
@@ -142,10 +142,9 @@ class Core:
         self.trigger, self._assign = trigger, trigger.assign
 
         def assign(value):
-            # What a trainer of Keras' took, so that the trigger has no value, it gives back; it need not be waited for.
-            given = backend.at_hand(value, fetches=self.trigger._value is not None)
-            if given is not None and given.shape == trigger.shape:
-                self._look_at(given, isinstance(value, np.ndarray))
+            given = backend.at_hand(value)
+            self._unseen = value if given is None else None
+            self._look_at(given, isinstance(value, np.ndarray))
             return self._assign(value)
 
         trigger.assign = assign
@@ -154,7 +153,9 @@ class Core:
         """Sets the trigger to what a step has made of it."""
         self._assign(trigger)
 
-    def _look_at(self, given, may_be_old):
+    def _look_at(self, given, may_be_old=False):
+        if given is None or given.shape != self.trigger.shape:
+            return
         self._weights_are_strange = given[-1, -1] != self._mark
         looks = may_be_old and not self._weights_are_strange
         now = backend.at_hand(self.trigger._value, fetches=True) if looks else None
@@ -165,14 +166,21 @@ class Core:
                 stacklevel=4,
             )
 
+    def _look_at_unseen(self):
+        """At what had yet to be computed when the trigger was set to it, or lies on another device."""
+        unseen, self._unseen = self._unseen, None
+        self._look_at(None if unseen is None else backend.at_hand(unseen, fetches=True))
+
     def keep_rows(self):
         """The rows that are here now are those that go with the weights."""
+        self._look_at_unseen()
         if self._weights_are_strange:
             self._weights_are_strange = False
             self._assign(self.first_trigger())
 
     def check_weights(self):
         """Raises a `SokError`, once, if weights of other tables were set without their rows."""
+        self._look_at_unseen()
         if self._weights_are_strange:
             self.keep_rows()
             raise native.SokError(

@@ -153,7 +153,8 @@ def wait(trigger):
 
 
 def at_hand(value, fetches=False):
-    """A value as a NumPy array; None if it is traced, or if it would have to be waited for and that is not asked."""
+    """A value as a NumPy array; None if it is traced, if its step failed, or if it would have to be waited for and that is not asked."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.is_deleted():
-        return np.asarray(value) if fetches or value.is_ready() else None
+        with contextlib.suppress(Exception):  # who reads it is told
+            return np.asarray(value) if fetches or value.is_ready() else None
     return value if isinstance(value, np.ndarray) else None
