@@ -51,34 +51,43 @@ python() {
   for log in "$OUT"/*.test_*.log; do echo "$(basename "$log" .log): $(tail -1 "$log")"; done
 }
 
+# Parts of gpu.md: `print NAME` keeps what it is given as one, or as more of it, and shows it.
+print() {
+  tee -a "$OUT/$1.part.md"
+  cat "$OUT"/{benches,bridges,fits}.part.md > "$OUT/gpu.md" 2>/dev/null
+}
+
 benches() {
+  rm -f "$OUT"/*.part.md
   {
     echo "# On a GPU"
     for bench in find step growth; do ./$bench; done
-  } | tee "$OUT/gpu.md"
+  } | print benches
 }
 
 bridges() {
   site
-  native() { grep -m1 "26 x 65,536, dim 64, Zipf | $1" "$OUT/gpu.md" | cut -d'|' -f4; }
-  {
-    if ! grep -q "under a framework" "$OUT/gpu.md"; then
-      printf '\n## The first step under a framework, dense layers left out\n\n'
-      echo "| framework | gradients | ms a step in a row | alone, waited for | µs above native |"
-      echo "|---|---|---|---|---|"
-    fi
-    for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend python3 gpu_bridge.py $(native held) $(native merged) 2>/dev/null; done
-  } | tee -a "$OUT/gpu.md"
+  native() { grep -m1 "26 x 65,536, dim 64, Zipf | $1" "$OUT/benches.part.md" | cut -d'|' -f4; }
+  [ -e "$OUT/bridges.part.md" ] || print bridges << END
+
+## The first step under a framework, dense layers left out
+
+| framework | gradients | ms a step in a row | alone, waited for | µs above native |
+|---|---|---|---|---|
+END
+  for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend python3 gpu_bridge.py $(native held) $(native merged) 2>/dev/null; done | print bridges
 }
 
 fits() {
   site
-  {
-    printf '\n## DeepFM of the example, tower of 10 x 1024, batches of 16,384, `model.fit`\n\n'
-    echo "| framework | ms a step with tables | with the embedding output fed as an input | above |"
-    echo "|---|---|---|---|"
-    for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend JAX_ENABLE_X64=1 python3 gpu_fit.py examples 2>/dev/null; done
-  } | tee -a "$OUT/gpu.md"
+  [ -e "$OUT/fits.part.md" ] || print fits << 'END'
+
+## DeepFM of the example, tower of 10 x 1024, batches of 16,384, `model.fit`
+
+| framework | ms a step with tables | with the embedding output fed as an input | above |
+|---|---|---|---|
+END
+  for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend JAX_ENABLE_X64=1 python3 gpu_fit.py examples 2>/dev/null; done | print fits
 }
 
 for part in "${@:-tests}"; do "$part"; done

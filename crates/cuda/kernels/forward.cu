@@ -197,16 +197,22 @@ template <u32 DIM, u32 ROWS> __device__ __noinline__ void pool_roles(const Table
     float4 sum = make_float4(0, 0, 0, 0);
     float weights = 0, squares = 0;
     is_empty = true;
+    // Gives which ids of the turn have a record, by bit.
     const auto ask = [&](u32 turn) {
+      u32 found = 0;
       for (u32 k = 0; k < ROWS; ++k) {
         const u32 i = begin + turn * ROWS + k, record = i < end && quad < QUADS ? record_of(t, f, rows, i) : 0;
-        if (record) stage.ask(turn, k, f.records + (u64)record * f.stride + quad);
+        if (!record) continue;
+        stage.ask(turn, k, f.records + (u64)record * f.stride + quad);
+        found |= 1u << k;
       }
       stage.end();
+      return found;
     };
-    ask(0);
+    u32 found_next = ask(0);
     for (u32 turn = 0; begin + turn * ROWS < end; ++turn) {
-      ask(turn + 1);
+      const u32 found = found_next;
+      found_next = ask(turn + 1);
       stage.wait();
       for (u32 k = 0; k < ROWS; ++k) {
         const u32 i = begin + turn * ROWS + k;
@@ -216,7 +222,7 @@ template <u32 DIM, u32 ROWS> __device__ __noinline__ void pool_roles(const Table
         const float weight = f.weights ? f.weights[i] : 1.0f;
         weights += weight, squares += weight * weight;
         float4 row = make_float4(0, 0, 0, 0);
-        if (key <= t.last_key && quad < QUADS) row = record_of(t, f, rows, i) ? stage.at(turn, k) : missing_columns(t, key, quad);
+        if (key <= t.last_key && quad < QUADS) row = found >> k & 1 ? stage.at(turn, k) : missing_columns(t, key, quad);
         row.x *= weight, row.y *= weight, row.z *= weight, row.w *= weight;
         if (is_empty) sum = row;
         else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;

@@ -170,16 +170,13 @@ impl GpuTable {
     }
 
     fn reserve_numbers(&mut self, numbers: u64, spare: bool) -> Result<()> {
-        let before = self.num_numbers();
         if numbers > u64::from(u32::MAX) {
             return Err(Error::Device(format!(
                 "a table on a GPU has at most {} records. Received: room for {numbers}",
                 u32::MAX
             )));
         }
-        self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)?;
-        self.has_moved |= self.num_numbers() != before;
-        Ok(())
+        self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)
     }
 
     /// Whether this many new keys fit in any case as memory stands.
@@ -217,7 +214,7 @@ impl GpuTable {
     /// Makes room for new keys, in the order of the stream, and in the index for those that come `soon` if there is memory; their
     /// records get it in `reserve_soon`.
     pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
-        self.is_short = false;
+        (self.is_short, self.numbers_soon) = (false, 0);
         let rows = (self.len_before + self.most_taken as i64) as u64;
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {
@@ -233,9 +230,11 @@ impl GpuTable {
                 }
             }
         }
-        let waits = soon > new_keys && !self.is_short;
-        self.reserve_numbers(self.numbers_for(new_keys), !waits)?;
-        self.numbers_soon = if waits { self.numbers_for(soon) } else { 0 };
+        let is_later = soon > new_keys && !self.is_short;
+        self.reserve_numbers(self.numbers_for(new_keys), !is_later)?;
+        if is_later {
+            self.numbers_soon = self.numbers_for(soon);
+        }
         Ok(())
     }
 
@@ -368,10 +367,10 @@ impl GpuTable {
     }
 
     /// Gives keys that are not there a record, on a stream; `records` and `homeless` as for `launch_look_up`. Waits only where memory
-    /// must grow. `n` new keys at most.
+    /// must grow. `n` new keys at most, all within the vocabulary.
     ///
     /// # Errors
-    /// [`Error::Device`] without memory for them; nothing has changed.
+    /// [`Error::Device`] without memory for them; no key has changed.
     pub fn insert_on_device(
         &mut self,
         keys: u64,
@@ -381,10 +380,10 @@ impl GpuTable {
         stream: Stream,
     ) -> Result<()> {
         let ids = n as u64;
-        if !self.has_room(self.most_new(ids)) {
+        if !self.has_room(ids) {
             self.device.synchronize()?;
             self.learn()?;
-            self.make_room(self.most_new(ids), self.most_new_soon(ids), stream)?;
+            self.make_room(ids, self.most_new_soon(ids), stream)?;
         }
         self.expect(ids);
         self.launch_look_up(keys, records, n, true, homeless, stream)?;
@@ -664,6 +663,7 @@ impl GpuTable {
         self.released.clear();
         self.retired.clear();
         (self.fresh, self.len_before, self.most_taken, self.counted, self.told) = (1, 0, 0, 0, [0; 3]);
+        self.numbers_soon = 0;
         self.generation += 1;
         self.has_moved = true;
     }
