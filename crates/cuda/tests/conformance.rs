@@ -647,10 +647,7 @@ fn steps_near_a_tables_size_do_not_wait() {
         });
     }
     DEVICE.synchronize().unwrap();
-    assert!(
-        group.table(0).len() > 3 * IDS as usize,
-        "more than half of what it had room for at first is new"
-    );
+    assert!(group.table(0).len() > 3 * IDS as usize, "later steps bring new keys");
     // The first steps ask for memory, one makes the table grow, and a host may be held up for as long as a nap. Without room for later
     // calls in index and memory, half of all steps wait.
     assert!(waits[5..].iter().filter(|w| **w).count() <= 4, "{waits:?}");
