@@ -202,6 +202,14 @@ def assert_told(table, error, match):
     table.find(IDS)
 
 
+def test_weights_of_other_tables_are_noticed_though_they_are_yet_to_come():
+    given, training = Training(), Training()
+    training.layer.trigger.assign(given.start())
+    with pytest.raises(sok.SokError, match="weights of other tables were set, without their rows"):
+        training.table.find(IDS)
+    np.testing.assert_array_equal(training.table.find(IDS)[0], np.full((2, DIM), -1.0))
+
+
 @told_by_jax
 def test_full_table_is_told_by_its_class():
     training = Training(max_capacity=2)

@@ -168,8 +168,9 @@ class Core:
 
     def _look_at_unseen(self):
         """At what had yet to be computed when the trigger was set to it, or lies on another device."""
-        unseen, self._unseen = self._unseen, None
-        self._look_at(None if unseen is None else backend.at_hand(unseen, fetches=True))
+        if self._unseen is not None:
+            unseen, self._unseen = self._unseen, None
+            self._look_at(backend.at_hand(unseen, fetches=True))
 
     def keep_rows(self):
         """The rows that are here now are those that go with the weights."""
