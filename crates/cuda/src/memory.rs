@@ -259,8 +259,11 @@ impl Arena {
         if bytes <= self.mapped {
             return Ok(());
         }
-        let beyond = if spare { (self.mapped / 4).min(LARGEST_SPARE) } else { 0 };
-        self.map(bytes + beyond).or_else(|_| self.map(bytes))
+        let beyond = (self.mapped / 4).min(LARGEST_SPARE);
+        if spare && self.map(bytes + beyond).is_ok() {
+            return Ok(());
+        }
+        self.map(bytes)
     }
 
     fn map(&mut self, bytes: usize) -> Result<()> {

@@ -154,8 +154,7 @@ impl GpuTable {
 
     /// More than any record number that is in use, or that what is under way may take.
     pub(crate) fn most_numbers(&self) -> u64 {
-        let taken = self.most_taken.saturating_sub(self.released.len() as u64);
-        self.num_numbers().min(u64::from(self.fresh) + taken)
+        self.num_numbers().min(self.numbers_for(0))
     }
 
     /// More than any record number that is in use, as far as the device has told.
@@ -179,21 +178,26 @@ impl GpuTable {
         self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)
     }
 
+    /// Rows that there are at most.
+    fn most_rows(&self) -> u64 {
+        (self.len_before + self.most_taken as i64) as u64
+    }
+
     /// Whether this many new keys fit in any case as memory stands.
     pub(crate) fn has_room(&self, new_keys: u64) -> bool {
-        let rows = (self.len_before + self.most_taken as i64) as u64 + new_keys;
-        self.numbers_for(new_keys) <= self.num_numbers() && rows <= self.index.capacity() as u64
+        let rows = self.most_rows() + new_keys;
+        rows <= self.index.capacity() as u64 && self.numbers_for(new_keys) <= self.num_numbers()
     }
 
     /// Distinct keys that a call with so many ids brings at most.
     pub(crate) fn most_new(&self, ids: u64) -> u64 {
-        let rows = (self.len_before + self.most_taken as i64) as u64;
+        let rows = self.most_rows();
         ids.min(self.config.vocabulary_size.unwrap_or(u64::MAX).max(rows) - rows)
     }
 
     /// Whether so many new keys may not be allowed to fit.
     pub(crate) fn may_refuse(&self, new_keys: u64) -> bool {
-        (self.len_before + self.most_taken as i64) as u64 + new_keys > self.config.capacity()
+        self.most_rows() + new_keys > self.config.capacity()
     }
 
     /// A call with so many ids inserts those that are not there.
@@ -207,7 +211,7 @@ impl GpuTable {
         if self.is_short {
             return self.most_new(ids);
         }
-        let rows = (self.len_before + self.most_taken as i64) as u64;
+        let rows = self.most_rows();
         self.most_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.most_new(ids))
     }
 
@@ -215,7 +219,7 @@ impl GpuTable {
     /// records get it in `reserve_soon`.
     pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
         (self.is_short, self.numbers_soon) = (false, 0);
-        let rows = (self.len_before + self.most_taken as i64) as u64;
+        let rows = self.most_rows();
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {
             let larger = (rows + soon).max(2 * keys) as usize;
@@ -380,10 +384,10 @@ impl GpuTable {
         stream: Stream,
     ) -> Result<()> {
         let ids = n as u64;
-        if !self.has_room(ids) {
+        if !self.has_room(self.most_new(ids)) {
             self.device.synchronize()?;
             self.learn()?;
-            self.make_room(ids, self.most_new_soon(ids), stream)?;
+            self.make_room(self.most_new(ids), self.most_new_soon(ids), stream)?;
         }
         self.expect(ids);
         self.launch_look_up(keys, records, n, true, homeless, stream)?;
