@@ -68,7 +68,7 @@ benches() {
 bridges() {
   site
   native() { grep -m1 "26 x 65,536, dim 64, Zipf | $1" "$OUT/benches.part.md" | cut -d'|' -f4; }
-  [ -e "$OUT/bridges.part.md" ] || print bridges << END
+  [ -e "$OUT/bridges.part.md" ] || print bridges << 'END'
 
 ## The first step under a framework, dense layers left out
 

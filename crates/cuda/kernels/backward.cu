@@ -354,8 +354,8 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   }
 };
 
-// Runs of hot keys are bound by the L2 cache, other keys by memory: so they lie among so much of the others, one part in. The last runs'
-// sums are long chains, which must not come at the very end.
+// Runs of hot keys are bound by the L2 cache, other keys by memory: so runs lie among the first of the others, one part in so many. Not
+// among all: a hot key's last sum is a chain of loads, which must not come at the very end.
 constexpr u32 MIXED = 5;
 
 // The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys among the first of the
@@ -447,7 +447,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
 __host__ __device__ constexpr u32 largest(u32 a) { return a; }
 template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
 
-// Merge and update.
+// Merge and update. Gradients that are read AGAIN come from the L2 cache: one block more has them on their way.
 template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;

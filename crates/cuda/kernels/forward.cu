@@ -2,7 +2,7 @@
 #include "stage.cuh"
 #include "step.cuh"
 
-// Few warps a block: those that insert take longer than the others.
+// Few warps a block: those that insert take longer than the others. Many blocks a multiprocessor, in fewer registers: they wait for memory.
 constexpr u32 BLOCK = 64, WARPS = BLOCK / WARP;
 
 // Where the ids of a call are told apart.
@@ -258,7 +258,7 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void combine(const Table
   if (f.has_roles || !pool<DIM>(f, rows, stage, bag, begin, end)) pool_roles<DIM>(t, f, rows, stage, bag, begin, end);
 }
 
-// Rows of all features, (bags, dim). GATHERS: none has bags to combine.
+// Rows of all features, (bags, dim). GATHERS: none has bags to combine. Sums wait for each of their rows, so more blocks take turns.
 template <bool GATHERS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, GATHERS ? 6 : 8) make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
   begin();
   typedef RowStage<GATHERS ? GATHERED : POOLED> Ways;

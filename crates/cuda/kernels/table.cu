@@ -2,7 +2,7 @@
 #include "records.cuh"
 
 constexpr u32 BLOCK = 256, WARPS = BLOCK / WARP;
-// Few warps a block: those that insert take longer than the others.
+// Few warps a block: those that insert take longer than the others. Many blocks a multiprocessor, in fewer registers: they wait for memory.
 constexpr u32 FIND_BLOCK = 64;
 // In a list of record numbers: the record is new.
 constexpr u32 NEW = 1u << 31;
