@@ -61,7 +61,7 @@ benches() {
   rm -f "$OUT"/*.part.md
   {
     echo "# On a GPU"
-    for bench in find step growth; do ./$bench; done
+    for bench in find step lookup growth; do ./$bench; done
   } | print benches
 }
 

@@ -45,7 +45,7 @@ def test_auto_is_the_memory_of_the_gpu():
 # Launches of a step.
 OURS = (
     *("deliver", "find_records", "settle_records", "count_digits", "sort_pass", "list_keys", "make_rows"),
-    *("write_ticket", "resolve", "prepare", "update", "merge", "update_sums"),
+    *("check_finite", "write_ticket", "weight_gradients", "resolve", "prepare", "update", "merge", "update_sums"),
 )
 
 
@@ -128,8 +128,11 @@ def test_a_whole_step_compiles_to_one_graph(storage):
     assert_close(layer.get_table().find(np.arange(12))[0], before - 1.0)
 
 
-def steps_of(num_tables):
-    """A function that makes the next of a few steps of a layer with so many tables, 500 ids each, the first of them new."""
+def steps_of(num_tables, weighted=False):
+    """A function that makes the next of a few steps of a layer with so many tables, 500 ids each, the first of them new.
+
+    `weighted`: ids have weights, and gradients are looked at for a loss scale.
+    """
     import torch
 
     tables = [sok.TableConfig(f"t{t}", None, (8, 64)[t % 2], initial_capacity=100_000) for t in range(num_tables)]
@@ -137,7 +140,9 @@ def steps_of(num_tables):
     layer.build()
     optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.1))
     optimizer.build(layer.trainable_variables)
-    plan = layer._core.plan(tuple((table.name, t, False, "each", False, "sum", None) for t, table in enumerate(tables)))
+    features = [(table.name, t, False, "each", weighted, "sum", None) for t, table in enumerate(tables)]
+    plan = layer._core.plan(tuple(features), check_finite=weighted)
+    weights = [torch.full((500,), 0.5, device="cuda") if weighted else None] * num_tables
     batches = iter([[torch.arange(first, first + 500, device="cuda")] * num_tables for first in range(12)])
     gradients = [torch.ones(500, table.embedding_dim, device="cuda") for table in tables]
     one, scalars = torch.ones(1, device="cuda"), torch.tensor([0.1, 1.0, 1.0, 1.0], device="cuda")
@@ -152,7 +157,7 @@ def steps_of(num_tables):
             return tuple(gradients)
 
     def step(trigger):
-        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in next(batches)], [None] * num_tables, True)
+        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in next(batches)], weights, True)
         (ticket,) = torch.autograd.grad(Loss.apply(*rows), [trigger])
         norm = sok.backend.commit(optimizer._tables, one, [ticket])
         return sok.backend.apply(optimizer._tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
@@ -166,11 +171,12 @@ def steps_of(num_tables):
 
 @needs_gpu
 @pytest.mark.skipif(BACKEND != "torch", reason="reads the trace that PyTorch's profiler makes")
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize("num_tables", [1, 40])
-def test_launches_of_a_steady_step_do_not_grow_with_its_tables(num_tables):
+def test_launches_of_a_steady_step_do_not_grow_with_its_tables(num_tables, weighted):
     from torch.profiler import ProfilerActivity, profile
 
-    step, trigger = steps_of(num_tables)
+    step, trigger = steps_of(num_tables, weighted)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         for _ in range(4):
             trigger = step(trigger)
@@ -181,6 +187,7 @@ def test_launches_of_a_steady_step_do_not_grow_with_its_tables(num_tables):
     counts = {name: kernels.count(name) / 4 for name in OURS if name in kernels}
     assert all(count == 1 for name, count in counts.items() if name != "sort_pass"), counts
     assert 11 <= sum(counts.values()) <= 14, counts
+    assert ("weight_gradients" in counts) == ("check_finite" in counts) == weighted
 
 
 @needs_gpu

@@ -261,8 +261,8 @@ pub fn lookup_whole(
             find_and_pool(table, feature, mode, weighted, scratch, start)?;
             start += feature.feature.keys.len();
         }
-        if mode.insert {
-            settle_silent(table, features, weighted, scratch);
+        if mode.insert && mode.save {
+            settle_silent(table, features, scratch);
         }
         streaming_fence();
         let inserted = (table.index.len() - before) as u64;
@@ -378,37 +378,18 @@ fn general_lookup(
     Ok(())
 }
 
-/// Ids of weight 0 see what the whole call inserts, whichever feature did: where a row came after them, their feature is
-/// pooled anew.
-fn settle_silent(table: &HostTable, features: &mut [FeatureOutput], weighted: bool, scratch: &mut Scratch) {
+/// The gradient of a weight of 0 sees what the whole call inserts, whichever feature did.
+fn settle_silent(table: &HostTable, features: &[FeatureOutput], scratch: &mut Scratch) {
     let mut start = 0;
-    for output in features {
-        let feature = output.feature;
+    for FeatureOutput { feature, .. } in features {
         let positions = start..start + feature.keys.len();
         start = positions.end;
-        let (Some(weights), records) = (feature.weights, &mut scratch.records[positions.clone()]) else {
-            continue;
-        };
-        let mut is_late = false;
+        let (Some(weights), records) = (feature.weights, &mut scratch.records[positions]) else { continue };
         for (position, record) in records.iter_mut().enumerate() {
             if weights[position] == 0.0 && *record == NO_RECORD {
                 let key = feature.keys.get(position);
                 *record = table.index.find(hash(key), key);
-                is_late |= *record != NO_RECORD;
             }
-        }
-        if is_late {
-            let mut missing = MissingRow::new(table.config.missing, &table.first);
-            let coefficients = if weighted { &mut scratch.coefficients[positions] } else { &mut [] };
-            pool_bags(
-                &feature,
-                0..feature.num_bags(),
-                &table.arena,
-                records,
-                &mut missing,
-                output.rows,
-                coefficients,
-            );
         }
     }
 }

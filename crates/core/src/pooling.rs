@@ -1,7 +1,8 @@
 //! From records to output rows: a copy of each row, or the combination of a bag.
 //!
 //! A bag's sum starts with its first row and adds the others in their order, float32, a product before each sum if there are
-//! weights; then it is multiplied by the combiner's scale. Ids that are not there take no part; a bag without any is zeros.
+//! weights; then it is multiplied by the combiner's scale. Padding and ids of weight 0 take no part, whatever their rows hold; a bag
+//! without others is zeros.
 
 use std::ops::Range;
 
@@ -14,7 +15,7 @@ use crate::table::Missing;
 
 /// Positions whose rows are asked for ahead where the search has not done it.
 const AHEAD: usize = 24;
-/// "Record" of an id that is not there.
+/// "Record" of padding.
 pub const PADDING: RecordNumber = u32::MAX;
 /// "Record" of an id outside the vocabulary: a row of zeros.
 pub const OUTSIDE: RecordNumber = u32::MAX - 1;
@@ -245,6 +246,9 @@ pub fn pool_bags(
                 continue;
             }
             let weight = feature.weights.map_or(1.0, |w| w[position]);
+            if weight == 0.0 {
+                continue;
+            }
             weights += weight;
             squares += weight * weight;
             let row = match record {

@@ -10,11 +10,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::{ADAM, Bench, config, keep_samples, median, unit};
+use common::{ADAM, Bench, config, draw_row, keep_samples, key_of, median, unit};
 use cudarc::driver::CudaEvent;
 use sok_core::batch::{self, Combiner};
 use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
-use sok_core::key::{Key, hash};
+use sok_core::key::Key;
 use sok_core::optimizer::UpdateScalars;
 use sok_core::pool::Pool;
 use sok_core::push::GradientRows;
@@ -31,16 +31,30 @@ struct Work {
     vocabulary: u64,
     dim: usize,
     zipf: bool,
+    /// Ids have weights, which get gradients too.
+    weighted: bool,
+    /// 0: not known.
     fbgemm: f32,
     /// Held, merged.
     goals: [f32; 2],
 }
 
 const fn work(name: &'static str, tables: usize, samples: usize, hotness: usize, vocabulary: u64) -> Work {
-    Work { name, tables, samples, hotness, vocabulary, dim: 64, zipf: true, fbgemm: 0.0, goals: [0.0; 2] }
+    Work {
+        name,
+        tables,
+        samples,
+        hotness,
+        vocabulary,
+        dim: 64,
+        zipf: true,
+        weighted: false,
+        fbgemm: 0.0,
+        goals: [0.0; 2],
+    }
 }
 
-const WORKS: [Work; 5] = [
+const WORKS: [Work; 6] = [
     Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
     Work {
         zipf: false,
@@ -55,6 +69,10 @@ const WORKS: [Work; 5] = [
         ..work("8 x 20 ids x 16,384, dim 64, sum, Zipf", 8, 16_384, 20, 4_000_000)
     },
     Work {
+        weighted: true,
+        ..work("8 x 20 ids x 16,384, dim 64, weighted sum, Zipf", 8, 16_384, 20, 4_000_000)
+    },
+    Work {
         dim: 128,
         fbgemm: 1.70,
         goals: [0.75, 0.85],
@@ -67,21 +85,15 @@ const TIMED: usize = 20;
 /// Steps between two events: one after each step would keep the next from being made ready meanwhile, as none does in training.
 const IN_A_ROW: usize = 4;
 
-fn key_of(row: u64) -> Key {
-    hash(row + 1)
-}
-
 /// Ids of a step, table after table: one in a hundred of a row that no step before had.
 fn ids(work: &Work, step: usize) -> Vec<Key> {
     let of_table = work.samples * work.hotness;
-    let v = work.vocabulary as f64;
     let draw = |i: usize| {
         if i % 100 == 7 {
             return key_of(work.vocabulary + (step * of_table + i % of_table) as u64);
         }
         let u = unit((step as u64 + 1) << 32 | i as u64);
-        let row = if work.zipf { ((v.powf(-0.05) - 1.0) * u + 1.0).powf(1.0 / -0.05) } else { u * v + 1.0 };
-        key_of((row as u64).clamp(1, work.vocabulary) - 1)
+        key_of(draw_row(u, work.vocabulary, work.zipf))
     };
     (0..of_table * work.tables).map(draw).collect()
 }
@@ -100,6 +112,8 @@ struct Gpu<'a> {
     binding: Binding,
     rows: Buffer<f32>,
     gradients: Buffer<f32>,
+    weights: Buffer<f32>,
+    weight_gradients: Buffer<f32>,
     ticket: Buffer<f32>,
     norm: Buffer<f32>,
     triggers: [Buffer<f32>; 2],
@@ -110,6 +124,7 @@ impl<'a> Gpu<'a> {
         let context = &bench.device.context;
         let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10));
         let mut group = GpuGroup::new(&bench.device, configs.collect()).unwrap();
+        let weights = normal(if work.weighted { work.samples * work.hotness * work.tables } else { 0 });
         let binding = Binding { owner: 1, update: ADAM, needs_norm: false };
         group.bind(binding).unwrap();
         Gpu {
@@ -117,6 +132,8 @@ impl<'a> Gpu<'a> {
             binding,
             rows: Buffer::new(context, gradients.len()).unwrap(),
             gradients: Buffer::from_slice(context, gradients).unwrap(),
+            weights: Buffer::from_slice(context, &weights).unwrap(),
+            weight_gradients: Buffer::new(context, weights.len()).unwrap(),
             ticket: Buffer::new(context, 128).unwrap(),
             norm: Buffer::new(context, 1).unwrap(),
             triggers: [Buffer::new(context, 128).unwrap(), Buffer::new(context, 128).unwrap()],
@@ -127,6 +144,7 @@ impl<'a> Gpu<'a> {
 
     fn features(&self, ids: u64, samples: usize, hotness: usize) -> Vec<Feature<'static>> {
         let of_table = samples * hotness;
+        let is_weighted = self.work.weighted && samples == self.work.samples && hotness == self.work.hotness;
         let feature = |t: usize| Feature {
             name: "f",
             table: t,
@@ -138,7 +156,7 @@ impl<'a> Gpu<'a> {
             },
             bags: if hotness == 1 { Bags::Each } else { Bags::Fixed { num_bags: samples, hotness } },
             combiner: Combiner::Sum,
-            weights: None,
+            weights: is_weighted.then(|| self.weights.at(t * of_table)),
             padding_key: None,
             rows: self.rows.at(t * samples * self.work.dim),
         };
@@ -166,8 +184,19 @@ impl<'a> Gpu<'a> {
         let keep = hold.then(|| Box::new(()) as _);
         let gradients = OutputGradients { rows, keep, check_finite: false };
         let lens = vec![len; self.work.tables];
+        let of_table = self.work.samples * self.work.hotness;
+        let weighted = (0..self.work.tables).filter(|_| self.work.weighted);
+        let weight_gradients: Vec<_> =
+            weighted.map(|t| (t, self.weight_gradients.at(t * of_table))).collect();
         self.group
-            .push(LookupNumber::Known(number), gradients, &lens, &[], self.ticket.address(), stream)
+            .push(
+                LookupNumber::Known(number),
+                gradients,
+                &lens,
+                &weight_gradients,
+                self.ticket.address(),
+                stream,
+            )
             .unwrap();
         let groups = &mut [&mut self.group];
         optimizer::commit(
@@ -196,6 +225,8 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
     host.bind(gpu.binding).unwrap();
     let (of_table, len) = (work.samples * work.hotness, work.samples * work.dim);
     let gradients = Arc::new(gradients.to_vec());
+    let weights = normal(if work.weighted { of_table * work.tables } else { 0 });
+    let mut weight_gradients = vec![0f32; weights.len()];
     for (step, ids) in batches.iter().enumerate() {
         let feature = |t: usize| batch::Feature {
             name: "f",
@@ -207,7 +238,7 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
                 batch::Bags::Fixed { num_bags: work.samples, hotness: work.hotness }
             },
             combiner: Combiner::Sum,
-            weights: None,
+            weights: work.weighted.then(|| &weights[t * of_table..][..of_table]),
             padding_key: None,
         };
         let features: Vec<_> = (0..work.tables).map(feature).collect();
@@ -222,7 +253,8 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
             check_finite: false,
         };
         let mut ticket = vec![0f32; 128];
-        host.push(number, given, vec![], &mut ticket, &pool).unwrap();
+        host.push(number, given, weight_gradients.chunks_mut(of_table).collect(), &mut ticket, &pool)
+            .unwrap();
         let named = host.resolve(&ticket).unwrap();
         host.commit(&named, true, &pool).unwrap();
         host.apply(&gpu.binding, &ApplyScalars { update: scalars(step), is_update: true }, &pool).unwrap();
@@ -270,7 +302,11 @@ fn time(bench: &Bench, work: &Work, checks: bool) {
         let times: Vec<f32> = marks.windows(2).map(time).collect();
         let (now, host) = (median(&times), median(&host_times));
         let (name, fbgemm, goal) = (work.name, work.fbgemm, work.goals[part]);
-        println!("| {name} | {how} | {now:.3} | {fbgemm:.2} | {:.2} | {goal:.2} | {host:.0} |", fbgemm / now);
+        let peer = match work.fbgemm {
+            0.0 => "– | – | –".into(),
+            _ => format!("{fbgemm:.2} | {:.2} | {goal:.2}", fbgemm / now),
+        };
+        println!("| {name} | {how} | {now:.3} | {peer} | {host:.0} |");
         keep_samples(&format!("step {name}, {how}"), "ms", &times);
     }
     if checks {

@@ -9,24 +9,7 @@
 
 constexpr u32 UPDATE_THREADS = 128;
 
-// What the backward needs of a feature.
-struct Side {
-  const float* gradients;
-  float4* records;
-  u32 stride, table;
-  float scale;
-  u32 pad;
-};
-static_assert(sizeof(Side) == 32, "as crates/cuda/src/layout.rs has it");
-
-// Of a feature: gradients that are to be where its side has them.
-struct Gradients {
-  const float* from;
-  u64 count;
-};
-static_assert(sizeof(Gradients) == 16, "as crates/cuda/src/layout.rs has it");
-
-// Those of all features, whose sides come first. Blocks take turns: one for each feature.
+// Gradients of all features go to where their sides, which come before them, have them. Blocks take turns: one for each feature.
 extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(const Side* sides, u32 num_features) {
   begin();
   const u32 feature = blockIdx.x % num_features;
@@ -73,8 +56,7 @@ template <u32 KINDS> struct Work {
   const Entry* entries;
   // By place of the sort; the value is the name of a gradient row, the place of an id or the number of an entry.
   const Sorted* sorted;
-  const u32* names;
-  const float* coefficients;
+  const Named* named;
   const Prepared* prepared;
   // By table: what gradients are multiplied by besides; null: nothing.
   const float* factors;
@@ -86,7 +68,7 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) { return
 __device__ __forceinline__ float4 scaled(const float4& a, float by) { return make_float4(a.x * by, a.y * by, a.z * by, a.w * by); }
 
 template <u32 SOURCE, class W> __device__ __forceinline__ const Side& side_of(const W& w, u32 value) {
-  return w.sides[(SOURCE == WEIGHTED_ROWS ? w.names[value] : value) >> w.shift];
+  return w.sides[(SOURCE == WEIGHTED_ROWS ? w.named[value].name : value) >> w.shift];
 }
 
 // Where a record of a table is. `value`: of one of its ids.
@@ -115,9 +97,9 @@ template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(c
     const Entry& entry = w.entries[value];
     return {(const float*)entry.sum, 0, entry.weight};
   }
-  const u32 name = SOURCE == WEIGHTED_ROWS ? w.names[value] : value;
-  const Side& side = w.sides[name >> w.shift];
-  return {side.gradients, name & ((1u << w.shift) - 1), SOURCE == WEIGHTED_ROWS ? w.coefficients[value] : side.scale};
+  const Named named = SOURCE == WEIGHTED_ROWS ? w.named[value] : Named{value, 0};
+  const Side& side = w.sides[named.name >> w.shift];
+  return {side.gradients, named.name & ((1u << w.shift) - 1), SOURCE == WEIGHTED_ROWS ? named.coefficient : side.scale};
 }
 
 // Four columns of a gradient. Rows of bags are read AGAIN and again, others once.

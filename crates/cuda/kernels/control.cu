@@ -26,18 +26,24 @@ template <u32 N> __global__ void __launch_bounds__(1024) deliver(const __grid_co
 constexpr u32 RING = 64;
 constexpr float UNIT = 1.0f / (1 << 20);
 
-// Whether gradients are finite: sets `is_bad` if not.
-extern "C" __global__ void __launch_bounds__(256) check_finite(const float* __restrict__ values, u64 n, u32* is_bad) {
+template <u32 N> struct GradientList {
+  Gradients of[N];
+};
+// Whether the gradients of features are finite: sets `is_bad` if not. Blocks take turns: one for each feature.
+template <u32 N> __global__ void __launch_bounds__(256) check_finite(const __grid_constant__ GradientList<N> all, u32 num_features, u32* is_bad) {
   begin();
+  const Gradients& of = all.of[blockIdx.x % num_features];
+  const u64 stride = (u64)gridDim.x / num_features * 256, first = (u64)(blockIdx.x / num_features) * 256 + threadIdx.x;
   u32 largest = 0;
-  for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) largest = max(largest, __float_as_uint(values[i]) & 0x7fffffff);
+#pragma unroll 4
+  for (u64 i = first; i < of.count; i += stride) largest = max(largest, __float_as_uint(of.from[i]) & 0x7fffffff);
   if (largest >= 0x7f800000) *is_bad = 1;
 }
 
 struct NewTicket {
   float* ticket;
-  // Set if a gradient is not finite; null if nobody asks.
-  const u32* is_bad;
+  // Set if a gradient is not finite, which is then told once; null if nobody asks.
+  u32* is_bad;
   u32 row;
   float mark;
   // Of the lookup: where the framework has its number, as two words, and what it must be; null if that is known.
@@ -54,6 +60,8 @@ template <u32 N> __global__ void __launch_bounds__(1024) write_ticket(const __gr
   float x = 0;
   if (threadIdx.x / 2 == t.row) x = threadIdx.x % 2 ? UNIT * t.mark : UNIT;
   if (threadIdx.x / 2 == t.row && t.is_bad && *t.is_bad) x = __int_as_float(0x7fc00000);
+  __syncwarp();
+  if (threadIdx.x == 2 * t.row && t.is_bad) *t.is_bad = 0;
   t.ticket[threadIdx.x] = x;
 }
 

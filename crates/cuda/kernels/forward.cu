@@ -10,8 +10,8 @@ struct Found {
   // By id: its record, NO_RECORD if none is to learn from it; what is sorted beside it: the name of its gradient row, or its place if
   // coefficients differ from id to id.
   u32 *records, *values;
-  // By place, if coefficients differ: the name of its gradient row.
-  u32* names;
+  // By place, if coefficients differ.
+  Named* named;
   // Words to be set to 0 meanwhile.
   u32* zeros;
   u32 num_zeros, pad;
@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __gri
   found.records[at] = record;
   if (!found.values) return;
   const u32 name = number << call.shift | bag_of(feature, i);
-  found.values[at] = found.names ? at : name;
-  if (found.names) found.names[at] = name;
+  found.values[at] = found.named ? at : name;
+  if (found.named) found.named[at].name = name;
 }
 
 // The records of keys for which there was no room.
@@ -74,8 +74,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(const __grid_
   }
 }
 
-constexpr u32 ROWS_THREADS = 256;
-
 // A lane asks for ROWS rows of four columns, then for ROWS more before it reads the first.
 template <u32 ROWS> using RowStage = Stage<ROWS, ROWS_THREADS>;
 // Of rows that are copied, and of those that are summed up.
@@ -83,17 +81,23 @@ constexpr u32 GATHERED = 4, POOLED = 2;
 
 struct Rows {
   const u32* records;
-  // By id: what the gradient of its bag is multiplied by; null if nobody asks.
-  float* coefficients;
+  // By id; null if nobody asks.
+  Named* named;
+  Kept kept;
   Fault* fault;
 };
 
-// Rows that ids without a record get, in bags of their own: those of the warp's bags that are `missing`. Apart from `gather`, which would
-// keep room for its registers.
+// Rows that ids without a record get, in bags of their own: those of the warp's bags that are `missing`, each by a group of lanes. Apart
+// from `gather`, which would keep room for its registers.
 template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, const Feature& f, u32 first, u32 missing) {
-  for (; missing; missing &= missing - 1) {
+  constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+  for (u32 k = 0; k < lane() / LANES; ++k) missing &= missing - 1;
+  while (missing) {
     const u32 bag = first + __ffs(missing) - 1;
-    for (u32 quad = lane(); quad < quads_of(DIM); quad += WARP) store_columns<DIM>(f.rows, bag, quad, missing_columns(t, key_at(f, bag), quad));
+    const u64 key = key_at(f, bag);
+    const bool is_padding = f.has_padding && key == f.padding_key;
+    for (u32 quad = lane() % LANES; quad < quads_of(DIM); quad += LANES) store_columns<DIM>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
+    for (u32 k = 0; k < GROUPS; ++k) missing &= missing - 1;
   }
 }
 
@@ -106,7 +110,7 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table&
   const u32 first = block * ROWS_THREADS + threadIdx.x / WARP * WARP, bag = first + lane();
   const bool is_bag = bag < f.num_bags;
   const u32 record = is_bag ? rows.records[f.first_id + bag] : 0;
-  if (is_bag && rows.coefficients) rows.coefficients[f.first_id + bag] = f.scale;
+  if (is_bag && rows.named) rows.named[f.first_id + bag].coefficient = f.scale;
   const u32 missing = __ballot_sync(ALL, is_bag && record == 0);
   const auto each = [&](u32 turn, const auto& with) {
     const u32 start = turn / PIECES * GROUPS * ROWS, quad = turn % PIECES * LANES + column;
@@ -131,113 +135,95 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table&
   if (missing) write_missing<DIM>(t, f, first, missing);
 }
 
-// Combined rows of bags whose ids all count once: a group of lanes a bag. Gives false, and has written no row, if an id has no record:
-// what is written for it would take twice the registers.
-template <u32 DIM, u32 ROWS> __device__ __forceinline__ bool pool(const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
+// What becomes of the ids of a bag in the backward: `scale` is what the bag's sum is multiplied by.
+template <u32 LANES> __device__ __noinline__ void keep_bag(const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end, float scale) {
+  const u32 column = threadIdx.x % LANES;
+  for (u32 i = begin + column; i < end; i += LANES) {
+    const float weight = f.weights ? f.weights[i] : 1.0f;
+    const u32 at = f.first_id + i;
+    rows.named[at].coefficient = weight * scale;
+    if (!f.weights) continue;
+    const u64 key = key_at(f, i);
+    const u32 record = rows.records[at];
+    rows.kept.keys[at] = key, rows.kept.weights[at] = weight;
+    rows.kept.records[at] = record == NO_RECORD && f.has_padding && key == f.padding_key ? PADDING : record;
+  }
+  if (!f.weights || !f.splits || column != 0) return;
+  rows.kept.splits[f.first_split + bag] = begin;
+  if (bag + 1 == f.num_bags) rows.kept.splits[f.first_split + bag + 1] = end;
+}
+
+// To which any number adds up to itself, whatever the sign of a zero.
+__device__ __forceinline__ float4 nothing() { return make_float4(-0.0f, -0.0f, -0.0f, -0.0f); }
+
+__device__ __forceinline__ void add(float4& sum, const float4& row, float weight) {
+  sum.x += row.x * weight, sum.y += row.y * weight, sum.z += row.z * weight, sum.w += row.w * weight;
+}
+
+template <u32 DIM> __device__ __forceinline__ void store_sum(const Feature& f, u32 bag, u32 quad, float4 sum, bool is_empty, float scale) {
+  if (is_empty) sum = make_float4(0, 0, 0, 0);
+  else if (scale != 1.0f) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+  store_columns<DIM>(f.rows, bag, quad, sum);
+}
+
+// Combined rows of bags, a group of lanes a bag. ROLES: ids may have weights, or no record; this takes twice the registers.
+template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES, count = end - begin;
   const u32* records = rows.records + f.first_id + begin;
-  const float scale = f.splits ? f.combiner == SUM ? 1.0f : f.combiner == MEAN ? 1.0f / (float)count : 1.0f / sqrtf((float)count) : f.scale;
-  if (rows.coefficients)
-    for (u32 k = column; k < count; k += LANES) rows.coefficients[f.first_id + begin + k] = scale;
+  float scale = 1;
+  if (!ROLES) scale = f.splits ? scale_of(f, (float)count, (float)count) : f.scale;
 #pragma unroll 1
-  for (u32 quad = column; quad < QUADS; quad += LANES) {
-    float4 sum = make_float4(0, 0, 0, 0);
+  for (u32 piece = 0; piece < QUADS; piece += LANES) {
+    // A lane without columns sums up weights with the others.
+    const u32 quad = min(piece + column, QUADS - 1);
+    float4 sum = nothing();
+    float total = 0, squares = 0, weights[ROWS];
     u32 next[ROWS];
-    bool is_whole = true;
+    bool is_empty = true;
 #pragma unroll
-    for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : 0;
-    const auto ask = [&](u32 turn) {
-      const u32 start = turn * ROWS;
+    for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : NO_RECORD;
+    const auto ask = [&](u32 turn, float (&weights)[ROWS]) {
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
-        if (start + k >= count) continue;
-        if (next[k]) stage.ask(turn, k, f.records + (u64)next[k] * f.stride + quad);
-        else is_whole = false;
+        const u32 at = turn * ROWS + k;
+        if (at >= count) continue;
+        if (ROLES) weights[k] = f.weights ? f.weights[begin + at] : 1.0f;
+        // Without roles, an id without a record is one for which there was no place, as the host will say; number 0 has memory.
+        if (!ROLES || next[k]) {
+          stage.ask(turn, k, f.records + (u64)next[k] * f.stride + quad);
+        } else if (weights[k] != 0) {
+          const u64 key = key_at(f, begin + at);
+          // Padding counts as what has weight 0 does: not at all.
+          if (f.has_padding && key == f.padding_key) weights[k] = 0;
+          else stage.at(turn, k) = missing_columns(t, key, quad);
+        }
       }
       stage.end();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
-        if (start + ROWS + k < count) next[k] = records[start + ROWS + k];
+        if ((turn + 1) * ROWS + k < count) next[k] = records[(turn + 1) * ROWS + k];
     };
-    ask(0);
+    float next_weights[ROWS];
+    ask(0, next_weights);
     for (u32 turn = 0; turn * ROWS < count; ++turn) {
-      ask(turn + 1);
+#pragma unroll
+      for (u32 k = 0; k < ROWS; ++k) weights[k] = next_weights[k];
+      ask(turn + 1, next_weights);
       stage.wait();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         if (turn * ROWS + k >= count) break;
-        const float4 row = stage.at(turn, k);
-        // A sum starts with its first row, so that it keeps the sign of zeros.
-        if (turn * ROWS + k == 0) sum = row;
-        else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
-      }
-    }
-    if (!is_whole) return false;
-    if (scale != 1.0f && count) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
-    store_columns<DIM>(f.rows, bag, quad, sum);
-  }
-  return true;
-}
-
-// The record that an id's row is read from. An id of weight 0 sees what the whole call has inserted.
-__device__ __forceinline__ u32 record_of(const Table& t, const Feature& f, const Rows& rows, u32 i) {
-  const u32 record = rows.records[f.first_id + i];
-  return record || !f.weights || f.weights[i] != 0 ? record : find_alone(t.index, key_at(f, i));
-}
-
-// Combined rows of bags of any kind: with weights, with ids that are not there or are outside the vocabulary.
-template <u32 DIM, u32 ROWS> __device__ __noinline__ void pool_roles(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
-  const u32 column = threadIdx.x % LANES;
-  float scale = 1;
-  bool is_empty = true;
-#pragma unroll 1
-  for (u32 quad = column; quad < QUADS || quad == column; quad += LANES) {
-    float4 sum = make_float4(0, 0, 0, 0);
-    float weights = 0, squares = 0;
-    is_empty = true;
-    // Gives which ids of the turn have a record, by bit.
-    const auto ask = [&](u32 turn) {
-      u32 found = 0;
-      for (u32 k = 0; k < ROWS; ++k) {
-        const u32 i = begin + turn * ROWS + k, record = i < end && quad < QUADS ? record_of(t, f, rows, i) : 0;
-        if (!record) continue;
-        stage.ask(turn, k, f.records + (u64)record * f.stride + quad);
-        found |= 1u << k;
-      }
-      stage.end();
-      return found;
-    };
-    u32 found_next = ask(0);
-    for (u32 turn = 0; begin + turn * ROWS < end; ++turn) {
-      const u32 found = found_next;
-      found_next = ask(turn + 1);
-      stage.wait();
-      for (u32 k = 0; k < ROWS; ++k) {
-        const u32 i = begin + turn * ROWS + k;
-        if (i >= end) break;
-        const u64 key = key_at(f, i);
-        if (f.has_padding && key == f.padding_key) continue;
-        const float weight = f.weights ? f.weights[i] : 1.0f;
-        weights += weight, squares += weight * weight;
-        float4 row = make_float4(0, 0, 0, 0);
-        if (key <= t.last_key && quad < QUADS) row = found >> k & 1 ? stage.at(turn, k) : missing_columns(t, key, quad);
-        row.x *= weight, row.y *= weight, row.z *= weight, row.w *= weight;
-        if (is_empty) sum = row;
-        else sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
+        if (ROLES && weights[k] == 0) continue;
+        if (ROLES) total += weights[k], squares += weights[k] * weights[k];
+        add(sum, stage.at(turn, k), ROLES ? weights[k] : 1.0f);
         is_empty = false;
       }
     }
-    if (f.pools && f.combiner != SUM) {
-      const float divisor = f.combiner == MEAN ? weights : sqrtf(squares);
-      scale = divisor == 0 ? 0 : 1.0f / divisor;
-    }
-    if (scale != 1.0f && !is_empty) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
-    if (quad < QUADS) store_columns<DIM>(f.rows, bag, quad, sum);
+    if (ROLES) scale = scale_of(f, total, squares);
+    if (piece + column < QUADS) store_sum<DIM>(f, bag, quad, sum, is_empty, scale);
   }
-  if (rows.coefficients)
-    for (u32 i = begin + column; i < end; i += LANES) rows.coefficients[f.first_id + i] = (f.weights ? f.weights[i] : 1.0f) * scale;
+  if (rows.named) keep_bag<LANES>(f, rows, bag, begin, end, scale);
 }
 
 __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u32 number, u32 bag) {
@@ -248,20 +234,23 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
 }
 
 // Combined rows of the bags of a block.
-template <u32 DIM, u32 ROWS> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
+template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
   constexpr u32 LANES = lanes_of(DIM);
   const u32 bag = block * (ROWS_THREADS / LANES) + threadIdx.x / LANES;
   if (bag >= f.num_bags) return;
   if (f.splits && threadIdx.x % LANES == 0) check_split(f, rows.fault, number, bag);
   const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
   const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
-  if (f.has_roles || !pool<DIM>(f, rows, stage, bag, begin, end)) pool_roles<DIM>(t, f, rows, stage, bag, begin, end);
+  pool<DIM, ROWS, ROLES>(t, f, rows, stage, bag, begin, end);
 }
 
-// Rows of all features, (bags, dim). GATHERS: none has bags to combine. Sums wait for each of their rows, so more blocks take turns.
-template <bool GATHERS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, GATHERS ? 6 : 8) make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
+// Rows of a call: each an id's; sums of bags of which all ids count once and have a record; sums of any bags.
+enum Bags : u32 { EACH, SUMMED, ANY };
+
+// Rows of all features, (bags, dim). Sums wait for each of their rows, so more blocks take turns.
+template <u32 BAGS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH ? 6 : BAGS == SUMMED ? 8 : 4) make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
   begin();
-  typedef RowStage<GATHERS ? GATHERED : POOLED> Ways;
+  typedef RowStage<BAGS == EACH ? GATHERED : POOLED> Ways;
   __shared__ typename Ways::Memory memory;
   const Ways stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
@@ -270,69 +259,7 @@ template <bool GATHERS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREA
   const u32 block = blockIdx.x - call.first_rows[number];
   with_dim<DIM...>(f.kind, [&](auto dim) {
     constexpr u32 D = decltype(dim)::value;
-    if (GATHERS || f.is_gather) gather<D>(t, f, rows, stage, block);
-    else if constexpr (!GATHERS) combine<D>(t, f, rows, stage, number, block);
-  });
-}
-
-// What the gradients of a feature's weights need of its inputs, in memory of ours: a framework's may be gone by then.
-struct Kept {
-  u64* keys;
-  float* weights;
-  int* splits;
-};
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS) keep_inputs(const __grid_constant__ Call call, u32 number, const __grid_constant__ Kept kept) {
-  begin();
-  const Feature& f = call.features[number];
-  const u32 i = blockIdx.x * ROWS_THREADS + threadIdx.x;
-  if (i < f.num_ids) kept.keys[i] = key_at(f, i), kept.weights[i] = f.weights[i];
-  if (f.splits && i <= f.num_bags) kept.splits[i] = split_at(f, i);
-}
-
-// The gradient of weights: how the loss moves with each, through the combiner; the formulas are in
-// crates/core/src/weight_gradient.rs. A group of lanes a bag of a feature that has weights.
-template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS) weight_gradients(const __grid_constant__ Call call, u32 number, const __grid_constant__ Kept kept, const float* __restrict__ gradients, float* __restrict__ products) {
-  begin();
-  Feature f = call.features[number];
-  f.ids = kept.keys, f.key_type = WIDE, f.weights = kept.weights, f.wide_splits = 0;
-  if (f.splits) f.splits = kept.splits;
-  // Records may have been laid out anew since.
-  const Table& t = call.tables[f.table];
-  f.records = t.records, f.stride = t.stride;
-  with_dim<DIM...>(f.kind, [&](auto dim) {
-    constexpr u32 D = decltype(dim)::value, QUADS = quads_of(D), LANES = lanes_of(D), GROUPS = ROWS_THREADS / LANES;
-    const u32 bag = blockIdx.x * GROUPS + threadIdx.x / LANES, column = threadIdx.x % LANES;
-    if (bag >= f.num_bags) return;
-    const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
-    const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
-    const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
-    float weights = 0, squares = 0, total = 0;
-    for (u32 i = begin; i < end; ++i) {
-      const u64 key = key_at(f, i);
-      const bool is_padding = f.has_padding && key == f.padding_key;
-      float product = 0;
-      if (!is_padding && key <= t.last_key) {
-        const u32 record = find_alone(t.index, key);
-        for (u32 quad = column; quad < QUADS; quad += LANES) {
-          const float4 x = record ? f.records[(u64)record * f.stride + quad] : missing_columns(t, key, quad);
-          const float4 g = load_columns<D, false>(gradients, bag, quad);
-          product += x.x * g.x + x.y * g.y + x.z * g.z + x.w * g.w;
-        }
-#pragma unroll
-        for (u32 by = LANES / 2; by > 0; by /= 2) product += __shfl_xor_sync(mask, product, by, LANES);
-      }
-      if (column == 0) products[i] = product;
-      if (is_padding) continue;
-      const float weight = f.weights[i];
-      weights += weight, squares += weight * weight, total += weight * product;
-    }
-    __syncwarp(mask);
-    if (!f.pools || f.combiner == SUM) return;
-    const float divisor = f.combiner == MEAN ? weights : sqrtf(squares), scale = divisor == 0 ? 0 : 1.0f / divisor;
-    for (u32 i = begin + column; i < end; i += LANES) {
-      const bool is_padding = f.has_padding && key_at(f, i) == f.padding_key;
-      const float product = products[i];
-      products[i] = is_padding ? 0 : f.combiner == MEAN ? (product - total * scale) * scale : (product - f.weights[i] * total * scale * scale) * scale;
-    }
+    if (BAGS == EACH || f.is_gather) gather<D>(t, f, rows, stage, block);
+    else if constexpr (BAGS != EACH) combine<D, POOLED, BAGS == ANY>(t, f, rows, stage, number, block);
   });
 }

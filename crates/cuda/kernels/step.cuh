@@ -2,6 +2,9 @@
 #pragma once
 #include "records.cuh"
 
+// Threads of a block that makes rows of bags, or goes through the same bags again.
+constexpr u32 ROWS_THREADS = 256;
+
 enum KeyType : u32 { WIDE, SIGNED, UNSIGNED, WORDS };
 enum Combiner : u32 { SUM, MEAN, SQRTN };
 
@@ -31,8 +34,8 @@ struct Feature {
   u32 pools;
   // What sums of bags are multiplied by, and gradients of each of their ids, if it is the same for all.
   float scale;
-  // Place of its first id.
-  u32 first_id, pad;
+  // Places of its first id, and of its first split among those that are kept.
+  u32 first_id, first_split;
 };
 static_assert(sizeof(Feature) == 128, "as crates/cuda/src/layout.rs has it");
 
@@ -45,6 +48,47 @@ struct Call {
   // A gradient row's name is feature << shift | bag.
   u32 shift;
 };
+
+// What a bag's sum is multiplied by; 0 where a division by 0 would be.
+__device__ __forceinline__ float scale_of(const Feature& f, float weights, float squares) {
+  if (!f.pools || f.combiner == SUM) return 1;
+  const float divisor = f.combiner == MEAN ? weights : sqrtf(squares);
+  return divisor == 0 ? 0 : 1.0f / divisor;
+}
+
+// In place of the record of padding.
+constexpr u32 PADDING = ~0u;
+
+// What the gradients of weights need of a call's inputs, in memory of ours: a framework's may be gone by then. By place of an id, and
+// of a split.
+struct Kept {
+  u64* keys;
+  float* weights;
+  u32 *records, *splits;
+};
+
+// Of an id whose coefficient is its own: the name of its bag's gradient row, and what that is multiplied by.
+struct __align__(8) Named {
+  u32 name;
+  float coefficient;
+};
+
+// What the backward needs of a feature.
+struct Side {
+  const float* gradients;
+  float4* records;
+  u32 stride, table;
+  float scale;
+  u32 pad;
+};
+static_assert(sizeof(Side) == 32, "as crates/cuda/src/layout.rs has it");
+
+// Gradients of a feature as the framework gives them.
+struct Gradients {
+  const float* from;
+  u64 count;
+};
+static_assert(sizeof(Gradients) == 16, "as crates/cuda/src/layout.rs has it");
 
 // The last feature that begins at or before `place`, if each begins at `firsts`. A whole warp comes here.
 __device__ __forceinline__ u32 feature_at(const u32* firsts, u32 n, u32 place) {

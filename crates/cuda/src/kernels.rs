@@ -25,5 +25,7 @@ pub const FORWARD: Source =
     Source { name: "forward.cu", text: include_str!("../kernels/forward.cu"), headers: HEADERS };
 pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers: HEADERS };
+pub const WEIGHTS: Source =
+    Source { name: "weights.cu", text: include_str!("../kernels/weights.cu"), headers: HEADERS };
 pub const CONTROL: Source =
     Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers: HEADERS };

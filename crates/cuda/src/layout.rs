@@ -129,7 +129,7 @@ plain! {
         pub pools: u32,
         pub scale: f32,
         pub first_id: u32,
-        pub pad: u32,
+        pub first_split: u32,
     }
 
     pub struct Call {
@@ -149,7 +149,7 @@ plain! {
     pub struct Found {
         pub records: u64,
         pub values: u64,
-        pub names: u64,
+        pub named: u64,
         pub zeros: u64,
         pub num_zeros: u32,
         pub pad: u32,
@@ -159,13 +159,15 @@ plain! {
 
     pub struct Rows {
         pub records: u64,
-        pub coefficients: u64,
+        pub named: u64,
+        pub kept: Kept,
         pub fault: u64,
     }
 
     pub struct Kept {
         pub keys: u64,
         pub weights: u64,
+        pub records: u64,
         pub splits: u64,
     }
 
@@ -274,8 +276,7 @@ plain! {
         pub tables: u64,
         pub entries: u64,
         pub sorted: u64,
-        pub names: u64,
-        pub coefficients: u64,
+        pub named: u64,
         pub prepared: u64,
         pub factors: u64,
         pub shift: u32,

@@ -1,6 +1,6 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
-use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, SORT, TABLE};
+use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, SORT, TABLE, WEIGHTS};
 use sok_cuda::nvrtc::Nvrtc;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
@@ -22,7 +22,7 @@ const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 /// A launch may be made ready while the one before it runs.
 #[test]
 fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
-    for source in [&BACKWARD, &CONTROL, &FORWARD, &KEYS, &SORT, &TABLE] {
+    for source in [&BACKWARD, &CONTROL, &FORWARD, &KEYS, &SORT, &TABLE, &WEIGHTS] {
         let kernels = source.text.split("__global__").skip(1);
         for kernel in kernels {
             let body = kernel.split_once(") {\n").expect("a kernel has a body").1;
@@ -62,7 +62,7 @@ fn memory_is_asked_for_in_one_place() {
 fn kernels_compile_for_older_devices() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-    let forward = own(&["find_records", "make_rows<false, 3, 64>", "make_rows<true, 3, 64>"]);
+    let forward = own(&["find_records", "make_rows<1, 3, 64>", "make_rows<0, 3, 64>"]);
     let backward = own(&["update<0, Adam<false>, true, 3, 64>", "merge<0, true, 3, 64>"]);
     let sort = own(&["sort_pass<13, 11, 1>"]);
     for (source, names) in [(&FORWARD, forward), (&BACKWARD, backward), (&SORT, sort)] {
@@ -74,13 +74,9 @@ fn kernels_compile_for_older_devices() {
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-    let mut forward = own(&[
-        "find_records",
-        "settle_records",
-        "keep_inputs",
-        "make_rows<false, 8, 64, 1024>",
-        "make_rows<true, 8, 64, 1024>",
-    ]);
+    let mut forward =
+        own(&["find_records", "settle_records", "make_rows<0, 8, 64, 1024>", "make_rows<2, 8, 64, 1024>"]);
+    let mut weights = own(&["weight_gradients<8, 64, 1024>"]);
     let mut backward = own(&["sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
     let mut table = own(&[
         "clear_index",
@@ -95,7 +91,8 @@ fn all_kernels_compile_for_all_architectures() {
         "settle_entries",
     ]);
     for dim in DIMS {
-        forward.extend([format!("make_rows<false, {dim}>"), format!("weight_gradients<{dim}>")]);
+        forward.extend([format!("make_rows<1, {dim}>"), format!("make_rows<2, {dim}>")]);
+        weights.push(format!("weight_gradients<{dim}>"));
         backward.push(format!("update<0, Adam<false>, false, {dim}>"));
         backward.extend([format!("merge<1, false, {dim}>"), format!("merge<2, false, {dim}>")]);
         table.extend([format!("find_rows<{dim}, 4>"), format!("gather_rows<{dim}, 4>")]);
@@ -118,7 +115,7 @@ fn all_kernels_compile_for_all_architectures() {
         "write_ticket<960>",
         "write_ticket<2016>",
         "write_ticket<8128>",
-        "check_finite",
+        "check_finite<240>",
         "resolve<1>",
         "resolve<60>",
         "prepare<1>",
@@ -139,6 +136,7 @@ fn all_kernels_compile_for_all_architectures() {
         (&KEYS, own(&["list_keys"])),
         (&FORWARD, forward),
         (&BACKWARD, backward),
+        (&WEIGHTS, weights),
         (&CONTROL, control),
     ];
     std::thread::scope(|threads| {

@@ -276,7 +276,8 @@ impl Model {
         let keys = input.ids.keys();
         let mut rows = Vec::new();
         for bag in input.bags() {
-            let positions: Vec<usize> = input.there(&keys, &bag).collect();
+            let positions: Vec<usize> =
+                input.there(&keys, &bag).filter(|p| input.weight(*p) != 0.0).collect();
             let mut sum = vec![0.0; table.config.dim];
             for (nth, &position) in positions.iter().enumerate() {
                 let weight = input.weight(position);

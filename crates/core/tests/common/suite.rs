@@ -158,6 +158,31 @@ pub fn an_id_of_weight_zero_never_inserts_but_its_weight_gets_its_gradient(maker
     assert!((weights[0][0] - (row[0] + 2.0 * row[1])).abs() < 1e-6 && weights[0][0] != 0.0);
 }
 
+pub fn an_id_of_weight_zero_adds_nothing_to_its_bag_whatever_its_row_holds(maker: &Maker) {
+    let mut subject = group(&[plain_config("t", 2)], maker);
+    subject.table_mut(0).assign(&[1, 2], &[f32::NAN, f32::INFINITY, 3.0, 4.0], true).unwrap();
+    let input = |shape, combiner, weights: &[f32]| Input {
+        shape,
+        combiner,
+        weights: Some(weights.to_vec()),
+        ..Input::plain(0, &[1, 2])
+    };
+    let bag = Shape::Fixed { num_bags: 1, hotness: 2 };
+    let inputs = [
+        input(bag.clone(), Combiner::Sum, &[0.0, 2.0]),
+        input(bag.clone(), Combiner::Mean, &[-0.0, 2.0]),
+        input(bag, Combiner::Sqrtn, &[0.0, 0.0]),
+        input(Shape::Each, Combiner::Sum, &[0.0, 1.0]),
+        input(Shape::RaggedI32(vec![0, 1, 2]), Combiner::Mean, &[0.0, -2.0]),
+    ];
+    for save in [true, false] {
+        let (_, rows) = subject.lookup(&inputs, save, save).unwrap();
+        let expected: [&[f32]; 5] =
+            [&[6.0, 8.0], &[3.0, 4.0], &[0.0, 0.0], &[0.0, 0.0, 3.0, 4.0], &[0.0, 0.0, 3.0, 4.0]];
+        assert_eq!(rows, expected);
+    }
+}
+
 pub fn an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_however_many_threads_there_are(
     maker: &Maker,
 ) {

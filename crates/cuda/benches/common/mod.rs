@@ -68,6 +68,17 @@ pub fn unit(i: u64) -> f64 {
     ((hash(i.wrapping_mul(0x9e37_79b9_7f4a_7c15)) >> 11) as f64 + 0.5) / (1u64 << 53) as f64
 }
 
+/// One of so many rows: row r as likely as 1 / (r + 1)^1.05, or all alike.
+pub fn draw_row(u: f64, rows: u64, zipf: bool) -> u64 {
+    let n = rows as f64;
+    let row = if zipf { ((n.powf(-0.05) - 1.0) * u + 1.0).powf(1.0 / -0.05) } else { u * n + 1.0 };
+    (row as u64).clamp(1, rows) - 1
+}
+
+pub fn key_of(row: u64) -> u64 {
+    hash(row + 1)
+}
+
 pub const ADAM: Update = Update {
     rule: Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false },
     weight_decay: None,

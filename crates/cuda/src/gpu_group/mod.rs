@@ -476,10 +476,8 @@ impl GpuGroup {
         self.workspace.describe(&mut self.tables, stream)?;
         let workspace = &mut self.workspace;
         let is_bad = if gradients.check_finite { self.is_bad.address() } else { 0 };
-        if gradients.check_finite {
-            let rows: Vec<_> = gradients.rows.iter().copied().zip(gradient_lens.iter().copied()).collect();
-            workspace.check_finite(&rows, &self.is_bad, stream)?;
-        }
+        let given = gradients.rows.iter().zip(gradient_lens);
+        let given: Vec<_> = given.map(|(from, len)| Gradients { from: *from, count: *len as u64 }).collect();
         let number_of = self.ring.next_number();
         let ticket = NewTicket {
             ticket,
@@ -490,25 +488,28 @@ impl GpuGroup {
             expected: [lookup as u32, (lookup >> 32) as u32],
             fault: workspace.fault.address(),
         };
-        let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, Vec::new(), None, None);
+        let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, &[][..], None, None);
         // Norms are of merged gradients.
         let is_merged_anyway = self.binding.is_some_and(|b| b.needs_norm || b.update.clipnorm.is_some());
         let copies = gradients.keep.is_none() && !is_merged_anyway && saved.saved.has_few_gradients()
             || !saved.saved.is_aligned(&rows);
         if copies {
             let (memory, places) = workspace.take_copy(&saved.saved)?;
-            let from = std::mem::replace(&mut rows, places).into_iter().zip(gradient_lens);
-            copied = from.map(|(from, len)| Gradients { from, count: *len as u64 }).collect();
-            copy = Some(memory);
+            (rows, copied, copy) = (places, &given, Some(memory));
+        }
+        if gradients.check_finite {
+            workspace.check_finite(&given, &self.is_bad, stream)?;
         }
         let sides = workspace.sides(&self.tables, &saved.saved, &rows, self.nowhere.address());
-        workspace.write_ticket(&saved.saved, &sides, &copied, &ticket, stream)?;
+        let mut products = vec![0; if weight_gradients.is_empty() { 0 } else { sides.len() }];
+        weight_gradients.iter().for_each(|(feature, to)| products[*feature] = *to);
+        workspace.write_ticket(&saved.saved, &sides, copied, &products, &ticket, stream)?;
         *saved.sides() = sides;
         if copies {
             workspace.copy_gradients(&saved.saved, stream)?;
         }
-        for &(feature, products) in weight_gradients {
-            workspace.weight_gradients(&saved.saved, feature, rows[feature], products, stream)?;
+        if !weight_gradients.is_empty() {
+            workspace.weight_gradients(&saved.saved, copied.len(), stream)?;
         }
         if gradients.keep.is_none() && !copies {
             let merged = workspace.take_sums(&saved.saved)?;

@@ -6,10 +6,13 @@ use sok_core::optimizer::Update;
 use super::{Plan, SUMS, Saved, SavedFeature, Workspace};
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
-use crate::kernels::{BACKWARD, CONTROL, FORWARD};
+use crate::kernels::{BACKWARD, CONTROL, WEIGHTS};
 use crate::layout::*;
 use crate::memory::{Buffer, words};
 use crate::rule;
+
+/// Gradients that a launch of `check_finite` takes, in its parameters.
+const CHECKED: usize = 240;
 
 impl Workspace {
     /// `Side` of each feature: where its gradient and its records are. A table that lost its records since gets `nowhere`.
@@ -31,16 +34,18 @@ impl Workspace {
         self.deliver(saved.sides, words(sides), (0, 0), None, stream)
     }
 
-    /// Writes the ticket of a push, and where its gradients are, or will be if they are to be `copied`.
+    /// Writes the ticket of a push, and where its gradients are, or will be if they are to be `copied`; where gradients of weights are to
+    /// go, `products`: of each feature, or none.
     pub fn write_ticket(
         &self,
         saved: &Saved,
         sides: &[Side],
         copied: &[Gradients],
+        products: &[u64],
         ticket: &NewTicket,
         stream: Stream,
     ) -> Result<()> {
-        let values = [words(sides), words(copied)].concat();
+        let values = [words(sides), words(copied), words(products)].concat();
         let room = self.delivered_at_once(values.len());
         let now = values.len().min(room);
         if now < values.len() {
@@ -66,38 +71,26 @@ impl Workspace {
     }
 
     /// Sets `is_bad` if a gradient is not finite.
-    pub fn check_finite(
-        &self,
-        gradients: &[(u64, usize)],
-        is_bad: &Buffer<u32>,
-        stream: Stream,
-    ) -> Result<()> {
-        let check = self.device.kernel(&CONTROL, "check_finite")?;
-        is_bad.zero(stream)?;
+    pub fn check_finite(&self, gradients: &[Gradients], is_bad: &Buffer<u32>, stream: Stream) -> Result<()> {
+        let check = self.device.kernel(&CONTROL, &format!("check_finite<{CHECKED}>"))?;
         let is_bad = is_bad.address();
-        for &(address, len) in gradients {
-            let (address, count) = (address, len as u64);
-            let blocks = len.div_ceil(256 * 8).clamp(1, 8 * self.device.multiprocessors as usize);
-            launch!(check, stream, blocks, 256, address, count, is_bad)?;
+        for some in gradients.chunks(CHECKED) {
+            let mut list = [Gradients::default(); CHECKED];
+            list[..some.len()].copy_from_slice(some);
+            let count = some.len() as u32;
+            let blocks = (8 * self.device.multiprocessors as usize).next_multiple_of(some.len());
+            launch_next!(check, stream, blocks, 256, list, count, is_bad)?;
         }
         Ok(())
     }
 
-    /// Gradients of the weights of a feature.
-    pub fn weight_gradients(
-        &self,
-        saved: &Saved,
-        feature: usize,
-        gradients: u64,
-        products: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        let Some(kept) = saved.features[feature].kept else { return Ok(()) };
-        let kernel = self.device.kernel(&FORWARD, &format!("weight_gradients<{}>", self.dim_list()))?;
-        let of = &saved.features[feature];
-        let blocks = of.num_bags.div_ceil(ROWS_THREADS / lanes(of.dim));
-        let (call, number) = (saved.call, feature as u32);
-        launch!(kernel, stream, blocks, ROWS_THREADS, call, number, kept, gradients, products)
+    /// Gradients of the weights of all features, to where `write_ticket` was told, behind so many `copied`.
+    pub fn weight_gradients(&self, saved: &Saved, copied: usize, stream: Stream) -> Result<()> {
+        let kernel = self.device.kernel(&WEIGHTS, &format!("weight_gradients<{}>", self.dim_list()))?;
+        let (call, kept, sides) = (saved.call, saved.kept, saved.sides);
+        let before = saved.features.len() * size_of::<Side>() + copied * size_of::<Gradients>();
+        let products = sides + before as u64;
+        launch_next!(kernel, stream, saved.rows_blocks, ROWS_THREADS, call, kept, sides, products)
     }
 
     /// Blocks for at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
@@ -258,9 +251,9 @@ impl Workspace {
         let entry_words = n * size_of::<Entry>() / 4;
         let (firsts, most_records) = self.number_by_dim(tables)?;
         let plan = self.plan_of_kinds(&ids_by_kind, most_records);
-        let num_words = self.places(0, &[], &ids_by_kind, Some(&plan), false).words;
+        let num_words = self.places(0, &[], &ids_by_kind, Some(&plan)).words;
         let memory = self.take_memory(num_words + entry_words + 64)?;
-        let places = self.places(memory.address(), &[], &ids_by_kind, Some(&plan), false);
+        let places = self.places(memory.address(), &[], &ids_by_kind, Some(&plan));
         let entries = memory.at(num_words.next_multiple_of(32));
         let ([records, unsorted, _], scratch) = self.scratch(n.max(1), Some(&plan))?;
         let (zeros, no_counts) = ((places.zeros, places.num_zeros), (scratch.counts, plan.count_words()));
@@ -311,10 +304,11 @@ impl Workspace {
             memory,
             sides: 0,
             sorted: places.sorted,
-            names: 0,
-            coefficients: 0,
+            named: 0,
+            kept: Kept::default(),
             entries,
             call: Call::default(),
+            rows_blocks: 0,
             kinds: places.kinds,
             ids_by_kind,
             shift: 0,

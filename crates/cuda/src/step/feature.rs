@@ -80,6 +80,14 @@ impl Feature<'_> {
         self.weights.is_some() || (is_scaled && differs)
     }
 
+    /// Splits that are kept for the gradients of its weights.
+    pub(super) fn num_kept_splits(&self) -> usize {
+        match self.bags {
+            Bags::Ragged { num_bags, .. } if self.weights.is_some() => num_bags + 1,
+            _ => 0,
+        }
+    }
+
     /// # Errors
     /// [`Error::Argument`] if lengths do not add up.
     pub fn validate(&self) -> Result<()> {

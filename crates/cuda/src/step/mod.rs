@@ -15,7 +15,7 @@ use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::error::{Error, Result};
 
-use crate::device::{Device, Stream, driver_error, launch, launch_next};
+use crate::device::{Device, Stream, driver_error, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{CONTROL, FORWARD};
 use crate::layout::{self, *};
@@ -33,13 +33,14 @@ use sort::{Plan, Scratch, SortKernels};
 /// What a lookup keeps for its gradients, in memory of the device.
 pub struct Saved {
     pub memory: Buffer<u32>,
-    /// `Side` of each feature, then its `Gradients` if they are copied.
+    /// `Side` of each feature; then its `Gradients` if they are copied; then where the gradients of its weights go, if one has weights.
     sides: u64,
     sorted: u64,
-    names: u64,
-    coefficients: u64,
+    named: u64,
+    kept: Kept,
     entries: u64,
     call: Call,
+    rows_blocks: usize,
     kinds: Vec<Keys>,
     ids_by_kind: Vec<usize>,
     shift: u32,
@@ -57,9 +58,14 @@ pub struct SavedFeature {
     pub num_ids: usize,
     pub dim: usize,
     scale: f32,
-    kept: Option<Kept>,
+    has_weights: bool,
 }
 
+/// The bags of a call, as kernels/forward.cu has it; of any kind one more than `SUMMED`.
+const EACH: u32 = 0;
+const SUMMED: u32 = 1;
+
+/// Where gradients come from, as kernels/backward.cu has it.
 const ROWS: u32 = 0;
 const WEIGHTED_ROWS: u32 = 1;
 const SUMS: u32 = 2;
@@ -88,7 +94,7 @@ impl Saved {
     }
 
     pub fn weighted_features(&self) -> Vec<usize> {
-        (0..self.features.len()).filter(|&f| self.features[f].kept.is_some()).collect()
+        (0..self.features.len()).filter(|&f| self.features[f].has_weights).collect()
     }
 
     fn work(&self, workspace: &Workspace, prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
@@ -97,8 +103,7 @@ impl Saved {
             tables: workspace.tables(),
             entries: self.entries,
             sorted: self.sorted,
-            names: self.names,
-            coefficients: self.coefficients,
+            named: self.named,
             prepared,
             factors,
             shift: self.shift,
@@ -142,10 +147,9 @@ struct Places {
     sections: u64,
     sides: u64,
     sorted: u64,
-    names: u64,
-    coefficients: u64,
+    named: u64,
     kinds: Vec<Keys>,
-    kept: Vec<Option<Kept>>,
+    kept: Kept,
     num_zeros: usize,
     words: usize,
 }
@@ -156,8 +160,8 @@ struct Payload {
     words: Vec<u32>,
     find_blocks: usize,
     rows_blocks: usize,
-    /// Whether each is rows of single ids, without weights.
-    gathers: bool,
+    /// Which of `make_rows`: `EACH` and so on of kernels/forward.cu.
+    bags: u32,
 }
 
 /// What the launches of a group's steps share.
@@ -333,15 +337,10 @@ impl Workspace {
     }
 
     /// `plan`: of the sort, if what is found is saved.
-    fn places(
-        &self,
-        base: u64,
-        features: &[Feature],
-        ids_by_kind: &[usize],
-        plan: Option<&Plan>,
-        is_weighted: bool,
-    ) -> Places {
+    fn places(&self, base: u64, features: &[Feature], ids_by_kind: &[usize], plan: Option<&Plan>) -> Places {
         let (n, save): (usize, _) = (ids_by_kind.iter().sum(), plan.is_some());
+        let is_weighted = save && features.iter().any(Feature::is_weighted);
+        let has_weights = save && features.iter().any(|f| f.weights.is_some());
         let mut parts = Parts { base, at: 0 };
         let descriptor = size_of::<layout::Feature>() / 4;
         let feature_words = features.len() * (descriptor + 2);
@@ -353,11 +352,17 @@ impl Workspace {
         let sort_state = parts.take(plan.map_or(0, Plan::state_words));
         let lists: Vec<u64> = ids_by_kind.iter().map(|_| parts.take(if save { LISTS } else { 0 })).collect();
         let num_zeros = parts.at - ((zeros - base) / 4) as usize;
-        let side_words = (size_of::<Side>() + size_of::<Gradients>()) / 4;
+        let side_words = (size_of::<Side>() + size_of::<Gradients>() + size_of::<u64>()) / 4;
         let sides = parts.take(if save { features.len() * side_words } else { 0 });
         let mut of_ids = |is_there: bool, words: usize| parts.take(if is_there { words * n } else { 0 });
-        let (sorted, names, coefficients) =
-            (of_ids(save, 2), of_ids(save && is_weighted, 1), of_ids(save && is_weighted, 1));
+        let (sorted, named) = (of_ids(save, 2), of_ids(is_weighted, 2));
+        let mut kept = Kept {
+            keys: of_ids(has_weights, 2),
+            weights: of_ids(has_weights, 1),
+            records: of_ids(has_weights, 1),
+            splits: 0,
+        };
+        kept.splits = parts.take(features.iter().filter(|_| save).map(Feature::num_kept_splits).sum());
         let mut kinds = Vec::new();
         for ((ids, dim), lists) in ids_by_kind.iter().zip(&self.dims).zip(&lists) {
             let ids = if save { *ids } else { 0 };
@@ -372,16 +377,6 @@ impl Workspace {
                 ..Keys::default()
             });
         }
-        let mut kept = Vec::new();
-        for feature in features {
-            let is_kept = save && feature.weights.is_some();
-            let num_splits = if let Bags::Ragged { num_bags, .. } = feature.bags { num_bags + 1 } else { 0 };
-            kept.push(is_kept.then(|| Kept {
-                keys: parts.take(2 * feature.ids.len),
-                weights: parts.take(feature.ids.len),
-                splits: parts.take(num_splits),
-            }));
-        }
         Places {
             features: payload,
             first_find: payload + (features.len() * descriptor * 4) as u64,
@@ -393,8 +388,7 @@ impl Workspace {
             sections: payload + 4 * (feature_words + key_words) as u64,
             sides,
             sorted,
-            names: if save && is_weighted { names } else { 0 },
-            coefficients: if save && is_weighted { coefficients } else { 0 },
+            named: if is_weighted { named } else { 0 },
             kinds,
             kept,
             num_zeros,
@@ -426,13 +420,12 @@ impl Workspace {
                 features.len()
             )));
         }
-        let is_weighted = features.iter().any(Feature::is_weighted);
         let (plan, first_ids) = self.plan(tables, features);
         let plan = save.then_some(&plan);
-        let num_words = self.places(0, features, &ids_by_kind, plan, is_weighted).words;
+        let num_words = self.places(0, features, &ids_by_kind, plan).words;
         let memory = self.take_memory(num_words)?;
-        let places = self.places(memory.address(), features, &ids_by_kind, plan, is_weighted);
-        let Payload { words: mut payload, find_blocks, rows_blocks, gathers } =
+        let places = self.places(memory.address(), features, &ids_by_kind, plan);
+        let Payload { words: mut payload, find_blocks, rows_blocks, bags } =
             self.payload(tables, features, &first_ids, inserts);
         if let Some(plan) = plan {
             payload.extend_from_slice(words(&places.kinds));
@@ -452,16 +445,16 @@ impl Workspace {
         let found = Found {
             records,
             values: if save { values } else { 0 },
-            names: places.names,
+            named: places.named,
             zeros: scratch.counts,
             num_zeros: plan.map_or(0, Plan::count_words) as u32,
             pad: 0,
             homeless: Homeless { count: places.homeless_count, ids: homeless },
             fault: self.fault.address(),
         };
-        let rows_name = format!("make_rows<{gathers}, {}>", self.dim_list());
-        let names = ["find_records", "settle_records", "keep_inputs", &rows_name];
-        let [find, settle, keep, make_rows] = self.device.kernels(&FORWARD, names)?;
+        let rows_name = format!("make_rows<{bags}, {}>", self.dim_list());
+        let names = ["find_records", "settle_records", &rows_name];
+        let [find, settle, make_rows] = self.device.kernels(&FORWARD, names)?;
         launch_next!(find, stream, find_blocks, FIND_THREADS, call, found)?;
         if inserts.contains(&true) {
             launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)?;
@@ -469,14 +462,9 @@ impl Workspace {
         if let Some(plan) = plan.filter(|_| n > 0) {
             self.sort_beside(plan, &places, [records, values], scratch, stream)?;
         }
-        let rows = Rows { records, coefficients: places.coefficients, fault: self.fault.address() };
+        let (named, kept) = (places.named, places.kept);
+        let rows = Rows { records, named, kept, fault: self.fault.address() };
         launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
-        for (number, (feature, kept)) in features.iter().zip(&places.kept).enumerate() {
-            let Some(kept) = *kept else { continue };
-            let (number, blocks) =
-                (number as u32, (feature.ids.len.max(feature.num_bags()) + 1).div_ceil(ROWS_THREADS));
-            launch!(keep, stream, blocks, ROWS_THREADS, call, number, kept)?;
-        }
         if !save {
             self.give_back(memory);
             return Ok(None);
@@ -484,27 +472,28 @@ impl Workspace {
         let mut taking_part: Vec<usize> = features.iter().map(|f| f.table).collect();
         taking_part.sort_unstable();
         taking_part.dedup();
-        let feature = |(f, kept): (&Feature, &Option<Kept>)| SavedFeature {
+        let feature = |f: &Feature| SavedFeature {
             table: f.table,
             num_bags: f.num_bags(),
             num_ids: f.ids.len,
             dim: tables[f.table].config.dim,
             scale: f.scale(),
-            kept: *kept,
+            has_weights: f.weights.is_some(),
         };
         Ok(Some(Saved {
             memory,
             sides: places.sides,
             sorted: places.sorted,
-            names: places.names,
-            coefficients: places.coefficients,
+            named,
+            kept,
             entries: 0,
             call,
+            rows_blocks,
             ids_by_kind,
             shift,
-            source: if is_weighted { WEIGHTED_ROWS } else { ROWS },
+            source: if named == 0 { ROWS } else { WEIGHTED_ROWS },
             again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
-            features: features.iter().zip(&places.kept).map(feature).collect(),
+            features: features.iter().map(feature).collect(),
             generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
             kinds: places.kinds,
         }))
@@ -518,7 +507,7 @@ impl Workspace {
         inserts: &[bool],
     ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut find_blocks, mut rows_blocks, mut gathers) = (0, 0, true);
+        let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, EACH);
         for (feature, first_id) in features.iter().zip(first_ids) {
             let table = &tables[feature.table];
             let (splits, wide, hotness) = match feature.bags {
@@ -529,11 +518,9 @@ impl Workspace {
             let is_static = table.config.vocabulary_size.is_some();
             let has_roles = is_static || feature.weights.is_some() || feature.padding_key.is_some();
             // A bag of one without weights is its row, whatever the combiner.
-            let is_gather = hotness == 1
-                && feature.weights.is_none()
-                && feature.padding_key.is_none()
-                && (!is_static || table.refuses());
-            gathers &= is_gather;
+            let is_gather = hotness == 1 && feature.weights.is_none();
+            let may_miss = has_roles || !inserts[feature.table];
+            bags = bags.max(if is_gather { EACH } else { SUMMED + u32::from(may_miss) });
             let num_bags = feature.num_bags();
             descriptors.push(layout::Feature {
                 ids: feature.ids.address,
@@ -560,8 +547,9 @@ impl Workspace {
                 pools: u32::from(!matches!(feature.bags, Bags::Each)),
                 scale: feature.scale(),
                 first_id: *first_id as u32,
-                pad: 0,
+                first_split: first_split as u32,
             });
+            first_split += feature.num_kept_splits();
             first_find.push(find_blocks as u32);
             first_rows.push(rows_blocks as u32);
             find_blocks += feature.ids.len.div_ceil(FIND_THREADS);
@@ -571,7 +559,7 @@ impl Workspace {
         let mut words = words(&descriptors).to_vec();
         words.extend(first_find);
         words.extend(first_rows);
-        Payload { words, find_blocks, rows_blocks, gathers }
+        Payload { words, find_blocks, rows_blocks, bags }
     }
 
     /// The sort of a call, its tables in their order; and the place of the first id of each feature there.

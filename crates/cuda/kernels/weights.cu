@@ -1,0 +1,85 @@
+// Gradients of weights: how the loss moves with each, through the combiner; the formulas are in crates/core/src/weight_gradient.rs.
+#include "step.cuh"
+
+// Ids of a bag whose rows are on their way at once.
+constexpr u32 AT_ONCE = 4;
+
+// Those of a bag: a group of lanes. `kept`: from the feature's first on.
+template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
+  const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES;
+  const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << before;
+  const u32 begin = f.splits ? kept.splits[bag] : bag * f.hotness;
+  const u32 end = max(begin, f.splits ? kept.splits[bag + 1] : begin + f.hotness);
+  float weights = 0, squares = 0, total = 0;
+  for (u32 start = begin; start < end; start += LANES) {
+    const u32 n = min(LANES, end - start);
+    u32 record = PADDING;
+    float weight = 0;
+    u64 key = 0;
+    if (column < n) {
+      record = kept.records[start + column], weight = kept.weights[start + column];
+      if (record == NO_RECORD) {
+        key = kept.keys[start + column];
+        // An id of weight 0 has not been looked for.
+        if (weight == 0 && key <= t.last_key) record = find_alone(t.index, key);
+      }
+    }
+    const u32 missing = __ballot_sync(mask, record == NO_RECORD) >> before;
+    for (u32 first = 0; first < n; first += IDS) {
+      float sums[IDS] = {};
+#pragma unroll 1
+      for (u32 piece = 0; piece < QUADS; piece += LANES) {
+        const u32 quad = piece + column;
+        float4 rows[IDS];
+#pragma unroll
+        for (u32 k = 0; k < IDS; ++k) {
+          rows[k] = make_float4(0, 0, 0, 0);
+          const u32 r = __shfl_sync(mask, record, (first + k) % LANES, LANES);
+          if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS) rows[k] = side.records[(u64)r * side.stride + quad];
+        }
+        const float4 g = quad < QUADS ? load_columns<DIM, false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (u32 k = 0; k < IDS; ++k) {
+          if (first + k < n && missing >> (first + k) & 1) {
+            const u64 of = __shfl_sync(mask, key, (first + k) % LANES, LANES);
+            if (quad < QUADS) rows[k] = missing_columns(t, of, quad);
+          }
+          sums[k] += rows[k].x * g.x + rows[k].y * g.y + rows[k].z * g.z + rows[k].w * g.w;
+        }
+      }
+#pragma unroll
+      for (u32 k = 0; k < IDS; ++k) {
+        if (first + k >= n) break;
+#pragma unroll
+        for (u32 by = LANES / 2; by > 0; by /= 2) sums[k] += __shfl_xor_sync(mask, sums[k], by, LANES);
+        if (column == 0) products[start + first + k] = sums[k];
+        const float x = __shfl_sync(mask, weight, first + k, LANES);
+        if (__shfl_sync(mask, record, first + k, LANES) == PADDING) continue;
+        weights += x, squares += x * x, total += x * sums[k];
+      }
+    }
+  }
+  __syncwarp(mask);
+  if (!f.pools || f.combiner == SUM) return;
+  const float scale = scale_of(f, weights, squares);
+  for (u32 i = begin + column; i < end; i += LANES) {
+    const float product = products[i];
+    products[i] = kept.records[i] == PADDING ? 0 : f.combiner == MEAN ? (product - total * scale) * scale : (product - kept.weights[i] * total * scale * scale) * scale;
+  }
+}
+
+// Those of all features of a call that have weights, a block for each of `make_rows`. `all`: where they go, by feature.
+template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) weight_gradients(const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all) {
+  begin();
+  const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
+  const Feature& f = call.features[number];
+  if (!f.weights) return;
+  const Kept of = {kept.keys + f.first_id, kept.weights + f.first_id, kept.records + f.first_id, kept.splits + f.first_split};
+  const Side side = sides[number];
+  with_dim<DIM...>(f.kind, [&](auto dim) {
+    constexpr u32 D = decltype(dim)::value;
+    const u32 bag = (blockIdx.x - call.first_rows[number]) * (ROWS_THREADS / lanes_of(D)) + threadIdx.x / lanes_of(D);
+    if (bag < f.num_bags) of_bag<D>(call.tables[f.table], f, side, of, all[number], bag);
+  });
+}
