@@ -138,7 +138,7 @@ pub(crate) fn is_plain(feature: &Feature, table: &HostTable) -> bool {
 pub(crate) enum Role {
     /// Looked up, inserted if need be, and its row gets a gradient.
     Active,
-    /// Looked up alone: an id of weight 0 neither makes a row nor changes one.
+    /// Of weight 0: neither makes a row nor changes one, nor adds to its bag.
     Silent,
     Padding,
     Outside,
@@ -356,10 +356,11 @@ fn general_lookup(
     let records = &mut records[positions.clone()];
     classify(table, &feature, records, active, silent);
     active.find(table, mode.insert, mode.save, distinct)?;
-    silent.find(table, false, false, distinct)?;
     active.scatter_records(records);
-    silent.scatter_records(records);
     if mode.save {
+        // For the gradients of their weights alone.
+        silent.find(table, false, false, distinct)?;
+        silent.scatter_records(records);
         let marks = &mut marks[positions.clone()];
         marks.fill(NO_MARK);
         active.scatter_marks(marks);

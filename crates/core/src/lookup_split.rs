@@ -412,8 +412,11 @@ fn find_in_part(mode: Mode, part: &mut PartWork, source: &mut Part) -> Result<()
         Search { index, source, keys, insert, distinct, records, marks, consumer: Nobody }.start(mark)
     };
     active.iter_mut().try_for_each(|piece| find(piece, mode.insert, mode.save))?;
-    // Ids of weight 0 see what the whole call inserts.
-    silent.iter_mut().try_for_each(|piece| find(piece, false, false))
+    if mode.save {
+        // Gradients of weights of 0 see what the whole call inserts.
+        silent.iter_mut().try_for_each(|piece| find(piece, false, false))?;
+    }
+    Ok(())
 }
 
 // ---- pool
