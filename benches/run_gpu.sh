@@ -17,18 +17,19 @@ tests() {
   conform calls any_list_of_calls
   conform steps any_list_of_steps
   conform dims every_dim
+  conform bags any_bags
   conform large large_calls millions a_call a_key weights_and
   conform streams calls_on a_steady steps_near
-  conform suite a_batch a_gradient a_row a_second a_subset accumulated an_id_of an_opt bags ids_out of_seventy optimizers pushes rows_assigned the_norm what_fits
+  conform suite a_batch a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm what_fits
   for job in $(jobs -p); do wait "$job" || failed=1; done
   conform memory memory_that
   wait $! || failed=1
-  grep -h "^test result" "$OUT"/{table,calls,steps,dims,large,suite,streams,memory}.log
+  grep -h "^test result" "$OUT"/{table,calls,steps,dims,bags,large,suite,streams,memory}.log
 }
 
 sanitizer() {
   for tool in memcheck initcheck synccheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch an_id_of \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch an_id_of any_bags \
       accumulated the_norm calls_on > "$OUT/$tool.log" 2>&1 &
   done
   for job in $(jobs -p); do wait "$job" || failed=1; done

@@ -71,7 +71,8 @@ impl WeightTrace {
         let weights = &self.weights;
         let sum: f32 = bag.clone().filter(counts).map(|p| weights[p]).sum();
         let squares: f32 = bag.clone().filter(counts).map(|p| weights[p] * weights[p]).sum();
-        let total: f32 = bag.clone().filter(counts).map(|p| weights[p] * products[p - bag.start]).sum();
+        let adds = |p: &usize| counts(p) && weights[*p] != 0.0;
+        let total: f32 = bag.clone().filter(adds).map(|p| weights[p] * products[p - bag.start]).sum();
         let scale = self.combiner.scale(sum, squares);
         for position in bag.clone() {
             let product = &mut products[position - bag.start];

@@ -29,11 +29,11 @@ constexpr float UNIT = 1.0f / (1 << 20);
 template <u32 N> struct GradientList {
   Gradients of[N];
 };
-// Whether the gradients of features are finite: sets `is_bad` if not. Blocks take turns: one for each feature.
-template <u32 N> __global__ void __launch_bounds__(256) check_finite(const __grid_constant__ GradientList<N> all, u32 num_features, u32* is_bad) {
+// Whether gradients are finite: sets `is_bad` if not. Blocks take turns: one for each of the list.
+template <u32 N> __global__ void __launch_bounds__(256) check_finite(const __grid_constant__ GradientList<N> all, u32 num, u32* is_bad) {
   begin();
-  const Gradients& of = all.of[blockIdx.x % num_features];
-  const u64 stride = (u64)gridDim.x / num_features * 256, first = (u64)(blockIdx.x / num_features) * 256 + threadIdx.x;
+  const Gradients& of = all.of[blockIdx.x % num];
+  const u64 stride = (u64)gridDim.x / num * 256, first = (u64)(blockIdx.x / num) * 256 + threadIdx.x;
   u32 largest = 0;
 #pragma unroll 4
   for (u64 i = first; i < of.count; i += stride) largest = max(largest, __float_as_uint(of.from[i]) & 0x7fffffff);
@@ -51,6 +51,7 @@ struct NewTicket {
   u32 expected[2];
   Fault* fault;
 };
+static_assert(sizeof(NewTicket) == 48, "as crates/cuda/src/layout.rs has it");
 // As `deliver`, and writes the ticket of a push.
 template <u32 N> __global__ void __launch_bounds__(1024) write_ticket(const __grid_constant__ NewTicket t, const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
   begin();

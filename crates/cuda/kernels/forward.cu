@@ -48,9 +48,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __gri
   if (!is_id) return;
   found.records[at] = record;
   if (!found.values) return;
+  // In no bag, if splits are wrong: of a coefficient of 0.
   const u32 name = number << call.shift | bag_of(feature, i);
   found.values[at] = found.named ? at : name;
-  if (found.named) found.named[at].name = name;
+  if (found.named) found.named[at] = {name, 0};
 }
 
 // The records of keys for which there was no room.
@@ -86,6 +87,7 @@ struct Rows {
   Kept kept;
   Fault* fault;
 };
+static_assert(sizeof(Rows) == 56, "as crates/cuda/src/layout.rs has it");
 
 // Rows that ids without a record get, in bags of their own: those of the warp's bags that are `missing`, each by a group of lanes. Apart
 // from `gather`, which would keep room for its registers.

@@ -48,6 +48,7 @@ struct Call {
   // A gradient row's name is feature << shift | bag.
   u32 shift;
 };
+static_assert(sizeof(Call) == 40, "as crates/cuda/src/layout.rs has it");
 
 // What a bag's sum is multiplied by; 0 where a division by 0 would be.
 __device__ __forceinline__ float scale_of(const Feature& f, float weights, float squares) {
@@ -66,6 +67,7 @@ struct Kept {
   float* weights;
   u32 *records, *splits;
 };
+static_assert(sizeof(Kept) == 32, "as crates/cuda/src/layout.rs has it");
 
 // Of an id whose coefficient is its own: the name of its bag's gradient row, and what that is multiplied by.
 struct __align__(8) Named {

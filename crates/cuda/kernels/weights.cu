@@ -4,6 +4,16 @@
 // Ids of a bag whose rows are on their way at once.
 constexpr u32 AT_ONCE = 4;
 
+// Of four columns of a row and of a gradient. What lies behind a row's last column is nobody's.
+template <u32 DIM> __device__ __forceinline__ float product(const float4& row, const float4& gradient, u32 quad) {
+  const float *x = (const float*)&row, *g = (const float*)&gradient;
+  float sum = 0;
+#pragma unroll
+  for (u32 c = 0; c < 4; ++c)
+    if (DIM % 4 == 0 || 4 * quad + c < DIM) sum += x[c] * g[c];
+  return sum;
+}
+
 // Those of a bag: a group of lanes. `kept`: from the feature's first on.
 template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
@@ -11,6 +21,11 @@ template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const 
   const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << before;
   const u32 begin = f.splits ? kept.splits[bag] : bag * f.hotness;
   const u32 end = max(begin, f.splits ? kept.splits[bag + 1] : begin + f.hotness);
+  // The table has lost its records since.
+  if (side.stride == 0) {
+    for (u32 i = begin + column; i < end; i += LANES) products[i] = 0;
+    return;
+  }
   float weights = 0, squares = 0, total = 0;
   for (u32 start = begin; start < end; start += LANES) {
     const u32 n = min(LANES, end - start);
@@ -45,7 +60,7 @@ template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const 
             const u64 of = __shfl_sync(mask, key, (first + k) % LANES, LANES);
             if (quad < QUADS) rows[k] = missing_columns(t, of, quad);
           }
-          sums[k] += rows[k].x * g.x + rows[k].y * g.y + rows[k].z * g.z + rows[k].w * g.w;
+          sums[k] += product<DIM>(rows[k], g, quad);
         }
       }
 #pragma unroll
@@ -56,7 +71,8 @@ template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const 
         if (column == 0) products[start + first + k] = sums[k];
         const float x = __shfl_sync(mask, weight, first + k, LANES);
         if (__shfl_sync(mask, record, first + k, LANES) == PADDING) continue;
-        weights += x, squares += x * x, total += x * sums[k];
+        weights += x, squares += x * x;
+        if (x != 0) total += x * sums[k];
       }
     }
   }

@@ -376,6 +376,11 @@ mod tests {
         assert_eq!(size_of::<Section>(), 32);
         assert_eq!(size_of::<Sort>(), 72);
         assert_eq!(size_of::<Found>(), 64);
+        assert_eq!(size_of::<Rows>(), 56);
+        assert_eq!(size_of::<Kept>(), 32);
+        assert_eq!(size_of::<Call>(), 40);
+        assert_eq!(size_of::<NewTicket>(), 48);
+        assert_eq!(size_of::<Work>(), 64);
         assert_eq!(size_of::<Side>(), 32);
         assert_eq!(size_of::<Gradients>(), 16);
         assert_eq!(size_of::<Entry>(), 32);

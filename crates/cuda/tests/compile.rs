@@ -62,10 +62,11 @@ fn memory_is_asked_for_in_one_place() {
 fn kernels_compile_for_older_devices() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-    let forward = own(&["find_records", "make_rows<1, 3, 64>", "make_rows<0, 3, 64>"]);
+    let forward = own(&["find_records", "make_rows<0, 3, 64>", "make_rows<1, 3, 64>", "make_rows<2, 3, 64>"]);
     let backward = own(&["update<0, Adam<false>, true, 3, 64>", "merge<0, true, 3, 64>"]);
     let sort = own(&["sort_pass<13, 11, 1>"]);
-    for (source, names) in [(&FORWARD, forward), (&BACKWARD, backward), (&SORT, sort)] {
+    let weights = own(&["weight_gradients<3, 64>"]);
+    for (source, names) in [(&FORWARD, forward), (&BACKWARD, backward), (&WEIGHTS, weights), (&SORT, sort)] {
         nvrtc.compile(source, 75, &names).unwrap_or_else(|error| panic!("{}: {error}", source.name));
     }
 }

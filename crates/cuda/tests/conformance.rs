@@ -17,6 +17,7 @@ use common::table::ModelTable;
 use common::{Dice, bits, scan, unwritten};
 use cudarc::driver::CudaEvent;
 use proptest::prelude::*;
+use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
 use sok_core::host_table::HostTable;
@@ -429,6 +430,42 @@ fn every_dim_and_rule_gives_the_hosts_bits() {
         }
         run_all(&configs, common::large::plain_update(rule), &ops, &ALL_DIMS);
     }
+}
+
+/// Weights, padding, bags of any length, ids that nobody knows: lanes of all numbers, some of them without columns.
+#[test]
+#[ignore = "needs a GPU"]
+fn any_bags_follow_the_model_at_every_dim() {
+    use common::steps::Op;
+    let dims = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
+    let configs: Vec<TableConfig> = dims.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
+    let combiners = [Combiner::Sum, Combiner::Mean, Combiner::Sqrtn];
+    let mut dice = Dice(29);
+    let mut ops = Vec::new();
+    for step in 1..=3 {
+        let mut inputs = || {
+            let input = |table: usize| {
+                let shape = match (table + step) % 3 {
+                    0 => Shape::Each,
+                    1 => Shape::Fixed { num_bags: 60, hotness: 5 },
+                    _ => common::large::ragged(&mut dice, 300),
+                };
+                let keys: Vec<u64> = (0..300).map(|_| dice.below([10, 100, 1 << 40][step - 1])).collect();
+                let weights = (0..300).map(|_| dice.pick(&common::strategies::WEIGHTS)).collect::<Vec<f32>>();
+                let weights = (table != 4).then_some(weights);
+                let (combiner, padding_key) = (combiners[(table / 3 + step) % 3], Some(3));
+                Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
+            };
+            (0..configs.len()).map(input).collect::<Vec<_>>()
+        };
+        ops.push(Op::Lookup { inputs: inputs(), insert: false, save: false });
+        ops.push(Op::Lookup { inputs: inputs(), insert: step != 3, save: true });
+        ops.push(Op::Push { lookup: usize::MAX, hold: step == 1, seed: dice.next() });
+        ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
+        let scalars = UpdateScalars { learning_rate: 0.05, step: step as u64, factor: 1.0 };
+        ops.push(Op::Apply { scalars, is_update: true });
+    }
+    run_all(&configs, common::large::plain_update(common::strategies::rules()[0]), &ops, &ALL_DIMS);
 }
 
 const DELAY: Source = Source {

@@ -421,7 +421,7 @@ impl Input {
         let d: Vec<f64> = products.iter().map(|p| p.iter().sum()).collect();
         let size: f64 = products.iter().flatten().map(|p| p.abs()).sum();
         let (s, q): (f64, f64) = (weights.iter().sum(), weights.iter().map(|w| w * w).sum());
-        let total: f64 = weights.iter().zip(&d).map(|(w, d)| w * d).sum();
+        let total: f64 = weights.iter().zip(&d).filter(|(w, _)| **w != 0.0).map(|(w, d)| w * d).sum();
         let bound = 1e-4 * (1.0 + size) * (1.0 + q) * if s == 0.0 { 1.0 } else { 1.0 + 1.0 / (s * s) };
         let of_id = |(w, d): (&f64, &f64)| match self.combiner {
             _ if self.is_each() => *d,

@@ -175,11 +175,29 @@ pub fn an_id_of_weight_zero_adds_nothing_to_its_bag_whatever_its_row_holds(maker
         input(Shape::Each, Combiner::Sum, &[0.0, 1.0]),
         input(Shape::RaggedI32(vec![0, 1, 2]), Combiner::Mean, &[0.0, -2.0]),
     ];
-    for save in [true, false] {
-        let (_, rows) = subject.lookup(&inputs, save, save).unwrap();
+    for save in [false, true] {
+        let (lookup, rows) = subject.lookup(&inputs, save, save).unwrap();
         let expected: [&[f32]; 5] =
             [&[6.0, 8.0], &[3.0, 4.0], &[0.0, 0.0], &[0.0, 0.0, 3.0, 4.0], &[0.0, 0.0, 3.0, 4.0]];
         assert_eq!(rows, expected);
+        if save {
+            let kept = Arc::new(expected.map(|rows| vec![1.0; rows.len()]).to_vec());
+            let weights = subject.push(1, lookup, &kept, false, &[2; 5]).unwrap();
+            assert_eq!(weights.iter().map(|of| of[1]).collect::<Vec<_>>(), [7.0, 0.0, 0.0, 7.0, 0.0]);
+        }
+    }
+}
+
+pub fn gradients_of_weights_are_zeros_where_the_table_has_lost_its_rows(maker: &Maker) {
+    let mut subject = group(&[plain_config("t", 2)], maker);
+    let inputs = [Input { weights: Some(vec![2.0, 0.0]), ..Input::plain(0, &[1, 2]) }];
+    let kept = Arc::new(vec![vec![1.0, 2.0, 3.0, 4.0]]);
+    for number in [1, 2] {
+        let (lookup, _) = subject.lookup(&inputs, true, true).unwrap();
+        subject.table_mut(0).clear();
+        assert_eq!(subject.push(number, lookup, &kept, false, &[2]).unwrap(), [[0.0, 0.0]]);
+        subject.commit(&[(number, 1.0)], true).unwrap();
+        subject.apply(SCALARS, true).unwrap();
     }
 }
 
@@ -373,6 +391,8 @@ pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
         subject.push(number, lookup, &Arc::new(vec![vec![1.0, bad]]), false, &[]).unwrap();
         assert!(subject.ticket(number).iter().any(|x| x.is_nan()));
     }
+    subject.push(3, lookup, &Arc::new(vec![vec![1.0, 2.0]]), false, &[]).unwrap();
+    assert!(subject.ticket(3).iter().all(|x| x.is_finite()));
 }
 
 // ---- norms

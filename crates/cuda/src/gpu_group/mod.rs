@@ -503,7 +503,9 @@ impl GpuGroup {
         let sides = workspace.sides(&self.tables, &saved.saved, &rows, self.nowhere.address());
         let mut products = vec![0; if weight_gradients.is_empty() { 0 } else { sides.len() }];
         weight_gradients.iter().for_each(|(feature, to)| products[*feature] = *to);
-        workspace.write_ticket(&saved.saved, &sides, copied, &products, &ticket, stream)?;
+        let written = workspace.write_ticket(&saved.saved, &sides, copied, &products, &ticket, stream);
+        // A ticket that is not written has not told what was found.
+        written.or_else(|error| self.is_bad.zero(stream).and(Err(error)))?;
         *saved.sides() = sides;
         if copies {
             workspace.copy_gradients(&saved.saved, stream)?;

@@ -14,6 +14,20 @@ use crate::rule;
 /// Gradients that a launch of `check_finite` takes, in its parameters.
 const CHECKED: usize = 240;
 
+/// Gradients cut up, so that none is much larger than others: half of `CHECKED` more pieces at most.
+fn pieces(gradients: &[Gradients]) -> Vec<Gradients> {
+    let total: u64 = gradients.iter().map(|g| g.count).sum();
+    let size = total.div_ceil(CHECKED as u64 / 2).max(1 << 14);
+    let pieces_of = |g: &Gradients| {
+        let Gradients { from, count } = *g;
+        (0..count.div_ceil(size)).map(move |i| {
+            let start = i * size;
+            Gradients { from: from + 4 * start, count: size.min(count - start) }
+        })
+    };
+    gradients.iter().flat_map(pieces_of).collect()
+}
+
 impl Workspace {
     /// `Side` of each feature: where its gradient and its records are. A table that lost its records since gets `nowhere`.
     pub fn sides(&self, tables: &[GpuTable], saved: &Saved, gradients: &[u64], nowhere: u64) -> Vec<Side> {
@@ -74,7 +88,7 @@ impl Workspace {
     pub fn check_finite(&self, gradients: &[Gradients], is_bad: &Buffer<u32>, stream: Stream) -> Result<()> {
         let check = self.device.kernel(&CONTROL, &format!("check_finite<{CHECKED}>"))?;
         let is_bad = is_bad.address();
-        for some in gradients.chunks(CHECKED) {
+        for some in pieces(gradients).chunks(CHECKED) {
             let mut list = [Gradients::default(); CHECKED];
             list[..some.len()].copy_from_slice(some);
             let count = some.len() as u32;
@@ -321,5 +335,25 @@ impl Workspace {
         self.merge(&saved, sums.address(), stream)?;
         self.device.synchronize()?;
         Ok((saved, sums))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_of_gradients_are_all_of_them_and_alike() {
+        let gradients = [(1 << 40, 9_000_000), (64, 100), (128, 0)];
+        let gradients = gradients.map(|(from, count)| Gradients { from, count });
+        let pieces = pieces(&gradients);
+        assert!(pieces.len() <= CHECKED && pieces.iter().all(|p| p.count <= 80_000));
+        let mut next = 1 << 40;
+        for piece in &pieces[..pieces.len() - 1] {
+            assert_eq!(piece.from, next);
+            next += 4 * piece.count;
+        }
+        assert_eq!(next, (1 << 40) + 4 * 9_000_000);
+        assert_eq!(pieces[pieces.len() - 1], gradients[1]);
     }
 }

@@ -75,9 +75,12 @@ impl Feature<'_> {
 
     /// Whether what a gradient is multiplied by differs from id to id.
     pub(super) fn is_weighted(&self) -> bool {
-        let differs = matches!(self.bags, Bags::Ragged { .. }) || self.padding_key.is_some();
-        let is_scaled = self.combiner != Combiner::Sum && !matches!(self.bags, Bags::Each);
-        self.weights.is_some() || (is_scaled && differs)
+        let differs = match self.bags {
+            Bags::Each | Bags::Fixed { hotness: 1, .. } => false,
+            Bags::Fixed { .. } => self.padding_key.is_some(),
+            Bags::Ragged { .. } => true,
+        };
+        self.weights.is_some() || (self.combiner != Combiner::Sum && differs)
     }
 
     /// Splits that are kept for the gradients of its weights.
@@ -98,6 +101,9 @@ impl Feature<'_> {
         match self.bags {
             Bags::Fixed { num_bags, hotness } if num_bags.checked_mul(hotness) != Some(self.ids.len) => {
                 fail(format!("{} ids do not make {num_bags} bags of {hotness}", self.ids.len))
+            }
+            Bags::Ragged { num_bags: 0, .. } if self.ids.len > 0 => {
+                fail(format!("row_splits of no bags must come without ids. Received: {}", self.ids.len))
             }
             _ => Ok(()),
         }
@@ -131,6 +137,7 @@ mod tests {
         assert!(!is_weighted(Bags::Each, Combiner::Mean, false, Some(0)));
         assert!(!is_weighted(fixed, Combiner::Mean, false, None));
         assert!(!is_weighted(ragged, Combiner::Sum, false, Some(0)));
+        assert!(!is_weighted(Bags::Fixed { num_bags: 12, hotness: 1 }, Combiner::Mean, false, Some(0)));
         assert!(is_weighted(fixed, Combiner::Mean, false, Some(0)));
         assert!(is_weighted(ragged, Combiner::Sqrtn, false, None));
         assert!(is_weighted(Bags::Each, Combiner::Sum, true, None));
@@ -143,6 +150,8 @@ mod tests {
     fn lengths_that_do_not_add_up_are_refused() {
         let wrong = feature(Bags::Fixed { num_bags: 5, hotness: 4 }, Combiner::Sum, false, None);
         assert_eq!(wrong.validate().unwrap_err().to_string(), "feature `f`: 12 ids do not make 5 bags of 4");
+        let none = feature(Bags::Ragged { splits: 1, wide: true, num_bags: 0 }, Combiner::Sum, false, None);
+        assert!(none.validate().unwrap_err().to_string().contains("no bags must come without ids"));
         assert!(feature(Bags::Each, Combiner::Sum, false, None).validate().is_ok());
     }
 }
