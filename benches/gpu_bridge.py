@@ -6,6 +6,8 @@ out, under JAX's jit, PyTorch eager or a tf.function.
 Prints a row of a table: the median over batches of ids drawn afresh, one in a hundred new.
 """
 
+import contextlib
+import itertools
 import os
 import statistics
 import sys
@@ -67,7 +69,7 @@ def torch_step(plan, tables, gradients):
         return sok.backend.apply(tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
 
     trigger = torch.zeros(64, 2, device="cuda", requires_grad=True)
-    return step, trigger, lambda ids: [torch.as_tensor(i, device="cuda") for i in ids], torch.cuda.synchronize
+    return step, trigger, lambda ids: [torch.as_tensor(i, device="cuda") for i in ids]
 
 
 def jax_step(plan, tables, gradients):
@@ -90,7 +92,7 @@ def jax_step(plan, tables, gradients):
     def run(ids, trigger):
         return step(ids, trigger, given)
 
-    return run, jnp.zeros((64, 2)), lambda ids: [jnp.asarray(i) for i in ids], lambda: jax.effects_barrier()
+    return run, jnp.zeros((64, 2)), lambda ids: [jnp.asarray(i) for i in ids]
 
 
 def tensorflow_step(plan, tables, gradients):
@@ -110,45 +112,73 @@ def tensorflow_step(plan, tables, gradients):
         return sok.backend.apply(tables, scalars, norm, [trigger])[0]
 
     # TensorFlow keeps int32 in host memory.
-    return step, tf.zeros((64, 2)), lambda ids: tf.constant(ids.astype("int64")), lambda: None
+    return step, tf.zeros((64, 2)), lambda ids: tf.constant(ids.astype("int64"))
+
+
+def ways():
+    """How a backend's steps are made, by name."""
+    if BACKEND != "torch":
+        return {BACKEND: contextlib.nullcontext}
+    import torch
+
+    # PyTorch hands a backward on a GPU to a thread of its own and waits for it: twice a step a thread is woken. A model pays that once,
+    # whatever its layers are.
+    return {
+        "torch": contextlib.nullcontext,
+        "torch, backward in the caller's thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    }
 
 
 def main():
     layer, plan, tables = make()
     random = np.random.default_rng(0)
     gradients = [random.normal(size=(SAMPLES, DIM)).astype("float32") for _ in range(TABLES)]
-    step, trigger, on_device, _ = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[BACKEND](
+    step, trigger, on_device = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[BACKEND](
         plan, tables, gradients
     )
-    batches = [on_device(draw(number)) for number in range(WARM + TIMED)]
+    numbers = itertools.count()
+    native = dict(zip(("held", "merged"), map(float, sys.argv[1:3]), strict=False))
+    how = "merged" if BACKEND == "jax" else "held"
+
+    def batches(count):
+        return [on_device(draw(next(numbers))) for _ in range(count)]
 
     def read(value):
         return float(np.asarray(keras.ops.convert_to_numpy(value))[0, 0])
 
-    times = []
-    for ids in batches:
+    def alone():
+        nonlocal trigger
+        times = []
+        for ids in batches(WARM + TIMED):
+            read(trigger)
+            layer.get_tables()["t0"].synchronize()
+            start = time.perf_counter()
+            trigger = step(ids, trigger)
+            read(trigger)
+            times.append(1e3 * (time.perf_counter() - start))
+        return times[WARM:]
+
+    def in_a_row():
+        """As training does: what the host does is hidden behind the device."""
+        nonlocal trigger
+        all_ids = batches(TIMED)
         read(trigger)
-        layer.get_tables()["t0"].synchronize()
         start = time.perf_counter()
-        trigger = step(ids, trigger)
-        read(trigger)
-        times.append(1e3 * (time.perf_counter() - start))
-    alone = statistics.median(times[WARM:])
-    # One after the other, as training does: what the host does is hidden behind the device. Twice, as frameworks get more memory for
-    # steps that overlap.
-    for _ in range(2):
-        start = time.perf_counter()
-        for ids in batches[WARM:]:
+        for ids in all_ids:
             trigger = step(ids, trigger)
         read(trigger)
-        in_a_row = 1e3 * (time.perf_counter() - start) / TIMED
-    native = dict(zip(("held", "merged"), map(float, sys.argv[1:3]), strict=False))
-    how = "merged" if BACKEND == "jax" else "held"
-    above = f"{1e3 * (in_a_row - native[how]):.0f}" if how in native else ""
-    print(f"| {BACKEND} | {how} | {in_a_row:.3f} | {alone:.3f} | {above} |")
-    if path := os.environ.get("SOK_SAMPLES"):
-        with open(path, "a") as file:
-            print(f"{BACKEND} step alone [ms]: {times[WARM:]}", file=file)
+        return 1e3 * (time.perf_counter() - start) / TIMED
+
+    for name, way in ways().items():
+        with way():
+            times = alone()
+            in_a_row()  # frameworks get more memory for steps that overlap
+            row = in_a_row()
+        above = f"{1e3 * (row - native[how]):.0f}" if how in native else ""
+        print(f"| {name} | {how} | {row:.3f} | {statistics.median(times):.3f} | {above} |")
+        if path := os.environ.get("SOK_SAMPLES"):
+            with open(path, "a") as file:
+                print(f"{name} step alone [ms]: {times}", file=file)
 
 
 main()

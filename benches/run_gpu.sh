@@ -16,7 +16,7 @@ tests() {
   conform table a_fresh a_scan keys_that lengths a_million no_key an_id_outside ten_million
   conform calls any_list_of_calls
   conform steps any_list_of_steps
-  conform dims every_dim
+  conform dims every_dim_and
   conform bags any_bags
   conform large large_calls millions a_call a_key weights_and
   conform streams calls_on a_steady steps_near
