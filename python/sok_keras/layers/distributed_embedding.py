@@ -72,7 +72,8 @@ class DistributedEmbedding(TableLayer):
     Input shape:
         Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
         `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX
-        without x64. `weights`: floats, nested and shaped alike, ragged or sparse where the ids are, and in the same places.
+        without x64. `weights`: floats, nested and shaped alike, ragged or sparse where the ids are, and in the same places; an id of
+        weight 0 gets no row and adds nothing.
 
     Output shape:
         Nested as `feature_configs`: `(batch, ..., embedding_dim)`, a `RaggedTensor` if an outer axis of the ids is ragged.

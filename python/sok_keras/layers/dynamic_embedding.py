@@ -49,7 +49,7 @@ class DynamicEmbedding(TableLayer):
     Input shape:
         Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
         TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape,
-        ragged or sparse where the ids are, and in the same places.
+        ragged or sparse where the ids are, and in the same places; an id of weight 0 gets no row and adds nothing.
 
     Output shape:
         `(..., output_dim)`; with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
