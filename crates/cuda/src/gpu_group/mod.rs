@@ -527,12 +527,6 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Numbers of the features of a lookup that have weights.
-    pub fn weighted_features(&self, lookup: u64) -> Vec<usize> {
-        let saved = self.lookups.iter().find(|l| l.number == lookup);
-        saved.map(|l| l.saved.weighted_features()).unwrap_or_default()
-    }
-
     fn check_gradients(&self, saved: &Saved, lens: &[usize]) -> Result<()> {
         if lens.len() != saved.features.len() {
             return Err(Error::argument(format!(

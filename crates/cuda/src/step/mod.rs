@@ -58,7 +58,6 @@ pub struct SavedFeature {
     pub num_ids: usize,
     pub dim: usize,
     scale: f32,
-    has_weights: bool,
 }
 
 /// The bags of a call, as kernels/forward.cu has it; of any kind one more than `SUMMED`.
@@ -91,10 +90,6 @@ impl Saved {
     /// Whether kernels can read rows of gradients at these addresses: four numbers at once, where rows are made of fours.
     pub fn is_aligned(&self, rows: &[u64]) -> bool {
         self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % 16 == 0)
-    }
-
-    pub fn weighted_features(&self) -> Vec<usize> {
-        (0..self.features.len()).filter(|&f| self.features[f].has_weights).collect()
     }
 
     fn work(&self, workspace: &Workspace, prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
@@ -478,7 +473,6 @@ impl Workspace {
             num_ids: f.ids.len,
             dim: tables[f.table].config.dim,
             scale: f.scale(),
-            has_weights: f.weights.is_some(),
         };
         Ok(Some(Saved {
             memory,

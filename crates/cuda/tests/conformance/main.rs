@@ -1,0 +1,292 @@
+//! Tables on a GPU beside the model that the host's are held against: rows and states bit for bit.
+//!
+//! Needs a GPU: `cargo test -p sok-cuda --test conformance -- --ignored`.
+
+#[path = "../../../core/tests/common/mod.rs"]
+mod common;
+mod streams;
+mod subject;
+
+use std::sync::{Arc, LazyLock};
+
+use common::group::{Input, Shape};
+use common::large::{any_update, large_config, large_ops, skewed_keys};
+use common::steps::{op, run_all};
+use common::strategies::{config, plain_config, table_or_rule_op, update};
+use common::subject::{HostSubject, Maker, Subject};
+use common::table::ModelTable;
+use common::{Dice, bits, scan, unwritten};
+use proptest::prelude::*;
+use sok_core::batch::Combiner;
+use sok_core::error::Error;
+use sok_core::host_group::Binding;
+use sok_core::host_table::HostTable;
+use sok_core::optimizer::UpdateScalars;
+use sok_core::pool::Pool;
+use sok_core::table::{OutOfVocabulary, Table, TableConfig};
+use sok_cuda::gpu_table::GpuTable;
+use sok_cuda::memory::Buffer;
+use subject::{DEVICE, GpuSubject};
+
+static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
+
+const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64] };
+const EVERY_DIM: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
+const ALL_DIMS: Maker = Maker { dims: &[], ..GPU };
+
+fn group_on_gpu(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
+    vec![Box::new(GpuSubject::new(configs))]
+}
+
+fn table_on_gpu(config: TableConfig) -> Box<dyn Table> {
+    Box::new(GpuTable::new(&DEVICE, config).unwrap())
+}
+
+suite!(GPU, #[ignore = "needs a GPU"]);
+table_suite!(table_on_gpu, #[ignore = "needs a GPU"]);
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 120, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn any_list_of_calls_leaves_a_table_as_its_model(
+        config in config(),
+        ops in prop::collection::vec(table_or_rule_op(), 1..25),
+    ) {
+        let (mut table, mut model) = (table_on_gpu(config.clone()), ModelTable::new(config));
+        for op in ops {
+            op.run(&mut model, &mut [&mut *table]);
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn any_list_of_steps_leaves_a_group_as_its_model(
+        configs in prop::collection::vec(config(), 1..5),
+        update in update(),
+        ops in prop::collection::vec(op(), 1..30),
+    ) {
+        run_all(&configs, update, &ops, &GPU);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn large_calls_leave_a_group_as_its_model() {
+    for seed in 0..24 {
+        println!("seed {seed}");
+        let mut dice = Dice(seed);
+        let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
+        let update = any_update(&mut dice);
+        let ops = large_ops(&mut dice, configs.len());
+        run_all(&configs, update, &ops, &GPU);
+    }
+}
+
+/// Sorts of two and three passes, of every size of block, and of so many blocks that they tell each other in groups of groups; a small table beside.
+#[test]
+#[ignore = "needs a GPU"]
+fn millions_of_ids_of_a_table_follow_the_host() {
+    for (len, range) in [(20_000, 1000), (300_000, 1000), (700_000, 1 << 20), (4_000_000, 1 << 24)] {
+        let mut dice = Dice(range);
+        let configs = [plain_config("a", 1), plain_config("b", 3), plain_config("c", 1)];
+        let mut subjects: [Box<dyn Subject>; 2] =
+            [Box::new(HostSubject::new(&configs, &POOL)), Box::new(GpuSubject::new(&configs))];
+        let binding = Binding { owner: 1, update: any_update(&mut dice), needs_norm: false };
+        subjects.iter_mut().for_each(|subject| subject.bind(binding).unwrap());
+        for step in 1..=3 {
+            let many: Vec<u64> = (0..len).map(|_| dice.below(range)).collect();
+            let keys = [skewed_keys(&mut dice, 1001, 5000), skewed_keys(&mut dice, 70_001, 5000), many];
+            let inputs: Vec<Input> = [1, 2, 0, 2].map(|k: usize| Input::plain(k, &keys[k])).into();
+            let gradients = inputs.iter().map(|i| dice.floats(i.ids.keys().len() * configs[i.table].dim));
+            let gradients = Arc::new(gradients.collect::<Vec<_>>());
+            let rows = subjects.each_mut().map(|subject| {
+                let (number, rows) = subject.lookup(&inputs, true, true).unwrap();
+                subject.push(number, number, &gradients, true, &[]).unwrap();
+                subject.commit(&[(number, 1.0)], true).unwrap();
+                subject.apply(UpdateScalars { learning_rate: 0.05, step, factor: 1.0 }, true).unwrap();
+                rows
+            });
+            for (feature, (host, gpu)) in rows[0].iter().zip(&rows[1]).enumerate() {
+                assert!(bits(host) == bits(gpu), "{len} ids, step {step}, feature {feature}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn ten_million_operations_leave_it_as_the_host_table() {
+    let seed = 20261121;
+    println!("seed {seed}");
+    let mut dice = Dice(seed);
+    let config = TableConfig { initial_capacity: 1000, ..plain_config("t", 3) };
+    let mut host = HostTable::new(config.clone()).unwrap();
+    let mut gpu = GpuTable::new(&DEVICE, config).unwrap();
+    let before = gpu.stats();
+    for round in 0..200u64 {
+        let range = 20_000 << (round / 20);
+        let keys: Vec<u64> =
+            (0..50_000).map(|_| dice.below(range).wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+        let mut rows = [unwritten(3 * keys.len()), unwritten(3 * keys.len())];
+        let mut found = [vec![false; keys.len()], vec![false; keys.len()]];
+        match dice.below(6) {
+            0 => assert_eq!(host.erase(&keys), gpu.erase(&keys)),
+            1 => {
+                let values = dice.floats(3 * keys.len());
+                assert_eq!(
+                    host.assign(&keys, &values, true).unwrap(),
+                    gpu.assign(&keys, &values, true).unwrap()
+                );
+            }
+            2 => {
+                host.find(&keys, &mut rows[0], &mut found[0]).unwrap();
+                gpu.find(&keys, &mut rows[1], &mut found[1]).unwrap();
+            }
+            _ => {
+                let outcomes = host.find_or_insert(&keys, &mut rows[0]).unwrap();
+                assert_eq!(gpu.find_or_insert(&keys, &mut rows[1]).unwrap(), outcomes);
+            }
+        }
+        assert_eq!(found[0], found[1], "round {round}");
+        assert!(bits(&rows[0]) == bits(&rows[1]), "round {round}");
+    }
+    assert!(scan(&host, 100_000) == scan(&gpu, 100_000));
+    let after = gpu.stats();
+    assert!(after.capacity > 100 * before.capacity && after.bytes > before.bytes, "it has grown");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn no_key_is_lost_at_load_98_of_the_index() {
+    let config = TableConfig { initial_capacity: 1_000_000, ..plain_config("t", 1) };
+    let mut gpu = GpuTable::with_load(&DEVICE, config, 0.98).unwrap();
+    let capacity = gpu.stats().capacity;
+    let keys: Vec<u64> = (0..capacity).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+    let rows: Vec<f32> = (0..capacity).map(|i| i as f32).collect();
+    for (keys, rows) in keys.chunks(100_000).zip(rows.chunks(100_000)) {
+        assert_eq!(gpu.assign(keys, rows, true).unwrap().inserted, keys.len() as u64);
+    }
+    assert_eq!(gpu.len() as u64, capacity);
+    println!("room for {capacity} keys at load 0.98, then for {}", gpu.stats().capacity);
+    let (mut got, mut found) = (unwritten(keys.len()), vec![false; keys.len()]);
+    gpu.find(&keys, &mut got, &mut found).unwrap();
+    assert!(found.iter().all(|f| *f) && got == rows);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn an_id_outside_a_static_table_is_told_at_the_next_call() {
+    let config = TableConfig {
+        vocabulary_size: Some(10),
+        out_of_vocabulary: OutOfVocabulary::Raise,
+        ..plain_config("fixed", 2)
+    };
+    let mut subject = GpuSubject::new(&[config]);
+    let error = subject.lookup(&[Input::plain(0, &[2, 10])], true, true).unwrap_err();
+    assert!(matches!(error, Error::OutOfVocabulary { id: 10, last: 9, .. }), "{error}");
+    let (_, rows) = subject.lookup(&[Input::plain(0, &[2, 9])], true, true).unwrap();
+    assert!(rows[0].iter().all(|x| *x != 123456.0));
+    assert_eq!(scan(subject.table(0), 10).into_keys().collect::<Vec<_>>(), [2, 9]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_dim_and_rule_gives_the_hosts_bits() {
+    for (i, rule) in common::strategies::rules().into_iter().enumerate() {
+        let chosen = if i == 3 { &EVERY_DIM[..] } else { &[EVERY_DIM[i % 9], 64][..] };
+        let configs: Vec<TableConfig> =
+            chosen.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
+        let mut dice = Dice(i as u64);
+        // Rows alone, bags alone, both.
+        let inputs = |dice: &mut Dice, step: u64| {
+            let keys = |dice: &mut Dice, n| {
+                (0..n)
+                    .map(|i| {
+                        let range = [20, 400, 1 << 40][i % 3];
+                        dice.below(range)
+                    })
+                    .collect::<Vec<u64>>()
+            };
+            let input = |(table, dice): (usize, &mut Dice)| {
+                let plain = Input::plain(table, &keys(dice, 699));
+                let is_of_bags = step == 2 || step == 3 && table % 2 == 0;
+                let shape = Shape::Fixed { num_bags: 233, hotness: 3 };
+                if is_of_bags { Input { shape, ..plain } } else { plain }
+            };
+            (0..configs.len()).map(|t| input((t, dice))).collect::<Vec<_>>()
+        };
+        let mut ops = Vec::new();
+        for step in 1..5 {
+            use common::steps::Op;
+            ops.push(Op::Lookup { inputs: inputs(&mut dice, step), insert: true, save: true });
+            ops.push(Op::Push { lookup: usize::MAX, hold: step % 2 == 1, seed: dice.next() });
+            ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
+            let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
+            ops.push(Op::Apply { scalars, is_update: true });
+        }
+        run_all(&configs, common::large::plain_update(rule), &ops, &ALL_DIMS);
+    }
+}
+
+/// Weights, padding, bags of any length, ids that nobody knows: lanes of all numbers, some of them without columns.
+#[test]
+#[ignore = "needs a GPU"]
+fn any_bags_follow_the_model_at_every_dim() {
+    use common::steps::Op;
+    let configs: Vec<TableConfig> =
+        EVERY_DIM.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
+    let combiners = [Combiner::Sum, Combiner::Mean, Combiner::Sqrtn];
+    let mut dice = Dice(29);
+    let mut ops = Vec::new();
+    for step in 1..=3 {
+        let mut inputs = || {
+            let input = |table: usize| {
+                let shape = match (table + step) % 3 {
+                    0 => Shape::Each,
+                    1 => Shape::Fixed { num_bags: 60, hotness: 5 },
+                    _ => common::large::ragged(&mut dice, 300),
+                };
+                let keys: Vec<u64> = (0..300).map(|_| dice.below([10, 100, 1 << 40][step - 1])).collect();
+                let weights = (0..300).map(|_| dice.pick(&common::strategies::WEIGHTS)).collect::<Vec<f32>>();
+                let weights = (table != 4).then_some(weights);
+                let (combiner, padding_key) = (combiners[(table / 3 + step) % 3], Some(3));
+                Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
+            };
+            (0..configs.len()).map(input).collect::<Vec<_>>()
+        };
+        ops.push(Op::Lookup { inputs: inputs(), insert: false, save: false });
+        ops.push(Op::Lookup { inputs: inputs(), insert: step != 3, save: true });
+        ops.push(Op::Push { lookup: usize::MAX, hold: step == 1, seed: dice.next() });
+        ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
+        let scalars = UpdateScalars { learning_rate: 0.05, step: step as u64, factor: 1.0 };
+        ops.push(Op::Apply { scalars, is_update: true });
+    }
+    run_all(&configs, common::large::plain_update(common::strategies::rules()[0]), &ops, &ALL_DIMS);
+}
+
+/// Takes nearly all memory of the device, so it runs alone.
+#[test]
+#[ignore = "needs a GPU for itself"]
+fn memory_that_is_missing_is_told_and_changes_nothing() {
+    let mut gpu = GpuTable::new(&DEVICE, plain_config("large", 1024)).unwrap();
+    let keys: Vec<u64> = (0..300_000).collect();
+    let mut rows = unwritten(1024 * keys.len());
+    gpu.find_or_insert(&keys[..1000], &mut rows[..1024 * 1000]).unwrap();
+    let before = scan(&gpu, 10_000);
+    let (free, _) = DEVICE.context.mem_get_info().unwrap();
+    let taken = Buffer::<u8>::uninit(&DEVICE.context, free - (700 << 20)).unwrap();
+    let error = gpu.find_or_insert(&keys, &mut rows).unwrap_err();
+    let Error::Device(message) = &error else { panic!("{error}") };
+    println!("{message}");
+    for part in
+        ["table `large` wants ", "bytes of GPU memory", "are free", "XLA_PYTHON_CLIENT", "max_capacity"]
+    {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(scan(&gpu, 10_000) == before);
+    drop(taken);
+    gpu.find_or_insert(&keys, &mut rows).unwrap();
+    assert_eq!(gpu.len(), keys.len());
+}

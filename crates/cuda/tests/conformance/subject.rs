@@ -1,0 +1,222 @@
+//! A group of GPU tables as the suites see it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock};
+
+use cudarc::driver::CudaStream;
+use sok_core::error::Result;
+use sok_core::host_group::Binding;
+use sok_core::optimizer::UpdateScalars;
+use sok_core::push::Keep;
+use sok_core::table::{Table, TableConfig};
+use sok_core::ticket::TICKET_LEN;
+use sok_cuda::device::{Device, Stream};
+use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
+use sok_cuda::memory::{Buffer, Plain};
+use sok_cuda::optimizer;
+use sok_cuda::step::{Bags, Feature, KeyType};
+
+use crate::common::group::{Ids, Input, Shape};
+use crate::common::subject::{Kept, Subject, sum_of_tickets};
+use crate::common::unwritten;
+
+pub static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[]).unwrap());
+
+/// A group, and streams that take turns.
+pub struct GpuSubject {
+    group: GpuGroup,
+    streams: Vec<Arc<CudaStream>>,
+    calls: usize,
+    /// By lookup: its features that have weights.
+    weighted: BTreeMap<u64, Vec<usize>>,
+    tickets: BTreeMap<u64, Vec<f32>>,
+    held: Vec<Kept>,
+    /// Inputs of calls that may still run.
+    inputs: Vec<Box<dyn std::any::Any>>,
+}
+
+pub fn on_device<T: Plain>(values: &[T]) -> Buffer<T> {
+    Buffer::from_slice(&DEVICE.context, values).unwrap()
+}
+
+impl GpuSubject {
+    pub fn new(configs: &[TableConfig]) -> GpuSubject {
+        GpuSubject {
+            group: GpuGroup::new(&DEVICE, configs.to_vec()).unwrap(),
+            streams: (0..3).map(|_| DEVICE.context.new_stream().unwrap()).collect(),
+            calls: 0,
+            weighted: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            held: Vec::new(),
+            inputs: Vec::new(),
+        }
+    }
+
+    fn stream(&mut self) -> Stream {
+        self.calls += 1;
+        Stream(self.streams[self.calls % self.streams.len()].cu_stream())
+    }
+
+    fn keep<T: Plain + 'static>(&mut self, values: &[T]) -> u64 {
+        let buffer = on_device(values);
+        let address = buffer.address();
+        self.inputs.push(Box::new(buffer));
+        address
+    }
+
+    fn ids(&mut self, ids: &Ids) -> sok_cuda::step::Ids {
+        let (address, high, key_type, len) = match ids {
+            Ids::I64(ids) => (self.keep(ids), 0, KeyType::Wide, ids.len()),
+            Ids::U64(ids) => (self.keep(ids), 0, KeyType::Wide, ids.len()),
+            Ids::I32(ids) => (self.keep(ids), 0, KeyType::Signed, ids.len()),
+            Ids::U32(ids) => (self.keep(ids), 0, KeyType::Unsigned, ids.len()),
+            Ids::Words(low, high) => (self.keep(low), self.keep(high), KeyType::Words, low.len()),
+        };
+        sok_cuda::step::Ids { address, high, key_type, len }
+    }
+}
+
+impl Subject for GpuSubject {
+    fn name(&self) -> String {
+        "GPU".into()
+    }
+
+    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
+        let rows: Vec<Buffer<f32>> = inputs
+            .iter()
+            .map(|i| on_device(&unwritten(i.bags().len() * self.group.table(i.table).config().dim)))
+            .collect();
+        let mut features = Vec::new();
+        for (input, rows) in inputs.iter().zip(&rows) {
+            let ids = self.ids(&input.ids);
+            let bags = match &input.shape {
+                Shape::Each => Bags::Each,
+                Shape::Fixed { num_bags, hotness } => Bags::Fixed { num_bags: *num_bags, hotness: *hotness },
+                Shape::RaggedI64(s) => {
+                    Bags::Ragged { splits: self.keep(s), wide: true, num_bags: s.len() - 1 }
+                }
+                Shape::RaggedI32(s) => {
+                    Bags::Ragged { splits: self.keep(s), wide: false, num_bags: s.len() - 1 }
+                }
+            };
+            features.push(Feature {
+                name: &input.name,
+                table: input.table,
+                ids,
+                bags,
+                combiner: input.combiner,
+                weights: input.weights.as_ref().map(|w| self.keep(w)),
+                padding_key: input.padding_key,
+                rows: rows.address(),
+            });
+        }
+        let stream = self.stream();
+        let number = self.group.lookup(&features, insert, save, None, stream)?;
+        DEVICE.synchronize()?;
+        self.inputs.clear();
+        if let Some(fault) = self.group.take_fault() {
+            return Err(fault);
+        }
+        let weighted = (0..inputs.len()).filter(|&f| inputs[f].weights.is_some()).collect();
+        self.weighted.insert(number, weighted);
+        Ok((number, rows.iter().map(|r| r.to_vec().unwrap()).collect()))
+    }
+
+    fn push(
+        &mut self,
+        number: u64,
+        lookup: u64,
+        gradients: &Kept,
+        hold: bool,
+        ids: &[usize],
+    ) -> Result<Vec<Vec<f32>>> {
+        // A framework's row of a batch of one may begin anywhere.
+        let before = usize::from(number.is_multiple_of(3));
+        let given = |g: &Vec<f32>| on_device(&[&[7.0][..before], g].concat());
+        let rows: Vec<Buffer<f32>> = gradients.iter().map(given).collect();
+        let weights: Vec<Buffer<f32>> = ids.iter().map(|n| on_device(&unwritten(*n))).collect();
+        let weighted = self.weighted.get(&lookup).into_iter().flatten().copied();
+        let weight_gradients: Vec<_> = weighted.zip(weights.iter().map(Buffer::address)).collect();
+        let ticket = on_device(&unwritten(TICKET_LEN));
+        let addresses = rows.iter().map(|rows| rows.at(before)).collect();
+        let lens: Vec<usize> = gradients.iter().map(Vec::len).collect();
+        let (keep, merged_at_once) =
+            if hold { (Some(Box::new((gradients.clone(), rows)) as Keep), None) } else { (None, Some(rows)) };
+        let output = OutputGradients { rows: addresses, keep, check_finite: true };
+        let stream = self.stream();
+        self.group.push(
+            LookupNumber::Known(lookup),
+            output,
+            &lens,
+            &weight_gradients,
+            ticket.address(),
+            stream,
+        )?;
+        self.tickets.insert(number, ticket.to_vec()?);
+        drop(merged_at_once);
+        if hold {
+            self.held.push(gradients.clone());
+        }
+        weights.iter().map(Buffer::to_vec).collect()
+    }
+
+    fn ticket(&self, number: u64) -> &[f32] {
+        &self.tickets[&number]
+    }
+
+    fn commit(&mut self, named: &[(u64, f32)], is_update: bool) -> Result<f64> {
+        let ticket = on_device(&sum_of_tickets(&self.tickets, named));
+        let (norm, flag) = (on_device(&[-1.0f32]), on_device(&[f32::from(u8::from(is_update))]));
+        let binding = self.binding().unwrap();
+        let (accumulates, stream) = ((!is_update).then(|| flag.address()), self.stream());
+        let tickets = [ticket.address()];
+        optimizer::commit(&mut [&mut self.group], &[binding], &tickets, accumulates, norm.address(), stream)?;
+        let norm = norm.to_vec()?[0];
+        self.group.settle()?;
+        Ok(f64::from(norm))
+    }
+
+    fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
+        let flag = f32::from(u8::from(is_update));
+        let scalars = on_device(&[update.learning_rate, update.step as f32, flag, update.factor]);
+        let (trigger, new) = (on_device(&[0.5f32; TICKET_LEN]), on_device(&[0.0f32; TICKET_LEN]));
+        let (triggers, stream) = ([(trigger.address(), new.address())], self.stream());
+        optimizer::apply(&mut [&mut self.group], &[*binding], scalars.address(), true, &triggers, stream)?;
+        let new = new.to_vec()?;
+        assert!(new[0] == 0.5 || new[0] == 1.5, "{}", new[0]);
+        assert_eq!(new[1..], [0.5; TICKET_LEN - 1]);
+        Ok(())
+    }
+
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        self.group.bind(binding)
+    }
+
+    fn binding(&self) -> Option<Binding> {
+        self.group.binding().copied()
+    }
+
+    fn num_tables(&self) -> usize {
+        self.group.num_tables()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        self.group.table(number)
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.group.table_mut(number)
+    }
+
+    fn pending_pushes(&mut self) -> usize {
+        self.group.pending_pushes()
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        self.group.take_refused()
+    }
+
+    fn take_held(&mut self) -> Vec<Kept> {
+        std::mem::take(&mut self.held)
+    }
+}
