@@ -3,7 +3,7 @@ out, under JAX's jit, PyTorch eager or a tf.function.
 
     KERAS_BACKEND=torch python benches/gpu_bridge.py [ms of the native step, held, merged]
 
-Prints a row of a table: the median over batches of ids drawn afresh, one in a hundred new.
+Prints rows of a table, a way of making steps each, over batches of ids drawn afresh, one in a hundred new.
 """
 
 import contextlib

@@ -10,8 +10,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::{ADAM, Bench, config, draw_row, keep_samples, key_of, median, unit};
-use cudarc::driver::CudaEvent;
+use common::{ADAM, Bench, Shape, config, draw_row, fill, keep_samples, key_of, median, time_in_a_row, unit};
 use sok_core::batch::{self, Combiner};
 use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
 use sok_core::key::Key;
@@ -21,7 +20,6 @@ use sok_core::push::GradientRows;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::Buffer;
 use sok_cuda::optimizer;
-use sok_cuda::step::{Bags, Feature, Ids, KeyType};
 
 struct Work {
     name: &'static str,
@@ -54,6 +52,12 @@ const fn work(name: &'static str, tables: usize, samples: usize, hotness: usize,
     }
 }
 
+impl Work {
+    fn shape(&self) -> Shape {
+        Shape { tables: self.tables, samples: self.samples, hotness: self.hotness, dim: self.dim }
+    }
+}
+
 const WORKS: [Work; 6] = [
     Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
     Work {
@@ -82,8 +86,6 @@ const WORKS: [Work; 6] = [
 
 const WARM: usize = 5;
 const TIMED: usize = 20;
-/// Steps between two events: one after each step would keep the next from being made ready meanwhile, as none does in training.
-const IN_A_ROW: usize = 4;
 
 /// Ids of a step, table after table: one in a hundred of a row that no step before had.
 fn ids(work: &Work, step: usize) -> Vec<Key> {
@@ -142,42 +144,10 @@ impl<'a> Gpu<'a> {
         }
     }
 
-    fn features(&self, ids: u64, samples: usize, hotness: usize) -> Vec<Feature<'static>> {
-        let of_table = samples * hotness;
-        let is_weighted = self.work.weighted && samples == self.work.samples && hotness == self.work.hotness;
-        let feature = |t: usize| Feature {
-            name: "f",
-            table: t,
-            ids: Ids {
-                address: ids + (t * of_table * 8) as u64,
-                high: 0,
-                key_type: KeyType::Wide,
-                len: of_table,
-            },
-            bags: if hotness == 1 { Bags::Each } else { Bags::Fixed { num_bags: samples, hotness } },
-            combiner: Combiner::Sum,
-            weights: is_weighted.then(|| self.weights.at(t * of_table)),
-            padding_key: None,
-            rows: self.rows.at(t * samples * self.work.dim),
-        };
-        (0..self.work.tables).map(feature).collect()
-    }
-
-    /// All rows of the vocabulary.
-    fn fill(&mut self) {
-        for start in (0..self.work.vocabulary).step_by(self.work.samples) {
-            let keys: Vec<Key> =
-                (start..(start + self.work.samples as u64).min(self.work.vocabulary)).map(key_of).collect();
-            let all: Vec<Key> = keys.iter().copied().cycle().take(keys.len() * self.work.tables).collect();
-            let ids = Buffer::from_slice(&self.bench.device.context, &all).unwrap();
-            let features = self.features(ids.address(), keys.len(), 1);
-            self.group.lookup(&features, true, false, None, self.bench.stream()).unwrap();
-        }
-    }
-
     fn step(&mut self, ids: &Buffer<u64>, scalars: &Buffer<f32>, hold: bool) {
         let stream = self.bench.stream();
-        let features = self.features(ids.address(), self.work.samples, self.work.hotness);
+        let weights = self.work.weighted.then(|| self.weights.address());
+        let features = self.work.shape().features(ids.address(), weights, self.rows.address());
         let number = self.group.lookup(&features, true, true, None, stream).unwrap();
         let len = self.work.samples * self.work.dim;
         let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * len)).collect();
@@ -275,7 +245,7 @@ fn time(bench: &Bench, work: &Work, checks: bool) {
     let gradients = normal(work.samples * work.dim * work.tables);
     let batches: Vec<Vec<Key>> = (0..2 * (WARM + TIMED)).map(|step| ids(work, step)).collect();
     let mut gpu = Gpu::new(bench, work, &gradients);
-    gpu.fill();
+    fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
     let upload = |values: &[f32]| Buffer::from_slice(&bench.device.context, values).unwrap();
     for (part, (how, hold)) in [("held", true), ("merged", false)].into_iter().enumerate() {
         let first = part * (WARM + TIMED);
@@ -292,14 +262,7 @@ fn time(bench: &Bench, work: &Work, checks: bool) {
             gpu.step(ids, numbers, hold);
             host_times.push(start.elapsed().as_secs_f32() * 1e6);
         }
-        let mut marks = vec![bench.mark()];
-        for row in inputs[WARM..].chunks(IN_A_ROW) {
-            row.iter().for_each(|(ids, numbers)| gpu.step(ids, numbers, hold));
-            marks.push(bench.mark());
-        }
-        bench.device.synchronize().unwrap();
-        let time = |m: &[CudaEvent]| m[0].elapsed_ms(&m[1]).unwrap() / IN_A_ROW as f32;
-        let times: Vec<f32> = marks.windows(2).map(time).collect();
+        let times = time_in_a_row(bench, &inputs[WARM..], |(ids, numbers)| gpu.step(ids, numbers, hold));
         let (now, host) = (median(&times), median(&host_times));
         let (name, fbgemm, goal) = (work.name, work.fbgemm, work.goals[part]);
         let peer = match work.fbgemm {

@@ -7,11 +7,15 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DEFAULT;
 use cudarc::driver::{CudaEvent, CudaStream};
+use sok_core::batch::Combiner;
 use sok_core::initializer::Initializer;
 use sok_core::key::hash;
 use sok_core::optimizer::{Rule, Update};
 use sok_core::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
 use sok_cuda::device::{Device, Stream};
+use sok_cuda::gpu_group::GpuGroup;
+use sok_cuda::memory::Buffer;
+use sok_cuda::step::{Bags, Feature, Ids, KeyType};
 
 pub struct Bench {
     pub device: Arc<Device>,
@@ -44,6 +48,59 @@ impl Bench {
         let event = self.device.context.new_event(Some(CU_EVENT_DEFAULT)).unwrap();
         event.record(&self.stream).unwrap();
         event
+    }
+}
+
+/// Calls between two events: one after each would keep the next from being made ready meanwhile, as none does in training.
+const IN_A_ROW: usize = 4;
+
+/// Milliseconds of a call on each of `inputs`, as many in a row between two events.
+pub fn time_in_a_row<T>(bench: &Bench, inputs: &[T], mut call: impl FnMut(&T)) -> Vec<f32> {
+    let mut marks = vec![bench.mark()];
+    for row in inputs.chunks(IN_A_ROW) {
+        row.iter().for_each(&mut call);
+        marks.push(bench.mark());
+    }
+    bench.device.synchronize().unwrap();
+    let time = |m: &[CudaEvent]| m[0].elapsed_ms(&m[1]).unwrap() / IN_A_ROW as f32;
+    marks.windows(2).map(time).collect()
+}
+
+/// What a call has of each of its tables: one feature.
+#[derive(Clone, Copy)]
+pub struct Shape {
+    pub tables: usize,
+    pub samples: usize,
+    pub hotness: usize,
+    pub dim: usize,
+}
+
+impl Shape {
+    /// Ids, one array after the other, their weights likewise, and where the rows go.
+    pub fn features(self, ids: u64, weights: Option<u64>, rows: u64) -> Vec<Feature<'static>> {
+        let Shape { tables, samples: num_bags, hotness, dim } = self;
+        let len = num_bags * hotness;
+        let feature = |t: usize| Feature {
+            name: "f",
+            table: t,
+            ids: Ids { address: ids + (t * len * 8) as u64, high: 0, key_type: KeyType::Wide, len },
+            bags: if hotness == 1 { Bags::Each } else { Bags::Fixed { num_bags, hotness } },
+            combiner: Combiner::Sum,
+            weights: weights.map(|weights| weights + (t * len * 4) as u64),
+            padding_key: None,
+            rows: rows + (t * num_bags * dim * 4) as u64,
+        };
+        (0..tables).map(feature).collect()
+    }
+}
+
+/// Inserts keys of the first `vocabulary` rows into each table.
+pub fn fill(bench: &Bench, group: &mut GpuGroup, shape: Shape, vocabulary: u64, rows: u64) {
+    let keys: Vec<u64> = (0..vocabulary).map(key_of).collect();
+    for some in keys.chunks(shape.samples) {
+        let all = Buffer::from_slice(&bench.device.context, &some.repeat(shape.tables)).unwrap();
+        let shape = Shape { samples: some.len(), hotness: 1, ..shape };
+        group.lookup(&shape.features(all.address(), None, rows), true, false, None, bench.stream()).unwrap();
     }
 }
 
