@@ -18,7 +18,9 @@ import numpy as np
 
 import sok_keras as sok
 
-TABLES, SAMPLES, DIM, ROWS, WARM, TIMED = 26, 65_536, 64, 1_000_000, 5, 20
+TABLES, SAMPLES, DIM, ROWS = 26, 65_536, 64, 1_000_000
+# Steps: before a measurement, alone, in a row.
+WARM, ALONE, IN_A_ROW = 5, 20, 100
 BACKEND = keras.backend.backend()
 
 
@@ -33,7 +35,7 @@ def draw(step):
 
 
 def make():
-    tables = [sok.TableConfig(f"t{t}", None, DIM, combiner="sum", initial_capacity=1_100_000) for t in range(TABLES)]
+    tables = [sok.TableConfig(f"t{t}", None, DIM, combiner="sum", initial_capacity=1_300_000) for t in range(TABLES)]
     layer = sok.DistributedEmbedding([sok.FeatureConfig(t.name, t) for t in tables])
     layer.build()
     for table in layer.get_tables().values():
@@ -149,7 +151,7 @@ def main():
     def alone():
         nonlocal trigger
         times = []
-        for ids in batches(WARM + TIMED):
+        for ids in batches(WARM + ALONE):
             read(trigger)
             layer.get_tables()["t0"].synchronize()
             start = time.perf_counter()
@@ -158,22 +160,22 @@ def main():
             times.append(1e3 * (time.perf_counter() - start))
         return times[WARM:]
 
-    def in_a_row():
+    def in_a_row(steps):
         """As training does: what the host does is hidden behind the device."""
         nonlocal trigger
-        all_ids = batches(TIMED)
+        all_ids = batches(steps)
         read(trigger)
         start = time.perf_counter()
         for ids in all_ids:
             trigger = step(ids, trigger)
         read(trigger)
-        return 1e3 * (time.perf_counter() - start) / TIMED
+        return 1e3 * (time.perf_counter() - start) / steps
 
     for name, way in ways().items():
         with way():
             times = alone()
-            in_a_row()  # frameworks get more memory for steps that overlap
-            row = in_a_row()
+            in_a_row(ALONE)  # frameworks get more memory for steps that overlap
+            row = in_a_row(IN_A_ROW)
         above = f"{1e3 * (row - native[how]):.0f}" if how in native else ""
         print(f"| {name} | {how} | {row:.3f} | {statistics.median(times):.3f} | {above} |")
         if path := os.environ.get("SOK_SAMPLES"):

@@ -223,6 +223,46 @@ def test_initializer_without_a_formula_is_refused(initializer):
         sok.DynamicEmbedding(DIM, initializer)
 
 
+# ---- tensors that do not lie in one piece
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone shows strides")
+def test_tensors_need_not_be_dense():
+    import torch
+
+    def step(strided):
+        of = (lambda x: x.T.contiguous().T) if strided else (lambda x: x)
+        layer = distributed(dim=2, combiner="sum", initializer="uniform", seed=3)
+        ids, weights = (
+            of(tensor(np.arange(12).reshape(4, 3))),
+            of(tensor(np.linspace(1, 2, 12, dtype="float32").reshape(4, 3))),
+        )
+        assert ids.is_contiguous() != strided and weights.is_contiguous() != strided
+        upstream = of(tensor(np.arange(8, dtype="float32").reshape(4, 2)))
+        loss = lambda weights: (layer(ids, weights, training=True) * upstream).sum()
+        (of_weights,) = train_step(layer, sok.OptimizerWrapper(keras.optimizers.SGD(0.1)), loss, [weights])
+        return to_numpy(of_weights), table_of(layer).find(np.arange(12))[0]
+
+    for strided, dense in zip(step(True), step(False), strict=True):
+        np.testing.assert_array_equal(strided, dense)
+    parts = torch.arange(24).reshape(4, 6)
+    assert sok.backend.native.are_at([parts, parts[1:2, 1:3], parts[:, 1:1], parts[:1, 2]], None)
+    for part in (parts[:, :3], parts.T, parts[0, ::2], torch.arange(1).expand(4)):
+        assert not sok.backend.native.are_at([parts, part], None)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="of PyTorch's bridge")
+def test_core_reads_tensors_of_its_own_kinds_alone():
+    import torch
+
+    for kind in (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.float32):
+        assert sok.backend.native.are_at([torch.zeros(2, dtype=kind)], None)
+    with pytest.raises(TypeError, match="int32, int64, uint32, uint64 or float32"):
+        sok.backend.native.are_at([torch.zeros(2, dtype=torch.float64)], None)
+    with pytest.raises((TypeError, RuntimeError)):
+        sok.backend.native.are_at([np.zeros(2)], None)
+
+
 # ---- who inserts
 
 LAYERS = {"dynamic": lambda **k: sok.DynamicEmbedding(DIM, **k), "distributed": lambda **k: distributed(**k)}

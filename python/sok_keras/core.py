@@ -35,6 +35,7 @@ class Plan:
             end = start + 1 + words + (axis == "ragged")
             self._places.append((axis, core.dims[table], start, end - 1))
             start = end + weights
+        self.num_features = len(features)
         self.is_on_gpu = core.is_on_gpu
         self.handle = self._native.handle
         plans[self.handle] = self

@@ -114,33 +114,79 @@ pub fn take<'a>(inputs: &mut std::slice::Iter<'a, Tensor>) -> Result<&'a Tensor>
     inputs.next().ok_or_else(|| Error::argument("the call has fewer tensors than its plan"))
 }
 
+/// The tensors of one feature of a lookup.
+pub struct FeatureTensors<'a> {
+    /// Their low words, if there are `high` ones.
+    pub ids: &'a Tensor,
+    pub high: Option<&'a Tensor>,
+    pub splits: Option<&'a Tensor>,
+    pub weights: Option<&'a Tensor>,
+}
+
+impl<'a> FeatureTensors<'a> {
+    /// The next ones of a call, as the plan says.
+    pub fn take(
+        planned: &PlanFeature,
+        inputs: &mut std::slice::Iter<'a, Tensor>,
+    ) -> Result<FeatureTensors<'a>> {
+        Ok(FeatureTensors {
+            ids: take(inputs)?,
+            high: planned.words.then(|| take(inputs)).transpose()?,
+            splits: (planned.axis == Axis::Ragged).then(|| take(inputs)).transpose()?,
+            weights: planned.weights.then(|| take(inputs)).transpose()?,
+        })
+    }
+
+    /// Dims of the feature's rows but for the last, which is the table's.
+    pub fn bag_dims(&self, planned: &PlanFeature) -> Result<Vec<i64>> {
+        if let Some(splits) = self.splits {
+            let empty = || format!("feature `{}`: row splits hold one number at least", planned.name);
+            return Ok(vec![splits.len().checked_sub(1).ok_or_else(|| Error::argument(empty()))? as i64]);
+        }
+        let mut dims = self.ids.dims.clone();
+        if planned.axis == Axis::Last {
+            dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))?;
+        }
+        Ok(dims)
+    }
+
+    /// Of bags that are all of a length.
+    pub fn hotness(&self) -> usize {
+        self.ids.dims.last().map_or(0, |&hotness| hotness as usize)
+    }
+}
+
+/// The rows that a lookup of these tensors gives: shape of each feature's.
+pub fn row_dims(plan: &Plan, inputs: &[Tensor]) -> Result<Vec<Vec<i64>>> {
+    let mut inputs = inputs.iter();
+    let of_feature = |planned: &PlanFeature| {
+        let mut dims = FeatureTensors::take(planned, &mut inputs)?.bag_dims(planned)?;
+        dims.push(plan.dims[planned.table] as i64);
+        Ok(dims)
+    };
+    plan.features.iter().map(of_feature).collect()
+}
+
 /// A feature of the plan with the tensors of this call, and the dims of its output.
 fn feature<'a>(
     planned: &'a PlanFeature,
     dim: usize,
     inputs: &mut std::slice::Iter<'a, Tensor>,
 ) -> Result<(Feature<'a>, Vec<i64>)> {
-    let ids = take(inputs)?;
-    let keys = if planned.words {
-        Keys::Words { low: ids.slice(DType::I32)?, high: take(inputs)?.slice(DType::I32)? }
-    } else {
-        ids.keys()?
+    let tensors = FeatureTensors::take(planned, inputs)?;
+    let keys = match tensors.high {
+        Some(high) => Keys::Words { low: tensors.ids.slice(DType::I32)?, high: high.slice(DType::I32)? },
+        None => tensors.ids.keys()?,
     };
-    let mut dims = ids.dims.clone();
-    let bags = match planned.axis {
-        Axis::Each => Bags::Each,
-        Axis::Last => {
-            let hotness =
-                dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))? as usize;
-            Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness }
+    let mut dims = tensors.bag_dims(planned)?;
+    let bags = match (planned.axis, tensors.splits) {
+        (_, Some(splits)) => Bags::Ragged(splits.splits()?),
+        (Axis::Last, None) => {
+            Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness: tensors.hotness() }
         }
-        Axis::Ragged => {
-            let splits = take(inputs)?.splits()?;
-            dims = vec![splits.len() as i64 - 1];
-            Bags::Ragged(splits)
-        }
+        (_, None) => Bags::Each,
     };
-    let weights = planned.weights.then(|| take(inputs)?.floats()).transpose()?;
+    let weights = tensors.weights.map(Tensor::floats).transpose()?;
     let (name, table) = (&planned.name, planned.table);
     let (combiner, padding_key) = (planned.combiner, planned.padding_key);
     dims.push(dim as i64);

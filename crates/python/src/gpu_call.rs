@@ -11,7 +11,7 @@ use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::optimizer;
 use sok_cuda::step::{Bags, Feature, Ids, KeyType};
 
-use crate::call::{DType, OnGpu, Outputs, Tensor, take};
+use crate::call::{DType, FeatureTensors, OnGpu, Outputs, Tensor, take};
 use crate::registry::{Axis, Optimizer, Plan, PlanFeature};
 use crate::tables::Tables;
 
@@ -38,9 +38,9 @@ fn feature<'a>(
     dim: usize,
     inputs: &mut std::slice::Iter<'_, Tensor>,
 ) -> Result<(Feature<'a>, Vec<i64>)> {
-    let ids = take(inputs)?;
-    let words = planned.words.then(|| take(inputs)).transpose()?;
-    if let Some(high) = words.filter(|high| high.len() != ids.len()) {
+    let tensors = FeatureTensors::take(planned, inputs)?;
+    let ids = tensors.ids;
+    if let Some(high) = tensors.high.filter(|high| high.len() != ids.len()) {
         return Err(Error::argument(format!(
             "feature `{}`: {} low words and {} high words",
             planned.name,
@@ -48,7 +48,7 @@ fn feature<'a>(
             high.len()
         )));
     }
-    let high = words.map(|high| address(high, DType::I32)).transpose()?.unwrap_or(0);
+    let high = tensors.high.map(|high| address(high, DType::I32)).transpose()?.unwrap_or(0);
     let key_type = match ids.dtype {
         DType::I32 if planned.words => KeyType::Words,
         DType::I32 => KeyType::Signed,
@@ -57,31 +57,19 @@ fn feature<'a>(
         DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
     };
     let ids_of = Ids { address: ids.data as u64, high, key_type, len: ids.len() };
-    let mut dims = ids.dims.clone();
-    let bags = match planned.axis {
-        Axis::Each => Bags::Each,
-        Axis::Last => {
-            let hotness =
-                dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))? as usize;
-            Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness }
-        }
-        Axis::Ragged => {
-            let splits = take(inputs)?;
-            let Some(num_bags) = splits.len().checked_sub(1) else {
-                return Err(Error::argument(format!(
-                    "feature `{}`: row splits hold one number at least",
-                    planned.name
-                )));
-            };
-            dims = vec![num_bags as i64];
+    let mut dims = tensors.bag_dims(planned)?;
+    let num_bags = dims.iter().product::<i64>() as usize;
+    let bags = match (planned.axis, tensors.splits) {
+        (_, Some(splits)) => {
             let wide = splits.dtype == DType::I64;
             let splits = address(splits, if wide { DType::I64 } else { DType::I32 })?;
             Bags::Ragged { splits, wide, num_bags }
         }
+        (Axis::Last, None) => Bags::Fixed { num_bags, hotness: tensors.hotness() },
+        (_, None) => Bags::Each,
     };
-    let weights_of =
-        || floats(take(inputs)?, ids.len(), &format!("the weights of feature `{}`", planned.name));
-    let weights = planned.weights.then(weights_of).transpose()?;
+    let what = || format!("the weights of feature `{}`", planned.name);
+    let weights = tensors.weights.map(|weights| floats(weights, ids.len(), &what())).transpose()?;
     dims.push(dim as i64);
     let feature = Feature {
         name: &planned.name,

@@ -1,7 +1,7 @@
 """The calls of a training step as PyTorch operations.
 
-They hand addresses of contiguous tensors to the core; nothing is copied where tables and model are on one device. The backward keeps
-the gradient tensors alive until they are applied, so that one pass merges and updates.
+They hand contiguous tensors to the core, which reads where they lie from PyTorch's DLPack table; nothing is copied where tables and
+model are on one device. The backward keeps the gradient tensors alive until they are applied, so that one pass merges and updates.
 
 Eager calls go straight to the core; under `torch.compile` they are custom operators without side effects: trigger -> lookup -> push
 -> ticket -> commit -> apply -> new trigger is a chain of data, which the compiler keeps in order.
@@ -17,8 +17,9 @@ import torch
 from sok_keras import _native
 from sok_keras.backend.handles import optimizers_on_gpu, plans
 
-_DTYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2, torch.uint64: 3, torch.float32: 4}
-_FLOAT = _DTYPES[torch.float32]
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    raise ImportError(f"sok_keras needs PyTorch 2.10 or newer. Received: {torch.__version__}")
+
 _TICKET = (64, 2)
 
 # A function whose result a compiler may take as it is while it traces.
@@ -44,44 +45,11 @@ def gpu(asked=False):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _addresses(tensors):
-    return [(tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.shape) for tensor in tensors]
-
-
-def _maker(like, device):
-    return (
-        like.new_empty if like.device == device else functools.partial(torch.empty, dtype=torch.float32, device=device)
-    )
-
-
-def _new(like, device, shapes):
-    """Float tensors of these shapes, and their addresses. `like`: a float tensor, on that device if need be."""
-    new = _maker(like, device)
-    tensors = [new(shape) for shape in shapes]
-    return tensors, [(tensor.data_ptr(), _FLOAT, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-
-
-def _new_side_by_side(like, device, shapes):
-    """The same, matrices of a width in one piece of memory: to ask for each takes longer than to look its rows up.
-
-    The piece lives as long as one of them does.
-    """
-    tensors, addresses, of_width = [None] * len(shapes), [None] * len(shapes), {}
-    for place, shape in enumerate(shapes):
-        of_width.setdefault(shape[-1] if len(shape) == 2 else place - len(shapes), []).append(place)
-    for width, places in of_width.items():
-        if len(places) == 1:
-            (tensors[places[0]],), (addresses[places[0]],) = _new(like, device, [shapes[places[0]]])
-            continue
-        lengths = [shapes[place][0] for place in places]
-        memory = _maker(like, device)((sum(lengths), width))
-        address = memory.data_ptr()
-        # No views to autograd: each may be changed in place.
-        parts = torch.unsafe_split_with_sizes(memory, lengths)
-        for place, length, part in zip(places, lengths, parts, strict=True):
-            tensors[place], addresses[place] = part, (address, _FLOAT, shapes[place])
-            address += 4 * width * length
-    return tensors, addresses
+def _device_of(on_gpu, like):
+    """Where the tables are."""
+    if not on_gpu:
+        return torch.device("cpu")
+    return like.device if like.device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _at(device, tensors):
@@ -90,7 +58,7 @@ def _at(device, tensors):
     def moved(tensor):
         return (tensor if tensor.device == device else tensor.detach().to(device)).contiguous()
 
-    return [t if t.device == device and t.is_contiguous() else moved(t) for t in tensors]
+    return tensors if _native.are_at(tensors, device.index) else [moved(tensor) for tensor in tensors]
 
 
 def _back(tensors, like):
@@ -98,50 +66,62 @@ def _back(tensors, like):
     return tensors if tensors[0].device == like.device else [tensor.to(like.device) for tensor in tensors]
 
 
-def _device_of(on_gpu, like):
-    """Where the tables are, and the stream on which a framework's tensors are ready there; None for the host."""
-    if not on_gpu:
-        return torch.device("cpu"), None
-    device = like.device if like.device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-    return device, torch.cuda.current_stream(device).cuda_stream
+def _new(device, shape):
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def _new_rows(device, plan, tensors):
+    """Memory for the rows of each feature, matrices of a width in one piece: to ask for each takes longer than to look its rows up.
+
+    The piece lives as long as one of them does.
+    """
+    rows = [None] * plan.num_features
+    for shape, lengths, features in _native.pieces_of_rows(plan.handle, tensors):
+        memory = _new(device, shape)
+        # No views to autograd: each may be changed in place.
+        parts = [memory] if len(features) == 1 else torch.unsafe_split_with_sizes(memory, lengths)
+        for feature, part in zip(features, parts, strict=True):
+            rows[feature] = part
+    return rows
+
+
+def _new_rows_apart(device, plan, tensors):
+    """The same, each with memory of its own."""
+    return [_new(device, shape) for shape in plan.shapes_of(tensors)]
 
 
 # ---- the four calls
 
 
-def _lookup(trigger, tensors, plan, insert, save, new=_new_side_by_side):
+def _lookup(trigger, tensors, plan, insert, save, new_rows=_new_rows):
     plan = plans[plan]
-    device, stream = _device_of(plan.is_on_gpu, trigger)
+    device = _device_of(plan.is_on_gpu, trigger)
     tensors = _at(device, tensors)
-    number = torch.empty(2, dtype=torch.int32)
-    rows, addresses = new(trigger, device, plan.shapes_of(tensors))
-    _native.lookup(plan.handle, insert, save, _addresses(tensors), [*_addresses([number]), *addresses], stream)
+    number, rows = torch.empty(2, dtype=torch.int32), new_rows(device, plan, tensors)
+    _native.lookup(plan.handle, insert, save, tensors, number, rows, device.index)
     return [number, *_back(rows, trigger)]
 
 
 def _push(number, gradients, weights, plan, keep):
     like, plan = gradients[0], plans[plan]
-    device, stream = _device_of(plan.is_on_gpu, like)
+    device = _device_of(plan.is_on_gpu, like)
     gradients, weights = _at(device, gradients), _at(device, weights)
-    found, addresses = _new(like, device, [_TICKET, *(weight.shape for weight in weights)])
-    inputs = _addresses([number, *gradients, *weights])
-    _native.push(plan.handle, inputs, gradients if keep else None, addresses, stream)
+    found = [_new(device, shape) for shape in (_TICKET, *(weight.shape for weight in weights))]
+    _native.push(plan.handle, number, [*gradients, *weights], gradients if keep else None, found, device.index)
     return _back(found, like)
 
 
 def _commit(is_update, tickets, optimizer):
-    device, stream = _device_of(optimizer in optimizers_on_gpu, tickets[0])
-    inputs = _at(device, (is_update, *tickets))
-    found, addresses = _new(tickets[0], device, [()])
-    _native.commit(optimizer, _addresses(inputs), addresses, stream)
-    return _back(found, tickets[0])[0]
+    device = _device_of(optimizer in optimizers_on_gpu, tickets[0])
+    norm = _new(device, ())
+    _native.commit(optimizer, _at(device, [is_update, *tickets]), [norm], device.index)
+    return _back([norm], tickets[0])[0]
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
-    device, stream = _device_of(optimizer in optimizers_on_gpu, triggers[0])
-    inputs = _at(device, (scalars, sum_of_squares, *triggers))
-    new, addresses = _new(triggers[0], device, [_TICKET] * len(triggers))
-    _native.apply(optimizer, _addresses(inputs), addresses, stream)
+    device = _device_of(optimizer in optimizers_on_gpu, triggers[0])
+    new = [_new(device, _TICKET) for _ in triggers]
+    _native.apply(optimizer, _at(device, [scalars, sum_of_squares, *triggers]), new, device.index)
     return _back(new, triggers[0])
 
 
@@ -154,7 +134,7 @@ _library.define("commit(Tensor is_update, Tensor[] tickets, int optimizer) -> Te
 _library.define("apply(Tensor scalars, Tensor sum_of_squares, Tensor[] triggers, int optimizer) -> Tensor[]")
 _KEY = "CompositeExplicitAutograd"
 # To a compiler each tensor has its memory, and may be given that of a gradient when the call is over: so nothing is kept of it.
-_library.impl("lookup", functools.partial(_lookup, new=_new), _KEY)
+_library.impl("lookup", functools.partial(_lookup, new_rows=_new_rows_apart), _KEY)
 _library.impl("push", lambda number, gradients, weights, plan: _push(number, gradients, weights, plan, False), _KEY)
 _library.impl("commit", _commit, _KEY)
 _library.impl("apply", _apply, _KEY)
@@ -187,12 +167,15 @@ def _(scalars, sum_of_squares, triggers, optimizer):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trigger, plan, insert, save, groups, *weights):
-        tensors = [t for ids, w in zip(groups, weights, strict=True) for t in (*ids, w) if t is not None]
+    def forward(ctx, trigger, plan, insert, save, tensors, places, *weights):
+        # Of `tensors` those at `places` are the weights, which autograd must be given by themselves.
+        tensors = list(tensors)
+        for place, weight in zip(places, weights, strict=True):
+            tensors[place] = weight
         call = torch.ops.sok_keras.lookup if torch.compiler.is_compiling() else _lookup
         number, *rows = call(trigger, tensors, plan, insert, save)
-        ctx.plan, ctx.given = plan, [weight is not None for weight in weights]
-        ctx.save_for_backward(number, *(weight for weight in weights if weight is not None))
+        ctx.plan = plan
+        ctx.save_for_backward(number, *weights)
         return tuple(rows)
 
     @staticmethod
@@ -203,8 +186,7 @@ class _Lookup(torch.autograd.Function):
             ticket, *found = torch.ops.sok_keras.push(number, list(gradients), weights, ctx.plan)
         else:
             ticket, *found = _push(number, gradients, weights, ctx.plan, True)
-        rest = iter(found)
-        return ticket, None, None, None, None, *(next(rest) if given else None for given in ctx.given)
+        return ticket, None, None, None, None, None, *found
 
 
 def lookup(plan, trigger, learns, inputs, weights, insert):
@@ -224,13 +206,17 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
-    if not learns:
-        trigger, weights = trigger.detach(), [None if w is None else w.detach() for w in weights]
-    records = torch.is_grad_enabled() and (
-        trigger.requires_grad or any(w is not None and w.requires_grad for w in weights)
-    )
+    tensors, places, given = [], [], []
+    for ids, weight in zip(inputs, weights, strict=True):
+        tensors += ids
+        if weight is not None:
+            places.append(len(tensors))
+            tensors.append(None)
+            given.append(weight if learns else weight.detach())
+    trigger = trigger if learns else trigger.detach()
+    records = torch.is_grad_enabled() and (trigger.requires_grad or any(weight.requires_grad for weight in given))
     insert = (records and trigger.requires_grad) if insert is None else insert
-    return list(_Lookup.apply(trigger, plan.handle, bool(insert), records, tuple(map(tuple, inputs)), *weights))
+    return list(_Lookup.apply(trigger, plan.handle, bool(insert), records, tuple(tensors), tuple(places), *given))
 
 
 def commit(tables, is_update, tickets):

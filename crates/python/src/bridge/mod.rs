@@ -1,6 +1,7 @@
 //! The four calls of [`crate::call`] in each framework's own calling convention. A bridge reads tensors where they lie,
 //! turns errors and panics into the framework's own, and holds no rule.
 
+mod dlpack;
 mod staging;
 mod tensorflow;
 pub mod torch;
