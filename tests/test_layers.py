@@ -12,6 +12,7 @@ from sok_keras import ids as ids_module
 DIM = 4
 INT64_MIN, INT64_MAX = np.iinfo("int64").min, np.iinfo("int64").max
 on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="ragged and sparse tensors are TensorFlow's")
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="of PyTorch's bridge")
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def test_initializer_without_a_formula_is_refused(initializer):
 # ---- tensors that do not lie in one piece
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone shows strides")
+@on_torch
 def test_tensors_need_not_be_dense():
     import torch
 
@@ -251,16 +252,87 @@ def test_tensors_need_not_be_dense():
         assert not sok.backend.native.are_at([parts, part], None)
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="of PyTorch's bridge")
-def test_core_reads_tensors_of_its_own_kinds_alone():
+@on_torch
+def test_core_takes_tensors_of_its_own_kinds_alone():
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    native, plan = sok.backend.native, interleaved()
+    for kind in (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.float32):
+        assert native.are_at([torch.zeros(2, dtype=kind)], None)
+    tensors = [torch.zeros(2, dtype=torch.int32)] * 4
+    with FakeTensorMode():
+        fake = torch.zeros(2, dtype=torch.int32)
+    of_others = torch.zeros(2, dtype=torch.int16), torch.zeros(2, device="meta"), fake, np.zeros(2)
+    told = "uint64 or float32. Received: torch.int16", "PyTorch", "memory of its own", "PyTorch"
+    for wrong, what in zip(of_others, told, strict=True):
+        with pytest.raises(TypeError, match=what):
+            native.pieces_of_rows(plan.handle, [*tensors[:3], wrong])
+    assert not any(native.are_at([wrong], None) for wrong in of_others[1:])
+    number, rows = torch.zeros(2, dtype=torch.int32), [torch.zeros(2, dim) for dim in (2, 3, 2, 3)]
+    native.lookup(plan.handle, False, False, tensors, number, rows, None)
+    with pytest.raises(ValueError, match="dense, on Cpu. Received: one on Cpu, not dense"):
+        native.lookup(
+            plan.handle, False, False, [*tensors[:3], torch.zeros(4, dtype=torch.int32)[::2]], number, rows, None
+        )
+
+
+def interleaved():
+    """A plan of four features, in turn of a table of dim 2 and one of dim 3."""
+    tables = [sok.TableConfig("narrow", None, 2), sok.TableConfig("wide", None, 3)]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(f"f{f}", tables[f % 2]) for f in range(4)])
+    layer.build()
+    return layer._core.plan(tuple((f"f{f}", f % 2, False, "each", False, "sum", None) for f in range(4)))
+
+
+@on_torch
+def test_rows_of_a_width_lie_in_one_piece():
     import torch
 
-    for kind in (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.float32):
-        assert sok.backend.native.are_at([torch.zeros(2, dtype=kind)], None)
-    with pytest.raises(TypeError, match="int32, int64, uint32, uint64 or float32"):
-        sok.backend.native.are_at([torch.zeros(2, dtype=torch.float64)], None)
-    with pytest.raises((TypeError, RuntimeError)):
-        sok.backend.native.are_at([np.zeros(2)], None)
+    pieces = lambda *shapes: sok.backend.native.pieces_of_rows(
+        interleaved().handle, [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
+    )
+    assert pieces((4,), (5,), (0,), (6,)) == [([4, 2], [4, 0], [0, 2]), ([11, 3], [5, 6], [1, 3])]
+    # Of other ranks each has its own.
+    assert pieces((), (5, 1), (7,), (6,)) == [
+        ([2], [2], [0]),
+        ([5, 1, 3], [5], [1]),
+        ([7, 2], [7], [2]),
+        ([6, 3], [6], [3]),
+    ]
+
+
+@on_torch
+def test_rows_of_several_widths():
+    tables = [
+        sok.TableConfig("narrow", None, 2, initializer="uniform"),
+        sok.TableConfig("wide", None, 3, initializer="uniform"),
+    ]
+    layer = sok.DistributedEmbedding([sok.FeatureConfig(f"f{f}", tables[f % 2]) for f in range(5)])
+    ids = [np.arange(4), np.arange(5), np.zeros(0, "int64"), np.arange(6), np.arange(3)]
+    for rows, of_feature, table in zip(
+        layer(ids, training=True), ids, [*layer.get_tables().values()] * 3, strict=False
+    ):
+        np.testing.assert_array_equal(to_numpy(rows), table.find(of_feature)[0])
+
+
+@on_torch
+def test_number_of_a_lookup_is_on_the_host_whatever_the_default_device():
+    import torch
+
+    layer = distributed()
+    ids = tensor(np.arange(3))
+    layer.build()
+    with torch.device("meta"):
+        rows = sok.backend.lookup(
+            layer._core.plan((("f", 0, False, "each", False, "sum", None),)),
+            layer.trigger.value,
+            True,
+            [(ids,)],
+            [None],
+            True,
+        )
+    np.testing.assert_array_equal(to_numpy(rows[0]), table_of(layer).find(np.arange(3))[0])
 
 
 # ---- who inserts

@@ -36,7 +36,7 @@ class Plan:
             self._places.append((axis, core.dims[table], start, end - 1))
             start = end + weights
         self.num_features = len(features)
-        self.is_on_gpu = core.is_on_gpu
+        self.gpu = core.gpu
         self.handle = self._native.handle
         plans[self.handle] = self
 
@@ -79,7 +79,8 @@ class Core:
                 'build and a driver, or use `storage="host"` or "auto"'
             )
         self.group = native.Group([json.dumps(config) for config in configs], gpu, _nvrtc_paths())
-        self.is_on_gpu = self.group.is_on_gpu
+        # Its number, if the tables are on one.
+        self.gpu = gpu if self.group.is_on_gpu else None
         self.trigger = None
         # Stands in the trigger, where every step carries it along: by it the weights of other tables are known.
         self._mark = np.float32(0.5 + int.from_bytes(os.urandom(3), "little") / 2**25)

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from sok_keras import backend
-from sok_keras.backend.handles import optimizers_on_gpu
+from sok_keras.backend.handles import gpus_of_optimizers
 from sok_keras.optimizers import core_rule
 
 
@@ -119,9 +119,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1
             )
             self._tables.handle = self._tables.native.handle
-            if cores[0].is_on_gpu:
-                self._tables.is_on_gpu = True
-                optimizers_on_gpu.add(self._tables.handle)
+            self._tables.gpu = cores[0].gpu
+            if self._tables.gpu is not None:
+                gpus_of_optimizers[self._tables.handle] = self._tables.gpu
         for core in cores:
             core.optimizer = self._tables.native
         self._tables.cores = cores
@@ -245,7 +245,7 @@ class _Binding:
     def __init__(self) -> None:
         self.native: Any = None
         self.handle = 0
-        self.is_on_gpu = False
+        self.gpu: int | None = None
         self.cores: list = []
         self.waiting: dict | None = None
 

@@ -140,7 +140,12 @@ impl<'a> FeatureTensors<'a> {
     /// Dims of the feature's rows but for the last, which is the table's.
     pub fn bag_dims(&self, planned: &PlanFeature) -> Result<Vec<i64>> {
         if let Some(splits) = self.splits {
-            let empty = || format!("feature `{}`: row splits hold one number at least", planned.name);
+            let empty = || {
+                format!(
+                    "feature `{}`: row_splits must start at 0, never fall and end at the number of ids. Received: no row_splits",
+                    planned.name
+                )
+            };
             return Ok(vec![splits.len().checked_sub(1).ok_or_else(|| Error::argument(empty()))? as i64]);
         }
         let mut dims = self.ids.dims.clone();
@@ -150,7 +155,7 @@ impl<'a> FeatureTensors<'a> {
         Ok(dims)
     }
 
-    /// Of bags that are all of a length.
+    /// Ids a bag, where all bags have as many.
     pub fn hotness(&self) -> usize {
         self.ids.dims.last().map_or(0, |&hotness| hotness as usize)
     }

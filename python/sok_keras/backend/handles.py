@@ -4,5 +4,5 @@ import weakref
 
 # Plans by their handle, as long as their layer lives.
 plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-# Handles of the optimizers whose tables are on a GPU.
-optimizers_on_gpu: set[int] = set()
+# By the handle of an optimizer, the GPU that its tables are on, if they are on one.
+gpus_of_optimizers: dict[int, int] = {}

@@ -69,7 +69,7 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
         insert = bool(record.should_record_backprop([trigger]) if insert is None else insert)
         # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
         save = record.should_record_backprop([trigger, *tensors]) or (insert and not tf.executing_eagerly())
-    op = _ops.sok_gpu_lookup if plan.is_on_gpu else _ops.sok_lookup
+    op = _ops.sok_gpu_lookup if plan.gpu is not None else _ops.sok_lookup
     _, rows = op(tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insert=bool(insert), save=save)
     if not tf.executing_eagerly():
         for row, shape in zip(rows, plan.output_shapes(inputs), strict=True):
@@ -103,7 +103,7 @@ def _push(op, _, *gradients):
 
 def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    op = _ops.sok_gpu_commit if tables.is_on_gpu else _ops.sok_commit
+    op = _ops.sok_gpu_commit if tables.gpu is not None else _ops.sok_commit
     sum_of_squares = op(is_update=is_update, tickets=tickets, optimizer=tables.handle)
     sum_of_squares.set_shape(())
     return sum_of_squares
@@ -111,7 +111,7 @@ def commit(tables, is_update, tickets):
 
 def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
-    op = _ops.sok_gpu_apply if tables.is_on_gpu else _ops.sok_apply
+    op = _ops.sok_gpu_apply if tables.gpu is not None else _ops.sok_apply
     new_triggers = op(scalars=scalars, sum_of_squares=sum_of_squares, triggers=triggers, optimizer=tables.handle)
     for trigger in new_triggers:
         trigger.set_shape((64, 2))

@@ -1,6 +1,6 @@
 """The calls of a training step as PyTorch operations.
 
-They hand contiguous tensors to the core, which reads where they lie from PyTorch's DLPack table; nothing is copied where tables and
+They hand contiguous tensors to the core, which reads their addresses from PyTorch's DLPack table; nothing is copied where tables and
 model are on one device. The backward keeps the gradient tensors alive until they are applied, so that one pass merges and updates.
 
 Eager calls go straight to the core; under `torch.compile` they are custom operators without side effects: trigger -> lookup -> push
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from sok_keras import _native
-from sok_keras.backend.handles import optimizers_on_gpu, plans
+from sok_keras.backend.handles import gpus_of_optimizers, plans
 
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-    raise ImportError(f"sok_keras needs PyTorch 2.10 or newer. Received: {torch.__version__}")
+_native.find_torch()
 
 _TICKET = (64, 2)
 
@@ -45,11 +44,9 @@ def gpu(asked=False):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _device_of(on_gpu, like):
+def _device_of(gpu):
     """Where the tables are."""
-    if not on_gpu:
-        return torch.device("cpu")
-    return like.device if like.device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def _at(device, tensors):
@@ -64,6 +61,10 @@ def _at(device, tensors):
 def _back(tensors, like):
     """Results where the model is."""
     return tensors if tensors[0].device == like.device else [tensor.to(like.device) for tensor in tensors]
+
+
+def _new_number():
+    return torch.empty(2, dtype=torch.int32, device="cpu")
 
 
 def _new(device, shape):
@@ -95,16 +96,16 @@ def _new_rows_apart(device, plan, tensors):
 
 def _lookup(trigger, tensors, plan, insert, save, new_rows=_new_rows):
     plan = plans[plan]
-    device = _device_of(plan.is_on_gpu, trigger)
+    device = _device_of(plan.gpu)
     tensors = _at(device, tensors)
-    number, rows = torch.empty(2, dtype=torch.int32), new_rows(device, plan, tensors)
+    number, rows = _new_number(), new_rows(device, plan, tensors)
     _native.lookup(plan.handle, insert, save, tensors, number, rows, device.index)
     return [number, *_back(rows, trigger)]
 
 
 def _push(number, gradients, weights, plan, keep):
     like, plan = gradients[0], plans[plan]
-    device = _device_of(plan.is_on_gpu, like)
+    device = _device_of(plan.gpu)
     gradients, weights = _at(device, gradients), _at(device, weights)
     found = [_new(device, shape) for shape in (_TICKET, *(weight.shape for weight in weights))]
     _native.push(plan.handle, number, [*gradients, *weights], gradients if keep else None, found, device.index)
@@ -112,14 +113,14 @@ def _push(number, gradients, weights, plan, keep):
 
 
 def _commit(is_update, tickets, optimizer):
-    device = _device_of(optimizer in optimizers_on_gpu, tickets[0])
+    device = _device_of(gpus_of_optimizers.get(optimizer))
     norm = _new(device, ())
     _native.commit(optimizer, _at(device, [is_update, *tickets]), [norm], device.index)
     return _back([norm], tickets[0])[0]
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
-    device = _device_of(optimizer in optimizers_on_gpu, triggers[0])
+    device = _device_of(gpus_of_optimizers.get(optimizer))
     new = [_new(device, _TICKET) for _ in triggers]
     _native.apply(optimizer, _at(device, [scalars, sum_of_squares, *triggers]), new, device.index)
     return _back(new, triggers[0])
@@ -144,7 +145,7 @@ _library.impl("apply", _apply, _KEY)
 def _(trigger, tensors, plan, insert, save):
     del insert, save
     rows = [trigger.new_empty(shape) for shape in plans[plan].shapes_of(tensors)]
-    return [torch.empty(2, dtype=torch.int32), *rows]
+    return [_new_number(), *rows]
 
 
 @torch.library.register_fake("sok_keras::push", lib=_library)

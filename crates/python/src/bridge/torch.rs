@@ -1,4 +1,5 @@
-//! PyTorch: the four calls on its tensors, which Python keeps alive and has put on one device.
+//! PyTorch: the four calls on its tensors, which Python keeps alive and has put where the tables are. A lookup's number alone is always
+//! on the host, where a push finds it.
 
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
@@ -28,40 +29,26 @@ impl Outputs for Tensors {
     }
 }
 
-/// Dense tensors, all on one device.
-fn tensors_on(device: Device, objects: &[Bound<'_, PyAny>]) -> PyResult<Tensors> {
-    let tensor = |object| {
-        let view = View::of(object)?;
-        if view.device != device || !view.is_dense {
-            return Err(to_python(Error::argument(format!(
-                "tensors must be dense, on {device:?}. Received: one on {:?}{}",
-                view.device,
-                if view.is_dense { "" } else { ", not dense" }
-            ))));
-        }
-        Ok(view.tensor)
-    };
-    Ok(Tensors(objects.iter().map(tensor).collect::<PyResult<_>>()?))
+fn tensors_at(device: Device, objects: &[Bound<'_, PyAny>]) -> PyResult<Tensors> {
+    Ok(Tensors(objects.iter().map(|object| View::of(object)?.tensor_at(device)).collect::<PyResult<_>>()?))
 }
 
-/// Where the tables are, as the model's device tells: a lookup's number stays on the host, where a push finds it.
-fn place(py: Python<'_>, gpu: Option<i32>) -> PyResult<(Device, Option<OnGpu>)> {
-    let Some(gpu) = gpu else { return Ok((Device::Cpu, None)) };
-    Ok((Device::Gpu(gpu), Some(OnGpu { stream: dlpack::current_stream(py, gpu)?, has_number: false })))
+fn device_of(gpu: Option<i32>) -> Device {
+    gpu.map_or(Device::Cpu, Device::Gpu)
+}
+
+/// The device of a call's tensors, and for a GPU the stream on which they are ready.
+fn device_and_stream(py: Python<'_>, gpu: Option<i32>) -> PyResult<(Device, Option<OnGpu>)> {
+    let stream = gpu.map(|gpu| dlpack::current_stream(py, gpu)).transpose()?;
+    Ok((device_of(gpu), stream.map(|stream| OnGpu { stream, has_number: false })))
 }
 
 /// Whether tensors are dense and on this GPU (None: the host), so that a call may be given them.
 #[pyfunction]
 #[pyo3(signature = (tensors, gpu))]
-fn are_at(tensors: Vec<Bound<'_, PyAny>>, gpu: Option<i32>) -> PyResult<bool> {
-    let device = gpu.map_or(Device::Cpu, Device::Gpu);
-    for tensor in &tensors {
-        let view = View::of(tensor)?;
-        if view.device != device || !view.is_dense {
-            return Ok(false);
-        }
-    }
-    Ok(true)
+fn are_at(tensors: Vec<Bound<'_, PyAny>>, gpu: Option<i32>) -> bool {
+    // What cannot be looked at is elsewhere: PyTorch has devices that DLPack has no name for.
+    tensors.iter().all(|tensor| View::of(tensor).is_ok_and(|view| view.is_at(device_of(gpu))))
 }
 
 /// Shape, rows of each feature in it, features.
@@ -72,7 +59,7 @@ type Piece = (Vec<i64>, Vec<i64>, Vec<usize>);
 #[pyfunction]
 fn pieces_of_rows(plan: i64, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Piece>> {
     let plan = registry::plan(plan).map_err(to_python)?;
-    let tensors = tensors.iter().map(|t| Ok(View::of(t)?.tensor)).collect::<PyResult<Vec<_>>>()?;
+    let tensors = tensors.iter().map(|t| View::of(t)?.tensor()).collect::<PyResult<Vec<_>>>()?;
     let mut pieces: Vec<Piece> = Vec::new();
     for (feature, dims) in call::row_dims(&plan, &tensors).map_err(to_python)?.into_iter().enumerate() {
         let joins = |shape: &[i64]| dims.len() == 2 && shape.len() == 2 && shape[1] == dims[1];
@@ -102,10 +89,10 @@ fn lookup(
     rows: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = place(py, gpu)?;
-    let inputs = tensors_on(device, &inputs)?;
-    let mut outputs = tensors_on(Device::Cpu, &[number])?;
-    outputs.0.extend(tensors_on(device, &rows)?.0);
+    let (device, on_gpu) = device_and_stream(py, gpu)?;
+    let inputs = tensors_at(device, &inputs)?;
+    let mut outputs = tensors_at(Device::Cpu, &[number])?;
+    outputs.0.extend(tensors_at(device, &rows)?.0);
     detached(py, move || {
         let (inputs, mut outputs) = (inputs, outputs);
         call::lookup(plan, insert, save, &inputs.0, &mut outputs, on_gpu)
@@ -124,10 +111,10 @@ fn push(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = place(py, gpu)?;
-    let mut numbered = tensors_on(Device::Cpu, &[number])?;
-    numbered.0.extend(tensors_on(device, &inputs)?.0);
-    let outputs = tensors_on(device, &outputs)?;
+    let (device, on_gpu) = device_and_stream(py, gpu)?;
+    let mut numbered = tensors_at(Device::Cpu, &[number])?;
+    numbered.0.extend(tensors_at(device, &inputs)?.0);
+    let outputs = tensors_at(device, &outputs)?;
     detached(py, move || {
         let (inputs, mut outputs) = (numbered, outputs);
         call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs, on_gpu)
@@ -143,8 +130,8 @@ fn commit(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = place(py, gpu)?;
-    let (inputs, outputs) = (tensors_on(device, &inputs)?, tensors_on(device, &outputs)?);
+    let (device, on_gpu) = device_and_stream(py, gpu)?;
+    let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
     detached(py, move || {
         let (inputs, mut outputs) = (inputs, outputs);
         call::commit(optimizer, &inputs.0, &mut outputs, on_gpu)
@@ -160,8 +147,8 @@ fn apply(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = place(py, gpu)?;
-    let (inputs, outputs) = (tensors_on(device, &inputs)?, tensors_on(device, &outputs)?);
+    let (device, on_gpu) = device_and_stream(py, gpu)?;
+    let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
     detached(py, move || {
         let (inputs, mut outputs) = (inputs, outputs);
         call::apply(optimizer, &inputs.0, &mut outputs, on_gpu)
@@ -169,6 +156,7 @@ fn apply(
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(dlpack::find_torch, module)?)?;
     module.add_function(wrap_pyfunction!(are_at, module)?)?;
     module.add_function(wrap_pyfunction!(pieces_of_rows, module)?)?;
     module.add_function(wrap_pyfunction!(lookup, module)?)?;
