@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that the framewor
 def test_hbm_without_a_gpu_is_one_clear_error():
     with pytest.raises(sok.DeviceError, match='`storage="hbm"` needs a GPU that the model runs on'):
         sok.DynamicEmbedding(4, storage="hbm")
-    assert not sok.DynamicEmbedding(4)._core.is_on_gpu
+    assert sok.DynamicEmbedding(4)._core.gpu is None
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU is there, and is used")
@@ -37,9 +37,9 @@ def test_tables_of_a_layer_have_one_storage():
 
 @needs_gpu
 def test_auto_is_the_memory_of_the_gpu():
-    assert sok.DynamicEmbedding(4)._core.is_on_gpu
-    assert sok.DynamicEmbedding(4, storage="hbm")._core.is_on_gpu
-    assert not sok.DynamicEmbedding(4, storage="host")._core.is_on_gpu
+    assert sok.DynamicEmbedding(4)._core.gpu == 0
+    assert sok.DynamicEmbedding(4, storage="hbm")._core.gpu == 0
+    assert sok.DynamicEmbedding(4, storage="host")._core.gpu is None
 
 
 # Launches of a step.
@@ -201,6 +201,22 @@ def test_steady_step_does_not_wait_for_the_device():
     slept.record()
     step(trigger)
     assert not slept.query()
+
+
+@needs_gpu
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone has tensors in pinned memory, or beside the model")
+@pytest.mark.parametrize("storage", ["hbm", "host"])
+def test_ids_may_be_in_memory_of_the_host(storage):
+    import torch
+
+    layer = sok.DynamicEmbedding(4, storage=storage)
+    layer.build()
+    plan = layer._core.plan((("f", 0, False, "each", False, "sum", None),))
+    ids = torch.arange(5)
+    for given in (ids, ids.pin_memory(), ids.cuda()):
+        (rows,) = sok.backend.lookup(plan, layer.trigger.value, True, [(given,)], [None], True)
+        assert rows.is_cuda
+        np.testing.assert_array_equal(to_numpy(rows), layer.get_table().find(np.arange(5))[0])
 
 
 @needs_gpu
