@@ -204,7 +204,7 @@ def raises(error, match, table=None):
     when a result is read, or at the call, if JAX had no reason to put it off; from the table they come by their own class. So do all
     that a GPU finds.
     """
-    if BACKEND == "torch" and table is not None and table._core.is_on_gpu:
+    if BACKEND == "torch" and table is not None and table._core.gpu is not None:
         with pytest.raises(error, match=f"(?s){match}"):
             yield
             table.synchronize()
@@ -214,7 +214,7 @@ def raises(error, match, table=None):
     elif BACKEND == "tensorflow":
         import tensorflow as tf
 
-        if table is not None and table._core.is_on_gpu:
+        if table is not None and table._core.gpu is not None:
             with pytest.raises((error, tf.errors.OpError), match=f"(?s){match}"):
                 yield
                 table.synchronize()
