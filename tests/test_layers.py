@@ -278,8 +278,8 @@ def test_core_takes_tensors_of_its_own_kinds_alone():
 
 
 def interleaved():
-    """A plan of four features, in turn of a table of dim 2 and one of dim 3."""
-    tables = [sok.TableConfig("narrow", None, 2), sok.TableConfig("wide", None, 3)]
+    """A plan of four features, in turn of a table of dim 2 and one of dim 3, both on the host."""
+    tables = [sok.TableConfig("narrow", None, 2, storage="host"), sok.TableConfig("wide", None, 3, storage="host")]
     layer = sok.DistributedEmbedding([sok.FeatureConfig(f"f{f}", tables[f % 2]) for f in range(4)])
     layer.build()
     return layer._core.plan(tuple((f"f{f}", f % 2, False, "each", False, "sum", None) for f in range(4)))
