@@ -1,9 +1,12 @@
-"""A training step through the native entry points that the bridges call: lookup, push, commit, apply."""
+"""A training step through the native entry points that the bridges call: lookup, push, commit, apply. They are those of PyTorch's
+bridge, on tensors that share NumPy's memory, whatever Keras' backend is.
+"""
 
 import json
 import os
 
 import numpy as np
+import torch
 
 import work
 
@@ -15,11 +18,6 @@ RULES = {
     "sgd": {"name": "sgd", "momentum": 0.0, "nesterov": False},
     "adam": {"name": "adam", "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False},
 }
-_DTYPES = {"int32": 0, "int64": 1, "float32": 4}
-
-
-def _address(array):
-    return array.ctypes.data, _DTYPES[array.dtype.name], list(array.shape)
 
 
 class NativeStep:
@@ -50,12 +48,13 @@ class NativeStep:
         number, squares, update = np.zeros(2, "int32"), np.zeros((), "float32"), np.ones(1, "float32")
         ticket, trigger, new_trigger = (np.zeros((64, 2), "float32") for _ in range(3))
         self.scalars = np.array([1e-3, 0, 1, 1], "float32")
-        # Only addresses are passed; these keep what is behind them.
-        self._kept = [rows, gradients, number, squares, update, ticket, trigger, new_trigger]
-        self._looked_up = [_address(number), *map(_address, rows)]
-        self._pushed = [_address(number), *map(_address, gradients)], [_address(ticket)]
-        self._committed = [_address(update), _address(ticket)], [_address(squares)]
-        self._applied = [_address(self.scalars), _address(squares), _address(trigger)], [_address(new_trigger)]
+        self._number, *self._rows = map(torch.from_numpy, (number, *rows))
+        self._gradients, self._ticket = [*map(torch.from_numpy, gradients)], torch.from_numpy(ticket)
+        scalars, squares, update, trigger, self._new_trigger = map(
+            torch.from_numpy, (self.scalars, squares, update, trigger, new_trigger)
+        )
+        self._committed = [update, self._ticket], [squares]
+        self._applied = [scalars, squares, trigger]
 
     def fill(self, sizes):
         """Inserts so many rows, numbered over all tables, in a scattered order."""
@@ -66,19 +65,19 @@ class NativeStep:
 
     def take(self, batches):
         """The batches that steps take in turn: row numbers `(samples, bag)` for each feature."""
-        self._ids = [[work.raw(feature) for feature in batch] for batch in batches]
-        self._batches = [[_address(feature) for feature in batch] for batch in self._ids]
+        self._batches = [[torch.from_numpy(work.raw(feature)) for feature in batch] for batch in batches]
 
     def lookup(self, number, trains=True):
-        native.lookup(self.plan.handle, trains, trains, self._batches[number % len(self._batches)], self._looked_up)
+        ids = self._batches[number % len(self._batches)]
+        native.lookup(self.plan.handle, trains, trains, ids, self._number, self._rows, None)
 
     def update(self, number, way="held"):
         """`"held"`: the gradients stay where they are until apply; `"merged"`: they are merged at push."""
-        inputs, outputs = self._pushed
-        native.push(self.plan.handle, inputs, object() if way == "held" else None, outputs)
-        native.commit(self.optimizer.handle, *self._committed)
+        keep = object() if way == "held" else None
+        native.push(self.plan.handle, self._number, self._gradients, keep, [self._ticket], None)
+        native.commit(self.optimizer.handle, *self._committed, None)
         self.scalars[1] = number + 1
-        native.apply(self.optimizer.handle, *self._applied)
+        native.apply(self.optimizer.handle, self._applied, [self._new_trigger], None)
 
     def run(self, number, way="held"):
         """One step; `"fwd"` looks up alone, without insertion."""
