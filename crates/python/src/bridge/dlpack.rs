@@ -47,6 +47,10 @@ struct DlTensor {
     byte_offset: u64,
 }
 
+/// Borrows; a Python exception is set where it gives another number than 0.
+type TensorFromObject = unsafe extern "C" fn(object: *mut c_void, out: *mut DlTensor) -> c_int;
+type CurrentStream = unsafe extern "C" fn(kind: c_int, id: i32, out: *mut *mut c_void) -> c_int;
+
 /// `DLPackExchangeAPI`. Functions that are not called here are pointers alone.
 #[repr(C)]
 struct Table {
@@ -57,23 +61,17 @@ struct Table {
     allocator: *const c_void,
     managed_from_object: *const c_void,
     object_from_managed: *const c_void,
-    /// Borrows; a Python exception is set where it gives another number than 0.
-    tensor_from_object: Option<unsafe extern "C" fn(object: *mut c_void, out: *mut DlTensor) -> c_int>,
-    current_stream: unsafe extern "C" fn(kind: c_int, id: i32, out: *mut *mut c_void) -> c_int,
+    tensor_from_object: Option<TensorFromObject>,
+    current_stream: CurrentStream,
 }
 
-/// The table, in memory that its capsule keeps.
-struct Exchange {
-    table: NonNull<Table>,
-    _capsule: Py<PyCapsule>,
+/// What is called of the table. PyTorch's functions stay for the life of the process.
+struct Functions {
+    tensor_from_object: TensorFromObject,
+    current_stream: CurrentStream,
 }
 
-// SAFETY: the table is never written again; its functions are called by those who hold the GIL.
-unsafe impl Send for Exchange {}
-// SAFETY: as above.
-unsafe impl Sync for Exchange {}
-
-static EXCHANGE: PyOnceLock<Exchange> = PyOnceLock::new();
+static FUNCTIONS: PyOnceLock<Functions> = PyOnceLock::new();
 
 /// Finds PyTorch's table.
 ///
@@ -81,11 +79,11 @@ static EXCHANGE: PyOnceLock<Exchange> = PyOnceLock::new();
 /// `ImportError` if it has none that is known here.
 #[pyfunction]
 pub fn find_torch(py: Python<'_>) -> PyResult<()> {
-    table(py).map(|_| ())
+    functions(py).map(|_| ())
 }
 
-fn table(py: Python<'_>) -> PyResult<&Table> {
-    let exchange = EXCHANGE.get_or_try_init(py, || {
+fn functions(py: Python<'_>) -> PyResult<&Functions> {
+    FUNCTIONS.get_or_try_init(py, || {
         let torch = py.import("torch")?;
         let version = torch.getattr("__version__")?;
         let needs = format!(
@@ -102,16 +100,17 @@ fn table(py: Python<'_>) -> PyResult<&Table> {
             let previous = unsafe { table.as_ref() }.previous;
             table = NonNull::new(previous.cast_mut()).ok_or_else(|| PyImportError::new_err(needs.clone()))?;
         }
-        // SAFETY: of a version that has these fields.
-        let Table { major, tensor_from_object, .. } = unsafe { table.as_ref() };
-        if *major != MAJOR_VERSION || tensor_from_object.is_none() {
-            return Err(PyImportError::new_err(needs));
+        // SAFETY: the capsule keeps it; of a version that has these fields, if it is this one.
+        match unsafe { table.as_ref() } {
+            &Table {
+                major: MAJOR_VERSION,
+                tensor_from_object: Some(tensor_from_object),
+                current_stream,
+                ..
+            } => Ok(Functions { tensor_from_object, current_stream }),
+            _ => Err(PyImportError::new_err(needs)),
         }
-        Ok(Exchange { table, _capsule: capsule.unbind() })
-    })?;
-    // SAFETY: - of this version, by the checks above; the capsule keeps it.
-    //         - the static keeps the capsule.
-    Ok(unsafe { exchange.table.as_ref() })
+    })
 }
 
 /// Where a tensor is.
@@ -141,13 +140,11 @@ impl<'a, 'py> View<'a, 'py> {
             strides: ptr::null(),
             byte_offset: 0,
         };
-        let Some(function) = table(object.py())?.tensor_from_object else {
-            unreachable!("the table was looked at when it was found")
-        };
+        let function = functions(object.py())?.tensor_from_object;
         // SAFETY: the object lives and the GIL is held; an object that is no tensor of PyTorch's is refused by the function.
         if unsafe { function(object.as_ptr().cast(), &mut shown) } != 0 {
             let error = PyTypeError::new_err(
-                "it must be a tensor of PyTorch, in memory of the host or of a CUDA GPU".to_string(),
+                "it must be a tensor of PyTorch, in memory of the host or of a CUDA GPU",
             );
             error.set_cause(object.py(), Some(PyErr::fetch(object.py())));
             return Err(error);
@@ -242,7 +239,7 @@ unsafe fn numbers<'a>(at: *const i64, len: i32) -> &'a [i64] {
 pub fn current_stream(py: Python<'_>, gpu: i32) -> PyResult<u64> {
     let mut stream = ptr::null_mut();
     // SAFETY: the GIL is held, and there is room for the stream.
-    if unsafe { (table(py)?.current_stream)(CUDA, gpu, &mut stream) } != 0 {
+    if unsafe { (functions(py)?.current_stream)(CUDA, gpu, &mut stream) } != 0 {
         return Err(PyErr::fetch(py));
     }
     Ok(stream as u64)
