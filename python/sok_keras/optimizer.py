@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from sok_keras import backend
-from sok_keras.backend.handles import gpus_of_optimizers
+from sok_keras.backend.handles import optimizers
 from sok_keras.optimizers import core_rule
 
 
@@ -120,8 +120,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             )
             self._tables.handle = self._tables.native.handle
             self._tables.gpu = cores[0].gpu
-            if self._tables.gpu is not None:
-                gpus_of_optimizers[self._tables.handle] = self._tables.gpu
+            optimizers[self._tables.handle] = self._tables
         for core in cores:
             core.optimizer = self._tables.native
         self._tables.cores = cores

@@ -4,5 +4,5 @@ import weakref
 
 # Plans by their handle, as long as their layer lives.
 plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-# By the handle of an optimizer, the GPU that its tables are on, if they are on one.
-gpus_of_optimizers: dict[int, int] = {}
+# What optimizers have in the core, by its handle, as long as they live.
+optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sok_keras import _native
-from sok_keras.backend.handles import gpus_of_optimizers, plans
+from sok_keras.backend.handles import optimizers, plans
 
 _native.find_torch()
 
@@ -115,14 +115,14 @@ def _push(number, gradients, weights, plan, keep):
 
 
 def _commit(is_update, tickets, optimizer):
-    device = _device_of(gpus_of_optimizers.get(optimizer))
+    device = _device_of(optimizers[optimizer].gpu)
     norm = _new(device, ())
     _native.commit(optimizer, _at(device, [is_update, *tickets]), [norm], device.index)
     return _back([norm], tickets[0])[0]
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
-    device = _device_of(gpus_of_optimizers.get(optimizer))
+    device = _device_of(optimizers[optimizer].gpu)
     new = [_new(device, _TICKET) for _ in triggers]
     _native.apply(optimizer, _at(device, [scalars, sum_of_squares, *triggers]), new, device.index)
     return _back(new, triggers[0])
