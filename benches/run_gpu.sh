@@ -44,7 +44,7 @@ site() {
 python() {
   site
   for backend in ${BACKENDS:-torch jax}; do
-    for file in ${FILES:-test_gpu test_layers test_equivalence test_tickets test_formulas test_pitfalls test_persistence test_dump_checkpoint test_weights test_tables test_in_flight test_statistics}; do
+    for file in ${FILES:-test_gpu test_torch test_layers test_equivalence test_tickets test_formulas test_pitfalls test_persistence test_dump_checkpoint test_weights test_tables test_in_flight test_statistics}; do
       KERAS_BACKEND=$backend python3 -m pytest -q -p no:cacheprovider --rootdir . -o addopts= "tests/$file.py" > "$OUT/$backend.$file.log" 2>&1 &
     done
   done

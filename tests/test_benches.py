@@ -11,7 +11,7 @@ from reference import BACKEND
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benches"))
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="the step is PyTorch's bridge")
+@pytest.mark.skipif(BACKEND != "torch", reason="the native step takes tensors of PyTorch")
 def test_native_step_trains():
     from native_step import NativeStep, work
 
