@@ -62,7 +62,7 @@ struct Table {
     managed_from_object: *const c_void,
     object_from_managed: *const c_void,
     tensor_from_object: Option<TensorFromObject>,
-    current_stream: CurrentStream,
+    current_stream: Option<CurrentStream>,
 }
 
 /// What is called of the table. PyTorch's functions stay for the life of the process.
@@ -105,7 +105,7 @@ fn functions(py: Python<'_>) -> PyResult<&Functions> {
             &Table {
                 major: MAJOR_VERSION,
                 tensor_from_object: Some(tensor_from_object),
-                current_stream,
+                current_stream: Some(current_stream),
                 ..
             } => Ok(Functions { tensor_from_object, current_stream }),
             _ => Err(PyImportError::new_err(needs)),
