@@ -63,7 +63,7 @@ def are_at(tensors: Sequence[_Tensor], gpu: int | None) -> bool: ...
 def pieces_of_rows(plan: int, tensors: Sequence[_Tensor]) -> list[tuple[list[int], list[int], list[int]]]: ...
 def lookup(
     plan: int,
-    insert: bool,
+    insertion: int,
     save: bool,
     inputs: Sequence[_Tensor],
     number: _Tensor,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::arena::RecordNumber;
+use crate::arena::{NO_RECORD, RecordNumber};
 use crate::merge::{MergedGradients, StoredGradients};
 use crate::push::{Push, PushedGradients};
 
@@ -53,8 +53,8 @@ impl Accumulator {
                     table.hold(rows, weight).iter().for_each(|held| self.add(held, table.dim));
                 }
                 PushedGradients::Merged(tables) => {
-                    for (runs, sums) in table.looked.runs.iter().zip(&tables[at]) {
-                        self.add(&StoredGradients { records: runs.records(), sums, weight }, table.dim);
+                    for ((_, records), sums) in table.runs().zip(&tables[at]) {
+                        self.add(&StoredGradients { records, sums, weight }, table.dim);
                     }
                 }
             }
@@ -63,7 +63,8 @@ impl Accumulator {
 
     fn add(&mut self, gradients: &impl MergedGradients, dim: usize) {
         let mut merged = vec![0.0; dim];
-        for (key, &record) in gradients.records().iter().enumerate() {
+        let records = gradients.records().iter().enumerate();
+        for (key, &record) in records.filter(|(_, record)| **record != NO_RECORD) {
             gradients.merge::<0>(key, &mut merged);
             let next = self.records.len() as u32;
             let place = *self.places.entry(record).or_insert(next);

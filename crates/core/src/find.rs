@@ -149,7 +149,7 @@ impl Distinct {
         self.entries.num_bytes()
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (RecordNumber, u32)> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (RecordNumber, u32)> {
         self.entries[..self.len].iter().map(|&e| (e as u32, (e >> 32) as u32))
     }
 

@@ -3,14 +3,17 @@
 //! `lookup` finds the rows and remembers where they are, `push` brings the gradients back under a number, `commit` learns
 //! from a ticket which pushes count, `apply` updates the records. See `docs/design.md`, "One training step".
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
+use crate::absent::Absent;
 use crate::accumulator::Accumulator;
+use crate::arena::NO_RECORD;
 use crate::batch::Feature;
 use crate::error::{Error, Result};
 use crate::exact_sum::ExactSum;
 use crate::host_table::HostTable;
+use crate::key::Key;
 use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, check_vocabulary, lookup_whole, new_keys};
 use crate::lookup_split::{SplitScratch, lookup_split};
 use crate::math::sum_of_squares;
@@ -19,8 +22,7 @@ use crate::optimizer::{Update, UpdateScalars, clipnorm_factor};
 use crate::pool::{Pool, SMALL_CALL, num_pieces, run_if_large};
 use crate::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, Spare, merge_push};
 use crate::region::Region;
-use crate::runs::KeyRuns;
-use crate::table::{Outcomes, Table, TableConfig};
+use crate::table::{Insertion, Outcomes, Table, TableConfig};
 use crate::ticket::{Named, PushRing, RING, write_ticket};
 use crate::update::UpdateTask;
 
@@ -177,27 +179,32 @@ impl HostGroup {
 
     /// Rows of all features of a layer's call. Gives the lookup's number, for `push`; 0 without `save`.
     ///
-    /// `outputs`: `(bags, dim)` of each feature, all of it written.
+    /// `insertion`: when keys without a row get one; a lookup that is not saved can insert nothing at a commit. `outputs`:
+    /// `(bags, dim)` of each feature, all of it written.
     ///
     /// # Errors
     /// Lengths that do not add up, ids outside a static table, a table that is full and asked to say so: nothing has changed.
     pub fn lookup(
         &mut self,
         features: &[Feature],
-        insert: bool,
+        insertion: Insertion,
         save: bool,
         outputs: Vec<&mut [f32]>,
         pool: &Pool,
     ) -> Result<u64> {
         self.check_features(features, &outputs)?;
-        let admitted = if insert { self.admit_new_keys(features)? } else { vec![None; self.tables.len()] };
+        let admitted = match insertion {
+            Insertion::AtLookup => self.admit_new_keys(features)?,
+            Insertion::AtCommit | Insertion::Never => vec![None; self.tables.len()],
+        };
         let stream = outputs.iter().map(|o| size_of_val(&**o)).sum::<usize>() > STREAM_BYTES;
         let mut by_table: Vec<Vec<FeatureOutput>> = self.tables.iter().map(|_| Vec::new()).collect();
         for (number, (feature, rows)) in features.iter().zip(outputs).enumerate() {
             by_table[feature.table].push(FeatureOutput { number, feature: *feature, rows });
         }
         let number = if save { self.next_lookup } else { 0 };
-        let looked = self.lookup_tables(by_table, &admitted, Mode { insert, save, stream }, pool)?;
+        let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
+        let looked = self.lookup_tables(by_table, &admitted, Mode { insertion, save, stream }, pool)?;
         for SavedTable { number, looked, .. } in &looked {
             let mut outcomes = looked.outcomes;
             if let Some(admitted) = &admitted[*number] {
@@ -271,7 +278,9 @@ impl HostGroup {
             if outputs.is_empty() {
                 continue;
             }
-            let mode = Mode { insert: mode.insert && admitted[number].is_none(), ..mode };
+            // What fits is there by now.
+            let insertion = if admitted[number].is_some() { Insertion::Never } else { mode.insertion };
+            let mode = Mode { insertion, ..mode };
             // A table that is more than its share of the call would leave the other threads idle.
             if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
                 let looked = lookup_split(table, &mut outputs, mode, &mut self.split, &mut spare.runs, pool)?;
@@ -414,9 +423,33 @@ impl HostGroup {
         self.ring.resolve(ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
     }
 
-    /// Takes the pushes that `resolve` named. Gives the squared norm of all that is now to be applied, accumulated gradients
+    /// Whether the tables take the absent keys of these pushes. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::TableFull`] if one refuses some, and its check mode asks for it.
+    pub fn check_absent(&self, named: &[Named]) -> Result<()> {
+        self.tables.iter().enumerate().try_for_each(|(number, table)| {
+            let absent = absent_of(&self.ring, named, number, table.generation);
+            let mut seen = HashSet::new();
+            let keys = absent.iter().flat_map(|a| &a.keys).filter(|key| table.is_absent(**key));
+            let new: Vec<Key> = keys.filter(|key| seen.insert(**key)).copied().collect();
+            check_capacity(table, &new)
+        })
+    }
+
+    /// Gives the absent keys of these pushes their records, in the order of the pushes, as far as there is room.
+    fn insert_absent(&mut self, named: &[Named]) -> Result<()> {
+        for (number, table) in self.tables.iter_mut().enumerate() {
+            let absent = absent_of(&self.ring, named, number, table.generation);
+            absent.into_iter().try_for_each(|absent| table.insert(absent))?;
+        }
+        Ok(())
+    }
+
+    /// Takes the pushes that `resolve` named, and inserts their absent keys. Gives the squared norm of all that is now to be applied, accumulated gradients
     /// included, if the optimizer asks for it and this step is an update; else 0.
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
+        self.insert_absent(named)?;
         let (taken, dropped) = self.ring.take(named);
         dropped.into_iter().for_each(|push| self.reuse(push));
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
@@ -483,7 +516,7 @@ impl HostGroup {
         let tasks: Vec<_> = pieces.into_iter().zip(&mut sums).collect();
         run_if_large(num_keys, tasks, pool, |((stored, keys), sum)| {
             let mut gradient = vec![0.0; dim];
-            for key in keys {
+            for key in keys.filter(|&key| stored.records[key] != NO_RECORD) {
                 stored.merge::<0>(key, &mut gradient);
                 sum.add(sum_of_squares(&gradient));
             }
@@ -500,13 +533,12 @@ impl HostGroup {
             let PushedGradients::Merged(tables) = &push.gradients else { continue };
             for (table, sums) in push.lookup.tables.iter().zip(tables) {
                 if table.number == number && table.generation == generation {
-                    let runs = table.looked.runs.iter().zip(sums);
-                    let stored = |(runs, sums): (&'a KeyRuns, &'a Region<f32>)| StoredGradients {
-                        records: runs.records(),
+                    let runs = table.runs().zip(sums);
+                    all.extend(runs.map(|((_, records), sums)| StoredGradients {
+                        records,
                         sums,
                         weight: *weight,
-                    };
-                    all.extend(runs.map(stored));
+                    }));
                 }
             }
         }
@@ -615,6 +647,18 @@ impl HostGroup {
     pub fn binding(&self) -> Option<&Binding> {
         self.binding.as_ref()
     }
+}
+
+/// What a table of this generation has yet to insert for the named pushes.
+fn absent_of<'a>(
+    ring: &'a PushRing<Push>,
+    named: &[Named],
+    number: usize,
+    generation: u64,
+) -> Vec<&'a Absent> {
+    let tables = named.iter().filter_map(|n| ring.get(n.number)).flat_map(|push| &push.lookup.tables);
+    let of_table = tables.filter(|t| t.number == number && t.generation == generation);
+    of_table.filter_map(|t| t.looked.absent.as_ref()).filter(|absent| !absent.is_settled()).collect()
 }
 
 fn check_gradients(saved: &SavedLookup, gradients: &OutputGradients, tables: &[HostTable]) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 
+use crate::absent::Absent;
 use crate::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::batch::{Bags, Combiner, Feature, Keys};
 use crate::error::{Error, Result};
@@ -13,7 +14,7 @@ use crate::merge::{HeldGradients, MergedGradients};
 use crate::optimizer::{StateSpec, Update, UpdateScalars};
 use crate::pooling::MissingRow;
 use crate::runs::{KeyRuns, RowCode};
-use crate::table::{CheckMode, Cursor, Outcomes, Records, Table, TableConfig, TableStats};
+use crate::table::{CheckMode, Cursor, Insertion, Outcomes, Records, Table, TableConfig, TableStats};
 use crate::update::UpdateTask;
 
 /// Keys looked at ahead of the one in hand.
@@ -72,6 +73,22 @@ impl HostTable {
         }
         self.first.fill(key, self.arena.record_mut(record), record == unused);
         Ok(record)
+    }
+
+    pub(crate) fn is_absent(&self, key: Key) -> bool {
+        self.index.find(hash(key), key) == NO_RECORD
+    }
+
+    /// Gives keys that a lookup did not find their records, as far as there is room.
+    pub(crate) fn insert(&mut self, absent: &Absent) -> Result<()> {
+        if absent.is_settled() {
+            return Ok(());
+        }
+        let new: Vec<Key> = absent.keys.iter().copied().filter(|key| self.is_absent(*key)).collect();
+        let outcomes = admit(self, &new)?;
+        absent.settle(absent.keys.iter().map(|&key| self.index.find(hash(key), key)).collect());
+        self.note(outcomes, absent.num_refused_ids());
+        Ok(())
     }
 
     /// Records of lookups older than `oldest` are no longer referred to.
@@ -165,8 +182,8 @@ impl Table for HostTable {
         &self.config
     }
 
-    fn len(&self) -> usize {
-        self.index.len()
+    fn len(&self) -> Result<usize> {
+        Ok(self.index.len())
     }
 
     fn update_rule(&self) -> Option<&Update> {
@@ -206,7 +223,8 @@ impl Table for HostTable {
             check_capacity(self, new)?;
             outcomes = admit(self, new)?;
         }
-        let mode = Mode { insert: new.is_none(), save: true, stream: false };
+        let insertion = if new.is_none() { Insertion::AtLookup } else { Insertion::Never };
+        let mode = Mode { insertion, save: true, stream: false };
         let looked =
             lookup_whole(self, &mut [FeatureOutput { number: 0, feature, rows }], mode, KeyRuns::default())?;
         // Keys that were admitted just now were hits to the lookup.
@@ -237,13 +255,14 @@ impl Table for HostTable {
         };
         let mut rows = vec![0.0; gradients.len()];
         let feature = plain_feature(keys);
-        let mode = Mode { insert: false, save: true, stream: false };
+        let mode = Mode { insertion: Insertion::Never, save: true, stream: false };
         let outputs = &mut [FeatureOutput { number: 0, feature, rows: &mut rows }];
         let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
         let dim = self.config.dim;
         for runs in &looked.runs {
             let gradients = HeldGradients {
                 runs,
+                records: runs.records(),
                 code: RowCode::new(1, keys.len()).unwrap_or_default(),
                 rows: vec![gradients],
                 dim,
@@ -270,7 +289,7 @@ impl Table for HostTable {
         Ok(Outcomes { refused: absent.len() as u64, ..looked.outcomes })
     }
 
-    fn erase(&mut self, keys: &[Key]) -> usize {
+    fn erase(&mut self, keys: &[Key]) -> Result<usize> {
         let mut erased = 0;
         for &key in keys {
             if let Some(record) = self.index.remove(hash(key), key) {
@@ -282,22 +301,24 @@ impl Table for HostTable {
                 erased += 1;
             }
         }
-        erased
+        Ok(erased)
     }
 
-    fn clear(&mut self) {
-        // An index and an arena without records need next to no memory; without even that, the old ones stay.
-        if let (Ok(index), Ok(arena)) = (Index::new(0), Arena::new(self.arena.width())) {
-            (self.index, self.arena) = (index, arena);
-            self.retired.clear();
-            self.generation += 1;
-        }
+    fn clear(&mut self) -> Result<()> {
+        (self.index, self.arena) = (Index::new(0)?, Arena::new(self.arena.width())?);
+        self.retired.clear();
+        self.generation += 1;
+        Ok(())
     }
 
-    fn stats(&self) -> TableStats {
+    fn stats(&self) -> Result<TableStats> {
+        Ok(self.recent_stats())
+    }
+
+    fn recent_stats(&self) -> TableStats {
         let bytes = (self.index.num_bytes() + self.arena.num_bytes()) as u64;
         TableStats {
-            size: self.len() as u64,
+            size: self.index.len() as u64,
             capacity: self.index.capacity() as u64,
             bytes: self.stats.bytes + bytes,
             ..self.stats
@@ -327,7 +348,7 @@ impl Table for HostTable {
         Ok(())
     }
 
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor> {
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
         let mut left = max;
         let next = self.index.scan(cursor.0, |key, record| {
             if left == 0 {
@@ -338,7 +359,7 @@ impl Table for HostTable {
             out.values.extend_from_slice(self.arena.record(record));
             true
         });
-        next.map(Cursor)
+        Ok(next.map(Cursor))
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {

@@ -4,6 +4,7 @@
 //! `docs/design.md` tells the path of one batch and the contracts that hold on every device.
 #![deny(unsafe_code)]
 
+mod absent;
 mod accumulator;
 mod arena;
 pub mod batch;

@@ -1,6 +1,7 @@
 //! One table's part of a layer's call: find or make the records of its features' ids, pool their rows, and keep what the
 //! backward needs.
 
+use crate::absent::Absent;
 use crate::arena::{NO_RECORD, RecordNumber};
 use crate::batch::{Bags, Combiner, Feature, Keys};
 use crate::error::{Error, Result};
@@ -11,7 +12,7 @@ use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, pool_bags};
 use crate::region::Region;
 use crate::runs::{KeyRuns, RowCode};
 use crate::simd::streaming_fence;
-use crate::table::{CheckMode, OutOfVocabulary, Outcomes, TableConfig};
+use crate::table::{CheckMode, Insertion, OutOfVocabulary, Outcomes, TableConfig};
 use crate::weight_gradient::WeightTrace;
 
 /// A feature of the call, and where its rows go.
@@ -25,18 +26,27 @@ pub struct FeatureOutput<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Mode {
-    /// Keys without a record get one.
-    pub insert: bool,
+    /// When keys without a record get one.
+    pub insertion: Insertion,
     /// Keep what `push` needs.
     pub save: bool,
     /// The call's output is larger than the cache.
     pub stream: bool,
 }
 
+impl Mode {
+    /// Whether the lookup itself inserts.
+    pub fn inserts(self) -> bool {
+        self.insertion == Insertion::AtLookup
+    }
+}
+
 /// What a lookup left for the backward and for the statistics.
 #[derive(Default)]
 pub struct Looked {
     pub runs: Vec<KeyRuns>,
+    /// Keys that a commit is to insert.
+    pub absent: Option<Absent>,
     pub code: RowCode,
     /// Numbers of the features, in the order of `code`.
     pub features: Vec<usize>,
@@ -47,12 +57,14 @@ pub struct Looked {
 
 impl Looked {
     pub fn num_ids(&self) -> usize {
-        self.runs.iter().map(KeyRuns::num_ids).sum()
+        let absent = self.absent.as_ref().map(|absent| &absent.runs);
+        self.runs.iter().chain(absent).map(KeyRuns::num_ids).sum()
     }
 
     pub fn num_bytes(&self) -> usize {
         let traces = self.traces.iter().map(|(_, trace)| trace.num_bytes());
-        self.runs.iter().map(KeyRuns::num_bytes).chain(traces).sum()
+        let absent = self.absent.iter().map(Absent::num_bytes);
+        self.runs.iter().map(KeyRuns::num_bytes).chain(traces).chain(absent).sum()
     }
 }
 
@@ -261,7 +273,7 @@ pub fn lookup_whole(
             find_and_pool(table, feature, mode, weighted, scratch, start)?;
             start += feature.feature.keys.len();
         }
-        if mode.insert && mode.save {
+        if mode.inserts() && mode.save {
             settle_silent(table, features, scratch);
         }
         streaming_fence();
@@ -269,8 +281,10 @@ pub fn lookup_whole(
         looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
         if mode.save {
             looked.outcomes.hit = scratch.distinct.len() as u64 - inserted;
-            sort(features, scratch, &mut runs, &mut looked)?;
+            sort(features, scratch, &mut runs, &mut looked, mode)?;
             looked.runs.push(runs);
+            looked.absent =
+                Absent::find(&table.config, features, &scratch.records, &scratch.coefficients, mode)?;
         }
         Ok(looked)
     })
@@ -313,7 +327,7 @@ fn plain_lookup<const D: usize>(
         index: &mut table.index,
         source: &mut Whole { arena: &mut table.arena, first: &table.first },
         keys: feature.keys,
-        insert: mode.insert,
+        insert: mode.inserts(),
         distinct: &mut scratch.distinct,
         records: &mut scratch.records[positions.clone()],
         marks: if mode.save { &mut scratch.marks[positions.clone()] } else { &mut [] },
@@ -355,7 +369,7 @@ fn general_lookup(
     let Scratch { records, marks, coefficients, distinct, active, silent } = scratch;
     let records = &mut records[positions.clone()];
     classify(table, &feature, records, active, silent);
-    active.find(table, mode.insert, mode.save, distinct)?;
+    active.find(table, mode.inserts(), mode.save, distinct)?;
     active.scatter_records(records);
     if mode.save {
         // For the gradients of their weights alone.
@@ -421,9 +435,10 @@ fn sort(
     scratch: &Scratch,
     runs: &mut KeyRuns,
     looked: &mut Looked,
+    mode: Mode,
 ) -> Result<()> {
     let is_weighted = is_weighted(features);
-    runs.start(&scratch.distinct, is_weighted)?;
+    runs.start(scratch.distinct.iter(), is_weighted)?;
     let mut start = 0;
     for (local, output) in features.iter().enumerate() {
         let feature = &output.feature;
@@ -436,7 +451,7 @@ fn sort(
             sort_plain(feature, marks, first_row, runs);
         }
         trace(output, records, looked);
-        looked.dropped_gradients += count_dropped(feature, records);
+        looked.dropped_gradients += count_dropped(feature, records, mode);
         start = positions.end;
     }
     Ok(())
@@ -467,8 +482,11 @@ fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_r
     }
 }
 
-/// Ids whose gradient goes nowhere, because their key has no row.
-pub(crate) fn count_dropped(feature: &Feature, records: &[RecordNumber]) -> u64 {
+/// Ids whose gradient goes nowhere, because their key has no row and gets none.
+pub(crate) fn count_dropped(feature: &Feature, records: &[RecordNumber], mode: Mode) -> u64 {
+    if mode.insertion == Insertion::AtCommit {
+        return 0; // the commit knows
+    }
     if feature.weights.is_none() {
         return records.iter().filter(|&&record| record == NO_RECORD).count() as u64;
     }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU32;
 
+use crate::absent::Absent;
 use crate::arena::RecordNumber;
 use crate::batch::{Bags, Feature, Keys};
 use crate::error::{Error, Result};
@@ -161,8 +162,9 @@ pub fn lookup_split(
             let records = &scratch.records[start..start + output.feature.keys.len()];
             start += records.len();
             trace(output, records, &mut looked);
-            looked.dropped_gradients += count_dropped(&output.feature, records);
+            looked.dropped_gradients += count_dropped(&output.feature, records, mode);
         }
+        looked.absent = Absent::find(&table.config, outputs, &scratch.records, &scratch.coefficients, mode)?;
     }
     Ok(looked)
 }
@@ -411,7 +413,7 @@ fn find_in_part(mode: Mode, part: &mut PartWork, source: &mut Part) -> Result<()
         let (keys, records, marks) = (Keys::U64(piece.keys), &mut *piece.records, &mut *piece.marks);
         Search { index, source, keys, insert, distinct, records, marks, consumer: Nobody }.start(mark)
     };
-    active.iter_mut().try_for_each(|piece| find(piece, mode.insert, mode.save))?;
+    active.iter_mut().try_for_each(|piece| find(piece, mode.inserts(), mode.save))?;
     if mode.save {
         // Gradients of weights of 0 see what the whole call inserts.
         silent.iter_mut().try_for_each(|piece| find(piece, false, false))?;
@@ -531,7 +533,7 @@ fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTas
 /// Puts the ids of a part in the order of their keys.
 fn sort_part(part: &mut PartWork) -> Result<()> {
     let runs = &mut part.left.runs;
-    runs.start(part.distinct, false)?;
+    runs.start(part.distinct.iter(), false)?;
     for piece in &part.active {
         for (&row, &key) in piece.rows.iter().zip(&*piece.marks) {
             if key != NO_MARK {
@@ -554,7 +556,7 @@ fn sort_parts(
     if call.is_weighted {
         let parts = left.iter_mut().map(|l| &mut l.runs).zip(&scratch.distinct).enumerate();
         pool.run(parts.collect(), |(part, (runs, distinct)): (usize, (&mut KeyRuns, &Distinct))| {
-            error.note(runs.start(distinct, true).map(|()| {
+            error.note(runs.start(distinct.iter(), true).map(|()| {
                 for chunk in chunks {
                     let first = chunk.ids.start;
                     let list = first + chunk.starts[part] as usize..first + chunk.starts[part + 1] as usize;

@@ -14,6 +14,7 @@ const AHEAD: usize = 64;
 
 /// One merged gradient a distinct key.
 pub trait MergedGradients: Sync {
+    /// Of each key; [`NO_RECORD`](crate::arena::NO_RECORD) for one that the table refused.
     fn records(&self) -> &[RecordNumber];
     /// Keys in pieces of about equal work.
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>>;
@@ -24,6 +25,8 @@ pub trait MergedGradients: Sync {
 /// The gradients of a table's features as the framework holds them, merged as they are asked for.
 pub struct HeldGradients<'a> {
     pub runs: &'a KeyRuns,
+    /// Of the runs' keys.
+    pub records: &'a [RecordNumber],
     pub code: RowCode,
     /// `(bags, dim)` of each feature.
     pub rows: Vec<&'a [f32]>,
@@ -90,7 +93,7 @@ impl HeldGradients<'_> {
 
 impl MergedGradients for HeldGradients<'_> {
     fn records(&self) -> &[RecordNumber] {
-        self.runs.records()
+        self.records
     }
 
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>> {

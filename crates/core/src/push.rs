@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use crate::arena::RecordNumber;
 use crate::error::Result;
 use crate::host_table::HostTable;
 use crate::lookup::Looked;
@@ -101,12 +102,19 @@ impl SavedTable {
         SavedTable { number, dim: table.config.dim, generation: table.generation, looked }
     }
 
+    /// Runs of its keys, with the keys' records; those of absent keys come last.
+    pub fn runs(&self) -> impl Iterator<Item = (&KeyRuns, &[RecordNumber])> {
+        let absent = self.looked.absent.iter().map(|absent| (&absent.runs, absent.records()));
+        self.looked.runs.iter().map(|runs| (runs, runs.records())).chain(absent)
+    }
+
     /// The gradients of its features, to be merged.
     pub fn hold<'a>(&'a self, rows: &'a [GradientRows], weight: f32) -> Vec<HeldGradients<'a>> {
         let (code, dim) = (self.looked.code, self.dim);
         let of_features: Vec<&[f32]> = self.looked.features.iter().map(|&f| rows[f].get()).collect();
-        let hold = |runs| HeldGradients { runs, code, rows: of_features.clone(), dim, weight };
-        self.looked.runs.iter().map(hold).collect()
+        let hold =
+            |(runs, records)| HeldGradients { runs, records, code, rows: of_features.clone(), dim, weight };
+        self.runs().map(hold).collect()
     }
 }
 
@@ -161,11 +169,11 @@ pub fn merge_push(
     let mut merged = Vec::new();
     for table in &lookup.tables {
         let spare = &mut spare[table.number].sums;
-        let room = |runs: &KeyRuns| {
+        let mut room = |runs: &KeyRuns| {
             let mut sums = spare.pop().unwrap_or_default();
             sums.grow_amortized(runs.num_keys() * table.dim).map(|()| sums)
         };
-        merged.push(table.looked.runs.iter().map(room).collect::<Result<Vec<_>>>()?);
+        merged.push(table.runs().map(|(runs, _)| room(runs)).collect::<Result<Vec<_>>>()?);
     }
     let held: Vec<Vec<HeldGradients>> = lookup.tables.iter().map(|table| table.hold(rows, 1.0)).collect();
     let num_ids: usize = held.iter().flatten().map(|h| h.runs.num_ids()).sum();

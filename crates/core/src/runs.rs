@@ -2,7 +2,6 @@
 
 use crate::arena::RecordNumber;
 use crate::error::Result;
-use crate::find::Distinct;
 use crate::region::Region;
 
 /// Distinct keys of a table, or of a part of it, with their ids in the order (feature, position).
@@ -88,13 +87,19 @@ impl KeyRuns {
 
     /// First half of a counting sort: takes the keys over and gives each the place of its ids. `add` puts them there, in
     /// their order; after the last one the runs are complete.
-    pub fn start(&mut self, distinct: &Distinct, is_weighted: bool) -> Result<()> {
-        self.num_keys = distinct.len();
+    ///
+    /// `keys`: record and number of ids of each distinct key.
+    pub fn start(
+        &mut self,
+        keys: impl ExactSizeIterator<Item = (RecordNumber, u32)>,
+        is_weighted: bool,
+    ) -> Result<()> {
+        self.num_keys = keys.len();
         self.is_weighted = is_weighted;
         self.records.grow_amortized(self.num_keys)?;
         self.ends.grow_amortized(self.num_keys)?;
         let mut end = 0;
-        for (key, (record, count)) in distinct.iter().enumerate() {
+        for (key, (record, count)) in keys.enumerate() {
             (self.records[key], self.ends[key]) = (record, end);
             end += count;
         }

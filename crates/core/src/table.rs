@@ -19,6 +19,33 @@ pub enum CheckMode {
     Count,
 }
 
+/// When a lookup gives rows to keys that have none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Insertion {
+    /// Never. A gradient for such a key is dropped and counted.
+    Never = 0,
+    /// When a commit names a push of the lookup. Until then such a key answers as `missing` says.
+    AtCommit = 1,
+    /// In the lookup itself.
+    AtLookup = 2,
+}
+
+impl Insertion {
+    /// The insertion with this number, as frameworks' graphs keep it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for any other number.
+    pub fn from_number(number: i64) -> Result<Insertion> {
+        match number {
+            0 => Ok(Insertion::Never),
+            1 => Ok(Insertion::AtCommit),
+            2 => Ok(Insertion::AtLookup),
+            _ => Err(Error::argument(format!("`insertion` must be 0, 1 or 2. Received: {number}"))),
+        }
+    }
+}
+
 /// What a key without a row answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -163,10 +190,10 @@ pub trait Table: Send {
     fn config(&self) -> &TableConfig;
 
     /// Rows now.
-    fn len(&self) -> usize;
+    fn len(&self) -> Result<usize>;
 
-    fn is_empty(&self) -> bool {
-        self.len() == 0
+    fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
     }
 
     /// The update whose states the records carry; `None` while no optimizer and no load brought one.
@@ -196,18 +223,17 @@ pub trait Table: Send {
     /// record is updated once. Keys without a row are counted as refused, their gradient is dropped.
     fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes>;
 
-    /// Removes rows; returns how many were there. A gradient that is still on its way to them is dropped.
-    fn erase(&mut self, keys: &[Key]) -> usize;
+    /// Removes rows; returns how many were there. A gradient that is still on its way to them is dropped. A device that fails in
+    /// the middle may have removed some.
+    fn erase(&mut self, keys: &[Key]) -> Result<usize>;
 
     /// Removes all rows and gives their memory back. Gradients on their way are dropped.
-    fn clear(&mut self);
+    fn clear(&mut self) -> Result<()>;
 
-    fn stats(&self) -> TableStats;
+    fn stats(&self) -> Result<TableStats>;
 
     /// As `stats`, but nothing is waited for: on a device, as of the last step that it has told of.
-    fn recent_stats(&self) -> TableStats {
-        self.stats()
-    }
+    fn recent_stats(&self) -> TableStats;
 
     /// Gives the records the states of `update`, at their first values. States that are there and belong to the same rule
     /// stay if `keep_states`, else they start anew.
@@ -215,7 +241,7 @@ pub trait Table: Send {
 
     /// Appends up to `max` records to `out`, in the table's own order, each record once in a scan as long as nothing
     /// changes the table; `None` at the end.
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor>;
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
     /// Puts whole records in, overwriting those that are there. Their width is `record_width()`.
     fn restore(&mut self, records: &Records) -> Result<()>;

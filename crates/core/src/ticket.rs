@@ -62,6 +62,11 @@ impl<P> PushRing<P> {
         self.pending.iter().map(|(_, push)| push)
     }
 
+    /// The push of this number, if it waits.
+    pub fn get(&self, number: u64) -> Option<&P> {
+        self.pending.iter().find(|(n, _)| *n == number).map(|(_, push)| push)
+    }
+
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut P> {
         self.pending.iter_mut().map(|(_, push)| push)
     }

@@ -79,7 +79,7 @@ fn main() {
             bench.device.synchronize().unwrap();
             inserts.push(BATCH as f32 / 1e6 / begin.elapsed_ms(&end).unwrap());
         }
-        assert_eq!(table.len(), CAPACITY * percent / 100);
+        assert_eq!(table.len().unwrap(), CAPACITY * percent / 100);
         let (find, insert) = (median(&finds), median(&inserts));
         let index = table.bytes_a_place() - 8.0;
         println!(

@@ -34,7 +34,7 @@ fn fill(bench: &Bench, dim: usize, initial_capacity: usize) -> Vec<f32> {
         bench.device.synchronize().unwrap();
         times.push(start.elapsed().as_secs_f32() * 1e3);
     }
-    assert_eq!(table.len(), ROWS);
+    assert_eq!(table.len().unwrap(), ROWS);
     times
 }
 

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Bench, Shape, config, draw_row, fill, keep_samples, key_of, median, time_in_a_row, unit};
+use sok_core::table::Insertion;
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
 
@@ -37,7 +38,7 @@ fn time(bench: &Bench, name: &str, shape: Shape, is_weighted: bool, unknown: usi
     let features =
         shape.features(on_device.address(), is_weighted.then(|| weights.address()), rows.address());
     let mut look_up = |(): &()| {
-        group.lookup(&features, false, false, None, bench.stream()).unwrap();
+        group.lookup(&features, Insertion::Never, false, None, bench.stream()).unwrap();
     };
     [(); WARM].iter().for_each(&mut look_up);
     let times = time_in_a_row(bench, &[(); TIMED], look_up);

@@ -17,6 +17,7 @@ use sok_core::key::Key;
 use sok_core::optimizer::UpdateScalars;
 use sok_core::pool::Pool;
 use sok_core::push::GradientRows;
+use sok_core::table::Insertion;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::Buffer;
 use sok_cuda::optimizer;
@@ -148,7 +149,7 @@ impl<'a> Gpu<'a> {
         let stream = self.bench.stream();
         let weights = self.work.weighted.then(|| self.weights.address());
         let features = self.work.shape().features(ids.address(), weights, self.rows.address());
-        let number = self.group.lookup(&features, true, true, None, stream).unwrap();
+        let number = self.group.lookup(&features, Insertion::AtLookup, true, None, stream).unwrap();
         let len = self.work.samples * self.work.dim;
         let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * len)).collect();
         let keep = hold.then(|| Box::new(()) as _);
@@ -213,7 +214,8 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
         };
         let features: Vec<_> = (0..work.tables).map(feature).collect();
         let mut rows = vec![0f32; gradients.len()];
-        let number = host.lookup(&features, true, true, rows.chunks_mut(len).collect(), &pool).unwrap();
+        let number =
+            host.lookup(&features, Insertion::AtLookup, true, rows.chunks_mut(len).collect(), &pool).unwrap();
         let lent = gradients.chunks(len);
         // SAFETY: nobody writes to them; `keep` has them.
         let lent = lent.map(|g| unsafe { GradientRows::new(g.as_ptr(), g.len()) }).collect();

@@ -17,8 +17,12 @@ struct Found {
   u32 num_zeros, pad;
   Homeless homeless;
   Fault* fault;
+  // Where a commit is to insert what is absent: how many ids are. Where it does: by id, the record that the lookup had found; only ids
+  // without one are looked up. Else null.
+  u32* absent;
+  const u32* known;
 };
-static_assert(sizeof(Found) == 64, "as crates/cuda/src/layout.rs has it");
+static_assert(sizeof(Found) == 80, "as crates/cuda/src/layout.rs has it");
 
 // What is to become of an id: looked up, inserted if need be, and its row gets a gradient.
 __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 key, u32 i) {
@@ -40,10 +44,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __gri
     is_wanted = is_active(feature, t, key, i);
     if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key)) report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
   }
+  if (found.known && is_id) is_wanted = is_wanted && found.known[at] == NO_RECORD;
   const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.homeless, lists[threadIdx.x / WARP], is_new);
   if (!feature.inserts && found.values) {
-    const u32 dropped = __popc(__ballot_sync(ALL, is_wanted && record == NO_RECORD));
-    if (lane() == 0 && dropped) atomicAdd(&t.index.counters->dropped, dropped);
+    const u32 absent = __popc(__ballot_sync(ALL, is_wanted && record == NO_RECORD));
+    if (lane() == 0 && absent) atomicAdd(found.absent ? found.absent : &t.index.counters->dropped, absent);
   }
   if (!is_id) return;
   found.records[at] = record;

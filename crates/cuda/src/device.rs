@@ -82,14 +82,24 @@ impl Stream {
         }
     }
 
-    /// Sets bytes of the group's own memory to zero.
+    /// Sets bytes of the group's own memory.
     ///
     /// # Safety
     /// There are so many at `address`.
-    pub unsafe fn zero(self, address: u64, bytes: usize) -> Result<()> {
+    pub unsafe fn fill(self, address: u64, byte: u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { result::memset_d8_async(address, 0, bytes, self.0) }
+        unsafe { result::memset_d8_async(address, byte, bytes, self.0) }
             .map_err(driver_error("filling GPU memory"))
+    }
+
+    /// Copies bytes from device memory to the group's own.
+    ///
+    /// # Safety
+    /// There are so many at both addresses, apart from each other.
+    pub unsafe fn copy(self, to: u64, from: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, self.0) }
+            .map_err(driver_error("copying on the GPU"))
     }
 }
 

@@ -155,6 +155,8 @@ plain! {
         pub pad: u32,
         pub homeless: Homeless,
         pub fault: u64,
+        pub absent: u64,
+        pub known: u64,
     }
 
     pub struct Rows {
@@ -375,7 +377,7 @@ mod tests {
         assert_eq!(size_of::<Keys>(), 56);
         assert_eq!(size_of::<Section>(), 32);
         assert_eq!(size_of::<Sort>(), 72);
-        assert_eq!(size_of::<Found>(), 64);
+        assert_eq!(size_of::<Found>(), 80);
         assert_eq!(size_of::<Rows>(), 56);
         assert_eq!(size_of::<Kept>(), 32);
         assert_eq!(size_of::<Call>(), 40);

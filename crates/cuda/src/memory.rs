@@ -158,7 +158,7 @@ impl<T: Plain> Buffer<T> {
     /// Zeros, in the order of the stream.
     pub fn zero(&self, stream: Stream) -> Result<()> {
         // SAFETY: within the buffer.
-        unsafe { stream.zero(self.address, self.num_bytes()) }
+        unsafe { stream.fill(self.address, 0, self.num_bytes()) }
     }
 
     /// Waits for all work of the device.

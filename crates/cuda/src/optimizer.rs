@@ -20,6 +20,20 @@ fn is_update(groups: &[&mut GpuGroup], address: Option<u64>) -> Result<bool> {
     Ok(read::<f32>(&group.device().context, address, 1)?[0] != 0.0)
 }
 
+/// Makes the rows that the named pushes missed, where their lookups left that to the commit. That waits for the device.
+///
+/// # Errors
+/// [`Error::TableFull`] if a table refuses some and is asked to say so; a ticket that is wrong. Nothing has changed.
+fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], stream: Stream) -> Result<()> {
+    if !groups.iter().any(|group| group.inserts_at_commit()) {
+        return Ok(());
+    }
+    let named = groups.iter_mut().zip(tickets).map(|(group, ticket)| group.resolve(*ticket));
+    let named = named.collect::<Result<Vec<_>>>()?;
+    groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
+    groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.insert_absent(named, stream))
+}
+
 /// Finds which pushes the tickets name, and with which weights. `norm_to`: takes the squared norm of all that is to be applied, if
 /// `needs_norm`, else 0. `is_update_at`: of an optimizer that accumulates, where the device has whether this step is an update.
 ///
@@ -41,6 +55,7 @@ pub fn commit(
     for (group, binding) in groups.iter_mut().zip(bindings) {
         group.take_over(binding)?;
     }
+    insert_absent(groups, tickets, stream)?;
     let updates = is_update(groups, is_update_at)?;
     let at_once =
         RESOLVED_AT_ONCE.into_iter().find(|n| *n >= groups.len() && 64 * n < device.parameter_bytes);

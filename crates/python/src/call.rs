@@ -12,6 +12,7 @@ use sok_core::host_group::{ApplyScalars, HostGroup};
 use sok_core::optimizer::UpdateScalars;
 use sok_core::pool;
 use sok_core::push::{GradientRows, Keep, OutputGradients};
+use sok_core::table::Insertion;
 use sok_core::ticket::{RING, TICKET_LEN};
 use sok_cuda::gpu_group::LookupNumber;
 
@@ -203,10 +204,10 @@ fn feature<'a>(
 ///
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///
-/// `insert`: keys without a row get one. `save`: keep what `push` needs. `on_gpu`: where the tensors are.
+/// `insertion`: when keys without a row get one. `save`: keep what `push` needs. `on_gpu`: where the tensors are.
 pub fn lookup(
     plan: i64,
-    insert: bool,
+    insertion: Insertion,
     save: bool,
     inputs: &[Tensor],
     outputs: &mut dyn Outputs,
@@ -215,7 +216,7 @@ pub fn lookup(
     let plan = registry::plan(plan)?;
     if let Some(on_gpu) = on_gpu {
         let mut tables = plan.group.lock();
-        return gpu_call::lookup(&plan, tables.gpu()?, insert, save, inputs, outputs, on_gpu);
+        return gpu_call::lookup(&plan, tables.gpu()?, insertion, save, inputs, outputs, on_gpu);
     }
     let mut inputs = inputs.iter();
     let mut features = Vec::with_capacity(plan.features.len());
@@ -227,7 +228,7 @@ pub fn lookup(
         rows.push(floats_out(outputs, 1 + number, &dims)?);
     }
     let place = outputs.output(0, DType::I32, &[2])?;
-    let number = plan.group.lock().host()?.lookup(&features, insert, save, rows, &*pool::global()?)?;
+    let number = plan.group.lock().host()?.lookup(&features, insertion, save, rows, &*pool::global()?)?;
     // SAFETY: the framework gave room for two int32.
     unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
     Ok(())
@@ -295,6 +296,8 @@ fn on_host<'a>(groups: &'a mut [MutexGuard<'_, Tables>]) -> Result<Vec<&'a mut H
     groups.iter_mut().map(|tables| tables.host()).collect()
 }
 
+/// Makes the rows that the named pushes missed; a table that refuses one and is asked to say so changes nothing.
+///
 /// Tensors in: `is_update` float32 `(1,)` (0: the gradients are only accumulated), then a ticket for each layer of the
 /// optimizer. Tensors out: 0 is the squared norm of all merged gradients, accumulated ones included, float32 `()`; 0 if
 /// nothing asks for norms.
@@ -325,6 +328,7 @@ pub fn commit(
         group.check_owner(&binding)?;
         named.push(group.resolve(ticket)?);
     }
+    groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
     let pool = pool::global()?;
     let mut total = 0.0;
     for ((group, named), binding) in groups.iter_mut().zip(&named).zip(optimizer.bindings(handle)) {

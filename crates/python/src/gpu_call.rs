@@ -5,6 +5,7 @@ use std::sync::MutexGuard;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
 use sok_core::push::Keep;
+use sok_core::table::Insertion;
 use sok_core::ticket::{RING, TICKET_LEN};
 use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
@@ -88,7 +89,7 @@ fn feature<'a>(
 pub fn lookup(
     plan: &Plan,
     group: &mut GpuGroup,
-    insert: bool,
+    insertion: Insertion,
     save: bool,
     inputs: &[Tensor],
     outputs: &mut dyn Outputs,
@@ -103,7 +104,7 @@ pub fn lookup(
     }
     let place = outputs.output(0, DType::I32, &[2])?;
     let number_to = on_gpu.has_number.then_some(place as u64);
-    let number = group.lookup(&features, insert, save, number_to, Stream(on_gpu.stream as _))?;
+    let number = group.lookup(&features, insertion, save, number_to, Stream(on_gpu.stream as _))?;
     if number_to.is_none() {
         // SAFETY: the framework gave room for two int32 in host memory.
         unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };

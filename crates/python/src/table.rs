@@ -108,8 +108,8 @@ impl Table {
         Table { group: group.inner.clone(), number }
     }
 
-    fn __len__(&self) -> usize {
-        self.group.lock().table(self.number).len()
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        detached(py, || self.group.lock().table(self.number).len())
     }
 
     /// Rows `(len(keys), dim)` and whether each was there.
@@ -156,11 +156,11 @@ impl Table {
 
     fn erase(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<usize> {
         let keys = as_keys(&keys)?;
-        detached(py, || Ok(self.group.lock().table_mut(self.number).erase(&keys)))
+        detached(py, || self.group.lock().table_mut(self.number).erase(&keys))
     }
 
-    fn clear(&self, py: Python<'_>) {
-        py.detach(|| self.group.lock().table_mut(self.number).clear());
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, || self.group.lock().table_mut(self.number).clear())
     }
 
     /// Keys ascending, their rows, and if asked their states by name.
@@ -221,19 +221,21 @@ impl Table {
 
     /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
     /// Without `waits` as of the last step that a device has told of.
-    fn stats(&self, waits: bool) -> (u64, u64, OutcomesTuple, u64, u64, u64, u64) {
-        let mut group = self.group.lock();
-        let table = group.table(self.number);
-        let stats = if waits { table.stats() } else { table.recent_stats() };
-        (
-            stats.size,
-            stats.capacity,
-            outcomes_tuple(stats.outcomes),
-            stats.dropped_gradients,
-            group.pending_pushes(waits) as u64,
-            stats.native_calls,
-            stats.bytes + group.step_bytes() as u64 / group.num_tables().max(1) as u64,
-        )
+    fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<(u64, u64, OutcomesTuple, u64, u64, u64, u64)> {
+        detached(py, || {
+            let mut group = self.group.lock();
+            let table = group.table(self.number);
+            let stats = if waits { table.stats()? } else { table.recent_stats() };
+            Ok((
+                stats.size,
+                stats.capacity,
+                outcomes_tuple(stats.outcomes),
+                stats.dropped_gradients,
+                group.pending_pushes(waits)? as u64,
+                stats.native_calls,
+                stats.bytes + group.step_bytes() as u64 / group.num_tables().max(1) as u64,
+            ))
+        })
     }
 }
 
@@ -247,7 +249,7 @@ fn sorted_records(table: &dyn sok_core::table::Table) -> Result<Records> {
     let mut all = Records::default();
     let mut cursor = Some(Cursor::default());
     while let Some(at) = cursor {
-        cursor = table.scan(at, 1 << 16, &mut all);
+        cursor = table.scan(at, 1 << 16, &mut all)?;
     }
     let width = table.record_width();
     let mut order: Vec<u32> = (0..all.keys.len() as u32).collect();

@@ -65,11 +65,14 @@ impl Tables {
     }
 
     /// Without `waits` those of the last commit count, which may be over.
-    pub fn pending_pushes(&mut self, waits: bool) -> usize {
+    ///
+    /// # Errors
+    /// What the device found in the last commit.
+    pub fn pending_pushes(&mut self, waits: bool) -> Result<usize> {
         match self {
-            Tables::Host(group) => group.pending_pushes(),
+            Tables::Host(group) => Ok(group.pending_pushes()),
             Tables::Gpu(group) if waits => group.pending_pushes(),
-            Tables::Gpu(group) => group.known_pushes(),
+            Tables::Gpu(group) => Ok(group.known_pushes()),
         }
     }
 

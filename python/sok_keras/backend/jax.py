@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from sok_keras import _native
+from sok_keras.backend.insertion import Insertion
 
 for _platform, _targets in _native.xla_targets().items():
     for _name, _target in _targets.items():
@@ -24,10 +25,10 @@ class _Call(NamedTuple):
 
     plan: int
     shapes: tuple
-    insert: bool | None
+    insertion: Insertion
 
 
-def lookup(plan, trigger, learns, inputs, weights, insert):
+def lookup(plan, trigger, learns, inputs, weights, insertion):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
     The gradient of `trigger` is the ticket of the push that the backward pass makes.
@@ -39,28 +40,27 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
         inputs: A tuple for each feature: its ids (without x64 the low and the high words), then its row splits if it is
             ragged.
         weights: A float32 array or None for each feature.
-        insert: Whether keys without a row get one; None: if the call is differentiated.
+        insertion: When keys without a row get one. One that is not differentiated inserts nothing at a commit.
 
     Returns:
         A list with a float32 array for each feature.
     """
     shapes = tuple(tuple(shape) for shape in plan.output_shapes(inputs))
-    call = _Call(plan.handle, shapes, insert)
+    call = _Call(plan.handle, shapes, insertion)
     inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
     if not learns:
         arguments = jax.lax.stop_gradient((trigger, weights, inputs))
-        return list(_run(call, *arguments, insert=bool(insert), save=False)[1])
+        return list(_run(call, *arguments, save=False)[1])
     return list(_lookup(call, trigger, weights, inputs))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup(call, trigger, weights, inputs):
-    return _run(call, trigger, weights, inputs, insert=bool(call.insert), save=False)[1]
+    return _run(call, trigger, weights, inputs, save=False)[1]
 
 
 def _lookup_to_differentiate(call, trigger, weights, inputs):
-    insert = True if call.insert is None else call.insert
-    number, rows = _run(call, trigger, weights, inputs, insert=insert, save=True)
+    number, rows = _run(call, trigger, weights, inputs, save=True)
     return rows, (number, weights)
 
 
@@ -88,12 +88,14 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.handle)))
 
 
-def _run(call, trigger, weights, inputs, insert, save):
+def _run(call, trigger, weights, inputs, save):
     """The lookup's number, for push, and the rows of each feature."""
     groups = zip(inputs, weights, strict=True)
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
-    number, *rows = _ffi("sok_lookup", results)(*tensors, trigger, plan=np.int64(call.plan), insert=insert, save=save)
+    number, *rows = _ffi("sok_lookup", results)(
+        *tensors, trigger, plan=np.int64(call.plan), insertion=np.int64(call.insertion), save=save
+    )
     return number, rows
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from sok_keras.backend.insertion import Insertion
+
 NATIVE = "sok_keras._native"
 
 
@@ -42,7 +44,7 @@ def _late_ops():
 _ops = _load_ops()
 
 
-def lookup(plan, trigger, learns, inputs, weights, insert):
+def lookup(plan, trigger, learns, inputs, weights, insertion):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
     The gradient of `trigger` is the ticket of the push that the backward pass makes. A lookup whose gradient nobody
@@ -54,8 +56,8 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
         learns: Whether gradients are to come back; if not, nothing is differentiable.
         inputs: A tuple for each feature: its ids, then its row splits if it is ragged.
         weights: A float32 tensor or None for each feature.
-        insert: Whether keys without a row get one; None: if a gradient is being recorded. What is recorded is known
-            when a `tf.function` is traced, not when it is called.
+        insertion: When keys without a row get one. At a commit only if a gradient is being recorded, which is known when a
+            `tf.function` is traced, not when it is called.
 
     Returns:
         A list with a float32 tensor for each feature.
@@ -66,11 +68,12 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
     if not learns:
         save, (trigger, *tensors) = False, [tf.stop_gradient(tensor) for tensor in (trigger, *tensors)]
     else:
-        insert = bool(record.should_record_backprop([trigger]) if insert is None else insert)
         # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
-        save = record.should_record_backprop([trigger, *tensors]) or (insert and not tf.executing_eagerly())
+        save = record.should_record_backprop([trigger, *tensors]) or (
+            insertion == Insertion.AT_LOOKUP and not tf.executing_eagerly()
+        )
     op = _ops.sok_gpu_lookup if plan.gpu is not None else _ops.sok_lookup
-    _, rows = op(tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insert=bool(insert), save=save)
+    _, rows = op(tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insertion=int(insertion), save=save)
     if not tf.executing_eagerly():
         for row, shape in zip(rows, plan.output_shapes(inputs), strict=True):
             row.set_shape(shape)

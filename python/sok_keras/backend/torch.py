@@ -94,14 +94,14 @@ def _new_rows_apart(device, plan, tensors):
 # ---- the four calls
 
 
-def _lookup(trigger, tensors, plan, insert, save, apart=False):
+def _lookup(trigger, tensors, plan, insertion, save, apart=False):
     plan = plans[plan]
     device = _device_of(plan.gpu)
     tensors = _at(device, tensors)
     # On the host glibc keeps freed memory of up to 32 MiB for the next step, but maps larger pieces anew: a step took three times as long.
     new_rows = _new_rows_apart if apart or plan.gpu is None else _new_rows
     number, rows = _new_number(), new_rows(device, plan, tensors)
-    _native.lookup(plan.handle, insert, save, tensors, number, rows, device.index)
+    _native.lookup(plan.handle, insertion, save, tensors, number, rows, device.index)
     return [number, *_back(rows, trigger)]
 
 
@@ -131,7 +131,7 @@ def _apply(scalars, sum_of_squares, triggers, optimizer):
 # ---- the same for the compiler: shapes alone
 
 _library = torch.library.Library("sok_keras", "DEF")
-_library.define("lookup(Tensor trigger, Tensor[] tensors, int plan, bool insert, bool save) -> Tensor[]")
+_library.define("lookup(Tensor trigger, Tensor[] tensors, int plan, int insertion, bool save) -> Tensor[]")
 _library.define("push(Tensor number, Tensor[] gradients, Tensor[] weights, int plan) -> Tensor[]")
 _library.define("commit(Tensor is_update, Tensor[] tickets, int optimizer) -> Tensor")
 _library.define("apply(Tensor scalars, Tensor sum_of_squares, Tensor[] triggers, int optimizer) -> Tensor[]")
@@ -144,8 +144,8 @@ _library.impl("apply", _apply, _KEY)
 
 
 @torch.library.register_fake("sok_keras::lookup", lib=_library)
-def _(trigger, tensors, plan, insert, save):
-    del insert, save
+def _(trigger, tensors, plan, insertion, save):
+    del insertion, save
     rows = [trigger.new_empty(shape) for shape in plans[plan].shapes_of(tensors)]
     return [_new_number(), *rows]
 
@@ -170,13 +170,13 @@ def _(scalars, sum_of_squares, triggers, optimizer):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trigger, plan, insert, save, tensors, places, *weights):
+    def forward(ctx, trigger, plan, insertion, save, tensors, places, *weights):
         # Of `tensors` those at `places` are the weights, which autograd must be given by themselves.
         tensors = list(tensors)
         for place, weight in zip(places, weights, strict=True):
             tensors[place] = weight
         call = torch.ops.sok_keras.lookup if torch.compiler.is_compiling() else _lookup
-        number, *rows = call(trigger, tensors, plan, insert, save)
+        number, *rows = call(trigger, tensors, plan, insertion, save)
         ctx.plan = plan
         ctx.save_for_backward(number, *weights)
         return tuple(rows)
@@ -192,7 +192,7 @@ class _Lookup(torch.autograd.Function):
         return ticket, None, None, None, None, None, *found
 
 
-def lookup(plan, trigger, learns, inputs, weights, insert):
+def lookup(plan, trigger, learns, inputs, weights, insertion):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
     Args:
@@ -201,7 +201,7 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
         learns: Whether gradients are to come back; if not, nothing is differentiable.
         inputs: A tuple for each feature: its ids.
         weights: A float32 tensor or None for each feature.
-        insert: Whether keys without a row get one; None: if a gradient is being recorded.
+        insertion: When keys without a row get one. At a commit only if a gradient is being recorded.
 
     Returns:
         A list with a float32 tensor for each feature.
@@ -218,8 +218,7 @@ def lookup(plan, trigger, learns, inputs, weights, insert):
             given.append(weight if learns else weight.detach())
     trigger = trigger if learns else trigger.detach()
     records = torch.is_grad_enabled() and (trigger.requires_grad or any(weight.requires_grad for weight in given))
-    insert = (records and trigger.requires_grad) if insert is None else insert
-    return list(_Lookup.apply(trigger, plan.handle, bool(insert), records, tuple(tensors), tuple(places), *given))
+    return list(_Lookup.apply(trigger, plan.handle, int(insertion), records, tuple(tensors), tuple(places), *given))
 
 
 def commit(tables, is_update, tickets):

@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from sok_keras import backend, ids
+from sok_keras.backend.insertion import Insertion
 from sok_keras.core import Core
 from sok_keras.initializers import core_initializer, core_seed
 from sok_keras.table_config import TableConfig
@@ -108,12 +109,10 @@ class TableLayer(keras.layers.Layer):
         `features`: a plan's features. `inputs`: tensors of each. `weights`: a tensor or None of each.
         """
         learns = self.trainable and self.trigger.trainable
-        insert = None if training is None else bool(training) and learns
-        if keras.src.backend.common.symbolic_scope.in_symbolic_scope():
-            insert = False  # PyTorch runs the layer for real, on made-up ids
+        insertion = _insertion(training, learns)
         self._core.check_weights()
         plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
-        rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insert)
+        rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insertion)
         if not backend.is_compiling():
             self._core.warn_of_refused()
         return [ops.cast(row, self.compute_dtype) for row in rows]
@@ -160,6 +159,15 @@ class TableLayer(keras.layers.Layer):
         if self.built:
             self._core.save(state)
         return _rebuild, (type(self), self.get_config(), state)
+
+
+def _insertion(training: bool | None, learns: bool) -> Insertion:
+    # In a symbolic scope PyTorch runs the layer for real, on made-up ids.
+    if not learns or keras.src.backend.common.symbolic_scope.in_symbolic_scope():
+        return Insertion.NEVER
+    if training is None:
+        return Insertion.AT_COMMIT
+    return Insertion.AT_LOOKUP if training else Insertion.NEVER
 
 
 def _has_weights_file(frame: Any) -> bool:

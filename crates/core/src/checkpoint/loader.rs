@@ -132,7 +132,7 @@ impl<'a> Plan<'a> {
     /// A dump's keys must have a place in the table. Reads them only if there is a doubt.
     fn check_keys(&self, table: &dyn Table, mode: LoadMode) -> Result<()> {
         let (config, dumped) = (table.config(), self.entry.num_rows);
-        let (len, capacity) = (table.len() as u64, config.capacity());
+        let (len, capacity) = (table.len()? as u64, config.capacity());
         if mode == LoadMode::Replace && dumped > capacity {
             let what =
                 format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
@@ -169,8 +169,8 @@ impl<'a> Plan<'a> {
     fn load_fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
         let mut fresh = table.fresh(self.update)?;
         self.restore_into(&mut *fresh)?;
-        if fresh.len() as u64 != self.entry.num_rows {
-            let (expected, got) = (self.entry.num_rows, fresh.len());
+        let (expected, got) = (self.entry.num_rows, fresh.len()? as u64);
+        if got != expected {
             let what = self.of_table(format!("its keys must be {expected} different ones: got {got}"));
             return Err(Error::CorruptDump { path: self.dump.path.join(MANIFEST), what });
         }

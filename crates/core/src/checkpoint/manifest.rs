@@ -202,10 +202,10 @@ impl Tensor {
 
 impl TableEntry {
     /// Without its shards.
-    pub(super) fn of(table: &dyn Table) -> TableEntry {
+    pub(super) fn of(table: &dyn Table) -> crate::Result<TableEntry> {
         let config = table.config();
         let states = table.state_specs();
-        TableEntry {
+        Ok(TableEntry {
             name: config.name.clone(),
             dim: config.dim,
             dtype: "float32".into(),
@@ -214,9 +214,9 @@ impl TableEntry {
             initializer: config.initializer,
             update: table.update_rule().copied(),
             states: states.iter().map(|s| StateEntry { name: s.name.into(), width: s.width }).collect(),
-            num_rows: table.len() as u64,
+            num_rows: table.len()? as u64,
             shards: Vec::new(),
-        }
+        })
     }
 
     /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order.

@@ -194,7 +194,7 @@ impl<'a> Writer<'a> {
     }
 
     fn write_table(&mut self, table: &dyn Table, shard_bytes: usize) -> Result<TableEntry> {
-        let mut entry = TableEntry::of(table);
+        let mut entry = TableEntry::of(table)?;
         let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
         let columns = columns(entry.dim, entry.states.iter().map(|s| s.width));
         let width = table.record_width();
@@ -202,18 +202,18 @@ impl<'a> Writer<'a> {
         let shard_rows = (shard_bytes / record_bytes).max(1);
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
 
-        let room = chunk_rows.min(table.len());
+        let room = chunk_rows.min(table.len()?);
         let mut records =
             Records { keys: Vec::with_capacity(room), values: Vec::with_capacity(room * width) };
         let mut bytes = Vec::new();
         let mut shards = Vec::new();
         let mut open: Option<(DataWriter, usize)> = None;
-        let mut rows_left = table.len();
+        let mut rows_left = table.len()?;
         let mut cursor = Some(Cursor::default());
         while let Some(here) = cursor {
             records.keys.clear();
             records.values.clear();
-            cursor = table.scan(here, chunk_rows, &mut records);
+            cursor = table.scan(here, chunk_rows, &mut records)?;
             if records.keys.len() > rows_left || records.values.len() != records.keys.len() * width {
                 return Err(changed());
             }

@@ -135,7 +135,7 @@ fn mismatches_say_the_rule_and_what_came() {
     assert!(matches!(error, Error::TableFull { refused: 1, len: 3, capacity: 9, .. }), "{error:?}");
     let mut wide = table(4, adam()).with_max_capacity(10);
     load_one(path, "movies", &mut wide, &merge()).unwrap();
-    assert_eq!(wide.len(), 10);
+    assert_eq!(wide.len().unwrap(), 10);
 }
 
 #[test]

@@ -76,8 +76,8 @@ impl Table for MapTable {
         &self.config
     }
 
-    fn len(&self) -> usize {
-        self.records.len()
+    fn len(&self) -> Result<usize> {
+        Ok(self.records.len())
     }
 
     fn update_rule(&self) -> Option<&Update> {
@@ -104,14 +104,14 @@ impl Table for MapTable {
         Ok(())
     }
 
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor> {
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
         self.note_chunk(max);
         let mut left = self.records.range(cursor.0..);
         for (key, record) in left.by_ref().take(max) {
             out.keys.push(*key);
             out.values.extend(record);
         }
-        left.next().map(|(key, _)| Cursor(*key))
+        Ok(left.next().map(|(key, _)| Cursor(*key)))
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {
@@ -153,15 +153,19 @@ impl Table for MapTable {
         unreachable!("no dump trains")
     }
 
-    fn erase(&mut self, _: &[Key]) -> usize {
+    fn erase(&mut self, _: &[Key]) -> Result<usize> {
         unreachable!("no dump erases")
     }
 
-    fn clear(&mut self) {
+    fn clear(&mut self) -> Result<()> {
         unreachable!("no dump clears")
     }
 
-    fn stats(&self) -> TableStats {
+    fn stats(&self) -> Result<TableStats> {
+        Ok(self.recent_stats())
+    }
+
+    fn recent_stats(&self) -> TableStats {
         TableStats::default()
     }
 }

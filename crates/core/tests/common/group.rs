@@ -1,13 +1,15 @@
 //! The model of a group: lookup, push, commit and apply in words that are easy to believe.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use sok_core::batch::{Bags, Combiner, Feature, Keys, Splits};
 use sok_core::error::Result;
 use sok_core::key::Key;
 use sok_core::math::sum_of_squares;
 use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::table::{OutOfVocabulary, Outcomes, TableConfig};
+use sok_core::table::{Insertion, OutOfVocabulary, Outcomes, TableConfig};
 
 use super::table::{ModelTable, add, merge};
 
@@ -163,12 +165,28 @@ struct Term {
     coefficient: f32,
 }
 
+/// The birth of a row that a commit is to make; those of rows that are there begin at 1.
+const UNBORN: u64 = 0;
+
+/// Keys of a table that a lookup did not find, and that a commit is to insert.
+#[derive(Default)]
+struct Absent {
+    /// In the order in which they come, one an id.
+    keys: Vec<Key>,
+    /// How often all records of the table had gone at once.
+    clears: u64,
+    /// What the commit gave them: their birth, or nothing.
+    births: RefCell<Option<BTreeMap<Key, Option<u64>>>>,
+}
+
 /// What a lookup is remembered by.
 pub struct Looked {
     pub number: u64,
     pub inputs: Vec<Input>,
     /// By table, in the order (feature, position).
     terms: Vec<Vec<Term>>,
+    /// By table.
+    absent: Rc<Vec<Absent>>,
     /// By feature and position: which life the key lived, `clears` of the table and birth of the row.
     lives: Vec<Vec<(u64, Option<u64>)>>,
 }
@@ -179,6 +197,7 @@ type Gradients = Vec<BTreeMap<(Key, u64), Vec<f32>>>;
 pub struct Push {
     pub number: u64,
     lookup: u64,
+    absent: Rc<Vec<Absent>>,
     gradients: Gradients,
 }
 
@@ -219,7 +238,7 @@ impl Model {
     }
 
     /// Rows of each feature. With `save` the lookup is remembered.
-    pub fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<Vec<Vec<f32>>> {
+    pub fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<Vec<Vec<f32>>> {
         for input in inputs {
             let table = &self.tables[input.table];
             let keys: Vec<Key> =
@@ -228,6 +247,7 @@ impl Model {
                 table.outside_error(&input.name, &keys)?;
             }
         }
+        let insert = insertion == Insertion::AtLookup;
         let active: Vec<Vec<Key>> = (0..self.tables.len()).map(|t| self.active_keys(inputs, t)).collect();
         if insert {
             for (table, keys) in self.tables.iter().zip(&active) {
@@ -240,7 +260,7 @@ impl Model {
             self.outcomes[number] += Outcomes { hit, ..outcomes };
         }
         if save {
-            self.remember(inputs);
+            self.remember(inputs, insertion == Insertion::AtCommit);
         }
         Ok(inputs.iter().map(|input| self.pool(input)).collect())
     }
@@ -291,9 +311,11 @@ impl Model {
         rows
     }
 
-    fn remember(&mut self, inputs: &[Input]) {
+    fn remember(&mut self, inputs: &[Input], at_commit: bool) {
         let mut terms: Vec<Vec<Term>> = self.tables.iter().map(|_| Vec::new()).collect();
         let mut lives = Vec::new();
+        let mut absent: Vec<Absent> =
+            self.tables.iter().map(|t| Absent { clears: t.clears, ..Absent::default() }).collect();
         for (feature, input) in inputs.iter().enumerate() {
             let keys = input.ids.keys();
             lives.push(keys.iter().map(|k| self.tables[input.table].life(*k)).collect());
@@ -304,7 +326,11 @@ impl Model {
                     if !self.is_active(input, keys[p], p) {
                         continue;
                     }
-                    match self.tables[input.table].birth(keys[p]) {
+                    let birth = self.tables[input.table].birth(keys[p]);
+                    if birth.is_none() && at_commit {
+                        absent[input.table].keys.push(keys[p]);
+                    }
+                    match birth.or(at_commit.then_some(UNBORN)) {
                         None => self.dropped[input.table] += 1,
                         Some(birth) => terms[input.table].push(Term {
                             life: (keys[p], birth),
@@ -316,7 +342,8 @@ impl Model {
                 }
             }
         }
-        self.lookups.push(Looked { number: self.next_lookup, inputs: inputs.to_vec(), terms, lives });
+        let (number, inputs, absent) = (self.next_lookup, inputs.to_vec(), Rc::new(absent));
+        self.lookups.push(Looked { number, inputs, terms, absent, lives });
         self.next_lookup += 1;
         if self.lookups.len() > 64 {
             self.lookups.remove(0);
@@ -338,23 +365,64 @@ impl Model {
         }
         let number = self.next_push;
         self.next_push += 1;
-        self.pushes.push(Push { number, lookup: looked.number, gradients: merged });
+        let (lookup, absent) = (looked.number, looked.absent.clone());
+        self.pushes.push(Push { number, lookup, absent, gradients: merged });
         if self.pushes.len() > 64 || self.pushes[0].number + 64 <= number {
             self.pushes.remove(0);
         }
         number
     }
 
-    /// Takes the named pushes and drops what is older than the oldest of them.
-    pub fn commit(&mut self, named: &[(u64, f32)]) {
-        let Some(&(oldest, _)) = named.first() else { return };
+    /// What table `number` has yet to insert for the named pushes.
+    fn absent(&self, named: &[(u64, f32)], number: usize) -> Vec<Rc<Vec<Absent>>> {
+        let pushes = named.iter().flat_map(|(n, _)| self.pushes.iter().filter(move |p| p.number == *n));
+        let absent = pushes.map(|push| push.absent.clone());
+        absent
+            .filter(|a| a[number].births.borrow().is_none() && a[number].clears == self.tables[number].clears)
+            .collect()
+    }
+
+    /// Makes the rows that the named pushes missed, as far as there is room.
+    fn insert_absent(&mut self, named: &[(u64, f32)]) -> Result<()> {
+        for (number, table) in self.tables.iter().enumerate() {
+            let absent = self.absent(named, number);
+            let keys: Vec<Key> = absent.iter().flat_map(|a| a[number].keys.clone()).collect();
+            table.full_error(&table.absent(&keys))?;
+        }
+        for number in 0..self.tables.len() {
+            for absent in self.absent(named, number) {
+                let (absent, table) = (&absent[number], &mut self.tables[number]);
+                if absent.births.borrow().is_some() {
+                    continue; // named twice
+                }
+                let Outcomes { inserted, refused, .. } = table.insert(&absent.keys);
+                self.outcomes[number] += Outcomes { inserted, refused, ..Outcomes::default() };
+                let births: BTreeMap<_, _> = absent.keys.iter().map(|k| (*k, table.birth(*k))).collect();
+                self.dropped[number] += absent.keys.iter().filter(|k| births[k].is_none()).count() as u64;
+                *absent.births.borrow_mut() = Some(births);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the named pushes, makes the rows that they missed, and drops what is older than the oldest of them.
+    pub fn commit(&mut self, named: &[(u64, f32)]) -> Result<()> {
+        let Some(&(oldest, _)) = named.first() else { return Ok(()) };
+        self.insert_absent(named)?;
         self.pushes.retain(|push| push.number >= oldest);
         let mut oldest_lookup = u64::MAX;
         for &(number, weight) in named {
             let at = self.pushes.iter().position(|push| push.number == number).unwrap();
             let push = self.pushes.remove(at);
             oldest_lookup = oldest_lookup.min(push.lookup);
-            for (sums, gradients) in self.committed.iter_mut().zip(push.gradients) {
+            let of_tables = self.committed.iter_mut().zip(push.gradients).zip(push.absent.iter());
+            for ((sums, gradients), absent) in of_tables {
+                let births = absent.births.borrow();
+                let born = |(key, birth): (Key, u64)| match birth {
+                    UNBORN => births.as_ref().and_then(|births| births[&key]).map(|birth| (key, birth)),
+                    birth => Some((key, birth)),
+                };
+                let gradients = gradients.into_iter().filter_map(|(life, g)| Some((born(life)?, g)));
                 for (life, gradient) in gradients {
                     let weighted: Vec<f32> = gradient.iter().map(|g| g * weight).collect();
                     sums.entry(life).and_modify(|sum| add(sum, &weighted)).or_insert(weighted);
@@ -362,6 +430,7 @@ impl Model {
             }
         }
         self.lookups.retain(|looked| looked.number >= oldest_lookup);
+        Ok(())
     }
 
     /// Of all that is committed to a table.

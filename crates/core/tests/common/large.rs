@@ -3,7 +3,7 @@
 use sok_core::batch::Combiner;
 use sok_core::key::Key;
 use sok_core::optimizer::{Rule, Update, UpdateScalars};
-use sok_core::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
+use sok_core::table::{CheckMode, Insertion, Missing, OutOfVocabulary, TableConfig};
 
 use super::Dice;
 use super::group::{Ids, Input, KeyType, Shape};
@@ -75,7 +75,16 @@ pub fn large_ops(dice: &mut Dice, num_tables: usize) -> Vec<Op> {
         let inputs = inputs.into_iter().map(|table| large_input(dice, table)).collect();
         let scalars =
             UpdateScalars { learning_rate: 0.1, step: 1 + dice.below(3), factor: dice.pick(&[1.0, 0.5]) };
-        ops.push(Op::Lookup { inputs, insert: dice.below(4) > 0, save: true });
+        ops.push(Op::Lookup {
+            inputs,
+            insertion: dice.pick(&[
+                Insertion::AtLookup,
+                Insertion::AtLookup,
+                Insertion::AtCommit,
+                Insertion::Never,
+            ]),
+            save: true,
+        });
         ops.push(Op::Push { lookup: usize::MAX, hold: dice.below(2) == 0, seed: dice.next() });
         if dice.below(3) == 0 {
             ops.push(Op::Push { lookup: usize::MAX, hold: dice.below(2) == 0, seed: dice.next() });
@@ -111,7 +120,7 @@ pub fn large_steps(inputs: impl Fn(&mut Dice) -> Vec<Input>) -> Vec<Op> {
     let mut dice = Dice(5);
     let mut ops = Vec::new();
     for step in 1..3 {
-        ops.push(Op::Lookup { inputs: inputs(&mut dice), insert: true, save: true });
+        ops.push(Op::Lookup { inputs: inputs(&mut dice), insertion: Insertion::AtLookup, save: true });
         ops.push(Op::Push { lookup: usize::MAX, hold: step == 1, seed: dice.next() });
         ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
         let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };

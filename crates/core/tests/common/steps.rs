@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::table::{OutOfVocabulary, Outcomes, Table, TableConfig};
+use sok_core::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig};
 
 use super::group::{Input, Model};
 use super::strategies::{DIMS, input, scalars, table_op, update};
@@ -15,7 +15,7 @@ use super::{Dice, bits};
 /// What happens to a group. `usize`s choose among what is there.
 #[derive(Clone, Debug)]
 pub enum Op {
-    Lookup { inputs: Vec<Input>, insert: bool, save: bool },
+    Lookup { inputs: Vec<Input>, insertion: Insertion, save: bool },
     Push { lookup: usize, hold: bool, seed: u64 },
     Commit { chosen: u64, weights: [f32; 3] },
     Apply { scalars: UpdateScalars, is_update: bool },
@@ -47,7 +47,7 @@ impl Bench {
 
     pub fn run(&mut self, op: &Op) {
         match op {
-            Op::Lookup { inputs, insert, save } => self.lookup(inputs, *insert, *save),
+            Op::Lookup { inputs, insertion, save } => self.lookup(inputs, *insertion, *save),
             Op::Push { lookup, hold, seed } => self.push(*lookup, *hold, *seed),
             Op::Commit { chosen, weights } => self.commit(*chosen, weights),
             Op::Apply { scalars, is_update } => self.apply(scalars, *is_update),
@@ -70,14 +70,14 @@ impl Bench {
         }
     }
 
-    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) {
+    fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) {
         let before = counts(&self.model);
-        let expected = self.model.lookup(inputs, insert, save);
+        let expected = self.model.lookup(inputs, insertion, save);
         let number = self.model.lookups.last().map_or(0, |looked| looked.number);
         let after = counts(&self.model);
         for subject in &mut self.subjects {
             let untouched = stats(&**subject);
-            let got = subject.lookup(inputs, insert, save);
+            let got = subject.lookup(inputs, insertion, save);
             let name = subject.name();
             match (&expected, got) {
                 (Err(expected), Err(got)) => assert_eq!(got.to_string(), expected.to_string()),
@@ -126,10 +126,15 @@ impl Bench {
         let pending = &self.model.pushes;
         let named: Vec<(u64, f32)> =
             (0..pending.len()).filter(is_chosen).map(|i| (pending[i].number, weights[i % 3])).collect();
-        self.model.commit(&named);
+        let before = counts(&self.model);
+        let expected = self.model.commit(&named).map_err(|e| e.to_string());
+        let after = counts(&self.model);
         for subject in &mut self.subjects {
-            subject.commit(&named, true).unwrap();
+            let untouched = stats(&**subject);
+            let got = subject.commit(&named, true).map(|_| ()).map_err(|e| e.to_string());
+            assert_eq!(got, expected);
             assert_eq!(subject.pending_pushes(), self.model.pushes.len());
+            assert_eq!(grown(&untouched, &stats(&**subject)), grown(&before, &after));
         }
     }
 
@@ -181,7 +186,7 @@ fn counts(model: &Model) -> Counts {
 }
 
 fn stats(subject: &dyn Subject) -> Counts {
-    let stats = (0..subject.num_tables()).map(|t| subject.table(t).stats());
+    let stats = (0..subject.num_tables()).map(|t| subject.table(t).stats().unwrap());
     stats.map(|s| (s.outcomes, s.dropped_gradients)).collect()
 }
 
@@ -193,12 +198,17 @@ fn grown(before: &Counts, after: &Counts) -> Vec<[u64; 4]> {
 
 pub fn op() -> impl Strategy<Value = Op> {
     let inputs = prop::collection::vec(input(4), 1..6);
+    let insertion = prop_oneof![
+        5 => Just(Insertion::AtLookup),
+        3 => Just(Insertion::AtCommit),
+        2 => Just(Insertion::Never),
+    ];
     let weights = prop::array::uniform3(prop::sample::select(vec![1.0, 0.5, -2.0, 0.3]));
     let group_op = table_op()
         .prop_filter("its own update is of table_model.rs", |op| !matches!(op, TableOp::Update { .. }));
     prop_oneof![
-        8 => (inputs, prop::bool::weighted(0.7), prop::bool::weighted(0.85))
-            .prop_map(|(inputs, insert, save)| Op::Lookup { inputs, insert, save }),
+        8 => (inputs, insertion, prop::bool::weighted(0.85))
+            .prop_map(|(inputs, insertion, save)| Op::Lookup { inputs, insertion, save }),
         8 => (prop_oneof![3 => Just(usize::MAX), 1 => any::<usize>()], any::<bool>(), any::<u64>())
             .prop_map(|(lookup, hold, seed)| Op::Push { lookup, hold, seed }),
         4 => (prop_oneof![2 => Just(u64::MAX), 1 => any::<u64>()], weights)
@@ -215,9 +225,9 @@ fn resolve(op: &Op, bench: &Bench) -> Op {
         Op::Push { lookup: usize::MAX, hold, seed } => {
             Op::Push { lookup: bench.model.lookups.len().saturating_sub(1), hold, seed }
         }
-        Op::Lookup { mut inputs, insert, save } => {
+        Op::Lookup { mut inputs, insertion, save } => {
             inputs.iter_mut().for_each(|i| i.table %= bench.model.tables.len());
-            Op::Lookup { inputs, insert, save }
+            Op::Lookup { inputs, insertion, save }
         }
         op => op,
     }

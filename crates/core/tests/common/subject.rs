@@ -8,7 +8,7 @@ use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
 use sok_core::optimizer::{Update, UpdateScalars};
 use sok_core::pool::Pool;
 use sok_core::push::{GradientRows, Keep, OutputGradients};
-use sok_core::table::{Table, TableConfig};
+use sok_core::table::{Insertion, Table, TableConfig};
 use sok_core::ticket::{Named, TICKET_LEN};
 
 use super::group::Input;
@@ -22,7 +22,7 @@ pub trait Subject {
     fn name(&self) -> String;
 
     /// The lookup's number, and the rows of each feature.
-    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)>;
+    fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)>;
 
     /// Push number `number`, of the gradients of a lookup's rows. `ids`: of each feature that has weights. Gives the gradients of
     /// weights, of each feature that has them.
@@ -111,13 +111,13 @@ impl Subject for HostSubject {
         format!("{} threads", self.pool.threads())
     }
 
-    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
+    fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
         let dim = |table: usize| self.group.table(table).config().dim;
         let mut outputs: Vec<Vec<f32>> =
             inputs.iter().map(|i| unwritten(i.bags().len() * dim(i.table))).collect();
         let features: Vec<_> = inputs.iter().map(Input::feature).collect();
         let room = outputs.iter_mut().map(|o| &mut o[..]).collect();
-        let number = self.group.lookup(&features, insert, save, room, self.pool)?;
+        let number = self.group.lookup(&features, insertion, save, room, self.pool)?;
         Ok((number, outputs))
     }
 
@@ -150,6 +150,7 @@ impl Subject for HostSubject {
         let resolved = self.group.resolve(&sum_of_tickets(&self.tickets, named))?;
         let expected: Vec<_> = named.iter().map(|&(number, weight)| Named { number, weight }).collect();
         assert_eq!(resolved, expected);
+        self.group.check_absent(&resolved)?;
         self.group.commit(&resolved, is_update, self.pool)
     }
 

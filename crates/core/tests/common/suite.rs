@@ -8,14 +8,14 @@ use sok_core::error::Error;
 use sok_core::host_group::Binding;
 use sok_core::key::Key;
 use sok_core::optimizer::{Rule, Update, UpdateScalars, clipnorm_factor};
-use sok_core::table::{CheckMode, Missing, OutOfVocabulary, Outcomes, TableConfig};
+use sok_core::table::{CheckMode, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig};
 
 use super::group::{Input, Model, Shape};
 use super::large::{huge_inputs, large_steps, plain_update};
 use super::steps::{Bench, Op, run_all};
 use super::strategies::{WEIGHTS, plain_config, rules};
 use super::subject::{Maker, OWNER, Subject, binding};
-use super::table::ModelTable;
+use super::table::{ModelTable, TableOp};
 use super::{Dice, scan};
 
 pub fn a_call_of_sixty_thousand_ids_follows_the_model_with_any_number_of_threads(maker: &Maker) {
@@ -45,7 +45,7 @@ pub fn bags_of_no_ids_are_zeros(maker: &Maker) {
     let shapes = [Shape::Fixed { num_bags: 3, hotness: 0 }, Shape::RaggedI32(vec![0, 0, 0]), Shape::Each];
     for combiner in [Combiner::Sum, Combiner::Mean, Combiner::Sqrtn] {
         let inputs = shapes.clone().map(|shape| Input { shape, combiner, ..Input::plain(0, &[]) });
-        let ops = [Op::Lookup { inputs: inputs.to_vec(), insert: true, save: true }];
+        let ops = [Op::Lookup { inputs: inputs.to_vec(), insertion: Insertion::AtLookup, save: true }];
         run_all(&[plain_config("t", 16)], plain_update(rules()[0]), &ops, maker);
     }
 }
@@ -66,7 +66,7 @@ fn contents(subject: &dyn Subject) -> Vec<BTreeMap<Key, Vec<u32>>> {
 /// The error of a training lookup, which changed nothing.
 fn refused(subject: &mut dyn Subject, inputs: &[Input]) -> Error {
     let before = contents(subject);
-    let error = subject.lookup(inputs, true, true).map(|_| ()).expect_err("it is refused");
+    let error = subject.lookup(inputs, Insertion::AtLookup, true).map(|_| ()).expect_err("it is refused");
     assert_eq!(contents(subject), before);
     error
 }
@@ -74,7 +74,7 @@ fn refused(subject: &mut dyn Subject, inputs: &[Input]) -> Error {
 fn limited(check_mode: CheckMode, maker: &Maker) -> Box<dyn Subject> {
     let small = TableConfig { max_capacity: Some(3), check_mode, ..plain_config("small", 2) };
     let mut subject = group(&[plain_config("large", 2), small], maker);
-    subject.lookup(&[Input::plain(1, &[10, 11])], true, true).unwrap();
+    subject.lookup(&[Input::plain(1, &[10, 11])], Insertion::AtLookup, true).unwrap();
     subject
 }
 
@@ -90,7 +90,7 @@ pub fn a_batch_that_does_not_fit_raises_and_changes_no_table(maker: &Maker) {
         "table `small` is full: no room for 2 of the new keys, it holds 2 of at most 3 rows. Raise `max_capacity`, or set \
          `check_mode=\"warn\"` or \"count\" to go on without them"
     );
-    subject.lookup(&[Input::plain(1, &[10, 5, 5])], true, true).unwrap();
+    subject.lookup(&[Input::plain(1, &[10, 5, 5])], Insertion::AtLookup, true).unwrap();
 }
 
 pub fn what_fits_goes_in_by_first_occurrence_and_the_rest_is_counted(maker: &Maker) {
@@ -98,13 +98,17 @@ pub fn what_fits_goes_in_by_first_occurrence_and_the_rest_is_counted(maker: &Mak
         let mut subject = limited(mode, maker);
         // The second feature's keys come after the first one's.
         subject
-            .lookup(&[Input::plain(1, &NEW_KEYS[..3]), Input::plain(1, &NEW_KEYS[3..])], true, true)
+            .lookup(
+                &[Input::plain(1, &NEW_KEYS[..3]), Input::plain(1, &NEW_KEYS[3..])],
+                Insertion::AtLookup,
+                true,
+            )
             .unwrap();
         let keys: Vec<Key> = contents(&*subject)[1].keys().copied().collect();
         assert_eq!(keys, [5, 10, 11]);
         let expected = Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() };
-        assert_eq!(subject.table(1).stats().outcomes, expected);
-        assert_eq!(subject.table(1).stats().dropped_gradients, 3);
+        assert_eq!(subject.table(1).stats().unwrap().outcomes, expected);
+        assert_eq!(subject.table(1).stats().unwrap().dropped_gradients, 3);
         assert_eq!(subject.take_refused(), warnings);
         assert_eq!(subject.take_refused(), []);
     }
@@ -121,7 +125,7 @@ pub fn ids_outside_a_static_table_raise_and_change_nothing_or_are_zeros_that_nob
         ids_outside_raise(&[plain_config("other", 2), fixed(OutOfVocabulary::Raise)], &inputs, maker);
     }
     let mut subject = group(&[plain_config("other", 2), fixed(OutOfVocabulary::Zeros)], maker);
-    let (_, rows) = subject.lookup(&inputs, true, true).unwrap();
+    let (_, rows) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
     assert_eq!((&rows[1][4..], &rows[2][..]), (&[0.0, 0.0][..], &[0.0, 0.0][..]));
     assert_eq!(contents(&*subject)[1].keys().copied().collect::<Vec<_>>(), [2, 9]);
 }
@@ -139,18 +143,105 @@ fn ids_outside_raise(configs: &[TableConfig], inputs: &[Input], maker: &Maker) {
 pub fn a_key_without_a_row_answers_as_missing_says_and_is_never_stored(maker: &Maker) {
     for missing in [Missing::Initial, Missing::Zeros] {
         let mut subject = group(&[TableConfig { missing, ..plain_config("t", 4) }], maker);
-        let evaluated = subject.lookup(&[Input::plain(0, &[8])], false, true).unwrap().1;
+        let evaluated = subject.lookup(&[Input::plain(0, &[8])], Insertion::Never, true).unwrap().1;
         assert_eq!(contents(&*subject)[0].len(), 0);
-        let inserted = subject.lookup(&[Input::plain(0, &[8])], true, true).unwrap().1;
+        let inserted = subject.lookup(&[Input::plain(0, &[8])], Insertion::AtLookup, true).unwrap().1;
         assert_eq!(evaluated == inserted, missing == Missing::Initial);
         assert!(missing == Missing::Initial || evaluated[0] == [0.0; 4]);
+    }
+}
+
+// ---- rows that a commit makes
+
+/// A lookup that leaves insertion to the commit, and a push of ones for it; `number`: of the push.
+fn look_up_and_push(subject: &mut dyn Subject, number: u64, inputs: &[Input]) {
+    let (lookup, rows) = subject.lookup(inputs, Insertion::AtCommit, true).unwrap();
+    let ones = rows.iter().map(|rows| vec![1.0; rows.len()]).collect();
+    let hold = number.is_multiple_of(2);
+    subject.push(number, lookup, &Arc::new(ones), hold, &[]).unwrap();
+}
+
+fn keys_of(subject: &dyn Subject, table: usize) -> Vec<Key> {
+    contents(subject)[table].keys().copied().collect()
+}
+
+pub fn a_commit_makes_the_rows_that_its_pushes_missed_and_no_others(maker: &Maker) {
+    let mut subject = group(&[plain_config("t", 2)], maker);
+    for (number, keys) in [(1, [1, 2]), (2, [2, 3]), (3, [3, 4]), (4, [5, 5])] {
+        look_up_and_push(&mut *subject, number, &[Input::plain(0, &keys)]);
+        assert_eq!(keys_of(&*subject, 0), Vec::<Key>::new());
+    }
+    subject.commit(&[(2, 1.0), (4, 0.5)], true).unwrap();
+    assert_eq!(keys_of(&*subject, 0), [2, 3, 5]);
+    subject.apply(SCALARS, true).unwrap();
+    // Push 1 is dropped. Push 3 is still there: key 3 has a row by now.
+    subject.commit(&[(3, 1.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(keys_of(&*subject, 0), [2, 3, 4, 5]);
+    let stats = subject.table(0).stats().unwrap();
+    assert_eq!(stats.outcomes, Outcomes { inserted: 4, ..Outcomes::default() });
+    assert_eq!(stats.dropped_gradients, 0);
+}
+
+pub fn a_commit_that_does_not_fit_raises_and_changes_no_table(maker: &Maker) {
+    let mut subject = limited(CheckMode::Raise, maker);
+    look_up_and_push(&mut *subject, 1, &[Input::plain(0, &[7]), Input::plain(1, &NEW_KEYS)]);
+    let before = contents(&*subject);
+    let error = subject.commit(&[(1, 1.0)], true).expect_err("two keys do not fit");
+    assert!(matches!(&error, Error::TableFull { refused: 2, len: 2, capacity: 3, .. }), "{error}");
+    assert_eq!((contents(&*subject), subject.pending_pushes()), (before, 1));
+    subject.table_mut(1).erase(&[10, 11]).unwrap();
+    subject.commit(&[(1, 1.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    // The gradient of key 10 went with its row.
+    assert_eq!((keys_of(&*subject, 0), keys_of(&*subject, 1)), (vec![7], vec![3, 4, 5]));
+}
+
+pub fn a_commit_inserts_what_fits_by_first_occurrence_and_drops_the_rest(maker: &Maker) {
+    for (mode, warnings) in [(CheckMode::Warn, vec![("small".to_string(), 2)]), (CheckMode::Count, vec![])] {
+        let mut subject = limited(mode, maker);
+        look_up_and_push(
+            &mut *subject,
+            1,
+            &[Input::plain(1, &NEW_KEYS[..3]), Input::plain(1, &NEW_KEYS[3..])],
+        );
+        assert_eq!(subject.take_refused(), []);
+        subject.commit(&[(1, 1.0)], true).unwrap();
+        subject.apply(SCALARS, true).unwrap();
+        assert_eq!(keys_of(&*subject, 1), [5, 10, 11]);
+        let stats = subject.table(1).stats().unwrap();
+        assert_eq!(stats.outcomes, Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() });
+        assert_eq!(stats.dropped_gradients, 3);
+        assert_eq!(subject.take_refused(), warnings);
+    }
+}
+
+/// Bags with weights and padding, several features of a table and several tables: as if the lookup had inserted, since what it
+/// answers is what it would have inserted.
+pub fn rows_made_by_a_commit_learn_from_that_very_step(maker: &Maker) {
+    let configs = [plain_config("a", 16), plain_config("b", 3)];
+    for (rule, hold) in [(rules()[3], true), (rules()[3], false), (rules()[5], true)] {
+        let mut dice = Dice(11);
+        let mut ops = Vec::new();
+        for step in 1..4 {
+            let mut inputs = huge_inputs(&mut dice);
+            inputs[1].weights = Some((0..15_000).map(|_| dice.pick(&WEIGHTS)).collect());
+            inputs[2].padding_key = Some(1);
+            ops.push(Op::Lookup { inputs, insertion: Insertion::AtCommit, save: true });
+            ops.push(Op::Push { lookup: usize::MAX, hold, seed: dice.next() });
+            ops.push(Op::Table { number: 0, op: TableOp::Erase((0..20_000).step_by(3).collect()) });
+            ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
+            let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
+            ops.push(Op::Apply { scalars, is_update: step != 2 });
+        }
+        run_all(&configs, plain_update(rule), &ops, maker);
     }
 }
 
 pub fn an_id_of_weight_zero_never_inserts_but_its_weight_gets_its_gradient(maker: &Maker) {
     let mut subject = group(&[plain_config("t", 2)], maker);
     let inputs = [Input { weights: Some(vec![0.0, 1.0]), ..Input::plain(0, &[1, 2]) }];
-    let (lookup, _) = subject.lookup(&inputs, true, true).unwrap();
+    let (lookup, _) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
     assert_eq!(contents(&*subject)[0].keys().copied().collect::<Vec<_>>(), [2]);
     let kept = Arc::new(vec![vec![1.0, 2.0, 3.0, 4.0]]);
     let weights = subject.push(1, lookup, &kept, false, &[2]).unwrap();
@@ -176,7 +267,8 @@ pub fn an_id_of_weight_zero_adds_nothing_to_its_bag_whatever_its_row_holds(maker
         input(Shape::RaggedI32(vec![0, 1, 2]), Combiner::Mean, &[0.0, -2.0]),
     ];
     for save in [false, true] {
-        let (lookup, rows) = subject.lookup(&inputs, save, save).unwrap();
+        let insertion = if save { Insertion::AtLookup } else { Insertion::Never };
+        let (lookup, rows) = subject.lookup(&inputs, insertion, save).unwrap();
         let expected: [&[f32]; 5] =
             [&[6.0, 8.0], &[3.0, 4.0], &[0.0, 0.0], &[0.0, 0.0, 3.0, 4.0], &[0.0, 0.0, 3.0, 4.0]];
         assert_eq!(rows, expected);
@@ -193,8 +285,8 @@ pub fn gradients_of_weights_are_zeros_where_the_table_has_lost_its_rows(maker: &
     let inputs = [Input { weights: Some(vec![2.0, 0.0]), ..Input::plain(0, &[1, 2]) }];
     let kept = Arc::new(vec![vec![1.0, 2.0, 3.0, 4.0]]);
     for number in [1, 2] {
-        let (lookup, _) = subject.lookup(&inputs, true, true).unwrap();
-        subject.table_mut(0).clear();
+        let (lookup, _) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
+        subject.table_mut(0).clear().unwrap();
         assert_eq!(subject.push(number, lookup, &kept, false, &[2]).unwrap(), [[0.0, 0.0]]);
         subject.commit(&[(number, 1.0)], true).unwrap();
         subject.apply(SCALARS, true).unwrap();
@@ -215,7 +307,7 @@ pub fn an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_ho
     let initializer = sok_core::initializer::Initializer::Constant { value: -0.5 };
     let config = TableConfig { missing: Missing::Zeros, initializer, ..plain_config("t", 4) };
     let ops = [
-        Op::Lookup { inputs: vec![first, second, third], insert: true, save: true },
+        Op::Lookup { inputs: vec![first, second, third], insertion: Insertion::AtLookup, save: true },
         Op::Push { lookup: 0, hold: false, seed: 1 },
     ];
     run_all(&[config], plain_update(rules()[0]), &ops, maker);
@@ -228,7 +320,7 @@ const SCALARS: UpdateScalars = UpdateScalars { learning_rate: 0.5, step: 1, fact
 /// `count` pushes of a gradient of ones, push number q to key q.
 fn pushes(subject: &mut dyn Subject, count: u64) {
     for number in 1..=count {
-        let (lookup, _) = subject.lookup(&[Input::plain(0, &[number])], true, true).unwrap();
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &[number])], Insertion::AtLookup, true).unwrap();
         subject.push(number, lookup, &Arc::new(vec![vec![1.0]]), number % 2 == 0, &[]).unwrap();
     }
 }
@@ -288,7 +380,7 @@ pub fn rows_assigned_between_steps_learn_in_later_ones(maker: &Maker) {
     for step in 1..=5 {
         let keys: Vec<Key> =
             every_fifth(u64::from(step > 1)).chain(every_fifth(u64::from(step > 1))).collect();
-        let (lookup, _) = subject.lookup(&[Input::plain(0, &keys)], true, true).unwrap();
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &keys)], Insertion::AtLookup, true).unwrap();
         subject.push(step, lookup, &Arc::new(vec![vec![1.0; keys.len()]]), true, &[]).unwrap();
         subject.commit(&[(step, 1.0)], true).unwrap();
         subject.apply(SCALARS, true).unwrap();
@@ -356,12 +448,12 @@ pub fn a_row_inserted_again_gets_no_gradient_of_its_former_life_even_an_accumula
     pushes(&mut *subject, 1);
     subject.commit(&[(1, 1.0)], false).unwrap();
     subject.apply(SCALARS, false).unwrap();
-    assert_eq!(subject.table_mut(0).erase(&[1]), 1);
+    assert_eq!(subject.table_mut(0).erase(&[1]).unwrap(), 1);
     for number in 2..70 {
-        let (lookup, _) = subject.lookup(&[Input::plain(0, &[2])], true, true).unwrap();
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &[2])], Insertion::AtLookup, true).unwrap();
         subject.push(number, lookup, &Arc::new(vec![vec![0.0]]), false, &[]).unwrap();
         subject.commit(&[(number, 1.0)], false).unwrap();
-        subject.lookup(&[Input::plain(0, &[1, 3])], true, true).unwrap();
+        subject.lookup(&[Input::plain(0, &[1, 3])], Insertion::AtLookup, true).unwrap();
     }
     subject.apply(SCALARS, true).unwrap();
     assert_eq!(contents(&*subject)[0].len(), 3);
@@ -370,7 +462,7 @@ pub fn a_row_inserted_again_gets_no_gradient_of_its_former_life_even_an_accumula
 
 pub fn a_second_push_without_an_optimizer_is_refused(maker: &Maker) {
     let mut subject = (maker.make)(&[plain_config("a", 1), plain_config("b", 1)]).remove(0);
-    let (lookup, _) = subject.lookup(&[Input::plain(1, &[3])], true, true).unwrap();
+    let (lookup, _) = subject.lookup(&[Input::plain(1, &[3])], Insertion::AtLookup, true).unwrap();
     let kept = Arc::new(vec![vec![1.0]]);
     subject.push(1, lookup, &kept, false, &[]).unwrap();
     let error = subject.push(2, lookup, &kept, false, &[]).unwrap_err();
@@ -386,7 +478,7 @@ pub fn a_second_push_without_an_optimizer_is_refused(maker: &Maker) {
 
 pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
     let mut subject = zeros_group(maker);
-    let (lookup, _) = subject.lookup(&[Input::plain(0, &[1, 2])], true, true).unwrap();
+    let (lookup, _) = subject.lookup(&[Input::plain(0, &[1, 2])], Insertion::AtLookup, true).unwrap();
     for (number, bad) in [(1, f32::INFINITY), (2, f32::NAN)] {
         subject.push(number, lookup, &Arc::new(vec![vec![1.0, bad]]), false, &[]).unwrap();
         assert!(subject.ticket(number).iter().any(|x| x.is_nan()));
@@ -412,11 +504,11 @@ fn clip(update: Update, hold: bool, pushes: u64, maker: &Maker) {
     let mut bench = Bench::new(&configs, update, maker);
     let inputs = vec![Input::plain(0, &[1, 2, 1, 3]), Input::plain(1, &[5, 5, 6])];
     for seed in 1..=pushes {
-        bench.run(&Op::Lookup { inputs: inputs.clone(), insert: true, save: true });
+        bench.run(&Op::Lookup { inputs: inputs.clone(), insertion: Insertion::AtLookup, save: true });
         bench.run(&Op::Push { lookup: seed as usize - 1, hold, seed });
     }
     let named: Vec<(u64, f32)> = (1..=pushes).map(|number| (number, 0.5)).collect();
-    bench.model.commit(&named);
+    bench.model.commit(&named).unwrap();
     let norms: Vec<f64> = (0..2).map(|table| bench.model.squared_norm(table)).collect();
     let scalars = UpdateScalars { factor: 2.0, ..SCALARS };
     let factor = |norm: &f64| scalars.factor * clipnorm_factor(*norm as f32 * 4.0, 0.75);

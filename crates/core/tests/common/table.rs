@@ -212,7 +212,7 @@ impl ModelTable {
                 self.config.name
             );
         }
-        assert_eq!(table.stats().size, expected.len() as u64);
+        assert_eq!(table.stats().unwrap().size, expected.len() as u64);
     }
 }
 
@@ -375,8 +375,8 @@ impl TableOp {
             TableOp::Update { keys, seed, scalars } => {
                 answer.outcomes = table.update(keys, &Dice(*seed).floats(keys.len() * dim), scalars)?;
             }
-            TableOp::Erase(keys) => answer.erased = table.erase(keys),
-            TableOp::Clear => table.clear(),
+            TableOp::Erase(keys) => answer.erased = table.erase(keys)?,
+            TableOp::Clear => table.clear()?,
             TableOp::Restore { keys, seed } => {
                 table.restore(&Self::records(keys, table.record_width(), *seed))?;
             }
@@ -389,7 +389,7 @@ impl TableOp {
 
 fn reload(table: &mut dyn Table) -> Result<()> {
     let mut records = Records::default();
-    assert_eq!(table.scan(Cursor::default(), usize::MAX, &mut records), None);
+    assert_eq!(table.scan(Cursor::default(), usize::MAX, &mut records)?, None);
     let mut fresh = table.fresh(table.update_rule().copied())?;
     fresh.restore(&records)?;
     table.replace_with(fresh)

@@ -11,7 +11,7 @@ use sok_core::batch::Combiner;
 use sok_core::initializer::Initializer;
 use sok_core::key::hash;
 use sok_core::optimizer::{Rule, Update};
-use sok_core::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
+use sok_core::table::{CheckMode, Insertion, Missing, OutOfVocabulary, TableConfig};
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
@@ -100,7 +100,15 @@ pub fn fill(bench: &Bench, group: &mut GpuGroup, shape: Shape, vocabulary: u64, 
     for some in keys.chunks(shape.samples) {
         let all = Buffer::from_slice(&bench.device.context, &some.repeat(shape.tables)).unwrap();
         let shape = Shape { samples: some.len(), hotness: 1, ..shape };
-        group.lookup(&shape.features(all.address(), None, rows), true, false, None, bench.stream()).unwrap();
+        group
+            .lookup(
+                &shape.features(all.address(), None, rows),
+                Insertion::AtLookup,
+                false,
+                None,
+                bench.stream(),
+            )
+            .unwrap();
     }
 }
 

@@ -3,6 +3,7 @@
 //! As `sok_core::host_group`, but for time: a call puts work onto the framework's stream and returns. Which pushes a ticket names is
 //! found on the device; the host learns it from memory that the device writes to, at the latest when the next ticket comes.
 
+mod absent;
 mod commit;
 
 use std::collections::{HashMap, VecDeque};
@@ -11,14 +12,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use sok_core::error::{Error, Result};
 use sok_core::host_group::{Binding, check_owner};
 use sok_core::push::Keep;
-use sok_core::table::{Outcomes, Table, TableConfig};
+use sok_core::table::{Insertion, Outcomes, Table, TableConfig};
 use sok_core::ticket::{PushRing, RING, mark};
 
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::layout::{EXPONENTS, Gradients, NewTicket, Prepared, REPORT, RESOLVED, Side};
 use crate::memory::{Buffer, Shared, read};
-use crate::step::{Feature, KeyType, Saved, Workspace};
+use crate::step::{AbsentIds, Feature, KeyType, Saved, Workspace};
+
+use absent::{Absent, Inputs, KnownRecords};
 
 /// A lookup's number as the caller has it.
 #[derive(Clone, Copy, Debug)]
@@ -53,11 +56,16 @@ struct SavedLookup {
     saved: Saved,
     /// Where the device takes gradients and records from: those of the push that it was told of last.
     sides: Mutex<Vec<Side>>,
+    absent: Mutex<Absent>,
 }
 
 impl SavedLookup {
     fn new(number: u64, saved: Saved) -> SavedLookup {
-        SavedLookup { number, saved, sides: Mutex::default() }
+        SavedLookup { number, saved, sides: Mutex::default(), absent: Mutex::default() }
+    }
+
+    fn absent(&self) -> MutexGuard<'_, Absent> {
+        self.absent.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn sides(&self) -> MutexGuard<'_, Vec<Side>> {
@@ -174,9 +182,12 @@ impl GpuGroup {
     }
 
     /// Waits for the last commit.
-    pub fn pending_pushes(&mut self) -> usize {
-        let _ = self.settle();
-        self.ring.len()
+    ///
+    /// # Errors
+    /// What the device found in it.
+    pub fn pending_pushes(&mut self) -> Result<usize> {
+        self.settle()?;
+        Ok(self.ring.len())
     }
 
     /// Those of the last commit too, if the host has not heard of it.
@@ -186,7 +197,7 @@ impl GpuGroup {
 
     /// Memory that steps keep.
     pub fn step_bytes(&self) -> usize {
-        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes());
+        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes() + l.absent().num_bytes());
         let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
         lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
@@ -251,7 +262,7 @@ impl GpuGroup {
     pub fn lookup(
         &mut self,
         features: &[Feature],
-        insert: bool,
+        insertion: Insertion,
         save: bool,
         number_to: Option<u64>,
         stream: Stream,
@@ -264,9 +275,10 @@ impl GpuGroup {
             }
         }
         self.workspace.enter(stream)?;
+        let insert = insertion == Insertion::AtLookup;
         let mut inserts = vec![insert; self.tables.len()];
         if insert {
-            self.make_room(features, &mut inserts, save, stream)?;
+            self.make_room(features, None, &mut inserts, save, stream)?;
         }
         // What is not learned from counts its new keys apart: the device counts hits of those that learn alone.
         let counts_apart = insert && !save;
@@ -276,7 +288,14 @@ impl GpuGroup {
         }
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
-        let saved = self.workspace.lookup(&mut self.tables, features, &inserts, save, to, stream)?;
+        let inputs = (insertion == Insertion::AtCommit && save)
+            .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, stream))
+            .transpose()?;
+        let absent = AbsentIds { count: inputs.as_ref().map_or(0, Inputs::count_address), known: 0 };
+        let saved = self.workspace.lookup(&mut self.tables, features, &inserts, absent, save, to, stream)?;
+        if let Some(inputs) = &inputs {
+            inputs.keep_records(self.workspace.found_records(), stream)?;
+        }
         self.tables.iter_mut().for_each(GpuTable::reserve_soon);
         let mut takes_part = vec![false; self.tables.len()];
         features.iter().for_each(|f| takes_part[f.table] = true);
@@ -289,7 +308,11 @@ impl GpuGroup {
             }
         }
         if let Some(saved) = saved {
-            self.save(SavedLookup::new(number, saved));
+            let lookup = SavedLookup::new(number, saved);
+            if let Some(inputs) = inputs {
+                *lookup.absent() = Absent::Waiting(inputs);
+            }
+            self.save(lookup);
             number_to.map(|to| self.by_address.insert(to, number));
         }
         Ok(number)
@@ -297,9 +320,12 @@ impl GpuGroup {
 
     /// Room for all keys that the call may bring. Where a table might have to refuse some, inserts those that fit, in their order, and
     /// has the lookup insert none: that waits for the device.
+    ///
+    /// `known`: of ids with a record there, none is inserted.
     fn make_room(
         &mut self,
         features: &[Feature],
+        known: Option<&KnownRecords>,
         inserts: &mut [bool],
         save: bool,
         stream: Stream,
@@ -325,7 +351,7 @@ impl GpuGroup {
                         self.tables[t].make_room(most, soon, stream)?;
                     }
                 }
-                self.admit(features, &ids, inserts, save)?;
+                self.admit(features, known, &ids, inserts, save)?;
             }
         }
         for t in all {
@@ -337,7 +363,14 @@ impl GpuGroup {
         Ok(())
     }
 
-    fn admit(&mut self, features: &[Feature], ids: &[u64], inserts: &mut [bool], save: bool) -> Result<()> {
+    fn admit(
+        &mut self,
+        features: &[Feature],
+        known: Option<&KnownRecords>,
+        ids: &[u64],
+        inserts: &mut [bool],
+        save: bool,
+    ) -> Result<()> {
         let full: Vec<usize> = (0..self.tables.len())
             .filter(|&t| ids[t] > 0 && self.tables[t].may_refuse(self.tables[t].most_new(ids[t])))
             .collect();
@@ -347,10 +380,7 @@ impl GpuGroup {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         let mut new = Vec::new();
         for &t in &full {
-            let mut keys = Vec::new();
-            for feature in features.iter().filter(|f| f.table == t) {
-                keys.extend(self.active_keys(feature)?);
-            }
+            let keys = self.active_keys(features, known, t)?;
             let room = self.tables[t].room(keys.len(), 0)?;
             let absent = self.tables[t].absent(&room, &keys)?;
             self.tables[t].check_capacity(absent.len() as u64)?;
@@ -367,8 +397,25 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Keys of a feature that training would insert, as they come. Nothing may be under way.
-    fn active_keys(&self, feature: &Feature) -> Result<Vec<u64>> {
+    /// Keys of a table that training would insert, as they come. Nothing may be under way.
+    fn active_keys(
+        &self,
+        features: &[Feature],
+        known: Option<&KnownRecords>,
+        table: usize,
+    ) -> Result<Vec<u64>> {
+        let mut keys = Vec::new();
+        for (number, feature) in features.iter().enumerate().filter(|(_, f)| f.table == table) {
+            let records = known.map(|known| known.of_feature(number));
+            let is_known = |i: usize| records.is_some_and(|records| records[i] != 0);
+            let active = self.active_keys_of(feature)?.into_iter();
+            keys.extend(active.filter(|(i, _)| !is_known(*i)).map(|(_, key)| key));
+        }
+        Ok(keys)
+    }
+
+    /// Keys of a feature that training would insert, with their positions.
+    fn active_keys_of(&self, feature: &Feature) -> Result<Vec<(usize, u64)>> {
         let (context, ids) = (&self.workspace.device.context, feature.ids);
         let keys: Vec<u64> = match ids.key_type {
             KeyType::Wide => read::<u64>(context, ids.address, ids.len)?,
@@ -391,7 +438,7 @@ impl GpuGroup {
                 && config.is_in_vocabulary(key)
                 && weights.as_ref().is_none_or(|w| w[i] != 0.0)
         };
-        Ok(keys.into_iter().enumerate().filter(is_active).map(|(_, key)| key).collect())
+        Ok(keys.into_iter().enumerate().filter(is_active).collect())
     }
 
     fn save(&mut self, saved: SavedLookup) {
@@ -427,8 +474,12 @@ impl GpuGroup {
     }
 
     fn reuse_lookup(&mut self, lookup: Arc<SavedLookup>) {
-        if let Some(lookup) = Arc::into_inner(lookup) {
-            self.workspace.give_back(lookup.saved.memory);
+        let Some(lookup) = Arc::into_inner(lookup) else { return };
+        self.workspace.give_back(lookup.saved.memory);
+        match lookup.absent.into_inner().unwrap_or_else(|e| e.into_inner()) {
+            Absent::Waiting(inputs) => self.workspace.give_back(inputs.memory),
+            Absent::Inserted(lookup) => self.reuse_lookup(lookup),
+            Absent::None => {}
         }
     }
 
@@ -491,8 +542,10 @@ impl GpuGroup {
         let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, &[][..], None, None);
         // Norms are of merged gradients.
         let is_merged_anyway = self.binding.is_some_and(|b| b.needs_norm || b.update.clipnorm.is_some());
-        let copies = gradients.keep.is_none() && !is_merged_anyway && saved.saved.has_few_gradients()
-            || !saved.saved.is_aligned(&rows);
+        // Those of keys that a commit is to insert cannot be merged yet.
+        let is_later = !matches!(*saved.absent(), Absent::None);
+        let is_cheaper = !is_merged_anyway && saved.saved.has_few_gradients();
+        let copies = gradients.keep.is_none() && (is_later || is_cheaper) || !saved.saved.is_aligned(&rows);
         if copies {
             let (memory, places) = workspace.take_copy(&saved.saved)?;
             (rows, copied, copy) = (places, &given, Some(memory));

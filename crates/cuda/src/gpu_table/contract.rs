@@ -20,10 +20,10 @@ impl Table for GpuTable {
         &self.config
     }
 
-    fn len(&self) -> usize {
-        let _ = self.device.synchronize();
-        let taken = self.index.counters.read(TAKEN, 1).map_or(self.counted, |taken| taken[0]);
-        (self.len_before + i64::from(taken)) as usize
+    fn len(&self) -> Result<usize> {
+        self.device.synchronize()?;
+        let taken = self.index.counters.read(TAKEN, 1)?[0];
+        Ok((self.len_before + i64::from(taken)) as usize)
     }
 
     fn update_rule(&self) -> Option<&Update> {
@@ -83,27 +83,22 @@ impl Table for GpuTable {
         Ok(Outcomes { hit: distinct.len() as u64 - refused, refused, ..Outcomes::default() })
     }
 
-    fn erase(&mut self, keys: &[Key]) -> usize {
-        if keys.is_empty() {
-            return 0;
-        }
-        self.erase_waiting(keys).unwrap_or(0)
+    fn erase(&mut self, keys: &[Key]) -> Result<usize> {
+        if keys.is_empty() { Ok(0) } else { self.erase_waiting(keys) }
     }
 
-    fn clear(&mut self) {
-        if self.wait().is_err() {
-            return;
-        }
-        let index = Index::new(&self.device, 0, self.index.load(), WAITING);
-        if let (Ok(index), Ok(arena)) = (index, arena(&self.device, &self.config, self.layout.stride)) {
-            self.reset(index, arena);
-        }
+    fn clear(&mut self) -> Result<()> {
+        self.wait()?;
+        let index = Index::new(&self.device, 0, self.index.load(), WAITING)?;
+        let arena = arena(&self.device, &self.config, self.layout.stride)?;
+        self.reset(index, arena);
+        Ok(())
     }
 
-    fn stats(&self) -> TableStats {
-        let _ = self.device.synchronize();
-        let counters = self.index.counters.read(0, layout::COUNTERS);
-        self.stats_of(counters.map_or(self.told, |c| [c[TAKEN], c[DISTINCT], c[DROPPED]]))
+    fn stats(&self) -> Result<TableStats> {
+        self.device.synchronize()?;
+        let counters = self.index.counters.read(0, layout::COUNTERS)?;
+        Ok(self.stats_of([counters[TAKEN], counters[DISTINCT], counters[DROPPED]]))
     }
 
     fn recent_stats(&self) -> TableStats {
@@ -130,18 +125,17 @@ impl Table for GpuTable {
         Ok(())
     }
 
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Option<Cursor> {
-        let _ = self.device.synchronize();
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        self.device.synchronize()?;
         let (mut keys, mut records) = (Vec::new(), Vec::new());
         let next = self.index.entries(cursor.0 as usize, max, |key, record| {
             keys.push(key);
             records.push(record);
-        });
-        let values = if records.is_empty() { Ok(Vec::new()) } else { self.read_records(&records) };
-        let (Ok(next), Ok(values)) = (next, values) else { return None };
+        })?;
+        let values = if records.is_empty() { Vec::new() } else { self.read_records(&records)? };
         out.keys.extend(keys);
         out.values.extend(values);
-        next.map(|next| Cursor(next as u64))
+        Ok(next.map(|next| Cursor(next as u64)))
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {

@@ -286,6 +286,11 @@ impl GpuTable {
         self.index.counters.write(DISTINCT, &[0])
     }
 
+    /// Drops the distinct keys that a launch has counted that was no step. Nothing may be under way.
+    pub(crate) fn forget_distinct(&mut self) -> Result<()> {
+        self.index.counters.write(DISTINCT, &[0])
+    }
+
     /// The number of keys inserted since `count_steps`; the statistics are told by the caller.
     pub(crate) fn count_inserted(&mut self) -> Result<u64> {
         self.learn()?;

@@ -80,6 +80,11 @@ impl Saved {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
     }
 
+    /// Whether ids have coefficients of their own.
+    pub fn is_weighted(&self) -> bool {
+        self.named != 0
+    }
+
     /// Whether gradients are at most half as many as the sums of keys may be, as those of bags are.
     pub fn has_few_gradients(&self) -> bool {
         let words =
@@ -112,6 +117,15 @@ impl Saved {
         }
         all
     }
+}
+
+/// What is done about ids without a record that a commit is to insert: addresses, 0 for none.
+#[derive(Clone, Copy, Default)]
+pub struct AbsentIds {
+    /// A word that counts them.
+    pub count: u64,
+    /// By id, the record that an earlier lookup of the same features had found: only ids without one are looked up.
+    pub known: u64,
 }
 
 /// Hands out parts of a buffer.
@@ -296,7 +310,7 @@ impl Workspace {
         Ok(())
     }
 
-    fn take_memory(&mut self, words: usize) -> Result<Buffer<u32>> {
+    pub fn take_memory(&mut self, words: usize) -> Result<Buffer<u32>> {
         let fits = self.memories.iter().enumerate().filter(|(_, m)| m.len() >= words);
         match fits.min_by_key(|(_, m)| m.len()).map(|(i, _)| i) {
             Some(i) => Ok(self.memories.swap_remove(i)),
@@ -393,11 +407,15 @@ impl Workspace {
 
     /// Rows of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: where the
     /// lookup's number goes on the device, and what it is. Gives what `push` needs, if that is to be `save`d.
+    ///
+    /// Features without memory for rows get none, if no coefficient is to be found out.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub fn lookup(
         &mut self,
         tables: &mut [GpuTable],
         features: &[Feature],
         inserts: &[bool],
+        absent: AbsentIds,
         save: bool,
         number: Option<(u64, u64)>,
         stream: Stream,
@@ -446,6 +464,8 @@ impl Workspace {
             pad: 0,
             homeless: Homeless { count: places.homeless_count, ids: homeless },
             fault: self.fault.address(),
+            absent: absent.count,
+            known: absent.known,
         };
         let rows_name = format!("make_rows<{bags}, {}>", self.dim_list());
         let names = ["find_records", "settle_records", &rows_name];
@@ -459,7 +479,9 @@ impl Workspace {
         }
         let (named, kept) = (places.named, places.kept);
         let rows = Rows { records, named, kept, fault: self.fault.address() };
-        launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
+        if features.iter().any(|f| f.rows != 0) {
+            launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
+        }
         if !save {
             self.give_back(memory);
             return Ok(None);
@@ -585,6 +607,16 @@ impl Workspace {
     fn sort_plan(&self, sections: Vec<Section>, most_records: u64, likely_records: u64) -> Plan {
         let multiprocessors = self.device.multiprocessors as usize;
         Plan::new(sections, most_records, likely_records, multiprocessors, self.device.shared_bytes)
+    }
+
+    /// Records of the ids of the last lookup, feature after feature as `first_ids` says; until the next one.
+    pub fn found_records(&self) -> u64 {
+        self.scratch.as_ref().map_or(0, Buffer::address)
+    }
+
+    /// The place of the first id of each feature among those of a call.
+    pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Vec<usize> {
+        self.plan(tables, features).1
     }
 
     /// Scratch memory: records and values of ids, homeless ids; what the sort needs.

@@ -5,7 +5,7 @@ use sok_core::error::Result;
 use sok_core::optimizer::{Update, UpdateScalars};
 use sok_core::ticket::RING;
 
-use super::{Bags, Feature, Ids, KeyType, Workspace};
+use super::{AbsentIds, Bags, Feature, Ids, KeyType, Workspace};
 use crate::device::{Stream, launch};
 use crate::gpu_table::GpuTable;
 use crate::kernels::CONTROL;
@@ -39,7 +39,9 @@ pub fn update_once(
         rows: rows.address(),
     };
     workspace.enter(stream)?;
-    if let Some(saved) = workspace.lookup(tables, &[feature], &[false], true, None, stream)? {
+    if let Some(saved) =
+        workspace.lookup(tables, &[feature], &[false], AbsentIds::default(), true, None, stream)?
+    {
         workspace.enter(stream)?;
         let sides = workspace.sides(tables, &saved, &[gradients.address()], 0);
         workspace.deliver_sides(&saved, &sides, stream)?;

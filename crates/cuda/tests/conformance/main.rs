@@ -23,7 +23,7 @@ use sok_core::host_group::Binding;
 use sok_core::host_table::HostTable;
 use sok_core::optimizer::UpdateScalars;
 use sok_core::pool::Pool;
-use sok_core::table::{OutOfVocabulary, Table, TableConfig};
+use sok_core::table::{Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 use subject::{DEVICE, GpuSubject};
@@ -102,7 +102,7 @@ fn millions_of_ids_of_a_table_follow_the_host() {
             let gradients = inputs.iter().map(|i| dice.floats(i.ids.keys().len() * configs[i.table].dim));
             let gradients = Arc::new(gradients.collect::<Vec<_>>());
             let rows = subjects.each_mut().map(|subject| {
-                let (number, rows) = subject.lookup(&inputs, true, true).unwrap();
+                let (number, rows) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
                 subject.push(number, number, &gradients, true, &[]).unwrap();
                 subject.commit(&[(number, 1.0)], true).unwrap();
                 subject.apply(UpdateScalars { learning_rate: 0.05, step, factor: 1.0 }, true).unwrap();
@@ -124,7 +124,7 @@ fn ten_million_operations_leave_it_as_the_host_table() {
     let config = TableConfig { initial_capacity: 1000, ..plain_config("t", 3) };
     let mut host = HostTable::new(config.clone()).unwrap();
     let mut gpu = GpuTable::new(&DEVICE, config).unwrap();
-    let before = gpu.stats();
+    let before = gpu.stats().unwrap();
     for round in 0..200u64 {
         let range = 20_000 << (round / 20);
         let keys: Vec<u64> =
@@ -132,7 +132,7 @@ fn ten_million_operations_leave_it_as_the_host_table() {
         let mut rows = [unwritten(3 * keys.len()), unwritten(3 * keys.len())];
         let mut found = [vec![false; keys.len()], vec![false; keys.len()]];
         match dice.below(6) {
-            0 => assert_eq!(host.erase(&keys), gpu.erase(&keys)),
+            0 => assert_eq!(host.erase(&keys).unwrap(), gpu.erase(&keys).unwrap()),
             1 => {
                 let values = dice.floats(3 * keys.len());
                 assert_eq!(
@@ -153,7 +153,7 @@ fn ten_million_operations_leave_it_as_the_host_table() {
         assert!(bits(&rows[0]) == bits(&rows[1]), "round {round}");
     }
     assert!(scan(&host, 100_000) == scan(&gpu, 100_000));
-    let after = gpu.stats();
+    let after = gpu.stats().unwrap();
     assert!(after.capacity > 100 * before.capacity && after.bytes > before.bytes, "it has grown");
 }
 
@@ -162,14 +162,14 @@ fn ten_million_operations_leave_it_as_the_host_table() {
 fn no_key_is_lost_at_load_98_of_the_index() {
     let config = TableConfig { initial_capacity: 1_000_000, ..plain_config("t", 1) };
     let mut gpu = GpuTable::with_load(&DEVICE, config, 0.98).unwrap();
-    let capacity = gpu.stats().capacity;
+    let capacity = gpu.stats().unwrap().capacity;
     let keys: Vec<u64> = (0..capacity).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
     let rows: Vec<f32> = (0..capacity).map(|i| i as f32).collect();
     for (keys, rows) in keys.chunks(100_000).zip(rows.chunks(100_000)) {
         assert_eq!(gpu.assign(keys, rows, true).unwrap().inserted, keys.len() as u64);
     }
-    assert_eq!(gpu.len() as u64, capacity);
-    println!("room for {capacity} keys at load 0.98, then for {}", gpu.stats().capacity);
+    assert_eq!(gpu.len().unwrap() as u64, capacity);
+    println!("room for {capacity} keys at load 0.98, then for {}", gpu.stats().unwrap().capacity);
     let (mut got, mut found) = (unwritten(keys.len()), vec![false; keys.len()]);
     gpu.find(&keys, &mut got, &mut found).unwrap();
     assert!(found.iter().all(|f| *f) && got == rows);
@@ -184,9 +184,9 @@ fn an_id_outside_a_static_table_is_told_at_the_next_call() {
         ..plain_config("fixed", 2)
     };
     let mut subject = GpuSubject::new(&[config]);
-    let error = subject.lookup(&[Input::plain(0, &[2, 10])], true, true).unwrap_err();
+    let error = subject.lookup(&[Input::plain(0, &[2, 10])], Insertion::AtLookup, true).unwrap_err();
     assert!(matches!(error, Error::OutOfVocabulary { id: 10, last: 9, .. }), "{error}");
-    let (_, rows) = subject.lookup(&[Input::plain(0, &[2, 9])], true, true).unwrap();
+    let (_, rows) = subject.lookup(&[Input::plain(0, &[2, 9])], Insertion::AtLookup, true).unwrap();
     assert!(rows[0].iter().all(|x| *x != 123456.0));
     assert_eq!(scan(subject.table(0), 10).into_keys().collect::<Vec<_>>(), [2, 9]);
 }
@@ -220,7 +220,11 @@ fn every_dim_and_rule_gives_the_hosts_bits() {
         let mut ops = Vec::new();
         for step in 1..5 {
             use common::steps::Op;
-            ops.push(Op::Lookup { inputs: inputs(&mut dice, step), insert: true, save: true });
+            ops.push(Op::Lookup {
+                inputs: inputs(&mut dice, step),
+                insertion: Insertion::AtLookup,
+                save: true,
+            });
             ops.push(Op::Push { lookup: usize::MAX, hold: step % 2 == 1, seed: dice.next() });
             ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
             let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
@@ -256,8 +260,12 @@ fn any_bags_follow_the_model_at_every_dim() {
             };
             (0..configs.len()).map(input).collect::<Vec<_>>()
         };
-        ops.push(Op::Lookup { inputs: inputs(), insert: false, save: false });
-        ops.push(Op::Lookup { inputs: inputs(), insert: step != 3, save: true });
+        ops.push(Op::Lookup { inputs: inputs(), insertion: Insertion::Never, save: false });
+        ops.push(Op::Lookup {
+            inputs: inputs(),
+            insertion: if step == 3 { Insertion::Never } else { Insertion::AtLookup },
+            save: true,
+        });
         ops.push(Op::Push { lookup: usize::MAX, hold: step == 1, seed: dice.next() });
         ops.push(Op::Commit { chosen: u64::MAX, weights: [1.0; 3] });
         let scalars = UpdateScalars { learning_rate: 0.05, step: step as u64, factor: 1.0 };
@@ -288,5 +296,5 @@ fn memory_that_is_missing_is_told_and_changes_nothing() {
     assert!(scan(&gpu, 10_000) == before);
     drop(taken);
     gpu.find_or_insert(&keys, &mut rows).unwrap();
-    assert_eq!(gpu.len(), keys.len());
+    assert_eq!(gpu.len().unwrap(), keys.len());
 }

@@ -7,7 +7,7 @@ use sok_core::batch::Combiner;
 use sok_core::host_group::Binding;
 use sok_core::optimizer::{Rule, Update, UpdateScalars};
 use sok_core::push::Keep;
-use sok_core::table::TableConfig;
+use sok_core::table::{Insertion, TableConfig};
 use sok_core::ticket::TICKET_LEN;
 use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
@@ -95,7 +95,7 @@ impl Flight {
         };
         let features: Vec<Feature> = (0..self.ids.len()).map(feature).collect();
         let [ticket, norm, numbers, trigger, new] = self.small.each_ref().map(Buffer::address);
-        let lookup = group.lookup(&features, true, true, None, next()).unwrap();
+        let lookup = group.lookup(&features, Insertion::AtLookup, true, None, next()).unwrap();
         let output = OutputGradients {
             rows: self.gradients.iter().map(Buffer::address).collect(),
             keep: holds.then(|| Box::new(()) as Keep),
@@ -139,7 +139,7 @@ fn calls_on_streams_that_lag_come_in_order() {
             let input = |table: usize| Input { shape: shape.clone(), ..Input::plain(table, &keys[table]) };
             let inputs: Vec<Input> = (0..2).map(input).collect();
             let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
-            let (number, rows) = host.lookup(&inputs, true, true).unwrap();
+            let (number, rows) = host.lookup(&inputs, Insertion::AtLookup, true).unwrap();
             let kept = Arc::new(gradients.clone());
             host.push(number, number, &kept, true, &[]).unwrap();
             let norm = host.commit(&[(number, 1.0)], true).unwrap();
@@ -191,14 +191,14 @@ fn a_steady_step_asks_for_no_memory() {
         let (mut before, mut len) = (0, 0);
         for (step, flight) in flights.iter().enumerate() {
             if step == 5 {
-                len = group.table(0).len();
+                len = group.table(0).len().unwrap();
                 before = times_asked();
             }
             flight.start(&mut group, binding, holds, || Stream(stream.cu_stream()));
         }
         assert_eq!(times_asked(), before, "held: {holds}, ids a bag: {hotness}");
         DEVICE.synchronize().unwrap();
-        assert!(group.table(0).len() > len, "later steps bring new keys");
+        assert!(group.table(0).len().unwrap() > len, "later steps bring new keys");
     }
 }
 
@@ -240,7 +240,7 @@ fn steps_near_a_tables_size_do_not_wait() {
         });
     }
     DEVICE.synchronize().unwrap();
-    assert!(group.table(0).len() > 3 * IDS as usize, "later steps bring new keys");
+    assert!(group.table(0).len().unwrap() > 3 * IDS as usize, "later steps bring new keys");
     // The first steps ask for memory, one makes the table grow, and a host may be held up for as long as a nap. Without room for later
     // calls in index and memory, half of all steps wait.
     assert!(waits[5..].iter().filter(|w| **w).count() <= 4, "{waits:?}");

@@ -8,7 +8,7 @@ use sok_core::error::Result;
 use sok_core::host_group::Binding;
 use sok_core::optimizer::UpdateScalars;
 use sok_core::push::Keep;
-use sok_core::table::{Table, TableConfig};
+use sok_core::table::{Insertion, Table, TableConfig};
 use sok_core::ticket::TICKET_LEN;
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
@@ -81,7 +81,7 @@ impl Subject for GpuSubject {
         "GPU".into()
     }
 
-    fn lookup(&mut self, inputs: &[Input], insert: bool, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
+    fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
         let rows: Vec<Buffer<f32>> = inputs
             .iter()
             .map(|i| on_device(&unwritten(i.bags().len() * self.group.table(i.table).config().dim)))
@@ -111,7 +111,7 @@ impl Subject for GpuSubject {
             });
         }
         let stream = self.stream();
-        let number = self.group.lookup(&features, insert, save, None, stream)?;
+        let number = self.group.lookup(&features, insertion, save, None, stream)?;
         DEVICE.synchronize()?;
         self.inputs.clear();
         if let Some(fault) = self.group.take_fault() {
@@ -209,7 +209,7 @@ impl Subject for GpuSubject {
     }
 
     fn pending_pushes(&mut self) -> usize {
-        self.group.pending_pushes()
+        self.group.pending_pushes().unwrap()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

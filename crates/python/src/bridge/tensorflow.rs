@@ -10,6 +10,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
+use sok_core::table::Insertion;
 
 use super::{Failure, address, catch, size_of};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
@@ -102,7 +103,7 @@ const OPS: [Op; 4] = [
             c"T: list({int32, int64, uint32, uint64, float}) >= 1",
             c"N: int >= 1",
             c"plan: int",
-            c"insert: bool",
+            c"insertion: int",
             c"save: bool",
         ],
         inputs: &[c"tensors: T", c"trigger: float"],
@@ -270,7 +271,7 @@ struct Kernel {
 
 /// Its attributes, read once.
 enum Call {
-    Lookup { plan: i64, insert: bool, save: bool },
+    Lookup { plan: i64, insertion: Insertion, save: bool },
     Push { plan: i64, num_gradients: usize },
     Commit { optimizer: i64 },
     Apply { optimizer: i64 },
@@ -280,7 +281,7 @@ extern "C" fn create_lookup<const GPU: bool>(construction: Object) -> Object {
     create(construction, GPU, |attrs| {
         Ok(Call::Lookup {
             plan: attrs.int(c"plan")?,
-            insert: attrs.bool(c"insert")?,
+            insertion: Insertion::from_number(attrs.int(c"insertion")?)?,
             save: attrs.bool(c"save")?,
         })
     })
@@ -338,9 +339,9 @@ impl Kernel {
         let on_gpu = self.is_on_gpu.then(|| context.stream()).transpose()?;
         let on_gpu = on_gpu.map(|stream| OnGpu { stream, has_number: false });
         match self.call {
-            Call::Lookup { plan, insert, save } => {
+            Call::Lookup { plan, insertion, save } => {
                 let trigger = tensors.len() - 1;
-                call::lookup(plan, insert, save, &tensors[..trigger], context, on_gpu)
+                call::lookup(plan, insertion, save, &tensors[..trigger], context, on_gpu)
             }
             Call::Push { plan, num_gradients } => {
                 let gradients: Vec<Held> = held.drain(1..=num_gradients).collect();

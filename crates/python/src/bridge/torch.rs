@@ -3,6 +3,7 @@
 
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
+use sok_core::table::Insertion;
 
 use crate::bridge::dlpack::{self, Device, View};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
@@ -77,12 +78,12 @@ fn pieces_of_rows(plan: i64, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Pie
 
 /// `number`: two int32 on the host. `gpu`: where all other tensors are; None: on the host.
 #[pyfunction]
-#[pyo3(signature = (plan, insert, save, inputs, number, rows, gpu))]
+#[pyo3(signature = (plan, insertion, save, inputs, number, rows, gpu))]
 #[expect(clippy::too_many_arguments, reason = "a call from Python, where they have names")]
 fn lookup(
     py: Python<'_>,
     plan: i64,
-    insert: bool,
+    insertion: i64,
     save: bool,
     inputs: Vec<Bound<'_, PyAny>>,
     number: Bound<'_, PyAny>,
@@ -95,7 +96,7 @@ fn lookup(
     outputs.0.extend(tensors_at(device, &rows)?.0);
     detached(py, move || {
         let (inputs, mut outputs) = (inputs, outputs);
-        call::lookup(plan, insert, save, &inputs.0, &mut outputs, on_gpu)
+        call::lookup(plan, Insertion::from_number(insertion)?, save, &inputs.0, &mut outputs, on_gpu)
     })
 }
 

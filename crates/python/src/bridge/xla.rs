@@ -11,6 +11,7 @@ use pyo3::ffi::PyCapsule_New;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sok_core::error::{Error, Result};
+use sok_core::table::Insertion;
 
 use super::{Failure, address, catch, staging};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
@@ -193,12 +194,13 @@ unsafe extern "C" fn lookup<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
     unsafe {
         handle(frame, GPU, |execution| {
             let plan = execution.attribute("plan")?;
-            let (insert, save) = (execution.flag("insert")?, execution.flag("save")?);
+            let insertion = Insertion::from_number(execution.attribute("insertion")?)?;
+            let save = execution.flag("save")?;
             let mut tensors = execution.tensors()?;
             tensors.pop().ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
             let group = registry::plan(plan)?.group.clone();
             let done = execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
-                call::lookup(plan, insert, save, tensors, outputs, on_gpu)
+                call::lookup(plan, insertion, save, tensors, outputs, on_gpu)
             });
             done.inspect_err(|error| latch_plan(plan, error))
         })

@@ -1,0 +1,336 @@
+//! Ids that a lookup found no record for and whose rows a commit makes.
+//!
+//! Such a lookup keeps its inputs and the records that it found. The commit looks the ids without a record up again, now to insert
+//! them, and applies their gradients as those of one more push.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use sok_core::error::{Error, Result};
+use sok_core::table::Outcomes;
+use sok_core::ticket::{Named, TICKET_LEN};
+
+use super::{GpuGroup, Push, SavedLookup};
+use crate::device::Stream;
+use crate::gpu_table::GpuTable;
+use crate::memory::{Buffer, read};
+use crate::step::{AbsentIds, Bags, Feature, KeyType, Workspace};
+
+/// What a saved lookup knows of its absent ids.
+#[derive(Default)]
+pub(super) enum Absent {
+    /// No commit is to insert them.
+    #[default]
+    None,
+    /// What a commit needs to insert them.
+    Waiting(Inputs),
+    /// They were inserted: the lookup that did it.
+    Inserted(Arc<SavedLookup>),
+}
+
+impl Absent {
+    pub fn num_bytes(&self) -> usize {
+        match self {
+            Absent::None => 0,
+            Absent::Waiting(inputs) => inputs.memory.num_bytes(),
+            Absent::Inserted(lookup) => lookup.saved.memory.num_bytes(),
+        }
+    }
+}
+
+/// A lookup's inputs in memory of ours: a framework's may be gone when the commit comes.
+pub(super) struct Inputs {
+    pub memory: Buffer<u32>,
+    features: Vec<Feature<'static>>,
+    /// Of each feature, the place of its first id among all.
+    first_ids: Vec<usize>,
+    num_ids: usize,
+}
+
+/// Records that a lookup found, 0 for none.
+pub(super) struct KnownRecords {
+    records: Vec<u32>,
+    /// Of each feature.
+    places: Vec<std::ops::Range<usize>>,
+}
+
+impl KnownRecords {
+    pub fn of_feature(&self, number: usize) -> &[u32] {
+        &self.records[self.places[number].clone()]
+    }
+}
+
+/// Words before the records: the count of absent ids, on a line of its own.
+const HEAD: usize = 32;
+
+impl Inputs {
+    /// Copies a lookup's inputs, in the order of the stream.
+    pub fn keep(
+        workspace: &mut Workspace,
+        tables: &[GpuTable],
+        features: &[Feature],
+        stream: Stream,
+    ) -> Result<Inputs> {
+        let num_ids: usize = features.iter().map(|f| f.ids.len).sum();
+        let start = (HEAD + num_ids).next_multiple_of(2);
+        let num_words = start + features.iter().map(num_input_words).sum::<usize>();
+        let memory = workspace.take_memory(num_words)?;
+        stream_zero(&memory, stream)?;
+        let mut at = start;
+        let mut copied = Vec::with_capacity(features.len());
+        for feature in features {
+            copied.push(copy_feature(feature, &memory, &mut at, stream)?);
+        }
+        Ok(Inputs { memory, features: copied, first_ids: workspace.first_ids(tables, features), num_ids })
+    }
+
+    /// Where the lookup counts its absent ids.
+    pub fn count_address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    fn known_address(&self) -> u64 {
+        self.memory.at(HEAD)
+    }
+
+    /// Copies the records that the lookup found.
+    #[allow(unsafe_code)]
+    pub fn keep_records(&self, found: u64, stream: Stream) -> Result<()> {
+        // SAFETY: `found` has a word an id; so has the memory behind its head.
+        unsafe { stream.copy(self.known_address(), found, 4 * self.num_ids) }
+    }
+
+    /// How many ids were absent. Nothing may be under way.
+    fn num_absent(&self) -> Result<u32> {
+        Ok(self.memory.read(0, 1)?[0])
+    }
+
+    /// Nothing may be under way.
+    fn known_records(&self) -> Result<KnownRecords> {
+        let places = self.features.iter().zip(&self.first_ids).map(|(f, &first)| first..first + f.ids.len);
+        Ok(KnownRecords { records: self.memory.read(HEAD, self.num_ids)?, places: places.collect() })
+    }
+
+    /// Has the commit pass over a feature.
+    #[allow(unsafe_code)]
+    fn pass_over(&self, number: usize, stream: Stream) -> Result<()> {
+        let (first, num_ids) = (self.first_ids[number], self.features[number].ids.len);
+        // SAFETY: the feature's part of the records.
+        unsafe { stream.fill(self.memory.at(HEAD + first), 0xff, 4 * num_ids) }
+    }
+}
+
+#[allow(unsafe_code)]
+fn stream_zero(memory: &Buffer<u32>, stream: Stream) -> Result<()> {
+    // SAFETY: the head, which all inputs have.
+    unsafe { stream.fill(memory.address(), 0, 4 * HEAD) }
+}
+
+fn num_input_words(feature: &Feature) -> usize {
+    let wide = |words: usize| words.next_multiple_of(2);
+    let id_words = if feature.ids.key_type == KeyType::Wide { 2 } else { 1 };
+    let high = if feature.ids.high == 0 { 0 } else { wide(feature.ids.len) };
+    let weights = if feature.weights.is_none() { 0 } else { wide(feature.ids.len) };
+    wide(id_words * feature.ids.len) + high + weights + wide(split_words(feature))
+}
+
+fn split_words(feature: &Feature) -> usize {
+    match feature.bags {
+        Bags::Ragged { wide, num_bags, .. } => (num_bags + 1) * if wide { 2 } else { 1 },
+        Bags::Each | Bags::Fixed { .. } => 0,
+    }
+}
+
+/// The feature with its tensors in `memory`, from word `at` on.
+fn copy_feature(
+    feature: &Feature,
+    memory: &Buffer<u32>,
+    at: &mut usize,
+    stream: Stream,
+) -> Result<Feature<'static>> {
+    let mut copy = |from: u64, words: usize| copy_words(memory, at, from, words, stream);
+    let mut ids = feature.ids;
+    let id_words = if ids.key_type == KeyType::Wide { 2 } else { 1 };
+    ids.address = copy(ids.address, id_words * ids.len)?;
+    if ids.high != 0 {
+        ids.high = copy(ids.high, ids.len)?;
+    }
+    let weights = feature.weights.map(|weights| copy(weights, ids.len)).transpose()?;
+    let bags = match feature.bags {
+        Bags::Ragged { splits, wide, num_bags } => {
+            Bags::Ragged { splits: copy(splits, split_words(feature))?, wide, num_bags }
+        }
+        bags => bags,
+    };
+    let Feature { table, combiner, padding_key, .. } = *feature;
+    Ok(Feature { name: "of a lookup", table, ids, bags, combiner, weights, padding_key, rows: 0 })
+}
+
+#[allow(unsafe_code)]
+fn copy_words(memory: &Buffer<u32>, at: &mut usize, from: u64, words: usize, stream: Stream) -> Result<u64> {
+    let to = memory.at(*at);
+    *at += words.next_multiple_of(2);
+    assert!(*at <= memory.len(), "as `num_input_words` says");
+    if words > 0 {
+        // SAFETY: - a tensor of the call has so many words: its length was checked.
+        //         - within the memory: checked above.
+        unsafe { stream.copy(to, from, 4 * words)? };
+    }
+    Ok(to)
+}
+
+impl GpuGroup {
+    /// Whether a push waits whose lookup left insertion to the commit.
+    pub(crate) fn inserts_at_commit(&self) -> bool {
+        self.ring.iter().any(|push| !matches!(*push.lookup.absent(), Absent::None))
+    }
+
+    /// The pushes that a ticket names. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Ticket`] if one of them is gone.
+    pub(crate) fn resolve(&mut self, ticket: u64) -> Result<Vec<Named>> {
+        self.check_fault()?;
+        self.settle()?;
+        self.workspace.device.synchronize()?;
+        let ticket = read::<f32>(&self.workspace.device.context, ticket, TICKET_LEN)?;
+        self.ring.resolve(&ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
+    }
+
+    /// Whether the tables take the absent keys of these pushes. Nothing may be under way; changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::TableFull`] if one refuses some, and its check mode asks for it.
+    pub(crate) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
+        self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        for table in 0..self.tables.len() {
+            if !self.tables[table].may_refuse(self.most_absent(named, table)?) {
+                continue;
+            }
+            let (mut keys, mut seen) = (Vec::new(), HashSet::new());
+            for lookup in self.lookups_of(named) {
+                let Absent::Waiting(inputs) = &*lookup.absent() else { continue };
+                if self.has_records_of(&lookup, table) {
+                    keys.extend(self.active_keys(&inputs.features, Some(&inputs.known_records()?), table)?);
+                }
+            }
+            keys.retain(|key| seen.insert(*key));
+            let room = self.tables[table].room(keys.len(), 0)?;
+            let new = self.tables[table].absent(&room, &keys)?;
+            self.tables[table].check_capacity(new.len() as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Absent keys of a table that these pushes bring at most.
+    fn most_absent(&self, named: &[Named], table: usize) -> Result<u64> {
+        let mut most = 0;
+        for lookup in self.lookups_of(named) {
+            if let Absent::Waiting(inputs) = &*lookup.absent() {
+                let ids: usize = inputs.features.iter().filter(|f| f.table == table).map(|f| f.ids.len).sum();
+                most += (ids as u64).min(inputs.num_absent()?.into());
+            }
+        }
+        Ok(most)
+    }
+
+    fn lookups_of(&self, named: &[Named]) -> Vec<Arc<SavedLookup>> {
+        named.iter().filter_map(|n| self.ring.get(n.number)).map(|push| push.lookup.clone()).collect()
+    }
+
+    /// Whether a table still has the records of a lookup.
+    fn has_records_of(&self, lookup: &SavedLookup, table: usize) -> bool {
+        lookup.saved.generations.iter().any(|&(t, g)| t == table && self.tables[t].generation == g)
+    }
+
+    /// Gives the absent keys of these pushes their records, in the order of the pushes, as far as there is room; their gradients
+    /// count with the next commit. Nothing may be under way.
+    pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
+        self.workspace.enter(stream)?;
+        let mut pushes = Vec::new();
+        for named in named {
+            let Some(push) = self.ring.get(named.number) else { continue };
+            let (lookup, rows) = (push.lookup.clone(), push.rows.clone());
+            if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
+                pushes.push((named.weight, Push { lookup, rows, copy: None, sums: None, _keep: None }));
+            }
+        }
+        self.carried.extend(pushes);
+        Ok(())
+    }
+
+    /// The lookup of what another one did not find; `None` if it found all. It inserts the keys, unless that was done before.
+    fn look_up_absent(&mut self, lookup: &SavedLookup, stream: Stream) -> Result<Option<Arc<SavedLookup>>> {
+        let mut absent = lookup.absent();
+        match &*absent {
+            Absent::None => return Ok(None),
+            Absent::Inserted(inserted) => return Ok(Some(inserted.clone())),
+            Absent::Waiting(inputs) if inputs.num_absent()? == 0 => return Ok(None),
+            Absent::Waiting(inputs) => {
+                let saved = self.insert_inputs(lookup, inputs, stream)?;
+                let inserted = Arc::new(SavedLookup::new(lookup.number, saved));
+                let before = std::mem::replace(&mut *absent, Absent::Inserted(inserted.clone()));
+                if let Absent::Waiting(inputs) = before {
+                    self.workspace.give_back(inputs.memory);
+                }
+                Ok(Some(inserted))
+            }
+        }
+    }
+
+    fn insert_inputs(
+        &mut self,
+        lookup: &SavedLookup,
+        inputs: &Inputs,
+        stream: Stream,
+    ) -> Result<crate::step::Saved> {
+        for (number, feature) in inputs.features.iter().enumerate() {
+            if !self.has_records_of(lookup, feature.table) {
+                inputs.pass_over(number, stream)?;
+            }
+        }
+        self.workspace.device.synchronize()?;
+        let known = inputs.known_records()?;
+        let mut inserts: Vec<bool> =
+            (0..self.tables.len()).map(|table| self.has_records_of(lookup, table)).collect();
+        self.make_room(&inputs.features, Some(&known), &mut inserts, false, stream)?;
+        self.workspace.device.synchronize()?;
+        self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        // Coefficients of weighted ids are found where rows are made.
+        let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
+        let absent = AbsentIds { count: 0, known: inputs.known_address() };
+        let saved =
+            self.workspace.lookup(&mut self.tables, &features, &inserts, absent, true, None, stream)?;
+        self.tables.iter_mut().for_each(GpuTable::reserve_soon);
+        self.workspace.device.synchronize()?;
+        rows.into_iter().for_each(|rows| self.workspace.give_back(rows));
+        for table in &mut self.tables {
+            let inserted = table.count_inserted()?;
+            table.note(Outcomes { inserted, ..Outcomes::default() });
+            table.forget_distinct()?;
+        }
+        self.check_fault()?;
+        saved.ok_or_else(|| Error::State("a lookup that is saved was not".into()))
+    }
+
+    /// Features with memory for their rows, if they are `wanted`.
+    fn with_rows(
+        &mut self,
+        features: &[Feature<'static>],
+        wanted: bool,
+    ) -> Result<(Vec<Feature<'static>>, Option<Buffer<u32>>)> {
+        if !wanted {
+            return Ok((features.to_vec(), None));
+        }
+        let dims = features.iter().map(|f| self.tables[f.table].config.dim.next_multiple_of(4));
+        let words: Vec<usize> = features.iter().zip(dims).map(|(f, dim)| f.num_bags() * dim).collect();
+        let memory = self.workspace.take_memory(words.iter().sum::<usize>().max(1))?;
+        let mut at = 0;
+        let place = |(feature, words): (&Feature<'static>, &usize)| {
+            at += words;
+            Feature { rows: memory.at(at - words), ..*feature }
+        };
+        let features = features.iter().zip(&words).map(place).collect();
+        Ok((features, Some(memory)))
+    }
+}
