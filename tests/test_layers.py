@@ -231,10 +231,10 @@ LAYERS = {"dynamic": lambda **k: sok.DynamicEmbedding(DIM, **k), "distributed": 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize(
     ("training", "records", "inserts"),
-    [(True, False, 1), (False, False, 0), (False, True, 0), (None, False, 0), (None, True, 1)],
+    [(True, False, 1), (True, True, 1), (False, False, 0), (False, True, 0), (None, False, 0), (None, True, 0)],
 )
-def test_who_inserts(kind, training, records, inserts):
-    """`training` says; else whether a gradient is being recorded."""
+def test_which_lookups_insert(kind, training, records, inserts):
+    """Those with `training=True` alone, whether a gradient is being recorded or not."""
     layer = LAYERS[kind]()
     layer.build()
     call = lambda: ops.sum(layer(np.array([5], "int32"), training=training))

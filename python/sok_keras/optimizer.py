@@ -160,11 +160,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             raise ValueError(
                 f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
             )
-        clip = self._apply_to_tables(tickets, dense) if tickets else None
-        self._apply_to_variables(dense, clip)
+        clip, done = self._apply_to_tables(tickets, dense) if tickets else (None, [])
+        with backend.after(done):
+            self._apply_to_variables(dense, clip)
 
-    def _apply_to_tables(self, tickets: dict, dense: list) -> Any:
-        """Updates rows; gives the clip factor that goes for the dense gradients too, or None."""
+    def _apply_to_tables(self, tickets: dict, dense: list) -> tuple:
+        """Updates rows; gives the clip factor that goes for the dense gradients too, or None, and what says that it is done."""
         inner, tables = self.inner_optimizer, self._tables
         # Read before the inner optimizer advances them.
         steps = inner.gradient_accumulation_steps or 1
@@ -187,7 +188,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         new = backend.apply(tables, scalars, sum_of_squares, values)
         for core, trigger in zip(tables.cores, new, strict=True):
             core.advance(trigger)
-        return clip
+        return clip, new
 
     def _global_clip(self, norm: Any) -> Any:
         """As Keras' `clip_by_global_norm`: NaN if the norm is not finite."""

@@ -1,6 +1,6 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
-Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `wait`, `at_hand`, `has_wide_integers`,
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `after`, `wait`, `at_hand`, `has_wide_integers`,
 `eager_scope`, `gpu`, `constant` and `is_compiling`.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
@@ -22,6 +22,7 @@ else:
 
 from sok_keras import _native as native  # noqa: E402
 
+after = framework.after
 apply = framework.apply
 at_hand = framework.at_hand
 commit = framework.commit
@@ -42,6 +43,7 @@ def keep_freed_memory():
 
 
 __all__ = [
+    "after",
     "apply",
     "at_hand",
     "commit",

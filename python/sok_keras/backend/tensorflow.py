@@ -150,6 +150,11 @@ def has_wide_integers():
     return True
 
 
+def after(tensors):
+    """A scope in which nothing is assigned before `tensors` are there: a failed commit then changes no variable."""
+    return tf.control_dependencies(tensors)
+
+
 def eager_scope():
     """A scope in which assignments happen now, also while a step is traced."""
     return tf.init_scope()

@@ -233,6 +233,12 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(call(scalars, sum_of_squares, list(triggers), tables.handle))
 
 
+def after(tensors):
+    """A scope in which nothing is assigned before `tensors` are there: a failed commit then changes no variable."""
+    del tensors  # a failed call ends the step
+    return contextlib.nullcontext()
+
+
 def eager_scope():
     """A scope in which assignments happen now, also while a step is traced."""
     return contextlib.nullcontext()
