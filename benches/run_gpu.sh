@@ -13,23 +13,30 @@ failed=0
 conform() { name=$1; shift; ./conformance --ignored --test-threads=1 "$@" > "$OUT/$name.log" 2>&1 & }
 
 tests() {
-  conform table a_fresh a_scan keys_that lengths a_million no_key an_id_outside ten_million
+  conform table a_fresh a_scan keys_that keys_made lengths a_million no_key an_id_outside ten_million
   conform calls any_list_of_calls
   conform steps any_list_of_steps
   conform dims every_dim_and
   conform bags any_bags
   conform large large_calls millions a_call a_key weights_and
   conform streams calls_on a_steady steps_near
-  conform suite a_batch a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm what_fits
+  conform suite a_batch a_commit rows_made a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm what_fits
   for job in $(jobs -p); do wait "$job" || failed=1; done
   conform memory memory_that
   wait $! || failed=1
   grep -h "^test result" "$OUT"/{table,calls,steps,dims,bags,large,suite,streams,memory}.log
 }
 
+# Each call of the driver fails once.
+faults() {
+  mkdir -p faulty && cp libcuda.so faulty/
+  LD_LIBRARY_PATH=$PWD/faulty${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} ./conformance --ignored --test-threads=1 --nocapture a_driver_that_fails > "$OUT/faults.log" 2>&1 || failed=1
+  grep -hE "calls are errors|in silence|^test result" "$OUT/faults.log"
+}
+
 sanitizer() {
   for tool in memcheck initcheck synccheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch an_id_of any_bags \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch a_commit_ rows_made an_id_of any_bags \
       accumulated the_norm calls_on > "$OUT/$tool.log" 2>&1 &
   done
   for job in $(jobs -p); do wait "$job" || failed=1; done

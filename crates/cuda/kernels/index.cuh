@@ -51,8 +51,13 @@ struct Index {
   Bucket* buckets;
   Stash* stash;
   Counters* counters;
-  u32 num_buckets;
+  // Of the process: keys made to share buckets under a public hash would fill them and the stash.
+  u64 secret;
+  u32 num_buckets, pad;
 };
+static_assert(sizeof(Index) == 40, "as crates/cuda/src/layout.rs has it");
+
+__device__ __forceinline__ u64 hash(const Index& index, u64 key) { return hash(index.secret, key); }
 
 struct Line {
   u64 keys[PLACES];
@@ -160,7 +165,7 @@ __device__ __forceinline__ u32 find(const Index& index, u64 key, u64 h, bool on,
 
 // The record number of one key, for a lane alone.
 __device__ __noinline__ u32 find_alone(Index index, u64 key) {
-  const u64 h = hash(key);
+  const u64 h = hash(index, key);
   const Bucket* first = index.buckets + first_of(h, index.num_buckets);
   const Line line = load_line(first);
   u32 place = place_of(line, key);
@@ -174,10 +179,10 @@ __device__ __noinline__ u32 find_alone(Index index, u64 key) {
 }
 
 // A key that nobody looks for in bucket `at`: 0, but in the two buckets of 0 the next that hashes elsewhere.
-__device__ __forceinline__ u64 nobodys_key(u32 at, u32 num_buckets) {
+__device__ __forceinline__ u64 nobodys_key(const Index& index, u32 at) {
   for (u64 key = 0;; ++key) {
-    const u64 h = hash(key);
-    if (first_of(h, num_buckets) != at && second_of(h, num_buckets) != at) return key;
+    const u64 h = hash(index, key);
+    if (first_of(h, index.num_buckets) != at && second_of(h, index.num_buckets) != at) return key;
   }
 }
 
@@ -263,7 +268,7 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   const u64 key = load_shared(&from->keys[place]);
   const u32 record = load_shared(&from->records[place]);
   if (record == NO_RECORD || record == CLAIMED) return false;
-  const u64 h = hash(key);
+  const u64 h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
   if (from != first && from != second) return false;  // it changed between the two loads
@@ -283,7 +288,7 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
       if (to == second) of_first |= filter_bit(h);
       if (first == held) word = of_first;
       // Nobody who gets the lock next takes the place for the key's.
-      store_shared(&from->keys[place], nobodys_key((u32)(from - index.buckets), index.num_buckets));
+      store_shared(&from->keys[place], nobodys_key(index, (u32)(from - index.buckets)));
       release(&from->records[place], CLAIMED);
       moved = true;
     }
@@ -297,7 +302,7 @@ __device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held,
   for (u32 place = 0; place < PLACES; ++place)
     if (move_away(index, bucket, place, held, word)) return place;
   for (u32 place = 0; place < PLACES; ++place) {
-    const u64 h = hash(load_shared(&bucket->keys[place]));
+    const u64 h = hash(index, load_shared(&bucket->keys[place]));
     Bucket* first = index.buckets + first_of(h, index.num_buckets);
     Bucket* other = first == bucket ? index.buckets + second_of(h, index.num_buckets) : first;
     if (other == held || other == bucket) continue;
@@ -317,7 +322,7 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
   const u32 side = lane() / PLACES, place = lane() % PLACES;
   if (side < 2) {
     const Bucket* bucket = side ? second : first;
-    const u64 h = hash(load_shared(&bucket->keys[place]));
+    const u64 h = hash(index, load_shared(&bucket->keys[place]));
     const Bucket* one = index.buckets + first_of(h, index.num_buckets);
     const Bucket* other = one == bucket ? index.buckets + second_of(h, index.num_buckets) : one;
     has_room = free_places(load_line(other)) != 0;
@@ -329,7 +334,7 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
 // As `claim_key`, in a launch of its own: moves others away, first the one that `movable` found, and puts into the stash what still
 // finds no place.
 __device__ __noinline__ Claim settle(Index index, u64 key, u32 hint) {
-  const u64 h = hash(key);
+  const u64 h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
   for (;;) {

@@ -24,7 +24,7 @@ struct Table {
   // Place of its dim among those of the group.
   u32 kind, pad;
 };
-static_assert(sizeof(Table) == 112, "as crates/cuda/src/layout.rs has it");
+static_assert(sizeof(Table) == 120, "as crates/cuda/src/layout.rs has it");
 
 // Rows and states are held in groups of four columns, so that a lane moves 16 bytes; the last group may be partly unused.
 __host__ __device__ constexpr u32 quads_of(u32 dim) { return (dim + 3) / 4; }
@@ -149,7 +149,7 @@ struct Homeless {
 // those for which there is no room are listed. Warps that have nothing to insert do not wait for others.
 __device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Homeless& homeless, LaneList& list, bool& is_new) {
   const Index index = t.index;
-  const u64 h = hash(key);
+  const u64 h = hash(index, key);
   u32 record = find(index, key, h, is_id, list);
   is_new = inserts && is_id && record == NO_RECORD;
   if (!inserts || !__any_sync(ALL, is_new)) return record;
@@ -166,7 +166,7 @@ __device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool i
 __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
   u32 record = NO_RECORD;
   bool is_new = false;
-  const u64 h = hash(key);
+  const u64 h = hash(t.index, key);
   const u32 hint = movable(t.index, t.index.buckets + first_of(h, t.index.num_buckets), t.index.buckets + second_of(h, t.index.num_buckets));
   if (lane() == 0) {
     const Claim claim = settle(t.index, key, hint);

@@ -8,13 +8,13 @@ constexpr u32 FIND_BLOCK = 64;
 constexpr u32 NEW = 1u << 31;
 
 // All places empty.
-extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Bucket* buckets, u32 num_buckets) {
+extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Index index) {
   begin();
   const u32 at = blockIdx.x * BLOCK + threadIdx.x;
-  if (at >= num_buckets) return;
+  if (at >= index.num_buckets) return;
   Bucket bucket = {};
-  for (u32 i = 0; i < PLACES; ++i) bucket.keys[i] = nobodys_key(at, num_buckets);
-  buckets[at] = bucket;
+  for (u32 i = 0; i < PLACES; ++i) bucket.keys[i] = nobodys_key(index, at);
+  index.buckets[at] = bucket;
 }
 
 // Record numbers of keys. If the call `inserts`, keys that are not there get one, and the NEW bit says so.
@@ -72,7 +72,7 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   const u64 key = i < n ? load_once(keys + i) : 0;
   LaneList& list = lists[threadIdx.x / WARP];
-  const u32 record = find(t.index, key, hash(key), i < n, list);
+  const u32 record = find(t.index, key, hash(t.index, key), i < n, list);
   if (i < n) found[i] = record;
   copy_rows<DIM, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
 }
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, cons
   begin();
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   if (i >= n) return;
-  const u64 key = keys[i], h = hash(key);
+  const u64 key = keys[i], h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
   u32 record = NO_RECORD;
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, cons
       const u32 place = place_of(load_line(bucket), key);
       if (place == PLACES) continue;
       record = load_shared(&bucket->records[place]);
-      store_shared(&bucket->keys[place], nobodys_key((u32)(bucket - index.buckets), index.num_buckets));
+      store_shared(&bucket->keys[place], nobodys_key(index, (u32)(bucket - index.buckets)));
       __threadfence();
       store_shared(&bucket->records[place], NO_RECORD);
     }
@@ -184,7 +184,7 @@ struct Moving {
 
 // Puts an entry into an index whose keys are all different, so that no lock is needed.
 __device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record, const Moving& homeless) {
-  const u64 h = hash(key);
+  const u64 h = hash(to, key);
   Bucket* first = to.buckets + first_of(h, to.num_buckets);
   Bucket* second = to.buckets + second_of(h, to.num_buckets);
   u32 word = 0;

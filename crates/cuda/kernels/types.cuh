@@ -13,9 +13,10 @@ __device__ __forceinline__ void begin() {
 #endif
 }
 
-// The 64-bit finaliser of MurmurHash3, as crates/core/src/key.rs has it.
-__device__ __forceinline__ u64 hash(u64 key) {
-  u64 h = key;
+// The 64-bit finaliser of MurmurHash3, of a key that a secret of the process has changed: a bijection whose collisions in parts of its
+// bits nobody can choose who does not know the secret.
+__device__ __forceinline__ u64 hash(u64 secret, u64 key) {
+  u64 h = (key ^ secret) * (secret | 1);
   h ^= h >> 33;
   h *= 0xff51afd7ed558ccdull;
   h ^= h >> 33;

@@ -1,6 +1,8 @@
 //! The index of a table on the device: buckets, stash and counters; it grows by moving entries into a larger one.
 
-use std::sync::Arc;
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::{Arc, LazyLock};
 
 use sok_core::error::Result;
 
@@ -23,6 +25,13 @@ pub struct Index {
     load: f64,
 }
 
+/// What the process mixes into the hash of keys, drawn from the system's randomness. The order of a table's entries on a GPU depends on
+/// it, as it does on the order in which blocks run; no result does.
+fn secret() -> u64 {
+    static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
+    *SECRET
+}
+
 fn buckets_for(keys: usize, load: f64) -> usize {
     ((keys as f64 / load / PLACES as f64).ceil() as usize).max(64)
 }
@@ -40,9 +49,9 @@ impl Index {
             num_buckets,
             load,
         };
-        let (buckets, count) = (index.buckets.address(), num_buckets as u32);
+        let descriptor = index.descriptor();
         let clear = device.kernel(&TABLE, "clear_index")?;
-        launch!(clear, stream, num_buckets.div_ceil(TABLE_THREADS), TABLE_THREADS, buckets, count)?;
+        launch!(clear, stream, num_buckets.div_ceil(TABLE_THREADS), TABLE_THREADS, descriptor)?;
         Ok(index)
     }
 
@@ -64,6 +73,7 @@ impl Index {
             buckets: self.buckets.address(),
             stash: self.stash.address(),
             counters: self.counters.address(),
+            secret: secret(),
             num_buckets: self.num_buckets as u32,
             pad: 0,
         }

@@ -73,6 +73,7 @@ plain! {
         pub buckets: u64,
         pub stash: u64,
         pub counters: u64,
+        pub secret: u64,
         pub num_buckets: u32,
         pub pad: u32,
     }
@@ -372,7 +373,8 @@ mod tests {
     /// Sizes as a C++ compiler gives them; `kernels/*.cu` assert the same.
     #[test]
     fn layouts_have_no_hidden_padding() {
-        assert_eq!(size_of::<Table>(), 112);
+        assert_eq!(size_of::<Index>(), 40);
+        assert_eq!(size_of::<Table>(), 120);
         assert_eq!(size_of::<Feature>(), 128);
         assert_eq!(size_of::<Keys>(), 56);
         assert_eq!(size_of::<Section>(), 32);

@@ -197,7 +197,8 @@ impl GpuGroup {
         self.ring.resolve(&ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
     }
 
-    /// Whether the tables take the absent keys of these pushes. Nothing may be under way; changes nothing.
+    /// Whether the tables take the absent keys of these pushes. Nothing may be under way; adds to the statistics what steps have
+    /// counted, and changes nothing else.
     ///
     /// # Errors
     /// [`Error::TableFull`] if one refuses some, and its check mode asks for it.
@@ -244,7 +245,7 @@ impl GpuGroup {
     }
 
     /// Gives the absent keys of these pushes their records, in the order of the pushes, as far as there is room; their gradients
-    /// count with the next commit. Nothing may be under way.
+    /// count with the next commit. Nothing may be under way; `check_absent` came before.
     pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
         self.workspace.enter(stream)?;
         let mut pushes = Vec::new();
@@ -294,8 +295,6 @@ impl GpuGroup {
         let mut inserts: Vec<bool> =
             (0..self.tables.len()).map(|table| self.has_records_of(lookup, table)).collect();
         self.make_room(&inputs.features, Some(&known), &mut inserts, false, stream)?;
-        self.workspace.device.synchronize()?;
-        self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         // Coefficients of weighted ids are found where rows are made.
         let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
         let absent = AbsentIds { count: 0, known: inputs.known_address() };

@@ -680,8 +680,7 @@ impl GpuTable {
 
 pub(crate) fn no_place(table: &str) -> Error {
     Error::Device(format!(
-        "table `{table}` has no place for a key: more than a thousand keys share their two places in the index, as keys do that \
-         were made for it"
+        "table `{table}` has no place for a key: more than a thousand keys share their two places in the index"
     ))
 }
 

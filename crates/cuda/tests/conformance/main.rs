@@ -4,6 +4,7 @@
 
 #[path = "../../../core/tests/common/mod.rs"]
 mod common;
+mod faults;
 mod streams;
 mod subject;
 
@@ -173,6 +174,40 @@ fn no_key_is_lost_at_load_98_of_the_index() {
     let (mut got, mut found) = (unwritten(keys.len()), vec![false; keys.len()]);
     gpu.find(&keys, &mut got, &mut found).unwrap();
     assert!(found.iter().all(|f| *f) && got == rows);
+}
+
+/// The key whose public hash this is.
+fn key_of_hash(hash: u64) -> u64 {
+    let mut h = hash;
+    for inverse in [0x9cb4_b2f8_1293_37db, 0x4f74_430c_22a5_4005] {
+        h ^= h >> 33;
+        h = h.wrapping_mul(inverse);
+    }
+    h ^ h >> 33
+}
+
+/// Under a public hash all of them would have the same two places in the index.
+#[test]
+#[ignore = "needs a GPU"]
+fn keys_made_against_the_public_hash_are_inserted_like_others() {
+    assert_eq!(sok_core::key::hash(key_of_hash(12345)), 12345);
+    let crafted: Vec<u64> = (0..100_000).map(|i| key_of_hash(0x1234_5678_0000_0000 | i << 1)).collect();
+    let others: Vec<u64> = (0..100_000).map(|i: u64| i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+    for _ in 0..3 {
+        let times = [&others, &crafted].map(|keys| {
+            let mut gpu = GpuTable::new(&DEVICE, plain_config("t", 3)).unwrap();
+            let (mut rows, mut found) = (unwritten(3 * keys.len()), vec![false; keys.len()]);
+            let start = std::time::Instant::now();
+            for (keys, rows) in keys.chunks(10_000).zip(rows.chunks_mut(30_000)) {
+                assert_eq!(gpu.find_or_insert(keys, rows).unwrap().inserted, keys.len() as u64);
+            }
+            let time = start.elapsed();
+            gpu.find(keys, &mut rows, &mut found).unwrap();
+            assert!(found.iter().all(|f| *f));
+            time
+        });
+        println!("others {:?}, crafted {:?}", times[0], times[1]);
+    }
 }
 
 #[test]

@@ -1,0 +1,180 @@
+//! Each call of the driver fails once: what fails says so, and nothing that is wrong passes for an answer.
+//!
+//! Needs the driver of `tests/faults/driver.c` in front of the real one, and a GPU for itself.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_long};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::LazyLock;
+
+use libloading::Library;
+use sok_core::error::{Error, Result};
+use sok_core::optimizer::UpdateScalars;
+use sok_core::table::{Cursor, Insertion, Records, Table};
+use sok_cuda::gpu_table::GpuTable;
+
+use crate::common::group::{Input, Shape};
+use crate::common::large::plain_update;
+use crate::common::strategies::{plain_config, rules};
+use crate::common::subject::{OWNER, Subject, binding};
+use crate::common::{bits, unwritten};
+use crate::subject::{DEVICE, GpuSubject};
+
+/// Calls of the driver at most in an operation.
+const MOST_CALLS: i64 = 2000;
+
+struct FaultyDriver {
+    arm: extern "C" fn(c_long),
+    disarm: extern "C" fn() -> *const c_char,
+}
+
+static DRIVER: LazyLock<FaultyDriver> = LazyLock::new(|| {
+    // SAFETY: the library that is loaded already; both functions are of these types, as driver.c has them.
+    unsafe {
+        let library = Box::leak(Box::new(Library::new("libcuda.so").unwrap()));
+        let arm = *library.get(b"sok_fault_arm\0").expect("the driver of tests/faults/driver.c is in front");
+        FaultyDriver { arm, disarm: *library.get(b"sok_fault_disarm\0").unwrap() }
+    }
+});
+
+/// Runs `operation` with its `call`th call of the driver failing. Gives the name of the function that failed, if it came to that.
+fn with_fault<T>(call: i64, operation: impl FnOnce() -> Result<T>) -> (Result<T>, Option<String>) {
+    (DRIVER.arm)(call);
+    let result = catch_unwind(AssertUnwindSafe(operation)).unwrap_or_else(|panic| {
+        // The subject copies to and from the device itself, and trusts that it can.
+        let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+        assert!(message.contains("`Result::unwrap()` on an `Err` value: Device("), "{message}");
+        Err(Error::State(message))
+    });
+    let name = (DRIVER.disarm)();
+    // SAFETY: a constant of the driver, or null.
+    let name = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned());
+    (result, name)
+}
+
+/// Runs an operation on a new subject again and again, each call of the driver failing once. A result that is there must be the one
+/// without a fault.
+fn fail_each_call<S, T: PartialEq + std::fmt::Debug>(
+    name: &str,
+    mut make: impl FnMut() -> S,
+    mut operation: impl FnMut(&mut S) -> Result<T>,
+) {
+    let expected = operation(&mut make()).unwrap();
+    let (mut errors, mut harmless) = (0, BTreeMap::<String, usize>::new());
+    for call in 0..MOST_CALLS {
+        let mut subject = make();
+        let (result, failed) = with_fault(call, || operation(&mut subject));
+        let Some(failed) = failed else {
+            assert_eq!(result.unwrap(), expected);
+            println!("{name}: {errors} calls are errors; harmless: {harmless:?}");
+            return;
+        };
+        match result {
+            Err(_) => errors += 1,
+            Ok(got) => {
+                assert_eq!(got, expected, "{name}: {failed}, call {call}, failed in silence");
+                *harmless.entry(failed).or_default() += 1;
+            }
+        }
+    }
+    panic!("{name} takes more than {MOST_CALLS} calls");
+}
+
+const KEYS: u64 = 3000;
+
+fn filled() -> GpuTable {
+    let mut table = GpuTable::new(&DEVICE, plain_config("t", 3)).unwrap();
+    table.set_update_rule(Some(plain_update(rules()[3])), false).unwrap();
+    let keys: Vec<u64> = (0..KEYS).collect();
+    table.assign(&keys, &(0..3 * KEYS).map(|i| i as f32).collect::<Vec<_>>(), true).unwrap();
+    table
+}
+
+fn contents(table: &dyn Table) -> Result<Vec<(u64, Vec<u32>)>> {
+    let (mut records, mut cursor) = (Records::default(), Some(Cursor::default()));
+    while let Some(at) = cursor {
+        cursor = table.scan(at, 1000, &mut records)?;
+    }
+    let values = records.values.chunks(table.record_width()).map(bits);
+    let mut all: Vec<_> = records.keys.into_iter().zip(values).collect();
+    all.sort_unstable();
+    Ok(all)
+}
+
+#[test]
+#[ignore = "needs a GPU, and a driver that fails"]
+fn a_driver_that_fails_is_told_by_every_method_of_a_table() {
+    let keys: Vec<u64> = (KEYS - 500..KEYS + 500).collect();
+    let many: Vec<u64> = (0..20 * KEYS).collect();
+    fail_each_call("len", filled, |table| table.len());
+    fail_each_call("stats", filled, |table| table.stats().map(|s| (s.size, s.outcomes)));
+    fail_each_call("scan", filled, |table| contents(table));
+    fail_each_call("find", filled, |table| {
+        let (mut rows, mut found) = (unwritten(3 * keys.len()), vec![false; keys.len()]);
+        table.find(&keys, &mut rows, &mut found)?;
+        Ok((bits(&rows), found))
+    });
+    for keys in [&keys, &many] {
+        fail_each_call("find_or_insert", filled, |table| {
+            let mut rows = unwritten(3 * keys.len());
+            let outcomes = table.find_or_insert(keys, &mut rows)?;
+            Ok((outcomes, bits(&rows), table.len()?))
+        });
+    }
+    fail_each_call("assign", filled, |table| {
+        table.assign(&keys, &vec![5.0; 3 * keys.len()], true)?;
+        contents(table)
+    });
+    fail_each_call("erase", filled, |table| Ok((table.erase(&keys)?, contents(table)?)));
+    fail_each_call("clear", filled, |table| {
+        table.clear()?;
+        contents(table)
+    });
+    fail_each_call("update", filled, |table| {
+        let scalars = UpdateScalars { learning_rate: 0.1, step: 1, factor: 1.0 };
+        table.update(&keys, &vec![1.0; 3 * keys.len()], &scalars)?;
+        contents(table)
+    });
+    fail_each_call("set_update_rule", filled, |table| {
+        table.set_update_rule(Some(plain_update(rules()[5])), false)?;
+        contents(table)
+    });
+    fail_each_call("replace_with", filled, |table| {
+        let mut records = Records::default();
+        table.scan(Cursor::default(), usize::MAX, &mut records)?;
+        let mut fresh = table.fresh(table.update_rule().copied())?;
+        fresh.restore(&records)?;
+        table.replace_with(fresh)?;
+        contents(table)
+    });
+}
+
+#[test]
+#[ignore = "needs a GPU, and a driver that fails"]
+fn a_driver_that_fails_is_told_by_every_call_of_a_step() {
+    let make = || {
+        let mut subject = GpuSubject::new(&[plain_config("a", 3), plain_config("b", 64)]);
+        subject.bind(binding(OWNER, plain_update(rules()[3]))).unwrap();
+        subject.lookup(&[Input::plain(0, &[1, 2])], Insertion::AtLookup, false).unwrap();
+        subject
+    };
+    let keys: Vec<u64> = (0..3000).map(|i| i * i % 701).collect();
+    let bags = Shape::Fixed { num_bags: 1000, hotness: 3 };
+    let inputs = [Input { shape: bags, ..Input::plain(0, &keys) }, Input::plain(1, &keys)];
+    for (insertion, hold, is_update) in [
+        (Insertion::AtLookup, true, true),
+        (Insertion::AtLookup, false, true),
+        (Insertion::AtCommit, true, true),
+        (Insertion::AtCommit, false, false),
+    ] {
+        fail_each_call(&format!("step, {insertion:?}, {hold}, {is_update}"), make, |subject| {
+            let (lookup, rows) = subject.lookup(&inputs, insertion, true)?;
+            let gradients = rows.iter().map(|rows| vec![1.0; rows.len()]).collect();
+            subject.push(1, lookup, &std::sync::Arc::new(gradients), hold, &[])?;
+            subject.commit(&[(1, 1.0)], is_update)?;
+            subject.apply(UpdateScalars { learning_rate: 0.1, step: 1, factor: 1.0 }, is_update)?;
+            let rows: Vec<_> = rows.iter().map(|rows| bits(rows)).collect();
+            Ok((rows, contents(subject.table(0))?, contents(subject.table(1))?))
+        });
+    }
+}
