@@ -1,23 +1,38 @@
 //! Compiled kernels on disk, so that a machine compiles them once.
 //!
-//! A file is named by a hash of all that its bytes depend on, and appears whole, by a rename. What cannot be read or written is
-//! compiled again: the cache is no part of what is correct.
+//! A file is named by a hash of all that its bytes depend on, appears whole, by a rename, and begins with a checksum. It is taken
+//! only from a folder and a file that belong to the user and that nobody else may write to, since its code runs on the user's GPU.
+//! What cannot be read, trusted or written is compiled again: the cache is no part of what is correct.
 
-use std::fs;
-use std::io::Write;
-use std::path::PathBuf;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 
 use sok_core::error::Result;
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::nvrtc::{Cubin, Nvrtc, Source};
 
-/// Kernels of a source, from the cache or compiled now.
-pub fn compile(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String]) -> Result<Cubin> {
+/// Bytes of a file at most: no source compiles to a tenth of it.
+const MAX_BYTES: u64 = 1 << 28;
+/// Hexadecimal digits of the checksum, and the end of its line.
+const HEAD: usize = 33;
+
+/// Compiled kernels, and whether they come from the cache.
+pub struct Compiled {
+    pub cubin: Cubin,
+    pub is_cached: bool,
+}
+
+/// Kernels of a source, from the cache or compiled now. `anew`: compiled in any case, and what is kept is replaced.
+pub fn compile(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String], anew: bool) -> Result<Compiled> {
     let path =
         folder().map(|folder| folder.join(format!("{:032x}.cubin", fingerprint(nvrtc, source, arch, names))));
-    if let Some(cubin) = path.as_ref().and_then(|path| read(path, names.len())) {
-        return Ok(cubin);
+    let kept = path.as_ref().filter(|_| !anew).and_then(|path| read(path, names.len()));
+    if let Some(cubin) = kept {
+        return Ok(Compiled { cubin, is_cached: true });
     }
     log::info!("compiling {} for sm_{arch}, once on this machine: {}", source.name, names.join(", "));
     let cubin = nvrtc.compile(source, arch, names)?;
@@ -26,7 +41,7 @@ pub fn compile(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String]) -> R
     {
         log::warn!("compiled kernels cannot be kept in {}: {error}", path.display());
     }
-    Ok(cubin)
+    Ok(Compiled { cubin, is_cached: false })
 }
 
 /// `SOK_CACHE`, else the user's cache folder; none without a home.
@@ -51,22 +66,144 @@ fn fingerprint(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String]) -> u
     hash.digest128()
 }
 
-/// A file: the symbols, a line each, an empty line, the code.
-fn read(path: &PathBuf, num_symbols: usize) -> Option<Cubin> {
-    let bytes = fs::read(path).ok()?;
-    let end = bytes.windows(2).position(|pair| pair == b"\n\n")?;
-    let symbols: Vec<String> = std::str::from_utf8(&bytes[..end]).ok()?.lines().map(String::from).collect();
-    let code = bytes[end + 2..].to_vec();
+/// Whether the file or folder is the user's, and nobody else may write to it.
+#[allow(unsafe_code)]
+fn is_trusted(metadata: &fs::Metadata) -> bool {
+    // SAFETY: reads a number of the process.
+    let user = unsafe { libc::geteuid() };
+    metadata.uid() == user && metadata.mode() & 0o022 == 0
+}
+
+fn is_trusted_folder(folder: &Path) -> bool {
+    fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_trusted(&metadata))
+}
+
+/// A file: the checksum of what follows, the symbols, a line each, an empty line, the code.
+fn read(path: &Path, num_symbols: usize) -> Option<Cubin> {
+    if !is_trusted_folder(path.parent()?) {
+        return None;
+    }
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+    let metadata = file.metadata().ok()?;
+    if !metadata.is_file() || !is_trusted(&metadata) || metadata.len() > MAX_BYTES {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
+    let (head, body) = bytes.split_at_checked(HEAD)?;
+    if head != checksum_line(body).as_bytes() {
+        return None;
+    }
+    let end = body.windows(2).position(|pair| pair == b"\n\n")?;
+    let symbols: Vec<String> = std::str::from_utf8(&body[..end]).ok()?.lines().map(String::from).collect();
+    let code = body[end + 2..].to_vec();
     (symbols.len() == num_symbols && code.starts_with(b"\x7fELF")).then_some(Cubin { code, symbols })
 }
 
-fn write(path: &PathBuf, cubin: &Cubin) -> std::io::Result<()> {
+fn checksum_line(body: &[u8]) -> String {
+    format!("{:032x}\n", xxh3_128(body))
+}
+
+fn write(path: &Path, cubin: &Cubin) -> io::Result<()> {
     let folder = path.parent().unwrap_or(path);
-    fs::create_dir_all(folder)?;
-    let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
-    let mut file = fs::File::create(&unfinished)?;
-    file.write_all(cubin.symbols.join("\n").as_bytes())?;
-    file.write_all(b"\n\n")?;
-    file.write_all(&cubin.code)?;
-    fs::rename(unfinished, path)
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    if !is_trusted_folder(folder) {
+        return Err(io::Error::other("the folder must be the user's, and nobody else may write to it"));
+    }
+    // Nobody can make a file of this name beforehand.
+    let unfinished = path.with_extension(format!("{:016x}.tmp", RandomState::new().hash_one(path)));
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
+    let written = write_file(file, cubin).and_then(|()| fs::rename(&unfinished, path));
+    written.inspect_err(|_| drop(fs::remove_file(&unfinished)))
+}
+
+fn write_file(mut file: File, cubin: &Cubin) -> io::Result<()> {
+    let body = [cubin.symbols.join("\n").as_bytes(), b"\n\n", &cubin.code].concat();
+    file.write_all(checksum_line(&body).as_bytes())?;
+    file.write_all(&body)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+    use super::*;
+
+    fn cubin() -> Cubin {
+        Cubin { code: b"\x7fELF and so on".to_vec(), symbols: vec!["a".into(), "b".into()] }
+    }
+
+    /// A kept file in a folder of its own.
+    fn kept() -> PathBuf {
+        let name = format!("sok-cache-{:016x}", RandomState::new().hash_one(0));
+        let path = std::env::temp_dir().join(name).join("kernels.cubin");
+        write(&path, &cubin()).unwrap();
+        path
+    }
+
+    fn is_taken(path: &Path) -> bool {
+        let found = read(path, 2);
+        assert!(found.as_ref().is_none_or(|f| f.code == cubin().code && f.symbols == cubin().symbols));
+        fs::remove_dir_all(path.parent().unwrap()).unwrap();
+        found.is_some()
+    }
+
+    #[test]
+    fn what_was_written_is_taken_and_nothing_else_is_left_behind() {
+        let path = kept();
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        write(&path, &cubin()).unwrap();
+        assert!(is_taken(&path));
+    }
+
+    #[test]
+    fn a_byte_that_changed_or_is_missing_is_found() {
+        let whole = fs::read(kept()).unwrap();
+        for at in 0..whole.len() {
+            let path = kept();
+            let mut bytes = whole.clone();
+            bytes[at] ^= 4;
+            fs::write(&path, &bytes).unwrap();
+            assert!(!is_taken(&path), "byte {at}");
+            let path = kept();
+            fs::write(&path, &whole[..at]).unwrap();
+            assert!(!is_taken(&path), "{at} bytes");
+        }
+    }
+
+    #[test]
+    fn what_others_may_write_to_is_not_taken() {
+        let path = kept();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o622)).unwrap();
+        assert!(!is_taken(&path));
+        let path = kept();
+        fs::set_permissions(path.parent().unwrap(), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(write(&path, &cubin()).is_err());
+        assert!(!is_taken(&path));
+    }
+
+    #[test]
+    fn what_belongs_to_others_is_not_taken() {
+        let path = kept();
+        // Only the superuser may give a file away.
+        if chown(&path, Some(12345), None).is_ok() {
+            assert!(!is_taken(&path));
+        }
+    }
+
+    #[test]
+    fn links_and_other_kinds_of_files_are_not_taken() {
+        let path = kept();
+        let link = path.with_file_name("link.cubin");
+        symlink(&path, &link).unwrap();
+        assert!(read(&link, 2).is_none());
+        assert!(is_taken(&path));
+        let path = kept();
+        fs::remove_file(&path).unwrap();
+        assert!(
+            std::process::Command::new("mkfifo").args(["-m", "600"]).arg(&path).status().unwrap().success()
+        );
+        assert!(!is_taken(&path), "a pipe, which nobody writes to");
+    }
 }

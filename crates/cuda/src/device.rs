@@ -18,8 +18,8 @@ use cudarc::driver::sys::{
 use cudarc::driver::{CudaContext, CudaEvent, DriverError, result, sys};
 use sok_core::error::{Error, Result};
 
-use crate::cache;
-use crate::nvrtc::{Nvrtc, Source};
+use crate::cache::{self, Compiled};
+use crate::nvrtc::{Cubin, Nvrtc, Source};
 
 pub fn driver_error(what: &str) -> impl Fn(DriverError) -> Error + '_ {
     move |error| Error::Device(format!("{what}: {error}"))
@@ -197,11 +197,7 @@ impl Device {
         let missing: Vec<String> =
             names.iter().filter(|n| !loaded.contains_key(&key(n))).map(|n| n.to_string()).collect();
         if !missing.is_empty() {
-            let cubin = cache::compile(&self.nvrtc, source, self.arch, &missing)?;
-            self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-            // SAFETY: a whole cubin; the module stays loaded for good.
-            let module = unsafe { result::module::load_data(cubin.code.as_ptr().cast()) }
-                .map_err(driver_error("loading kernels"))?;
+            let (module, cubin) = self.load(source, &missing)?;
             for (name, symbol) in missing.iter().zip(&cubin.symbols) {
                 let symbol = CString::new(symbol.as_str()).expect("a symbol has no zero byte");
                 // SAFETY: the module is loaded.
@@ -212,6 +208,23 @@ impl Device {
             }
         }
         Ok(names.map(|name| loaded[&key(name)]))
+    }
+
+    /// Kernels of a source on the device. Those of the cache that the driver does not take are compiled anew.
+    fn load(&self, source: &Source, names: &[String]) -> Result<(sys::CUmodule, Cubin)> {
+        self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        // SAFETY: a whole cubin; the module stays loaded for good.
+        let load = |cubin: &Cubin| unsafe { result::module::load_data(cubin.code.as_ptr().cast()) };
+        let Compiled { cubin, is_cached } = cache::compile(&self.nvrtc, source, self.arch, names, false)?;
+        match load(&cubin) {
+            Ok(module) => Ok((module, cubin)),
+            Err(_) if is_cached => {
+                let cubin = cache::compile(&self.nvrtc, source, self.arch, names, true)?.cubin;
+                let module = load(&cubin).map_err(driver_error("loading kernels"))?;
+                Ok((module, cubin))
+            }
+            Err(error) => Err(driver_error("loading kernels")(error)),
+        }
     }
 }
 
