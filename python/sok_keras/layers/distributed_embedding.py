@@ -69,6 +69,12 @@ class DistributedEmbedding(TableLayer):
         update_stats: As above.
         save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
 
+    Call arguments:
+        inputs: Ids, nested as `feature_configs`.
+        weights: Floats, nested alike, one an id; None: each counts once.
+        training: Whether the lookup makes rows for new ids. None: it makes none, and the optimizer makes them when it applies a
+            gradient of the call. False: nobody does.
+
     Input shape:
         Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
         `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX

@@ -36,8 +36,8 @@ class DynamicEmbedding(TableLayer):
             Inputs of one axis are not combined.
         padding_key: An id that stands for "no id here"; None: every id is one.
         mask_zero: Whether id 0 is masked for the layers that follow.
-        missing: What an id without a row answers in evaluation: `"initial"`, the row that training would have made, or
-            `"zeros"`.
+        missing: What an id without a row answers where the lookup makes none: `"initial"`, the row that training would have
+            made, or `"zeros"`.
         seed: int; None: drawn as Keras draws the seeds of initializers.
         initial_capacity: Rows to make room for at once.
         max_capacity: Rows at most; None: as many as memory holds.
@@ -45,6 +45,12 @@ class DynamicEmbedding(TableLayer):
         storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where
             there is one. Under a model on a GPU, ids and rows of host tables cross in each step.
         save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+
+    Call arguments:
+        inputs: Ids.
+        weights: Floats, one an id; None: each counts once.
+        training: Whether the lookup makes rows for new ids. None: it makes none, and the optimizer makes them when it applies a
+            gradient of the call. False: nobody does.
 
     Input shape:
         Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
