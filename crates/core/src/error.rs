@@ -44,6 +44,12 @@ pub enum Error {
     #[error("{path}: {what}")]
     DumpMismatch { path: PathBuf, what: String },
 
+    #[error(
+        "{path}: a new dump took this one's files away while it was read, and so did those after it. Load again while fewer dumps \
+         are written there"
+    )]
+    DumpReplaced { path: PathBuf },
+
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: Arc<std::io::Error> },
 
@@ -60,6 +66,16 @@ impl Error {
         Error::Argument(message.into())
     }
 
+    /// `what` may quote a file that somebody made up: of a long text the beginning is told.
+    pub fn corrupt_dump(path: impl Into<PathBuf>, what: impl Into<String>) -> Error {
+        Error::CorruptDump { path: path.into(), what: clipped(what.into()) }
+    }
+
+    /// As [`Error::corrupt_dump`].
+    pub fn dump_mismatch(path: impl Into<PathBuf>, what: impl Into<String>) -> Error {
+        Error::DumpMismatch { path: path.into(), what: clipped(what.into()) }
+    }
+
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Error {
         Error::Io { path: path.into(), source: Arc::new(source) }
     }
@@ -67,4 +83,15 @@ impl Error {
     pub fn memory(bytes: usize, what: &'static str, source: std::io::Error) -> Error {
         Error::Memory { bytes, what, source: Arc::new(source) }
     }
+}
+
+/// Bytes of a message that quotes a file.
+const LONGEST: usize = 2000;
+
+fn clipped(mut text: String) -> String {
+    if text.len() > LONGEST {
+        text.truncate(text.floor_char_boundary(LONGEST));
+        text.push_str(" ...");
+    }
+    text
 }

@@ -11,7 +11,7 @@ use crate::index::Index;
 use crate::key::{Key, hash};
 use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, lookup_whole, new_keys};
 use crate::merge::{HeldGradients, MergedGradients};
-use crate::optimizer::{StateSpec, Update, UpdateScalars};
+use crate::optimizer::{Update, UpdateScalars};
 use crate::pooling::MissingRow;
 use crate::runs::{KeyRuns, RowCode};
 use crate::table::{CheckMode, Cursor, Insertion, Outcomes, Records, Table, TableConfig, TableStats};
@@ -325,15 +325,17 @@ impl Table for HostTable {
         }
     }
 
+    fn set_seed(&mut self, seed: u64) {
+        (self.config.seed, self.first.seed) = (seed, seed);
+    }
+
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         if let Some(update) = &update {
             update.validate()?;
         }
         let dim = self.config.dim;
         let states = update.map(|u| u.rule.states(dim)).unwrap_or_default();
-        let is_same_rule = self.update.map(|u| u.rule.name()) == update.map(|u| u.rule.name());
-        let layout = |states: &[StateSpec]| states.iter().map(|s| (s.name, s.width)).collect::<Vec<_>>();
-        if keep_states && is_same_rule && layout(&self.first.states) == layout(&states) {
+        if keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim) {
             self.first.states = states;
         } else {
             let first = FirstRecord { states: states.clone(), ..self.first.clone() };
@@ -393,7 +395,8 @@ impl Table for HostTable {
         let other = other.into_any().downcast::<HostTable>().map_err(|_| {
             Error::State(format!("table `{}` takes records of a host table alone", self.config.name))
         })?;
-        let HostTable { index, arena, first, update, .. } = *other;
+        let HostTable { config, index, arena, first, update, .. } = *other;
+        self.config.seed = config.seed;
         (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
         self.retired.clear();
         self.generation += 1;

@@ -502,6 +502,15 @@ impl Update {
         }
     }
 
+    /// Whether records of tables of `dim` stay as they are when one takes the other's place: the same rule, and the same states.
+    pub fn share_states(one: Option<&Update>, other: Option<&Update>, dim: usize) -> bool {
+        let states = |update: &Update| {
+            let states = update.rule.states(dim).into_iter().map(|s| (s.name, s.width));
+            (update.rule.name(), states.collect::<Vec<_>>())
+        };
+        one.map(states) == other.map(states)
+    }
+
     /// What comes before the rule's own step in this step of training.
     pub fn conditioning(&self, scalars: &UpdateScalars) -> Conditioning {
         Conditioning {

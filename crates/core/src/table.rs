@@ -235,6 +235,9 @@ pub trait Table: Send {
     /// As `stats`, but nothing is waited for: on a device, as of the last step that it has told of.
     fn recent_stats(&self) -> TableStats;
 
+    /// From now on keys without a row answer, and new rows start, as of this seed: that of the rows that came.
+    fn set_seed(&mut self, seed: u64);
+
     /// Gives the records the states of `update`, at their first values. States that are there and belong to the same rule
     /// stay if `keep_states`, else they start anew.
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()>;
@@ -249,7 +252,7 @@ pub trait Table: Send {
     /// An empty table of the same configuration with the states of `update`; `replace_with` takes its records over.
     fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>>;
 
-    /// Swaps all records and the update rule for those of `other`, which `fresh` made. Gradients on their way are dropped.
+    /// Swaps all records, the seed and the update rule for those of `other`, which `fresh` made. Gradients on their way are dropped.
     fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()>;
 
     /// For `replace_with`: the concrete table behind `fresh`.

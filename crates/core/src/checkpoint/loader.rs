@@ -1,13 +1,17 @@
 //! A load: all that could fail is tried before the first table changes.
 
+use std::borrow::Cow;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 
+use rayon::prelude::*;
 use serde::Serialize;
 
 use super::checksum::BlockHasher;
+use super::data_reader::DataReader;
 use super::manifest::{MANIFEST, TableEntry};
-use super::reader::{DataReader, Dump};
+use super::reader::{DumpReader, with_snapshot};
 use super::{CHUNK_BYTES, KEY_BYTES, columns};
 use crate::error::{Error, Result};
 use crate::key::Key;
@@ -37,6 +41,23 @@ impl Default for LoadOptions {
     }
 }
 
+/// A table that takes rows from a dump.
+pub struct Target<'a> {
+    /// In the dump.
+    pub name: &'a str,
+    pub table: &'a mut dyn Table,
+    pub binding: Binding,
+}
+
+/// Whose the states of a table are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Binding {
+    /// An optimizer's: it goes on with them, and the dump's must be of the same rule and layout.
+    Bound,
+    /// Nobody's yet: the dump's come in. Where it is known which update will be bound later, they must go on under it.
+    Free(Option<Update>),
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LoadReport {
     /// Optimizer steps taken when the dump was written.
@@ -51,56 +72,74 @@ pub struct LoadedTable {
     pub num_rows: u64,
     /// Whether rows came with their optimizer states.
     pub states: bool,
+    /// Whether keys without a row go on answering by the table's own seed, which is not the dump's: rows of both are in it.
+    pub mixes_seeds: bool,
 }
 
-/// Loads tables of the dump in `path`, each by its name in the dump, into tables of the same dim and vocabulary.
-///
-/// The whole dump is verified first. `Replace` loads into fresh tables and swaps them in when all are complete, so what
-/// fails changes nothing. `Merge` writes into the tables themselves: only a disk that fails, or runs out of memory,
-/// between verification and the last row leaves a part of the dump in them.
-///
-/// Seed, initializer and hyper-parameters stay the table's own. A table without an optimizer takes the dump's with its
-/// states; one with an optimizer goes on with it, and takes only states of the same rule and layout.
+/// Loads tables of the dump in `path`, each by its name in the dump, into tables of the same dim and vocabulary: as
+/// [`DumpReader::load`], where a table with an update rule is bound. Reads the next dump if that replaces this one meanwhile.
 ///
 /// # Errors
-/// [`Error::DumpMismatch`] says what a table and the dump do not have in common; [`Error::TableFull`] if a merge does
-/// not fit; [`Error::CorruptDump`] as [`super::verify`].
+/// As [`DumpReader::load`]; [`Error::DumpReplaced`] if new dumps keep taking the files away.
 pub fn load(
     path: &Path,
     targets: &mut [(&str, &mut dyn Table)],
     options: &LoadOptions,
 ) -> Result<LoadReport> {
-    let dump = Dump::open(path)?;
-    let plans =
-        targets.iter().map(|(name, t)| Plan::new(&dump, name, &**t, options)).collect::<Result<Vec<_>>>()?;
-    dump.verify()?;
-    for (plan, (_, table)) in plans.iter().zip(targets.iter()) {
-        plan.check_keys(&**table, options.mode)?;
-    }
-    match options.mode {
-        LoadMode::Replace => {
-            let fresh = plans.iter().zip(targets.iter()).map(|(plan, (_, t))| plan.load_fresh(&**t));
-            let fresh = fresh.collect::<Result<Vec<_>>>()?;
-            targets.iter_mut().zip(fresh).try_for_each(|((_, table), new)| table.replace_with(new))?;
+    with_snapshot(path, |dump| {
+        let mut targets: Vec<_> = targets
+            .iter_mut()
+            .map(|(name, table)| {
+                let binding = if table.update_rule().is_some() { Binding::Bound } else { Binding::Free(None) };
+                Target { name, table: &mut **table, binding }
+            })
+            .collect();
+        dump.load(&mut targets, options)
+    })
+}
+
+impl DumpReader {
+    /// Loads tables, each by its name in the dump, into tables of the same dim and vocabulary.
+    ///
+    /// The whole dump is verified first. `Replace` loads into fresh tables and swaps them in when all are complete, so what
+    /// fails changes nothing. `Merge` writes into the tables themselves: only a disk that fails, or runs out of memory,
+    /// between verification and the last row leaves a part of the dump in them.
+    ///
+    /// The seed comes with the rows; a merge into a table with rows leaves the table's own. Initializer and hyper-parameters
+    /// stay the table's. [`Binding`] says whose the states are.
+    ///
+    /// # Errors
+    /// [`Error::DumpMismatch`] says what a table and the dump do not have in common; [`Error::TableFull`] if a merge does
+    /// not fit; [`Error::CorruptDump`] as [`DumpReader::verify`]; [`Error::DumpReplaced`] if a new dump took a file away: then
+    /// nothing has changed.
+    pub fn load(&self, targets: &mut [Target], options: &LoadOptions) -> Result<LoadReport> {
+        let dump = match options.mode {
+            LoadMode::Replace => Cow::Borrowed(self),
+            LoadMode::Merge => self.holding_all()?,
+        };
+        let plans = targets.iter().map(|t| Plan::new(&dump, t, options)).collect::<Result<Vec<_>>>()?;
+        dump.verify()?;
+        for (plan, target) in plans.iter().zip(targets.iter()) {
+            plan.check_keys(&*target.table, options.mode)?;
         }
-        LoadMode::Merge => {
-            plans
-                .iter()
-                .zip(targets.iter_mut())
-                .try_for_each(|(plan, (_, table))| plan.merge_into(&mut **table))?;
+        let mut pairs = plans.iter().zip(targets.iter_mut());
+        match options.mode {
+            LoadMode::Replace => {
+                let fresh = pairs.map(|(plan, target)| plan.load_fresh(&*target.table));
+                let fresh = fresh.collect::<Result<Vec<_>>>()?;
+                let mut fresh = targets.iter_mut().zip(fresh);
+                fresh.try_for_each(|(target, new)| target.table.replace_with(new))?;
+            }
+            LoadMode::Merge => pairs.try_for_each(|(plan, target)| plan.merge_into(&mut *target.table))?,
         }
+        let tables = plans.iter().zip(targets.iter()).map(|(plan, target)| plan.report(&*target.table));
+        Ok(LoadReport { step: dump.manifest().step, tables: tables.collect() })
     }
-    let tables = plans.iter().map(|plan| LoadedTable {
-        name: plan.entry.name.clone(),
-        num_rows: plan.entry.num_rows,
-        states: plan.states,
-    });
-    Ok(LoadReport { step: dump.manifest.step, tables: tables.collect() })
 }
 
 /// What one table takes from the dump; it exists if the two go together.
 struct Plan<'a> {
-    dump: &'a Dump,
+    dump: &'a DumpReader,
     entry: &'a TableEntry,
     /// The rule of the table after the load.
     update: Option<Update>,
@@ -111,38 +150,57 @@ struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    fn new(dump: &'a Dump, name: &str, table: &dyn Table, options: &LoadOptions) -> Result<Plan<'a>> {
-        let mismatch = |what: String| Error::DumpMismatch { path: dump.path.clone(), what };
-        let entry = dump.manifest.tables.iter().find(|t| t.name == name).ok_or_else(|| {
-            let names: Vec<_> = dump.manifest.tables.iter().map(|t| format!("`{}`", t.name)).collect();
+    fn new(dump: &'a DumpReader, target: &Target, options: &LoadOptions) -> Result<Plan<'a>> {
+        let mismatch = |what: String| Error::dump_mismatch(&dump.path, what);
+        let (name, table) = (target.name, &*target.table);
+        let tables = &dump.manifest().tables;
+        let entry = tables.iter().find(|t| t.name == name).ok_or_else(|| {
+            let names: Vec<_> = tables.iter().map(|t| format!("`{}`", t.name)).collect();
             mismatch(format!("a table must be in the dump: got `{name}`, the dump holds {}", list(&names)))
         })?;
         check_shape(entry, table).map_err(mismatch)?;
 
-        let own = table.update_rule().copied();
+        let replaces_all = options.mode == LoadMode::Replace || table.is_empty()?;
+        let (own, expected) = match target.binding {
+            Binding::Bound => (table.update_rule().copied(), None),
+            Binding::Free(expected) => (table.update_rule().copied().filter(|_| !replaces_all), expected),
+        };
         let dumped = entry.update.filter(|_| options.states);
         if let Some(update) = dumped {
-            check_states(entry, own.as_ref(), &update).map_err(mismatch)?;
+            for goes_on in [own, expected, Some(update)].iter().flatten() {
+                check_states(entry, goes_on, &update).map_err(mismatch)?;
+            }
         }
         let update = own.or(dumped);
         let specs = update.map(|u| u.rule.states(entry.dim)).unwrap_or_default();
         Ok(Plan { dump, entry, update, specs, states: dumped.is_some() })
     }
 
-    /// A dump's keys must have a place in the table. Reads them only if there is a doubt.
+    fn report(&self, table: &dyn Table) -> LoadedTable {
+        LoadedTable {
+            name: self.entry.name.clone(),
+            num_rows: self.entry.num_rows,
+            states: self.states,
+            mixes_seeds: table.config().seed != self.entry.seed,
+        }
+    }
+
+    /// A dump's keys must be different, and have a place in the table. Reads them only if there is a doubt: a fresh table tells by
+    /// its size that keys came twice.
     fn check_keys(&self, table: &dyn Table, mode: LoadMode) -> Result<()> {
         let (config, dumped) = (table.config(), self.entry.num_rows);
         let (len, capacity) = (table.len()? as u64, config.capacity());
         if mode == LoadMode::Replace && dumped > capacity {
             let what =
                 format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
-            return Err(Error::DumpMismatch { path: self.dump.path.clone(), what: self.of_table(what) });
+            return Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)));
         }
-        let may_overflow = mode == LoadMode::Merge && len.saturating_add(dumped) > capacity;
-        if config.vocabulary_size.is_none() && !may_overflow {
+        let is_merge = mode == LoadMode::Merge;
+        let may_overflow = is_merge && len.saturating_add(dumped) > capacity;
+        if config.vocabulary_size.is_none() && !is_merge {
             return Ok(());
         }
-        let mut num_new = 0;
+        let (mut num_new, mut keys) = (0, self.room_for_keys(is_merge)?);
         let (mut rows, mut found) = (Vec::new(), Vec::new());
         self.for_each_chunk(&[], |file, records| {
             if let Some(key) = records.keys.iter().find(|key| !config.is_in_vocabulary(**key)) {
@@ -150,6 +208,9 @@ impl<'a> Plan<'a> {
                 return Err(file.corrupt(
                     self.of_table(format!("keys must be below `vocabulary_size` {size}: got {key}")),
                 ));
+            }
+            if is_merge {
+                keys.extend(&records.keys);
             }
             if may_overflow {
                 rows.resize(records.keys.len() * config.dim, 0.0);
@@ -159,6 +220,7 @@ impl<'a> Plan<'a> {
             }
             Ok(())
         })?;
+        self.check_distinct(&mut keys)?;
         if len.saturating_add(num_new) > capacity {
             let refused = len.saturating_add(num_new) - capacity;
             return Err(Error::TableFull { table: config.name.clone(), refused, len, capacity });
@@ -166,19 +228,44 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
+    /// Room for all keys of the dump, if the machine has it.
+    fn room_for_keys(&self, is_needed: bool) -> Result<Vec<Key>> {
+        let (mut keys, count) = (Vec::new(), if is_needed { self.entry.num_rows as usize } else { 0 });
+        let no_memory =
+            |_| Error::memory(count * KEY_BYTES, "the keys of a dump", io::ErrorKind::OutOfMemory.into());
+        keys.try_reserve_exact(count).map_err(no_memory)?;
+        Ok(keys)
+    }
+
+    fn check_distinct(&self, keys: &mut [Key]) -> Result<()> {
+        keys.par_sort_unstable();
+        match keys.array_windows().find(|[key, next]| key == next) {
+            None => Ok(()),
+            Some([key, _]) => Err(self.keys_come_twice(format!("{key} comes twice"))),
+        }
+    }
+
+    fn keys_come_twice(&self, got: String) -> Error {
+        let what = format!("its keys must be {} different ones: {got}", self.entry.num_rows);
+        Error::corrupt_dump(self.dump.path.join(MANIFEST), self.of_table(what))
+    }
+
     fn load_fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
         let mut fresh = table.fresh(self.update)?;
+        fresh.set_seed(self.entry.seed);
         self.restore_into(&mut *fresh)?;
-        let (expected, got) = (self.entry.num_rows, fresh.len()? as u64);
-        if got != expected {
-            let what = self.of_table(format!("its keys must be {expected} different ones: got {got}"));
-            return Err(Error::CorruptDump { path: self.dump.path.join(MANIFEST), what });
+        let got = fresh.len()?;
+        if got as u64 != self.entry.num_rows {
+            return Err(self.keys_come_twice(format!("got {got}")));
         }
         Ok(fresh)
     }
 
     fn merge_into(&self, table: &mut dyn Table) -> Result<()> {
-        if table.update_rule().is_none() && self.update.is_some() {
+        if table.is_empty()? {
+            table.set_seed(self.entry.seed);
+        }
+        if !Update::share_states(table.update_rule(), self.update.as_ref(), self.entry.dim) {
             table.set_update_rule(self.update, true)?;
         }
         self.restore_into(table)
@@ -268,15 +355,13 @@ fn check_shape(entry: &TableEntry, table: &dyn Table) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether the dump's states go on under the table's own update, or are what the dump's update says.
-fn check_states(entry: &TableEntry, own: Option<&Update>, dumped: &Update) -> Result<(), String> {
+/// Whether the dump's states are what its update says, and go on under `update`.
+fn check_states(entry: &TableEntry, update: &Update, dumped: &Update) -> Result<(), String> {
     let name = &entry.name;
     let hint = "Pass `states=False` to load the rows without optimizer states";
     dumped
-        .rule
         .validate()
         .map_err(|e| format!("table `{name}`: the optimizer of the dump must be valid: {e}. {hint}"))?;
-    let update = own.unwrap_or(dumped);
     let (expected, got) = (dumped.rule.name(), update.rule.name());
     if expected != got {
         return Err(format!(

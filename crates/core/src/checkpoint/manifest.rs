@@ -1,6 +1,7 @@
 //! What a dump says of itself: `manifest.json`, and the safetensors headers that follow from it to the byte.
 
 use std::collections::{HashMap, HashSet};
+use std::io::{ErrorKind, Read};
 use std::ops::Range;
 use std::path::Path;
 
@@ -9,6 +10,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
 use super::checksum::{BLOCK_BYTES, Blocks, Checksum, DIGITS};
+use super::open::open_regular;
 use crate::error::{Error, Result};
 use crate::initializer::Initializer;
 use crate::optimizer::Update;
@@ -29,6 +31,7 @@ const MAX_MANIFEST_BYTES: u64 = 1 << 30;
 const BEFORE_BODY: &str = "{\"body\": ";
 const BEFORE_CHECKSUM: &str = ", \"xxh3\": \"";
 const AFTER_CHECKSUM: &str = "\"}\n";
+const NO_MANIFEST: &str = "a manifest must be a body and its checksum, and nothing else: it is damaged";
 
 /// All that a dump holds, and how to tell that it is unharmed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -283,8 +286,8 @@ impl Manifest {
     /// [`Error::CorruptDump`] if the bytes are not those that were written; [`Error::DumpMismatch`] if they are, but of
     /// another version.
     pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Manifest> {
-        let corrupt = |what: String| Error::CorruptDump { path: path.into(), what };
-        let mismatch = |what: String| Error::DumpMismatch { path: path.into(), what };
+        let corrupt = |what: String| Error::corrupt_dump(path, what);
+        let mismatch = |what: String| Error::dump_mismatch(path, what);
 
         let body = checked_body(bytes).map_err(corrupt)?;
         let head: Head =
@@ -308,16 +311,10 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// As [`Manifest::from_bytes`], with the bytes.
-    pub(super) fn read(path: &Path) -> Result<(Manifest, Vec<u8>)> {
-        let io = |e| Error::io(path, e);
-        let bytes = std::fs::metadata(path).map_err(io)?.len();
-        if bytes > MAX_MANIFEST_BYTES {
-            let what = format!("a manifest must be at most {MAX_MANIFEST_BYTES} bytes: got {bytes}");
-            return Err(Error::CorruptDump { path: path.into(), what });
-        }
-        let bytes = std::fs::read(path).map_err(io)?;
-        Ok((Manifest::from_bytes(path, &bytes)?, bytes))
+    /// As [`Manifest::from_bytes`], with the checksum of all bytes.
+    pub(super) fn read(path: &Path) -> Result<(Manifest, Checksum)> {
+        let bytes = read_whole(path)?;
+        Ok((Manifest::from_bytes(path, &bytes)?, Checksum::of(&bytes)))
     }
 
     fn check(&self) -> Result<(), String> {
@@ -326,6 +323,26 @@ impl Manifest {
         self.tables.iter().try_for_each(TableEntry::check)?;
         self.arrays.iter().try_for_each(|a| a.check(None))
     }
+}
+
+/// The bytes of a manifest. A giant of another kind is told by its first bytes.
+fn read_whole(path: &Path) -> Result<Vec<u8>> {
+    let io = |e| Error::io(path, e);
+    let file = open_regular(path)?;
+    let size = file.metadata().map_err(io)?.len();
+    if size > MAX_MANIFEST_BYTES {
+        let what = format!("a manifest must be at most {MAX_MANIFEST_BYTES} bytes: got {size}");
+        return Err(Error::corrupt_dump(path, what));
+    }
+    let mut bytes = Vec::new();
+    (&file).take(BEFORE_BODY.len() as u64).read_to_end(&mut bytes).map_err(io)?;
+    if bytes != BEFORE_BODY.as_bytes() {
+        return Err(Error::corrupt_dump(path, NO_MANIFEST));
+    }
+    let no_memory = |_| Error::memory(size as usize, "a manifest", ErrorKind::OutOfMemory.into());
+    bytes.try_reserve_exact(size as usize).map_err(no_memory)?;
+    (&file).take(MAX_MANIFEST_BYTES).read_to_end(&mut bytes).map_err(io)?;
+    Ok(bytes)
 }
 
 /// What all versions have.
@@ -342,8 +359,7 @@ fn checked_body(bytes: &[u8]) -> Result<&[u8], String> {
         let (rest, digits) = rest.split_at_checked(rest.len().checked_sub(DIGITS)?)?;
         Some((rest.strip_suffix(BEFORE_CHECKSUM.as_bytes())?, digits))
     };
-    let (body, digits) =
-        strip().ok_or("a manifest must be a body and its checksum, and nothing else: it is damaged")?;
+    let (body, digits) = strip().ok_or(NO_MANIFEST)?;
     let checksum = Checksum::of(body).to_string();
     if digits != checksum.as_bytes() {
         let expected = String::from_utf8_lossy(digits);
@@ -380,7 +396,7 @@ pub(super) fn is_own_name(name: &str) -> bool {
     };
     parts().is_some_and(|(digits, rest)| {
         let number = rest.strip_suffix(".safetensors").unwrap_or_default();
-        let is_number = number.len() >= 5 && number.bytes().all(|b| b.is_ascii_digit());
+        let is_number = (5..=20).contains(&number.len()) && number.bytes().all(|b| b.is_ascii_digit());
         digits.bytes().all(|b| b.is_ascii_hexdigit()) && (rest == MANIFEST || is_number)
     })
 }

@@ -1,13 +1,16 @@
 //! Dumps: tables and arrays in a directory, as one manifest and files that the stock `safetensors` library reads.
 //!
 //! Three promises. A dump is the old one or the new one, whenever the process is killed. A byte that changed
-//! anywhere is an error that names its file, found before anything is loaded. Memory does not grow with the tables.
+//! anywhere is an error that names its file, found before anything is loaded. Memory beside the tables does not grow with
+//! them, but for a merge, which holds the dump's keys.
 //! `docs/checkpoint_format.md` draws the files byte by byte.
 
 mod checksum;
+mod data_reader;
 mod files;
 mod loader;
 mod manifest;
+mod open;
 mod reader;
 mod writer;
 
@@ -16,9 +19,9 @@ use std::time::SystemTime;
 
 pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
 pub use files::{Disk, Files};
-pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, load};
+pub use loader::{Binding, LoadMode, LoadOptions, LoadReport, LoadedTable, Target, load};
 pub use manifest::{DataFile, MANIFEST, Manifest, StateEntry, TableEntry, Tensor, VERSION};
-pub use reader::{read_arrays, read_manifest, verify};
+pub use reader::{DumpReader, read_arrays, read_manifest, verify};
 pub use writer::{Array, DumpOptions, dump, dump_with};
 
 /// Data in a shard at most: few files for a large table, and still a piece that copies in seconds.

@@ -93,6 +93,10 @@ impl Table for MapTable {
         Ok(())
     }
 
+    fn set_seed(&mut self, seed: u64) {
+        self.config.seed = seed;
+    }
+
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         assert!(keep_states && self.update.is_none(), "what a load asks for");
         self.update = update;
@@ -132,7 +136,7 @@ impl Table for MapTable {
 
     fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()> {
         let other = other.into_any().downcast::<MapTable>().expect("made by `fresh`");
-        assert_eq!(self.config, other.config);
+        assert_eq!(TableConfig { seed: other.config.seed, ..self.config.clone() }, other.config);
         *self = *other;
         Ok(())
     }

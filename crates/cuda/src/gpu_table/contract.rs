@@ -105,6 +105,10 @@ impl Table for GpuTable {
         self.stats_of(self.told)
     }
 
+    fn set_seed(&mut self, seed: u64) {
+        (self.config.seed, self.has_moved) = (seed, true);
+    }
+
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         if let Some(update) = &update {
             update.validate()?;
@@ -164,9 +168,11 @@ impl Table for GpuTable {
         let room = other.room_to_release(0)?;
         other.release(room)?;
         let GpuTable {
+            config,
             index, arena, layout, update, released, released_on_device, fresh, len_before, ..
         } = other;
         self.reset(index, arena);
+        self.config.seed = config.seed;
         (self.layout, self.update, self.released, self.released_on_device) =
             (layout, update, released, released_on_device);
         (self.fresh, self.len_before) = (fresh, len_before);
