@@ -55,7 +55,7 @@ def times(num_keys, arguments):
             start = time.perf_counter()
             native.dump(f"{folder}/dump", step.tables, [], True, number)
             middle = time.perf_counter()
-            native.load(f"{folder}/dump", ["t0"], fresh.tables, False, True)
+            native.DumpReader(f"{folder}/dump").load(["t0"], fresh.tables, [None], False, True)
             rounds.append([1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)])
         assert len(fresh.tables[0]) == num_keys
     return rounds

@@ -74,14 +74,15 @@ def test_weights_file_of_another_optimizer_brings_rows_alone(tmp_path):
     embedding = embedding_of(model)
     store = {}
     embedding_of(keras.models.load_model(path / "model.keras")).save_own_variables(store)
-    embedding.load_own_variables(store)
+    with pytest.warns(UserWarning, match="states of another optimizer .*: adam.*: the rows were loaded alone"):
+        embedding.load_own_variables(store)
     states = embedding.get_table().export(states=True).states
     assert not any(state.any() for state in states.values())
 
 
 @pytest.mark.parametrize("shards", [1, 10])
 def test_weights_in_shards_bring_rows_and_states_back(tmp_path, monkeypatch, shards):
-    monkeypatch.setattr(sok.core, "_CHUNK_FLOATS", 1 << 11)
+    monkeypatch.setattr(sok.rows_file, "_CHUNK_FLOATS", 1 << 11)
     model = compiled(OPTIMIZERS["adam"]())
     table_of(model).find_or_insert(np.arange(2000))
     fit(model)

@@ -2,19 +2,26 @@
 
 import os
 import re
-import shutil
+import stat
 from typing import Any
 
 import keras
 
 from sok_keras import checkpoint
+from sok_keras.arrays import step_of
 from sok_keras.backend.native_errors import DumpError
+
+_MANIFEST = "manifest.json"
+# Files that a dump writes, as docs/checkpoint_format.md names them.
+_OWN_FILE = re.compile(r"manifest\.json|sok-[0-9a-f]{16}-([0-9]{5,20}\.safetensors|manifest\.json)")
 
 
 class DumpCheckpoint(keras.callbacks.Callback):
     """Writes a dump of the model while it trains, and goes on from the newest one when training starts.
 
-    The newest is the one that was written last, also beside those of a run that went further.
+    The newest is the one that was written last, also beside those of a run that went further. Of the others it removes those that it
+    wrote itself, and those of earlier runs that are whole and have no file beside their own. Other files are never touched: a directory
+    in which there is one stays. A `step-<count>` that is a symbolic link is neither loaded, nor written to, nor removed.
 
     Args:
         path: A directory; each dump is a directory in it, `step-<count of updates>`.
@@ -46,10 +53,10 @@ class DumpCheckpoint(keras.callbacks.Callback):
     def dumps(self) -> list[str]:
         """Paths of the dumps, in the order in which they were written."""
         names = os.listdir(self.path) if os.path.isdir(self.path) else []
-        steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
+        steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
         found = [os.path.join(self.path, f"step-{step}") for step in steps]
         # A directory without a manifest is a dump that never was finished.
-        found = [path for path in found if os.path.exists(os.path.join(path, "manifest.json"))]
+        found = [path for path in found if _is_directory(path) and os.path.lexists(os.path.join(path, _MANIFEST))]
         return sorted(found, key=self._when_written)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -67,11 +74,14 @@ class DumpCheckpoint(keras.callbacks.Callback):
             self._save()
 
     def _save(self):
-        path = os.path.join(self.path, f"step-{checkpoint._step_of(self.model)}")
+        path = os.path.join(self.path, f"step-{step_of(self.model)}")
+        if os.path.islink(path):
+            raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
         checkpoint.dump(path, self.model)
         self._written = [*(other for other in self._written if other != path), path]
         for old in self.dumps()[: -self.keep]:
-            shutil.rmtree(old)
+            if old in self._written or _is_dump_alone(old):
+                _remove_dump(old)
 
     def _when_written(self, path):
         """What sorts dumps: our own come last, whatever a clock says; the others by the manifest, whose time is copied with it."""
@@ -82,7 +92,39 @@ class DumpCheckpoint(keras.callbacks.Callback):
         except DumpError:
             created = "unknown"  # sorts after all times: a damaged dump could be the newest, and loading it says so
         # `created` counts seconds.
-        return -1, created, os.stat(os.path.join(path, "manifest.json")).st_mtime_ns
+        return -1, created, os.lstat(os.path.join(path, _MANIFEST)).st_mtime_ns
+
+
+def _is_directory(path):
+    """Whether it is one itself, no link to one."""
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _is_dump_alone(path):
+    """Whether a directory holds a dump that can be read, and nothing else."""
+    try:
+        checkpoint.read_manifest(path)
+    except (DumpError, OSError):
+        return False
+    return all(_OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in os.scandir(path))
+
+
+def _remove_dump(path):
+    """Removes a dump's own files, the manifest first: what is left is no dump. Then the directory, if nothing else is in it.
+
+    All is done in the directory that was opened, whatever its name leads to by now.
+    """
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        names = os.listdir(directory)
+        for name in sorted(filter(_OWN_FILE.fullmatch, names), key=_MANIFEST.__ne__):
+            if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=directory)
+        is_empty = not os.listdir(directory)
+    finally:
+        os.close(directory)
+    if is_empty:
+        os.rmdir(path)
 
 
 class TableStatistics(keras.callbacks.Callback):

@@ -1,15 +1,16 @@
 """Dumps: tables, and with a model all that training needs to go on, in a directory that a crash cannot spoil."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
-import numpy as np
-from keras import ops
 
+from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
 from sok_keras.layers.base import TableLayer
 from sok_keras.table import Table
@@ -18,22 +19,8 @@ Path: TypeAlias = str | os.PathLike[str]
 # A model is a layer to Keras; in a list it is refused.
 Source: TypeAlias = keras.layers.Layer | Table | Sequence[keras.layers.Layer | Table]
 
-# Names of element types in safetensors.
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+# How often a dump that new ones replace while it is read is read anew.
+_ATTEMPTS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +75,8 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
         The `Manifest`.
 
     Raises:
-        ValueError: If `source` has no tables, two of one name, or a model in a list; if `tables` names others; or if a dump is
-            there and `overwrite` is False.
+        ValueError: If `source` has no tables, two of one name, or a model in a list; if `tables` names others; if a variable is of a
+            dtype that a dump has no name for (`complex128`, `string`); or if a dump is there and `overwrite` is False.
         OSError: If it cannot be written (a full disk, say); an old dump is as it was.
     """
     chosen = _choose(_tables_of(source), tables)
@@ -98,8 +85,7 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
         table.synchronize()
     arrays, step = [], 0
     if isinstance(source, keras.Model):
-        arrays = [_to_array(name, value) for name, value in _variables_of(source)]
-        step = _step_of(source)
+        arrays, step = arrays_of(source), step_of(source)
     text = native.dump(os.fspath(path), [table._native for table in chosen], arrays, overwrite, step)
     return _manifest(path, json.loads(text))
 
@@ -107,11 +93,13 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
 def load(
     path: Path, source: Source, *, tables: Sequence[str] | None = None, mode: str = "replace", states: bool = True
 ) -> LoadReport:
-    """Reads a dump into the tables of `source`. All of it is verified before anything changes.
+    """Reads a dump into the tables of `source`. All of it is verified before anything changes. What is read is one dump, also while
+    new ones are written to `path`.
 
     A dump of a model, loaded into a model, brings the dense variables and the optimizer's too; before the first step as well as
     after it. Tables are matched by name; by their order where the dump has as many, all under other names (a second model in a process
-    has layers of other names). Any backend reads what any other wrote.
+    has layers of other names). Any backend reads what any other wrote. The seed of rows' first values comes with the rows, so that
+    ids without a row answer as they did where the dump was written; rows that are merged into a table with rows leave it its own.
 
     Args:
         path: The dump's directory.
@@ -126,25 +114,50 @@ def load(
 
     Raises:
         CorruptDumpError: If a byte is not as it was written; names the file.
-        DumpMismatchError: If a dim, dtype, vocabulary or optimizer differs, or if the dump has some of the tables but not all.
+        DumpMismatchError: If a dim, dtype, vocabulary or optimizer differs, or if the dump has some of the tables but not all. The
+            optimizer of a model counts before its first step too; `states=False` loads without states.
+        DumpError: If new dumps replace the one that is read, again and again.
         FileNotFoundError: If there is no dump.
         ValueError: As for `dump`, or of an unknown `mode`.
     """
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
     chosen = _choose(_tables_of(source), tables)
-    manifest = read_manifest(path)
-    names = _match(manifest, chosen)
     _wait_for_steps(source, chosen)
-    variables = _read_variables(path, source) if isinstance(source, keras.Model) and manifest.arrays else None
-    text = native.load(os.fspath(path), names, [table._native for table in chosen], mode == "merge", states)
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(native.DumpReplacedError):
+            return _load(path, source, chosen, mode, states)
+    return _load(path, source, chosen, mode, states)
+
+
+def _load(path, source, chosen, mode, states):
+    """Reads one dump, from its first byte to its last."""
+    reader = native.DumpReader(os.fspath(path))
+    body = json.loads(reader.manifest())
+    names = _match(_manifest(path, body), chosen)
+    expected = [expected_update(source, table) if isinstance(source, keras.Model) else None for table in chosen]
+    arrays = None
+    if isinstance(source, keras.Model) and body["arrays"]:
+        arrays = Arrays(path, body["arrays"]["tensors"], source, states)
+        arrays.read(reader)
+    report = json.loads(reader.load(names, [table._native for table in chosen], expected, mode == "merge", states))
     for table in chosen:
         table._core.keep_rows()
-    report = json.loads(text)
-    if variables is not None:
-        _restore_variables(source, variables, states)
+    if arrays is not None:
+        arrays.assign()
+    _warn_of_seeds(report["tables"])
     rows = {entry["name"]: entry["num_rows"] for entry in report["tables"]}
-    return LoadReport(report["step"], rows, variables is not None)
+    return LoadReport(report["step"], rows, arrays is not None)
+
+
+def _warn_of_seeds(loaded):
+    mixed = [entry["name"] for entry in loaded if entry["mixes_seeds"]]
+    if mixed:
+        warnings.warn(
+            f"Rows of another seed were merged into {', '.join(map(repr, mixed))}: ids without a row go on answering by the table's own "
+            "seed, not as they did where the dump was written.",
+            stacklevel=4,
+        )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -236,79 +249,9 @@ def _match(manifest, chosen):
     return stored  # layers that Keras named, in another process or a second time
 
 
-# ---- a model's variables
-
-
 def _wait_for_steps(source, tables):
     """After it, tables and variables are those of the last step that was started."""
     if hasattr(source, "jax_state_sync"):
         source.jax_state_sync()  # within an epoch, JAX's trainer has the variables' values
     for table in tables:
         table._core.wait_for_steps()
-
-
-def _variables_of(model):
-    """Names and variables of a model and its optimizer, without the tables' triggers; the names say the order too."""
-    named = []
-    for number, variable in enumerate(v for v in model.variables if not hasattr(v, "sok_core")):
-        named.append((f"model/{number:05d}/{variable.path}", variable))
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and optimizer.built:
-        for number, variable in enumerate(optimizer.variables):
-            named.append((f"optimizer/{number:05d}/{variable.path}", variable))
-    return named
-
-
-def _step_of(model):
-    optimizer = getattr(model, "optimizer", None)
-    return 0 if optimizer is None else int(ops.convert_to_numpy(optimizer.iterations))
-
-
-def _to_array(name, variable):
-    value = ops.convert_to_numpy(variable.value)
-    dtype = _DTYPES[keras.backend.standardize_dtype(value.dtype)]
-    return name, dtype, list(value.shape), np.ascontiguousarray(value).reshape(-1).view("uint8")
-
-
-def _read_variables(path, model):
-    """Arrays of a dump by part, in their order, checked against the model's variables."""
-    parts: dict[str, list[Any]] = {"model": [], "optimizer": []}
-    names = {dtype: name for name, dtype in _DTYPES.items()}
-    for name, dtype, shape, data in sorted(native.read_arrays(os.fspath(path))):
-        part, _, path_of = name.split("/", 2)
-        kept = names[dtype]
-        array = np.frombuffer(data, "uint16" if kept == "bfloat16" else kept).reshape(shape)
-        parts[part].append((path_of, array))
-    own = [variable for name, variable in _variables_of(model) if name.startswith("model/")]
-    _check_variables(path, "model", parts["model"], own)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and optimizer.built and parts["optimizer"]:
-        _check_variables(path, "optimizer", parts["optimizer"], optimizer.variables)
-    return parts
-
-
-def _check_variables(path, what, given, own):
-    shapes = [tuple(array.shape) for _, array in given]
-    wanted = [tuple(variable.shape) for variable in own]
-    if shapes != wanted:
-        different = next(
-            (i for i, (a, b) in enumerate(zip(shapes, wanted, strict=False)) if a != b), min(len(shapes), len(wanted))
-        )
-        raise native.DumpMismatchError(
-            f"{os.fspath(path)}: the {what}'s variables must agree in number and shapes: expected {len(wanted)}, the dump has "
-            f"{len(shapes)}; they differ from variable {different} on"
-        )
-
-
-def _restore_variables(model, parts, states):
-    own = [variable for name, variable in _variables_of(model) if name.startswith("model/")]
-    for variable, (_, array) in zip(own, parts["model"], strict=True):
-        variable.assign(array)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not parts["optimizer"] or not states:
-        return
-    if optimizer.built:
-        for variable, (_, array) in zip(optimizer.variables, parts["optimizer"], strict=True):
-            variable.assign(array)
-    else:
-        optimizer.load_own_variables({str(number): array for number, (_, array) in enumerate(parts["optimizer"])})

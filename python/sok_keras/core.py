@@ -11,10 +11,8 @@ import numpy as np
 from sok_keras import backend
 from sok_keras.backend import native
 from sok_keras.backend.handles import plans
+from sok_keras.rows_file import load, same_states, save, states_of
 from sok_keras.table import Table
-
-# Floats of a stored piece of a table: no dataset of a weights file may exceed a shard.
-_CHUNK_FLOATS = 1 << 21
 
 
 def _nvrtc_paths():
@@ -92,6 +90,10 @@ class Core:
 
     def native_table(self, number):
         return native.Table(self.group, number)
+
+    def seeds(self):
+        """Of the first values of each table's rows: of the rows that came last, where others did."""
+        return [table._native.seed for table in self.tables]
 
     @backend.constant
     def plan(self, features, check_finite=False):
@@ -195,102 +197,27 @@ class Core:
     def names(self):
         return ", ".join(repr(table.name) for table in self.tables)
 
-    # ---- in a weights file
+    # ---- optimizer states
 
-    def save(self, store):
-        """Writes keys, rows and states in pieces."""
-        rule = self.group.update_rule()
-        store["update_rule"] = np.frombuffer((rule or "").encode(), "uint8")
-        for number, table in enumerate(self.tables):
-            contents = table.export(states=True)
-            values = np.concatenate([contents.rows, *contents.states.values()], axis=1)
-            step = max(1, _CHUNK_FLOATS // values.shape[1])
-            for piece, start in enumerate(range(0, max(1, len(values)), step)):
-                store[f"{number}.keys.{piece:06d}"] = contents.keys[start : start + step]
-                store[f"{number}.values.{piece:06d}"] = values[start : start + step]
-
-    def load(self, store):
-        """Replaces the tables by what `save` wrote. States come along if they fit the optimizer that is bound, or if none is.
-
-        Raises:
-            ValueError: If the file has other tables, rows of another dim, more rows than a table's `max_capacity`, or keys outside
-                its vocabulary; then nothing has changed.
-        """
-        rule = bytes(np.asarray(store["update_rule"])).decode()
-        pieces = self._pieces(store)
-        states = self._state_widths(rule)
-        for table, config, names, width_of_states in zip(self.tables, self.configs, pieces, states, strict=True):
-            _check_pieces(store, names, config, table.dim + width_of_states, width_of_states)
-        self.wait_for_steps()
-        self.keep_rows()  # weights of other tables, if any were set, get their rows now
-        for table in self.tables:
-            table.clear()
-        if rule and not self.group.is_bound():
-            self.group.set_update_rule(rule)
-        for table, names, width_of_states in zip(self.tables, pieces, states, strict=True):
-            self._load_pieces(store, table, names, width_of_states, rule)
-
-    def _pieces(self, store):
-        """Of each table, the names under which a store holds pieces of keys and of values, in their order."""
-        names = sorted(name for name in store.keys() if ".keys." in name)  # noqa: SIM118 (an HDF5 store has no `in`)
-        in_file = sorted({int(name.split(".")[0]) for name in names})
-        if in_file != list(range(len(self.tables))):
-            raise ValueError(
-                f"The file must have the layer's tables, which are {len(self.tables)}: {self.names()}. Received: {len(in_file)} tables"
+    def warn_of_lost_states(self, update):
+        """Warns if states that were loaded, and belong to no optimizer yet, would not go on under this update (JSON)."""
+        if self.group.is_bound():
+            return
+        rules = [(table, table._native.update_rule) for table in self.tables if len(table._native)]
+        lost = [
+            f"{table.name!r}: {states_of(rule, table.dim)[0]}"
+            for table, rule in rules
+            if states_of(rule, table.dim)[1] and not same_states(rule, update, table.dim)
+        ]
+        if lost:
+            warnings.warn(
+                f"Rows were loaded with states of another optimizer than {states_of(update, 1)[0]}, which now trains the tables "
+                f"({', '.join(lost)}): the rows stay, and states start anew.",
+                stacklevel=4,
             )
-        pieces = [[name for name in names if name.startswith(f"{table}.")] for table in in_file]
-        return [[(name, name.replace("keys", "values")) for name in of_table] for of_table in pieces]
-
-    def _state_widths(self, rule):
-        if not rule:
-            return [0] * len(self.tables)
-        probe = native.Group([json.dumps(dict(c, initial_capacity=0)) for c in self.configs])
-        probe.set_update_rule(rule)
-        return [sum(w for _, w in native.Table(probe, t).state_specs()) for t in range(len(self.tables))]
-
-    def _load_pieces(self, store, table, names, width_of_states, rule):
-        target = self.native_table(table._number)
-        own = self.group.update_rule()
-        fits = sum(width for _, width in target.state_specs()) == width_of_states and (
-            not rule or not own or json.loads(rule)["rule"]["name"] == json.loads(own)["rule"]["name"]
-        )
-        for of_keys, of_values in names:
-            keys = np.ascontiguousarray(store[of_keys], "int64")
-            values = np.ascontiguousarray(store[of_values], "float32")
-            if fits:
-                target.restore(keys, values)
-            else:
-                target.assign(keys, np.ascontiguousarray(values[:, : table.dim]), True)
 
     def copy_from(self, other):
         """Takes over the rows and states of another layer's tables."""
         store = {}
-        other.save(store)
-        self.load(store)
-
-
-def _check_pieces(store, names, config, width, width_of_states):
-    """Raises a `ValueError` unless a table can take all that a store holds for it; reads keys only of a static table."""
-    name, size = config["name"], config["vocabulary_size"]
-    num_rows = 0
-    for of_keys, of_values in names:
-        (num_keys,), (num_values, found) = np.shape(store[of_keys]), np.shape(store[of_values])
-        if found != width:
-            dim, given = config["dim"], found - width_of_states
-            raise ValueError(f"Rows of table {name!r} must be {dim} wide. Received: {given} in the file")
-        if num_values != num_keys:
-            raise ValueError(
-                f"The file must have a row a key. Received: {num_values} for {num_keys} keys of table {name!r}"
-            )
-        num_rows += num_keys
-        keys = np.asarray(store[of_keys]) if size is not None else ()
-        outside = [key for key in (np.min(keys), np.max(keys)) if not 0 <= key < size] if len(keys) else ()
-        if outside:
-            raise ValueError(
-                f"Keys of table {name!r} must be below `vocabulary_size` {size}. Received: {outside[0]} in the file"
-            )
-    capacity = config["max_capacity"]
-    if capacity is not None and num_rows > capacity:
-        raise ValueError(
-            f"`max_capacity` of table {name!r} must be at least the file's rows, {num_rows}. Received: max_capacity={capacity}"
-        )
+        save(other, store)
+        load(self, store)

@@ -73,5 +73,9 @@ def core_seed(seed, initializer, name=""):
         seed = int(keras.ops.convert_to_numpy(seed.state.value)[0])
     if seed is not None and not hasattr(seed, "__index__"):
         raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
-    seed = 0 if seed is None else int(seed)
+    return mixed_seed(0 if seed is None else int(seed), name)
+
+
+def mixed_seed(seed, name):
+    """A seed with a table's name mixed in, if there is one; of that, the seed that it was mixed into."""
     return (seed ^ zlib.crc32(name.encode()) << 32) % 2**64 if name else seed % 2**64

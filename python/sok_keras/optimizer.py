@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from sok_keras import backend
@@ -109,11 +111,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         super().build(variables)
         triggers = [v for v in variables if _core_of(v) is not None]
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
-        updates = [self._update(trigger) for trigger in triggers]
+        updates = [self.update_for(trigger) for trigger in triggers]
         cores = [_core_of(trigger) for trigger in triggers]
         with backend.eager_scope():
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way
+        for core, update in zip(cores, updates, strict=True):
+            core.warn_of_lost_states(update)
         if cores:
             self._tables.native = backend.native.Optimizer(
                 [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1
@@ -127,11 +131,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         waiting, self._tables.waiting = self._tables.waiting, None
         if waiting is not None:
             with backend.eager_scope():  # TensorFlow builds while it traces: else each step would load them again
-                self.load_own_variables(waiting)
+                self._take(*waiting)
 
-    def _update(self, trigger: Any) -> str:
+    def update_for(self, trigger: Any) -> str:
+        """JSON of what it does to the rows behind a trigger; None: of a layer that is not built yet."""
         inner = self.inner_optimizer
-        decays = inner.weight_decay is not None and inner._use_weight_decay(trigger)
+        decays = inner.weight_decay is not None and trigger is not None and inner._use_weight_decay(trigger)
         return json.dumps(
             {
                 "rule": json.loads(self._rule),
@@ -215,15 +220,45 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     # ---- saving
 
     def save_own_variables(self, store: Any) -> None:
+        store["rule"] = np.frombuffer(self._rule_name().encode(), "uint8")
         for number, variable in enumerate(self.variables):
             store[str(number)] = ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: Any) -> None:
-        if not self.built:
-            # Keras would skip them: keep them for the first build.
-            self._tables.waiting = {name: ops.convert_to_numpy(store[name]) for name in store.keys()}  # noqa: SIM118
+        values = {name: ops.convert_to_numpy(store[name]) for name in store.keys()}  # noqa: SIM118
+        rule = values.pop("rule", None)
+        name = None if rule is None else bytes(rule.astype("uint8")).decode()
+        if self.built:
+            self._take(values, self, name)
+        else:
+            self.load_when_built(values, self, name)  # Keras would skip them
+
+    def load_when_built(self, values: dict, owner: Any, rule: str | None = None) -> None:
+        """Keeps values until the first build.
+
+        Args:
+            values: By the number of the variable.
+            owner: Whose variables they are: this optimizer, or the loss scale around it.
+            rule: Name of the optimizer's formula; None: not known.
+        """
+        self._tables.waiting = values, owner, rule
+
+    def _take(self, values: dict, owner: Any, rule: str | None) -> None:
+        """Sets the variables, all or none."""
+        own = {str(number): variable for number, variable in enumerate(owner.variables)}
+        shapes = [{name: tuple(v.shape) for name, v in named.items()} for named in (values, own)]
+        if shapes[0] != shapes[1] or rule not in (None, self._rule_name()):
+            warnings.warn(
+                f"The file's optimizer has other variables than this one, so none of them were loaded. Expected: {len(own)} of "
+                f"{self._rule_name()}. Received: {len(values)} of {rule or 'an optimizer that the file does not name'}",
+                stacklevel=3,
+            )
             return
-        super().load_own_variables(store)
+        for name, variable in own.items():
+            variable.assign(values[name])
+
+    def _rule_name(self) -> str:
+        return json.loads(self._rule)["name"]
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
@@ -247,7 +282,7 @@ class _Binding:
         self.handle = 0
         self.gpu: int | None = None
         self.cores: list = []
-        self.waiting: dict | None = None
+        self.waiting: tuple | None = None
 
 
 @contextlib.contextmanager

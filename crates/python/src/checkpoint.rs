@@ -8,13 +8,14 @@ use std::sync::{Arc, MutexGuard};
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use sok_core::checkpoint::{self, Array, DumpOptions, LoadMode, LoadOptions};
+use sok_core::checkpoint::{self, Array, Binding, DumpOptions, LoadMode, LoadOptions, Target};
 use sok_core::error::{Error, Result};
+use sok_core::optimizer::Update;
 use sok_core::table::Table;
 
 use crate::error::detached;
 use crate::registry::Group;
-use crate::table::Table as PyTable;
+use crate::table::{Table as PyTable, parse};
 use crate::tables::Tables;
 
 /// `(name, safetensors dtype, shape, bytes)`
@@ -73,34 +74,6 @@ fn dump(
     })
 }
 
-/// Reads a dump into tables, each named as in the dump; gives the report as JSON.
-#[pyfunction]
-fn load(
-    py: Python<'_>,
-    path: PathBuf,
-    names: Vec<String>,
-    tables: Vec<PyRef<'_, PyTable>>,
-    merge: bool,
-    states: bool,
-) -> PyResult<String> {
-    let groups = groups(&tables);
-    let mut wanted: HashMap<(usize, usize), String> =
-        places(&tables, &groups).into_iter().zip(names).collect();
-    detached(py, || {
-        let mut locked = lock(&groups);
-        let mut targets: Vec<(String, &mut dyn Table)> = Vec::new();
-        for (group, tables) in locked.iter_mut().enumerate() {
-            for (number, table) in tables.tables_mut().into_iter().enumerate() {
-                targets.extend(wanted.remove(&(group, number)).map(|name| (name, table)));
-            }
-        }
-        let mut targets: Vec<(&str, &mut dyn Table)> =
-            targets.iter_mut().map(|(n, t)| (n.as_str(), &mut **t)).collect();
-        let mode = if merge { LoadMode::Merge } else { LoadMode::Replace };
-        json(&checkpoint::load(&path, &mut targets, &LoadOptions { mode, states })?)
-    })
-}
-
 #[pyfunction]
 fn read_manifest(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     detached(py, || json(&checkpoint::read_manifest(&path)?))
@@ -111,17 +84,67 @@ fn verify(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     detached(py, || checkpoint::verify(&path))
 }
 
-/// The arrays of a dump: `(name, dtype, shape, bytes)`, verified.
-#[pyfunction]
-fn read_arrays(py: Python<'_>, path: PathBuf) -> PyResult<Vec<StoredTuple<'_>>> {
-    let arrays = detached(py, || checkpoint::read_arrays(&path))?;
-    Ok(arrays.into_iter().map(|a| (a.name, a.dtype, a.shape, PyBytes::new(py, &a.data))).collect())
+/// One dump, as it was when it was opened: all that is read through it belongs together.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct DumpReader {
+    inner: checkpoint::DumpReader,
+}
+
+#[pymethods]
+impl DumpReader {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<DumpReader> {
+        Ok(DumpReader { inner: detached(py, || checkpoint::DumpReader::open(&path))? })
+    }
+
+    /// As JSON.
+    fn manifest(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || json(self.inner.manifest()))
+    }
+
+    /// `(name, dtype, shape, bytes)` of each, verified.
+    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Vec<StoredTuple<'py>>> {
+        let arrays = detached(py, || self.inner.arrays())?;
+        Ok(arrays.into_iter().map(|a| (a.name, a.dtype, a.shape, PyBytes::new(py, &a.data))).collect())
+    }
+
+    /// Reads into tables, each named as in the dump; gives the report as JSON. `expected`: JSON of the update that will be bound
+    /// to a table that none is bound to yet, where it is known.
+    fn load(
+        &self,
+        py: Python<'_>,
+        names: Vec<String>,
+        tables: Vec<PyRef<'_, PyTable>>,
+        expected: Vec<Option<String>>,
+        merge: bool,
+        states: bool,
+    ) -> PyResult<String> {
+        let expected = expected.iter().map(|json| json.as_deref().map(parse).transpose());
+        let expected = expected.collect::<PyResult<Vec<Option<Update>>>>()?;
+        let groups = groups(&tables);
+        let places = places(&tables, &groups).into_iter();
+        let mut wanted: HashMap<_, _> = places.zip(names.iter().zip(expected)).collect();
+        detached(py, || {
+            let mut locked = lock(&groups);
+            let mut targets = Vec::new();
+            for (group, tables) in locked.iter_mut().enumerate() {
+                let is_bound = tables.binding().is_some();
+                for (number, table) in tables.tables_mut().into_iter().enumerate() {
+                    targets.extend(wanted.remove(&(group, number)).map(|(name, expected)| {
+                        let binding = if is_bound { Binding::Bound } else { Binding::Free(expected) };
+                        Target { name, table, binding }
+                    }));
+                }
+            }
+            let mode = if merge { LoadMode::Merge } else { LoadMode::Replace };
+            json(&self.inner.load(&mut targets, &LoadOptions { mode, states })?)
+        })
+    }
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dump, module)?)?;
-    module.add_function(wrap_pyfunction!(load, module)?)?;
+    module.add_class::<DumpReader>()?;
     module.add_function(wrap_pyfunction!(read_manifest, module)?)?;
-    module.add_function(wrap_pyfunction!(verify, module)?)?;
-    module.add_function(wrap_pyfunction!(read_arrays, module)?)
+    module.add_function(wrap_pyfunction!(verify, module)?)
 }

@@ -32,6 +32,12 @@ create_exception!(
 );
 create_exception!(sok_keras, DumpError, SokError, "A dump cannot be written or read.");
 create_exception!(sok_keras, CorruptDumpError, DumpError, "A dump's bytes are not those that were written.");
+create_exception!(
+    sok_keras,
+    DumpReplacedError,
+    DumpError,
+    "New dumps took the files of a dump away while it was read."
+);
 create_exception!(sok_keras, DumpMismatchError, DumpError, "A dump does not fit what it is loaded into.");
 
 pub fn to_python(error: Error) -> PyErr {
@@ -50,6 +56,7 @@ pub fn to_python(error: Error) -> PyErr {
         Error::Ticket { .. } => TicketError::new_err(text),
         Error::CorruptDump { .. } => CorruptDumpError::new_err(text),
         Error::DumpMismatch { .. } => DumpMismatchError::new_err(text),
+        Error::DumpReplaced { .. } => DumpReplacedError::new_err(text),
         Error::Io { source, .. } => match source.raw_os_error() {
             Some(code) => PyOSError::new_err((code, text)),
             None => PyOSError::new_err(text),
@@ -74,5 +81,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DeviceError", py.get_type::<DeviceError>())?;
     module.add("DumpError", py.get_type::<DumpError>())?;
     module.add("CorruptDumpError", py.get_type::<CorruptDumpError>())?;
+    module.add("DumpReplacedError", py.get_type::<DumpReplacedError>())?;
     module.add("DumpMismatchError", py.get_type::<DumpMismatchError>())
 }

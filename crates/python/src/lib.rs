@@ -4,6 +4,7 @@ mod bridge;
 mod call;
 mod checkpoint;
 mod error;
+mod fresh;
 mod gpu_call;
 mod memory;
 mod registry;
@@ -18,5 +19,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     memory::register(module)?;
     table::register(module)?;
     checkpoint::register(module)?;
+    fresh::register(module)?;
     bridge::register(module)
 }

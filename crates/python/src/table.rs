@@ -17,7 +17,7 @@ use crate::error::{SokError, detached, to_python};
 use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
 use crate::tables::Tables;
 
-fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
+pub fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
     serde_json::from_str(json).map_err(|e| to_python(Error::argument(format!("{e} in {json}"))))
 }
 
@@ -67,22 +67,6 @@ impl Group {
     fn is_bound(&self) -> bool {
         self.inner.lock().binding().is_some()
     }
-
-    /// The update that the optimizer bound to it does, as JSON.
-    fn update_rule(&self) -> PyResult<Option<String>> {
-        let group = self.inner.lock();
-        let update = (group.num_tables() > 0).then(|| group.table(0).update_rule().copied()).flatten();
-        update.map(|u| serde_json::to_string(&u).map_err(|e| SokError::new_err(e.to_string()))).transpose()
-    }
-
-    /// Gives the records the states of an update, before an optimizer is bound: for states that are about to be loaded.
-    fn set_update_rule(&self, py: Python<'_>, update: &str) -> PyResult<()> {
-        let update: Update = parse(update)?;
-        detached(py, || {
-            let mut group = self.inner.lock();
-            (0..group.num_tables()).try_for_each(|t| group.table_mut(t).set_update_rule(Some(update), true))
-        })
-    }
 }
 
 /// One table of a group.
@@ -97,7 +81,7 @@ type Found<'py> = (Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<bool>>);
 type Exported<'py> =
     (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
 
-fn as_keys(keys: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
+pub fn as_keys(keys: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
     Ok(keys.as_slice()?.iter().map(|&key| key as u64).collect())
 }
 
@@ -115,15 +99,16 @@ impl Table {
     /// Rows `(len(keys), dim)` and whether each was there.
     fn find<'py>(&self, py: Python<'py>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<Found<'py>> {
         let keys = as_keys(&keys)?;
-        let (rows, found) = detached(py, || {
+        let (rows, found, dim) = detached(py, || {
             let group = self.group.lock();
             let table = group.table(self.number);
-            let mut rows = vec![0.0; keys.len() * table.config().dim];
+            let dim = table.config().dim;
+            let mut rows = vec![0.0; keys.len() * dim];
             let mut found = vec![false; keys.len()];
             table.find(&keys, &mut rows, &mut found)?;
-            Ok((rows, found))
+            Ok((rows, found, dim))
         })?;
-        Ok((matrix(py, rows, keys.len())?, PyArray1::from_vec(py, found)))
+        Ok((matrix(py, rows, keys.len(), dim)?, PyArray1::from_vec(py, found)))
     }
 
     fn find_or_insert<'py>(
@@ -132,14 +117,15 @@ impl Table {
         keys: PyReadonlyArray1<'_, i64>,
     ) -> PyResult<(Bound<'py, PyArray2<f32>>, OutcomesTuple)> {
         let keys = as_keys(&keys)?;
-        let (rows, outcomes) = detached(py, || {
+        let (rows, outcomes, dim) = detached(py, || {
             let mut group = self.group.lock();
             let table = group.table_mut(self.number);
-            let mut rows = vec![0.0; keys.len() * table.config().dim];
+            let dim = table.config().dim;
+            let mut rows = vec![0.0; keys.len() * dim];
             let outcomes = table.find_or_insert(&keys, &mut rows)?;
-            Ok((rows, outcomes))
+            Ok((rows, outcomes, dim))
         })?;
-        Ok((matrix(py, rows, keys.len())?, outcomes_tuple(outcomes)))
+        Ok((matrix(py, rows, keys.len(), dim)?, outcomes_tuple(outcomes)))
     }
 
     fn assign(
@@ -180,43 +166,27 @@ impl Table {
         };
         let num_keys = records.keys.len();
         let keys = PyArray1::from_vec(py, records.keys.iter().map(|&key| key as i64).collect());
-        let rows = matrix(py, column(0, dim), num_keys)?;
+        let rows = matrix(py, column(0, dim), num_keys, dim)?;
         let mut start = dim;
         let mut named = Vec::new();
         for spec in specs.iter().filter(|_| states) {
-            named.push((spec.name.to_string(), matrix(py, column(start, spec.width), num_keys)?));
+            named.push((spec.name.to_string(), matrix(py, column(start, spec.width), num_keys, spec.width)?));
             start += spec.width;
         }
         Ok((keys, rows, named))
     }
 
-    /// Puts whole records in: `values` is `(len(keys), dim + states)`, as `export` gives them side by side.
-    fn restore(
-        &self,
-        py: Python<'_>,
-        keys: PyReadonlyArray1<'_, i64>,
-        values: PyReadonlyArray2<'_, f32>,
-    ) -> PyResult<()> {
-        let records = Records { keys: as_keys(&keys)?, values: values.as_slice()?.to_vec() };
-        detached(py, || {
-            let mut group = self.group.lock();
-            let table = group.table_mut(self.number);
-            if records.values.len() != records.keys.len() * table.record_width() {
-                return Err(Error::argument(format!(
-                    "records of table `{}` are {} numbers wide. Received: {} numbers for {} keys",
-                    table.config().name,
-                    table.record_width(),
-                    records.values.len(),
-                    records.keys.len()
-                )));
-            }
-            table.restore(&records)
-        })
+    /// Of the first values of its rows.
+    #[getter]
+    fn seed(&self) -> u64 {
+        self.group.lock().table(self.number).config().seed
     }
 
-    /// Names and widths of the states in a record, in order.
-    fn state_specs(&self) -> Vec<(&'static str, usize)> {
-        self.group.lock().table(self.number).state_specs().iter().map(|s| (s.name, s.width)).collect()
+    /// The update whose states its records carry, as JSON.
+    #[getter]
+    fn update_rule(&self) -> PyResult<Option<String>> {
+        let update = self.group.lock().table(self.number).update_rule().copied();
+        update.map(|u| serde_json::to_string(&u).map_err(|e| SokError::new_err(e.to_string()))).transpose()
     }
 
     /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
@@ -239,8 +209,12 @@ impl Table {
     }
 }
 
-fn matrix(py: Python<'_>, values: Vec<f32>, rows: usize) -> PyResult<Bound<'_, PyArray2<f32>>> {
-    let columns = values.len().checked_div(rows).unwrap_or(0);
+fn matrix(
+    py: Python<'_>,
+    values: Vec<f32>,
+    rows: usize,
+    columns: usize,
+) -> PyResult<Bound<'_, PyArray2<f32>>> {
     PyArray1::from_vec(py, values).reshape([rows, columns])
 }
 
@@ -352,10 +326,20 @@ fn set_num_threads(threads: usize) -> PyResult<()> {
     sok_core::pool::set_num_threads(threads).map(|_| ()).map_err(to_python)
 }
 
+/// Name of an update's rule; names and widths of the states that it gives a record of a table of `dim`, in their order.
+#[pyfunction]
+fn states_of(update: &str, dim: usize) -> PyResult<(&'static str, Vec<(&'static str, usize)>)> {
+    let update: Update = parse(update)?;
+    update.validate().map_err(to_python)?;
+    let states = update.rule.states(dim).iter().map(|s| (s.name, s.width)).collect();
+    Ok((update.rule.name(), states))
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Group>()?;
     module.add_class::<Table>()?;
     module.add_class::<Plan>()?;
     module.add_class::<Optimizer>()?;
-    module.add_function(wrap_pyfunction!(set_num_threads, module)?)
+    module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(states_of, module)?)
 }

@@ -1,7 +1,7 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
 Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `after`, `wait`, `at_hand`, `has_wide_integers`,
-`eager_scope`, `gpu`, `constant` and `is_compiling`.
+`eager_scope`, `gpu`, `constant`, `is_compiling`, `to_numpy` and `from_numpy`.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -28,10 +28,12 @@ at_hand = framework.at_hand
 commit = framework.commit
 constant = framework.constant
 eager_scope = framework.eager_scope
+from_numpy = framework.from_numpy
 gpu = framework.gpu
 has_wide_integers = framework.has_wide_integers
 is_compiling = framework.is_compiling
 lookup = framework.lookup
+to_numpy = framework.to_numpy
 wait = framework.wait
 
 
@@ -49,6 +51,7 @@ __all__ = [
     "commit",
     "constant",
     "eager_scope",
+    "from_numpy",
     "gpu",
     "has_wide_integers",
     "is_compiling",
@@ -56,5 +59,6 @@ __all__ = [
     "lookup",
     "name",
     "native",
+    "to_numpy",
     "wait",
 ]

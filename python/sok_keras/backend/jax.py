@@ -166,3 +166,13 @@ def at_hand(value, fetches=False):
         with contextlib.suppress(Exception):  # who reads it is told
             return np.asarray(value) if fetches or value.is_ready() else None
     return value if isinstance(value, np.ndarray) else None
+
+
+def to_numpy(value):
+    """A value of a variable, bit for bit."""
+    return np.asarray(value)
+
+
+def from_numpy(array):
+    """What a variable is set to."""
+    return array

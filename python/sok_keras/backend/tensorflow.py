@@ -171,3 +171,13 @@ def at_hand(value, fetches=False):
     if isinstance(value, tf.Variable | tf.Tensor):
         return value.numpy() if tf.executing_eagerly() and hasattr(value, "numpy") else None
     return value if isinstance(value, np.ndarray) else None
+
+
+def to_numpy(value):
+    """A value of a variable, bit for bit."""
+    return np.asarray(value)
+
+
+def from_numpy(array):
+    """What a variable is set to."""
+    return array

@@ -11,6 +11,7 @@ import contextlib
 import functools
 
 import keras
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -255,3 +256,28 @@ def at_hand(value, fetches=False):
         is_here = (fetches or value.device.type == "cpu") and not torch.compiler.is_compiling()
         return value.detach().cpu().numpy() if is_here else None
     return value if isinstance(value, np.ndarray) else None
+
+
+# NumPy has these from ml_dtypes, which PyTorch does not know: they cross as integers of their size.
+_OTHER_FLOATS = {
+    torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+
+
+def to_numpy(value):
+    """A value of a variable, bit for bit."""
+    value = value.detach().resolve_conj().resolve_neg().cpu()
+    if value.dtype not in _OTHER_FLOATS:
+        return value.numpy()
+    bits, dtype = _OTHER_FLOATS[value.dtype]
+    return value.contiguous().view(bits).numpy().view(dtype)
+
+
+def from_numpy(array):
+    """What a variable is set to."""
+    for float_dtype, (bits, dtype) in _OTHER_FLOATS.items():
+        if array.dtype == dtype:
+            return torch.from_numpy(array.view(f"uint{8 * array.itemsize}").copy()).view(bits).view(float_dtype)
+    return array

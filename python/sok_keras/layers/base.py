@@ -8,10 +8,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from sok_keras import backend, ids
+from sok_keras import backend, ids, rows_file
 from sok_keras.backend.insertion import Insertion
 from sok_keras.core import Core
-from sok_keras.initializers import core_initializer, core_seed
+from sok_keras.initializers import core_initializer, core_seed, mixed_seed
 from sok_keras.table_config import TableConfig
 
 _ROWS = "rows.npz"
@@ -43,6 +43,13 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "max_capacity": config.max_capacity,
         "check_mode": config.check_mode,
     }
+
+
+def table_seed(config: TableConfig, core_seed: int) -> int:
+    """The `seed` by which a `TableConfig` gives the core this seed, for a table among several: its own if it does."""
+    seed = mixed_seed(core_seed, config.name)
+    given = config.seed
+    return given if isinstance(given, int) and given % 2**64 == seed else seed
 
 
 def check_one_device() -> None:
@@ -124,11 +131,11 @@ class TableLayer(keras.layers.Layer):
         # Read by nobody, but Keras passes over layers without an entry.
         store["trigger"] = ops.convert_to_numpy(self.trigger.value)
         if self.save_rows:
-            self._core.save(store)
+            rows_file.save(self._core, store)
 
     def load_own_variables(self, store: Any) -> None:
-        if "update_rule" in store.keys():  # noqa: SIM118 (an HDF5 store has no `in`)
-            self._core.load(store)
+        if rows_file.has_rows(store):
+            rows_file.load(self._core, store)
         elif self.save_rows:
             raise ValueError(f"The file has no rows for layer {self.name!r}: it was saved with `save_rows=False`")
 
@@ -137,28 +144,27 @@ class TableLayer(keras.layers.Layer):
         self._core.synchronize()
         if self.save_rows and not _has_weights_file(inspect.currentframe()):
             rows: dict[str, Any] = {}
-            self._core.save(rows)
+            rows_file.save(self._core, rows)
             np.savez(os.path.join(dir_path, _ROWS), **rows)
 
     def load_assets(self, dir_path: str) -> None:
         path = dir_path and os.path.join(dir_path, _ROWS)
         if path and os.path.exists(path):
             with np.load(path, allow_pickle=False) as rows:
-                self._core.load(rows)
+                rows_file.load(self._core, dict(rows))
 
     def __deepcopy__(self, memo: dict) -> "TableLayer":
         copy = type(self).from_config(self.get_config())
         memo[id(self)] = copy
         if self.built:
             copy.build()
-            copy._core.copy_from(self._core)
+        copy._core.copy_from(self._core)
         return copy
 
     def __reduce__(self) -> tuple:
         state: dict[str, np.ndarray] = {}
-        if self.built:
-            self._core.save(state)
-        return _rebuild, (type(self), self.get_config(), state)
+        rows_file.save(self._core, state)
+        return _rebuild, (type(self), self.get_config(), self.built, state)
 
 
 def _insertion(training: bool | None, learns: bool) -> Insertion:
@@ -176,11 +182,13 @@ def _has_weights_file(frame: Any) -> bool:
     return bool(frame.f_back.f_locals.get("weights_store"))
 
 
-def _rebuild(cls: type["TableLayer"], config: dict[str, Any], state: dict[str, np.ndarray]) -> "TableLayer":
+def _rebuild(
+    cls: type["TableLayer"], config: dict[str, Any], is_built: bool, state: dict[str, np.ndarray]
+) -> "TableLayer":
     layer = cls.from_config(config)
-    if state:
+    if is_built:
         layer.build()
-        layer._core.load(state)
+    rows_file.load(layer._core, state)
     return layer
 
 

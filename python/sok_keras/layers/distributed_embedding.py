@@ -8,7 +8,7 @@ import numpy as np
 
 from sok_keras import ids
 from sok_keras.feature_config import FeatureConfig
-from sok_keras.layers.base import TableLayer, axis_of, table_core_config
+from sok_keras.layers.base import TableLayer, axis_of, table_core_config, table_seed
 from sok_keras.layers.dynamic_embedding import preprocess, set_tables
 from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
@@ -207,9 +207,8 @@ class DistributedEmbedding(TableLayer):
             fields = {k: getattr(config, k) for k in ("name", "input_shape", "output_shape", "padding_key")}
             return {"feature": fields, "table": numbers[id(config.table)]}
 
-        tables = [
-            dict(table.get_config(), seed=seed) for table, seed in zip(structure.tables, structure.seeds, strict=True)
-        ]
+        seeds = [table_seed(config, seed) for config, seed in zip(structure.tables, self._core.seeds(), strict=True)]
+        tables = [dict(table.get_config(), seed=seed) for table, seed in zip(structure.tables, seeds, strict=True)]
         return {
             **super().get_config(),
             "feature_configs": _map_up_to(self.feature_configs, feature_of),
@@ -242,9 +241,6 @@ class _Structure:
         self.features = _leaves_checked(feature_configs)
         self.tables = list({id(f.table): f.table for f in self.features}.values())
         self.table_numbers = {id(table): number for number, table in enumerate(self.tables)}
-        # Drawn now, so that they stand in the config.
-        self.seeds = [t.seed if t.seed is not None else getattr(t.initializer, "seed", None) for t in self.tables]
-        self.seeds = [seed if isinstance(seed, int) else None for seed in self.seeds]
 
     def flatten(self, inputs: Any) -> list:
         leaves: list = []

@@ -92,7 +92,6 @@ class DynamicEmbedding(TableLayer):
         self.mask_zero = mask_zero
         self.supports_masking = mask_zero
         self.missing = missing
-        self.seed = seed
         self.initial_capacity = initial_capacity
         self.max_capacity = max_capacity
         self.check_mode = check_mode
@@ -109,9 +108,12 @@ class DynamicEmbedding(TableLayer):
             check_mode=check_mode,
             storage=storage,
         )
-        core_config = table_core_config(table)
-        self.seed = core_config["seed"]
-        self._make_core([core_config], [table])
+        self._make_core([table_core_config(table)], [table])
+
+    @property
+    def seed(self) -> int:
+        """The seed of rows' first values: the one given or drawn, or that of the rows that were loaded."""
+        return self._core.seeds()[0]
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         axis = axis_of(inputs, self.combiner is not None)

@@ -1,0 +1,90 @@
+//! The tables of a layer made anew, beside those that are there: filled first, then put in their place.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use numpy::{PyReadonlyArray1, PyReadonlyArray2};
+use pyo3::prelude::*;
+use sok_core::error::Result;
+use sok_core::optimizer::Update;
+use sok_core::table::{Records, Table};
+
+use crate::error::detached;
+use crate::registry::Group as GroupInner;
+use crate::table::{Group, as_keys, parse};
+
+/// Fresh tables of a group, one for each that it has, until `take_their_place`.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct FreshTables {
+    group: Arc<GroupInner>,
+    tables: Mutex<Vec<Box<dyn Table>>>,
+}
+
+impl FreshTables {
+    fn tables(&self) -> MutexGuard<'_, Vec<Box<dyn Table>>> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl FreshTables {
+    /// Of each table its seed, and JSON of the update whose states its records carry.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        group: &Group,
+        seeds: Vec<u64>,
+        updates: Vec<Option<String>>,
+    ) -> PyResult<FreshTables> {
+        let updates = updates.iter().map(|json| json.as_deref().map(parse).transpose());
+        let updates = updates.collect::<PyResult<Vec<Option<Update>>>>()?;
+        let group = group.inner.clone();
+        let tables = detached(py, || {
+            let locked = group.lock();
+            let fresh = seeds.iter().zip(updates).enumerate().map(|(number, (seed, update))| {
+                let mut fresh = locked.table(number).fresh(update)?;
+                fresh.set_seed(*seed);
+                Ok(fresh)
+            });
+            fresh.collect::<Result<Vec<_>>>()
+        })?;
+        Ok(FreshTables { group, tables: Mutex::new(tables) })
+    }
+
+    /// Rows of a table.
+    fn len(&self, number: usize) -> usize {
+        self.tables()[number].len()
+    }
+
+    /// Puts in whole records, `(len(keys), dim + states)`; or rows alone, `(len(keys), dim)`, with states at their first values.
+    fn add(
+        &self,
+        py: Python<'_>,
+        number: usize,
+        keys: PyReadonlyArray1<'_, i64>,
+        values: PyReadonlyArray2<'_, f32>,
+    ) -> PyResult<()> {
+        let records = Records { keys: as_keys(&keys)?, values: values.as_slice()?.to_vec() };
+        detached(py, || {
+            let table = &mut self.tables()[number];
+            if records.values.len() == records.keys.len() * table.record_width() {
+                table.restore(&records)
+            } else {
+                table.assign(&records.keys, &records.values, true).map(drop)
+            }
+        })
+    }
+
+    /// Swaps them in, all together.
+    fn take_their_place(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, || {
+            let fresh = std::mem::take(&mut *self.tables());
+            let mut group = self.group.lock();
+            let mut numbered = fresh.into_iter().enumerate();
+            numbered.try_for_each(|(number, table)| group.table_mut(number).replace_with(table))
+        })
+    }
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<FreshTables>()
+}

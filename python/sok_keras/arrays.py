@@ -1,0 +1,200 @@
+"""The arrays of a dump: a model's variables and its optimizer's, each as it is to the bit, or refused."""
+
+import os
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+from keras import ops
+
+from sok_keras import backend
+from sok_keras.backend import native
+
+# Names of element types in safetensors.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+def step_of(model: keras.Model) -> int:
+    """Updates that its optimizer has made."""
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(ops.convert_to_numpy(optimizer.iterations))
+
+
+def arrays_of(model: keras.Model) -> list[tuple[str, str, list[int], np.ndarray]]:
+    """Name, dtype, shape and bytes of a model's variables and its optimizer's, without the tables' triggers. The names say the order.
+
+    Raises:
+        ValueError: If a variable is of a dtype that a dump has no name for.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    parts = {"model": _dense(model.variables)}
+    if optimizer is not None and optimizer.built:
+        parts["optimizer"] = optimizer.variables
+    return [
+        _to_array(f"{part}/{number:05d}/{variable.path}", variable)
+        for part, variables in parts.items()
+        for number, variable in enumerate(variables)
+    ]
+
+
+def _dense(variables):
+    return [variable for variable in variables if not hasattr(variable, "sok_core")]
+
+
+def _to_array(name, variable):
+    value = np.asarray(backend.to_numpy(variable.value))
+    if value.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"A dump holds variables of the dtypes {', '.join(_DTYPES)}. Received: variable {variable.path!r} of dtype "
+            f"{keras.backend.standardize_dtype(variable.dtype)}"
+        )
+    return name, _DTYPES[value.dtype.name], list(value.shape), np.ascontiguousarray(value).reshape(-1).view("uint8")
+
+
+class Arrays:
+    """The arrays of a dump for a model, checked against its variables before a byte of them is read.
+
+    Args:
+        path: The dump's directory, for messages.
+        tensors: `name`, `dtype` and `shape` of each, as the manifest has them.
+        model: The model that takes them.
+        states: Whether the optimizer's come along.
+
+    Raises:
+        DumpMismatchError: If they are not as many as the model's variables, of their shapes and dtypes. Integers may be of another
+            width: counters are, from backend to backend.
+    """
+
+    def __init__(self, path: Any, tensors: list[dict[str, Any]], model: keras.Model, states: bool) -> None:
+        self._path = os.fspath(path)
+        self._optimizer = getattr(model, "optimizer", None) if states else None
+        parts = self._parts(tensors)
+        # Pairs of a variable, or its number in an optimizer that is not built yet, and the name of its array.
+        self._pairs: list[tuple[Any, str]] = self._matched("model", _dense(model.variables), parts["model"])
+        if self._optimizer is not None and parts["optimizer"]:
+            own = _variables_of(self._optimizer, model)
+            pairs = self._matched("optimizer", own, parts["optimizer"]) if own is not None else []
+            names = [tensor["name"] for tensor in parts["optimizer"]]
+            self._pairs += pairs if self._optimizer.built else list(enumerate(names))
+        self._values: list[tuple[Any, np.ndarray]] = []
+
+    def _parts(self, tensors):
+        parts: dict[str, list] = {"model": [], "optimizer": []}
+        for tensor in sorted(tensors, key=lambda tensor: tensor["name"]):
+            part = tensor["name"].split("/", 1)[0]
+            if part not in parts:
+                raise self._mismatch(f"arrays must be those of a model: got {tensor['name'][:100]!r}")
+            parts[part].append(tensor)
+        return parts
+
+    def _mismatch(self, what):
+        return native.DumpMismatchError(f"{self._path}: {what}")
+
+    def _matched(self, part, own, tensors):
+        shapes = [tuple(tensor["shape"]) for tensor in tensors], [tuple(variable.shape) for variable in own]
+        if shapes[0] != shapes[1]:
+            pairs = enumerate(zip(*shapes, strict=False))
+            first = next((number for number, (a, b) in pairs if a != b), min(map(len, shapes)))
+            raise self._mismatch(
+                f"the {part}'s variables must agree in number and shapes: expected {len(own)}, the dump has {len(tensors)}; they "
+                f"differ from variable {first} on{_OPTIMIZER_HINT if part == 'optimizer' else ''}"
+            )
+        for variable, tensor in zip(own, tensors, strict=True):
+            self._check_dtype(variable, tensor["dtype"])
+        return [(variable, tensor["name"]) for variable, tensor in zip(own, tensors, strict=True)]
+
+    def _check_dtype(self, variable, stored):
+        own = keras.backend.standardize_dtype(variable.value.dtype)
+        dtype = _NAMES.get(stored, stored)
+        if dtype != own and not (_is_integer(dtype) and _is_integer(own)):
+            raise self._mismatch(
+                f"variable {variable.path!r} must be of the dtype that the dump has: expected {dtype}, got {own}"
+            )
+
+    def read(self, reader: Any) -> None:
+        """Reads and verifies them; nothing has changed yet.
+
+        Raises:
+            CorruptDumpError: If a byte is not as it was written.
+            DumpMismatchError: If an integer does not fit its variable.
+        """
+        stored = {name: _from_bytes(*array) for name, *array in reader.arrays()}
+        self._values = [(variable, self._fitted(variable, name, stored[name])) for variable, name in self._pairs]
+
+    def _fitted(self, variable, name, array):
+        if isinstance(variable, int):
+            return array
+        dtype = keras.backend.standardize_dtype(variable.value.dtype)
+        if not _is_integer(dtype) or array.dtype.name == dtype:
+            return array
+        limits = np.iinfo(dtype)
+        if array.size and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
+            raise self._mismatch(f"the integers of {name!r} must fit variable {variable.path!r}, which is {dtype}")
+        return array.astype(dtype)
+
+    def assign(self) -> None:
+        """Sets the variables; those of an optimizer that is not built yet wait until it is."""
+        waiting = {str(number): array for number, array in self._values if isinstance(number, int)}
+        for variable, array in self._values:
+            if not isinstance(variable, int):
+                variable.assign(backend.from_numpy(array))
+        if waiting:
+            wait = getattr(_innermost(self._optimizer), "load_when_built", None)
+            (wait or (lambda values, owner: owner.load_own_variables(values)))(waiting, self._optimizer)
+
+
+_OPTIMIZER_HINT = ". Pass `states=False` to load rows and weights without the optimizer's"
+
+
+def _is_integer(dtype):
+    return dtype in _DTYPES and dtype.startswith(("int", "uint"))
+
+
+def _from_bytes(dtype, shape, data):
+    dtype = _NAMES[dtype]
+    return np.frombuffer(data, getattr(ml_dtypes, dtype, dtype)).reshape(shape)
+
+
+def _innermost(optimizer):
+    """The `OptimizerWrapper` itself, which a loss scale may stand around."""
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if is_scaled else optimizer
+
+
+def expected_update(model: Any, table: Any) -> str | None:
+    """JSON of the update that the model's optimizer will bind to a table; None where it binds none, or nobody knows."""
+    update = getattr(_innermost(getattr(model, "optimizer", None)), "update_for", None)
+    trigger = table._core.trigger
+    is_trained = trigger is None or any(trigger is variable for variable in model.trainable_variables)
+    return update(trigger) if update is not None and is_trained else None
+
+
+def _variables_of(optimizer, model):
+    """An optimizer's variables; those of its like, built for the same weights, if it is not built yet."""
+    if optimizer.built:
+        return optimizer.variables
+    try:
+        twin = type(optimizer).from_config(optimizer.get_config())
+    except (TypeError, ValueError):
+        return None  # a schedule that Keras cannot copy: what does not fit is told when the optimizer is built
+    twin.build(_dense(model.trainable_variables))
+    return twin.variables

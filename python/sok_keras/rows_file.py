@@ -1,0 +1,175 @@
+"""The tables of a layer in the files that Keras itself writes: weights, whole models, copies."""
+
+import json
+import warnings
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from sok_keras.backend import native
+
+# What Keras gives a layer to write to, an HDF5 file for one; or a dict.
+Store: TypeAlias = MutableMapping[str, Any]
+
+# Floats of a stored piece of a table: no dataset of a weights file may exceed a shard.
+_CHUNK_FLOATS = 1 << 21
+
+
+class _Stored(NamedTuple):
+    """What a file says of a table. Files of before seeds were stored say neither seed nor number of rows."""
+
+    update_rule: str | None
+    seed: int | None = None
+    num_rows: int | None = None
+
+
+def has_rows(store: Store) -> bool:
+    """Whether `save` wrote to it."""
+    names = set(store.keys())
+    return "tables" in names or "update_rule" in names
+
+
+def save(core: Any, store: Store) -> None:
+    """Writes what each table is, and its keys and records in pieces."""
+    described = []
+    for number, table in enumerate(core.tables):
+        contents = table.export(states=True)
+        stored = _Stored(table._native.update_rule, table._native.seed, len(contents.keys))
+        described.append(stored._asdict())
+        values = np.concatenate([contents.rows, *contents.states.values()], axis=1)
+        step = max(1, _CHUNK_FLOATS // values.shape[1])
+        for piece, start in enumerate(range(0, max(1, len(values)), step)):
+            store[f"{number}.keys.{piece:06d}"] = contents.keys[start : start + step]
+            store[f"{number}.values.{piece:06d}"] = values[start : start + step]
+    store["tables"] = np.frombuffer(json.dumps(described).encode(), "uint8")
+
+
+def load(core: Any, store: Store) -> None:
+    """Replaces the tables by what `save` wrote, all together; seeds come along. States do if they are of the optimizer that is
+    bound, or if none is.
+
+    Raises:
+        ValueError: If the file has other tables, rows of another dim, more rows than a table's `max_capacity`, keys outside its
+            vocabulary, or is not whole. As with any other error, nothing has changed then.
+    """
+    stored, pieces = _described(core, store), _pieces(core, store)
+    for table, config, of_table, names in zip(core.tables, core.configs, stored, pieces, strict=True):
+        _check_shapes(store, names, table, config, of_table)
+    core.wait_for_steps()
+    is_bound = core.group.is_bound()
+    updates = [t._native.update_rule if is_bound else s.update_rule for t, s in zip(core.tables, stored, strict=True)]
+    seeds = [t._native.seed if s.seed is None else s.seed for t, s in zip(core.tables, stored, strict=True)]
+    fresh = native.FreshTables(core.group, seeds, updates)
+    lost = []
+    for table, names, of_table, update in zip(core.tables, pieces, stored, updates, strict=True):
+        keeps_states = same_states(of_table.update_rule, update, table.dim)
+        _fill(fresh, store, names, table, keeps_states)
+        if not keeps_states and states_of(of_table.update_rule, table.dim)[1]:
+            lost.append(f"{table.name!r}: {states_of(of_table.update_rule, table.dim)[0]}")
+    core.keep_rows()  # weights of other tables, if any were set, get their rows now
+    fresh.take_their_place()
+    if lost:
+        warnings.warn(
+            f"The file has states of another optimizer than the one that trains the tables ({', '.join(lost)}): the rows were loaded "
+            "alone, and states start anew.",
+            stacklevel=3,
+        )
+
+
+def states_of(update: str | None, dim: int) -> tuple[str | None, list[tuple[str, int]]]:
+    """Name of an update's rule, names and widths of the states that it keeps in a record."""
+    return native.states_of(update, dim) if update else (None, [])
+
+
+def same_states(one: str | None, other: str | None, dim: int) -> bool:
+    """Whether records with the states of one update go on under the other."""
+    return states_of(one, dim) == states_of(other, dim)
+
+
+def _described(core, store):
+    names = set(store.keys())
+    if "tables" in names:
+        stored = [_Stored(**fields) for fields in json.loads(bytes(np.asarray(store["tables"], "uint8")))]
+    else:
+        rule = bytes(np.asarray(store["update_rule"], "uint8")).decode()
+        stored = [_Stored(rule or None) for _ in core.tables]
+    if len(stored) != len(core.tables):
+        raise _other_tables(core, len(stored))
+    return stored
+
+
+def _other_tables(core, received):
+    return ValueError(
+        f"The file must have the layer's tables, which are {len(core.tables)}: {core.names()}. Received: {received} tables"
+    )
+
+
+def _pieces(core, store):
+    """Of each table, the names under which a store holds pieces of keys and of values, in their order."""
+    names = {name for name in store.keys() if ".keys." in name}  # noqa: SIM118 (an HDF5 store has no `in`)
+    in_file = {name.split(".")[0] for name in names}
+    if in_file != {str(number) for number in range(len(core.tables))}:
+        raise _other_tables(core, len(in_file))
+    values = {name for name in store.keys() if ".values." in name}  # noqa: SIM118
+    pieces = []
+    for number, table in enumerate(core.tables):
+        count = sum(name.startswith(f"{number}.") for name in names)
+        of_table = [(f"{number}.keys.{piece:06d}", f"{number}.values.{piece:06d}") for piece in range(count)]
+        missing = [name for pair in of_table for name in pair if name not in names | values]
+        if missing:
+            raise ValueError(f"The file must hold table {table.name!r} whole. Received: no {missing[0]!r}")
+        pieces.append(of_table)
+    return pieces
+
+
+def _check_shapes(store, names, table, config, stored):
+    """Raises a `ValueError` unless a table can take as much as a store holds for it."""
+    num_rows, states = 0, sum(width for _, width in states_of(stored.update_rule, table.dim)[1])
+    for of_keys, of_values in names:
+        keys, values = np.shape(store[of_keys]), np.shape(store[of_values])
+        if len(keys) != 1 or len(values) != 2 or keys[0] != values[0]:
+            raise ValueError(
+                f"The file must have a row a key. Received: shapes {keys} of keys and {values} of rows for table {table.name!r}"
+            )
+        if values[1] != table.dim + states:
+            raise ValueError(
+                f"Rows of table {table.name!r} must be {table.dim} wide. Received: {values[1] - states} in the file"
+            )
+        num_rows += keys[0]
+    if stored.num_rows not in (None, num_rows):
+        raise ValueError(
+            f"The file must hold table {table.name!r} whole. Received: {num_rows} of {stored.num_rows} rows"
+        )
+    capacity = config["max_capacity"]
+    if capacity is not None and num_rows > capacity:
+        raise ValueError(
+            f"`max_capacity` of table {table.name!r} must be at least the file's rows, {num_rows}. Received: max_capacity={capacity}"
+        )
+
+
+def _fill(fresh, store, names, table, keeps_states):
+    num_rows = 0
+    for of_keys, of_values in names:
+        keys, values = np.asarray(store[of_keys]), np.asarray(store[of_values])
+        _check_keys(keys, values, table)
+        values = values if keeps_states else values[:, : table.dim]
+        fresh.add(table._number, np.ascontiguousarray(keys), np.ascontiguousarray(values))
+        num_rows += len(keys)
+    if fresh.len(table._number) != num_rows:
+        raise ValueError(
+            f"Keys of table {table.name!r} must be different. Received: {fresh.len(table._number)} different ones among {num_rows}"
+        )
+
+
+def _check_keys(keys, values, table):
+    if keys.dtype != np.int64 or values.dtype != np.float32:
+        raise ValueError(
+            f"Keys of table {table.name!r} must be int64, and its rows float32. Received: {keys.dtype} and {values.dtype} in the file"
+        )
+    size = table.vocabulary_size
+    outside = keys[(keys < 0) | (keys >= size)] if size is not None else keys[:0]
+    if len(outside):
+        raise ValueError(
+            f"Keys of table {table.name!r} must be below `vocabulary_size` {size}. Received: {outside[0]} in the file"
+        )
