@@ -90,7 +90,8 @@ pub fn load(
         let mut targets: Vec<_> = targets
             .iter_mut()
             .map(|(name, table)| {
-                let binding = if table.update_rule().is_some() { Binding::Bound } else { Binding::Free(None) };
+                let binding =
+                    if table.update_rule().is_some() { Binding::Bound } else { Binding::Free(None) };
                 Target { name, table: &mut **table, binding }
             })
             .collect();

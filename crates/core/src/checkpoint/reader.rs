@@ -126,13 +126,9 @@ impl DumpReader {
     /// [`Error::CorruptDump`] names the file, and the block that is not as it was written.
     pub fn verify(&self) -> Result<()> {
         // A file of another size is told before hours are spent on those before it.
-        self.manifest
-            .files()
-            .try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())?;
+        self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())?;
         let mut buffer = vec![0; VERIFIED_BLOCKS * BLOCK_BYTES];
-        self.manifest
-            .files()
-            .try_for_each(|(entry, table)| self.open_file(entry, table)?.verify(&mut buffer))
+        self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.verify(&mut buffer))
     }
 
     /// The arrays, widest dtype first, else in the order in which they were given; their file is verified.

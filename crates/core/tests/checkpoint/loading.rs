@@ -1,10 +1,12 @@
 //! Loading into tables that hold something, or are different.
 
 use sok_core::Error;
-use sok_core::checkpoint::{Disk, LoadMode, LoadOptions, MANIFEST, dump, load, read_manifest};
+use sok_core::checkpoint::{
+    Binding, Disk, DumpReader, LoadMode, LoadOptions, MANIFEST, Target, dump, dump_with, load, read_manifest,
+};
 use sok_core::initializer::Initializer;
 use sok_core::optimizer::Rule;
-use sok_core::table::Table;
+use sok_core::table::{Table, TableConfig};
 
 use crate::support::*;
 
@@ -70,7 +72,7 @@ fn without_states_they_start_at_their_first_values() {
 }
 
 #[test]
-fn hyper_parameters_seed_and_initializer_stay_the_table_s_own() {
+fn hyper_parameters_and_initializer_stay_the_table_s_own_and_the_seed_comes() {
     let directory = Directory::new();
     let dumped = MapTable::new("t", 2, adam()).filled(0..10, 0.0);
     dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
@@ -78,9 +80,101 @@ fn hyper_parameters_seed_and_initializer_stay_the_table_s_own() {
     let mut target = MapTable::new("t", 2, other);
     target.config.seed = 1;
     target.config.initializer = Initializer::Constant { value: 3.0 };
-    let config = target.config.clone();
+    let config = TableConfig { seed: dumped.config.seed, ..target.config.clone() };
     load_one(&directory.dump(), "t", &mut target, &LoadOptions::default()).unwrap();
     assert_eq!((target.update, &target.config, &target.records), (other, &config, &dumped.records));
+}
+
+#[test]
+fn a_merge_leaves_the_seed_of_a_table_with_rows_and_says_so() {
+    let directory = Directory::new();
+    let dumped = MapTable::new("t", 2, None).filled(0..10, 0.0);
+    dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
+    for (keys, seed, mixes_seeds) in [(0..0, u64::MAX, false), (5..6, 1, true)] {
+        let mut table = MapTable::new("t", 2, None).filled(keys, 0.0);
+        table.config.seed = 1;
+        let report = load(&directory.dump(), &mut [("t", &mut table)], &merge()).unwrap();
+        assert_eq!((table.config.seed, report.tables[0].mixes_seeds), (seed, mixes_seeds));
+    }
+}
+
+#[test]
+fn states_of_a_table_that_no_optimizer_is_bound_to_are_the_dump_s_unless_they_could_not_go_on() {
+    let directory = Directory::new();
+    let path = &directory.dump();
+    let dumped = MapTable::new("t", 2, adam()).filled(0..10, 0.0);
+    dump(path, &[&dumped], &[], &options(64)).unwrap();
+    let reader = DumpReader::open(path).unwrap();
+    let load_as = |table: &mut MapTable, expected, options: &LoadOptions| {
+        reader.load(&mut [Target { name: "t", table, binding: Binding::Free(expected) }], options)
+    };
+    // States of an earlier load go with their rows.
+    let mut table = MapTable::new("t", 2, row_wise()).filled(3..5, 1.0);
+    load_as(&mut table, None, &LoadOptions::default()).unwrap();
+    assert_eq!((table.update, &table.records), (adam(), &dumped.records));
+    load_as(&mut table, adam(), &merge()).unwrap();
+
+    for options in [LoadOptions::default(), merge()] {
+        let mut table = MapTable::new("t", 2, None).filled(3..5, 1.0);
+        let before = table.records.clone();
+        let error = load_as(&mut table, row_wise(), &options).unwrap_err();
+        assert!(
+            matches!(&error, Error::DumpMismatch { what, .. } if what.contains("states=False")),
+            "{error}"
+        );
+        assert_eq!((table.update, &table.records), (None, &before));
+        load_as(&mut table, row_wise(), &without_states(options.mode)).unwrap();
+        assert_eq!((table.update, table.records[&7].len()), (None, 2));
+    }
+}
+
+#[test]
+fn a_key_that_is_twice_in_a_dump_is_found_in_either_mode() {
+    let directory = Directory::new();
+    let path = &directory.dump();
+    let table = MapTable::new("t", 1, None).filled([1, 2, 3], 0.0);
+    let manifest = dump(path, &[&table], &[], &options(1)).unwrap();
+    // The second shard's key becomes the first one's, all checksums made anew.
+    let [first, second] = [0, 1].map(|i| manifest.tables[0].shards[i].file.clone());
+    std::fs::copy(path.join(&first), path.join(&second)).unwrap();
+    forge_manifest(path, |body| {
+        let shards = body["tables"][0]["shards"].as_array_mut().unwrap();
+        shards[1] = shards[0].clone();
+        shards[1]["file"] = second.clone().into();
+    });
+    for options in [LoadOptions::default(), merge()] {
+        let mut target = MapTable::new("t", 1, None).filled([9], 5.0);
+        let before = target.records.clone();
+        let what = corrupt(load_one(path, "t", &mut target, &options), &path.join(MANIFEST));
+        assert!(what.contains("its keys must be 3 different ones"), "{what}");
+        assert_eq!(target.records, before);
+    }
+}
+
+#[test]
+fn a_dump_of_more_files_than_are_held_open_loads_and_verifies() {
+    let directory = Directory::new();
+    let path = &directory.dump();
+    let table = MapTable::new("t", 1, None).filled(0..600, 0.0);
+    dump_with(&BrokenDisk::counting(), path, &[&table], &[], &options(1)).unwrap();
+    let reader = DumpReader::open(path).unwrap();
+    for options in [LoadOptions::default(), merge()] {
+        let mut target = table.empty_twin();
+        load_one(path, "t", &mut target, &options).unwrap();
+        assert_eq!(target.records, table.records);
+    }
+    // A new dump takes away those that were not open: it is said, and what reads anew finds the new one whole.
+    let new = MapTable::new("t", 1, None).filled(0..500, 7.0);
+    dump_with(&BrokenDisk::counting(), path, &[&new], &[], &options(1)).unwrap();
+    let mut target = table.empty_twin();
+    for options in [LoadOptions::default(), merge()] {
+        let mut targets = [Target { name: "t", table: &mut target, binding: Binding::Free(None) }];
+        let error = reader.load(&mut targets, &options).unwrap_err();
+        assert!(matches!(error, Error::DumpReplaced { .. }), "{error:?}");
+        assert!(target.is_empty());
+    }
+    load_one(path, "t", &mut target, &LoadOptions::default()).unwrap();
+    assert_eq!(target.records, new.records);
 }
 
 #[test]

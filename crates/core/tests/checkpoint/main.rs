@@ -3,6 +3,8 @@
 mod broken_disk;
 mod damage;
 mod failures;
+mod foreign;
+mod fuzz;
 mod loading;
 mod map_table;
 mod support;

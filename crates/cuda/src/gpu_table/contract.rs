@@ -169,7 +169,15 @@ impl Table for GpuTable {
         other.release(room)?;
         let GpuTable {
             config,
-            index, arena, layout, update, released, released_on_device, fresh, len_before, ..
+            index,
+            arena,
+            layout,
+            update,
+            released,
+            released_on_device,
+            fresh,
+            len_before,
+            ..
         } = other;
         self.reset(index, arena);
         self.config.seed = config.seed;
