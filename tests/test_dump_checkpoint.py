@@ -2,6 +2,7 @@
 
 import os
 
+import keras
 import pytest
 
 import sok_keras as sok
@@ -77,3 +78,100 @@ def test_dump_checkpoint_refuses_arguments_without_meaning(arguments):
     (argument,) = arguments
     with pytest.raises(ValueError, match=f"`{argument}` must be .*positive.*Received: {argument}="):
         sok.callbacks.DumpCheckpoint("nowhere", **arguments)
+
+
+# ---- what is another's
+
+
+def saves(path, **arguments):
+    """Two epochs, of which the dump of one is kept."""
+    return fit(compiled(OPTIMIZERS["momentum"]()), epochs=2, callbacks=[sok.callbacks.DumpCheckpoint(path, **arguments)])
+
+
+def test_dump_checkpoint_leaves_files_of_others_and_their_directory(tmp_path):
+    class Notes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            for path in tmp_path.glob("step-*"):
+                (path / "notes.txt").write_text("mine")
+                (path / "sok-0123456789abcdef-00000.safetensors.bak").write_text("mine")
+
+    fit(
+        compiled(OPTIMIZERS["momentum"]()),
+        epochs=2,
+        callbacks=[sok.callbacks.DumpCheckpoint(tmp_path), Notes()],
+    )
+    old = tmp_path / f"step-{STEPS}"
+    assert sorted(path.name for path in old.iterdir()) == ["notes.txt", "sok-0123456789abcdef-00000.safetensors.bak"]
+    assert sok.callbacks.DumpCheckpoint(tmp_path).dumps() == [str(tmp_path / f"step-{2 * STEPS}")]
+
+
+def foreign_file(path):
+    (path / "notes.txt").write_text("mine")
+
+
+def foreign_directory(path):
+    (path / "plots").mkdir()
+
+
+def damaged_manifest(path):
+    (path / "manifest.json").write_text("{}")
+
+
+def other_manifest(path):
+    for file in path.iterdir():
+        file.unlink()
+    (path / "manifest.json").write_text('{"name": "somebody else\'s"}')
+
+
+@pytest.mark.parametrize("change", [foreign_file, foreign_directory, damaged_manifest, other_manifest])
+def test_dump_checkpoint_leaves_what_it_did_not_write_and_does_not_know(tmp_path, change):
+    saves(tmp_path)
+    old = tmp_path / f"step-{2 * STEPS}"
+    change(old)
+    before = sorted(path.name for path in old.iterdir())
+    fit(
+        compiled(OPTIMIZERS["momentum"]()),
+        steps=1,
+        epochs=2,
+        callbacks=[sok.callbacks.DumpCheckpoint(tmp_path, restore=False)],
+    )
+    assert sorted(path.name for path in old.iterdir()) == before
+
+
+def test_dump_checkpoint_removes_whole_dumps_of_earlier_runs(tmp_path):
+    saves(tmp_path)
+    fit(
+        compiled(OPTIMIZERS["momentum"]()),
+        steps=1,
+        callbacks=[sok.callbacks.DumpCheckpoint(tmp_path, restore=False)],
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_dump_checkpoint_follows_no_link(tmp_path):
+    ours, elsewhere = tmp_path / "ours", tmp_path / "elsewhere"
+    saves(elsewhere)
+    ours.mkdir()
+    (ours / "step-99").symlink_to(elsewhere / f"step-{2 * STEPS}", target_is_directory=True)
+    kept = sorted(path.name for path in (ours / "step-99").iterdir())
+    model = saves(ours)  # neither restored from the link nor removed through it
+    assert int(to_numpy(model.optimizer.iterations)) == 2 * STEPS
+    assert sorted(path.name for path in (ours / "step-99").iterdir()) == kept
+    sok.verify(elsewhere / f"step-{2 * STEPS}")
+
+    (ours / f"step-{2 * STEPS + 1}").symlink_to(elsewhere, target_is_directory=True)
+    with pytest.raises(sok.DumpError, match="a symbolic link leads elsewhere"):
+        fit(model, steps=1, callbacks=[sok.callbacks.DumpCheckpoint(ours, restore=False)])
+    assert sorted(path.name for path in elsewhere.iterdir()) == [f"step-{2 * STEPS}"]
+
+
+def test_dump_checkpoint_removes_no_directory_that_a_link_has_replaced(tmp_path):
+    class Replaces(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                (tmp_path / "ours" / f"step-{STEPS}").rename(tmp_path / "moved")
+                (tmp_path / "ours" / f"step-{STEPS}").symlink_to(tmp_path / "moved", target_is_directory=True)
+
+    callbacks = [sok.callbacks.DumpCheckpoint(tmp_path / "ours"), Replaces()]
+    fit(compiled(OPTIMIZERS["momentum"]()), epochs=2, callbacks=callbacks)
+    assert not sok.verify(tmp_path / "moved")

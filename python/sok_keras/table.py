@@ -95,7 +95,7 @@ class Table:
         what `missing` says."""
         keys = as_keys(keys)
         rows, found = self._ready().find(keys)
-        return rows.reshape(len(keys), self.dim), found
+        return rows, found
 
     def find_or_insert(self, keys: Any) -> tuple[np.ndarray, Outcomes]:
         """Rows `(n, dim)` float32 and the `Outcomes`; keys without a row get one.
@@ -106,7 +106,7 @@ class Table:
         keys = as_keys(keys)
         rows, outcomes = self._ready().find_or_insert(keys)
         self._core.warn_of_refused()
-        return rows.reshape(len(keys), self.dim), Outcomes(*outcomes)
+        return rows, Outcomes(*outcomes)
 
     def assign(self, keys: Any, rows: Any, *, insert: bool = True) -> Outcomes:
         """Overwrites rows, `(n, dim)`; optimizer states stay. Of duplicates the last wins. Without `insert`, keys without a row
@@ -159,9 +159,7 @@ class Table:
                 "`scores` must be False: tables keep none as long as no row is evicted. Received: scores=True"
             )
         keys, rows, named = self._ready().export(states)
-        return TableContents(
-            keys, rows.reshape(len(keys), self.dim), {k: v.reshape(len(keys), -1) for k, v in named}, None
-        )
+        return TableContents(keys, rows, dict(named), None)
 
     def stats(self, *, wait: bool = True) -> TableStats:
         """How the table is, as `TableStats`. Without `wait` no step is waited for: on a GPU as of the last one that it has told of, which
