@@ -15,7 +15,18 @@ import sok_keras as sok
 from reference import BACKEND, DIM, table_of
 from test_persistence import rewrite_manifest
 
-DTYPES = ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "bool", "string"]
+DTYPES = [
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "complex64",
+    "complex128",
+    "bool",
+    "string",
+]
 DTYPES += [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 
 
@@ -103,7 +114,9 @@ def test_kernel_relabelled_as_another_dtype_is_refused_before_its_bytes_are_read
     """A signed manifest; its file is not even there to be read."""
     sok.dump(tmp_path / "d", dense_model())
     rewrite_manifest(tmp_path / "d", lambda body: kernel_of(body).update(dtype=dtype))
-    assert_refused(tmp_path / "d", dense_model(), "variable 'head/kernel' must be of the dtype .* expected u?int32, got float32")
+    assert_refused(
+        tmp_path / "d", dense_model(), "variable 'head/kernel' must be of the dtype .* expected u?int32, got float32"
+    )
 
 
 def test_shapes_are_compared_before_bytes_are_read(tmp_path, monkeypatch):
@@ -115,7 +128,9 @@ def test_shapes_are_compared_before_bytes_are_read(tmp_path, monkeypatch):
             self.manifest = reader(path).manifest
 
     monkeypatch.setattr(sok.checkpoint.native, "DumpReader", Unread, raising=False)
-    assert_refused(tmp_path / "d", dense_model(), "must be of the dtype that the dump has: expected float16, got float32")
+    assert_refused(
+        tmp_path / "d", dense_model(), "must be of the dtype that the dump has: expected float16, got float32"
+    )
 
 
 @pytest.mark.parametrize("name", ["model", "other/00000/x", "\0", "model/00000/" + "n" * 10**6, ""])
@@ -168,7 +183,10 @@ def write(path, model, number):
 
 def numbers_of(model):
     rows = table_of(model).find(np.arange(4))[0]
-    return {*rows.ravel().tolist(), *np.asarray(sok.backend.to_numpy(model.get_layer("head").kernel.value)).ravel().tolist()}
+    return {
+        *rows.ravel().tolist(),
+        *np.asarray(sok.backend.to_numpy(model.get_layer("head").kernel.value)).ravel().tolist(),
+    }
 
 
 @contextlib.contextmanager

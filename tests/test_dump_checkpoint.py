@@ -85,7 +85,9 @@ def test_dump_checkpoint_refuses_arguments_without_meaning(arguments):
 
 def saves(path, **arguments):
     """Two epochs, of which the dump of one is kept."""
-    return fit(compiled(OPTIMIZERS["momentum"]()), epochs=2, callbacks=[sok.callbacks.DumpCheckpoint(path, **arguments)])
+    return fit(
+        compiled(OPTIMIZERS["momentum"]()), epochs=2, callbacks=[sok.callbacks.DumpCheckpoint(path, **arguments)]
+    )
 
 
 def test_dump_checkpoint_leaves_files_of_others_and_their_directory(tmp_path):

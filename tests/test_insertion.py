@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops, optimizers
-from reference import BACKEND, DIM, apply_gradients, dense_layer, gradients, raises, to_numpy
 
 import sok_keras as sok
+from reference import BACKEND, DIM, apply_gradients, dense_layer, gradients, raises, to_numpy
 
 IDS = np.array([[4, 7], [7, 9]], "int32")
 

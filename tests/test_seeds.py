@@ -1,7 +1,6 @@
 """The seed belongs to the rows: whatever brings rows brings it, so that ids without a row answer as they did."""
 
 import copy
-import pathlib
 import pickle
 import warnings
 

@@ -23,7 +23,14 @@ MAKE = {
     "adagrad": lambda: optimizers.Adagrad(0.02),
 }
 # The last two keep as many variables of the same shapes, which mean something else.
-PAIRS = [("adam", "sgd"), ("sgd", "adam"), ("adam", "amsgrad"), ("momentum", "sgd"), ("rmsprop", "centered"), ("momentum", "adagrad")]
+PAIRS = [
+    ("adam", "sgd"),
+    ("sgd", "adam"),
+    ("adam", "amsgrad"),
+    ("momentum", "sgd"),
+    ("rmsprop", "centered"),
+    ("momentum", "adagrad"),
+]
 of_pairs = pytest.mark.parametrize(("dumped", "other"), PAIRS)
 
 
@@ -45,7 +52,9 @@ def test_dump_of_another_optimizer_is_refused_before_the_first_step_as_after_it(
     assert_equal(all_of(target), before)
     sok.load(tmp_path / "d", target, states=False)
     np.testing.assert_array_equal(table_of(target).export().rows, table_of(model).export().rows)
-    assert not any((state != 0.1).all() and state.any() for state in table_of(target).export(states=True).states.values())
+    assert not any(
+        (state != 0.1).all() and state.any() for state in table_of(target).export(states=True).states.values()
+    )
     fit(target, steps=1)
 
 
@@ -218,7 +227,10 @@ def test_table_without_rows_whose_optimizer_is_bound_is_saved_like_any_other(tmp
     table = table_of(model)
     contents = table.export(states=True)
     assert contents.rows.shape == (0, DIM)
-    assert {name: state.shape for name, state in contents.states.items()} == {"momentum": (0, DIM), "velocity": (0, DIM)}
+    assert {name: state.shape for name, state in contents.states.items()} == {
+        "momentum": (0, DIM),
+        "velocity": (0, DIM),
+    }
     model.save(tmp_path / "m.keras")
     model.save_weights(tmp_path / "m.weights.h5")
     sok.dump(tmp_path / "d", model)

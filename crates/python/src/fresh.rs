@@ -51,8 +51,8 @@ impl FreshTables {
     }
 
     /// Rows of a table.
-    fn len(&self, number: usize) -> usize {
-        self.tables()[number].len()
+    fn len(&self, py: Python<'_>, number: usize) -> PyResult<usize> {
+        detached(py, || self.tables()[number].len())
     }
 
     /// Puts in whole records, `(len(keys), dim + states)`; or rows alone, `(len(keys), dim)`, with states at their first values.
