@@ -1,7 +1,8 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
 Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `after`, `wait`, `at_hand`, `has_wide_integers`,
-`eager_scope`, `gpu`, `constant` and `is_compiling`.
+`eager_scope`, `gpu`, `constant`, `is_compiling` and `is_tracing`. A second module defines `TableState`, a base of the layers: how the
+framework itself saves rows.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -13,10 +14,13 @@ name = keras.backend.backend()
 
 if name == "tensorflow":
     import sok_keras.backend.tensorflow as framework
+    import sok_keras.backend.tensorflow_state as state
 elif name == "jax":
     import sok_keras.backend.jax as framework  # type: ignore[no-redef]
+    import sok_keras.backend.jax_state as state  # type: ignore[no-redef]
 elif name == "torch":
     import sok_keras.backend.torch as framework  # type: ignore[no-redef]
+    import sok_keras.backend.torch_state as state  # type: ignore[no-redef]
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
@@ -31,8 +35,10 @@ eager_scope = framework.eager_scope
 gpu = framework.gpu
 has_wide_integers = framework.has_wide_integers
 is_compiling = framework.is_compiling
+is_tracing = framework.is_tracing
 lookup = framework.lookup
 wait = framework.wait
+TableState = state.TableState
 
 
 @functools.cache
@@ -43,6 +49,7 @@ def keep_freed_memory():
 
 
 __all__ = [
+    "TableState",
     "after",
     "apply",
     "at_hand",
@@ -52,6 +59,7 @@ __all__ = [
     "gpu",
     "has_wide_integers",
     "is_compiling",
+    "is_tracing",
     "keep_freed_memory",
     "lookup",
     "name",

@@ -127,6 +127,11 @@ def is_compiling():
     return False
 
 
+def is_tracing(value):
+    """Whether what is called now becomes a graph."""
+    return isinstance(value, jax.core.Tracer)
+
+
 def has_wide_integers():
     """Whether arrays hold 64-bit ids: JAX cuts them to 32 bits unless x64 is on."""
     return jax.config.jax_enable_x64

@@ -145,6 +145,12 @@ def is_compiling():
     return False
 
 
+def is_tracing(value):
+    """Whether what is called now becomes a graph."""
+    del value
+    return not tf.executing_eagerly()
+
+
 def has_wide_integers():
     """Whether tensors hold 64-bit ids."""
     return True
