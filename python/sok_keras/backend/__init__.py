@@ -1,8 +1,8 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
 Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `after`, `wait`, `at_hand`, `has_wide_integers`,
-`eager_scope`, `gpu`, `constant`, `is_compiling` and `is_tracing`. A second module defines `TableState`, a base of the layers: how the
-framework itself saves rows.
+`eager_scope`, `gpu`, `constant`, `is_compiling`, `is_dense` and `is_tracing`. A second module defines `TableState`, a base of the layers:
+how the framework itself saves rows.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -35,6 +35,7 @@ eager_scope = framework.eager_scope
 gpu = framework.gpu
 has_wide_integers = framework.has_wide_integers
 is_compiling = framework.is_compiling
+is_dense = framework.is_dense
 is_tracing = framework.is_tracing
 lookup = framework.lookup
 wait = framework.wait
@@ -59,6 +60,7 @@ __all__ = [
     "gpu",
     "has_wide_integers",
     "is_compiling",
+    "is_dense",
     "is_tracing",
     "keep_freed_memory",
     "lookup",

@@ -125,6 +125,12 @@ def _flat(inputs, weights):
     return inputs if weights is None else (*inputs, weights)
 
 
+def is_dense(value):
+    """Whether a tensor is of a form that is known here, which all are."""
+    del value
+    return True
+
+
 def gpu(asked=False):
     """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default.
 

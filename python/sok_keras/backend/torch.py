@@ -41,6 +41,13 @@ def has_wide_integers():
     return True
 
 
+def is_dense(value):
+    """Whether a tensor's values lie in memory one by one: not sparse, nor jagged, nor nowhere but where shapes alone are asked for."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.layout is torch.strided and (not value.is_meta or keras.src.backend.torch.core.get_device() == "meta")
+
+
 def gpu(asked=False):
     """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default."""
     del asked
@@ -72,12 +79,14 @@ def _device_of(gpu):
 
 
 def _at(device, tensors):
-    """Contiguous tensors on the device of the tables."""
+    """Contiguous tensors on the device of the tables, their values written out."""
 
     def moved(tensor):
-        return (tensor if tensor.device == device else tensor.detach().to(device)).contiguous()
+        return (tensor if tensor.device == device else tensor.detach().to(device)).resolve_neg().contiguous()
 
-    return tensors if _native.are_at(tensors, device.index) else [moved(tensor) for tensor in tensors]
+    # DLPack does not tell of values that are yet to be negated.
+    is_there = _native.are_at(tensors, device.index) and not any(map(torch.Tensor.is_neg, tensors))
+    return tensors if is_there else [moved(tensor) for tensor in tensors]
 
 
 def _back(tensors, like):

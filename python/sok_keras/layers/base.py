@@ -75,6 +75,10 @@ class TableLayer(backend.TableState, keras.layers.Layer):
 
     def __init__(self, *, save_rows: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not keras.backend.is_float_dtype(self.compute_dtype):
+            raise ValueError(
+                f"`dtype` must be of floats, in which rows come back. Received: dtype={self.compute_dtype!r}"
+            )
         self.save_rows = save_rows
         # Keras would turn int64 ids into int32 under JAX before anyone could say so.
         self._convert_input_args = False

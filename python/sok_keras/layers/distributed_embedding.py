@@ -111,9 +111,11 @@ class DistributedEmbedding(TableLayer):
         structure = self._structure
         given = structure.flatten(inputs)
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
-        features, tensors, floats = [], [], []
+        features, tensors, floats, ordered = [], [], [], []
         for config, value, weight in zip(structure.features, given, given_weights, strict=True):
             _check_shape("input_shape", config.input_shape, ids.shape_of(value), config.name)
+            value, weight = ids.in_order(value, config.name, True), ids.in_order(weight, config.name, True)
+            ordered.append(value)
             axis = axis_of(value, True)
             weight = ids.weights_of(weight, value, config.name)
             if axis == "each" and config.table.combiner != "sum":
@@ -127,7 +129,7 @@ class DistributedEmbedding(TableLayer):
         rows = self._lookup(tuple(features), tensors, floats, training)
         shaped = [
             ids.rows_like(value, row, axis)
-            for value, row, (_, _, _, axis, *_) in zip(given, rows, features, strict=True)
+            for value, row, (_, _, _, axis, *_) in zip(ordered, rows, features, strict=True)
         ]
         return structure.pack(shaped)
 

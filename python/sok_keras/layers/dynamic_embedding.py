@@ -108,7 +108,9 @@ class DynamicEmbedding(TableLayer):
         self._make_core([core_config], [table])
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        axis = axis_of(inputs, self.combiner is not None)
+        reduces = self.combiner is not None
+        inputs, weights = ids.in_order(inputs, self.name, reduces), ids.in_order(weights, self.name, reduces)
+        axis = axis_of(inputs, reduces)
         tensors = ids.tensors_of(inputs, self.name, axis)
         weights = ids.weights_of(weights, inputs, self.name)
         if axis == "each" and self.combiner in ("mean", "sqrtn"):
@@ -162,6 +164,7 @@ class DynamicEmbedding(TableLayer):
         if ids.is_words(inputs):
             return ops.logical_or(ops.not_equal(inputs["low"], 0), ops.not_equal(inputs["high"], 0))
         if ids.kind(inputs) == "sparse":
+            inputs = ids.in_order(inputs, self.name, False)
             inputs = ops.convert_to_tensor(inputs, sparse=False)  # the same zeros as where `call` finds no id
         return ops.not_equal(inputs, 0)
 
@@ -196,6 +199,7 @@ class DynamicEmbedding(TableLayer):
 
 def preprocess(inputs: Any, weights: Any) -> Any:
     """See `DynamicEmbedding.preprocess`."""
+    ids.check_no_mask(inputs)
     if ids.is_unequal(inputs):
         inputs, weights = ids.pad(inputs, weights)
     if not backend.has_wide_integers() and not ids.is_words(inputs):
