@@ -2,7 +2,6 @@
 
 from typing import Any
 
-
 # Bags of a sparse tensor at most, whose number its shape says and not its values.
 _MAX_BAGS = 2**31 - 1
 

@@ -5,8 +5,6 @@ import io
 import numpy as np
 import tensorflow as tf
 
-_Trackable = tf.__internal__.tracking.Trackable
-
 
 class TableState:
     """What a layer does for the framework's own way to save."""
@@ -40,7 +38,7 @@ def _call(function, tensors, result=()):
     return function(*tensors) if tf.executing_eagerly() else tf.py_function(function, tensors, result)
 
 
-class _Rows(_Trackable):
+class _Rows(tf.__internal__.tracking.Trackable):
     """A layer's rows as an object of a checkpoint: one string, as `numpy.savez` writes it."""
 
     def __init__(self, layer):
@@ -75,7 +73,7 @@ class _Rows(_Trackable):
         self.restored_mark = mark
 
 
-class _Snapshot(_Trackable):
+class _Snapshot(tf.__internal__.tracking.Trackable):
     def __init__(self):
         self.rows = tf.Variable("", trainable=False)
 

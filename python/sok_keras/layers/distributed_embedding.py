@@ -67,13 +67,15 @@ class DistributedEmbedding(TableLayer):
             `TableConfig` object.
         table_stacking: Accepted for keras-rs' sake: tables of a layer are always looked up together.
         update_stats: As above.
-        save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+        save_rows: Whether `.keras` and weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows; for large tables
+            use `sok_keras.dump`.
 
     Input shape:
         Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
         `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX
         without x64. `weights`: floats, nested and shaped alike, ragged or sparse where the ids are, and in the same places; an id of
-        weight 0 gets no row and adds nothing.
+        weight 0 gets no row and adds nothing. They may be negative; of one
+        that is not finite, neither is the row that it adds to.
 
     Output shape:
         Nested as `feature_configs`: `(batch, ..., embedding_dim)`, a `RaggedTensor` if an outer axis of the ids is ragged.

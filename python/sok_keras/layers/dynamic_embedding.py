@@ -44,12 +44,14 @@ class DynamicEmbedding(TableLayer):
         check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
         storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where
             there is one. Under a model on a GPU, ids and rows of host tables cross in each step.
-        save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+        save_rows: Whether `.keras` and weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows; for large tables
+            use `sok_keras.dump`.
 
     Input shape:
         Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
         TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape,
-        ragged or sparse where the ids are, and in the same places; an id of weight 0 gets no row and adds nothing.
+        ragged or sparse where the ids are, and in the same places; an id of weight 0 gets no row and adds nothing. They may be negative; of one
+        that is not finite, neither is the row that it adds to.
 
     Output shape:
         `(..., output_dim)`; with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
