@@ -78,5 +78,5 @@ $(VENV)/nvrtc.done: $(BIN)/maturin
 	touch $@
 
 $(VENV)/tools.done: $(VENV)/package.done
-	$(BIN)/pip install -q pytest pytest-timeout ruff mypy
+	$(BIN)/pip install -q pytest pytest-timeout hypothesis ruff mypy
 	touch $@

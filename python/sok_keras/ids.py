@@ -44,11 +44,28 @@ def shape_of(value: Any) -> tuple[int | None, ...]:
     return np.shape(value)
 
 
+def in_order(value: Any, feature: str, reduces: bool) -> Any:
+    """Ids or weights whose values come in the order of their places. `reduces`: along the last axis.
+
+    Raises:
+        ValueError: As `ragged.in_order`.
+    """
+    is_concrete = kind(value) == "sparse" and not isinstance(value, keras.KerasTensor)
+    return ragged.in_order(value, feature, reduces) if is_concrete else value
+
+
 def check_dtype(value: Any, feature: str) -> None:
     """Raises a `ValueError` for ids that are no integers, or that JAX would cut to 32 bits."""
     if is_words(value):
+        _check_words(value, feature)
         return
-    dtype = keras.backend.standardize_dtype(value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype)
+    check_no_mask(value)
+    if not backend.is_dense(value):
+        raise ValueError(
+            "Ids must be dense on this backend; `weights` of 0 leave ids out, and `layer.preprocess` makes them of rows of unequal "
+            f"length. Received: {type(value).__name__} (feature {feature!r})"
+        )
+    dtype = _dtype_of(value)
     if dtype not in _INTEGERS + _NARROW:
         raise ValueError(
             f"Ids must be integers; put {NEEDS_INPUT} in front of the layer, since Keras' default is float32, which is exact "
@@ -62,6 +79,30 @@ def check_dtype(value: Any, feature: str) -> None:
         )
 
 
+def check_no_mask(value: Any) -> None:
+    """Raises a `ValueError` for NumPy's masked arrays, whose mask no framework looks at."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError("Ids and weights must be plain arrays; `weights` of 0 leave ids out. Received: a masked array")
+
+
+def _dtype_of(value: Any) -> str:
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    # NumPy names a dtype in the other byte order alike.
+    return dtype.name if isinstance(dtype, np.dtype) else keras.backend.standardize_dtype(dtype)
+
+
+def _check_words(value: Any, feature: str) -> None:
+    low, high = value["low"], value["high"]
+    dtypes, shapes = [_dtype_of(low), _dtype_of(high)], [shape_of(low), shape_of(high)]
+    agrees = len(shapes[0]) == len(shapes[1])
+    agrees = agrees and all(None in pair or pair[0] == pair[1] for pair in zip(*shapes, strict=True))
+    if dtypes != ["int32", "int32"] or not agrees or not (backend.is_dense(low) and backend.is_dense(high)):
+        raise ValueError(
+            "Ids in two words must be dense int32 of one shape, as `layer.preprocess` makes them. Received: "
+            f"low of dtype {dtypes[0]} and shape {shapes[0]}, high of dtype {dtypes[1]} and shape {shapes[1]} (feature {feature!r})"
+        )
+
+
 def signed_key(key: int | None) -> int | None:
     """A key as int64 has it: uint64's largest is -1. None stays None."""
     if key is not None and not -(2**63) <= key < 2**64:
@@ -72,20 +113,29 @@ def signed_key(key: int | None) -> int | None:
 def tensors_of(value: Any, feature: str, axis: str) -> tuple:
     """Tensors of a feature's ids: `(ids,)`, `(low, high)` or, if `axis` is `"ragged"`, `(flat ids, row splits)`."""
     form = kind(value)
-    if form == "words":
-        return tuple(ops.cast(ops.convert_to_tensor(value[word]), "int32") for word in ("low", "high"))
     check_dtype(value, feature)
+    if form == "words":
+        return tuple(ops.convert_to_tensor(_plain(value[word])) for word in ("low", "high"))
     splits: tuple = ()
     if axis == "ragged":
         value, row_splits = ragged.bags_of(value)
         splits = (row_splits,)
     elif form != "dense":
         value = ragged.flat_of(value)
+    value = _plain(value)
     if isinstance(value, np.ndarray) and value.dtype == np.uint64:
         value = value.view("int64")  # the same keys; Keras has no uint64 on PyTorch
     value = ops.convert_to_tensor(value)
     dtype = keras.backend.standardize_dtype(value.dtype)
     return ops.cast(value, "int32") if dtype in _NARROW else value, *splits
+
+
+def _plain(value: Any) -> Any:
+    """An array as every framework takes it: this machine's byte order, row-major, not a file's. What is no array of NumPy's becomes one
+    if it is no tensor, since Keras would make int32 of it."""
+    if not isinstance(value, np.ndarray):
+        return value if hasattr(value, "dtype") else np.asarray(value)
+    return np.require(value, value.dtype.newbyteorder("="), ["C_CONTIGUOUS", "WRITEABLE"])
 
 
 def rows_like(value: Any, rows: Any, axis: str) -> Any:
@@ -107,6 +157,7 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
     """
     if value is None:
         return None
+    check_no_mask(value)
     ids = ids["low"] if is_words(ids) else ids
     shape, wanted = shape_of(value), shape_of(ids)
     agrees = kind(value) == kind(ids) and len(shape) == len(wanted)
@@ -116,12 +167,16 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
             f"`weights` must be shaped as the ids are. Received: {kind(value)} weights of shape {shape} for {kind(ids)} ids of "
             f"shape {wanted} (feature {feature!r})"
         )
+    dtype = _dtype_of(value)
+    if not dtype.startswith(("float", "bfloat")) or not backend.is_dense(value):
+        raise ValueError(
+            f"`weights` must be floats. Received: weights of dtype {dtype}, a {type(value).__name__} "
+            f"(feature {feature!r})"
+        )
     if kind(ids) != "dense" or None in (*shape, *wanted):
         told = "`weights` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
         value = ragged.flat_weights(ids, value, f"{told} {wanted} (feature {feature!r})")
-    value = ops.convert_to_tensor(value)
-    if keras.backend.standardize_dtype(value.dtype).startswith(("int", "uint", "bool")):
-        raise ValueError(f"`weights` must be floats. Received: weights of dtype {value.dtype} (feature {feature!r})")
+    value = ops.convert_to_tensor(_plain(value))
     return ops.cast(value, "float32")
 
 

@@ -24,6 +24,10 @@ def _as_float(value: Any) -> Any:
     return ops.cast(ops.convert_to_tensor(value), "float32")
 
 
+def _tensor(value: Any) -> Any:
+    return value if ops.is_tensor(value) else ops.convert_to_tensor(value, dtype="float32")
+
+
 def _sum_of_squares(tensors: list) -> Any:
     total = ops.zeros((), "float32")
     for tensor in tensors:
@@ -180,7 +184,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         step, learning_rate = _as_float(inner.iterations) + 1.0, _as_float(inner.learning_rate)
 
         given = [tickets.get(id(core)) for core in tables.cores]
-        named = [ops.zeros((64, 2), "float32") if pair is None else pair[0] for pair in given]
+        named = [ops.zeros((64, 2), "float32") if pair is None else _tensor(pair[0]) for pair in given]
         sum_of_squares = backend.commit(tables, ops.reshape(is_update, (1,)), named)
         clip = None
         if inner.global_clipnorm:

@@ -2,9 +2,53 @@
 
 from typing import Any
 
+# Bags of a sparse tensor at most, whose number its shape says and not its values.
+_MAX_BAGS = 2**31 - 1
+
+
+def in_order(value: Any, feature: str, reduces: bool) -> Any:
+    """A sparse tensor with its values in row-major order; all else as it is. `reduces`: along the last axis.
+
+    Raises:
+        ValueError: If two values are in one place, one is outside the shape, or the shape is of more rows than memory may hold. In a
+            `tf.function` a `tf.errors.InvalidArgumentError`, when it runs.
+    """
+    import tensorflow as tf
+
+    if not isinstance(value, tf.SparseTensor):
+        return value
+    told = (
+        f"A sparse tensor must have one value in a place, within its shape, and at most {_MAX_BAGS} rows. Received: another of shape "
+        f"{value.shape} (feature {feature!r})"
+    )
+    outer = value.dense_shape[:-1] if reduces else value.dense_shape
+    is_small = tf.reduce_prod(tf.cast(outer, "float64")) <= _MAX_BAGS
+    is_within = tf.reduce_all((value.indices >= 0) & (value.indices < value.dense_shape))
+    value = _checked(tf, is_small & is_within, lambda: tf.sparse.reorder(value), told)
+    return _checked(tf, _ascends(tf, value), lambda: value.with_values(tf.identity(value.values)), told)
+
+
+def _ascends(tf: Any, value: Any) -> Any:
+    """Whether each place is after the one before, in row-major order."""
+    later = tf.zeros_like(value.indices[1:, 0], "bool")
+    for axis in reversed(range(value.indices.shape[1])):
+        step = value.indices[1:, axis] - value.indices[:-1, axis]
+        later = (step > 0) | ((step == 0) & later)
+    return tf.reduce_all(later)
+
+
+def _checked(tf: Any, agrees: Any, make: Any, told: str) -> Any:
+    """What `make` makes, or an error before that."""
+    if tf.executing_eagerly():
+        if not agrees:
+            raise ValueError(told)
+        return make()
+    with tf.control_dependencies([tf.debugging.Assert(agrees, [f"ValueError: {told}"])]):
+        return make()
+
 
 def bags_of(value: Any) -> tuple:
-    """`(flat ids, row splits)` of the bags along the last axis; a sparse tensor's indices are in row-major order."""
+    """`(flat ids, row splits)` of the bags along the last axis; a sparse tensor is one that `in_order` gave."""
     import tensorflow as tf
 
     if isinstance(value, tf.RaggedTensor):
@@ -38,13 +82,7 @@ def flat_weights(ids: Any, weights: Any, told: str) -> Any:
     of_ids, of_weights = _places(tf, ids), _places(tf, weights)
     pairs = zip(of_ids, of_weights, strict=False)
     agree = tf.reduce_all([len(of_ids) == len(of_weights), *(_are_equal(tf, *pair) for pair in pairs)])
-    flat = tf.convert_to_tensor(flat_of(weights))
-    if tf.executing_eagerly():
-        if not agree:
-            raise ValueError(told)
-        return flat
-    with tf.control_dependencies([tf.debugging.Assert(agree, [f"ValueError: {told}"])]):
-        return tf.identity(flat)
+    return _checked(tf, agree, lambda: tf.identity(flat_of(weights)), told)
 
 
 def _places(tf: Any, value: Any) -> Any:

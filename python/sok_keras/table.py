@@ -54,6 +54,8 @@ def as_keys(keys: Any) -> np.ndarray:
     Raises:
         TypeError: If they are not integers.
     """
+    if isinstance(keys, np.ma.MaskedArray):
+        raise TypeError("Keys must be a plain array: what a mask hides has no key. Received: a masked array")
     keys = np.asarray(keys)
     if keys.size == 0:
         return np.empty(0, "int64")

@@ -1,7 +1,7 @@
-//! What a framework's op names by a number: plans and optimizers.
+//! What a framework's op names by a number: plans and optimizers. A graph may outlive its process in a file, so a number is drawn such
+//! that no other process has it: a graph finds its own tables, or none.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use sok_core::batch::Combiner;
@@ -97,23 +97,35 @@ impl Optimizer {
 
 type Handles<T> = RwLock<Option<HashMap<i64, Arc<T>>>>;
 
-static NEXT: AtomicI64 = AtomicI64::new(1);
 static PLANS: Handles<Plan> = RwLock::new(None);
 static OPTIMIZERS: Handles<Optimizer> = RwLock::new(None);
 
-fn add<T>(handles: &Handles<T>, value: T) -> i64 {
-    let handle = NEXT.fetch_add(1, Relaxed);
-    let mut handles = handles.write().unwrap_or_else(|e| e.into_inner());
-    handles.get_or_insert_default().insert(handle, Arc::new(value));
-    handle
+/// 63 bits from the operating system, never 0.
+fn draw() -> Result<i64> {
+    let mut bytes = [0; size_of::<i64>()];
+    // SAFETY: the call writes at most as many bytes as there are.
+    let written = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if written != bytes.len() as isize {
+        let error = std::io::Error::last_os_error();
+        return Err(Error::State(format!("the operating system has no random numbers: {error}")));
+    }
+    Ok((i64::from_ne_bytes(bytes) & i64::MAX).max(1))
 }
 
-fn get<T>(handles: &Handles<T>, handle: i64, what: &str) -> Result<Arc<T>> {
+fn add<T>(handles: &Handles<T>, value: T) -> Result<i64> {
+    let mut handles = handles.write().unwrap_or_else(|e| e.into_inner());
+    let handles = handles.get_or_insert_default();
+    let mut handle = draw()?;
+    while handles.contains_key(&handle) {
+        handle = draw()?;
+    }
+    handles.insert(handle, Arc::new(value));
+    Ok(handle)
+}
+
+fn get<T>(handles: &Handles<T>, handle: i64) -> Option<Arc<T>> {
     let handles = handles.read().unwrap_or_else(|e| e.into_inner());
-    let found = handles.as_ref().and_then(|h| h.get(&handle)).cloned();
-    found.ok_or_else(|| {
-        Error::State(format!("{what} {handle} is no more: the layer or optimizer that made it is gone"))
-    })
+    handles.as_ref().and_then(|h| h.get(&handle)).cloned()
 }
 
 fn remove<T>(handles: &Handles<T>, handle: i64) {
@@ -121,24 +133,39 @@ fn remove<T>(handles: &Handles<T>, handle: i64) {
     handles.as_mut().and_then(|h| h.remove(&handle));
 }
 
-pub fn add_plan(plan: Plan) -> i64 {
+pub fn add_plan(plan: Plan) -> Result<i64> {
     add(&PLANS, plan)
 }
 
+/// # Errors
+/// If no layer of this process has it.
 pub fn plan(handle: i64) -> Result<Arc<Plan>> {
-    get(&PLANS, handle, "plan")
+    get(&PLANS, handle).ok_or_else(|| {
+        Error::State(format!(
+            "this graph's embedding tables are not in this process: the graph was exported from another process, or its layer is gone. \
+             An exported graph holds no rows. Load the model with `keras.models.load_model`, or build it and use `sok_keras.load` of \
+             what `sok_keras.dump` wrote (plan {handle:#x})"
+        ))
+    })
 }
 
 pub fn remove_plan(handle: i64) {
     remove(&PLANS, handle);
 }
 
-pub fn add_optimizer(optimizer: Optimizer) -> i64 {
+pub fn add_optimizer(optimizer: Optimizer) -> Result<i64> {
     add(&OPTIMIZERS, optimizer)
 }
 
+/// # Errors
+/// If no optimizer of this process has it.
 pub fn optimizer(handle: i64) -> Result<Arc<Optimizer>> {
-    get(&OPTIMIZERS, handle, "optimizer")
+    get(&OPTIMIZERS, handle).ok_or_else(|| {
+        Error::State(format!(
+            "this graph's optimizer is not in this process: the graph was traced in another process, or its `OptimizerWrapper` is \
+             gone (optimizer {handle:#x})"
+        ))
+    })
 }
 
 pub fn remove_optimizer(handle: i64) {

@@ -252,7 +252,7 @@ impl Plan {
         let dims = (0..tables.num_tables()).map(|t| tables.table(t).config().dim).collect();
         drop(tables);
         let plan = registry::Plan { group: group.inner.clone(), features, dims, check_finite };
-        Ok(Plan { handle: registry::add_plan(plan) })
+        Ok(Plan { handle: registry::add_plan(plan).map_err(to_python)? })
     }
 }
 
@@ -302,8 +302,8 @@ impl Optimizer {
     ) -> PyResult<Optimizer> {
         let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
         let groups = groups.iter().map(|g| g.inner.clone()).collect();
-        let handle =
-            registry::add_optimizer(registry::Optimizer { groups, updates, needs_norm, accumulates });
+        let optimizer = registry::Optimizer { groups, updates, needs_norm, accumulates };
+        let handle = registry::add_optimizer(optimizer).map_err(to_python)?;
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
             let mut groups = optimizer.groups.iter().zip(optimizer.bindings(handle));
@@ -318,6 +318,18 @@ impl Drop for Optimizer {
     fn drop(&mut self) {
         registry::remove_optimizer(self.handle);
     }
+}
+
+/// Raises unless a layer of this process has the plan.
+#[pyfunction]
+fn check_plan(handle: i64) -> PyResult<()> {
+    registry::plan(handle).map(|_| ()).map_err(to_python)
+}
+
+/// Raises unless an `OptimizerWrapper` of this process has the optimizer.
+#[pyfunction]
+fn check_optimizer(handle: i64) -> PyResult<()> {
+    registry::optimizer(handle).map(|_| ()).map_err(to_python)
 }
 
 /// From the next call on, steps use `threads` threads.
@@ -340,6 +352,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Table>()?;
     module.add_class::<Plan>()?;
     module.add_class::<Optimizer>()?;
+    module.add_function(wrap_pyfunction!(check_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(check_optimizer, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(states_of, module)?)
 }

@@ -1,7 +1,8 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
 Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `after`, `wait`, `at_hand`, `has_wide_integers`,
-`eager_scope`, `gpu`, `constant`, `is_compiling`, `to_numpy` and `from_numpy`.
+`eager_scope`, `gpu`, `constant`, `is_compiling`, `is_dense`, `is_tracing`, `to_numpy` and `from_numpy`. A second module defines
+`TableState`, a base of the layers: how the framework itself saves rows.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -13,10 +14,13 @@ name = keras.backend.backend()
 
 if name == "tensorflow":
     import sok_keras.backend.tensorflow as framework
+    import sok_keras.backend.tensorflow_state as state
 elif name == "jax":
     import sok_keras.backend.jax as framework  # type: ignore[no-redef]
+    import sok_keras.backend.jax_state as state  # type: ignore[no-redef]
 elif name == "torch":
     import sok_keras.backend.torch as framework  # type: ignore[no-redef]
+    import sok_keras.backend.torch_state as state  # type: ignore[no-redef]
 else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
@@ -32,9 +36,12 @@ from_numpy = framework.from_numpy
 gpu = framework.gpu
 has_wide_integers = framework.has_wide_integers
 is_compiling = framework.is_compiling
+is_dense = framework.is_dense
+is_tracing = framework.is_tracing
 lookup = framework.lookup
 to_numpy = framework.to_numpy
 wait = framework.wait
+TableState = state.TableState
 
 
 @functools.cache
@@ -45,6 +52,7 @@ def keep_freed_memory():
 
 
 __all__ = [
+    "TableState",
     "after",
     "apply",
     "at_hand",
@@ -55,6 +63,8 @@ __all__ = [
     "gpu",
     "has_wide_integers",
     "is_compiling",
+    "is_dense",
+    "is_tracing",
     "keep_freed_memory",
     "lookup",
     "name",

@@ -107,6 +107,11 @@ def _float32(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
+def is_dense(value):
+    """Whether an array's values lie in memory one by one: not sparse."""
+    return not type(value).__module__.startswith("jax.experimental.sparse")
+
+
 def gpu(asked=False):
     """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default."""
     del asked
@@ -125,6 +130,11 @@ def constant(function):
 def is_compiling():
     """Whether a compiler is tracing the caller, and nothing may be asked of the core meanwhile."""
     return False
+
+
+def is_tracing(value):
+    """Whether what is called now becomes a graph."""
+    return isinstance(value, jax.core.Tracer)
 
 
 def has_wide_integers():

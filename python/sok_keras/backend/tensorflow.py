@@ -125,6 +125,12 @@ def _flat(inputs, weights):
     return inputs if weights is None else (*inputs, weights)
 
 
+def is_dense(value):
+    """Whether a tensor is of a form that is known here, which all are."""
+    del value
+    return True
+
+
 def gpu(asked=False):
     """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default.
 
@@ -143,6 +149,12 @@ def constant(function):
 def is_compiling():
     """Whether a compiler is tracing the caller, and nothing may be asked of the core meanwhile."""
     return False
+
+
+def is_tracing(value):
+    """Whether what is called now becomes a graph."""
+    del value
+    return not tf.executing_eagerly()
 
 
 def has_wide_integers():

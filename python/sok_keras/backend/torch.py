@@ -31,9 +31,22 @@ def is_compiling():
     return torch.compiler.is_compiling()
 
 
+def is_tracing(value):
+    """Whether what is called now becomes a graph."""
+    del value
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def has_wide_integers():
     """Whether tensors hold 64-bit ids."""
     return True
+
+
+def is_dense(value):
+    """Whether a tensor's values lie in memory one by one: not sparse, nor jagged, nor nowhere but where shapes alone are asked for."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.layout is torch.strided and (not value.is_meta or keras.src.backend.torch.core.get_device() == "meta")
 
 
 def gpu(asked=False):
@@ -45,18 +58,36 @@ def gpu(asked=False):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def _plan(handle):
+    """The plan that a graph names.
+
+    Raises:
+        SokError: If it is another process's, or of a layer that is gone.
+    """
+    plan = plans.get(handle)
+    return _native.check_plan(handle) if plan is None else plan
+
+
+def _optimizer(handle):
+    """The same of an optimizer."""
+    optimizer = optimizers.get(handle)
+    return _native.check_optimizer(handle) if optimizer is None else optimizer
+
+
 def _device_of(gpu):
     """Where the tables are."""
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def _at(device, tensors):
-    """Contiguous tensors on the device of the tables."""
+    """Contiguous tensors on the device of the tables, their values written out."""
 
     def moved(tensor):
-        return (tensor if tensor.device == device else tensor.detach().to(device)).contiguous()
+        return (tensor if tensor.device == device else tensor.detach().to(device)).resolve_neg().contiguous()
 
-    return tensors if _native.are_at(tensors, device.index) else [moved(tensor) for tensor in tensors]
+    # DLPack does not tell of values that are yet to be negated.
+    is_there = _native.are_at(tensors, device.index) and not any(map(torch.Tensor.is_neg, tensors))
+    return tensors if is_there else [moved(tensor) for tensor in tensors]
 
 
 def _back(tensors, like):
@@ -96,7 +127,7 @@ def _new_rows_apart(device, plan, tensors):
 
 
 def _lookup(trigger, tensors, plan, insertion, save, apart=False):
-    plan = plans[plan]
+    plan = _plan(plan)
     device = _device_of(plan.gpu)
     tensors = _at(device, tensors)
     # On the host glibc keeps freed memory of up to 32 MiB for the next step, but maps larger pieces anew: a step took three times as long.
@@ -107,7 +138,7 @@ def _lookup(trigger, tensors, plan, insertion, save, apart=False):
 
 
 def _push(number, gradients, weights, plan, keep):
-    like, plan = gradients[0], plans[plan]
+    like, plan = gradients[0], _plan(plan)
     device = _device_of(plan.gpu)
     gradients, weights = _at(device, gradients), _at(device, weights)
     found = [_new(device, shape) for shape in (_TICKET, *(weight.shape for weight in weights))]
@@ -116,14 +147,14 @@ def _push(number, gradients, weights, plan, keep):
 
 
 def _commit(is_update, tickets, optimizer):
-    device = _device_of(optimizers[optimizer].gpu)
+    device = _device_of(_optimizer(optimizer).gpu)
     norm = _new(device, ())
     _native.commit(optimizer, _at(device, [is_update, *tickets]), [norm], device.index)
     return _back([norm], tickets[0])[0]
 
 
 def _apply(scalars, sum_of_squares, triggers, optimizer):
-    device = _device_of(optimizers[optimizer].gpu)
+    device = _device_of(_optimizer(optimizer).gpu)
     new = [_new(device, _TICKET) for _ in triggers]
     _native.apply(optimizer, _at(device, [scalars, sum_of_squares, *triggers]), new, device.index)
     return _back(new, triggers[0])
@@ -147,7 +178,7 @@ _library.impl("apply", _apply, _KEY)
 @torch.library.register_fake("sok_keras::lookup", lib=_library)
 def _(trigger, tensors, plan, insertion, save):
     del insertion, save
-    rows = [trigger.new_empty(shape) for shape in plans[plan].shapes_of(tensors)]
+    rows = [trigger.new_empty(shape) for shape in _plan(plan).shapes_of(tensors)]
     return [_new_number(), *rows]
 
 
@@ -210,6 +241,8 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
+    # An exported graph is asked alone: it must keep nothing for gradients.
+    learns = learns and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
     tensors, places, given = [], [], []
     for ids, weight in zip(inputs, weights, strict=True):
         tensors += ids
@@ -219,6 +252,10 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
             given.append(weight if learns else weight.detach())
     trigger = trigger if learns else trigger.detach()
     records = torch.is_grad_enabled() and (trigger.requires_grad or any(weight.requires_grad for weight in given))
+    if torch.jit.is_tracing():  # such a graph holds calls of registered operators alone
+        for place, weight in zip(places, given, strict=True):
+            tensors[place] = weight
+        return torch.ops.sok_keras.lookup(trigger, tensors, plan.handle, int(insertion), False)[1:]
     return list(_Lookup.apply(trigger, plan.handle, int(insertion), records, tuple(tensors), tuple(places), *given))
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ from keras import ops
 from sok_keras import backend, ids, rows_file
 from sok_keras.backend.insertion import Insertion
 from sok_keras.core import Core
+from sok_keras.export_guard import check_format
 from sok_keras.initializers import core_initializer, core_seed, mixed_seed
 from sok_keras.table_config import TableConfig
 
@@ -69,7 +71,7 @@ def check_one_device() -> None:
         )
 
 
-class TableLayer(keras.layers.Layer):
+class TableLayer(backend.TableState, keras.layers.Layer):
     """Base of the layers; makes the trigger and saves the tables.
 
     The tables lie outside the framework. A lookup depends on the trigger, a small trainable variable, so that every framework
@@ -80,6 +82,10 @@ class TableLayer(keras.layers.Layer):
 
     def __init__(self, *, save_rows: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not keras.backend.is_float_dtype(self.compute_dtype):
+            raise ValueError(
+                f"`dtype` must be of floats, in which rows come back. Received: dtype={self.compute_dtype!r}"
+            )
         self.save_rows = save_rows
         # Keras would turn int64 ids into int32 under JAX before anyone could say so.
         self._convert_input_args = False
@@ -108,6 +114,7 @@ class TableLayer(keras.layers.Layer):
         )
         self.trigger.sok_core = self._core
         self._core.watch(self.trigger)
+        self._watch_state()
         self.built = True
 
     def _lookup(self, features: tuple, inputs: list, weights: list, training: bool | None) -> list:
@@ -117,6 +124,8 @@ class TableLayer(keras.layers.Layer):
         """
         learns = self.trainable and self.trigger.trainable
         insertion = _insertion(training, learns)
+        if backend.is_tracing(inputs[0][0]):
+            check_format(self.name)
         self._core.check_weights()
         plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
         rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insertion)
@@ -134,10 +143,33 @@ class TableLayer(keras.layers.Layer):
             rows_file.save(self._core, store)
 
     def load_own_variables(self, store: Any) -> None:
-        if rows_file.has_rows(store):
+        if self._has_rows(store, "file"):
             rows_file.load(self._core, store)
-        elif self.save_rows:
-            raise ValueError(f"The file has no rows for layer {self.name!r}: it was saved with `save_rows=False`")
+
+    def _has_rows(self, store: Any, where: str) -> bool:
+        has_rows = rows_file.has_rows(store)
+        if not has_rows and self.save_rows:
+            raise ValueError(f"The {where} has no rows for layer {self.name!r}: it was saved with `save_rows=False`")
+        return has_rows
+
+    def _rows_to_save(self) -> dict[str, Any]:
+        """Arrays by name, for a framework's own files; none with `save_rows=False`."""
+        self._core.synchronize()
+        rows: dict[str, Any] = {}
+        if self.save_rows:
+            rows_file.save(self._core, rows)
+        return rows
+
+    def _load_rows(self, rows: dict[str, Any], where: str) -> None:
+        """Replaces the rows by what `_rows_to_save` gave. `where`: what it was in."""
+        if self._has_rows(rows, where):
+            rows_file.load(self._core, rows)
+        else:
+            warnings.warn(
+                f"The {where} has no rows for layer {self.name!r}, which has `save_rows=False`: they stay as they are. Use "
+                "`sok_keras.load` for them.",
+                stacklevel=2,
+            )
 
     def save_assets(self, dir_path: str) -> None:
         """For `keras.callbacks.OrbaxCheckpoint`, which saves variables and these files alone."""

@@ -67,7 +67,8 @@ class DistributedEmbedding(TableLayer):
             `TableConfig` object.
         table_stacking: Accepted for keras-rs' sake: tables of a layer are always looked up together.
         update_stats: As above.
-        save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+        save_rows: Whether `.keras` and weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows; for large tables
+            use `sok_keras.dump`.
 
     Call arguments:
         inputs: Ids, nested as `feature_configs`.
@@ -79,7 +80,8 @@ class DistributedEmbedding(TableLayer):
         Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
         `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX
         without x64. `weights`: floats, nested and shaped alike, ragged or sparse where the ids are, and in the same places; an id of
-        weight 0 gets no row and adds nothing.
+        weight 0 gets no row and adds nothing. They may be negative; of one
+        that is not finite, neither is the row that it adds to.
 
     Output shape:
         Nested as `feature_configs`: `(batch, ..., embedding_dim)`, a `RaggedTensor` if an outer axis of the ids is ragged.
@@ -117,9 +119,11 @@ class DistributedEmbedding(TableLayer):
         structure = self._structure
         given = structure.flatten(inputs)
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
-        features, tensors, floats = [], [], []
+        features, tensors, floats, ordered = [], [], [], []
         for config, value, weight in zip(structure.features, given, given_weights, strict=True):
             _check_shape("input_shape", config.input_shape, ids.shape_of(value), config.name)
+            value, weight = ids.in_order(value, config.name, True), ids.in_order(weight, config.name, True)
+            ordered.append(value)
             axis = axis_of(value, True)
             weight = ids.weights_of(weight, value, config.name)
             if axis == "each" and config.table.combiner != "sum":
@@ -133,7 +137,7 @@ class DistributedEmbedding(TableLayer):
         rows = self._lookup(tuple(features), tensors, floats, training)
         shaped = [
             ids.rows_like(value, row, axis)
-            for value, row, (_, _, _, axis, *_) in zip(given, rows, features, strict=True)
+            for value, row, (_, _, _, axis, *_) in zip(ordered, rows, features, strict=True)
         ]
         return structure.pack(shaped)
 

@@ -44,7 +44,8 @@ class DynamicEmbedding(TableLayer):
         check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
         storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where
             there is one. Under a model on a GPU, ids and rows of host tables cross in each step.
-        save_rows: Whether `.keras` and weights files hold the rows; for large tables use `sok_keras.dump`.
+        save_rows: Whether `.keras` and weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows; for large tables
+            use `sok_keras.dump`.
 
     Call arguments:
         inputs: Ids.
@@ -55,7 +56,8 @@ class DynamicEmbedding(TableLayer):
     Input shape:
         Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
         TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape,
-        ragged or sparse where the ids are, and in the same places; an id of weight 0 gets no row and adds nothing.
+        ragged or sparse where the ids are, and in the same places; an id of weight 0 gets no row and adds nothing. They may be negative; of one
+        that is not finite, neither is the row that it adds to.
 
     Output shape:
         `(..., output_dim)`; with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
@@ -116,7 +118,9 @@ class DynamicEmbedding(TableLayer):
         return self._core.seeds()[0]
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        axis = axis_of(inputs, self.combiner is not None)
+        reduces = self.combiner is not None
+        inputs, weights = ids.in_order(inputs, self.name, reduces), ids.in_order(weights, self.name, reduces)
+        axis = axis_of(inputs, reduces)
         tensors = ids.tensors_of(inputs, self.name, axis)
         weights = ids.weights_of(weights, inputs, self.name)
         if axis == "each" and self.combiner in ("mean", "sqrtn"):
@@ -170,6 +174,7 @@ class DynamicEmbedding(TableLayer):
         if ids.is_words(inputs):
             return ops.logical_or(ops.not_equal(inputs["low"], 0), ops.not_equal(inputs["high"], 0))
         if ids.kind(inputs) == "sparse":
+            inputs = ids.in_order(inputs, self.name, False)
             inputs = ops.convert_to_tensor(inputs, sparse=False)  # the same zeros as where `call` finds no id
         return ops.not_equal(inputs, 0)
 
@@ -204,6 +209,7 @@ class DynamicEmbedding(TableLayer):
 
 def preprocess(inputs: Any, weights: Any) -> Any:
     """See `DynamicEmbedding.preprocess`."""
+    ids.check_no_mask(inputs)
     if ids.is_unequal(inputs):
         inputs, weights = ids.pad(inputs, weights)
     if not backend.has_wide_integers() and not ids.is_words(inputs):

@@ -1,0 +1,84 @@
+"""Rows in TensorFlow's object-based checkpoints. A SavedModel holds none: its graph asks the tables of its own process."""
+
+import io
+
+import numpy as np
+import tensorflow as tf
+
+
+class TableState:
+    """What a layer does for the framework's own way to save."""
+
+    def _watch_state(self):
+        core, rows = self._core, _rows_of(self)
+
+        def restore(tensors):
+            """What steps count in stays the tables' own; a trigger that comes without its rows is told."""
+            _call(look_at, list(tensors.values()))
+
+        def look_at(value):
+            if value.numpy()[-1, -1] != rows.restored_mark:
+                core._look_at(value.numpy(), may_be_old=True)
+
+        self.trigger._restore_from_tensors = restore
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        return {**children, "rows": _rows_of(self)} if save_type == "checkpoint" else children
+
+
+def _rows_of(layer):
+    if "_rows" not in layer.__dict__:
+        layer.__dict__["_rows"] = _Rows(layer)  # past Keras, which would make it a part of SavedModels too
+    return layer.__dict__["_rows"]
+
+
+def _call(function, tensors, result=()):
+    """Calls a function of tensors that are there, now or, in a graph, when it runs."""
+    return function(*tensors) if tf.executing_eagerly() else tf.py_function(function, tensors, result)
+
+
+class _Rows(tf.__internal__.tracking.Trackable):
+    """A layer's rows as an object of a checkpoint: one string, as `numpy.savez` writes it."""
+
+    def __init__(self, layer):
+        self._layer = layer
+        # That of the trigger which was saved beside the rows that were restored.
+        self.restored_mark = None
+
+    def _serialize_to_tensors(self):
+        return {"rows": _call(self._write, [], tf.string)}
+
+    def _restore_from_tensors(self, tensors):
+        _call(self._read, [tensors["rows"]])
+
+    def _copy_trackable_to_cpu(self, object_map):
+        """For an asynchronous checkpoint: the rows as they are now."""
+        if self not in object_map:
+            with tf.init_scope():
+                object_map[self] = _Snapshot()
+        object_map[self].rows.assign(self._serialize_to_tensors()["rows"])
+
+    def _write(self):
+        file = io.BytesIO()
+        np.savez(file, mark=self._layer._core._mark, **self._layer._rows_to_save())
+        return tf.constant(file.getvalue())
+
+    def _read(self, rows):
+        with np.load(io.BytesIO(rows.numpy()), allow_pickle=False) as file:
+            arrays = dict(file)
+        mark = arrays.pop("mark")
+        self._layer._load_rows(arrays, "checkpoint")
+        self._layer._core.keep_rows()  # the trigger may have come first
+        self.restored_mark = mark
+
+
+class _Snapshot(tf.__internal__.tracking.Trackable):
+    def __init__(self):
+        self.rows = tf.Variable("", trainable=False)
+
+    def _serialize_to_tensors(self):
+        return {"rows": self.rows.read_value()}
+
+    def _restore_from_tensors(self, tensors):
+        self.rows.assign(tensors["rows"])

@@ -1,0 +1,94 @@
+"""Rows in PyTorch's state dicts.
+
+Keras makes no submodules of a model's layers: a model, and each part of it, has its variables in a `ParameterDict`. So PyTorch's hook
+on the registration of parameters says where a trigger goes, and hooks of that module put the rows beside it.
+"""
+
+import functools
+import weakref
+
+import numpy as np
+import torch
+
+# Those whose triggers are known.
+_layers: weakref.WeakSet = weakref.WeakSet()
+_ROWS = ".rows."
+
+
+class TableState:
+    """What a layer does for the framework's own way to save."""
+
+    def _watch_state(self):
+        _layers.add(self)
+
+
+def _layer_of(parameter):
+    """The layer whose trigger this is."""
+    if type(parameter) not in (torch.nn.Parameter, torch.Tensor) or parameter.is_meta:
+        return None
+    address = parameter.data_ptr()
+    return next((layer for layer in _layers if layer.trigger.value.data_ptr() == address), None)
+
+
+def _follow(module, name, parameter):
+    layer = _layer_of(parameter)
+    if layer is not None and not _is_followed(module, name):
+        layer = weakref.ref(layer)
+        module.register_state_dict_post_hook(functools.partial(_save, layer, name))
+        module.register_load_state_dict_pre_hook(functools.partial(_load, layer, name))
+
+
+def _is_followed(module, name):
+    hooks = module._state_dict_hooks.values()
+    return any(isinstance(hook, functools.partial) and hook.func is _save and hook.args[1] == name for hook in hooks)
+
+
+torch.nn.modules.module.register_module_parameter_registration_hook(_follow)
+
+
+def _save(layer, name, module, state, prefix, metadata):
+    """Adds keys, rows and states to a state dict as tensors on the host."""
+    del module, metadata
+    layer, key = layer(), prefix + name
+    # Who asks for the variables themselves, as compilers do, wants no copies.
+    if layer is None or isinstance(state.get(key), torch.nn.Parameter | None):
+        return
+    for suffix, tensor in (_saved_already(key, state) or _tensors(layer)).items():
+        state[key + _ROWS + suffix] = tensor
+
+
+def _tensors(layer):
+    return {name: torch.from_numpy(np.array(array)) for name, array in layer._rows_to_save().items()}
+
+
+def _saved_already(key, state):
+    """The rows beside another entry of the same trigger: a model may hold its variables twice."""
+    address = state[key].data_ptr()
+    for other, value in state.items():
+        if other != key and isinstance(value, torch.Tensor) and value.shape == state[key].shape:
+            rows = _rows_of(other, state)
+            if rows and value.data_ptr() == address:
+                return rows
+    return None
+
+
+def _rows_of(key, state):
+    start = key + _ROWS
+    return {name[len(start) :]: state[name] for name in state if name.startswith(start)}
+
+
+def _load(layer, name, module, state, prefix, metadata, strict, missing, unexpected, errors):
+    """Takes rows out of a state dict into the tables; without them it is an error."""
+    del module, metadata, strict, missing, unexpected
+    layer, key = layer(), prefix + name
+    if layer is None or key not in state:
+        return
+    rows = {suffix: tensor.detach().cpu().numpy() for suffix, tensor in _rows_of(key, state).items()}
+    for suffix in rows:
+        del state[key + _ROWS + suffix]
+    try:
+        layer._load_rows(rows, "state dict")
+    except Exception as error:  # PyTorch tells them together, as a `RuntimeError`
+        errors.append(f"{key}: {error}")
+    # What steps count in stays the tables' own.
+    state[key] = layer.trigger.value.detach()

@@ -1,0 +1,53 @@
+"""Formats of exported graphs that cannot hold tables: refused while a layer is traced for one.
+
+Nobody tells a layer what it is traced for, so the modules that trace are known by their names. Should one bear another name one day, a
+graph is written that finds no tables, and says so when it runs: its plan's number is no other's.
+"""
+
+import sys
+
+from sok_keras import backend
+
+_TRACERS = {
+    "keras.src.export.onnx": "ONNX",
+    "torch.onnx": "ONNX",
+    "tf2onnx": "ONNX",
+    "jax2onnx": "ONNX",
+    "keras.src.export.openvino": "OpenVINO",
+    "openvino": "OpenVINO",
+    "keras.src.export.litert": "LiteRT",
+    "tensorflow.lite.python": "LiteRT",
+    "litert_torch": "LiteRT",
+    "jax.experimental.jax2tf": "a SavedModel of JAX",
+    "keras.src.backend.torch.export": "a SavedModel of PyTorch",
+    "torch_xla": "StableHLO",
+}
+
+
+def _format():
+    """What the callers trace a model for, of the formats that cannot hold tables; None for all else."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        for tracer, written in _TRACERS.items():
+            if name == tracer or name.startswith(f"{tracer}."):
+                return written
+        frame = frame.f_back
+    return None
+
+
+@backend.constant
+def check_format(layer: str) -> bool:
+    """True, for a compiler that wants a value.
+
+    Raises:
+        SokError: If the layer, by its name, is traced for a format that cannot hold tables.
+    """
+    written = _format()
+    if written is not None:
+        raise backend.native.SokError(
+            f"{written} cannot hold embedding tables: it can neither call them nor take their rows along. Serve the Keras model: "
+            "`model.save` and `keras.models.load_model`, or `sok_keras.dump` and `sok_keras.load`; or export what comes after the "
+            f"tables as a model of its own. Received: an export of layer {layer!r}"
+        )
+    return True
