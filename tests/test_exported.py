@@ -179,12 +179,12 @@ def test_number_of_a_plan_is_no_other_processs():
 
 FORMATS = {
     "onnx": "ONNX cannot hold",
-    "openvino": "OpenVINO cannot hold",
+    "openvino": "(OpenVINO|a SavedModel of JAX) cannot hold",
     "litert": "LiteRT cannot hold",
     "tf_saved_model": "a SavedModel of (JAX|PyTorch) cannot hold",
 }
 NEEDS = {("openvino", b): ["openvino"] for b in ("tensorflow", "jax", "torch")} | {
-    ("onnx", "jax"): ["jax2onnx"],
+    ("onnx", "jax"): ["jax2onnx", "flax"],
     ("litert", "torch"): ["litert_torch"],
     ("tf_saved_model", "jax"): ["tensorflow"],
     ("tf_saved_model", "torch"): ["tensorflow"],

@@ -42,7 +42,7 @@ LEVELS = [
 # Imports of TensorFlow in functions, where its own kinds of tensors or strategies are at hand: module -> functions.
 TENSORFLOW_IN_FUNCTIONS = {
     "layers.base": {"check_one_device"},
-    "ragged": {"bags_of", "flat_weights", "rows_like"},
+    "ragged": {"in_order", "bags_of", "flat_weights", "rows_like"},
 }
 
 

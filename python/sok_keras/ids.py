@@ -167,12 +167,13 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
             f"`weights` must be shaped as the ids are. Received: {kind(value)} weights of shape {shape} for {kind(ids)} ids of "
             f"shape {wanted} (feature {feature!r})"
         )
-    dtype = _dtype_of(value)
-    if not dtype.startswith(("float", "bfloat")) or not backend.is_dense(value):
+    if not backend.is_dense(value):
         raise ValueError(
-            f"`weights` must be floats. Received: weights of dtype {dtype}, a {type(value).__name__} "
-            f"(feature {feature!r})"
+            f"`weights` must be dense on this backend. Received: a {type(value).__name__} (feature {feature!r})"
         )
+    dtype = _dtype_of(value)
+    if not dtype.startswith(("float", "bfloat")):
+        raise ValueError(f"`weights` must be floats. Received: weights of dtype {dtype} (feature {feature!r})")
     if kind(ids) != "dense" or None in (*shape, *wanted):
         told = "`weights` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
         value = ragged.flat_weights(ids, value, f"{told} {wanted} (feature {feature!r})")
