@@ -20,6 +20,7 @@ pub mod key;
 mod lookup;
 mod lookup_split;
 pub mod math;
+pub mod memory;
 mod merge;
 pub mod optimizer;
 pub mod pool;

@@ -14,7 +14,7 @@ use crate::batch::{Bags, Feature, Keys};
 use crate::error::{Error, Result};
 use crate::find::{Distinct, NO_MARK, Nobody, Part, Search};
 use crate::host_table::HostTable;
-use crate::index::Index;
+use crate::index::{Index, Joint};
 use crate::key::{Key, hash};
 use crate::lookup::{
     FeatureOutput, Looked, Mode, Role, count_dropped, is_plain, is_weighted, plain_coefficient, role,
@@ -144,11 +144,11 @@ pub fn lookup_split(
     let mut chunks = chunks(&call.features, (num_ids / (pool.threads() * CHUNKS)).max(MIN_CHUNK));
     deal(table, &call, &mut chunks, scratch, pool);
     let before = table.index.len();
-    let mut parts = take_parts(table, &chunks, scratch, spare)?;
+    let (mut parts, joint) = take_parts(table, &chunks, scratch, spare)?;
     let found = find_in_parts(table, &call, &mut parts, pool);
     let (indexes, mut left): (Vec<_>, Vec<_>) = parts.into_iter().map(PartWork::finish).unzip();
     let distinct: usize = left.iter().map(|l| l.num_distinct).sum();
-    let inserted = (give_back(table, indexes, &mut left) - before) as u64;
+    let inserted = (give_back(table, joint.join(indexes), &mut left) - before) as u64;
     found?;
     pool_chunks(table, &call, &chunks, outputs, scratch, pool);
     let mut looked =
@@ -345,8 +345,8 @@ fn take_parts<'a>(
     chunks: &[Chunk],
     scratch: &'a mut SplitScratch,
     spare: &mut Vec<KeyRuns>,
-) -> Result<Vec<PartWork<'a>>> {
-    let index = std::mem::replace(&mut table.index, Index::new(0)?).split(PART_BITS);
+) -> Result<(Vec<PartWork<'a>>, Joint)> {
+    let (index, joint) = table.index.split(PART_BITS)?;
     let mut free = table.arena.take_free();
     let share = free.len().div_ceil(PARTS);
     let part = |(index, distinct)| {
@@ -375,12 +375,12 @@ fn take_parts<'a>(
             if list < PARTS { part.active.push(piece) } else { part.silent.push(piece) }
         }
     }
-    Ok(parts)
+    Ok((parts, joint))
 }
 
 /// Puts the index together again; gives its length.
-fn give_back(table: &mut HostTable, indexes: Vec<Index>, left: &mut [Left]) -> usize {
-    table.index = Index::join(indexes);
+fn give_back(table: &mut HostTable, index: Index, left: &mut [Left]) -> usize {
+    table.index = index;
     for left in left {
         left.free.drain(..).chain(left.unused.clone()).for_each(|number| table.arena.release(number));
     }
