@@ -12,6 +12,7 @@ pub mod checkpoint;
 pub mod error;
 mod exact_sum;
 mod find;
+pub mod fork;
 pub mod host_group;
 pub mod host_table;
 mod index;

@@ -5,13 +5,12 @@
 //! then each chunk takes its records back into the order of its ids. All three read and write memory from front to back.
 
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU32;
 
 use crate::absent::Absent;
 use crate::arena::RecordNumber;
 use crate::batch::{Bags, Feature, Keys};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::find::{Distinct, NO_MARK, Nobody, Part, Search};
 use crate::host_table::HostTable;
 use crate::index::{Index, Joint};
@@ -20,7 +19,7 @@ use crate::lookup::{
     FeatureOutput, Looked, Mode, Role, count_dropped, is_plain, is_weighted, plain_coefficient, role,
     row_code, trace,
 };
-use crate::pool::Pool;
+use crate::pool::{FirstError, Pool};
 use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, PoolRange, pool_bags};
 use crate::region::Region;
 use crate::runs::{KeyRuns, RowCode};
@@ -106,22 +105,6 @@ struct Call<'a> {
     code: RowCode,
     mode: Mode,
     is_weighted: bool,
-}
-
-/// The first error of many tasks.
-#[derive(Default)]
-struct FirstError(Mutex<Option<Error>>);
-
-impl FirstError {
-    fn note(&self, result: Result<()>) {
-        if let Err(error) = result {
-            self.0.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(error);
-        }
-    }
-
-    fn into_result(self) -> Result<()> {
-        self.0.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), Err)
-    }
 }
 
 /// As `lookup_whole`, with all threads. `spare` holds old runs whose memory is used again.
