@@ -191,10 +191,10 @@ def test_a_fork_waits_a_second_for_a_long_call_and_its_child_is_told():
     layer.build()
     table, (_, other) = layer.get_table(), filled(4_000)
     # The first values of so many rows take some seconds.
-    unknown = np.arange(30_000_000)
+    unknown = np.arange(6_000_000)
     busy = threading.Thread(target=table.find, args=(unknown,))
     busy.start()
-    time.sleep(0.2)
+    time.sleep(0.5)
 
     def work():
         other.find(np.arange(4_000))
