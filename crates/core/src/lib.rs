@@ -17,6 +17,7 @@ pub mod host_group;
 pub mod host_table;
 mod index;
 pub mod initializer;
+mod journal;
 pub mod key;
 mod lookup;
 mod lookup_split;

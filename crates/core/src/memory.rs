@@ -1,5 +1,7 @@
 //! Memory that grows with what a user asks for: where there is none, an error says how much was wanted, and for what.
 
+use std::collections::HashSet;
+use std::hash::Hash;
 use std::io::ErrorKind;
 
 use crate::error::{Error, Result};
@@ -53,4 +55,21 @@ pub fn collect<T>(values: impl IntoIterator<Item = T>, what: &'static str) -> Re
         push(&mut all, value, what)?;
     }
     Ok(all)
+}
+
+/// Values that came already.
+pub struct Seen<T>(HashSet<T>);
+
+impl<T> Default for Seen<T> {
+    fn default() -> Seen<T> {
+        Seen(HashSet::new())
+    }
+}
+
+impl<T: Eq + Hash> Seen<T> {
+    /// Whether it is the first of its kind.
+    pub fn insert(&mut self, value: T) -> Result<bool> {
+        self.0.try_reserve(1).map_err(|_| missing::<T>(2 * self.0.len(), "the distinct keys of a call"))?;
+        Ok(self.0.insert(value))
+    }
 }
