@@ -4,6 +4,7 @@
 use std::marker::PhantomData;
 
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::region::Region;
 
 /// Number of a record. 0 is "none"; its memory is a row of zeros.
@@ -37,11 +38,12 @@ impl Arena {
 
     /// Room for `records` more without moving: address space, not memory.
     pub fn reserve(&mut self, records: usize) -> Result<()> {
-        let end = self.next as usize + records;
-        if end > u32::MAX as usize {
+        let end = (self.next as usize).checked_add(records).filter(|&end| end <= u32::MAX as usize);
+        let Some(end) = end else {
             return Err(Error::State(format!("a table holds at most {} rows", u32::MAX - 1)));
-        }
-        self.data.grow_amortized(end * self.width)
+        };
+        let len = end.checked_mul(self.width).ok_or_else(|| memory::missing::<f32>(usize::MAX, "rows"))?;
+        self.data.grow_amortized(len)
     }
 
     /// A number for a new record. Its memory holds what an erased record left there, or zeros.
@@ -57,6 +59,18 @@ impl Arena {
 
     pub fn next_unused(&self) -> RecordNumber {
         self.next
+    }
+
+    /// Takes back all numbers from `next` on; their memory is zero again.
+    pub fn rewind(&mut self, next: RecordNumber) {
+        let end = (self.next as usize * self.width).min(self.data.len());
+        self.data[next as usize * self.width..end].fill(0.0);
+        self.next = next;
+    }
+
+    /// Room to `release` so many.
+    pub fn reserve_free(&mut self, records: usize) -> Result<()> {
+        memory::reserve(&mut self.free, records, "the numbers of erased rows")
     }
 
     pub fn release(&mut self, number: RecordNumber) {
@@ -98,8 +112,13 @@ impl Arena {
         }
     }
 
-    pub fn take_free(&mut self) -> Vec<RecordNumber> {
-        std::mem::take(&mut self.free)
+    pub fn num_free(&self) -> usize {
+        self.free.len()
+    }
+
+    /// The last erased numbers, for another to give out; their room stays for their return.
+    pub fn drain_free(&mut self, count: usize) -> impl Iterator<Item = RecordNumber> {
+        self.free.drain(self.free.len().saturating_sub(count)..)
     }
 
     /// All numbers below `next` were given out, by threads that shared the arena.
@@ -112,7 +131,9 @@ impl Arena {
     pub fn with_width(&self, width: usize, fill: impl Fn(&[f32], &mut [f32])) -> Result<Arena> {
         let mut new = Arena::new(width)?;
         new.reserve(self.next as usize)?;
-        (new.next, new.free) = (self.next, self.free.clone());
+        new.next = self.next;
+        new.free = memory::with_capacity(self.free.capacity(), "the numbers of erased rows")?;
+        new.free.extend_from_slice(&self.free);
         for number in 1..self.next {
             fill(self.record(number), new.record_mut(number));
         }

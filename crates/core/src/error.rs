@@ -57,6 +57,10 @@ pub enum Error {
     #[error("{0}")]
     Device(String),
 
+    /// A panic, caught where Python or a framework called.
+    #[error("this is a bug in sok_keras, please report it: {0}")]
+    Bug(String),
+
     #[error("cannot get {bytes} bytes of memory for {what}: {source}")]
     Memory { bytes: usize, what: &'static str, source: Arc<std::io::Error> },
 }

@@ -12,7 +12,9 @@ use crate::batch::Keys;
 use crate::error::Result;
 use crate::index::{Directory, Index, Place};
 use crate::initializer::Initializer;
+use crate::journal::{self, Journal, Log};
 use crate::key::{Key, hash};
+use crate::memory;
 use crate::optimizer::StateSpec;
 use crate::region::Region;
 use crate::simd::{Kernel, dispatch, prefetch};
@@ -66,6 +68,7 @@ pub trait Source {
 pub struct Whole<'a> {
     pub arena: &'a mut Arena,
     pub first: &'a FirstRecord,
+    pub journal: &'a mut Journal,
 }
 
 impl Source for Whole<'_> {
@@ -77,7 +80,9 @@ impl Source for Whole<'_> {
     #[inline(never)]
     fn add(&mut self, key: Key) -> Result<RecordNumber> {
         let unused = self.arena.next_unused();
+        self.journal.reserve()?;
         let number = self.arena.allocate()?;
+        self.journal.push(key, number);
         self.first.fill(key, self.arena.record_mut(number), number == unused);
         Ok(number)
     }
@@ -92,6 +97,7 @@ pub struct Part<'a> {
     /// Numbers never used, taken in runs from all parts' common counter.
     pub unused: Range<RecordNumber>,
     pub counter: &'a AtomicU32,
+    pub log: Log,
 }
 
 impl Part<'_> {
@@ -108,6 +114,7 @@ impl Source for Part<'_> {
     #[allow(unsafe_code)]
     #[inline(never)]
     fn add(&mut self, key: Key) -> Result<RecordNumber> {
+        memory::reserve(&mut self.log, 1, journal::WHAT)?;
         let (number, is_zero) = match self.free.pop() {
             Some(number) => (number, false),
             None => {
@@ -122,6 +129,7 @@ impl Source for Part<'_> {
         //         - no index names it yet, so no other thread reads it.
         let record = unsafe { self.arena.record_mut(number) };
         self.first.fill(key, record, is_zero);
+        self.log.push((key, number));
         Ok(number)
     }
 }

@@ -3,7 +3,7 @@
 //! `lookup` finds the rows and remembers where they are, `push` brings the gradients back under a number, `commit` learns
 //! from a ticket which pushes count, `apply` updates the records. See `docs/design.md`, "One training step".
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::absent::Absent;
@@ -12,11 +12,11 @@ use crate::arena::NO_RECORD;
 use crate::batch::Feature;
 use crate::error::{Error, Result};
 use crate::exact_sum::ExactSum;
-use crate::host_table::HostTable;
-use crate::key::Key;
+use crate::host_table::{HostTable, distinct};
 use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, check_vocabulary, lookup_whole, new_keys};
 use crate::lookup_split::{SplitScratch, lookup_split};
 use crate::math::sum_of_squares;
+use crate::memory;
 use crate::merge::{MergedGradients, StoredGradients};
 use crate::optimizer::{Update, UpdateScalars, clipnorm_factor};
 use crate::pool::{Pool, SMALL_CALL, num_pieces, run_if_large};
@@ -193,6 +193,23 @@ impl HostGroup {
         pool: &Pool,
     ) -> Result<u64> {
         self.check_features(features, &outputs)?;
+        self.tables.iter_mut().for_each(HostTable::begin);
+        let looked = self.look_up(features, insertion, save, outputs, pool);
+        if looked.is_err() {
+            self.tables.iter_mut().for_each(HostTable::undo);
+        }
+        looked
+    }
+
+    /// As `lookup`; where it fails, the tables' journals have what was inserted.
+    fn look_up(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        outputs: Vec<&mut [f32]>,
+        pool: &Pool,
+    ) -> Result<u64> {
         let admitted = match insertion {
             Insertion::AtLookup => self.admit_new_keys(features)?,
             Insertion::AtCommit | Insertion::Never => vec![None; self.tables.len()],
@@ -205,6 +222,7 @@ impl HostGroup {
         let number = if save { self.next_lookup } else { 0 };
         let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
         let looked = self.lookup_tables(by_table, &admitted, Mode { insertion, save, stream }, pool)?;
+        let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
         for SavedTable { number, looked, .. } in &looked {
             let mut outcomes = looked.outcomes;
             if let Some(admitted) = &admitted[*number] {
@@ -217,7 +235,6 @@ impl HostGroup {
             table.count_call();
         }
         if save {
-            let num_bags = features.iter().map(Feature::num_bags).collect();
             self.save(SavedLookup { number, num_bags, tables: looked });
         }
         Ok(number)
@@ -253,7 +270,8 @@ impl HostGroup {
     fn admit_new_keys(&mut self, features: &[Feature]) -> Result<Vec<Option<Outcomes>>> {
         let of_table = |table: usize| features.iter().filter(|f| f.table == table).collect::<Vec<_>>();
         let tables = self.tables.iter().enumerate();
-        let new: Vec<_> = tables.map(|(number, table)| new_keys(table, &of_table(number))).collect();
+        let new = tables.map(|(number, table)| new_keys(table, &of_table(number)));
+        let new = new.collect::<Result<Vec<_>>>()?;
         for (table, new) in self.tables.iter().zip(&new) {
             check_capacity(table, new.as_deref().unwrap_or_default())?;
         }
@@ -430,18 +448,33 @@ impl HostGroup {
     pub fn check_absent(&self, named: &[Named]) -> Result<()> {
         self.tables.iter().enumerate().try_for_each(|(number, table)| {
             let absent = absent_of(&self.ring, named, number, table.generation);
-            let mut seen = HashSet::new();
             let keys = absent.iter().flat_map(|a| &a.keys).filter(|key| table.is_absent(**key));
-            let new: Vec<Key> = keys.filter(|key| seen.insert(**key)).copied().collect();
-            check_capacity(table, &new)
+            check_capacity(table, &distinct(keys.copied())?)
         })
     }
 
     /// Gives the absent keys of these pushes their records, in the order of the pushes, as far as there is room.
     fn insert_absent(&mut self, named: &[Named]) -> Result<()> {
+        self.tables.iter_mut().for_each(HostTable::begin);
+        let (mut inserted, mut done) = (Vec::new(), Ok(()));
         for (number, table) in self.tables.iter_mut().enumerate() {
             let absent = absent_of(&self.ring, named, number, table.generation);
-            absent.into_iter().try_for_each(|absent| table.insert(absent))?;
+            let mut absent = absent.into_iter().filter(|absent| !absent.is_settled());
+            done = done.and_then(|()| {
+                absent.try_for_each(|absent| {
+                    table.insert(absent).map(|new| inserted.push((number, absent, new)))
+                })
+            });
+        }
+        if done.is_err() {
+            self.tables.iter_mut().for_each(HostTable::undo);
+            return done;
+        }
+        for (number, absent, (records, outcomes)) in inserted {
+            if !absent.is_settled() {
+                absent.settle(records);
+                self.tables[number].note(outcomes, absent.num_refused_ids());
+            }
         }
         Ok(())
     }

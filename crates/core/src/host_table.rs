@@ -6,10 +6,12 @@ use crate::absent::Absent;
 use crate::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::batch::{Bags, Combiner, Feature, Keys};
 use crate::error::{Error, Result};
-use crate::find::FirstRecord;
+use crate::find::{FirstRecord, Source, Whole};
 use crate::index::Index;
+use crate::journal::Journal;
 use crate::key::{Key, hash};
 use crate::lookup::{FeatureOutput, Mode, admit, check_capacity, lookup_whole, new_keys};
+use crate::memory;
 use crate::merge::{HeldGradients, MergedGradients};
 use crate::optimizer::{Update, UpdateScalars};
 use crate::pooling::MissingRow;
@@ -32,6 +34,8 @@ pub struct HostTable {
     /// Grows when all record numbers lose their meaning: gradients on their way are then dropped.
     pub(crate) generation: u64,
     pub(crate) stats: TableStats,
+    /// Of the call that is under way.
+    pub(crate) journal: Journal,
     /// Outcomes that the caller is to be warned of.
     pub(crate) refused_to_warn: u64,
 }
@@ -57,6 +61,7 @@ impl HostTable {
             newest_lookup: 0,
             generation: 0,
             stats: TableStats::default(),
+            journal: Journal::default(),
             refused_to_warn: 0,
         };
         table.arena.reserve(table.config.initial_capacity as usize)?;
@@ -65,14 +70,33 @@ impl HostTable {
 
     /// Gives a key that is not there a record.
     pub(crate) fn insert_absent(&mut self, key: Key) -> Result<RecordNumber> {
-        let unused = self.arena.next_unused();
-        let record = self.arena.allocate()?;
-        if let Err(error) = self.index.insert(hash(key), key, record) {
-            self.arena.release(record);
-            return Err(error);
-        }
-        self.first.fill(key, self.arena.record_mut(record), record == unused);
+        let (arena, first, journal) = (&mut self.arena, &self.first, &mut self.journal);
+        let record = Whole { arena, first, journal }.add(key)?;
+        self.index.insert(hash(key), key, record)?;
         Ok(record)
+    }
+
+    /// A call that may insert begins.
+    pub(crate) fn begin(&mut self) {
+        self.journal.begin(self.arena.next_unused());
+    }
+
+    /// Takes back what the call has inserted.
+    pub(crate) fn undo(&mut self) {
+        let unused = self.journal.unused;
+        for (key, record) in self.journal.take() {
+            self.index.remove(hash(key), key);
+            if record < unused {
+                self.arena.release(record);
+            }
+        }
+        self.arena.rewind(unused);
+    }
+
+    /// Undoes what fails.
+    fn whole_or_nothing<T>(&mut self, call: impl FnOnce(&mut HostTable) -> Result<T>) -> Result<T> {
+        self.begin();
+        call(self).inspect_err(|_| self.undo())
     }
 
     pub(crate) fn is_absent(&self, key: Key) -> bool {
@@ -80,15 +104,13 @@ impl HostTable {
     }
 
     /// Gives keys that a lookup did not find their records, as far as there is room.
-    pub(crate) fn insert(&mut self, absent: &Absent) -> Result<()> {
-        if absent.is_settled() {
-            return Ok(());
-        }
-        let new: Vec<Key> = absent.keys.iter().copied().filter(|key| self.is_absent(*key)).collect();
+    pub(crate) fn insert(&mut self, absent: &Absent) -> Result<(Vec<RecordNumber>, Outcomes)> {
+        let what = "the keys of a step";
+        let new = memory::collect(absent.keys.iter().copied().filter(|key| self.is_absent(*key)), what)?;
+        let mut records = memory::with_capacity(absent.keys.len(), what)?;
         let outcomes = admit(self, &new)?;
-        absent.settle(absent.keys.iter().map(|&key| self.index.find(hash(key), key)).collect());
-        self.note(outcomes, absent.num_refused_ids());
-        Ok(())
+        records.extend(absent.keys.iter().map(|&key| self.index.find(hash(key), key)));
+        Ok((records, outcomes))
     }
 
     /// Records of lookups older than `oldest` are no longer referred to.
@@ -154,25 +176,23 @@ impl HostTable {
     /// Record of each key; with `insert`, those without get one as far as there is room.
     fn locate(&mut self, keys: &[Key], insert: bool) -> Result<(Vec<RecordNumber>, Outcomes)> {
         self.check_keys(keys)?;
-        let mut distinct = std::collections::HashSet::new();
         let mut outcomes = Outcomes::default();
-        let mut records = vec![NO_RECORD; keys.len()];
+        let mut records = memory::filled(NO_RECORD, keys.len(), "the records of a call")?;
         self.for_each_record(keys, |i, record| records[i] = record);
-        let absent = |i: &usize| records[*i] == NO_RECORD;
-        let new: Vec<Key> =
-            (0..keys.len()).filter(absent).map(|i| keys[i]).filter(|k| distinct.insert(*k)).collect();
+        let absent = keys.iter().zip(&records).filter(|(_, record)| **record == NO_RECORD);
+        let new = distinct(absent.map(|(key, _)| *key))?;
+        let found = records.iter().copied().filter(|&r| r != NO_RECORD);
+        let num_hits = distinct(found)?.len() as u64;
         if insert {
             check_capacity(self, &new)?;
-            outcomes = admit(self, &new)?;
+            outcomes = self.whole_or_nothing(|table| admit(table, &new))?;
             for (record, &key) in records.iter_mut().zip(keys).filter(|(r, _)| **r == NO_RECORD) {
                 *record = self.index.find(hash(key), key);
             }
         } else {
             outcomes.refused = new.len() as u64;
         }
-        let all: std::collections::HashSet<RecordNumber> =
-            records.iter().copied().filter(|&r| r != NO_RECORD).collect();
-        outcomes.hit = all.len() as u64 - outcomes.inserted;
+        outcomes.hit = num_hits;
         Ok((records, outcomes))
     }
 }
@@ -217,16 +237,18 @@ impl Table for HostTable {
         self.check_len("rows", rows.len(), keys.len())?;
         self.check_keys(keys)?;
         let feature = plain_feature(keys);
-        let new = new_keys(self, &[&feature]);
+        let new = new_keys(self, &[&feature])?;
         let mut outcomes = Outcomes::default();
-        if let Some(new) = &new {
-            check_capacity(self, new)?;
-            outcomes = admit(self, new)?;
-        }
         let insertion = if new.is_none() { Insertion::AtLookup } else { Insertion::Never };
         let mode = Mode { insertion, save: true, stream: false };
-        let looked =
-            lookup_whole(self, &mut [FeatureOutput { number: 0, feature, rows }], mode, KeyRuns::default())?;
+        let looked = self.whole_or_nothing(|table| {
+            if let Some(new) = &new {
+                check_capacity(table, new)?;
+                outcomes = admit(table, new)?;
+            }
+            let outputs = &mut [FeatureOutput { number: 0, feature, rows }];
+            lookup_whole(table, outputs, mode, KeyRuns::default())
+        })?;
         // Keys that were admitted just now were hits to the lookup.
         outcomes.hit = looked.outcomes.hit - outcomes.inserted;
         outcomes.inserted += looked.outcomes.inserted;
@@ -253,7 +275,9 @@ impl Table for HostTable {
         let Some(update) = self.update else {
             return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
         };
-        let mut rows = vec![0.0; gradients.len()];
+        let absent = keys.iter().copied().filter(|key| self.is_absent(*key));
+        let refused = distinct(absent)?.len() as u64;
+        let mut rows = memory::filled(0.0, gradients.len(), "the rows of a call")?;
         let feature = plain_feature(keys);
         let mode = Mode { insertion: Insertion::Never, save: true, stream: false };
         let outputs = &mut [FeatureOutput { number: 0, feature, rows: &mut rows }];
@@ -280,16 +304,13 @@ impl Table for HostTable {
             // SAFETY: `&mut self`: nobody else has the arena.
             unsafe { task.run() };
         }
-        let mut absent = std::collections::HashSet::new();
-        self.for_each_record(keys, |i, record| {
-            if record == NO_RECORD {
-                absent.insert(keys[i]);
-            }
-        });
-        Ok(Outcomes { refused: absent.len() as u64, ..looked.outcomes })
+        Ok(Outcomes { refused, ..looked.outcomes })
     }
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
+        self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
+        let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
+        memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
         let mut erased = 0;
         for &key in keys {
             if let Some(record) = self.index.remove(hash(key), key) {
@@ -351,6 +372,9 @@ impl Table for HostTable {
     }
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        let num = max.min(self.index.len());
+        memory::reserve(&mut out.keys, num, "the records of a scan")?;
+        memory::reserve(&mut out.values, num.saturating_mul(self.arena.width()), "the records of a scan")?;
         let mut left = max;
         let next = self.index.scan(cursor.0, |key, record| {
             if left == 0 {
@@ -406,6 +430,17 @@ impl Table for HostTable {
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
     }
+}
+
+/// Each value once, in the order in which they come first.
+pub(crate) fn distinct<T: Copy + Eq + std::hash::Hash>(values: impl Iterator<Item = T>) -> Result<Vec<T>> {
+    let (mut seen, mut all) = (memory::Seen::default(), Vec::new());
+    for value in values {
+        if seen.insert(value)? {
+            memory::push(&mut all, value, "the keys of a call")?;
+        }
+    }
+    Ok(all)
 }
 
 /// Keys as they come, a row each.

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::find::{Distinct, NO_MARK, Nobody, Search, Whole};
 use crate::host_table::HostTable;
 use crate::key::{Key, hash};
+use crate::memory;
 use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, pool_bags};
 use crate::region::Region;
 use crate::runs::{KeyRuns, RowCode};
@@ -79,6 +80,8 @@ pub struct Scratch {
     silent: List,
 }
 
+const WHAT: &str = "the ids of a call";
+
 /// Some ids of a feature.
 #[derive(Default)]
 struct List {
@@ -89,9 +92,12 @@ struct List {
 }
 
 impl List {
-    fn clear(&mut self) {
+    /// Empties it, with room for so many ids.
+    fn start(&mut self, num_ids: usize) -> Result<()> {
         self.positions.clear();
         self.keys.clear();
+        memory::reserve(&mut self.positions, num_ids, WHAT)?;
+        memory::reserve(&mut self.keys, num_ids, WHAT)
     }
 
     fn push(&mut self, position: usize, key: Key) {
@@ -107,11 +113,11 @@ impl List {
         mark: bool,
         distinct: &mut Distinct,
     ) -> Result<()> {
-        self.records.resize(self.keys.len(), NO_RECORD);
-        self.marks.resize(self.keys.len(), NO_MARK);
+        memory::resize(&mut self.records, self.keys.len(), NO_RECORD, WHAT)?;
+        memory::resize(&mut self.marks, self.keys.len(), NO_MARK, WHAT)?;
         let search = Search {
             index: &mut table.index,
-            source: &mut Whole { arena: &mut table.arena, first: &table.first },
+            source: &mut Whole { arena: &mut table.arena, first: &table.first, journal: &mut table.journal },
             keys: Keys::U64(&self.keys),
             insert,
             distinct,
@@ -193,24 +199,24 @@ pub fn check_vocabulary(table: &HostTable, feature: &Feature) -> Result<()> {
 }
 
 /// Distinct keys that a training batch would insert, in the order in which they come; `None` if they fit in any case.
-pub fn new_keys(table: &HostTable, features: &[&Feature]) -> Option<Vec<Key>> {
+pub fn new_keys(table: &HostTable, features: &[&Feature]) -> Result<Option<Vec<Key>>> {
     let capacity = table.config.capacity();
     let positions: usize = features.iter().map(|f| f.keys.len()).sum();
     if table.index.len() as u64 + positions as u64 <= capacity {
-        return None;
+        return Ok(None);
     }
-    let mut seen = std::collections::HashSet::new();
+    let mut seen = memory::Seen::default();
     let mut new = Vec::new();
     for feature in features {
         for position in 0..feature.keys.len() {
             let key = feature.keys.get(position);
             let is_active = matches!(role(feature, &table.config, position), Role::Active);
-            if is_active && table.index.find(hash(key), key) == NO_RECORD && seen.insert(key) {
-                new.push(key);
+            if is_active && table.index.find(hash(key), key) == NO_RECORD && seen.insert(key)? {
+                memory::push(&mut new, key, "the keys of a call")?;
             }
         }
     }
-    Some(new)
+    Ok(Some(new))
 }
 
 /// # Errors
@@ -325,7 +331,7 @@ fn plain_lookup<const D: usize>(
     let consumer = PlainPooling::<D>::new(&feature, output.rows, missing, mode.stream);
     let search = Search {
         index: &mut table.index,
-        source: &mut Whole { arena: &mut table.arena, first: &table.first },
+        source: &mut Whole { arena: &mut table.arena, first: &table.first, journal: &mut table.journal },
         keys: feature.keys,
         insert: mode.inserts(),
         distinct: &mut scratch.distinct,
@@ -368,7 +374,7 @@ fn general_lookup(
     let positions = start..start + feature.keys.len();
     let Scratch { records, marks, coefficients, distinct, active, silent } = scratch;
     let records = &mut records[positions.clone()];
-    classify(table, &feature, records, active, silent);
+    classify(table, &feature, records, active, silent)?;
     active.find(table, mode.inserts(), mode.save, distinct)?;
     active.scatter_records(records);
     if mode.save {
@@ -416,9 +422,9 @@ fn classify(
     records: &mut [RecordNumber],
     active: &mut List,
     silent: &mut List,
-) {
-    active.clear();
-    silent.clear();
+) -> Result<()> {
+    active.start(records.len())?;
+    silent.start(if feature.weights.is_some() { records.len() } else { 0 })?;
     for (position, record) in records.iter_mut().enumerate() {
         match role(feature, &table.config, position) {
             Role::Active => active.push(position, feature.keys.get(position)),
@@ -427,6 +433,7 @@ fn classify(
             Role::Outside => *record = OUTSIDE,
         }
     }
+    Ok(())
 }
 
 /// Puts the ids in the order of their keys, and notes what the gradients of weights need.
@@ -450,7 +457,7 @@ fn sort(
         } else {
             sort_plain(feature, marks, first_row, runs);
         }
-        trace(output, records, looked);
+        trace(output, records, looked)?;
         looked.dropped_gradients += count_dropped(feature, records, mode);
         start = positions.end;
     }
@@ -496,8 +503,9 @@ pub(crate) fn count_dropped(feature: &Feature, records: &[RecordNumber], mode: M
     records.iter().enumerate().filter(is_dropped).count() as u64
 }
 
-pub(crate) fn trace(output: &FeatureOutput, records: &[RecordNumber], looked: &mut Looked) {
+pub(crate) fn trace(output: &FeatureOutput, records: &[RecordNumber], looked: &mut Looked) -> Result<()> {
     if output.feature.weights.is_some() {
-        looked.traces.push((output.number, WeightTrace::new(&output.feature, records)));
+        looked.traces.push((output.number, WeightTrace::new(&output.feature, records)?));
     }
+    Ok(())
 }

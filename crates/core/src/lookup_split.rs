@@ -5,22 +5,23 @@
 //! then each chunk takes its records back into the order of its ids. All three read and write memory from front to back.
 
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU32;
 
 use crate::absent::Absent;
 use crate::arena::RecordNumber;
 use crate::batch::{Bags, Feature, Keys};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::find::{Distinct, NO_MARK, Nobody, Part, Search};
 use crate::host_table::HostTable;
-use crate::index::Index;
+use crate::index::{Index, Joint};
+use crate::journal::Log;
 use crate::key::{Key, hash};
 use crate::lookup::{
     FeatureOutput, Looked, Mode, Role, count_dropped, is_plain, is_weighted, plain_coefficient, role,
     row_code, trace,
 };
-use crate::pool::Pool;
+use crate::memory;
+use crate::pool::{FirstError, Pool};
 use crate::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, PoolRange, pool_bags};
 use crate::region::Region;
 use crate::runs::{KeyRuns, RowCode};
@@ -38,6 +39,8 @@ const OUTSIDE_LIST: u8 = LISTS as u8 + 1;
 /// Ids of a chunk at least, and chunks a thread at most: a chunk's list should be long, and threads finish together.
 const MIN_CHUNK: usize = 1 << 12;
 const CHUNKS: usize = 8;
+
+const WHAT: &str = "the ids of a call";
 
 /// Memory that is used again and again.
 #[derive(Default)]
@@ -108,22 +111,6 @@ struct Call<'a> {
     is_weighted: bool,
 }
 
-/// The first error of many tasks.
-#[derive(Default)]
-struct FirstError(Mutex<Option<Error>>);
-
-impl FirstError {
-    fn note(&self, result: Result<()>) {
-        if let Err(error) = result {
-            self.0.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(error);
-        }
-    }
-
-    fn into_result(self) -> Result<()> {
-        self.0.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), Err)
-    }
-}
-
 /// As `lookup_whole`, with all threads. `spare` holds old runs whose memory is used again.
 pub fn lookup_split(
     table: &mut HostTable,
@@ -141,16 +128,16 @@ pub fn lookup_split(
     table.arena.reserve(num_ids + PARTS * Part::RUN as usize)?;
     table.index.deepen(PART_BITS)?;
 
-    let mut chunks = chunks(&call.features, (num_ids / (pool.threads() * CHUNKS)).max(MIN_CHUNK));
-    deal(table, &call, &mut chunks, scratch, pool);
+    let mut chunks = chunks(&call.features, (num_ids / (pool.threads() * CHUNKS)).max(MIN_CHUNK))?;
+    deal(table, &call, &mut chunks, scratch, pool)?;
     let before = table.index.len();
-    let mut parts = take_parts(table, &chunks, scratch, spare)?;
+    let (mut parts, joint) = take_parts(table, &chunks, scratch, spare)?;
     let found = find_in_parts(table, &call, &mut parts, pool);
     let (indexes, mut left): (Vec<_>, Vec<_>) = parts.into_iter().map(PartWork::finish).unzip();
     let distinct: usize = left.iter().map(|l| l.num_distinct).sum();
-    let inserted = (give_back(table, indexes, &mut left) - before) as u64;
+    let inserted = (give_back(table, joint.join(indexes), &mut left) - before) as u64;
     found?;
-    pool_chunks(table, &call, &chunks, outputs, scratch, pool);
+    pool_chunks(table, &call, &chunks, outputs, scratch, pool)?;
     let mut looked =
         Looked { code: call.code, features: outputs.iter().map(|o| o.number).collect(), ..Looked::default() };
     looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
@@ -161,7 +148,7 @@ pub fn lookup_split(
         for output in outputs.iter() {
             let records = &scratch.records[start..start + output.feature.keys.len()];
             start += records.len();
-            trace(output, records, &mut looked);
+            trace(output, records, &mut looked)?;
             looked.dropped_gradients += count_dropped(&output.feature, records, mode);
         }
         looked.absent = Absent::find(&table.config, outputs, &scratch.records, &scratch.coefficients, mode)?;
@@ -170,7 +157,7 @@ pub fn lookup_split(
 }
 
 /// Chunks of about `size` ids, or of as many bags that are empty.
-fn chunks(features: &[Feature], size: usize) -> Vec<Chunk> {
+fn chunks(features: &[Feature], size: usize) -> Result<Vec<Chunk>> {
     let mut chunks = Vec::new();
     let mut first = 0;
     for (number, feature) in features.iter().enumerate() {
@@ -181,31 +168,31 @@ fn chunks(features: &[Feature], size: usize) -> Vec<Chunk> {
             if positions.len() >= size || bag + 1 - start >= size || is_last {
                 let ids = first..first + positions.len();
                 first = ids.end;
-                chunks.push(Chunk {
+                let chunk = Chunk {
                     feature: number,
                     bags: start..bag + 1,
                     positions: positions.clone(),
                     ids,
                     starts: [0; LISTS + 1],
-                });
+                };
+                memory::push(&mut chunks, chunk, WHAT)?;
                 (start, positions.start) = (bag + 1, positions.end);
             }
         }
     }
-    chunks
+    Ok(chunks)
 }
 
 /// Cuts pieces of these lengths off the front, one after the other.
-fn cut<T>(mut rest: &mut [T], lengths: impl Iterator<Item = usize>) -> Vec<&mut [T]> {
-    lengths
-        .map(|length| {
-            // What nobody asked for is empty.
-            let length = length.min(rest.len());
-            let (piece, others) = std::mem::take(&mut rest).split_at_mut(length);
-            rest = others;
-            piece
-        })
-        .collect()
+fn cut<T>(mut rest: &mut [T], lengths: impl Iterator<Item = usize>) -> Result<Vec<&mut [T]>> {
+    let pieces = lengths.map(|length| {
+        // What nobody asked for is empty.
+        let length = length.min(rest.len());
+        let (piece, others) = std::mem::take(&mut rest).split_at_mut(length);
+        rest = others;
+        piece
+    });
+    memory::collect(pieces, WHAT)
 }
 
 // ---- deal
@@ -217,14 +204,21 @@ struct DealTask<'a> {
     rows: &'a mut [u32],
 }
 
-fn deal(table: &HostTable, call: &Call, chunks: &mut [Chunk], scratch: &mut SplitScratch, pool: &Pool) {
+fn deal(
+    table: &HostTable,
+    call: &Call,
+    chunks: &mut [Chunk],
+    scratch: &mut SplitScratch,
+    pool: &Pool,
+) -> Result<()> {
     let lengths = chunks.iter().map(|c| c.ids.len());
-    let lists = cut(&mut scratch.lists, lengths.clone());
-    let keys = cut(&mut scratch.dealt.keys, lengths.clone());
-    let rows = cut(if call.mode.save { &mut scratch.dealt.rows } else { &mut [] }, lengths);
+    let lists = cut(&mut scratch.lists, lengths.clone())?;
+    let keys = cut(&mut scratch.dealt.keys, lengths.clone())?;
+    let rows = cut(if call.mode.save { &mut scratch.dealt.rows } else { &mut [] }, lengths)?;
     let pieces = lists.into_iter().zip(keys).zip(rows);
     let tasks = chunks.iter_mut().zip(pieces);
-    let tasks = tasks.map(|(chunk, ((lists, keys), rows))| DealTask { chunk, lists, keys, rows }).collect();
+    let tasks = tasks.map(|(chunk, ((lists, keys), rows))| DealTask { chunk, lists, keys, rows });
+    let tasks = memory::collect(tasks, WHAT)?;
     pool.run(tasks, |task: DealTask| {
         let feature = &call.features[task.chunk.feature];
         let keys = feature.keys.slice(task.chunk.positions.clone());
@@ -254,6 +248,7 @@ fn deal(table: &HostTable, call: &Call, chunks: &mut [Chunk], scratch: &mut Spli
             }
         }
     });
+    Ok(())
 }
 
 fn part_of(key: Key) -> u8 {
@@ -329,6 +324,8 @@ struct Left {
     /// Numbers of erased records that nobody took.
     free: Vec<RecordNumber>,
     unused: Range<RecordNumber>,
+    /// What the part inserted.
+    log: Log,
     num_distinct: usize,
     runs: KeyRuns,
 }
@@ -339,49 +336,61 @@ impl PartWork<'_> {
     }
 }
 
-/// Takes the table's index apart, and deals out the numbers of erased records.
+/// Takes the table's index apart, and deals out the numbers of erased records. All memory for it is taken first.
 fn take_parts<'a>(
     table: &mut HostTable,
     chunks: &[Chunk],
     scratch: &'a mut SplitScratch,
     spare: &mut Vec<KeyRuns>,
-) -> Result<Vec<PartWork<'a>>> {
-    let index = std::mem::replace(&mut table.index, Index::new(0)?).split(PART_BITS);
-    let mut free = table.arena.take_free();
-    let share = free.len().div_ceil(PARTS);
-    let part = |(index, distinct)| {
-        let left = Left {
-            free: free.split_off(free.len().saturating_sub(share)),
-            unused: 0..0,
-            num_distinct: 0,
-            runs: spare.pop().unwrap_or_default(),
-        };
-        PartWork { index, active: Vec::new(), silent: Vec::new(), distinct, left }
+) -> Result<(Vec<PartWork<'a>>, Joint)> {
+    let pieces = deal_pieces(chunks, &mut scratch.dealt)?;
+    let share = table.arena.num_free().div_ceil(PARTS);
+    let room = |_| memory::with_capacity(share, "the numbers of erased rows");
+    let free = (0..PARTS).map(room).collect::<Result<Vec<Vec<_>>>>()?;
+    // What the parts leave of the runs of numbers that they take comes back.
+    table.arena.reserve_free(PARTS * Part::RUN as usize)?;
+    table.journal.reserve_others(PARTS)?;
+    let (indexes, joint) = table.index.split(PART_BITS)?;
+    let mut part = |(((index, distinct), (active, silent)), mut free): (((_, _), _), Vec<_>)| {
+        free.extend(table.arena.drain_free(share));
+        let runs = spare.pop().unwrap_or_default();
+        let left = Left { free, unused: 0..0, log: Vec::new(), num_distinct: 0, runs };
+        PartWork { index, active, silent, distinct, left }
     };
-    let mut parts: Vec<_> = index.into_iter().zip(&mut scratch.distinct).map(part).collect();
-    let dealt = &mut scratch.dealt;
+    let parts = indexes.into_iter().zip(&mut scratch.distinct).zip(pieces).zip(free);
+    Ok((parts.map(&mut part).collect(), joint))
+}
+
+/// A part's lists of all chunks: those that it may insert, and those of weight 0.
+type Pieces<'a> = (Vec<Piece<'a>>, Vec<Piece<'a>>);
+
+fn deal_pieces<'a>(chunks: &[Chunk], dealt: &'a mut Dealt) -> Result<Vec<Pieces<'a>>> {
+    let room =
+        |_| Ok((memory::with_capacity(chunks.len(), WHAT)?, memory::with_capacity(chunks.len(), WHAT)?));
+    let mut parts = (0..PARTS).map(room).collect::<Result<Vec<Pieces>>>()?;
     let lengths = chunks.iter().map(|c| c.ids.len());
-    let records = cut(&mut dealt.records, lengths.clone());
-    let marks = cut(&mut dealt.marks, lengths);
+    let records = cut(&mut dealt.records, lengths.clone())?;
+    let marks = cut(&mut dealt.marks, lengths)?;
     for (chunk, (records, marks)) in chunks.iter().zip(records.into_iter().zip(marks)) {
         let lists = chunk.starts.windows(2).map(|w| (w[1] - w[0]) as usize);
-        let pieces = cut(records, lists.clone()).into_iter().zip(cut(marks, lists));
+        let pieces = cut(records, lists.clone())?.into_iter().zip(cut(marks, lists)?);
         for (list, (records, marks)) in pieces.enumerate() {
             let start = chunk.ids.start + chunk.starts[list] as usize;
             let ids = start..start + records.len();
             let rows = dealt.rows.get(ids.clone()).unwrap_or_default();
             let piece = Piece { keys: &dealt.keys[ids], rows, records, marks };
             let part = &mut parts[list % PARTS];
-            if list < PARTS { part.active.push(piece) } else { part.silent.push(piece) }
+            if list < PARTS { part.0.push(piece) } else { part.1.push(piece) }
         }
     }
     Ok(parts)
 }
 
 /// Puts the index together again; gives its length.
-fn give_back(table: &mut HostTable, indexes: Vec<Index>, left: &mut [Left]) -> usize {
-    table.index = Index::join(indexes);
+fn give_back(table: &mut HostTable, index: Index, left: &mut [Left]) -> usize {
+    table.index = index;
     for left in left {
+        table.journal.append(std::mem::take(&mut left.log));
         left.free.drain(..).chain(left.unused.clone()).for_each(|number| table.arena.release(number));
     }
     table.index.len()
@@ -393,13 +402,14 @@ fn find_in_parts(table: &mut HostTable, call: &Call, parts: &mut [PartWork], poo
     let (first, error) = (&table.first, FirstError::default());
     pool.run(parts.iter_mut().collect(), |part: &mut PartWork| {
         let (free, unused) = (std::mem::take(&mut part.left.free), part.left.unused.clone());
-        let mut source = Part { arena, first, free, unused, counter: &counter };
+        let log = std::mem::take(&mut part.left.log);
+        let mut source = Part { arena, first, free, unused, counter: &counter, log };
         error.note(find_in_part(call.mode, part, &mut source));
         if call.mode.save && !call.is_weighted {
             // While the marks are in the cache.
             error.note(sort_part(part));
         }
-        (part.left.free, part.left.unused) = (source.free, source.unused);
+        (part.left.free, part.left.unused, part.left.log) = (source.free, source.unused, source.log);
     });
     table.arena.advance(counter.into_inner());
     error.into_result()
@@ -439,18 +449,18 @@ fn pool_chunks(
     outputs: &mut [FeatureOutput],
     scratch: &mut SplitScratch,
     pool: &Pool,
-) {
+) -> Result<()> {
     let dim = table.config.dim;
-    let mut rows = Vec::with_capacity(chunks.len());
+    let mut rows = memory::with_capacity(chunks.len(), WHAT)?;
     for (number, output) in outputs.iter_mut().enumerate() {
         let chunks = chunks.iter().filter(|c| c.feature == number);
-        rows.extend(cut(output.rows, chunks.map(|c| c.bags.len() * dim)));
+        rows.extend(cut(output.rows, chunks.map(|c| c.bags.len() * dim))?);
     }
     let lengths = chunks.iter().map(|c| c.ids.len());
-    let records = cut(&mut scratch.records, lengths.clone());
+    let records = cut(&mut scratch.records, lengths.clone())?;
     let weighted = |values| cut(if call.is_weighted { values } else { &mut [] }, lengths.clone());
-    let coefficients = weighted(&mut scratch.coefficients);
-    let dealt_coefficients = weighted(&mut scratch.dealt.coefficients);
+    let coefficients = weighted(&mut scratch.coefficients)?;
+    let dealt_coefficients = weighted(&mut scratch.dealt.coefficients)?;
     let pieces = rows.into_iter().zip(records).zip(coefficients.into_iter().zip(dealt_coefficients));
     let tasks = chunks.iter().zip(pieces);
     let tasks = tasks.map(|(chunk, ((rows, records), (coefficients, dealt_coefficients)))| PoolTask {
@@ -461,7 +471,7 @@ fn pool_chunks(
         dealt_coefficients,
     });
     let (lists, found) = (&scratch.lists, &scratch.dealt.records);
-    pool.run(tasks.collect(), |mut task: PoolTask| {
+    pool.run(memory::collect(tasks, WHAT)?, |mut task: PoolTask| {
         let ids = task.chunk.ids.clone();
         let lists = &lists[ids.clone()];
         take_back(lists, &task.chunk.starts, &found[ids], task.records);
@@ -474,6 +484,7 @@ fn pool_chunks(
         }
         deal_coefficients(lists, &task.chunk.starts, task.coefficients, task.dealt_coefficients);
     });
+    Ok(())
 }
 
 /// Where the next id of each list lies.

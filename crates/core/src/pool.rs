@@ -1,15 +1,19 @@
 //! The threads that share a step's work. What they compute does not depend on how many they are.
 
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::fork::{PerProcess, at_fork};
 
 /// Below this many ids a call is done by its own thread: waking others takes as long.
 pub(crate) const SMALL_CALL: usize = 2048;
 /// Pieces of work a thread: enough to even out.
 const PIECES: usize = 4;
 
-static THREADS: RwLock<Option<Arc<Pool>>> = RwLock::new(None);
+/// Threads of a pool at most: more than any machine has cores, fewer than a process may start.
+pub const MAX_THREADS: usize = 1024;
+
+static POOL: PerProcess<Arc<Pool>> = PerProcess::new();
 
 /// Threads that take tasks from a common list.
 pub struct Pool {
@@ -20,8 +24,8 @@ pub struct Pool {
 
 impl Pool {
     pub fn new(threads: usize) -> Result<Pool> {
-        if threads == 0 {
-            return Err(Error::argument("the number of threads must be at least 1. Received: 0"));
+        if !(1..=MAX_THREADS).contains(&threads) {
+            return Err(wrong_number("the number of threads", &threads.to_string()));
         }
         let build = || {
             rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("sok-{i}")).build()
@@ -67,23 +71,75 @@ pub(crate) fn num_pieces(mine: usize, total: usize, pool: &Pool) -> usize {
     (mine * pool.threads() * PIECES).div_ceil(total.max(1)).max(1)
 }
 
-/// The process' pool: as many threads as `SOK_NUM_THREADS` says, else as the process may use cores.
-pub fn global() -> Result<Arc<Pool>> {
-    if let Some(pool) = THREADS.read().unwrap_or_else(|e| e.into_inner()).as_ref() {
-        return Ok(pool.clone());
+/// The first error of many tasks.
+#[derive(Default)]
+pub(crate) struct FirstError(Mutex<Option<Error>>);
+
+impl FirstError {
+    pub fn note(&self, result: Result<()>) {
+        if let Err(error) = result {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
     }
-    let threads = match std::env::var("SOK_NUM_THREADS") {
-        Ok(text) => text.trim().parse().map_err(|_| {
-            Error::argument(format!("SOK_NUM_THREADS must be a positive integer. Received: {text:?}"))
-        })?,
-        Err(_) => std::thread::available_parallelism().map_or(1, usize::from),
+
+    pub fn into_result(self) -> Result<()> {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+}
+
+/// The process' pool: as many threads as `SOK_NUM_THREADS` says, else as the process may use cores. A forked child makes its own.
+pub fn global() -> Result<Arc<Pool>> {
+    if let Some(pool) = POOL.get() {
+        return Ok(pool);
+    }
+    let threads = match std::env::var_os("SOK_NUM_THREADS") {
+        Some(text) => parse_threads("SOK_NUM_THREADS", &text.to_string_lossy())?,
+        None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS),
     };
     set_num_threads(threads)
 }
 
 /// From the next call on, steps use `threads` threads.
 pub fn set_num_threads(threads: usize) -> Result<Arc<Pool>> {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| at_fork(None, None, Some(forget_pool)));
     let pool = Arc::new(Pool::new(threads)?);
-    *THREADS.write().unwrap_or_else(|e| e.into_inner()) = Some(pool.clone());
+    POOL.set(pool.clone());
     Ok(pool)
+}
+
+/// A number of threads as a user writes it.
+///
+/// # Errors
+/// [`Error::Argument`] that says which are legal.
+pub fn parse_threads(what: &str, text: &str) -> Result<usize> {
+    let threads = text.trim().parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
+    threads.ok_or_else(|| wrong_number(what, text))
+}
+
+fn wrong_number(what: &str, received: &str) -> Error {
+    Error::argument(format!("{what} must be an integer from 1 to {MAX_THREADS}. Received: {received}"))
+}
+
+#[allow(unsafe_code)]
+extern "C" fn forget_pool() {
+    // SAFETY: called in a child that was just forked, which has one thread: the one that forked, outside of any call.
+    unsafe { POOL.forget() };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_threads_are_1_to_1024() {
+        for (text, threads) in [("1", 1), (" 4\n", 4), ("1024", 1024)] {
+            assert_eq!(parse_threads("n", text).unwrap(), threads);
+        }
+        for text in ["0", "-1", "1025", "18446744073709551616", "1e3", "4.0", "", "many"] {
+            let error = parse_threads("SOK_NUM_THREADS", text).unwrap_err().to_string();
+            assert_eq!(error, format!("SOK_NUM_THREADS must be an integer from 1 to 1024. Received: {text}"));
+        }
+        assert!(Pool::new(0).is_err() && Pool::new(1025).is_err());
+    }
 }

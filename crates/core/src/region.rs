@@ -57,7 +57,7 @@ impl<T: Plain> Region<T> {
     /// Makes it at least `len` long, with room for as much again, so that growing step by step costs little. What was there
     /// stays, what is new is zero. It may move.
     pub fn grow_amortized(&mut self, len: usize) -> Result<()> {
-        if len <= self.len { Ok(()) } else { self.resize(len.max(self.len * 2).max(64)) }
+        if len <= self.len { Ok(()) } else { self.resize(len.max(self.len.saturating_mul(2)).max(64)) }
     }
 
     /// Address of its first value, until it grows.

@@ -68,7 +68,7 @@ pub enum OutOfVocabulary {
 #[serde(deny_unknown_fields)]
 pub struct TableConfig {
     pub name: String,
-    /// Floats in a row; at least 1.
+    /// Floats in a row; 1 to [`TableConfig::MAX_DIM`].
     pub dim: usize,
     /// `Some(n)`: a static table with the ids `0..n`. `None`: a dynamic table, any key.
     pub vocabulary_size: Option<u64>,
@@ -86,13 +86,16 @@ pub struct TableConfig {
 impl TableConfig {
     /// Record numbers are 32 bits and number 0 is "no record".
     pub const MAX_ROWS: u64 = u32::MAX as u64 - 1;
+    /// A row of 4 MiB; rows and their states then fit 64 bits however many there are.
+    pub const MAX_DIM: usize = 1 << 20;
 
     /// # Errors
     /// [`Error::Argument`] that names the field, the rule and the value.
     pub fn validate(&self) -> Result<()> {
         let fail = |what: String| Err(Error::argument(format!("table `{}`: {what}", self.name)));
-        if self.dim == 0 {
-            return fail("`embedding_dim` must be at least 1. Received: 0".into());
+        if !(1..=Self::MAX_DIM).contains(&self.dim) {
+            let (most, dim) = (Self::MAX_DIM, self.dim);
+            return fail(format!("`embedding_dim` must be between 1 and {most}. Received: {dim}"));
         }
         if self.vocabulary_size.is_some_and(|v| v == 0 || v > Self::MAX_ROWS) {
             return fail(format!(

@@ -2,8 +2,10 @@
 
 use crate::arena::{NO_RECORD, RecordNumber};
 use crate::batch::{Bags, Combiner, Feature};
+use crate::error::Result;
 use crate::host_table::HostTable;
 use crate::key::Key;
+use crate::memory;
 use crate::pooling::{MissingRow, OUTSIDE, PADDING};
 
 /// What a lookup notes of a feature with weights. Rows are read again when the gradient comes, so one that was updated in
@@ -19,16 +21,16 @@ pub struct WeightTrace {
 }
 
 impl WeightTrace {
-    pub fn new(feature: &Feature, records: &[RecordNumber]) -> WeightTrace {
-        let without = (0..records.len()).filter(|&p| records[p] == NO_RECORD);
-        WeightTrace {
+    pub fn new(feature: &Feature, records: &[RecordNumber]) -> Result<WeightTrace> {
+        let (without, what) = ((0..records.len()).filter(|&p| records[p] == NO_RECORD), "the weights of ids");
+        Ok(WeightTrace {
             combiner: feature.combiner,
             is_each: matches!(feature.bags, Bags::Each),
-            bag_ends: (0..feature.num_bags()).map(|b| feature.bag(b).end as u32).collect(),
-            weights: feature.weights.unwrap_or_default().to_vec(),
-            missing: without.map(|p| (p as u32, feature.keys.get(p))).collect(),
-            records: records.to_vec(),
-        }
+            bag_ends: memory::collect((0..feature.num_bags()).map(|b| feature.bag(b).end as u32), what)?,
+            weights: memory::collect(feature.weights.unwrap_or_default().iter().copied(), what)?,
+            missing: memory::collect(without.map(|p| (p as u32, feature.keys.get(p))), what)?,
+            records: memory::collect(records.iter().copied(), what)?,
+        })
     }
 
     pub fn num_ids(&self) -> usize {

@@ -38,6 +38,11 @@ pub struct Tensor {
     pub dims: Vec<i64>,
 }
 
+/// Of a tensor that a framework has made, so that it fits.
+pub fn num_elements(dims: &[i64]) -> usize {
+    dims.iter().product::<i64>() as usize
+}
+
 /// Where results go. TensorFlow allocates when asked; XLA and PyTorch have allocated already and check the shape.
 pub trait Outputs {
     /// Memory for output `index` with these dims, row-major; written by nobody else until the call returns.
@@ -65,7 +70,7 @@ impl Tensor {
     }
 
     pub fn len(&self) -> usize {
-        self.dims.iter().product::<i64>() as usize
+        num_elements(&self.dims)
     }
 
     fn slice<T>(&self, dtype: DType) -> Result<&[T]> {
@@ -103,7 +108,7 @@ impl Tensor {
 /// Output memory as floats.
 fn floats_out<'a>(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Result<&'a mut [f32]> {
     let data = outputs.output(index, DType::F32, dims)?;
-    let len = dims.iter().product::<i64>() as usize;
+    let len = num_elements(dims);
     if len == 0 {
         return Ok(&mut []);
     }
@@ -215,7 +220,7 @@ pub fn lookup(
 ) -> Result<()> {
     let plan = registry::plan(plan)?;
     if let Some(on_gpu) = on_gpu {
-        let mut tables = plan.group.lock();
+        let mut tables = plan.group.lock()?;
         return gpu_call::lookup(&plan, tables.gpu()?, insertion, save, inputs, outputs, on_gpu);
     }
     let mut inputs = inputs.iter();
@@ -228,7 +233,7 @@ pub fn lookup(
         rows.push(floats_out(outputs, 1 + number, &dims)?);
     }
     let place = outputs.output(0, DType::I32, &[2])?;
-    let number = plan.group.lock().host()?.lookup(&features, insertion, save, rows, &*pool::global()?)?;
+    let number = plan.group.lock()?.host()?.lookup(&features, insertion, save, rows, &*pool::global()?)?;
     // SAFETY: the framework gave room for two int32.
     unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
     Ok(())
@@ -254,17 +259,17 @@ pub fn push(
     let number = take(&mut inputs)?;
     if let Some(on_gpu) = on_gpu.filter(|on_gpu| on_gpu.has_number) {
         let number = LookupNumber::At(number.data as u64);
-        let mut tables = plan.group.lock();
+        let mut tables = plan.group.lock()?;
         return gpu_call::push(&plan, tables.gpu()?, number, &mut inputs, keep, outputs, on_gpu);
     }
     let number = number.slice::<i32>(DType::I32)?;
     let &[low, high] = number else { return Err(Error::argument("a lookup's number is two int32")) };
     let number = u64::from(low as u32) | u64::from(high as u32) << 32;
     if number == 0 {
-        return Err(Error::Ticket { tables: plan.group.lock().names(), what: KEPT_NOTHING.into() });
+        return Err(Error::Ticket { tables: plan.group.lock()?.names(), what: KEPT_NOTHING.into() });
     }
     if let Some(on_gpu) = on_gpu {
-        let (number, mut tables) = (LookupNumber::Known(number), plan.group.lock());
+        let (number, mut tables) = (LookupNumber::Known(number), plan.group.lock()?);
         return gpu_call::push(&plan, tables.gpu()?, number, &mut inputs, keep, outputs, on_gpu);
     }
     let mut rows = Vec::with_capacity(plan.features.len());
@@ -279,16 +284,26 @@ pub fn push(
     }
     let ticket = floats_out(outputs, 0, &[RING as i64, 2])?;
     let gradients = OutputGradients { rows, keep, check_finite: plan.check_finite };
-    plan.group.lock().host()?.push(number, gradients, weights, ticket, &*pool::global()?)
+    plan.group.lock()?.host()?.push(number, gradients, weights, ticket, &*pool::global()?)
 }
 
-fn lock_all(optimizer: &Optimizer) -> Vec<MutexGuard<'_, Tables>> {
+fn lock_all(optimizer: &Optimizer) -> Result<Vec<MutexGuard<'_, Tables>>> {
     // In the order of their addresses, so that two optimizers that share groups never wait for each other.
     let mut order: Vec<usize> = (0..optimizer.groups.len()).collect();
     order.sort_unstable_by_key(|&i| std::sync::Arc::as_ptr(&optimizer.groups[i]));
-    let mut guards: Vec<_> = order.into_iter().map(|i| (i, optimizer.groups[i].lock())).collect();
+    let guards = order.into_iter().map(|i| Ok((i, optimizer.groups[i].lock()?)));
+    let mut guards = guards.collect::<Result<Vec<_>>>()?;
     guards.sort_unstable_by_key(|(i, _)| *i);
-    guards.into_iter().map(|(_, guard)| guard).collect()
+    Ok(guards.into_iter().map(|(_, guard)| guard).collect())
+}
+
+/// The next tensor, which has the shape of a ticket.
+fn ticket_of<'a>(inputs: &mut std::slice::Iter<'a, Tensor>, what: &str) -> Result<&'a [f32]> {
+    let numbers = take(inputs)?.floats()?;
+    if numbers.len() == TICKET_LEN {
+        return Ok(numbers);
+    }
+    Err(Error::argument(format!("{what} must hold {TICKET_LEN} numbers. Received: {}", numbers.len())))
 }
 
 /// The groups of an optimizer whose tables are on the host.
@@ -308,7 +323,7 @@ pub fn commit(
     on_gpu: Option<OnGpu>,
 ) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
-    let mut locked = lock_all(&optimizer);
+    let mut locked = lock_all(&optimizer)?;
     if let Some(on_gpu) = on_gpu {
         return gpu_call::commit(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
     }
@@ -318,13 +333,7 @@ pub fn commit(
     let out = floats_out(outputs, 0, &[])?;
     let mut named = Vec::with_capacity(groups.len());
     for (group, binding) in groups.iter().zip(optimizer.bindings(handle)) {
-        let ticket = take(&mut inputs)?.floats()?;
-        if ticket.len() != TICKET_LEN {
-            return Err(Error::argument(format!(
-                "a ticket has {TICKET_LEN} numbers. Received: {}",
-                ticket.len()
-            )));
-        }
+        let ticket = ticket_of(&mut inputs, "a ticket")?;
         group.check_owner(&binding)?;
         named.push(group.resolve(ticket)?);
     }
@@ -348,7 +357,7 @@ pub fn apply(
     on_gpu: Option<OnGpu>,
 ) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
-    let mut locked = lock_all(&optimizer);
+    let mut locked = lock_all(&optimizer)?;
     if let Some(on_gpu) = on_gpu {
         return gpu_call::apply(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
     }
@@ -366,8 +375,9 @@ pub fn apply(
         groups.iter_mut().for_each(|group| group.drop_committed());
         return Err(error);
     }
-    for (number, (group, binding)) in groups.iter_mut().zip(optimizer.bindings(handle)).enumerate() {
-        let trigger = take(&mut inputs)?.floats()?;
+    let triggers = groups.iter().map(|_| ticket_of(&mut inputs, "a trigger")).collect::<Result<Vec<_>>>()?;
+    let groups = groups.iter_mut().zip(optimizer.bindings(handle)).zip(triggers);
+    for (number, ((group, binding), trigger)) in groups.enumerate() {
         let new = floats_out(outputs, number, &[RING as i64, 2])?;
         group.apply(&binding, &scalars, &pool)?;
         // Any change will do: the next lookup depends on the new value, so it comes after this.

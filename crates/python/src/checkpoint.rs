@@ -32,7 +32,7 @@ fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<Group>> {
     groups
 }
 
-fn lock(groups: &[Arc<Group>]) -> Vec<MutexGuard<'_, Tables>> {
+fn lock(groups: &[Arc<Group>]) -> Result<Vec<MutexGuard<'_, Tables>>> {
     groups.iter().map(|group| group.lock()).collect()
 }
 
@@ -66,7 +66,7 @@ fn dump(
     let places = places(&tables, &groups);
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
-        let locked = lock(&groups);
+        let locked = lock(&groups)?;
         let tables: Vec<&dyn Table> =
             places.iter().map(|&(group, number)| locked[group].table(number)).collect();
         let options = DumpOptions { overwrite, step, ..DumpOptions::default() };
@@ -105,7 +105,13 @@ impl DumpReader {
     /// `(name, dtype, shape, bytes)` of each, verified.
     fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Vec<StoredTuple<'py>>> {
         let arrays = detached(py, || self.inner.arrays())?;
-        Ok(arrays.into_iter().map(|a| (a.name, a.dtype, a.shape, PyBytes::new(py, &a.data))).collect())
+        let bytes = |data: &[u8]| {
+            PyBytes::new_with(py, data.len(), |to| {
+                to.copy_from_slice(data);
+                Ok(())
+            })
+        };
+        arrays.into_iter().map(|a| Ok((a.name, a.dtype, a.shape, bytes(&a.data)?))).collect()
     }
 
     /// Reads into tables, each named as in the dump; gives the report as JSON. `expected`: JSON of the update that will be bound
@@ -125,7 +131,7 @@ impl DumpReader {
         let places = places(&tables, &groups).into_iter();
         let mut wanted: HashMap<_, _> = places.zip(names.iter().zip(expected)).collect();
         detached(py, || {
-            let mut locked = lock(&groups);
+            let mut locked = lock(&groups)?;
             let mut targets = Vec::new();
             for (group, tables) in locked.iter_mut().enumerate() {
                 let is_bound = tables.binding().is_some();

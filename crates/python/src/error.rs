@@ -1,5 +1,8 @@
 //! The exception tree, and the one match from Rust's errors to it.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use pyo3::create_exception;
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -67,9 +70,28 @@ pub fn to_python(error: Error) -> PyErr {
     }
 }
 
+/// Runs the body of what Python or a framework calls: a panic becomes [`Error::Bug`]. Python's `except Exception` would miss what PyO3
+/// makes of it, and at the border of C it would abort the process.
+pub fn caught<T>(work: impl FnOnce() -> sok_core::Result<T>) -> sok_core::Result<T> {
+    // What a panic leaves half done lies in the core, behind locks; nothing else outlives the call.
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| Err(bug(payload.as_ref())))
+}
+
+/// As [`caught`], for what Python calls.
+pub fn guarded<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+    let done = catch_unwind(AssertUnwindSafe(work));
+    done.unwrap_or_else(|payload| Err(to_python(bug(payload.as_ref()))))
+}
+
+fn bug(payload: &(dyn Any + Send)) -> Error {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    Error::Bug(text.unwrap_or("a panic without a message").into())
+}
+
 /// Runs Rust without the GIL and maps its error.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> sok_core::Result<T> + Send) -> PyResult<T> {
-    py.detach(work).map_err(to_python)
+    py.detach(|| caught(work)).map_err(to_python)
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use numpy::{PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::error::Result;
+use sok_core::memory;
 use sok_core::optimizer::Update;
 use sok_core::table::{Records, Table};
 
-use crate::error::detached;
+use crate::error::{detached, to_python};
 use crate::registry::Group as GroupInner;
-use crate::table::{Group, as_keys, parse};
+use crate::table::{Group, as_keys, check_table, parse};
 
 /// Fresh tables of a group, one for each that it has, until `take_their_place`.
 #[pyclass(frozen, module = "sok_keras._native")]
@@ -39,7 +40,8 @@ impl FreshTables {
         let updates = updates.collect::<PyResult<Vec<Option<Update>>>>()?;
         let group = group.inner.clone();
         let tables = detached(py, || {
-            let locked = group.lock();
+            let locked = group.lock()?;
+            check_table(seeds.len().max(1) as i64 - 1, locked.num_tables())?;
             let fresh = seeds.iter().zip(updates).enumerate().map(|(number, (seed, update))| {
                 let mut fresh = locked.table(number).fresh(update)?;
                 fresh.set_seed(*seed);
@@ -51,21 +53,28 @@ impl FreshTables {
     }
 
     /// Rows of a table.
-    fn len(&self, py: Python<'_>, number: usize) -> PyResult<usize> {
-        detached(py, || self.tables()[number].len())
+    fn len(&self, py: Python<'_>, number: i64) -> PyResult<usize> {
+        detached(py, || {
+            let tables = self.tables();
+            tables[check_table(number, tables.len())?].len()
+        })
     }
 
     /// Puts in whole records, `(len(keys), dim + states)`; or rows alone, `(len(keys), dim)`, with states at their first values.
     fn add(
         &self,
         py: Python<'_>,
-        number: usize,
+        number: i64,
         keys: PyReadonlyArray1<'_, i64>,
         values: PyReadonlyArray2<'_, f32>,
     ) -> PyResult<()> {
-        let records = Records { keys: as_keys(&keys)?, values: values.as_slice()?.to_vec() };
+        let numbers = values.as_slice()?.iter().copied();
+        let values = memory::collect(numbers, "the records of a call").map_err(to_python)?;
+        let records = Records { keys: as_keys(&keys)?, values };
         detached(py, || {
-            let table = &mut self.tables()[number];
+            let mut tables = self.tables();
+            let number = check_table(number, tables.len())?;
+            let table = &mut tables[number];
             if records.values.len() == records.keys.len() * table.record_width() {
                 table.restore(&records)
             } else {
@@ -78,7 +87,7 @@ impl FreshTables {
     fn take_their_place(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
             let fresh = std::mem::take(&mut *self.tables());
-            let mut group = self.group.lock();
+            let mut group = self.group.lock()?;
             let mut numbered = fresh.into_iter().enumerate();
             numbered.try_for_each(|(number, table)| group.table_mut(number).replace_with(table))
         })

@@ -4,9 +4,11 @@ mod bridge;
 mod call;
 mod checkpoint;
 mod error;
+mod fork;
 mod fresh;
 mod gpu_call;
 mod memory;
+mod numpy_out;
 mod registry;
 mod table;
 mod tables;
@@ -15,6 +17,7 @@ use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    fork::watch();
     error::register(module)?;
     memory::register(module)?;
     table::register(module)?;

@@ -2,6 +2,8 @@
 
 use pyo3::prelude::*;
 
+use crate::error::guarded;
+
 /// Keeps memory that is freed for the next step, where the C library is glibc and nobody has said otherwise.
 ///
 /// XLA and TensorFlow take the arrays of each step on the CPU from `malloc` and free them after it. glibc maps large ones anew each
@@ -10,7 +12,11 @@ use pyo3::prelude::*;
 ///
 /// Returns whether it did. `SOK_KEEP_FREED_MEMORY=0`, glibc's own tunables and its `MALLOC_...` variables say otherwise.
 #[pyfunction]
-fn keep_freed_memory() -> bool {
+fn keep_freed_memory() -> PyResult<bool> {
+    guarded(|| Ok(keep()))
+}
+
+fn keep() -> bool {
     let is_said = |name: &str| std::env::var_os(name).is_some();
     let by_tunables = std::env::var("GLIBC_TUNABLES").is_ok_and(|t| t.contains("glibc.malloc"));
     let by_variables =

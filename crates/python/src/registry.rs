@@ -2,45 +2,82 @@
 //! that no other process has it: a graph finds its own tables, or none.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
 
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::Binding;
 use sok_core::optimizer::Update;
 
+use crate::fork;
 use crate::tables::Tables;
 
 /// The tables of a layer.
 pub struct Group {
-    tables: Mutex<Tables>,
+    tables: ManuallyDrop<Mutex<Tables>>,
     pub is_on_gpu: bool,
+    /// This process is a child that was forked, and cannot use them.
+    is_lost: AtomicBool,
     /// An error that no caller has seen yet.
     latched: Mutex<Option<Error>>,
 }
 
 impl Group {
-    pub fn new(tables: Tables) -> Group {
+    pub fn new(tables: Tables) -> Arc<Group> {
         let is_on_gpu = matches!(tables, Tables::Gpu(_));
-        Group { tables: Mutex::new(tables), is_on_gpu, latched: Mutex::new(None) }
+        let tables = ManuallyDrop::new(Mutex::new(tables));
+        let (is_lost, latched) = (AtomicBool::new(false), Mutex::new(None));
+        let group = Arc::new(Group { tables, is_on_gpu, is_lost, latched });
+        fork::add(&group);
+        group
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, Tables> {
+    /// # Errors
+    /// In a forked child that cannot use them: [`Error::Device`] of those on a GPU, [`Error::State`] of those that another thread was at
+    /// work on when the process was forked.
+    pub fn lock(&self) -> Result<MutexGuard<'_, Tables>> {
+        if self.is_lost.load(Relaxed) {
+            return Err(if self.is_on_gpu { fork::gpu_error() } else { fork::busy_error() });
+        }
         // A panic inside a call is reported to its caller; the tables stay readable.
-        self.tables.lock().unwrap_or_else(|e| e.into_inner())
+        Ok(self.tables.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    pub fn lose(&self) {
+        self.is_lost.store(true, Relaxed);
+    }
+
+    /// All its locks, if nobody has them.
+    pub fn try_hold(&self) -> Option<(MutexGuard<'_, Tables>, MutexGuard<'_, Option<Error>>)> {
+        fork::try_lock(&self.tables).zip(fork::try_lock(&self.latched))
     }
 
     pub fn latch(&self, error: &Error) {
-        self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| error.clone());
+        if !self.is_lost.load(Relaxed) {
+            self.latched.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| error.clone());
+        }
     }
 
     /// Also what a device has found in calls that were over before it did.
-    pub fn take_latched(&self) -> Option<Error> {
+    pub fn take_latched(&self) -> Result<Option<Error>> {
+        let mut tables = self.lock()?;
         let latched = self.latched.lock().unwrap_or_else(|e| e.into_inner()).take();
-        latched.or_else(|| match &mut *self.lock() {
+        Ok(latched.or_else(|| match &mut *tables {
             Tables::Gpu(group) => group.take_failure(),
             Tables::Host(_) => None,
-        })
+        }))
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // What is lost is the parent's to free: its device, or memory in the middle of a change.
+        if !self.is_lost.load(Relaxed) {
+            // SAFETY: dropped here alone, once.
+            unsafe { ManuallyDrop::drop(&mut self.tables) };
+        }
     }
 }
 
@@ -95,7 +132,11 @@ impl Optimizer {
     }
 }
 
-type Handles<T> = RwLock<Option<HashMap<i64, Arc<T>>>>;
+type ByHandle<T> = Option<HashMap<i64, Arc<T>>>;
+type Handles<T> = RwLock<ByHandle<T>>;
+/// As long as it is there nobody reads or changes the registry.
+pub type RegistryLock =
+    (RwLockWriteGuard<'static, ByHandle<Plan>>, RwLockWriteGuard<'static, ByHandle<Optimizer>>);
 
 static PLANS: Handles<Plan> = RwLock::new(None);
 static OPTIMIZERS: Handles<Optimizer> = RwLock::new(None);
@@ -129,8 +170,16 @@ fn get<T>(handles: &Handles<T>, handle: i64) -> Option<Arc<T>> {
 }
 
 fn remove<T>(handles: &Handles<T>, handle: i64) {
-    let mut handles = handles.write().unwrap_or_else(|e| e.into_inner());
-    handles.as_mut().and_then(|h| h.remove(&handle));
+    let mut locked = handles.write().unwrap_or_else(|e| e.into_inner());
+    let removed = locked.as_mut().and_then(|h| h.remove(&handle));
+    // What it drops may be tables, which takes time.
+    drop(locked);
+    drop(removed);
+}
+
+pub fn lock() -> RegistryLock {
+    let (plans, optimizers) = (PLANS.write(), OPTIMIZERS.write());
+    (plans.unwrap_or_else(PoisonError::into_inner), optimizers.unwrap_or_else(PoisonError::into_inner))
 }
 
 pub fn add_plan(plan: Plan) -> Result<i64> {

@@ -1,19 +1,25 @@
 //! Groups, tables, plans and optimizers as Python holds them: a line or three a method.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
+use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::host_group::HostGroup;
+use sok_core::memory;
+use sok_core::optimizer::StateSpec;
 use sok_core::optimizer::Update;
+use sok_core::pool;
 use sok_core::table::{Cursor, Outcomes, Records, TableConfig};
 use sok_cuda::device::Device;
 use sok_cuda::gpu_group::GpuGroup;
 
-use crate::error::{SokError, detached, to_python};
+use crate::error::{SokError, detached, guarded, to_python};
+use crate::fork;
+use crate::numpy_out::{matrix, values, vector};
 use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
 use crate::tables::Tables;
 
@@ -44,9 +50,12 @@ impl Group {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
         let tables = detached(py, || match gpu {
             None => HostGroup::new(configs).map(|group| Tables::Host(Box::new(group))),
-            Some(gpu) => Ok(Tables::Gpu(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?))),
+            Some(gpu) => {
+                fork::check_gpu()?;
+                Ok(Tables::Gpu(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?)))
+            }
         })?;
-        Ok(Group { inner: Arc::new(GroupInner::new(tables)) })
+        Ok(Group { inner: GroupInner::new(tables) })
     }
 
     #[getter]
@@ -55,17 +64,17 @@ impl Group {
     }
 
     /// Raises the error of a call that nobody has seen yet.
-    fn raise_latched(&self) -> PyResult<()> {
-        self.inner.take_latched().map_or(Ok(()), |error| Err(to_python(error)))
+    fn raise_latched(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, || self.inner.take_latched()?.map_or(Ok(()), Err))
     }
 
     /// Keys refused since this was last asked, by table, where the check mode is "warn".
-    fn take_refused(&self) -> Vec<(String, u64)> {
-        self.inner.lock().take_refused()
+    fn take_refused(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
+        detached(py, || Ok(self.inner.lock()?.take_refused()))
     }
 
-    fn is_bound(&self) -> bool {
-        self.inner.lock().binding().is_some()
+    fn is_bound(&self, py: Python<'_>) -> PyResult<bool> {
+        detached(py, || Ok(self.inner.lock()?.binding().is_some()))
     }
 }
 
@@ -73,7 +82,9 @@ impl Group {
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct Table {
     pub group: Arc<GroupInner>,
+    /// Below the group's number of tables.
     pub number: usize,
+    dim: usize,
 }
 
 /// Rows and whether each was there.
@@ -82,33 +93,34 @@ type Exported<'py> =
     (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
 
 pub fn as_keys(keys: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
-    Ok(keys.as_slice()?.iter().map(|&key| key as u64).collect())
+    let keys = keys.as_slice()?.iter().map(|&key| key as u64);
+    memory::collect(keys, "the keys of a call").map_err(to_python)
 }
 
 #[pymethods]
 impl Table {
     #[new]
-    fn new(group: &Group, number: usize) -> Table {
-        Table { group: group.inner.clone(), number }
+    fn new(py: Python<'_>, group: &Group, number: i64) -> PyResult<Table> {
+        let group = group.inner.clone();
+        let (number, dim) = detached(py, || {
+            let tables = group.lock()?;
+            let number = check_table(number, tables.num_tables())?;
+            Ok((number, tables.table(number).config().dim))
+        })?;
+        Ok(Table { group, number, dim })
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        detached(py, || self.group.lock().table(self.number).len())
+        detached(py, || self.group.lock()?.table(self.number).len())
     }
 
     /// Rows `(len(keys), dim)` and whether each was there.
     fn find<'py>(&self, py: Python<'py>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<Found<'py>> {
         let keys = as_keys(&keys)?;
-        let (rows, found, dim) = detached(py, || {
-            let group = self.group.lock();
-            let table = group.table(self.number);
-            let dim = table.config().dim;
-            let mut rows = vec![0.0; keys.len() * dim];
-            let mut found = vec![false; keys.len()];
-            table.find(&keys, &mut rows, &mut found)?;
-            Ok((rows, found, dim))
-        })?;
-        Ok((matrix(py, rows, keys.len(), dim)?, PyArray1::from_vec(py, found)))
+        let (mut rows, mut found) = (matrix(py, keys.len(), self.dim)?, vector(py, keys.len())?);
+        let (into, was_there) = (values(&mut rows)?, values(&mut found)?);
+        detached(py, || self.group.lock()?.table(self.number).find(&keys, into, was_there))?;
+        Ok((rows, found))
     }
 
     fn find_or_insert<'py>(
@@ -117,15 +129,11 @@ impl Table {
         keys: PyReadonlyArray1<'_, i64>,
     ) -> PyResult<(Bound<'py, PyArray2<f32>>, OutcomesTuple)> {
         let keys = as_keys(&keys)?;
-        let (rows, outcomes, dim) = detached(py, || {
-            let mut group = self.group.lock();
-            let table = group.table_mut(self.number);
-            let dim = table.config().dim;
-            let mut rows = vec![0.0; keys.len() * dim];
-            let outcomes = table.find_or_insert(&keys, &mut rows)?;
-            Ok((rows, outcomes, dim))
-        })?;
-        Ok((matrix(py, rows, keys.len(), dim)?, outcomes_tuple(outcomes)))
+        let mut rows = matrix(py, keys.len(), self.dim)?;
+        let into = values(&mut rows)?;
+        let outcomes =
+            detached(py, || self.group.lock()?.table_mut(self.number).find_or_insert(&keys, into))?;
+        Ok((rows, outcomes_tuple(outcomes)))
     }
 
     fn assign(
@@ -136,56 +144,49 @@ impl Table {
         insert: bool,
     ) -> PyResult<OutcomesTuple> {
         let (keys, rows) = (as_keys(&keys)?, rows.as_slice()?);
-        detached(py, || self.group.lock().table_mut(self.number).assign(&keys, rows, insert))
+        detached(py, || self.group.lock()?.table_mut(self.number).assign(&keys, rows, insert))
             .map(outcomes_tuple)
     }
 
     fn erase(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<usize> {
         let keys = as_keys(&keys)?;
-        detached(py, || self.group.lock().table_mut(self.number).erase(&keys))
+        detached(py, || self.group.lock()?.table_mut(self.number).erase(&keys))
     }
 
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
-        detached(py, || self.group.lock().table_mut(self.number).clear())
+        detached(py, || self.group.lock()?.table_mut(self.number).clear())
     }
 
     /// Keys ascending, their rows, and if asked their states by name.
     fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
-        let (records, width, dim, specs) = detached(py, || {
-            let group = self.group.lock();
-            let table = group.table(self.number);
-            Ok((sorted_records(table)?, table.record_width(), table.config().dim, table.state_specs()))
-        })?;
-        let column = |start: usize, width_of: usize| -> Vec<f32> {
-            records
-                .values
-                .chunks_exact(width)
-                .flat_map(|record| &record[start..start + width_of])
-                .copied()
-                .collect()
+        let copy = detached(py, || Copy::of(self.group.lock()?.table(self.number)))?;
+        let num_keys = copy.order.len();
+        let mut keys = vector(py, num_keys)?;
+        copy.write_keys(values(&mut keys)?);
+        let mut start = 0;
+        let mut column = |width: usize| -> PyResult<_> {
+            let mut rows = matrix(py, num_keys, width)?;
+            copy.write_column(start..start + width, values(&mut rows)?);
+            start += width;
+            Ok(rows)
         };
-        let num_keys = records.keys.len();
-        let keys = PyArray1::from_vec(py, records.keys.iter().map(|&key| key as i64).collect());
-        let rows = matrix(py, column(0, dim), num_keys, dim)?;
-        let mut start = dim;
-        let mut named = Vec::new();
-        for spec in specs.iter().filter(|_| states) {
-            named.push((spec.name.to_string(), matrix(py, column(start, spec.width), num_keys, spec.width)?));
-            start += spec.width;
-        }
+        let rows = column(self.dim)?;
+        let named = copy.specs.iter().filter(|_| states);
+        let named = named.map(|spec| Ok((spec.name.to_string(), column(spec.width)?)));
+        let named = named.collect::<PyResult<_>>()?;
         Ok((keys, rows, named))
     }
 
     /// Of the first values of its rows.
     #[getter]
-    fn seed(&self) -> u64 {
-        self.group.lock().table(self.number).config().seed
+    fn seed(&self, py: Python<'_>) -> PyResult<u64> {
+        detached(py, || Ok(self.group.lock()?.table(self.number).config().seed))
     }
 
     /// The update whose states its records carry, as JSON.
     #[getter]
-    fn update_rule(&self) -> PyResult<Option<String>> {
-        let update = self.group.lock().table(self.number).update_rule().copied();
+    fn update_rule(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let update = detached(py, || Ok(self.group.lock()?.table(self.number).update_rule().copied()))?;
         update.map(|u| serde_json::to_string(&u).map_err(|e| SokError::new_err(e.to_string()))).transpose()
     }
 
@@ -193,7 +194,7 @@ impl Table {
     /// Without `waits` as of the last step that a device has told of.
     fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<(u64, u64, OutcomesTuple, u64, u64, u64, u64)> {
         detached(py, || {
-            let mut group = self.group.lock();
+            let mut group = self.group.lock()?;
             let table = group.table(self.number);
             let stats = if waits { table.stats()? } else { table.recent_stats() };
             Ok((
@@ -209,27 +210,49 @@ impl Table {
     }
 }
 
-fn matrix(
-    py: Python<'_>,
-    values: Vec<f32>,
-    rows: usize,
-    columns: usize,
-) -> PyResult<Bound<'_, PyArray2<f32>>> {
-    PyArray1::from_vec(py, values).reshape([rows, columns])
+pub fn check_table(number: i64, num_tables: usize) -> Result<usize> {
+    let checked = usize::try_from(number).ok().filter(|&number| number < num_tables);
+    checked.ok_or_else(|| {
+        Error::argument(format!("`number` must be that of one of {num_tables} tables. Received: {number}"))
+    })
 }
 
-/// All records, keys ascending as signed integers.
-fn sorted_records(table: &dyn sok_core::table::Table) -> Result<Records> {
-    let mut all = Records::default();
-    let mut cursor = Some(Cursor::default());
-    while let Some(at) = cursor {
-        cursor = table.scan(at, 1 << 16, &mut all)?;
+/// A copy of a table.
+struct Copy {
+    records: Records,
+    width: usize,
+    specs: Vec<StateSpec>,
+    /// Places in `records`, keys ascending as signed integers.
+    order: Vec<u32>,
+}
+
+impl Copy {
+    fn of(table: &dyn sok_core::table::Table) -> Result<Copy> {
+        let (width, what) = (table.record_width(), "a copy of a table");
+        let len = table.len()?;
+        let mut records = Records {
+            keys: memory::with_capacity(len, what)?,
+            values: memory::with_capacity(len.saturating_mul(width), what)?,
+        };
+        let mut cursor = Some(Cursor::default());
+        while let Some(at) = cursor {
+            cursor = table.scan(at, 1 << 16, &mut records)?;
+        }
+        let mut order = memory::collect(0..records.keys.len() as u32, what)?;
+        order.sort_unstable_by_key(|&i| records.keys[i as usize] as i64);
+        Ok(Copy { records, width, specs: table.state_specs(), order })
     }
-    let width = table.record_width();
-    let mut order: Vec<u32> = (0..all.keys.len() as u32).collect();
-    order.sort_unstable_by_key(|&i| all.keys[i as usize] as i64);
-    let values = order.iter().flat_map(|&i| &all.values[i as usize * width..][..width]).copied().collect();
-    Ok(Records { keys: order.iter().map(|&i| all.keys[i as usize]).collect(), values })
+
+    fn write_keys(&self, keys: &mut [i64]) {
+        keys.iter_mut().zip(&self.order).for_each(|(key, &at)| *key = self.records.keys[at as usize] as i64);
+    }
+
+    fn write_column(&self, column: Range<usize>, rows: &mut [f32]) {
+        for (row, &at) in rows.chunks_exact_mut(column.len().max(1)).zip(&self.order) {
+            let record = &self.records.values[at as usize * self.width..][..self.width];
+            row.copy_from_slice(&record[column.clone()]);
+        }
+    }
 }
 
 /// What a layer's call looks like; see `call.rs`.
@@ -240,19 +263,23 @@ pub struct Plan {
 }
 
 /// `(name, table, words, axis, weights, combiner, padding_key)` of a feature.
-type FeatureTuple = (String, usize, bool, String, bool, String, Option<i64>);
+type FeatureTuple = (String, i64, bool, String, bool, String, Option<i64>);
 
 #[pymethods]
 impl Plan {
     #[new]
     #[pyo3(signature = (group, features, check_finite=false))]
-    fn new(group: &Group, features: Vec<FeatureTuple>, check_finite: bool) -> PyResult<Plan> {
-        let features = features.into_iter().map(plan_feature).collect::<PyResult<Vec<_>>>()?;
-        let tables = group.inner.lock();
-        let dims = (0..tables.num_tables()).map(|t| tables.table(t).config().dim).collect();
-        drop(tables);
-        let plan = registry::Plan { group: group.inner.clone(), features, dims, check_finite };
-        Ok(Plan { handle: registry::add_plan(plan).map_err(to_python)? })
+    fn new(py: Python<'_>, group: &Group, features: Vec<FeatureTuple>, check_finite: bool) -> PyResult<Plan> {
+        let group = group.inner.clone();
+        detached(py, || {
+            let tables = group.lock()?;
+            let dims: Vec<usize> = (0..tables.num_tables()).map(|t| tables.table(t).config().dim).collect();
+            drop(tables);
+            let features = features.into_iter().map(|feature| plan_feature(feature, dims.len()));
+            let features = features.collect::<Result<_>>()?;
+            let plan = registry::Plan { group, features, dims, check_finite };
+            Ok(Plan { handle: registry::add_plan(plan)? })
+        })
     }
 }
 
@@ -264,8 +291,10 @@ impl Drop for Plan {
 
 fn plan_feature(
     (name, table, words, axis, weights, combiner, padding_key): FeatureTuple,
-) -> PyResult<PlanFeature> {
-    let unknown = |what: &str, value: &str| to_python(Error::argument(format!("unknown {what} `{value}`")));
+    num_tables: usize,
+) -> Result<PlanFeature> {
+    let unknown = |what: &str, value: &str| Error::argument(format!("unknown {what} `{value}`"));
+    let table = check_table(table, num_tables)?;
     let axis = match axis.as_str() {
         "each" => Axis::Each,
         "last" => Axis::Last,
@@ -301,17 +330,33 @@ impl Optimizer {
         accumulates: bool,
     ) -> PyResult<Optimizer> {
         let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
-        let groups = groups.iter().map(|g| g.inner.clone()).collect();
+        let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
+        check_groups(&groups, updates.len()).map_err(to_python)?;
         let optimizer = registry::Optimizer { groups, updates, needs_norm, accumulates };
         let handle = registry::add_optimizer(optimizer).map_err(to_python)?;
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
             let mut groups = optimizer.groups.iter().zip(optimizer.bindings(handle));
-            groups.try_for_each(|(group, binding)| group.lock().bind(binding))
+            groups.try_for_each(|(group, binding)| group.lock()?.bind(binding))
         });
         bound.inspect_err(|_| registry::remove_optimizer(handle))?;
         Ok(Optimizer { handle })
     }
+}
+
+/// A step locks each group once, and each has an update.
+fn check_groups(groups: &[Arc<GroupInner>], num_updates: usize) -> Result<()> {
+    let mut addresses: Vec<_> = groups.iter().map(Arc::as_ptr).collect();
+    addresses.sort_unstable();
+    addresses.dedup();
+    if addresses.len() < groups.len() || num_updates != groups.len() {
+        return Err(Error::argument(format!(
+            "`groups` must be different ones, with an update each. Received: {} of {} different ones, {num_updates} updates",
+            addresses.len(),
+            groups.len()
+        )));
+    }
+    Ok(())
 }
 
 impl Drop for Optimizer {
@@ -322,29 +367,38 @@ impl Drop for Optimizer {
 
 /// Raises unless a layer of this process has the plan.
 #[pyfunction]
-fn check_plan(handle: i64) -> PyResult<()> {
-    registry::plan(handle).map(|_| ()).map_err(to_python)
+fn check_plan(py: Python<'_>, handle: i64) -> PyResult<()> {
+    detached(py, || registry::plan(handle).map(|_| ()))
 }
 
 /// Raises unless an `OptimizerWrapper` of this process has the optimizer.
 #[pyfunction]
-fn check_optimizer(handle: i64) -> PyResult<()> {
-    registry::optimizer(handle).map(|_| ()).map_err(to_python)
+fn check_optimizer(py: Python<'_>, handle: i64) -> PyResult<()> {
+    detached(py, || registry::optimizer(handle).map(|_| ()))
 }
 
-/// From the next call on, steps use `threads` threads.
+/// From the next call on, steps use `threads` threads, 1 to 1024.
 #[pyfunction]
-fn set_num_threads(threads: usize) -> PyResult<()> {
-    sok_core::pool::set_num_threads(threads).map(|_| ()).map_err(to_python)
+fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
+    guarded(|| {
+        let text = match threads.extract::<usize>() {
+            Ok(threads) => threads.to_string(),
+            Err(_) => threads.repr()?.to_string(),
+        };
+        let set = || pool::set_num_threads(pool::parse_threads("`threads`", &text)?);
+        set().map(|_| ()).map_err(to_python)
+    })
 }
 
 /// Name of an update's rule; names and widths of the states that it gives a record of a table of `dim`, in their order.
 #[pyfunction]
 fn states_of(update: &str, dim: usize) -> PyResult<(&'static str, Vec<(&'static str, usize)>)> {
     let update: Update = parse(update)?;
-    update.validate().map_err(to_python)?;
-    let states = update.rule.states(dim).iter().map(|s| (s.name, s.width)).collect();
-    Ok((update.rule.name(), states))
+    guarded(|| {
+        update.validate().map_err(to_python)?;
+        let states = update.rule.states(dim).iter().map(|s| (s.name, s.width)).collect();
+        Ok((update.rule.name(), states))
+    })
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -6,10 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use rayon::prelude::*;
-
 use super::checksum::{BLOCK_BYTES, Checksum};
 use super::manifest::{DataFile, Layout};
+use super::reader::check_all;
 use crate::error::{Error, Result};
 
 /// One safetensors file whose entry in the manifest adds up.
@@ -47,7 +46,8 @@ impl DataReader<'_> {
             for start in (0..place.end - place.start).step_by(buffer.len()) {
                 let length = (place.end - place.start - start).min(buffer.len() as u64) as usize;
                 let first = start as usize / BLOCK_BYTES;
-                buffer[..length].par_chunks_mut(BLOCK_BYTES).enumerate().try_for_each(|(i, bytes)| {
+                let blocks = buffer[..length].chunks_mut(BLOCK_BYTES).enumerate().collect();
+                check_all(blocks, |(i, bytes): (usize, &mut [u8])| {
                     self.read(tensor, start + (i * BLOCK_BYTES) as u64, bytes)?;
                     self.check_block(tensor, first + i, bytes)
                 })?;

@@ -15,8 +15,12 @@ use super::reader::{DumpReader, with_snapshot};
 use super::{CHUNK_BYTES, KEY_BYTES, columns};
 use crate::error::{Error, Result};
 use crate::key::Key;
+use crate::memory;
 use crate::optimizer::{StateSpec, Update};
 use crate::table::{Records, Table};
+
+/// What memory is for.
+const BUFFER: &str = "the rows of a dump";
 
 /// What becomes of the rows that a table holds before a load.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -214,8 +218,8 @@ impl<'a> Plan<'a> {
                 keys.extend(&records.keys);
             }
             if may_overflow {
-                rows.resize(records.keys.len() * config.dim, 0.0);
-                found.resize(records.keys.len(), false);
+                memory::resize(&mut rows, records.keys.len() * config.dim, 0.0, BUFFER)?;
+                memory::resize(&mut found, records.keys.len(), false, BUFFER)?;
                 table.find(&records.keys, &mut rows, &mut found)?;
                 num_new += found.iter().filter(|found| !**found).count() as u64;
             }
@@ -299,12 +303,14 @@ impl<'a> Plan<'a> {
             for start in (0..num_rows).step_by(chunk_rows) {
                 let rows = chunk_rows.min(num_rows - start);
                 let mut read = |tensor: usize, row_bytes: usize, bytes: &mut Vec<u8>| {
-                    bytes.resize(rows * row_bytes, 0);
+                    memory::resize(bytes, rows * row_bytes, 0, BUFFER)?;
                     file.read(tensor, (start * row_bytes) as u64, bytes)?;
                     hashers[tensor].update(bytes);
                     Ok(())
                 };
                 read(0, KEY_BYTES, &mut bytes)?;
+                memory::reserve(&mut records.keys, rows, BUFFER)?;
+                memory::reserve(&mut records.values, rows * width, BUFFER)?;
                 read_keys(&bytes, &mut records.keys);
                 fill_records(&mut records.values, rows, &first[..width]);
                 for (tensor, column) in (1..).zip(columns) {

@@ -8,14 +8,14 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rayon::prelude::*;
-
 use super::checksum::{BLOCK_BYTES, Checksum};
 use super::data_reader::DataReader;
 use super::manifest::{DataFile, MANIFEST, Manifest, Tensor};
 use super::open::open_regular;
 use super::writer::Array;
 use crate::error::{Error, Result};
+use crate::memory;
+use crate::pool::{self, FirstError};
 
 /// Blocks that are read and hashed side by side.
 const VERIFIED_BLOCKS: usize = 8;
@@ -127,7 +127,7 @@ impl DumpReader {
     pub fn verify(&self) -> Result<()> {
         // A file of another size is told before hours are spent on those before it.
         self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())?;
-        let mut buffer = vec![0; VERIFIED_BLOCKS * BLOCK_BYTES];
+        let mut buffer = memory::filled(0, VERIFIED_BLOCKS * BLOCK_BYTES, "the blocks of a dump")?;
         self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.verify(&mut buffer))
     }
 
@@ -140,9 +140,8 @@ impl DumpReader {
         let array = |(index, tensor): (usize, &Tensor)| {
             let mut data = zeros(&file.layout.tensors[index])?;
             file.read(index, 0, &mut data)?;
-            data.par_chunks(BLOCK_BYTES)
-                .enumerate()
-                .try_for_each(|(b, bytes)| file.check_block(index, b, bytes))?;
+            let blocks = memory::collect(data.chunks(BLOCK_BYTES).enumerate(), "the blocks of an array")?;
+            check_all(blocks, |(block, bytes)| file.check_block(index, block, bytes))?;
             let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
             Ok(Array { name, dtype: tensor.dtype.to_string(), shape, data: Cow::Owned(data) })
         };
@@ -182,12 +181,14 @@ fn is_gone(error: &io::Error) -> bool {
     error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESTALE)
 }
 
+/// Tries all pieces side by side.
+pub(super) fn check_all<T: Send>(pieces: Vec<T>, check: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    let error = FirstError::default();
+    pool::global()?.run(pieces, |piece| error.note(check(piece)));
+    error.into_result()
+}
+
 /// Memory for a tensor, if the machine has it.
 fn zeros(place: &Range<u64>) -> Result<Vec<u8>> {
-    let bytes = (place.end - place.start) as usize;
-    let mut data = Vec::new();
-    let no_memory = |_| Error::memory(bytes, "an array of a dump", ErrorKind::OutOfMemory.into());
-    data.try_reserve_exact(bytes).map_err(no_memory)?;
-    data.resize(bytes, 0);
-    Ok(data)
+    memory::filled(0, (place.end - place.start) as usize, "an array of a dump")
 }

@@ -20,7 +20,11 @@ use super::manifest::{
 };
 use super::{CHUNK_BYTES, KEY_BYTES, SHARD_BYTES, columns, utc};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::table::{Cursor, Records, Table};
+
+/// What memory is for.
+const BUFFER: &str = "the rows of a dump";
 
 /// How a dump is written.
 #[derive(Clone, Copy, Debug)]
@@ -203,8 +207,10 @@ impl<'a> Writer<'a> {
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
 
         let room = chunk_rows.min(table.len()?);
-        let mut records =
-            Records { keys: Vec::with_capacity(room), values: Vec::with_capacity(room * width) };
+        let mut records = Records {
+            keys: memory::with_capacity(room, BUFFER)?,
+            values: memory::with_capacity(room * width, BUFFER)?,
+        };
         let mut bytes = Vec::new();
         let mut shards = Vec::new();
         let mut open: Option<(DataWriter, usize)> = None;
@@ -229,10 +235,10 @@ impl<'a> Writer<'a> {
                     }
                 };
                 let end = records.keys.len().min(start + *shard_left);
-                write_keys(&records.keys[start..end], &mut bytes);
+                write_keys(&records.keys[start..end], &mut bytes)?;
                 shard.write(0, &bytes)?;
                 for (tensor, column) in (1..).zip(&columns) {
-                    write_column(&records.values[start * width..end * width], width, column, &mut bytes);
+                    write_column(&records.values[start * width..end * width], width, column, &mut bytes)?;
                     shard.write(tensor, &bytes)?;
                 }
                 *shard_left -= end - start;
@@ -328,20 +334,22 @@ impl DataWriter<'_> {
     }
 }
 
-fn write_keys(keys: &[u64], bytes: &mut Vec<u8>) {
-    bytes.resize(keys.len() * KEY_BYTES, 0);
+fn write_keys(keys: &[u64], bytes: &mut Vec<u8>) -> Result<()> {
+    memory::resize(bytes, keys.len() * KEY_BYTES, 0, BUFFER)?;
     for (key, bytes) in keys.iter().zip(bytes.as_chunks_mut().0) {
         *bytes = key.to_le_bytes();
     }
+    Ok(())
 }
 
 /// One column of records of `width` floats.
-fn write_column(values: &[f32], width: usize, column: &Range<usize>, bytes: &mut Vec<u8>) {
-    bytes.resize(values.len() / width * column.len() * 4, 0);
+fn write_column(values: &[f32], width: usize, column: &Range<usize>, bytes: &mut Vec<u8>) -> Result<()> {
+    memory::resize(bytes, values.len() / width * column.len() * 4, 0, BUFFER)?;
     let parts = bytes.as_chunks_mut().0.chunks_exact_mut(column.len().max(1));
     for (record, part) in values.chunks_exact(width).zip(parts) {
         for (value, bytes) in record[column.clone()].iter().zip(part) {
             *bytes = value.to_le_bytes();
         }
     }
+    Ok(())
 }

@@ -11,6 +11,7 @@ use pyo3::types::PyCapsule;
 
 use crate::bridge;
 use crate::call::{DType, Tensor};
+use crate::error::guarded;
 
 const MAJOR_VERSION: u32 = 1;
 const CAPSULE: &CStr = c"dlpack_exchange_api";
@@ -79,7 +80,7 @@ static FUNCTIONS: PyOnceLock<Functions> = PyOnceLock::new();
 /// `ImportError` if it has none that is known here.
 #[pyfunction]
 pub fn find_torch(py: Python<'_>) -> PyResult<()> {
-    functions(py).map(|_| ())
+    guarded(|| functions(py).map(|_| ()))
 }
 
 fn functions(py: Python<'_>) -> PyResult<&Functions> {

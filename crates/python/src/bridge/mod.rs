@@ -7,15 +7,14 @@ mod tensorflow;
 pub mod torch;
 mod xla;
 
-use std::any::Any;
 use std::ffi::CString;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
 
 use crate::call::DType;
+use crate::error::caught;
 
 /// Adds what the Python backends need to find the bridges.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -49,12 +48,6 @@ impl Failure {
             CString::new(format!("{class}: {text}").replace('\0', " ")).expect("has no zero byte: replaced");
         Failure { code, message }
     }
-
-    fn panic(payload: &(dyn Any + Send)) -> Failure {
-        let text = payload.downcast_ref::<&str>().copied();
-        let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-        Failure::new(13, "SokError", &format!("panic: {}", text.unwrap_or("without a message")))
-    }
 }
 
 impl From<Error> for Failure {
@@ -69,13 +62,9 @@ impl From<Error> for Failure {
     }
 }
 
-/// Runs the body of a framework's callback. An unwinding panic would abort the process at the C border.
+/// Runs the body of a framework's callback.
 fn catch<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, Failure> {
-    // What a panic leaves half done lies in the core, behind locks that it poisons; nothing else outlives the call.
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(result) => result.map_err(Failure::from),
-        Err(payload) => Err(Failure::panic(payload.as_ref())),
-    }
+    caught(body).map_err(Failure::from)
 }
 
 /// A tensor's address. Frameworks give null for one without elements, of which no slice may be made in Rust.

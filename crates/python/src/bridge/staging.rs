@@ -1,11 +1,12 @@
 //! Tables on the host under a model on the GPU, where the framework does not bring the tensors: they cross, and the call waits.
 
 use sok_core::error::Result;
+use sok_core::memory;
 use sok_cuda::device::Stream;
 use sok_cuda::staging;
 
 use super::size_of;
-use crate::call::{DType, Outputs, Tensor};
+use crate::call::{DType, Outputs, Tensor, num_elements};
 
 /// Results on the host, and where they go on the device.
 struct Staged<'a> {
@@ -16,12 +17,16 @@ struct Staged<'a> {
 impl Outputs for Staged<'_> {
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
         let to = self.outputs.output(index, dtype, dims)?;
-        let num_bytes = dims.iter().product::<i64>() as usize * size_of(dtype);
-        let mut room = vec![0u64; num_bytes.div_ceil(8).max(1)];
+        let num_bytes = num_elements(dims) * size_of(dtype);
+        let mut room = room_for(num_bytes)?;
         let address = room.as_mut_ptr().cast();
         self.results.push((to, room, num_bytes));
         Ok(address)
     }
+}
+
+fn room_for(num_bytes: usize) -> Result<Vec<u64>> {
+    memory::filled(0, num_bytes.div_ceil(8).max(1), "tensors on their way between host and GPU")
 }
 
 /// Runs a call of the host on copies of tensors that are on the device.
@@ -36,7 +41,7 @@ pub fn run(
     let num_bytes = |t: &Tensor| t.len() * size_of(t.dtype);
     let mut copies = Vec::with_capacity(tensors.len());
     for tensor in tensors {
-        let mut copy = vec![0u64; num_bytes(tensor).div_ceil(8).max(1)];
+        let mut copy = room_for(num_bytes(tensor))?;
         staging::to_host(&mut copy, tensor.data as u64, num_bytes(tensor))?;
         copies.push(copy);
     }

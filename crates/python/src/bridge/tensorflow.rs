@@ -14,6 +14,7 @@ use sok_core::table::Insertion;
 
 use super::{Failure, address, catch, size_of};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
+use crate::error::{caught, guarded};
 
 /// An object of TensorFlow's: the C API knows them by pointer alone.
 type Object = *mut c_void;
@@ -138,7 +139,7 @@ const OPS: [Op; 4] = [
 /// For a process that imported this module before TensorFlow, or without `tf.load_op_library`.
 #[pyfunction]
 pub fn register_tensorflow(py: Python<'_>) -> PyResult<()> {
-    py.detach(register).map_err(PyRuntimeError::new_err)
+    guarded(|| py.detach(register).map_err(PyRuntimeError::new_err))
 }
 
 /// Registers the ops while the dynamic loader loads this library: `tf.load_op_library` makes wrappers for just those ops
@@ -317,7 +318,9 @@ extern "C" fn delete(kernel: Object) {
     if !kernel.is_null() {
         // SAFETY: - `create` made it from a box of this type.
         //         - TensorFlow deletes a kernel once, when nothing computes with it any more.
-        drop(unsafe { Box::from_raw(kernel.cast::<Kernel>()) });
+        let kernel = unsafe { Box::from_raw(kernel.cast::<Kernel>()) };
+        // Nobody can be told here.
+        let _ = caught(|| Ok(drop(kernel)));
     }
 }
 
@@ -403,8 +406,8 @@ fn stream_symbols() -> Told<(usize, usize)> {
 
 /// Whether this TensorFlow lets kernels of ours onto its GPU stream.
 #[pyfunction]
-pub fn tensorflow_has_stream() -> bool {
-    stream_symbols().is_ok()
+pub fn tensorflow_has_stream() -> PyResult<bool> {
+    guarded(|| Ok(stream_symbols().is_ok()))
 }
 
 impl Context {

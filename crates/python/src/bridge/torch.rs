@@ -7,7 +7,7 @@ use sok_core::table::Insertion;
 
 use crate::bridge::dlpack::{self, Device, View};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
-use crate::error::{detached, to_python};
+use crate::error::{detached, guarded, to_python};
 use crate::registry;
 
 struct Tensors(Vec<Tensor>);
@@ -47,9 +47,10 @@ fn device_and_stream(py: Python<'_>, gpu: Option<i32>) -> PyResult<(Device, Opti
 /// Whether tensors are dense and on this GPU (None: the host), so that a call may be given them.
 #[pyfunction]
 #[pyo3(signature = (tensors, gpu))]
-fn are_at(tensors: Vec<Bound<'_, PyAny>>, gpu: Option<i32>) -> bool {
+fn are_at(tensors: Vec<Bound<'_, PyAny>>, gpu: Option<i32>) -> PyResult<bool> {
     // What cannot be looked at is elsewhere: PyTorch has devices that DLPack has no name for.
-    tensors.iter().all(|tensor| View::of(tensor).is_ok_and(|view| view.is_at(device_of(gpu))))
+    let is_at = |tensor| View::of(tensor).is_ok_and(|view| view.is_at(device_of(gpu)));
+    guarded(|| Ok(tensors.iter().all(is_at)))
 }
 
 /// Shape, rows of each feature in it, features.
@@ -59,10 +60,17 @@ type Piece = (Vec<i64>, Vec<i64>, Vec<usize>);
 /// of one feature alone.
 #[pyfunction]
 fn pieces_of_rows(plan: i64, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Piece>> {
-    let plan = registry::plan(plan).map_err(to_python)?;
-    let tensors = tensors.iter().map(|t| View::of(t)?.tensor()).collect::<PyResult<Vec<_>>>()?;
+    guarded(|| {
+        let plan = registry::plan(plan).map_err(to_python)?;
+        let tensors = tensors.iter().map(|t| View::of(t)?.tensor()).collect::<PyResult<Vec<_>>>()?;
+        Ok(pieces(call::row_dims(&plan, &tensors).map_err(to_python)?))
+    })
+}
+
+/// `rows`: shape of each feature's.
+fn pieces(rows: Vec<Vec<i64>>) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
-    for (feature, dims) in call::row_dims(&plan, &tensors).map_err(to_python)?.into_iter().enumerate() {
+    for (feature, dims) in rows.into_iter().enumerate() {
         let joins = |shape: &[i64]| dims.len() == 2 && shape.len() == 2 && shape[1] == dims[1];
         if let Some((shape, lengths, features)) = pieces.iter_mut().find(|(shape, ..)| joins(shape)) {
             shape[0] += dims[0];
@@ -73,7 +81,7 @@ fn pieces_of_rows(plan: i64, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Pie
             pieces.push((dims, vec![length], vec![feature]));
         }
     }
-    Ok(pieces)
+    pieces
 }
 
 /// `number`: two int32 on the host. `gpu`: where all other tensors are; None: on the host.
@@ -90,13 +98,15 @@ fn lookup(
     rows: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = device_and_stream(py, gpu)?;
-    let inputs = tensors_at(device, &inputs)?;
-    let mut outputs = tensors_at(Device::Cpu, &[number])?;
-    outputs.0.extend(tensors_at(device, &rows)?.0);
-    detached(py, move || {
-        let (inputs, mut outputs) = (inputs, outputs);
-        call::lookup(plan, Insertion::from_number(insertion)?, save, &inputs.0, &mut outputs, on_gpu)
+    guarded(|| {
+        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let inputs = tensors_at(device, &inputs)?;
+        let mut outputs = tensors_at(Device::Cpu, &[number])?;
+        outputs.0.extend(tensors_at(device, &rows)?.0);
+        detached(py, move || {
+            let (inputs, mut outputs) = (inputs, outputs);
+            call::lookup(plan, Insertion::from_number(insertion)?, save, &inputs.0, &mut outputs, on_gpu)
+        })
     })
 }
 
@@ -112,13 +122,15 @@ fn push(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = device_and_stream(py, gpu)?;
-    let mut numbered = tensors_at(Device::Cpu, &[number])?;
-    numbered.0.extend(tensors_at(device, &inputs)?.0);
-    let outputs = tensors_at(device, &outputs)?;
-    detached(py, move || {
-        let (inputs, mut outputs) = (numbered, outputs);
-        call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs, on_gpu)
+    guarded(|| {
+        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let mut numbered = tensors_at(Device::Cpu, &[number])?;
+        numbered.0.extend(tensors_at(device, &inputs)?.0);
+        let outputs = tensors_at(device, &outputs)?;
+        detached(py, move || {
+            let (inputs, mut outputs) = (numbered, outputs);
+            call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs, on_gpu)
+        })
     })
 }
 
@@ -131,11 +143,13 @@ fn commit(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = device_and_stream(py, gpu)?;
-    let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-    detached(py, move || {
-        let (inputs, mut outputs) = (inputs, outputs);
-        call::commit(optimizer, &inputs.0, &mut outputs, on_gpu)
+    guarded(|| {
+        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
+        detached(py, move || {
+            let (inputs, mut outputs) = (inputs, outputs);
+            call::commit(optimizer, &inputs.0, &mut outputs, on_gpu)
+        })
     })
 }
 
@@ -148,11 +162,13 @@ fn apply(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    let (device, on_gpu) = device_and_stream(py, gpu)?;
-    let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-    detached(py, move || {
-        let (inputs, mut outputs) = (inputs, outputs);
-        call::apply(optimizer, &inputs.0, &mut outputs, on_gpu)
+    guarded(|| {
+        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
+        detached(py, move || {
+            let (inputs, mut outputs) = (inputs, outputs);
+            call::apply(optimizer, &inputs.0, &mut outputs, on_gpu)
+        })
     })
 }
 

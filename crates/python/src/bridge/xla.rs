@@ -15,6 +15,7 @@ use sok_core::table::Insertion;
 
 use super::{Failure, address, catch, staging};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
+use crate::error::guarded;
 use crate::registry;
 
 // ---- the C structs, as far as they are read ----------------------------------------------------------------------
@@ -168,15 +169,17 @@ const ON_GPU: [(&str, Handler); 4] = [
 /// By platform: name and handler of each call, for `jax.ffi.register_ffi_target(name, capsule, platform=platform)`.
 #[pyfunction]
 pub fn xla_targets(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let platforms = PyDict::new(py);
-    for (platform, handlers) in [("cpu", ON_CPU), ("CUDA", ON_GPU)] {
-        let targets = PyDict::new(py);
-        for (name, handler) in handlers {
-            targets.set_item(name, capsule(py, handler)?)?;
+    guarded(|| {
+        let platforms = PyDict::new(py);
+        for (platform, handlers) in [("cpu", ON_CPU), ("CUDA", ON_GPU)] {
+            let targets = PyDict::new(py);
+            for (name, handler) in handlers {
+                targets.set_item(name, capsule(py, handler)?)?;
+            }
+            platforms.set_item(platform, targets)?;
         }
-        platforms.set_item(platform, targets)?;
-    }
-    Ok(platforms)
+        Ok(platforms)
+    })
 }
 
 /// Without a name, as `jax.ffi.pycapsule` makes them; PyO3's own constructors ask for one.
