@@ -88,7 +88,7 @@ def pool():
 
 
 def test_calls_of_many_ids_end_in_a_forked_child(pool):
-    layer, table = filled()
+    _, table = filled()
     use(table)
     for _ in range(3):
         assert in_child(lambda: use(table)) == 0
@@ -174,14 +174,14 @@ def fork_beside_calls(table, num_children):
 
 
 def test_children_end_that_were_forked_while_a_thread_was_at_work(pool):
-    layer, table = filled()
+    _, table = filled()
     assert fork_beside_calls(table, 5) == [0] * 5
     use(table)
 
 
 @pytest.mark.soak
 def test_a_hundred_children_end_that_were_forked_while_a_thread_was_at_work(pool):
-    layer, table = filled()
+    _, table = filled()
     assert fork_beside_calls(table, 100) == [0] * 100
     use(table)
 
