@@ -79,9 +79,9 @@ WAYS = {
     ),
 }
 SECOND_PROCESS = """
-import numpy as np, test_seeds as t
+import pathlib, numpy as np, test_seeds as t
 t.keras.utils.set_random_seed(99)
-path = t.pathlib.Path({path!r})
+path = pathlib.Path({path!r})
 for way, (name, _, load) in t.WAYS.items():
     model = load(path / name, t.model_of(t.seedless({kind!r})))
     np.savez(path / f"{{way}}.npz", *t.answers(t.layer_of(model)))

@@ -264,9 +264,9 @@ impl GpuGroup {
     fn look_up_absent(&mut self, lookup: &SavedLookup, stream: Stream) -> Result<Option<Arc<SavedLookup>>> {
         let mut absent = lookup.absent();
         match &*absent {
-            Absent::None => return Ok(None),
-            Absent::Inserted(inserted) => return Ok(Some(inserted.clone())),
-            Absent::Waiting(inputs) if inputs.num_absent()? == 0 => return Ok(None),
+            Absent::None => Ok(None),
+            Absent::Inserted(inserted) => Ok(Some(inserted.clone())),
+            Absent::Waiting(inputs) if inputs.num_absent()? == 0 => Ok(None),
             Absent::Waiting(inputs) => {
                 let saved = self.insert_inputs(lookup, inputs, stream)?;
                 let inserted = Arc::new(SavedLookup::new(lookup.number, saved));
