@@ -35,7 +35,8 @@ LEVELS = [
     {"backend"},
     {"backend.tensorflow", "backend.jax", "backend.torch"},
     STATES,
-    {"backend.handles", "backend.insertion"},
+    {"backend.jax_trainer"},
+    {"backend.handles", "backend.insertion", "backend.leaving"},
     {"_native"},
 ]
 
@@ -105,7 +106,7 @@ def test_imports_go_down_only(module):
 
 def test_native_module_is_imported_in_backend_alone():
     importers = {module for module in MODULES if "_native" in own_imports(module)}
-    without = {"backend.native_errors", "backend.handles", "backend.insertion", *STATES}
+    without = {"backend.native_errors", "backend.handles", "backend.insertion", "backend.leaving", *STATES}
     assert importers == {m for m in MODULES if m.startswith("backend") and m not in without} - {"backend.tensorflow"}
     # TensorFlow loads the library itself, to see the ops in it.
     assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])

@@ -170,7 +170,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
             )
         clip, done = self._apply_to_tables(tickets, dense) if tickets else (None, [])
-        with backend.after(done):
+        with backend.after(done, [gradient for gradient, _ in dense]):
             self._apply_to_variables(dense, clip)
 
     def _apply_to_tables(self, tickets: dict, dense: list) -> tuple:

@@ -116,7 +116,7 @@ fn floats_out<'a>(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Resu
     Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), len) })
 }
 
-pub fn take<'a>(inputs: &mut std::slice::Iter<'a, Tensor>) -> Result<&'a Tensor> {
+pub fn take<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>) -> Result<&'a Tensor> {
     inputs.next().ok_or_else(|| Error::argument("the call has fewer tensors than its plan"))
 }
 
@@ -298,7 +298,7 @@ fn lock_all(optimizer: &Optimizer) -> Result<Vec<MutexGuard<'_, Tables>>> {
 }
 
 /// The next tensor, which has the shape of a ticket.
-fn ticket_of<'a>(inputs: &mut std::slice::Iter<'a, Tensor>, what: &str) -> Result<&'a [f32]> {
+fn ticket_of<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>, what: &str) -> Result<&'a [f32]> {
     let numbers = take(inputs)?.floats()?;
     if numbers.len() == TICKET_LEN {
         return Ok(numbers);
@@ -362,29 +362,78 @@ pub fn apply(
         return gpu_call::apply(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
     }
     let mut groups = on_host(&mut locked)?;
-    let mut inputs = inputs.iter();
-    let &[learning_rate, step, is_update, factor] = take(&mut inputs)?.floats()? else {
+    let scalars = apply_scalars(inputs)?;
+    check_owners(&optimizer, handle, &mut groups)?;
+    write_triggers(&optimizer, inputs, outputs)?;
+    update(&optimizer, handle, &mut groups, &scalars)
+}
+
+/// What `apply` does but for the update itself, which `apply_now` does with the scalars that this gives. The tables are on the host.
+pub fn prepare_apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<ApplyScalars> {
+    let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut locked = lock_all(&optimizer)?;
+    let scalars = apply_scalars(inputs)?;
+    check_owners(&optimizer, handle, &mut on_host(&mut locked)?)?;
+    write_triggers(&optimizer, inputs, outputs)?;
+    Ok(scalars)
+}
+
+/// The update that `prepare_apply` has checked.
+pub fn apply_now(optimizer: i64, scalars: &ApplyScalars) -> Result<()> {
+    let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut locked = lock_all(&optimizer)?;
+    let mut groups = on_host(&mut locked)?;
+    check_owners(&optimizer, handle, &mut groups)?;
+    update(&optimizer, handle, &mut groups, scalars)
+}
+
+/// Forgets what was committed: its step has failed.
+pub fn drop_committed(optimizer: i64) -> Result<()> {
+    let optimizer = registry::optimizer(optimizer)?;
+    let mut locked = lock_all(&optimizer)?;
+    on_host(&mut locked)?.into_iter().for_each(HostGroup::drop_committed);
+    Ok(())
+}
+
+fn apply_scalars(inputs: &[Tensor]) -> Result<ApplyScalars> {
+    let &[learning_rate, step, is_update, factor] = take(&mut inputs.iter())?.floats()? else {
         return Err(Error::argument("apply takes four scalars"));
     };
-    take(&mut inputs)?;
     let update = UpdateScalars { learning_rate, step: step as u64, factor };
-    let scalars = ApplyScalars { update, is_update: is_update != 0.0 };
-    let pool = pool::global()?;
+    Ok(ApplyScalars { update, is_update: is_update != 0.0 })
+}
+
+/// Checks all groups before one is changed.
+fn check_owners(optimizer: &Optimizer, handle: i64, groups: &mut [&mut HostGroup]) -> Result<()> {
     let mut checked = groups.iter().zip(optimizer.bindings(handle));
-    if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(&binding)) {
+    let result = checked.try_for_each(|(group, binding)| group.check_owner(&binding));
+    if result.is_err() {
         groups.iter_mut().for_each(|group| group.drop_committed());
-        return Err(error);
     }
-    let triggers = groups.iter().map(|_| ticket_of(&mut inputs, "a trigger")).collect::<Result<Vec<_>>>()?;
-    let groups = groups.iter_mut().zip(optimizer.bindings(handle)).zip(triggers);
-    for (number, ((group, binding), trigger)) in groups.enumerate() {
+    result
+}
+
+/// Any change will do: the next lookup depends on the new value, so it comes after the update.
+fn write_triggers(optimizer: &Optimizer, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+    let mut triggers = inputs.iter().skip(2);
+    for number in 0..optimizer.groups.len() {
+        let trigger = ticket_of(&mut triggers, "a trigger")?;
         let new = floats_out(outputs, number, &[RING as i64, 2])?;
-        group.apply(&binding, &scalars, &pool)?;
-        // Any change will do: the next lookup depends on the new value, so it comes after this.
         new.copy_from_slice(trigger);
         new[0] += 1.0;
     }
     Ok(())
+}
+
+fn update(
+    optimizer: &Optimizer,
+    handle: i64,
+    groups: &mut [&mut HostGroup],
+    scalars: &ApplyScalars,
+) -> Result<()> {
+    let pool = pool::global()?;
+    let mut groups = groups.iter_mut().zip(optimizer.bindings(handle));
+    groups.try_for_each(|(group, binding)| group.apply(&binding, scalars, &pool))
 }
 
 /// Remembers an error that its framework will tell late, or never.

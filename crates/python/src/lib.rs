@@ -10,6 +10,7 @@ mod gpu_call;
 mod memory;
 mod numpy_out;
 mod registry;
+mod scope;
 mod table;
 mod tables;
 
@@ -23,5 +24,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     table::register(module)?;
     checkpoint::register(module)?;
     fresh::register(module)?;
+    scope::register(module)?;
     bridge::register(module)
 }

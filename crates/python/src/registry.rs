@@ -1,5 +1,5 @@
-//! What a framework's op names by a number: plans and optimizers. A graph may outlive its process in a file, so a number is drawn such
-//! that no other process has it: a graph finds its own tables, or none.
+//! What a framework's op names by a number: plans, optimizers and scopes. A graph may outlive its process in a file, so a number is drawn
+//! such that no other process has it: a graph finds its own tables, or none.
 
 use std::collections::HashMap;
 use std::mem::ManuallyDrop;
@@ -12,6 +12,7 @@ use sok_core::host_group::Binding;
 use sok_core::optimizer::Update;
 
 use crate::fork;
+use crate::scope::Scope;
 use crate::tables::Tables;
 
 /// The tables of a layer.
@@ -135,11 +136,12 @@ impl Optimizer {
 type ByHandle<T> = Option<HashMap<i64, Arc<T>>>;
 type Handles<T> = RwLock<ByHandle<T>>;
 /// As long as it is there nobody reads or changes the registry.
-pub type RegistryLock =
-    (RwLockWriteGuard<'static, ByHandle<Plan>>, RwLockWriteGuard<'static, ByHandle<Optimizer>>);
+pub type RegistryLock = (Locked<Plan>, Locked<Optimizer>, Locked<Scope>);
+type Locked<T> = RwLockWriteGuard<'static, ByHandle<T>>;
 
 static PLANS: Handles<Plan> = RwLock::new(None);
 static OPTIMIZERS: Handles<Optimizer> = RwLock::new(None);
+static SCOPES: Handles<Scope> = RwLock::new(None);
 
 /// 63 bits from the operating system, never 0.
 fn draw() -> Result<i64> {
@@ -178,8 +180,10 @@ fn remove<T>(handles: &Handles<T>, handle: i64) {
 }
 
 pub fn lock() -> RegistryLock {
-    let (plans, optimizers) = (PLANS.write(), OPTIMIZERS.write());
-    (plans.unwrap_or_else(PoisonError::into_inner), optimizers.unwrap_or_else(PoisonError::into_inner))
+    fn whole<T>(handles: &'static Handles<T>) -> Locked<T> {
+        handles.write().unwrap_or_else(PoisonError::into_inner)
+    }
+    (whole(&PLANS), whole(&OPTIMIZERS), whole(&SCOPES))
 }
 
 pub fn add_plan(plan: Plan) -> Result<i64> {
@@ -219,4 +223,20 @@ pub fn optimizer(handle: i64) -> Result<Arc<Optimizer>> {
 
 pub fn remove_optimizer(handle: i64) {
     remove(&OPTIMIZERS, handle);
+}
+
+pub fn add_scope(scope: Scope) -> Result<i64> {
+    add(&SCOPES, scope)
+}
+
+/// # Errors
+/// If no model of this process has it.
+pub fn scope(handle: i64) -> Result<Arc<Scope>> {
+    get(&SCOPES, handle).ok_or_else(|| {
+        Error::State(format!("this step's model is not in this process, or gone (scope {handle:#x})"))
+    })
+}
+
+pub fn remove_scope(handle: i64) {
+    remove(&SCOPES, handle);
 }

@@ -14,7 +14,10 @@ import numpy as np
 
 from sok_keras import _native
 from sok_keras.backend.insertion import Insertion
+from sok_keras.backend.jax_trainer import chosen_updates, guard_trainer, traced_scope
+from sok_keras.backend.leaving import note_thread, watch_exit
 
+guard_trainer()
 for _platform, _targets in _native.xla_targets().items():
     for _name, _target in _targets.items():
         jax.ffi.register_ffi_target(_name, _target, platform=_platform)
@@ -26,6 +29,7 @@ class _Call(NamedTuple):
     plan: int
     shapes: tuple
     insertion: Insertion
+    scope: int
 
 
 def lookup(plan, trigger, learns, inputs, weights, insertion):
@@ -45,8 +49,9 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     Returns:
         A list with a float32 array for each feature.
     """
+    note_thread()
     shapes = tuple(tuple(shape) for shape in plan.output_shapes(inputs))
-    call = _Call(plan.handle, shapes, insertion)
+    call = _Call(plan.handle, shapes, insertion, traced_scope())
     inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
     if not learns:
         arguments = jax.lax.stop_gradient((trigger, weights, inputs))
@@ -68,7 +73,8 @@ def _push(call, residuals, gradients):
     number, weights = residuals
     given = [weight for weight in weights if weight is not None]
     results = [_float32(64, 2), *(_float32(*weight.shape) for weight in given)]
-    ticket, *found = _ffi("sok_push", results)(number, *gradients, *given, plan=np.int64(call.plan))
+    push = _ffi("sok_push", results)
+    ticket, *found = push(number, *gradients, *given, plan=np.int64(call.plan), scope=call.scope)
     found = iter(found)
     return ticket, tuple(None if weight is None else next(found) for weight in weights), None
 
@@ -78,14 +84,15 @@ _lookup.defvjp(_lookup_to_differentiate, _push)
 
 def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
-    (sum_of_squares,) = _ffi("sok_commit", [_float32()])(is_update, *tickets, optimizer=np.int64(tables.handle))
+    call = _ffi("sok_commit", [_float32()])
+    (sum_of_squares,) = call(is_update, *tickets, optimizer=np.int64(tables.handle), scope=traced_scope())
     return sum_of_squares
 
 
 def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     call = _ffi("sok_apply", [_float32(64, 2) for _ in triggers])
-    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.handle)))
+    return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.handle), scope=traced_scope()))
 
 
 def _run(call, trigger, weights, inputs, save):
@@ -93,8 +100,9 @@ def _run(call, trigger, weights, inputs, save):
     groups = zip(inputs, weights, strict=True)
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
+    plan, insertion = np.int64(call.plan), np.int64(call.insertion)
     number, *rows = _ffi("sok_lookup", results)(
-        *tensors, trigger, plan=np.int64(call.plan), insertion=np.int64(call.insertion), save=save
+        *tensors, trigger, plan=plan, insertion=insertion, save=save, scope=call.scope
     )
     return number, rows
 
@@ -142,10 +150,9 @@ def has_wide_integers():
     return jax.config.jax_enable_x64
 
 
-def after(tensors):
-    """A scope in which nothing is assigned before `tensors` are there: a failed commit then changes no variable."""
-    del tensors  # a failed call ends the step
-    return contextlib.nullcontext()
+def after(done, gradients):
+    """A scope in which nothing is assigned if what led to `done` or to the gradients has failed. Else a failed call ends the step."""
+    return chosen_updates([*done, *gradients]) if done else contextlib.nullcontext()
 
 
 def eager_scope():
@@ -186,3 +193,6 @@ def to_numpy(value):
 def from_numpy(array):
     """What a variable is set to."""
     return array
+
+
+watch_exit(wait)

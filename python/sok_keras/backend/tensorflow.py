@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from sok_keras.backend.insertion import Insertion
+from sok_keras.backend.leaving import note_thread, watch_exit
 
 NATIVE = "sok_keras._native"
 
@@ -42,6 +43,7 @@ def _late_ops():
 
 
 _ops = _load_ops()
+watch_exit()
 
 
 def lookup(plan, trigger, learns, inputs, weights, insertion):
@@ -62,6 +64,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     Returns:
         A list with a float32 tensor for each feature.
     """
+    note_thread()
     groups = zip(inputs, weights, strict=True)
     tensors = [tf.convert_to_tensor(tensor) for group in groups for tensor in _flat(*group)]
     trigger = tf.convert_to_tensor(trigger)  # read first: a tape watches a variable from then on
@@ -162,9 +165,10 @@ def has_wide_integers():
     return True
 
 
-def after(tensors):
-    """A scope in which nothing is assigned before `tensors` are there: a failed commit then changes no variable."""
-    return tf.control_dependencies(tensors)
+def after(done, gradients):
+    """A scope in which nothing is assigned before `done` is there: a failed commit then changes no variable."""
+    del gradients
+    return tf.control_dependencies(done)
 
 
 def eager_scope():

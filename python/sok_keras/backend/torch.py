@@ -17,8 +17,10 @@ import torch
 
 from sok_keras import _native
 from sok_keras.backend.handles import optimizers, plans
+from sok_keras.backend.leaving import note_thread, watch_exit
 
 _native.find_torch()
+watch_exit()
 
 _TICKET = (64, 2)
 
@@ -238,6 +240,8 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     Returns:
         A list with a float32 tensor for each feature.
     """
+    if not torch.compiler.is_compiling():
+        note_thread()
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
@@ -271,9 +275,9 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(call(scalars, sum_of_squares, list(triggers), tables.handle))
 
 
-def after(tensors):
-    """A scope in which nothing is assigned before `tensors` are there: a failed commit then changes no variable."""
-    del tensors  # a failed call ends the step
+def after(done, gradients):
+    """A scope in which nothing is assigned before `done` is there: a failed commit then changes no variable."""
+    del done, gradients  # a failed call ends the step
     return contextlib.nullcontext()
 
 

@@ -4,6 +4,7 @@
 //! brings the functions that it may use. XLA has every result's memory ready and counts on nothing being kept.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::mem;
 use std::ptr;
 use std::slice;
 
@@ -13,10 +14,11 @@ use pyo3::types::PyDict;
 use sok_core::error::{Error, Result};
 use sok_core::table::Insertion;
 
-use super::{Failure, address, catch, staging};
+use super::{Failure, address, catch, size_of, staging};
 use crate::call::{self, DType, OnGpu, Outputs, Tensor};
-use crate::error::guarded;
+use crate::error::{caught, guarded};
 use crate::registry;
+use crate::scope::Scope;
 
 // ---- the C structs, as far as they are read ----------------------------------------------------------------------
 
@@ -153,11 +155,13 @@ struct CallFrame {
 
 // ---- handlers ----------------------------------------------------------------------------------------------------
 
-const ON_CPU: [(&str, Handler); 4] = [
+const ON_CPU: [(&str, Handler); 6] = [
     ("sok_lookup", lookup::<false>),
     ("sok_push", push::<false>),
     ("sok_commit", commit::<false>),
     ("sok_apply", apply::<false>),
+    ("sok_verdict", verdict),
+    ("sok_finish", finish),
 ];
 const ON_GPU: [(&str, Handler); 4] = [
     ("sok_lookup", lookup::<true>),
@@ -171,9 +175,9 @@ const ON_GPU: [(&str, Handler); 4] = [
 pub fn xla_targets(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     guarded(|| {
         let platforms = PyDict::new(py);
-        for (platform, handlers) in [("cpu", ON_CPU), ("CUDA", ON_GPU)] {
+        for (platform, handlers) in [("cpu", &ON_CPU[..]), ("CUDA", &ON_GPU[..])] {
             let targets = PyDict::new(py);
-            for (name, handler) in handlers {
+            for &(name, handler) in handlers {
                 targets.set_item(name, capsule(py, handler)?)?;
             }
             platforms.set_item(platform, targets)?;
@@ -197,15 +201,20 @@ unsafe extern "C" fn lookup<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
     unsafe {
         handle(frame, GPU, |execution| {
             let plan = execution.attribute("plan")?;
-            let insertion = Insertion::from_number(execution.attribute("insertion")?)?;
-            let save = execution.flag("save")?;
-            let mut tensors = execution.tensors()?;
-            tensors.pop().ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
-            let group = registry::plan(plan)?.group.clone();
-            let done = execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
-                call::lookup(plan, insertion, save, tensors, outputs, on_gpu)
-            });
-            done.inspect_err(|error| latch_plan(plan, error))
+            let found = registry::plan(plan)?;
+            let call = |execution: &mut Execution, scope: Option<&Scope>| {
+                let insertion = Insertion::from_number(execution.attribute("insertion")?)?;
+                let save = execution.flag("save")?;
+                let mut tensors = execution.tensors()?;
+                tensors
+                    .pop()
+                    .ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
+                scope.map_or(Ok(()), |scope| scope.finish_before_lookup(&found.group))?;
+                execution.run(tensors, found.group.is_on_gpu, |tensors, outputs, on_gpu| {
+                    call::lookup(plan, insertion, save, tensors, outputs, on_gpu)
+                })
+            };
+            execution.in_scope(call, || (), |error| latch_plan(plan, error))
         })
     }
 }
@@ -216,11 +225,13 @@ unsafe extern "C" fn push<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     unsafe {
         handle(frame, GPU, |execution| {
             let plan = execution.attribute("plan")?;
-            let (tensors, group) = (execution.tensors()?, registry::plan(plan)?.group.clone());
-            let done = execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
-                call::push(plan, tensors, None, outputs, on_gpu)
-            });
-            done.inspect_err(|error| latch_plan(plan, error))
+            let call = |execution: &mut Execution, _: Option<&Scope>| {
+                let (tensors, group) = (execution.tensors()?, registry::plan(plan)?.group.clone());
+                execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
+                    call::push(plan, tensors, None, outputs, on_gpu)
+                })
+            };
+            execution.in_scope(call, || (), |error| latch_plan(plan, error))
         })
     }
 }
@@ -231,26 +242,66 @@ unsafe extern "C" fn commit<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
     unsafe {
         handle(frame, GPU, |execution| {
             let optimizer = execution.attribute("optimizer")?;
-            let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
-            let done = execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
-                call::commit(optimizer, tensors, outputs, on_gpu)
-            });
-            done.inspect_err(|error| latch_optimizer(optimizer, error))
+            let call = |execution: &mut Execution, _: Option<&Scope>| {
+                let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
+                execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
+                    call::commit(optimizer, tensors, outputs, on_gpu)
+                })
+            };
+            execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
         })
     }
 }
 
-/// Operands: scalars, sum of squares, triggers. Results: new triggers.
+/// Operands: scalars, sum of squares, triggers. Results: new triggers. In a scope `sok_finish` makes the update.
 unsafe extern "C" fn apply<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
         handle(frame, GPU, |execution| {
             let optimizer = execution.attribute("optimizer")?;
-            let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
-            let done = execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
-                call::apply(optimizer, tensors, outputs, on_gpu)
-            });
-            done.inspect_err(|error| latch_optimizer(optimizer, error))
+            let call = |execution: &mut Execution, scope: Option<&Scope>| {
+                let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
+                if let Some(scope) = scope {
+                    scope.add_update(optimizer, call::prepare_apply(optimizer, &tensors, execution)?);
+                    return Ok(());
+                }
+                execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
+                    call::apply(optimizer, tensors, outputs, on_gpu)
+                })
+            };
+            let dropped = || call::drop_committed(optimizer).unwrap_or_default();
+            execution.in_scope(call, dropped, |error| latch_optimizer(optimizer, error))
+        })
+    }
+}
+
+/// Operands: whatever must be computed before. Result: int32, 1 if no call of the scope has failed, else 0.
+unsafe extern "C" fn verdict(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, false, |execution| {
+            let scope = registry::scope(execution.attribute("scope")?)?;
+            let place = execution.output(0, DType::I32, &[])?;
+            // SAFETY: XLA gave room for an int32.
+            place.cast::<i32>().write_unaligned(i32::from(!scope.has_failed()));
+            Ok(())
+        })
+    }
+}
+
+/// The end of a step. Operands: its verdict, the triggers. Results: the triggers.
+unsafe extern "C" fn finish(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, false, |execution| {
+            let scope = registry::scope(execution.attribute("scope")?)?;
+            for (number, trigger) in execution.tensors()?.iter().skip(1).enumerate() {
+                let place = execution.output(number, trigger.dtype, &trigger.dims)?;
+                // SAFETY: both hold as many numbers: `output` has checked it. They do not overlap: XLA gave no aliases.
+                place.copy_from_nonoverlapping(trigger.data, trigger.len() * size_of(trigger.dtype));
+            }
+            scope.finish().unwrap_or_else(|error| scope.fail(error));
+            Ok(())
         })
     }
 }
@@ -313,7 +364,7 @@ unsafe fn describe(extension: *mut MetadataExtension) {
 }
 
 fn report(api: &Api, failure: &Failure) -> XlaError {
-    let struct_size = size_of::<ErrorArguments>();
+    let struct_size = mem::size_of::<ErrorArguments>();
     let message = failure.message.as_ptr();
     let mut arguments =
         ErrorArguments { struct_size, extension: ptr::null_mut(), message, code: failure.code };
@@ -354,11 +405,44 @@ impl Execution<'_> {
         }
     }
 
+    /// A call that belongs to a scope, if any: there it never fails, but writes zeros and is `skipped` where the scope has failed.
+    /// Errors of other calls are given to `latch`.
+    fn in_scope(
+        &mut self,
+        call: impl FnOnce(&mut Self, Option<&Scope>) -> Result<()>,
+        skipped: impl FnOnce(),
+        latch: impl FnOnce(&Error),
+    ) -> Result<()> {
+        let handle = self.attribute("scope")?;
+        if handle == 0 {
+            return call(self, None).inspect_err(latch);
+        }
+        let scope = registry::scope(handle)?;
+        if !scope.has_failed() {
+            match caught(|| call(self, Some(&scope))) {
+                Ok(()) => return Ok(()),
+                Err(error) => scope.fail(error),
+            }
+        }
+        skipped();
+        self.write_zeros()
+    }
+
+    fn write_zeros(&mut self) -> Result<()> {
+        for index in 0..self.frame.results.size as usize {
+            let result = tensor(item(&self.frame.results, index)?)?;
+            let num_bytes = result.len() * size_of(result.dtype);
+            // SAFETY: a result is writable, by us alone until the call returns.
+            unsafe { result.data.cast_mut().write_bytes(0, num_bytes) };
+        }
+        Ok(())
+    }
+
     fn stream(&self) -> Result<u64> {
         // SAFETY: the API outlives the call.
         let api = unsafe { &*self.frame.api };
         let mut arguments = StreamArguments {
-            struct_size: size_of::<StreamArguments>(),
+            struct_size: mem::size_of::<StreamArguments>(),
             extension: ptr::null_mut(),
             context: self.frame.context,
             stream: ptr::null_mut(),
@@ -369,7 +453,7 @@ impl Execution<'_> {
             return Ok(arguments.stream as u64);
         }
         let mut destroy = DestroyArguments {
-            struct_size: size_of::<DestroyArguments>(),
+            struct_size: mem::size_of::<DestroyArguments>(),
             extension: ptr::null_mut(),
             error,
         };

@@ -1,0 +1,70 @@
+"""The end of the interpreter while daemon threads train.
+
+Python ends such a thread when it next asks for the interpreter, in the middle of the framework's C++ code, which answers with
+`std::terminate`: the process aborts. So they are asked to end before, by a `SystemExit` between two lines of Python.
+"""
+
+import atexit
+import ctypes
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+
+import keras
+
+_SECONDS = 10.0
+_KERAS = os.path.dirname(keras.__file__)
+# A thread that waits there does nothing that could abort.
+_IDLE = {threading.__file__, queue.__file__}
+
+_threads: weakref.WeakSet = weakref.WeakSet()
+
+
+def note_thread():
+    """Remembers a daemon thread that makes steps, maybe without Keras' trainer; Python waits for others by itself."""
+    thread = threading.current_thread()
+    if thread.daemon:
+        _threads.add(thread)
+
+
+def _files(thread):
+    """Of the functions that a thread is in, the innermost first."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _makes_steps(thread):
+    return thread in _threads or any(file.startswith(_KERAS) for file in _files(thread))
+
+
+def _is_busy(thread):
+    return next(_files(thread), threading.__file__) not in _IDLE
+
+
+def watch_exit(wait=None):
+    """Has threads and steps end before the interpreter does. `wait`: waits for the steps that were started."""
+    atexit.register(_leave, wait, os.getpid())
+
+
+def _leave(wait, process):
+    if os.getpid() != process:  # a forked child, which has no other threads to wait for
+        return
+    _stop_threads()
+    if wait is not None:
+        wait(None)
+
+
+def _stop_threads():
+    """Ends the daemon threads that make steps, and waits for those that are at work."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    threads = [thread for thread in others if thread.daemon and _makes_steps(thread)]
+    for thread in threads:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end and any(thread.is_alive() and _is_busy(thread) for thread in threads):
+        time.sleep(0.01)
