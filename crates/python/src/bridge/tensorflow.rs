@@ -320,7 +320,10 @@ extern "C" fn delete(kernel: Object) {
         //         - TensorFlow deletes a kernel once, when nothing computes with it any more.
         let kernel = unsafe { Box::from_raw(kernel.cast::<Kernel>()) };
         // Nobody can be told here.
-        let _ = caught(|| Ok(drop(kernel)));
+        let _ = caught(|| {
+            drop(kernel);
+            Ok(())
+        });
     }
 }
 
