@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 QUIET = TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: help demo test test-rust test-python check sanitize bench format clean
+.PHONY: help demo test test-rust test-python check sanitize soak bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -41,10 +41,15 @@ SANITIZED = --target x86_64-unknown-linux-gnu -p sok-core --lib --test group_mod
 sanitize: ## the core's tests under AddressSanitizer and ThreadSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
 	  $(SANITIZED) --test table_model --test checkpoint --test optimizer --test golden
-	if rustup component add rust-src; then \
-	  RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan cargo test -Zbuild-std \
-	    $(SANITIZED) -- --skip any_list_of_steps; \
-	else echo "no rust-src to be had here: WITHOUT ThreadSanitizer" >&2; fi
+	rustup component add rust-src
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan cargo test -Zbuild-std \
+	  $(SANITIZED) -- --skip any_list_of_steps
+
+# An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
+soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## what takes longer than a change should wait: long fuzzing, kills, races
+	cargo test --release -p sok-core -- --ignored soak_
+	for backend in $(BACKENDS); do \
+	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m soak --timeout 7200 || exit 1; done
 
 BENCHES = step bridge model growth dump scaling $(if $(PEERS),peers)
 
