@@ -1,6 +1,7 @@
 """Exported graphs answer from their own tables, or raise: in this process, after their layer is gone, and beside other tables."""
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -63,9 +64,14 @@ def served(path):
         return jax.export.deserialize(bytearray(file.read())).call
 
 
+def paths():
+    """Where a process of its own finds this file."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def in_another_process(code, *arguments):
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=paths()
     )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import subprocess
 import sys
 
@@ -69,10 +70,17 @@ def assert_same_rows(one, other):
         np.testing.assert_array_equal(one.states[name], other.states[name])
 
 
+def paths():
+    """Where a process of its own finds this file."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def in_another_process(code, *arguments):
     """Runs code after this file's own definitions; gives what it prints."""
     code = f"from test_framework_state import *\nkeras.utils.set_random_seed(1)\n{code}"
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=paths()
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
