@@ -7,8 +7,11 @@ use crate::arena::{NO_RECORD, RecordNumber};
 use crate::error::Result;
 use crate::key::Key;
 use crate::lookup::{FeatureOutput, Mode, Role, is_weighted, role, row_code};
+use crate::memory;
 use crate::runs::{KeyRuns, RowCode};
 use crate::table::{Insertion, TableConfig};
+
+const WHAT: &str = "the absent keys of a call";
 
 /// Absent keys of a table in a lookup.
 pub struct Absent {
@@ -44,9 +47,9 @@ impl Absent {
             return Ok(None);
         }
         let is_weighted = is_weighted(features);
-        let (keys, ids) =
-            list(config, features, records, is_weighted.then_some(coefficients), row_code(features)?);
-        let mut counts = vec![0; keys.len()];
+        let coefficients = is_weighted.then_some(coefficients);
+        let (keys, ids) = list(config, features, records, coefficients, row_code(features)?)?;
+        let mut counts = memory::filled(0, keys.len(), WHAT)?;
         ids.iter().for_each(|id| counts[id.key as usize] += 1);
         let mut runs = KeyRuns::default();
         runs.start(counts.into_iter().map(|count| (NO_RECORD, count)), is_weighted)?;
@@ -93,7 +96,7 @@ fn list(
     records: &[RecordNumber],
     coefficients: Option<&[f32]>,
     code: RowCode,
-) -> (Vec<Key>, Vec<AbsentId>) {
+) -> Result<(Vec<Key>, Vec<AbsentId>)> {
     let (mut keys, mut ids, mut numbers) = (Vec::new(), Vec::new(), HashMap::new());
     let mut start = 0;
     for (local, FeatureOutput { feature, .. }) in features.iter().enumerate() {
@@ -105,15 +108,17 @@ fn list(
                     continue;
                 }
                 let key = feature.keys.get(position);
+                numbers.try_reserve(1).map_err(|_| memory::missing::<(Key, u32)>(2 * numbers.len(), WHAT))?;
                 let number = *numbers.entry(key).or_insert(keys.len() as u32);
                 if number as usize == keys.len() {
-                    keys.push(key);
+                    memory::push(&mut keys, key, WHAT)?;
                 }
                 let coefficient = coefficients.map_or(1.0, |c| c[start + position]);
-                ids.push(AbsentId { key: number, row: code.encode(local, bag), coefficient });
+                let id = AbsentId { key: number, row: code.encode(local, bag), coefficient };
+                memory::push(&mut ids, id, WHAT)?;
             }
         }
         start += feature.keys.len();
     }
-    (keys, ids)
+    Ok((keys, ids))
 }

@@ -3,8 +3,12 @@
 use std::collections::HashMap;
 
 use crate::arena::{NO_RECORD, RecordNumber};
+use crate::error::Result;
+use crate::memory;
 use crate::merge::{MergedGradients, StoredGradients};
 use crate::push::{Push, PushedGradients};
+
+const WHAT: &str = "accumulated gradients";
 
 /// Sums of one table, in the order in which their records came.
 #[derive(Default)]
@@ -39,6 +43,23 @@ impl Accumulator {
         is_any.then_some(StoredGradients { records, sums, weight: 1.0 })
     }
 
+    /// Room for the gradients that pushes have for table `number`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Memory`] if there is not so much; nothing has changed.
+    pub fn reserve(&mut self, number: usize, pushes: &[(f32, Push)]) -> Result<()> {
+        let tables = pushes.iter().flat_map(|(_, push)| &push.lookup.tables);
+        let (mut num_keys, mut num_floats) = (0, 0);
+        for table in tables.filter(|table| table.number == number) {
+            let keys: usize = table.runs().map(|(_, records)| records.len()).sum();
+            (num_keys, num_floats) = (num_keys + keys, num_floats + keys * table.dim);
+        }
+        let no_places = |_| memory::missing::<(RecordNumber, u32)>(2 * num_keys, WHAT);
+        self.places.try_reserve(num_keys).map_err(no_places)?;
+        memory::reserve(&mut self.records, num_keys, WHAT)?;
+        memory::reserve(&mut self.sums, num_floats, WHAT)
+    }
+
     /// Adds the gradients that a push has for table `number` of this generation.
     pub fn add_push(&mut self, number: usize, generation: u64, push: &Push, weight: f32) {
         for (at, table) in push.lookup.tables.iter().enumerate() {
@@ -46,7 +67,8 @@ impl Accumulator {
                 continue;
             }
             if self.generation != generation {
-                *self = Accumulator { generation, ..Accumulator::default() };
+                self.clear();
+                self.generation = generation;
             }
             match &push.gradients {
                 PushedGradients::Held { rows, .. } => {

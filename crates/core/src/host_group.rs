@@ -479,8 +479,8 @@ impl HostGroup {
         Ok(())
     }
 
-    /// Takes the pushes that `resolve` named, and inserts their absent keys. Gives the squared norm of all that is now to be applied, accumulated gradients
-    /// included, if the optimizer asks for it and this step is an update; else 0.
+    /// Takes the pushes that `resolve` named, and inserts their absent keys. Gives the squared norm of all that is now to be
+    /// applied, accumulated gradients included, if the optimizer asks for it and this step is an update; else 0.
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
         self.insert_absent(named)?;
         let (taken, dropped) = self.ring.take(named);
@@ -507,8 +507,7 @@ impl HostGroup {
     /// Gradients that are held are merged; more than one push, or anything accumulated, becomes one sum a record.
     fn merge_committed(&mut self, pool: &Pool) -> Result<()> {
         if self.committed.len() > 1 || self.accumulators.iter().any(|a| !a.is_empty()) {
-            self.accumulate(pool);
-            return Ok(());
+            return self.accumulate(pool);
         }
         let mut committed = std::mem::take(&mut self.committed);
         for (_, push) in &mut committed {
@@ -522,8 +521,17 @@ impl HostGroup {
     }
 
     /// Adds what is committed to the accumulators, push after push.
-    fn accumulate(&mut self, pool: &Pool) {
+    ///
+    /// # Errors
+    /// [`Error::Memory`] without room for it: what is committed is dropped, what was accumulated before stays.
+    fn accumulate(&mut self, pool: &Pool) -> Result<()> {
         let committed = std::mem::take(&mut self.committed);
+        let mut accumulators = self.accumulators.iter_mut().enumerate();
+        let room = accumulators.try_for_each(|(number, accumulator)| accumulator.reserve(number, &committed));
+        if room.is_err() {
+            committed.into_iter().for_each(|(_, push)| self.reuse(push));
+            return room;
+        }
         let ids_of =
             |(_, push): &(f32, Push)| push.lookup.tables.iter().map(|t| t.looked.num_ids()).sum::<usize>();
         let num_ids: usize = committed.iter().map(ids_of).sum();
@@ -535,6 +543,7 @@ impl HostGroup {
             }
         });
         committed.into_iter().for_each(|(_, push)| self.reuse(push));
+        Ok(())
     }
 
     fn table_norm(&self, number: usize, pool: &Pool) -> f64 {
@@ -589,8 +598,7 @@ impl HostGroup {
         self.take_over(binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
         if !scalars.is_update {
-            self.accumulate(pool);
-            return Ok(());
+            return self.accumulate(pool);
         }
         let is_single = self.committed.len() == 1 && self.accumulators.iter().all(Accumulator::is_empty);
         if is_single

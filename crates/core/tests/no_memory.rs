@@ -2,25 +2,39 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::SeqCst};
 
+use sok_core::batch::{Bags, Combiner, Feature, Keys};
 use sok_core::checkpoint::{DumpOptions, LoadMode, LoadOptions, dump, load, verify};
 use sok_core::error::{Error, Result};
+use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
 use sok_core::host_table::HostTable;
 use sok_core::initializer::Initializer;
-use sok_core::table::{CheckMode, Cursor, Missing, OutOfVocabulary, Records, Table, TableConfig};
+use sok_core::optimizer::{Rule, Update, UpdateScalars};
+use sok_core::pool::Pool;
+use sok_core::push::{GradientRows, OutputGradients};
+use sok_core::table::{CheckMode, Cursor, Insertion, Missing, OutOfVocabulary, Records, Table, TableConfig};
+use sok_core::ticket::TICKET_LEN;
 
-/// Smaller ones do not fail on Linux.
+/// Smaller ones do not fail on Linux. Those of a step are larger than what it keeps for each of its parts, whatever its batch.
 const LARGE: usize = 4096;
+const LARGE_IN_STEP: usize = 1 << 15;
+
+/// Allocations of so many bytes count.
+static SMALLEST: AtomicUsize = AtomicUsize::new(LARGE);
 
 /// Large allocations that still succeed; below 0: all do.
 static LEFT: AtomicI64 = AtomicI64::new(-1);
 static FAILED: AtomicU64 = AtomicU64::new(0);
 
+/// Who lets allocations fail does so alone.
+static ALONE: Mutex<()> = Mutex::new(());
+
 struct Failing;
 
 fn fails(size: usize) -> bool {
-    let is_last = size >= LARGE && LEFT.load(SeqCst) >= 0 && LEFT.fetch_sub(1, SeqCst) == 0;
+    let is_last = size >= SMALLEST.load(SeqCst) && LEFT.load(SeqCst) >= 0 && LEFT.fetch_sub(1, SeqCst) == 0;
     FAILED.fetch_add(u64::from(is_last), SeqCst);
     is_last
 }
@@ -93,6 +107,8 @@ fn keys(start: u64, len: u64) -> Vec<u64> {
 
 #[test]
 fn a_call_without_memory_changes_nothing_and_the_next_one_goes_on() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    SMALLEST.store(LARGE, SeqCst);
     const N: u64 = 3000;
     let dir = std::env::temp_dir().join(format!("sok_no_memory_{}", std::process::id()));
     for round in 0..20u64 {
@@ -122,10 +138,128 @@ fn a_call_without_memory_changes_nothing_and_the_next_one_goes_on() {
         step("clear", &mut |t| t.clear());
         assert!(table.is_empty().unwrap());
     }
+    assert_many_failed();
+    std::fs::remove_dir_all(dir).unwrap();
+}
+
+/// So many that each kind of allocation was among them.
+fn assert_many_failed() {
     let failed = FAILED.load(SeqCst);
     println!("{failed} allocations failed");
     assert!(failed >= 1000, "{failed}");
-    std::fs::remove_dir_all(dir).unwrap();
+}
+
+/// A group with an optimizer, and what its steps bring.
+struct Steps {
+    group: HostGroup,
+    pool: Pool,
+    ids: Vec<u64>,
+    ones: Vec<f32>,
+    rows: Vec<f32>,
+    weight_gradients: Vec<f32>,
+}
+
+const SCALARS: UpdateScalars = UpdateScalars { learning_rate: 0.1, step: 1, factor: 1.0 };
+
+impl Steps {
+    fn new(threads: usize) -> Steps {
+        let mut group = HostGroup::new(vec![config("t")]).unwrap();
+        let rule = Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false };
+        let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: Some(0.5) };
+        group.bind(Binding { owner: 1, update, needs_norm: true }).unwrap();
+        let n = 12_000;
+        let ids = (0..n).map(|i| i * i % 7919).collect();
+        let (ones, zeros) = (vec![1.0; 4 * n as usize], vec![0.0; 4 * n as usize]);
+        let pool = Pool::new(threads).unwrap();
+        Steps { group, pool, ids, ones, rows: zeros, weight_gradients: vec![0.0; n as usize] }
+    }
+
+    /// Of ids from `start` on.
+    fn lookup(&mut self, start: u64, insertion: Insertion) -> Result<u64> {
+        self.ids.iter_mut().for_each(|id| *id = *id % 7919 + start);
+        let feature = Feature {
+            name: "f",
+            table: 0,
+            keys: Keys::U64(&self.ids),
+            bags: Bags::Each,
+            combiner: Combiner::Sum,
+            weights: Some(&self.ones[..self.ids.len()]),
+            padding_key: None,
+        };
+        self.group.lookup(&[feature], insertion, true, vec![&mut self.rows], &self.pool)
+    }
+
+    fn push(&mut self, lookup: u64, ticket: &mut [f32]) -> Result<()> {
+        // SAFETY: they live as long as the call, and nobody writes to them.
+        let rows = vec![unsafe { GradientRows::new(self.ones.as_ptr(), self.ones.len()) }];
+        let gradients = OutputGradients { rows, keep: None, check_finite: true };
+        self.group.push(lookup, gradients, vec![&mut self.weight_gradients], ticket, &self.pool)
+    }
+
+    fn commit(&mut self, ticket: &[f32], is_update: bool) -> Result<()> {
+        let named = self.group.resolve(ticket)?;
+        self.group.check_absent(&named)?;
+        self.group.commit(&named, is_update, &self.pool).map(drop)
+    }
+
+    fn apply(&mut self, is_update: bool) -> Result<()> {
+        let binding = *self.group.binding().unwrap();
+        self.group.apply(&binding, &ApplyScalars { update: SCALARS, is_update }, &self.pool)
+    }
+}
+
+/// A call of a step that fails leaves rows and states; the step then goes on from its lookup.
+#[test]
+fn a_step_without_memory_changes_nothing_and_the_next_one_goes_on() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    SMALLEST.store(LARGE_IN_STEP, SeqCst);
+    for (round, insertion) in
+        [Insertion::AtLookup, Insertion::AtCommit].into_iter().cycle().take(8).enumerate()
+    {
+        let (mut start, is_update) = (0, round % 4 < 2);
+        for call in 0..4 {
+            let mut failures = 0;
+            loop {
+                let mut steps = Steps::new(1 + round / 4);
+                start += 10_000;
+                let mut ticket = vec![0.0; TICKET_LEN];
+                // An earlier step, so that gradients are there to be added to.
+                let lookup = steps.lookup(0, Insertion::AtLookup).unwrap();
+                steps.push(lookup, &mut ticket).unwrap();
+                steps.commit(&ticket, is_update).unwrap();
+                steps.apply(is_update).unwrap();
+                let before = contents(steps.group.table(0));
+                let arm = |at: usize| LEFT.store(if at == call { failures } else { -1 }, SeqCst);
+                let done = (|| {
+                    arm(0);
+                    let lookup = steps.lookup(start, insertion)?;
+                    arm(1);
+                    steps.push(lookup, &mut ticket)?;
+                    arm(2);
+                    steps.commit(&ticket, is_update)?;
+                    arm(3);
+                    steps.apply(is_update)
+                })();
+                LEFT.store(-1, SeqCst);
+                match done {
+                    Ok(()) => break,
+                    Err(Error::Memory { .. }) => failures += 1,
+                    Err(other) => panic!("call {call}, allocation {failures}: {other}"),
+                }
+                // What a lookup or a commit made before the call that failed stays, with its first value.
+                let after = contents(steps.group.table(0));
+                assert!(before.iter().all(|(key, record)| after.get(key) == Some(record)), "call {call}");
+                let makes = if insertion == Insertion::AtLookup { 0 } else { 2 };
+                assert_eq!(after.len() > before.len(), call > makes, "call {call}, allocation {failures}");
+                let lookup = steps.lookup(start, insertion).unwrap();
+                steps.push(lookup, &mut ticket).unwrap();
+                steps.commit(&ticket, true).unwrap();
+                steps.apply(true).unwrap();
+                assert!(contents(steps.group.table(0)).len() > before.len());
+            }
+            println!("round {round}, call {call}: {failures} failures");
+        }
+    }
 }
 
 #[test]
