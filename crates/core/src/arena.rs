@@ -65,6 +65,8 @@ impl Arena {
     pub fn rewind(&mut self, next: RecordNumber) {
         let end = (self.next as usize * self.width).min(self.data.len());
         self.data[next as usize * self.width..end].fill(0.0);
+        // Threads that shared the arena have given back those of their share that no key got.
+        self.free.retain(|&number| number < next);
         self.next = next;
     }
 
