@@ -48,7 +48,7 @@ impl Journal {
         self.others.push(log);
     }
 
-    /// All entries, which are then forgotten; those of a thread last to first.
+    /// Takes out all entries. Those of a thread come in reverse order.
     pub fn take(&mut self) -> impl Iterator<Item = (Key, RecordNumber)> + use<> {
         let log = std::mem::take(&mut self.log);
         let others = std::mem::take(&mut self.others);

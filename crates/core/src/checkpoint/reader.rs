@@ -125,7 +125,7 @@ impl DumpReader {
     /// # Errors
     /// [`Error::CorruptDump`] names the file, and the block that is not as it was written.
     pub fn verify(&self) -> Result<()> {
-        // A file of another size is told before hours are spent on those before it.
+        // Sizes first: a file of a wrong size is found before the bytes of all others are read.
         self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())?;
         let mut buffer = memory::filled(0, VERIFIED_BLOCKS * BLOCK_BYTES, "the blocks of a dump")?;
         self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.verify(&mut buffer))

@@ -9,8 +9,8 @@
 //! stops for more than one segment; segments take their turns at different loads, so that they do not all grow at once.
 //! Bits below the directory's choose the bucket.
 //!
-//! Keys that were made for it cost no more than others by a constant: see [`segment`] for those that share a bucket. Those that share
-//! the directory's bits would split again and again; where a split would leave them together, their segment doubles instead.
+//! Adversarial keys cost at most a constant times random ones. [`segment`] handles keys that share a bucket. Keys that share the
+//! directory's bits would split their segment again and again: where a split would leave them together, the segment doubles instead.
 
 #![allow(unsafe_code)]
 
@@ -31,11 +31,11 @@ const MAX_BUCKETS: usize = 1 << 15;
 /// A segment grows at a load between these: below the first, growth would waste memory; above the second, searches for keys
 /// that are not there get long (three times slower at .8 than at .6).
 const GROWTH_LOAD: (f64, f64) = (0.6, 0.8);
-/// A split leaves each half this share of the keys at least. Of random keys it leaves half, give or take some hundred of 80,000; keys
-/// made to stay together make their segment double beyond its size instead.
+/// A split leaves each half at least one `SMALLEST_HALF`th of the keys, else the segment doubles beyond `MAX_BUCKETS`. Random keys leave
+/// half, give or take some hundred of 80,000; only adversarial keys stay together.
 const SMALLEST_HALF: usize = 8;
-/// Keys made to split unevenly time and again cannot make the directory this much larger than what it names. Those of random keys
-/// differ in depth by two.
+/// Directory entries a segment at most. Adversarial keys could make one segment much deeper than the others; segments of random keys
+/// differ in depth by at most two.
 const MAX_SPARSE_DIRECTORY: usize = 1 << 6;
 const MAX_DEPTH: u32 = 48;
 

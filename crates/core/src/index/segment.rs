@@ -155,8 +155,8 @@ impl Segment {
         (Slot { bucket: at as u32, slot: slot as u32 }, passed)
     }
 
-    /// Whether searches are too long for keys that nobody made for it: that of an insertion that `passed` so many full buckets, or
-    /// those of many insertions together, each of which might be chance.
+    /// Whether searches are longer than random keys make them: the one search of an insertion that `passed` so many full buckets, or
+    /// the searches of many insertions in sum.
     ///
     /// Random keys pass 2.8 buckets in the mean at the highest load, so that their excess is soon 0 again: in a million insertions it
     /// reached 523 in a segment of 128 buckets, 200 in larger ones (the test `chance_makes_no_excess`).
