@@ -19,11 +19,12 @@ pub enum Error {
     TableFull { table: String, refused: u64, len: u64, capacity: u64 },
 
     #[error(
-        "id {id} of feature `{feature}` is outside table `{table}`, whose ids are 0 to {last} (`vocabulary_size={}`). \
+        "id {id}{} is outside table `{table}`, whose ids are 0 to {last} (`vocabulary_size={}`). \
          Set `out_of_vocabulary=\"zeros\"` to answer such ids with zeros, or leave `vocabulary_size` away for a dynamic table",
-        last + 1
+        feature.as_ref().map(|name| format!(" of feature `{name}`")).unwrap_or_default(), last + 1
     )]
-    OutOfVocabulary { table: String, feature: String, id: i64, last: u64 },
+    /// `feature`: none in a call of the table itself, and where a GPU found it, in an earlier call.
+    OutOfVocabulary { table: String, feature: Option<String>, id: i64, last: u64 },
 
     #[error(
         "the tables {tables} were trained a second time, but no optimizer has updated them: the gradients would pile up and \

@@ -166,7 +166,7 @@ impl HostTable {
             None => Ok(()),
             Some(&key) => Err(Error::OutOfVocabulary {
                 table: self.config.name.clone(),
-                feature: "keys".into(),
+                feature: None,
                 id: key as i64,
                 last: size - 1,
             }),

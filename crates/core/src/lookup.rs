@@ -191,7 +191,7 @@ pub fn check_vocabulary(table: &HostTable, feature: &Feature) -> Result<()> {
         None => Ok(()),
         Some(position) => Err(Error::OutOfVocabulary {
             table: config.name.clone(),
-            feature: feature.name.to_string(),
+            feature: Some(feature.name.to_string()),
             id: feature.keys.get(position) as i64,
             last: size - 1,
         }),

@@ -222,7 +222,7 @@ impl GpuGroup {
         Some(match kind {
             1 => Error::OutOfVocabulary {
                 table: config.name.clone(),
-                feature: "of a call before".into(),
+                feature: None,
                 id: id as i64,
                 last: config.vocabulary_size.unwrap_or_default().wrapping_sub(1),
             },

@@ -486,7 +486,7 @@ impl GpuTable {
             None => Ok(()),
             Some(&key) => Err(Error::OutOfVocabulary {
                 table: self.config.name.clone(),
-                feature: "keys".into(),
+                feature: None,
                 id: key as i64,
                 last: self.config.vocabulary_size.unwrap_or_default().wrapping_sub(1),
             }),
