@@ -151,8 +151,11 @@ def has_wide_integers():
 
 
 def after(done, gradients):
-    """A scope in which nothing is assigned if what led to `done` or to the gradients has failed. Else a failed call ends the step."""
-    return chosen_updates([*done, *gradients]) if done else contextlib.nullcontext()
+    """A scope in which nothing is assigned if what led to `done` or to the gradients has failed."""
+    if any(map(is_tracing, done)):
+        return chosen_updates([*done, *gradients])
+    jax.block_until_ready(done)  # a failed call ends the step here
+    return contextlib.nullcontext()
 
 
 def eager_scope():

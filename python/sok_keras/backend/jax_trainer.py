@@ -248,6 +248,8 @@ def _kept_state(get_state):
     def get(model, *args, **kwargs):
         if _scope_of(model) is None:
             return get_state(model, *args, **kwargs)
+        for core in _cores(model):
+            core.check_weights()  # later they would come back with the state
         with _uninterrupted():
             state = get_state(model, *args, **kwargs)
             _keep(model, state)
