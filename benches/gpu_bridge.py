@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 import sok_keras as sok
+from sok_keras.backend.insertion import Insertion
 
 TABLES, SAMPLES, DIM, ROWS = 26, 65_536, 64, 1_000_000
 # Steps: before a measurement, alone, in a row; and how often so many in a row.
@@ -68,7 +69,7 @@ def torch_step(plan, tables, gradients):
             return tuple(given)
 
     def step(ids, trigger):
-        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, True)
+        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, Insertion.AT_LOOKUP)
         (ticket,) = torch.autograd.grad(Loss.apply(*rows), [trigger], of_loss)
         norm = sok.backend.commit(tables, one, [ticket])
         return sok.backend.apply(tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
@@ -87,7 +88,7 @@ def jax_step(plan, tables, gradients):
     @jax.jit
     def step(ids, trigger, given):
         def lookup(trigger):
-            return sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, True)
+            return sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, Insertion.AT_LOOKUP)
 
         _, backward = jax.vjp(lookup, trigger)
         (ticket,) = backward(given)
@@ -111,7 +112,9 @@ def tensorflow_step(plan, tables, gradients):
     def step(ids, trigger):
         with tf.GradientTape() as tape:
             tape.watch(trigger)
-            rows = sok.backend.lookup(plan, trigger, True, [(ids[t],) for t in range(TABLES)], [None] * TABLES, True)
+            rows = sok.backend.lookup(
+                plan, trigger, True, [(ids[t],) for t in range(TABLES)], [None] * TABLES, Insertion.AT_LOOKUP
+            )
         ticket = tape.gradient(rows, trigger, output_gradients=rows)
         norm = sok.backend.commit(tables, tf.ones(1), [ticket])
         return sok.backend.apply(tables, scalars, norm, [trigger])[0]

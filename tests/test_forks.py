@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import sok_keras as sok
-from reference import BACKEND
+from reference import BACKEND, ON_GPU
 
 DIM = 16
 TIMEOUT = 60
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning"),
 ]
+on_host = pytest.mark.skipif(ON_GPU, reason="CUDA cannot be used in a forked process")
 
 
 def in_child(work):
@@ -87,6 +88,7 @@ def pool():
     native.set_num_threads(len(os.sched_getaffinity(0)))
 
 
+@on_host
 def test_calls_of_many_ids_end_in_a_forked_child(pool):
     _, table = filled()
     use(table)
@@ -95,6 +97,7 @@ def test_calls_of_many_ids_end_in_a_forked_child(pool):
     use(table)
 
 
+@on_host
 def test_dumps_are_written_verified_and_loaded_in_a_forked_child(pool, tmp_path):
     layer, table = filled()
     model = keras.Sequential([keras.Input((1,), dtype="int32"), layer])
@@ -113,6 +116,7 @@ def test_dumps_are_written_verified_and_loaded_in_a_forked_child(pool, tmp_path)
     sok.verify(tmp_path / "child")
 
 
+@on_host
 @pytest.mark.skipif(BACKEND != "torch", reason="TensorFlow and JAX hang in forked children by themselves")
 def test_a_model_is_trained_in_a_forked_child(pool):
     layer = sok.DynamicEmbedding(DIM, combiner="sum", seed=3)
@@ -132,6 +136,18 @@ def test_a_model_is_trained_in_a_forked_child(pool):
     np.testing.assert_array_equal(model.predict(x[:100], verbose=0), before)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="of tables on a GPU")
+def test_a_forked_child_cannot_use_tables_on_a_gpu_and_raises():
+    _, table = filled()
+
+    def work():
+        with pytest.raises(sok.DeviceError, match="forked process cannot use the GPU.*spawn"):
+            use(table)
+
+    assert in_child(work) == 0
+    use(table)
+
+
 def target(table):
     use(table)
 
@@ -140,7 +156,7 @@ def spawned():
     use(filled()[1])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=on_host), "spawn"])
 def test_multiprocessing_works_by_either_method(pool, method):
     if method == "fork":
         process = multiprocessing.get_context("fork").Process(target=target, args=(filled()[1],))
@@ -173,6 +189,7 @@ def fork_beside_calls(table, num_children):
             thread.join()
 
 
+@on_host
 def test_children_end_that_were_forked_while_a_thread_was_at_work(pool):
     _, table = filled()
     assert fork_beside_calls(table, 5) == [0] * 5
@@ -180,19 +197,31 @@ def test_children_end_that_were_forked_while_a_thread_was_at_work(pool):
 
 
 @pytest.mark.soak
+@on_host
 def test_a_hundred_children_end_that_were_forked_while_a_thread_was_at_work(pool):
     _, table = filled()
     assert fork_beside_calls(table, 100) == [0] * 100
     use(table)
 
 
-def test_a_fork_waits_a_second_for_a_long_call_and_its_child_is_told():
-    layer = sok.DynamicEmbedding(4, embeddings_initializer="truncated_normal", missing="initial")
+def slow_ids(table):
+    """So many ids without a row that to find them takes some seconds: their first values are what takes long."""
+    count, seconds = 10_000, 0.0
+    while seconds < 0.25:
+        count *= 2
+        start = time.monotonic()
+        table.find(np.arange(count))
+        seconds = time.monotonic() - start
+    return np.arange(12 * count)
+
+
+@on_host
+def test_a_fork_waits_a_second_for_a_long_call_and_its_child_raises_for_that_table():
+    layer = sok.DynamicEmbedding(256, embeddings_initializer="truncated_normal", missing="initial")
     layer.build()
     table, (_, other) = layer.get_table(), filled(4_000)
-    # The first values of so many rows take some seconds.
-    unknown = np.arange(6_000_000)
-    busy = threading.Thread(target=table.find, args=(unknown,))
+    ids = slow_ids(table)
+    busy = threading.Thread(target=table.find, args=(ids,))
     busy.start()
     time.sleep(0.5)
 

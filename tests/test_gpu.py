@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import sok_keras as sok
 from reference import BACKEND, ON_GPU, assert_close, our_embedding, rows_of, to_numpy
+from sok_keras.backend.insertion import Insertion
 
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that the framework computes on")
 
@@ -116,7 +117,8 @@ def test_a_whole_step_compiles_to_one_graph(storage):
         return sok.backend.apply(tables, scalars, norm, [trigger])[0]
 
     forward = torch.compile(
-        lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], True)[0], fullgraph=True
+        lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], Insertion.AT_LOOKUP)[0],
+        fullgraph=True,
     )
     apply = torch.compile(update, fullgraph=True)
     before = layer.get_table().find_or_insert(np.arange(12))[0]
@@ -157,7 +159,7 @@ def steps_of(num_tables, weighted=False):
             return tuple(gradients)
 
     def step(trigger):
-        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in next(batches)], weights, True)
+        rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in next(batches)], weights, Insertion.AT_LOOKUP)
         (ticket,) = torch.autograd.grad(Loss.apply(*rows), [trigger])
         norm = sok.backend.commit(optimizer._tables, one, [ticket])
         return sok.backend.apply(optimizer._tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
@@ -214,7 +216,7 @@ def test_ids_may_be_in_memory_of_the_host(storage):
     plan = layer._core.plan((("f", 0, False, "each", False, "sum", None),))
     ids = torch.arange(5)
     for given in (ids, ids.pin_memory(), ids.cuda()):
-        (rows,) = sok.backend.lookup(plan, layer.trigger.value, True, [(given,)], [None], True)
+        (rows,) = sok.backend.lookup(plan, layer.trigger.value, True, [(given,)], [None], Insertion.AT_LOOKUP)
         assert rows.is_cuda
         np.testing.assert_array_equal(to_numpy(rows), layer.get_table().find(np.arange(5))[0])
 
