@@ -245,7 +245,10 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
 
 fn time(bench: &Bench, work: &Work, checks: bool) {
     let gradients = normal(work.samples * work.dim * work.tables);
-    let batches: Vec<Vec<Key>> = (0..2 * (WARM + TIMED)).map(|step| ids(work, step)).collect();
+    let batches: Vec<Vec<Key>> = std::thread::scope(|scope| {
+        let threads = (0..2 * (WARM + TIMED)).map(|step| scope.spawn(move || ids(work, step)));
+        threads.collect::<Vec<_>>().into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
     let mut gpu = Gpu::new(bench, work, &gradients);
     fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
     let upload = |values: &[f32]| Buffer::from_slice(&bench.device.context, values).unwrap();
