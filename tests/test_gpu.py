@@ -97,39 +97,6 @@ def test_dumps_go_from_one_memory_to_the_other(tmp_path):
     np.testing.assert_array_equal(on_gpu.get_table().export().rows, on_host.get_table().export().rows)
 
 
-@needs_gpu
-@pytest.mark.skipif(BACKEND != "torch", reason="tests torch.compile, which is PyTorch's")
-@pytest.mark.parametrize("storage", ["hbm", "host"])
-def test_a_whole_step_compiles_to_one_graph(storage):
-    import torch
-
-    layer = sok.DynamicEmbedding(4, seed=2, storage=storage)
-    layer.build()
-    ids = torch.arange(12, device="cuda").reshape(4, 3)
-    plan = layer._core.plan((("ids", 0, False, "each", False, "sum", None),))
-    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(0.5))
-    optimizer.build(layer.trainable_variables)
-    tables, trigger = optimizer._tables, layer.trigger.value
-
-    def update(ticket, trigger):
-        norm = sok.backend.commit(tables, torch.ones(1, device="cuda"), [ticket])
-        scalars = torch.tensor([0.5, 1.0, 1.0, 1.0], device="cuda")
-        return sok.backend.apply(tables, scalars, norm, [trigger])[0]
-
-    forward = torch.compile(
-        lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], Insertion.AT_LOOKUP)[0],
-        fullgraph=True,
-    )
-    apply = torch.compile(update, fullgraph=True)
-    before = layer.get_table().find_or_insert(np.arange(12))[0]
-    rows = forward(ids, trigger)
-    (ticket,) = torch.autograd.grad((rows * 2.0).sum(), [trigger])
-    assert_close(to_numpy(rows.reshape(12, 4)), before)
-    new = apply(ticket, trigger.detach())
-    assert float(new.detach()[0, 0]) == float(trigger.detach()[0, 0]) + 1
-    assert_close(layer.get_table().find(np.arange(12))[0], before - 1.0)
-
-
 def steps_of(num_tables, weighted=False):
     """A function that makes the next of a few steps of a layer with so many tables, 500 ids each, the first of them new.
 
@@ -270,7 +237,7 @@ def test_what_the_device_finds_is_told_by_its_class_once_at_the_next_read():
     layer = sok.DistributedEmbedding(sok.FeatureConfig("f", table))
     rows = to_numpy(layer(np.array([[3], [12]], "int32"), training=True))
     np.testing.assert_array_equal(rows[1], np.zeros(4))
-    with pytest.raises(ValueError, match="id 12 of feature .* is outside table"):
+    with pytest.raises(ValueError, match="id 12 is outside table"):
         len(layer.get_tables()["t"])
     assert layer.get_tables()["t"].export().keys.tolist() == [3]
 

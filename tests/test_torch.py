@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import sok_keras as sok
-from reference import BACKEND, apply_gradients, gradients, tensor, to_numpy
+from reference import BACKEND, ON_GPU, apply_gradients, assert_close, gradients, tensor, to_numpy
+from sok_keras.backend.insertion import Insertion
 
 if BACKEND != "torch":
     pytest.skip("tests the bridge of PyTorch alone", allow_module_level=True)
@@ -108,3 +109,36 @@ def test_number_of_a_lookup_is_on_the_host_whatever_the_default_device():
             True,
         )
     np.testing.assert_array_equal(to_numpy(rows[0]), layer.get_table().find(np.arange(3))[0])
+
+
+@pytest.mark.parametrize(
+    "storage", [pytest.param("hbm", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")), "host"]
+)
+def test_a_whole_step_compiles_to_one_graph(storage):
+    device, compiler = ("cuda", "inductor") if ON_GPU else ("cpu", "aot_eager")
+    layer = sok.DynamicEmbedding(4, seed=2, storage=storage)
+    layer.build()
+    ids = torch.arange(12, device=device).reshape(4, 3)
+    plan = layer._core.plan((("ids", 0, False, "each", False, "sum", None),))
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(0.5))
+    optimizer.build(layer.trainable_variables)
+    tables, trigger = optimizer._tables, layer.trigger.value
+
+    def update(ticket, trigger):
+        norm = sok.backend.commit(tables, torch.ones(1, device=device), [ticket])
+        scalars = torch.tensor([0.5, 1.0, 1.0, 1.0], device=device)
+        return sok.backend.apply(tables, scalars, norm, [trigger])[0]
+
+    forward = torch.compile(
+        lambda ids, trigger: sok.backend.lookup(plan, trigger, True, [(ids,)], [None], Insertion.AT_LOOKUP)[0],
+        fullgraph=True,
+        backend=compiler,
+    )
+    apply = torch.compile(update, fullgraph=True, backend=compiler)
+    before = layer.get_table().find_or_insert(np.arange(12))[0]
+    rows = forward(ids, trigger)
+    (ticket,) = torch.autograd.grad((rows * 2.0).sum(), [trigger])
+    assert_close(to_numpy(rows.reshape(12, 4)), before)
+    new = apply(ticket, trigger.detach())
+    assert float(new.detach()[0, 0]) == float(trigger.detach()[0, 0]) + 1
+    assert_close(layer.get_table().find(np.arange(12))[0], before - 1.0)

@@ -33,6 +33,12 @@ def is_compiling():
     return torch.compiler.is_compiling()
 
 
+@constant
+def _is_exporting():
+    """Whether what is called now becomes a graph of `torch.export`. PyTorch 2.11 compiles the question itself to True."""
+    return torch.compiler.is_exporting()
+
+
 def is_tracing(value):
     """Whether what is called now becomes a graph."""
     del value
@@ -246,7 +252,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
         shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
     # An exported graph is asked alone: it must keep nothing for gradients.
-    learns = learns and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
+    learns = learns and not (_is_exporting() or torch.jit.is_tracing())
     tensors, places, given = [], [], []
     for ids, weight in zip(inputs, weights, strict=True):
         tensors += ids
