@@ -49,15 +49,18 @@ sanitize-core:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan cargo test -Zbuild-std \
 	  $(SANITIZED) -- --skip any_list_of_steps
 
-# A copy of the package with a module of its own. Python and the frameworks leak on purpose, so leaks are not looked for.
+# A copy of the package with a module of its own. The sanitizer must find C++'s library loaded where a framework throws. Python and
+# the frameworks leak on purpose, so leaks are not looked for.
 ADDRESS_PACKAGE = $(abspath target/asan/package)
-UNDER_ADDRESS = LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=$(ADDRESS_PACKAGE)
+UNDER_ADDRESS = LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
+  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=$(ADDRESS_PACKAGE)
 BRIDGE_TESTS = $(addprefix tests/test_,bad_input.py borders.py failed_steps.py forks.py in_flight.py insertion.py layers.py tables.py tickets.py torch.py)
 
 sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done
 	$(ADDRESS) build -q --target x86_64-unknown-linux-gnu -p sok-python
 	rm -rf $(ADDRESS_PACKAGE) && mkdir -p $(ADDRESS_PACKAGE) && cp -r python/sok_keras $(ADDRESS_PACKAGE)
 	cp target/asan/x86_64-unknown-linux-gnu/debug/lib_native.so $(ADDRESS_PACKAGE)/sok_keras/_native.abi3.so
+	PYTHONPATH=$(ADDRESS_PACKAGE) $(BIN)/python -c "from importlib.util import find_spec; assert 'asan' in find_spec('sok_keras').origin"
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(BRIDGE_TESTS) || exit 1; done
 
