@@ -244,7 +244,7 @@ impl Model {
             let keys: Vec<Key> =
                 input.ids.keys().into_iter().filter(|k| input.padding_key != Some(*k)).collect();
             if table.config.out_of_vocabulary == OutOfVocabulary::Raise {
-                table.outside_error(&input.name, &keys)?;
+                table.outside_error(Some(&input.name), &keys)?;
             }
         }
         let insert = insertion == Insertion::AtLookup;

@@ -78,12 +78,12 @@ impl ModelTable {
         }
     }
 
-    pub fn outside_error(&self, feature: &str, keys: &[Key]) -> Result<()> {
+    pub fn outside_error(&self, feature: Option<&str>, keys: &[Key]) -> Result<()> {
         let Some(&key) = keys.iter().find(|&&key| self.is_outside(key)) else { return Ok(()) };
         let last = self.config.vocabulary_size.unwrap_or_default() - 1;
         Err(Error::OutOfVocabulary {
             table: self.config.name.clone(),
-            feature: feature.into(),
+            feature: feature.map(String::from),
             id: key as i64,
             last,
         })
@@ -125,7 +125,7 @@ impl ModelTable {
     }
 
     fn check_insert(&self, keys: &[Key], insert: bool) -> Result<()> {
-        self.outside_error("keys", keys)?;
+        self.outside_error(None, keys)?;
         self.full_error(if insert { self.absent(keys) } else { vec![] }.as_slice())
     }
 
