@@ -104,13 +104,14 @@ fn a_killed_process_leaves_the_old_dump_or_the_new() {
     }
 }
 
-/// As often as `times`: the process is killed by another at a moment that nobody chose, over and over into one directory.
-fn kill_at_random(times: u64) {
+/// By another process, at moments that nobody chose, over and over into one directory.
+#[test]
+fn a_process_killed_200_times_leaves_a_whole_dump() {
     let directory = Directory::new();
     let path = &directory.dump();
     dump_two(&BrokenDisk::counting(), path, 1.0).unwrap();
     let mut random = 1u64;
-    for _ in 0..times {
+    for _ in 0..200 {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "failures::child_that_dumps_on_and_on", "--test-threads=1"])
@@ -126,24 +127,13 @@ fn kill_at_random(times: u64) {
     assert_old_or_new(path, Some(salt_of(path)), 2.0);
 }
 
-/// Not a test by itself: the process that the next tests kill.
+/// Not a test by itself: the process that the test above kills.
 #[test]
 fn child_that_dumps_on_and_on() {
     let (Ok(path), Err(_)) = (std::env::var(KILL_IN), std::env::var(KILL_AT)) else { return };
     for number in 0.. {
         dump_two(&Disk, Path::new(&path), 2.0 + (number % 2) as f32).unwrap();
     }
-}
-
-#[test]
-fn a_process_killed_at_any_moment_leaves_a_whole_dump() {
-    kill_at_random(5);
-}
-
-#[test]
-#[ignore = "minutes"]
-fn soak_200_kills_leave_a_whole_dump() {
-    kill_at_random(200);
 }
 
 #[test]
