@@ -1,7 +1,7 @@
 //! Tables that are looked up together: the four calls of a training step on the CPU.
 //!
 //! `lookup` finds the rows and remembers where they are, `push` brings the gradients back under a number, `commit` learns
-//! from a ticket which pushes count, `apply` updates the records. See `docs/design.md`, "One training step".
+//! from a ticket which pushes count, `apply` updates the records. See `docs/architecture.md`, "One training step".
 
 use std::collections::VecDeque;
 use std::sync::Arc;

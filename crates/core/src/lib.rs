@@ -1,7 +1,7 @@
 //! Embedding tables for recommender models: rules, arithmetic and files. No CUDA, no Python, no framework.
 //!
 //! The host table here is the default and the oracle that every device is held against.
-//! `docs/design.md` tells the path of one batch and the contracts that hold on every device.
+//! `docs/architecture.md` follows one batch; `docs/contract.md` says what holds on every device.
 #![deny(unsafe_code)]
 
 mod absent;
