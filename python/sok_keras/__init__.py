@@ -1,6 +1,7 @@
 """Embedding tables for recommender models in Keras 3: any 64-bit id, tables in a Rust core, on TensorFlow, JAX and PyTorch."""
 
 from sok_keras import callbacks, optimizers
+from sok_keras.backend import native as _native
 from sok_keras.backend.native_errors import (
     CorruptDumpError,
     DeviceError,
@@ -18,6 +19,8 @@ from sok_keras.layers.dynamic_embedding import DynamicEmbedding
 from sok_keras.optimizer import OptimizerWrapper
 from sok_keras.table import Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
+
+__version__ = _native.VERSION
 
 __all__ = [
     "CorruptDumpError",
@@ -39,6 +42,7 @@ __all__ = [
     "TableStats",
     "TicketError",
     "UnwrappedOptimizerError",
+    "__version__",
     "callbacks",
     "dump",
     "load",

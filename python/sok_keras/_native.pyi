@@ -8,6 +8,8 @@ import numpy as np
 _Tensor = Any  # of PyTorch
 _Outcomes = tuple[int, int, int, int, int]
 
+VERSION: str
+
 class SokError(RuntimeError): ...
 
 class TableFullError(SokError):

@@ -19,6 +19,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     fork::watch();
+    module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
     memory::register(module)?;
     table::register(module)?;
