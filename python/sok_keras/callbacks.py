@@ -17,20 +17,27 @@ _OWN_FILE = re.compile(r"manifest\.json|sok-[0-9a-f]{16}-([0-9]{5,20}\.safetenso
 
 
 class DumpCheckpoint(keras.callbacks.Callback):
-    """Writes a dump of the model while it trains, and goes on from the newest one when training starts.
+    """Writes dumps of the model during training, and resumes from the newest one.
 
-    The newest is the one that was written last, also beside those of a run that went further. Of the others it removes those that it
-    wrote itself, and those of earlier runs that are whole and have no file beside their own. Other files are never touched: a directory
-    in which there is one stays. A `step-<count>` that is a symbolic link is neither loaded, nor written to, nor removed.
+    The newest dump is the one that was written last, even if an earlier run has trained for more steps.
+
+    Old dumps are removed if the callback wrote them, or if they are complete and their directory holds no other file. Files that are
+    not part of a dump are never removed, and neither is a directory that holds one. A `step-<count>` that is a symbolic link is
+    neither loaded, nor written to, nor removed.
+
+    Example:
+
+    >>> import tempfile
+    >>> callback = sok.callbacks.DumpCheckpoint(tempfile.mkdtemp(), save_freq=1000, keep=2)
 
     Args:
-        path: A directory; each dump is a directory in it, `step-<count of updates>`.
+        path: A directory. Each dump is a directory `step-<number of updates>` in it.
         save_freq: `"epoch"`, or a number of batches.
-        keep: How many dumps to keep, the newest.
-        restore: Whether `on_train_begin` loads the newest dump that is there.
+        keep: Number of dumps to keep.
+        restore: Whether `on_train_begin` loads the newest dump.
 
     Raises:
-        ValueError: If `save_freq` or `keep` is none of these.
+        ValueError: If `save_freq` or `keep` has another value.
     """
 
     def __init__(
@@ -51,7 +58,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         self._written: list[str] = []
 
     def dumps(self) -> list[str]:
-        """Paths of the dumps, in the order in which they were written."""
+        """Returns the paths of the dumps, oldest first."""
         names = os.listdir(self.path) if os.path.isdir(self.path) else []
         steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
         found = [os.path.join(self.path, f"step-{step}") for step in steps]
@@ -128,16 +135,21 @@ def _remove_dump(path):
 
 
 class TableStatistics(keras.callbacks.Callback):
-    """Puts how the tables of a model are into Keras' logs, and so into `History`, `CSVLogger` and `TensorBoard` if they come after it.
+    """Adds statistics of the model's tables to Keras' logs.
 
-    For each table `<name>/size`, `<name>/occupancy` (of `max_capacity`, else of the rows before the index grows), `<name>/bytes`, and the
-    counts `<name>/hits`, `<name>/inserted`, `<name>/refused` since the callback before.
+    Callbacks that come after it in the list see them: `CSVLogger`, `TensorBoard`; so does `History`. For each table these are
+    `<name>/size`, `<name>/bytes`, `<name>/occupancy` (size over `max_capacity`, or over the capacity of the index), and
+    `<name>/hits`, `<name>/inserted`, `<name>/refused`, which count since the last update.
+
+    Example:
+
+    >>> callback = sok.callbacks.TableStatistics(update_freq=100)
 
     Args:
-        update_freq: `"epoch"`, or a number of batches: then also in the logs of those batches, without waiting for any step.
+        update_freq: `"epoch"`, or a number of batches. Updates within an epoch do not wait for training steps.
 
     Raises:
-        ValueError: If `update_freq` is neither.
+        ValueError: If `update_freq` has another value.
     """
 
     def __init__(self, update_freq: str | int = "epoch") -> None:

@@ -1,4 +1,4 @@
-"""Dumps: tables, and with a model all that training needs to go on, in a directory that a crash cannot spoil."""
+"""Dumps: directories that hold tables, and for a model all that training needs to resume."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,16 @@ _ATTEMPTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class TableEntry:
-    """A table in a dump: `name` as `Table.name` gave it, `states` and `optimizer` by name; None: it had none."""
+    """A table in a dump.
+
+    Attributes:
+        name: The `Table.name` that it was written under.
+        dim: Number of floats in a row.
+        vocabulary_size: Size of a static table; None for a dynamic one.
+        num_rows: Number of rows.
+        states: Names of its optimizer states.
+        optimizer: Name of the optimizer's formula; None if the table had none.
+    """
 
     name: str
     dim: int
@@ -37,8 +46,16 @@ class TableEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a dump holds. `created` is UTC; `step` the count of updates when it was written; `arrays` the names of the dense
-    variables."""
+    """Contents of a dump.
+
+    Attributes:
+        path: The dump's directory.
+        version: Version of the format.
+        created: Time of writing in UTC, ISO 8601, for example `"2026-01-01T12:00:00Z"`.
+        step: Number of optimizer updates when it was written.
+        tables: A `TableEntry` for each table.
+        arrays: Names of the dense variables.
+    """
 
     path: str
     version: int
@@ -50,8 +67,14 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What came in: the number of rows of each table, by its name in the dump (`"layer/table"` of a `DistributedEmbedding`), and
-    whether a model's variables did."""
+    """What `load` has read.
+
+    Attributes:
+        step: Number of optimizer updates when the dump was written.
+        tables: Number of rows of each table, by its name in the dump: `"layer"` of a `DynamicEmbedding`, `"layer/table"` of a
+            `DistributedEmbedding`.
+        variables: Whether dense variables were read.
+    """
 
     step: int
     tables: dict[str, int]
@@ -61,23 +84,31 @@ class LoadReport:
 def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, overwrite: bool = True) -> Manifest:
     """Writes a dump to the directory `path`.
 
-    A dump of a `Model` also holds its variables and its optimizer's, so that training goes on from it as if it had never
-    stopped; a dump of layers or tables does not. A crash at any time leaves the old dump or the new one.
+    A dump of a `Model` also holds the variables of the model and of its optimizer, so that training resumes as if it had never
+    stopped. A dump of layers or tables does not. A crash at any time leaves the old dump or the new one.
+
+    Example:
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/dump"
+    >>> manifest = sok.dump(path, model)
+    >>> sok.load(path, model).variables
+    True
 
     Args:
-        path: A directory; made if need be.
+        path: A directory. It is made if it does not exist.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables.
-        tables: Names of the tables to write, as `Table.name` gives them: that of a `DynamicEmbedding` is the layer's, those of a
-            `DistributedEmbedding` are `"layer/table"`. None: all.
-        overwrite: Whether a dump that is there is replaced.
+        tables: Names of the tables to write, as in `Table.name`: `"layer"` for a `DynamicEmbedding`, `"layer/table"` for a
+            `DistributedEmbedding`. None: all.
+        overwrite: Whether an existing dump is replaced.
 
     Returns:
         The `Manifest`.
 
     Raises:
-        ValueError: If `source` has no tables, two of one name, or a model in a list; if `tables` names others; if a variable is of a
-            dtype that a dump has no name for (`complex128`, `string`); or if a dump is there and `overwrite` is False.
-        OSError: If it cannot be written (a full disk, say); an old dump is as it was.
+        ValueError: If `source` has no tables, two tables of the same name, or a model in a list; if `tables` has an unknown name; if a
+            variable has a dtype that a dump cannot hold (`complex128`, `string`); or if there is a dump and `overwrite` is False.
+        OSError: If it cannot be written, for example because the disk is full. An old dump is unchanged then.
     """
     chosen = _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
@@ -93,32 +124,37 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
 def load(
     path: Path, source: Source, *, tables: Sequence[str] | None = None, mode: str = "replace", states: bool = True
 ) -> LoadReport:
-    """Reads a dump into the tables of `source`. All of it is verified before anything changes. What is read is one dump, also while
-    new ones are written to `path`.
+    """Reads a dump into the tables of `source`.
 
-    A dump of a model, loaded into a model, brings the dense variables and the optimizer's too; before the first step as well as
-    after it. Tables are matched by name; by their order where the dump has as many, all under other names (a second model in a process
-    has layers of other names). Any backend reads what any other wrote. The seed of rows' first values comes with the rows, so that
-    ids without a row answer as they did where the dump was written; rows that are merged into a table with rows leave it its own.
+    All of the dump is verified before anything changes. If another process writes new dumps to `path` meanwhile, `load` reads one of
+    them as a whole. Any backend reads the dumps of any other.
+
+    If both the dump and `source` are of a model, dense variables and the optimizer's variables are read too, before the first
+    training step as well as after it.
+
+    Tables are matched by name. If the dump has as many tables as `source` and none of the names agree, they are matched by order:
+    Keras gives the layers of a second model other names.
+
+    The seed of first values comes with the rows, so ids without a row return the same values as where the dump was written. A
+    merge into a table that has rows keeps the table's own seed.
 
     Args:
         path: The dump's directory.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables.
-        tables: Names of the tables of `source` to read into, as for `dump`; None: all.
-        mode: `"replace"`: the tables hold what the dump holds; `"merge"`: rows of the dump overwrite or join those that are
-            there.
-        states: Whether optimizer states come along; without, they start anew.
+        tables: Names of the tables of `source` to read into, as for `dump`. None: all.
+        mode: `"replace"` to replace all rows, `"merge"` to add the rows of the dump, which overwrite rows of the same key.
+        states: Whether optimizer states are read. If not, they are reset.
 
     Returns:
         A `LoadReport`.
 
     Raises:
-        CorruptDumpError: If a byte is not as it was written; names the file.
-        DumpMismatchError: If a dim, dtype, vocabulary or optimizer differs, or if the dump has some of the tables but not all. The
-            optimizer of a model counts before its first step too; `states=False` loads without states.
-        DumpError: If new dumps replace the one that is read, again and again.
+        CorruptDumpError: If a byte differs from what was written. The message names the file.
+        DumpMismatchError: If a dim, dtype, vocabulary size or optimizer differs, or if the dump has some of the tables but not all.
+            The optimizer of a model counts before its first step too; `states=False` loads without states.
+        DumpError: If new dumps replace the one that is read, 32 times in a row.
         FileNotFoundError: If there is no dump.
-        ValueError: As for `dump`, or of an unknown `mode`.
+        ValueError: As for `dump`, or for an unknown `mode`.
     """
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
@@ -161,20 +197,20 @@ def _warn_of_seeds(loaded):
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The `Manifest` of the dump at `path`.
+    """Returns the `Manifest` of the dump at `path`.
 
     Raises:
-        CorruptDumpError: If it is not as it was written.
-        FileNotFoundError: If there is none.
+        CorruptDumpError: If the manifest differs from what was written.
+        FileNotFoundError: If there is no dump.
     """
     return _manifest(path, json.loads(native.read_manifest(os.fspath(path))))
 
 
 def verify(path: Path) -> None:
-    """Reads every byte of a dump.
+    """Reads every byte of a dump and compares it with its checksums.
 
     Raises:
-        CorruptDumpError: If one is not as it was written; names file and block.
+        CorruptDumpError: If a byte differs from what was written. The message names the file and the block.
         FileNotFoundError: If there is no dump.
     """
     native.verify(os.fspath(path))

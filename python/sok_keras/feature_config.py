@@ -1,4 +1,4 @@
-"""The choices for one feature."""
+"""Configuration of a feature."""
 
 import dataclasses
 from typing import Any
@@ -11,14 +11,20 @@ from sok_keras.table_config import TableConfig
 @keras.saving.register_keras_serializable(package="sok_keras")
 @dataclasses.dataclass(eq=False)
 class FeatureConfig:
-    """One input of a `DistributedEmbedding`.
+    """Configuration of one input of a `DistributedEmbedding`.
+
+    Example:
+
+    >>> import sok_keras as sok
+    >>> movies = sok.TableConfig("movies", None, 16)
+    >>> features = [sok.FeatureConfig(name, movies) for name in ("watched", "candidate")]  # they share a table
 
     Args:
-        name: Name of the feature, for messages.
-        table: The table that answers its ids.
-        input_shape: Shape of the ids with the batch axis, or None; checked where it is known.
-        output_shape: Shape of the rows with the batch axis, or None; checked likewise.
-        padding_key: An id that stands for "no id here"; None: every id is one.
+        name: Name of the feature, which error messages use.
+        table: `TableConfig` of the table that its ids are looked up in.
+        input_shape: Shape of the ids with the batch axis, or None for any. Axes that are None are not checked.
+        output_shape: Shape of the rows with the batch axis, or None for any.
+        padding_key: An id that means "no id". None: every id is looked up.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The optimizer of a model with embedding tables: Keras' own for the variables, the core's formulas for the rows."""
+"""The optimizer of a model with embedding tables. Keras updates the dense variables, the core updates the rows."""
 
 import contextlib
 import json
@@ -37,12 +37,14 @@ def _sum_of_squares(tensors: list) -> Any:
 
 @keras.saving.register_keras_serializable(package="sok_keras")
 class OptimizerWrapper(keras.optimizers.Optimizer):
-    """Trains embedding tables beside Keras variables, all by the formula of one Keras optimizer.
+    """Trains embedding tables and Keras variables with one Keras optimizer.
 
-    The wrapped optimizer updates the dense variables. For rows the core does the same arithmetic on the rows that a batch
-    touched ("lazy": rows that are not in the batch do not move, nor do their states), after summing the gradients of equal ids.
-    Learning rate, schedules, clipping (norms count merged rows and dense variables together), decoupled weight decay on touched
-    rows, loss scale and gradient accumulation are the wrapped optimizer's. `use_ema` averages dense variables alone.
+    The wrapped optimizer updates the dense variables. The core updates the rows of a batch by the same formula, after it has summed
+    the gradients of equal ids. Rows that are not in the batch do not change, and neither do their states ("lazy" updates).
+
+    Learning rate, schedules, clipping, weight decay, loss scale and gradient accumulation are those of the wrapped optimizer.
+    Clipping by global norm counts the summed gradients of rows and the dense gradients together. Decoupled weight decay applies to
+    the rows of the batch. `use_ema` averages dense variables only.
 
     Example:
 
@@ -51,12 +53,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: SGD, Adam, AdamW, Adagrad, RMSprop, Ftrl or `sok_keras.optimizers.RowWiseAdagrad`, or its Keras name.
-        update_mode: `"local"`.
+        update_mode: Must be `"local"`.
         name: Name of the optimizer.
 
     Raises:
-        ValueError: For an optimizer without a formula in the core, a wrapped one, or a `LossScaleOptimizer`, which belongs
-            outside: `LossScaleOptimizer(OptimizerWrapper(Adam()))`; `compile` puts it there for `mixed_float16`.
+        ValueError: If `inner_optimizer` is another optimizer, an `OptimizerWrapper`, or a `LossScaleOptimizer`. A loss scale goes
+            around the wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
     """
 
     def __init__(self, inner_optimizer: Any, *, update_mode: str = "local", name: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A table in the hands of a user: read it, write it, ask how it is."""
+"""A table, as users read and write it outside of training."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,15 @@ from sok_keras.backend.native_errors import TableFullError
 
 
 class Outcomes(NamedTuple):
-    """How the distinct keys of a call ended."""
+    """What became of the distinct keys of a call.
+
+    Attributes:
+        hit: Keys that had a row.
+        inserted: Keys that got a row.
+        filtered: Keys that an admission policy kept out; 0, there is none yet.
+        evicted: Keys whose row made room for another; 0, there is no eviction yet.
+        refused: Keys without a row that did not fit.
+    """
 
     hit: int
     inserted: int
@@ -18,8 +26,14 @@ class Outcomes(NamedTuple):
 
 
 class TableContents(NamedTuple):
-    """A copy of a table: keys `(n,)` int64 ascending, rows `(n, dim)` float32, states `(n, width)` by name. Scores are None: they
-    come with eviction."""
+    """A copy of a table.
+
+    Attributes:
+        keys: `(n,)` int64, ascending.
+        rows: `(n, dim)` float32.
+        states: Optimizer states by name, each `(n, width)` float32; empty unless asked for.
+        scores: None: there is no eviction yet.
+    """
 
     keys: np.ndarray
     rows: np.ndarray
@@ -28,11 +42,22 @@ class TableContents(NamedTuple):
 
 
 class TableStats(NamedTuple):
-    """Counts since the table was made; `size`, `capacity` (rows before the index grows) and `bytes` as of now.
+    """Statistics of a table.
 
-    `hits` to `refused` count distinct keys of batches; `hits` those of lookups that train alone. `dropped_gradients` counts ids,
-    equal ones too, whose gradient was for a key without a row. `pending_pushes` are backward passes of the layer that no optimizer
-    has applied. `native_calls` are those of lookup, push, commit and apply that touched the table.
+    `size`, `capacity` and `bytes` are current values. The others count since the table was made.
+
+    Attributes:
+        size: Number of rows.
+        capacity: Number of rows at which the index grows.
+        hits: Distinct keys of training lookups that had a row.
+        inserted: Distinct keys that got a row.
+        filtered: Distinct keys that an admission policy kept out; 0, there is none yet.
+        evicted: Rows that made room for others; 0, there is no eviction yet.
+        refused: Distinct keys that did not fit.
+        dropped_gradients: Ids whose gradient was dropped because their key has no row. Equal ids count each.
+        pending_pushes: Backward passes of the layer that no optimizer has applied.
+        native_calls: Calls of lookup, push, commit and apply on the table.
+        bytes: Memory of the table.
     """
 
     size: int
@@ -49,7 +74,7 @@ class TableStats(NamedTuple):
 
 
 def as_keys(keys: Any) -> np.ndarray:
-    """Ids as the core stores them: `(n,)` int64; uint64 keeps its bits.
+    """Keys as the core takes them, `(n,)` int64. The bits of uint64 are kept.
 
     Raises:
         TypeError: If they are not integers.
@@ -66,9 +91,25 @@ def as_keys(keys: Any) -> np.ndarray:
 
 
 class Table:
-    """One embedding table. Every method waits for the steps before it and raises what they left behind.
+    """One embedding table of a layer.
 
-    Layers make tables; get one by `DynamicEmbedding.get_table()` or `DistributedEmbedding.get_tables()`.
+    Layers make tables. `DynamicEmbedding.get_table()` and `DistributedEmbedding.get_tables()` return them. Every method waits for the
+    training steps that were started, and raises their errors.
+
+    Example:
+
+    >>> import numpy as np, sok_keras as sok
+    >>> layer = sok.DynamicEmbedding(2, embeddings_initializer="ones")
+    >>> layer.build()
+    >>> table = layer.get_table()
+    >>> rows, outcomes = table.find_or_insert([7, 7, 2**40])
+    >>> outcomes.inserted, len(table)
+    (2, 2)
+    >>> table.assign([7], np.zeros((1, 2))).hit
+    1
+    >>> rows, found = table.find([7, 8])
+    >>> rows.tolist(), found.tolist()
+    ([[0.0, 0.0], [1.0, 1.0]], [True, False])
     """
 
     def __init__(self, core: Any, number: int, config: dict) -> None:
@@ -93,17 +134,35 @@ class Table:
         return self._native
 
     def find(self, keys: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Rows `(n, dim)` float32 and whether each key has one, `(n,)` bool. Never inserts; the row of a key without one is
-        what `missing` says."""
+        """Looks up rows and never inserts.
+
+        Args:
+            keys: Integers of any shape; n is their number. Duplicates are allowed.
+
+        Returns:
+            Rows `(n, dim)` float32, and `(n,)` bool that says which keys have a row. A key without a row gets what the layer's
+            `missing` says.
+
+        Raises:
+            TypeError: If keys are not integers.
+        """
         keys = as_keys(keys)
         rows, found = self._ready().find(keys)
         return rows, found
 
     def find_or_insert(self, keys: Any) -> tuple[np.ndarray, Outcomes]:
-        """Rows `(n, dim)` float32 and the `Outcomes`; keys without a row get one.
+        """Looks up rows, and inserts keys that have none.
+
+        Args:
+            keys: Integers of any shape; n is their number.
+
+        Returns:
+            Rows `(n, dim)` float32, and the `Outcomes`.
 
         Raises:
-            TableFullError: If they do not fit and `check_mode` is `"raise"`; then nothing has changed.
+            TypeError: If keys are not integers.
+            ValueError: If a key is outside a static table.
+            TableFullError: If they do not fit and `check_mode` is `"raise"`. Nothing has changed then.
         """
         keys = as_keys(keys)
         rows, outcomes = self._ready().find_or_insert(keys)
@@ -111,8 +170,21 @@ class Table:
         return rows, Outcomes(*outcomes)
 
     def assign(self, keys: Any, rows: Any, *, insert: bool = True) -> Outcomes:
-        """Overwrites rows, `(n, dim)`; optimizer states stay. Of duplicates the last wins. Without `insert`, keys without a row
-        are counted as refused."""
+        """Overwrites rows. Optimizer states stay as they are.
+
+        Args:
+            keys: Integers of any shape; n is their number. Of duplicates the last one counts.
+            rows: `(n, dim)` float32.
+            insert: Whether keys without a row get one. If not, they count as refused.
+
+        Returns:
+            The `Outcomes`.
+
+        Raises:
+            TypeError: If keys are not integers.
+            ValueError: If `rows` is of another shape, or a key is outside a static table.
+            TableFullError: If the keys do not fit and `check_mode` is `"raise"`. Nothing has changed then.
+        """
         keys = as_keys(keys)
         rows = np.ascontiguousarray(rows, "float32")
         if rows.size and rows.shape[-1] != self.dim:
@@ -125,11 +197,17 @@ class Table:
         return outcomes
 
     def erase(self, keys: Any) -> int:
-        """Removes rows; returns how many were there. Gradients on their way to them are dropped."""
+        """Removes rows.
+
+        Gradients for them that no optimizer has applied yet are dropped.
+
+        Returns:
+            The number of rows that were removed.
+        """
         return self._ready().erase(as_keys(keys))
 
     def _check_replacement(self, keys: np.ndarray) -> None:
-        """Raises what `clear`, then `assign` would raise for these keys, `(n,)` int64, and changes nothing.
+        """Raises the error that `clear` and then `assign` would raise for these keys, `(n,)` int64. Changes nothing.
 
         Raises:
             TableFullError: If they do not fit and `check_mode` is `"raise"`.
@@ -151,10 +229,18 @@ class Table:
         self._ready().clear()
 
     def export(self, *, states: bool = False, scores: bool = False) -> TableContents:
-        """A copy of all rows as `TableContents`; with `states`, the optimizer's too.
+        """Copies all rows.
+
+        Args:
+            states: Whether optimizer states are copied too.
+            scores: Must be False: tables have no scores, because there is no eviction yet.
+
+        Returns:
+            The `TableContents`.
 
         Raises:
-            ValueError: If `scores` are asked for: no table keeps any before there is eviction.
+            ValueError: If `scores` is True.
+            MemoryError: If there is no memory for the copy.
         """
         if scores:
             raise ValueError(
@@ -164,12 +250,15 @@ class Table:
         return TableContents(keys, rows, dict(named), None)
 
     def stats(self, *, wait: bool = True) -> TableStats:
-        """How the table is, as `TableStats`. Without `wait` no step is waited for: on a GPU as of the last one that it has told of, which
-        may be one or two behind."""
+        """Returns the `TableStats`.
+
+        Args:
+            wait: Whether steps that were started are waited for. If not, the counts of a table on a GPU may be one or two steps old.
+        """
         native = self._ready() if wait else self._native
         size, capacity, outcomes, *others = native.stats(wait)
         return TableStats(size, capacity, *outcomes, *others)
 
     def synchronize(self) -> None:
-        """Waits for the steps that were started, and raises what they left behind."""
+        """Waits for the training steps that were started, and raises their errors."""
         self._ready()

@@ -1,4 +1,4 @@
-"""The choices for one table."""
+"""Configuration of a table."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ _CHOICES = {
 
 
 def check_choice(argument: str, value: Any) -> None:
-    """Raises a `ValueError` unless `value` is one of the known ones."""
+    """Raises a `ValueError` unless `value` is one of the choices of `argument`."""
     choices = _CHOICES[argument]
     if value not in choices:
         known = ", ".join(f'"{choice}"' for choice in choices)
@@ -26,29 +26,37 @@ def check_choice(argument: str, value: Any) -> None:
 @keras.saving.register_keras_serializable(package="sok_keras")
 @dataclasses.dataclass(eq=False)
 class TableConfig:
-    """The choices for one table of a `DistributedEmbedding`.
+    """Configuration of one table of a `DistributedEmbedding`.
 
-    Features share a table by using the same object. Two objects of one name in a layer are a `ValueError`.
+    Features share a table by using the same `TableConfig` object. Two objects with the same name in one layer raise a `ValueError`.
+
+    Example:
+
+    >>> import sok_keras as sok
+    >>> users = sok.TableConfig("users", None, 16)  # any 64-bit id
+    >>> shops = sok.TableConfig("shops", 1000, 8)  # ids 0 to 999
 
     Args:
         name: Name of the table.
-        vocabulary_size: int, ids are `0` to `vocabulary_size - 1`; or None for a dynamic table: any 64-bit id, rows are made
-            when training first meets them.
-        embedding_dim: Floats in a row.
-        initializer: Keras initializer of new rows: a row's first value is a function of seed, key and column.
+        vocabulary_size: An int for a static table, whose ids are `0` to `vocabulary_size - 1`. None for a dynamic table, which
+            takes any 64-bit id and makes a row when training first sees the id.
+        embedding_dim: Number of floats in a row.
+        initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
         optimizer: None: the optimizer that the model is compiled with.
-        combiner: `"mean"`, `"sum"` or `"sqrtn"`: how ids along the last axis become one row.
-        placement: `"auto"` or `"default_device"`: today the same; tables lie where `storage` says.
-        max_ids_per_partition: Accepted for keras-rs' sake; unused.
-        max_unique_ids_per_partition: As above.
-        missing: What an id without a row answers: `"initial"`, the row that training would have made, or `"zeros"`.
-        out_of_vocabulary: `"raise"` or `"zeros"`, for ids outside a static table.
-        seed: int; None: drawn as Keras draws the seeds of initializers.
-        initial_capacity: Rows to make room for at once.
-        max_capacity: Rows at most; None: as many as memory holds.
-        check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
-        storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where
-            there is one. Under a model on a GPU, ids and rows of host tables cross in each step.
+        combiner: How the rows of the ids along the last axis are combined: `"mean"`, `"sum"` or `"sqrtn"`.
+        placement: `"auto"` or `"default_device"`, which mean the same. `storage` says where the table is.
+        max_ids_per_partition: Unused; accepted for compatibility with keras-rs.
+        max_unique_ids_per_partition: Unused; accepted for compatibility with keras-rs.
+        missing: What a lookup that does not insert returns for an id without a row: `"initial"` for its first value, or
+            `"zeros"`.
+        out_of_vocabulary: What an id outside a static table does: `"raise"`, or `"zeros"` to return zeros.
+        seed: Seed of first values, an int. None: drawn as Keras draws the seeds of initializers.
+        initial_capacity: Number of rows to allocate at once.
+        max_capacity: Maximal number of rows. None: as many as fit into memory.
+        check_mode: What happens to a batch whose new ids do not fit. `"raise"` raises `TableFullError` and changes nothing.
+            `"warn"` and `"count"` insert the ids that fit.
+        storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
+            `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Many tables and features in one layer: one native call, whatever their number."""
+"""A layer over many tables and features, which one native call looks up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,9 +49,9 @@ def _leaves(structure: Any) -> list[FeatureConfig]:
 
 @keras.saving.register_keras_serializable(package="sok_keras")
 class DistributedEmbedding(TableLayer):
-    """Looks up many features in many tables, static or dynamic, of any dims, in one native call.
+    """Looks up many features in many tables by one native call. Tables may be static or dynamic, and of different dims.
 
-    Compile the model with `OptimizerWrapper(optimizer)`: rows are not Keras variables.
+    Rows are not Keras variables. Compile the model with `OptimizerWrapper(optimizer)`, which trains them.
 
     Example:
 
@@ -63,28 +63,27 @@ class DistributedEmbedding(TableLayer):
     (None, 16)
 
     Args:
-        feature_configs: `FeatureConfig`s, one or nested in lists, tuples and dicts. Features share a table by using the same
+        feature_configs: A `FeatureConfig`, or lists, tuples and dicts of them. Features share a table by using the same
             `TableConfig` object.
-        table_stacking: Accepted for keras-rs' sake: tables of a layer are always looked up together.
-        update_stats: As above.
-        save_rows: Whether `.keras` and weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows; for large tables
-            use `sok_keras.dump`.
+        table_stacking: Unused; accepted for compatibility with keras-rs. Tables of a layer are always looked up together.
+        update_stats: Unused; accepted for compatibility with keras-rs.
+        save_rows: Whether `.keras` files, weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows. For large
+            tables use `sok_keras.dump`.
 
     Call arguments:
         inputs: Ids, nested as `feature_configs`.
-        weights: Floats, nested alike, one an id; None: each counts once.
-        training: Whether the lookup makes rows for new ids. None: it makes none, and the optimizer makes them when it applies a
-            gradient of the call. False: nobody does.
+        weights: Floats, nested as `feature_configs`, one for each id. None: every id has weight 1.
+        training: When ids without a row get one. True: at once. None: when the optimizer applies a gradient of this call. False:
+            never.
 
     Input shape:
-        Nested as `feature_configs`: for each feature ids of any integer dtype, `(batch,)` (a row an id), `(batch, hotness)` or
-        `(batch, ..., hotness)`, dense; `RaggedTensor` and `SparseTensor` on TensorFlow; `{"low": int32, "high": int32}` on JAX
-        without x64. `weights`: floats, nested and shaped alike, ragged or sparse where the ids are, and in the same places; an id of
-        weight 0 gets no row and adds nothing. They may be negative; of one
-        that is not finite, neither is the row that it adds to.
+        Nested as `feature_configs`. For each feature ids of any integer dtype: `(batch,)` for one row an id, `(batch, hotness)` or
+        `(batch, ..., hotness)`. They are dense tensors; on TensorFlow also `RaggedTensor` and `SparseTensor`; on JAX without x64
+        `{"low": int32, "high": int32}` for 64-bit ids. `weights` have the same shapes; they are ragged or sparse where the ids are,
+        with values in the same places. An id of weight 0 gets no row and adds nothing. Weights may be negative.
 
     Output shape:
-        Nested as `feature_configs`: `(batch, ..., embedding_dim)`, a `RaggedTensor` if an outer axis of the ids is ragged.
+        Nested as `feature_configs`: `(batch, ..., embedding_dim)`. It is a `RaggedTensor` if an outer axis of the ids is ragged.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class DistributedEmbedding(TableLayer):
 
     @property
     def feature_configs(self) -> Any:
-        """The features as they were given."""
+        """The `FeatureConfig`s as they were given."""
         return self._structure.feature_configs
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
@@ -142,7 +141,7 @@ class DistributedEmbedding(TableLayer):
         return structure.pack(shaped)
 
     def preprocess(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        """Makes of host data what `call` takes on this backend; see `DynamicEmbedding.preprocess`.
+        """Converts ids on the host to what `call` takes on this backend; see `DynamicEmbedding.preprocess`.
 
         Returns:
             The ids, or `(ids, weights)` if there are weights, nested as `feature_configs`.
@@ -158,11 +157,14 @@ class DistributedEmbedding(TableLayer):
         return structure.pack([one for one, _ in pairs]), structure.pack([weight for _, weight in pairs])
 
     def get_tables(self) -> dict[str, Table]:
-        """`{name: Table}`."""
+        """Returns `{name: Table}`."""
         return {config.name: table for config, table in zip(self._structure.tables, self._core.tables, strict=True)}
 
     def get_embedding_tables(self) -> dict[str, Any]:
-        """Of dynamic tables `{name: (keys, rows)}`, of static ones `{name: rows}` of shape `(vocabulary_size, dim)`."""
+        """Returns `{name: (keys, rows)}` for dynamic tables and `{name: rows}` for static ones.
+
+        Keys are `(n,)` int64. Rows are `(n, dim)` float32, or `(vocabulary_size, dim)` of a static table.
+        """
         tables: dict[str, Any] = {}
         for name, table in self.get_tables().items():
             if table.vocabulary_size is None:
@@ -173,10 +175,13 @@ class DistributedEmbedding(TableLayer):
         return tables
 
     def set_embedding_tables(self, tables: dict) -> None:
-        """Replaces all rows of the tables that are named, given as `get_embedding_tables` gives them; states start anew.
+        """Replaces all rows of the named tables. Optimizer states are reset. If it raises, no table has changed.
+
+        Args:
+            tables: Rows by name, as `get_embedding_tables` returns them.
 
         Raises:
-            TypeError: If keys are no integers. As with the errors below, nothing has changed then, in no table.
+            TypeError: If keys are not integers.
             ValueError: If names or shapes are not those of the tables.
             TableFullError: If there are more rows than `max_capacity`, and `check_mode` is `"raise"`.
         """

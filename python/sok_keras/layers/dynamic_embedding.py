@@ -1,4 +1,4 @@
-"""One table, ids unknown beforehand."""
+"""A layer over one table of any 64-bit ids."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from sok_keras.table_config import TableConfig, check_choice
 
 @keras.saving.register_keras_serializable(package="sok_keras")
 class DynamicEmbedding(TableLayer):
-    """Turns any 64-bit ids into rows of floats; a row is made when training first meets its id.
+    """Turns any 64-bit ids into rows of floats. Training makes a row when it first sees an id.
 
-    Compile the model with `OptimizerWrapper(optimizer)`: rows are not Keras variables.
+    Rows are not Keras variables. Compile the model with `OptimizerWrapper(optimizer)`, which trains them.
 
     Example:
 
@@ -30,38 +30,39 @@ class DynamicEmbedding(TableLayer):
     4
 
     Args:
-        output_dim: Floats in a row.
-        embeddings_initializer: Keras initializer of new rows: a row's first value is a function of seed, key and column.
-        combiner: None: a row an id; `"mean"`, `"sum"`, `"sqrtn"`: ids along the last axis become one row. An empty bag is zeros.
-            Inputs of one axis are not combined.
-        padding_key: An id that stands for "no id here"; None: every id is one.
+        output_dim: Number of floats in a row.
+        embeddings_initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
+        combiner: None for one row for each id. `"mean"`, `"sum"` or `"sqrtn"` to combine the rows of the ids along the last axis. An
+            empty bag gives zeros. Inputs with one axis are not combined.
+        padding_key: An id that means "no id". None: every id is looked up.
         mask_zero: Whether id 0 is masked for the layers that follow.
-        missing: What an id without a row answers where the lookup makes none: `"initial"`, the row that training would have
-            made, or `"zeros"`.
-        seed: int; None: drawn as Keras draws the seeds of initializers.
-        initial_capacity: Rows to make room for at once.
-        max_capacity: Rows at most; None: as many as memory holds.
-        check_mode: What a batch does that does not fit: `"raise"` (it changes nothing), `"warn"` or `"count"`.
-        storage: Which memory: `"hbm"`, the memory of the GPU that the model runs on; `"host"`; or `"auto"`: `"hbm"` where
-            there is one. Under a model on a GPU, ids and rows of host tables cross in each step.
-        save_rows: Whether `.keras` and weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows; for large tables
-            use `sok_keras.dump`.
+        missing: What a lookup that does not insert returns for an id without a row: `"initial"` for its first value, or
+            `"zeros"`.
+        seed: Seed of first values, an int. None: drawn as Keras draws the seeds of initializers.
+        initial_capacity: Number of rows to allocate at once.
+        max_capacity: Maximal number of rows. None: as many as fit into memory.
+        check_mode: What happens to a batch whose new ids do not fit. `"raise"` raises `TableFullError` and changes nothing.
+            `"warn"` and `"count"` insert the ids that fit.
+        storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
+            `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
+        save_rows: Whether `.keras` files, weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows. For large
+            tables use `sok_keras.dump`.
 
     Call arguments:
         inputs: Ids.
-        weights: Floats, one an id; None: each counts once.
-        training: Whether the lookup makes rows for new ids. None: it makes none, and the optimizer makes them when it applies a
-            gradient of the call. False: nobody does.
+        weights: Floats, one for each id. None: every id has weight 1.
+        training: When ids without a row get one. True: at once. None: when the optimizer applies a gradient of this call. False:
+            never.
 
     Input shape:
-        Ids of any integer dtype, `(batch,)` to `(batch, ..., hotness)`: dense; `RaggedTensor` and `SparseTensor` on
-        TensorFlow; `{"low": int32, "high": int32}` on JAX without x64. `weights`: floats of the same shape,
-        ragged or sparse where the ids are, and in the same places; an id of weight 0 gets no row and adds nothing. They may be negative; of one
-        that is not finite, neither is the row that it adds to.
+        Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`: dense tensors; on TensorFlow also `RaggedTensor` and
+        `SparseTensor`; on JAX without x64 `{"low": int32, "high": int32}` for 64-bit ids. `weights` have the same shape; they are
+        ragged or sparse where the ids are, with values in the same places. An id of weight 0 gets no row and adds nothing. Weights
+        may be negative.
 
     Output shape:
-        `(..., output_dim)`; with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
-        `output_dim` is ragged; sparse ids give a dense tensor, without a combiner with zeros where there is no id.
+        `(..., output_dim)`, and with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
+        `output_dim` is ragged. Sparse ids give a dense tensor; without a combiner it has zeros where there is no id.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DynamicEmbedding(TableLayer):
 
     @property
     def seed(self) -> int:
-        """The seed of rows' first values: the one given or drawn, or that of the rows that were loaded."""
+        """Seed of first values: as given or drawn, or that of the rows that were loaded."""
         return self._core.seeds()[0]
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
@@ -139,10 +140,14 @@ class DynamicEmbedding(TableLayer):
         return ids.rows_like(inputs, rows, axis)
 
     def preprocess(self, inputs: Any, weights: Any = None) -> Any:
-        """Makes of host data what `call` takes on this backend.
+        """Converts ids on the host to what `call` takes on this backend.
 
-        Rows of unequal length (lists, object arrays) become padded ids with weights; 64-bit ids become two words on JAX
-        without x64; everything else stays as it is.
+        Lists of unequal length become padded ids with weights. On JAX without x64, 64-bit ids become
+        `{"low": int32, "high": int32}`. Everything else is returned as it is.
+
+        Args:
+            inputs: Ids: an array, or lists of unequal length.
+            weights: Floats of the same form, or None.
 
         Returns:
             The ids, or `(ids, weights)` if there are weights.
@@ -150,19 +155,22 @@ class DynamicEmbedding(TableLayer):
         return preprocess(inputs, weights)
 
     def get_table(self) -> Table:
-        """The layer's `Table`."""
+        """Returns the layer's `Table`."""
         return self._core.tables[0]
 
     def get_embedding_tables(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """`{name: (keys, rows)}`."""
+        """Returns `{name: (keys, rows)}`: keys `(n,)` int64, rows `(n, dim)` float32."""
         contents = self.get_table().export()
         return {self.name: (contents.keys, contents.rows)}
 
     def set_embedding_tables(self, tables: dict) -> None:
-        """Replaces all rows by `{name: (keys, rows)}`; states start anew.
+        """Replaces all rows. Optimizer states are reset. If it raises, nothing has changed.
+
+        Args:
+            tables: `{name: (keys, rows)}`, as `get_embedding_tables` returns it.
 
         Raises:
-            TypeError: If keys are no integers. As with the errors below, nothing has changed then.
+            TypeError: If keys are not integers.
             ValueError: If the name or the shape of the rows is not the table's.
             TableFullError: If there are more keys than `max_capacity`, and `check_mode` is `"raise"`.
         """
