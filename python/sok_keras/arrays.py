@@ -1,4 +1,4 @@
-"""The arrays of a dump: a model's variables and its optimizer's, each as it is to the bit, or refused."""
+"""The arrays of a dump: the variables of a model and of its optimizer, bit for bit."""
 
 import os
 from typing import Any
@@ -34,16 +34,16 @@ _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def step_of(model: keras.Model) -> int:
-    """Updates that its optimizer has made."""
+    """Number of updates that the model's optimizer has made."""
     optimizer = getattr(model, "optimizer", None)
     return 0 if optimizer is None else int(ops.convert_to_numpy(optimizer.iterations))
 
 
 def arrays_of(model: keras.Model) -> list[tuple[str, str, list[int], np.ndarray]]:
-    """Name, dtype, shape and bytes of a model's variables and its optimizer's, without the tables' triggers. The names say the order.
+    """Name, dtype, shape and bytes of the variables of a model and of its optimizer, without triggers. Names sort in the order of variables.
 
     Raises:
-        ValueError: If a variable is of a dtype that a dump has no name for.
+        ValueError: If a variable has a dtype that a dump cannot hold.
     """
     optimizer = getattr(model, "optimizer", None)
     parts = {"model": _dense(model.variables)}
@@ -71,24 +71,24 @@ def _to_array(name, variable):
 
 
 class Arrays:
-    """The arrays of a dump for a model, checked against its variables before a byte of them is read.
+    """The arrays of a dump, matched with the variables of a model before any is read.
 
     Args:
-        path: The dump's directory, for messages.
-        tensors: `name`, `dtype` and `shape` of each, as the manifest has them.
-        model: The model that takes them.
-        states: Whether the optimizer's come along.
+        path: The dump's directory, for error messages.
+        tensors: `name`, `dtype` and `shape` of each array, from the manifest.
+        model: The model to read into.
+        states: Whether the optimizer's variables are read.
 
     Raises:
-        DumpMismatchError: If they are not as many as the model's variables, of their shapes and dtypes. Integers may be of another
-            width: counters are, from backend to backend.
+        DumpMismatchError: If number, shapes or dtypes differ from those of the model's variables. Integers may have another width,
+            since counters differ between backends.
     """
 
     def __init__(self, path: Any, tensors: list[dict[str, Any]], model: keras.Model, states: bool) -> None:
         self._path = os.fspath(path)
         self._optimizer = getattr(model, "optimizer", None) if states else None
         parts = self._parts(tensors)
-        # Pairs of a variable, or its number in an optimizer that is not built yet, and the name of its array.
+        # Pairs of a variable and the name of its array. A variable of an optimizer that is not built yet is given by its number.
         self._pairs: list[tuple[Any, str]] = self._matched("model", _dense(model.variables), parts["model"])
         if self._optimizer is not None and parts["optimizer"]:
             own = _variables_of(self._optimizer, model)
@@ -131,10 +131,10 @@ class Arrays:
             )
 
     def read(self, reader: Any) -> None:
-        """Reads and verifies them; nothing has changed yet.
+        """Reads and verifies the arrays. Changes no variable.
 
         Raises:
-            CorruptDumpError: If a byte is not as it was written.
+            CorruptDumpError: If a byte differs from what was written.
             DumpMismatchError: If an integer does not fit its variable.
         """
         stored = {name: _from_bytes(*array) for name, *array in reader.arrays()}
@@ -152,7 +152,7 @@ class Arrays:
         return array.astype(dtype)
 
     def assign(self) -> None:
-        """Sets the variables; those of an optimizer that is not built yet wait until it is."""
+        """Sets the variables. Those of an optimizer that is not built yet are set when it is built."""
         waiting = {str(number): array for number, array in self._values if isinstance(number, int)}
         for variable, array in self._values:
             if not isinstance(variable, int):
@@ -175,13 +175,13 @@ def _from_bytes(dtype, shape, data):
 
 
 def _innermost(optimizer):
-    """The `OptimizerWrapper` itself, which a loss scale may stand around."""
+    """Returns the optimizer inside of a `LossScaleOptimizer`."""
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return optimizer.inner_optimizer if is_scaled else optimizer
 
 
 def expected_update(model: Any, table: Any) -> str | None:
-    """JSON of the update that the model's optimizer will bind to a table; None where it binds none, or nobody knows."""
+    """Returns the update that the model's optimizer will bind to a table, as JSON. None if it binds none, or if that is not known."""
     update = getattr(_innermost(getattr(model, "optimizer", None)), "update_for", None)
     trigger = table._core.trigger
     is_trained = trigger is None or any(trigger is variable for variable in model.trainable_variables)
@@ -189,12 +189,12 @@ def expected_update(model: Any, table: Any) -> str | None:
 
 
 def _variables_of(optimizer, model):
-    """An optimizer's variables; those of its like, built for the same weights, if it is not built yet."""
+    """Returns the variables of an optimizer, or of a copy that is built for the same weights if it is not built yet."""
     if optimizer.built:
         return optimizer.variables
     try:
         twin = type(optimizer).from_config(optimizer.get_config())
     except (TypeError, ValueError):
-        return None  # a schedule that Keras cannot copy: what does not fit is told when the optimizer is built
+        return None  # a schedule that Keras cannot copy. The build of the optimizer checks the variables then
     twin.build(_dense(model.trainable_variables))
     return twin.variables

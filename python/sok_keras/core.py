@@ -1,4 +1,4 @@
-"""A layer's tables in the core, and the plans of its calls."""
+"""The tables of a layer, and the plans of its calls."""
 
 import glob
 import importlib.util
@@ -16,18 +16,18 @@ from sok_keras.table import Table
 
 
 def _nvrtc_paths():
-    """Where packages keep the compiler of the GPU's kernels."""
+    """Returns the paths of NVRTC in Python packages, newest first."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return sorted((path for folder in folders for path in glob.glob(f"{folder}/*/lib/libnvrtc.so.*")), reverse=True)
 
 
 class Plan:
-    """What the tensors of a layer's call are: made when the call is traced."""
+    """Describes the tensors of a layer's calls: features, tables, forms of ids. It is made when a call is traced."""
 
     def __init__(self, core, features, check_finite):
         self._native = native.Plan(core.group, features, check_finite)
-        # Of each feature: its axis, its table's dim, and where among the tensors of all its ids and its row splits are.
+        # For each feature: its axis, its table's dim, and the places of its ids and row splits among all tensors.
         self._places, start = [], 0
         for _, table, words, axis, weights, *_ in features:
             end = start + 1 + words + (axis == "ragged")
@@ -39,11 +39,11 @@ class Plan:
         plans[self.handle] = self
 
     def shapes_of(self, tensors):
-        """Shape of each feature's rows; `tensors`: of each feature its ids, then row splits, then weights, as far as it has them."""
+        """Shape of each feature's rows. `tensors`: for each feature its ids, then its row splits and its weights if it has them."""
         return [_rows_shape(axis, dim, tensors[ids], tensors[splits]) for axis, dim, ids, splits in self._places]
 
     def output_shapes(self, inputs):
-        """Static shape of each feature's rows, None where unknown."""
+        """Static shape of each feature's rows. Unknown axes are None."""
         pairs = zip(self._places, inputs, strict=True)
         return [_rows_shape(axis, dim, tensors[0], tensors[-1]) for (axis, dim, _, _), tensors in pairs]
 
@@ -56,14 +56,14 @@ def _rows_shape(axis, dim, ids, splits):
 
 
 class Core:
-    """The tables of one layer. Not a Keras object, so that no framework tracks or copies what is in it.
+    """The tables of one layer. It is not a Keras object, so frameworks neither track nor copy it.
 
     Args:
-        configs: One dict a table, as the core takes it.
+        configs: A dict for each table, from `table_core_config`.
         storage: `"auto"`, `"hbm"` or `"host"`.
 
     Raises:
-        DeviceError: For `"hbm"` without a GPU, or without what its kernels are compiled with.
+        DeviceError: For `"hbm"` without a GPU or without NVRTC.
     """
 
     def __init__(self, configs, storage="auto"):
@@ -77,13 +77,13 @@ class Core:
                 'build and a driver, or use `storage="host"` or "auto"'
             )
         self.group = native.Group([json.dumps(config) for config in configs], gpu, _nvrtc_paths())
-        # Its number, if the tables are on one.
+        # Number of the GPU that the tables are on; None: they are on the host.
         self.gpu = gpu if self.group.is_on_gpu else None
         self.trigger = None
-        # Stands in the trigger, where every step carries it along: by it the weights of other tables are known.
+        # A random number in the trigger, which every step copies. A trigger without it belongs to other tables.
         self._mark = np.float32(0.5 + int.from_bytes(os.urandom(3), "little") / 2**25)
         self._weights_are_strange, self._unseen = False, None
-        # JAX may still have a step in flight when its user drops the optimizer.
+        # Kept alive here: under JAX a step may still run when the user drops the optimizer.
         self.optimizer = None
         self._plans = {}
         self.tables = [Table(self, number, config) for number, config in enumerate(configs)]
@@ -97,9 +97,9 @@ class Core:
 
     @backend.constant
     def plan(self, features, check_finite=False):
-        """The plan of a call with these features; equal calls share one.
+        """Returns the plan of a call with these features. Equal calls share one.
 
-        `check_finite`: gradients that are not finite make the ticket NaN, so that a loss scale hears of its overflow.
+        `check_finite`: whether gradients that are not finite make the ticket NaN, so that a loss scale notices the overflow.
         """
         key = (*features, check_finite)
         if key not in self._plans:
@@ -107,16 +107,16 @@ class Core:
         return self._plans[key]
 
     def synchronize(self):
-        """Waits for the steps that were started, and raises what they left behind."""
+        """Waits for the steps that were started, and raises their errors."""
         self.wait_for_steps()
         self.check_weights()
         self.warn_of_refused()
 
     def wait_for_steps(self):
-        """Waits for the steps that were started. Raises their error by its own class, also where the framework has wrapped it."""
+        """Waits for the steps that were started. Raises their error by its own class, even if the framework has wrapped it."""
         failure = backend.wait(None if self.trigger is None else self.trigger._value)
         if failure is not None:
-            # The step gave no trigger. The tables are as they were before it: told once, they go on.
+            # The step returned no trigger. The tables are as they were before it, so training can go on after this error.
             self._assign(self.first_trigger())
         try:
             self.group.raise_latched()
@@ -136,13 +136,13 @@ class Core:
     # ---- the trigger as a weight
 
     def first_trigger(self, shape=(64, 2), dtype="float32"):
-        """Zeros but for the mark, far from the place that steps count in."""
+        """Zeros, except for the mark in the last place. Steps are counted in the first."""
         value = np.zeros(shape, dtype)
         value[-1, -1] = self._mark
         return value
 
     def watch(self, trigger):
-        """Takes note of what Keras sets the trigger to: rows are no Keras weights, so they would stay behind in silence."""
+        """Watches what Keras sets the trigger to, since rows are not Keras weights and would not come along."""
         self.trigger, self._assign = trigger, trigger.assign
 
         def assign(value):
@@ -154,7 +154,7 @@ class Core:
         trigger.assign = assign
 
     def advance(self, trigger):
-        """Sets the trigger to what a step has made of it."""
+        """Sets the trigger to the value that a step returned."""
         self._assign(trigger)
 
     def _look_at(self, given, may_be_old=False):
@@ -171,20 +171,20 @@ class Core:
             )
 
     def _look_at_unseen(self):
-        """At what had yet to be computed when the trigger was set to it, or lies on another device."""
+        """Checks a value that was not at hand when the trigger was set to it: not computed yet, or on another device."""
         if self._unseen is not None:
             unseen, self._unseen = self._unseen, None
             self._look_at(backend.at_hand(unseen, fetches=True))
 
     def keep_rows(self):
-        """The rows that are here now are those that go with the weights."""
+        """Accepts the present rows as those of the present weights."""
         self._look_at_unseen()
         if self._weights_are_strange:
             self._weights_are_strange = False
             self._assign(self.first_trigger())
 
     def check_weights(self):
-        """Raises a `SokError`, once, if weights of other tables were set without their rows."""
+        """Raises a `SokError`, once, if the trigger of other tables was set without their rows."""
         self._look_at_unseen()
         if self._weights_are_strange:
             self.keep_rows()
@@ -200,7 +200,7 @@ class Core:
     # ---- optimizer states
 
     def warn_of_lost_states(self, update):
-        """Warns if states that were loaded, and belong to no optimizer yet, would not go on under this update (JSON)."""
+        """Warns if states that were loaded, and that no optimizer was bound to yet, do not fit this update (JSON)."""
         if self.group.is_bound():
             return
         rules = [(table, table._native.update_rule) for table in self.tables if len(table._native)]
@@ -217,7 +217,7 @@ class Core:
             )
 
     def copy_from(self, other):
-        """Takes over the rows and states of another layer's tables."""
+        """Copies the rows and states of another layer's tables."""
         store = {}
         save(other, store)
         load(self, store)

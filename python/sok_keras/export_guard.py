@@ -1,7 +1,7 @@
-"""Formats of exported graphs that cannot hold tables: refused while a layer is traced for one.
+"""Refuses to trace a layer for an export format that cannot hold tables.
 
-Nobody tells a layer what it is traced for, so the modules that trace are known by their names. Should one bear another name one day, a
-graph is written that finds no tables, and says so when it runs: its plan's number is no other's.
+A layer cannot ask what it is traced for, so exporters are recognised by the names of their modules. If a module is renamed, the export
+succeeds and the exported graph raises an error when it runs, because it does not find its tables.
 """
 
 import sys
@@ -25,7 +25,7 @@ _TRACERS = {
 
 
 def _format():
-    """What the callers trace a model for, of the formats that cannot hold tables; None for all else."""
+    """Returns the format that a caller traces the model for if it cannot hold tables, else None."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -38,10 +38,10 @@ def _format():
 
 @backend.constant
 def check_format(layer: str) -> bool:
-    """True, for a compiler that wants a value.
+    """Returns True, because a compiler expects a value.
 
     Raises:
-        SokError: If the layer, by its name, is traced for a format that cannot hold tables.
+        SokError: If the layer is traced for a format that cannot hold tables.
     """
     written = _format()
     if written is not None:

@@ -1,4 +1,4 @@
-"""Ids as users bring them -> the tensors of a plan's feature."""
+"""Converts ids and weights, as users pass them, to the tensors that a lookup takes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ NEEDS_INPUT = '`keras.Input(shape, dtype="int64")`'
 
 
 def is_words(value: Any) -> bool:
-    """Whether ids come in two words, `{"low": int32, "high": int32}`."""
+    """Whether ids are given as two words, `{"low": int32, "high": int32}`."""
     return isinstance(value, dict) and set(value) == {"low", "high"}
 
 
@@ -28,7 +28,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def kind(value: Any) -> str:
-    """`"dense"`, `"words"`, `"ragged"` or `"sparse"`."""
+    """The form of ids: `"dense"`, `"words"`, `"ragged"` or `"sparse"`."""
     if is_words(value):
         return "words"
     if _is_ragged(value):
@@ -37,7 +37,7 @@ def kind(value: Any) -> str:
 
 
 def shape_of(value: Any) -> tuple[int | None, ...]:
-    """Shape of the ids, None where unknown."""
+    """Shape of the ids. Unknown axes are None."""
     value = value["low"] if is_words(value) else value
     if hasattr(value, "shape"):
         return tuple(value.shape)
@@ -45,7 +45,7 @@ def shape_of(value: Any) -> tuple[int | None, ...]:
 
 
 def in_order(value: Any, feature: str, reduces: bool) -> Any:
-    """Ids or weights whose values come in the order of their places. `reduces`: along the last axis.
+    """Returns ids or weights with the values of sparse tensors in row-major order. `reduces`: whether the last axis is combined.
 
     Raises:
         ValueError: As `ragged.in_order`.
@@ -55,7 +55,7 @@ def in_order(value: Any, feature: str, reduces: bool) -> Any:
 
 
 def check_dtype(value: Any, feature: str) -> None:
-    """Raises a `ValueError` for ids that are no integers, or that JAX would cut to 32 bits."""
+    """Raises a `ValueError` for ids that are not integers, or that JAX would cut to 32 bits."""
     if is_words(value):
         _check_words(value, feature)
         return
@@ -80,14 +80,14 @@ def check_dtype(value: Any, feature: str) -> None:
 
 
 def check_no_mask(value: Any) -> None:
-    """Raises a `ValueError` for NumPy's masked arrays, whose mask no framework looks at."""
+    """Raises a `ValueError` for NumPy's masked arrays: frameworks ignore the mask."""
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError("Ids and weights must be plain arrays; `weights` of 0 leave ids out. Received: a masked array")
 
 
 def _dtype_of(value: Any) -> str:
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    # NumPy names a dtype in the other byte order alike.
+    # The name of a NumPy dtype does not depend on its byte order.
     return dtype.name if isinstance(dtype, np.dtype) else keras.backend.standardize_dtype(dtype)
 
 
@@ -104,14 +104,14 @@ def _check_words(value: Any, feature: str) -> None:
 
 
 def signed_key(key: int | None) -> int | None:
-    """A key as int64 has it: uint64's largest is -1. None stays None."""
+    """Reinterprets a 64-bit key as int64: the largest uint64 becomes -1. None stays None."""
     if key is not None and not -(2**63) <= key < 2**64:
         raise ValueError(f"`padding_key` must be a 64-bit integer. Received: padding_key={key!r}")
     return key if key is None or key < 2**63 else key - 2**64
 
 
 def tensors_of(value: Any, feature: str, axis: str) -> tuple:
-    """Tensors of a feature's ids: `(ids,)`, `(low, high)` or, if `axis` is `"ragged"`, `(flat ids, row splits)`."""
+    """Returns the tensors of a feature's ids: `(ids,)`, `(low, high)`, or `(flat ids, row splits)` if `axis` is `"ragged"`."""
     form = kind(value)
     check_dtype(value, feature)
     if form == "words":
@@ -131,20 +131,22 @@ def tensors_of(value: Any, feature: str, axis: str) -> tuple:
 
 
 def _plain(value: Any) -> Any:
-    """An array as every framework takes it: this machine's byte order, row-major, not a file's. What is no array of NumPy's becomes one
-    if it is no tensor, since Keras would make int32 of it."""
+    """Converts arrays to a form that every framework takes: native byte order, row-major, writable.
+
+    Lists become arrays here, because Keras would convert them to int32. Tensors are returned as they are.
+    """
     if not isinstance(value, np.ndarray):
         return value if hasattr(value, "dtype") else np.asarray(value)
     return np.require(value, value.dtype.newbyteorder("="), ["C_CONTIGUOUS", "WRITEABLE"])
 
 
 def rows_like(value: Any, rows: Any, axis: str) -> Any:
-    """Rows of a lookup, of shape `(..., dim)`, in the outer axes of its ids."""
+    """Gives the rows of a lookup, `(..., dim)`, the outer axes of its ids."""
     return ragged.rows_like(value, rows, axis) if kind(value) in ("ragged", "sparse") else rows
 
 
 def spec_like(value: Any, shape: tuple, dtype: str) -> Any:
-    """What `rows_like` will give, as a `KerasTensor`: ragged if an axis before the last one, the rows', is."""
+    """The `KerasTensor` of what `rows_like` returns. It is ragged if an axis before the last one is."""
     return keras.KerasTensor(shape, dtype=dtype, ragged=kind(value) == "ragged" and len(shape) > 2)
 
 
@@ -152,8 +154,8 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
     """Weights as a flat or dense float32 tensor in the order of the ids' tensors.
 
     Raises:
-        ValueError: If they are no floats, or not shaped as `ids`: their rows as long, if they are ragged, and in the same
-            places, if they are sparse. What a `tf.function` learns when it runs is a `tf.errors.InvalidArgumentError`.
+        ValueError: If they are not floats, or differ from `ids` in shape, in the lengths of ragged rows, or in the places of sparse
+            values. A `tf.function` raises `tf.errors.InvalidArgumentError` when it runs.
     """
     if value is None:
         return None
@@ -175,14 +177,14 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
     if not dtype.startswith(("float", "bfloat")):
         raise ValueError(f"`weights` must be floats. Received: weights of dtype {dtype} (feature {feature!r})")
     if kind(ids) != "dense" or None in (*shape, *wanted):
-        told = "`weights` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
-        value = ragged.flat_weights(ids, value, f"{told} {wanted} (feature {feature!r})")
+        message = "`weights` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
+        value = ragged.flat_weights(ids, value, f"{message} {wanted} (feature {feature!r})")
     value = ops.convert_to_tensor(_plain(value))
     return ops.cast(value, "float32")
 
 
 def pad(ids: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of unequal length -> ids `(rows, longest)` and weights of that shape, 0 where there is no id.
+    """Pads rows of unequal length to ids `(rows, longest)`, and weights of that shape that are 0 where there is no id.
 
     Raises:
         ValueError: If weights and ids do not agree in their lengths.
@@ -206,7 +208,7 @@ def _common_dtype(rows: Any) -> np.dtype:
 
 
 def is_unequal(value: Any) -> bool:
-    """Whether this is a list or an object array of rows of unequal length."""
+    """Whether `value` is a list or an object array of rows of unequal length."""
     if isinstance(value, np.ndarray):
         return value.dtype == object
     if not isinstance(value, list | tuple) or not len(value) or not all(hasattr(row, "__len__") for row in value):
@@ -215,7 +217,7 @@ def is_unequal(value: Any) -> bool:
 
 
 def split_words(ids: Any) -> dict[str, np.ndarray]:
-    """64-bit ids as two int32 arrays: `{"low": ..., "high": ...}`."""
+    """Splits 64-bit ids into two int32 arrays, `{"low": ..., "high": ...}`."""
     ids = np.asarray(ids)
     bits = ids.view("int64") if ids.dtype == np.uint64 else ids.astype("int64")
     return {"low": bits.astype("int32"), "high": (bits >> 32).astype("int32")}

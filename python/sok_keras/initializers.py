@@ -1,11 +1,11 @@
-"""Keras initializers as the core knows them: the first value of a row is a function of seed, key and column."""
+"""Converts Keras initializers for the core, where a row's first value is a function of seed, key and column."""
 
 import math
 import zlib
 
 import keras
 
-# Standard deviation of a normal distribution cut at two of them, as Keras corrects for it.
+# Standard deviation of a normal distribution that is truncated at two standard deviations. Keras divides by it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 _NAMES = (
@@ -14,7 +14,7 @@ _NAMES = (
 
 
 def core_initializer(initializer, dim, vocabulary_size):
-    """The core's description of a Keras initializer.
+    """Returns the core's description of a Keras initializer.
 
     Args:
         initializer: `keras.Initializer`.
@@ -22,7 +22,7 @@ def core_initializer(initializer, dim, vocabulary_size):
         vocabulary_size: Rows of a static table; None for a dynamic one.
 
     Raises:
-        ValueError: For an initializer without a formula in the core, or one that needs the number of rows of a dynamic
+        ValueError: If the core has no formula for the initializer, or if it needs the number of rows of a dynamic
             table.
     """
     kinds = keras.initializers
@@ -60,12 +60,12 @@ def _variance_scaling(initializer, dim, vocabulary_size):
 
 
 def core_seed(seed, initializer, name=""):
-    """A table's seed: the one given, else the initializer's own, which Keras draws if nobody gave it.
+    """Returns a table's seed: `seed` if given, else the initializer's, which Keras may have drawn.
 
     Args:
         seed: int or None.
         initializer: `keras.Initializer`.
-        name: Mixed in, so that tables of one layer do not start alike.
+        name: Mixed into the seed, so that the tables of a layer start with different rows.
     """
     if seed is None:
         seed = getattr(initializer, "seed", None)
@@ -77,5 +77,5 @@ def core_seed(seed, initializer, name=""):
 
 
 def mixed_seed(seed, name):
-    """A seed with a table's name mixed in, if there is one; of that, the seed that it was mixed into."""
+    """Mixes a table's name into a seed, if there is one. Mixing it in twice gives the seed again."""
     return (seed ^ zlib.crc32(name.encode()) << 32) % 2**64 if name else seed % 2**64

@@ -16,7 +16,7 @@ from sok_keras.optimizers import core_rule
 
 
 def _core_of(variable: Any) -> Any:
-    """The tables behind a trigger; None for other variables."""
+    """Returns the tables of a trigger; None for other variables."""
     return getattr(variable, "sok_core", None)
 
 
@@ -108,8 +108,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self.inner_optimizer.finalize_variable_values([v for v in var_list if _core_of(v) is None])
 
     def build(self, variables: list) -> None:
-        """Binds the tables among `variables`: their records get the optimizer's states. States of another optimizer start anew;
-        what was loaded before and never bound stays."""
+        """Builds the inner optimizer and binds the tables of the triggers among `variables`, whose records get its states.
+
+        States of another optimizer are reset. States that were loaded and not bound yet are kept if they fit.
+        """
         if self.built:
             return
         inner = self.inner_optimizer
@@ -140,7 +142,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 self._take(*waiting)
 
     def update_for(self, trigger: Any) -> str:
-        """JSON of what it does to the rows behind a trigger; None: of a layer that is not built yet."""
+        """Returns the update of the rows of a trigger as JSON. `trigger` is None for a layer that is not built yet."""
         inner = self.inner_optimizer
         decays = inner.weight_decay is not None and trigger is not None and inner._use_weight_decay(trigger)
         return json.dumps(
@@ -176,7 +178,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             self._apply_to_variables(dense, clip)
 
     def _apply_to_tables(self, tickets: dict, dense: list) -> tuple:
-        """Updates rows; gives the clip factor that goes for the dense gradients too, or None, and what says that it is done."""
+        """Updates rows. Returns the factor by which global clipping scales dense gradients, or None, and the new triggers."""
         inner, tables = self.inner_optimizer, self._tables
         # Read before the inner optimizer advances them.
         steps = inner.gradient_accumulation_steps or 1
@@ -202,7 +204,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         return clip, new
 
     def _global_clip(self, norm: Any) -> Any:
-        """As Keras' `clip_by_global_norm`: NaN if the norm is not finite."""
+        """Returns the factor of Keras' `clip_by_global_norm`: NaN if the norm is not finite."""
         limit = self.inner_optimizer.global_clipnorm
         return limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
 

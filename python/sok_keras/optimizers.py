@@ -1,4 +1,4 @@
-"""Optimizers that Keras has not."""
+"""Optimizers that Keras does not have, and the formulas of the core for those that it has."""
 
 import keras
 from keras import ops
@@ -6,12 +6,16 @@ from keras import ops
 
 @keras.saving.register_keras_serializable(package="sok_keras")
 class RowWiseAdagrad(keras.optimizers.Optimizer):
-    """Adagrad with one accumulator a row instead of one an element: states are `1 / dim` as large.
+    """Adagrad with one accumulator for each row instead of one for each element. Its states take `1 / dim` of the memory.
 
     `accumulator += mean(gradient ** 2)` over the last axis, then
-    `variable -= learning_rate * gradient / sqrt(accumulator + epsilon)`. The mean over the row is FBGEMM's "exact row-wise
-    Adagrad" (fbgemm_gpu, `EXACT_ROWWISE_ADAGRAD`); epsilon stands under the root as in Keras' Adagrad. Dense variables are
-    updated likewise, those without axes element by element.
+    `variable -= learning_rate * gradient / sqrt(accumulator + epsilon)`. The mean over the row is that of FBGEMM's "exact row-wise
+    Adagrad" (fbgemm_gpu, `EXACT_ROWWISE_ADAGRAD`). Epsilon is inside of the square root, as in Keras' Adagrad. Dense variables are
+    updated in the same way; scalars have one accumulator.
+
+    Example:
+
+    >>> optimizer = sok.OptimizerWrapper(sok.optimizers.RowWiseAdagrad(0.01))
 
     Args:
         learning_rate: float or schedule.
@@ -97,10 +101,10 @@ _RULES["AdamW"] = _RULES["Adam"]
 
 
 def core_rule(optimizer):
-    """The core's formula of a Keras optimizer, with its hyper-parameters.
+    """Returns the core's formula for a Keras optimizer, with its hyper-parameters.
 
     Raises:
-        ValueError: For an optimizer without one; a subclass with its own `update_step` is one.
+        ValueError: If the core has no formula for the optimizer, or for a subclass of one of Keras' optimizers.
     """
     cls = type(optimizer)
     is_known = cls is RowWiseAdagrad or cls.__module__.startswith("keras.")

@@ -1,35 +1,35 @@
-"""Ragged and sparse tensors, which exist on TensorFlow alone: their ids, their weights, and rows back in their shape."""
+"""Ragged and sparse tensors, which only TensorFlow has: their ids, their weights, and rows in their shape."""
 
 from typing import Any
 
-# Bags of a sparse tensor at most, whose number its shape says and not its values.
+# Maximal number of bags of a sparse tensor. Its shape may claim any number, whatever values it has.
 _MAX_BAGS = 2**31 - 1
 
 
 def in_order(value: Any, feature: str, reduces: bool) -> Any:
-    """A sparse tensor with its values in row-major order; all else as it is. `reduces`: along the last axis.
+    """Returns a sparse tensor with its values in row-major order, and anything else as it is. `reduces`: whether the last axis is combined.
 
     Raises:
-        ValueError: If two values are in one place, one is outside the shape, or the shape is of more rows than memory may hold. In a
-            `tf.function` a `tf.errors.InvalidArgumentError`, when it runs.
+        ValueError: If two values have the same place, a value is outside the shape, or the shape has more than 2^31 - 1 rows. A
+            `tf.function` raises `tf.errors.InvalidArgumentError` when it runs.
     """
     import tensorflow as tf
 
     if not isinstance(value, tf.SparseTensor):
         return value
-    told = (
+    message = (
         f"A sparse tensor must have one value in a place, within its shape, and at most {_MAX_BAGS} rows. Received: another of shape "
         f"{value.shape} (feature {feature!r})"
     )
     outer = value.dense_shape[:-1] if reduces else value.dense_shape
     is_small = tf.reduce_prod(tf.cast(outer, "float64")) <= _MAX_BAGS
     is_within = tf.reduce_all((value.indices >= 0) & (value.indices < value.dense_shape))
-    value = _checked(tf, is_small & is_within, lambda: tf.sparse.reorder(value), told)
-    return _checked(tf, _ascends(tf, value), lambda: value.with_values(tf.identity(value.values)), told)
+    value = _checked(tf, is_small & is_within, lambda: tf.sparse.reorder(value), message)
+    return _checked(tf, _ascends(tf, value), lambda: value.with_values(tf.identity(value.values)), message)
 
 
 def _ascends(tf: Any, value: Any) -> Any:
-    """Whether each place is after the one before, in row-major order."""
+    """Whether places ascend strictly in row-major order."""
     later = tf.zeros_like(value.indices[1:, 0], "bool")
     for axis in reversed(range(value.indices.shape[1])):
         step = value.indices[1:, axis] - value.indices[:-1, axis]
@@ -37,18 +37,18 @@ def _ascends(tf: Any, value: Any) -> Any:
     return tf.reduce_all(later)
 
 
-def _checked(tf: Any, agrees: Any, make: Any, told: str) -> Any:
-    """What `make` makes, or an error before that."""
+def _checked(tf: Any, agrees: Any, make: Any, message: str) -> Any:
+    """Returns `make()` if `agrees`, and raises an error with `message` otherwise."""
     if tf.executing_eagerly():
         if not agrees:
-            raise ValueError(told)
+            raise ValueError(message)
         return make()
-    with tf.control_dependencies([tf.debugging.Assert(agrees, [f"ValueError: {told}"])]):
+    with tf.control_dependencies([tf.debugging.Assert(agrees, [f"ValueError: {message}"])]):
         return make()
 
 
 def bags_of(value: Any) -> tuple:
-    """`(flat ids, row splits)` of the bags along the last axis; a sparse tensor is one that `in_order` gave."""
+    """Returns `(flat ids, row splits)` of the bags along the last axis. A sparse tensor must come from `in_order`."""
     import tensorflow as tf
 
     if isinstance(value, tf.RaggedTensor):
@@ -62,31 +62,32 @@ def bags_of(value: Any) -> tuple:
 
 
 def flat_of(value: Any) -> Any:
-    """What a ragged or sparse tensor holds, without its places; a dense one as it is."""
+    """Returns the values of a ragged or sparse tensor, and a dense one as it is."""
     return value.flat_values if hasattr(value, "flat_values") else getattr(value, "values", value)
 
 
-def flat_weights(ids: Any, weights: Any, told: str) -> Any:
+def flat_weights(ids: Any, weights: Any, message: str) -> Any:
     """Flat weights in the order of the ids.
 
     Args:
         ids: A ragged, sparse or dense tensor.
         weights: One of the same kind.
-        told: What to say if they are not in the places of the ids.
+        message: Message of the error.
 
     Raises:
-        ValueError: If they are not; in a `tf.function` a `tf.errors.InvalidArgumentError`, when it runs.
+        ValueError: If weights and ids have values in different places. A `tf.function` raises `tf.errors.InvalidArgumentError` when it
+            runs.
     """
     import tensorflow as tf
 
     of_ids, of_weights = _places(tf, ids), _places(tf, weights)
     pairs = zip(of_ids, of_weights, strict=False)
     agree = tf.reduce_all([len(of_ids) == len(of_weights), *(_are_equal(tf, *pair) for pair in pairs)])
-    return _checked(tf, agree, lambda: tf.identity(flat_of(weights)), told)
+    return _checked(tf, agree, lambda: tf.identity(flat_of(weights)), message)
 
 
 def _places(tf: Any, value: Any) -> Any:
-    """Tensors that say where the numbers of `value` are."""
+    """Returns tensors that say where the values of `value` are."""
     if isinstance(value, tf.RaggedTensor):
         return value.nested_row_splits
     return [value.indices if isinstance(value, tf.SparseTensor) else tf.shape(value)]
@@ -101,16 +102,16 @@ def _are_equal(tf: Any, one: Any, other: Any) -> Any:
 
 
 def rows_like(value: Any, rows: Any, axis: str) -> Any:
-    """Rows `(n, dim)` of a lookup in the outer axes of its ids.
+    """Gives the rows of a lookup, `(n, dim)`, the outer axes of its ids.
 
     Args:
         value: The ids, ragged or sparse.
-        rows: A row a bag, if `axis` is `"ragged"`; a row an id, if it is `"each"`; if it is `"last"`, a row for each of the
-            inner axes that a ragged tensor may have, dense, below its ragged ones.
+        rows: One row for each bag if `axis` is `"ragged"`, one for each id if it is `"each"`. If it is `"last"`, the innermost axis
+            of a ragged tensor, which is dense, was combined.
         axis: As `layers.base.axis_of` says.
 
     Returns:
-        Of ragged ids with an outer ragged axis a `RaggedTensor`, else a dense one. Where sparse ids have no id, zeros.
+        A `RaggedTensor` for ragged ids with an outer ragged axis, else a dense tensor. It has zeros where sparse ids have no id.
     """
     import tensorflow as tf
 

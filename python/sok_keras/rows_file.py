@@ -1,4 +1,4 @@
-"""The tables of a layer in the files that Keras itself writes: weights, whole models, copies."""
+"""Tables in files that Keras writes (weights, whole models) and in copies of layers."""
 
 import json
 import warnings
@@ -9,15 +9,15 @@ import numpy as np
 
 from sok_keras.backend import native
 
-# What Keras gives a layer to write to, an HDF5 file for one; or a dict.
+# What Keras passes to a layer to save into, such as a group of an HDF5 file, or a dict.
 Store: TypeAlias = MutableMapping[str, Any]
 
-# Floats of a stored piece of a table: no dataset of a weights file may exceed a shard.
+# Floats in one dataset. No dataset of a weights file may be larger than a shard.
 _CHUNK_FLOATS = 1 << 21
 
 
 class _Stored(NamedTuple):
-    """What a file says of a table. Files of before seeds were stored say neither seed nor number of rows."""
+    """Description of a table in a file. Old files have neither seed nor number of rows."""
 
     update_rule: str | None
     seed: int | None = None
@@ -25,13 +25,13 @@ class _Stored(NamedTuple):
 
 
 def has_rows(store: Store) -> bool:
-    """Whether `save` wrote to it."""
+    """Whether `save` has written to `store`."""
     names = set(store.keys())
     return "tables" in names or "update_rule" in names
 
 
 def save(core: Any, store: Store) -> None:
-    """Writes what each table is, and its keys and records in pieces."""
+    """Writes a description of each table, and its keys and records in pieces."""
     described = []
     for number, table in enumerate(core.tables):
         contents = table.export(states=True)
@@ -46,12 +46,13 @@ def save(core: Any, store: Store) -> None:
 
 
 def load(core: Any, store: Store) -> None:
-    """Replaces the tables by what `save` wrote, all together; seeds come along. States do if they are of the optimizer that is
-    bound, or if none is.
+    """Replaces all tables by what `save` wrote, together with their seeds.
+
+    States are read if they are those of the bound optimizer, or if no optimizer is bound.
 
     Raises:
-        ValueError: If the file has other tables, rows of another dim, more rows than a table's `max_capacity`, keys outside its
-            vocabulary, or is not whole. As with any other error, nothing has changed then.
+        ValueError: If the file has other tables, rows of another dim, more rows than a table's `max_capacity`, or keys outside its
+            vocabulary, or if it is incomplete. After an error nothing has changed.
     """
     stored, pieces = _described(core, store), _pieces(core, store)
     for table, config, of_table, names in zip(core.tables, core.configs, stored, pieces, strict=True):
@@ -67,7 +68,7 @@ def load(core: Any, store: Store) -> None:
         _fill(fresh, store, names, table, keeps_states)
         if not keeps_states and states_of(of_table.update_rule, table.dim)[1]:
             lost.append(f"{table.name!r}: {states_of(of_table.update_rule, table.dim)[0]}")
-    core.keep_rows()  # weights of other tables, if any were set, get their rows now
+    core.keep_rows()  # if the trigger of other tables was set, these are its rows
     fresh.take_their_place()
     if lost:
         warnings.warn(
@@ -78,12 +79,12 @@ def load(core: Any, store: Store) -> None:
 
 
 def states_of(update: str | None, dim: int) -> tuple[str | None, list[tuple[str, int]]]:
-    """Name of an update's rule, names and widths of the states that it keeps in a record."""
+    """Returns the name of an update's formula, and names and widths of its states."""
     return native.states_of(update, dim) if update else (None, [])
 
 
 def same_states(one: str | None, other: str | None, dim: int) -> bool:
-    """Whether records with the states of one update go on under the other."""
+    """Whether two updates have the same formula and states."""
     return states_of(one, dim) == states_of(other, dim)
 
 
@@ -106,7 +107,7 @@ def _other_tables(core, received):
 
 
 def _pieces(core, store):
-    """Of each table, the names under which a store holds pieces of keys and of values, in their order."""
+    """Returns for each table the names of its datasets of keys and values, in order."""
     names = {name for name in store.keys() if ".keys." in name}  # noqa: SIM118 (an HDF5 store has no `in`)
     in_file = {name.split(".")[0] for name in names}
     if in_file != {str(number) for number in range(len(core.tables))}:
@@ -124,7 +125,7 @@ def _pieces(core, store):
 
 
 def _check_shapes(store, names, table, config, stored):
-    """Raises a `ValueError` unless a table can take as much as a store holds for it."""
+    """Raises a `ValueError` if a table cannot hold what a store has for it."""
     num_rows, states = 0, sum(width for _, width in states_of(stored.update_rule, table.dim)[1])
     for of_keys, of_values in names:
         keys, values = np.shape(store[of_keys]), np.shape(store[of_values])

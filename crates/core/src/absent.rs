@@ -1,4 +1,4 @@
-//! Keys that a lookup found no record for and that a commit is to insert, with the gradient rows of their ids.
+//! Keys without a record that a commit is to insert, with the gradient rows of their ids.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -15,26 +15,26 @@ const WHAT: &str = "the absent keys of a call";
 
 /// Absent keys of a table in a lookup.
 pub struct Absent {
-    /// Distinct, in the order in which they come.
+    /// Distinct, in order of first occurrence.
     pub keys: Vec<Key>,
     /// Their ids.
     pub runs: KeyRuns,
-    /// What the commit gave each key: its record, or [`NO_RECORD`] if the table refused it.
+    /// Record of each key after the commit, or [`NO_RECORD`] if the table refused it.
     records: OnceLock<Vec<RecordNumber>>,
 }
 
 /// An id of an absent key.
 struct AbsentId {
-    /// Number of its key among the absent ones.
+    /// Index of its key among the absent keys.
     key: u32,
     row: u32,
     coefficient: f32,
 }
 
 impl Absent {
-    /// The absent keys of a lookup; `None` if there are none, or no commit is to insert them.
+    /// The absent keys of a lookup. `None` if there are none, or if no commit is to insert them.
     ///
-    /// `records` and `coefficients`: of all ids, feature after feature; `coefficients` only where ids have some.
+    /// `records` and `coefficients`: of all ids, one feature after the other. `coefficients` is empty if ids have none.
     pub(crate) fn find(
         config: &TableConfig,
         features: &[FeatureOutput],
@@ -63,7 +63,7 @@ impl Absent {
         Ok((!keys.is_empty()).then_some(Absent { keys, runs, records: OnceLock::new() }))
     }
 
-    /// Records of the keys: none before `settle`.
+    /// Records of the keys. Empty before `settle`.
     pub fn records(&self) -> &[RecordNumber] {
         self.records.get().map_or(self.runs.records(), |records| records)
     }
@@ -72,7 +72,7 @@ impl Absent {
         self.records.get().is_some()
     }
 
-    /// Notes what the commit gave each key. A second push of the same lookup finds it noted.
+    /// Stores the record of each key. A second push of the same lookup uses them.
     pub fn settle(&self, records: Vec<RecordNumber>) {
         self.records.get_or_init(|| records);
     }
@@ -89,7 +89,7 @@ impl Absent {
     }
 }
 
-/// The absent keys, and their ids in the order (feature, position).
+/// Finds the absent keys, and their ids in the order (feature, position).
 fn list(
     config: &TableConfig,
     features: &[FeatureOutput],

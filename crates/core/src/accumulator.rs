@@ -1,4 +1,4 @@
-//! Merged gradients of several pushes as one sum a record.
+//! Adds the merged gradients of several pushes to one sum for each record.
 
 use std::collections::HashMap;
 
@@ -10,14 +10,14 @@ use crate::push::{Push, PushedGradients};
 
 const WHAT: &str = "accumulated gradients";
 
-/// Sums of one table, in the order in which their records came.
+/// Sums of one table, in the order in which their records were added.
 #[derive(Default)]
 pub struct Accumulator {
     places: HashMap<RecordNumber, u32>,
     records: Vec<RecordNumber>,
     /// `(records, dim)`
     sums: Vec<f32>,
-    /// Of the table when they came.
+    /// Generation of the table when they were added.
     generation: u64,
 }
 
@@ -36,17 +36,17 @@ impl Accumulator {
         self.sums.capacity() * 4 + self.records.capacity() * 4 + self.places.capacity() * 8
     }
 
-    /// What it has of a table that is of this generation.
+    /// The sums, if the table still has this generation.
     pub fn stored(&self, generation: u64) -> Option<StoredGradients<'_>> {
         let (records, sums) = (&self.records[..], &self.sums[..]);
         let is_any = self.generation == generation && !self.is_empty();
         is_any.then_some(StoredGradients { records, sums, weight: 1.0 })
     }
 
-    /// Room for the gradients that pushes have for table `number`.
+    /// Makes room for the gradients that pushes have for table `number`.
     ///
     /// # Errors
-    /// [`crate::Error::Memory`] if there is not so much; nothing has changed.
+    /// [`crate::Error::Memory`]. Nothing has changed then.
     pub fn reserve(&mut self, number: usize, pushes: &[(f32, Push)]) -> Result<()> {
         let tables = pushes.iter().flat_map(|(_, push)| &push.lookup.tables);
         let (mut num_keys, mut num_floats) = (0, 0);

@@ -1,4 +1,4 @@
-//! Records: a row and its optimizer states side by side, addressed by number, never moved to another number.
+//! Storage of records. A record is a row and its optimizer states, and keeps its number for life.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -7,22 +7,22 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::region::Region;
 
-/// Number of a record. 0 is "none"; its memory is a row of zeros.
+/// Number of a record. 0 means "no record"; its memory is a row of zeros.
 pub type RecordNumber = u32;
 pub const NO_RECORD: RecordNumber = 0;
 
-/// All records of a table. A record is `width` floats: the row first, then the states.
+/// All records of a table. A record has `width` floats: the row, then the states.
 pub struct Arena {
     data: Region<f32>,
     width: usize,
-    /// Smallest number that was never given out.
+    /// Smallest number that was never used.
     next: RecordNumber,
     free: Vec<RecordNumber>,
 }
 
 impl Arena {
     /// # Errors
-    /// [`Error::Memory`] if there is none for the row of zeros.
+    /// [`Error::Memory`] if there is no memory for the row of zeros.
     pub fn new(width: usize) -> Result<Arena> {
         Ok(Arena { data: Region::new(width)?, width, next: 1, free: Vec::new() })
     }
@@ -32,11 +32,11 @@ impl Arena {
     }
 
     pub fn num_bytes(&self) -> usize {
-        // Mapped memory counts as far as it was touched.
+        // Mapped memory counts only where it was touched.
         self.data.num_bytes().min(self.next as usize * self.width * 4) + self.free.capacity() * 4
     }
 
-    /// Room for `records` more without moving: address space, not memory.
+    /// Reserves address space for `records` more.
     pub fn reserve(&mut self, records: usize) -> Result<()> {
         let end = (self.next as usize).checked_add(records).filter(|&end| end <= u32::MAX as usize);
         let Some(end) = end else {
@@ -46,7 +46,7 @@ impl Arena {
         self.data.grow_amortized(len)
     }
 
-    /// A number for a new record. Its memory holds what an erased record left there, or zeros.
+    /// Takes a number for a new record. Its memory has the contents of an erased record, or zeros.
     #[inline]
     pub fn allocate(&mut self) -> Result<RecordNumber> {
         if let Some(number) = self.free.pop() {
@@ -61,16 +61,16 @@ impl Arena {
         self.next
     }
 
-    /// Takes back all numbers from `next` on; their memory is zero again.
+    /// Frees all numbers from `next` on, and zeroes their memory.
     pub fn rewind(&mut self, next: RecordNumber) {
         let end = (self.next as usize * self.width).min(self.data.len());
         self.data[next as usize * self.width..end].fill(0.0);
-        // Threads that shared the arena have given back those of their share that no key got.
+        // Threads that shared the arena have returned the numbers that they did not use.
         self.free.retain(|&number| number < next);
         self.next = next;
     }
 
-    /// Room to `release` so many.
+    /// Reserves room to `release` so many.
     pub fn reserve_free(&mut self, records: usize) -> Result<()> {
         memory::reserve(&mut self.free, records, "the numbers of erased rows")
     }
@@ -85,7 +85,7 @@ impl Arena {
         &self.data[start..start + self.width]
     }
 
-    /// The rows of all records, for loops that read many.
+    /// The rows of all records, for loops that read many of them.
     #[inline(always)]
     pub fn rows<const D: usize>(&self) -> Rows<'_, D> {
         assert!(self.width >= D);
@@ -98,13 +98,13 @@ impl Arena {
         &mut self.data[number as usize * self.width..][..self.width]
     }
 
-    /// Where records lie, for prefetches.
+    /// Addresses of records, for prefetches.
     #[inline(always)]
     pub fn addresses(&self) -> Addresses {
         Addresses { base: self.data.as_ptr(), width: self.width }
     }
 
-    /// For threads that work on different records at once.
+    /// Shares the arena between threads that use different records.
     pub fn share(&mut self) -> SharedArena<'_> {
         SharedArena {
             base: self.data.as_mut_ptr(),
@@ -118,18 +118,18 @@ impl Arena {
         self.free.len()
     }
 
-    /// The last erased numbers, for another to give out; their room stays for their return.
+    /// Hands out the last erased numbers. Room for their return stays reserved.
     pub fn drain_free(&mut self, count: usize) -> impl Iterator<Item = RecordNumber> {
         self.free.drain(self.free.len().saturating_sub(count)..)
     }
 
-    /// All numbers below `next` were given out, by threads that shared the arena.
+    /// Marks all numbers below `next` as used, by threads that shared the arena.
     pub fn advance(&mut self, next: RecordNumber) {
         assert!(next >= self.next && (next as usize) * self.width <= self.data.len());
         self.next = next;
     }
 
-    /// The same records under the same numbers, `width` floats each: `fill` makes the new one of the old one.
+    /// Copies all records to an arena of `width`, under the same numbers. `fill` converts each record.
     pub fn with_width(&self, width: usize, fill: impl Fn(&[f32], &mut [f32])) -> Result<Arena> {
         let mut new = Arena::new(width)?;
         new.reserve(self.next as usize)?;
@@ -143,7 +143,7 @@ impl Arena {
     }
 }
 
-/// Where records lie: no promise that they are there.
+/// Addresses of records. They may be out of range.
 #[derive(Clone, Copy)]
 pub struct Addresses {
     base: *const f32,
@@ -157,7 +157,7 @@ impl Addresses {
     }
 }
 
-/// The first `D` floats of each record. Division, multiplication and checks that slices would need a row are done once.
+/// The first `D` floats of each record. Range checks are done once, not for each row.
 #[derive(Clone, Copy)]
 pub struct Rows<'a, const D: usize> {
     base: *const f32,
@@ -176,7 +176,7 @@ impl<'a, const D: usize> Rows<'a, D> {
     }
 }
 
-/// An arena in the hands of several threads.
+/// An arena that several threads share.
 #[derive(Clone, Copy)]
 pub struct SharedArena<'a> {
     base: *mut f32,
@@ -185,14 +185,14 @@ pub struct SharedArena<'a> {
     arena: PhantomData<&'a mut Arena>,
 }
 
-// SAFETY: what it gives access to is plain floats; who may touch which is the promise of `record_mut`'s caller.
+// SAFETY: it gives access to plain floats. The callers of `record_mut` promise that no two threads use the same record.
 unsafe impl Send for SharedArena<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for SharedArena<'_> {}
 
 impl<'a> SharedArena<'a> {
     /// # Safety
-    /// As long as the slice lives, nobody else reads or writes record `number`.
+    /// While the slice lives, no other thread reads or writes record `number`.
     #[inline(always)]
     pub unsafe fn record_mut(&self, number: RecordNumber) -> &'a mut [f32] {
         let start = number as usize * self.width;

@@ -1,4 +1,4 @@
-//! The fused batch: what a layer's call brings, feature by feature, as it lies in the framework's buffers.
+//! The inputs of a layer's call: its features, in the buffers of the framework.
 
 use std::ops::Range;
 
@@ -55,7 +55,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Copies the keys from `start` on: one look at the type a block, not a key.
+    /// Copies the keys from `start` on. The type is matched once for each block, not for each key.
     #[inline(always)]
     pub fn load(&self, start: usize, block: &mut [Key]) {
         macro_rules! each {
@@ -81,7 +81,7 @@ fn join_words(low: i32, high: i32) -> Key {
     u64::from(low as u32) | u64::from(high as u32) << 32
 }
 
-/// Where bags end in the list of a feature's ids.
+/// Bounds of bags in a feature's ids.
 #[derive(Clone, Copy, Debug)]
 pub enum Splits<'a> {
     I64(&'a [i64]),
@@ -109,12 +109,12 @@ impl Splits<'_> {
     }
 }
 
-/// Which ids are combined into one output row.
+/// Which ids are combined to one output row.
 #[derive(Clone, Copy, Debug)]
 pub enum Bags<'a> {
-    /// None: a row an id.
+    /// No ids are combined: one row for each id.
     Each,
-    /// As many in each bag.
+    /// All bags have the same number of ids.
     Fixed { num_bags: usize, hotness: usize },
     /// Bag `i` is the ids `splits[i]..splits[i + 1]`.
     Ragged(Splits<'a>),
@@ -128,7 +128,7 @@ pub enum Combiner {
 }
 
 impl Combiner {
-    /// What the weighted sum of a bag is multiplied by; 0 where a division by 0 would be.
+    /// Factor of the weighted sum of a bag. 0 instead of a division by 0.
     #[inline(always)]
     pub fn scale(self, sum_of_weights: f32, sum_of_squared_weights: f32) -> f32 {
         let divisor = match self {
@@ -144,19 +144,19 @@ impl Combiner {
 #[derive(Clone, Copy, Debug)]
 pub struct Feature<'a> {
     pub name: &'a str,
-    /// Number of its table in the group.
+    /// Index of its table in the group.
     pub table: usize,
     pub keys: Keys<'a>,
     pub bags: Bags<'a>,
     pub combiner: Combiner,
-    /// One an id. A product with the row, also where `bags` is `Each`.
+    /// One for each id. The row is multiplied by it, also if `bags` is `Each`.
     pub weights: Option<&'a [f32]>,
-    /// Ids that are not there.
+    /// The key that means "no id".
     pub padding_key: Option<Key>,
 }
 
 impl Feature<'_> {
-    /// Rows of its output.
+    /// Number of rows of its output.
     pub fn num_bags(&self) -> usize {
         match &self.bags {
             Bags::Each => self.keys.len(),
@@ -175,7 +175,7 @@ impl Feature<'_> {
     }
 
     /// # Errors
-    /// [`Error::Argument`] if lengths do not add up.
+    /// [`Error::Argument`] if lengths do not agree.
     pub fn validate(&self) -> Result<()> {
         let num_keys = self.keys.len();
         let fail = |what: String| Err(Error::argument(format!("feature `{}`: {what}", self.name)));

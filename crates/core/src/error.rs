@@ -71,7 +71,7 @@ impl Error {
         Error::Argument(message.into())
     }
 
-    /// `what` may quote a file that somebody made up: of a long text the beginning is told.
+    /// `what` may quote a hostile file, so a long text is cut.
     pub fn corrupt_dump(path: impl Into<PathBuf>, what: impl Into<String>) -> Error {
         Error::CorruptDump { path: path.into(), what: clipped(what.into()) }
     }

@@ -1,8 +1,8 @@
-//! Finds, or makes, the records of many keys at once.
+//! Finds or inserts the records of many keys at once.
 //!
-//! Every key costs one random line of the index and one of the records; what makes it fast is that many are on their way at
-//! a time. Positions pass in blocks through stages that lie a block apart: hash and ask for the bucket; look into it and ask
-//! for the row; settle the few keys that lie in a later bucket or nowhere; use the rows.
+//! Each key reads one random cache line of the index and one of the records, so many reads must be in flight at a time. Keys are
+//! processed in blocks, in stages that are a block apart: compute hashes and prefetch buckets; read the buckets and prefetch rows;
+//! resolve the few keys that are in a later bucket or absent; use the rows.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -19,12 +19,12 @@ use crate::optimizer::StateSpec;
 use crate::region::Region;
 use crate::simd::{Kernel, dispatch, prefetch};
 
-/// Positions a stage. At 16 and at 64 it is slower; a memory latency is about what 32 positions take.
+/// Keys in a block. 16 and 64 are slower: 32 keys take about as long as one access to memory.
 const BLOCK: usize = 32;
-/// Mark of a position that has no record.
+/// Mark of a key without a record.
 pub const NO_MARK: u32 = u32::MAX;
 
-/// How a record starts.
+/// First values of records.
 #[derive(Clone)]
 pub struct FirstRecord {
     pub seed: u64,
@@ -38,7 +38,7 @@ impl FirstRecord {
         self.initializer.fill(self.seed, key, row);
     }
 
-    /// `is_zero`: the record's memory was never used.
+    /// `is_zero`: whether the memory of the record is zero.
     pub fn fill(&self, key: Key, record: &mut [f32], is_zero: bool) {
         let (row, states) = record.split_at_mut(self.dim);
         self.fill_row(key, row);
@@ -56,15 +56,15 @@ impl FirstRecord {
     }
 }
 
-/// Where rows come from, and how new ones are made.
+/// Access to rows, and insertion of new ones.
 pub trait Source {
-    /// Where rows lie, to ask for them; until a record is added.
+    /// Addresses of rows, for prefetches. Valid until a record is added.
     fn addresses(&self) -> Addresses;
-    /// A new record for a key that is not there.
+    /// Makes a record for a key that has none.
     fn add(&mut self, key: Key) -> Result<RecordNumber>;
 }
 
-/// A whole table in the hands of one thread.
+/// A whole table, used by one thread.
 pub struct Whole<'a> {
     pub arena: &'a mut Arena,
     pub first: &'a FirstRecord,
@@ -88,20 +88,20 @@ impl Source for Whole<'_> {
     }
 }
 
-/// The part of a table whose keys share the top bits of their hash. Its new records have numbers of its own.
+/// The part of a table whose keys share the top bits of their hash. It takes record numbers for itself.
 pub struct Part<'a> {
     pub arena: SharedArena<'a>,
     pub first: &'a FirstRecord,
-    /// Numbers that were erased and may be used again.
+    /// Numbers of erased records that may be reused.
     pub free: Vec<RecordNumber>,
-    /// Numbers never used, taken in runs from all parts' common counter.
+    /// Unused numbers, taken in runs from a counter that all parts share.
     pub unused: Range<RecordNumber>,
     pub counter: &'a AtomicU32,
     pub log: Log,
 }
 
 impl Part<'_> {
-    /// Numbers taken at a time: neighbours in time are neighbours in memory.
+    /// How many numbers are taken at a time, so that keys inserted together are close in memory.
     pub const RUN: u32 = 64;
 }
 
@@ -134,7 +134,7 @@ impl Source for Part<'_> {
     }
 }
 
-/// The distinct keys of a batch, numbered as they come: their records and how often each came.
+/// The distinct keys of a batch, numbered in order of first occurrence: their records and numbers of ids.
 #[derive(Default)]
 pub struct Distinct {
     /// Record number | count << 32.
@@ -143,7 +143,7 @@ pub struct Distinct {
 }
 
 impl Distinct {
-    /// Starts anew, with room for as many distinct keys as there are positions.
+    /// Empties it and makes room for as many distinct keys as ids.
     pub fn start(&mut self, positions: usize) -> Result<()> {
         self.len = 0;
         self.entries.grow_amortized(positions)
@@ -173,14 +173,14 @@ struct Numbering<'a> {
 }
 
 impl Numbering<'_> {
-    /// Number of the key with this record. The mark, which lies beside the key in the index, remembers it: it is right if
-    /// the entry that it names is this record's, so marks of former batches need no clearing.
+    /// Number of the key with this record. The mark beside the key in the index holds it. A mark is valid if the entry that it names
+    /// has this record, so marks of earlier batches need not be cleared.
     #[allow(unsafe_code)]
     #[inline(always)]
     fn number(&mut self, record: RecordNumber, mark: &mut u32) -> u32 {
         let number = *mark;
         if (number as usize) < self.len {
-            // SAFETY: `len` never passes the end: the write below is checked.
+            // SAFETY: `len` is never beyond the end: the write below is checked.
             let entry = unsafe { self.entries.get_unchecked_mut(number as usize) };
             if *entry as u32 == record {
                 *entry += 1 << 32;
@@ -194,15 +194,15 @@ impl Numbering<'_> {
     }
 }
 
-/// Uses rows as soon as they are there.
+/// Uses rows as soon as their records are known.
 pub trait Consumer<S> {
-    /// Bytes of a row to ask for ahead; 0: the rows are not read now.
+    /// Bytes of a row to prefetch. 0: rows are not read now.
     fn row_bytes(&self) -> usize;
-    /// The records of all positions below `settled` are known. `may_miss`: some of them may have none.
+    /// Called when the records of all ids before `settled` are known. `may_miss`: some of them may have none.
     fn settled(&mut self, source: &mut S, records: &[RecordNumber], settled: usize, may_miss: bool);
 }
 
-/// Leaves the rows for later.
+/// Does not use the rows.
 pub struct Nobody;
 
 impl<S> Consumer<S> for Nobody {
@@ -214,29 +214,29 @@ impl<S> Consumer<S> for Nobody {
     fn settled(&mut self, _: &mut S, _: &[RecordNumber], _: usize, _: bool) {}
 }
 
-/// One search: for which keys, and where its results go.
+/// A search: its keys, and its results.
 pub struct Search<'a, S, C> {
     pub index: &'a mut Index,
     pub source: &'a mut S,
     pub keys: Keys<'a>,
-    /// Makes records for keys that have none.
+    /// Whether to insert keys without a record.
     pub insert: bool,
     pub distinct: &'a mut Distinct,
     /// `(keys,)`: the record's number, or [`NO_RECORD`].
     pub records: &'a mut [RecordNumber],
-    /// `(keys,)`: the number of the key among the distinct ones, or [`NO_MARK`]. Empty without marks.
+    /// `(keys,)`: index of the key among the distinct ones, or [`NO_MARK`]. Empty without marks.
     pub marks: &'a mut [u32],
     pub consumer: C,
 }
 
-/// The keys of a block on their way: from the first stage to the third.
+/// The keys of a block between the first and the third stage.
 #[derive(Clone, Copy)]
 struct Block {
     keys: [Key; BLOCK],
     places: [Place; BLOCK],
 }
 
-/// Record and mark of a key, on their way to its number.
+/// Record and mark of a key that is not numbered yet.
 #[derive(Clone, Copy)]
 struct Found {
     record: RecordNumber,
@@ -249,18 +249,18 @@ impl Default for Found {
     }
 }
 
-/// What the first bucket of a key did not settle: its number in the block.
+/// Index in its block of a key that is not in its first bucket.
 struct Late {
     numbers: [u8; BLOCK],
     len: usize,
 }
 
 impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
-    /// `MARK`: numbers the distinct keys.
+    /// `MARK`: whether to number the distinct keys.
     #[inline(always)]
     pub fn run<const MARK: bool>(mut self) -> Result<()> {
         let num = self.keys.len();
-        // One at least: bags of no ids are written too.
+        // At least one block, because empty bags are written too.
         let num_blocks = num.div_ceil(BLOCK).max(1);
         let range = |b: usize| (b * BLOCK).min(num)..((b + 1) * BLOCK).min(num);
         let mut blocks = [Block { keys: [0; BLOCK], places: [Place::default(); BLOCK] }; 3];
@@ -273,7 +273,7 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
                 self.ask(range(b), directory, &mut blocks[b % 3]);
             }
             if MARK && (2..num_blocks + 2).contains(&b) {
-                // Before anything is inserted: growth would move the marks.
+                // Before an insertion, because growth would move the marks.
                 self.number_block(range(b - 2), &mut found);
             }
             if late.len > 0 {
@@ -298,7 +298,7 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
         Ok(())
     }
 
-    /// Asks for the buckets of a block's keys.
+    /// Prefetches the buckets of a block's keys.
     #[allow(unsafe_code)]
     #[inline(always)]
     fn ask(&mut self, range: Range<usize>, directory: Directory, block: &mut Block) {
@@ -310,7 +310,7 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
         }
     }
 
-    /// Looks into the first bucket of each key; notes in `late` which of them that does not settle.
+    /// Searches the first bucket of each key. Adds keys that are not in it to `late`.
     #[allow(unsafe_code)]
     #[inline(always)]
     fn probe_block<const MARK: bool>(
@@ -342,7 +342,7 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
         late.len = num_late;
     }
 
-    /// Numbers the keys that a block's first look found.
+    /// Numbers the keys that were in their first bucket.
     #[allow(unsafe_code)]
     #[inline(always)]
     fn number_block(&mut self, range: Range<usize>, found: &mut [Found; BLOCK]) {
@@ -357,7 +357,7 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
         self.distinct.len = numbering.len;
     }
 
-    /// False: the key has no record.
+    /// Returns false if the key has no record.
     #[inline(never)]
     fn settle<const MARK: bool>(&mut self, index: usize, key: Key) -> Result<bool> {
         let hash = hash(key);
@@ -386,14 +386,14 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
     }
 }
 
-/// After the index has grown: where the keys on their way are now.
+/// Finds the buckets of the keys in flight again after the index has grown.
 #[allow(unsafe_code)]
 #[cold]
 #[inline(never)]
 fn find_places(index: &Index, blocks: &mut [Block; 3]) {
     for block in blocks {
         for (place, &key) in block.places.iter_mut().zip(&block.keys) {
-            // SAFETY: the directory is of this moment.
+            // SAFETY: the directory is the current one.
             *place = unsafe { index.directory().prefetch(hash(key)) };
         }
     }
@@ -428,7 +428,7 @@ impl<S: Source, C: Consumer<S>> Kernel for Unmarked<'_, S, C> {
 }
 
 impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
-    /// `mark`: numbers the distinct keys, in `marks`.
+    /// `mark`: whether to number the distinct keys in `marks`.
     pub fn start(self, mark: bool) -> Result<()> {
         if mark { dispatch(Marked(self)) } else { dispatch(Unmarked(self)) }
     }

@@ -1,7 +1,7 @@
-//! Tables that are looked up together: the four calls of a training step on the CPU.
+//! The tables of a layer, and the four calls of a training step on the CPU.
 //!
-//! `lookup` finds the rows and remembers where they are, `push` brings the gradients back under a number, `commit` learns
-//! from a ticket which pushes count, `apply` updates the records. See `docs/architecture.md`, "One training step".
+//! `lookup` finds rows and remembers their records. `push` takes the gradients of a lookup by its number. `commit` reads from a
+//! ticket which pushes count. `apply` updates the records. See `docs/architecture.md`, "One training step".
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,24 +26,24 @@ use crate::table::{Insertion, Outcomes, Table, TableConfig};
 use crate::ticket::{Named, PushRing, RING, write_ticket};
 use crate::update::UpdateTask;
 
-/// Output beyond this many bytes is stored past the cache.
+/// An output of more bytes is written with non-temporal stores.
 const STREAM_BYTES: usize = 4 << 20;
 
 /// The optimizer of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Binding {
-    /// Tells optimizers apart.
+    /// Identifies the optimizer.
     pub owner: u64,
     pub update: Update,
-    /// `commit` is to give the squared norm.
+    /// Whether `commit` computes the squared norm.
     pub needs_norm: bool,
 }
 
 impl Binding {
-    /// As it is bound to tables that were `bound` to another one, or to none; and whether the states that are there stay.
+    /// The binding for tables that were `bound` to another optimizer or to none, and whether their states stay.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an update that cannot be.
+    /// [`Error::Argument`] for an invalid update.
     pub fn after(self, bound: Option<&Binding>) -> Result<(Binding, bool)> {
         self.update.validate()?;
         let needs_norm = self.needs_norm || self.update.clipnorm.is_some();
@@ -56,10 +56,10 @@ impl Binding {
     }
 }
 
-/// Whether an optimizer may update tables that are `bound` to one.
+/// Checks that an optimizer may update tables whose binding is `bound`.
 ///
 /// # Errors
-/// [`Error::State`] if another optimizer has been bound since, or the records were replaced and have no states of it.
+/// [`Error::State`] if another optimizer was bound since, or if the records were replaced and have no states of this one.
 pub fn check_owner<'a>(
     bound: Option<&Binding>,
     binding: &Binding,
@@ -93,11 +93,11 @@ pub fn check_owner<'a>(
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ApplyScalars {
     pub update: UpdateScalars,
-    /// False: the committed gradients are only accumulated.
+    /// If false, the committed gradients are only accumulated.
     pub is_update: bool,
 }
 
-/// Tables that are looked up together, with all that is on its way to them.
+/// The tables of a layer, and the lookups and pushes that are in progress.
 pub struct HostGroup {
     tables: Vec<HostTable>,
     binding: Option<Binding>,
@@ -106,7 +106,7 @@ pub struct HostGroup {
     ring: PushRing<Push>,
     committed: Vec<(f32, Push)>,
     accumulators: Vec<Accumulator>,
-    /// Squared norm of what is committed, by table.
+    /// Squared norm of the committed gradients, by table.
     norms: Vec<f32>,
     pushes_without_optimizer: u32,
     /// By table.
@@ -156,7 +156,7 @@ impl HostGroup {
         self.ring.len()
     }
 
-    /// Memory that steps keep.
+    /// Bytes that steps keep for later ones.
     pub fn step_bytes(&self) -> usize {
         let pushes = || self.ring.iter().chain(self.committed.iter().map(|(_, push)| push));
         let looked = self.lookups.iter().flat_map(|l| &l.tables).map(|table| table.looked.num_bytes());
@@ -169,7 +169,7 @@ impl HostGroup {
         looked.chain(merged).chain(accumulated).chain(spare).sum::<usize>() + self.split.num_bytes()
     }
 
-    /// Keys refused since this was last asked, by table, where the check mode says to warn.
+    /// Name and number of refused keys since the last call, of tables whose check mode is to warn.
     pub fn take_refused(&mut self) -> Vec<(String, u64)> {
         let take = |t: &mut HostTable| (t.config.name.clone(), std::mem::take(&mut t.refused_to_warn));
         self.tables.iter_mut().map(take).filter(|(_, refused)| *refused > 0).collect()
@@ -177,13 +177,14 @@ impl HostGroup {
 
     // ---- lookup
 
-    /// Rows of all features of a layer's call. Gives the lookup's number, for `push`; 0 without `save`.
+    /// Looks up the rows of all features of a layer's call. Returns the number of the lookup for `push`, or 0 without `save`.
     ///
-    /// `insertion`: when keys without a row get one; a lookup that is not saved can insert nothing at a commit. `outputs`:
-    /// `(bags, dim)` of each feature, all of it written.
+    /// `insertion`: when keys without a row get one. A lookup without `save` inserts nothing at a commit. `outputs`: `(bags, dim)`
+    /// for each feature; every element is written.
     ///
     /// # Errors
-    /// Lengths that do not add up, ids outside a static table, a table that is full and asked to say so: nothing has changed.
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`].
+    /// Nothing has changed then.
     pub fn lookup(
         &mut self,
         features: &[Feature],
@@ -201,7 +202,7 @@ impl HostGroup {
         looked
     }
 
-    /// As `lookup`; where it fails, the tables' journals have what was inserted.
+    /// Does the work of `lookup`. If it fails, the journals of the tables say what was inserted.
     fn look_up(
         &mut self,
         features: &[Feature],
@@ -266,7 +267,7 @@ impl HostGroup {
         Ok(())
     }
 
-    /// Where a batch might not fit: inserts what does, so that the lookup inserts nothing. All tables are checked first.
+    /// If a batch might not fit, inserts the keys that do, so that the lookup inserts none. Checks all tables first.
     fn admit_new_keys(&mut self, features: &[Feature]) -> Result<Vec<Option<Outcomes>>> {
         let of_table = |table: usize| features.iter().filter(|f| f.table == table).collect::<Vec<_>>();
         let tables = self.tables.iter().enumerate();
@@ -296,10 +297,10 @@ impl HostGroup {
             if outputs.is_empty() {
                 continue;
             }
-            // What fits is there by now.
+            // The keys that fit have been inserted.
             let insertion = if admitted[number].is_some() { Insertion::Never } else { mode.insertion };
             let mode = Mode { insertion, ..mode };
-            // A table that is more than its share of the call would leave the other threads idle.
+            // A table that is larger than its share of the call would leave other threads idle.
             if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
                 let looked = lookup_split(table, &mut outputs, mode, &mut self.split, &mut spare.runs, pool)?;
                 results.push(SavedTable::new(number, table, looked));
@@ -307,7 +308,7 @@ impl HostGroup {
                 whole.push((number, table, outputs, mode, spare.runs.pop().unwrap_or_default()));
             }
         }
-        // The largest first, so that the last thread to finish has a small one.
+        // The largest first, so that the last thread to finish has a small task.
         whole.sort_by_key(|(_, _, outputs, ..)| std::cmp::Reverse(num_ids(outputs)));
         let mut looked: Vec<Option<Result<SavedTable>>> = whole.iter().map(|_| None).collect();
         let tasks: Vec<_> = whole.into_iter().zip(&mut looked).collect();
@@ -332,7 +333,7 @@ impl HostGroup {
         }
     }
 
-    /// Drops the lookups older than `oldest`; their memory serves the next ones.
+    /// Drops the lookups before `oldest`. Later lookups reuse their memory.
     fn forget_lookups(&mut self, oldest: u64) {
         while self.lookups.front().is_some_and(|l| l.number < oldest) {
             if let Some(lookup) = self.lookups.pop_front() {
@@ -363,12 +364,12 @@ impl HostGroup {
 
     // ---- push
 
-    /// Takes the gradients of a lookup's outputs. Writes the ticket, `(64, 2)`, and the gradients of weights, `(ids,)` of
-    /// each feature that has them, in their order.
+    /// Takes the gradients of a lookup's outputs. Writes the ticket, `(64, 2)`, and the gradients of weights, `(ids,)` for each
+    /// feature with weights.
     ///
     /// # Errors
-    /// [`Error::UnwrappedOptimizer`] at the second push of a group that no optimizer is bound to; [`Error::Ticket`] if the
-    /// lookup is gone; lengths that do not fit it. Nothing has changed.
+    /// [`Error::UnwrappedOptimizer`] at the second push to a group that no optimizer is bound to; [`Error::Ticket`] if the lookup no
+    /// longer exists; [`Error::Argument`] for other lengths. Nothing has changed then.
     pub fn push(
         &mut self,
         lookup: u64,
@@ -433,18 +434,18 @@ impl HostGroup {
 
     // ---- commit
 
-    /// The pushes that a ticket names; changes nothing.
+    /// The pushes that a ticket names. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Ticket`] if one of them is gone.
+    /// [`Error::Ticket`] if one of them no longer exists.
     pub fn resolve(&self, ticket: &[f32]) -> Result<Vec<Named>> {
         self.ring.resolve(ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
     }
 
-    /// Whether the tables take the absent keys of these pushes. Changes nothing.
+    /// Checks that the tables have room for the absent keys of these pushes. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::TableFull`] if one refuses some, and its check mode asks for it.
+    /// [`Error::TableFull`] if a table would refuse some, and its check mode is to raise.
     pub fn check_absent(&self, named: &[Named]) -> Result<()> {
         self.tables.iter().enumerate().try_for_each(|(number, table)| {
             let absent = absent_of(&self.ring, named, number, table.generation);
@@ -453,7 +454,7 @@ impl HostGroup {
         })
     }
 
-    /// Gives the absent keys of these pushes their records, in the order of the pushes, as far as there is room.
+    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room.
     fn insert_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().for_each(HostTable::begin);
         let (mut inserted, mut done) = (Vec::new(), Ok(()));
@@ -479,8 +480,8 @@ impl HostGroup {
         Ok(())
     }
 
-    /// Takes the pushes that `resolve` named, and inserts their absent keys. Gives the squared norm of all that is now to be
-    /// applied, accumulated gradients included, if the optimizer asks for it and this step is an update; else 0.
+    /// Takes the pushes that `resolve` named, and inserts their absent keys. Returns the squared norm of all gradients to apply,
+    /// accumulated ones included, if the optimizer needs it and this step is an update; else 0.
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
         self.insert_absent(named)?;
         let (taken, dropped) = self.ring.take(named);
@@ -504,7 +505,7 @@ impl HostGroup {
         Ok(total)
     }
 
-    /// Gradients that are held are merged; more than one push, or anything accumulated, becomes one sum a record.
+    /// Merges gradients that were not merged at the push. Several pushes, and accumulated gradients, become one sum for each record.
     fn merge_committed(&mut self, pool: &Pool) -> Result<()> {
         if self.committed.len() > 1 || self.accumulators.iter().any(|a| !a.is_empty()) {
             return self.accumulate(pool);
@@ -520,10 +521,10 @@ impl HostGroup {
         Ok(())
     }
 
-    /// Adds what is committed to the accumulators, push after push.
+    /// Adds the committed pushes to the accumulators, in order.
     ///
     /// # Errors
-    /// [`Error::Memory`] without room for it: what is committed is dropped, what was accumulated before stays.
+    /// [`Error::Memory`]. The committed pushes are dropped then; what was accumulated before stays.
     fn accumulate(&mut self, pool: &Pool) -> Result<()> {
         let committed = std::mem::take(&mut self.committed);
         let mut accumulators = self.accumulators.iter_mut().enumerate();
@@ -568,7 +569,7 @@ impl HostGroup {
         total.total()
     }
 
-    /// All that is to be applied to a table, after `merge_committed`.
+    /// The gradients to apply to a table, after `merge_committed`.
     fn stored<'a>(&'a self, number: usize, generation: u64) -> Vec<StoredGradients<'a>> {
         let mut all = Vec::new();
         for (weight, push) in &self.committed {
@@ -590,10 +591,10 @@ impl HostGroup {
 
     // ---- apply
 
-    /// Updates the records of all that is committed, or only accumulates it.
+    /// Updates the records of the committed pushes, or only accumulates their gradients.
     ///
     /// # Errors
-    /// As `take_over`.
+    /// Those of `take_over`.
     pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
         self.take_over(binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
@@ -615,15 +616,15 @@ impl HostGroup {
         Ok(())
     }
 
-    /// Whether this optimizer may update the tables now. Changes nothing.
+    /// Checks that this optimizer may update the tables now. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::State`] if another optimizer has been bound since, or the records lost their states.
+    /// [`Error::State`] if another optimizer was bound since, or if the records lost their states.
     pub fn check_owner(&self, binding: &Binding) -> Result<()> {
         check_owner(self.binding.as_ref(), binding, self.tables.iter().map(|t| t as &dyn Table))
     }
 
-    /// Forgets what is committed: it will not be applied.
+    /// Drops the committed pushes without applying them.
     pub fn drop_committed(&mut self) {
         std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
     }
@@ -643,7 +644,7 @@ impl HostGroup {
 
     fn apply_stored(&mut self, binding: &Binding, scalars: &UpdateScalars, pool: &Pool) {
         let mut tables = std::mem::take(&mut self.tables);
-        // `stored` looks at the tables' generations; the records are borrowed apart from them.
+        // `stored` reads the generations of the tables, so the arenas are borrowed separately.
         let generations: Vec<u64> = tables.iter().map(|t| t.generation).collect();
         let mut scaled = Vec::new();
         for number in 0..tables.len() {
@@ -664,8 +665,8 @@ impl HostGroup {
 
     // ---- binding
 
-    /// Binds an optimizer: the records get its states. States that another optimizer left are started anew; what was loaded
-    /// and never bound stays.
+    /// Binds an optimizer: the records get its states. States of another optimizer are reset. States that were loaded and not bound
+    /// yet are kept.
     pub fn bind(&mut self, binding: Binding) -> Result<()> {
         let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
         for table in &mut self.tables {
@@ -676,10 +677,10 @@ impl HostGroup {
         Ok(())
     }
 
-    /// Of several optimizers without states, the one that now makes a step.
+    /// Binds another optimizer for this step, if neither it nor the bound one has states.
     ///
     /// # Errors
-    /// As `check_owner`; nothing has changed.
+    /// Those of `check_owner`. Nothing has changed then.
     pub fn take_over(&mut self, binding: &Binding) -> Result<()> {
         self.check_owner(binding)?;
         if self.binding.is_some_and(|b| b.owner == binding.owner) { Ok(()) } else { self.bind(*binding) }
@@ -690,7 +691,7 @@ impl HostGroup {
     }
 }
 
-/// What a table of this generation has yet to insert for the named pushes.
+/// The keys that a table of this generation is to insert for the named pushes.
 fn absent_of<'a>(
     ring: &'a PushRing<Push>,
     named: &[Named],

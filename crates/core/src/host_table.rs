@@ -1,4 +1,4 @@
-//! The table on the CPU: the default, and the reference that every device is held against.
+//! The table in the memory of the host. It is the default, and the reference for tables on other devices.
 
 use std::any::Any;
 
@@ -19,7 +19,7 @@ use crate::runs::{KeyRuns, RowCode};
 use crate::table::{CheckMode, Cursor, Insertion, Outcomes, Records, Table, TableConfig, TableStats};
 use crate::update::UpdateTask;
 
-/// Keys looked at ahead of the one in hand.
+/// How many keys are prefetched ahead.
 const AHEAD: usize = 32;
 
 pub struct HostTable {
@@ -28,21 +28,21 @@ pub struct HostTable {
     pub(crate) update: Option<Update>,
     pub(crate) index: Index,
     pub(crate) arena: Arena,
-    /// Erased records that a step may still refer to, each with the number of the newest lookup that may.
+    /// Erased records that steps may still refer to, each with the number of the newest lookup that may do so.
     retired: Vec<(u64, RecordNumber)>,
     pub(crate) newest_lookup: u64,
-    /// Grows when all record numbers lose their meaning: gradients on their way are then dropped.
+    /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
     pub(crate) generation: u64,
     pub(crate) stats: TableStats,
-    /// Of the call that is under way.
+    /// Insertions of the current call.
     pub(crate) journal: Journal,
-    /// Outcomes that the caller is to be warned of.
+    /// Refused keys that the caller is to be warned of.
     pub(crate) refused_to_warn: u64,
 }
 
 impl HostTable {
     /// # Errors
-    /// [`Error::Argument`] for a configuration that cannot be, [`Error::Memory`] without room for `initial_capacity`.
+    /// [`Error::Argument`] for an invalid configuration, [`Error::Memory`] if there is no memory for `initial_capacity`.
     pub fn new(config: TableConfig) -> Result<HostTable> {
         config.validate()?;
         let first = FirstRecord {
@@ -68,7 +68,7 @@ impl HostTable {
         Ok(table)
     }
 
-    /// Gives a key that is not there a record.
+    /// Inserts a key that has no record.
     pub(crate) fn insert_absent(&mut self, key: Key) -> Result<RecordNumber> {
         let (arena, first, journal) = (&mut self.arena, &self.first, &mut self.journal);
         let record = Whole { arena, first, journal }.add(key)?;
@@ -76,12 +76,12 @@ impl HostTable {
         Ok(record)
     }
 
-    /// A call that may insert begins.
+    /// Starts a call that may insert.
     pub(crate) fn begin(&mut self) {
         self.journal.begin(self.arena.next_unused());
     }
 
-    /// Takes back what the call has inserted.
+    /// Removes the keys that the call has inserted.
     pub(crate) fn undo(&mut self) {
         let unused = self.journal.unused;
         for (key, record) in self.journal.take() {
@@ -93,7 +93,7 @@ impl HostTable {
         self.arena.rewind(unused);
     }
 
-    /// Undoes what fails.
+    /// Runs a call. Undoes its insertions if it fails.
     fn whole_or_nothing<T>(&mut self, call: impl FnOnce(&mut HostTable) -> Result<T>) -> Result<T> {
         self.begin();
         call(self).inspect_err(|_| self.undo())
@@ -103,7 +103,7 @@ impl HostTable {
         self.index.find(hash(key), key) == NO_RECORD
     }
 
-    /// Gives keys that a lookup did not find their records, as far as there is room.
+    /// Inserts keys that a lookup did not find, as far as there is room.
     pub(crate) fn insert(&mut self, absent: &Absent) -> Result<(Vec<RecordNumber>, Outcomes)> {
         let what = "the keys of a step";
         let new = memory::collect(absent.keys.iter().copied().filter(|key| self.is_absent(*key)), what)?;
@@ -113,7 +113,7 @@ impl HostTable {
         Ok((records, outcomes))
     }
 
-    /// Records of lookups older than `oldest` are no longer referred to.
+    /// Frees erased records that only lookups before `oldest` refer to.
     pub(crate) fn release_retired(&mut self, oldest: u64) {
         let arena = &mut self.arena;
         self.retired.retain(|&(lookup, record)| {
@@ -133,7 +133,7 @@ impl HostTable {
         }
     }
 
-    /// One call of a step touched the table.
+    /// Counts a call of a step.
     pub(crate) fn count_call(&mut self) {
         self.stats.native_calls += 1;
     }
@@ -149,7 +149,7 @@ impl HostTable {
         )))
     }
 
-    /// Calls `visit` with the record number of each key, the keys' buckets asked for ahead.
+    /// Calls `visit` with the record number of each key, and prefetches buckets.
     fn for_each_record(&self, keys: &[Key], mut visit: impl FnMut(usize, RecordNumber)) {
         for (i, &key) in keys.iter().enumerate() {
             if let Some(&later) = keys.get(i + AHEAD) {
@@ -159,7 +159,8 @@ impl HostTable {
         }
     }
 
-    /// Keys outside the vocabulary cannot have a row.
+    /// # Errors
+    /// [`Error::OutOfVocabulary`] for a key outside of the vocabulary.
     fn check_keys(&self, keys: &[Key]) -> Result<()> {
         let Some(size) = self.config.vocabulary_size else { return Ok(()) };
         match keys.iter().find(|&&key| key >= size) {
@@ -173,7 +174,7 @@ impl HostTable {
         }
     }
 
-    /// Record of each key; with `insert`, those without get one as far as there is room.
+    /// Returns the record of each key. With `insert`, inserts keys without one, as far as there is room.
     fn locate(&mut self, keys: &[Key], insert: bool) -> Result<(Vec<RecordNumber>, Outcomes)> {
         self.check_keys(keys)?;
         let mut outcomes = Outcomes::default();
@@ -249,7 +250,7 @@ impl Table for HostTable {
             let outputs = &mut [FeatureOutput { number: 0, feature, rows }];
             lookup_whole(table, outputs, mode, KeyRuns::default())
         })?;
-        // Keys that were admitted just now were hits to the lookup.
+        // Keys that the call has just inserted count as hits in the lookup.
         outcomes.hit = looked.outcomes.hit - outcomes.inserted;
         outcomes.inserted += looked.outcomes.inserted;
         self.note(outcomes, 0);
@@ -301,7 +302,7 @@ impl Table for HostTable {
                 update: &update,
                 scalars: *scalars,
             };
-            // SAFETY: `&mut self`: nobody else has the arena.
+            // SAFETY: `&mut self` is the only reference to the arena.
             unsafe { task.run() };
         }
         Ok(Outcomes { refused, ..looked.outcomes })
@@ -432,7 +433,7 @@ impl Table for HostTable {
     }
 }
 
-/// Each value once, in the order in which they come first.
+/// Distinct values, in order of first occurrence.
 pub(crate) fn distinct<T: Copy + Eq + std::hash::Hash>(values: impl Iterator<Item = T>) -> Result<Vec<T>> {
     let (mut seen, mut all) = (memory::Seen::default(), Vec::new());
     for value in values {
@@ -443,7 +444,7 @@ pub(crate) fn distinct<T: Copy + Eq + std::hash::Hash>(values: impl Iterator<Ite
     Ok(all)
 }
 
-/// Keys as they come, a row each.
+/// A feature of these keys, one row for each.
 fn plain_feature(keys: &[Key]) -> Feature<'_> {
     Feature {
         name: "keys",

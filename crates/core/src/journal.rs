@@ -1,11 +1,11 @@
-//! What a call has inserted into a table until now, so that a call without memory for the rest leaves the table as it was.
+//! Records what a call inserts, so that a call that runs out of memory can undo it.
 
 use crate::arena::RecordNumber;
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
 
-/// Entries that are kept from one call to the next.
+/// Capacity that is kept for the next call.
 const KEPT: usize = 1 << 16;
 pub const WHAT: &str = "the new keys of a call";
 
@@ -15,9 +15,9 @@ pub type Log = Vec<(Key, RecordNumber)>;
 #[derive(Default)]
 pub struct Journal {
     log: Log,
-    /// Of threads that shared the table.
+    /// Entries of threads that shared the table.
     others: Vec<Log>,
-    /// Smallest record number that was never given out when the call began.
+    /// Smallest unused record number at the start of the call.
     pub unused: RecordNumber,
 }
 
@@ -29,7 +29,7 @@ impl Journal {
         self.unused = unused;
     }
 
-    /// Room to `push` an entry: taken before the key gets a record.
+    /// Reserves room for an entry. It must be called before the key gets a record.
     #[inline]
     pub fn reserve(&mut self) -> Result<()> {
         memory::reserve(&mut self.log, 1, WHAT)
@@ -48,7 +48,7 @@ impl Journal {
         self.others.push(log);
     }
 
-    /// Takes out all entries. Those of a thread come in reverse order.
+    /// Removes and returns all entries. Those of a thread are in reverse order.
     pub fn take(&mut self) -> impl Iterator<Item = (Key, RecordNumber)> + use<> {
         let log = std::mem::take(&mut self.log);
         let others = std::mem::take(&mut self.others);

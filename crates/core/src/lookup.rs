@@ -1,5 +1,5 @@
-//! One table's part of a layer's call: find or make the records of its features' ids, pool their rows, and keep what the
-//! backward needs.
+//! One table's part of a lookup: finds or inserts the records of its features' ids, pools their rows, and keeps what the backward
+//! pass needs.
 
 use crate::absent::Absent;
 use crate::arena::{NO_RECORD, RecordNumber};
@@ -16,9 +16,9 @@ use crate::simd::streaming_fence;
 use crate::table::{CheckMode, Insertion, OutOfVocabulary, Outcomes, TableConfig};
 use crate::weight_gradient::WeightTrace;
 
-/// A feature of the call, and where its rows go.
+/// A feature of the call, and its output.
 pub struct FeatureOutput<'a> {
-    /// Number of the feature in the call.
+    /// Index of the feature in the call.
     pub number: usize,
     pub feature: Feature<'a>,
     /// `(bags, dim)`
@@ -29,9 +29,9 @@ pub struct FeatureOutput<'a> {
 pub struct Mode {
     /// When keys without a record get one.
     pub insertion: Insertion,
-    /// Keep what `push` needs.
+    /// Whether to keep what `push` needs.
     pub save: bool,
-    /// The call's output is larger than the cache.
+    /// Whether the output of the call is larger than the cache.
     pub stream: bool,
 }
 
@@ -42,7 +42,7 @@ impl Mode {
     }
 }
 
-/// What a lookup left for the backward and for the statistics.
+/// The result of a lookup for the backward pass and for statistics.
 #[derive(Default)]
 pub struct Looked {
     pub runs: Vec<KeyRuns>,
@@ -69,7 +69,7 @@ impl Looked {
     }
 }
 
-/// Memory that a thread uses again and again.
+/// Memory that a thread reuses.
 #[derive(Default)]
 pub struct Scratch {
     records: Region<RecordNumber>,
@@ -92,7 +92,7 @@ struct List {
 }
 
 impl List {
-    /// Empties it, with room for so many ids.
+    /// Empties it and makes room for so many ids.
     fn start(&mut self, num_ids: usize) -> Result<()> {
         self.positions.clear();
         self.keys.clear();
@@ -105,7 +105,7 @@ impl List {
         self.keys.push(key);
     }
 
-    /// `distinct`: numbers the distinct keys.
+    /// `distinct`: whether to number the distinct keys.
     fn find(
         &mut self,
         table: &mut HostTable,
@@ -152,11 +152,11 @@ pub(crate) fn is_plain(feature: &Feature, table: &HostTable) -> bool {
         && !matches!(feature.bags, Bags::Ragged(_))
 }
 
-/// What becomes of a position.
+/// How an id takes part in the call.
 pub(crate) enum Role {
-    /// Looked up, inserted if need be, and its row gets a gradient.
+    /// It is looked up, may be inserted, and its row gets a gradient.
     Active,
-    /// Of weight 0: neither makes a row nor changes one, nor adds to its bag.
+    /// It has weight 0: it neither inserts nor changes a row, and adds nothing to its bag.
     Silent,
     Padding,
     Outside,
@@ -176,7 +176,8 @@ pub(crate) fn role(feature: &Feature, config: &TableConfig, position: usize) -> 
     }
 }
 
-/// Raises for ids outside a static table, before anything is changed.
+/// # Errors
+/// [`Error::OutOfVocabulary`] for an id outside a static table. Changes nothing.
 pub fn check_vocabulary(table: &HostTable, feature: &Feature) -> Result<()> {
     let config = &table.config;
     let Some(size) = config.vocabulary_size else { return Ok(()) };
@@ -198,7 +199,7 @@ pub fn check_vocabulary(table: &HostTable, feature: &Feature) -> Result<()> {
     }
 }
 
-/// Distinct keys that a training batch would insert, in the order in which they come; `None` if they fit in any case.
+/// Distinct keys that a training batch would insert, in order of first occurrence. `None` if they fit in any case.
 pub fn new_keys(table: &HostTable, features: &[&Feature]) -> Result<Option<Vec<Key>>> {
     let capacity = table.config.capacity();
     let positions: usize = features.iter().map(|f| f.keys.len()).sum();
@@ -220,7 +221,7 @@ pub fn new_keys(table: &HostTable, features: &[&Feature]) -> Result<Option<Vec<K
 }
 
 /// # Errors
-/// [`Error::TableFull`] if the table's check mode asks for it.
+/// [`Error::TableFull`] if the table's check mode is to raise.
 pub fn check_capacity(table: &HostTable, new_keys: &[Key]) -> Result<()> {
     let (len, capacity) = (table.index.len() as u64, table.config.capacity());
     let refused = (len + new_keys.len() as u64).saturating_sub(capacity);
@@ -230,7 +231,7 @@ pub fn check_capacity(table: &HostTable, new_keys: &[Key]) -> Result<()> {
     Err(Error::TableFull { table: table.config.name.clone(), refused, len, capacity })
 }
 
-/// Inserts the new keys that fit and counts the others as refused; the lookup itself then inserts nothing.
+/// Inserts the new keys that fit, and counts the others as refused. The lookup itself then inserts nothing.
 pub fn admit(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcomes> {
     let room = table.config.capacity().saturating_sub(table.index.len() as u64) as usize;
     let admitted = new_keys.len().min(room);
@@ -254,7 +255,7 @@ pub(crate) fn row_code(features: &[FeatureOutput]) -> Result<RowCode> {
     })
 }
 
-/// One thread looks up all features of a table.
+/// Looks up all features of a table by one thread.
 pub fn lookup_whole(
     table: &mut HostTable,
     features: &mut [FeatureOutput],
@@ -346,7 +347,7 @@ fn plain_lookup<const D: usize>(
     Ok(())
 }
 
-/// What the gradient of a bag is multiplied by for each of its ids.
+/// The factor of a bag's gradient for each of its ids.
 pub(crate) fn plain_coefficient(feature: &Feature) -> f32 {
     match feature.bags {
         Bags::Fixed { hotness, .. } => feature.combiner.scale(hotness as f32, hotness as f32),
@@ -378,7 +379,7 @@ fn general_lookup(
     active.find(table, mode.inserts(), mode.save, distinct)?;
     active.scatter_records(records);
     if mode.save {
-        // For the gradients of their weights alone.
+        // Only for the gradients of their weights.
         silent.find(table, false, false, distinct)?;
         silent.scatter_records(records);
         let marks = &mut marks[positions.clone()];
@@ -399,7 +400,7 @@ fn general_lookup(
     Ok(())
 }
 
-/// The gradient of a weight of 0 sees what the whole call inserts, whichever feature did.
+/// Finds the records of ids of weight 0 after all features have inserted: the gradients of their weights need them.
 fn settle_silent(table: &HostTable, features: &[FeatureOutput], scratch: &mut Scratch) {
     let mut start = 0;
     for FeatureOutput { feature, .. } in features {
@@ -415,7 +416,7 @@ fn settle_silent(table: &HostTable, features: &[FeatureOutput], scratch: &mut Sc
     }
 }
 
-/// Sorts ids by their role; those that are not looked up get the "record" that says so.
+/// Separates ids by their role. Ids that are not looked up get a reserved record number.
 fn classify(
     table: &HostTable,
     feature: &Feature,
@@ -436,7 +437,7 @@ fn classify(
     Ok(())
 }
 
-/// Puts the ids in the order of their keys, and notes what the gradients of weights need.
+/// Sorts the ids by key, and keeps what the gradients of weights need.
 fn sort(
     features: &[FeatureOutput],
     scratch: &Scratch,
@@ -489,7 +490,7 @@ fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_r
     }
 }
 
-/// Ids whose gradient goes nowhere, because their key has no row and gets none.
+/// Number of ids whose gradient is dropped, because their key has no row and gets none.
 pub(crate) fn count_dropped(feature: &Feature, records: &[RecordNumber], mode: Mode) -> u64 {
     if mode.insertion == Insertion::AtCommit {
         return 0; // the commit knows

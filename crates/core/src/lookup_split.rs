@@ -1,8 +1,8 @@
-//! All threads look up one large table together: ids are dealt out by the top bits of their hash, so that each part has keys,
-//! index and distinct keys of its own, and the order of a key's ids stays.
+//! Looks up one large table by all threads. Ids are partitioned by the top bits of their hash, so each part has its own keys and its own
+//! part of the index. The order of a key's ids stays.
 //!
-//! Chunks of bags are dealt into lists, a chunk's keys lying list after list; then each part takes its lists of all chunks;
-//! then each chunk takes its records back into the order of its ids. All three read and write memory from front to back.
+//! First, chunks of bags are partitioned into lists. Then each part looks up its lists of all chunks. Then each chunk brings its records
+//! back into the order of its ids. All three steps read and write memory sequentially.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
@@ -28,24 +28,24 @@ use crate::runs::{KeyRuns, RowCode};
 use crate::simd::{dispatch, streaming_fence};
 use crate::table::Outcomes;
 
-/// Parts: enough for the threads to finish at the same time.
+/// Number of parts, so that threads finish at about the same time.
 const PART_BITS: u32 = 4;
 const PARTS: usize = 1 << PART_BITS;
-/// A part has a list of the ids that it may insert, and one of those with weight 0, which it looks up after them.
+/// A part has a list of ids that it may insert, and one of ids of weight 0, which it looks up afterwards.
 const LISTS: usize = 2 * PARTS;
 /// "Lists" of ids that are not looked up.
 const PADDING_LIST: u8 = LISTS as u8;
 const OUTSIDE_LIST: u8 = LISTS as u8 + 1;
-/// Ids of a chunk at least, and chunks a thread at most: a chunk's list should be long, and threads finish together.
+/// Minimal number of ids in a chunk, so that its lists are long, and maximal number of chunks for each thread.
 const MIN_CHUNK: usize = 1 << 12;
 const CHUNKS: usize = 8;
 
 const WHAT: &str = "the ids of a call";
 
-/// Memory that is used again and again.
+/// Memory that is reused.
 #[derive(Default)]
 pub struct SplitScratch {
-    /// By id in the order of the call: its list and its record.
+    /// List and record of each id, in the order of the call.
     lists: Region<u8>,
     records: Region<RecordNumber>,
     coefficients: Region<f32>,
@@ -53,7 +53,7 @@ pub struct SplitScratch {
     distinct: [Distinct; PARTS],
 }
 
-/// By id as dealt: chunk after chunk, within it list after list.
+/// Arrays over all ids in partitioned order: by chunk, then by list.
 #[derive(Default)]
 struct Dealt {
     keys: Region<Key>,
@@ -61,7 +61,7 @@ struct Dealt {
     rows: Region<u32>,
     coefficients: Region<f32>,
     records: Region<RecordNumber>,
-    /// Its number among the distinct keys of its part.
+    /// Its index among the distinct keys of its part.
     marks: Region<u32>,
 }
 
@@ -97,13 +97,13 @@ struct Chunk {
     bags: Range<usize>,
     /// Positions in the feature.
     positions: Range<usize>,
-    /// Places among all ids of the call.
+    /// Range among all ids of the call.
     ids: Range<usize>,
-    /// Where its lists begin in it, and where the last one ends.
+    /// Starts of its lists, and the end of the last one.
     starts: [u32; LISTS + 1],
 }
 
-/// The call, as all its tasks see it.
+/// What all tasks of the call share.
 struct Call<'a> {
     features: Vec<Feature<'a>>,
     code: RowCode,
@@ -111,7 +111,7 @@ struct Call<'a> {
     is_weighted: bool,
 }
 
-/// As `lookup_whole`, with all threads. `spare` holds old runs whose memory is used again.
+/// As `lookup_whole`, by all threads. `spare` holds old runs whose memory is reused.
 pub fn lookup_split(
     table: &mut HostTable,
     outputs: &mut [FeatureOutput],
@@ -156,7 +156,7 @@ pub fn lookup_split(
     Ok(looked)
 }
 
-/// Chunks of about `size` ids, or of as many bags that are empty.
+/// Chunks of about `size` ids or empty bags.
 fn chunks(features: &[Feature], size: usize) -> Result<Vec<Chunk>> {
     let mut chunks = Vec::new();
     let mut first = 0;
@@ -183,10 +183,10 @@ fn chunks(features: &[Feature], size: usize) -> Result<Vec<Chunk>> {
     Ok(chunks)
 }
 
-/// Cuts pieces of these lengths off the front, one after the other.
+/// Splits a slice into pieces of these lengths.
 fn cut<T>(mut rest: &mut [T], lengths: impl Iterator<Item = usize>) -> Result<Vec<&mut [T]>> {
     let pieces = lengths.map(|length| {
-        // What nobody asked for is empty.
+        // Arrays that the call does not need are empty.
         let length = length.min(rest.len());
         let (piece, others) = std::mem::take(&mut rest).split_at_mut(length);
         rest = others;
@@ -195,7 +195,7 @@ fn cut<T>(mut rest: &mut [T], lengths: impl Iterator<Item = usize>) -> Result<Ve
     memory::collect(pieces, WHAT)
 }
 
-// ---- deal
+// ---- partition
 
 struct DealTask<'a> {
     chunk: &'a mut Chunk,
@@ -310,7 +310,7 @@ struct Piece<'a> {
     marks: &'a mut [u32],
 }
 
-/// What one thread has of the table.
+/// What one thread uses of the table.
 struct PartWork<'a> {
     index: Index,
     active: Vec<Piece<'a>>,
@@ -319,12 +319,12 @@ struct PartWork<'a> {
     left: Left,
 }
 
-/// What is left when its index is given back.
+/// What remains of a part when its index is merged.
 struct Left {
-    /// Numbers of erased records that nobody took.
+    /// Numbers of erased records that were not reused.
     free: Vec<RecordNumber>,
     unused: Range<RecordNumber>,
-    /// What the part inserted.
+    /// Journal of the part's insertions.
     log: Log,
     num_distinct: usize,
     runs: KeyRuns,
@@ -336,7 +336,7 @@ impl PartWork<'_> {
     }
 }
 
-/// Takes the table's index apart, and deals out the numbers of erased records. All memory for it is taken first.
+/// Splits the table's index into parts, and distributes the numbers of erased records. Allocates all memory first.
 fn take_parts<'a>(
     table: &mut HostTable,
     chunks: &[Chunk],
@@ -347,7 +347,7 @@ fn take_parts<'a>(
     let share = table.arena.num_free().div_ceil(PARTS);
     let room = |_| memory::with_capacity(share, "the numbers of erased rows");
     let free = (0..PARTS).map(room).collect::<Result<Vec<Vec<_>>>>()?;
-    // What the parts leave of the runs of numbers that they take comes back.
+    // Parts return the numbers that they have not used.
     table.arena.reserve_free(PARTS * Part::RUN as usize)?;
     table.journal.reserve_others(PARTS)?;
     let (indexes, joint) = table.index.split(PART_BITS)?;
@@ -361,7 +361,7 @@ fn take_parts<'a>(
     Ok((parts.map(&mut part).collect(), joint))
 }
 
-/// A part's lists of all chunks: those that it may insert, and those of weight 0.
+/// The lists of a part in all chunks: ids that it may insert, and ids of weight 0.
 type Pieces<'a> = (Vec<Piece<'a>>, Vec<Piece<'a>>);
 
 fn deal_pieces<'a>(chunks: &[Chunk], dealt: &'a mut Dealt) -> Result<Vec<Pieces<'a>>> {
@@ -386,7 +386,7 @@ fn deal_pieces<'a>(chunks: &[Chunk], dealt: &'a mut Dealt) -> Result<Vec<Pieces<
     Ok(parts)
 }
 
-/// Puts the index together again; gives its length.
+/// Merges the parts of the index. Returns its length.
 fn give_back(table: &mut HostTable, index: Index, left: &mut [Left]) -> usize {
     table.index = index;
     for left in left {
@@ -406,7 +406,7 @@ fn find_in_parts(table: &mut HostTable, call: &Call, parts: &mut [PartWork], poo
         let mut source = Part { arena, first, free, unused, counter: &counter, log };
         error.note(find_in_part(call.mode, part, &mut source));
         if call.mode.save && !call.is_weighted {
-            // While the marks are in the cache.
+            // Done now, while the marks are in the cache.
             error.note(sort_part(part));
         }
         (part.left.free, part.left.unused, part.left.log) = (source.free, source.unused, source.log);
@@ -425,7 +425,7 @@ fn find_in_part(mode: Mode, part: &mut PartWork, source: &mut Part) -> Result<()
     };
     active.iter_mut().try_for_each(|piece| find(piece, mode.inserts(), mode.save))?;
     if mode.save {
-        // Gradients of weights of 0 see what the whole call inserts.
+        // Ids of weight 0 come last: the gradients of their weights need rows that the whole call inserts.
         silent.iter_mut().try_for_each(|piece| find(piece, false, false))?;
     }
     Ok(())
@@ -487,7 +487,7 @@ fn pool_chunks(
     Ok(())
 }
 
-/// Where the next id of each list lies.
+/// Position of the next id of each list.
 fn places(starts: &[u32; LISTS + 1]) -> [u32; LISTS] {
     let mut places = [0; LISTS];
     places.copy_from_slice(&starts[..LISTS]);
@@ -541,7 +541,7 @@ fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTas
 
 // ---- sort
 
-/// Puts the ids of a part in the order of their keys.
+/// Sorts the ids of a part by key.
 fn sort_part(part: &mut PartWork) -> Result<()> {
     let runs = &mut part.left.runs;
     runs.start(part.distinct.iter(), false)?;
@@ -555,7 +555,7 @@ fn sort_part(part: &mut PartWork) -> Result<()> {
     Ok(())
 }
 
-/// The runs of all parts. With coefficients, which only pooling finds out, they are sorted now.
+/// Makes the runs of all parts. If ids have coefficients, which pooling computes, they are sorted now.
 fn sort_parts(
     call: &Call,
     chunks: &[Chunk],

@@ -1,4 +1,4 @@
-//! Memory that grows with what a user asks for: where there is none, an error says how much was wanted, and for what.
+//! Fallible allocations, for memory whose size depends on the user. The error says how many bytes were wanted, and for what.
 
 use std::collections::HashSet;
 use std::hash::Hash;
@@ -6,34 +6,34 @@ use std::io::ErrorKind;
 
 use crate::error::{Error, Result};
 
-/// That `len` values of `T` cannot be had.
+/// The error that `len` values of `T` cannot be allocated.
 pub fn missing<T>(len: usize, what: &'static str) -> Error {
     Error::memory(len.saturating_mul(size_of::<T>()), what, ErrorKind::OutOfMemory.into())
 }
 
-/// Room for `more` values.
+/// Reserves room for `more` values.
 ///
 /// # Errors
-/// [`Error::Memory`]; then nothing has changed. So for all below.
+/// [`Error::Memory`]. Nothing has changed then. The functions below fail alike.
 pub fn reserve<T>(values: &mut Vec<T>, more: usize, what: &'static str) -> Result<()> {
     values.try_reserve(more).map_err(|_| missing::<T>(values.len().saturating_add(more), what))
 }
 
-/// No values yet, and room for so many.
+/// An empty vector with room for so many values.
 pub fn with_capacity<T>(len: usize, what: &'static str) -> Result<Vec<T>> {
     let mut values = Vec::new();
     values.try_reserve_exact(len).map_err(|_| missing::<T>(len, what))?;
     Ok(values)
 }
 
-/// `len` times the same value.
+/// A vector with `len` times the same value.
 pub fn filled<T: Clone>(value: T, len: usize, what: &'static str) -> Result<Vec<T>> {
     let mut values = with_capacity(len, what)?;
     values.resize(len, value);
     Ok(values)
 }
 
-/// Makes it `len` long; what is new is `value`.
+/// Resizes to `len`. New elements are `value`.
 pub fn resize<T: Clone>(values: &mut Vec<T>, len: usize, value: T, what: &'static str) -> Result<()> {
     reserve(values, len.saturating_sub(values.len()), what)?;
     values.resize(len, value);
@@ -47,7 +47,7 @@ pub fn push<T>(values: &mut Vec<T>, value: T, what: &'static str) -> Result<()> 
     Ok(())
 }
 
-/// All values of an iterator, whose length need not be known.
+/// Collects an iterator, whose length need not be known.
 pub fn collect<T>(values: impl IntoIterator<Item = T>, what: &'static str) -> Result<Vec<T>> {
     let values = values.into_iter();
     let mut all = with_capacity(values.size_hint().0, what)?;
@@ -57,7 +57,7 @@ pub fn collect<T>(values: impl IntoIterator<Item = T>, what: &'static str) -> Re
     Ok(all)
 }
 
-/// Values that came already.
+/// A set of values that were seen before.
 pub struct Seen<T>(HashSet<T>);
 
 impl<T> Default for Seen<T> {
@@ -67,7 +67,7 @@ impl<T> Default for Seen<T> {
 }
 
 impl<T: Eq + Hash> Seen<T> {
-    /// Whether it is the first of its kind.
+    /// Adds a value. Returns whether it was not in the set.
     pub fn insert(&mut self, value: T) -> Result<bool> {
         self.0.try_reserve(1).map_err(|_| missing::<T>(2 * self.0.len(), "the distinct keys of a call"))?;
         Ok(self.0.insert(value))

@@ -1,5 +1,5 @@
-//! From the gradients of a layer's output to one gradient a distinct key, in the one order that all devices keep:
-//! (feature, position), float32, sums over runs of 64 ids counted from the key's own first, then over the runs.
+//! Merges the gradients of a layer's output to one gradient for each distinct key. All devices use the same order: (feature, position),
+//! in float32, summed over runs of 64 ids counted from the key's first one, then over the runs.
 
 use std::ops::Range;
 
@@ -7,22 +7,22 @@ use crate::arena::RecordNumber;
 use crate::runs::{KeyRuns, RowCode};
 use crate::simd::{Kernel, dispatch, prefetch_slice};
 
-/// Ids a run. A run is what one warp sums on a GPU.
+/// Ids in a run. On a GPU, a warp sums a run.
 const RUN: usize = 64;
-/// Gradient rows asked for ahead.
+/// How many gradient rows are prefetched ahead.
 const AHEAD: usize = 64;
 
-/// One merged gradient a distinct key.
+/// A merged gradient for each distinct key.
 pub trait MergedGradients: Sync {
     /// Of each key; [`NO_RECORD`](crate::arena::NO_RECORD) for one that the table refused.
     fn records(&self) -> &[RecordNumber];
-    /// Keys in pieces of about equal work.
+    /// Ranges of keys of about equal work.
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>>;
-    /// Writes the gradient of `key` to `sum`, which is as long as the dim. `D`: the dim, or 0.
+    /// Writes the gradient of `key` to `sum`, which has dim elements. `D`: the dim, or 0 if it is not constant.
     fn merge<const D: usize>(&self, key: usize, sum: &mut [f32]);
 }
 
-/// The gradients of a table's features as the framework holds them, merged as they are asked for.
+/// The gradients of a table's features in the framework's memory, which are merged when they are read.
 pub struct HeldGradients<'a> {
     pub runs: &'a KeyRuns,
     /// Of the runs' keys.
@@ -31,7 +31,7 @@ pub struct HeldGradients<'a> {
     /// `(bags, dim)` of each feature.
     pub rows: Vec<&'a [f32]>,
     pub dim: usize,
-    /// With which the push counts.
+    /// Weight of the push.
     pub weight: f32,
 }
 
@@ -44,7 +44,7 @@ impl HeldGradients<'_> {
         &self.rows[feature][start..start + dim]
     }
 
-    /// Sums the gradients of some ids, in their order. `W`: each has a coefficient.
+    /// Sums the gradients of some ids, in order. `W`: whether each has a coefficient.
     #[inline(always)]
     fn sum_run<const D: usize, const W: bool>(&self, ids: Range<usize>, sum: &mut [f32]) {
         let dim = if D > 0 { D } else { self.dim };
@@ -98,7 +98,7 @@ impl MergedGradients for HeldGradients<'_> {
 
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>> {
         let (ends, num_ids) = (self.runs.ends(), self.runs.num_ids());
-        // A key costs about as much as two ids: its record against their gradient rows.
+        // The record of a key costs about as much as the gradient rows of two ids.
         let work = |key: usize| if key == 0 { 0 } else { ends[key - 1] as usize + 2 * key };
         let total = num_ids + 2 * ends.len();
         let bound = |piece: usize| {
@@ -131,7 +131,7 @@ impl MergedGradients for HeldGradients<'_> {
     }
 }
 
-/// Gradients that were merged before.
+/// Gradients that are merged already.
 pub struct StoredGradients<'a> {
     pub records: &'a [RecordNumber],
     /// `(keys, dim)`
@@ -199,7 +199,7 @@ impl Kernel for AllFinite<'_> {
     type Output = bool;
     #[inline(always)]
     fn run(self) -> bool {
-        // The largest exponent says it; a maximum of integers vectorises, a test with an early end does not.
+        // The largest exponent says so. A maximum of integers vectorises; a test with an early exit does not.
         let largest = |values: &[f32]| values.iter().fold(0, |m, v| m.max(v.to_bits() & 0x7fff_ffff));
         self.0.chunks(4096).all(|chunk| largest(chunk) < 0x7f80_0000)
     }

@@ -1,24 +1,24 @@
-//! The threads that share a step's work. What they compute does not depend on how many they are.
+//! The thread pool of a step. Results do not depend on the number of threads.
 
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::fork::{PerProcess, at_fork};
 
-/// Below this many ids a call is done by its own thread: waking others takes as long.
+/// A call of fewer ids runs on its own thread, because waking others takes as long.
 pub(crate) const SMALL_CALL: usize = 2048;
-/// Pieces of work a thread: enough to even out.
+/// Pieces of work for each thread, so that threads finish at about the same time.
 const PIECES: usize = 4;
 
-/// Threads of a pool at most: more than any machine has cores, fewer than a process may start.
+/// Maximal number of threads: more than machines have cores, fewer than a process may start.
 pub const MAX_THREADS: usize = 1024;
 
 static POOL: PerProcess<Arc<Pool>> = PerProcess::new();
 
-/// Threads that take tasks from a common list.
+/// Threads that take tasks from a shared list.
 pub struct Pool {
     threads: usize,
-    /// None with one thread: the caller works alone.
+    /// `None` with one thread: the caller does all work.
     workers: Option<rayon::ThreadPool>,
 }
 
@@ -41,8 +41,9 @@ impl Pool {
         self.threads
     }
 
-    /// Runs `work` on each task, in the order of the list as threads get free. The caller waits.
-    /// (`broadcast` over a shared list wakes threads in half the time that a parallel iterator takes.)
+    /// Runs `work` on each task. Free threads take tasks in the order of the list. The caller waits.
+    ///
+    /// `broadcast` over a shared list wakes threads in half the time that a parallel iterator takes.
     pub fn run<T: Send>(&self, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         match &self.workers {
             Some(workers) if tasks.len() > 1 => {
@@ -63,7 +64,7 @@ pub(crate) fn run_if_large<T: Send>(num_ids: usize, tasks: Vec<T>, pool: &Pool, 
     if num_ids < SMALL_CALL { tasks.into_iter().for_each(work) } else { pool.run(tasks, work) }
 }
 
-/// Pieces for `mine` of `total` work, so that all pieces are alike.
+/// Number of pieces for `mine` of `total` work, so that all pieces have about the same size.
 pub(crate) fn num_pieces(mine: usize, total: usize, pool: &Pool) -> usize {
     if pool.threads() == 1 {
         return 1;
@@ -87,7 +88,7 @@ impl FirstError {
     }
 }
 
-/// The process' pool: as many threads as `SOK_NUM_THREADS` says, else as the process may use cores. A forked child makes its own.
+/// The pool of the process. It has `SOK_NUM_THREADS` threads, or one for each core that the process may use. A forked child makes its own.
 pub fn global() -> Result<Arc<Pool>> {
     if let Some(pool) = POOL.get() {
         return Ok(pool);
@@ -99,7 +100,7 @@ pub fn global() -> Result<Arc<Pool>> {
     set_num_threads(threads)
 }
 
-/// From the next call on, steps use `threads` threads.
+/// Sets the number of threads of later calls.
 pub fn set_num_threads(threads: usize) -> Result<Arc<Pool>> {
     static WATCH: Once = Once::new();
     WATCH.call_once(|| at_fork(None, None, Some(forget_pool)));
@@ -108,10 +109,10 @@ pub fn set_num_threads(threads: usize) -> Result<Arc<Pool>> {
     Ok(pool)
 }
 
-/// A number of threads as a user writes it.
+/// Parses a number of threads.
 ///
 /// # Errors
-/// [`Error::Argument`] that says which are legal.
+/// [`Error::Argument`] with the legal range.
 pub fn parse_threads(what: &str, text: &str) -> Result<usize> {
     let threads = text.trim().parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
     threads.ok_or_else(|| wrong_number(what, text))

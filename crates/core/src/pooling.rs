@@ -1,8 +1,8 @@
 //! From records to output rows: a copy of each row, or the combination of a bag.
 //!
-//! A bag's sum starts with its first row and adds the others in their order, float32, a product before each sum if there are
-//! weights; then it is multiplied by the combiner's scale. Padding and ids of weight 0 take no part, whatever their rows hold; a bag
-//! without others is zeros.
+//! A bag's sum starts with its first row and adds the others in order, in float32. With weights, each row is multiplied first. The sum
+//! is multiplied by the combiner's scale. Padding and ids of weight 0 are left out, whatever their rows hold. A bag of nothing else is
+//! zeros.
 
 use std::ops::Range;
 
@@ -13,14 +13,14 @@ use crate::key::Key;
 use crate::simd::{Kernel, copy_streaming, prefetch_slice, stream_row};
 use crate::table::Missing;
 
-/// Positions whose rows are asked for ahead where the search has not done it.
+/// How many rows are prefetched ahead, where the search has not done so.
 const AHEAD: usize = 24;
-/// "Record" of padding.
+/// Record number that stands for padding.
 pub const PADDING: RecordNumber = u32::MAX;
-/// "Record" of an id outside the vocabulary: a row of zeros.
+/// Record number that stands for an id outside the vocabulary: a row of zeros.
 pub const OUTSIDE: RecordNumber = u32::MAX - 1;
 
-/// What a key without a record answers.
+/// The row of a key without a record.
 pub struct MissingRow<'a> {
     missing: Missing,
     first: &'a FirstRecord,
@@ -32,7 +32,7 @@ impl<'a> MissingRow<'a> {
         MissingRow { missing, first, row: vec![0.0; first.dim] }
     }
 
-    /// The row of a record, or what stands for it.
+    /// The row of a record, or of a key without one.
     #[inline(always)]
     fn or<'r, const D: usize, const MAY_MISS: bool>(
         &'r mut self,
@@ -57,18 +57,18 @@ impl<'a> MissingRow<'a> {
     }
 }
 
-/// Pools bags that are alike: each id counts once, as many in each bag. `D`: the dim, or 0 where it is no constant.
+/// Pools bags of equal length without weights. `D`: the dim, or 0 if it is not constant.
 pub struct PlainPooling<'a, const D: usize> {
     keys: Keys<'a>,
     hotness: usize,
     scale: f32,
-    /// The next bag to pool, with which `output` starts.
+    /// The next bag to pool. `output` starts with it.
     next_bag: usize,
     num_bags: usize,
     /// `(bags, dim)`
     output: &'a mut [f32],
     missing: MissingRow<'a>,
-    /// The output is larger than the cache.
+    /// Whether the output is larger than the cache.
     stream: bool,
     sum: Vec<f32>,
 }
@@ -84,7 +84,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         PlainPooling { keys, hotness, scale, next_bag, num_bags, output, missing, stream, sum }
     }
 
-    /// Pools all bags that end before position `settled`. `may_miss`: some of them may have no record.
+    /// Pools all bags that end before id `settled`. `may_miss`: some ids may have no record.
     #[inline(always)]
     pub fn pool_up_to<const PREFETCH: bool>(
         &mut self,
@@ -123,7 +123,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         }
     }
 
-    /// `MAY_MISS`: without it sums stay in registers, as nothing is called in between.
+    /// Without `MAY_MISS` no function is called in between, so sums stay in registers.
     #[inline(always)]
     fn pool_constant<const PREFETCH: bool, const MAY_MISS: bool>(
         &mut self,
@@ -144,7 +144,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         });
         let missing = &mut self.missing;
         if hotness == 1 {
-            // A bag of one is its row, whatever the combiner: its scale is 1.
+            // A bag of one id is its row, whatever the combiner: the scale is 1.
             for ((position, record), output) in found.zip(output) {
                 store_row(output, missing.or::<D, MAY_MISS>(rows, record, keys, position), stream);
             }
@@ -222,10 +222,10 @@ impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
     }
 }
 
-/// Pools bags of any kind: of any length, with weights, with ids that are not there.
+/// Pools bags of any length, with weights, padding, or ids without a record.
 ///
-/// `records`: by position from the first bag's first. `coefficients`: takes what the gradient of a bag is multiplied by for
-/// each id, likewise; empty if nobody asks.
+/// `records`: of the ids from the first id of the first bag. `coefficients`: receives the factor of the bag's gradient for each id, or
+/// is empty.
 pub fn pool_bags(
     feature: &Feature,
     bags: Range<usize>,

@@ -1,4 +1,4 @@
-//! What a lookup keeps for its gradients, and the gradients that come for it.
+//! What a lookup keeps for its backward pass, and the gradients of a push.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::region::Region;
 use crate::runs::KeyRuns;
 
-/// Floats that a thread looks at for one that is not finite.
+/// Number of floats that a thread checks for values that are not finite, as one task.
 const FINITE_PIECE: usize = 1 << 16;
 
 /// Keeps a framework's gradients readable until it is dropped.
@@ -30,7 +30,7 @@ pub struct GradientRows {
 mod gradient_rows {
     use super::GradientRows;
 
-    // SAFETY: read-only floats; how long they live is the promise of `new`'s caller.
+    // SAFETY: the floats are read-only, and the caller of `new` promises how long they live.
     unsafe impl Send for GradientRows {}
     // SAFETY: as above.
     unsafe impl Sync for GradientRows {}
@@ -57,10 +57,10 @@ mod gradient_rows {
 pub struct OutputGradients {
     /// By feature.
     pub rows: Vec<GradientRows>,
-    /// With it the rows stay where they are until they are applied; without, they are merged at once.
+    /// If given, the gradients stay where they are until they are applied. If not, they are merged at once.
     pub keep: Option<Keep>,
-    /// A gradient that is not finite makes the ticket NaN, by which a loss scale knows that it overflowed. That reads every
-    /// gradient once more, so only those ask who compute in float16.
+    /// Whether a gradient that is not finite makes the ticket NaN, so that a loss scale notices the overflow. The check reads every
+    /// gradient once more, so only layers that compute in float16 ask for it.
     pub check_finite: bool,
 }
 
@@ -83,16 +83,16 @@ pub struct SavedLookup {
     pub number: u64,
     /// By feature.
     pub num_bags: Vec<usize>,
-    /// Those that took part.
+    /// The tables that took part.
     pub tables: Vec<SavedTable>,
 }
 
 /// A table's part of a lookup.
 pub struct SavedTable {
-    /// Its number in the group.
+    /// Index of the table in the group.
     pub number: usize,
     pub dim: usize,
-    /// The table's generation then.
+    /// Generation of the table at the lookup.
     pub generation: u64,
     pub looked: Looked,
 }
@@ -102,13 +102,13 @@ impl SavedTable {
         SavedTable { number, dim: table.config.dim, generation: table.generation, looked }
     }
 
-    /// Runs of its keys, with the keys' records; those of absent keys come last.
+    /// Runs of its keys, with their records. Runs of absent keys come last.
     pub fn runs(&self) -> impl Iterator<Item = (&KeyRuns, &[RecordNumber])> {
         let absent = self.looked.absent.iter().map(|absent| (&absent.runs, absent.records()));
         self.looked.runs.iter().map(|runs| (runs, runs.records())).chain(absent)
     }
 
-    /// The gradients of its features, to be merged.
+    /// The gradients of its features, not merged yet.
     pub fn hold<'a>(&'a self, rows: &'a [GradientRows], weight: f32) -> Vec<HeldGradients<'a>> {
         let (code, dim) = (self.looked.code, self.dim);
         let of_features: Vec<&[f32]> = self.looked.features.iter().map(|&f| rows[f].get()).collect();
@@ -133,7 +133,7 @@ pub struct Push {
     pub gradients: PushedGradients,
 }
 
-/// Memory of steps that are over, for those to come, of one table.
+/// Memory of finished steps for later ones, of one table.
 #[derive(Default)]
 pub struct Spare {
     pub runs: Vec<KeyRuns>,

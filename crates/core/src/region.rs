@@ -1,4 +1,4 @@
-//! Zeroed arrays that grow in place: the memory of indexes, records and of what a step keeps.
+//! Zeroed arrays that grow in place, for indexes, records, and memory that steps keep.
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 
 use crate::error::{Error, Result};
 
-/// Types that any bytes, zeros among them, are a value of, and that need no drop.
+/// Types for which all bytes, also zeros, are valid, and that need no drop.
 ///
 /// # Safety
 /// The implementor promises both.
@@ -22,15 +22,15 @@ unsafe impl Plain for f32 {}
 unsafe impl Plain for u8 {}
 
 const HUGE_PAGE: usize = 2 << 20;
-/// Cache lines and huge pages start at multiples of it; records of 16 floats then never straddle a line.
+/// Alignment to cache lines, so that records of 16 floats never straddle one.
 const ALIGN: usize = 64;
 
-/// A zeroed array. From 2 MiB on it is a mapping of its own, aligned for huge pages (which save a quarter of the time of
-/// random reads), and growth moves page tables instead of bytes.
+/// A zeroed array. From 2 MiB on it is a mapping aligned for huge pages, which save a quarter of the time of random reads. Growth then
+/// moves page tables instead of bytes.
 pub struct Region<T: Plain> {
     base: NonNull<T>,
     len: usize,
-    /// Bytes that are ours from `base` on.
+    /// Size in bytes from `base` on.
     bytes: usize,
 }
 
@@ -47,20 +47,20 @@ impl<T: Plain> Default for Region<T> {
 
 impl<T: Plain> Region<T> {
     /// # Errors
-    /// [`Error::Memory`] if the system has none.
+    /// [`Error::Memory`] if the system has no memory.
     pub fn new(len: usize) -> Result<Region<T>> {
         let mut region = Region::default();
         region.resize(len)?;
         Ok(region)
     }
 
-    /// Makes it at least `len` long, with room for as much again, so that growing step by step costs little. What was there
-    /// stays, what is new is zero. It may move.
+    /// Grows to at least `len` elements, with capacity for as many again, so that growing step by step is cheap. Old elements stay and
+    /// new ones are zero. The array may move.
     pub fn grow_amortized(&mut self, len: usize) -> Result<()> {
         if len <= self.len { Ok(()) } else { self.resize(len.max(self.len.saturating_mul(2)).max(64)) }
     }
 
-    /// Address of its first value, until it grows.
+    /// Address of the first element. Valid until it grows.
     pub fn base(&self) -> *mut T {
         self.base.as_ptr()
     }
@@ -148,26 +148,26 @@ fn release(base: *mut u8, bytes: usize) {
     if bytes >= HUGE_PAGE {
         unmap(base, bytes);
     } else if bytes > 0 {
-        // SAFETY: `allocate` made it with the same layout, and nobody has it any more.
+        // SAFETY: `allocate` made it with the same layout, and there are no references to it.
         unsafe { dealloc(base, layout(bytes)) };
     }
 }
 
-/// A fresh zeroed mapping, aligned for huge pages, that costs memory only where it is touched.
+/// A zeroed mapping, aligned for huge pages. It uses memory only where it is touched.
 fn map(bytes: usize) -> Result<*mut u8> {
     let base = reserve(bytes, libc::PROT_READ | libc::PROT_WRITE)?;
     #[cfg(target_os = "linux")]
-    // SAFETY: advice on a mapping of ours; whether it is taken changes nothing but speed.
+    // SAFETY: advice on our own mapping, which affects only speed.
     unsafe {
         libc::madvise(base.cast(), bytes, libc::MADV_HUGEPAGE)
     };
     Ok(base)
 }
 
-/// Address space of `bytes`, aligned to 2 MiB: a larger mapping whose ends are given back.
+/// Reserves address space of `bytes`, aligned to 2 MiB: maps more and unmaps both ends.
 fn reserve(bytes: usize, protection: libc::c_int) -> Result<*mut u8> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a new private mapping at an address of the system's choice.
+    // SAFETY: a new private mapping at an address that the system chooses.
     let map = unsafe { libc::mmap(std::ptr::null_mut(), bytes + HUGE_PAGE, protection, flags, -1, 0) };
     if map == libc::MAP_FAILED {
         let source = std::io::Error::last_os_error();
@@ -186,12 +186,12 @@ fn reserve(bytes: usize, protection: libc::c_int) -> Result<*mut u8> {
 
 fn unmap(base: *mut u8, bytes: usize) {
     if bytes > 0 {
-        // SAFETY: a part of a mapping of ours that nobody refers to any more.
+        // SAFETY: a part of our own mapping, to which there are no references.
         unsafe { libc::munmap(base.cast(), bytes) };
     }
 }
 
-/// The same pages under a larger range of addresses; new ones are zero.
+/// Moves the pages of a mapping to a larger range of addresses. New pages are zero.
 #[cfg(target_os = "linux")]
 fn remap(old: *mut u8, old_bytes: usize, bytes: usize) -> Result<*mut u8> {
     let new = reserve(bytes, libc::PROT_NONE)?;

@@ -1,4 +1,4 @@
-//! What a step keeps of a lookup: for each distinct key its record and the gradient rows that will be merged into it.
+//! The distinct keys of a lookup: their records, and the gradient rows that will be merged for each.
 
 use crate::arena::RecordNumber;
 use crate::error::Result;
@@ -11,11 +11,11 @@ pub struct KeyRuns {
     num_ids: usize,
     /// `(num_keys,)`
     records: Region<u32>,
-    /// `(num_keys,)`: where the ids of a key end.
+    /// `(num_keys,)`: end of a key's ids.
     ends: Region<u32>,
-    /// `(num_ids,)`: the gradient row of each id, as [`RowCode`] writes it; key after key.
+    /// `(num_ids,)`: the gradient row of each id as a [`RowCode`], sorted by key.
     rows: Region<u32>,
-    /// `(num_ids,)`: what the gradient row is multiplied by; empty where that is 1 for all.
+    /// `(num_ids,)`: factor of the gradient row. Empty if all are 1.
     coefficients: Region<f32>,
     is_weighted: bool,
 }
@@ -28,7 +28,7 @@ pub struct RowCode {
 }
 
 impl RowCode {
-    /// `None` if features and bags do not fit 32 bits.
+    /// `None` if features and bags do not fit into 32 bits.
     pub fn new(num_features: usize, most_bags: usize) -> Option<RowCode> {
         if num_features == 1 {
             return Some(RowCode { shift: 32 });
@@ -85,8 +85,8 @@ impl KeyRuns {
         self.is_weighted.then(|| &self.coefficients[..self.num_ids])
     }
 
-    /// First half of a counting sort: takes the keys over and gives each the place of its ids. `add` puts them there, in
-    /// their order; after the last one the runs are complete.
+    /// First half of a counting sort: stores the keys and computes the range of each key's ids. `add` then stores the ids in order. The
+    /// runs are complete after the last one.
     ///
     /// `keys`: record and number of ids of each distinct key.
     pub fn start(
@@ -108,7 +108,7 @@ impl KeyRuns {
         if is_weighted { self.coefficients.grow_amortized(self.num_ids) } else { Ok(()) }
     }
 
-    /// Puts an id of distinct key number `key` in.
+    /// Adds an id of distinct key number `key`.
     #[inline(always)]
     pub fn add(&mut self, key: u32, row: u32) -> usize {
         let end = &mut self.ends[key as usize];

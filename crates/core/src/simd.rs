@@ -1,7 +1,7 @@
-//! Instructions that the compiler does not choose by itself: prefetch, stores past the cache, and which build of a loop runs.
+//! Instructions that the compiler does not choose by itself: prefetches, non-temporal stores, and loops built for AVX2.
 #![allow(unsafe_code)]
 
-/// Asks for the cache line of `value`.
+/// Prefetches the cache line of `value`.
 #[inline(always)]
 pub fn prefetch<T>(value: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -13,7 +13,7 @@ pub fn prefetch<T>(value: *const T) {
     let _ = value;
 }
 
-/// Asks for all cache lines of `values`.
+/// Prefetches all cache lines of `values`.
 #[inline(always)]
 pub fn prefetch_slice<T>(values: &[T]) {
     let base = values.as_ptr().cast::<u8>();
@@ -24,7 +24,7 @@ pub fn prefetch_slice<T>(values: &[T]) {
     }
 }
 
-/// Copies `from` to `to` past the cache: for output that is larger than the cache and read later by others.
+/// Copies `from` to `to` with non-temporal stores, for output that is larger than the cache.
 #[inline(always)]
 pub fn copy_streaming(to: &mut [f32], from: &[f32]) {
     assert_eq!(to.len(), from.len());
@@ -44,7 +44,7 @@ pub fn copy_streaming(to: &mut [f32], from: &[f32]) {
     to.copy_from_slice(from);
 }
 
-/// As `copy_streaming`, for a length that the compiler knows.
+/// As `copy_streaming`, for a constant length.
 #[inline(always)]
 pub fn stream_row<const D: usize>(to: &mut [f32; D], from: &[f32; D]) {
     #[cfg(target_arch = "x86_64")]
@@ -59,7 +59,7 @@ pub fn stream_row<const D: usize>(to: &mut [f32; D], from: &[f32; D]) {
     *to = *from;
 }
 
-/// To be called by a thread after its last `copy_streaming`, before others read.
+/// Must be called by a thread after its last `copy_streaming`, before other threads read.
 #[inline(always)]
 pub fn streaming_fence() {
     #[cfg(target_arch = "x86_64")]
@@ -69,15 +69,15 @@ pub fn streaming_fence() {
     };
 }
 
-/// A loop that is compiled for the baseline and for AVX2. The whole loop, not its body: a call inside would cost what the
-/// wider instructions save.
+/// A loop that is compiled for the baseline and for AVX2. The whole loop is compiled twice, because a call inside of it would cost as
+/// much as the wider instructions save.
 pub trait Kernel {
     type Output;
     /// Must be `#[inline(always)]`, and so must all that it calls in its loops.
     fn run(self) -> Self::Output;
 }
 
-/// Runs the build of `kernel` that this processor can do.
+/// Runs the best build of `kernel` for this processor.
 #[inline]
 pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]

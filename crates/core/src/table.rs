@@ -1,4 +1,4 @@
-//! The contract of a table, in words: what the host table does today and a GPU table does tomorrow.
+//! The contract of a table, which the tables of the host and of a GPU implement.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,32 +7,32 @@ use crate::initializer::Initializer;
 use crate::key::Key;
 use crate::optimizer::{StateSpec, Update, UpdateScalars};
 
-/// What a batch does that brings more new keys than a table may hold.
+/// What happens to a batch with more new keys than a table may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckMode {
-    /// The batch changes nothing and fails.
+    /// The call fails and changes nothing.
     Raise,
-    /// What fits goes in, in order of first occurrence; the rest is refused, counted, and the caller is told to warn.
+    /// Keys that fit are inserted, in order of first occurrence. The others are refused and counted, and the caller is to warn.
     Warn,
-    /// As `Warn`, in silence.
+    /// As `Warn`, but without a warning.
     Count,
 }
 
-/// When a lookup gives rows to keys that have none.
+/// When keys without a row get one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Insertion {
-    /// Never. A gradient for such a key is dropped and counted.
+    /// Never. The gradient of such a key is dropped and counted.
     Never = 0,
-    /// When a commit names a push of the lookup. Until then such a key answers as `missing` says.
+    /// When a commit names a push of the lookup. The lookup itself returns what `missing` says.
     AtCommit = 1,
     /// In the lookup itself.
     AtLookup = 2,
 }
 
 impl Insertion {
-    /// The insertion with this number, as frameworks' graphs keep it.
+    /// The insertion with this number, which the graphs of frameworks hold.
     ///
     /// # Errors
     /// [`Error::Argument`] for any other number.
@@ -46,16 +46,16 @@ impl Insertion {
     }
 }
 
-/// What a key without a row answers.
+/// What a lookup returns for a key without a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Missing {
-    /// The very row that training would have inserted.
+    /// Its first value, which training would insert.
     Initial,
     Zeros,
 }
 
-/// What a static table does with an id outside its vocabulary.
+/// What a static table does with an id outside of its vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OutOfVocabulary {
@@ -63,34 +63,34 @@ pub enum OutOfVocabulary {
     Zeros,
 }
 
-/// All choices for one table. Valid because [`TableConfig::validate`] passed before a table was made of it.
+/// Configuration of a table. A table is made only if [`TableConfig::validate`] passes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TableConfig {
     pub name: String,
-    /// Floats in a row; 1 to [`TableConfig::MAX_DIM`].
+    /// Number of floats in a row, 1 to [`TableConfig::MAX_DIM`].
     pub dim: usize,
-    /// `Some(n)`: a static table with the ids `0..n`. `None`: a dynamic table, any key.
+    /// `Some(n)`: a static table with the keys `0..n`. `None`: a dynamic table of any keys.
     pub vocabulary_size: Option<u64>,
     pub initializer: Initializer,
     pub seed: u64,
     pub missing: Missing,
     pub out_of_vocabulary: OutOfVocabulary,
-    /// Rows to make room for at once.
+    /// Number of rows to allocate at once.
     pub initial_capacity: u64,
-    /// Rows at most; `None`: as many as memory holds.
+    /// Maximal number of rows. `None`: as many as fit into memory.
     pub max_capacity: Option<u64>,
     pub check_mode: CheckMode,
 }
 
 impl TableConfig {
-    /// Record numbers are 32 bits and number 0 is "no record".
+    /// Record numbers have 32 bits, and number 0 means "no record".
     pub const MAX_ROWS: u64 = u32::MAX as u64 - 1;
-    /// A row of 4 MiB; rows and their states then fit 64 bits however many there are.
+    /// Rows of 4 MiB. The size of any number of records then fits into 64 bits.
     pub const MAX_DIM: usize = 1 << 20;
 
     /// # Errors
-    /// [`Error::Argument`] that names the field, the rule and the value.
+    /// [`Error::Argument`] with the field, the rule and the value.
     pub fn validate(&self) -> Result<()> {
         let fail = |what: String| Err(Error::argument(format!("table `{}`: {what}", self.name)));
         if !(1..=Self::MAX_DIM).contains(&self.dim) {
@@ -131,16 +131,16 @@ impl TableConfig {
     }
 }
 
-/// How the distinct keys of a call ended; they add up to the distinct keys of the call.
+/// What became of the distinct keys of a call. The numbers add up to all distinct keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Outcomes {
     pub hit: u64,
     pub inserted: u64,
-    /// Not admitted by a policy.
+    /// Kept out by an admission policy.
     pub filtered: u64,
-    /// Rows that went to make room.
+    /// Rows that were removed to make room.
     pub evicted: u64,
-    /// No room: the table holds `max_capacity` rows; or a key that was not there where none may be inserted.
+    /// Keys without room, because the table has `max_capacity` rows; and keys without a row in a call that does not insert.
     pub refused: u64,
 }
 
@@ -158,21 +158,20 @@ impl std::ops::AddAssign for Outcomes {
 pub struct TableStats {
     /// Rows now.
     pub size: u64,
-    /// Rows that fit before the index grows.
+    /// Number of rows at which the index grows.
     pub capacity: u64,
-    /// Sums over all training batches since the table was made.
+    /// Sums over all training calls since the table was made.
     pub outcomes: Outcomes,
-    /// Gradients dropped because their key has no row.
+    /// Number of gradients that were dropped because their key has no row.
     pub dropped_gradients: u64,
     pub pending_pushes: u64,
-    /// Calls of lookup, push, commit and apply that touched the table.
+    /// Number of calls of lookup, push, commit and apply on the table.
     pub native_calls: u64,
-    /// Memory of index, records and what steps keep.
+    /// Bytes of index, records, and memory that steps keep.
     pub bytes: u64,
 }
 
-/// Whole records, side by side: `values` holds for each key its row and then its states, in the order of
-/// [`Table::state_specs`].
+/// Complete records: `values` has for each key its row and then its states, in the order of [`Table::state_specs`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Records {
     pub keys: Vec<Key>,
@@ -180,15 +179,15 @@ pub struct Records {
     pub values: Vec<f32>,
 }
 
-/// Where a scan goes on; `Cursor::default()` starts one.
+/// Position of a scan. `Cursor::default()` is its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor(pub u64);
 
-/// Embedding rows and their optimizer states, found by key.
+/// A map from keys to embedding rows and their optimizer states.
 ///
-/// A *record* is a row with its states, found once, saved together. Keys are any 64-bit pattern. Rows are float32 and
-/// `dim` long; arrays of rows are row-major, `(keys.len(), dim)`. A method that fails has changed nothing. Every method
-/// sees all that calls before it did (on a device: it waits for them) and raises what those left behind.
+/// A *record* is a row and its states. Keys are any 64-bit pattern. Rows are `dim` float32 values; arrays of rows are row-major,
+/// `(keys.len(), dim)`. A method that fails has changed nothing, unless it says otherwise. On a device, every method waits for the
+/// calls before it and returns their errors.
 pub trait Table: Send {
     fn config(&self) -> &TableConfig;
 
@@ -199,65 +198,66 @@ pub trait Table: Send {
         Ok(self.len()? == 0)
     }
 
-    /// The update whose states the records carry; `None` while no optimizer and no load brought one.
+    /// The update whose states the records have. `None` before an optimizer is bound or states are loaded.
     fn update_rule(&self) -> Option<&Update>;
 
-    /// The states in a record after its row, in order; empty without an update rule.
+    /// The states of a record, in the order in which they follow the row. Empty without an update rule.
     fn state_specs(&self) -> Vec<StateSpec> {
         self.update_rule().map(|u| u.rule.states(self.config().dim)).unwrap_or_default()
     }
 
-    /// Floats in a record: row and states.
+    /// Number of floats in a record: row and states.
     fn record_width(&self) -> usize {
         self.config().dim + self.state_specs().iter().map(|s| s.width).sum::<usize>()
     }
 
-    /// Copies the rows of `keys`; never inserts. A key without a row answers as `missing` says and `found` is false.
+    /// Copies the rows of `keys`. Never inserts: a key without a row gets what `missing` says, and `found` is false.
     fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()>;
 
-    /// As `find`, but keys without a row get one, with its first value, as far as `max_capacity` and the vocabulary allow.
+    /// Copies the rows of `keys`. Inserts keys without a row with their first values, as far as `max_capacity` allows.
     fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes>;
 
-    /// Overwrites rows; states stay as they are, and are at their first value in new records. With `insert`, keys without
-    /// a row get one; without, they are counted as refused. Of duplicates the last wins.
+    /// Overwrites rows. States stay as they are; those of new records have their first values. With `insert`, keys without a row
+    /// get one. Without, they count as refused. Of duplicates the last one counts.
     fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes>;
 
-    /// One optimizer step: gradients `(keys.len(), dim)` of equal keys are merged in the order of `merge.rs`, then each
-    /// record is updated once. Keys without a row are counted as refused, their gradient is dropped.
+    /// Makes one optimizer step. Gradients `(keys.len(), dim)` of equal keys are merged in the order of `merge.rs`, and each
+    /// record is updated once. Keys without a row count as refused, and their gradients are dropped.
     fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes>;
 
-    /// Removes rows; returns how many were there. A gradient that is still on its way to them is dropped. A device that fails in
-    /// the middle may have removed some.
+    /// Removes rows and returns their number. Gradients that were not applied yet are dropped. If a device fails, some rows may have
+    /// been removed.
     fn erase(&mut self, keys: &[Key]) -> Result<usize>;
 
-    /// Removes all rows and gives their memory back. Gradients on their way are dropped.
+    /// Removes all rows and frees their memory. Gradients that were not applied yet are dropped.
     fn clear(&mut self) -> Result<()>;
 
     fn stats(&self) -> Result<TableStats>;
 
-    /// As `stats`, but nothing is waited for: on a device, as of the last step that it has told of.
+    /// As `stats`, but does not wait: on a device, the counts are those of the last step that it has reported.
     fn recent_stats(&self) -> TableStats;
 
-    /// From now on keys without a row answer, and new rows start, as of this seed: that of the rows that came.
+    /// Sets the seed of first values, to that of rows that were loaded.
     fn set_seed(&mut self, seed: u64);
 
-    /// Gives the records the states of `update`, at their first values. States that are there and belong to the same rule
-    /// stay if `keep_states`, else they start anew.
+    /// Gives the records the states of `update`, at their first values. With `keep_states`, states of the same rule stay as they
+    /// are.
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()>;
 
-    /// Appends up to `max` records to `out`, in the table's own order, each record once in a scan as long as nothing
-    /// changes the table; `None` at the end.
+    /// Appends up to `max` records to `out`, in the order of the table. A scan returns each record once if the table does not change
+    /// meanwhile. Returns `None` at the end.
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
-    /// Puts whole records in, overwriting those that are there. Their width is `record_width()`.
+    /// Inserts complete records of `record_width()` floats. Overwrites those of the same key.
     fn restore(&mut self, records: &Records) -> Result<()>;
 
-    /// An empty table of the same configuration with the states of `update`; `replace_with` takes its records over.
+    /// Makes an empty table of the same configuration with the states of `update`, for `replace_with`.
     fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>>;
 
-    /// Swaps all records, the seed and the update rule for those of `other`, which `fresh` made. Gradients on their way are dropped.
+    /// Takes over all records, the seed and the update rule of `other`, which `fresh` made. Gradients that were not applied yet are
+    /// dropped.
     fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()>;
 
-    /// For `replace_with`: the concrete table behind `fresh`.
+    /// The concrete table, for `replace_with`.
     fn into_any(self: Box<Self>) -> Box<dyn std::any::Any>;
 }

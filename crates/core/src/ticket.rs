@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 
-/// Pushes that can be told apart at once.
+/// Number of pushes that tickets can distinguish at one time.
 pub const RING: u64 = 64;
 /// Floats in a ticket, `(RING, 2)` row-major.
 pub const TICKET_LEN: usize = RING as usize * 2;

@@ -1,4 +1,4 @@
-//! One optimizer step for many records: each merged gradient goes from registers into its record.
+//! One optimizer step for many records. Merged gradients stay in registers until they update their record.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use crate::merge::MergedGradients;
 use crate::optimizer::{Conditioning, RowWiseAdagradStep, Step, StepVisitor, Update, UpdateScalars};
 use crate::simd::{Kernel, dispatch, prefetch};
 
-/// Records asked for ahead.
+/// How many records are prefetched ahead.
 const AHEAD: usize = 24;
 
 /// What one thread updates: some keys of a table.
@@ -22,7 +22,7 @@ pub struct UpdateTask<'a, G> {
 
 impl<G: MergedGradients> UpdateTask<'_, G> {
     /// # Safety
-    /// Until it returns nobody else reads or writes the records of its keys.
+    /// Until it returns, no other thread reads or writes the records of its keys.
     #[allow(unsafe_code)]
     pub unsafe fn run(self) {
         let (rule, scalars) = (self.update.rule, self.scalars);
@@ -63,7 +63,7 @@ impl<G: MergedGradients> UpdateTask<'_, G> {
         }
     }
 
-    /// The record of a key, if it still has one.
+    /// The record of a key, unless it has none any more.
     #[allow(unsafe_code)]
     #[inline(always)]
     fn record<'s>(arena: SharedArena<'s>, record: RecordNumber) -> Option<&'s mut [f32]> {
@@ -72,7 +72,7 @@ impl<G: MergedGradients> UpdateTask<'_, G> {
     }
 }
 
-/// `D`: the dim, or 0.
+/// `D`: the dim, or 0 if it is not constant.
 struct ColumnUpdate<'a, const D: usize, S, G> {
     task: UpdateTask<'a, G>,
     step: S,
@@ -130,7 +130,7 @@ impl<const D: usize, S: Step, G> ColumnUpdate<'_, D, S, G> {
     }
 }
 
-/// For rules whose step of a column needs the whole row's gradient.
+/// For rules where the step of a column depends on the gradient of the whole row.
 struct RowUpdate<'a, G> {
     task: UpdateTask<'a, G>,
     step: RowWiseAdagradStep,

@@ -1,4 +1,4 @@
-//! The gradient of the weights of a feature's ids: how the loss moves with each, through the combiner.
+//! The gradient of the loss with respect to the weights of a feature's ids, through the combiner.
 
 use crate::arena::{NO_RECORD, RecordNumber};
 use crate::batch::{Bags, Combiner, Feature};
@@ -8,15 +8,15 @@ use crate::key::Key;
 use crate::memory;
 use crate::pooling::{MissingRow, OUTSIDE, PADDING};
 
-/// What a lookup notes of a feature with weights. Rows are read again when the gradient comes, so one that was updated in
-/// between counts as it is then.
+/// What a lookup keeps of a feature with weights. Rows are read again when the gradient is computed, so a row that was updated in between
+/// counts as it is then.
 pub struct WeightTrace {
     combiner: Combiner,
     is_each: bool,
     bag_ends: Vec<u32>,
     weights: Vec<f32>,
     records: Vec<RecordNumber>,
-    /// Positions without a record, ascending, with their keys.
+    /// Positions of ids without a record, ascending, with their keys.
     missing: Vec<(u32, Key)>,
 }
 
@@ -41,7 +41,7 @@ impl WeightTrace {
         self.bag_ends.len() * 4 + self.weights.len() * 8 + self.missing.len() * 16
     }
 
-    /// `rows`: gradient of the output, `(bags, dim)`. `gradients`: one an id.
+    /// `rows`: gradient of the output, `(bags, dim)`. `gradients`: one for each id.
     ///
     /// With d the product of an id's row and its bag's gradient, w the weights, s = sum of w, q = sum of w^2:
     /// sum d; mean (d - sum(w d) / s) / s; sqrtn d / sqrt(q) - w sum(w d) / q^1.5. Zero where s or q is.

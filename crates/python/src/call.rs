@@ -1,8 +1,8 @@
-//! The four calls of a training step as every bridge makes them: flat lists of tensors in, flat lists out.
+//! The four calls of a training step, for all bridges: flat lists of tensors in, flat lists of tensors out.
 //!
-//! A *plan* says once, when a model is traced, what the tensors of a layer's call are; an *optimizer* says which layers
-//! are updated together. Both are handles in a process-wide registry, so that a framework's op carries one integer.
-//! Nothing here copies ids or rows, waits for the GIL or knows a framework.
+//! A *plan* is made when a model is traced, and says what the tensors of a layer's call are. An *optimizer* says which layers are updated
+//! together. Both are in a registry of the process, so the op of a framework holds one integer. Nothing here copies ids or rows, takes
+//! the GIL, or depends on a framework.
 
 use std::sync::MutexGuard;
 
@@ -20,7 +20,7 @@ use crate::gpu_call;
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
 use crate::tables::Tables;
 
-/// Element types that cross the border.
+/// Element types of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DType {
     I32,
@@ -30,7 +30,7 @@ pub enum DType {
     F32,
 }
 
-/// A framework's tensor: dense, row-major, readable for the length of the call (longer, if a [`Keep`] goes with it).
+/// A tensor of a framework: dense, row-major, readable during the call, and longer if a [`Keep`] goes with it.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     pub data: *const u8,
@@ -38,26 +38,26 @@ pub struct Tensor {
     pub dims: Vec<i64>,
 }
 
-/// Of a tensor that a framework has made, so that it fits.
+/// Number of elements. It cannot overflow, because the framework has allocated the tensor.
 pub fn num_elements(dims: &[i64]) -> usize {
     dims.iter().product::<i64>() as usize
 }
 
-/// Where results go. TensorFlow allocates when asked; XLA and PyTorch have allocated already and check the shape.
+/// The outputs of a call. TensorFlow allocates them on request. XLA and PyTorch have allocated them, and check the shape.
 pub trait Outputs {
-    /// Memory for output `index` with these dims, row-major; written by nobody else until the call returns.
+    /// Memory for output `index` of these dims, row-major. Nothing else writes to it until the call returns.
     ///
     /// # Errors
-    /// If the framework has no memory, or had prepared another shape.
+    /// If the framework has no memory, or has allocated another shape.
     fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8>;
 }
 
-/// Tensors are in GPU memory.
+/// For tensors in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct OnGpu {
-    /// The framework's, on which they are ready.
+    /// The framework's stream, on which tensors are ready.
     pub stream: u64,
-    /// So is the lookup's number.
+    /// Whether the number of the lookup is in GPU memory too.
     pub has_number: bool,
 }
 
@@ -78,7 +78,7 @@ impl Tensor {
         if self.len() == 0 {
             return Ok(&[]);
         }
-        // SAFETY: - a tensor is dense and readable for the call: the bridge's promise.
+        // SAFETY: - a tensor is dense and readable during the call: the bridge promises it.
         //         - T is the element of `dtype`: the callers below pair them.
         Ok(unsafe { std::slice::from_raw_parts(self.data.cast(), self.len()) })
     }
@@ -112,7 +112,7 @@ fn floats_out<'a>(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Resu
     if len == 0 {
         return Ok(&mut []);
     }
-    // SAFETY: the framework gave room for these dims, which nobody else touches until the call returns.
+    // SAFETY: the framework has allocated these dims, and nothing else uses them until the call returns.
     Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), len) })
 }
 
@@ -122,7 +122,7 @@ pub fn take<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>) -> Result<&'a Ten
 
 /// The tensors of one feature of a lookup.
 pub struct FeatureTensors<'a> {
-    /// Their low words, if there are `high` ones.
+    /// The ids, or their low words if there are `high` ones.
     pub ids: &'a Tensor,
     pub high: Option<&'a Tensor>,
     pub splits: Option<&'a Tensor>,
@@ -130,7 +130,7 @@ pub struct FeatureTensors<'a> {
 }
 
 impl<'a> FeatureTensors<'a> {
-    /// The next ones of a call, as the plan says.
+    /// Takes the next tensors of a call, as the plan says.
     pub fn take(
         planned: &PlanFeature,
         inputs: &mut std::slice::Iter<'a, Tensor>,
@@ -143,7 +143,7 @@ impl<'a> FeatureTensors<'a> {
         })
     }
 
-    /// Dims of the feature's rows but for the last, which is the table's.
+    /// Dims of the feature's output without the last one.
     pub fn bag_dims(&self, planned: &PlanFeature) -> Result<Vec<i64>> {
         if let Some(splits) = self.splits {
             let empty = || {
@@ -161,13 +161,13 @@ impl<'a> FeatureTensors<'a> {
         Ok(dims)
     }
 
-    /// Ids a bag, where all bags have as many.
+    /// Number of ids in a bag, if it is the same for all.
     pub fn hotness(&self) -> usize {
         self.ids.dims.last().map_or(0, |&hotness| hotness as usize)
     }
 }
 
-/// The rows that a lookup of these tensors gives: shape of each feature's.
+/// Shapes of the outputs of a lookup of these tensors.
 pub fn row_dims(plan: &Plan, inputs: &[Tensor]) -> Result<Vec<Vec<i64>>> {
     let mut inputs = inputs.iter();
     let of_feature = |planned: &PlanFeature| {
@@ -209,7 +209,7 @@ fn feature<'a>(
 ///
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///
-/// `insertion`: when keys without a row get one. `save`: keep what `push` needs. `on_gpu`: where the tensors are.
+/// `insertion`: when keys without a row get one. `save`: whether to keep what `push` needs. `on_gpu`: given if tensors are in GPU memory.
 pub fn lookup(
     plan: i64,
     insertion: Insertion,
@@ -234,19 +234,19 @@ pub fn lookup(
     }
     let place = outputs.output(0, DType::I32, &[2])?;
     let number = plan.group.lock()?.host()?.lookup(&features, insertion, save, rows, &*pool::global()?)?;
-    // SAFETY: the framework gave room for two int32.
+    // SAFETY: the framework has allocated two int32.
     unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
     Ok(())
 }
 
-/// A `tf.function` is traced before anyone can know whether its results will be differentiated.
+/// When a `tf.function` is traced it is not known whether its results will be differentiated.
 const KEPT_NOTHING: &str = "a gradient is asked of a lookup that kept nothing for it: its `tf.function` was traced where no gradient \
      was recorded. Call the layer with `training=True`, or open the `tf.GradientTape` inside the function";
 
 /// Tensors in: the lookup's number, the output gradient of each feature, then the weights of each feature that has them
 /// (for their shape). Tensors out: 0 is the ticket, float32 `(64, 2)`; then the gradient of each feature's weights.
 ///
-/// With `keep` the gradients are held until they are applied; without, they are merged into the core's own memory now.
+/// With `keep`, the gradients stay where they are until they are applied. Without, they are merged at once.
 pub fn push(
     plan: i64,
     inputs: &[Tensor],
@@ -275,7 +275,7 @@ pub fn push(
     let mut rows = Vec::with_capacity(plan.features.len());
     for _ in &plan.features {
         let gradient = take(&mut inputs)?.floats()?;
-        // SAFETY: readable for the call, or until `keep` is dropped: the bridge's promise.
+        // SAFETY: readable during the call, or until `keep` is dropped: the bridge promises it.
         rows.push(unsafe { GradientRows::new(gradient.as_ptr(), gradient.len()) });
     }
     let mut weights = Vec::new();
@@ -288,7 +288,7 @@ pub fn push(
 }
 
 fn lock_all(optimizer: &Optimizer) -> Result<Vec<MutexGuard<'_, Tables>>> {
-    // In the order of their addresses, so that two optimizers that share groups never wait for each other.
+    // In the order of their addresses, so that two optimizers that share groups cannot deadlock.
     let mut order: Vec<usize> = (0..optimizer.groups.len()).collect();
     order.sort_unstable_by_key(|&i| std::sync::Arc::as_ptr(&optimizer.groups[i]));
     let guards = order.into_iter().map(|i| Ok((i, optimizer.groups[i].lock()?)));
@@ -311,11 +311,11 @@ fn on_host<'a>(groups: &'a mut [MutexGuard<'_, Tables>]) -> Result<Vec<&'a mut H
     groups.iter_mut().map(|tables| tables.host()).collect()
 }
 
-/// Makes the rows that the named pushes missed; a table that refuses one and is asked to say so changes nothing.
+/// Reads which pushes count, and inserts their absent keys. If a table refuses a key and is to raise, nothing has changed.
 ///
 /// Tensors in: `is_update` float32 `(1,)` (0: the gradients are only accumulated), then a ticket for each layer of the
 /// optimizer. Tensors out: 0 is the squared norm of all merged gradients, accumulated ones included, float32 `()`; 0 if
-/// nothing asks for norms.
+/// no optimizer needs norms.
 pub fn commit(
     optimizer: i64,
     inputs: &[Tensor],
@@ -368,7 +368,7 @@ pub fn apply(
     update(&optimizer, handle, &mut groups, &scalars)
 }
 
-/// What `apply` does but for the update itself, which `apply_now` does with the scalars that this gives. The tables are on the host.
+/// Does what `apply` does except for the update. `apply_now` makes it with the scalars that this returns. The tables are on the host.
 pub fn prepare_apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<ApplyScalars> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
     let mut locked = lock_all(&optimizer)?;
@@ -387,7 +387,7 @@ pub fn apply_now(optimizer: i64, scalars: &ApplyScalars) -> Result<()> {
     update(&optimizer, handle, &mut groups, scalars)
 }
 
-/// Forgets what was committed: its step has failed.
+/// Drops committed pushes, because their step has failed.
 pub fn drop_committed(optimizer: i64) -> Result<()> {
     let optimizer = registry::optimizer(optimizer)?;
     let mut locked = lock_all(&optimizer)?;
@@ -413,7 +413,7 @@ fn check_owners(optimizer: &Optimizer, handle: i64, groups: &mut [&mut HostGroup
     result
 }
 
-/// Any change will do: the next lookup depends on the new value, so it comes after the update.
+/// The new value of a trigger. The next lookup depends on it, so it comes after the update. Any other value would do.
 fn write_triggers(optimizer: &Optimizer, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
     let mut triggers = inputs.iter().skip(2);
     for number in 0..optimizer.groups.len() {
@@ -436,7 +436,7 @@ fn update(
     groups.try_for_each(|(group, binding)| group.apply(&binding, scalars, &pool))
 }
 
-/// Remembers an error that its framework will tell late, or never.
+/// Remembers an error that its framework will raise late, or never.
 pub fn latch(plan: &Plan, error: &Error) {
     plan.group.latch(error);
 }

@@ -1,4 +1,4 @@
-//! Dumps: the tables of several groups, and arrays, in and out of a directory.
+//! Writes and reads dumps: tables of several groups, and arrays.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -21,10 +21,10 @@ use crate::tables::Tables;
 /// `(name, safetensors dtype, shape, bytes)`
 type ArrayTuple<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
 
-/// As [`ArrayTuple`], on its way out.
+/// As [`ArrayTuple`], returned to Python.
 type StoredTuple<'py> = (String, String, Vec<usize>, Bound<'py, PyBytes>);
 
-/// Each group of the tables once, in the order of their addresses: two calls never wait for each other.
+/// The distinct groups of tables, in the order of their addresses, so that two calls cannot deadlock.
 fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<Group>> {
     let mut groups: Vec<_> = tables.iter().map(|t| t.group.clone()).collect();
     groups.sort_unstable_by_key(Arc::as_ptr);
@@ -36,7 +36,7 @@ fn lock(groups: &[Arc<Group>]) -> Result<Vec<MutexGuard<'_, Tables>>> {
     groups.iter().map(|group| group.lock()).collect()
 }
 
-/// Where a table is: place of its group among `groups`, its number there.
+/// Index of a table's group in `groups`, and its index there.
 fn places(tables: &[PyRef<'_, PyTable>], groups: &[Arc<Group>]) -> Vec<(usize, usize)> {
     let place =
         |t: &PyRef<'_, PyTable>| groups.iter().position(|g| Arc::ptr_eq(g, &t.group)).unwrap_or_default();
@@ -52,7 +52,7 @@ fn json(value: &impl serde::Serialize) -> Result<String> {
     serde_json::to_string(value).map_err(|e| Error::State(e.to_string()))
 }
 
-/// Writes a dump; gives its manifest as JSON.
+/// Writes a dump. Returns its manifest as JSON.
 #[pyfunction]
 fn dump(
     py: Python<'_>,
@@ -84,7 +84,7 @@ fn verify(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     detached(py, || checkpoint::verify(&path))
 }
 
-/// One dump, as it was when it was opened: all that is read through it belongs together.
+/// A snapshot of a dump: all that it reads belongs to the manifest that was there when it was opened.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct DumpReader {
     inner: checkpoint::DumpReader,
@@ -114,8 +114,8 @@ impl DumpReader {
         arrays.into_iter().map(|a| Ok((a.name, a.dtype, a.shape, bytes(&a.data)?))).collect()
     }
 
-    /// Reads into tables, each named as in the dump; gives the report as JSON. `expected`: JSON of the update that will be bound
-    /// to a table that none is bound to yet, where it is known.
+    /// Reads into tables, by their names in the dump. Returns the report as JSON. `expected`: JSON of the update that will be bound to a
+    /// table without one, where it is known.
     fn load(
         &self,
         py: Python<'_>,

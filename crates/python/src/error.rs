@@ -1,4 +1,4 @@
-//! The exception tree, and the one match from Rust's errors to it.
+//! The exceptions, and the mapping from Rust's errors to them.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -70,14 +70,14 @@ pub fn to_python(error: Error) -> PyErr {
     }
 }
 
-/// Runs the body of what Python or a framework calls: a panic becomes [`Error::Bug`]. Python's `except Exception` would miss what PyO3
-/// makes of it, and at the border of C it would abort the process.
+/// Runs the body of a function that Python or a framework calls, and turns a panic into [`Error::Bug`]. Otherwise PyO3 would raise an
+/// exception that `except Exception` does not catch, and a panic in a C callback would abort the process.
 pub fn caught<T>(work: impl FnOnce() -> sok_core::Result<T>) -> sok_core::Result<T> {
-    // What a panic leaves half done lies in the core, behind locks; nothing else outlives the call.
+    // A panic leaves only the core inconsistent, behind poisoned locks. Nothing else outlives the call.
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| Err(bug(payload.as_ref())))
 }
 
-/// As [`caught`], for what Python calls.
+/// As [`caught`], for functions that Python calls.
 pub fn guarded<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     let done = catch_unwind(AssertUnwindSafe(work));
     done.unwrap_or_else(|payload| Err(to_python(bug(payload.as_ref()))))

@@ -1,8 +1,8 @@
-//! A fork while threads are at work. A forked child has the thread that forked and no other, and all memory as it was at that moment:
-//! a table in the middle of an update stays so, and its lock stays locked.
+//! Forks while other threads use tables. A forked child has only the thread that forked, and a copy of all memory: a table in the
+//! middle of an update stays so, and its lock stays locked.
 //!
-//! So a fork waits for the calls that are under way, for a second at most. What is locked then is the forking thread's, which gives it
-//! back in parent and child. Tables that were busy for longer, and those on a GPU, which a child cannot reach, raise in the child.
+//! Therefore a fork waits for the calls in progress, for a second at most, and takes all locks. It releases them in parent and child.
+//! In the child, tables that were busy for longer raise an error, and so do tables on a GPU, which a child cannot use.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -77,7 +77,7 @@ pub fn busy_error() -> Error {
 }
 
 extern "C" fn prepare() {
-    // Nobody could be told of a panic: the child then finds nothing held, which is what it has without this.
+    // A panic could not be reported. The child then finds no locks held, as it would without this function.
     let _ = std::panic::catch_unwind(|| {
         let list = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
         let deadline = Instant::now() + PATIENCE;

@@ -1,4 +1,4 @@
-//! The tables of a layer made anew, beside those that are there: filled first, then put in their place.
+//! New tables for a layer, which are filled before they replace the old ones.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,7 +13,7 @@ use crate::error::{detached, to_python};
 use crate::registry::Group as GroupInner;
 use crate::table::{Group, as_keys, check_table, parse};
 
-/// Fresh tables of a group, one for each that it has, until `take_their_place`.
+/// New tables, one for each table of a group, until `take_their_place`.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct FreshTables {
     group: Arc<GroupInner>,
@@ -28,7 +28,7 @@ impl FreshTables {
 
 #[pymethods]
 impl FreshTables {
-    /// Of each table its seed, and JSON of the update whose states its records carry.
+    /// `seeds`: seed of each table. `updates`: JSON of the update whose states its records have.
     #[new]
     fn new(
         py: Python<'_>,
@@ -60,7 +60,7 @@ impl FreshTables {
         })
     }
 
-    /// Puts in whole records, `(len(keys), dim + states)`; or rows alone, `(len(keys), dim)`, with states at their first values.
+    /// Inserts complete records, `(len(keys), dim + states)`; or rows, `(len(keys), dim)`, with states at their first values.
     fn add(
         &self,
         py: Python<'_>,
@@ -83,7 +83,7 @@ impl FreshTables {
         })
     }
 
-    /// Swaps them in, all together.
+    /// Replaces all tables of the group.
     fn take_their_place(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
             let fresh = std::mem::take(&mut *self.tables());

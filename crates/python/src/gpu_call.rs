@@ -1,4 +1,4 @@
-//! The four calls of a training step on tables in GPU memory: tensors are addresses there, and nothing is waited for.
+//! The four calls of a training step on tables in GPU memory. Tensors are addresses of device memory. In a steady step no call waits.
 
 use std::sync::MutexGuard;
 
@@ -21,7 +21,7 @@ fn address(tensor: &Tensor, dtype: DType) -> Result<u64> {
     Ok(tensor.data as u64)
 }
 
-/// Address of so many floats, which kernels read without asking.
+/// Address of a tensor of `len` floats. The length is checked here, since kernels do not check it.
 fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
     if tensor.len() != len {
         return Err(Error::argument(format!("{what} must be {len} numbers. Received: {}", tensor.len())));
@@ -106,7 +106,7 @@ pub fn lookup(
     let number_to = on_gpu.has_number.then_some(place as u64);
     let number = group.lookup(&features, insertion, save, number_to, Stream(on_gpu.stream as _))?;
     if number_to.is_none() {
-        // SAFETY: the framework gave room for two int32 in host memory.
+        // SAFETY: the framework has allocated two int32 in host memory.
         unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
     }
     Ok(())

@@ -1,16 +1,16 @@
-//! How the process' C library treats memory that a framework frees.
+//! Settings of glibc's allocator, for memory that a framework frees.
 
 use pyo3::prelude::*;
 
 use crate::error::guarded;
 
-/// Keeps memory that is freed for the next step, where the C library is glibc and nobody has said otherwise.
+/// Keeps freed memory for the next step, if the C library is glibc and the user has not set it up.
 ///
-/// XLA and TensorFlow take the arrays of each step on the CPU from `malloc` and free them after it. glibc maps large ones anew each
-/// time, and gives the end of its heap back: each step then takes tens of thousands of page faults, which cost more than all that
-/// tables do (a step of 26 x 16,384 ids of dim 64 under JAX: 82 ms with, 26 ms without).
+/// XLA and TensorFlow allocate the arrays of a step on the CPU with `malloc` and free them after it. glibc maps large arrays anew each
+/// time and returns the end of its heap to the system. The page faults of a step then cost more than all work on tables: a step of
+/// 26 x 16,384 ids of dim 64 under JAX takes 82 ms, and 26 ms without them.
 ///
-/// Returns whether it did. `SOK_KEEP_FREED_MEMORY=0`, glibc's own tunables and its `MALLOC_...` variables say otherwise.
+/// Returns whether it has changed settings. `SOK_KEEP_FREED_MEMORY=0`, glibc's tunables and its `MALLOC_...` variables prevent it.
 #[pyfunction]
 fn keep_freed_memory() -> PyResult<bool> {
     guarded(|| Ok(keep()))
@@ -30,9 +30,9 @@ fn keep() -> bool {
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn set() -> bool {
-    // No large array has a mapping of its own; the heap grows by 64 MiB and shrinks when 2 GiB of it are unused.
+    // Large arrays come from the heap, which grows by 64 MiB and shrinks when 2 GiB of it are unused.
     let options = [(libc::M_MMAP_MAX, 0), (libc::M_TOP_PAD, 64 << 20), (libc::M_TRIM_THRESHOLD, i32::MAX)];
-    // SAFETY: sets numbers of glibc's allocator, which takes its own lock.
+    // SAFETY: sets parameters of glibc's allocator, which takes its own lock.
     options.into_iter().all(|(option, value)| unsafe { libc::mallopt(option, value) } == 1)
 }
 

@@ -1,4 +1,4 @@
-//! Arrays of NumPy's that a call fills. NumPy gets their memory itself, and raises `MemoryError` where there is none.
+//! NumPy arrays for results. NumPy allocates them, and raises `MemoryError` if there is no memory.
 
 use numpy::ndarray::Dimension;
 use numpy::{Element, PyArray, PyArray1, PyArray2, PyArrayMethods, dtype};
@@ -19,16 +19,16 @@ pub fn matrix<'py, T: Element>(
     Ok(zeros::<T>(py, (rows, columns))?.cast_into()?)
 }
 
-/// Not `numpy.empty`: what Rust sees as numbers must be some. Memory that nobody has touched is zero at no cost.
+/// `numpy.zeros` and not `numpy.empty`, since Rust must not read uninitialised memory. Fresh memory is zero at no cost.
 fn zeros<'py, T: Element>(py: Python<'py>, shape: impl IntoPyObject<'py>) -> PyResult<Bound<'py, PyAny>> {
     static ZEROS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     ZEROS.import(py, "numpy", "zeros")?.call1((shape, dtype::<T>(py)))
 }
 
-/// The numbers of an array that was just made.
+/// The elements of a new array.
 pub fn values<'a, T: Element, D: Dimension>(
     array: &'a mut Bound<'_, PyArray<T, D>>,
 ) -> PyResult<&'a mut [T]> {
-    // SAFETY: nobody else has the array before the call returns it, and `&mut` lets one have it here.
+    // SAFETY: no other code has the array before the call returns it, and `&mut` makes this the only access here.
     Ok(unsafe { array.as_slice_mut() }?)
 }

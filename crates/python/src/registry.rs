@@ -1,5 +1,5 @@
-//! What a framework's op names by a number: plans, optimizers and scopes. A graph may outlive its process in a file, so a number is drawn
-//! such that no other process has it: a graph finds its own tables, or none.
+//! Plans, optimizers and scopes by their handles, which the ops of frameworks hold. A graph may be saved and run in another process, so
+//! handles are random: a graph finds its own tables, or none.
 
 use std::collections::HashMap;
 use std::mem::ManuallyDrop;
@@ -19,9 +19,9 @@ use crate::tables::Tables;
 pub struct Group {
     tables: ManuallyDrop<Mutex<Tables>>,
     pub is_on_gpu: bool,
-    /// This process is a child that was forked, and cannot use them.
+    /// Whether this process is a forked child that cannot use them.
     is_lost: AtomicBool,
-    /// An error that no caller has seen yet.
+    /// An error that was not raised yet.
     latched: Mutex<Option<Error>>,
 }
 
@@ -36,8 +36,8 @@ impl Group {
     }
 
     /// # Errors
-    /// In a forked child that cannot use them: [`Error::Device`] of those on a GPU, [`Error::State`] of those that another thread was at
-    /// work on when the process was forked.
+    /// In a forked child that cannot use them: [`Error::Device`] for tables on a GPU, [`Error::State`] for tables that another thread
+    /// used when the process was forked.
     pub fn lock(&self) -> Result<MutexGuard<'_, Tables>> {
         if self.is_lost.load(Relaxed) {
             return Err(if self.is_on_gpu { fork::gpu_error() } else { fork::busy_error() });
@@ -50,7 +50,7 @@ impl Group {
         self.is_lost.store(true, Relaxed);
     }
 
-    /// All its locks, if nobody has them.
+    /// Takes all its locks, if they are free.
     pub fn try_hold(&self) -> Option<(MutexGuard<'_, Tables>, MutexGuard<'_, Option<Error>>)> {
         fork::try_lock(&self.tables).zip(fork::try_lock(&self.latched))
     }
@@ -61,7 +61,7 @@ impl Group {
         }
     }
 
-    /// Also what a device has found in calls that were over before it did.
+    /// Takes the error, also one that a device has found after the call had returned.
     pub fn take_latched(&self) -> Result<Option<Error>> {
         let mut tables = self.lock()?;
         let latched = self.latched.lock().unwrap_or_else(|e| e.into_inner()).take();
@@ -74,9 +74,9 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // What is lost is the parent's to free: its device, or memory in the middle of a change.
+        // A child must not free tables that it cannot use: their device is the parent's, or their memory is inconsistent.
         if !self.is_lost.load(Relaxed) {
-            // SAFETY: dropped here alone, once.
+            // SAFETY: it is dropped only here, once.
             unsafe { ManuallyDrop::drop(&mut self.tables) };
         }
     }
@@ -87,13 +87,13 @@ impl Drop for Group {
 pub enum Axis {
     /// None.
     Each,
-    /// Those along the last axis.
+    /// The ids along the last axis.
     Last,
-    /// As row splits say.
+    /// The ids between two row splits.
     Ragged,
 }
 
-/// A feature of a layer's call, as far as it is known when the model is traced.
+/// A feature of a layer's call: what is known when the model is traced.
 #[derive(Clone, Debug)]
 pub struct PlanFeature {
     pub name: String,
@@ -111,7 +111,7 @@ pub struct Plan {
     pub features: Vec<PlanFeature>,
     /// Of each table.
     pub dims: Vec<usize>,
-    /// Whether gradients may overflow and a ticket is to say so.
+    /// Whether a gradient that is not finite makes the ticket NaN.
     pub check_finite: bool,
 }
 
@@ -121,12 +121,12 @@ pub struct Optimizer {
     /// Of each group.
     pub updates: Vec<Update>,
     pub needs_norm: bool,
-    /// Gradients of several steps may add up.
+    /// Whether gradients of several steps are accumulated.
     pub accumulates: bool,
 }
 
 impl Optimizer {
-    /// What it binds to each group. `handle`: its own.
+    /// The binding of each group. `handle`: the handle of this optimizer.
     pub fn bindings(&self, handle: i64) -> impl Iterator<Item = Binding> {
         let (owner, needs_norm) = (handle as u64, self.needs_norm);
         self.updates.iter().map(move |&update| Binding { owner, update, needs_norm })
@@ -135,7 +135,7 @@ impl Optimizer {
 
 type ByHandle<T> = Option<HashMap<i64, Arc<T>>>;
 type Handles<T> = RwLock<ByHandle<T>>;
-/// As long as it is there nobody reads or changes the registry.
+/// While it exists, no other thread reads or changes the registry.
 pub type RegistryLock = (Locked<Plan>, Locked<Optimizer>, Locked<Scope>);
 type Locked<T> = RwLockWriteGuard<'static, ByHandle<T>>;
 
@@ -143,7 +143,7 @@ static PLANS: Handles<Plan> = RwLock::new(None);
 static OPTIMIZERS: Handles<Optimizer> = RwLock::new(None);
 static SCOPES: Handles<Scope> = RwLock::new(None);
 
-/// 63 bits from the operating system, never 0.
+/// A random number of 63 bits from the operating system, never 0.
 fn draw() -> Result<i64> {
     let mut bytes = [0; size_of::<i64>()];
     // SAFETY: the call writes at most as many bytes as there are.
@@ -174,7 +174,7 @@ fn get<T>(handles: &Handles<T>, handle: i64) -> Option<Arc<T>> {
 fn remove<T>(handles: &Handles<T>, handle: i64) {
     let mut locked = handles.write().unwrap_or_else(|e| e.into_inner());
     let removed = locked.as_mut().and_then(|h| h.remove(&handle));
-    // What it drops may be tables, which takes time.
+    // Dropping tables takes time, so it is done without the lock.
     drop(locked);
     drop(removed);
 }
@@ -191,7 +191,7 @@ pub fn add_plan(plan: Plan) -> Result<i64> {
 }
 
 /// # Errors
-/// If no layer of this process has it.
+/// [`Error::State`] if no layer of this process has this plan.
 pub fn plan(handle: i64) -> Result<Arc<Plan>> {
     get(&PLANS, handle).ok_or_else(|| {
         Error::State(format!(
@@ -211,7 +211,7 @@ pub fn add_optimizer(optimizer: Optimizer) -> Result<i64> {
 }
 
 /// # Errors
-/// If no optimizer of this process has it.
+/// [`Error::State`] if no optimizer of this process has this handle.
 pub fn optimizer(handle: i64) -> Result<Arc<Optimizer>> {
     get(&OPTIMIZERS, handle).ok_or_else(|| {
         Error::State(format!(
@@ -230,7 +230,7 @@ pub fn add_scope(scope: Scope) -> Result<i64> {
 }
 
 /// # Errors
-/// If no model of this process has it.
+/// [`Error::State`] if no model of this process has this scope.
 pub fn scope(handle: i64) -> Result<Arc<Scope>> {
     get(&SCOPES, handle).ok_or_else(|| {
         Error::State(format!("this step's model is not in this process, or gone (scope {handle:#x})"))

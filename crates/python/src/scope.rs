@@ -1,9 +1,8 @@
 //! Steps that fail as a whole, under JAX on the CPU.
 //!
-//! XLA has taken the model's weights when it runs a step that was given them (donation), and gives nothing back if a call in
-//! it fails. So a call of a step that belongs to a scope never fails: the scope remembers the first error, and from then on
-//! its calls change nothing, in the steps too that were started meanwhile, until Python has taken the error. Updates of rows
-//! wait until the end of their step, when all its calls have run: nothing fails after something has changed.
+//! A step owns the model's weights while it runs (donation), and XLA loses them if a call in it fails. So the calls of a scope never fail.
+//! The scope remembers the first error. From then on its calls change nothing, also in steps that were started meanwhile, until Python
+//! has taken the error. Updates of rows wait until the end of their step, so nothing fails after something has changed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -26,7 +25,7 @@ pub struct Scope {
 #[derive(Default)]
 struct Inner {
     error: Option<Error>,
-    /// Updates that wait for the end of the step: optimizer and scalars.
+    /// Optimizers and scalars of updates that wait for the end of the step.
     waiting: Vec<(i64, ApplyScalars)>,
 }
 
@@ -39,18 +38,18 @@ impl Scope {
         self.has_failed.load(Ordering::Acquire)
     }
 
-    /// Remembers the first error; the updates that wait will not be made.
+    /// Remembers the first error, and drops the updates that wait.
     pub fn fail(&self, error: Error) {
         let mut inner = self.lock();
         inner.error.get_or_insert(error);
         self.has_failed.store(true, Ordering::Release);
         for (optimizer, _) in inner.waiting.drain(..) {
-            // An optimizer that is gone has committed nothing that would ever be applied.
+            // The commits of an optimizer that no longer exists will never be applied.
             call::drop_committed(optimizer).unwrap_or_default();
         }
     }
 
-    /// An update for the end of the step.
+    /// Adds an update for the end of the step.
     pub fn add_update(&self, optimizer: i64, scalars: ApplyScalars) {
         self.lock().waiting.push((optimizer, scalars));
     }
@@ -61,7 +60,7 @@ impl Scope {
         waiting.iter().try_for_each(|(optimizer, scalars)| call::apply_now(*optimizer, scalars))
     }
 
-    /// The same before a lookup, if this group is to be updated: a step may update its tables more than once.
+    /// Makes them before a lookup, if one is of this group: a step may update its tables more than once.
     pub fn finish_before_lookup(&self, group: &Arc<Group>) -> Result<()> {
         let updates = |handle| {
             registry::optimizer(handle)
@@ -78,7 +77,7 @@ impl Scope {
     }
 }
 
-/// A scope as Python holds it.
+/// A scope, as a Python object.
 #[pyclass(frozen, name = "Scope", module = "sok_keras._native")]
 struct PyScope {
     #[pyo3(get)]
@@ -102,7 +101,7 @@ impl PyScope {
         self.scope.has_failed()
     }
 
-    /// Raises the first error, by its class; steps work from then on. None of them may be under way.
+    /// Raises the first error, by its class, and resets the scope. No step may be running.
     fn raise_error(&self) -> PyResult<()> {
         self.scope.take_error().map_or(Ok(()), |error| Err(to_python(error)))
     }

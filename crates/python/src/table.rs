@@ -1,4 +1,4 @@
-//! Groups, tables, plans and optimizers as Python holds them: a line or three a method.
+//! Groups, tables, plans and optimizers, as Python objects.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -63,12 +63,12 @@ impl Group {
         self.inner.is_on_gpu
     }
 
-    /// Raises the error of a call that nobody has seen yet.
+    /// Raises the error of a call that was not raised yet.
     fn raise_latched(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || self.inner.take_latched()?.map_or(Ok(()), Err))
     }
 
-    /// Keys refused since this was last asked, by table, where the check mode is "warn".
+    /// Name and number of refused keys since the last call, of tables whose check mode is "warn".
     fn take_refused(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
         detached(py, || Ok(self.inner.lock()?.take_refused()))
     }
@@ -157,7 +157,7 @@ impl Table {
         detached(py, || self.group.lock()?.table_mut(self.number).clear())
     }
 
-    /// Keys ascending, their rows, and if asked their states by name.
+    /// Keys in ascending order, their rows, and with `states` their states by name.
     fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
         let copy = detached(py, || Copy::of(self.group.lock()?.table(self.number)))?;
         let num_keys = copy.order.len();
@@ -177,13 +177,13 @@ impl Table {
         Ok((keys, rows, named))
     }
 
-    /// Of the first values of its rows.
+    /// Seed of first values.
     #[getter]
     fn seed(&self, py: Python<'_>) -> PyResult<u64> {
         detached(py, || Ok(self.group.lock()?.table(self.number).config().seed))
     }
 
-    /// The update whose states its records carry, as JSON.
+    /// The update whose states its records have, as JSON.
     #[getter]
     fn update_rule(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let update = detached(py, || Ok(self.group.lock()?.table(self.number).update_rule().copied()))?;
@@ -191,7 +191,7 @@ impl Table {
     }
 
     /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
-    /// Without `waits` as of the last step that a device has told of.
+    /// Without `waits`, the counts are those of the last step that the device has reported.
     fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<(u64, u64, OutcomesTuple, u64, u64, u64, u64)> {
         detached(py, || {
             let mut group = self.group.lock()?;
@@ -222,7 +222,7 @@ struct Copy {
     records: Records,
     width: usize,
     specs: Vec<StateSpec>,
-    /// Places in `records`, keys ascending as signed integers.
+    /// Indices into `records`, by ascending signed keys.
     order: Vec<u32>,
 }
 
@@ -255,7 +255,7 @@ impl Copy {
     }
 }
 
-/// What a layer's call looks like; see `call.rs`.
+/// Describes the tensors of a layer's call; see `call.rs`.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct Plan {
     #[pyo3(get)]
@@ -311,7 +311,7 @@ fn plan_feature(
     Ok(PlanFeature { name, table, words, axis, weights, combiner, padding_key })
 }
 
-/// An optimizer's part in the core: which groups it updates, and how.
+/// The groups that an optimizer updates, and its update of each.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct Optimizer {
     #[pyo3(get)]
@@ -344,7 +344,7 @@ impl Optimizer {
     }
 }
 
-/// A step locks each group once, and each has an update.
+/// Checks that groups are distinct and that each has an update: a step locks each group once.
 fn check_groups(groups: &[Arc<GroupInner>], num_updates: usize) -> Result<()> {
     let mut addresses: Vec<_> = groups.iter().map(Arc::as_ptr).collect();
     addresses.sort_unstable();
@@ -365,19 +365,19 @@ impl Drop for Optimizer {
     }
 }
 
-/// Raises unless a layer of this process has the plan.
+/// Raises if no layer of this process has the plan.
 #[pyfunction]
 fn check_plan(py: Python<'_>, handle: i64) -> PyResult<()> {
     detached(py, || registry::plan(handle).map(|_| ()))
 }
 
-/// Raises unless an `OptimizerWrapper` of this process has the optimizer.
+/// Raises if no `OptimizerWrapper` of this process has the optimizer.
 #[pyfunction]
 fn check_optimizer(py: Python<'_>, handle: i64) -> PyResult<()> {
     detached(py, || registry::optimizer(handle).map(|_| ()))
 }
 
-/// From the next call on, steps use `threads` threads, 1 to 1024.
+/// Sets the number of threads of later calls, 1 to 1024.
 #[pyfunction]
 fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
     guarded(|| {
@@ -390,7 +390,7 @@ fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
     })
 }
 
-/// Name of an update's rule; names and widths of the states that it gives a record of a table of `dim`, in their order.
+/// Name of an update's rule, and names and widths of its states for a table of `dim`, in order.
 #[pyfunction]
 fn states_of(update: &str, dim: usize) -> PyResult<(&'static str, Vec<(&'static str, usize)>)> {
     let update: Update = parse(update)?;

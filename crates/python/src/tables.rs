@@ -1,4 +1,4 @@
-//! The tables of a layer, wherever they are.
+//! The tables of a layer, on the host or on a GPU.
 
 use sok_core::error::{Error, Result};
 use sok_core::host_group::{Binding, HostGroup};
@@ -21,7 +21,7 @@ macro_rules! each {
 
 impl Tables {
     /// # Errors
-    /// [`Error::Device`] if they are on a GPU, and the call's tensors are not.
+    /// [`Error::Device`] if they are on a GPU and the tensors of the call are not.
     pub fn host(&mut self) -> Result<&mut HostGroup> {
         match self {
             Tables::Host(group) => Ok(group),
@@ -76,12 +76,12 @@ impl Tables {
         }
     }
 
-    /// Memory that steps keep.
+    /// Bytes that steps keep for later ones.
     pub fn step_bytes(&self) -> usize {
         each!(self, group => group.step_bytes())
     }
 
-    /// Keys refused since this was last asked, by table, where the check mode says to warn.
+    /// Name and number of refused keys since the last call, of tables whose check mode is to warn.
     pub fn take_refused(&mut self) -> Vec<(String, u64)> {
         each!(self, group => group.take_refused())
     }

@@ -1,8 +1,8 @@
-"""What those who are traced, and know a number alone, may ask of the plan or the optimizer behind it."""
+"""Plans and optimizers by their handles. Traced code holds a handle only."""
 
 import weakref
 
-# Plans by their handle, as long as their layer lives.
+# Plans, while their layer lives.
 plans: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-# What optimizers have in the core, by its handle, as long as they live.
+# Optimizers in the core, while they live.
 optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()

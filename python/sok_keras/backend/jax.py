@@ -40,11 +40,11 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     Args:
         plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
         trigger: Value of the layer's trigger, `(64, 2)` float32. By it data says that the lookup comes after the last update.
-        learns: Whether gradients are to come back; if not, nothing is differentiable.
+        learns: Whether gradients are computed. If not, nothing is differentiable.
         inputs: A tuple for each feature: its ids (without x64 the low and the high words), then its row splits if it is
             ragged.
         weights: A float32 array or None for each feature.
-        insertion: When keys without a row get one. One that is not differentiated inserts nothing at a commit.
+        insertion: When keys without a row get one. `AT_COMMIT` has an effect only if the call is differentiated.
 
     Returns:
         A list with a float32 array for each feature.
@@ -96,7 +96,7 @@ def apply(tables, scalars, sum_of_squares, triggers):
 
 
 def _run(call, trigger, weights, inputs, save):
-    """The lookup's number, for push, and the rows of each feature."""
+    """Returns the lookup's number, which the push needs, and the rows of each feature."""
     groups = zip(inputs, weights, strict=True)
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
@@ -116,12 +116,12 @@ def _float32(*shape):
 
 
 def is_dense(value):
-    """Whether an array's values lie in memory one by one: not sparse."""
+    """Whether an array is dense."""
     return not type(value).__module__.startswith("jax.experimental.sparse")
 
 
 def gpu(asked=False):
-    """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default."""
+    """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU."""
     del asked
     device = jax.config.jax_default_device or jax.local_devices()[0]
     platform = device if isinstance(device, str) else device.platform
@@ -151,7 +151,7 @@ def has_wide_integers():
 
 
 def after(done, gradients):
-    """A scope in which nothing is assigned if what led to `done` or to the gradients has failed."""
+    """A scope in which variables are assigned only if the calls that led to `done` and to the gradients have succeeded."""
     if any(map(is_tracing, done)):
         return chosen_updates([*done, *gradients])
     jax.block_until_ready(done)  # a failed call ends the step here
@@ -169,7 +169,7 @@ def wait(trigger):
     A step's results are in the hands of a trainer, or of the user, so all arrays that live are waited for.
     """
     for array in jax.live_arrays():
-        with contextlib.suppress(Exception):  # who reads it is told
+        with contextlib.suppress(Exception):  # the next read of the array raises it
             array.block_until_ready()
     if trigger is None or trigger.is_deleted():
         return None
@@ -181,9 +181,9 @@ def wait(trigger):
 
 
 def at_hand(value, fetches=False):
-    """A value as a NumPy array; None if it is traced, if its step failed, or if it would have to be waited for and that is not asked."""
+    """Returns a value as a NumPy array. None if it is traced, if its step failed, or if it is not computed yet, unless `fetches`."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.is_deleted():
-        with contextlib.suppress(Exception):  # who reads it is told
+        with contextlib.suppress(Exception):  # the next read of the array raises it
             return np.asarray(value) if fetches or value.is_ready() else None
     return value if isinstance(value, np.ndarray) else None
 
@@ -194,7 +194,7 @@ def to_numpy(value):
 
 
 def from_numpy(array):
-    """What a variable is set to."""
+    """Converts an array to what a variable can be set to."""
     return array
 
 

@@ -1,8 +1,8 @@
-"""JAX has no way of its own to save a model: there are Keras' alone."""
+"""JAX has no file format of its own for models, so there is nothing to add to Keras' formats."""
 
 
 class TableState:
-    """What a layer does for the framework's own way to save."""
+    """Base of the layers that saves rows in the framework's own files."""
 
     def _watch_state(self):
         pass

@@ -1,12 +1,12 @@
-"""Keras' trainer under JAX, made to keep a model whole. The one file that knows that trainer's private names.
+"""Keeps the weights of a model when a step of Keras' trainer for JAX fails. Only this file uses that trainer's private names.
 
-The trainer gives a step the memory of the model's weights (donation) and takes them out of the variables meanwhile. So a step
-that fails, or Ctrl-C before its result is stored, would leave a model without weights. Here, for models with tables of ours:
+The trainer takes the weights out of the variables and donates their memory to the compiled step. A step that fails, or Ctrl-C before
+its result is stored, would leave a model without weights. For models with tables, this module changes two things:
 
-- A compiled step on the CPU never fails by a call of ours. Its calls belong to the model's *scope*, which remembers the first
-  error (`crates/python/src/scope.rs`); the step then gives the state that it was given, and Python raises the error before the
-  next step or at the end of the call. The choice between the two states is part of the compiled step: nothing is copied.
-- What a step gives is stored before a signal's handler may run, and goes back to the variables however the call ends.
+- On the CPU, our calls in a compiled step do not fail. They belong to the model's *scope*, which remembers the first error
+  (`crates/python/src/scope.rs`). The step then returns the state that it was given, and Python raises the error before the next
+  step or at the end of `fit`. The choice between the two states is compiled into the step, so nothing is copied.
+- The result of a step is stored before a signal handler may run, and is assigned to the variables however `fit` ends.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _STATES = {
 }
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
-# The step that is being traced; None in a loop of the user's own.
+# The step that is being traced; None in a hand-written loop.
 _traced: contextvars.ContextVar = contextvars.ContextVar("sok_keras_step", default=None)
-# Of each model with tables that has been trained or asked.
+# Scopes of models with tables that have been trained or evaluated.
 _scopes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def traced_scope():
-    """Number of the scope that calls belong to which are traced now; 0: none, their errors are XLA's."""
+    """Number of the scope of the calls that are being traced. 0: none, so an error is an exception of XLA's."""
     step = _traced.get()
     return np.int64(0 if step is None else step.scope)
 
@@ -51,7 +51,7 @@ def _cores(model):
 
 
 def _scope_of(model):
-    """The scope of a model; None if it has no tables."""
+    """Returns the scope of a model; None if it has no tables."""
     if model not in _scopes and _cores(model):
         _scopes[model] = _native.Scope()
     return _scopes.get(model)
@@ -62,12 +62,12 @@ def _scope_of(model):
 
 class _TracedStep(NamedTuple):
     scope: int
-    # Values that `chosen_updates` has made.
+    # Values that `chosen_updates` returned.
     chosen: list
 
 
 def _whole_step(model, step, scope, state, data):
-    """A step that gives new state, or the state that it was given if a call of ours has failed."""
+    """Runs a step. Returns the new state, or the state that it was given if one of our calls has failed."""
     traced = _TracedStep(scope, [])
     token = _traced.set(traced)
     try:
@@ -82,8 +82,8 @@ def _whole_step(model, step, scope, state, data):
 
 @contextlib.contextmanager
 def chosen_updates(tickets_and_gradients):
-    """A scope in which a traced step's updates are chosen one by one. Each then goes on from what was chosen before it, so XLA
-    needs no more passes over the weights than without."""
+    """A scope in which each update of a traced step is chosen by itself. Later updates start from the chosen value, so XLA needs no
+    further pass over the weights."""
     traced, variables = _traced.get(), keras.src.backend.common.stateless_scope.get_stateless_scope()
     if traced is None or variables is None:
         yield
@@ -107,7 +107,7 @@ def chosen_updates(tickets_and_gradients):
 
 
 def _small_results(model, outputs, old, new):
-    """What all calls of a step lead to, but for dense weights and their optimizer's variables."""
+    """Returns the results of a step that depend on its calls, except for dense weights and their optimizer's variables."""
     results = [value for value, is_trigger in zip(new[0], _are_triggers(model), strict=False) if is_trigger]
     given = {id(value) for value in jax.tree.leaves(old)}
     others = jax.tree.leaves((new[1], new[3:] if len(new) == 4 else new[2:]))
@@ -126,7 +126,7 @@ def _verdict(scope, results):
 
 
 def _chosen(is_ok, new, old, done):
-    """Of two lists of arrays, but for those whose number is `done`."""
+    """Chooses between two lists of arrays, except for those whose id is in `done`."""
 
     def choice(new, old):
         return new if new is old or id(new) in done else jnp.where(is_ok, new, old)
@@ -135,7 +135,7 @@ def _chosen(is_ok, new, old, done):
 
 
 def _finished(model, scope, is_ok, state):
-    """Updates the rows. The triggers go through it, so that the next lookup comes after."""
+    """Updates the rows. The triggers pass through it, so that the next lookup comes after it."""
     places = [place for place, is_trigger in enumerate(_are_triggers(model)) if is_trigger]
     call = jax.ffi.ffi_call("sok_finish", [jax.ShapeDtypeStruct((64, 2), "float32") for _ in places])
     triggers = call(is_ok.astype("int32"), *(state[0][place] for place in places), scope=np.int64(scope))
@@ -149,7 +149,7 @@ def _finished(model, scope, is_ok, state):
 
 
 class _Steps:
-    """What the trainer calls in place of a model's step, compiled or not."""
+    """Replaces a model's step, compiled or not, in the trainer."""
 
     def __init__(self, model, step):
         self._model, self._step, self._compiled = model, step, None
@@ -163,7 +163,7 @@ class _Steps:
     def _compile(self, state):
         if not _is_on_cpu(state):
             return self._step
-        # Of what the trainer has made ready to compile. A function that was compiled may be remembered with the scope of another model.
+        # The function inside of what the trainer has jitted. JAX may have cached the jitted one with the scope of another model.
         step = self._step.__wrapped__
         return jax.jit(
             functools.partial(_whole_step, self._model, step, _scope_of(self._model).handle), donate_argnums=0
@@ -178,7 +178,7 @@ class _Steps:
         return outputs, state
 
     def _run_eagerly(self, state, data):
-        """Errors come with the step, and the state that it was given is still there."""
+        """Runs a step that is not compiled. Nothing is donated, so an error leaves the state as it was."""
         try:
             outputs, new = jax.block_until_ready(self._step(state, data))
         except Exception as error:
@@ -202,7 +202,7 @@ def _raise_latched(group, cause):
 
 
 def _raise_failure(model):
-    """Raises the error of a step by its own class, once. Until then those that were started after it change nothing."""
+    """Raises the error of a step by its own class, once. Steps that were started after it have changed nothing."""
     scope = _scopes[model]
     if scope.has_failed:
         with contextlib.suppress(Exception):  # another's
@@ -214,13 +214,13 @@ def _raise_failure(model):
 
 
 def _keep(model, state):
-    """The state of a model from now on, which `jax_state_sync` puts into its variables."""
+    """Stores the state of a model, which `jax_state_sync` assigns to its variables."""
     vars(model).update(_jax_state=dict(zip(_STATES[len(state)], state, strict=True)), _jax_state_synced=False)
 
 
 @contextlib.contextmanager
 def _uninterrupted():
-    """A scope at whose end Ctrl-C comes, but for while a step is traced: nothing has been given away then."""
+    """A scope that delays Ctrl-C to its end. While a step is traced it is not delayed, since nothing is donated yet."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -242,7 +242,7 @@ def _uninterrupted():
 
 
 def _kept_state(get_state):
-    """Of `_get_jax_state`, which takes the values out of the variables."""
+    """Wraps `_get_jax_state`, which takes the values out of the variables."""
 
     @functools.wraps(get_state)
     def get(model, *args, **kwargs):
@@ -259,7 +259,7 @@ def _kept_state(get_state):
 
 
 def _settled(call):
-    """Of `fit` and the like: the variables have their values when it ends, and it tells what its last steps left behind."""
+    """Wraps `fit` and the like: when it ends, variables have their values, and errors of the last steps are raised."""
 
     @functools.wraps(call)
     def settled(model, *args, **kwargs):
@@ -278,13 +278,13 @@ def _settled(call):
 
 
 def _wait(model):
-    """For the steps that were started. Results of one are ready together."""
-    with contextlib.suppress(Exception):  # who reads it is told
+    """Waits for the steps that were started. The results of a step are ready together."""
+    with contextlib.suppress(Exception):  # `_raise_failure` raises it
         jax.block_until_ready([core.trigger.value for core in _cores(model)])
 
 
 def _guarded(make_function):
-    """Of `_make_function`, which makes of a step what the trainer calls."""
+    """Wraps `_make_function`, which compiles a step."""
 
     @functools.wraps(make_function)
     def make(model, step_function, *args, **kwargs):
@@ -294,7 +294,7 @@ def _guarded(make_function):
 
 
 def guard_trainer(trainer=JAXTrainer):
-    """Puts the above around the trainer's methods, once."""
+    """Wraps the trainer's methods, once."""
     wrappers = {"_make_function": _guarded, "_get_jax_state": _kept_state} | dict.fromkeys(_CALLS, _settled)
     missing = [name for name in (*wrappers, "jax_state_sync") if not hasattr(trainer, name)]
     if missing:

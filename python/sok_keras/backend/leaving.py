@@ -1,7 +1,7 @@
-"""The end of the interpreter while daemon threads train.
+"""Ends daemon threads that train before the interpreter ends.
 
-Python ends such a thread when it next asks for the interpreter, in the middle of the framework's C++ code, which answers with
-`std::terminate`: the process aborts. So they are asked to end before, by a `SystemExit` between two lines of Python.
+At exit, Python stops a daemon thread when it next takes the GIL. In the middle of a framework's C++ code that ends in
+`std::terminate`, which aborts the process. So such threads get a `SystemExit` before, which Python raises between two instructions.
 """
 
 import atexit
@@ -17,21 +17,21 @@ import keras
 
 _SECONDS = 10.0
 _KERAS = os.path.dirname(keras.__file__)
-# A thread that waits there does nothing that could abort.
+# A thread that waits in these files does nothing that could abort.
 _IDLE = {threading.__file__, queue.__file__}
 
 _threads: weakref.WeakSet = weakref.WeakSet()
 
 
 def note_thread():
-    """Remembers a daemon thread that makes steps, maybe without Keras' trainer; Python waits for others by itself."""
+    """Remembers the current thread if it is a daemon, since it trains. Python itself waits for other threads."""
     thread = threading.current_thread()
     if thread.daemon:
         _threads.add(thread)
 
 
 def _files(thread):
-    """Of the functions that a thread is in, the innermost first."""
+    """Yields the files of the functions that a thread is in, the innermost first."""
     frame = sys._current_frames().get(thread.ident)
     while frame is not None:
         yield frame.f_code.co_filename
@@ -47,7 +47,7 @@ def _is_busy(thread):
 
 
 def watch_exit(wait=None):
-    """Has threads and steps end before the interpreter does. `wait`: waits for the steps that were started."""
+    """Ends threads and steps before the interpreter ends. `wait`: a function that waits for the steps that were started."""
     atexit.register(_leave, wait, os.getpid())
 
 
@@ -60,7 +60,7 @@ def _leave(wait, process):
 
 
 def _stop_threads():
-    """Ends the daemon threads that make steps, and waits for those that are at work."""
+    """Ends the daemon threads that train, and waits for those that are not idle."""
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     threads = [thread for thread in others if thread.daemon and _makes_steps(thread)]
     for thread in threads:

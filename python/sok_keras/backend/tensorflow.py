@@ -18,17 +18,17 @@ NATIVE = "sok_keras._native"
 
 
 def _load_ops():
-    """Python wrappers of the ops in the native module.
+    """Returns Python wrappers of the ops in the native module.
 
-    `tf.load_op_library` sees the ops that a library registers while it is loaded. So the native module has to come to
-    the process this way; a later `import` then takes the same file, already loaded.
+    `tf.load_op_library` finds the ops that a library registers while it is loaded. So TensorFlow must load the native module first; a
+    later `import` uses the same file, already loaded.
     """
     ops = tf.load_op_library(importlib.util.find_spec(NATIVE).origin)
     return ops if hasattr(ops, "sok_lookup") else _late_ops()
 
 
 def _late_ops():
-    """The same for a native module that was imported before; TensorFlow has no public way for that."""
+    """Does the same for a native module that was imported before. TensorFlow has no public API for that."""
     from tensorflow.core.framework import op_def_pb2
     from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
@@ -49,17 +49,17 @@ watch_exit()
 def lookup(plan, trigger, learns, inputs, weights, insertion):
     """Rows of each feature, differentiable in `trigger` and `weights`.
 
-    The gradient of `trigger` is the ticket of the push that the backward pass makes. A lookup whose gradient nobody
-    will ask for keeps nothing.
+    The gradient of `trigger` is the ticket of the push that the backward pass makes. A lookup that cannot be differentiated later
+    keeps nothing.
 
     Args:
         plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
         trigger: The layer's trigger or its value, `(64, 2)` float32.
-        learns: Whether gradients are to come back; if not, nothing is differentiable.
+        learns: Whether gradients are computed. If not, nothing is differentiable.
         inputs: A tuple for each feature: its ids, then its row splits if it is ragged.
         weights: A float32 tensor or None for each feature.
-        insertion: When keys without a row get one. At a commit only if a gradient is being recorded, which is known when a
-            `tf.function` is traced, not when it is called.
+        insertion: When keys without a row get one. `AT_COMMIT` has an effect only if a tape records, which is decided when a
+            `tf.function` is traced.
 
     Returns:
         A list with a float32 tensor for each feature.
@@ -67,11 +67,11 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     note_thread()
     groups = zip(inputs, weights, strict=True)
     tensors = [tf.convert_to_tensor(tensor) for group in groups for tensor in _flat(*group)]
-    trigger = tf.convert_to_tensor(trigger)  # read first: a tape watches a variable from then on
+    trigger = tf.convert_to_tensor(trigger)  # a tape watches a variable once it is read
     if not learns:
         save, (trigger, *tensors) = False, [tf.stop_gradient(tensor) for tensor in (trigger, *tensors)]
     else:
-        # An eager call that no tape sees now will not be differentiated; that of a graph may be, later.
+        # An eager call outside of a tape cannot be differentiated later. A graph can.
         save = record.should_record_backprop([trigger, *tensors]) or (
             insertion == Insertion.AT_LOOKUP and not tf.executing_eagerly()
         )
@@ -86,10 +86,10 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
 @tf.RegisterGradient("SokGpuLookup")
 @tf.RegisterGradient("SokLookup")
 def _push(op, _, *gradients):
-    """Hands the gradients of the rows to the tables; the trigger's gradient is the ticket for them.
+    """Hands the gradients of the rows to the tables. The trigger's gradient is the ticket.
 
-    If the lookup saved nothing, because its graph was traced where no tape saw it, the push fails when it runs. Raising
-    here would be too early: TensorFlow asks for the backward graph as soon as a function is called under a tape.
+    If the lookup saved nothing, because its graph was traced outside of a tape, the push fails when it runs. It cannot raise here:
+    TensorFlow builds the backward graph as soon as a function is called under a tape.
     """
     *tensors, _ = op.inputs
     weights = [tensor for tensor in tensors if tensor.dtype == tf.float32]
@@ -129,15 +129,15 @@ def _flat(inputs, weights):
 
 
 def is_dense(value):
-    """Whether a tensor is of a form that is known here, which all are."""
+    """Whether a tensor is of a known form. All forms of TensorFlow are."""
     del value
     return True
 
 
 def gpu(asked=False):
-    """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default.
+    """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU.
 
-    By default tables stay on the host where the way to TensorFlow's stream, two symbols that its GPU builds export, is not there.
+    Unless asked, it is None if TensorFlow does not export the two symbols that lead to its GPU stream.
     """
     if not asked and not importlib.import_module(NATIVE).tensorflow_has_stream():
         return None
@@ -145,12 +145,12 @@ def gpu(asked=False):
 
 
 def constant(function):
-    """A function whose result a compiler may take as it is while it traces."""
+    """Marks a function whose result a compiler may take as a constant."""
     return function
 
 
 def is_compiling():
-    """Whether a compiler is tracing the caller, and nothing may be asked of the core meanwhile."""
+    """Whether a compiler traces the caller, which then must not call the core."""
     return False
 
 
@@ -166,7 +166,7 @@ def has_wide_integers():
 
 
 def after(done, gradients):
-    """A scope in which nothing is assigned before `done` is there: a failed commit then changes no variable."""
+    """A scope in which variables are assigned after `done` is computed, so that a failed commit changes no variable."""
     del gradients
     return tf.control_dependencies(done)
 
@@ -177,13 +177,13 @@ def eager_scope():
 
 
 def wait(trigger):
-    """Nothing is under way on the host when a call has returned; tables on a GPU wait for it themselves."""
+    """Does nothing: a call on the host has ended when it returns, and tables on a GPU wait themselves."""
     del trigger
 
 
 def at_hand(value, fetches=False):
     """A value as a NumPy array; None if it is traced."""
-    del fetches  # it always is
+    del fetches  # a value is always at hand
     if isinstance(value, tf.Variable | tf.Tensor):
         return value.numpy() if tf.executing_eagerly() and hasattr(value, "numpy") else None
     return value if isinstance(value, np.ndarray) else None
@@ -195,5 +195,5 @@ def to_numpy(value):
 
 
 def from_numpy(array):
-    """What a variable is set to."""
+    """Converts an array to what a variable can be set to."""
     return array

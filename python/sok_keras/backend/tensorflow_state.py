@@ -1,4 +1,4 @@
-"""Rows in TensorFlow's object-based checkpoints. A SavedModel holds none: its graph asks the tables of its own process."""
+"""Rows in TensorFlow's object-based checkpoints. A SavedModel has no rows: its graph calls the tables of its process."""
 
 import io
 
@@ -7,13 +7,13 @@ import tensorflow as tf
 
 
 class TableState:
-    """What a layer does for the framework's own way to save."""
+    """Base of the layers that saves rows in the framework's own files."""
 
     def _watch_state(self):
         core, rows = self._core, _rows_of(self)
 
         def restore(tensors):
-            """What steps count in stays the tables' own; a trigger that comes without its rows is told."""
+            """Keeps the trigger's own value. Notes a trigger that comes without its rows."""
             _call(look_at, list(tensors.values()))
 
         def look_at(value):
@@ -29,12 +29,12 @@ class TableState:
 
 def _rows_of(layer):
     if "_rows" not in layer.__dict__:
-        layer.__dict__["_rows"] = _Rows(layer)  # past Keras, which would make it a part of SavedModels too
+        layer.__dict__["_rows"] = _Rows(layer)  # Keras' `__setattr__` would make it a part of SavedModels too
     return layer.__dict__["_rows"]
 
 
 def _call(function, tensors, result=()):
-    """Calls a function of tensors that are there, now or, in a graph, when it runs."""
+    """Calls a function of eager tensors: at once, or in a graph when it runs."""
     return function(*tensors) if tf.executing_eagerly() else tf.py_function(function, tensors, result)
 
 
@@ -43,7 +43,7 @@ class _Rows(tf.__internal__.tracking.Trackable):
 
     def __init__(self, layer):
         self._layer = layer
-        # That of the trigger which was saved beside the rows that were restored.
+        # Mark of the trigger that was saved with the restored rows.
         self.restored_mark = None
 
     def _serialize_to_tensors(self):
@@ -53,7 +53,7 @@ class _Rows(tf.__internal__.tracking.Trackable):
         _call(self._read, [tensors["rows"]])
 
     def _copy_trackable_to_cpu(self, object_map):
-        """For an asynchronous checkpoint: the rows as they are now."""
+        """Copies the present rows for an asynchronous checkpoint."""
         if self not in object_map:
             with tf.init_scope():
                 object_map[self] = _Snapshot()

@@ -51,14 +51,14 @@ def has_wide_integers():
 
 
 def is_dense(value):
-    """Whether a tensor's values lie in memory one by one: not sparse, nor jagged, nor nowhere but where shapes alone are asked for."""
+    """Whether a tensor is dense: neither sparse nor jagged, and with memory unless Keras infers shapes."""
     if not isinstance(value, torch.Tensor):
         return True
     return value.layout is torch.strided and (not value.is_meta or keras.src.backend.torch.core.get_device() == "meta")
 
 
 def gpu(asked=False):
-    """Number of the GPU that models run on; None if they run on the CPU. `asked`: not only by default."""
+    """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU."""
     del asked
     device = torch.device(keras.src.backend.torch.core.get_device())
     if device.type != "cuda":
@@ -67,33 +67,33 @@ def gpu(asked=False):
 
 
 def _plan(handle):
-    """The plan that a graph names.
+    """Returns the plan of a handle in a graph.
 
     Raises:
-        SokError: If it is another process's, or of a layer that is gone.
+        SokError: If the handle is of another process, or of a layer that no longer exists.
     """
     plan = plans.get(handle)
     return _native.check_plan(handle) if plan is None else plan
 
 
 def _optimizer(handle):
-    """The same of an optimizer."""
+    """Returns the optimizer of a handle in a graph. Raises as `_plan`."""
     optimizer = optimizers.get(handle)
     return _native.check_optimizer(handle) if optimizer is None else optimizer
 
 
 def _device_of(gpu):
-    """Where the tables are."""
+    """Device of the tables."""
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def _at(device, tensors):
-    """Contiguous tensors on the device of the tables, their values written out."""
+    """Moves tensors to the device of the tables, contiguous, with lazy negation resolved."""
 
     def moved(tensor):
         return (tensor if tensor.device == device else tensor.detach().to(device)).resolve_neg().contiguous()
 
-    # DLPack does not tell of values that are yet to be negated.
+    # DLPack ignores lazy negation.
     is_there = _native.are_at(tensors, device.index) and not any(map(torch.Tensor.is_neg, tensors))
     return tensors if is_there else [moved(tensor) for tensor in tensors]
 
@@ -168,7 +168,7 @@ def _apply(scalars, sum_of_squares, triggers, optimizer):
     return _back(new, triggers[0])
 
 
-# ---- the same for the compiler: shapes alone
+# ---- custom operators for the compiler, with functions that infer shapes
 
 _library = torch.library.Library("sok_keras", "DEF")
 _library.define("lookup(Tensor trigger, Tensor[] tensors, int plan, int insertion, bool save) -> Tensor[]")
@@ -238,10 +238,10 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     Args:
         plan: The layer's plan: has `handle` and `output_shapes(inputs)`.
         trigger: Value of the layer's trigger, `(64, 2)` float32.
-        learns: Whether gradients are to come back; if not, nothing is differentiable.
+        learns: Whether gradients are computed. If not, nothing is differentiable.
         inputs: A tuple for each feature: its ids.
         weights: A float32 tensor or None for each feature.
-        insertion: When keys without a row get one. At a commit only if a gradient is being recorded.
+        insertion: When keys without a row get one. `AT_COMMIT` has an effect only if a gradient is recorded.
 
     Returns:
         A list with a float32 tensor for each feature.
@@ -251,7 +251,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         shapes = plan.output_shapes(inputs)
         return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
-    # An exported graph is asked alone: it must keep nothing for gradients.
+    # An exported graph is never differentiated, so its lookups must keep nothing for a backward pass.
     learns = learns and not (_is_exporting() or torch.jit.is_tracing())
     tensors, places, given = [], [], []
     for ids, weight in zip(inputs, weights, strict=True):
@@ -262,7 +262,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
             given.append(weight if learns else weight.detach())
     trigger = trigger if learns else trigger.detach()
     records = torch.is_grad_enabled() and (trigger.requires_grad or any(weight.requires_grad for weight in given))
-    if torch.jit.is_tracing():  # such a graph holds calls of registered operators alone
+    if torch.jit.is_tracing():  # its graph can only hold calls of registered operators
         for place, weight in zip(places, given, strict=True):
             tensors[place] = weight
         return torch.ops.sok_keras.lookup(trigger, tensors, plan.handle, int(insertion), False)[1:]
@@ -282,7 +282,7 @@ def apply(tables, scalars, sum_of_squares, triggers):
 
 
 def after(done, gradients):
-    """A scope in which nothing is assigned before `done` is there: a failed commit then changes no variable."""
+    """A scope in which variables are assigned after `done` is computed, so that a failed commit changes no variable."""
     del done, gradients  # a failed call ends the step
     return contextlib.nullcontext()
 
@@ -305,7 +305,7 @@ def at_hand(value, fetches=False):
     return value if isinstance(value, np.ndarray) else None
 
 
-# NumPy has these from ml_dtypes, which PyTorch does not know: they cross as integers of their size.
+# In NumPy these dtypes are those of ml_dtypes, which PyTorch does not know. They are converted as integers of the same size.
 _OTHER_FLOATS = {
     torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -323,7 +323,7 @@ def to_numpy(value):
 
 
 def from_numpy(array):
-    """What a variable is set to."""
+    """Converts an array to what a variable can be set to."""
     for float_dtype, (bits, dtype) in _OTHER_FLOATS.items():
         if array.dtype == dtype:
             return torch.from_numpy(array.view(f"uint{8 * array.itemsize}").copy()).view(bits).view(float_dtype)

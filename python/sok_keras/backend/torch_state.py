@@ -1,7 +1,7 @@
 """Rows in PyTorch's state dicts.
 
-Keras makes no submodules of a model's layers: a model, and each part of it, has its variables in a `ParameterDict`. So PyTorch's hook
-on the registration of parameters says where a trigger goes, and hooks of that module put the rows beside it.
+Keras does not register layers as submodules. A model has its variables in a `ParameterDict`. A global hook on the registration of
+parameters finds the module that holds a trigger, and hooks of that module add the rows to its state dict.
 """
 
 import functools
@@ -10,20 +10,20 @@ import weakref
 import numpy as np
 import torch
 
-# Those whose triggers are known.
+# Layers whose triggers the registration hook looks for.
 _layers: weakref.WeakSet = weakref.WeakSet()
 _ROWS = ".rows."
 
 
 class TableState:
-    """What a layer does for the framework's own way to save."""
+    """Base of the layers that saves rows in the framework's own files."""
 
     def _watch_state(self):
         _layers.add(self)
 
 
 def _layer_of(parameter):
-    """The layer whose trigger this is."""
+    """Returns the layer whose trigger `parameter` is, or None."""
     if type(parameter) not in (torch.nn.Parameter, torch.Tensor) or parameter.is_meta:
         return None
     address = parameter.data_ptr()
@@ -50,7 +50,7 @@ def _save(layer, name, module, state, prefix, metadata):
     """Adds keys, rows and states to a state dict as tensors on the host."""
     del module, metadata
     layer, key = layer(), prefix + name
-    # Who asks for the variables themselves, as compilers do, wants no copies.
+    # Compilers ask for the variables themselves and do not need rows.
     if layer is None or isinstance(state.get(key), torch.nn.Parameter | None):
         return
     for suffix, tensor in (_saved_already(key, state) or _tensors(layer)).items():
@@ -62,7 +62,7 @@ def _tensors(layer):
 
 
 def _saved_already(key, state):
-    """The rows beside another entry of the same trigger: a model may hold its variables twice."""
+    """Returns the rows of another entry of the same trigger, since a model may hold its variables twice."""
     address = state[key].data_ptr()
     for other, value in state.items():
         if other != key and isinstance(value, torch.Tensor) and value.shape == state[key].shape:
@@ -88,7 +88,7 @@ def _load(layer, name, module, state, prefix, metadata, strict, missing, unexpec
         del state[key + _ROWS + suffix]
     try:
         layer._load_rows(rows, "state dict")
-    except Exception as error:  # PyTorch tells them together, as a `RuntimeError`
+    except Exception as error:  # PyTorch raises all of them as one `RuntimeError`
         errors.append(f"{key}: {error}")
-    # What steps count in stays the tables' own.
+    # The trigger keeps its own value.
     state[key] = layer.trigger.value.detach()

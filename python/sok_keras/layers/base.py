@@ -1,4 +1,4 @@
-"""What both layers are: tables in the core, a trigger that makes gradients come, rows in weights files."""
+"""Base of both layers: tables in the core, the trigger, rows in weights files."""
 
 import inspect
 import os
@@ -27,7 +27,7 @@ _SIZES = {
 
 
 def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str, Any]:
-    """A `TableConfig` as the core takes it. Of a table among several of a layer, the name is mixed into the seed."""
+    """Converts a `TableConfig` for the core. If the layer may have several tables, the name is mixed into the seed."""
     for argument, what in _SIZES.items():
         value = getattr(config, argument)
         is_size = isinstance(value, int) and value >= ("positive" in what)
@@ -48,14 +48,14 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
 
 
 def table_seed(config: TableConfig, core_seed: int) -> int:
-    """The `seed` by which a `TableConfig` gives the core this seed, for a table among several: its own if it does."""
+    """Returns the `seed` for which `table_core_config` gives `core_seed`, in a layer that may have several tables."""
     seed = mixed_seed(core_seed, config.name)
     given = config.seed
     return given if isinstance(given, int) and given % 2**64 == seed else seed
 
 
 def check_one_device() -> None:
-    """Raises a `DeviceError` where Keras would run one step on several devices: each would push all gradients."""
+    """Raises a `DeviceError` if Keras would run a step on several devices, each of which would push all gradients."""
     count = 1
     distribution = keras.distribution.distribution()
     if distribution is not None:
@@ -72,26 +72,26 @@ def check_one_device() -> None:
 
 
 class TableLayer(backend.TableState, keras.layers.Layer):
-    """Base of the layers; makes the trigger and saves the tables.
+    """Base of both layers. Makes the trigger and saves the tables.
 
-    The tables lie outside the framework. A lookup depends on the trigger, a small trainable variable, so that every framework
-    asks for its gradient; that gradient names the push which brought the rows' gradients, and `OptimizerWrapper` applies it.
+    The tables are outside of the framework. A lookup depends on the trigger, a small trainable variable, so every framework asks for
+    the trigger's gradient. That gradient is the ticket of a push, and `OptimizerWrapper` applies the push.
     """
 
-    built: bool  # Keras' own
+    built: bool  # set by Keras
 
     def __init__(self, *, save_rows: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not keras.backend.is_float_dtype(self.compute_dtype):
             raise ValueError(
-                f"`dtype` must be of floats, in which rows come back. Received: dtype={self.compute_dtype!r}"
+                f"`dtype` must be a float dtype, because rows are floats. Received: dtype={self.compute_dtype!r}"
             )
         self.save_rows = save_rows
-        # Keras would turn int64 ids into int32 under JAX before anyone could say so.
+        # Under JAX, Keras would convert int64 ids to int32 before `call` could raise an error.
         self._convert_input_args = False
         self._allow_non_tensor_positional_args = True
         self.autocast = False
-        # A TensorFlow op of the C API has no XLA kernel; a tf.function is fine.
+        # Ops of TensorFlow's C API have no XLA kernels. They run in a `tf.function` without XLA.
         self.supports_jit = backend.name != "tensorflow"
 
     def _make_core(self, configs: list[dict[str, Any]], tables: list[TableConfig]) -> None:
@@ -118,9 +118,13 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         self.built = True
 
     def _lookup(self, features: tuple, inputs: list, weights: list, training: bool | None) -> list:
-        """Rows of each feature in the compute dtype.
+        """Looks up the rows of each feature, in the compute dtype.
 
-        `features`: a plan's features. `inputs`: tensors of each. `weights`: a tensor or None of each.
+        Args:
+            features: The features of a plan.
+            inputs: A tuple of tensors for each feature.
+            weights: A tensor or None for each feature.
+            training: As in `call`.
         """
         learns = self.trainable and self.trigger.trainable
         insertion = _insertion(training, learns)
@@ -137,7 +141,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         self._core.synchronize()
-        # Read by nobody, but Keras passes over layers without an entry.
+        # Nothing reads it, but Keras skips layers that save nothing.
         store["trigger"] = ops.convert_to_numpy(self.trigger.value)
         if self.save_rows:
             rows_file.save(self._core, store)
@@ -153,7 +157,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         return has_rows
 
     def _rows_to_save(self) -> dict[str, Any]:
-        """Arrays by name, for a framework's own files; none with `save_rows=False`."""
+        """Returns arrays by name, for files of the framework. Empty with `save_rows=False`."""
         self._core.synchronize()
         rows: dict[str, Any] = {}
         if self.save_rows:
@@ -161,7 +165,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         return rows
 
     def _load_rows(self, rows: dict[str, Any], where: str) -> None:
-        """Replaces the rows by what `_rows_to_save` gave. `where`: what it was in."""
+        """Replaces the rows by what `_rows_to_save` returned. `where`: the kind of file, for messages."""
         if self._has_rows(rows, where):
             rows_file.load(self._core, rows)
         else:
@@ -172,7 +176,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
             )
 
     def save_assets(self, dir_path: str) -> None:
-        """For `keras.callbacks.OrbaxCheckpoint`, which saves variables and these files alone."""
+        """Saves rows for `keras.callbacks.OrbaxCheckpoint`, which saves only variables and assets."""
         self._core.synchronize()
         if self.save_rows and not _has_weights_file(inspect.currentframe()):
             rows: dict[str, Any] = {}
@@ -200,7 +204,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
 
 
 def _insertion(training: bool | None, learns: bool) -> Insertion:
-    # In a symbolic scope PyTorch runs the layer for real, on made-up ids.
+    # In a symbolic scope, Keras runs the layer on PyTorch with placeholder ids.
     if not learns or keras.src.backend.common.symbolic_scope.in_symbolic_scope():
         return Insertion.NEVER
     if training is None:
@@ -209,8 +213,10 @@ def _insertion(training: bool | None, learns: bool) -> Insertion:
 
 
 def _has_weights_file(frame: Any) -> bool:
-    """Whether Keras, which asks for a layer's files in this frame, has asked for its variables too, as for a `.keras` file: then a
-    local of the caller says so. Should it bear another name one day, rows are written twice, never left out."""
+    """Whether Keras saves the layer's variables too, as in a `.keras` file.
+
+    A local variable of Keras' function, whose frame this is, says so. If Keras renames it, rows are written twice.
+    """
     return bool(frame.f_back.f_locals.get("weights_store"))
 
 
@@ -225,8 +231,11 @@ def _rebuild(
 
 
 def axis_of(value: Any, reduces: bool) -> str:
-    """Which ids are combined: those along the last axis of ids with at least two axes, `"ragged"` or else `"last"`; or `"each"`
-    stays by itself."""
+    """Says which ids are combined.
+
+    Returns:
+        `"ragged"` or `"last"`: those along the last axis, which is ragged or dense. `"each"`: none.
+    """
     if not reduces or len(ids.shape_of(value)) < 2:
         return "each"
     form = ids.kind(value)

@@ -73,7 +73,7 @@ impl DataReader<'_> {
             return Err(self.corrupt(format!("the header's checksum must be {expected}: got {got}")));
         }
         if header != self.layout.header {
-            return Err(self.corrupt("the header must tell of the tensors that the manifest names".into()));
+            return Err(self.corrupt("the header must describe the tensors that the manifest names".into()));
         }
         Ok(())
     }

@@ -33,7 +33,7 @@ const BEFORE_CHECKSUM: &str = ", \"xxh3\": \"";
 const AFTER_CHECKSUM: &str = "\"}\n";
 const NO_MANIFEST: &str = "a manifest must be a body and its checksum, and nothing else: it is damaged";
 
-/// All that a dump holds, and how to tell that it is unharmed.
+/// All that a dump holds, and its checksums.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -325,7 +325,7 @@ impl Manifest {
     }
 }
 
-/// The bytes of a manifest. A giant of another kind is told by its first bytes.
+/// The bytes of a manifest. A large file of another kind is recognised by its first bytes.
 fn read_whole(path: &Path) -> Result<Vec<u8>> {
     let io = |e| Error::io(path, e);
     let file = open_regular(path)?;

@@ -290,7 +290,7 @@ impl<'a> Writer<'a> {
         Ok(file)
     }
 
-    /// What does not go is left for the next dump; the caller has an error to tell already.
+    /// Files that cannot be removed are left for the next dump. The caller has an error to return already.
     fn remove_created(&self) {
         for path in &self.created {
             let _ = self.files.remove(path);

@@ -371,7 +371,7 @@ impl Index {
     }
 }
 
-/// Memory in which the parts of an index become one again, taken while an error could still be told.
+/// Memory in which the parts of an index become one again. It is allocated while an error can still be returned.
 pub struct Joint {
     segments: Vec<Segment>,
     directory: Vec<Entry>,

@@ -1,5 +1,5 @@
-//! The four calls of [`crate::call`] in each framework's own calling convention. A bridge reads tensors where they lie,
-//! turns errors and panics into the framework's own, and holds no rule.
+//! The four calls of [`crate::call`] in the calling convention of each framework. A bridge reads tensors in place and turns errors and
+//! panics into errors of the framework.
 
 mod dlpack;
 mod staging;
@@ -16,7 +16,7 @@ use sok_core::error::{Error, Result};
 use crate::call::DType;
 use crate::error::caught;
 
-/// Adds what the Python backends need to find the bridges.
+/// Adds the functions that the Python backends use to find the bridges.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     torch::register(module)?;
     module.add_function(wrap_pyfunction!(tensorflow::register_tensorflow, module)?)?;
@@ -24,8 +24,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(xla::xla_targets, module)?)
 }
 
-/// The Python class that an error becomes. TensorFlow and JAX know no classes of ours, so the name opens their message,
-/// where Python finds it again.
+/// Name of the Python class of an error. TensorFlow and JAX do not know our classes, so their messages begin with this name.
 pub fn class_name(error: &Error) -> &'static str {
     match error {
         Error::Argument(_) | Error::OutOfVocabulary { .. } => "ValueError",
@@ -36,7 +35,7 @@ pub fn class_name(error: &Error) -> &'static str {
     }
 }
 
-/// What went wrong in a call, as TensorFlow and XLA both tell it: they share the numbers of `absl::StatusCode`.
+/// The error of a call as a status of TensorFlow and XLA, which share the numbers of `absl::StatusCode`.
 struct Failure {
     code: i32,
     message: CString,
@@ -67,7 +66,7 @@ fn catch<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, Failure>
     caught(body).map_err(Failure::from)
 }
 
-/// A tensor's address. Frameworks give null for one without elements, of which no slice may be made in Rust.
+/// Address of a tensor. It is null for an empty tensor of some frameworks, of which Rust must not make a slice.
 fn address(data: *mut u8) -> *mut u8 {
     if data.is_null() { ptr::dangling_mut::<u64>().cast() } else { data }
 }

@@ -1,4 +1,4 @@
-//! Tables on the host under a model on the GPU, where the framework does not bring the tensors: they cross, and the call waits.
+//! Tables on the host for a model on the GPU, where the framework does not copy tensors: the call copies them and waits.
 
 use sok_core::error::Result;
 use sok_core::memory;
@@ -8,7 +8,7 @@ use sok_cuda::staging;
 use super::size_of;
 use crate::call::{DType, Outputs, Tensor, num_elements};
 
-/// Results on the host, and where they go on the device.
+/// Outputs on the host, and their places on the device.
 struct Staged<'a> {
     outputs: &'a mut dyn Outputs,
     results: Vec<(*mut u8, Vec<u64>, usize)>,
@@ -29,7 +29,7 @@ fn room_for(num_bytes: usize) -> Result<Vec<u64>> {
     memory::filled(0, num_bytes.div_ceil(8).max(1), "tensors on their way between host and GPU")
 }
 
-/// Runs a call of the host on copies of tensors that are on the device.
+/// Runs a call of the host on copies of tensors from the device.
 pub fn run(
     stream: u64,
     tensors: &[Tensor],

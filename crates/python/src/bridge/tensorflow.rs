@@ -19,7 +19,8 @@ use crate::error::{caught, guarded};
 /// An object of TensorFlow's: the C API knows them by pointer alone.
 type Object = *mut c_void;
 /// What TensorFlow itself says went wrong.
-type Told<T> = std::result::Result<T, String>;
+/// The error is a message.
+type MessageResult<T> = std::result::Result<T, String>;
 type Create = extern "C" fn(Object) -> Object;
 type Compute = extern "C" fn(Object, Object);
 type Delete = extern "C" fn(Object);
@@ -33,7 +34,7 @@ macro_rules! functions {
 
         impl Api {
             #[allow(non_snake_case)]
-            fn load(library: Object) -> Told<Api> {
+            fn load(library: Object) -> MessageResult<Api> {
                 $(let $name = symbol(library, stringify!($name))?;)*
                 $(
                     // SAFETY: - the address is that of a function: TensorFlow exports nothing else by this name.
@@ -134,7 +135,7 @@ const OPS: [Op; 4] = [
     },
 ];
 
-/// Registers the ops with the TensorFlow of this process, once; later calls tell how that went.
+/// Registers the ops with the TensorFlow of this process, once. Later calls return the same result.
 ///
 /// For a process that imported this module before TensorFlow, or without `tf.load_op_library`.
 #[pyfunction]
@@ -149,14 +150,14 @@ pub fn register_tensorflow(py: Python<'_>) -> PyResult<()> {
 #[unsafe(link_section = ".init_array")]
 static AT_LOAD: extern "C" fn() = {
     extern "C" fn at_load() {
-        // Nobody can be told here; `register_tensorflow` tells later.
+        // An error cannot be reported here; `register_tensorflow` reports it.
         let _ = std::panic::catch_unwind(register);
     }
     at_load
 };
 
-fn register() -> Told<()> {
-    static OUTCOME: Mutex<Option<Told<()>>> = Mutex::new(None);
+fn register() -> MessageResult<()> {
+    static OUTCOME: Mutex<Option<MessageResult<()>>> = Mutex::new(None);
     let mut outcome = OUTCOME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(outcome) = &*outcome {
         return outcome.clone();
@@ -165,7 +166,7 @@ fn register() -> Told<()> {
     outcome.insert(register_in(library)).clone()
 }
 
-fn register_in(library: Object) -> Told<()> {
+fn register_in(library: Object) -> MessageResult<()> {
     let loaded = Api::load(library)?;
     let api = API.get_or_init(|| loaded);
     for op in &OPS {
@@ -193,7 +194,7 @@ fn loaded_framework() -> Option<Object> {
     })
 }
 
-fn symbol(library: Object, name: &str) -> Told<Object> {
+fn symbol(library: Object, name: &str) -> MessageResult<Object> {
     let c_name = CString::new(name).expect("an identifier has no zero byte");
     // SAFETY: - `library` comes from dlopen and is never closed.
     //         - the name ends with a zero byte and is only read during the call.
@@ -202,7 +203,7 @@ fn symbol(library: Object, name: &str) -> Told<Object> {
 }
 
 /// Shapes stay unknown here: the C API lets a shape function read neither numbers nor inputs, so Python sets them.
-fn define(api: &Api, op: &Op, name: &CStr) -> Told<()> {
+fn define(api: &Api, op: &Op, name: &CStr) -> MessageResult<()> {
     let status = Status::new();
     // SAFETY: - every string is static and ends with a zero byte; TensorFlow copies it.
     //         - `builder` is live and this function's own until TF_RegisterOpDefinition takes it, whatever it says.
@@ -228,7 +229,7 @@ fn define(api: &Api, op: &Op, name: &CStr) -> Told<()> {
 
 /// On a GPU each tensor of ours is asked for in host memory if the tables are there; else the lookup's number alone, so that a push
 /// finds it.
-fn add_kernel(api: &Api, op: &Op, name: &CStr, device: &CStr) -> Told<()> {
+fn add_kernel(api: &Api, op: &Op, name: &CStr, device: &CStr) -> MessageResult<()> {
     let is_on_gpu = name == op.names[1];
     let status = Status::new();
     // SAFETY: - every string ends with a zero byte; TensorFlow copies it.
@@ -319,7 +320,7 @@ extern "C" fn delete(kernel: Object) {
         // SAFETY: - `create` made it from a box of this type.
         //         - TensorFlow deletes a kernel once, when nothing computes with it any more.
         let kernel = unsafe { Box::from_raw(kernel.cast::<Kernel>()) };
-        // Nobody can be told here.
+        // An error cannot be reported here.
         let _ = caught(|| {
             drop(kernel);
             Ok(())
@@ -398,12 +399,12 @@ type EigenDevice = unsafe extern "C" fn(Object) -> *const *const *const Object;
 type EigenStream = unsafe extern "C" fn(*const *const Object) -> *const Object;
 
 /// Addresses of the two.
-fn stream_symbols() -> Told<(usize, usize)> {
-    let find = || -> Told<(usize, usize)> {
+fn stream_symbols() -> MessageResult<(usize, usize)> {
+    let find = || -> MessageResult<(usize, usize)> {
         let library = loaded_framework().ok_or("TensorFlow is not loaded in this process")?;
         Ok((symbol(library, EIGEN_DEVICE)? as usize, symbol(library, EIGEN_STREAM)? as usize))
     };
-    static SYMBOLS: OnceLock<Told<(usize, usize)>> = OnceLock::new();
+    static SYMBOLS: OnceLock<MessageResult<(usize, usize)>> = OnceLock::new();
     SYMBOLS.get_or_init(find).clone()
 }
 
@@ -547,7 +548,7 @@ impl Status {
         status
     }
 
-    fn check(&self) -> Told<()> {
+    fn check(&self) -> MessageResult<()> {
         // SAFETY: the status is live.
         if unsafe { (api().TF_GetCode)(self.0) } == 0 {
             return Ok(());

@@ -324,7 +324,7 @@ fn is_on_gpu(optimizer: i64) -> Result<bool> {
     Ok(registry::optimizer(optimizer)?.groups.iter().any(|group| group.is_on_gpu))
 }
 
-/// What all handlers do alike: tell about themselves if asked, work in the execute stage only, report what went wrong.
+/// What all handlers share: they answer XLA's query for their metadata, work in the execute stage only, and report errors.
 ///
 /// # Safety
 /// `frame` and all that it points to must be as XLA passes them to a handler.
