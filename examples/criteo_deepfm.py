@@ -16,8 +16,12 @@ References: Guo et al., "DeepFM: a factorization-machine based neural network fo
 import argparse
 import math
 import os
+import sys
 import time
 from pathlib import Path
+
+# Keras' progress bar in a terminal, one line for each epoch in a log.
+PROGRESS = 1 if sys.stdout.isatty() else 2
 
 
 def parse_arguments():
@@ -198,7 +202,7 @@ def train(model, dense, ids, label, batch_size, epochs):
     # In the order of the file, as clicks come in.
     inputs = [dense[:num_rows], ids[:num_rows]]
     start = time.perf_counter()
-    model.fit(inputs, label[:num_rows], batch_size, epochs, shuffle=False)
+    model.fit(inputs, label[:num_rows], batch_size, epochs, verbose=PROGRESS, shuffle=False)
     print(f"trained on {num_rows} rows in {time.perf_counter() - start:.1f} s")
 
 

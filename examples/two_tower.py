@@ -15,8 +15,12 @@ References: Yi et al., "Sampling-bias-corrected neural modeling for large corpus
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
+
+# Keras' progress bar in a terminal, one line for each epoch in a log.
+PROGRESS = 1 if sys.stdout.isatty() else 2
 
 SOURCE = (
     "train.txt, test.txt and, if there is one, valid.txt, with lines `user item item ...`, with or without gowalla_ before their "
@@ -156,7 +160,7 @@ def train(model, users, items, popularity, batch_size, epochs):
     log_frequency = np.log(popularity[items] / len(items))
     no_target = np.zeros((len(users), 1), np.float32)  # the batch itself is the target
     start = time.perf_counter()
-    model.fit([users, items, log_frequency], no_target, batch_size, epochs)
+    model.fit([users, items, log_frequency], no_target, batch_size, epochs, verbose=PROGRESS)
     print(f"trained on {len(users)} pairs in {time.perf_counter() - start:.1f} s")
 
 
