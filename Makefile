@@ -85,15 +85,18 @@ clean: ## remove what was built
 	rm -rf $(VENV) target
 
 $(BIN)/maturin:
+	@echo "== making a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip maturin
 
 # Python sources are taken from the checkout.
 $(VENV)/package.done: $(BIN)/maturin $(NATIVE_SOURCES)
+	@echo "== compiling the native module; the first time takes a minute or two"
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q
 	touch $@
 
 $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done: $(VENV)/%.done: $(VENV)/package.done
+	@echo "== installing what $* needs"
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q --extras $*
 	touch $@
 
