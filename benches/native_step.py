@@ -13,6 +13,7 @@ import work
 os.environ.setdefault("KERAS_BACKEND", work.BACKENDS[0])
 
 from sok_keras.backend import native
+from sok_keras.backend.insertion import Insertion
 
 RULES = {
     "sgd": {"name": "sgd", "momentum": 0.0, "nesterov": False},
@@ -69,7 +70,8 @@ class NativeStep:
 
     def lookup(self, number, trains=True):
         ids = self._batches[number % len(self._batches)]
-        native.lookup(self.plan.handle, trains, trains, ids, self._number, self._rows, None)
+        insertion = Insertion.AT_LOOKUP if trains else Insertion.NEVER
+        native.lookup(self.plan.handle, insertion, trains, ids, self._number, self._rows, None)
 
     def update(self, number, way="held"):
         """`"held"`: the gradients stay where they are until apply; `"merged"`: they are merged at push."""

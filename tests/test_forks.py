@@ -14,6 +14,7 @@ import pytest
 
 import sok_keras as sok
 from reference import BACKEND, ON_GPU
+from sok_keras.backend.insertion import Insertion
 
 DIM = 16
 TIMEOUT = 60
@@ -76,7 +77,9 @@ def use_native_lookup(layer):
     plan = native.Plan(group, [("f", 0, False, "each", False, "sum", None)])
     for num_ids in (4_000, 100_000):
         rows = torch.empty(num_ids, DIM)
-        native.lookup(plan.handle, True, True, [ids[:num_ids]], torch.empty(2, dtype=torch.int32), [rows], None)
+        native.lookup(
+            plan.handle, Insertion.AT_LOOKUP, True, [ids[:num_ids]], torch.empty(2, dtype=torch.int32), [rows], None
+        )
         assert torch.isfinite(rows).all()
 
 
