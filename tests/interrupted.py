@@ -1,6 +1,7 @@
 """A process that trains until it is stopped: `python interrupted.py ROUNDS FOLDER`. It says on its output where it is, and
 `test_interrupts.py` stops it. After each stop it shows that the model is whole."""
 
+import signal
 import sys
 
 import keras
@@ -65,4 +66,6 @@ def main(rounds, folder):
 
 
 if __name__ == "__main__":
+    # A shell starts what runs in the background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(int(sys.argv[1]), sys.argv[2])
