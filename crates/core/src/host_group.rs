@@ -594,7 +594,7 @@ impl HostGroup {
     /// Updates the records of the committed pushes, or only accumulates their gradients.
     ///
     /// # Errors
-    /// Those of `take_over`.
+    /// The same as `take_over`.
     pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
         self.take_over(binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
@@ -680,7 +680,7 @@ impl HostGroup {
     /// Binds another optimizer for this step, if neither it nor the bound one has states.
     ///
     /// # Errors
-    /// Those of `check_owner`. Nothing has changed then.
+    /// The same as `check_owner`. Nothing has changed then.
     pub fn take_over(&mut self, binding: &Binding) -> Result<()> {
         self.check_owner(binding)?;
         if self.binding.is_some_and(|b| b.owner == binding.owner) { Ok(()) } else { self.bind(*binding) }

@@ -48,7 +48,7 @@ impl Journal {
         self.others.push(log);
     }
 
-    /// Removes and returns all entries. Those of a thread are in reverse order.
+    /// Removes and returns all entries. The entries of one thread come in reverse order.
     pub fn take(&mut self) -> impl Iterator<Item = (Key, RecordNumber)> + use<> {
         let log = std::mem::take(&mut self.log);
         let others = std::mem::take(&mut self.others);

@@ -217,8 +217,8 @@ pub trait Table: Send {
     /// Copies the rows of `keys`. Inserts keys without a row with their first values, as far as `max_capacity` allows.
     fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes>;
 
-    /// Overwrites rows. States stay as they are; those of new records have their first values. With `insert`, keys without a row
-    /// get one. Without, they count as refused. Of duplicates the last one counts.
+    /// Overwrites rows. Optimizer states do not change, and new records start with their first values. With `insert`, keys without
+    /// a row get one; without `insert`, they count as refused. Of duplicates the last one counts.
     fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes>;
 
     /// Makes one optimizer step. Gradients `(keys.len(), dim)` of equal keys are merged in the order of `merge.rs`, and each
@@ -234,7 +234,7 @@ pub trait Table: Send {
 
     fn stats(&self) -> Result<TableStats>;
 
-    /// As `stats`, but does not wait: on a device, the counts are those of the last step that it has reported.
+    /// Returns the statistics without waiting. On a device, the last steps may not be counted yet.
     fn recent_stats(&self) -> TableStats;
 
     /// Sets the seed of first values, to that of rows that were loaded.
@@ -248,7 +248,7 @@ pub trait Table: Send {
     /// meanwhile. Returns `None` at the end.
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
-    /// Inserts complete records of `record_width()` floats. Overwrites those of the same key.
+    /// Inserts complete records of `record_width()` floats. A record with the same key is overwritten.
     fn restore(&mut self, records: &Records) -> Result<()>;
 
     /// Makes an empty table of the same configuration with the states of `update`, for `replace_with`.
