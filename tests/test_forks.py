@@ -139,7 +139,7 @@ def test_a_model_is_trained_in_a_forked_child(pool):
     np.testing.assert_array_equal(model.predict(x[:100], verbose=0), before)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="of tables on a GPU")
+@pytest.mark.skipif(not ON_GPU, reason="needs a table on a GPU")
 def test_a_forked_child_cannot_use_tables_on_a_gpu_and_raises():
     _, table = filled()
 

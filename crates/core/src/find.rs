@@ -24,7 +24,7 @@ const BLOCK: usize = 32;
 /// Mark of a key without a record.
 pub const NO_MARK: u32 = u32::MAX;
 
-/// First values of records.
+/// Computes the first values of new records.
 #[derive(Clone)]
 pub struct FirstRecord {
     pub seed: u64,

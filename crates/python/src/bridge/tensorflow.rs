@@ -19,7 +19,7 @@ use crate::error::{caught, guarded};
 /// An object of TensorFlow's: the C API knows them by pointer alone.
 type Object = *mut c_void;
 /// What TensorFlow itself says went wrong.
-/// The error is a message.
+/// A result whose error is a message for the user.
 type MessageResult<T> = std::result::Result<T, String>;
 type Create = extern "C" fn(Object) -> Object;
 type Compute = extern "C" fn(Object, Object);
