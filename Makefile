@@ -54,7 +54,7 @@ sanitize-core:
 ADDRESS_PACKAGE = $(abspath target/asan/package)
 UNDER_ADDRESS = LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=$(ADDRESS_PACKAGE)
-BRIDGE_TESTS = $(addprefix tests/test_,bad_input.py borders.py failed_steps.py forks.py in_flight.py insertion.py layers.py tables.py tickets.py torch.py)
+BRIDGE_TESTS = $(foreach name,bad_input borders failed_steps forks in_flight insertion layers tables tickets torch,$(wildcard tests/*/test_$(name).py))
 
 sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done
 	$(ADDRESS) build -q --target x86_64-unknown-linux-gnu -p sok-python

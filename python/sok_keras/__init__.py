@@ -1,26 +1,42 @@
-"""Embedding tables for recommender models in Keras 3: any 64-bit id, tables in a Rust core, on TensorFlow, JAX and PyTorch."""
+"""Embedding tables for recommender models in Keras 3: any 64-bit id, tables in a Rust core, on TensorFlow, JAX and PyTorch.
 
-from sok_keras import callbacks, optimizers
-from sok_keras.backend import native as _native
-from sok_keras.backend.native_errors import (
-    CorruptDumpError,
-    DeviceError,
-    DumpError,
-    DumpMismatchError,
-    SokError,
-    TableFullError,
-    TicketError,
-    UnwrappedOptimizerError,
-)
-from sok_keras.checkpoint import LoadReport, Manifest, dump, load, read_manifest, verify
-from sok_keras.feature_config import FeatureConfig
-from sok_keras.layers.distributed_embedding import DistributedEmbedding
-from sok_keras.layers.dynamic_embedding import DynamicEmbedding
-from sok_keras.optimizer import OptimizerWrapper
-from sok_keras.table import Outcomes, Table, TableContents, TableStats
-from sok_keras.table_config import TableConfig
+Names are imported when they are first used, so that tools that read dumps need neither Keras nor a framework.
+"""
 
-__version__ = _native.VERSION
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from sok_keras.whole_package import WholePackage
+
+if TYPE_CHECKING:
+    from sok_keras import callbacks, optimizers
+    from sok_keras.errors import VERSION as __version__
+    from sok_keras.errors import (
+        CorruptDumpError,
+        DeviceError,
+        DumpError,
+        DumpMismatchError,
+        SokError,
+        TableFullError,
+        TicketError,
+        UnwrappedOptimizerError,
+    )
+    from sok_keras.keras_api import (
+        DistributedEmbedding,
+        DynamicEmbedding,
+        FeatureConfig,
+        LoadReport,
+        OptimizerWrapper,
+        Outcomes,
+        Table,
+        TableConfig,
+        TableContents,
+        TableStats,
+        dump,
+        load,
+    )
+    from sok_keras.manifest import Manifest, read_manifest, verify
 
 __all__ = [
     "CorruptDumpError",
@@ -50,3 +66,27 @@ __all__ = [
     "read_manifest",
     "verify",
 ]
+
+_WITHOUT_KERAS = {"Manifest": "manifest", "read_manifest": "manifest", "verify": "manifest"}
+
+
+def __getattr__(name):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__" or name.endswith("Error"):
+        module = importlib.import_module("sok_keras.errors")
+        value = module.VERSION if name == "__version__" else getattr(module, name)
+    else:
+        value = getattr(importlib.import_module(f"sok_keras.{_WITHOUT_KERAS.get(name, 'keras_api')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
+
+
+if "keras" in sys.modules:
+    importlib.import_module("sok_keras.keras_api")
+else:
+    sys.meta_path.insert(0, WholePackage())

@@ -9,7 +9,8 @@ import keras
 
 from sok_keras import checkpoint
 from sok_keras.arrays import step_of
-from sok_keras.backend.native_errors import DumpError
+from sok_keras.errors import DumpError
+from sok_keras.manifest import read_manifest
 
 _MANIFEST = "manifest.json"
 # Files that a dump writes, as docs/checkpoint_format.md names them.
@@ -95,7 +96,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         if path in self._written:
             return self._written.index(path), "", 0
         try:
-            created = checkpoint.read_manifest(path).created
+            created = read_manifest(path).created
         except DumpError:
             created = "unknown"  # sorts after all times: a damaged dump could be the newest, and loading it says so
         # `created` counts seconds.
@@ -110,7 +111,7 @@ def _is_directory(path):
 def _is_dump_alone(path):
     """Whether a directory holds a dump that can be read, and nothing else."""
     try:
-        checkpoint.read_manifest(path)
+        read_manifest(path)
     except (DumpError, OSError):
         return False
     return all(_OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in os.scandir(path))

@@ -13,56 +13,14 @@ import keras
 from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
 from sok_keras.layers.base import TableLayer
+from sok_keras.manifest import Manifest, Path, manifest_of
 from sok_keras.table import Table
 
-Path: TypeAlias = str | os.PathLike[str]
 # A model is a layer to Keras; in a list it is refused.
 Source: TypeAlias = keras.layers.Layer | Table | Sequence[keras.layers.Layer | Table]
 
 # How often a dump that new ones replace while it is read is read anew.
 _ATTEMPTS = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class TableEntry:
-    """A table in a dump.
-
-    Attributes:
-        name: The `Table.name` that it was written under.
-        dim: Number of floats in a row.
-        vocabulary_size: Size of a static table; None for a dynamic one.
-        num_rows: Number of rows.
-        states: Names of its optimizer states.
-        optimizer: Name of the optimizer's formula; None if the table had none.
-    """
-
-    name: str
-    dim: int
-    vocabulary_size: int | None
-    num_rows: int
-    states: tuple[str, ...]
-    optimizer: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """Contents of a dump.
-
-    Attributes:
-        path: The dump's directory.
-        version: Version of the format.
-        created: Time of writing in UTC, ISO 8601, for example `"2026-01-01T12:00:00Z"`.
-        step: Number of optimizer updates when it was written.
-        tables: A `TableEntry` for each table.
-        arrays: Names of the dense variables.
-    """
-
-    path: str
-    version: int
-    created: str
-    step: int
-    tables: tuple[TableEntry, ...]
-    arrays: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +76,7 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
     if isinstance(source, keras.Model):
         arrays, step = arrays_of(source), step_of(source)
     text = native.dump(os.fspath(path), [table._native for table in chosen], arrays, overwrite, step)
-    return _manifest(path, json.loads(text))
+    return manifest_of(path, json.loads(text))
 
 
 def load(
@@ -170,7 +128,7 @@ def _load(path, source, chosen, mode, states):
     """Reads one dump, from its first byte to its last."""
     reader = native.DumpReader(os.fspath(path))
     body = json.loads(reader.manifest())
-    names = _match(_manifest(path, body), chosen)
+    names = _match(manifest_of(path, body), chosen)
     expected = [expected_update(source, table) if isinstance(source, keras.Model) else None for table in chosen]
     arrays = None
     if isinstance(source, keras.Model) and body["arrays"]:
@@ -194,42 +152,6 @@ def _warn_of_seeds(loaded):
             "seed, not as they did where the dump was written.",
             stacklevel=4,
         )
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Returns the `Manifest` of the dump at `path`.
-
-    Raises:
-        CorruptDumpError: If the manifest differs from what was written.
-        FileNotFoundError: If there is no dump.
-    """
-    return _manifest(path, json.loads(native.read_manifest(os.fspath(path))))
-
-
-def verify(path: Path) -> None:
-    """Reads every byte of a dump and compares it with its checksums.
-
-    Raises:
-        CorruptDumpError: If a byte differs from what was written. The message names the file and the block.
-        FileNotFoundError: If there is no dump.
-    """
-    native.verify(os.fspath(path))
-
-
-def _manifest(path, body):
-    entries = tuple(
-        TableEntry(
-            name=table["name"],
-            dim=table["dim"],
-            vocabulary_size=table["vocabulary_size"],
-            num_rows=table["num_rows"],
-            states=tuple(state["name"] for state in table["states"]),
-            optimizer=table["update"]["rule"]["name"] if table["update"] else None,
-        )
-        for table in body["tables"]
-    )
-    arrays = tuple(tensor["name"] for tensor in body["arrays"]["tensors"]) if body["arrays"] else ()
-    return Manifest(os.fspath(path), body["version"], body["created"], body["step"], entries, arrays)
 
 
 # ---- tables

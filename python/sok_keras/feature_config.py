@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from sok_keras.table_config import TableConfig
+from sok_keras.table_config import TableConfig, check_name
 
 
 @keras.saving.register_keras_serializable(package="sok_keras")
@@ -34,6 +34,7 @@ class FeatureConfig:
     padding_key: int | None = None
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         if not isinstance(self.table, TableConfig):
             raise ValueError(f"`table` must be a `TableConfig`. Received: table={self.table!r} (feature {self.name!r})")
 

@@ -39,9 +39,7 @@ def kind(value: Any) -> str:
 def shape_of(value: Any) -> tuple[int | None, ...]:
     """Shape of the ids. Unknown axes are None."""
     value = value["low"] if is_words(value) else value
-    if hasattr(value, "shape"):
-        return tuple(value.shape)
-    return np.shape(value)
+    return tuple(value.shape if hasattr(value, "shape") else _as_array(value).shape)
 
 
 def in_order(value: Any, feature: str, reduces: bool) -> Any:
@@ -86,9 +84,16 @@ def check_no_mask(value: Any) -> None:
 
 
 def _dtype_of(value: Any) -> str:
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    dtype = value.dtype if hasattr(value, "dtype") else _as_array(value).dtype
     # The name of a NumPy dtype does not depend on its byte order.
     return dtype.name if isinstance(dtype, np.dtype) else keras.backend.standardize_dtype(dtype)
+
+
+def _as_array(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"Ids must be integers, in rows of equal length. Received: {value!r:.200}") from error
 
 
 def _check_words(value: Any, feature: str) -> None:

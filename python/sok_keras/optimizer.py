@@ -52,7 +52,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     >>> model.compile(optimizer, "binary_crossentropy")
 
     Args:
-        inner_optimizer: SGD, Adam, AdamW, Adagrad, RMSprop, Ftrl or `sok_keras.optimizers.RowWiseAdagrad`, or its Keras name.
+        inner_optimizer: Keras' SGD, Adam, AdamW, Adagrad, RMSprop, Ftrl or Lion, or `sok_keras.optimizers.RowWiseAdagrad`, or its
+            Keras name.
         update_mode: Must be `"local"`.
         name: Name of the optimizer.
 

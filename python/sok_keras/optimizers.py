@@ -61,43 +61,27 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         }
 
 
-_RULES = {
-    "SGD": lambda o: {"name": "sgd", "momentum": o.momentum, "nesterov": o.nesterov},
-    "Adam": lambda o: {
-        "name": "adam",
-        "beta_1": o.beta_1,
-        "beta_2": o.beta_2,
-        "epsilon": o.epsilon,
-        "amsgrad": o.amsgrad,
-    },
-    "Adagrad": lambda o: {
-        "name": "adagrad",
-        "initial_accumulator_value": o.initial_accumulator_value,
-        "epsilon": o.epsilon,
-    },
-    "RowWiseAdagrad": lambda o: {
-        "name": "row_wise_adagrad",
-        "initial_accumulator_value": o.initial_accumulator_value,
-        "epsilon": o.epsilon,
-    },
-    "RMSprop": lambda o: {
-        "name": "rmsprop",
-        "rho": o.rho,
-        "momentum": o.momentum,
-        "epsilon": o.epsilon,
-        "centered": o.centered,
-    },
-    "Ftrl": lambda o: {
-        "name": "ftrl",
-        "learning_rate_power": o.learning_rate_power,
-        "initial_accumulator_value": o.initial_accumulator_value,
-        "l1_regularization_strength": o.l1_regularization_strength,
-        "l2_regularization_strength": o.l2_regularization_strength,
-        "l2_shrinkage_regularization_strength": o.l2_shrinkage_regularization_strength,
-        "beta": o.beta,
-    },
+# By the name of the optimizer's class: the formula's name in the core, and the hyper-parameters that it reads.
+_FORMULAS = {
+    "SGD": ("sgd", ["momentum", "nesterov"]),
+    "Adam": ("adam", ["beta_1", "beta_2", "epsilon", "amsgrad"]),
+    "AdamW": ("adam", ["beta_1", "beta_2", "epsilon", "amsgrad"]),
+    "Adagrad": ("adagrad", ["initial_accumulator_value", "epsilon"]),
+    "RowWiseAdagrad": ("row_wise_adagrad", ["initial_accumulator_value", "epsilon"]),
+    "RMSprop": ("rmsprop", ["rho", "momentum", "epsilon", "centered"]),
+    "Ftrl": (
+        "ftrl",
+        [
+            "learning_rate_power",
+            "initial_accumulator_value",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+            "l2_shrinkage_regularization_strength",
+            "beta",
+        ],
+    ),
+    "Lion": ("lion", ["beta_1", "beta_2"]),
 }
-_RULES["AdamW"] = _RULES["Adam"]
 
 
 def core_rule(optimizer):
@@ -108,9 +92,10 @@ def core_rule(optimizer):
     """
     cls = type(optimizer)
     is_known = cls is RowWiseAdagrad or cls.__module__.startswith("keras.")
-    if not is_known or cls.__name__ not in _RULES:
+    if not is_known or cls.__name__ not in _FORMULAS:
         raise ValueError(
-            f"`inner_optimizer` must be one whose formula the core has: {', '.join(sorted(_RULES))}. "
+            f"`inner_optimizer` must be one whose formula the core has: {', '.join(sorted(_FORMULAS))}. "
             f"Received: {cls.__module__}.{cls.__name__}"
         )
-    return _RULES[cls.__name__](optimizer)
+    name, hyper_parameters = _FORMULAS[cls.__name__]
+    return {"name": name, **{each: getattr(optimizer, each) for each in hyper_parameters}}

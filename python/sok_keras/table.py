@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sok_keras.backend.native_errors import TableFullError
+from sok_keras.errors import TableFullError
 
 
 class Outcomes(NamedTuple):

@@ -23,6 +23,12 @@ def check_choice(argument: str, value: Any) -> None:
         raise ValueError(f"`{argument}` must be one of {known}. Received: {argument}={value!r}")
 
 
+def check_name(name: Any) -> None:
+    """Raises a `ValueError` unless a name is a string."""
+    if not isinstance(name, str):
+        raise ValueError(f"`name` must be a string. Received: name={name!r}")
+
+
 @keras.saving.register_keras_serializable(package="sok_keras")
 @dataclasses.dataclass(eq=False)
 class TableConfig:
@@ -78,6 +84,7 @@ class TableConfig:
     storage: str = "auto"
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         self.initializer = keras.initializers.get(self.initializer)
         if self.optimizer is not None:
             raise ValueError(

@@ -1,4 +1,5 @@
-//! First value of a row = f(seed, key, column): the same on every device, rank and order.
+//! The first values of rows. A value depends on seed, key and column alone, so it is the same on every device and every rank, and
+//! in any order of calls.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,31 +7,44 @@ use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::math::normal_quantile;
 
-/// How a new row starts. `VarianceScaling` arrives here as the uniform or truncated normal that it stands for.
+/// How the first values of a row are computed. `VarianceScaling` comes as the uniform or truncated normal distribution that it
+/// means.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Initializer {
+    /// The same value in every column of every row.
     Constant {
+        /// The value.
         value: f32,
     },
+    /// The uniform distribution over an interval.
     Uniform {
+        /// Lower end, included.
         minval: f32,
+        /// Upper end.
         maxval: f32,
     },
+    /// The normal distribution.
     Normal {
+        /// Mean.
         mean: f32,
+        /// Standard deviation.
         stddev: f32,
     },
-    /// Drawn from within two standard deviations of the mean.
+    /// The normal distribution, cut at two standard deviations from the mean.
     TruncatedNormal {
+        /// Mean.
         mean: f32,
+        /// Standard deviation of the normal distribution that is cut.
         stddev: f32,
     },
 }
 
 impl Initializer {
+    /// Checks the parameters.
+    ///
     /// # Errors
-    /// [`Error::Argument`] that names the parameter, the rule and the value.
+    /// [`Error::Argument`] with the parameter, the rule and the value.
     pub fn validate(&self) -> Result<()> {
         match *self {
             Initializer::Constant { value } => check_finite("value", value),
@@ -42,7 +56,7 @@ impl Initializer {
                         "`minval` must not be above `maxval`. Received: minval={minval}, maxval={maxval}"
                     )));
                 }
-                // Else the widest draws would be infinite.
+                // Otherwise the widest draws would be infinite.
                 check_finite("maxval - minval", maxval - minval)
             }
             Initializer::Normal { mean, stddev } | Initializer::TruncatedNormal { mean, stddev } => {
@@ -81,18 +95,18 @@ impl Initializer {
     }
 }
 
-/// Share of a normal distribution below -2 and below 2 standard deviations.
+/// Shares of a normal distribution below -2 and below 2 standard deviations.
 const BELOW_MINUS_2: f64 = 0.022_750_131_948_179_21;
 const BELOW_2: f64 = 0.977_249_868_051_820_8;
 
-/// The upper 24 bits as a float in `[0, 1)`: as many as a float32 holds, so that the step is the same everywhere.
+/// Makes a float in `[0, 1)` of the upper 24 bits. A float32 holds 24 bits, so neighbours have the same distance everywhere.
 #[inline(always)]
 fn unit_f32(word: u32) -> f32 {
-    // As a signed number, which it fits: vector units convert those in one instruction.
+    // The number fits into a signed integer. Vector units convert signed integers in one instruction.
     (word >> 8) as i32 as f32 * (1.0 / 16_777_216.0)
 }
 
-/// All bits as a float strictly between 0 and 1, symmetric about one half.
+/// Makes a float of all bits. It is strictly between 0 and 1, and symmetric about one half.
 #[inline(always)]
 fn unit_f64(word: u32) -> f64 {
     (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0)
@@ -105,7 +119,7 @@ fn check_finite(name: &str, value: f32) -> Result<()> {
     Err(Error::argument(format!("`{name}` must be finite. Received: {value}")))
 }
 
-/// Sets each column to `value` of its random word: word `column % 4` of counter `(key, column / 4)` under `seed`.
+/// Sets each column to `value` of its random word, which is word `column % 4` of the counter `(key, column / 4)` under `seed`.
 #[inline(always)]
 fn draw(seed: u64, key: Key, row: &mut [f32], value: impl Fn(u32) -> f32) {
     let words =
@@ -123,11 +137,11 @@ fn draw(seed: u64, key: Key, row: &mut [f32], value: impl Fn(u32) -> f32) {
     }
 }
 
-/// Philox4x32-10 of J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011): a bijection of the
-/// counter whose output passes BigCrush, and that needs no state.
+/// Returns four random words of a counter, by Philox4x32-10 of J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
+/// (SC 2011). It is a bijection of the counter, needs no state, and its output passes BigCrush.
 ///
-/// The counters of a row do not depend on each other, so that a core overlaps their multiplications: vector intrinsics, four
-/// counters at a time, gained less than a third.
+/// The counters of a row do not depend on each other, so a core overlaps their multiplications. Vector intrinsics for four counters
+/// at a time gained less than a third.
 #[inline(always)]
 pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let [mut c0, mut c1, mut c2, mut c3] = counter;
@@ -139,7 +153,7 @@ pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
         c1 = product_2 as u32;
         c2 = (product_0 >> 32) as u32 ^ c3 ^ k1;
         c3 = product_0 as u32;
-        // The golden ratio and the square root of 3 less 1.
+        // The golden ratio minus 1, and the square root of 3 minus 1, as fractions of 2^32.
         k0 = k0.wrapping_add(0x9e37_79b9);
         k1 = k1.wrapping_add(0xbb67_ae85);
     }

@@ -1,10 +1,12 @@
-//! A key is a 64-bit pattern, all 2^64 of them legal. The only place in Rust where keys are hashed.
+//! Keys and their hash. Each of the 2^64 patterns of 64 bits is a legal key. This is the only place in Rust where keys are hashed.
 
-/// The user's id as stored: the bits of an `i64` or `u64`; `i32` sign-extends, `u32` zero-extends.
+/// An id as a table stores it: the bits of an `i64` or `u64`. An `i32` is extended with its sign, a `u32` with zeros.
 pub type Key = u64;
 
-/// The 64-bit finaliser of MurmurHash3 (Austin Appleby, public domain): a bijection in which each bit of the key reaches
-/// each bit of the hash, so that no two keys share a hash and keys like `i << 32` spread over any range of hash bits.
+/// Hashes a key by the 64-bit finaliser of MurmurHash3 (Austin Appleby, public domain).
+///
+/// It is a bijection in which each bit of the key reaches each bit of the hash. Thus no two keys share a hash, and keys like
+/// `i << 32` spread over any range of hash bits.
 #[inline(always)]
 pub fn hash(key: Key) -> u64 {
     let mut h = key;

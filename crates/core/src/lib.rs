@@ -1,39 +1,22 @@
 //! Embedding tables for recommender models: rules, arithmetic and files. No CUDA, no Python, no framework.
 //!
-//! The host table here is the default and the oracle that every device is held against.
+//! The table on the host is the default, and the reference for every device.
 //! `docs/architecture.md` follows one batch; `docs/contract.md` says what holds on every device.
 #![deny(unsafe_code)]
+#![warn(missing_docs, clippy::missing_errors_doc)]
 
-mod absent;
-mod accumulator;
-mod arena;
-pub mod batch;
 pub mod checkpoint;
+pub mod contract;
 pub mod error;
-mod exact_sum;
-mod find;
 pub mod fork;
-pub mod host_group;
-pub mod host_table;
-mod index;
+pub mod formula;
+pub mod host;
 pub mod initializer;
-mod journal;
 pub mod key;
-mod lookup;
-mod lookup_split;
 pub mod math;
 pub mod memory;
-mod merge;
-pub mod optimizer;
 pub mod pool;
-mod pooling;
-pub mod push;
-mod region;
-mod runs;
 mod simd;
-pub mod table;
-pub mod ticket;
-mod update;
-mod weight_gradient;
+mod store;
 
 pub use error::{Error, Result};

@@ -28,6 +28,36 @@ pub fn clip(x: f32, limit: f32) -> f32 {
     if below < -limit { -limit } else { below }
 }
 
+/// The larger of two; `b` if it is NaN.
+#[inline(always)]
+pub fn larger(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+/// 1 above 0, -1 below, else `x` itself: a zero or NaN.
+#[inline(always)]
+pub fn sign(x: f32) -> f32 {
+    let not_above = if x < 0.0 { -1.0 } else { x };
+    if x > 0.0 { 1.0 } else { not_above }
+}
+
+/// The square root.
+#[inline(always)]
+pub fn sqrt(x: f32) -> f32 {
+    x.sqrt()
+}
+
+/// `x` to the power of `exponent`; its square root, if that `is_root`.
+#[inline(always)]
+pub fn raise(is_root: bool, x: f32, exponent: f32) -> f32 {
+    if is_root { x.sqrt() } else { pow(x, exponent) }
+}
+
+/// `base` to the power of the count of a step.
+pub fn power_of_step(base: f32, count: u64) -> f32 {
+    whole_power(f64::from(base), count) as f32
+}
+
 /// The constant in two parts: the upper ends in 32 zero bits, so that its product with a binary exponent is exact.
 const LN_2_UPPER: f64 = f64::from_bits(0x3fe6_2e42_0000_0000);
 const LN_2_LOWER: f64 = 4.749_325_039_031_672_6e-7;

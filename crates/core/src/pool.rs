@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use crate::error::{Error, Result};
 use crate::fork::{PerProcess, at_fork};
 
-/// A call of fewer ids runs on its own thread, because waking others takes as long.
+/// A call with fewer ids runs on the thread of its caller, because waking other threads takes as long as the call.
 pub(crate) const SMALL_CALL: usize = 2048;
-/// Pieces of work for each thread, so that threads finish at about the same time.
+/// Number of pieces of work for each thread. There are several, so that threads finish at about the same time.
 const PIECES: usize = 4;
 
-/// Maximal number of threads: more than machines have cores, fewer than a process may start.
+/// Maximal number of threads. It is more than machines have cores, and fewer than a process may start.
 pub const MAX_THREADS: usize = 1024;
 
 static POOL: PerProcess<Arc<Pool>> = PerProcess::new();
@@ -23,6 +23,10 @@ pub struct Pool {
 }
 
 impl Pool {
+    /// Makes a pool of this number of threads.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] unless the number is 1 to [`MAX_THREADS`], [`Error::State`] if the system has no threads left.
     pub fn new(threads: usize) -> Result<Pool> {
         if !(1..=MAX_THREADS).contains(&threads) {
             return Err(wrong_number("the number of threads", &threads.to_string()));
@@ -37,6 +41,7 @@ impl Pool {
         Ok(Pool { threads, workers })
     }
 
+    /// Number of threads.
     pub fn threads(&self) -> usize {
         self.threads
     }
@@ -60,11 +65,13 @@ impl Pool {
     }
 }
 
+/// Runs `work` on each task, as [`Pool::run`]. A call with few ids runs on the thread of its caller.
 pub(crate) fn run_if_large<T: Send>(num_ids: usize, tasks: Vec<T>, pool: &Pool, work: impl Fn(T) + Sync) {
     if num_ids < SMALL_CALL { tasks.into_iter().for_each(work) } else { pool.run(tasks, work) }
 }
 
-/// Number of pieces for `mine` of `total` work, so that all pieces have about the same size.
+/// Returns the number of pieces into which `mine` is divided, where `mine` is a part of `total` work. All pieces of the total then
+/// have about the same size.
 pub(crate) fn num_pieces(mine: usize, total: usize, pool: &Pool) -> usize {
     if pool.threads() == 1 {
         return 1;
@@ -72,23 +79,29 @@ pub(crate) fn num_pieces(mine: usize, total: usize, pool: &Pool) -> usize {
     (mine * pool.threads() * PIECES).div_ceil(total.max(1)).max(1)
 }
 
-/// The first error of many tasks.
+/// Keeps the first error of many tasks.
 #[derive(Default)]
 pub(crate) struct FirstError(Mutex<Option<Error>>);
 
 impl FirstError {
+    /// Keeps the error of `result` if it is the first one.
     pub fn note(&self, result: Result<()>) {
         if let Err(error) = result {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     }
 
+    /// Returns the first error, if there was one.
     pub fn into_result(self) -> Result<()> {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
     }
 }
 
-/// The pool of the process. It has `SOK_NUM_THREADS` threads, or one for each core that the process may use. A forked child makes its own.
+/// Returns the pool of the process. It has `SOK_NUM_THREADS` threads, or one for each core that the process may use. A forked child
+/// makes its own.
+///
+/// # Errors
+/// As [`Pool::new`]; [`Error::Argument`] for a wrong `SOK_NUM_THREADS`.
 pub fn global() -> Result<Arc<Pool>> {
     if let Some(pool) = POOL.get() {
         return Ok(pool);
@@ -100,7 +113,10 @@ pub fn global() -> Result<Arc<Pool>> {
     set_num_threads(threads)
 }
 
-/// Sets the number of threads of later calls.
+/// Sets the number of threads of later calls. Returns their pool.
+///
+/// # Errors
+/// As [`Pool::new`].
 pub fn set_num_threads(threads: usize) -> Result<Arc<Pool>> {
     static WATCH: Once = Once::new();
     WATCH.call_once(|| at_fork(None, None, Some(forget_pool)));
@@ -109,10 +125,10 @@ pub fn set_num_threads(threads: usize) -> Result<Arc<Pool>> {
     Ok(pool)
 }
 
-/// Parses a number of threads.
+/// Parses a number of threads. `what` names it in the error.
 ///
 /// # Errors
-/// [`Error::Argument`] with the legal range.
+/// [`Error::Argument`] unless the text is an integer from 1 to [`MAX_THREADS`].
 pub fn parse_threads(what: &str, text: &str) -> Result<usize> {
     let threads = text.trim().parse().ok().filter(|threads| (1..=MAX_THREADS).contains(threads));
     threads.ok_or_else(|| wrong_number(what, text))

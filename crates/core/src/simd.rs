@@ -36,7 +36,9 @@ pub fn copy_streaming(to: &mut [f32], from: &[f32]) {
         for (to, from) in to_chunks.iter_mut().zip(from_chunks) {
             // SAFETY: - `from` has four floats, `to` has room for four: their types.
             //         - `to` is 16-byte aligned: checked above, and chunks are 16 bytes apart.
-            unsafe { _mm_stream_ps(to.as_mut_ptr(), _mm_loadu_ps(from.as_ptr())) };
+            let four = unsafe { _mm_loadu_ps(from.as_ptr()) };
+            // SAFETY: as above.
+            unsafe { _mm_stream_ps(to.as_mut_ptr(), four) };
         }
         to_rest.copy_from_slice(from_rest);
         return;
@@ -44,7 +46,7 @@ pub fn copy_streaming(to: &mut [f32], from: &[f32]) {
     to.copy_from_slice(from);
 }
 
-/// As `copy_streaming`, for a constant length.
+/// Copies a row as `copy_streaming` does, for a constant length.
 #[inline(always)]
 pub fn stream_row<const D: usize>(to: &mut [f32; D], from: &[f32; D]) {
     #[cfg(target_arch = "x86_64")]
@@ -52,14 +54,16 @@ pub fn stream_row<const D: usize>(to: &mut [f32; D], from: &[f32; D]) {
         use core::arch::x86_64::{_mm_loadu_ps, _mm_stream_ps};
         for (to, from) in to.as_chunks_mut::<4>().0.iter_mut().zip(from.as_chunks::<4>().0) {
             // SAFETY: as in `copy_streaming`.
-            unsafe { _mm_stream_ps(to.as_mut_ptr(), _mm_loadu_ps(from.as_ptr())) };
+            let four = unsafe { _mm_loadu_ps(from.as_ptr()) };
+            // SAFETY: as above.
+            unsafe { _mm_stream_ps(to.as_mut_ptr(), four) };
         }
         return;
     }
     *to = *from;
 }
 
-/// Must be called by a thread after its last `copy_streaming`, before other threads read.
+/// Completes the non-temporal stores of this thread. A thread calls it after its last `copy_streaming`, before other threads read.
 #[inline(always)]
 pub fn streaming_fence() {
     #[cfg(target_arch = "x86_64")]
@@ -72,8 +76,9 @@ pub fn streaming_fence() {
 /// A loop that is compiled for the baseline and for AVX2. The whole loop is compiled twice, because a call inside of it would cost as
 /// much as the wider instructions save.
 pub trait Kernel {
+    /// What the loop returns.
     type Output;
-    /// Must be `#[inline(always)]`, and so must all that it calls in its loops.
+    /// Runs the loop. It must be `#[inline(always)]`, and so must each function that its loops call.
     fn run(self) -> Self::Output;
 }
 
@@ -85,7 +90,7 @@ pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
         && is_x86_feature_detected!("bmi2")
         && is_x86_feature_detected!("lzcnt")
     {
-        // SAFETY: the processor has what the function is compiled for: just asked.
+        // SAFETY: the processor has what the function is compiled for: checked above.
         return unsafe { with_avx2(kernel) };
     }
     kernel.run()

@@ -11,8 +11,8 @@ use common::strategies::{config, update};
 use common::subject::{HostSubject, Maker, Subject};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
+use sok_core::contract::table::TableConfig;
 use sok_core::pool::Pool;
-use sok_core::table::TableConfig;
 
 static POOLS: LazyLock<[Pool; 4]> = LazyLock::new(|| [1, 2, 3, 7].map(|threads| Pool::new(threads).unwrap()));
 

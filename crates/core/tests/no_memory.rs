@@ -5,17 +5,23 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::SeqCst};
 
-use sok_core::batch::{Bags, Combiner, Feature, Keys};
 use sok_core::checkpoint::{DumpOptions, LoadMode, LoadOptions, dump, load, verify};
+use sok_core::contract::batch::{Bags, Combiner, Feature, Keys};
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::GradientRows;
+use sok_core::contract::group::Group;
+use sok_core::contract::table::{
+    CheckMode, Cursor, Insertion, Missing, OutOfVocabulary, Records, Table, TableConfig,
+};
+use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
-use sok_core::host_table::HostTable;
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::{Adam, Rule};
+use sok_core::host::group::{ApplyScalars, HostGroup};
+use sok_core::host::push::OutputGradients;
+use sok_core::host::table::HostTable;
 use sok_core::initializer::Initializer;
-use sok_core::optimizer::{Rule, Update, UpdateScalars};
 use sok_core::pool::Pool;
-use sok_core::push::{GradientRows, OutputGradients};
-use sok_core::table::{CheckMode, Cursor, Insertion, Missing, OutOfVocabulary, Records, Table, TableConfig};
-use sok_core::ticket::TICKET_LEN;
 
 /// Smaller ones do not fail on Linux. Those of a step are larger than what it keeps for each of its parts, whatever its batch.
 const LARGE: usize = 4096;
@@ -164,7 +170,7 @@ const SCALARS: UpdateScalars = UpdateScalars { learning_rate: 0.1, step: 1, fact
 impl Steps {
     fn new(threads: usize) -> Steps {
         let mut group = HostGroup::new(vec![config("t")]).unwrap();
-        let rule = Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false };
+        let rule = Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false });
         let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: Some(0.5) };
         group.bind(Binding { owner: 1, update, needs_norm: true }).unwrap();
         let n = 12_000;

@@ -1,25 +1,29 @@
 //! Each rule beside an independent statement of its formula in f64, every hyper-parameter off its default.
 
-use sok_core::optimizer::{
-    Conditioning, RowWiseAdagradStep, Rule, Step, StepVisitor, Update, UpdateScalars, clipnorm_factor,
-};
+use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
+use sok_core::formula::{Adagrad, Adam, Ftrl, RmsProp, RowWiseAdagrad, Rule, Sgd};
 
-const SGD: Rule = Rule::Sgd { momentum: 0.8, nesterov: false };
-const ADAM: Rule = Rule::Adam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3, amsgrad: false };
-const ADAGRAD: Rule = Rule::Adagrad { initial_accumulator_value: 0.3, epsilon: 1e-3 };
-const ROW_WISE: Rule = Rule::RowWiseAdagrad { initial_accumulator_value: 0.3, epsilon: 1e-3 };
-const RMSPROP: Rule = Rule::RmsProp { rho: 0.8, momentum: 0.0, epsilon: 1e-3, centered: false };
+#[path = "common/record_step.rs"]
+mod record_step;
+
+use record_step::update_record;
+
+const SGD: Rule = Rule::Sgd(Sgd { momentum: 0.8, nesterov: false });
+const ADAM: Rule = Rule::Adam(Adam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3, amsgrad: false });
+const ADAGRAD: Rule = Rule::Adagrad(Adagrad { initial_accumulator_value: 0.3, epsilon: 1e-3 });
+const ROW_WISE: Rule = Rule::RowWiseAdagrad(RowWiseAdagrad { initial_accumulator_value: 0.3, epsilon: 1e-3 });
+const RMSPROP: Rule = Rule::RmsProp(RmsProp { rho: 0.8, momentum: 0.0, epsilon: 1e-3, centered: false });
 const FTRL: Rule = ftrl_of_power(-0.7);
 
 const fn ftrl_of_power(learning_rate_power: f64) -> Rule {
-    Rule::Ftrl {
+    Rule::Ftrl(Ftrl {
         learning_rate_power,
         initial_accumulator_value: 0.3,
         l1_regularization_strength: 0.02,
         l2_regularization_strength: 0.03,
         l2_shrinkage_regularization_strength: 0.04,
         beta: 0.05,
-    }
+    })
 }
 
 const DIM: usize = 11;
@@ -42,42 +46,6 @@ impl Record {
     }
 }
 
-/// One update of one record, the plain way.
-struct UpdateRecord<'a> {
-    conditioning: Conditioning,
-    values: &'a mut [f32],
-    gradient: &'a [f32],
-}
-
-impl StepVisitor for UpdateRecord<'_> {
-    type Output = ();
-
-    fn visit<S: Step>(self, step: S) {
-        assert_eq!(self.values.len(), DIM * (1 + S::STATES));
-        for column in 0..DIM {
-            let mut states = [f32::NAN; 3];
-            for (state, value) in states.iter_mut().zip(self.values[column..].iter().step_by(DIM).skip(1)) {
-                *state = *value;
-            }
-            let gradient = self.conditioning.gradient(self.gradient[column]);
-            let x = self.conditioning.value(self.values[column]);
-            self.values[column] = step.step(x, &mut states, gradient);
-            for (state, value) in states.iter().zip(self.values[column..].iter_mut().step_by(DIM).skip(1)) {
-                *value = *state;
-            }
-        }
-    }
-
-    fn visit_row_wise(self, step: RowWiseAdagradStep) {
-        let gradient: Vec<f32> = self.gradient.iter().map(|g| self.conditioning.gradient(*g)).collect();
-        let (row, accumulator) = self.values.split_at_mut(DIM);
-        let divisor = step.accumulate(&mut accumulator[0], &gradient);
-        for (x, gradient) in row.iter_mut().zip(gradient) {
-            *x = step.step(self.conditioning.value(*x), divisor, gradient);
-        }
-    }
-}
-
 fn gradient(step: u64) -> Vec<f32> {
     (0..DIM).map(|c| (step as f32 * 0.9 + c as f32 * 2.1).sin() * 1.5).collect()
 }
@@ -90,23 +58,18 @@ fn plain(rule: Rule) -> Update {
     Update { rule, weight_decay: None, clipvalue: None, clipnorm: None }
 }
 
-fn apply(update: &Update, scalars: &UpdateScalars, record: &mut Record, gradient: &[f32]) {
-    let conditioning = update.conditioning(scalars);
-    update.rule.visit(scalars, UpdateRecord { conditioning, values: &mut record.values, gradient });
-}
-
-/// A formula: value, states of the column, gradient, step; the learning rate as in the tests.
-type Formula = fn(&mut f64, &mut [f64], f64, i32);
+/// A formula in f64: value, states of the column, gradient, step; the learning rate as in the tests.
+type Reference = fn(&mut f64, &mut [f64], f64, i32);
 
 /// Runs rule and formula side by side and compares rows and states.
-fn check(rule: Rule, formula: Formula) {
+fn check(rule: Rule, formula: Reference) {
     rule.validate().unwrap();
     let mut record = Record::new(&rule);
     let mut expected: Vec<f64> = record.values.iter().map(|v| f64::from(*v)).collect();
     let start = expected.clone();
     for step in 1..=STEPS {
         let gradient = gradient(step);
-        apply(&plain(rule), &scalars(step), &mut record, &gradient);
+        update_record(&plain(rule), &scalars(step), &mut record.values, &gradient);
         for column in 0..DIM {
             let mut states: Vec<f64> = expected[column..].iter().step_by(DIM).skip(1).copied().collect();
             formula(&mut expected[column], &mut states, f64::from(gradient[column]), step as i32);
@@ -137,12 +100,12 @@ const LR: f64 = LEARNING_RATE as f64;
 
 #[test]
 fn sgd_follows_its_formula() {
-    check(Rule::Sgd { momentum: 0.0, nesterov: false }, |x, _, g, _| *x -= LR * g);
+    check(Rule::Sgd(Sgd { momentum: 0.0, nesterov: false }), |x, _, g, _| *x -= LR * g);
     check(SGD, |x, s, g, _| {
         s[0] = 0.8 * s[0] - LR * g;
         *x += s[0];
     });
-    check(Rule::Sgd { momentum: 0.8, nesterov: true }, |x, s, g, _| {
+    check(Rule::Sgd(Sgd { momentum: 0.8, nesterov: true }), |x, s, g, _| {
         s[0] = 0.8 * s[0] - LR * g;
         *x += 0.8 * s[0] - LR * g;
     });
@@ -161,7 +124,7 @@ fn adam(x: &mut f64, s: &mut [f64], g: f64, step: i32, second_moment: impl Fn(&m
 #[test]
 fn adam_follows_its_formula() {
     check(ADAM, |x, s, g, step| adam(x, s, g, step, |s| s[1]));
-    let amsgrad = Rule::Adam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3, amsgrad: true };
+    let amsgrad = Rule::Adam(Adam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3, amsgrad: true });
     check(amsgrad, |x, s, g, step| {
         adam(x, s, g, step, |s| {
             s[2] = s[2].max(s[1]);
@@ -184,7 +147,7 @@ fn row_wise_adagrad_follows_its_formula() {
     let mut expected: Vec<f64> = record.values.iter().map(|v| f64::from(*v)).collect();
     for step in 1..=STEPS {
         let gradient = gradient(step);
-        apply(&plain(ROW_WISE), &scalars(step), &mut record, &gradient);
+        update_record(&plain(ROW_WISE), &scalars(step), &mut record.values, &gradient);
         expected[DIM] += gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>() / DIM as f64;
         for column in 0..DIM {
             expected[column] -= LR * f64::from(gradient[column]) / (expected[DIM] + 1e-3).sqrt();
@@ -212,7 +175,7 @@ fn rmsprop<const MOMENTUM: bool, const CENTERED: bool>(x: &mut f64, s: &mut [f64
 
 #[test]
 fn rmsprop_follows_its_formula() {
-    let rule = |momentum, centered| Rule::RmsProp { rho: 0.8, momentum, epsilon: 1e-3, centered };
+    let rule = |momentum, centered| Rule::RmsProp(RmsProp { rho: 0.8, momentum, epsilon: 1e-3, centered });
     check(rule(0.0, false), rmsprop::<false, false>);
     check(rule(0.6, false), rmsprop::<true, false>);
     check(rule(0.0, true), rmsprop::<false, true>);
@@ -238,36 +201,27 @@ fn ftrl_follows_its_formula() {
 
 #[test]
 fn row_wise_adagrad_of_one_column_is_adagrad() {
-    struct Last(f32, f32);
-    impl StepVisitor for Last {
-        type Output = (f32, f32);
-        fn visit<S: Step>(self, step: S) -> (f32, f32) {
-            let mut states = [0.3, 0.0, 0.0];
-            (step.step(self.0, &mut states, self.1), states[0])
-        }
-        fn visit_row_wise(self, step: RowWiseAdagradStep) -> (f32, f32) {
-            let mut accumulator = 0.3;
-            let divisor = step.accumulate(&mut accumulator, &[self.1]);
-            (step.step(self.0, divisor, self.1), accumulator)
-        }
-    }
+    let stepped = |rule, gradient| {
+        let mut record = [0.7, 0.3];
+        update_record(&plain(rule), &scalars(1), &mut record, &[gradient]);
+        record
+    };
     for gradient in gradient(3) {
-        let row_wise = ROW_WISE.visit(&scalars(1), Last(0.7, gradient));
-        assert_eq!(row_wise, ADAGRAD.visit(&scalars(1), Last(0.7, gradient)));
+        assert_eq!(stepped(ROW_WISE, gradient), stepped(ADAGRAD, gradient));
     }
 }
 
 #[test]
 fn states_have_the_names_of_keras_variables() {
     let names = |rule: Rule| rule.states(DIM).iter().map(|s| s.name).collect::<Vec<_>>();
-    assert_eq!(names(Rule::Sgd { momentum: 0.0, nesterov: true }), [""; 0]);
+    assert_eq!(names(Rule::Sgd(Sgd { momentum: 0.0, nesterov: true })), [""; 0]);
     assert_eq!(names(SGD), ["momentum"]);
     assert_eq!(names(ADAM), ["momentum", "velocity"]);
-    let amsgrad = Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: true };
+    let amsgrad = Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: true });
     assert_eq!(names(amsgrad), ["momentum", "velocity", "velocity_hat"]);
     assert_eq!(names(ADAGRAD), ["accumulator"]);
     assert_eq!(names(RMSPROP), ["velocity"]);
-    let rmsprop = Rule::RmsProp { rho: 0.9, momentum: 0.1, epsilon: 1e-7, centered: true };
+    let rmsprop = Rule::RmsProp(RmsProp { rho: 0.9, momentum: 0.1, epsilon: 1e-7, centered: true });
     assert_eq!(names(rmsprop), ["velocity", "momentum", "average_gradient"]);
     assert_eq!(names(FTRL), ["accumulator", "linear"]);
 }
@@ -333,23 +287,26 @@ fn clipnorm_scales_down_and_never_up() {
 fn adam_still_steps_after_a_long_training() {
     let mut record = Record::new(&ADAM);
     let before = record.values.clone();
-    apply(&plain(ADAM), &scalars(u64::MAX), &mut record, &gradient(1));
+    update_record(&plain(ADAM), &scalars(u64::MAX), &mut record.values, &gradient(1));
     assert!(record.values.iter().zip(&before).all(|(after, before)| after.is_finite() && after != before));
 }
 
 #[test]
 fn wrong_hyper_parameters_are_told_by_name_rule_and_value() {
-    let sgd = |momentum| Rule::Sgd { momentum, nesterov: false };
-    let adam = |beta_1, beta_2, epsilon| Rule::Adam { beta_1, beta_2, epsilon, amsgrad: false };
-    let adagrad = |initial_accumulator_value| Rule::Adagrad { initial_accumulator_value, epsilon: 1e-7 };
-    let rmsprop = |rho, momentum| Rule::RmsProp { rho, momentum, epsilon: 1e-7, centered: false };
-    let ftrl = |learning_rate_power, beta| Rule::Ftrl {
-        learning_rate_power,
-        initial_accumulator_value: 0.1,
-        l1_regularization_strength: 0.0,
-        l2_regularization_strength: 0.0,
-        l2_shrinkage_regularization_strength: 0.0,
-        beta,
+    let sgd = |momentum| Rule::Sgd(Sgd { momentum, nesterov: false });
+    let adam = |beta_1, beta_2, epsilon| Rule::Adam(Adam { beta_1, beta_2, epsilon, amsgrad: false });
+    let adagrad =
+        |initial_accumulator_value| Rule::Adagrad(Adagrad { initial_accumulator_value, epsilon: 1e-7 });
+    let rmsprop = |rho, momentum| Rule::RmsProp(RmsProp { rho, momentum, epsilon: 1e-7, centered: false });
+    let ftrl = |learning_rate_power, beta| {
+        Rule::Ftrl(Ftrl {
+            learning_rate_power,
+            initial_accumulator_value: 0.1,
+            l1_regularization_strength: 0.0,
+            l2_regularization_strength: 0.0,
+            l2_shrinkage_regularization_strength: 0.0,
+            beta,
+        })
     };
     for (rule, message) in [
         (sgd(1.5), "`momentum` must be between 0 and 1. Received: 1.5"),
@@ -389,7 +346,7 @@ fn wrong_clipping_and_decay_are_told_by_name_rule_and_value() {
             "Only one of `clipnorm` and `clipvalue` can be set. Received: clipnorm=1, clipvalue=2",
         ),
         (
-            Update { rule: Rule::Sgd { momentum: -1.0, nesterov: false }, ..update },
+            Update { rule: Rule::Sgd(Sgd { momentum: -1.0, nesterov: false }), ..update },
             "`momentum` must be between 0 and 1. Received: -1",
         ),
     ] {

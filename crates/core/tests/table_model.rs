@@ -6,8 +6,8 @@ use common::strategies::{config, table_or_rule_op};
 use common::table::ModelTable;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
-use sok_core::host_table::HostTable;
-use sok_core::table::{Table, TableConfig};
+use sok_core::contract::table::{Table, TableConfig};
+use sok_core::host::table::HostTable;
 
 fn host(config: TableConfig) -> Box<dyn Table> {
     Box::new(HostTable::new(config).unwrap())

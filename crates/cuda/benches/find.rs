@@ -1,13 +1,14 @@
-//! Finds and insertions in HierarchicalKV's shape: 64 Mi rows of dim 64, batches of 1 Mi keys drawn afresh, 60 % there.
+//! Finds and insertions with the workload of HierarchicalKV: 64 Mi rows of dim 64, and new random batches of 1 Mi keys, of which 60
+//! % are in the table.
 //!
-//! find_or_insert is what training needs of one: records stand for all keys of the batch, new ones with their first values, before
-//! the rows of those that were there are copied.
+//! find_or_insert does what training needs: all keys of the batch get records, and those of new keys their initial values, before
+//! the rows of the keys that were in the table are copied.
 
 mod common;
 
 use common::{Bench, config, keep_samples, median, nth_key};
+use sok_core::contract::table::Table;
 use sok_core::key::hash;
-use sok_core::table::Table;
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 
@@ -17,7 +18,8 @@ const CAPACITY: usize = 64 << 20;
 const FRESH: usize = BATCH * 4 / 10;
 const ROUNDS: usize = 24;
 
-/// Percent of the capacity; HierarchicalKV's figures and ours to reach, find and find_or_insert, Gkeys/s.
+/// Percentage of the capacity that is used; then in Gkeys/s, each for find and find_or_insert: HierarchicalKV's figures, and our
+/// goals.
 const LOADS: [(usize, [f32; 2], [f32; 2]); 3] =
     [(50, [4.68, 2.07], [8.0, 4.2]), (75, [4.63, 1.99], [8.0, 4.1]), (100, [4.63, 1.40], [7.6, 3.6])];
 
@@ -30,23 +32,31 @@ fn main() {
     let (context, stream) = (&bench.device.context, bench.stream());
     let out = Buffer::<f32>::new(context, BATCH * DIM).unwrap();
     let found = Buffer::<u32>::new(context, BATCH).unwrap();
-    let homeless = Buffer::<u32>::new(context, BATCH + 1).unwrap();
+    let overflow = Buffer::<u32>::new(context, BATCH + 1).unwrap();
     let dirt = Buffer::<u32>::new(context, 64 << 20).unwrap();
     for (percent, peer, goal) in LOADS {
         let mut table = GpuTable::new(&bench.device, config("t", DIM, CAPACITY as u64)).unwrap();
         let filled = (CAPACITY * percent / 100 - ROUNDS * FRESH) as u64;
         let mut insert = |keys: &Buffer<u64>| {
-            homeless.zero(stream).unwrap();
-            table
-                .insert_on_device(keys.address(), found.address(), keys.len(), homeless.address(), stream)
-                .unwrap();
+            overflow.zero(stream).unwrap();
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe {
+                table.insert_on_device(
+                    keys.address(),
+                    found.address(),
+                    keys.len(),
+                    overflow.address(),
+                    stream,
+                )
+            }
+            .unwrap();
         };
         for start in (0..filled).step_by(BATCH) {
             let keys: Vec<u64> = (start..(start + BATCH as u64).min(filled)).map(nth_key).collect();
             insert(&Buffer::from_slice(context, &keys).unwrap());
             bench.device.synchronize().unwrap();
         }
-        // Known keys and fresh ones in turn.
+        // Known keys and new keys are mixed.
         let batch = |round: usize, fresh_from: u64| {
             let mut fresh = fresh_from..fresh_from + FRESH as u64;
             let draw = |i: usize| match i % 5 {
@@ -60,7 +70,9 @@ fn main() {
             let keys = batch(round, 1 << 40);
             dirt.zero(stream).unwrap();
             let begin = bench.mark();
-            table.launch_find(keys.address(), out.address(), found.address(), BATCH, stream).unwrap();
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe { table.launch_find(keys.address(), out.address(), found.address(), BATCH, stream) }
+                .unwrap();
             let end = bench.mark();
             bench.device.synchronize().unwrap();
             finds.push(BATCH as f32 / 1e6 / begin.elapsed_ms(&end).unwrap());
@@ -69,12 +81,15 @@ fn main() {
         for round in 0..ROUNDS {
             let keys = batch(round, filled + (round * FRESH) as u64);
             dirt.zero(stream).unwrap();
-            homeless.zero(stream).unwrap();
+            overflow.zero(stream).unwrap();
             let begin = bench.mark();
-            table
-                .insert_on_device(keys.address(), found.address(), BATCH, homeless.address(), stream)
-                .unwrap();
-            table.launch_gather(found.address(), out.address(), BATCH, true, stream).unwrap();
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe {
+                table.insert_on_device(keys.address(), found.address(), BATCH, overflow.address(), stream)
+            }
+            .unwrap();
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe { table.launch_gather(found.address(), out.address(), BATCH, true, stream) }.unwrap();
             let end = bench.mark();
             bench.device.synchronize().unwrap();
             inserts.push(BATCH as f32 / 1e6 / begin.elapsed_ms(&end).unwrap());

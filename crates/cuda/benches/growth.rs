@@ -1,19 +1,19 @@
-//! Fresh keys into a table that grows from 1 Mi to 64 Mi rows of dim 64 with Adam's states, against the same into one of full size;
-//! medians of three runs, of the longest batch the longest.
+//! Inserts new keys into a table that grows from 1 Mi to 64 Mi rows of dim 64 with Adam's states, and into a table that has its
+//! full size from the beginning. Medians of three runs; for the longest batch the maximum.
 
 mod common;
 
 use std::time::Instant;
 
 use common::{ADAM, Bench, config, keep_samples, median, nth_key};
-use sok_core::table::Table;
+use sok_core::contract::table::Table;
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 
 const BATCH: usize = 1 << 20;
 const ROWS: usize = 64 << 20;
 
-/// Milliseconds of each batch, waited for.
+/// Fills a table. Returns the milliseconds of each batch, including a wait for it.
 fn fill(bench: &Bench, dim: usize, initial_capacity: usize) -> Vec<f32> {
     let (context, stream) = (&bench.device.context, bench.stream());
     let mut table = GpuTable::new(&bench.device, config("t", dim, initial_capacity as u64)).unwrap();
@@ -22,15 +22,19 @@ fn fill(bench: &Bench, dim: usize, initial_capacity: usize) -> Vec<f32> {
     }
     table.reserve(initial_capacity as u64).unwrap();
     let records = Buffer::<u32>::new(context, BATCH).unwrap();
-    let homeless = Buffer::<u32>::new(context, BATCH + 1).unwrap();
+    let overflow = Buffer::<u32>::new(context, BATCH + 1).unwrap();
     let mut times = Vec::new();
     for batch in 0..ROWS / BATCH {
         let keys: Vec<u64> = (batch * BATCH..(batch + 1) * BATCH).map(|i| nth_key(i as u64)).collect();
         let keys = Buffer::from_slice(context, &keys).unwrap();
-        homeless.zero(stream).unwrap();
+        overflow.zero(stream).unwrap();
         bench.device.synchronize().unwrap();
         let start = Instant::now();
-        table.insert_on_device(keys.address(), records.address(), BATCH, homeless.address(), stream).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            table.insert_on_device(keys.address(), records.address(), BATCH, overflow.address(), stream)
+        }
+        .unwrap();
         bench.device.synchronize().unwrap();
         times.push(start.elapsed().as_secs_f32() * 1e3);
     }

@@ -1,9 +1,9 @@
-//! Lookups that do not learn, as in evaluation: ids that nobody has seen answer what their table says, and get no record.
+//! Lookups without insertion, as in evaluation: an unknown id gets the row that its table has for missing keys, and no record.
 
 mod common;
 
 use common::{Bench, Shape, config, draw_row, fill, keep_samples, key_of, median, time_in_a_row, unit};
-use sok_core::table::Insertion;
+use sok_core::contract::table::Insertion;
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
 
@@ -11,13 +11,13 @@ const DIM: usize = 64;
 const VOCABULARY: u64 = 1_000_000;
 const ROWS: Shape = Shape { tables: 26, samples: 65_536, hotness: 1, dim: DIM };
 const BAGS: Shape = Shape { tables: 8, samples: 16_384, hotness: 20, dim: DIM };
-/// With weights or without.
+/// Name, shape, and whether ids have weights.
 const WORKS: [(&str, Shape, bool); 3] = [
     ("26 x 65,536", ROWS, false),
     ("8 x 20 ids x 16,384, sum", BAGS, false),
     ("8 x 20 ids x 16,384, weighted sum", BAGS, true),
 ];
-/// Ids in a hundred that no table knows.
+/// Percentages of unknown ids.
 const UNKNOWN: [usize; 3] = [0, 1, 50];
 const WARM: usize = 4;
 const TIMED: usize = 20;
@@ -38,7 +38,8 @@ fn time(bench: &Bench, name: &str, shape: Shape, is_weighted: bool, unknown: usi
     let features =
         shape.features(on_device.address(), is_weighted.then(|| weights.address()), rows.address());
     let mut look_up = |(): &()| {
-        group.lookup(&features, Insertion::Never, false, None, bench.stream()).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { group.lookup(&features, Insertion::Never, false, None, bench.stream()) }.unwrap();
     };
     [(); WARM].iter().for_each(&mut look_up);
     let times = time_in_a_row(bench, &[(); TIMED], look_up);

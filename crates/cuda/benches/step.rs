@@ -1,6 +1,7 @@
-//! A training step of Adam over the tables of a layer: lookup, push, commit and apply, gradients held or merged when they come, against
-//! FBGEMM's plain arrays. One id in a hundred is new; ids are fresh in each step; the rows are compared with the host's in the end. Steps
-//! follow each other without a wait, as in training, four between two events; what the host takes for one is measured alone.
+//! A training step of Adam over the tables of a layer: lookup, push, commit and apply, with gradients that are held, or merged at
+//! the push. The comparison is with FBGEMM's plain arrays. Each step has other ids, of which one in a hundred is new. In the end
+//! the rows are compared with the host's. Steps follow each other without a wait, as in training, with four steps between two
+//! events. The time of the host for a step is measured separately.
 //!
 //!     step [name ...]
 
@@ -11,16 +12,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::{ADAM, Bench, Shape, config, draw_row, fill, keep_samples, key_of, median, time_in_a_row, unit};
-use sok_core::batch::{self, Combiner};
-use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
+use sok_core::contract::batch::{self, Combiner};
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::GradientRows;
+use sok_core::contract::group::Group;
+use sok_core::contract::table::Insertion;
+use sok_core::formula::update::UpdateScalars;
+use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::key::Key;
-use sok_core::optimizer::UpdateScalars;
 use sok_core::pool::Pool;
-use sok_core::push::GradientRows;
-use sok_core::table::Insertion;
+use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::Buffer;
-use sok_cuda::optimizer;
 
 struct Work {
     name: &'static str,
@@ -30,11 +33,11 @@ struct Work {
     vocabulary: u64,
     dim: usize,
     zipf: bool,
-    /// Ids have weights, which get gradients too.
+    /// Whether ids have weights, which get gradients too.
     weighted: bool,
-    /// 0: not known.
+    /// FBGEMM's milliseconds; 0 if unknown.
     fbgemm: f32,
-    /// Held, merged.
+    /// Milliseconds that we want to reach, with held and with merged gradients.
     goals: [f32; 2],
 }
 
@@ -88,7 +91,7 @@ const WORKS: [Work; 6] = [
 const WARM: usize = 5;
 const TIMED: usize = 20;
 
-/// Ids of a step, table after table: one in a hundred of a row that no step before had.
+/// Returns the ids of a step, one table after the other. One in a hundred belongs to a row that no earlier step used.
 fn ids(work: &Work, step: usize) -> Vec<Key> {
     let of_table = work.samples * work.hotness;
     let draw = |i: usize| {
@@ -149,7 +152,9 @@ impl<'a> Gpu<'a> {
         let stream = self.bench.stream();
         let weights = self.work.weighted.then(|| self.weights.address());
         let features = self.work.shape().features(ids.address(), weights, self.rows.address());
-        let number = self.group.lookup(&features, Insertion::AtLookup, true, None, stream).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        let number =
+            unsafe { self.group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
         let len = self.work.samples * self.work.dim;
         let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * len)).collect();
         let keep = hold.then(|| Box::new(()) as _);
@@ -159,8 +164,9 @@ impl<'a> Gpu<'a> {
         let weighted = (0..self.work.tables).filter(|_| self.work.weighted);
         let weight_gradients: Vec<_> =
             weighted.map(|t| (t, self.weight_gradients.at(t * of_table))).collect();
-        self.group
-            .push(
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            self.group.push(
                 LookupNumber::Known(number),
                 gradients,
                 &lens,
@@ -168,19 +174,25 @@ impl<'a> Gpu<'a> {
                 self.ticket.address(),
                 stream,
             )
-            .unwrap();
+        }
+        .unwrap();
         let groups = &mut [&mut self.group];
-        optimizer::commit(
-            groups,
-            &[self.binding],
-            &[self.ticket.address()],
-            None,
-            self.norm.address(),
-            stream,
-        )
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            optimizer::commit(
+                groups,
+                &[self.binding],
+                &[self.ticket.address()],
+                None,
+                self.norm.address(),
+                stream,
+            )
+        }
         .unwrap();
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
-        optimizer::apply(groups, &[self.binding], scalars.address(), false, &triggers, stream).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { optimizer::apply(groups, &[self.binding], scalars.address(), false, &triggers, stream) }
+            .unwrap();
     }
 }
 
@@ -188,7 +200,7 @@ fn scalars(step: usize) -> UpdateScalars {
     UpdateScalars { learning_rate: 0.01, step: step as u64 + 1, factor: 1.0 }
 }
 
-/// The same steps on the host; their rows.
+/// Runs the same steps on the host and compares the rows.
 fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
     let (work, pool) = (gpu.work, Pool::new(16).unwrap());
     let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, 0)).collect();
@@ -217,9 +229,9 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
         let number =
             host.lookup(&features, Insertion::AtLookup, true, rows.chunks_mut(len).collect(), &pool).unwrap();
         let lent = gradients.chunks(len);
-        // SAFETY: nobody writes to them; `keep` has them.
+        // SAFETY: Nothing writes to the gradients, and `keep` shares ownership of them.
         let lent = lent.map(|g| unsafe { GradientRows::new(g.as_ptr(), g.len()) }).collect();
-        let given = sok_core::push::OutputGradients {
+        let given = sok_core::host::push::OutputGradients {
             rows: lent,
             keep: Some(Box::new(gradients.clone())),
             check_finite: false,

@@ -1,15 +1,14 @@
-// The backward of a step: each key's gradients are summed and its record updated.
+// The backward pass of a step: merges the gradients of each key and updates its record.
 //
-// The order of a sum is that of crates/core/src/merge.rs: runs of 64 ids counted from the key's own first, then the runs.
-#include "keys.cuh"
+// Gradients are added in the order of crates/core/src/host/merge.rs: in runs of 64 ids, counted from the key's first id, then the sums
+// of the runs.
 #include "optimizer.cuh"
 #include "sort.cuh"
 #include "stage.cuh"
 #include "step.cuh"
 
-constexpr u32 UPDATE_THREADS = 128;
-
-// Gradients of all features go to where their sides, which come before them, have them. Blocks take turns: one for each feature.
+// Copies the gradients of all features to the addresses in `sides`. The array of `Gradients` follows `sides` in memory. Block b copies
+// gradients of feature b % num_features.
 extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(const Side* sides, u32 num_features) {
   begin();
   const u32 feature = blockIdx.x % num_features;
@@ -22,56 +21,24 @@ extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(cons
   for (u64 i = 4 * quads + first; i < of.count; i += stride) to[i] = of.from[i];
 }
 
-// Keys that a group of lanes takes.
-constexpr u32 PER_SEVERAL = 4, PER_SINGLE = 8;
+// Number of keys of several ids that a group of lanes processes.
+constexpr u32 PER_SEVERAL = 4;
 static_assert(2 * PER_SEVERAL >= PER_SINGLE && HOT >= PER_SINGLE, "a launch has a block for so many ids, whatever their keys");
 
-// Where the gradients of keys come from: the framework's rows, each whole; the same, each times a coefficient of its id; sums of
-// earlier merges.
-enum Source : u32 { ROWS, WEIGHTED_ROWS, SUMS };
-
-// A merged gradient, and the record that it belongs to.
-struct Entry {
-  const float4* sum;
-  float weight;
-  // Which, of which table.
-  u32 record, table, pad[3];
-};
-static_assert(sizeof(Entry) == 32, "as crates/cuda/src/layout.rs has it");
-
-// What a step's scalars make of a rule, written by `prepare`.
-struct Prepared {
-  // 0: nothing is to be done.
-  u32 is_due;
-  // Of the push.
-  float weight;
-  Conditioning conditioning;
-  Scalars scalars;
-};
-
-template <u32 KINDS> struct Work {
-  // Of each feature.
-  const Side* sides;
-  const Table* tables;
-  const Entry* entries;
-  // By place of the sort; the value is the name of a gradient row, the place of an id or the number of an entry.
-  const Sorted* sorted;
-  const Named* named;
-  const Prepared* prepared;
-  // By table: what gradients are multiplied by besides; null: nothing.
-  const float* factors;
-  u32 shift, pad;
+// Parameters of a merge or an update. KINDS: the number of distinct dims.
+template <u32 KINDS> struct Work : WorkHead {
   Keys kinds[KINDS];
 };
 
 __device__ __forceinline__ float4 add(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float4 scaled(const float4& a, float by) { return make_float4(a.x * by, a.y * by, a.z * by, a.w * by); }
 
+// Returns the side of the feature that a sorted value belongs to.
 template <u32 SOURCE, class W> __device__ __forceinline__ const Side& side_of(const W& w, u32 value) {
   return w.sides[(SOURCE == WEIGHTED_ROWS ? w.named[value].name : value) >> w.shift];
 }
 
-// Where a record of a table is. `value`: of one of its ids.
+// Returns the address of a record. `value`: the sorted value of one of its ids.
 template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(const W& w, u32 record, u32 value) {
   if (SOURCE == SUMS) {
     const Entry& entry = w.entries[value];
@@ -81,12 +48,13 @@ template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(cons
   return side.records + (u64)record * side.stride;
 }
 
+// Returns the factor that clips by the norm of the key's table; 1 if tables are not clipped.
 template <u32 SOURCE, class W> __device__ __forceinline__ float factor_of(const W& w, u32 value) {
   if (!w.factors) return 1.0f;
   return w.factors[SOURCE == SUMS ? w.entries[value].table : side_of<SOURCE>(w, value).table];
 }
 
-// Where the gradient of an id is, and what it is to be multiplied by.
+// The gradient of an id: its address, its row there, and what the row must be multiplied by.
 struct Gradient {
   const float* rows;
   u32 row;
@@ -102,13 +70,14 @@ template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(c
   return {side.gradients, named.name & ((1u << w.shift) - 1), SOURCE == WEIGHTED_ROWS ? named.coefficient : side.scale};
 }
 
-// Four columns of a gradient. Rows of bags are read AGAIN and again, others once.
+// Loads four columns of a gradient and multiplies them. AGAIN: the rows are gradients of bags, which are read several times. Other rows
+// are read once.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
   return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<DIM, !AGAIN>(g.rows, g.row, quad), g.scale);
 }
 
-// Asks for what `load_gradient` would, and gives what it is to be multiplied by.
+// Requests the columns that `load_gradient` would load. Returns what they must be multiplied by.
 template <u32 SOURCE, u32 DIM, class S, class W> __device__ __forceinline__ float ask_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
   if (SOURCE == SUMS) stage.ask(turn, k, (const float4*)g.rows + quad);
@@ -116,7 +85,14 @@ template <u32 SOURCE, u32 DIM, class S, class W> __device__ __forceinline__ floa
   return g.scale;
 }
 
-// A group of lanes at work on one key: each lane has four columns, or several times four of a row that is wider than a warp.
+// The rule of a merge without an update.
+struct NoRule {
+  static constexpr u32 STATES = 0;
+  static constexpr bool REDUCES = false;
+};
+
+// A group of lanes that processes one key. Each lane has four columns of the row. In a row that is wider than a warp, it has four columns
+// in each of several chunks.
 template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
   static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4, PARTS = 1 + RULE::STATES;
   const W& w;
@@ -129,7 +105,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 
   __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
 
-  // Adds the gradients of ids `done` to `count` to the sum; the first starts it.
+  // Adds the gradients of `ids[done]` to `ids[count - 1]` to the sum. The gradient of `ids[0]` starts the sum.
   __device__ __forceinline__ void add_run(const Sorted* ids, u32 done, u32 count) {
     u32 next[FLIGHT];
 #pragma unroll
@@ -145,7 +121,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     }
   }
 
-  // Adds up to four rows.
+  // Adds the gradients of the first `count` of four values. With `starts`, the first gradient starts the sum.
   __device__ __forceinline__ void add_rows(const u32 (&value)[FLIGHT], bool starts, u32 count) {
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -160,11 +136,12 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     }
   }
 
-  // What of the record is asked for before the gradients are there: its first chunk.
+  // A chunk of a record, row and states. The first chunk is loaded before the gradients have arrived.
   struct Ahead {
     float4 parts[PARTS];
   };
-  __device__ __forceinline__ void update_columns(float4* at, u32 quad, const float4& gradient, const Ahead& before) {
+  // Updates four columns of a record. `before`: their values so far. `reduced`: the result of `reduce`.
+  __device__ __forceinline__ void update_columns(float4* at, u32 quad, const float4& gradient, const Ahead& before, float reduced) {
     float4 after[PARTS];
     const float* g = (const float*)&gradient;
 #pragma unroll
@@ -172,7 +149,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       float states[3];
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) states[k] = ((const float*)&before.parts[1 + k])[c];
-      ((float*)&after[0])[c] = RULE::step(now.scalars, now.conditioning.value(((const float*)&before.parts[0])[c]), states, now.conditioning.gradient(g[c], factor));
+      ((float*)&after[0])[c] = RULE::step(now.scalars, decayed(now.conditioning, ((const float*)&before.parts[0])[c]), states, conditioned(now.conditioning, g[c], factor), reduced);
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
     }
@@ -186,67 +163,52 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     for (u32 p = 0; p < PARTS; ++p) ahead.parts[p] = __ldcs(at + p * QUADS + chunk * LANES + column);
   }
 
-  // What a push's weight and its table's norm make of the sum.
+  // Multiplies the sum by the weight of the push, and sets the factor of the gradients. `clip`: the factor that clips by the table's norm.
   __device__ __forceinline__ void weigh(float clip) {
     factor = now.conditioning.factor * clip;
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) sum[chunk] = scaled(sum[chunk], now.weight);
   }
 
-  __device__ __forceinline__ void update(float4* at, const Ahead& first) {
-#pragma unroll
-    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
-      Ahead later;
-      if (chunk) load(at, chunk, later);
-      if (is_mine(chunk)) update_columns(at, chunk * LANES + column, sum[chunk], chunk ? later : first);
-    }
-  }
-};
-
-// Its columns are divided by what the whole row's gradient makes of the accumulator, whose sum of squares goes in eight lanes, as
-// crates/core/src/math.rs has it.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Group<SOURCE, DIM, RowWiseAdagrad, AGAIN, W> : Group<SOURCE, DIM, Sgd, AGAIN, W> {
-  typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Base;
-  using Base::CHUNKS, Base::LANES, Base::QUADS, Base::column, Base::factor, Base::mask, Base::now, Base::sum, Base::w;
-  using Base::Base;
-  typedef typename Base::Ahead Ahead;
-  __device__ __forceinline__ void update(float4* at, const Ahead& first) {
+  // For a rule whose columns depend on each other: reduces the gradient of the whole row to a number, and updates the state that a row
+  // has once. The squares are added in eight partial sums, as in crates/core/src/math.rs.
+  __device__ __forceinline__ float reduce(float4* at) {
     float lanes[8] = {};
 #pragma unroll
     for (u32 quad = 0; quad < QUADS; ++quad) {
       const float4& mine = sum[quad / LANES];
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
-        const float g = now.conditioning.gradient(((const float*)&mine)[c], factor), x = __shfl_sync(mask, g, quad % LANES, LANES);
+        const float g = conditioned(now.conditioning, ((const float*)&mine)[c], factor), x = __shfl_sync(mask, g, quad % LANES, LANES);
         if (4 * quad + c < DIM) lanes[4 * (quad % 2) + c] += x * x;
       }
     }
     const float squares = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-    float* accumulator = (float*)(at + QUADS);
-    const float total = *accumulator + squares / (float)DIM, divisor = sqrtf(total + now.scalars.d);
+    float* row_state = (float*)(at + PARTS * QUADS);
+    float state = *row_state;
+    const float reduced = RULE::reduce(now.scalars, state, squares / (float)DIM);
     __syncwarp(mask);
-    if (column == 0) *accumulator = total;
+    if (column == 0) *row_state = state;
+    return reduced;
+  }
+
+  __device__ __forceinline__ void update(float4* at, const Ahead& first) {
+    float reduced = 0;
+    if constexpr (RULE::REDUCES) reduced = reduce(at);
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
       Ahead later;
-      if (chunk) this->load(at, chunk, later);
-      if (!this->is_mine(chunk)) continue;
-      float4 x = chunk ? later.parts[0] : first.parts[0];
-#pragma unroll
-      for (u32 c = 0; c < 4; ++c) {
-        float& value = ((float*)&x)[c];
-        value = RowWiseAdagrad::step(now.scalars, now.conditioning.value(value), divisor, now.conditioning.gradient(((const float*)&sum[chunk])[c], factor));
-      }
-      __stcs(at + chunk * LANES + column, x);
+      if (chunk) load(at, chunk, later);
+      if (is_mine(chunk)) update_columns(at, chunk * LANES + column, sum[chunk], chunk ? later : first, reduced);
     }
   }
 };
 
-// What becomes of a key's sum: into its record, by the optimizer's rule.
+// Sink of `merge_keys`: updates the record of a key by the optimizer's rule.
 template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   typedef Group<SOURCE, DIM, RULE, AGAIN, W> Of;
   typedef typename Of::Ahead Ahead;
-  // Parts of a record and a gradient.
+  // A stage for the parts of a record and a gradient.
   typedef Stage<Of::PARTS + 1, UPDATE_THREADS> Ways;
   typedef typename Ways::Memory Memory;
   float4* at;
@@ -261,7 +223,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
     group.update(at, ahead);
   }
 
-  // A key of one id on its way: where its record is, and what its gradient is to be multiplied by.
+  // A requested key of one id: the address of its record, and what its gradient must be multiplied by.
   struct Asked {
     float4* record;
     float scale;
@@ -273,7 +235,8 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
     for (u32 p = 0; p < Of::PARTS; ++p) ways.ask(turn, p, record + p * Of::QUADS + group.column);
     return {record, ask_gradient<SOURCE, DIM>(ways, turn, Of::PARTS, group.w, key.gradient_row, group.column)};
   }
-  // Those of one id from `number` on, every so many: a group asks for the next before it is at work on one.
+  // Updates keys of one id: `number`, `number + groups` and so on, below `end_of`. The group requests the next key before it processes
+  // the current one.
   __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
     Single key = keys.singles[number], next = number + groups < end_of ? keys.singles[number + groups] : key;
     Asked asked = ask(group, 0, key);
@@ -296,12 +259,12 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   }
 };
 
-// Of one that asks for nothing ahead.
+// Shared memory of a sink that requests nothing ahead.
 struct NoMemory {};
 
-// Or into memory, for a push that is applied later.
+// Sink of `merge_keys`: stores the sum of a key in memory, for a push that is applied later.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
-  typedef Group<SOURCE, DIM, Sgd, AGAIN, W> Of;
+  typedef Group<SOURCE, DIM, NoRule, AGAIN, W> Of;
   typedef NoMemory Memory;
   float4* at;
   const Keys& keys;
@@ -314,7 +277,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
       if (group.is_mine(chunk)) __stcs(at + chunk * Of::LANES + group.column, group.sum[chunk]);
   }
 
-  // Those of one id from `number` on, every so many: several in flight.
+  // Stores the gradients of keys of one id: `number`, `number + groups` and so on, below `end_of`. FLIGHT of them are in flight.
   __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
     for (; number < end_of; number += Of::FLIGHT * groups) {
       u32 value[Of::FLIGHT];
@@ -336,12 +299,14 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   }
 };
 
-// Runs of hot keys are bound by the L2 cache, other keys by memory: so runs lie among the first of the others, one part in so many. Not
-// among all: a hot key's last sum is a chain of loads, which must not come at the very end.
+// The blocks of runs are mixed with the first 1 / MIXED of the other blocks, because runs of hot keys are limited by the L2 cache, other
+// keys by memory. They are not mixed with all blocks, because the last sum of a hot key is a chain of loads, which must not come at the
+// end of the launch.
 constexpr u32 MIXED = 5;
 
-// The keys of one dim, if `block` is among its blocks; else takes them off. Blocks in order: runs of hot keys among the first of the
-// others, which are keys of several ids and of one id in turn.
+// Processes block `block` of the keys of one dim and returns true. If the dim has fewer blocks, subtracts their number from `block` and
+// returns false. Order of the blocks: runs of hot keys, mixed with the first of the others. Those are blocks of keys of several ids, mixed
+// with blocks of keys of one id.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __forceinline__ bool merge_keys(const W& w, const Keys& keys, const Prepared& now, typename Sink::Memory& memory, u32& block) {
   typedef typename Sink::Of Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
@@ -374,7 +339,8 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
     u32 done = 0;
     if (column == 0) done = atomicAdd(&hot->done, 1);
     if (__shfl_sync(mask, done, 0, LANES) != hot->runs - 1) return true;
-    // The last run to arrive sums all, in their order. The list may be merged again.
+    // The group that finishes the key's last run adds the sums of all its runs, in their order. `done` is reset, because the same list may
+    // be merged again.
     __threadfence();
     if (column == 0) hot->done = 0;
     sink.begin(group, sink.place(group, hot->record, ids->value, singles + several + run.hot));
@@ -429,7 +395,8 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
 __host__ __device__ constexpr u32 largest(u32 a) { return a; }
 template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
 
-// Merge and update. Gradients that are read AGAIN come from the L2 cache: one block more has them on their way.
+// Merges gradients and updates records. Gradients that are read AGAIN come from the L2 cache. There, one block more per multiprocessor
+// has gradients in flight.
 template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
@@ -440,13 +407,13 @@ template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __laun
   (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
 }
 
-// Calls `body` with the numbers that are this block's, until it says that there are no more. How many keys there are only the device
-// knows: a block for each that there may be would leave most without work.
+// Calls `body` with the numbers of this block, `gridDim.x` apart, until it returns false. Only the device knows the number of keys. A grid
+// for the largest possible number would leave most blocks without work.
 template <class Body> __device__ __forceinline__ void take_turns(const Body& body) {
   for (u32 block = blockIdx.x; body(block); block += gridDim.x) __syncwarp();
 }
 
-// Merge alone: sums of all keys, `Keys::sums`.
+// Merges gradients without an update. Writes the sums of all keys to `Keys::sums`.
 template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
@@ -458,7 +425,8 @@ template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(
   });
 }
 
-// A key by the place of its sum.
+// A merged key: its record number, and the sorted value of one of its ids. `summed` returns the key whose sum has this number: first come
+// the singles, then several, then hot.
 struct Summed {
   u32 record, value;
 };
@@ -469,8 +437,7 @@ template <class W> __device__ __forceinline__ Summed summed(const W& w, const Ke
   return {hot.record, w.sorted[keys.runs[hot.first_run].first].value};
 }
 
-constexpr u32 PER_SUM = 4;
-
+// Updates the records of one block of merged keys of a dim. `block` and the result are as in `merge_keys`.
 template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, const Prepared& now, u32& block) {
   typedef Group<SOURCE, DIM, RULE, false, W> Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
@@ -502,7 +469,7 @@ template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ b
   return true;
 }
 
-// Updates the records of sums that were merged before.
+// Updates the records of keys whose gradients were merged before.
 template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   const Prepared now = *w.prepared;
@@ -513,12 +480,11 @@ template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(
   });
 }
 
-// Exact sums of squares, as crates/core/src/exact_sum.rs has them: mantissas as integers, one total an exponent.
-constexpr u32 EXPONENTS = 256;
-
+// Adds the squared norm of each merged gradient of a dim to `totals`, by table and exponent. The mantissas of squared norms with the same
+// exponent are added as integers, which is exact.
 template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squares(const W& w, const Keys& keys, u64* totals) {
   const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
-  // Eight lanes a key, each with the columns that are its own.
+  // Eight lanes share a key. Each takes every eighth column.
   const u32 part = threadIdx.x % 8, mask = 0xffu << (lane() & ~7u);
   for (u32 number = (blockIdx.x * UPDATE_THREADS + threadIdx.x) / 8; number < total; number += gridDim.x * UPDATE_THREADS / 8) {
     const Summed key = summed(w, keys, singles, several, number);
@@ -528,7 +494,7 @@ template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squa
       const float x = sum[column] * w.prepared->weight;
       squares += x * x;
     }
-    // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
+    // The order is ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
     squares += __shfl_down_sync(mask, squares, 4, 8);
     squares += __shfl_down_sync(mask, squares, 2, 8);
     squares += __shfl_down_sync(mask, squares, 1, 8);
@@ -539,7 +505,7 @@ template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squa
   }
 }
 
-// `totals`, (tables, 256), zeros at first.
+// Adds the squares of the merged gradients of all dims. `totals`: (tables, 256), zeros before the launch.
 template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(const __grid_constant__ Work<sizeof...(DIM)> w, u64* totals) {
   begin();
   if (!w.prepared->is_due) return;
@@ -547,16 +513,7 @@ template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREA
   (add_squares<SOURCE, DIM>(w, w.kinds[kind++], totals), ...);
 }
 
-// Entries of the keys of a merge: their records as those of a dim's tables are numbered, one table after the other, and where their sums
-// are.
-struct Renumbering {
-  // By table: what its record 0 is; GONE if it has lost the records that it had.
-  const u32* firsts;
-  float weight;
-  // Entries before this merge's.
-  u32 first;
-};
-constexpr u32 GONE = ALL;
+// Writes an entry for each merged key of one dim. For the next sort, also writes the entry's renumbered record and the entry's index.
 template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_constant__ Work<sizeof...(DIM)> w, u32 kind, const __grid_constant__ Renumbering r, Entry* entries, u32* records, u32* values) {
   begin();
   const Keys& keys = w.kinds[kind];

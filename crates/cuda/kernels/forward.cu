@@ -1,42 +1,26 @@
-// The forward of a step: records of all ids of a call, then their rows, pooled.
+// The forward pass of a step: finds the records of all ids of a call, then writes their rows, pooled by bag.
 #include "stage.cuh"
 #include "step.cuh"
 
-// Few warps a block: those that insert take longer than the others. Many blocks a multiprocessor, in fewer registers: they wait for memory.
-constexpr u32 BLOCK = 64, WARPS = BLOCK / WARP;
+// A block has few warps, because warps that insert take longer than the others. A multiprocessor has many blocks, with fewer registers
+// each, because they wait for memory.
+constexpr u32 WARPS = FIND_THREADS / WARP;
 
-// Where the ids of a call are told apart.
-struct Found {
-  // By id: its record, NO_RECORD if none is to learn from it; what is sorted beside it: the name of its gradient row, or its place if
-  // coefficients differ from id to id.
-  u32 *records, *values;
-  // By place, if coefficients differ.
-  Named* named;
-  // Words to be set to 0 meanwhile.
-  u32* zeros;
-  u32 num_zeros, pad;
-  Homeless homeless;
-  Fault* fault;
-  // Where a commit is to insert what is absent: how many ids are. Where it does: by id, the record that the lookup had found; only ids
-  // without one are looked up. Else null.
-  u32* absent;
-  const u32* known;
-};
-static_assert(sizeof(Found) == 80, "as crates/cuda/src/layout.rs has it");
-
-// What is to become of an id: looked up, inserted if need be, and its row gets a gradient.
+// Returns whether an id is looked up, inserted if necessary, and its row gets a gradient: if it is in the vocabulary, is not padding and
+// has no weight of 0.
 __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 key, u32 i) {
   return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
+// Finds the records of all ids of a call. Inserts keys without a record where the feature inserts. Also sets `found.zeros` to 0.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
   __shared__ LaneList lists[WARPS];
-  for (u32 k = blockIdx.x * BLOCK + threadIdx.x; k < found.num_zeros; k += gridDim.x * BLOCK) found.zeros[k] = 0;
+  for (u32 k = blockIdx.x * FIND_THREADS + threadIdx.x; k < found.num_zeros; k += gridDim.x * FIND_THREADS) found.zeros[k] = 0;
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
   const Table& t = call.tables[feature.table];
-  const u32 i = (blockIdx.x - call.first_find[number]) * BLOCK + threadIdx.x, at = feature.first_id + i;
+  const u32 i = (blockIdx.x - call.first_find[number]) * FIND_THREADS + threadIdx.x, at = feature.first_id + i;
   const bool is_id = i < feature.num_ids;
   const u64 key = is_id ? key_at(feature, i) : 0;
   bool is_wanted = is_id, is_new;
@@ -45,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __gri
     if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key)) report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
   }
   if (found.known && is_id) is_wanted = is_wanted && found.known[at] == NO_RECORD;
-  const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.homeless, lists[threadIdx.x / WARP], is_new);
+  const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.overflow, lists[threadIdx.x / WARP], is_new);
   if (!feature.inserts && found.values) {
     const u32 absent = __popc(__ballot_sync(ALL, is_wanted && record == NO_RECORD));
     if (lane() == 0 && absent) atomicAdd(found.absent ? found.absent : &t.index.counters->dropped, absent);
@@ -53,18 +37,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 20) find_records(const __gri
   if (!is_id) return;
   found.records[at] = record;
   if (!found.values) return;
-  // In no bag, if splits are wrong: of a coefficient of 0.
+  // If splits are wrong, an id may be in no bag. Its coefficient then stays 0.
   const u32 name = number << call.shift | bag_of(feature, i);
   found.values[at] = found.named ? at : name;
   if (found.named) found.named[at] = {name, 0};
 }
 
-// The records of keys for which there was no room.
-extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
+// Inserts the keys for which `find_records` found no room.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
-  const u32 n = *found.homeless.count;
+  const u32 n = *found.overflow.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
-    const u32 at = found.homeless.ids[k];
+    const u32 at = found.overflow.ids[k];
     u32 number = 0;
     for (u32 start = 0; start < call.num_features; start += WARP) {
       const u32 has_it = __ballot_sync(ALL, start + lane() < call.num_features && at - call.features[start + lane()].first_id < call.features[start + lane()].num_ids);
@@ -80,22 +64,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK) settle_records(const __grid_
   }
 }
 
-// A lane asks for ROWS rows of four columns, then for ROWS more before it reads the first.
+// A lane requests four columns of ROWS rows in a turn. It requests those of the next turn before it reads the first.
 template <u32 ROWS> using RowStage = Stage<ROWS, ROWS_THREADS>;
-// Of rows that are copied, and of those that are summed up.
+// ROWS for rows that are copied, and for rows that are summed.
 constexpr u32 GATHERED = 4, POOLED = 2;
 
-struct Rows {
-  const u32* records;
-  // By id; null if nobody asks.
-  Named* named;
-  Kept kept;
-  Fault* fault;
-};
-static_assert(sizeof(Rows) == 56, "as crates/cuda/src/layout.rs has it");
-
-// Rows that ids without a record get, in bags of their own: those of the warp's bags that are `missing`, each by a group of lanes. Apart
-// from `gather`, which would keep room for its registers.
+// Writes the rows of ids without a record, where each id is a bag. `missing`: mask of the warp's bags, from bag `first` on. A group of
+// lanes writes a row. This is a function of its own, because otherwise `gather` would reserve registers for it.
 template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, const Feature& f, u32 first, u32 missing) {
   constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   for (u32 k = 0; k < lane() / LANES; ++k) missing &= missing - 1;
@@ -108,10 +83,10 @@ template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, co
   }
 }
 
-// Rows of ids, one a bag: a warp takes as many bags as it has lanes.
+// Copies the rows of bags of one id each. A warp copies as many bags as it has lanes.
 template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 block) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
-  // Turns for all bags, each for as many columns as a group has lanes for.
+  // A row takes PIECES turns, because a group of lanes copies 4 * LANES columns in a turn. All bags of the warp take TURNS turns.
   constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
   const u32 group = lane() / LANES, column = lane() % LANES;
   const u32 first = block * ROWS_THREADS + threadIdx.x / WARP * WARP, bag = first + lane();
@@ -142,7 +117,8 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table&
   if (missing) write_missing<DIM>(t, f, first, missing);
 }
 
-// What becomes of the ids of a bag in the backward: `scale` is what the bag's sum is multiplied by.
+// Keeps what the backward pass needs of a bag's ids: their coefficients and, for gradients of weights, their keys, weights and records and
+// the splits. `scale`: the factor of the bag's sum.
 template <u32 LANES> __device__ __noinline__ void keep_bag(const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end, float scale) {
   const u32 column = threadIdx.x % LANES;
   for (u32 i = begin + column; i < end; i += LANES) {
@@ -160,20 +136,21 @@ template <u32 LANES> __device__ __noinline__ void keep_bag(const Feature& f, con
   if (bag + 1 == f.num_bags) rows.kept.splits[f.first_split + bag + 1] = end;
 }
 
-// To which any number adds up to itself, whatever the sign of a zero.
+// Returns four times -0, to which any number can be added without a change, also a zero of either sign.
 __device__ __forceinline__ float4 nothing() { return make_float4(-0.0f, -0.0f, -0.0f, -0.0f); }
 
 __device__ __forceinline__ void add(float4& sum, const float4& row, float weight) {
   sum.x += row.x * weight, sum.y += row.y * weight, sum.z += row.z * weight, sum.w += row.w * weight;
 }
 
+// Stores four columns of a bag's sum, multiplied by `scale`. An empty bag has a row of zeros.
 template <u32 DIM> __device__ __forceinline__ void store_sum(const Feature& f, u32 bag, u32 quad, float4 sum, bool is_empty, float scale) {
   if (is_empty) sum = make_float4(0, 0, 0, 0);
   else if (scale != 1.0f) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
   store_columns<DIM>(f.rows, bag, quad, sum);
 }
 
-// Combined rows of bags, a group of lanes a bag. ROLES: ids may have weights, or no record; this takes twice the registers.
+// Pools the rows of a bag, with a group of lanes. ROLES: ids may have weights, or no record. This takes twice the registers.
 template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES, count = end - begin;
@@ -182,7 +159,7 @@ template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void pool(co
   if (!ROLES) scale = f.splits ? scale_of(f, (float)count, (float)count) : f.scale;
 #pragma unroll 1
   for (u32 piece = 0; piece < QUADS; piece += LANES) {
-    // A lane without columns sums up weights with the others.
+    // A lane without columns of its own adds up the weights like the others.
     const u32 quad = min(piece + column, QUADS - 1);
     float4 sum = nothing();
     float total = 0, squares = 0, weights[ROWS];
@@ -196,12 +173,12 @@ template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void pool(co
         const u32 at = turn * ROWS + k;
         if (at >= count) continue;
         if (ROLES) weights[k] = f.weights ? f.weights[begin + at] : 1.0f;
-        // Without roles, an id without a record is one for which there was no place, as the host will say; number 0 has memory.
+        // Without ROLES, an id has no record only if there was no room for its key, which the host will report. Record 0 has memory.
         if (!ROLES || next[k]) {
           stage.ask(turn, k, f.records + (u64)next[k] * f.stride + quad);
         } else if (weights[k] != 0) {
           const u64 key = key_at(f, begin + at);
-          // Padding counts as what has weight 0 does: not at all.
+          // Padding is treated like an id of weight 0, which does not count.
           if (f.has_padding && key == f.padding_key) weights[k] = 0;
           else stage.at(turn, k) = missing_columns(t, key, quad);
         }
@@ -233,6 +210,7 @@ template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void pool(co
   if (rows.named) keep_bag<LANES>(f, rows, bag, begin, end, scale);
 }
 
+// Reports splits that do not begin at 0, that fall, or that do not end at the number of ids.
 __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u32 number, u32 bag) {
   const bool wide = f.wide_splits;
   const long long begin = wide ? ((const long long*)f.splits)[bag] : ((const int*)f.splits)[bag];
@@ -240,7 +218,7 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
   if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids)) report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
 }
 
-// Combined rows of the bags of a block.
+// Pools the rows of the bags of a block.
 template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
   constexpr u32 LANES = lanes_of(DIM);
   const u32 bag = block * (ROWS_THREADS / LANES) + threadIdx.x / LANES;
@@ -251,10 +229,7 @@ template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void combine
   pool<DIM, ROWS, ROLES>(t, f, rows, stage, bag, begin, end);
 }
 
-// Rows of a call: each an id's; sums of bags of which all ids count once and have a record; sums of any bags.
-enum Bags : u32 { EACH, SUMMED, ANY };
-
-// Rows of all features, (bags, dim). Sums wait for each of their rows, so more blocks take turns.
+// Writes the rows of all features, (bags, dim). A sum waits for each of its rows, so more blocks of SUMMED share a multiprocessor.
 template <u32 BAGS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH ? 6 : BAGS == SUMMED ? 8 : 4) make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
   begin();
   typedef RowStage<BAGS == EACH ? GATHERED : POOLED> Ways;

@@ -1,71 +1,42 @@
-// From a key to the number of its record.
+// The index: a hash table from keys to record numbers.
 //
-// A bucket is a 64-byte line of five keys, their record numbers and one word. A key has two buckets; the word of the first
-// tells by 30 bits which of its keys may be in their second one, so that a find reads 1.0 to 1.2 lines. Record number 0 is
-// "empty", as on the host. Records lie elsewhere, dense, and never move: room is made and the index grows by moving
-// entries of 12 bytes.
+// A bucket is a cache line of 64 bytes: five slots (PLACES), each with a key and its record number, and one word. A key has two
+// buckets. The word of the first bucket contains the lock, the stash bit and a filter of 30 bits. The filter says which keys of this
+// first bucket may be in their second bucket, so a find reads 1.0 to 1.2 lines. Record number 0 marks an empty slot, as on the host.
+// Records are stored elsewhere, dense, and never move. To make room, and to grow the index, only entries of 12 bytes are moved.
 //
-// Finds take no lock. Who inserts a key, or moves one, holds the lock of that key's first bucket, so that nobody else
-// inserts or moves the same key; places are claimed by compare-and-swap of the record number. A find beside insertions reads a
-// line in four loads, between which a place may be filled: so an empty place holds a key that nobody looks for there, and
-// entries are moved in a launch of their own, whose finds are under the lock and read a key twice. What a find misses is looked
-// for again under the lock. The record number of a new key is written once its warp has one; until then it reads CLAIMED.
+// A find takes no lock. A thread that inserts or moves a key holds the lock of the key's first bucket, so no other thread inserts or
+// moves the same key. A slot is claimed by a compare-and-swap of its record number.
+//
+// A find that runs beside insertions reads a line in four loads, and a slot may be filled between two of them. Therefore an empty
+// slot holds a key that is never looked up in its bucket. Entries are moved in a launch of their own. The finds of that launch hold
+// the lock and read a key twice. A key that a find has missed is looked up again under the lock before it is inserted. The record
+// number of a new key is written once its warp has taken one. Until then the slot reads CLAIMED.
 #pragma once
 #include "types.cuh"
 
-constexpr u32 PLACES = 5;
 constexpr u32 NO_RECORD = 0;
-// A place that somebody is about to fill.
+// Record number of a slot that a thread has claimed and not filled yet.
 constexpr u32 CLAIMED = 0xffffffffu;
+// Bit of a bucket's word: the bucket is locked.
 constexpr u32 LOCKED = 1u << 31;
-// A key of this first bucket is in the stash.
+// Bit of a bucket's word: a key that has this first bucket was put into the stash.
 constexpr u32 STASHED = 1u << 30;
+// Number of filter bits in a bucket's word.
 constexpr u32 FILTER_BITS = 30;
-// Keys in the first bucket from which on the emptier one is taken.
+// A new key goes to its first bucket if that holds fewer keys than this, otherwise to the emptier one of its two buckets.
 constexpr u32 LEAN = 4;
-
-struct alignas(64) Bucket {
-  u64 keys[PLACES];
-  u32 records[PLACES];
-  u32 word;
-};
-
-// Keys for which no room could be made: hardly ever one, unless keys were made for that.
-constexpr u32 STASH = 1024;
-struct Stash {
-  u64 keys[STASH];
-  u32 records[STASH];
-};
-
-// Counts of a table, each on a line of its own.
-struct Counters {
-  // Record numbers given out since the table was told which are released.
-  u32 taken, pad0[31];
-  u32 stashed, pad1[31];
-  // Ids whose gradient goes nowhere, since their key has no record; distinct keys of calls that were to learn.
-  u32 dropped, pad2[31];
-  u32 distinct, pad3[31];
-};
-
-struct Index {
-  Bucket* buckets;
-  Stash* stash;
-  Counters* counters;
-  // Of the process: keys made to share buckets under a public hash would fill them and the stash.
-  u64 secret;
-  u32 num_buckets, pad;
-};
-static_assert(sizeof(Index) == 40, "as crates/cuda/src/layout.rs has it");
 
 __device__ __forceinline__ u64 hash(const Index& index, u64 key) { return hash(index.secret, key); }
 
+// A bucket in registers.
 struct Line {
   u64 keys[PLACES];
   u32 records[PLACES];
   u32 word;
 };
 
-// A line as it is now, whoever wrote it.
+// Loads a bucket from the L2 cache, where the stores of other blocks are visible.
 __device__ __forceinline__ Line load_line(const Bucket* bucket) {
   Pair p[4];
 #pragma unroll
@@ -80,7 +51,7 @@ __device__ __forceinline__ Line load_line(const Bucket* bucket) {
   return l;
 }
 
-// The place of a key that is in the line, be its record number known or not yet; else PLACES.
+// Returns the slot of a key, or PLACES if the key is not in the line. The slot's record number may still be CLAIMED.
 __device__ __forceinline__ u32 place_of(const Line& line, u64 key) {
   u32 place = PLACES;
 #pragma unroll
@@ -89,6 +60,8 @@ __device__ __forceinline__ u32 place_of(const Line& line, u64 key) {
   return place;
 }
 
+// `range` maps a word to a number below n. The other functions map a hash to its first bucket, to a different second bucket, and to its
+// bit in the filter.
 __device__ __forceinline__ u32 range(u32 word, u32 n) { return (u32)(((u64)word * n) >> 32); }
 __device__ __forceinline__ u32 first_of(u64 h, u32 n) { return range((u32)(h >> 32), n); }
 __device__ __forceinline__ u32 second_of(u64 h, u32 n) {
@@ -97,7 +70,7 @@ __device__ __forceinline__ u32 second_of(u64 h, u32 n) {
 }
 __device__ __forceinline__ u32 filter_bit(u64 h) { return 1u << range((u32)h << 16, FILTER_BITS); }
 
-// Where the record number of a key in the stash is; null if it is not there.
+// Returns the address of the record number of a key in the stash, or null if the key is not there.
 __device__ __noinline__ u32* find_stashed(Stash* stash, const u32* stashed, u64 key) {
   const u32 n = min(load_shared(stashed), STASH);
   for (u32 i = 0; i < n; ++i)
@@ -106,12 +79,13 @@ __device__ __noinline__ u32* find_stashed(Stash* stash, const u32* stashed, u64 
   return nullptr;
 }
 
+// What a lane reads in one bucket: the record number of its key, or NO_RECORD, and the word of the bucket.
 struct Probe {
   u32 record, word;
 };
 
-// What the lanes that are `on` find of their keys, each in its bucket. Four lanes read a line, so that all of it moves at
-// once; the lines of all keys are asked for before the first is looked at.
+// Looks up the keys of the lanes that are `on`, each in one bucket. Four lanes read a line together, so that the whole line is
+// requested at once. The lines of all keys are requested before the first one is examined. All lanes of a warp must call this.
 __device__ __forceinline__ Probe probe(const Bucket* buckets, u32 bucket, u64 key, bool on, LaneList& list) {
   constexpr u32 LANES = 4, GROUPS = WARP / LANES;
   const u32 n = list.take(on), group = lane() / LANES, part = lane() % LANES;
@@ -130,7 +104,7 @@ __device__ __forceinline__ Probe probe(const Bucket* buckets, u32 bucket, u64 ke
     if (round * GROUPS >= n) break;
     const u64 k = __shfl_sync(ALL, key, list.lanes[min(round * GROUPS + group, n - 1)]);
     const u64 low = parts[round].low, high = parts[round].high;
-    // Parts of a line: keys 0, 1; keys 2, 3; key 4, records 0, 1; records 2, 3, 4, word.
+    // The four parts of a line: keys 0, 1; keys 2, 3; key 4, records 0, 1; records 2, 3, 4, word.
     const u32 lows = __ballot_sync(ALL, part < 3 && low == k) >> (lane() - part);
     const u32 highs = __ballot_sync(ALL, part < 2 && high == k) >> (lane() - part);
     const u32 place = lows & 1 ? 0 : highs & 1 ? 1 : lows & 2 ? 2 : highs & 2 ? 3 : lows & 4 ? 4 : PLACES;
@@ -146,7 +120,7 @@ __device__ __forceinline__ Probe probe(const Bucket* buckets, u32 bucket, u64 ke
   return mine;
 }
 
-// Record numbers of the lanes' keys. The whole warp comes here.
+// Returns the record number of each lane's key, or NO_RECORD. All lanes of a warp must call this.
 __device__ __forceinline__ u32 find(const Index& index, u64 key, u64 h, bool on, LaneList& list) {
   Probe found = probe(index.buckets, first_of(h, index.num_buckets), key, on, list);
   const bool is_further = on && found.record == NO_RECORD && (found.word & filter_bit(h));
@@ -163,7 +137,7 @@ __device__ __forceinline__ u32 find(const Index& index, u64 key, u64 h, bool on,
   return found.record;
 }
 
-// The record number of one key, for a lane alone.
+// Returns the record number of one key, or NO_RECORD. A single lane may call this.
 __device__ __noinline__ u32 find_alone(Index index, u64 key) {
   const u64 h = hash(index, key);
   const Bucket* first = index.buckets + first_of(h, index.num_buckets);
@@ -178,7 +152,7 @@ __device__ __noinline__ u32 find_alone(Index index, u64 key) {
   return at ? *at : NO_RECORD;
 }
 
-// A key that nobody looks for in bucket `at`: 0, but in the two buckets of 0 the next that hashes elsewhere.
+// Returns a key that is never looked up in bucket `at`: key 0, or in the two buckets of key 0 the next key that hashes to others.
 __device__ __forceinline__ u64 nobodys_key(const Index& index, u32 at) {
   for (u64 key = 0;; ++key) {
     const u64 h = hash(index, key);
@@ -188,6 +162,7 @@ __device__ __forceinline__ u64 nobodys_key(const Index& index, u32 at) {
 
 // ---- insertion
 
+// Returns a mask of the empty slots.
 __device__ __forceinline__ u32 free_places(const Line& line) {
   u32 free = 0;
 #pragma unroll
@@ -195,7 +170,7 @@ __device__ __forceinline__ u32 free_places(const Line& line) {
   return free;
 }
 
-// A place of the bucket for the caller alone, or PLACES.
+// Claims one of the slots in the mask `free`. Returns PLACES if other threads have claimed all of them.
 __device__ __forceinline__ u32 claim(Bucket* bucket, u32 free) {
   for (; free; free &= free - 1) {
     const u32 place = __ffs(free) - 1;
@@ -204,7 +179,9 @@ __device__ __forceinline__ u32 claim(Bucket* bucket, u32 free) {
   return PLACES;
 }
 
-// A place for a key in one of its buckets, with the key in it; null if both are full. `word`: of the first one, locked.
+// Claims a slot for a key in one of its buckets and writes the key there. Returns the address of the slot's record number, or null if
+// both buckets are full. `in_first`: mask of the empty slots of the first bucket. `word`: gets the filter bit of the key if the key
+// goes to its second bucket; the caller stores it in the first bucket.
 __device__ __forceinline__ u32* put(Bucket* first, Bucket* second, u64 h, u64 key, u32 in_first, u32& word) {
   Bucket* bucket = first;
   u32 place = PLACES;
@@ -221,15 +198,16 @@ __device__ __forceinline__ u32* put(Bucket* first, Bucket* second, u64 h, u64 ke
   return &bucket->records[place];
 }
 
-// Where the number of a key's record is, or will be.
+// The slot of a key that is in the index, or that the caller has claimed.
 struct Claim {
-  // Null: both buckets are full.
+  // Address of the record number; null if there is no room for the key.
   u32* record;
-  // The caller is to write it, since the key is new; others wait for it.
+  // Whether the key is new. The caller must then write the record number, for which other threads wait.
   bool is_mine;
 };
 
-// Puts in a key that the caller's find missed, unless another thread has done so since. In a launch without moves.
+// Inserts a key that the caller's find has missed, unless another thread has inserted it since. No entry may be moved in the same
+// launch.
 __device__ __forceinline__ Claim claim_key(const Index& index, u64 key, u64 h) {
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
@@ -254,16 +232,17 @@ __device__ __forceinline__ Claim claim_key(const Index& index, u64 key, u64 h) {
   }
 }
 
-// ---- where both buckets are full
+// ---- insertion where both buckets are full
 
-// The place of a key that may be moved away while it is looked for: its line is read in four loads, so the key is read again.
+// Returns the address of a key's record number, or null if the key is not in the line. For launches that move entries: the line was
+// read in four loads, during which the key may have been moved, so the key is read again.
 __device__ __forceinline__ u32* find_settled(Bucket* bucket, const Line& line, u64 key) {
   const u32 place = place_of(line, key);
   return place < PLACES && load_shared(&bucket->keys[place]) == key ? &bucket->records[place] : nullptr;
 }
 
-// Moves the entry at a place to its other bucket, if that has room; its place is then the caller's, claimed. `held` is the
-// bucket whose lock the caller has, and `word` that bucket's word.
+// Moves the entry of a slot to its other bucket, if that has room. Returns whether it was moved; the slot is then claimed for the
+// caller. `held`: the bucket whose lock the caller holds. `word`: the word of that bucket.
 __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Bucket* held, u32& word) {
   const u64 key = load_shared(&from->keys[place]);
   const u32 record = load_shared(&from->records[place]);
@@ -271,7 +250,7 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   const u64 h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
-  if (from != first && from != second) return false;  // it changed between the two loads
+  if (from != first && from != second) return false;  // the slot changed between the two loads
   Bucket* to = from == first ? second : first;
   if (!free_places(load_line(to))) return false;
   u32 of_first = word;
@@ -287,7 +266,7 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
       release(&to->records[room], record);
       if (to == second) of_first |= filter_bit(h);
       if (first == held) word = of_first;
-      // Nobody who gets the lock next takes the place for the key's.
+      // The next holder of the lock must not find the key in this slot.
       store_shared(&from->keys[place], nobodys_key(index, (u32)(from - index.buckets)));
       release(&from->records[place], CLAIMED);
       moved = true;
@@ -297,7 +276,8 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   return moved;
 }
 
-// Frees a place of the bucket by one move, or by two: an entry of the other bucket of one of its entries goes first.
+// Frees a slot of the bucket and returns it, claimed, or returns PLACES. Tries one move; then two: an entry leaves the other bucket of
+// one of this bucket's entries, and that entry moves there.
 __device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held, u32& word) {
   for (u32 place = 0; place < PLACES; ++place)
     if (move_away(index, bucket, place, held, word)) return place;
@@ -315,8 +295,9 @@ __device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held,
   return PLACES;
 }
 
-// Of the ten entries of a key's two full buckets, one that has room in its other bucket, found by ten lanes at once: bucket << 8 |
-// place; ALL if there is none. The whole warp comes here; what it finds may be gone by the time that it is moved.
+// Looks for one of the ten entries of a key's two full buckets whose other bucket has room. Ten lanes examine one entry each. Returns
+// bucket << 8 | slot, with bucket 0 or 1, or ALL if there is none. All lanes of a warp must call this. The result is a hint: the entry or
+// the room may be gone when the entry is moved.
 __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, const Bucket* second) {
   bool has_room = false;
   const u32 side = lane() / PLACES, place = lane() % PLACES;
@@ -331,8 +312,8 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
   return all ? (__ffs(all) - 1) / PLACES << 8 | (__ffs(all) - 1) % PLACES : ALL;
 }
 
-// As `claim_key`, in a launch of its own: moves others away, first the one that `movable` found, and puts into the stash what still
-// finds no place.
+// As `claim_key`, in a launch of its own. If both buckets are full, moves other entries away, first the one that `movable` has found
+// (`hint`). If that gives no slot, puts the key into the stash.
 __device__ __noinline__ Claim settle(Index index, u64 key, u32 hint) {
   const u64 h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);

@@ -1,19 +1,9 @@
-// First value of a row = f(seed, key, column), the bits that crates/core/src/initializer.rs gives on the host.
+// Initial values of rows: a function of seed, key and column, bit-identical to crates/core/src/initializer.rs on the host.
 #pragma once
 #include "math.cuh"
 
-enum Kind : u32 { CONSTANT, UNIFORM, NORMAL, TRUNCATED_NORMAL };
-
-struct Initializer {
-  u64 seed;
-  u32 kind;
-  // value; minval, span; mean, stddev
-  float a, b;
-  u32 pad;
-};
-
 struct Words { u32 w[4]; };
-// Philox4x32-10 (Salmon et al., SC 2011).
+// The counter-based random number generator Philox4x32-10 (Salmon et al., SC 2011).
 __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 #pragma unroll
   for (u32 round = 0; round < 10; ++round) {
@@ -36,7 +26,7 @@ __device__ __forceinline__ float first_value(const Initializer& init, u32 word) 
   return (float)((double)init.a + (double)init.b * normal_quantile(p));
 }
 
-// Columns 4 * group to 4 * group + 3.
+// Returns the initial values of columns 4 * group to 4 * group + 3.
 __device__ __forceinline__ float4 first_values(const Initializer& init, u64 key, u32 group) {
   const Words x = philox((u32)key, (u32)(key >> 32), group, 0, (u32)init.seed, (u32)(init.seed >> 32));
   return make_float4(first_value(init, x.w[0]), first_value(init, x.w[1]), first_value(init, x.w[2]), first_value(init, x.w[3]));

@@ -1,13 +1,13 @@
-// From sorted ids to distinct keys.
-#include "keys.cuh"
+// Lists the distinct keys of sorted ids.
 #include "records.cuh"
 #include "sort.cuh"
 
-// Positions of a thread.
-constexpr u32 POSITIONS = 8, LIST_THREADS = 256, LIST_WARPS = LIST_THREADS / WARP;
+// Number of sorted ids that a thread examines; number of warps of a block.
+constexpr u32 POSITIONS = 8, LIST_WARPS = LIST_THREADS / WARP;
 static_assert(HOT <= WARP, "how many ids a key has is counted over two warps' positions");
 
-// Each distinct record of sorted ids onto the list of its dim.
+// Adds each distinct record of sorted ids to a list of its dim: of keys with one id, with up to HOT ids, or with more. Record 0 is
+// left out. Runs of hot keys are listed too.
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Keys* __restrict__ kinds, const Table* __restrict__ tables, const Section* __restrict__ sections, u32 num_sections, const Sorted* __restrict__ sorted) {
   begin();
   __shared__ u32 of_warps[4][LIST_WARPS];
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Ke
       if (is_head && record[r] != 0) count[r] = lane() == last ? min(WARP, n - start) - last + tail : __ffs(heads >> (lane() + 1));
     }
     if (count[r] > HOT) {
-      // Where it ends: strides that double, then halves.
+      // Finds the end of the key's ids: by strides that double, then by bisection.
       u32 low = i + count[r] - 1, stride = WARP;
       while (low + stride < n && sorted[low + stride].record == record[r]) low += stride, stride *= 2;
       u32 high = min(low + stride, n);

@@ -1,4 +1,5 @@
-// Functions of crates/core/src/math.rs, bit by bit: from + - * / and square root alone, compiled without contraction.
+// The functions of crates/core/src/math.rs, with bit-identical results: they use only + - * / and square root, and are compiled without
+// contraction.
 #pragma once
 #include "types.cuh"
 
@@ -8,6 +9,14 @@ template <u32 N> __device__ __forceinline__ double horner(double x, const double
   for (u32 i = 0; i < N; ++i) sum = sum * x + coefficients[i];
   return sum;
 }
+
+// `clip` and `sign` return NaN for NaN. `larger` returns `b` if one of its arguments is NaN.
+__device__ __forceinline__ float clip(float x, float limit) {
+  const float below = x > limit ? limit : x;
+  return below < -limit ? -limit : below;
+}
+__device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
+__device__ __forceinline__ float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
 
 __device__ __forceinline__ double bits_as_double(u64 bits) { return __longlong_as_double((long long)bits); }
 
@@ -45,17 +54,17 @@ __device__ __forceinline__ double normal_quantile(double p) {
   return fabs(q) <= 0.425 ? central_quantile(q) : tail_quantile(p, q);
 }
 
-// e^x for x in [-200, 200].
+// Returns e^x for x in [-200, 200].
 __device__ __noinline__ double exp_of(double x) {
   const double inverse_factorials[14] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 1.0 / 2.0, 1.0, 1.0};
   const double ln_2_upper = bits_as_double(0x3fe62e4200000000ull), ln_2_lower = 4.7493250390316726e-7, log2_e = 1.4426950408889634;
-  // Adding and taking away 1.5 * 2^52 rounds to the nearest integer.
+  // Adding and then subtracting 1.5 * 2^52 rounds to the nearest integer.
   const double round = 6755399441055744.0, exponent = (x * log2_e + round) - round;
   const double r = (x - exponent * ln_2_upper) - exponent * ln_2_lower;
   return horner(r, inverse_factorials) * bits_as_double((u64)((long long)exponent + 1023) << 52);
 }
 
-// `base` to the power of a finite `exponent`; NaN for a negative base.
+// Returns `base` raised to a finite `exponent`: 1 for an exponent of 0, otherwise NaN for a negative base.
 __device__ __noinline__ float power(float base, float exponent) {
   if (exponent == 0.0f || base == 1.0f) return 1.0f;
   if (!(base >= 0.0f)) return __int_as_float(0x7fc00000);
@@ -63,4 +72,15 @@ __device__ __noinline__ float power(float base, float exponent) {
   if (base == 0.0f || base == infinity) return (base == 0.0f) == (exponent > 0.0f) ? 0.0f : infinity;
   const double x = (double)exponent * ln((double)base);
   return (float)exp_of(x < -200.0 ? -200.0 : x > 200.0 ? 200.0 : x);
+}
+
+// Returns the square root of `x` if `is_root`, otherwise `x` raised to `exponent`.
+__device__ __forceinline__ float raise(bool is_root, float x, float exponent) { return is_root ? sqrtf(x) : power(x, exponent); }
+
+// Returns `base` raised to `count`, by repeated squaring in double precision.
+__device__ __forceinline__ float power_of_step(float base, u64 count) {
+  double result = 1;
+  for (double square = base; count; count >>= 1, square *= square)
+    if (count & 1) result *= square;
+  return (float)result;
 }

@@ -1,35 +1,12 @@
-// Records of keys: a row and its optimizer states side by side, found by number, written whole when their key is new.
+// Records: a row and its optimizer states, side by side. A record is found by its number. It is written whole when its key is inserted.
 #pragma once
 #include "index.cuh"
 #include "initializer.cuh"
 
-enum Missing : u32 { INITIAL, ZEROS };
-
-struct Table {
-  Index index;
-  Initializer initializer;
-  // Record r begins at records + r * stride.
-  float4* records;
-  // Numbers to give out before those from `fresh` on: of records that were erased.
-  const u32* released;
-  // Keys beyond it are outside the vocabulary.
-  u64 last_key;
-  // In groups of four columns: of a record, and of its row.
-  u32 stride, quads;
-  u32 num_released, fresh;
-  // First value of the first state; the others' is 0.
-  float first_state;
-  // What a key without a record answers.
-  u32 missing;
-  // Place of its dim among those of the group.
-  u32 kind, pad;
-};
-static_assert(sizeof(Table) == 120, "as crates/cuda/src/layout.rs has it");
-
-// Rows and states are held in groups of four columns, so that a lane moves 16 bytes; the last group may be partly unused.
+// Rows and states are stored in groups of four columns (quads), so that a lane moves 16 bytes. The last group may be partly unused.
 __host__ __device__ constexpr u32 quads_of(u32 dim) { return (dim + 3) / 4; }
 
-// Lanes that share a row of so many groups of columns: a power of two, a warp at most.
+// Returns the number of lanes that share a row of `quads` groups of four columns: a power of two, at most a warp.
 __host__ __device__ constexpr u32 lanes_for(u32 quads) {
   u32 lanes = 1;
   while (lanes < quads && lanes < WARP) lanes *= 2;
@@ -40,7 +17,7 @@ __host__ __device__ constexpr u32 lanes_of(u32 dim) { return lanes_for(quads_of(
 template <u32 N> struct Dim {
   static constexpr u32 value = N;
 };
-// Calls `body` with the dim of this place among those of a group.
+// Calls `body` with the dim of a kind. A kind is the index of a dim among the distinct dims of the group.
 template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void with_dim(u32 kind, const Body& body) {
   if constexpr (sizeof...(OTHERS) == 0) {
     body(Dim<FIRST>());
@@ -50,7 +27,7 @@ template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void 
   }
 }
 
-// Four columns of a row of an array (rows, DIM) of the framework's; 0 beyond the last. ONCE: nobody reads them again.
+// Loads four columns of a row of a framework's array (rows, DIM). Columns beyond the last are 0. ONCE: the columns are not read again.
 template <u32 DIM, bool ONCE> __device__ __forceinline__ float4 load_columns(const float* rows, u64 row, u32 quad) {
   const float* at = rows + row * DIM + 4 * quad;
   if (DIM % 4 == 0) return ONCE ? __ldcs((const float4*)at) : *(const float4*)at;
@@ -58,6 +35,7 @@ template <u32 DIM, bool ONCE> __device__ __forceinline__ float4 load_columns(con
   return make_float4(at[0], left > 1 ? at[1] : 0, left > 2 ? at[2] : 0, left > 3 ? at[3] : 0);
 }
 
+// Stores four columns of a row of a framework's array (rows, DIM). Columns beyond the last are not stored.
 template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u64 row, u32 quad, const float4& x) {
   float* at = rows + row * DIM + 4 * quad;
   if (DIM % 4 == 0) {
@@ -71,12 +49,13 @@ template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u6
   if (left > 3) at[3] = x.w;
 }
 
-// The record with this number among those that were given out since the table was told which are released.
+// Returns the record number for place `taken` in the order in which numbers are given out: first the released ones, then those from
+// `fresh` on.
 __device__ __forceinline__ u32 number_of(const Table& t, u32 taken) {
   return taken < t.num_released ? t.released[taken] : t.fresh + (taken - t.num_released);
 }
 
-// A number for each lane that `is_in`, from a count on: one addition a warp.
+// Returns consecutive numbers, from `count` on, to the lanes for which `is_in` is true. One atomic addition per warp.
 __device__ __forceinline__ u32 take(u32* count, bool is_in) {
   const u32 all = __ballot_sync(ALL, is_in);
   u32 first = 0;
@@ -84,7 +63,7 @@ __device__ __forceinline__ u32 take(u32* count, bool is_in) {
   return __shfl_sync(ALL, first, 0) + __popc(all & lanes_below());
 }
 
-// Four columns of a new record.
+// Returns four columns of a new record, initial values of the row or of a state.
 __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 quad) {
   if (quad >= t.quads) {
     const float x = quad < 2 * t.quads ? t.first_state : 0;
@@ -93,12 +72,13 @@ __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 qua
   return first_values(t.initializer, key, quad);
 }
 
-// Four columns of what a key without a record answers; zeros outside the vocabulary.
+// Returns four columns of the row of a key without a record: initial values or zeros, as the table's configuration says. Keys outside
+// the vocabulary get zeros.
 __device__ __noinline__ float4 missing_columns(const Table& t, u64 key, u32 quad) {
   return t.missing == INITIAL && key <= t.last_key ? first_values(t.initializer, key, quad) : make_float4(0, 0, 0, 0);
 }
 
-// The new records of the lanes that have one.
+// Writes the initial values of the new records of a warp. `is_new`: whether this lane has a new record.
 __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key, u32 record, LaneList& list) {
   const u32 lanes = min(lanes_for(t.stride), WARP), groups = WARP / lanes;
   const u32 n = list.take(is_new), group = lane() / lanes, column = lane() % lanes;
@@ -112,10 +92,10 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
   }
 }
 
-// Gives keys that were not found a record, and writes its first values. The whole warp comes here. Gives the lane's record if its
-// key was missing: NO_RECORD if both buckets of the key are full.
+// Inserts the keys that the warp's find has missed, and writes the initial values of their records. All lanes of a warp must call
+// this. Returns the record number of the lane's key if it was missing, or NO_RECORD if both buckets of the key are full.
 __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list) {
-  // One lane a distinct key of the warp.
+  // One lane leads for each distinct key of the warp.
   u32 leader = lane();
   const u32 missing = __ballot_sync(ALL, is_missing);
   if (is_missing) leader = __ffs(__match_any_sync(missing, key)) - 1;
@@ -128,7 +108,8 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   u32 record = NO_RECORD;
   if (is_new) store_shared(claim.record, record = number_of(t, taken));
   write_first(t, is_new, key, record, list);
-  // All of this warp's numbers are written, so whoever waits here waits for a warp that does not wait for this one.
+  // The warp has already written all record numbers of its own claims. A warp that waits here therefore never waits for a warp that
+  // waits for it.
   if (leads && !is_new) {
     record = NO_RECORD;
     if (claim.record)
@@ -139,15 +120,10 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   return __shfl_sync(ALL, record, leader);
 }
 
-// Keys that have found both of their buckets full, by the places of their ids in the call.
-struct Homeless {
-  u32* count;
-  u32* ids;
-};
-
-// Record numbers of a warp's keys, of one table. If it `inserts`, keys that are not there get one, and `is_new` says whose was not;
-// those for which there is no room are listed. Warps that have nothing to insert do not wait for others.
-__device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Homeless& homeless, LaneList& list, bool& is_new) {
+// Returns the record numbers of a warp's keys, all of one table. With `inserts`, a key without a record gets one, and `is_new` says
+// whether the lane's find has missed its key. If both buckets of a key are full, `at` (the place of its id) is added to `overflow`. A
+// warp that inserts nothing does not wait for other warps.
+__device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Overflow& overflow, LaneList& list, bool& is_new) {
   const Index index = t.index;
   const u64 h = hash(index, key);
   u32 record = find(index, key, h, is_id, list);
@@ -155,14 +131,14 @@ __device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool i
   if (!inserts || !__any_sync(ALL, is_new)) return record;
   const u32 inserted = insert_missing(t, index, is_new, key, h, list);
   if (is_new) record = inserted;
-  const bool is_homeless = is_new && record == NO_RECORD;
-  const u32 place = take(homeless.count, is_homeless);
-  if (is_homeless) homeless.ids[place] = at;
+  const bool is_overflow = is_new && record == NO_RECORD;
+  const u32 place = take(overflow.count, is_overflow);
+  if (is_overflow) overflow.ids[place] = at;
   return record;
 }
 
-// Finds room for a key that had none, in a launch of its own: a warp a key. Every lane gets the record; NO_RECORD if even the stash
-// is full.
+// Inserts a key whose buckets were both full, in a launch of its own. One warp per key. Returns the record number to every lane, or
+// NO_RECORD if even the stash is full.
 __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
   u32 record = NO_RECORD;
   bool is_new = false;

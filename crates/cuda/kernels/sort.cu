@@ -1,42 +1,30 @@
-// Stable radix sort of ids by their records, each section by itself, from the lowest digit up: a count of all digits, then one launch a
-// digit in which blocks learn from those before them where their ids go ("onesweep": A. Adinets and D. Merrill, 2022). A block tells what
-// it has before it ranks its ids, so that others need not wait for it; sixteen blocks tell those behind them together.
+// Stable radix sort of ids by their records, from the lowest digit up ("onesweep": A. Adinets and D. Merrill, 2022). Each section is
+// sorted by itself. The first launch counts the histograms of all digits. Then each pass is one launch that sorts by one digit: a block
+// learns by decoupled look-back where the ids of its tile go. A block publishes its aggregate before it ranks its ids, so that other
+// blocks need not wait for the ranking. The sixteen tiles of a group (SORT_GROUP) also publish a common aggregate and inclusive prefix.
 #include "sort.cuh"
 
 typedef unsigned short u16;
-constexpr u32 THREADS = 512, WARPS = THREADS / WARP;
-// Digits of all passes at most: three of 11 bits.
+constexpr u32 WARPS = SORT_THREADS / WARP;
+// Maximum number of digit values of all passes together: three digits of 11 bits.
 constexpr u32 MOST_DIGITS = 3 << 11;
-// Tiles of a group.
-constexpr u32 FELLOWS = 16;
-// What a tile or group has told so far: how many ids it has by digit; how many all up to it have.
-enum Told : u32 { NOTHING, COUNTS, TOTALS };
+// What a tile or a group has published so far. AGGREGATE: its own number of ids by digit. PREFIX: its inclusive prefix, the number of
+// ids by digit in all groups of the section up to and including this one. Tiles publish no prefix.
+enum TileStatus : u32 { INVALID, AGGREGATE, PREFIX };
 
-struct Sort {
-  const Section* sections;
-  // By section, pass and digit: how many ids.
-  u32* counts;
-  // By pass, row and digit: what tiles and groups tell; by pass and row: whether they have.
-  u32 *told, *flags;
-  // By pass: the next tile.
-  u32* next;
-  // Where the ids go in the end.
-  Sorted* sorted;
-  u32 num_sections, tiles, rows, passes, bits, pad;
-};
-static_assert(sizeof(Sort) == 72, "as crates/cuda/src/layout.rs has it");
+// Returns the first of a group's two rows in `Sort::published`: its aggregate, then its inclusive prefix. The rows of all tiles come
+// before those of the groups. All tiles of a group belong to one section.
+__device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) { return sort.tiles + 2 * (of.first_tile / SORT_GROUP + section + group); }
 
-// Rows of what is told: those of tiles, then two a group, for its counts and totals. Groups are of one section.
-__device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) { return sort.tiles + 2 * (of.first_tile / FELLOWS + section + group); }
-
+// Loads a status with acquire semantics.
 __device__ __forceinline__ u32 load_flag(const u32* at) {
   u32 x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
   return x;
 }
 
-// Stores of single ids fill a line one by one; with rows streaming through the L2 cache beside them it would go to memory half full, and
-// come back for the rest.
+// A cache policy that keeps lines in the L2 cache, and a store with it. Ids are stored one by one until a line is full. Because rows
+// stream through the L2 cache at the same time, a line would otherwise be written to memory half full, and read again for the rest.
 __device__ __forceinline__ u64 kept_policy() {
   u64 policy = 0;
 #if __CUDA_ARCH__ >= 800
@@ -52,44 +40,44 @@ __device__ __forceinline__ void store_kept(Sorted* at, const Sorted& x, u64 poli
 #endif
 }
 
-// Adds one of a digit for each lane that has an id; the whole warp comes here. Ids of a table often have their high digit in common: those
-// that have the first one's are added at once.
+// Increments the count of each lane's digit, for lanes that have an id. All lanes of a warp must call this. The ids of a table often
+// have the same high digit, so all lanes with the digit of lane 0 are added at once.
 __device__ __forceinline__ void count_digit(u32* counts, u32 digit, bool is_id) {
   const u32 of_first = __shfl_sync(ALL, digit, 0);
   const u32 same = __ballot_sync(ALL, is_id && digit == of_first);
   if (lane() == 0 ? same != 0 : is_id && digit != of_first) atomicAdd(&counts[digit], lane() == 0 ? __popc(same) : 1);
 }
 
-// `sort.counts` of the ids of a tile of so many. They are zeros before.
-extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const u32* __restrict__ records, const __grid_constant__ Sort sort, u32 tile) {
+// Adds the histograms of all digits of a tile to `sort.counts`, which are zeros before the launch. `tile`: ids of a tile.
+extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(const u32* __restrict__ records, const __grid_constant__ Sort sort, u32 tile) {
   begin();
   __shared__ u32 counts[MOST_DIGITS];
   const u32 digits = 1u << sort.bits, all = sort.passes * digits;
   u32 number;
   const Section section = section_at(sort.sections, sort.num_sections, blockIdx.x, number, [](const Section& s) { return s.first_tile; });
-  for (u32 i = threadIdx.x; i < all; i += THREADS) counts[i] = 0;
+  for (u32 i = threadIdx.x; i < all; i += SORT_THREADS) counts[i] = 0;
   __syncthreads();
   const u32 first = (blockIdx.x - section.first_tile) * tile, size = min(tile, section.count - first);
   constexpr u32 AHEAD = 4;
-  for (u32 start = 0; start < size; start += AHEAD * THREADS) {
+  for (u32 start = 0; start < size; start += AHEAD * SORT_THREADS) {
     u32 record[AHEAD];
 #pragma unroll
     for (u32 k = 0; k < AHEAD; ++k) {
-      const u32 i = start + k * THREADS + threadIdx.x;
+      const u32 i = start + k * SORT_THREADS + threadIdx.x;
       record[k] = i < size ? records[section.first + first + i] : 0;
     }
 #pragma unroll
     for (u32 k = 0; k < AHEAD; ++k) {
-      const bool is_id = start + k * THREADS + threadIdx.x < size;
+      const bool is_id = start + k * SORT_THREADS + threadIdx.x < size;
       for (u32 pass = 0; pass < sort.passes; ++pass) count_digit(counts + pass * digits, record[k] >> pass * sort.bits & (digits - 1), is_id);
     }
   }
   __syncthreads();
-  for (u32 i = threadIdx.x; i < all; i += THREADS)
+  for (u32 i = threadIdx.x; i < all; i += SORT_THREADS)
     if (const u32 count = counts[i]) atomicAdd(&sort.counts[number * all + i], count);
 }
 
-// Of each thread, the sum of those before it in the block.
+// Returns the exclusive prefix sum of `x` over the threads of a block. `of_warps`: shared memory for a sum of each warp.
 __device__ __forceinline__ u64 sum_before(u64 x, u64* of_warps) {
   u64 sum = x;
   for (u32 by = 1; by < WARP; by *= 2) {
@@ -103,12 +91,12 @@ __device__ __forceinline__ u64 sum_before(u64 x, u64* of_warps) {
   return before;
 }
 
-// A number for each digit of a thread.
+// The counts or positions of the N digits that belong to a thread.
 template <u32 N> struct Digits {
   static_assert(N == 1 || N == 2 || N == 4, "moved at once from memory");
   u32 of[N];
 
-  // As other blocks have stored them.
+  // Loads from the L2 cache, where the stores of other blocks are visible.
   __device__ __forceinline__ void load(const u32* at) {
     if constexpr (N == 1) {
       of[0] = __ldcg(at);
@@ -149,7 +137,7 @@ template <u32 N> struct Digits {
     for (u32 k = 0; k < N; ++k) sum += of[k];
     return sum;
   }
-  // Counts become where each starts, if the first does at `at`.
+  // Turns counts into start positions. The first digit starts at `at`.
   __device__ __forceinline__ void start_at(u32 at) {
 #pragma unroll
     for (u32 k = 0; k < N; ++k) {
@@ -157,22 +145,22 @@ template <u32 N> struct Digits {
       of[k] = at, at += count;
     }
   }
-  // Adds so many rows of what was told.
-  __device__ __forceinline__ void add_rows(const u32* told, u32 count, u32 stride) {
+  // Adds `count` published rows, which are `stride` words apart.
+  __device__ __forceinline__ void add_rows(const u32* published, u32 count, u32 stride) {
     constexpr u32 AHEAD = 4;
 #pragma unroll 1
     for (u32 start = 0; start < count; start += AHEAD) {
       Digits row[AHEAD] = {};
 #pragma unroll
       for (u32 k = 0; k < AHEAD; ++k)
-        if (start + k < count) row[k].load(told + (u64)(start + k) * stride);
+        if (start + k < count) row[k].load(published + (u64)(start + k) * stride);
 #pragma unroll
       for (u32 k = 0; k < AHEAD; ++k) add(row[k]);
     }
   }
 };
 
-// The lanes whose digit is this lane's.
+// Returns the mask of the lanes that have the same digit as this lane.
 template <u32 BITS> __device__ __forceinline__ u32 peers_of(u32 digit) {
   u32 peers = ALL;
 #pragma unroll
@@ -184,20 +172,21 @@ template <u32 BITS> __device__ __forceinline__ u32 peers_of(u32 digit) {
   return peers;
 }
 
-// Passes that a section needs: records with no higher digit are in order by then.
+// Returns the number of passes that a section needs. The last passes are skipped if all ids have 0 as their digit.
 __device__ __forceinline__ u32 passes_of(const Sort& sort, u32 section, u32 digits, u32 ids) {
   u32 needed = sort.passes;
   while (needed > 1 && sort.counts[((u64)section * sort.passes + needed - 1) * digits] == ids) --needed;
   return needed;
 }
 
-// A tile is what a block takes: ITEMS ids a thread. `records`, `values`: of ids by place, every STRIDE words. `next_pass`: where they go, if
-// another follows.
-template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
+// Sorts by the digit of one pass. A block takes one tile: ITEMS ids for each thread. `records`, `values`: one of an id in every STRIDE
+// words. `next_pass`: the output if another pass follows; the last pass of a section writes to `sort.sorted`.
+template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
   begin();
-  constexpr u32 TILE = THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / THREADS;
+  constexpr u32 TILE = SORT_THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / SORT_THREADS;
   const u32 shift = pass * BITS;
-  // Counts by warp and digit; then, in the same memory, the tile in its new order. Then, of each digit: how many; then where they go.
+  // Shared memory: counts by warp and digit, and later in the same place the tile in its new order. After it, by digit: the number of
+  // ids of the tile, and later where they go.
   extern __shared__ uint4 memory[];
   u16* counts = (u16*)memory;
   Sorted* tile = (Sorted*)memory;
@@ -206,12 +195,12 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
   __shared__ u64 of_warps[WARPS];
   __shared__ u32 taken, nearest;
   const u32 warp = threadIdx.x / WARP, thread = threadIdx.x;
-  // Tiles are taken in order, so that those before it are at work already.
+  // Blocks take tiles in order, so the tiles before this one are already being processed.
   if (thread == 0) taken = atomicAdd(&sort.next[pass], 1);
 #pragma unroll
-  for (u32 i = thread; i < WARPS * DIGITS / 8; i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
+  for (u32 i = thread; i < WARPS * DIGITS / 8; i += SORT_THREADS) memory[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll
-  for (u32 i = thread; i < DIGITS; i += THREADS) starts[i] = 0;
+  for (u32 i = thread; i < DIGITS; i += SORT_THREADS) starts[i] = 0;
   __syncthreads();
   const u32 number = taken;
   u32 section_number;
@@ -222,14 +211,14 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
   const u32 in_section = number - section.first_tile, size = min(TILE, section.count - in_section * TILE);
   const u32 mine = warp * WARP * ITEMS + lane();
   records += (u64)(section.first + in_section * TILE + mine) * STRIDE, values += (u64)(section.first + in_section * TILE + mine) * STRIDE;
-  // Made anew each time: to keep it would take a register an id.
+  // The digit is computed anew at each use, because keeping it would take one register for each id.
   const auto digit_of = [&](u32 x) {
     u32 high;
     asm volatile("shr.u32 %0, %1, %2;" : "=r"(high) : "r"(x), "r"(shift));
     return high & (DIGITS - 1);
   };
   u32 key[ITEMS], place[ITEMS];
-  // Where there is no id, the highest digit: it ranks behind all.
+  // A position without an id gets the highest digit, so it ranks after all ids.
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) key[k] = mine + k * WARP < size ? records[k * WARP * STRIDE] : ALL;
 #pragma unroll
@@ -237,15 +226,15 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
   Digits<OWN> own;
   own.load(sort.counts + (u64)(section_number * sort.passes + pass) * DIGITS + OWN * thread);
   u64 sum = (u64)own.sum() << 32;
-  u32* told = sort.told + (u64)pass * sort.rows * DIGITS + OWN * thread;
+  u32* published = sort.published + (u64)pass * sort.rows * DIGITS + OWN * thread;
   u32* flags = sort.flags + pass * sort.rows;
   __syncthreads();
   own.load_shared(starts + OWN * thread);
-  own.store(told + (u64)number * DIGITS);
+  own.store(published + (u64)number * DIGITS);
   const u64 before = sum_before(sum + own.sum(), of_warps);
   __syncthreads();
-  if (thread == 0) release(&flags[number], COUNTS);
-  // Ranks.
+  if (thread == 0) release(&flags[number], AGGREGATE);
+  // Ranks each id among the ids of its warp that have the same digit.
   u16* of_warp = counts + warp * DIGITS;
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) {
@@ -256,15 +245,15 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
     __syncwarp();
     place[k] = less + __popc(peers & lanes_below());
   }
-  const u32 group = in_section / FELLOWS, fellows = in_section % FELLOWS;
-  // The last warp waits for the tiles before it in its group.
+  const u32 group = in_section / SORT_GROUP, in_group = in_section % SORT_GROUP;
+  // The last warp waits until all tiles before this one in the group have published their aggregates.
   if (warp == WARPS - 1) {
     bool is_known;
-    do is_known = lane() >= fellows || load_flag(&flags[number - fellows + lane()]) != NOTHING;
+    do is_known = lane() >= in_group || load_flag(&flags[number - in_group + lane()]) != INVALID;
     while (!__all_sync(ALL, is_known));
   }
   __syncthreads();
-  // Where the tile's ids of each digit start, warp by warp; two digits a word.
+  // Computes where the ids of each digit start in the tile, warp by warp. With several digits per thread, a word holds two of them.
   own.load_shared(starts + OWN * thread);
   own.start_at((u32)before);
   if constexpr (OWN == 1) {
@@ -290,43 +279,43 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
     }
   }
   Digits<OWN> less = {};
-  less.add_rows(told + (u64)(number - fellows) * DIGITS, fellows, DIGITS);
-  if (section.count > FELLOWS * TILE) {
+  less.add_rows(published + (u64)(number - in_group) * DIGITS, in_group, DIGITS);
+  if (section.count > SORT_GROUP * TILE) {
     const u32 first_group = group_row(sort, section_number, section, 0);
-    u32* of_group = told + (u64)(first_group + 2 * group) * DIGITS;
-    const bool is_last = fellows == FELLOWS - 1;
+    u32* of_group = published + (u64)(first_group + 2 * group) * DIGITS;
+    const bool is_last = in_group == SORT_GROUP - 1;
     if (is_last) {
       own.load_shared(starts + OWN * thread), own.add(less);
       own.store(of_group + (group ? 0 : DIGITS));
       __syncthreads();
-      if (thread == 0) release(&flags[first_group + 2 * group], group ? COUNTS : TOTALS);
+      if (thread == 0) release(&flags[first_group + 2 * group], group ? AGGREGATE : PREFIX);
     }
     if (group) {
-      // Back to the nearest group that tells a total.
+      // Look-back to the nearest group that has published its inclusive prefix. All groups after it have published their aggregates.
       if (warp == WARPS - 1) {
         u32 totals;
         bool is_known;
         do {
-          const u32 said = lane() < group ? load_flag(&flags[first_group + 2 * (group - 1 - lane())]) : NOTHING;
-          totals = __ballot_sync(ALL, said == TOTALS);
+          const u32 said = lane() < group ? load_flag(&flags[first_group + 2 * (group - 1 - lane())]) : INVALID;
+          totals = __ballot_sync(ALL, said == PREFIX);
           const u32 asked = totals ? __ffs(totals) : 0;
-          is_known = asked && __all_sync(ALL, lane() >= asked || said != NOTHING);
+          is_known = asked && __all_sync(ALL, lane() >= asked || said != INVALID);
         } while (!is_known);
         if (lane() == 0) nearest = group - __ffs(totals);
       }
       __syncthreads();
-      const u32* rows = told + (u64)(first_group + 2 * nearest) * DIGITS;
+      const u32* rows = published + (u64)(first_group + 2 * nearest) * DIGITS;
       less.add_rows(rows + DIGITS, 1, DIGITS);
       less.add_rows(rows + 2 * DIGITS, group - 1 - nearest, 2 * DIGITS);
       if (is_last) {
         own.load_shared(starts + OWN * thread), own.add(less);
         own.store(of_group + DIGITS);
         __syncthreads();
-        if (thread == 0) release(&flags[first_group + 2 * group], TOTALS);
+        if (thread == 0) release(&flags[first_group + 2 * group], PREFIX);
       }
     }
   }
-  // Where the tile's ids of each digit go, less where they lie in the tile.
+  // Computes where the tile's ids of each digit go in the output, minus where they start in the tile.
   own.load(sort.counts + (u64)(section_number * sort.passes + pass) * DIGITS + OWN * thread);
   own.start_at(section.first + (u32)(before >> 32));
   less.add(own);
@@ -345,7 +334,7 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(THR
   const u64 kept = kept_policy();
 #pragma unroll
   for (u32 k = 0; k < ITEMS; ++k) {
-    const u32 at = k * THREADS + thread;
+    const u32 at = k * SORT_THREADS + thread;
     if (at >= size) continue;
     const Sorted moved = tile[at];
     store_kept(sorted + (starts[digit_of(moved.record)] + at), moved, kept);

@@ -1,15 +1,17 @@
-// Rows on their way from memory, which take no registers meanwhile.
+// Asynchronous copies of rows from global to shared memory (`cp.async`). Rows in flight take no registers. Below compute capability
+// 8.0 the copies are synchronous.
 #pragma once
 #include "types.cuh"
 
-// Four columns of N rows for each lane of a block, twice: what is asked for in a turn is read after the next has been asked for. A lane
-// sees what it has asked for itself.
+// A double buffer: in each turn, every thread of a block requests four columns of up to N rows. It reads them after it has requested
+// the rows of the next turn. A thread reads only what it has requested itself.
 template <u32 N, u32 THREADS> struct Stage {
   typedef float4 Memory[2 * N][THREADS];
   Memory& memory;
 
-  // `k`: below N.
+  // The place of the four columns that this thread requests as row `k` of a turn. `k`: below N.
   __device__ __forceinline__ float4& at(u32 turn, u32 k) const { return memory[turn % 2 * N + k][threadIdx.x]; }
+  // Requests four columns.
   __device__ __forceinline__ void ask(u32 turn, u32 k, const float4* from) const {
 #if __CUDA_ARCH__ < 800
     at(turn, k) = *from;
@@ -17,7 +19,7 @@ template <u32 N, u32 THREADS> struct Stage {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(&at(turn, k))), "l"(from) : "memory");
 #endif
   }
-  // Of an array (rows, DIM) of the framework's; 0 beyond the last column.
+  // Requests four columns of a row of a framework's array (rows, DIM). Columns beyond the last are 0.
   template <u32 DIM> __device__ __forceinline__ void ask_columns(u32 turn, u32 k, const float* rows, u64 row, u32 quad) const {
     const float* from = rows + row * DIM + 4 * quad;
     if (DIM % 4 == 0) {
@@ -36,13 +38,13 @@ template <u32 N, u32 THREADS> struct Stage {
     }
 #endif
   }
-  // Ends what is asked for in a turn.
+  // Ends the requests of a turn.
   __device__ __forceinline__ void end() const {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
   }
-  // All that was asked for is there, but for the last turn's.
+  // Waits until all requested columns have arrived, except those of the last turn.
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group 1;" ::: "memory");

@@ -1,43 +1,42 @@
-// Operations on one table: keys in, record numbers or rows out.
+// Kernels of operations on one table: they take keys and return record numbers or rows.
 #include "records.cuh"
 
-constexpr u32 BLOCK = 256, WARPS = BLOCK / WARP;
-// Few warps a block: those that insert take longer than the others. Many blocks a multiprocessor, in fewer registers: they wait for memory.
-constexpr u32 FIND_BLOCK = 64;
-// In a list of record numbers: the record is new.
-constexpr u32 NEW = 1u << 31;
+constexpr u32 WARPS = TABLE_THREADS / WARP;
+// A block that inserts has few warps (FIND_THREADS), because warps that insert take longer than the others. A multiprocessor has many
+// blocks, with fewer registers each, because they wait for memory.
 
-// All places empty.
-extern "C" __global__ void __launch_bounds__(BLOCK) clear_index(Index index) {
+// Makes all slots of an index empty.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) clear_index(Index index) {
   begin();
-  const u32 at = blockIdx.x * BLOCK + threadIdx.x;
+  const u32 at = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (at >= index.num_buckets) return;
   Bucket bucket = {};
   for (u32 i = 0; i < PLACES; ++i) bucket.keys[i] = nobodys_key(index, at);
   index.buckets[at] = bucket;
 }
 
-// Record numbers of keys. If the call `inserts`, keys that are not there get one, and the NEW bit says so.
-extern "C" __global__ void __launch_bounds__(FIND_BLOCK, 16) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Homeless homeless) {
+// Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS, 16) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Overflow overflow) {
   begin();
-  __shared__ LaneList lists[FIND_BLOCK / WARP];
-  const u32 i = blockIdx.x * FIND_BLOCK + threadIdx.x;
+  __shared__ LaneList lists[FIND_THREADS / WARP];
+  const u32 i = blockIdx.x * FIND_THREADS + threadIdx.x;
   bool is_new;
-  const u32 record = find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, homeless, lists[threadIdx.x / WARP], is_new);
+  const u32 record = find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, overflow, lists[threadIdx.x / WARP], is_new);
   if (i < n) records[i] = is_new ? record | NEW : record;
 }
 
-// The records of keys for which `look_up` found no room. NEW alone: there is none.
-extern "C" __global__ void __launch_bounds__(BLOCK) settle_keys(Table t, const u64* keys, u32* records, Homeless homeless) {
+// Inserts the keys for which `look_up` found no room. Returns NEW alone for a key that finds no room even so.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_keys(Table t, const u64* keys, u32* records, Overflow overflow) {
   begin();
-  const u32 n = *homeless.count;
+  const u32 n = *overflow.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
-    const u32 at = homeless.ids[k], record = find_room(t, keys[at]);
+    const u32 at = overflow.ids[k], record = find_room(t, keys[at]);
     if (lane() == 0) records[at] = record | NEW;
   }
 }
 
-// Rows of record numbers, those of lanes whose number is `wanted`: ROWS of them in flight in each group of lanes.
+// Copies the row of each lane's record to row `first` + lane of `out`, for the lanes that are `wanted`. Each group of lanes has ROWS rows
+// in flight.
 template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float* out, LaneList& list) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   const u32 n = list.take(wanted), group = lane() / LANES, column = lane() % LANES;
@@ -65,11 +64,11 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Tab
   }
 }
 
-// Rows of the keys that are there; the others' stay unwritten.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
+// Finds keys and copies their rows. Rows of keys without a record are not written. `found`: takes the record numbers.
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(TABLE_THREADS) find_rows(Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
   begin();
   __shared__ LaneList lists[WARPS];
-  const u32 i = blockIdx.x * BLOCK + threadIdx.x;
+  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   const u64 key = i < n ? load_once(keys + i) : 0;
   LaneList& list = lists[threadIdx.x / WARP];
   const u32 record = find(t.index, key, hash(t.index, key), i < n, list);
@@ -77,19 +76,19 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) find_rows(
   copy_rows<DIM, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
 }
 
-// Rows of keys without a record stay unwritten; with `skips`, those of new records too.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(BLOCK) gather_rows(Table t, const u32* records, float* out, u32 n, u32 skips) {
+// Copies the rows of records. Rows of keys without a record are not written; with `skips`, neither are rows of new records.
+template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(TABLE_THREADS) gather_rows(Table t, const u32* records, float* out, u32 n, u32 skips) {
   begin();
   __shared__ LaneList lists[WARPS];
-  const u32 i = blockIdx.x * BLOCK + threadIdx.x;
+  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   const u32 record = i < n ? records[i] : NO_RECORD;
   copy_rows<DIM, ROWS>(t, (record & ~NEW) != NO_RECORD && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
 }
 
-// The rows that keys without a record answer: those of `records` that are 0.
-extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(const __grid_constant__ Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
+// Writes the rows of keys without a record, which have 0 in `records`.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) fill_missing(const __grid_constant__ Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
   begin();
-  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * BLOCK) {
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * TABLE_THREADS) {
     const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
     if (records[i] & ~NEW) continue;
     const float4 x = missing_columns(t, keys[i], quad);
@@ -97,41 +96,36 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fill_missing(const __grid_co
   }
 }
 
-// ---- whole records, dense on the host's side: their row and states one after the other
+// ---- whole records; on the host's side they are dense, row and states one after the other
 
-// A part of a record: so many columns, from this group of columns on; in dense records from `column` on.
-struct Part {
-  u32 width, quad, column, pad;
-};
-struct Parts {
-  Part parts[4];
-  u32 count, width;
-};
+// Returns the address of a column. `column`: of the dense record.
+
 __device__ __forceinline__ float* column_at(const Table& t, const Parts& parts, u32 record, u32 column) {
   u32 p = 0;
   while (p + 1 < parts.count && column >= parts.parts[p + 1].column) ++p;
   return (float*)(t.records + (u64)record * t.stride + parts.parts[p].quad) + (column - parts.parts[p].column);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) read_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
+// Copies whole records to `values`, (n, parts.width).
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK)
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * TABLE_THREADS)
     values[at] = *column_at(t, parts, records[at / parts.width], (u32)(at % parts.width));
 }
 
-// `records` are distinct; `rows`: of each, its place in `values`.
-extern "C" __global__ void __launch_bounds__(BLOCK) write_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
+// Writes whole records. `records`: distinct numbers. `rows`: by record, its row of `values`.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * BLOCK) {
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * TABLE_THREADS) {
     const u32 i = (u32)(at / parts.width), column = (u32)(at % parts.width);
     *column_at(t, parts, records[i], column) = values[(u64)rows[i] * parts.width + column];
   }
 }
 
-// Records of another layout: rows stay, states start anew.
-extern "C" __global__ void __launch_bounds__(BLOCK) lay_out(Table from, Table to, u32 n) {
+// Copies records to a layout with other states. Rows are kept. States get their initial values.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) lay_out(Table from, Table to, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x; at < (u64)n * to.stride; at += (u64)gridDim.x * BLOCK) {
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * to.stride; at += (u64)gridDim.x * TABLE_THREADS) {
     const u64 record = at / to.stride;
     const u32 quad = (u32)(at % to.stride);
     const float x = quad < 2 * to.quads ? to.first_state : 0;
@@ -141,10 +135,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lay_out(Table from, Table to
 
 // ---- entries of the index
 
-// Takes keys out; gives the numbers of their records, 0 if they were not there. Of equal keys one gets the number. Alone in its launch.
-extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
+// Erases keys. `erased`: takes the record numbers that they had, 0 for a key that was not there. Of equal keys, one gets the number. Only
+// erasures may run in the launch.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
   begin();
-  const u32 i = blockIdx.x * BLOCK + threadIdx.x;
+  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (i >= n) return;
   const u64 key = keys[i], h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
@@ -174,16 +169,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) erase_keys(Index index, cons
   erased[i] = record;
 }
 
-// Entries of an index that grows which found no room: keys and record numbers, as far as they fit.
-struct Moving {
-  u32* count;
-  u64* keys;
-  u32* records;
-  u32 room, pad;
-};
-
-// Puts an entry into an index whose keys are all different, so that no lock is needed.
-__device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record, const Moving& homeless) {
+// Inserts an entry into an index. All keys are different, so no lock is needed. An entry without room goes to `overflow`.
+__device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record, const Moving& overflow) {
   const u64 h = hash(to, key);
   Bucket* first = to.buckets + first_of(h, to.num_buckets);
   Bucket* second = to.buckets + second_of(h, to.num_buckets);
@@ -193,32 +180,32 @@ __device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record,
     if (word) atomicOr(&first->word, word);
     return;
   }
-  const u32 at = atomicAdd(homeless.count, 1);
-  if (at < homeless.room) homeless.keys[at] = key, homeless.records[at] = record;
+  const u32 at = atomicAdd(overflow.count, 1);
+  if (at < overflow.room) overflow.keys[at] = key, overflow.records[at] = record;
 }
 
-// All entries of an index into a larger one.
-extern "C" __global__ void __launch_bounds__(BLOCK) move_entries(Index from, Index to, Moving homeless) {
+// Moves all entries of an index into a larger one.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) move_entries(Index from, Index to, Moving overflow) {
   begin();
-  const u32 at = blockIdx.x * BLOCK + threadIdx.x;
+  const u32 at = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (at < from.num_buckets) {
     const Line line = load_line(from.buckets + at);
 #pragma unroll
     for (u32 i = 0; i < PLACES; ++i)
-      if (line.records[i] != NO_RECORD) move_entry(to, line.keys[i], line.records[i], homeless);
+      if (line.records[i] != NO_RECORD) move_entry(to, line.keys[i], line.records[i], overflow);
   } else if (at - from.num_buckets < min(from.counters->stashed, STASH)) {
     const u32 i = at - from.num_buckets;
-    if (from.stash->records[i] != NO_RECORD) move_entry(to, from.stash->keys[i], from.stash->records[i], homeless);
+    if (from.stash->records[i] != NO_RECORD) move_entry(to, from.stash->keys[i], from.stash->records[i], overflow);
   }
 }
 
-// Those without room: others make way.
-extern "C" __global__ void __launch_bounds__(BLOCK) settle_entries(Index to, Moving homeless) {
+// Inserts the entries for which `move_entries` found no room: moves others away.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_entries(Index to, Moving overflow) {
   begin();
-  const u32 n = min(*homeless.count, homeless.room);
+  const u32 n = min(*overflow.count, overflow.room);
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     if (lane() != 0) continue;
-    const Claim claim = settle(to, homeless.keys[k], ALL);
-    if (claim.record) store_shared(claim.record, homeless.records[k]);
+    const Claim claim = settle(to, overflow.keys[k], ALL);
+    if (claim.record) store_shared(claim.record, overflow.records[k]);
   }
 }

@@ -1,10 +1,10 @@
-// Gradients of weights: how the loss moves with each, through the combiner; the formulas are in crates/core/src/weight_gradient.rs.
+// Gradients of the loss with respect to the weights of ids, through the combiner. crates/core/src/host/weight_gradient.rs has the formulas.
 #include "step.cuh"
 
-// Ids of a bag whose rows are on their way at once.
+// Number of ids of a bag whose rows are in flight at once.
 constexpr u32 AT_ONCE = 4;
 
-// Of four columns of a row and of a gradient. What lies behind a row's last column is nobody's.
+// Returns the dot product of four columns of a row and of a gradient. Columns beyond the last do not belong to the row and are ignored.
 template <u32 DIM> __device__ __forceinline__ float product(const float4& row, const float4& gradient, u32 quad) {
   const float *x = (const float*)&row, *g = (const float*)&gradient;
   float sum = 0;
@@ -14,14 +14,15 @@ template <u32 DIM> __device__ __forceinline__ float product(const float4& row, c
   return sum;
 }
 
-// Those of a bag: a group of lanes. `kept`: from the feature's first on.
+// Computes the gradients of the weights of a bag's ids, with a group of lanes. `kept`: begins at the feature's first id and split.
+// `products`: takes the gradients, by id of the feature.
 template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
   const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES;
   const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << before;
   const u32 begin = f.splits ? kept.splits[bag] : bag * f.hotness;
   const u32 end = max(begin, f.splits ? kept.splits[bag + 1] : begin + f.hotness);
-  // The table has lost its records since.
+  // The table has lost its records since the lookup.
   if (side.stride == 0) {
     for (u32 i = begin + column; i < end; i += LANES) products[i] = 0;
     return;
@@ -36,7 +37,7 @@ template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const 
       record = kept.records[start + column], weight = kept.weights[start + column];
       if (record == NO_RECORD) {
         key = kept.keys[start + column];
-        // An id of weight 0 has not been looked for.
+        // The lookup has not looked up ids of weight 0.
         if (weight == 0 && key <= t.last_key) record = find_alone(t.index, key);
       }
     }
@@ -85,7 +86,8 @@ template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const 
   }
 }
 
-// Those of all features of a call that have weights, a block for each of `make_rows`. `all`: where they go, by feature.
+// Computes the gradients of weights, for all features of a call that have weights. The grid is that of `make_rows`. `all`: by feature, the
+// address that takes them.
 template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) weight_gradients(const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all) {
   begin();
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);

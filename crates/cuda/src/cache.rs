@@ -1,8 +1,9 @@
 //! Compiled kernels on disk, so that a machine compiles them once.
 //!
-//! A file is named by a hash of all that its bytes depend on, appears whole, by a rename, and begins with a checksum. It is taken
-//! only from a folder and a file that belong to the user and that nobody else may write to, since its code runs on the user's GPU.
-//! What cannot be read, trusted or written is compiled again: the cache is no part of what is correct.
+//! The name of a file is a hash of everything that its bytes depend on. A file is written under another name and then renamed, so
+//! it is never incomplete. It begins with a checksum. Because its code runs on the user's GPU, a file is used only if file and
+//! folder belong to the user and nobody else may write to them. If a file cannot be read, trusted or written, its kernels are
+//! compiled again: results never depend on the cache.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
@@ -15,18 +16,19 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::nvrtc::{Cubin, Nvrtc, Source};
 
-/// Bytes of a file at most: no source compiles to a tenth of it.
+/// Maximum size of a file in bytes. No source compiles to a tenth of it.
 const MAX_BYTES: u64 = 1 << 28;
-/// Hexadecimal digits of the checksum, and the end of its line.
+/// Length of the first line: the hexadecimal digits of the checksum, and the line feed.
 const HEAD: usize = 33;
 
-/// Compiled kernels, and whether they come from the cache.
+/// Compiled kernels, and whether they were read from the cache.
 pub struct Compiled {
     pub cubin: Cubin,
     pub is_cached: bool,
 }
 
-/// Kernels of a source, from the cache or compiled now. `anew`: compiled in any case, and what is kept is replaced.
+/// Returns kernels of a source, from the cache or compiled now. `anew`: compiles them in any case, and replaces the file in the
+/// cache.
 pub fn compile(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String], anew: bool) -> Result<Compiled> {
     let path =
         folder().map(|folder| folder.join(format!("{:032x}.cubin", fingerprint(nvrtc, source, arch, names))));
@@ -44,7 +46,7 @@ pub fn compile(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String], anew
     Ok(Compiled { cubin, is_cached: false })
 }
 
-/// `SOK_CACHE`, else the user's cache folder; none without a home.
+/// Returns `SOK_CACHE`, or the cache folder of the user, or `None` if the user has no home folder.
 fn folder() -> Option<PathBuf> {
     let set = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     set("SOK_CACHE")
@@ -52,6 +54,7 @@ fn folder() -> Option<PathBuf> {
         .or_else(|| set("HOME").map(|home| home.join(".cache/sok_keras")))
 }
 
+/// Returns a hash of everything that the compiled code depends on.
 fn fingerprint(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String]) -> u128 {
     let mut hash = Xxh3::new();
     let mut add = |text: &str| {
@@ -61,15 +64,15 @@ fn fingerprint(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String]) -> u
     add(env!("CARGO_PKG_VERSION"));
     add(&format!("{:?} sm_{arch}", nvrtc.version));
     add(source.text);
-    source.headers.iter().for_each(|(_, text)| add(text));
+    (source.headers)().iter().for_each(|(_, text)| add(text));
     names.iter().for_each(|name| add(name));
     hash.digest128()
 }
 
-/// Whether the file or folder is the user's, and nobody else may write to it.
+/// Returns whether a file or folder belongs to the user and nobody else may write to it.
 #[allow(unsafe_code)]
 fn is_trusted(metadata: &fs::Metadata) -> bool {
-    // SAFETY: reads a number of the process.
+    // SAFETY: The call has no preconditions; it only returns an id of the process.
     let user = unsafe { libc::geteuid() };
     metadata.uid() == user && metadata.mode() & 0o022 == 0
 }
@@ -78,7 +81,8 @@ fn is_trusted_folder(folder: &Path) -> bool {
     fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_trusted(&metadata))
 }
 
-/// A file: the checksum of what follows, the symbols, a line each, an empty line, the code.
+/// Reads a file. Returns `None` if it cannot be trusted or is not complete. It contains the checksum of everything after it, the
+/// symbols (one per line), an empty line, and the code.
 fn read(path: &Path, num_symbols: usize) -> Option<Cubin> {
     if !is_trusted_folder(path.parent()?) {
         return None;
@@ -111,7 +115,7 @@ fn write(path: &Path, cubin: &Cubin) -> io::Result<()> {
     if !is_trusted_folder(folder) {
         return Err(io::Error::other("the folder must be the user's, and nobody else may write to it"));
     }
-    // Nobody can make a file of this name beforehand.
+    // The name is random, so nobody can have created a file of this name before.
     let unfinished = path.with_extension(format!("{:016x}.tmp", RandomState::new().hash_one(path)));
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
     let written = write_file(file, cubin).and_then(|()| fs::rename(&unfinished, path));
@@ -134,7 +138,7 @@ mod tests {
         Cubin { code: b"\x7fELF and so on".to_vec(), symbols: vec!["a".into(), "b".into()] }
     }
 
-    /// A kept file in a folder of its own.
+    /// Writes a file to a new folder and returns its path.
     fn kept() -> PathBuf {
         let name = format!("sok-cache-{:016x}", RandomState::new().hash_one(0));
         let path = std::env::temp_dir().join(name).join("kernels.cubin");

@@ -1,4 +1,4 @@
-//! A GPU, and the functions compiled for it.
+//! A GPU, its streams, and the kernels that are loaded on it.
 
 #![allow(unsafe_code)]
 
@@ -15,106 +15,158 @@ use cudarc::driver::sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMA
 use cudarc::driver::sys::{
     CUdevice_attribute, CUfunction, CUlaunchAttribute, CUlaunchAttributeValue, CUlaunchConfig, CUstream,
 };
-use cudarc::driver::{CudaContext, CudaEvent, DriverError, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sys};
+use sok_core::contract::tensor::StreamHandle;
 use sok_core::error::{Error, Result};
 
 use crate::cache::{self, Compiled};
 use crate::nvrtc::{Cubin, Nvrtc, Source};
 
+/// Returns a function that turns an error of the driver into [`Error::Device`]. `what`: what failed, which begins the message.
 pub fn driver_error(what: &str) -> impl Fn(DriverError) -> Error + '_ {
     move |error| Error::Device(format!("{what}: {error}"))
 }
 
+/// A GPU: its properties, and the kernels that are loaded on it.
 pub struct Device {
+    /// The primary context, which the frameworks use too.
     pub context: Arc<CudaContext>,
     /// Compute capability: 90 for 9.0.
     pub arch: u32,
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of memory that the threads of a block may share.
+    /// Maximum number of bytes of shared memory of a block.
     pub shared_bytes: usize,
-    /// Bytes that the parameters of a launch may have.
+    /// Maximum number of bytes of the parameters of a launch.
     pub parameter_bytes: usize,
     nvrtc: Nvrtc,
     kernels: Mutex<HashMap<(&'static str, String), Kernel>>,
 }
 
-/// A function on the device.
+/// A kernel that is loaded on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
     function: CUfunction,
-    /// Whether the device can make it ready while another runs.
+    /// Whether the device can prepare a launch while the previous one runs (programmatic dependent launch).
     may_overlap: bool,
 }
 
-/// A stream, a framework's or ours.
+/// A stream of a framework or of this library. It lives as long as the process, or until its owner has waited for its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stream(pub CUstream);
+pub struct Stream(CUstream);
 
-// SAFETY: a handle that any thread may put work on.
+// SAFETY: Any thread may enqueue work on a stream.
 unsafe impl Send for Stream {}
-// SAFETY: as above.
+// SAFETY: As above.
 unsafe impl Sync for Stream {}
 
-/// Streams live as long as the process: the frameworks', and ours.
 impl Stream {
-    /// The device's default one.
+    /// The default stream of the device.
     pub const DEFAULT: Stream = Stream(std::ptr::null_mut());
 
-    /// The event is all that was put onto the stream so far.
+    /// The stream of a framework's call.
+    pub fn of(handle: StreamHandle) -> Stream {
+        Stream(handle.get() as CUstream)
+    }
+
+    /// A stream of cudarc. The caller must keep `stream` until all its work has completed.
+    pub fn of_cudarc(stream: &CudaStream) -> Stream {
+        Stream(stream.cu_stream())
+    }
+
+    /// Waits for all work on the stream.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed.
+    pub fn synchronize(self) -> Result<()> {
+        // SAFETY: The stream is alive.
+        unsafe { result::stream::synchronize(self.0) }.map_err(driver_error("waiting for the GPU"))
+    }
+
+    /// Enqueues a copy of bytes from host memory to the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the copy cannot be enqueued, or an earlier launch has failed.
+    ///
+    /// # Safety
+    /// Both addresses have this many bytes. `from` lives until the copy has completed.
+    pub unsafe fn copy_to_device(self, to: u64, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: The caller guarantees it.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.0) }
+            .result()
+            .map_err(driver_error("copying to the GPU"))
+    }
+
+    /// Records the event after all work that is on the stream so far.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the event cannot be recorded, or an earlier launch has failed.
     pub fn record(self, event: &CudaEvent) -> Result<()> {
-        // SAFETY: both live.
+        // SAFETY: Stream and event are alive.
         unsafe { result::event::record(event.cu_event(), self.0) }.map_err(driver_error("ordering streams"))
     }
 
-    /// What comes after waits for the event.
+    /// Makes all later work on the stream wait for the event. The host does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the wait cannot be enqueued, or an earlier launch has failed.
     pub fn wait(self, event: &CudaEvent) -> Result<()> {
-        // SAFETY: both live.
+        // SAFETY: Stream and event are alive.
         unsafe { result::stream::wait_event(self.0, event.cu_event(), CU_EVENT_WAIT_DEFAULT) }
             .map_err(driver_error("ordering streams"))
     }
 
-    /// Whether all that was put onto it has run.
+    /// Returns whether all work on the stream has completed. Does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed.
     pub fn is_idle(self) -> Result<bool> {
-        // SAFETY: it lives.
+        // SAFETY: The stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             other => other.result().map(|()| true).map_err(driver_error("a step on the GPU")),
         }
     }
 
-    /// Sets bytes of the group's own memory.
+    /// Enqueues setting `bytes` bytes of device memory to `byte`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if it cannot be enqueued, or an earlier launch has failed.
     ///
     /// # Safety
-    /// There are so many at `address`.
+    /// `address` has this many bytes, in memory of this library.
     pub unsafe fn fill(self, address: u64, byte: u8, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: The caller guarantees it.
         unsafe { result::memset_d8_async(address, byte, bytes, self.0) }
             .map_err(driver_error("filling GPU memory"))
     }
 
-    /// Copies bytes from device memory to the group's own.
+    /// Enqueues a copy of bytes from device memory to device memory of this library.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the copy cannot be enqueued, or an earlier launch has failed.
     ///
     /// # Safety
-    /// There are so many at both addresses, apart from each other.
+    /// Both addresses have this many bytes, and the ranges do not overlap.
     pub unsafe fn copy(self, to: u64, from: u64, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: The caller guarantees it.
         unsafe { result::memcpy_dtod_async(to, from, bytes, self.0) }
             .map_err(driver_error("copying on the GPU"))
     }
 }
 
-// SAFETY: a handle that any thread may launch; modules are never unloaded.
+// SAFETY: Any thread may launch a kernel, and modules are never unloaded.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: As above.
 unsafe impl Sync for Kernel {}
 
 impl Device {
-    /// The device's primary context, which the frameworks use too. `known`: where NVRTC may be.
+    /// Opens a device by its number, with its primary context. `known`: paths of NVRTC that the caller knows.
     ///
     /// # Errors
-    /// [`Error::Device`] without a driver, a device of this number, or NVRTC.
+    /// [`Error::Device`] if there is no driver, no device of this number, or no NVRTC.
     pub fn open(ordinal: usize, known: &[PathBuf]) -> Result<Device> {
-        // SAFETY: only looks for the library.
+        // SAFETY: The call only looks for the library of the driver.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::Device(
                 "a GPU was asked for, but no NVIDIA driver is here (libcuda.so was not found)".into(),
@@ -133,9 +185,9 @@ impl Device {
             .map_err(&failed)?;
         let nvrtc = Nvrtc::load(known)?;
         let mut driver = 0;
-        // SAFETY: a number to write to.
+        // SAFETY: The number may be written.
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().map_err(&failed)?;
-        // Since CUDA 12.1, from Volta on.
+        // Large parameters exist since CUDA 12.1, from Volta on.
         let takes_many = major >= 7 && driver >= 12010 && nvrtc.version >= (12, 1);
         Ok(Device {
             context,
@@ -148,7 +200,7 @@ impl Device {
         })
     }
 
-    /// The device that all tables of the process share.
+    /// Returns the device that all tables of the process share. Opens it at the first call.
     ///
     /// # Errors
     /// As `open`.
@@ -163,34 +215,44 @@ impl Device {
         Ok(device)
     }
 
-    /// Lets launches of a function take as much shared memory as a block can have.
+    /// Allows launches of a function to use as much shared memory as a block can have.
     fn let_share(&self, function: CUfunction) -> Result<()> {
         let mut own = 0;
-        // SAFETY: a function of a loaded module, and a number to write to.
-        let result = unsafe {
-            sys::cuFuncGetAttribute(&mut own, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
-                .result()
-                .and_then(|()| {
-                    let most = self.shared_bytes as i32 - own;
-                    sys::cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
-                        .result()
-                })
+        // SAFETY: The module of the function is loaded, and the number may be written.
+        let asked =
+            unsafe { sys::cuFuncGetAttribute(&mut own, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function) };
+        asked.result().map_err(driver_error("loading kernels"))?;
+        let most = self.shared_bytes as i32 - own;
+        // SAFETY: The module of the function is loaded.
+        let set = unsafe {
+            sys::cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
         };
-        result.map_err(driver_error("loading kernels"))
+        set.result().map_err(driver_error("loading kernels"))
     }
 
-    /// Waits for all that was launched.
+    /// Waits for all work on the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed.
     pub fn synchronize(&self) -> Result<()> {
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         self.context.synchronize().map_err(driver_error("waiting for the GPU"))
     }
 
+    /// Returns one kernel of a source, as `kernels`.
+    ///
+    /// # Errors
+    /// As `kernels`.
     pub fn kernel(&self, source: &Source, name: &str) -> Result<Kernel> {
         let [kernel] = self.kernels(source, [name])?;
         Ok(kernel)
     }
 
-    /// Kernels of a source by name, templates with their arguments: compiled once a process, and once a machine.
+    /// Returns kernels of a source by name; the name of a template contains its arguments. A kernel is loaded once in a process,
+    /// and compiled once on a machine that has a cache folder.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or loaded.
     pub fn kernels<const N: usize>(&self, source: &Source, names: [&str; N]) -> Result<[Kernel; N]> {
         let mut loaded = self.kernels.lock().unwrap_or_else(|e| e.into_inner());
         let key = |name: &str| (source.name, name.to_string());
@@ -200,7 +262,7 @@ impl Device {
             let (module, cubin) = self.load(source, &missing)?;
             for (name, symbol) in missing.iter().zip(&cubin.symbols) {
                 let symbol = CString::new(symbol.as_str()).expect("a symbol has no zero byte");
-                // SAFETY: the module is loaded.
+                // SAFETY: The module is loaded.
                 let function = unsafe { result::module::get_function(module, symbol) }
                     .map_err(driver_error("finding a kernel"))?;
                 self.let_share(function)?;
@@ -210,10 +272,10 @@ impl Device {
         Ok(names.map(|name| loaded[&key(name)]))
     }
 
-    /// Kernels of a source on the device. Those of the cache that the driver does not take are compiled anew.
+    /// Loads kernels of a source on the device. If the driver rejects code from the cache, compiles them anew.
     fn load(&self, source: &Source, names: &[String]) -> Result<(sys::CUmodule, Cubin)> {
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        // SAFETY: a whole cubin; the module stays loaded for good.
+        // SAFETY: `code` is a whole cubin. The module is never unloaded.
         let load = |cubin: &Cubin| unsafe { result::module::load_data(cubin.code.as_ptr().cast()) };
         let Compiled { cubin, is_cached } = cache::compile(&self.nvrtc, source, self.arch, names, false)?;
         match load(&cubin) {
@@ -228,49 +290,53 @@ impl Device {
     }
 }
 
-/// Puts a launch onto a stream: `launch!(kernel, stream, blocks, threads, parameter, ...)`.
+/// Enqueues a launch on a stream: `launch!(kernel, stream, blocks, threads, argument, ...)`.
 ///
-/// The parameters are of the types that the kernel has, and what they point to lives until it has run: the promise of
-/// each place that uses it.
+/// # Safety
+/// As [`Kernel::launch`]: the arguments have the types of the kernel's parameters, and what they point to lives until the kernel
+/// has completed.
 macro_rules! launch {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
         $crate::device::put!(false, $kernel, $stream, $blocks, $threads, 0, $($value),*)
     };
 }
 
-/// As `launch!`, with so many bytes of memory that the threads of a block share.
+/// As `launch!`, with `bytes` of dynamic shared memory.
 macro_rules! launch_shared {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),* $(,)?) => {
         $crate::device::put!(false, $kernel, $stream, $blocks, $threads, $bytes, $($value),*)
     };
 }
 
-/// As `launch!`, but made ready while the launch before it on the stream still runs, so that nothing lies between the two. Its
-/// kernel has no `__restrict__` pointers: what is read through one may be read before the other launch is over.
+/// As `launch!`, but the launch may be prepared while the previous one on the stream still runs (programmatic dependent launch), so
+/// that there is no gap between the two. The kernel must have no `__restrict__` pointers, because reads through them may be moved
+/// to before the end of the previous launch.
 macro_rules! launch_next {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
         $crate::device::put!(true, $kernel, $stream, $blocks, $threads, 0, $($value),*)
     };
 }
 
+/// Common part of the launch macros.
 macro_rules! put {
     ($is_next:expr, $kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),*) => {{
         let mut arguments = [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*];
         let grid = ($blocks as u32, $threads as u32, $bytes as u32);
-        // SAFETY: the promise above.
-        #[allow(unsafe_code)]
-        let launched = unsafe { $crate::device::Kernel::launch(&$kernel, $stream, grid, $is_next, &mut arguments) };
-        launched
+        $crate::device::Kernel::launch(&$kernel, $stream, grid, $is_next, &mut arguments)
     }};
 }
 pub(crate) use {launch, launch_next, launch_shared, put};
 
 impl Kernel {
-    /// Puts a launch of so many blocks of so many threads, which share so many bytes, onto a stream. `is_next`: it may be made
-    /// ready while the one before it runs, if the device can; it waits itself, by `begin` of kernels/types.cuh.
+    /// Enqueues a launch on a stream. The grid has `blocks` blocks of `threads` threads, with `shared_bytes` of dynamic shared
+    /// memory. Does nothing if there are no blocks. `is_next`: the launch may be prepared while the previous one runs, if the
+    /// device supports it. The kernel then waits in `begin` of kernels/types.cuh.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the launch cannot be enqueued, or an earlier one has failed.
     ///
     /// # Safety
-    /// `arguments` point to values of the kernel's parameters, and what those point to lives until the kernel has run.
+    /// `arguments` point to values of the kernel's parameters. What those point to lives until the kernel has completed.
     pub unsafe fn launch(
         &self,
         stream: Stream,
@@ -298,7 +364,7 @@ impl Kernel {
             attrs: &raw mut overlaps,
             numAttrs: u32::from(is_next && self.may_overlap),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: The caller guarantees it.
         unsafe { sys::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
             .map_err(driver_error("launching a kernel"))

@@ -1,4 +1,6 @@
-//! The index of a table on the device: buckets, stash and counters; it grows by moving entries into a larger one.
+//! The index of a table on the device: buckets, stash and counters. It grows by moving its entries to a larger index.
+
+#![allow(unsafe_code)]
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -6,16 +8,17 @@ use std::sync::{Arc, LazyLock};
 
 use sok_core::error::Result;
 
+use crate::abi::{self, BUCKET_WORDS, COUNTERS_WORDS, Moving, PLACES, STASH, STASH_WORDS, TABLE_THREADS};
 use crate::device::{Device, Stream, launch};
 use crate::kernels::TABLE;
-use crate::layout::{self, BUCKET, COUNTERS, Moving, PLACES, STASH, TABLE_THREADS};
 use crate::memory::Buffer;
 
-/// Buckets that are read at once.
+/// Maximum number of buckets that are copied to the host at once.
 const AT_ONCE: usize = 1 << 18;
-/// Places of an index that are used before it grows.
+/// Fraction of the slots that may be used before the index grows.
 pub const LOAD: f64 = 0.7;
 
+/// Owner of the device memory of an index.
 pub struct Index {
     device: Arc<Device>,
     buckets: Buffer<u32>,
@@ -25,37 +28,40 @@ pub struct Index {
     load: f64,
 }
 
-/// What the process mixes into the hash of keys, drawn from the system's randomness. The order of a table's entries on a GPU depends on
-/// it, as it does on the order in which blocks run; no result does.
+/// Returns the secret that the process mixes into the hash of keys. It comes from the random numbers of the system. The order of a
+/// table's entries on a GPU depends on the secret, and on the order in which blocks run. No result depends on it.
 fn secret() -> u64 {
     static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
     *SECRET
 }
 
+/// Returns the number of buckets of an index for this many keys: at least 64.
 fn buckets_for(keys: usize, load: f64) -> usize {
     ((keys as f64 / load / PLACES as f64).ceil() as usize).max(64)
 }
 
 impl Index {
-    /// Room for `keys` at this load.
+    /// Creates an empty index that has room for `keys` at this load.
     pub fn new(device: &Arc<Device>, keys: usize, load: f64, stream: Stream) -> Result<Index> {
         let num_buckets = buckets_for(keys, load);
         let context = &device.context;
         let index = Index {
-            buckets: Buffer::uninit(context, num_buckets * BUCKET)?,
-            stash: Buffer::new(context, STASH)?,
-            counters: Buffer::new(context, COUNTERS)?,
+            buckets: Buffer::uninit(context, num_buckets * BUCKET_WORDS)?,
+            stash: Buffer::new(context, STASH_WORDS)?,
+            counters: Buffer::new(context, COUNTERS_WORDS)?,
             device: device.clone(),
             num_buckets,
             load,
         };
         let descriptor = index.descriptor();
         let clear = device.kernel(&TABLE, "clear_index")?;
-        launch!(clear, stream, num_buckets.div_ceil(TABLE_THREADS), TABLE_THREADS, descriptor)?;
+        // SAFETY: The arguments have the types of the kernel's parameters. The index, or a buffer that lives until the wait below,
+        // owns the memory that they point to.
+        unsafe { launch!(clear, stream, num_buckets.div_ceil(TABLE_THREADS), TABLE_THREADS, descriptor) }?;
         Ok(index)
     }
 
-    /// Keys that fit before it grows.
+    /// Returns the number of keys that fit before the index must grow.
     pub fn capacity(&self) -> usize {
         (self.num_buckets as f64 * PLACES as f64 * self.load) as usize
     }
@@ -68,8 +74,8 @@ impl Index {
         self.buckets.num_bytes() + self.stash.num_bytes() + self.counters.num_bytes()
     }
 
-    pub fn descriptor(&self) -> layout::Index {
-        layout::Index {
+    pub fn descriptor(&self) -> abi::Index {
+        abi::Index {
             buckets: self.buckets.address(),
             stash: self.stash.address(),
             counters: self.counters.address(),
@@ -79,37 +85,43 @@ impl Index {
         }
     }
 
-    /// An index for `keys` with the entries of this one, of which there are at most `len`; it takes over the counters.
+    /// Returns a larger index, for `keys`, with the entries and counters of this one. `len`: maximum number of these entries. Waits
+    /// for the device.
     pub fn grown(&self, keys: usize, len: usize, stream: Stream) -> Result<Index> {
         let (device, context) = (&self.device, &self.device.context);
         let grown = Index::new(device, keys, self.load, stream)?;
         let room = (len / 16).max(4096);
-        let homeless = Buffer::<u32>::uninit(context, 2 + 3 * room)?;
+        let overflow = Buffer::<u32>::uninit(context, 2 + 3 * room)?;
         let count = Buffer::<u32>::new(context, 1)?;
         let moving = Moving {
             count: count.address(),
-            keys: homeless.address(),
-            records: homeless.at(2 * room),
+            keys: overflow.address(),
+            records: overflow.at(2 * room),
             room: room as u32,
             pad: 0,
         };
         let (from, to) = (self.descriptor(), grown.descriptor());
         let [moves, settles] = device.kernels(&TABLE, ["move_entries", "settle_entries"])?;
-        let blocks = (self.num_buckets + STASH / 3).div_ceil(TABLE_THREADS);
-        launch!(moves, stream, blocks, TABLE_THREADS, from, to, moving)?;
-        launch!(settles, stream, device.multiprocessors * 4, TABLE_THREADS, to, moving)?;
+        let blocks = (self.num_buckets + STASH).div_ceil(TABLE_THREADS);
+        // SAFETY: The arguments have the types of the kernel's parameters. The index, or a buffer that lives until the wait below,
+        // owns the memory that they point to.
+        unsafe { launch!(moves, stream, blocks, TABLE_THREADS, from, to, moving) }?;
+        // SAFETY: The arguments have the types of the kernel's parameters. The index, or a buffer that lives until the wait below,
+        // owns the memory that they point to.
+        unsafe { launch!(settles, stream, device.multiprocessors * 4, TABLE_THREADS, to, moving) }?;
         device.synchronize()?;
         if count.read(0, 1)?[0] as usize > room {
-            // Keys were made for it.
+            // Only keys that were crafted to collide come here.
             return self.grown(2 * keys, len, stream);
         }
-        let mut counters = self.counters.read(0, COUNTERS)?;
+        let mut counters = self.counters.read(0, COUNTERS_WORDS)?;
         counters[32] = grown.counters.read(32, 1)?[0];
         grown.counters.write(0, &counters)?;
         Ok(grown)
     }
 
-    /// Visits up to `max` keys and their record numbers, from place `start` on. Gives the place to go on from; none at the end.
+    /// Visits up to `max` keys and their record numbers, from slot `start` on; the slots of the stash come last. Returns the slot
+    /// at which to continue, or `None` at the end.
     pub fn entries(
         &self,
         start: usize,
@@ -117,14 +129,15 @@ impl Index {
         mut visit: impl FnMut(u64, u32),
     ) -> Result<Option<usize>> {
         let wide = |words: &[u32]| u64::from(words[0]) | u64::from(words[1]) << 32;
-        let (in_buckets, in_stash) = (self.num_buckets * PLACES, STASH / 3);
+        let (in_buckets, in_stash) = (self.num_buckets * PLACES, STASH);
         let (mut place, mut left) = (start, max);
         while place < in_buckets && left > 0 {
             let first = place / PLACES;
             let count = (left / PLACES + 1).min(AT_ONCE).min(self.num_buckets - first);
-            let buckets = self.buckets.read(first * BUCKET, count * BUCKET)?;
+            let buckets = self.buckets.read(first * BUCKET_WORDS, count * BUCKET_WORDS)?;
             while place < (first + count) * PLACES && left > 0 {
-                let (bucket, at) = (&buckets[(place / PLACES - first) * BUCKET..][..BUCKET], place % PLACES);
+                let (bucket, at) =
+                    (&buckets[(place / PLACES - first) * BUCKET_WORDS..][..BUCKET_WORDS], place % PLACES);
                 if bucket[2 * PLACES + at] != 0 {
                     visit(wide(&bucket[2 * at..]), bucket[2 * PLACES + at]);
                     left -= 1;
@@ -135,7 +148,7 @@ impl Index {
         if place < in_buckets {
             return Ok(Some(place));
         }
-        let stash = self.stash.read(0, STASH)?;
+        let stash = self.stash.read(0, STASH_WORDS)?;
         while place < in_buckets + in_stash && left > 0 {
             let at = place - in_buckets;
             if stash[2 * in_stash + at] != 0 {

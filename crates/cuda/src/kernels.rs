@@ -1,31 +1,46 @@
-//! The kernels' sources, embedded.
+//! The sources of the kernels, embedded in the library, and the headers that they include.
 
+use std::sync::LazyLock;
+
+use sok_core::formula;
+
+use crate::abi;
 use crate::nvrtc::Source;
 
-const HEADERS: &[(&str, &str)] = &[
-    ("types.cuh", include_str!("../kernels/types.cuh")),
-    ("math.cuh", include_str!("../kernels/math.cuh")),
-    ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
-    ("index.cuh", include_str!("../kernels/index.cuh")),
-    ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
-    ("keys.cuh", include_str!("../kernels/keys.cuh")),
-    ("records.cuh", include_str!("../kernels/records.cuh")),
-    ("sort.cuh", include_str!("../kernels/sort.cuh")),
-    ("stage.cuh", include_str!("../kernels/stage.cuh")),
-    ("step.cuh", include_str!("../kernels/step.cuh")),
-];
+fn headers() -> &'static [(&'static str, String)] {
+    static HEADERS: LazyLock<Vec<(&str, String)>> = LazyLock::new(|| {
+        let files = [
+            ("types.cuh", include_str!("../kernels/types.cuh")),
+            ("math.cuh", include_str!("../kernels/math.cuh")),
+            ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
+            ("index.cuh", include_str!("../kernels/index.cuh")),
+            ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
+            ("records.cuh", include_str!("../kernels/records.cuh")),
+            ("sort.cuh", include_str!("../kernels/sort.cuh")),
+            ("stage.cuh", include_str!("../kernels/stage.cuh")),
+            ("step.cuh", include_str!("../kernels/step.cuh")),
+        ];
+        let made = [("abi.cuh", abi::header()), ("formulas.cuh", formula::device_header())];
+        files.map(|(name, text)| (name, text.to_string())).into_iter().chain(made).collect()
+    });
+    &HEADERS
+}
 
-pub const TABLE: Source =
-    Source { name: "table.cu", text: include_str!("../kernels/table.cu"), headers: HEADERS };
-pub const SORT: Source =
-    Source { name: "sort.cu", text: include_str!("../kernels/sort.cu"), headers: HEADERS };
-pub const KEYS: Source =
-    Source { name: "keys.cu", text: include_str!("../kernels/keys.cu"), headers: HEADERS };
+/// Operations on one table: find, insert, erase, copy records, grow the index.
+pub const TABLE: Source = Source { name: "table.cu", text: include_str!("../kernels/table.cu"), headers };
+/// The radix sort of a call's ids by their records.
+pub const SORT: Source = Source { name: "sort.cu", text: include_str!("../kernels/sort.cu"), headers };
+/// Lists the distinct keys of sorted ids.
+pub const KEYS: Source = Source { name: "keys.cu", text: include_str!("../kernels/keys.cu"), headers };
+/// The forward pass: finds or inserts the records of a call's ids, and pools their rows.
 pub const FORWARD: Source =
-    Source { name: "forward.cu", text: include_str!("../kernels/forward.cu"), headers: HEADERS };
+    Source { name: "forward.cu", text: include_str!("../kernels/forward.cu"), headers };
+/// The backward pass: merges gradients and updates records.
 pub const BACKWARD: Source =
-    Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers: HEADERS };
+    Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers };
+/// Gradients of the weights of ids.
 pub const WEIGHTS: Source =
-    Source { name: "weights.cu", text: include_str!("../kernels/weights.cu"), headers: HEADERS };
+    Source { name: "weights.cu", text: include_str!("../kernels/weights.cu"), headers };
+/// Descriptors, tickets, norms and scalars of a step.
 pub const CONTROL: Source =
-    Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers: HEADERS };
+    Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers };

@@ -1,16 +1,16 @@
-//! Embedding tables on NVIDIA GPUs. Kernels are compiled at run time for the very device; nothing here needs CUDA to build.
+//! Embedding tables on NVIDIA GPUs. Kernels are compiled at run time for the device in use. Building this crate does not need CUDA.
 #![deny(unsafe_code)]
+#![warn(missing_docs, clippy::missing_errors_doc)]
 
+mod abi;
 mod cache;
 pub mod device;
 pub mod gpu_group;
 pub mod gpu_table;
 mod index;
 pub mod kernels;
-mod layout;
 pub mod memory;
 pub mod nvrtc;
-pub mod optimizer;
-mod rule;
+pub mod rule;
 pub mod staging;
 pub mod step;

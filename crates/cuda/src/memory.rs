@@ -1,4 +1,4 @@
-//! Device memory: buffers, arrays that grow in place, and host memory that kernels write to.
+//! Memory: device buffers, device arrays that grow in place, and host memory that kernels write to.
 
 #![allow(unsafe_code)]
 
@@ -16,30 +16,30 @@ use sok_core::error::{Error, Result};
 
 use crate::device::{Stream, driver_error};
 
-/// A type whose values are plain numbers, the same on host and device.
+/// A type whose values are plain numbers, with the same bytes on host and device.
 ///
 /// # Safety
-/// Every bit pattern is a value; no pointers, no padding, nothing to drop.
+/// Every bit pattern must be a valid value. The type must have no pointers, no padding, and nothing to drop.
 pub unsafe trait Plain: Copy {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for u8 {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for i32 {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for i64 {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for u32 {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for u64 {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for f32 {}
-// SAFETY: numbers.
+// SAFETY: A number.
 unsafe impl Plain for f64 {}
 
-/// The words of plain values.
+/// Returns plain values as 32-bit words.
 pub fn words<T: Plain>(values: &[T]) -> &[u32] {
     const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>() >= 4) }
-    // SAFETY: numbers, whole words of them, aligned at least as words are.
+    // SAFETY: The values are numbers. Their size is a multiple of a word's, and their alignment at least a word's.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values) / 4) }
 }
 
@@ -47,15 +47,17 @@ thread_local! {
     static TIMES_ASKED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// How often this thread has asked the driver for memory, for tables and steps. A steady step asks for none.
+/// Returns how often this thread has requested memory from the driver, for tables and steps. A steady step requests none.
 pub fn times_asked() -> u64 {
     TIMES_ASKED.get()
 }
 
+/// Counts a request of memory.
 fn count_asking() {
     TIMES_ASKED.set(TIMES_ASKED.get() + 1);
 }
 
+/// The error for memory that the device does not have. `what`: the table or step that needs it.
 fn failed(context: &CudaContext, bytes: usize, what: &str, error: DriverError) -> Error {
     let (free, total) = context.mem_get_info().unwrap_or_default();
     Error::Device(format!(
@@ -65,7 +67,7 @@ fn failed(context: &CudaContext, bytes: usize, what: &str, error: DriverError) -
     ))
 }
 
-/// `len` values on the device.
+/// Owner of an array of values in device memory.
 pub struct Buffer<T> {
     address: CUdeviceptr,
     len: usize,
@@ -73,112 +75,143 @@ pub struct Buffer<T> {
     _values: PhantomData<T>,
 }
 
-// SAFETY: device memory belongs to no thread.
+// SAFETY: Device memory belongs to no thread.
 unsafe impl<T: Plain> Send for Buffer<T> {}
-// SAFETY: through a shared reference it is read after a wait, or handed to kernels.
+// SAFETY: Through a shared reference, the memory is only copied by calls that wait, or its address is given to kernels.
 unsafe impl<T: Plain> Sync for Buffer<T> {}
 
 impl<T: Plain> Buffer<T> {
-    /// Values are whatever lay there before.
+    /// Allocates `len` values and leaves them uninitialized.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device has not so much memory.
+    /// [`Error::Device`] if the device does not have enough memory.
     pub fn uninit(context: &Arc<CudaContext>, len: usize) -> Result<Buffer<T>> {
         let bytes = (len * size_of::<T>()).max(1);
         context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         count_asking();
-        // SAFETY: fresh memory of this length.
+        // SAFETY: The call only allocates.
         let address =
             unsafe { result::malloc_sync(bytes) }.map_err(|e| failed(context, bytes, "a step", e))?;
         Ok(Buffer { address, len, context: context.clone(), _values: PhantomData })
     }
 
-    /// Zeros at first.
+    /// Allocates `len` values and sets them to 0. Waits until they are.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device does not have enough memory, or a call of the driver fails.
     pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Buffer<T>> {
         let buffer = Buffer::uninit(context, len)?;
         if len > 0 {
-            // SAFETY: as long as the buffer. The call returns before it is filled, which other streams would not wait for.
-            unsafe {
-                result::memset_d8_sync(buffer.address, 0, len * size_of::<T>())
-                    .and_then(|()| result::stream::synchronize(Stream::DEFAULT.0))
-                    .map_err(driver_error("filling GPU memory"))?;
-            }
+            // SAFETY: The length is that of the buffer.
+            unsafe { result::memset_d8_sync(buffer.address, 0, len * size_of::<T>()) }
+                .map_err(driver_error("filling GPU memory"))?;
+            // The call may return before the memory is filled. Other streams would not wait for that.
+            Stream::DEFAULT.synchronize()?;
         }
         Ok(buffer)
     }
 
+    /// Allocates a copy of `values`. Waits for the copy.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device does not have enough memory, or the copy fails.
     pub fn from_slice(context: &Arc<CudaContext>, values: &[T]) -> Result<Buffer<T>> {
         let buffer = Buffer::uninit(context, values.len())?;
         buffer.write(0, values)?;
         Ok(buffer)
     }
 
+    /// Address of the first value, on the device.
     pub fn address(&self) -> CUdeviceptr {
         self.address
     }
 
-    /// Address of a value.
+    /// Address of the value with this index, on the device.
     pub fn at(&self, index: usize) -> CUdeviceptr {
         self.address + (index * size_of::<T>()) as u64
     }
 
+    /// Number of values.
     pub fn len(&self) -> usize {
         self.len
     }
 
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
+    /// Number of bytes of all values.
     pub fn num_bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
 
-    /// Writes values from `start` on; who launched work on them has waited for it.
+    /// Copies `values` to the buffer, from index `start` on, and waits for the copy. The caller must have waited for kernels that
+    /// use these values.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the copy fails.
+    ///
+    /// # Panics
+    /// If the values do not fit in the buffer.
     pub fn write(&self, start: usize, values: &[T]) -> Result<()> {
         assert!(start + values.len() <= self.len, "within the buffer");
         if values.is_empty() {
             return Ok(());
         }
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        // SAFETY: within the buffer. The copy returns before the last bytes are there, which other streams would not wait for.
-        unsafe {
-            result::memcpy_htod_sync(self.at(start), values)
-                .and_then(|()| result::stream::synchronize(Stream::DEFAULT.0))
-                .map_err(driver_error("copying to the GPU"))
-        }
+        // SAFETY: The range is within the buffer, as checked above.
+        unsafe { result::memcpy_htod_sync(self.at(start), values) }
+            .map_err(driver_error("copying to the GPU"))?;
+        // The call may return before the last bytes have arrived. Other streams would not wait for them.
+        Stream::DEFAULT.synchronize()
     }
 
-    /// Values from `start` on; who launched work on them has waited for it.
+    /// Copies `len` values to the host, from index `start` on. The caller must have waited for kernels that write these values.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the copy fails.
+    ///
+    /// # Panics
+    /// If the range is not within the buffer.
     pub fn read(&self, start: usize, len: usize) -> Result<Vec<T>> {
         assert!(start + len <= self.len, "within the buffer");
         read(&self.context, self.at(start), len)
     }
 
-    /// Zeros, in the order of the stream.
+    /// Enqueues setting all values to 0 on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if it cannot be enqueued, or an earlier launch has failed.
     pub fn zero(&self, stream: Stream) -> Result<()> {
-        // SAFETY: within the buffer.
+        // SAFETY: The range is that of the buffer.
         unsafe { stream.fill(self.address, 0, self.num_bytes()) }
     }
 
-    /// Waits for all work of the device.
+    /// Waits for all work on the device, then copies all values to the host.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed, or the copy fails.
     pub fn to_vec(&self) -> Result<Vec<T>> {
         self.context.synchronize().map_err(driver_error("waiting for the GPU"))?;
         self.read(0, self.len)
     }
 }
 
-/// Copies values from device memory that nobody writes to now.
+/// Copies `len` values from device memory to the host. No kernel may be writing to them.
+///
+/// # Errors
+/// [`Error::Device`] if the copy fails.
 pub fn read<T: Plain>(context: &CudaContext, address: CUdeviceptr, len: usize) -> Result<Vec<T>> {
     let mut values = Vec::<T>::with_capacity(len);
     if len > 0 {
         context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        // SAFETY: written whole; every bit pattern is a value.
-        unsafe {
-            let room = std::slice::from_raw_parts_mut(values.as_mut_ptr(), len);
-            result::memcpy_dtoh_sync(room, address).map_err(driver_error("copying from the GPU"))?;
-            values.set_len(len);
-        }
+        // SAFETY: The vector has room for `len` values, which are written before they are read.
+        let room = unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr(), len) };
+        // SAFETY: The device has `len` values at this address, because each caller reads an array that it knows.
+        unsafe { result::memcpy_dtoh_sync(room, address) }.map_err(driver_error("copying from the GPU"))?;
+        // SAFETY: All values are written, and every bit pattern is a value.
+        unsafe { values.set_len(len) };
     }
     Ok(values)
 }
@@ -186,45 +219,51 @@ pub fn read<T: Plain>(context: &CudaContext, address: CUdeviceptr, len: usize) -
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: made by `new`; freeing waits for the device's work.
+            // SAFETY: `uninit` has allocated the memory. The call waits for work on the device before it frees.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
 }
 
-/// Device memory that grows in place: a range of addresses, of which a part has memory.
+/// Device memory that grows in place: a reserved range of addresses, the first part of which has physical memory.
 pub struct Arena {
     context: Arc<CudaContext>,
     address: CUdeviceptr,
+    /// Bytes of the range.
     reserved: usize,
+    /// Bytes that have physical memory.
     mapped: usize,
+    /// Physical memory comes in multiples of this number of bytes.
     granularity: usize,
-    /// Ends of the pieces.
+    /// Where each piece of physical memory ends, in bytes from `address`.
     pieces: Vec<usize>,
     properties: CUmemAllocationProp,
-    /// Whose it is, for messages.
+    /// The owner, for messages.
     what: String,
 }
 
-// SAFETY: addresses of device memory, which belong to no thread.
+// SAFETY: Device memory belongs to no thread.
 unsafe impl Send for Arena {}
-// SAFETY: nothing changes through a shared reference.
+// SAFETY: Nothing changes through a shared reference.
 unsafe impl Sync for Arena {}
 
-/// What memory grows by at most beyond what is asked for.
+/// Maximum number of spare bytes that memory grows by.
 const LARGEST_SPARE: usize = 1 << 30;
 
 impl Arena {
-    /// Addresses for `most` bytes, at most as many as the device has memory for.
+    /// Reserves addresses for `most` bytes, but for no more than the memory of the device. `what`: the owner, for messages.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver cannot reserve them.
     pub fn new(context: &Arc<CudaContext>, most: usize, what: String) -> Result<Arena> {
         context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        // SAFETY: zeros are a value of each of its fields.
+        // SAFETY: Zero is a valid value of each field.
         let mut properties: CUmemAllocationProp = unsafe { MaybeUninit::zeroed().assume_init() };
         properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         properties.location = location(context);
         let (mut granularity, mut address) = (0, 0);
         let failed = driver_error("reserving GPU addresses");
-        // SAFETY: fields to write to.
+        // SAFETY: The granularity may be written.
         unsafe {
             sys::cuMemGetAllocationGranularity(
                 &mut granularity,
@@ -236,25 +275,27 @@ impl Arena {
         .map_err(&failed)?;
         let (_, total) = context.mem_get_info().map_err(&failed)?;
         let reserved = most.min(total).next_multiple_of(granularity).max(granularity);
-        // SAFETY: as above.
+        // SAFETY: The address may be written.
         unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0) }.result().map_err(&failed)?;
         let (context, pieces) = (context.clone(), Vec::new());
         Ok(Arena { context, address, reserved, mapped: 0, granularity, pieces, properties, what })
     }
 
+    /// Address of the first byte. It never changes.
     pub fn address(&self) -> CUdeviceptr {
         self.address
     }
 
-    /// Bytes that have memory.
+    /// Number of bytes that have physical memory.
     pub fn num_bytes(&self) -> usize {
         self.mapped
     }
 
-    /// Gives the first `bytes` memory, and with `spare` some beyond. Addresses stay.
+    /// Maps physical memory to the first `bytes` bytes, and with `spare` to some more if the device has it. Addresses do not
+    /// change.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device has not so much; nothing has changed.
+    /// [`Error::Device`] if the device does not have enough memory. Nothing has changed then.
     pub fn grow(&mut self, bytes: usize, spare: bool) -> Result<()> {
         if bytes <= self.mapped {
             return Ok(());
@@ -266,6 +307,7 @@ impl Arena {
         self.map(bytes)
     }
 
+    /// Maps physical memory to the first `bytes` bytes.
     fn map(&mut self, bytes: usize) -> Result<()> {
         let end = bytes.min(self.reserved).next_multiple_of(self.granularity);
         let size = end.saturating_sub(self.mapped);
@@ -281,17 +323,18 @@ impl Arena {
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         count_asking();
-        // SAFETY: - the range is reserved and has no memory yet.
-        //         - the handle may go once it is mapped: the mapping keeps the memory.
-        unsafe {
-            sys::cuMemCreate(&mut handle, size, &self.properties, 0).result().map_err(failed)?;
-            let mapped = sys::cuMemMap(at, size, 0, handle, 0).result();
-            let _ = sys::cuMemRelease(handle).result();
-            mapped.map_err(failed)?;
-            if let Err(error) = sys::cuMemSetAccess(at, size, &access, 1).result() {
-                let _ = sys::cuMemUnmap(at, size).result();
-                return Err(failed(error));
-            }
+        // SAFETY: The handle may be written.
+        unsafe { sys::cuMemCreate(&mut handle, size, &self.properties, 0) }.result().map_err(failed)?;
+        // SAFETY: The range is reserved and has no memory yet.
+        let mapped = unsafe { sys::cuMemMap(at, size, 0, handle, 0) }.result();
+        // SAFETY: The handle was created above. The mapping keeps the memory.
+        let _ = unsafe { sys::cuMemRelease(handle) }.result();
+        mapped.map_err(failed)?;
+        // SAFETY: The range is mapped.
+        if let Err(error) = unsafe { sys::cuMemSetAccess(at, size, &access, 1) }.result() {
+            // SAFETY: The range is mapped, and nothing uses it yet.
+            let _ = unsafe { sys::cuMemUnmap(at, size) }.result();
+            return Err(failed(error));
         }
         self.mapped = end;
         self.pieces.push(end);
@@ -300,7 +343,7 @@ impl Arena {
 }
 
 fn location(context: &CudaContext) -> CUmemLocation {
-    // SAFETY: zeros are a value of each of its fields.
+    // SAFETY: Zero is a valid value of each field.
     let mut location: CUmemLocation = unsafe { MaybeUninit::zeroed().assume_init() };
     location.type_ = CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     location.id = context.ordinal() as i32;
@@ -312,20 +355,19 @@ impl Drop for Arena {
         if self.context.bind_to_thread().is_err() {
             return;
         }
-        // SAFETY: made by `new` and `map`, piece by piece; nothing on the device uses it after the wait.
-        unsafe {
-            let _ = self.context.synchronize();
-            let mut start = 0;
-            for &end in &self.pieces {
-                let _ = sys::cuMemUnmap(self.address + start as u64, end - start).result();
-                start = end;
-            }
-            let _ = sys::cuMemAddressFree(self.address, self.reserved).result();
+        let _ = self.context.synchronize();
+        let mut start = 0;
+        for &end in &self.pieces {
+            // SAFETY: `map` has mapped this piece, and nothing on the device uses it after the wait above.
+            let _ = unsafe { sys::cuMemUnmap(self.address + start as u64, end - start) }.result();
+            start = end;
         }
+        // SAFETY: `new` has reserved the range, and nothing is mapped there any more.
+        let _ = unsafe { sys::cuMemAddressFree(self.address, self.reserved) }.result();
     }
 }
 
-/// Words of host memory that kernels write to and the host reads without waiting.
+/// Words of pinned host memory that kernels write and the host reads without waiting for the device.
 pub struct Shared {
     host: *mut u32,
     address: CUdeviceptr,
@@ -333,52 +375,58 @@ pub struct Shared {
     context: Arc<CudaContext>,
 }
 
-// SAFETY: read and written by volatile loads and stores of words alone.
+// SAFETY: The memory is only accessed by volatile loads and stores of words.
 unsafe impl Send for Shared {}
-// SAFETY: as above.
+// SAFETY: As above.
 unsafe impl Sync for Shared {}
 
 impl Shared {
-    /// Zeros at first.
+    /// Allocates `len` 32-bit words and sets them to 0.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver cannot allocate pinned memory.
     pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Shared> {
         context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         let failed = driver_error("getting host memory that the GPU writes to");
         let mapped = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         count_asking();
-        // SAFETY: fresh memory, written whole.
-        let host = unsafe {
-            let host = result::malloc_host(len * 4, mapped).map_err(&failed)?.cast::<u32>();
-            host.write_bytes(0, len);
-            host
-        };
+        // SAFETY: The call only allocates. All words are written below.
+        let host = unsafe { result::malloc_host(len * 4, mapped) }.map_err(&failed)?.cast::<u32>();
+        // SAFETY: The memory has room for `len` words.
+        unsafe { host.write_bytes(0, len) };
         let mut address = 0;
-        // SAFETY: a field to write to; the memory was made for this.
+        // SAFETY: The address may be written. The memory was allocated as mapped to the device.
         unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, host.cast(), 0) }
             .result()
             .map_err(&failed)?;
         Ok(Shared { host, address, len, context: context.clone() })
     }
 
+    /// Address of the first word, on the device.
     pub fn address(&self) -> CUdeviceptr {
         self.address
     }
 
+    /// Reads the word with this index. Panics if it is out of bounds, as do the methods below.
     pub fn get(&self, word: usize) -> u32 {
         assert!(word < self.len);
-        // SAFETY: within the memory; a device may write to it meanwhile.
-        unsafe { self.host.add(word).read_volatile() }
+        // SAFETY: The word is within the memory. The load is volatile, since the device may write the word at any time.
+        unsafe { self.host.wrapping_add(word).read_volatile() }
     }
 
+    /// Writes the word with this index.
     pub fn set(&self, word: usize, value: u32) {
         assert!(word < self.len);
-        // SAFETY: as above.
-        unsafe { self.host.add(word).write_volatile(value) }
+        // SAFETY: As above.
+        unsafe { self.host.wrapping_add(word).write_volatile(value) }
     }
 
+    /// Reads 64 bits: the low word at this index, then the high word. The two loads are not atomic.
     pub fn get_wide(&self, word: usize) -> u64 {
         u64::from(self.get(word)) | u64::from(self.get(word + 1)) << 32
     }
 
+    /// Reads the word with this index as a float32.
     pub fn get_float(&self, word: usize) -> f32 {
         f32::from_bits(self.get(word))
     }
@@ -387,7 +435,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: made by `new`; nothing on the device writes to it after the wait.
+            // SAFETY: `new` has allocated the memory, and nothing on the device writes to it after the wait.
             unsafe {
                 let _ = self.context.synchronize();
                 let _ = result::free_host(self.host.cast());

@@ -1,5 +1,6 @@
-//! NVRTC, the compiler of kernels, found and loaded at run time: what is loaded already, then `SOK_NVRTC`, then what the caller
-//! knows of (a Python package's folder, say), then the system's.
+//! NVRTC, the compiler of kernels. The library is loaded at run time. The candidates, in this order: a copy that is already loaded;
+//! the path in `SOK_NVRTC`; the paths that the caller gives, for example in the folder of a Python package; the library of the
+//! system.
 
 #![allow(unsafe_code)]
 
@@ -10,12 +11,13 @@ use std::ptr::{null, null_mut};
 use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 use sok_core::error::{Error, Result};
 
-/// `RTLD_NOLOAD` of Linux: only if it is loaded already.
+/// `RTLD_NOLOAD` of Linux: opens a library only if it is already loaded.
 const ONLY_IF_LOADED: c_int = 4;
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
 type Program = *mut std::ffi::c_void;
 
+/// The functions of a loaded NVRTC library.
 pub struct Nvrtc {
     create: unsafe extern "C" fn(
         *mut Program,
@@ -34,38 +36,42 @@ pub struct Nvrtc {
     cubin_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
     cubin: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    /// Major and minor version of the library.
     pub version: (i32, i32),
     _library: Library,
 }
 
 /// A kernel source and the files that it includes.
 pub struct Source {
+    /// File name, for messages of the compiler and as the key of compiled kernels.
     pub name: &'static str,
+    /// The program.
     pub text: &'static str,
-    /// Name and text.
-    pub headers: &'static [(&'static str, &'static str)],
+    /// Returns name and text of each header that the source may include.
+    pub headers: fn() -> &'static [(&'static str, String)],
 }
 
-/// Machine code for one kind of device.
+/// Machine code for one compute capability.
 #[derive(Debug)]
 pub struct Cubin {
+    /// An ELF file.
     pub code: Vec<u8>,
-    /// By name asked for: the symbol in the code.
+    /// By requested kernel name: the symbol in the code.
     pub symbols: Vec<String>,
 }
 
 impl Nvrtc {
-    /// `known`: where the library may be.
+    /// Finds and loads the library. `known`: paths of the library that the caller knows.
     ///
     /// # Errors
-    /// [`Error::Device`] that says what was tried.
+    /// [`Error::Device`] with the paths that were tried if none can be loaded, or if the library lacks a function.
     pub fn load(known: &[PathBuf]) -> Result<Nvrtc> {
         let chosen = std::env::var_os("SOK_NVRTC").map(PathBuf::from);
         let loaded = NAMES.iter().map(|name| (PathBuf::from(name), RTLD_LAZY | RTLD_LOCAL | ONLY_IF_LOADED));
         let named = chosen.iter().chain(known).cloned().chain(NAMES.iter().map(PathBuf::from));
         let mut tried = Vec::new();
         for (path, flags) in loaded.chain(named.map(|path| (path, RTLD_LAZY | RTLD_LOCAL))) {
-            // SAFETY: NVRTC's initialisers only set up its own state.
+            // SAFETY: NVRTC's initializers only set up its own state.
             match unsafe { Library::open(Some(&path), flags) } {
                 Ok(library) => return Nvrtc::bind(library),
                 Err(_) => tried.push(path.display().to_string()),
@@ -81,14 +87,14 @@ impl Nvrtc {
 
     fn bind(library: Library) -> Result<Nvrtc> {
         fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
-            // SAFETY: the caller asks for a function of this name by its type in nvrtc.h.
+            // SAFETY: The caller gives the type that the function has in nvrtc.h.
             let found = unsafe { library.get::<T>(name.as_bytes()) };
             found.map(|s| *s).map_err(|e| Error::Device(format!("NVRTC has no {name}: {e}")))
         }
         let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int =
             symbol(&library, "nvrtcVersion")?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: two integers to write to.
+        // SAFETY: Both pointers are to integers that may be written.
         unsafe { version(&mut major, &mut minor) };
         Ok(Nvrtc {
             create: symbol(&library, "nvrtcCreateProgram")?,
@@ -106,15 +112,15 @@ impl Nvrtc {
         })
     }
 
-    /// Compiles the kernels of a source that `names` name, templates with their arguments, for compute capability `arch` (90 for 9.0).
-    /// Products and sums are never contracted: rows are the same bits as the host's.
+    /// Compiles the kernels with these `names` for compute capability `arch` (90 for 9.0). The name of a template contains its
+    /// arguments. Products and sums are not contracted, so that rows are bit-identical to the host's.
     ///
     /// # Errors
     /// [`Error::Device`] with the compiler's log.
     pub fn compile(&self, source: &Source, arch: u32, names: &[String]) -> Result<Cubin> {
         let c_string = |text: &str| CString::new(text).expect("sources and names have no zero byte");
         let (text, name) = (c_string(source.text), c_string(source.name));
-        let headers: Vec<_> = source.headers.iter().map(|(n, t)| (c_string(n), c_string(t))).collect();
+        let headers: Vec<_> = (source.headers)().iter().map(|(n, t)| (c_string(n), c_string(t))).collect();
         let header_names: Vec<_> = headers.iter().map(|(n, _)| n.as_ptr()).collect();
         let header_texts: Vec<_> = headers.iter().map(|(_, t)| t.as_ptr()).collect();
         let options = [
@@ -130,7 +136,7 @@ impl Nvrtc {
 
         let mut program = null_mut();
         let count = headers.len() as c_int;
-        // SAFETY: texts that end in zero, as many as said, alive until the program is destroyed.
+        // SAFETY: All texts end in zero and live until the program is destroyed. Both arrays have `count` elements.
         let created = unsafe {
             (self.create)(
                 &mut program,
@@ -144,56 +150,55 @@ impl Nvrtc {
         self.check(created, source, "")?;
         let result = (|| {
             for name in &names {
-                // SAFETY: a program that lives, a text that ends in zero.
+                // SAFETY: The program is alive, and the text ends in zero.
                 self.check(unsafe { (self.add_name)(program, name.as_ptr()) }, source, "")?;
             }
-            // SAFETY: as above.
+            // SAFETY: As above.
             let compiled =
                 unsafe { (self.compile)(program, options.len() as c_int, option_pointers.as_ptr()) };
             self.check(compiled, source, &self.read_log(program))?;
             let symbols = names.iter().map(|name| {
                 let mut symbol = null();
-                // SAFETY: the name was added before; what comes back lives as long as the program.
-                unsafe {
-                    self.check((self.lowered_name)(program, name.as_ptr(), &mut symbol), source, "")?;
-                    Ok(CStr::from_ptr(symbol).to_string_lossy().into_owned())
-                }
+                // SAFETY: The name was added to the program before.
+                let found = unsafe { (self.lowered_name)(program, name.as_ptr(), &mut symbol) };
+                self.check(found, source, "")?;
+                // SAFETY: The text ends in zero and lives as long as the program.
+                Ok(unsafe { CStr::from_ptr(symbol) }.to_string_lossy().into_owned())
             });
             let symbols = symbols.collect::<Result<Vec<_>>>()?;
             let mut size = 0;
-            // SAFETY: a compiled program; the buffer is as large as it says.
-            let code = unsafe {
-                self.check((self.cubin_size)(program, &mut size), source, "")?;
-                let mut code = vec![0u8; size];
-                self.check((self.cubin)(program, code.as_mut_ptr().cast()), source, "")?;
-                code
-            };
+            // SAFETY: The program is compiled, and the size may be written.
+            self.check(unsafe { (self.cubin_size)(program, &mut size) }, source, "")?;
+            let mut code = vec![0u8; size];
+            // SAFETY: The buffer has the size that NVRTC returned.
+            self.check(unsafe { (self.cubin)(program, code.as_mut_ptr().cast()) }, source, "")?;
             Ok(Cubin { code, symbols })
         })();
-        // SAFETY: made above, not used again.
+        // SAFETY: The program was created above and is not used again.
         unsafe { (self.destroy)(&mut program) };
         result
     }
 
     fn read_log(&self, program: Program) -> String {
         let mut size = 0;
-        // SAFETY: a program that lives; the buffer is as large as it says.
-        unsafe {
-            if (self.log_size)(program, &mut size) != 0 || size == 0 {
-                return String::new();
-            }
-            let mut log = vec![0u8; size];
-            (self.log)(program, log.as_mut_ptr().cast());
-            String::from_utf8_lossy(&log[..size - 1]).into_owned()
+        // SAFETY: The program is alive, and the size may be written.
+        if unsafe { (self.log_size)(program, &mut size) } != 0 || size == 0 {
+            return String::new();
         }
+        let mut log = vec![0u8; size];
+        // SAFETY: The buffer has the size that NVRTC returned.
+        unsafe { (self.log)(program, log.as_mut_ptr().cast()) };
+        String::from_utf8_lossy(&log[..size - 1]).into_owned()
     }
 
     fn check(&self, code: c_int, source: &Source, log: &str) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
-        // SAFETY: a static text for any code.
-        let what = unsafe { CStr::from_ptr((self.error_string)(code)) }.to_string_lossy();
+        // SAFETY: The function accepts any number.
+        let what = unsafe { (self.error_string)(code) };
+        // SAFETY: The function returns a static text that ends in zero.
+        let what = unsafe { CStr::from_ptr(what) }.to_string_lossy();
         Err(Error::Device(format!(
             "NVRTC {}.{} on {}: {what}\n{log}",
             self.version.0, self.version.1, source.name

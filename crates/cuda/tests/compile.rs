@@ -1,25 +1,14 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
+use sok_core::formula::Rule;
 use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, SORT, TABLE, WEIGHTS};
-use sok_cuda::nvrtc::Nvrtc;
+use sok_cuda::nvrtc::{Cubin, Nvrtc};
+use sok_cuda::rule::type_name;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
-const RULES: [&str; 11] = [
-    "Sgd",
-    "Momentum<false>",
-    "Momentum<true>",
-    "Adam<false>",
-    "Adam<true>",
-    "Adagrad",
-    "RowWiseAdagrad",
-    "RmsProp<false, false>",
-    "RmsProp<true, true>",
-    "Ftrl<true>",
-    "Ftrl<false>",
-];
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 
-/// A launch may be made ready while the one before it runs.
+/// A launch may be prepared while the previous one runs, so every kernel must call `begin` first.
 #[test]
 fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
     for source in [&BACKWARD, &CONTROL, &FORWARD, &KEYS, &SORT, &TABLE, &WEIGHTS] {
@@ -36,7 +25,7 @@ fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
     }
 }
 
-/// So that `memory::times_asked` counts all of it.
+/// All memory must be requested in `memory.rs`, so that `memory::times_asked` counts every request.
 #[test]
 fn memory_is_asked_for_in_one_place() {
     let mut folders = vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
@@ -57,13 +46,13 @@ fn memory_is_asked_for_in_one_place() {
     assert_eq!(places, ["memory.rs"; 3], "`malloc_sync`, `malloc_host` and `cuMemCreate`");
 }
 
-/// Those that go through memory in another way where a device is older.
+/// Compiles the kernels that access memory in another way on older devices.
 #[test]
 fn kernels_compile_for_older_devices() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
     let forward = own(&["find_records", "make_rows<0, 3, 64>", "make_rows<1, 3, 64>", "make_rows<2, 3, 64>"]);
-    let backward = own(&["update<0, Adam<false>, true, 3, 64>", "merge<0, true, 3, 64>"]);
+    let backward = own(&["update<0, AdamStep<false>, true, 3, 64>", "merge<0, true, 3, 64>"]);
     let sort = own(&["sort_pass<13, 11, 1>"]);
     let weights = own(&["weight_gradients<3, 64>"]);
     for (source, names) in [(&FORWARD, forward), (&BACKWARD, backward), (&WEIGHTS, weights), (&SORT, sort)] {
@@ -94,11 +83,12 @@ fn all_kernels_compile_for_all_architectures() {
     for dim in DIMS {
         forward.extend([format!("make_rows<1, {dim}>"), format!("make_rows<2, {dim}>")]);
         weights.push(format!("weight_gradients<{dim}>"));
-        backward.push(format!("update<0, Adam<false>, false, {dim}>"));
+        backward.push(format!("update<0, AdamStep<false>, false, {dim}>"));
         backward.extend([format!("merge<1, false, {dim}>"), format!("merge<2, false, {dim}>")]);
         table.extend([format!("find_rows<{dim}, 4>"), format!("gather_rows<{dim}, 4>")]);
     }
-    for rule in RULES {
+    let rules: Vec<String> = Rule::variants().iter().map(type_name).collect();
+    for rule in &rules {
         backward.push(format!("update<1, {rule}, true, 64>"));
         backward.push(format!("update<0, {rule}, false, 8, 257>"));
         backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
@@ -109,7 +99,7 @@ fn all_kernels_compile_for_all_architectures() {
         "list_entries<1, 64>",
         "list_entries<2, 64>",
     ]));
-    let control = own(&[
+    let mut control = own(&[
         "deliver<960>",
         "deliver<2016>",
         "deliver<8128>",
@@ -119,13 +109,12 @@ fn all_kernels_compile_for_all_architectures() {
         "check_finite<240>",
         "resolve<1>",
         "resolve<60>",
-        "prepare<1>",
-        "prepare<40>",
         "prepare_weight",
         "finish_norms",
         "give_norm",
         "clip_factors",
     ]);
+    control.extend(rules.iter().flat_map(|rule| [1, 40].map(|groups| format!("prepare<{groups}, {rule}>"))));
     let passes = [4, 8, 10, 13].into_iter().flat_map(|items| (9..=11).map(move |bits| (items, bits)));
     let sort = passes
         .flat_map(|(items, bits)| [1, 2].map(|stride| format!("sort_pass<{items}, {bits}, {stride}>")))
@@ -150,8 +139,19 @@ fn all_kernels_compile_for_all_architectures() {
                         .unwrap_or_else(|error| panic!("sm_{arch}: {error}"));
                     assert!(cubin.code.starts_with(b"\x7fELF"));
                     assert_eq!(cubin.symbols.len(), names.len());
+                    if let Some(folder) = std::env::var_os("SOK_CUBINS") {
+                        keep(folder.as_ref(), &format!("{}.{arch}", source.name), names, &cubin);
+                    }
                 });
             }
         }
     });
+}
+
+/// Writes the machine code, and which symbol in it is which kernel, for `benches/same_code.py`.
+fn keep(folder: &std::path::Path, name: &str, names: &[String], cubin: &Cubin) {
+    std::fs::create_dir_all(folder).unwrap();
+    std::fs::write(folder.join(format!("{name}.cubin")), &cubin.code).unwrap();
+    let lines = names.iter().zip(&cubin.symbols).map(|(name, symbol)| format!("{symbol}\t{name}\n"));
+    std::fs::write(folder.join(format!("{name}.names")), lines.collect::<String>()).unwrap();
 }

@@ -2,206 +2,76 @@
 //!
 //! A *plan* is made when a model is traced, and says what the tensors of a layer's call are. An *optimizer* says which layers are updated
 //! together. Both are in a registry of the process, so the op of a framework holds one integer. Nothing here copies ids or rows, takes
-//! the GIL, or depends on a framework.
+//! the GIL, or depends on a framework or on where the tables are.
 
-use std::sync::MutexGuard;
+use std::sync::Arc;
 
-use sok_core::batch::{Bags, Feature, Keys, Splits};
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::Keep;
+use sok_core::contract::group::{
+    AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, WeightGradient, write_trigger,
+};
+use sok_core::contract::table::Insertion;
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut, num_elements};
+use sok_core::contract::ticket::{RING, TICKET_LEN};
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{ApplyScalars, HostGroup};
-use sok_core::optimizer::UpdateScalars;
-use sok_core::pool;
-use sok_core::push::{GradientRows, Keep, OutputGradients};
-use sok_core::table::Insertion;
-use sok_core::ticket::{RING, TICKET_LEN};
-use sok_cuda::gpu_group::LookupNumber;
 
-use crate::gpu_call;
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
-use crate::tables::Tables;
-
-/// Element types of tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DType {
-    I32,
-    I64,
-    U32,
-    U64,
-    F32,
-}
-
-/// A tensor of a framework: dense, row-major, readable during the call, and longer if a [`Keep`] goes with it.
-#[derive(Clone, Debug)]
-pub struct Tensor {
-    pub data: *const u8,
-    pub dtype: DType,
-    pub dims: Vec<i64>,
-}
-
-/// Number of elements. It cannot overflow, because the framework has allocated the tensor.
-pub fn num_elements(dims: &[i64]) -> usize {
-    dims.iter().product::<i64>() as usize
-}
+use crate::shared_group::GroupGuard;
 
 /// The outputs of a call. TensorFlow allocates them on request. XLA and PyTorch have allocated them, and check the shape.
 pub trait Outputs {
-    /// Memory for output `index` of these dims, row-major. Nothing else writes to it until the call returns.
+    /// Output `index` of these dims.
     ///
     /// # Errors
     /// If the framework has no memory, or has allocated another shape.
-    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8>;
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<TensorMut>;
 }
 
-/// For tensors in the memory of a GPU.
-#[derive(Clone, Copy, Debug)]
-pub struct OnGpu {
-    /// The framework's stream, on which tensors are ready.
-    pub stream: u64,
-    /// Whether the number of the lookup is in GPU memory too.
-    pub has_number: bool,
-}
-
-impl Tensor {
-    pub fn check(&self, dtype: DType) -> Result<()> {
-        if self.dtype == dtype {
-            return Ok(());
-        }
-        Err(Error::argument(format!("a tensor must be {dtype:?}. Received: {:?}", self.dtype)))
-    }
-
-    pub fn len(&self) -> usize {
-        num_elements(&self.dims)
-    }
-
-    fn slice<T>(&self, dtype: DType) -> Result<&[T]> {
-        self.check(dtype)?;
-        if self.len() == 0 {
-            return Ok(&[]);
-        }
-        // SAFETY: - a tensor is dense and readable during the call: the bridge promises it.
-        //         - T is the element of `dtype`: the callers below pair them.
-        Ok(unsafe { std::slice::from_raw_parts(self.data.cast(), self.len()) })
-    }
-
-    fn floats(&self) -> Result<&[f32]> {
-        self.slice(DType::F32)
-    }
-
-    fn keys(&self) -> Result<Keys<'_>> {
-        Ok(match self.dtype {
-            DType::I64 => Keys::I64(self.slice(DType::I64)?),
-            DType::U64 => Keys::U64(self.slice(DType::U64)?),
-            DType::I32 => Keys::I32(self.slice(DType::I32)?),
-            DType::U32 => Keys::U32(self.slice(DType::U32)?),
-            DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
-        })
-    }
-
-    fn splits(&self) -> Result<Splits<'_>> {
-        match self.dtype {
-            DType::I32 => Ok(Splits::I32(self.slice(DType::I32)?)),
-            _ => Ok(Splits::I64(self.slice(DType::I64)?)),
-        }
-    }
-}
-
-/// Output memory as floats.
-fn floats_out<'a>(outputs: &mut dyn Outputs, index: usize, dims: &[i64]) -> Result<&'a mut [f32]> {
-    let data = outputs.output(index, DType::F32, dims)?;
-    let len = num_elements(dims);
-    if len == 0 {
-        return Ok(&mut []);
-    }
-    // SAFETY: the framework has allocated these dims, and nothing else uses them until the call returns.
-    Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), len) })
-}
-
-pub fn take<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>) -> Result<&'a Tensor> {
+fn take<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>) -> Result<&'a Tensor> {
     inputs.next().ok_or_else(|| Error::argument("the call has fewer tensors than its plan"))
 }
 
-/// The tensors of one feature of a lookup.
-pub struct FeatureTensors<'a> {
-    /// The ids, or their low words if there are `high` ones.
-    pub ids: &'a Tensor,
-    pub high: Option<&'a Tensor>,
-    pub splits: Option<&'a Tensor>,
-    pub weights: Option<&'a Tensor>,
+/// Takes the tensors of a feature from those of a call, as the plan says. Returns the dims of its output too.
+fn feature<'a>(
+    planned: &'a PlanFeature,
+    dim: usize,
+    inputs: &mut std::slice::Iter<'a, Tensor>,
+) -> Result<(FeatureTensors<'a>, Vec<i64>)> {
+    let ids = take(inputs)?;
+    let high = planned.words.then(|| take(inputs)).transpose()?;
+    let splits = (planned.axis == Axis::Ragged).then(|| take(inputs)).transpose()?;
+    let weights = planned.weights.then(|| take(inputs)).transpose()?;
+    let mut dims = ids.dims().to_vec();
+    let bags = match (planned.axis, splits) {
+        (_, Some(splits)) => {
+            let num_bags = splits.len().checked_sub(1).ok_or_else(|| no_splits(&planned.name))?;
+            dims = vec![num_bags as i64];
+            BagTensors::Ragged(splits)
+        }
+        (Axis::Last, None) => {
+            let hotness = dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))?;
+            BagTensors::Fixed { num_bags: num_elements(&dims), hotness: hotness as usize }
+        }
+        (_, None) => BagTensors::Each,
+    };
+    dims.push(dim as i64);
+    let (name, table) = (&planned.name, planned.table);
+    let (combiner, padding_key) = (planned.combiner, planned.padding_key);
+    Ok((FeatureTensors { name, table, ids, high, bags, weights, combiner, padding_key }, dims))
 }
 
-impl<'a> FeatureTensors<'a> {
-    /// Takes the next tensors of a call, as the plan says.
-    pub fn take(
-        planned: &PlanFeature,
-        inputs: &mut std::slice::Iter<'a, Tensor>,
-    ) -> Result<FeatureTensors<'a>> {
-        Ok(FeatureTensors {
-            ids: take(inputs)?,
-            high: planned.words.then(|| take(inputs)).transpose()?,
-            splits: (planned.axis == Axis::Ragged).then(|| take(inputs)).transpose()?,
-            weights: planned.weights.then(|| take(inputs)).transpose()?,
-        })
-    }
-
-    /// Dims of the feature's output without the last one.
-    pub fn bag_dims(&self, planned: &PlanFeature) -> Result<Vec<i64>> {
-        if let Some(splits) = self.splits {
-            let empty = || {
-                format!(
-                    "feature `{}`: row_splits must start at 0, never fall and end at the number of ids. Received: no row_splits",
-                    planned.name
-                )
-            };
-            return Ok(vec![splits.len().checked_sub(1).ok_or_else(|| Error::argument(empty()))? as i64]);
-        }
-        let mut dims = self.ids.dims.clone();
-        if planned.axis == Axis::Last {
-            dims.pop().ok_or_else(|| Error::argument("a scalar id cannot be combined"))?;
-        }
-        Ok(dims)
-    }
-
-    /// Number of ids in a bag, if it is the same for all.
-    pub fn hotness(&self) -> usize {
-        self.ids.dims.last().map_or(0, |&hotness| hotness as usize)
-    }
+fn no_splits(feature: &str) -> Error {
+    Error::argument(format!(
+        "feature `{feature}`: row_splits must start at 0, never fall and end at the number of ids. Received: no row_splits"
+    ))
 }
 
 /// Shapes of the outputs of a lookup of these tensors.
 pub fn row_dims(plan: &Plan, inputs: &[Tensor]) -> Result<Vec<Vec<i64>>> {
     let mut inputs = inputs.iter();
-    let of_feature = |planned: &PlanFeature| {
-        let mut dims = FeatureTensors::take(planned, &mut inputs)?.bag_dims(planned)?;
-        dims.push(plan.dims[planned.table] as i64);
-        Ok(dims)
-    };
-    plan.features.iter().map(of_feature).collect()
-}
-
-/// A feature of the plan with the tensors of this call, and the dims of its output.
-fn feature<'a>(
-    planned: &'a PlanFeature,
-    dim: usize,
-    inputs: &mut std::slice::Iter<'a, Tensor>,
-) -> Result<(Feature<'a>, Vec<i64>)> {
-    let tensors = FeatureTensors::take(planned, inputs)?;
-    let keys = match tensors.high {
-        Some(high) => Keys::Words { low: tensors.ids.slice(DType::I32)?, high: high.slice(DType::I32)? },
-        None => tensors.ids.keys()?,
-    };
-    let mut dims = tensors.bag_dims(planned)?;
-    let bags = match (planned.axis, tensors.splits) {
-        (_, Some(splits)) => Bags::Ragged(splits.splits()?),
-        (Axis::Last, None) => {
-            Bags::Fixed { num_bags: dims.iter().product::<i64>() as usize, hotness: tensors.hotness() }
-        }
-        (_, None) => Bags::Each,
-    };
-    let weights = tensors.weights.map(Tensor::floats).transpose()?;
-    let (name, table) = (&planned.name, planned.table);
-    let (combiner, padding_key) = (planned.combiner, planned.padding_key);
-    dims.push(dim as i64);
-    Ok((Feature { name, table, keys, bags, combiner, weights, padding_key }, dims))
+    let dims_of = |planned| feature(planned, plan.dims[planned.table], &mut inputs).map(|(_, dims)| dims);
+    plan.features.iter().map(dims_of).collect()
 }
 
 /// Tensors in: for each feature of the plan its ids (two int32 tensors for low and high words), then row splits, then
@@ -209,39 +79,27 @@ fn feature<'a>(
 ///
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///
-/// `insertion`: when keys without a row get one. `save`: whether to keep what `push` needs. `on_gpu`: given if tensors are in GPU memory.
+/// `insertion`: when keys without a row get one. `save`: whether to keep what `push` needs.
 pub fn lookup(
     plan: i64,
     insertion: Insertion,
     save: bool,
     inputs: &[Tensor],
     outputs: &mut dyn Outputs,
-    on_gpu: Option<OnGpu>,
+    stream: StreamHandle,
 ) -> Result<()> {
     let plan = registry::plan(plan)?;
-    if let Some(on_gpu) = on_gpu {
-        let mut tables = plan.group.lock()?;
-        return gpu_call::lookup(&plan, tables.gpu()?, insertion, save, inputs, outputs, on_gpu);
-    }
     let mut inputs = inputs.iter();
     let mut features = Vec::with_capacity(plan.features.len());
     let mut rows = Vec::with_capacity(plan.features.len());
     for (number, planned) in plan.features.iter().enumerate() {
         let (feature, dims) = feature(planned, plan.dims[planned.table], &mut inputs)?;
-        feature.validate()?;
         features.push(feature);
-        rows.push(floats_out(outputs, 1 + number, &dims)?);
+        rows.push(outputs.output(1 + number, DType::F32, &dims)?);
     }
-    let place = outputs.output(0, DType::I32, &[2])?;
-    let number = plan.group.lock()?.host()?.lookup(&features, insertion, save, rows, &*pool::global()?)?;
-    // SAFETY: the framework has allocated two int32.
-    unsafe { place.cast::<[i32; 2]>().write_unaligned([number as i32, (number >> 32) as i32]) };
-    Ok(())
+    let number = outputs.output(0, DType::I32, &[2])?;
+    plan.group.lock()?.lookup(&features, insertion, save, number, rows, stream)
 }
-
-/// When a `tf.function` is traced it is not known whether its results will be differentiated.
-const KEPT_NOTHING: &str = "a gradient is asked of a lookup that kept nothing for it: its `tf.function` was traced where no gradient \
-     was recorded. Call the layer with `training=True`, or open the `tf.GradientTape` inside the function";
 
 /// Tensors in: the lookup's number, the output gradient of each feature, then the weights of each feature that has them
 /// (for their shape). Tensors out: 0 is the ticket, float32 `(64, 2)`; then the gradient of each feature's weights.
@@ -252,63 +110,55 @@ pub fn push(
     inputs: &[Tensor],
     keep: Option<Keep>,
     outputs: &mut dyn Outputs,
-    on_gpu: Option<OnGpu>,
+    stream: StreamHandle,
 ) -> Result<()> {
     let plan = registry::plan(plan)?;
     let mut inputs = inputs.iter();
     let number = take(&mut inputs)?;
-    if let Some(on_gpu) = on_gpu.filter(|on_gpu| on_gpu.has_number) {
-        let number = LookupNumber::At(number.data as u64);
-        let mut tables = plan.group.lock()?;
-        return gpu_call::push(&plan, tables.gpu()?, number, &mut inputs, keep, outputs, on_gpu);
-    }
-    let number = number.slice::<i32>(DType::I32)?;
-    let &[low, high] = number else { return Err(Error::argument("a lookup's number is two int32")) };
-    let number = u64::from(low as u32) | u64::from(high as u32) << 32;
-    if number == 0 {
-        return Err(Error::Ticket { tables: plan.group.lock()?.names(), what: KEPT_NOTHING.into() });
-    }
-    if let Some(on_gpu) = on_gpu {
-        let (number, mut tables) = (LookupNumber::Known(number), plan.group.lock()?);
-        return gpu_call::push(&plan, tables.gpu()?, number, &mut inputs, keep, outputs, on_gpu);
-    }
-    let mut rows = Vec::with_capacity(plan.features.len());
-    for _ in &plan.features {
-        let gradient = take(&mut inputs)?.floats()?;
-        // SAFETY: readable during the call, or until `keep` is dropped: the bridge promises it.
-        rows.push(unsafe { GradientRows::new(gradient.as_ptr(), gradient.len()) });
-    }
+    let rows = plan.features.iter().map(|_| take(&mut inputs)).collect::<Result<Vec<_>>>()?;
     let mut weights = Vec::new();
-    for _ in plan.features.iter().filter(|f| f.weights) {
-        weights.push(floats_out(outputs, 1 + weights.len(), &take(&mut inputs)?.dims)?);
+    for (feature, _) in plan.features.iter().enumerate().filter(|(_, planned)| planned.weights) {
+        let dims = take(&mut inputs)?.dims();
+        weights.push(WeightGradient { feature, to: outputs.output(1 + weights.len(), DType::F32, dims)? });
     }
-    let ticket = floats_out(outputs, 0, &[RING as i64, 2])?;
-    let gradients = OutputGradients { rows, keep, check_finite: plan.check_finite };
-    plan.group.lock()?.host()?.push(number, gradients, weights, ticket, &*pool::global()?)
+    let ticket = outputs.output(0, DType::F32, &[RING as i64, 2])?;
+    let gradients = GradientTensors { rows, keep, check_finite: plan.check_finite };
+    plan.group.lock()?.push(number, gradients, weights, ticket, stream)
 }
 
-fn lock_all(optimizer: &Optimizer) -> Result<Vec<MutexGuard<'_, Tables>>> {
-    // In the order of their addresses, so that two optimizers that share groups cannot deadlock.
-    let mut order: Vec<usize> = (0..optimizer.groups.len()).collect();
-    order.sort_unstable_by_key(|&i| std::sync::Arc::as_ptr(&optimizer.groups[i]));
-    let guards = order.into_iter().map(|i| Ok((i, optimizer.groups[i].lock()?)));
-    let mut guards = guards.collect::<Result<Vec<_>>>()?;
-    guards.sort_unstable_by_key(|(i, _)| *i);
-    Ok(guards.into_iter().map(|(_, guard)| guard).collect())
+/// The groups of an optimizer, locked.
+struct Locked<'a>(Vec<GroupGuard<'a>>);
+
+impl Locked<'_> {
+    fn new(optimizer: &Optimizer) -> Result<Locked<'_>> {
+        // In the order of their addresses, so that two optimizers that share groups cannot deadlock.
+        let mut order: Vec<usize> = (0..optimizer.groups.len()).collect();
+        order.sort_unstable_by_key(|&i| Arc::as_ptr(&optimizer.groups[i]));
+        let guards = order.into_iter().map(|i| Ok((i, optimizer.groups[i].lock()?)));
+        let mut guards = guards.collect::<Result<Vec<_>>>()?;
+        guards.sort_unstable_by_key(|(i, _)| *i);
+        Ok(Locked(guards.into_iter().map(|(_, guard)| guard).collect()))
+    }
+
+    fn groups(&mut self) -> impl Iterator<Item = &mut AnyGroup> {
+        self.0.iter_mut().map(|group| &mut ***group)
+    }
+
+    /// The first group, whose calls go over the others too.
+    fn first(&mut self) -> Result<(&mut AnyGroup, Vec<&mut AnyGroup>)> {
+        let mut groups = self.groups();
+        let first = groups.next().ok_or_else(|| Error::argument("an optimizer needs tables"))?;
+        Ok((first, groups.collect()))
+    }
 }
 
 /// The next tensor, which has the shape of a ticket.
-fn ticket_of<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>, what: &str) -> Result<&'a [f32]> {
-    let numbers = take(inputs)?.floats()?;
-    if numbers.len() == TICKET_LEN {
-        return Ok(numbers);
+fn ticket_of<'a>(inputs: &mut impl Iterator<Item = &'a Tensor>, what: &str) -> Result<&'a Tensor> {
+    let ticket = take(inputs)?;
+    if ticket.len() == TICKET_LEN {
+        return Ok(ticket);
     }
-    Err(Error::argument(format!("{what} must hold {TICKET_LEN} numbers. Received: {}", numbers.len())))
-}
-
-/// The groups of an optimizer whose tables are on the host.
-fn on_host<'a>(groups: &'a mut [MutexGuard<'_, Tables>]) -> Result<Vec<&'a mut HostGroup>> {
-    groups.iter_mut().map(|tables| tables.host()).collect()
+    Err(Error::argument(format!("{what} must hold {TICKET_LEN} numbers. Received: {}", ticket.len())))
 }
 
 /// Reads which pushes count, and inserts their absent keys. If a table refuses a key and is to raise, nothing has changed.
@@ -320,32 +170,19 @@ pub fn commit(
     optimizer: i64,
     inputs: &[Tensor],
     outputs: &mut dyn Outputs,
-    on_gpu: Option<OnGpu>,
+    stream: StreamHandle,
 ) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
-    let mut locked = lock_all(&optimizer)?;
-    if let Some(on_gpu) = on_gpu {
-        return gpu_call::commit(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
-    }
-    let mut groups = on_host(&mut locked)?;
+    let mut locked = Locked::new(&optimizer)?;
     let mut inputs = inputs.iter();
-    let is_update = take(&mut inputs)?.floats()?.first().is_some_and(|&u| u != 0.0);
-    let out = floats_out(outputs, 0, &[])?;
-    let mut named = Vec::with_capacity(groups.len());
-    for (group, binding) in groups.iter().zip(optimizer.bindings(handle)) {
-        let ticket = ticket_of(&mut inputs, "a ticket")?;
-        group.check_owner(&binding)?;
-        named.push(group.resolve(ticket)?);
-    }
-    groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
-    let pool = pool::global()?;
-    let mut total = 0.0;
-    for ((group, named), binding) in groups.iter_mut().zip(&named).zip(optimizer.bindings(handle)) {
-        group.take_over(&binding)?;
-        total += group.commit(named, is_update, &pool)?;
-    }
-    out[0] = total as f32;
-    Ok(())
+    let is_update = take(&mut inputs)?;
+    let tickets = optimizer.groups.iter().map(|_| ticket_of(&mut inputs, "a ticket"));
+    let tickets = tickets.collect::<Result<Vec<_>>>()?;
+    let norm = outputs.output(0, DType::F32, &[])?;
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let (first, others) = locked.first()?;
+    let accumulates = optimizer.accumulates;
+    first.commit(others, Commit { bindings: &bindings, accumulates, is_update, tickets, norm, stream })
 }
 
 /// Tensors in: scalars float32 `(4,)` = learning rate, step (1-based), is_update, factor; what `commit` gave, for its data
@@ -354,86 +191,72 @@ pub fn apply(
     optimizer: i64,
     inputs: &[Tensor],
     outputs: &mut dyn Outputs,
-    on_gpu: Option<OnGpu>,
+    stream: StreamHandle,
 ) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
-    let mut locked = lock_all(&optimizer)?;
-    if let Some(on_gpu) = on_gpu {
-        return gpu_call::apply(&optimizer, handle, &mut locked, inputs, outputs, on_gpu);
-    }
-    let mut groups = on_host(&mut locked)?;
-    let scalars = apply_scalars(inputs)?;
-    check_owners(&optimizer, handle, &mut groups)?;
-    write_triggers(&optimizer, inputs, outputs)?;
-    update(&optimizer, handle, &mut groups, &scalars)
+    let mut locked = Locked::new(&optimizer)?;
+    let scalars = take(&mut inputs.iter())?;
+    let triggers = triggers(&optimizer, inputs, outputs)?;
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let (first, others) = locked.first()?;
+    let accumulates = optimizer.accumulates;
+    first.apply(others, Apply { bindings: &bindings, accumulates, scalars, triggers, stream })
 }
 
+/// The trigger of each layer, and the place of its new value.
+fn triggers<'a>(
+    optimizer: &Optimizer,
+    inputs: &'a [Tensor],
+    outputs: &mut dyn Outputs,
+) -> Result<Vec<(&'a Tensor, TensorMut)>> {
+    let mut inputs = inputs.iter().skip(2);
+    let layers = 0..optimizer.groups.len();
+    let one = |layer| {
+        let trigger = ticket_of(&mut inputs, "a trigger")?;
+        Ok((trigger, outputs.output(layer, DType::F32, &[RING as i64, 2])?))
+    };
+    layers.map(one).collect()
+}
+
+/// The scalars of an apply.
+pub type Scalars = [f32; 4];
+
 /// Does what `apply` does except for the update. `apply_now` makes it with the scalars that this returns. The tables are on the host.
-pub fn prepare_apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<ApplyScalars> {
+pub fn prepare_apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<Scalars> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
-    let mut locked = lock_all(&optimizer)?;
-    let scalars = apply_scalars(inputs)?;
-    check_owners(&optimizer, handle, &mut on_host(&mut locked)?)?;
-    write_triggers(&optimizer, inputs, outputs)?;
+    let mut locked = Locked::new(&optimizer)?;
+    let scalars = take(&mut inputs.iter())?.slice::<f32>()?;
+    let scalars = scalars.try_into().map_err(|_| Error::argument("apply takes four scalars"))?;
+    let mut checked = locked.groups().zip(optimizer.bindings(handle));
+    if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(&binding)) {
+        drop(checked);
+        locked.groups().for_each(AnyGroup::drop_committed);
+        return Err(error);
+    }
+    for (trigger, mut new) in triggers(&optimizer, inputs, outputs)? {
+        write_trigger(trigger, &mut new)?;
+    }
     Ok(scalars)
 }
 
 /// The update that `prepare_apply` has checked.
-pub fn apply_now(optimizer: i64, scalars: &ApplyScalars) -> Result<()> {
+pub fn apply_now(optimizer: i64, scalars: &Scalars) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
-    let mut locked = lock_all(&optimizer)?;
-    let mut groups = on_host(&mut locked)?;
-    check_owners(&optimizer, handle, &mut groups)?;
-    update(&optimizer, handle, &mut groups, scalars)
+    let mut locked = Locked::new(&optimizer)?;
+    // SAFETY: four floats, borrowed until the call returns.
+    let scalars = unsafe { Tensor::new(scalars.as_ptr().cast(), DType::F32, vec![4], Memory::Host) };
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let (first, others) = locked.first()?;
+    let (accumulates, stream) = (optimizer.accumulates, StreamHandle::NONE);
+    let apply = Apply { bindings: &bindings, accumulates, scalars: &scalars, triggers: Vec::new(), stream };
+    first.apply(others, apply)
 }
 
 /// Drops committed pushes, because their step has failed.
 pub fn drop_committed(optimizer: i64) -> Result<()> {
     let optimizer = registry::optimizer(optimizer)?;
-    let mut locked = lock_all(&optimizer)?;
-    on_host(&mut locked)?.into_iter().for_each(HostGroup::drop_committed);
+    Locked::new(&optimizer)?.groups().for_each(AnyGroup::drop_committed);
     Ok(())
-}
-
-fn apply_scalars(inputs: &[Tensor]) -> Result<ApplyScalars> {
-    let &[learning_rate, step, is_update, factor] = take(&mut inputs.iter())?.floats()? else {
-        return Err(Error::argument("apply takes four scalars"));
-    };
-    let update = UpdateScalars { learning_rate, step: step as u64, factor };
-    Ok(ApplyScalars { update, is_update: is_update != 0.0 })
-}
-
-/// Checks all groups before one is changed.
-fn check_owners(optimizer: &Optimizer, handle: i64, groups: &mut [&mut HostGroup]) -> Result<()> {
-    let mut checked = groups.iter().zip(optimizer.bindings(handle));
-    let result = checked.try_for_each(|(group, binding)| group.check_owner(&binding));
-    if result.is_err() {
-        groups.iter_mut().for_each(|group| group.drop_committed());
-    }
-    result
-}
-
-/// The new value of a trigger. The next lookup depends on it, so it comes after the update. Any other value would do.
-fn write_triggers(optimizer: &Optimizer, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
-    let mut triggers = inputs.iter().skip(2);
-    for number in 0..optimizer.groups.len() {
-        let trigger = ticket_of(&mut triggers, "a trigger")?;
-        let new = floats_out(outputs, number, &[RING as i64, 2])?;
-        new.copy_from_slice(trigger);
-        new[0] += 1.0;
-    }
-    Ok(())
-}
-
-fn update(
-    optimizer: &Optimizer,
-    handle: i64,
-    groups: &mut [&mut HostGroup],
-    scalars: &ApplyScalars,
-) -> Result<()> {
-    let pool = pool::global()?;
-    let mut groups = groups.iter_mut().zip(optimizer.bindings(handle));
-    groups.try_for_each(|(group, binding)| group.apply(&binding, scalars, &pool))
 }
 
 /// Remembers an error that its framework will raise late, or never.

@@ -3,20 +3,19 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use sok_core::checkpoint::{self, Array, Binding, DumpOptions, LoadMode, LoadOptions, Target};
+use sok_core::contract::table::Table;
 use sok_core::error::{Error, Result};
-use sok_core::optimizer::Update;
-use sok_core::table::Table;
+use sok_core::formula::update::Update;
 
 use crate::error::detached;
-use crate::registry::Group;
+use crate::shared_group::{GroupGuard, SharedGroup};
 use crate::table::{Table as PyTable, parse};
-use crate::tables::Tables;
 
 /// `(name, safetensors dtype, shape, bytes)`
 type ArrayTuple<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
@@ -25,19 +24,19 @@ type ArrayTuple<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
 type StoredTuple<'py> = (String, String, Vec<usize>, Bound<'py, PyBytes>);
 
 /// The distinct groups of tables, in the order of their addresses, so that two calls cannot deadlock.
-fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<Group>> {
+fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<SharedGroup>> {
     let mut groups: Vec<_> = tables.iter().map(|t| t.group.clone()).collect();
     groups.sort_unstable_by_key(Arc::as_ptr);
     groups.dedup_by_key(|g| Arc::as_ptr(g));
     groups
 }
 
-fn lock(groups: &[Arc<Group>]) -> Result<Vec<MutexGuard<'_, Tables>>> {
+fn lock(groups: &[Arc<SharedGroup>]) -> Result<Vec<GroupGuard<'_>>> {
     groups.iter().map(|group| group.lock()).collect()
 }
 
 /// Index of a table's group in `groups`, and its index there.
-fn places(tables: &[PyRef<'_, PyTable>], groups: &[Arc<Group>]) -> Vec<(usize, usize)> {
+fn places(tables: &[PyRef<'_, PyTable>], groups: &[Arc<SharedGroup>]) -> Vec<(usize, usize)> {
     let place =
         |t: &PyRef<'_, PyTable>| groups.iter().position(|g| Arc::ptr_eq(g, &t.group)).unwrap_or_default();
     tables.iter().map(|t| (place(t), t.number)).collect()

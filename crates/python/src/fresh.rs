@@ -4,19 +4,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use numpy::{PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
+use sok_core::contract::table::{Records, Table};
 use sok_core::error::Result;
+use sok_core::formula::update::Update;
 use sok_core::memory;
-use sok_core::optimizer::Update;
-use sok_core::table::{Records, Table};
 
 use crate::error::{detached, to_python};
-use crate::registry::Group as GroupInner;
+use crate::shared_group::SharedGroup;
 use crate::table::{Group, as_keys, check_table, parse};
 
 /// New tables, one for each table of a group, until `take_their_place`.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct FreshTables {
-    group: Arc<GroupInner>,
+    group: Arc<SharedGroup>,
     tables: Mutex<Vec<Box<dyn Table>>>,
 }
 

@@ -6,13 +6,13 @@ mod checkpoint;
 mod error;
 mod fork;
 mod fresh;
-mod gpu_call;
+mod handles;
 mod memory;
 mod numpy_out;
 mod registry;
 mod scope;
+mod shared_group;
 mod table;
-mod tables;
 
 use pyo3::prelude::*;
 

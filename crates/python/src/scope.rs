@@ -9,11 +9,22 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::ApplyScalars;
 
-use crate::call;
+use crate::call::{self, Scalars};
 use crate::error::{guarded, to_python};
-use crate::registry::{self, Group};
+use crate::handles::Handles;
+use crate::registry;
+use crate::shared_group::SharedGroup;
+
+pub static SCOPES: Handles<Scope> = Handles::new();
+
+/// # Errors
+/// [`Error::State`] if no model of this process has this scope.
+pub fn scope(handle: i64) -> Result<Arc<Scope>> {
+    SCOPES.get(handle).ok_or_else(|| {
+        Error::State(format!("this step's model is not in this process, or gone (scope {handle:#x})"))
+    })
+}
 
 /// The steps of one model.
 #[derive(Default)]
@@ -26,7 +37,7 @@ pub struct Scope {
 struct Inner {
     error: Option<Error>,
     /// Optimizers and scalars of updates that wait for the end of the step.
-    waiting: Vec<(i64, ApplyScalars)>,
+    waiting: Vec<(i64, Scalars)>,
 }
 
 impl Scope {
@@ -50,7 +61,7 @@ impl Scope {
     }
 
     /// Adds an update for the end of the step.
-    pub fn add_update(&self, optimizer: i64, scalars: ApplyScalars) {
+    pub fn add_update(&self, optimizer: i64, scalars: Scalars) {
         self.lock().waiting.push((optimizer, scalars));
     }
 
@@ -61,7 +72,7 @@ impl Scope {
     }
 
     /// Makes them before a lookup, if one is of this group: a step may update its tables more than once.
-    pub fn finish_before_lookup(&self, group: &Arc<Group>) -> Result<()> {
+    pub fn finish_before_lookup(&self, group: &Arc<SharedGroup>) -> Result<()> {
         let updates = |handle| {
             registry::optimizer(handle)
                 .is_ok_and(|optimizer| optimizer.groups.iter().any(|g| Arc::ptr_eq(g, group)))
@@ -90,8 +101,8 @@ impl PyScope {
     #[new]
     fn new() -> PyResult<PyScope> {
         guarded(|| {
-            let handle = registry::add_scope(Scope::default()).map_err(to_python)?;
-            Ok(PyScope { handle, scope: registry::scope(handle).map_err(to_python)? })
+            let handle = SCOPES.add(Scope::default()).map_err(to_python)?;
+            Ok(PyScope { handle, scope: scope(handle).map_err(to_python)? })
         })
     }
 
@@ -109,7 +120,7 @@ impl PyScope {
 
 impl Drop for PyScope {
     fn drop(&mut self) {
-        registry::remove_scope(self.handle);
+        SCOPES.remove(self.handle);
     }
 }
 

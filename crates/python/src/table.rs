@@ -6,22 +6,24 @@ use std::sync::Arc;
 
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::group::AnyGroup;
+use sok_core::contract::table::{Cursor, Outcomes, Records, TableConfig};
+use sok_core::contract::tensor::Memory;
 use sok_core::error::{Error, Result};
-use sok_core::host_group::HostGroup;
+use sok_core::formula::StateSpec;
+use sok_core::formula::update::Update;
+use sok_core::host::group::HostGroup;
 use sok_core::memory;
-use sok_core::optimizer::StateSpec;
-use sok_core::optimizer::Update;
 use sok_core::pool;
-use sok_core::table::{Cursor, Outcomes, Records, TableConfig};
 use sok_cuda::device::Device;
 use sok_cuda::gpu_group::GpuGroup;
 
 use crate::error::{SokError, detached, guarded, to_python};
 use crate::fork;
 use crate::numpy_out::{matrix, values, vector};
-use crate::registry::{self, Axis, Group as GroupInner, PlanFeature};
-use crate::tables::Tables;
+use crate::registry::{self, Axis, PlanFeature};
+use crate::shared_group::SharedGroup;
 
 pub fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
     serde_json::from_str(json).map_err(|e| to_python(Error::argument(format!("{e} in {json}"))))
@@ -37,7 +39,7 @@ fn outcomes_tuple(outcomes: Outcomes) -> OutcomesTuple {
 /// The tables of one layer.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct Group {
-    pub inner: Arc<GroupInner>,
+    pub inner: Arc<SharedGroup>,
 }
 
 #[pymethods]
@@ -48,19 +50,17 @@ impl Group {
     #[pyo3(signature = (configs, gpu=None, nvrtc=vec![]))]
     fn new(py: Python<'_>, configs: Vec<String>, gpu: Option<usize>, nvrtc: Vec<PathBuf>) -> PyResult<Group> {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
-        let tables = detached(py, || match gpu {
-            None => HostGroup::new(configs).map(|group| Tables::Host(Box::new(group))),
-            Some(gpu) => {
-                fork::check_gpu()?;
-                Ok(Tables::Gpu(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?)))
-            }
+        let tables = detached(py, || -> Result<Box<AnyGroup>> {
+            let Some(gpu) = gpu else { return Ok(Box::new(HostGroup::new(configs)?)) };
+            fork::check_gpu()?;
+            Ok(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?))
         })?;
-        Ok(Group { inner: GroupInner::new(tables) })
+        Ok(Group { inner: SharedGroup::new(tables) })
     }
 
     #[getter]
     fn is_on_gpu(&self) -> bool {
-        self.inner.is_on_gpu
+        self.inner.memory == Memory::Device
     }
 
     /// Raises the error of a call that was not raised yet.
@@ -81,7 +81,7 @@ impl Group {
 /// One table of a group.
 #[pyclass(frozen, module = "sok_keras._native")]
 pub struct Table {
-    pub group: Arc<GroupInner>,
+    pub group: Arc<SharedGroup>,
     /// Below the group's number of tables.
     pub number: usize,
     dim: usize,
@@ -227,7 +227,7 @@ struct Copy {
 }
 
 impl Copy {
-    fn of(table: &dyn sok_core::table::Table) -> Result<Copy> {
+    fn of(table: &dyn sok_core::contract::table::Table) -> Result<Copy> {
         let (width, what) = (table.record_width(), "a copy of a table");
         let len = table.len()?;
         let mut records = Records {
@@ -345,7 +345,7 @@ impl Optimizer {
 }
 
 /// Checks that groups are distinct and that each has an update: a step locks each group once.
-fn check_groups(groups: &[Arc<GroupInner>], num_updates: usize) -> Result<()> {
+fn check_groups(groups: &[Arc<SharedGroup>], num_updates: usize) -> Result<()> {
     let mut addresses: Vec<_> = groups.iter().map(Arc::as_ptr).collect();
     addresses.sort_unstable();
     addresses.dedup();

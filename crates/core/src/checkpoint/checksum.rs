@@ -16,6 +16,7 @@ pub(super) const DIGITS: usize = 16;
 pub struct Checksum(pub u64);
 
 impl Checksum {
+    /// The checksum of bytes.
     pub fn of(bytes: &[u8]) -> Checksum {
         Checksum(xxh3_64(bytes))
     }

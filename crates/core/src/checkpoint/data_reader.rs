@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use super::checksum::{BLOCK_BYTES, Checksum};
 use super::manifest::{DataFile, Layout};
-use super::reader::check_all;
 use crate::error::{Error, Result};
+use crate::pool::{self, FirstError};
 
 /// One safetensors file whose entry in the manifest adds up.
 pub(super) struct DataReader<'a> {
@@ -91,4 +91,11 @@ impl DataReader<'_> {
         }
         Ok(())
     }
+}
+
+/// Checks all pieces side by side.
+pub(super) fn check_all<T: Send>(pieces: Vec<T>, check: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    let error = FirstError::default();
+    pool::global()?.run(pieces, |piece| error.note(check(piece)));
+    error.into_result()
 }

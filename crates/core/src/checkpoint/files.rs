@@ -9,23 +9,46 @@ use crate::error::{Error, Result};
 
 /// What a dump does to a file system.
 pub trait Files {
+    /// Creates a directory and those above it.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
     /// A new, empty file, open for writing; a file that is there already is an error.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn create(&self, path: &Path) -> io::Result<File>;
 
     /// Writes all of `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn write_at(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()>;
 
     /// At return the file's bytes stay through a loss of power.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn sync(&self, file: &File) -> io::Result<()>;
 
     /// Puts `from` in the place of `to`, at once.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
+    /// Removes a file.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
     /// At return the names in the directory stay through a loss of power.
+    ///
+    /// # Errors
+    /// The error of the operating system.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 }
 

@@ -13,11 +13,12 @@ use super::data_reader::DataReader;
 use super::manifest::{MANIFEST, TableEntry};
 use super::reader::{DumpReader, with_snapshot};
 use super::{CHUNK_BYTES, KEY_BYTES, columns};
+use crate::contract::table::{Records, Table};
 use crate::error::{Error, Result};
+use crate::formula::StateSpec;
+use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
-use crate::optimizer::{StateSpec, Update};
-use crate::table::{Records, Table};
 
 /// What memory is for.
 const BUFFER: &str = "the rows of a dump";
@@ -33,7 +34,9 @@ pub enum LoadMode {
 }
 
 #[derive(Clone, Copy, Debug)]
+/// How a dump is loaded.
 pub struct LoadOptions {
+    /// What happens to rows that the table has already.
     pub mode: LoadMode,
     /// Load optimizer states too; without, the states of loaded rows are at their first values.
     pub states: bool,
@@ -49,7 +52,9 @@ impl Default for LoadOptions {
 pub struct Target<'a> {
     /// In the dump.
     pub name: &'a str,
+    /// The table that takes the rows.
     pub table: &'a mut dyn Table,
+    /// The optimizer of the table.
     pub binding: Binding,
 }
 
@@ -63,16 +68,20 @@ pub enum Binding {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// What a load has read.
 pub struct LoadReport {
     /// Optimizer steps taken when the dump was written.
     pub step: u64,
+    /// The tables, in the order of the targets.
     pub tables: Vec<LoadedTable>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// A table that was loaded.
 pub struct LoadedTable {
     /// In the dump.
     pub name: String,
+    /// Number of rows in the dump.
     pub num_rows: u64,
     /// Whether rows came with their optimizer states.
     pub states: bool,

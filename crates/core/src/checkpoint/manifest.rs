@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use super::checksum::{BLOCK_BYTES, Blocks, Checksum, DIGITS};
 use super::open::open_regular;
+use crate::contract::table::Table;
 use crate::error::{Error, Result};
+use crate::formula::update::Update;
 use crate::initializer::Initializer;
-use crate::optimizer::Update;
-use crate::table::Table;
 
 /// The file that makes a directory a dump.
 pub const MANIFEST: &str = "manifest.json";
@@ -37,12 +37,15 @@ const NO_MANIFEST: &str = "a manifest must be a body and its checksum, and nothi
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
+    /// Name of the format.
     pub format: String,
+    /// Version of the format.
     pub version: u32,
     /// Optimizer steps taken when it was written.
     pub step: u64,
     /// When it was written: UTC, `2026-01-31T23:59:59Z`.
     pub created: String,
+    /// The tables.
     pub tables: Vec<TableEntry>,
     /// Dense weights and optimizer variables of a model, if there were any.
     pub arrays: Option<DataFile>,
@@ -50,19 +53,27 @@ pub struct Manifest {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+/// A table of a dump.
 pub struct TableEntry {
+    /// Name of the table.
     pub name: String,
+    /// Floats in a row.
     pub dim: usize,
     /// Of rows and states: `float32`.
     pub dtype: String,
     /// `None`: a dynamic table.
     pub vocabulary_size: Option<u64>,
+    /// Seed of first values.
     pub seed: u64,
+    /// Initializer of first values.
     pub initializer: Initializer,
     /// The update whose states are kept; `None` if no optimizer had touched the table.
     pub update: Option<Update>,
+    /// States of a record, in order.
     pub states: Vec<StateEntry>,
+    /// Number of rows.
     pub num_rows: u64,
+    /// Files with the rows.
     pub shards: Vec<DataFile>,
 }
 
@@ -70,7 +81,9 @@ pub struct TableEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StateEntry {
+    /// Name of the state.
     pub name: String,
+    /// Floats in a record.
     pub width: usize,
 }
 
@@ -90,10 +103,15 @@ pub struct DataFile {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+/// A tensor of a file.
 pub struct Tensor {
+    /// Name of the tensor.
     pub name: String,
+    /// Element type.
     pub dtype: Dtype,
+    /// Number of elements along each axis.
     pub shape: Vec<usize>,
+    /// Checksum of each block.
     pub blocks: Blocks,
 }
 

@@ -9,13 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::checksum::{BLOCK_BYTES, Checksum};
-use super::data_reader::DataReader;
+use super::data_reader::{DataReader, check_all};
 use super::manifest::{DataFile, MANIFEST, Manifest, Tensor};
 use super::open::open_regular;
 use super::writer::Array;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::pool::{self, FirstError};
 
 /// Blocks that are read and hashed side by side.
 const VERIFIED_BLOCKS: usize = 8;
@@ -42,6 +41,9 @@ pub fn verify(path: &Path) -> Result<()> {
 }
 
 /// The arrays of a dump, as [`DumpReader::arrays`].
+///
+/// # Errors
+/// [`Error::CorruptDump`], [`Error::Io`], [`Error::Memory`].
 pub fn read_arrays(path: &Path) -> Result<Vec<Array<'static>>> {
     with_snapshot(path, DumpReader::arrays)
 }
@@ -116,6 +118,7 @@ impl DumpReader {
         Ok(Cow::Owned(DumpReader { held, ..self.clone() }))
     }
 
+    /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -132,6 +135,9 @@ impl DumpReader {
     }
 
     /// The arrays, widest dtype first, else in the order in which they were given; their file is verified.
+    ///
+    /// # Errors
+    /// [`Error::CorruptDump`], [`Error::Io`], [`Error::Memory`], [`Error::DumpReplaced`].
     pub fn arrays(&self) -> Result<Vec<Array<'static>>> {
         let Some(entry) = &self.manifest.arrays else { return Ok(Vec::new()) };
         let file = self.open_file(entry, None)?;
@@ -179,13 +185,6 @@ impl DumpReader {
 /// A network file system gives the second where another machine has removed the file.
 fn is_gone(error: &io::Error) -> bool {
     error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESTALE)
-}
-
-/// Tries all pieces side by side.
-pub(super) fn check_all<T: Send>(pieces: Vec<T>, check: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
-    let error = FirstError::default();
-    pool::global()?.run(pieces, |piece| error.note(check(piece)));
-    error.into_result()
 }
 
 /// Memory for a tensor, if the machine has it.

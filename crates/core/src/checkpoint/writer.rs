@@ -19,9 +19,9 @@ use super::manifest::{
     manifest_aside_name,
 };
 use super::{CHUNK_BYTES, KEY_BYTES, SHARD_BYTES, columns, utc};
+use crate::contract::table::{Cursor, Records, Table};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::table::{Cursor, Records, Table};
 
 /// What memory is for.
 const BUFFER: &str = "the rows of a dump";
@@ -47,9 +47,11 @@ impl Default for DumpOptions {
 /// A dense array to keep beside the tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array<'a> {
+    /// Name of the array.
     pub name: String,
     /// As safetensors calls it: `F32`, `I64`, `BF16`, ...
     pub dtype: String,
+    /// Number of elements along each axis.
     pub shape: Vec<usize>,
     /// Row-major, little-endian.
     pub data: Cow<'a, [u8]>,

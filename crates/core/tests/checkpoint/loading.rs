@@ -4,9 +4,9 @@ use sok_core::Error;
 use sok_core::checkpoint::{
     Binding, Disk, DumpReader, LoadMode, LoadOptions, MANIFEST, Target, dump, dump_with, load, read_manifest,
 };
+use sok_core::contract::table::{Table, TableConfig};
+use sok_core::formula::{Adam, Rule};
 use sok_core::initializer::Initializer;
-use sok_core::optimizer::Rule;
-use sok_core::table::{Table, TableConfig};
 
 use crate::support::*;
 
@@ -76,7 +76,7 @@ fn hyper_parameters_and_initializer_stay_the_table_s_own_and_the_seed_comes() {
     let directory = Directory::new();
     let dumped = MapTable::new("t", 2, adam()).filled(0..10, 0.0);
     dump(&directory.dump(), &[&dumped], &[], &options(64)).unwrap();
-    let other = update(Rule::Adam { beta_1: 0.5, beta_2: 0.5, epsilon: 1.0, amsgrad: false });
+    let other = update(Rule::Adam(Adam { beta_1: 0.5, beta_2: 0.5, epsilon: 1.0, amsgrad: false }));
     let mut target = MapTable::new("t", 2, other);
     target.config.seed = 1;
     target.config.initializer = Initializer::Constant { value: 3.0 };
@@ -212,7 +212,7 @@ fn mismatches_say_the_rule_and_what_came() {
         "the optimizer of table `movies` must be the dump's: expected adam, got row_wise_adagrad. \
          Pass `states=False` to load the rows without optimizer states"
     );
-    let amsgrad = update(Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: true });
+    let amsgrad = update(Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: true }));
     assert_eq!(
         text("movies", &table(4, amsgrad)),
         "the states of table `movies` must be the dump's: expected `momentum` of width 4, `velocity` of width 4; \

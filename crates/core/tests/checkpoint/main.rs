@@ -18,9 +18,9 @@ use sok_core::checkpoint::{
     Array, BLOCK_BYTES, CHUNK_BYTES, Disk, DumpOptions, LoadOptions, MANIFEST, dump, dump_with, load,
     read_arrays, read_manifest, verify,
 };
+use sok_core::contract::table::Table;
+use sok_core::formula::{Adam, Rule};
 use sok_core::key::Key;
-use sok_core::optimizer::Rule;
-use sok_core::table::Table;
 use support::*;
 
 #[test]
@@ -58,7 +58,8 @@ fn hyper_parameters_come_back_to_the_bit() {
     let directory = Directory::new();
     // The shortest decimal of each has 16 or 17 digits.
     for value in [0.1 + 0.2 + 0.6, 1.0 - f64::EPSILON / 2.0, 0.899_999_999_999_999_9, 1e-7 / 3.0, 2.0 / 3.0] {
-        let rule = Rule::Adam { beta_1: value, beta_2: value / 3.0, epsilon: value * 1e-7, amsgrad: true };
+        let rule =
+            Rule::Adam(Adam { beta_1: value, beta_2: value / 3.0, epsilon: value * 1e-7, amsgrad: true });
         let table = MapTable::new("t", 1, update(rule));
         dump(&directory.dump(), &[&table], &[], &options(1 << 30)).unwrap();
         assert_eq!(read_manifest(&directory.dump()).unwrap().tables[0].update, table.update);

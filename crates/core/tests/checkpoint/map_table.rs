@@ -4,12 +4,13 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 
 use sok_core::Result;
-use sok_core::initializer::Initializer;
-use sok_core::key::Key;
-use sok_core::optimizer::{Rule, Update, UpdateScalars};
-use sok_core::table::{
+use sok_core::contract::table::{
     CheckMode, Cursor, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig, TableStats,
 };
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::{Adam, RowWiseAdagrad, Rule};
+use sok_core::initializer::Initializer;
+use sok_core::key::Key;
 
 #[derive(Clone, Debug)]
 pub struct MapTable {
@@ -179,9 +180,9 @@ pub fn update(rule: Rule) -> Option<Update> {
 }
 
 pub fn adam() -> Option<Update> {
-    update(Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false })
+    update(Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false }))
 }
 
 pub fn row_wise() -> Option<Update> {
-    update(Rule::RowWiseAdagrad { initial_accumulator_value: 0.1, epsilon: 1e-7 })
+    update(Rule::RowWiseAdagrad(RowWiseAdagrad { initial_accumulator_value: 0.1, epsilon: 1e-7 }))
 }

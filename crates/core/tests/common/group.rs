@@ -4,12 +4,12 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use sok_core::batch::{Bags, Combiner, Feature, Keys, Splits};
+use sok_core::contract::batch::{Bags, Combiner, Feature, Keys, Splits};
+use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, TableConfig};
 use sok_core::error::Result;
+use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 use sok_core::math::sum_of_squares;
-use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::table::{Insertion, OutOfVocabulary, Outcomes, TableConfig};
 
 use super::table::{ModelTable, add, merge};
 

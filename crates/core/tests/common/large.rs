@@ -1,14 +1,15 @@
 //! Calls that are large enough for many threads, many blocks, and several runs of a key.
 
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, TableConfig};
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::{Adagrad, Adam, Formula, Rule, Sgd};
 use sok_core::key::Key;
-use sok_core::optimizer::{Rule, Update, UpdateScalars};
-use sok_core::table::{CheckMode, Insertion, Missing, OutOfVocabulary, TableConfig};
 
 use super::Dice;
 use super::group::{Ids, Input, KeyType, Shape};
 use super::steps::Op;
-use super::strategies::{DIMS, WEIGHTS, plain_config, rules};
+use super::strategies::{DIMS, WEIGHTS, plain_config};
 use super::table::TableOp;
 
 pub fn large_config(dice: &mut Dice) -> TableConfig {
@@ -24,7 +25,7 @@ pub fn large_config(dice: &mut Dice) -> TableConfig {
 
 pub fn any_update(dice: &mut Dice) -> Update {
     let (weight_decay, clipvalue) = (dice.pick(&[None, Some(0.1)]), dice.pick(&[None, Some(0.5)]));
-    Update { rule: dice.pick(&rules()), weight_decay, clipvalue, clipnorm: None }
+    Update { rule: dice.pick(&Rule::variants()), weight_decay, clipvalue, clipnorm: None }
 }
 
 /// Ids of which some come thousands of times.
@@ -129,6 +130,10 @@ pub fn large_steps(inputs: impl Fn(&mut Dice) -> Vec<Input>) -> Vec<Op> {
     }
     ops
 }
+
+pub const SGD: Rule = Rule::Sgd(Sgd::VARIANTS[0]);
+pub const ADAM: Rule = Rule::Adam(Adam::VARIANTS[0]);
+pub const ADAGRAD: Rule = Rule::Adagrad(Adagrad::VARIANTS[0]);
 
 pub fn plain_update(rule: Rule) -> Update {
     Update { rule, weight_decay: None, clipvalue: None, clipnorm: None }

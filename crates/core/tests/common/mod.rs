@@ -4,6 +4,7 @@
 
 pub mod group;
 pub mod large;
+pub mod record_step;
 pub mod steps;
 pub mod strategies;
 pub mod subject;
@@ -13,8 +14,8 @@ pub mod table_suite;
 
 use std::collections::BTreeMap;
 
+use sok_core::contract::table::{Cursor, Records, Table};
 use sok_core::key::Key;
-use sok_core::table::{Cursor, Records, Table};
 
 /// Random numbers from a seed, the same on every run (SplitMix64 of Steele, Lea and Flood).
 pub struct Dice(pub u64);

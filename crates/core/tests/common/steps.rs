@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig};
+use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig};
+use sok_core::formula::update::{Update, UpdateScalars};
 
 use super::group::{Input, Model};
 use super::strategies::{DIMS, input, scalars, table_op, update};

@@ -2,11 +2,12 @@
 
 use proptest::prelude::*;
 use proptest::sample::select;
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
+use sok_core::formula::Rule;
+use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
-use sok_core::optimizer::{Rule, Update, UpdateScalars};
-use sok_core::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
 
 use super::group::{Ids, Input, KeyType, Shape};
 use super::table::TableOp;
@@ -82,39 +83,10 @@ pub fn keys(most: usize) -> impl Strategy<Value = Vec<Key>> {
     prop::collection::vec(key(), 0..most)
 }
 
-pub fn rules() -> Vec<Rule> {
-    let sgd = |momentum, nesterov| Rule::Sgd { momentum, nesterov };
-    let adam = |amsgrad| Rule::Adam { beta_1: 0.9, beta_2: 0.99, epsilon: 1e-7, amsgrad };
-    let rms = |momentum, centered| Rule::RmsProp { rho: 0.9, momentum, epsilon: 1e-3, centered };
-    let ftrl = |learning_rate_power| Rule::Ftrl {
-        learning_rate_power,
-        initial_accumulator_value: 0.1,
-        l1_regularization_strength: 0.001,
-        l2_regularization_strength: 0.01,
-        l2_shrinkage_regularization_strength: 0.01,
-        beta: 0.1,
-    };
-    vec![
-        sgd(0.0, false),
-        sgd(0.9, false),
-        sgd(0.9, true),
-        adam(false),
-        adam(true),
-        Rule::Adagrad { initial_accumulator_value: 0.1, epsilon: 1e-7 },
-        Rule::RowWiseAdagrad { initial_accumulator_value: 0.2, epsilon: 1e-7 },
-        rms(0.0, false),
-        rms(0.9, false),
-        rms(0.0, true),
-        rms(0.9, true),
-        ftrl(-0.5),
-        ftrl(-0.7),
-    ]
-}
-
 /// Any rule, with and without decay and clipping by value.
 pub fn update() -> impl Strategy<Value = Update> {
     let limits = (select(vec![None, Some(0.1)]), select(vec![None, Some(0.5)]));
-    (select(rules()), limits).prop_map(|(rule, (weight_decay, clipvalue))| Update {
+    (select(Rule::variants()), limits).prop_map(|(rule, (weight_decay, clipvalue))| Update {
         rule,
         weight_decay,
         clipvalue,

@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::{GradientRows, Keep};
+use sok_core::contract::group::Group;
+use sok_core::contract::table::{Insertion, Table, TableConfig};
+use sok_core::contract::ticket::{Named, TICKET_LEN};
 use sok_core::error::Result;
-use sok_core::host_group::{ApplyScalars, Binding, HostGroup};
-use sok_core::optimizer::{Update, UpdateScalars};
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::host::group::{ApplyScalars, HostGroup};
+use sok_core::host::push::OutputGradients;
 use sok_core::pool::Pool;
-use sok_core::push::{GradientRows, Keep, OutputGradients};
-use sok_core::table::{Insertion, Table, TableConfig};
-use sok_core::ticket::{Named, TICKET_LEN};
 
 use super::group::Input;
 use super::unwritten;
@@ -179,7 +182,7 @@ impl Subject for HostSubject {
     }
 
     fn pending_pushes(&mut self) -> usize {
-        self.group.pending_pushes()
+        self.group.pending_pushes(true).unwrap()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

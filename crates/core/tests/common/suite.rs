@@ -3,24 +3,25 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::binding::Binding;
+use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig};
 use sok_core::error::Error;
-use sok_core::host_group::Binding;
+use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
+use sok_core::formula::{Rule, Sgd};
 use sok_core::key::Key;
-use sok_core::optimizer::{Rule, Update, UpdateScalars, clipnorm_factor};
-use sok_core::table::{CheckMode, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig};
 
 use super::group::{Input, Model, Shape};
-use super::large::{huge_inputs, large_steps, plain_update};
+use super::large::{ADAGRAD, ADAM, SGD, huge_inputs, large_steps, plain_update};
 use super::steps::{Bench, Op, run_all};
-use super::strategies::{WEIGHTS, plain_config, rules};
+use super::strategies::{WEIGHTS, plain_config};
 use super::subject::{Maker, OWNER, Subject, binding};
 use super::table::{ModelTable, TableOp};
 use super::{Dice, scan};
 
 pub fn a_call_of_sixty_thousand_ids_follows_the_model_with_any_number_of_threads(maker: &Maker) {
     let configs = [plain_config("hot", 32), plain_config("cold", 17)];
-    run_all(&configs, plain_update(rules()[3]), &large_steps(huge_inputs), maker);
+    run_all(&configs, plain_update(ADAM), &large_steps(huge_inputs), maker);
 }
 
 pub fn weights_and_padding_in_a_large_call_follow_the_model(maker: &Maker) {
@@ -33,12 +34,12 @@ pub fn weights_and_padding_in_a_large_call_follow_the_model(maker: &Maker) {
         inputs
     };
     let configs = [plain_config("hot", 16), plain_config("cold", 3)];
-    run_all(&configs, plain_update(rules()[5]), &large_steps(weighted), maker);
+    run_all(&configs, plain_update(ADAGRAD), &large_steps(weighted), maker);
 }
 
 pub fn a_key_that_is_all_of_a_large_call_is_summed_in_runs_of_64(maker: &Maker) {
     let one = |_: &mut Dice| vec![Input::plain(0, &[9; 30_001]), Input::plain(0, &[9; 1001])];
-    run_all(&[plain_config("t", 8)], plain_update(rules()[0]), &large_steps(one), maker);
+    run_all(&[plain_config("t", 8)], plain_update(SGD), &large_steps(one), maker);
 }
 
 pub fn bags_of_no_ids_are_zeros(maker: &Maker) {
@@ -46,7 +47,7 @@ pub fn bags_of_no_ids_are_zeros(maker: &Maker) {
     for combiner in [Combiner::Sum, Combiner::Mean, Combiner::Sqrtn] {
         let inputs = shapes.clone().map(|shape| Input { shape, combiner, ..Input::plain(0, &[]) });
         let ops = [Op::Lookup { inputs: inputs.to_vec(), insertion: Insertion::AtLookup, save: true }];
-        run_all(&[plain_config("t", 16)], plain_update(rules()[0]), &ops, maker);
+        run_all(&[plain_config("t", 16)], plain_update(SGD), &ops, maker);
     }
 }
 
@@ -55,7 +56,7 @@ pub fn bags_of_no_ids_are_zeros(maker: &Maker) {
 /// A bound group of the tables, and what is in them.
 fn group(configs: &[TableConfig], maker: &Maker) -> Box<dyn Subject> {
     let mut subject = (maker.make)(configs).remove(0);
-    subject.bind(binding(OWNER, plain_update(rules()[0]))).unwrap();
+    subject.bind(binding(OWNER, plain_update(SGD))).unwrap();
     subject
 }
 
@@ -220,7 +221,7 @@ pub fn a_commit_inserts_what_fits_by_first_occurrence_and_drops_the_rest(maker: 
 /// answers is what it would have inserted.
 pub fn rows_made_by_a_commit_learn_from_that_very_step(maker: &Maker) {
     let configs = [plain_config("a", 16), plain_config("b", 3)];
-    for (rule, hold) in [(rules()[3], true), (rules()[3], false), (rules()[5], true)] {
+    for (rule, hold) in [(ADAM, true), (ADAM, false), (ADAGRAD, true)] {
         let mut dice = Dice(11);
         let mut ops = Vec::new();
         for step in 1..4 {
@@ -310,7 +311,7 @@ pub fn an_id_of_weight_zero_sees_what_the_call_inserts_wherever_it_stands_and_ho
         Op::Lookup { inputs: vec![first, second, third], insertion: Insertion::AtLookup, save: true },
         Op::Push { lookup: 0, hold: false, seed: 1 },
     ];
-    run_all(&[config], plain_update(rules()[0]), &ops, maker);
+    run_all(&[config], plain_update(SGD), &ops, maker);
 }
 
 // ---- tickets
@@ -421,7 +422,7 @@ pub fn an_optimizer_may_not_update_records_that_have_another_ones_states(maker: 
     let mut subject = zeros_group(maker);
     pushes(&mut *subject, 2);
     let own = subject.binding().unwrap();
-    let rule = Rule::Sgd { momentum: 0.9, nesterov: false };
+    let rule = Rule::Sgd(Sgd { momentum: 0.9, nesterov: false });
     let other = Binding { owner: own.owner + 1, update: Update { rule, ..own.update }, ..own };
     for (bound, refused) in [(own, other), (other, own)] {
         subject.bind(bound).unwrap();
@@ -472,7 +473,7 @@ pub fn a_second_push_without_an_optimizer_is_refused(maker: &Maker) {
         "the tables `a`, `b` were trained a second time, but no optimizer has updated them: the gradients would pile up \
          and no row would move. Compile with `sok_keras.OptimizerWrapper(optimizer)`"
     );
-    subject.bind(binding(OWNER, plain_update(rules()[0]))).unwrap();
+    subject.bind(binding(OWNER, plain_update(SGD))).unwrap();
     subject.push(2, lookup, &kept, false, &[]).unwrap();
 }
 
@@ -491,7 +492,7 @@ pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
 
 /// Commits two pushes and compares the norm, then the rows clipped by it, with the model's.
 pub fn the_norm_is_that_of_merged_rows_and_clips_each_table_by_its_own(maker: &Maker) {
-    let clipped = Update { clipnorm: Some(0.75), ..plain_update(rules()[0]) };
+    let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
     for hold in [false, true] {
         for pushes in [1, 2] {
             clip(clipped, hold, pushes, maker);

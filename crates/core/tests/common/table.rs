@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use sok_core::contract::table::{CheckMode, Cursor, Missing, Outcomes, Records, Table, TableConfig};
 use sok_core::error::{Error, Result};
+use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
-use sok_core::optimizer::{Conditioning, RowWiseAdagradStep, Step, StepVisitor, Update, UpdateScalars};
-use sok_core::table::{CheckMode, Cursor, Missing, Outcomes, Records, Table, TableConfig};
 
+use super::record_step::update_record;
 use super::{Dice, bits, scan, unwritten};
 
 /// A key's row and states. `birth` tells it from a record that the key had before it was erased.
@@ -182,12 +183,11 @@ impl ModelTable {
     /// One optimizer step of a record, if the key has one.
     pub fn step(&mut self, key: Key, gradient: &[f32], update: &Update, scalars: &UpdateScalars) {
         let Some(record) = self.rows.get_mut(&key) else { return };
-        let conditioning = update.conditioning(scalars);
-        update.rule.visit(scalars, RecordStep { conditioning, values: &mut record.values, gradient });
+        update_record(update, scalars, &mut record.values, gradient);
     }
 
     pub fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) {
-        let states = |u: Option<Update>| u.map(|u| u.rule.states(self.config.dim)).unwrap_or_default();
+        let states = |u: Option<Update>| u.map(|u| (u.rule.name(), u.rule.states(self.config.dim)));
         let is_same = states(self.update) == states(update);
         self.update = update;
         if is_same && keep_states {
@@ -230,42 +230,6 @@ fn sum_in_order(rows: &[Vec<f32>]) -> Vec<f32> {
 
 pub fn add(sum: &mut [f32], row: &[f32]) {
     sum.iter_mut().zip(row).for_each(|(s, x)| *s += x);
-}
-
-/// One step of one record, column by column.
-struct RecordStep<'a> {
-    conditioning: Conditioning,
-    values: &'a mut [f32],
-    gradient: &'a [f32],
-}
-
-impl StepVisitor for RecordStep<'_> {
-    type Output = ();
-
-    fn visit<S: Step>(self, step: S) {
-        let dim = self.gradient.len();
-        for column in 0..dim {
-            let mut states = [f32::NAN; 3];
-            for i in 0..S::STATES {
-                states[i] = self.values[(1 + i) * dim + column];
-            }
-            let x = self.conditioning.value(self.values[column]);
-            let gradient = self.conditioning.gradient(self.gradient[column]);
-            self.values[column] = step.step(x, &mut states, gradient);
-            for i in 0..S::STATES {
-                self.values[(1 + i) * dim + column] = states[i];
-            }
-        }
-    }
-
-    fn visit_row_wise(self, step: RowWiseAdagradStep) {
-        let gradient: Vec<f32> = self.gradient.iter().map(|g| self.conditioning.gradient(*g)).collect();
-        let (row, accumulator) = self.values.split_at_mut(gradient.len());
-        let divisor = step.accumulate(&mut accumulator[0], &gradient);
-        for (x, g) in row.iter_mut().zip(gradient) {
-            *x = step.step(self.conditioning.value(*x), divisor, g);
-        }
-    }
 }
 
 /// A call of a method of `Table`. Rows and gradients come from seeds.

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use sok_core::contract::table::{Cursor, Outcomes, Records, Table, TableConfig};
+use sok_core::formula::update::Update;
 use sok_core::key::Key;
-use sok_core::optimizer::Update;
-use sok_core::table::{Cursor, Outcomes, Records, Table, TableConfig};
 
-use super::strategies::{plain_config, rules};
+use super::large::ADAM;
+use super::strategies::plain_config;
 use super::{bits, scan};
 
 pub type MakeTable = fn(TableConfig) -> Box<dyn Table>;
@@ -117,6 +118,6 @@ fn number_rows_of_two(table: &mut dyn Table) {
 }
 
 fn adam() -> Update {
-    let rule = rules()[3];
+    let rule = ADAM;
     Update { rule, weight_decay: None, clipvalue: None, clipnorm: None }
 }

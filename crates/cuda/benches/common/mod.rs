@@ -1,4 +1,4 @@
-//! What the benches share: the device and what is written above a table of figures, keys, times.
+//! Code that the benches share: the device, the heading of a table of figures, keys and times.
 #![allow(dead_code, reason = "each bench uses its part")]
 
 use std::io::Write;
@@ -7,11 +7,12 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DEFAULT;
 use cudarc::driver::{CudaEvent, CudaStream};
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, TableConfig};
+use sok_core::formula::update::Update;
+use sok_core::formula::{Adam, Rule};
 use sok_core::initializer::Initializer;
 use sok_core::key::hash;
-use sok_core::optimizer::{Rule, Update};
-use sok_core::table::{CheckMode, Insertion, Missing, OutOfVocabulary, TableConfig};
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
@@ -23,7 +24,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Prints what the figures depend on.
+    /// Opens the device and prints what the figures depend on.
     pub fn start(what: &str) -> Bench {
         let device = Device::shared(0, &[]).unwrap();
         let ask = |program: &str, arguments: &[&str]| {
@@ -41,7 +42,7 @@ impl Bench {
     }
 
     pub fn stream(&self) -> Stream {
-        Stream(self.stream.cu_stream())
+        Stream::of_cudarc(&self.stream)
     }
 
     pub fn mark(&self) -> CudaEvent {
@@ -51,10 +52,11 @@ impl Bench {
     }
 }
 
-/// Calls between two events: one after each would keep the next from being made ready meanwhile, as none does in training.
+/// Number of calls between two events. An event after each call would prevent the next call from being prepared while the call
+/// runs. In training there are no such events.
 const IN_A_ROW: usize = 4;
 
-/// Milliseconds of a call on each of `inputs`, as many in a row between two events.
+/// Runs `call` on each of `inputs`, with `IN_A_ROW` calls between two events. Returns the milliseconds per call.
 pub fn time_in_a_row<T>(bench: &Bench, inputs: &[T], mut call: impl FnMut(&T)) -> Vec<f32> {
     let mut marks = vec![bench.mark()];
     for row in inputs.chunks(IN_A_ROW) {
@@ -66,7 +68,7 @@ pub fn time_in_a_row<T>(bench: &Bench, inputs: &[T], mut call: impl FnMut(&T)) -
     marks.windows(2).map(time).collect()
 }
 
-/// What a call has of each of its tables: one feature.
+/// The shape of a call with one feature for each table.
 #[derive(Clone, Copy)]
 pub struct Shape {
     pub tables: usize,
@@ -76,7 +78,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Ids, one array after the other, their weights likewise, and where the rows go.
+    /// Returns the features of a call. `ids`, `weights` and `rows` are addresses of contiguous arrays, one table after the other.
     pub fn features(self, ids: u64, weights: Option<u64>, rows: u64) -> Vec<Feature<'static>> {
         let Shape { tables, samples: num_bags, hotness, dim } = self;
         let len = num_bags * hotness;
@@ -100,15 +102,17 @@ pub fn fill(bench: &Bench, group: &mut GpuGroup, shape: Shape, vocabulary: u64, 
     for some in keys.chunks(shape.samples) {
         let all = Buffer::from_slice(&bench.device.context, &some.repeat(shape.tables)).unwrap();
         let shape = Shape { samples: some.len(), hotness: 1, ..shape };
-        group
-            .lookup(
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            group.lookup(
                 &shape.features(all.address(), None, rows),
                 Insertion::AtLookup,
                 false,
                 None,
                 bench.stream(),
             )
-            .unwrap();
+        }
+        .unwrap();
     }
 }
 
@@ -133,7 +137,8 @@ pub fn unit(i: u64) -> f64 {
     ((hash(i.wrapping_mul(0x9e37_79b9_7f4a_7c15)) >> 11) as f64 + 0.5) / (1u64 << 53) as f64
 }
 
-/// One of so many rows: row r as likely as 1 / (r + 1)^1.05, or all alike.
+/// Returns one of `rows` rows for a `u` between 0 and 1. With `zipf`, the probability of row r is proportional to 1 / (r + 1)^1.05;
+/// otherwise all rows have the same probability.
 pub fn draw_row(u: f64, rows: u64, zipf: bool) -> u64 {
     let n = rows as f64;
     let row = if zipf { ((n.powf(-0.05) - 1.0) * u + 1.0).powf(1.0 / -0.05) } else { u * n + 1.0 };
@@ -145,7 +150,7 @@ pub fn key_of(row: u64) -> u64 {
 }
 
 pub const ADAM: Update = Update {
-    rule: Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false },
+    rule: Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false }),
     weight_decay: None,
     clipvalue: None,
     clipnorm: None,

@@ -1,14 +1,15 @@
-//! Ids that a lookup found no record for and whose rows a commit makes.
+//! Absent ids: a lookup has found no record for them, and a commit inserts their keys.
 //!
-//! Such a lookup keeps its inputs and the records that it found. The commit looks the ids without a record up again, now to insert
-//! them, and applies their gradients as those of one more push.
+//! Such a lookup keeps its inputs and the records that it found. The commit looks the ids without a record up again, inserts their
+//! keys, and applies their gradients as those of one more push.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use sok_core::contract::group::Group;
+use sok_core::contract::table::Outcomes;
+use sok_core::contract::ticket::{Named, TICKET_LEN};
 use sok_core::error::{Error, Result};
-use sok_core::table::Outcomes;
-use sok_core::ticket::{Named, TICKET_LEN};
 
 use super::{GpuGroup, Push, SavedLookup};
 use crate::device::Stream;
@@ -16,15 +17,15 @@ use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
 use crate::step::{AbsentIds, Bags, Feature, KeyType, Workspace};
 
-/// What a saved lookup knows of its absent ids.
+/// The absent ids of a saved lookup.
 #[derive(Default)]
 pub(super) enum Absent {
-    /// No commit is to insert them.
+    /// No commit will insert them.
     #[default]
     None,
-    /// What a commit needs to insert them.
+    /// A commit may insert them, from these inputs.
     Waiting(Inputs),
-    /// They were inserted: the lookup that did it.
+    /// A commit has inserted them, by this lookup.
     Inserted(Arc<SavedLookup>),
 }
 
@@ -38,33 +39,36 @@ impl Absent {
     }
 }
 
-/// A lookup's inputs in memory of ours: a framework's may be gone when the commit comes.
+/// Copies of a lookup's inputs, because the memory of the framework may be gone when the commit comes.
 pub(super) struct Inputs {
+    /// A head, the record number of each id, and the tensors of the features. The first word of the head is the number of absent
+    /// ids.
     pub memory: Buffer<u32>,
     features: Vec<Feature<'static>>,
-    /// Of each feature, the place of its first id among all.
+    /// By feature: the place of its first id in the call.
     first_ids: Vec<usize>,
     num_ids: usize,
 }
 
-/// Records that a lookup found, 0 for none.
+/// The record numbers that a lookup found, on the host; 0 for none.
 pub(super) struct KnownRecords {
     records: Vec<u32>,
-    /// Of each feature.
+    /// By feature: the places of its ids.
     places: Vec<std::ops::Range<usize>>,
 }
 
 impl KnownRecords {
+    /// The record numbers of a feature's ids.
     pub fn of_feature(&self, number: usize) -> &[u32] {
         &self.records[self.places[number].clone()]
     }
 }
 
-/// Words before the records: the count of absent ids, on a line of its own.
+/// Words before the records. The first is the number of absent ids; it has a cache line of its own.
 const HEAD: usize = 32;
 
 impl Inputs {
-    /// Copies a lookup's inputs, in the order of the stream.
+    /// Enqueues copying a lookup's inputs.
     pub fn keep(
         workspace: &mut Workspace,
         tables: &[GpuTable],
@@ -84,7 +88,7 @@ impl Inputs {
         Ok(Inputs { memory, features: copied, first_ids: workspace.first_ids(tables, features), num_ids })
     }
 
-    /// Where the lookup counts its absent ids.
+    /// Address of the word in which the lookup counts its absent ids.
     pub fn count_address(&self) -> u64 {
         self.memory.address()
     }
@@ -93,39 +97,40 @@ impl Inputs {
         self.memory.at(HEAD)
     }
 
-    /// Copies the records that the lookup found.
+    /// Enqueues copying the records that the lookup found. `found`: address of the record number of each id.
     #[allow(unsafe_code)]
     pub fn keep_records(&self, found: u64, stream: Stream) -> Result<()> {
-        // SAFETY: `found` has a word an id; so has the memory behind its head.
+        // SAFETY: `found` has a word for each id, and so has the memory after its head.
         unsafe { stream.copy(self.known_address(), found, 4 * self.num_ids) }
     }
 
-    /// How many ids were absent. Nothing may be under way.
+    /// Returns the number of absent ids. The device must be idle.
     fn num_absent(&self) -> Result<u32> {
         Ok(self.memory.read(0, 1)?[0])
     }
 
-    /// Nothing may be under way.
+    /// Copies the records that the lookup found to the host. The device must be idle.
     fn known_records(&self) -> Result<KnownRecords> {
         let places = self.features.iter().zip(&self.first_ids).map(|(f, &first)| first..first + f.ids.len);
         Ok(KnownRecords { records: self.memory.read(HEAD, self.num_ids)?, places: places.collect() })
     }
 
-    /// Has the commit pass over a feature.
+    /// Enqueues marking all ids of a feature as found, so that the commit inserts none of them.
     #[allow(unsafe_code)]
     fn pass_over(&self, number: usize, stream: Stream) -> Result<()> {
         let (first, num_ids) = (self.first_ids[number], self.features[number].ids.len);
-        // SAFETY: the feature's part of the records.
+        // SAFETY: The range is the feature's part of the records.
         unsafe { stream.fill(self.memory.at(HEAD + first), 0xff, 4 * num_ids) }
     }
 }
 
 #[allow(unsafe_code)]
 fn stream_zero(memory: &Buffer<u32>, stream: Stream) -> Result<()> {
-    // SAFETY: the head, which all inputs have.
+    // SAFETY: The range is the head, which all inputs have.
     unsafe { stream.fill(memory.address(), 0, 4 * HEAD) }
 }
 
+/// Returns the number of words that `copy_feature` takes for a feature. Each tensor takes an even number.
 fn num_input_words(feature: &Feature) -> usize {
     let wide = |words: usize| words.next_multiple_of(2);
     let id_words = if feature.ids.key_type == KeyType::Wide { 2 } else { 1 };
@@ -141,7 +146,7 @@ fn split_words(feature: &Feature) -> usize {
     }
 }
 
-/// The feature with its tensors in `memory`, from word `at` on.
+/// Enqueues copying the tensors of a feature to `memory`, from word `at` on. Returns the feature with these tensors.
 fn copy_feature(
     feature: &Feature,
     memory: &Buffer<u32>,
@@ -172,23 +177,23 @@ fn copy_words(memory: &Buffer<u32>, at: &mut usize, from: u64, words: usize, str
     *at += words.next_multiple_of(2);
     assert!(*at <= memory.len(), "as `num_input_words` says");
     if words > 0 {
-        // SAFETY: - a tensor of the call has so many words: its length was checked.
-        //         - within the memory: checked above.
+        // SAFETY: The tensor has this many words, since its length was checked. The destination is within the memory, as checked
+        // above.
         unsafe { stream.copy(to, from, 4 * words)? };
     }
     Ok(to)
 }
 
 impl GpuGroup {
-    /// Whether a push waits whose lookup left insertion to the commit.
+    /// Returns whether there is a pending push whose lookup has left insertion to the commit.
     pub(crate) fn inserts_at_commit(&self) -> bool {
         self.ring.iter().any(|push| !matches!(*push.lookup.absent(), Absent::None))
     }
 
-    /// The pushes that a ticket names. Waits for the device.
+    /// Returns the pushes that a ticket names. `ticket`: its address on the device. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Ticket`] if one of them is gone.
+    /// [`Error::Ticket`] if one of them is not pending.
     pub(crate) fn resolve(&mut self, ticket: u64) -> Result<Vec<Named>> {
         self.check_fault()?;
         self.settle()?;
@@ -197,11 +202,11 @@ impl GpuGroup {
         self.ring.resolve(&ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
     }
 
-    /// Whether the tables take the absent keys of these pushes. Nothing may be under way; adds to the statistics what steps have
-    /// counted, and changes nothing else.
+    /// Checks that the tables have room for the absent keys of these pushes. Adds the counts of steps to the statistics, and
+    /// changes nothing else. The device must be idle.
     ///
     /// # Errors
-    /// [`Error::TableFull`] if one refuses some, and its check mode asks for it.
+    /// [`Error::TableFull`] if a table does not have room for all of them, and its check mode is `Raise`.
     pub(crate) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for table in 0..self.tables.len() {
@@ -223,7 +228,7 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Absent keys of a table that these pushes bring at most.
+    /// Returns the maximum number of absent keys of a table in these pushes.
     fn most_absent(&self, named: &[Named], table: usize) -> Result<u64> {
         let mut most = 0;
         for lookup in self.lookups_of(named) {
@@ -239,13 +244,13 @@ impl GpuGroup {
         named.iter().filter_map(|n| self.ring.get(n.number)).map(|push| push.lookup.clone()).collect()
     }
 
-    /// Whether a table still has the records of a lookup.
+    /// Returns whether a table took part in a lookup and still has its records.
     fn has_records_of(&self, lookup: &SavedLookup, table: usize) -> bool {
         lookup.saved.generations.iter().any(|&(t, g)| t == table && self.tables[t].generation == g)
     }
 
-    /// Gives the absent keys of these pushes their records, in the order of the pushes, as far as there is room; their gradients
-    /// count with the next commit. Nothing may be under way; `check_absent` came before.
+    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room. Their gradients are added to
+    /// `carried`, so they count in the commit that follows. The device must be idle, and `check_absent` must have succeeded.
     pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
         self.workspace.enter(stream)?;
         let mut pushes = Vec::new();
@@ -260,7 +265,8 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// The lookup of what another one did not find; `None` if it found all. It inserts the keys, unless that was done before.
+    /// Returns the lookup of the ids that another one did not find, or `None` if it found all. Inserts the keys, unless an earlier
+    /// call has inserted them.
     fn look_up_absent(&mut self, lookup: &SavedLookup, stream: Stream) -> Result<Option<Arc<SavedLookup>>> {
         let mut absent = lookup.absent();
         match &*absent {
@@ -279,6 +285,7 @@ impl GpuGroup {
         }
     }
 
+    /// Looks up the absent ids of a lookup and inserts their keys. Waits for the device.
     fn insert_inputs(
         &mut self,
         lookup: &SavedLookup,
@@ -295,7 +302,7 @@ impl GpuGroup {
         let mut inserts: Vec<bool> =
             (0..self.tables.len()).map(|table| self.has_records_of(lookup, table)).collect();
         self.make_room(&inputs.features, Some(&known), &mut inserts, false, stream)?;
-        // Coefficients of weighted ids are found where rows are made.
+        // `make_rows` computes the coefficients of weighted ids, so it needs memory for rows.
         let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
         let absent = AbsentIds { count: 0, known: inputs.known_address() };
         let saved =
@@ -312,7 +319,7 @@ impl GpuGroup {
         saved.ok_or_else(|| Error::State("a lookup that is saved was not".into()))
     }
 
-    /// Features with memory for their rows, if they are `wanted`.
+    /// Returns the features, with memory for their rows if `wanted`.
     fn with_rows(
         &mut self,
         features: &[Feature<'static>],

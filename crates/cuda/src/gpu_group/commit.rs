@@ -1,25 +1,27 @@
-//! From tickets to updates: which pushes count, and what becomes of them.
+//! Commit and apply of one group: from the pushes that a ticket names to updated records.
 
 use std::sync::Arc;
 
+use sok_core::contract::group::Group;
+use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
-use sok_core::optimizer::Update;
-use sok_core::ticket::{Named, RING, gone};
+use sok_core::formula::update::Update;
 
 use super::{Combined, Committed, GpuGroup, Push, SavedLookup};
+use crate::abi::{self, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
-use crate::layout::{self, REPORT};
 use crate::memory::Buffer;
 use crate::rule;
 
 impl GpuGroup {
     // ---- commit
 
-    /// Learns what the last commit found: waits for it, if it has not run yet. What it named is over.
+    /// Reads the report of the last commit, and waits for it if it is not written yet. Drops the pushes that the commit named,
+    /// because their updates are enqueued; a push that is not applied yet goes to `carried`.
     ///
     /// # Errors
-    /// [`Error::Ticket`] if its ticket was wrong; nothing was applied.
+    /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
     pub fn settle(&mut self) -> Result<()> {
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
         if matches!(self.committed, Committed::Alone(_)) {
@@ -30,23 +32,28 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// The pushes that the last commit named, if the host has not asked yet.
+    /// Returns the pushes that the last commit named, with their weights, if the host has not read its report yet. Waits for the
+    /// report.
     fn take_named(&mut self) -> Result<Vec<(f32, Push)>> {
         let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
         self.wait_for_report(commit)?;
         for (t, table) in self.tables.iter_mut().enumerate() {
-            let counts = std::array::from_fn(|i| self.report.get(REPORT + 3 * t + i));
+            let counts = std::array::from_fn(|i| self.report.get(REPORT_WORDS + 3 * t + i));
             table.learn_from(counts, self.ids_since[t]);
         }
-        if self.report.get(2) == 0 {
-            let (row, weight) = (self.report.get(3), self.report.get_float(4));
+        if self.report.get(word_of!(ReportHead, is_due)) == 0 {
+            let (row, weight) = (
+                self.report.get(word_of!(ReportHead, bad_row)),
+                self.report.get_float(word_of!(ReportHead, bad_weight)),
+            );
             return Err(Error::Ticket {
                 tables: self.names(),
                 what: gone(u64::from(row), weight, self.ring.len()),
             });
         }
-        let named = self.report.get_wide(6);
-        let weight = |number: u64| self.report.get_float(8 + (number % RING) as usize);
+        let named = self.report.get_wide(word_of!(ReportHead, named));
+        let weight =
+            |number: u64| self.report.get_float(word_of!(ReportHead, weights) + (number % RING) as usize);
         let named: Vec<Named> = (self.ring.numbers().filter(|number| named >> (number % RING) & 1 == 1))
             .map(|number| Named { number, weight: weight(number) })
             .collect();
@@ -58,14 +65,15 @@ impl GpuGroup {
         Ok(taken)
     }
 
+    /// Waits until the report of this commit is written.
     fn wait_for_report(&self, commit: u64) -> Result<()> {
         let mut tries = 0u32;
-        while self.report.get_wide(0) != commit {
+        while self.report.get_wide(word_of!(ReportHead, commit)) != commit {
             tries += 1;
             std::hint::spin_loop();
             if tries.is_multiple_of(1 << 14) {
-                // It may have failed, which only a call tells.
-                if self.workspace.is_idle()? && self.report.get_wide(0) != commit {
+                // A launch may have failed. Only a call of the driver returns that.
+                if self.workspace.is_idle()? && self.report.get_wide(word_of!(ReportHead, commit)) != commit {
                     return Err(Error::Device("a step was lost on the GPU".into()));
                 }
                 std::thread::yield_now();
@@ -74,13 +82,14 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// What `resolve` needs of this group. `accumulates`: gradients of several steps may add up.
+    /// Returns what the kernel `resolve` needs of this group. `accumulates`: whether the optimizer accumulates the gradients of
+    /// several steps.
     pub(crate) fn begin_commit(
         &mut self,
         ticket: u64,
         accumulates: bool,
         stream: Stream,
-    ) -> Result<layout::Committed> {
+    ) -> Result<abi::Committed> {
         self.check_fault()?;
         self.settle()?;
         self.workspace.enter(stream)?;
@@ -98,7 +107,7 @@ impl GpuGroup {
         self.unseen = Some(self.next_commit);
         self.next_commit += 1;
         self.ids_since.fill(0);
-        Ok(layout::Committed {
+        Ok(abi::Committed {
             ticket,
             resolved: self.resolved.address(),
             report: self.report.address(),
@@ -111,7 +120,8 @@ impl GpuGroup {
         })
     }
 
-    /// After `resolve`: several pushes become one. That waits for the device.
+    /// Combines the committed pushes into one, if there may be several. Called after `resolve`. Waits for the device if it
+    /// combines.
     pub(crate) fn combine(&mut self, stream: Stream) -> Result<()> {
         if self.committed != Committed::Combined {
             return Ok(());
@@ -121,13 +131,14 @@ impl GpuGroup {
         self.combine_carried(stream)
     }
 
-    /// After `commit`, where this step is not to update: what is committed adds up.
+    /// Accumulates the committed gradients, in a step that does not update. Called after `commit`.
     pub(crate) fn accumulate(&mut self, stream: Stream) -> Result<()> {
         self.settle()?;
         self.committed = Committed::Nothing;
         self.combine_carried(stream)
     }
 
+    /// Merges the carried pushes, and adds them to `combined`.
     fn combine_carried(&mut self, stream: Stream) -> Result<()> {
         let carried = std::mem::take(&mut self.carried);
         if carried.is_empty() {
@@ -161,7 +172,7 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Tells the device where a push has its gradients and records, if it was told otherwise since.
+    /// Writes the sides of a push to the device, if the device has others.
     fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
         let saved = &push.lookup.saved;
         let sides = self.workspace.sides(&self.tables, saved, &push.rows, self.nowhere.address());
@@ -173,7 +184,7 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Adds the squared norm of what is committed to `total`; merges it first.
+    /// Enqueues adding the squared norm of the committed gradients to `total`, the address of a float64. Merges them first.
     pub(crate) fn add_norm(&mut self, total: u64, stream: Stream) -> Result<()> {
         let row = match self.committed {
             Committed::Nothing => return Ok(()),
@@ -196,7 +207,7 @@ impl GpuGroup {
         self.workspace.finish_norms(&self.totals, &self.norms, total, stream)
     }
 
-    /// Merges the one push that is pending, if it is not yet.
+    /// Enqueues merging the push of `Committed::Alone`, if it has not been merged.
     fn merge_alone(&mut self, stream: Stream) -> Result<()> {
         let Some(push) = self.alone().filter(|push| push.sums.is_none()) else { return Ok(()) };
         self.refresh_sides(push, stream)?;
@@ -214,34 +225,35 @@ impl GpuGroup {
         self.carried.iter().map(|(_, push)| push).chain(self.ring.iter()).next()
     }
 
+    /// Device memory of the squared norm of all gradients, if this is the first group of the optimizer.
     pub(crate) fn norm(&self) -> &Buffer<f64> {
         &self.norm
     }
 
     // ---- apply
 
-    /// What `prepare` needs of this group.
+    /// Returns what the kernel `prepare` needs of this group. `scalars`, `trigger` and `new_trigger` are addresses.
     pub(crate) fn preparation(
         &self,
         update: &Update,
         scalars: u64,
         trigger: u64,
         new_trigger: u64,
-    ) -> layout::Preparation {
+    ) -> abi::Preparation {
         let row = if let Committed::Alone(number) = self.committed { number % RING } else { RING };
-        layout::Preparation {
+        abi::Preparation {
             scalars,
             resolved: self.resolved.address(),
             prepared: self.prepared.address(),
             trigger,
             new_trigger,
-            rule: rule::numbers(update),
+            conditioning: rule::conditioning(update),
+            formula: rule::scalars(&update.rule),
             row: row as u32,
-            pad: 0,
         }
     }
 
-    /// After `prepare`: updates the records of all that is committed.
+    /// Enqueues updating the records of all committed gradients. Called after `prepare`.
     pub(crate) fn update(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
         let prepared = self.prepared.address();
         let committed = std::mem::take(&mut self.committed);
@@ -270,7 +282,7 @@ impl GpuGroup {
                 let carried = std::mem::take(&mut self.carried);
                 carried.into_iter().for_each(|(_, push)| self.reuse(push));
             }
-            // Earlier steps may have left something.
+            // Earlier steps may have accumulated gradients.
             Committed::Nothing | Committed::Combined => {
                 let Some(combined) = self.combined.take() else { return Ok(()) };
                 let sums = combined.sums.address();
@@ -282,6 +294,7 @@ impl GpuGroup {
         Ok(())
     }
 
+    /// Begins an apply on this stream.
     pub(crate) fn enter(&mut self, stream: Stream) -> Result<()> {
         self.tables.iter_mut().for_each(GpuTable::count_call);
         self.workspace.enter(stream)?;
@@ -289,7 +302,7 @@ impl GpuGroup {
         self.drop_stale(stream)
     }
 
-    /// Drops of what is combined what belongs to records that are gone.
+    /// Drops the combined gradients of records that are gone.
     fn drop_stale(&mut self, stream: Stream) -> Result<()> {
         let Some(combined) = self.combined.take_if(|c| c.saved.is_stale(&self.tables)) else { return Ok(()) };
         let part = (1.0, &combined.saved, combined.sums.address());
@@ -300,6 +313,7 @@ impl GpuGroup {
         Ok(())
     }
 
+    /// The device of all tables of the group.
     pub fn device(&self) -> &Arc<Device> {
         &self.workspace.device
     }

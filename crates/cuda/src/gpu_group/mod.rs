@@ -1,60 +1,72 @@
 //! Tables that are looked up together: the four calls of a training step on a GPU.
 //!
-//! As `sok_core::host_group`, but for time: a call puts work onto the framework's stream and returns. Which pushes a ticket names is
-//! found on the device; the host learns it from memory that the device writes to, at the latest when the next ticket comes.
+//! The results are those of `sok_core::host::group`. A call enqueues work on the framework's stream and returns. The device finds
+//! which pushes a ticket names, and writes it to memory that the host reads, at the latest when the next ticket comes.
+
+#![allow(unsafe_code)]
 
 mod absent;
+mod calls;
 mod commit;
+pub mod optimizer;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::Keep;
+use sok_core::contract::group::Group;
+use sok_core::contract::table::{Insertion, Outcomes, TableConfig};
+use sok_core::contract::ticket::{PushRing, RING, mark};
 use sok_core::error::{Error, Result};
-use sok_core::host_group::{Binding, check_owner};
-use sok_core::push::Keep;
-use sok_core::table::{Insertion, Outcomes, Table, TableConfig};
-use sok_core::ticket::{PushRing, RING, mark};
 
+use crate::abi::{
+    EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS, REPORT_WORDS, RESOLVED_WORDS,
+    Side, word_of,
+};
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
-use crate::layout::{EXPONENTS, Gradients, NewTicket, Prepared, REPORT, RESOLVED, Side};
 use crate::memory::{Buffer, Shared, read};
 use crate::step::{AbsentIds, Feature, KeyType, Saved, Workspace};
 
 use absent::{Absent, Inputs, KnownRecords};
 
-/// A lookup's number as the caller has it.
+/// The number of a lookup, as the caller of a push has it.
 #[derive(Clone, Copy, Debug)]
 pub enum LookupNumber {
+    /// The number itself.
     Known(u64),
-    /// Two words on the device, where the lookup wrote them.
+    /// Address of the number on the device, two words that the lookup has written.
     At(u64),
 }
 
-/// The gradients of a lookup's outputs, float32 `(bags, dim)` of each feature on the device.
+/// The gradients of a lookup's outputs.
 pub struct OutputGradients {
+    /// By feature: address of its gradients on the device, float32 `(bags, dim)`.
     pub rows: Vec<u64>,
-    /// With it the rows stay where they are until they are applied; without, they are merged or copied at once.
+    /// If given, the gradients stay where they are until they are applied. If not, they are merged or copied at once.
     pub keep: Option<Keep>,
-    /// A gradient that is not finite makes the ticket NaN.
+    /// Whether a gradient that is not finite makes the ticket NaN.
     pub check_finite: bool,
 }
 
-/// The gradients of a lookup until a ticket names them.
+/// The gradients of a lookup, until they are applied or dropped.
 struct Push {
     lookup: Arc<SavedLookup>,
+    /// By feature: address of its gradients.
     rows: Vec<u64>,
-    /// What holds `rows`, if it is not the framework.
+    /// The memory of `rows`, if it is not the framework's.
     copy: Option<Buffer<u32>>,
-    /// Merged gradients, if they are.
+    /// The merged gradients, if they have been merged.
     sums: Option<Buffer<u32>>,
     _keep: Option<Keep>,
 }
 
+/// A lookup to which gradients may come.
 struct SavedLookup {
     number: u64,
     saved: Saved,
-    /// Where the device takes gradients and records from: those of the push that it was told of last.
+    /// The sides that were last written to the device, those of a push.
     sides: Mutex<Vec<Side>>,
     absent: Mutex<Absent>,
 }
@@ -73,60 +85,81 @@ impl SavedLookup {
     }
 }
 
-/// What is committed and not applied yet.
+/// The pushes that are committed and not applied yet.
 #[derive(Clone, Copy, Default, PartialEq)]
 enum Committed {
     #[default]
     Nothing,
-    /// The one push that was pending, if its ticket was good and named it; `GpuGroup::carried` has it once that is known.
+    /// The push with this number, which was the only pending one, if its ticket was valid and named it. `GpuGroup::carried`
+    /// contains it as soon as the host knows that.
     Alone(u64),
     /// All of `GpuGroup::combined`.
     Combined,
 }
 
-/// Several pushes as one.
+/// The merged gradients of several pushes, as one push.
 struct Combined {
     saved: Saved,
     sums: Buffer<u32>,
 }
 
+/// The tables of a layer on a GPU.
 pub struct GpuGroup {
     tables: Vec<GpuTable>,
     workspace: Workspace,
     binding: Option<Binding>,
     next_lookup: u64,
+    /// The newest saved lookups, oldest first.
     lookups: VecDeque<Arc<SavedLookup>>,
-    /// By address of their number: lookups whose caller has it on the device.
+    /// Numbers of lookups by the address on the device that they were written to.
     by_address: HashMap<u64, u64>,
+    /// Pushes that no ticket is known to have named.
     ring: PushRing<Push>,
     pushes_without_optimizer: u32,
     committed: Committed,
-    /// Pushes that a ticket is known to have named, and that are not applied yet.
+    /// Pushes, with their weights, that a ticket is known to have named, and that are not applied yet.
     carried: Vec<(f32, Push)>,
-    /// What earlier steps have accumulated, and the last commit of several pushes.
+    /// The accumulated gradients of earlier steps, and of the last commit of several pushes.
     combined: Option<Combined>,
-    /// Of the last commit that the host has not looked at yet.
+    /// Number of the last commit, if the host has not read its report yet.
     unseen: Option<u64>,
     next_commit: u64,
-    /// Ids looked up to insert, by table: since the last commit.
+    /// By table: number of ids looked up to insert since the last commit.
     ids_since: Vec<u64>,
+    /// `Report` of the last commit.
     report: Shared,
+    /// `Resolved` of the last commit.
     resolved: Buffer<u32>,
+    /// `Prepared` of the step.
     prepared: Buffer<u32>,
+    /// Not 0 if a gradient of the push is not finite.
     is_bad: Buffer<u32>,
+    /// Squared norms by table and exponent, then a float64 for each table.
     totals: Buffer<u64>,
+    /// By table: the squared norm of its gradients.
     norms: Buffer<f32>,
+    /// By table: the factor that clips by its norm.
     factors: Buffer<f32>,
+    /// The squared norm of all gradients of an optimizer, in its first group.
     norm: Buffer<f64>,
+    /// Memory of one record, for updates of records that are gone.
     nowhere: Buffer<u32>,
 }
 
 impl GpuGroup {
+    /// Creates a group of empty tables.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an invalid configuration or more than 32 distinct dims, [`Error::Device`] without enough memory.
     pub fn new(device: &Arc<Device>, configs: Vec<TableConfig>) -> Result<GpuGroup> {
         let tables = configs.into_iter().map(|c| GpuTable::new(device, c)).collect::<Result<Vec<_>>>()?;
         GpuGroup::with_tables(device, tables)
     }
 
+    /// Creates a group of these tables.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more than 32 distinct dims, [`Error::Device`] without enough memory.
     pub fn with_tables(device: &Arc<Device>, tables: Vec<GpuTable>) -> Result<GpuGroup> {
         let (context, num_tables) = (&device.context, tables.len());
         let widest = tables.iter().map(|t| t.config.dim).max().unwrap_or(1);
@@ -144,9 +177,9 @@ impl GpuGroup {
             unseen: None,
             next_commit: 1,
             ids_since: vec![0; num_tables],
-            report: Shared::new(context, REPORT + 3 * num_tables)?,
-            resolved: Buffer::new(context, RESOLVED)?,
-            prepared: Buffer::new(context, size_of::<Prepared>() / 4)?,
+            report: Shared::new(context, REPORT_WORDS + 3 * num_tables)?,
+            resolved: Buffer::new(context, RESOLVED_WORDS)?,
+            prepared: Buffer::new(context, PREPARED_WORDS)?,
             is_bad: Buffer::new(context, 1)?,
             totals: Buffer::new(context, num_tables * (EXPONENTS + 1))?,
             norms: Buffer::new(context, num_tables)?,
@@ -157,94 +190,42 @@ impl GpuGroup {
         })
     }
 
-    pub fn num_tables(&self) -> usize {
-        self.tables.len()
-    }
-
-    pub fn table(&self, number: usize) -> &dyn Table {
-        &self.tables[number]
-    }
-
+    /// Returns a table by its index in the group.
     pub fn gpu_table(&self, number: usize) -> &GpuTable {
         &self.tables[number]
     }
 
-    pub fn table_mut(&mut self, number: usize) -> &mut dyn Table {
-        &mut self.tables[number]
-    }
-
-    pub fn tables_mut(&mut self) -> impl Iterator<Item = &mut dyn Table> {
-        self.tables.iter_mut().map(|t| t as &mut dyn Table)
-    }
-
-    pub fn names(&self) -> String {
-        self.tables.iter().map(|t| format!("`{}`", t.config.name)).collect::<Vec<_>>().join(", ")
-    }
-
-    /// Waits for the last commit.
-    ///
-    /// # Errors
-    /// What the device found in it.
-    pub fn pending_pushes(&mut self) -> Result<usize> {
-        self.settle()?;
-        Ok(self.ring.len())
-    }
-
-    /// Those of the last commit too, if the host has not heard of it.
-    pub fn known_pushes(&self) -> usize {
-        self.ring.len()
-    }
-
-    /// Memory that steps keep.
-    pub fn step_bytes(&self) -> usize {
-        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes() + l.absent().num_bytes());
-        let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
-        let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
-        lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
-    }
-
-    /// Keys refused since this was last asked, by table, where the check mode says to warn.
-    pub fn take_refused(&mut self) -> Vec<(String, u64)> {
-        let take = |t: &mut GpuTable| (t.config.name.clone(), std::mem::take(&mut t.refused_to_warn));
-        self.tables.iter_mut().map(take).filter(|(_, refused)| *refused > 0).collect()
-    }
-
-    /// What went wrong on the device, once.
+    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device.
     pub fn take_fault(&mut self) -> Option<Error> {
         let fault = &self.workspace.fault;
-        let kind = fault.get(1);
-        if kind == 0 {
+        let kind = fault.get(word_of!(Fault, kind));
+        if kind == FaultKind::None as u32 {
             return None;
         }
-        let (table, id) = (fault.get(3) as usize, fault.get_wide(4));
-        (0..6).for_each(|word| fault.set(word, 0));
+        let (table, id) = (fault.get(word_of!(Fault, table)) as usize, fault.get_wide(word_of!(Fault, id)));
+        (0..FAULT_WORDS).for_each(|word| fault.set(word, 0));
         let config = &self.tables.get(table)?.config;
         Some(match kind {
-            1 => Error::OutOfVocabulary {
+            _ if kind == FaultKind::OutsideVocabulary as u32 => Error::OutOfVocabulary {
                 table: config.name.clone(),
                 feature: None,
                 id: id as i64,
                 last: config.vocabulary_size.unwrap_or_default().wrapping_sub(1),
             },
-            2 => Error::argument(format!(
+            _ if kind == FaultKind::BadSplits as u32 => Error::argument(format!(
                 "row_splits of a call before, for table `{}`: they must start at 0, never fall and end at the number of ids. \
                  Wrong at row {id}",
                 config.name
             )),
-            3 => no_place(&config.name),
-            _ => Error::Ticket {
+            _ if kind == FaultKind::NoPlace as u32 => no_place(&config.name),
+            _ if kind == FaultKind::WrongLookup as u32 => Error::Ticket {
                 tables: self.names(),
                 what: "a gradient came with the number of another lookup than the device has. Nothing is known to be wrong before \
                        this step, which has used the wrong rows"
                     .into(),
             },
+            kind => Error::Device(format!("a GPU has reported {kind}, which no kernel reports")),
         })
-    }
-
-    /// Waits for all that was started. Gives what went wrong in it, once.
-    pub fn take_failure(&mut self) -> Option<Error> {
-        let waited = self.workspace.device.synchronize();
-        waited.and_then(|()| self.settle()).err().or_else(|| self.take_fault())
     }
 
     fn check_fault(&mut self) -> Result<()> {
@@ -253,13 +234,17 @@ impl GpuGroup {
 
     // ---- lookup
 
-    /// Puts the lookup of all features of a layer's call onto the stream. Gives its number, for `push`; 0 without `save`.
-    /// `number_to`: where the number goes on the device.
+    /// Enqueues the lookup of all features of a layer's call. Returns the number of the lookup for `push`, or 0 without `save`.
+    /// `number_to`: address on the device that takes the number.
     ///
     /// # Errors
-    /// Lengths that do not add up, a table that is full and asked to say so: nothing has changed. No memory: no row has changed, but a
-    /// table that may come to its `max_capacity` may have got the new keys. Errors that the device found in calls before.
-    pub fn lookup(
+    /// [`Error::Argument`] for lengths that do not agree, and [`Error::TableFull`] if the check mode is `Raise`: nothing has
+    /// changed. [`Error::Device`] without enough memory: no row has changed, but a table that is near its `max_capacity` may have
+    /// inserted the new keys. Errors that the device has found in earlier calls.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    pub unsafe fn lookup(
         &mut self,
         features: &[Feature],
         insertion: Insertion,
@@ -280,7 +265,7 @@ impl GpuGroup {
         if insert {
             self.make_room(features, None, &mut inserts, save, stream)?;
         }
-        // What is not learned from counts its new keys apart: the device counts hits of those that learn alone.
+        // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
         let counts_apart = insert && !save;
         if counts_apart {
             self.workspace.device.synchronize()?;
@@ -318,10 +303,10 @@ impl GpuGroup {
         Ok(number)
     }
 
-    /// Room for all keys that the call may bring. Where a table might have to refuse some, inserts those that fit, in their order, and
-    /// has the lookup insert none: that waits for the device.
+    /// Makes room for all keys that the call may insert. If a table might have to refuse keys, waits for the device, inserts the
+    /// keys that fit, in their order, and resets `inserts` of the table, so that the lookup inserts none.
     ///
-    /// `known`: of ids with a record there, none is inserted.
+    /// `known`: ids that have a record there are not inserted.
     fn make_room(
         &mut self,
         features: &[Feature],
@@ -363,6 +348,7 @@ impl GpuGroup {
         Ok(())
     }
 
+    /// For tables that might have to refuse keys: inserts the keys that fit, and resets `inserts`. The device must be idle.
     fn admit(
         &mut self,
         features: &[Feature],
@@ -397,7 +383,8 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Keys of a table that training would insert, as they come. Nothing may be under way.
+    /// Returns the keys of a table that a lookup with insertion would insert if they are missing, in the order of the ids. `known`:
+    /// ids with a record there are left out. The device must be idle.
     fn active_keys(
         &self,
         features: &[Feature],
@@ -414,7 +401,7 @@ impl GpuGroup {
         Ok(keys)
     }
 
-    /// Keys of a feature that training would insert, with their positions.
+    /// Returns the keys of a feature that a lookup with insertion would insert if they are missing, with their positions.
     fn active_keys_of(&self, feature: &Feature) -> Result<Vec<(usize, u64)>> {
         let (context, ids) = (&self.workspace.device.context, feature.ids);
         let keys: Vec<u64> = match ids.key_type {
@@ -441,6 +428,7 @@ impl GpuGroup {
         Ok(keys.into_iter().enumerate().filter(is_active).collect())
     }
 
+    /// Adds a saved lookup, and drops the oldest one if there are too many.
     fn save(&mut self, saved: SavedLookup) {
         self.next_lookup += 1;
         for (table, _) in &saved.saved.generations {
@@ -452,7 +440,7 @@ impl GpuGroup {
         }
     }
 
-    /// Drops the lookups older than `oldest`; their memory serves the next ones.
+    /// Drops the lookups older than `oldest`. Later lookups reuse their memory.
     fn forget_lookups(&mut self, oldest: u64) {
         while self.lookups.front().is_some_and(|l| l.number < oldest) {
             if let Some(lookup) = self.lookups.pop_front() {
@@ -468,6 +456,7 @@ impl GpuGroup {
         }
     }
 
+    /// Drops a push. Later steps reuse its memory.
     fn reuse(&mut self, push: Push) {
         push.sums.into_iter().chain(push.copy).for_each(|memory| self.workspace.give_back(memory));
         self.reuse_lookup(push.lookup);
@@ -485,12 +474,13 @@ impl GpuGroup {
 
     // ---- push
 
+    /// Returns the number of the lookup that a gradient belongs to. Waits for the device if its address is not known.
     fn lookup_of(&mut self, number: LookupNumber) -> Result<u64> {
         match number {
             LookupNumber::Known(number) => Ok(number),
             LookupNumber::At(address) => match self.by_address.remove(&address) {
                 Some(number) => Ok(number),
-                // The framework has moved it.
+                // The framework has copied the number to another address.
                 None => {
                     self.workspace.device.synchronize()?;
                     Ok(read::<u64>(&self.workspace.device.context, address, 1)?[0])
@@ -499,12 +489,17 @@ impl GpuGroup {
         }
     }
 
-    /// Takes the gradients of a lookup's outputs. `ticket`: float32 `(64, 2)`; `weight_gradients`: float32 `(ids,)` of each feature
-    /// that has weights, in their order: all on the device.
+    /// Enqueues the push of a lookup's gradients. `gradient_lens`: by feature, the number of floats of its gradients.
+    /// `weight_gradients`: for features with weights, the index of the feature and the address that takes the gradients of its
+    /// weights, float32 `(ids,)`. `ticket`: address that takes the ticket, float32 `(64, 2)`.
     ///
     /// # Errors
-    /// As `HostGroup::push`.
-    pub fn push(
+    /// As `HostGroup::push`, and [`Error::Device`] without enough memory.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    /// With a `Keep`, gradients live until it is dropped.
+    pub unsafe fn push(
         &mut self,
         number: LookupNumber,
         gradients: OutputGradients,
@@ -540,9 +535,9 @@ impl GpuGroup {
             fault: workspace.fault.address(),
         };
         let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, &[][..], None, None);
-        // Norms are of merged gradients.
+        // A norm is computed from merged gradients.
         let is_merged_anyway = self.binding.is_some_and(|b| b.needs_norm || b.update.clipnorm.is_some());
-        // Those of keys that a commit is to insert cannot be merged yet.
+        // Gradients of keys that a commit will insert cannot be merged yet.
         let is_later = !matches!(*saved.absent(), Absent::None);
         let is_cheaper = !is_merged_anyway && saved.saved.has_few_gradients();
         let copies = gradients.keep.is_none() && (is_later || is_cheaper) || !saved.saved.is_aligned(&rows);
@@ -557,7 +552,7 @@ impl GpuGroup {
         let mut products = vec![0; if weight_gradients.is_empty() { 0 } else { sides.len() }];
         weight_gradients.iter().for_each(|(feature, to)| products[*feature] = *to);
         let written = workspace.write_ticket(&saved.saved, &sides, copied, &products, &ticket, stream);
-        // A ticket that is not written has not told what was found.
+        // Writing the ticket resets `is_bad`. If that fails, it is reset here.
         written.or_else(|error| self.is_bad.zero(stream).and(Err(error)))?;
         *saved.sides() = sides;
         if copies {
@@ -596,37 +591,5 @@ impl GpuGroup {
                 f.num_bags * f.dim
             ))),
         }
-    }
-
-    // ---- binding
-
-    /// As `HostGroup::bind`.
-    pub fn bind(&mut self, binding: Binding) -> Result<()> {
-        let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
-        for table in &mut self.tables {
-            table.set_update_rule(Some(binding.update), keeps_states)?;
-        }
-        self.binding = Some(binding);
-        self.pushes_without_optimizer = 0;
-        Ok(())
-    }
-
-    /// Whether this optimizer may update the tables now. Changes nothing.
-    ///
-    /// # Errors
-    /// [`Error::State`] if another optimizer has been bound since, or the records lost their states.
-    pub fn check_owner(&self, binding: &Binding) -> Result<()> {
-        let tables = self.tables.iter().map(|t| t as &dyn Table);
-        check_owner(self.binding.as_ref(), binding, tables)
-    }
-
-    /// As `HostGroup::take_over`.
-    pub fn take_over(&mut self, binding: &Binding) -> Result<()> {
-        self.check_owner(binding)?;
-        if self.binding.is_some_and(|b| b.owner == binding.owner) { Ok(()) } else { self.bind(*binding) }
-    }
-
-    pub fn binding(&self) -> Option<&Binding> {
-        self.binding.as_ref()
     }
 }

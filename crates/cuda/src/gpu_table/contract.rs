@@ -1,18 +1,18 @@
-//! The contract of a table. Each method waits for the steps before it.
+//! The contract of a table. A method that needs the state of the device waits for all earlier steps.
 
 use std::any::Any;
 use std::collections::HashSet;
 
+use sok_core::contract::table::{Cursor, Outcomes, Records, Table, TableConfig, TableStats};
 use sok_core::error::{Error, Result};
+use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
-use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::table::{Cursor, Outcomes, Records, Table, TableConfig, TableStats};
 
+use super::record::RecordLayout;
 use super::{GpuTable, WAITING, arena};
+use crate::abi::{self, DISTINCT, DROPPED, TAKEN};
 use crate::index::Index;
-use crate::layout::{self, DISTINCT, DROPPED, TAKEN};
 use crate::memory::Buffer;
-use crate::rule::RecordLayout;
 use crate::step;
 
 impl Table for GpuTable {
@@ -97,12 +97,12 @@ impl Table for GpuTable {
 
     fn stats(&self) -> Result<TableStats> {
         self.device.synchronize()?;
-        let counters = self.index.counters.read(0, layout::COUNTERS)?;
+        let counters = self.index.counters.read(0, abi::COUNTERS_WORDS)?;
         Ok(self.stats_of([counters[TAKEN], counters[DISTINCT], counters[DROPPED]]))
     }
 
     fn recent_stats(&self) -> TableStats {
-        self.stats_of(self.told)
+        self.stats_of(self.reported)
     }
 
     fn set_seed(&mut self, seed: u64) {

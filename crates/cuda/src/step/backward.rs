@@ -1,20 +1,22 @@
-//! The launches behind push, commit and apply.
+//! The launches of push, commit and apply.
+
+#![allow(unsafe_code)]
 
 use sok_core::error::{Error, Result};
-use sok_core::optimizer::Update;
+use sok_core::formula::update::Update;
 
-use super::{Plan, SUMS, Saved, SavedFeature, Workspace};
+use super::{Plan, Saved, SavedFeature, Workspace};
+use crate::abi::*;
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{BACKWARD, CONTROL, WEIGHTS};
-use crate::layout::*;
 use crate::memory::{Buffer, words};
 use crate::rule;
 
-/// Gradients that a launch of `check_finite` takes, in its parameters.
+/// Maximum number of gradient arrays in the parameters of a launch of `check_finite`.
 const CHECKED: usize = 240;
 
-/// Gradients cut up, so that none is much larger than others: half of `CHECKED` more pieces at most.
+/// Divides gradients into pieces of similar sizes. There are at most `CHECKED / 2` more pieces than gradients.
 fn pieces(gradients: &[Gradients]) -> Vec<Gradients> {
     let total: u64 = gradients.iter().map(|g| g.count).sum();
     let size = total.div_ceil(CHECKED as u64 / 2).max(1 << 14);
@@ -29,7 +31,8 @@ fn pieces(gradients: &[Gradients]) -> Vec<Gradients> {
 }
 
 impl Workspace {
-    /// `Side` of each feature: where its gradient and its records are. A table that lost its records since gets `nowhere`.
+    /// Returns the `Side` of each feature: the addresses of its gradients and its records. If a table has lost its records since
+    /// the lookup, all its record numbers lead to `nowhere`, an address with memory for one record.
     pub fn sides(&self, tables: &[GpuTable], saved: &Saved, gradients: &[u64], nowhere: u64) -> Vec<Side> {
         let is_gone =
             |t: usize| saved.generations.iter().any(|&(table, g)| table == t && tables[t].generation != g);
@@ -44,12 +47,20 @@ impl Workspace {
         saved.features.iter().zip(gradients).map(side).collect()
     }
 
+    /// Enqueues writing the sides of a push to the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn deliver_sides(&self, saved: &Saved, sides: &[Side], stream: Stream) -> Result<()> {
         self.deliver(saved.sides, words(sides), (0, 0), None, stream)
     }
 
-    /// Writes the ticket of a push, and where its gradients are, or will be if they are to be `copied`; where gradients of weights are to
-    /// go, `products`: of each feature, or none.
+    /// Enqueues writing the ticket of a push, and its addresses to the device: `sides`; `copied`, the gradients that
+    /// `copy_gradients` must copy to the sides; `products`, by feature the addresses that take the gradients of weights. The last
+    /// two may be empty.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn write_ticket(
         &self,
         saved: &Saved,
@@ -70,10 +81,14 @@ impl Workspace {
         let delivery = Delivery { to: saved.sides, count: now as u32, ..Delivery::default() };
         let write = self.device.kernel(&CONTROL, &format!("write_ticket<{room}>"))?;
         let ticket = *ticket;
-        launch_next!(write, stream, 1, 1024, ticket, delivery, payload[0])
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch_next!(write, stream, 1, 1024, ticket, delivery, payload[0]) }
     }
 
-    /// Copies the gradients that `write_ticket` was told of to where it was told they will be.
+    /// Enqueues copying the gradients, from `copied` to `sides` as given to `write_ticket`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn copy_gradients(&self, saved: &Saved, stream: Stream) -> Result<()> {
         let copy = self.device.kernel(&BACKWARD, "copy_gradients")?;
         if saved.features.is_empty() {
@@ -81,10 +96,14 @@ impl Workspace {
         }
         let (sides, count) = (saved.sides, saved.features.len() as u32);
         let blocks = (8 * self.device.multiprocessors as usize).next_multiple_of(saved.features.len());
-        launch_next!(copy, stream, blocks, UPDATE_THREADS, sides, count)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch_next!(copy, stream, blocks, UPDATE_THREADS, sides, count) }
     }
 
-    /// Sets `is_bad` if a gradient is not finite.
+    /// Enqueues a check that sets `is_bad` if a gradient is not finite.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn check_finite(&self, gradients: &[Gradients], is_bad: &Buffer<u32>, stream: Stream) -> Result<()> {
         let check = self.device.kernel(&CONTROL, &format!("check_finite<{CHECKED}>"))?;
         let is_bad = is_bad.address();
@@ -93,52 +112,74 @@ impl Workspace {
             list[..some.len()].copy_from_slice(some);
             let count = some.len() as u32;
             let blocks = (8 * self.device.multiprocessors as usize).next_multiple_of(some.len());
-            launch_next!(check, stream, blocks, 256, list, count, is_bad)?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+            unsafe { launch_next!(check, stream, blocks, 256, list, count, is_bad) }?;
         }
         Ok(())
     }
 
-    /// Gradients of the weights of all features, to where `write_ticket` was told, behind so many `copied`.
+    /// Enqueues computing the gradients of the weights of all features, to `products` as given to `write_ticket`. `copied`: the
+    /// length of `copied` there.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn weight_gradients(&self, saved: &Saved, copied: usize, stream: Stream) -> Result<()> {
         let kernel = self.device.kernel(&WEIGHTS, &format!("weight_gradients<{}>", self.dim_list()))?;
         let (call, kept, sides) = (saved.call, saved.kept, saved.sides);
         let before = saved.features.len() * size_of::<Side>() + copied * size_of::<Gradients>();
         let products = sides + before as u64;
-        launch_next!(kernel, stream, saved.rows_blocks, ROWS_THREADS, call, kept, sides, products)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch_next!(kernel, stream, saved.rows_blocks, ROWS_THREADS, call, kept, sides, products) }
     }
 
-    /// Blocks for at most so many ids: a run, a key of several ids and one of one each cost no more than their ids.
+    /// Returns a number of blocks that suffices for all keys. Only the device knows the keys, so the number follows from the number
+    /// of ids: a run, or a key of several ids, takes no more of a block than as many keys of one id.
     fn blocks(&self, saved: &Saved, keys_of_a_group: usize) -> usize {
         let blocks =
             |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * keys_of_a_group) + 3;
         saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
     }
 
-    /// Half of them: where ids repeat, most have nothing to do; where they do not, each takes two turns.
+    /// Returns half as many blocks, for kernels whose blocks take turns. If ids repeat, most blocks have nothing to do; if they do
+    /// not, each block takes two turns.
     fn blocks_in_turns(&self, saved: &Saved, keys_of_a_group: usize) -> usize {
         self.blocks(saved, keys_of_a_group).div_ceil(2)
     }
 
-    /// Merges a push's gradients into `sums`.
+    /// Enqueues merging a push's gradients into `sums`, an address with memory as `take_sums` returns it.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
         self.join(stream)?;
-        let name = format!("merge<{}, {}, {}>", saved.source, saved.again, self.dim_list());
+        let name = format!("merge<{}, {}, {}>", saved.source as u32, saved.again, self.dim_list());
         let merge = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, 0, 0, sums);
-        launch_next!(merge, stream, self.blocks_in_turns(saved, PER_SINGLE), UPDATE_THREADS, work[0])
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe {
+            launch_next!(merge, stream, self.blocks_in_turns(saved, PER_SINGLE), UPDATE_THREADS, work[0])
+        }
     }
 
-    /// Merges a push's gradients and updates their records.
+    /// Enqueues merging a push's gradients and updating their records. `prepared`: address of the `Prepared` of the step.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
         self.join(stream)?;
         let rule = rule::type_name(&update.rule);
-        let name = format!("update<{}, {rule}, {}, {}>", saved.source, saved.again, self.dim_list());
+        let name = format!("update<{}, {rule}, {}, {}>", saved.source as u32, saved.again, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, 0, 0);
-        launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0])
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0]) }
     }
 
-    /// Updates the records of gradients that were merged before.
+    /// Enqueues updating records with gradients that `merge` has merged into `sums`. `factors`: address of a factor for each table,
+    /// or 0.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn update_sums(
         &self,
         saved: &Saved,
@@ -148,20 +189,34 @@ impl Workspace {
         factors: u64,
         stream: Stream,
     ) -> Result<()> {
-        let name =
-            format!("update_sums<{}, {}, {}>", saved.source, rule::type_name(&update.rule), self.dim_list());
+        let name = format!(
+            "update_sums<{}, {}, {}>",
+            saved.source as u32,
+            rule::type_name(&update.rule),
+            self.dim_list()
+        );
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, factors, sums);
-        launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0])
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0]) }
     }
 
-    /// Before the scalars are known: what a norm needs.
+    /// Enqueues writing the fields of `Prepared` that a norm needs, before the scalars of the step are known. `row`: as
+    /// `Preparation::row`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn prepare_weight(&self, resolved: u64, row: u32, prepared: u64, stream: Stream) -> Result<()> {
         let prepare = self.device.kernel(&CONTROL, "prepare_weight")?;
-        launch!(prepare, stream, 1, 1, resolved, row, prepared)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch!(prepare, stream, 1, 1, resolved, row, prepared) }
     }
 
-    /// Squares of merged gradients by table and exponent: `totals`, `(tables, 256)` and a line of what `finish_norms` makes of them.
+    /// Enqueues adding the squares of merged gradients by table and exponent. `totals`: `(tables, 256)`, and for each table a
+    /// number that `finish_norms` writes.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn sum_squares(
         &self,
         saved: &Saved,
@@ -172,13 +227,17 @@ impl Workspace {
     ) -> Result<()> {
         totals.zero(stream)?;
         let totals = totals.address();
-        let name = format!("sum_squares<{}, {}>", saved.source, self.dim_list());
+        let name = format!("sum_squares<{}, {}>", saved.source as u32, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, 0, sums);
-        launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals) }
     }
 
-    /// The squared norm of each table, and their sum added to `total`.
+    /// Enqueues computing the squared norm of each table from `totals`, and adding them to `total`, the address of a float64.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn finish_norms(
         &self,
         totals: &Buffer<u64>,
@@ -188,10 +247,15 @@ impl Workspace {
     ) -> Result<()> {
         let finish = self.device.kernel(&CONTROL, "finish_norms")?;
         let (totals, num_tables, norms) = (totals.address(), norms.len() as u32, norms.address());
-        launch!(finish, stream, 1, 256, totals, num_tables, norms, total)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch!(finish, stream, 1, 256, totals, num_tables, norms, total) }
     }
 
-    /// What clipping by their own norm multiplies the gradients of tables by.
+    /// Enqueues computing the factors that clip the gradients of each table by the table's own norm. `norms`: the squared norms.
+    /// `scalars`: address of the scalars of the step. `factors`: address that takes a float32 for each table.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn clip_factors(
         &self,
         norms: &Buffer<f32>,
@@ -202,26 +266,30 @@ impl Workspace {
     ) -> Result<()> {
         let clip = self.device.kernel(&CONTROL, "clip_factors")?;
         let (num_tables, norms) = (norms.len() as u32, norms.address());
-        launch!(clip, stream, 1, 256, norms, num_tables, scalars, clipnorm, factors)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+        unsafe { launch!(clip, stream, 1, 256, norms, num_tables, scalars, clipnorm, factors) }
     }
 
-    /// Whether all that was put onto the stream has run.
+    /// Returns whether all work on the stream of the last call has completed.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed.
     pub fn is_idle(&self) -> Result<bool> {
         self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         self.last.map_or(Ok(true), Stream::is_idle)
     }
 
-    /// How many keys were merged, by dim. Waits.
+    /// Returns the number of merged keys by dim. The device must be idle.
     fn num_keys(&self, saved: &Saved) -> Result<Vec<usize>> {
         let count = |keys: &Keys| {
-            let counts = crate::memory::read::<u32>(&self.device.context, keys.lists, LISTS)?;
+            let counts = crate::memory::read::<u32>(&self.device.context, keys.lists, LISTS_WORDS)?;
             Ok((counts[0] + counts[1] + counts[33]) as usize)
         };
         saved.kinds.iter().map(count).collect()
     }
 
-    /// By table, the number of its record 0 if records of a dim's tables are numbered one table after the other; and more than any
-    /// number.
+    /// Numbers the records of all tables of a dim one table after the other. Returns, by table, the number of its record 0, and a
+    /// number above all record numbers.
     fn number_by_dim(&self, tables: &[GpuTable]) -> Result<(Vec<u32>, u64)> {
         let (mut firsts, mut ends) = (vec![0; tables.len()], vec![0u64; self.dims.len()]);
         for t in 0..tables.len() {
@@ -239,7 +307,7 @@ impl Workspace {
         Ok((firsts, most))
     }
 
-    /// The sort of what was merged: the tables of a dim together.
+    /// Returns the sort of merged gradients. A section has the gradients of all tables of a dim.
     fn plan_of_kinds(&self, ids_by_kind: &[usize], most_records: u64) -> Plan {
         let section = |(kind, ids): (usize, &usize)| Section {
             count: *ids as u32,
@@ -250,7 +318,11 @@ impl Workspace {
         self.sort_plan(ids_by_kind.iter().enumerate().map(section).collect(), most_records, most_records)
     }
 
-    /// Several pushes, each merged and with its weight, as one: a sum a record, in their order. Waits for the device.
+    /// Combines several merged pushes, each with its weight and the address of its sums, into one that has one sum for each record.
+    /// Adds them in their order. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if tables of a dim have too many records, if there is not enough memory, or if a launch has failed.
     pub fn combine(
         &mut self,
         tables: &[GpuTable],
@@ -273,7 +345,7 @@ impl Workspace {
         let (zeros, no_counts) = ((places.zeros, places.num_zeros), (scratch.counts, plan.count_words()));
         self.deliver(places.keys, words(&places.kinds), zeros, None, stream)?;
         self.deliver(places.sections, words(&plan.sections), no_counts, None, stream)?;
-        // Where the next entry of each dim goes.
+        // Index of the next entry of each dim.
         let mut next: Vec<usize> =
             ids_by_kind.iter().scan(0, |at, ids| Some(std::mem::replace(at, *at + ids))).collect();
         let mut numbered = Vec::new();
@@ -286,7 +358,7 @@ impl Workspace {
             let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
             let list = self
                 .device
-                .kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source, self.dim_list()))?;
+                .kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source as u32, self.dim_list()))?;
             for (kind, &count) in counts.iter().enumerate() {
                 let work = saved.work(self, 0, 0, *sums);
                 let (number, how) = (
@@ -294,18 +366,21 @@ impl Workspace {
                     Renumbering { firsts: by_table.address(), weight: *weight, first: next[kind] as u32 },
                 );
                 let blocks = count.div_ceil(UPDATE_THREADS);
-                launch!(
-                    list,
-                    stream,
-                    blocks,
-                    UPDATE_THREADS,
-                    work[0],
-                    number,
-                    how,
-                    entries,
-                    records,
-                    unsorted
-                )?;
+                // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+                unsafe {
+                    launch!(
+                        list,
+                        stream,
+                        blocks,
+                        UPDATE_THREADS,
+                        work[0],
+                        number,
+                        how,
+                        entries,
+                        records,
+                        unsorted
+                    )
+                }?;
                 next[kind] += count;
             }
             numbered.push(by_table);
@@ -326,7 +401,7 @@ impl Workspace {
             kinds: places.kinds,
             ids_by_kind,
             shift: 0,
-            source: SUMS,
+            source: Source::Sums,
             again: false,
             features: Vec::new(),
             generations,

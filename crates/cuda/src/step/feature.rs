@@ -1,42 +1,43 @@
 //! A feature of a layer's call, as it lies in device memory.
 
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-/// Integer types of ids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyType {
-    Wide,
-    Signed,
-    Unsigned,
-    /// 64-bit ids in two words each.
-    Words,
-}
+pub use crate::abi::KeyType;
 
 /// The ids of a feature in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Ids {
+    /// Address of the ids, or of their low words if `key_type` is `Words`.
     pub address: u64,
-    /// Of the high words, if they come apart.
+    /// Address of the high words if `key_type` is `Words`, otherwise 0.
     pub high: u64,
+    /// Integer type of the ids.
     pub key_type: KeyType,
+    /// Number of ids.
     pub len: usize,
 }
 
 /// Which ids are combined into one output row.
 #[derive(Clone, Copy, Debug)]
 pub enum Bags {
-    /// None: a row an id.
+    /// None: each id has a row.
     Each,
+    /// All bags have the same number of ids.
     Fixed {
+        /// Number of output rows.
         num_bags: usize,
+        /// Number of ids of each bag.
         hotness: usize,
     },
-    /// `splits`: `(num_bags + 1,)`, int64 if `wide`, else int32.
+    /// Bags of different numbers of ids.
     Ragged {
+        /// Address of the row splits, `(num_bags + 1,)`.
         splits: u64,
+        /// Whether splits are int64; otherwise they are int32.
         wide: bool,
+        /// Number of output rows.
         num_bags: usize,
     },
 }
@@ -44,20 +45,26 @@ pub enum Bags {
 /// A feature of a call, as it lies in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Feature<'a> {
+    /// Name for messages.
     pub name: &'a str,
-    /// Number of its table in the group.
+    /// Index of the feature's table in the group.
     pub table: usize,
+    /// The ids of all bags, one bag after the other.
     pub ids: Ids,
+    /// How ids form bags.
     pub bags: Bags,
+    /// How the rows of a bag become one row.
     pub combiner: Combiner,
-    /// float32, one an id.
+    /// Address of the weights, float32 with one for each id.
     pub weights: Option<u64>,
+    /// The key that means "no id".
     pub padding_key: Option<Key>,
-    /// float32 `(bags, dim)`, all of it written.
+    /// Address of the output, float32 `(bags, dim)`. Every element is written.
     pub rows: u64,
 }
 
 impl Feature<'_> {
+    /// Number of output rows. Without bags, it is the number of ids.
     pub fn num_bags(&self) -> usize {
         match self.bags {
             Bags::Each => self.ids.len,
@@ -65,7 +72,7 @@ impl Feature<'_> {
         }
     }
 
-    /// What is the same for all ids, where it is.
+    /// Returns the factor of the sum of a bag, if all bags have the same number of ids; otherwise 1.
     pub(super) fn scale(&self) -> f32 {
         match self.bags {
             Bags::Fixed { hotness, .. } => self.combiner.scale(hotness as f32, hotness as f32),
@@ -73,7 +80,7 @@ impl Feature<'_> {
         }
     }
 
-    /// Whether what a gradient is multiplied by differs from id to id.
+    /// Returns whether the factor of a gradient may differ from id to id.
     pub(super) fn is_weighted(&self) -> bool {
         let differs = match self.bags {
             Bags::Each | Bags::Fixed { hotness: 1, .. } => false,
@@ -83,7 +90,7 @@ impl Feature<'_> {
         self.weights.is_some() || (self.combiner != Combiner::Sum && differs)
     }
 
-    /// Splits that are kept for the gradients of its weights.
+    /// Returns the number of splits that are kept for the gradients of the feature's weights.
     pub(super) fn num_kept_splits(&self) -> usize {
         match self.bags {
             Bags::Ragged { num_bags, .. } if self.weights.is_some() => num_bags + 1,
@@ -91,8 +98,10 @@ impl Feature<'_> {
         }
     }
 
+    /// Checks the lengths of ids and bags.
+    ///
     /// # Errors
-    /// [`Error::Argument`] if lengths do not add up.
+    /// [`Error::Argument`] if there are too many ids, or ids and bags do not agree.
     pub fn validate(&self) -> Result<()> {
         let fail = |what: String| Err(Error::argument(format!("feature `{}`: {what}", self.name)));
         if self.ids.len > u32::MAX as usize / 4 {

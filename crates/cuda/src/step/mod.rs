@@ -1,7 +1,9 @@
 //! The launches of a training step over the tables of a layer, on a framework's stream.
 //!
-//! Nothing here waits for the device or copies to it: descriptors travel as parameters of a launch, grids are bounds, and
-//! memory of steps that are over serves those to come.
+//! In a steady step nothing waits for the device or copies to it. Descriptors travel in the parameters of launches. A grid is an
+//! upper bound where only the device knows how much work there is. Memory of completed steps is reused by later ones.
+
+#![allow(unsafe_code)]
 
 mod backward;
 mod feature;
@@ -15,14 +17,15 @@ use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::error::{Error, Result};
 
+use crate::abi::{self, *};
 use crate::device::{Device, Stream, driver_error, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::{CONTROL, FORWARD};
-use crate::layout::{self, *};
 use crate::memory::{Buffer, Shared, words};
 
-/// Words that a delivery carries at most: as many as all launches can take as parameters, and more. What is not needed takes time.
+/// Payload size of `deliver` in words that every device can take in the parameters of a launch.
 const FEW: usize = 960;
+/// Larger payload sizes, for devices that take them. There are several, because unused words of a payload take time too.
 const MORE: [usize; 2] = [2016, 8128];
 
 pub use feature::{Bags, Feature, Ids, KeyType};
@@ -30,10 +33,12 @@ pub use update_once::update_once;
 
 use sort::{Plan, Scratch, SortKernels};
 
-/// What a lookup keeps for its gradients, in memory of the device.
+/// What a lookup keeps for its gradients. Fields of type `u64` are addresses in `memory`.
 pub struct Saved {
+    /// Device memory of everything that is kept.
     pub memory: Buffer<u32>,
-    /// `Side` of each feature; then its `Gradients` if they are copied; then where the gradients of its weights go, if one has weights.
+    /// A `Side` for each feature; then, if gradients are copied, a `Gradients` for each feature; then, if one of them has weights,
+    /// for each feature the address that takes the gradients of its weights.
     sides: u64,
     sorted: u64,
     named: u64,
@@ -44,61 +49,63 @@ pub struct Saved {
     kinds: Vec<Keys>,
     ids_by_kind: Vec<usize>,
     shift: u32,
-    source: u32,
+    source: Source,
+    /// Whether a gradient row may be read several times.
     again: bool,
+    /// The features of the call, in order. Empty for combined pushes.
     pub features: Vec<SavedFeature>,
-    /// Each table that takes part, and its generation.
+    /// The index of each table that takes part, and its generation at the lookup.
     pub generations: Vec<(usize, u64)>,
 }
 
+/// What a lookup keeps of a feature on the host.
 #[derive(Clone, Copy)]
 pub struct SavedFeature {
+    /// Index of the feature's table in the group.
     pub table: usize,
+    /// Number of gradient rows.
     pub num_bags: usize,
+    /// Number of ids of all bags.
     pub num_ids: usize,
+    /// Number of columns of a gradient row.
     pub dim: usize,
+    /// As `abi::Feature::scale`.
     scale: f32,
 }
 
-/// The bags of a call, as kernels/forward.cu has it; of any kind one more than `SUMMED`.
-const EACH: u32 = 0;
-const SUMMED: u32 = 1;
-
-/// Where gradients come from, as kernels/backward.cu has it.
-const ROWS: u32 = 0;
-const WEIGHTED_ROWS: u32 = 1;
-const SUMS: u32 = 2;
-
 impl Saved {
-    /// Words of sums of all its keys.
+    /// Returns the number of words for the merged gradients of all keys, if every id has a key of its own.
     fn sum_words(&self, dims: &[usize]) -> usize {
         self.ids_by_kind.iter().zip(dims).map(|(ids, dim)| ids * 4 * quads(*dim)).sum()
     }
 
-    /// Whether a table has lost the records that it had then.
+    /// Returns whether a table has lost its records since the lookup.
     pub fn is_stale(&self, tables: &[GpuTable]) -> bool {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
     }
 
-    /// Whether ids have coefficients of their own.
+    /// Returns whether ids have coefficients of their own.
     pub fn is_weighted(&self) -> bool {
         self.named != 0
     }
 
-    /// Whether gradients are at most half as many as the sums of keys may be, as those of bags are.
+    /// Returns whether the gradients of all bags take at most half the memory that the merged gradients of keys may take.
     pub fn has_few_gradients(&self) -> bool {
         let words =
             |of: fn(&SavedFeature) -> usize| self.features.iter().map(|f| of(f) * f.dim).sum::<usize>();
         2 * words(|f| f.num_bags) <= words(|f| f.num_ids)
     }
 
-    /// Whether kernels can read rows of gradients at these addresses: four numbers at once, where rows are made of fours.
+    /// Returns whether kernels can read gradient rows at these addresses. If the dim is a multiple of 4, they read four floats at
+    /// once, so the address must be a multiple of 16.
     pub fn is_aligned(&self, rows: &[u64]) -> bool {
         self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % 16 == 0)
     }
 
+    /// Returns the `Work` parameter of a merge or an update, in words. The arguments are addresses; `prepared` and `factors` may be
+    /// 0 for kernels that do not read them.
     fn work(&self, workspace: &Workspace, prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
-        let start = Work {
+        let start = WorkHead {
             sides: self.sides,
             tables: workspace.tables(),
             entries: self.entries,
@@ -119,12 +126,12 @@ impl Saved {
     }
 }
 
-/// What is done about ids without a record that a commit is to insert: addresses, 0 for none.
+/// How a lookup treats absent ids, whose keys a commit inserts. Fields are addresses on the device; 0 for none.
 #[derive(Clone, Copy, Default)]
 pub struct AbsentIds {
-    /// A word that counts them.
+    /// A word that takes the number of absent ids.
     pub count: u64,
-    /// By id, the record that an earlier lookup of the same features had found: only ids without one are looked up.
+    /// By place of an id: the record that an earlier lookup of the same features found. Only ids without one are looked up.
     pub known: u64,
 }
 
@@ -135,7 +142,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// Address of so many words, each part on a line of its own.
+    /// Returns the address of the next part, which has this many words. Parts do not share a cache line.
     fn take(&mut self, words: usize) -> u64 {
         let start = self.at;
         self.at += words.next_multiple_of(32);
@@ -143,15 +150,15 @@ impl Parts {
     }
 }
 
-/// Places of a lookup's memory.
+/// Addresses in the memory of a lookup.
 struct Places {
     features: u64,
     first_find: u64,
     first_rows: u64,
     zeros: u64,
-    homeless_count: u64,
+    overflow_count: u64,
     sort_state: u64,
-    /// The lists of each dim, behind the features; the sections of the sort, behind these.
+    /// The `Keys` of each dim. They follow the features; the sections of the sort follow them.
     keys: u64,
     sections: u64,
     sides: u64,
@@ -163,40 +170,54 @@ struct Places {
     words: usize,
 }
 
-/// What the launches of a lookup need to know of its features.
+/// Descriptors and grids for the launches of a lookup.
 struct Payload {
-    /// Descriptors of the features, then the blocks before each in the launches that find records and make rows.
+    /// Descriptors of the features; then the first block of each in `find_records`; then the first block of each in `make_rows`.
     words: Vec<u32>,
     find_blocks: usize,
     rows_blocks: usize,
-    /// Which of `make_rows`: `EACH` and so on of kernels/forward.cu.
-    bags: u32,
+    /// The instantiation of `make_rows`.
+    bags: BagKind,
 }
 
-/// What the launches of a group's steps share.
+/// Memory, streams and events that the steps of a group share.
 pub struct Workspace {
+    /// The device of all tables of the group.
     pub device: Arc<Device>,
     /// Distinct dims, ascending.
     dims: Vec<usize>,
+    /// By table: the index of its dim in `dims`.
     kinds: Vec<usize>,
-    tables_on_device: Buffer<layout::Table>,
+    tables_on_device: Buffer<abi::Table>,
     scratch: Option<Buffer<u32>>,
+    /// The second stream, on which ids are sorted.
     side: Arc<CudaStream>,
+    /// Recorded on the framework's stream before a sort.
     fork: CudaEvent,
+    /// Recorded on the second stream after a sort.
     join: CudaEvent,
+    /// Recorded on the last stream when the framework changes to another.
     moved: CudaEvent,
+    /// Whether a sort is on the second stream that the framework's stream has not waited for.
     is_forked: Cell<bool>,
-    /// By place in `SORT_ITEMS`.
+    /// By index in `SORT_ITEMS`.
     sort_kernels: [OnceCell<SortKernels>; SORT_ITEMS.len()],
+    /// The stream of the last call.
     last: Option<Stream>,
+    /// Memory of completed steps, for later ones.
     memories: Vec<Buffer<u32>>,
+    /// The `Fault` that kernels write.
     pub fault: Shared,
 }
 
-/// Memory of steps that is kept for those to come.
+/// Maximum number of buffers of completed steps that are kept for later ones.
 const SPARE_MEMORIES: usize = 6;
 
 impl Workspace {
+    /// Creates the workspace of a group with these tables.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more than 32 distinct dims, [`Error::Device`] if the device does not have enough memory.
     pub fn new(device: &Arc<Device>, tables: &[GpuTable]) -> Result<Workspace> {
         let context = &device.context;
         let mut dims: Vec<usize> = tables.iter().map(|t| t.config.dim).collect();
@@ -215,7 +236,7 @@ impl Workspace {
         Ok(Workspace {
             tables_on_device: Buffer::new(context, tables.len())?,
             scratch: None,
-            // What sorts is short and in the way of what comes after it.
+            // The sort has a high priority, because its launches are short and later launches wait for them.
             side: context.new_stream_with_priority(-5).map_err(&failed)?,
             fork: event()?,
             join: event()?,
@@ -224,26 +245,33 @@ impl Workspace {
             sort_kernels: Default::default(),
             last: None,
             memories: Vec::new(),
-            fault: Shared::new(context, size_of::<Fault>() / 4)?,
+            fault: Shared::new(context, FAULT_WORDS)?,
             device: device.clone(),
             dims,
             kinds,
         })
     }
 
+    /// Returns the dims as template arguments of kernels.
     fn dim_list(&self) -> String {
         self.dims.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
     }
 
+    /// Address of the table descriptors on the device, by table of the group.
     pub fn tables(&self) -> u64 {
         self.tables_on_device.address()
     }
 
+    /// Number of bytes of device memory that is kept for later steps.
     pub fn num_bytes(&self) -> usize {
         self.memories.iter().chain(&self.scratch).map(Buffer::num_bytes).sum()
     }
 
-    /// Work of this group goes to `stream` from here on, after all that it has put anywhere before.
+    /// Selects the stream for the following work of the group. That work comes after all earlier work of the group, also if it was
+    /// on another stream.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the streams cannot be ordered.
     pub fn enter(&mut self, stream: Stream) -> Result<()> {
         self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         if let Some(last) = self.last.filter(|last| *last != stream) {
@@ -254,12 +282,12 @@ impl Workspace {
         Ok(())
     }
 
-    /// What comes after on the stream sees the lists of the last lookup.
+    /// Makes later work on the stream wait for the sort of the last lookup.
     fn join(&self, stream: Stream) -> Result<()> {
         if self.is_forked.take() { stream.wait(&self.join) } else { Ok(()) }
     }
 
-    /// Words that a launch is to have room for, if there are so many to deliver.
+    /// Returns the payload size of `deliver` for this many words. It may be smaller, which takes several launches.
     fn delivered_at_once(&self, words: usize) -> usize {
         if words <= FEW || self.device.parameter_bytes <= 4096 {
             return FEW;
@@ -267,7 +295,8 @@ impl Workspace {
         MORE.into_iter().find(|room| words <= *room).unwrap_or(MORE[1])
     }
 
-    /// Words to the device, and zeros.
+    /// Enqueues writing words to the device. `zeros`: address and number of words that are set to 0. `number`: an address, and the
+    /// number of a lookup that is written there.
     fn deliver(
         &self,
         to: u64,
@@ -292,12 +321,17 @@ impl Workspace {
                 number: [number as u32, (number >> 32) as u32],
                 pad: [0; 2],
             };
-            launch_next!(deliver, stream, 1, 1024, delivery, payload[0])?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
+            // to.
+            unsafe { launch_next!(deliver, stream, 1, 1024, delivery, payload[0]) }?;
         }
         Ok(())
     }
 
-    /// Tells the device where tables are, if one has moved.
+    /// Writes the descriptors of all tables to the device if one of them is out of date.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn describe(&mut self, tables: &mut [GpuTable], stream: Stream) -> Result<()> {
         if !tables.iter().any(|t| t.has_moved) {
             return Ok(());
@@ -310,6 +344,10 @@ impl Workspace {
         Ok(())
     }
 
+    /// Returns device memory of at least this many words: that of a completed step, or newly allocated.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device does not have enough memory.
     pub fn take_memory(&mut self, words: usize) -> Result<Buffer<u32>> {
         let fits = self.memories.iter().enumerate().filter(|(_, m)| m.len() >= words);
         match fits.min_by_key(|(_, m)| m.len()).map(|(i, _)| i) {
@@ -318,13 +356,19 @@ impl Workspace {
         }
     }
 
-    /// Memory for the sums of a push.
+    /// Returns memory for the merged gradients of a push.
+    ///
+    /// # Errors
+    /// As `take_memory`.
     pub fn take_sums(&mut self, saved: &Saved) -> Result<Buffer<u32>> {
         let words = saved.sum_words(&self.dims);
         self.take_memory(words)
     }
 
-    /// Memory for a copy of a push's gradients, and where those of each feature go.
+    /// Returns memory for a copy of a push's gradients, and the address for each feature.
+    ///
+    /// # Errors
+    /// As `take_memory`.
     pub fn take_copy(&mut self, saved: &Saved) -> Result<(Buffer<u32>, Vec<u64>)> {
         let places = |base| {
             let mut parts = Parts { base, at: 0 };
@@ -336,7 +380,7 @@ impl Workspace {
         Ok((memory, rows))
     }
 
-    /// Memory of a step that is over, in the order of the streams.
+    /// Takes back the memory of a step whose work is on the stream. Later work that reuses it comes after that on the stream.
     pub fn give_back(&mut self, memory: Buffer<u32>) {
         self.memories.push(memory);
         if self.memories.len() > SPARE_MEMORIES {
@@ -345,21 +389,22 @@ impl Workspace {
         }
     }
 
-    /// `plan`: of the sort, if what is found is saved.
+    /// Divides the memory of a lookup into parts. `plan`: the sort, if the lookup is saved.
     fn places(&self, base: u64, features: &[Feature], ids_by_kind: &[usize], plan: Option<&Plan>) -> Places {
         let (n, save): (usize, _) = (ids_by_kind.iter().sum(), plan.is_some());
         let is_weighted = save && features.iter().any(Feature::is_weighted);
         let has_weights = save && features.iter().any(|f| f.weights.is_some());
         let mut parts = Parts { base, at: 0 };
-        let descriptor = size_of::<layout::Feature>() / 4;
+        let descriptor = size_of::<abi::Feature>() / 4;
         let feature_words = features.len() * (descriptor + 2);
         let key_words = if save { ids_by_kind.len() * size_of::<Keys>() / 4 } else { 0 };
         let section_words = plan.map_or(0, |plan| plan.sections.len() * size_of::<Section>() / 4);
         let payload = parts.take(feature_words + key_words + section_words);
         let zeros = parts.take(0);
-        let homeless_count = parts.take(32);
+        let overflow_count = parts.take(32);
         let sort_state = parts.take(plan.map_or(0, Plan::state_words));
-        let lists: Vec<u64> = ids_by_kind.iter().map(|_| parts.take(if save { LISTS } else { 0 })).collect();
+        let lists: Vec<u64> =
+            ids_by_kind.iter().map(|_| parts.take(if save { LISTS_WORDS } else { 0 })).collect();
         let num_zeros = parts.at - ((zeros - base) / 4) as usize;
         let side_words = (size_of::<Side>() + size_of::<Gradients>() + size_of::<u64>()) / 4;
         let sides = parts.take(if save { features.len() * side_words } else { 0 });
@@ -391,7 +436,7 @@ impl Workspace {
             first_find: payload + (features.len() * descriptor * 4) as u64,
             first_rows: payload + (features.len() * (descriptor + 1) * 4) as u64,
             zeros,
-            homeless_count,
+            overflow_count,
             sort_state,
             keys: payload + 4 * feature_words as u64,
             sections: payload + 4 * (feature_words + key_words) as u64,
@@ -405,10 +450,14 @@ impl Workspace {
         }
     }
 
-    /// Rows of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: where the
-    /// lookup's number goes on the device, and what it is. Gives what `push` needs, if that is to be `save`d.
+    /// Enqueues the lookup of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: an
+    /// address, and the number of the lookup that is written there. With `save`, returns what `push` needs.
     ///
-    /// Features without memory for rows get none, if no coefficient is to be found out.
+    /// If no feature has memory for rows, none are written. Coefficients of ids are then not computed either.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if features, rows and ids are too many for one call. [`Error::Device`] without enough memory, or if a
+    /// kernel cannot be compiled or launched.
     #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub fn lookup(
         &mut self,
@@ -454,7 +503,7 @@ impl Workspace {
             num_features: features.len() as u32,
             shift,
         };
-        let ([records, values, homeless], scratch) = self.scratch(n, plan)?;
+        let ([records, values, overflow], scratch) = self.scratch(n, plan)?;
         let found = Found {
             records,
             values: if save { values } else { 0 },
@@ -462,17 +511,22 @@ impl Workspace {
             zeros: scratch.counts,
             num_zeros: plan.map_or(0, Plan::count_words) as u32,
             pad: 0,
-            homeless: Homeless { count: places.homeless_count, ids: homeless },
+            overflow: Overflow { count: places.overflow_count, ids: overflow },
             fault: self.fault.address(),
             absent: absent.count,
             known: absent.known,
         };
-        let rows_name = format!("make_rows<{bags}, {}>", self.dim_list());
+        let rows_name = format!("make_rows<{}, {}>", bags as u32, self.dim_list());
         let names = ["find_records", "settle_records", &rows_name];
         let [find, settle, make_rows] = self.device.kernels(&FORWARD, names)?;
-        launch_next!(find, stream, find_blocks, FIND_THREADS, call, found)?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
+        unsafe { launch_next!(find, stream, find_blocks, FIND_THREADS, call, found) }?;
         if inserts.contains(&true) {
-            launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
+            // to.
+            unsafe {
+                launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)
+            }?;
         }
         if let Some(plan) = plan.filter(|_| n > 0) {
             self.sort_beside(plan, &places, [records, values], scratch, stream)?;
@@ -480,7 +534,9 @@ impl Workspace {
         let (named, kept) = (places.named, places.kept);
         let rows = Rows { records, named, kept, fault: self.fault.address() };
         if features.iter().any(|f| f.rows != 0) {
-            launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows)?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
+            // to.
+            unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows) }?;
         }
         if !save {
             self.give_back(memory);
@@ -507,7 +563,7 @@ impl Workspace {
             rows_blocks,
             ids_by_kind,
             shift,
-            source: if named == 0 { ROWS } else { WEIGHTED_ROWS },
+            source: if named == 0 { Source::Rows } else { Source::WeightedRows },
             again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
             features: features.iter().map(feature).collect(),
             generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
@@ -515,6 +571,7 @@ impl Workspace {
         }))
     }
 
+    /// Returns the descriptors of the features, and the grids. `first_ids`: as `first_ids` returns them.
     fn payload(
         &self,
         tables: &[GpuTable],
@@ -523,7 +580,7 @@ impl Workspace {
         inserts: &[bool],
     ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, EACH);
+        let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, BagKind::Each);
         for (feature, first_id) in features.iter().zip(first_ids) {
             let table = &tables[feature.table];
             let (splits, wide, hotness) = match feature.bags {
@@ -533,12 +590,16 @@ impl Workspace {
             };
             let is_static = table.config.vocabulary_size.is_some();
             let has_roles = is_static || feature.weights.is_some() || feature.padding_key.is_some();
-            // A bag of one without weights is its row, whatever the combiner.
+            // Without weights, a bag of one id has the same row with every combiner.
             let is_gather = hotness == 1 && feature.weights.is_none();
             let may_miss = has_roles || !inserts[feature.table];
-            bags = bags.max(if is_gather { EACH } else { SUMMED + u32::from(may_miss) });
+            bags = bags.max(match (is_gather, may_miss) {
+                (true, _) => BagKind::Each,
+                (false, false) => BagKind::Summed,
+                (false, true) => BagKind::Any,
+            });
             let num_bags = feature.num_bags();
-            descriptors.push(layout::Feature {
+            descriptors.push(abi::Feature {
                 ids: feature.ids.address,
                 high: feature.ids.high,
                 splits,
@@ -578,7 +639,7 @@ impl Workspace {
         Payload { words, find_blocks, rows_blocks, bags }
     }
 
-    /// The sort of a call, its tables in their order; and the place of the first id of each feature there.
+    /// Returns the sort of a call, with a section for each table in order, and for each feature the place of its first id.
     fn plan(&self, tables: &[GpuTable], features: &[Feature]) -> (Plan, Vec<usize>) {
         let mut ids = vec![0; tables.len()];
         features.iter().for_each(|f| ids[f.table] += f.ids.len);
@@ -609,21 +670,21 @@ impl Workspace {
         Plan::new(sections, most_records, likely_records, multiprocessors, self.device.shared_bytes)
     }
 
-    /// Records of the ids of the last lookup, feature after feature as `first_ids` says; until the next one.
+    /// Address of the record numbers that the last lookup found, u32 by place of an id. Valid until the next lookup.
     pub fn found_records(&self) -> u64 {
         self.scratch.as_ref().map_or(0, Buffer::address)
     }
 
-    /// The place of the first id of each feature among those of a call.
+    /// Returns, for each feature, the place of its first id in the call.
     pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Vec<usize> {
         self.plan(tables, features).1
     }
 
-    /// Scratch memory: records and values of ids, homeless ids; what the sort needs.
+    /// Returns scratch memory: addresses for records, values and overflow ids of `n` ids, and the memory of the sort.
     fn scratch(&mut self, n: usize, plan: Option<&Plan>) -> Result<([u64; 3], Scratch)> {
         let of_plan = |words: fn(&Plan) -> usize| plan.map_or(0, words);
         let (values, pairs) = if plan.is_some() { (n, 2 * n) } else { (0, 0) };
-        let sizes = [n, values, n, of_plan(Plan::count_words), of_plan(Plan::told_words), pairs, pairs];
+        let sizes = [n, values, n, of_plan(Plan::count_words), of_plan(Plan::published_words), pairs, pairs];
         let total: usize = sizes.iter().map(|s| s.next_multiple_of(32)).sum();
         if self.scratch.as_ref().is_none_or(|s| s.len() < total) {
             self.scratch = None;
@@ -631,11 +692,12 @@ impl Workspace {
         }
         let base = self.scratch.as_ref().map_or(0, Buffer::address);
         let mut parts = Parts { base, at: 0 };
-        let [records, values, homeless, counts, told, first, second] = sizes.map(|size| parts.take(size));
-        Ok(([records, values, homeless], Scratch { counts, told, pairs: [first, second] }))
+        let [records, values, overflow, counts, published, first, second] =
+            sizes.map(|size| parts.take(size));
+        Ok(([records, values, overflow], Scratch { counts, published, pairs: [first, second] }))
     }
 
-    /// Sorts ids by their records and lists the distinct ones, beside what else the stream does.
+    /// Sorts ids by their records and lists the distinct ones, on the second stream, after the work that is on `stream` so far.
     fn sort_beside(
         &self,
         plan: &Plan,
@@ -644,7 +706,7 @@ impl Workspace {
         scratch: Scratch,
         stream: Stream,
     ) -> Result<()> {
-        let side = Stream(self.side.cu_stream());
+        let side = Stream::of_cudarc(&self.side);
         stream.record(&self.fork)?;
         side.wait(&self.fork)?;
         self.sort(plan, places, ids, scratch, side)?;

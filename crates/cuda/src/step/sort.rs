@@ -1,43 +1,51 @@
-//! The sort of a call's ids by record, and the lists of distinct ones that come of it.
+//! The sort of a call's ids by record, and the listing of distinct keys after it.
+
+#![allow(unsafe_code)]
 
 use sok_core::error::Result;
 
 use super::{Places, Workspace};
+use crate::abi::*;
 use crate::device::{Kernel, Stream, launch, launch_shared};
 use crate::kernels::{KEYS, SORT};
-use crate::layout::*;
 
-/// What is to be sorted, and in which blocks.
+/// The sections, digits and grids of a sort.
 pub(super) struct Plan {
     pub sections: Vec<Section>,
-    /// Ids that a thread takes, one of `SORT_ITEMS`.
+    /// Ids of a tile for each thread, one of `SORT_ITEMS`.
     items: usize,
     tiles: usize,
+    /// Number of blocks of `list_keys`.
     lists: usize,
-    /// Rows of what blocks tell each other in a pass.
+    /// Rows of `Sort::published` in a pass: of tiles, and of groups of tiles.
     rows: usize,
     passes: usize,
+    /// Bits of a digit.
     bits: u32,
 }
 
-/// Of a number of ids a thread: `count_digits`, then `sort_pass` by digits and stride.
+/// The kernels for a number of ids per thread: `count_digits`, then `sort_pass` by bits of a digit and stride.
 pub(super) type SortKernels = [Kernel; 7];
 
-/// Memory that a sort needs besides what is sorted.
+/// Addresses of the memory that a sort needs besides its input and output.
 #[derive(Clone, Copy)]
 pub(super) struct Scratch {
+    /// `Sort::counts`.
     pub counts: u64,
-    pub told: u64,
+    /// `Sort::published`.
+    pub published: u64,
+    /// Output of the passes before the last one, in turn.
     pub pairs: [u64; 2],
 }
 
 impl Plan {
-    /// Of sections whose ids and records are known. `most_records`: more than any record; `likely_records`: if what is under way brings
-    /// no new ones. `shared_bytes`: of memory, that a block may share, which is all that a multiprocessor has but a kilobyte.
+    /// Plans a sort. Numbers of ids, dims and tables of the sections must be set. `most_records`: a number above all record
+    /// numbers. `likely_records`: the same, if work in progress inserts no new keys. `shared_bytes`: maximum shared memory of a
+    /// block, which is that of a multiprocessor minus a kilobyte.
     ///
-    /// As few passes as the digits' bits allow, and digits with which the last, if it is likely to find nothing to do, does not: it is
-    /// left out then, on the device. And as many ids a thread as the blocks of a pass are through with first: they run at once, or one
-    /// after the other.
+    /// The number of passes is the smallest that the bits of a digit allow. If `likely_records` need fewer passes, a digit has
+    /// enough bits for these to suffice, and the device skips the others. The number of ids per thread is the one with which all
+    /// blocks of a pass finish first, considering how many of them run at the same time.
     pub fn new(
         mut sections: Vec<Section>,
         most_records: u64,
@@ -46,7 +54,7 @@ impl Plan {
         shared_bytes: usize,
     ) -> Plan {
         sections.retain(|s| s.count > 0);
-        // A kernel shares less than a kilobyte besides.
+        // The static shared memory of a kernel is less than a kilobyte.
         let fit = |items, bits| (shared_bytes + 1024) / (shared_by(items, bits) + 1024);
         let largest = SORT_ITEMS[SORT_ITEMS.len() - 1];
         let most_bits = if fit(largest, MOST_BITS) > 0 { MOST_BITS } else { MOST_BITS - 1 };
@@ -58,7 +66,7 @@ impl Plan {
         let time = |items: &usize| {
             let tile = items * SORT_THREADS;
             let tiles: usize = sections.iter().map(|s| (s.count as usize).div_ceil(tile)).sum();
-            let at_once = multiprocessors * SORT_AT_ONCE.min(fit(*items, bits)).max(1);
+            let at_once = multiprocessors * SORT_BLOCKS.min(fit(*items, bits)).max(1);
             tiles.div_ceil(at_once) * (items + BLOCK_ITEMS)
         };
         let items = SORT_ITEMS.into_iter().min_by_key(time).unwrap_or(largest);
@@ -70,34 +78,36 @@ impl Plan {
             first_list += section.count.div_ceil(LIST_BLOCK as u32);
         }
         let (tiles, lists) = (first_tile as usize, first_list as usize);
-        let rows = tiles + 2 * (tiles / SORT_FELLOWS + sections.len() + 1);
+        let rows = tiles + 2 * (tiles / SORT_GROUP + sections.len() + 1);
         Plan { sections, items, tiles, lists, rows, passes: passes as usize, bits }
     }
 
+    /// Number of values of a digit.
     fn digits(&self) -> usize {
         1 << self.bits
     }
 
-    /// Words of what blocks take and tell, which are zeros at first.
+    /// Number of words of `Sort::next` and `Sort::flags`, which must be zeros before the sort.
     pub fn state_words(&self) -> usize {
         SORT_STATE + self.passes * self.rows
     }
 
-    /// Words of `Scratch::counts`, which are zeros at first.
+    /// Number of words of `Scratch::counts`, which must be zeros before the sort.
     pub fn count_words(&self) -> usize {
         self.sections.len() * self.passes * self.digits()
     }
 
-    /// Words of `Scratch::told`.
-    pub fn told_words(&self) -> usize {
+    /// Number of words of `Scratch::published`.
+    pub fn published_words(&self) -> usize {
         self.passes * self.rows * self.digits()
     }
 }
 
-/// Ids a thread that take as long as what a block does besides.
+/// The time of a block that does not depend on its ids, in ids per thread.
 const BLOCK_ITEMS: usize = 3;
 
-/// Bytes of memory that a block of a pass shares: counts by warp and digit or the tile, and where digits start.
+/// Returns the bytes of dynamic shared memory of a block of a pass: for counts by warp and digit, or for the tile, and for the
+/// start of each digit.
 fn shared_by(items: usize, bits: u32) -> usize {
     let counts = (SORT_THREADS / 32 * size_of::<u16>()) << bits;
     let tile = items * SORT_THREADS * size_of::<Sorted>();
@@ -105,7 +115,8 @@ fn shared_by(items: usize, bits: u32) -> usize {
 }
 
 impl Workspace {
-    /// Sorts the ids whose `records` and `values` these are, into `places.sorted`, and lists the distinct records.
+    /// Enqueues the sort of ids into `places.sorted`, and the listing of their distinct keys. `records`, `values`: addresses of the
+    /// record number and the value of each id.
     pub(super) fn sort(
         &self,
         plan: &Plan,
@@ -118,7 +129,7 @@ impl Workspace {
         let sort = Sort {
             sections: places.sections,
             counts: scratch.counts,
-            told: scratch.told,
+            published: scratch.published,
             flags: state + 4 * SORT_STATE as u64,
             next: state,
             sorted: places.sorted,
@@ -134,21 +145,29 @@ impl Workspace {
         let (count, first, others) = (kernels[0], kernels[of_bits], kernels[of_bits + 1]);
         let list = self.device.kernel(&KEYS, "list_keys")?;
         let tile = (plan.items * SORT_THREADS) as u32;
-        launch!(count, stream, plan.tiles, SORT_THREADS, records, sort, tile)?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup own the memory that they point to.
+        unsafe { launch!(count, stream, plan.tiles, SORT_THREADS, records, sort, tile) }?;
         let (mut keys, mut of_keys) = (records, values);
         for pass in 0..plan.passes as u32 {
             let (kernel, to) = (if pass == 0 { first } else { others }, scratch.pairs[pass as usize % 2]);
             let bytes = shared_by(plan.items, plan.bits);
-            launch_shared!(kernel, stream, plan.tiles, SORT_THREADS, bytes, keys, of_keys, to, sort, pass)?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup own the memory that they point
+            // to.
+            unsafe {
+                launch_shared!(kernel, stream, plan.tiles, SORT_THREADS, bytes, keys, of_keys, to, sort, pass)
+            }?;
             (keys, of_keys) = (to, to + 4);
         }
         let (kinds, tables, sections, num_sections, sorted) =
             (places.keys, self.tables(), places.sections, sort.num_sections, places.sorted);
-        launch!(list, stream, plan.lists, LIST_THREADS, kinds, tables, sections, num_sections, sorted)
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup own the memory that they point to.
+        unsafe {
+            launch!(list, stream, plan.lists, LIST_THREADS, kinds, tables, sections, num_sections, sorted)
+        }
     }
 
-    /// The count, then a pass over ids and one over pairs for digits of each size: all compiled at once, as a table that grows is not
-    /// to wait for the compiler.
+    /// Returns `count_digits`, and for each number of bits `sort_pass` over arrays and over pairs. All are compiled at once, so
+    /// that a table that grows need not wait for the compiler.
     fn sort_kernels(&self, items: usize) -> Result<SortKernels> {
         let known = &self.sort_kernels[SORT_ITEMS.iter().position(|i| *i == items).unwrap_or_default()];
         if let Some(kernels) = known.get() {

@@ -1,19 +1,24 @@
 //! One optimizer step of a table, outside a training step.
 
-use sok_core::batch::Combiner;
+#![allow(unsafe_code)]
+
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::ticket::RING;
 use sok_core::error::Result;
-use sok_core::optimizer::{Update, UpdateScalars};
-use sok_core::ticket::RING;
+use sok_core::formula::update::{Update, UpdateScalars};
 
 use super::{AbsentIds, Bags, Feature, Ids, KeyType, Workspace};
+use crate::abi::{PREPARED_WORDS, Preparation};
 use crate::device::{Stream, launch};
 use crate::gpu_table::GpuTable;
 use crate::kernels::CONTROL;
-use crate::layout::{Preparation, Prepared};
 use crate::memory::Buffer;
 use crate::rule;
 
-/// Waits.
+/// Merges the gradients of these ids and updates the records of their keys. Ids without a record are ignored. Waits for the device.
+///
+/// # Errors
+/// `Error::Argument` for too many ids. `Error::Device` without enough memory, or if a kernel cannot be compiled or has failed.
 pub fn update_once(
     table: &mut GpuTable,
     update: &Update,
@@ -47,20 +52,22 @@ pub fn update_once(
         workspace.deliver_sides(&saved, &sides, stream)?;
         let numbers = [scalars.learning_rate, scalars.step as f32, 1.0, scalars.factor];
         let numbers = Buffer::from_slice(context, &numbers)?;
-        let prepared = Buffer::<u32>::new(context, size_of::<Prepared>() / 4)?;
+        let prepared = Buffer::<u32>::new(context, PREPARED_WORDS)?;
         let preparation = Preparation {
             scalars: numbers.address(),
             prepared: prepared.address(),
-            rule: rule::numbers(update),
+            conditioning: rule::conditioning(update),
+            formula: rule::scalars(&update.rule),
             row: RING as u32,
             ..Preparation::default()
         };
-        let prepare = device.kernel(&CONTROL, "prepare<1>")?;
-        launch!(prepare, stream, 1, 2 * RING as u32, preparation)?;
+        let prepare = device.kernel(&CONTROL, &format!("prepare<1, {}>", rule::type_name(&update.rule)))?;
+        // SAFETY: The argument has the type of the kernel's parameter. The buffers above live until the wait below.
+        unsafe { launch!(prepare, stream, 1, 2 * RING as u32, preparation) }?;
         workspace.update(&saved, update, prepared.address(), stream)?;
         device.synchronize()?;
     }
-    // Its launches counted the ids as looked up by a step.
+    // The launches have counted the ids as if a step had looked them up.
     tables[0].has_moved = true;
     tables[0].forget_counts()
 }

@@ -1,6 +1,6 @@
-//! Each call of the driver fails once: what fails says so, and nothing that is wrong passes for an answer.
+//! Each call of the driver fails once. An operation must then return an error or the correct result.
 //!
-//! Needs the driver of `tests/faults/driver.c` in front of the real one, and a GPU for itself.
+//! Needs the driver of `tests/faults/driver.c` in front of the real one, and a GPU that nothing else uses.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_long};
@@ -8,19 +8,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
 
 use libloading::Library;
+use sok_core::contract::table::{Cursor, Insertion, Records, Table};
 use sok_core::error::{Error, Result};
-use sok_core::optimizer::UpdateScalars;
-use sok_core::table::{Cursor, Insertion, Records, Table};
+use sok_core::formula::update::UpdateScalars;
 use sok_cuda::gpu_table::GpuTable;
 
 use crate::common::group::{Input, Shape};
-use crate::common::large::plain_update;
-use crate::common::strategies::{plain_config, rules};
+use crate::common::large::{ADAGRAD, ADAM, plain_update};
+use crate::common::strategies::plain_config;
 use crate::common::subject::{OWNER, Subject, binding};
 use crate::common::{bits, unwritten};
 use crate::subject::{DEVICE, GpuSubject};
 
-/// Calls of the driver at most in an operation.
+/// Maximum number of calls of the driver in an operation.
 const MOST_CALLS: i64 = 2000;
 
 struct FaultyDriver {
@@ -29,31 +29,36 @@ struct FaultyDriver {
 }
 
 static DRIVER: LazyLock<FaultyDriver> = LazyLock::new(|| {
-    // SAFETY: the library that is loaded already; both functions are of these types, as driver.c has them.
-    unsafe {
-        let library = Box::leak(Box::new(Library::new("libcuda.so").unwrap()));
-        let arm = *library.get(b"sok_fault_arm\0").expect("the driver of tests/faults/driver.c is in front");
-        FaultyDriver { arm, disarm: *library.get(b"sok_fault_disarm\0").unwrap() }
+    // SAFETY: The library is already loaded.
+    let library = Box::leak(Box::new(unsafe { Library::new("libcuda.so") }.unwrap()));
+    // SAFETY: driver.c defines a function of this type.
+    let arm = unsafe { library.get(b"sok_fault_arm\0") };
+    // SAFETY: driver.c defines a function of this type.
+    let disarm = unsafe { library.get(b"sok_fault_disarm\0") };
+    FaultyDriver {
+        arm: *arm.expect("the driver of tests/faults/driver.c is in front"),
+        disarm: *disarm.unwrap(),
     }
 });
 
-/// Runs `operation` with its `call`th call of the driver failing. Gives the name of the function that failed, if it came to that.
+/// Runs `operation` while call number `call` of the driver, counted from 0, fails. Returns the name of the function that failed, if
+/// there were so many calls.
 fn with_fault<T>(call: i64, operation: impl FnOnce() -> Result<T>) -> (Result<T>, Option<String>) {
     (DRIVER.arm)(call);
     let result = catch_unwind(AssertUnwindSafe(operation)).unwrap_or_else(|panic| {
-        // The subject copies to and from the device itself, and trusts that it can.
+        // The test subject also copies to and from the device, and panics if that fails.
         let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
         assert!(message.contains("`Result::unwrap()` on an `Err` value: Device("), "{message}");
         Err(Error::State(message))
     });
     let name = (DRIVER.disarm)();
-    // SAFETY: a constant of the driver, or null.
+    // SAFETY: The name is a static text, or null.
     let name = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned());
     (result, name)
 }
 
-/// Runs an operation on a new subject again and again, each call of the driver failing once. A result that is there must be the one
-/// without a fault.
+/// Runs an operation on new subjects until each call of the driver has failed once. A result that is not an error must be the same
+/// as without a fault.
 fn fail_each_call<S, T: PartialEq + std::fmt::Debug>(
     name: &str,
     mut make: impl FnMut() -> S,
@@ -84,7 +89,7 @@ const KEYS: u64 = 3000;
 
 fn filled() -> GpuTable {
     let mut table = GpuTable::new(&DEVICE, plain_config("t", 3)).unwrap();
-    table.set_update_rule(Some(plain_update(rules()[3])), false).unwrap();
+    table.set_update_rule(Some(plain_update(ADAM)), false).unwrap();
     let keys: Vec<u64> = (0..KEYS).collect();
     table.assign(&keys, &(0..3 * KEYS).map(|i| i as f32).collect::<Vec<_>>(), true).unwrap();
     table
@@ -136,7 +141,7 @@ fn a_driver_that_fails_is_told_by_every_method_of_a_table() {
         contents(table)
     });
     fail_each_call("set_update_rule", filled, |table| {
-        table.set_update_rule(Some(plain_update(rules()[5])), false)?;
+        table.set_update_rule(Some(plain_update(ADAGRAD)), false)?;
         contents(table)
     });
     fail_each_call("replace_with", filled, |table| {
@@ -154,7 +159,7 @@ fn a_driver_that_fails_is_told_by_every_method_of_a_table() {
 fn a_driver_that_fails_is_told_by_every_call_of_a_step() {
     let make = || {
         let mut subject = GpuSubject::new(&[plain_config("a", 3), plain_config("b", 64)]);
-        subject.bind(binding(OWNER, plain_update(rules()[3]))).unwrap();
+        subject.bind(binding(OWNER, plain_update(ADAM))).unwrap();
         subject.lookup(&[Input::plain(0, &[1, 2])], Insertion::AtLookup, false).unwrap();
         subject
     };

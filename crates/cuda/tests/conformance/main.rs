@@ -1,4 +1,4 @@
-//! Tables on a GPU beside the model that the host's are held against: rows and states bit for bit.
+//! Compares tables on a GPU with the model that the host's tables are compared with. Rows and states must be bit-identical.
 //!
 //! Needs a GPU: `cargo test -p sok-cuda --test conformance -- --ignored`.
 
@@ -18,13 +18,14 @@ use common::subject::{HostSubject, Maker, Subject};
 use common::table::ModelTable;
 use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
-use sok_core::batch::Combiner;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::binding::Binding;
+use sok_core::contract::table::{Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_core::error::Error;
-use sok_core::host_group::Binding;
-use sok_core::host_table::HostTable;
-use sok_core::optimizer::UpdateScalars;
+use sok_core::formula::Rule;
+use sok_core::formula::update::UpdateScalars;
+use sok_core::host::table::HostTable;
 use sok_core::pool::Pool;
-use sok_core::table::{Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 use subject::{DEVICE, GpuSubject};
@@ -85,7 +86,8 @@ fn large_calls_leave_a_group_as_its_model() {
     }
 }
 
-/// Sorts of two and three passes, of every size of block, and of so many blocks that they tell each other in groups of groups; a small table beside.
+/// Sorts of two and three passes, with every tile size, and with so many tiles that the look-back goes over several groups. Also
+/// with a small table beside a large one.
 #[test]
 #[ignore = "needs a GPU"]
 fn millions_of_ids_of_a_table_follow_the_host() {
@@ -176,7 +178,7 @@ fn no_key_is_lost_at_load_98_of_the_index() {
     assert!(found.iter().all(|f| *f) && got == rows);
 }
 
-/// The key whose public hash this is.
+/// Returns the key that has this public hash.
 fn key_of_hash(hash: u64) -> u64 {
     let mut h = hash;
     for inverse in [0x9cb4_b2f8_1293_37db, 0x4f74_430c_22a5_4005] {
@@ -186,7 +188,7 @@ fn key_of_hash(hash: u64) -> u64 {
     h ^ h >> 33
 }
 
-/// Under a public hash all of them would have the same two places in the index.
+/// Under a public hash, all crafted keys would have the same two buckets of the index.
 #[test]
 #[ignore = "needs a GPU"]
 fn keys_made_against_the_public_hash_are_inserted_like_others() {
@@ -229,12 +231,12 @@ fn an_id_outside_a_static_table_is_told_at_the_next_call() {
 #[test]
 #[ignore = "needs a GPU"]
 fn every_dim_and_rule_gives_the_hosts_bits() {
-    for (i, rule) in common::strategies::rules().into_iter().enumerate() {
+    for (i, rule) in Rule::variants().into_iter().enumerate() {
         let chosen = if i == 3 { &EVERY_DIM[..] } else { &[EVERY_DIM[i % 9], 64][..] };
         let configs: Vec<TableConfig> =
             chosen.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();
         let mut dice = Dice(i as u64);
-        // Rows alone, bags alone, both.
+        // Single ids only, bags only, or both.
         let inputs = |dice: &mut Dice, step: u64| {
             let keys = |dice: &mut Dice, n| {
                 (0..n)
@@ -269,7 +271,8 @@ fn every_dim_and_rule_gives_the_hosts_bits() {
     }
 }
 
-/// Weights, padding, bags of any length, ids that nobody knows: lanes of all numbers, some of them without columns.
+/// Weights, padding, bags of any length and unknown ids, at dims with every number of lanes per row, also with lanes without
+/// columns.
 #[test]
 #[ignore = "needs a GPU"]
 fn any_bags_follow_the_model_at_every_dim() {
@@ -306,10 +309,10 @@ fn any_bags_follow_the_model_at_every_dim() {
         let scalars = UpdateScalars { learning_rate: 0.05, step: step as u64, factor: 1.0 };
         ops.push(Op::Apply { scalars, is_update: true });
     }
-    run_all(&configs, common::large::plain_update(common::strategies::rules()[0]), &ops, &ALL_DIMS);
+    run_all(&configs, common::large::plain_update(common::large::SGD), &ops, &ALL_DIMS);
 }
 
-/// Takes nearly all memory of the device, so it runs alone.
+/// This test takes nearly all memory of the device, so it must run alone.
 #[test]
 #[ignore = "needs a GPU for itself"]
 fn memory_that_is_missing_is_told_and_changes_nothing() {

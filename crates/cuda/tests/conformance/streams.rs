@@ -3,17 +3,19 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
-use sok_core::batch::Combiner;
-use sok_core::host_group::Binding;
-use sok_core::optimizer::{Rule, Update, UpdateScalars};
-use sok_core::push::Keep;
-use sok_core::table::{Insertion, TableConfig};
-use sok_core::ticket::TICKET_LEN;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::Keep;
+use sok_core::contract::group::Group;
+use sok_core::contract::table::{Insertion, TableConfig};
+use sok_core::contract::ticket::TICKET_LEN;
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::{Rule, Sgd};
 use sok_cuda::device::Stream;
+use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::{Buffer, times_asked};
 use sok_cuda::nvrtc::Source;
-use sok_cuda::optimizer;
 use sok_cuda::step::{Bags, Feature, KeyType};
 
 use crate::POOL;
@@ -29,28 +31,29 @@ const DELAY: Source = Source {
     text: "extern \"C\" __global__ void delay(unsigned long long cycles) {
   for (const long long start = clock64(); clock64() - start < cycles;) {}
 }",
-    headers: &[],
+    headers: || &[],
 };
 
-/// Lets what comes after on the stream wait for so many cycles of the device.
+/// Makes later work on the stream wait for this many cycles of the device.
 #[allow(unsafe_code)]
 fn pause(stream: Stream, cycles: u64) {
     let delay = DEVICE.kernel(&DELAY, "delay").unwrap();
-    // SAFETY: its one parameter; it reads and writes nothing.
+    // SAFETY: The kernel has this one parameter, and accesses no memory.
     unsafe { delay.launch(stream, (1, 1, 0), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
 }
 
-/// For up to a tenth of a millisecond.
+/// Delays the stream by up to a tenth of a millisecond.
 fn lag(stream: Stream, dice: &mut Dice) {
     pause(stream, dice.pick(&[0u64, 0, 20_000, 200_000]));
 }
 
-/// A step of one feature a table, none of whose calls waits for the device: its arrays live until all have run.
+/// A step with one feature for each table. None of its calls waits for the device, so its arrays live until all calls have
+/// completed.
 struct Flight {
     ids: Vec<Buffer<u64>>,
     gradients: Vec<Buffer<f32>>,
     rows: Vec<Buffer<f32>>,
-    /// Ids of each bag.
+    /// Number of ids of each bag.
     hotness: usize,
     /// Ticket, norm, scalars, trigger and new trigger.
     small: [Buffer<f32>; 5],
@@ -95,17 +98,21 @@ impl Flight {
         };
         let features: Vec<Feature> = (0..self.ids.len()).map(feature).collect();
         let [ticket, norm, numbers, trigger, new] = self.small.each_ref().map(Buffer::address);
-        let lookup = group.lookup(&features, Insertion::AtLookup, true, None, next()).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        let lookup = unsafe { group.lookup(&features, Insertion::AtLookup, true, None, next()) }.unwrap();
         let output = OutputGradients {
             rows: self.gradients.iter().map(Buffer::address).collect(),
             keep: holds.then(|| Box::new(()) as Keep),
             check_finite: false,
         };
         let lens: Vec<usize> = self.gradients.iter().map(Buffer::len).collect();
-        group.push(LookupNumber::Known(lookup), output, &lens, &[], ticket, next()).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { group.push(LookupNumber::Known(lookup), output, &lens, &[], ticket, next()) }.unwrap();
         let groups = &mut [group];
-        optimizer::commit(groups, &[binding], &[ticket], None, norm, next()).unwrap();
-        optimizer::apply(groups, &[binding], numbers, false, &[(trigger, new)], next()).unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { optimizer::commit(groups, &[binding], &[ticket], None, norm, next()) }.unwrap();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { optimizer::apply(groups, &[binding], numbers, false, &[(trigger, new)], next()) }.unwrap();
     }
 }
 
@@ -123,13 +130,13 @@ fn calls_on_streams_that_lag_come_in_order() {
         group.bind(binding).unwrap();
         let streams: Vec<_> = (0..3).map(|_| DEVICE.context.new_stream().unwrap()).collect();
         let next = |dice: &mut Dice| {
-            let stream = Stream(streams[dice.below(3) as usize].cu_stream());
+            let stream = Stream::of_cudarc(&streams[dice.below(3) as usize]);
             lag(stream, dice);
             stream
         };
         let (mut flights, mut expected) = (Vec::new(), Vec::new());
         for step in 1..=12 {
-            // Those of bags are copied where they are not held.
+            // Gradients of bags are copied unless they are held.
             let hotness = [1, 3][dice.below(2) as usize];
             let num_bags = 3003 / hotness;
             let keys: Vec<Vec<u64>> = (0..2).map(|_| skewed_keys(&mut dice, 3003, 5000)).collect();
@@ -194,7 +201,7 @@ fn a_steady_step_asks_for_no_memory() {
                 len = group.table(0).len().unwrap();
                 before = times_asked();
             }
-            flight.start(&mut group, binding, holds, || Stream(stream.cu_stream()));
+            flight.start(&mut group, binding, holds, || Stream::of_cudarc(&stream));
         }
         assert_eq!(times_asked(), before, "held: {holds}, ids a bag: {hotness}");
         DEVICE.synchronize().unwrap();
@@ -202,8 +209,8 @@ fn a_steady_step_asks_for_no_memory() {
     }
 }
 
-/// Some ids of each step are new, and all that may be new, with those of the step before, come to be more than the table has room for:
-/// first in its index, then in memory for records.
+/// Some ids of each step are new. The maximum number of new keys of two steps exceeds the room of the table, first in its index,
+/// then in the memory for records.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_near_a_tables_size_do_not_wait() {
@@ -211,7 +218,7 @@ fn steps_near_a_tables_size_do_not_wait() {
     const DIM: usize = 1024;
     let config = TableConfig { initial_capacity: 4 * IDS, ..plain_config("t", DIM) };
     let mut group = GpuGroup::new(&DEVICE, vec![config]).unwrap();
-    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let rule = Rule::Sgd(Sgd { momentum: 0.0, nesterov: false });
     let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: None };
     let binding = Binding { owner: 1, update, needs_norm: false };
     group.bind(binding).unwrap();
@@ -230,18 +237,18 @@ fn steps_near_a_tables_size_do_not_wait() {
         let mut calls = 0;
         flight.start(&mut group, binding, true, || {
             calls += 1;
-            // The lookup is on its way, behind the nap that the step before took after its own.
+            // The lookup is enqueued, after the pause that the previous step enqueued after its own lookup.
             if calls == 2 {
                 waits.push(slept.take().is_some_and(|nap| nap.is_complete()));
-                pause(Stream(stream.cu_stream()), 40_000_000);
+                pause(Stream::of_cudarc(&stream), 40_000_000);
                 slept = Some(stream.record_event(None).unwrap());
             }
-            Stream(stream.cu_stream())
+            Stream::of_cudarc(&stream)
         });
     }
     DEVICE.synchronize().unwrap();
     assert!(group.table(0).len().unwrap() > 3 * IDS as usize, "later steps bring new keys");
-    // The first steps ask for memory, one makes the table grow, and a host may be held up for as long as a nap. Without room for later
-    // calls in index and memory, half of all steps wait.
+    // The first steps request memory, one makes the table grow, and the host may be delayed for as long as a pause. Without room
+    // for later calls in index and memory, half of all steps would wait.
     assert!(waits[5..].iter().filter(|w| **w).count() <= 4, "{waits:?}");
 }

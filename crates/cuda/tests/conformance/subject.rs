@@ -1,19 +1,20 @@
-//! A group of GPU tables as the suites see it.
+//! A group of GPU tables, as a subject of the test suites.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
 use cudarc::driver::CudaStream;
+use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::Keep;
+use sok_core::contract::group::Group;
+use sok_core::contract::table::{Insertion, Table, TableConfig};
+use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::Result;
-use sok_core::host_group::Binding;
-use sok_core::optimizer::UpdateScalars;
-use sok_core::push::Keep;
-use sok_core::table::{Insertion, Table, TableConfig};
-use sok_core::ticket::TICKET_LEN;
+use sok_core::formula::update::UpdateScalars;
 use sok_cuda::device::{Device, Stream};
+use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::{Buffer, Plain};
-use sok_cuda::optimizer;
 use sok_cuda::step::{Bags, Feature, KeyType};
 
 use crate::common::group::{Ids, Input, Shape};
@@ -22,16 +23,16 @@ use crate::common::unwritten;
 
 pub static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[]).unwrap());
 
-/// A group, and streams that take turns.
+/// A group, whose calls go to several streams in turn.
 pub struct GpuSubject {
     group: GpuGroup,
     streams: Vec<Arc<CudaStream>>,
     calls: usize,
-    /// By lookup: its features that have weights.
+    /// By number of a lookup: the indices of its features that have weights.
     weighted: BTreeMap<u64, Vec<usize>>,
     tickets: BTreeMap<u64, Vec<f32>>,
     held: Vec<Kept>,
-    /// Inputs of calls that may still run.
+    /// Inputs of calls that may not have completed.
     inputs: Vec<Box<dyn std::any::Any>>,
 }
 
@@ -54,7 +55,7 @@ impl GpuSubject {
 
     fn stream(&mut self) -> Stream {
         self.calls += 1;
-        Stream(self.streams[self.calls % self.streams.len()].cu_stream())
+        Stream::of_cudarc(&self.streams[self.calls % self.streams.len()])
     }
 
     fn keep<T: Plain + 'static>(&mut self, values: &[T]) -> u64 {
@@ -111,7 +112,8 @@ impl Subject for GpuSubject {
             });
         }
         let stream = self.stream();
-        let number = self.group.lookup(&features, insertion, save, None, stream)?;
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        let number = unsafe { self.group.lookup(&features, insertion, save, None, stream) }?;
         DEVICE.synchronize()?;
         self.inputs.clear();
         if let Some(fault) = self.group.take_fault() {
@@ -130,7 +132,7 @@ impl Subject for GpuSubject {
         hold: bool,
         ids: &[usize],
     ) -> Result<Vec<Vec<f32>>> {
-        // A framework's row of a batch of one may begin anywhere.
+        // The only row of a framework's batch may begin at an address that is not a multiple of 16.
         let before = usize::from(number.is_multiple_of(3));
         let given = |g: &Vec<f32>| on_device(&[&[7.0][..before], g].concat());
         let rows: Vec<Buffer<f32>> = gradients.iter().map(given).collect();
@@ -144,14 +146,17 @@ impl Subject for GpuSubject {
             if hold { (Some(Box::new((gradients.clone(), rows)) as Keep), None) } else { (None, Some(rows)) };
         let output = OutputGradients { rows: addresses, keep, check_finite: true };
         let stream = self.stream();
-        self.group.push(
-            LookupNumber::Known(lookup),
-            output,
-            &lens,
-            &weight_gradients,
-            ticket.address(),
-            stream,
-        )?;
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            self.group.push(
+                LookupNumber::Known(lookup),
+                output,
+                &lens,
+                &weight_gradients,
+                ticket.address(),
+                stream,
+            )
+        }?;
         self.tickets.insert(number, ticket.to_vec()?);
         drop(merged_at_once);
         if hold {
@@ -170,7 +175,17 @@ impl Subject for GpuSubject {
         let binding = self.binding().unwrap();
         let (accumulates, stream) = ((!is_update).then(|| flag.address()), self.stream());
         let tickets = [ticket.address()];
-        optimizer::commit(&mut [&mut self.group], &[binding], &tickets, accumulates, norm.address(), stream)?;
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            optimizer::commit(
+                &mut [&mut self.group],
+                &[binding],
+                &tickets,
+                accumulates,
+                norm.address(),
+                stream,
+            )
+        }?;
         let norm = norm.to_vec()?[0];
         self.group.settle()?;
         Ok(f64::from(norm))
@@ -181,7 +196,10 @@ impl Subject for GpuSubject {
         let scalars = on_device(&[update.learning_rate, update.step as f32, flag, update.factor]);
         let (trigger, new) = (on_device(&[0.5f32; TICKET_LEN]), on_device(&[0.0f32; TICKET_LEN]));
         let (triggers, stream) = ([(trigger.address(), new.address())], self.stream());
-        optimizer::apply(&mut [&mut self.group], &[*binding], scalars.address(), true, &triggers, stream)?;
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            optimizer::apply(&mut [&mut self.group], &[*binding], scalars.address(), true, &triggers, stream)
+        }?;
         let new = new.to_vec()?;
         assert!(new[0] == 0.5 || new[0] == 1.5, "{}", new[0]);
         assert_eq!(new[1..], [0.5; TICKET_LEN - 1]);
@@ -209,7 +227,7 @@ impl Subject for GpuSubject {
     }
 
     fn pending_pushes(&mut self) -> usize {
-        self.group.pending_pushes().unwrap()
+        self.group.pending_pushes(true).unwrap()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

@@ -1,9 +1,9 @@
-// A CUDA driver of which a chosen call fails, for crates/cuda/tests/conformance/faults.rs.
+// A CUDA driver in which a chosen call fails, for crates/cuda/tests/conformance/faults.rs.
 //
 //     cc -shared -fPIC -o libcuda.so driver.c -ldl        then LD_LIBRARY_PATH=<its folder>
 //
-// It passes every function that the library calls on to the driver itself, libcuda.so.1 of the system. A call that is to fail
-// returns CUDA_ERROR_UNKNOWN and does nothing.
+// It forwards every function that the library calls to the real driver, libcuda.so.1 of the system. A call that must fail returns
+// CUDA_ERROR_UNKNOWN and does nothing.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -33,13 +33,13 @@ void* sok_real[COUNT];
 static long calls_left = -1;
 static int failed = -1;
 
-// Of the calls from here on, the one after `calls` others fails; none if it is negative.
+// Makes one of the following calls fail: the one after `calls` other calls. None fails if `calls` is negative.
 void sok_fault_arm(long calls) {
   __atomic_store_n(&failed, -1, __ATOMIC_SEQ_CST);
   __atomic_store_n(&calls_left, calls, __ATOMIC_SEQ_CST);
 }
 
-// Name of the function that failed since then, or null.
+// Disarms, and returns the name of the function that has failed since `sok_fault_arm`, or null.
 const char* sok_fault_disarm(void) {
   __atomic_store_n(&calls_left, -1, __ATOMIC_SEQ_CST);
   return failed < 0 ? NULL : names[failed];
@@ -62,7 +62,7 @@ __attribute__((constructor)) static void load(void) {
   for (int i = 0; i < COUNT; ++i) sok_real[i] = dlsym(driver, names[i]);
 }
 
-// The arguments of any function stay where they are.
+// A forwarding function. It restores the argument registers, so that it works for any signature.
 #define FUNCTION(name) __asm__( \
     ".text\n.globl " #name "\n.type " #name ", @function\n" #name ":\n" \
     "push %rdi\npush %rsi\npush %rdx\npush %rcx\npush %r8\npush %r9\nsub $8, %rsp\n" \

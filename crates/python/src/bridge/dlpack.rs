@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyCapsule;
 
-use crate::bridge;
-use crate::call::{DType, Tensor};
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor};
+
 use crate::error::guarded;
 
 const MAJOR_VERSION: u32 = 1;
@@ -222,7 +222,9 @@ impl<'a, 'py> View<'a, 'py> {
             }
         };
         let data = self.shown.data.cast::<u8>().wrapping_add(self.shown.byte_offset as usize);
-        Ok(Tensor { data: bridge::address(data), dtype, dims: self.dims().to_vec() })
+        let memory = if let Device::Gpu(_) = self.device() { Memory::Device } else { Memory::Host };
+        // SAFETY: what DLPack says of a tensor, which Python keeps alive until the call returns.
+        Ok(unsafe { Tensor::new(data, dtype, self.dims().to_vec(), memory) })
     }
 }
 
@@ -237,11 +239,12 @@ unsafe fn numbers<'a>(at: *const i64, len: i32) -> &'a [i64] {
 }
 
 /// The stream on which PyTorch's tensors are ready on this GPU.
-pub fn current_stream(py: Python<'_>, gpu: i32) -> PyResult<u64> {
+pub fn current_stream(py: Python<'_>, gpu: i32) -> PyResult<StreamHandle> {
     let mut stream = ptr::null_mut();
     // SAFETY: the GIL is held, and there is room for the stream.
     if unsafe { (functions(py)?.current_stream)(CUDA, gpu, &mut stream) } != 0 {
         return Err(PyErr::fetch(py));
     }
-    Ok(stream as u64)
+    // SAFETY: PyTorch's streams live as long as the process.
+    Ok(unsafe { StreamHandle::new(stream as u64) })
 }

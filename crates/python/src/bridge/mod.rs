@@ -8,12 +8,10 @@ pub mod torch;
 mod xla;
 
 use std::ffi::CString;
-use std::ptr;
 
 use pyo3::prelude::*;
 use sok_core::error::{Error, Result};
 
-use crate::call::DType;
 use crate::error::caught;
 
 /// Adds the functions that the Python backends use to find the bridges.
@@ -64,17 +62,4 @@ impl From<Error> for Failure {
 /// Runs the body of a framework's callback.
 fn catch<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, Failure> {
     caught(body).map_err(Failure::from)
-}
-
-/// Address of a tensor. It is null for an empty tensor of some frameworks, of which Rust must not make a slice.
-fn address(data: *mut u8) -> *mut u8 {
-    if data.is_null() { ptr::dangling_mut::<u64>().cast() } else { data }
-}
-
-/// Bytes of one element.
-fn size_of(dtype: DType) -> usize {
-    match dtype {
-        DType::I32 | DType::U32 | DType::F32 => 4,
-        DType::I64 | DType::U64 => 8,
-    }
 }

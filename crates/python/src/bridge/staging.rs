@@ -1,27 +1,26 @@
 //! Tables on the host for a model on the GPU, where the framework does not copy tensors: the call copies them and waits.
 
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut, num_elements};
 use sok_core::error::Result;
 use sok_core::memory;
-use sok_cuda::device::Stream;
 use sok_cuda::staging;
 
-use super::size_of;
-use crate::call::{DType, Outputs, Tensor, num_elements};
+use crate::call::Outputs;
 
 /// Outputs on the host, and their places on the device.
 struct Staged<'a> {
     outputs: &'a mut dyn Outputs,
-    results: Vec<(*mut u8, Vec<u64>, usize)>,
+    results: Vec<(TensorMut, Vec<u64>)>,
 }
 
 impl Outputs for Staged<'_> {
-    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<TensorMut> {
         let to = self.outputs.output(index, dtype, dims)?;
-        let num_bytes = num_elements(dims) * size_of(dtype);
-        let mut room = room_for(num_bytes)?;
+        let mut room = room_for(num_elements(dims) * dtype.size())?;
         let address = room.as_mut_ptr().cast();
-        self.results.push((to, room, num_bytes));
-        Ok(address)
+        self.results.push((to, room));
+        // SAFETY: there is room for so many, which nobody else uses until it is copied to the device.
+        Ok(unsafe { TensorMut::new(address, dtype, dims, Memory::Host) })
     }
 }
 
@@ -31,28 +30,25 @@ fn room_for(num_bytes: usize) -> Result<Vec<u64>> {
 
 /// Runs a call of the host on copies of tensors from the device.
 pub fn run(
-    stream: u64,
+    stream: StreamHandle,
     tensors: &[Tensor],
     outputs: &mut dyn Outputs,
     call: impl FnOnce(&[Tensor], &mut dyn Outputs) -> Result<()>,
 ) -> Result<()> {
-    let stream = Stream(stream as _);
     staging::wait(stream)?;
-    let num_bytes = |t: &Tensor| t.len() * size_of(t.dtype);
     let mut copies = Vec::with_capacity(tensors.len());
     for tensor in tensors {
-        let mut copy = room_for(num_bytes(tensor))?;
-        staging::to_host(&mut copy, tensor.data as u64, num_bytes(tensor))?;
+        let mut copy = room_for(tensor.num_bytes())?;
+        staging::to_host(&mut copy, tensor)?;
         copies.push(copy);
     }
-    let on_host: Vec<Tensor> = tensors
-        .iter()
-        .zip(&copies)
-        .map(|(t, copy)| Tensor { data: copy.as_ptr().cast(), dtype: t.dtype, dims: t.dims.clone() })
-        .collect();
+    let on_host = |(tensor, copy): (&Tensor, &Vec<u64>)| {
+        let dims = tensor.dims().to_vec();
+        // SAFETY: as many bytes as the tensor has, which live until the call returns.
+        unsafe { Tensor::new(copy.as_ptr().cast(), tensor.dtype(), dims, Memory::Host) }
+    };
+    let on_host: Vec<Tensor> = tensors.iter().zip(&copies).map(on_host).collect();
     let mut staged = Staged { outputs, results: Vec::new() };
     call(&on_host, &mut staged)?;
-    let mut results = staged.results.iter();
-    results.try_for_each(|(to, room, bytes)| staging::to_device(*to as u64, room, *bytes, stream))?;
-    staging::wait(stream)
+    staged.results.iter().try_for_each(|(to, room)| staging::to_device(to, room, stream))
 }

@@ -9,11 +9,12 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use sok_core::contract::table::Insertion;
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut, num_elements};
 use sok_core::error::{Error, Result};
-use sok_core::table::Insertion;
 
-use super::{Failure, address, catch, size_of};
-use crate::call::{self, DType, OnGpu, Outputs, Tensor};
+use super::{Failure, catch};
+use crate::call::{self, Outputs};
 use crate::error::{caught, guarded};
 
 /// An object of TensorFlow's: the C API knows them by pointer alone.
@@ -203,6 +204,7 @@ fn symbol(library: Object, name: &str) -> MessageResult<Object> {
 }
 
 /// Shapes stay unknown here: the C API lets a shape function read neither numbers nor inputs, so Python sets them.
+#[expect(clippy::multiple_unsafe_ops_per_block, reason = "the calls of a builder have one contract")]
 fn define(api: &Api, op: &Op, name: &CStr) -> MessageResult<()> {
     let status = Status::new();
     // SAFETY: - every string is static and ends with a zero byte; TensorFlow copies it.
@@ -229,6 +231,7 @@ fn define(api: &Api, op: &Op, name: &CStr) -> MessageResult<()> {
 
 /// On a GPU each tensor of ours is asked for in host memory if the tables are there; else the lookup's number alone, so that a push
 /// finds it.
+#[expect(clippy::multiple_unsafe_ops_per_block, reason = "the calls of a builder have one contract")]
 fn add_kernel(api: &Api, op: &Op, name: &CStr, device: &CStr) -> MessageResult<()> {
     let is_on_gpu = name == op.names[1];
     let status = Status::new();
@@ -342,21 +345,51 @@ extern "C" fn compute(kernel: Object, context: Object) {
 impl Kernel {
     fn run(&self, context: &mut Context) -> Result<()> {
         let mut held = context.inputs()?;
-        let tensors = held.iter().map(Held::view).collect::<Result<Vec<Tensor>>>()?;
-        let on_gpu = self.is_on_gpu.then(|| context.stream()).transpose()?;
-        let on_gpu = on_gpu.map(|stream| OnGpu { stream, has_number: false });
+        let memory = |index| self.memory_of_input(index);
+        let tensors = held.iter().enumerate().map(|(index, held)| held.view(memory(index)));
+        let tensors = tensors.collect::<Result<Vec<Tensor>>>()?;
+        let stream = if self.is_on_gpu { context.stream()? } else { StreamHandle::NONE };
+        let outputs = &mut KernelOutputs { kernel: self, context };
         match self.call {
             Call::Lookup { plan, insertion, save } => {
                 let trigger = tensors.len() - 1;
-                call::lookup(plan, insertion, save, &tensors[..trigger], context, on_gpu)
+                call::lookup(plan, insertion, save, &tensors[..trigger], outputs, stream)
             }
             Call::Push { plan, num_gradients } => {
                 let gradients: Vec<Held> = held.drain(1..=num_gradients).collect();
-                call::push(plan, &tensors, Some(Box::new(gradients)), context, on_gpu)
+                call::push(plan, &tensors, Some(Box::new(gradients)), outputs, stream)
             }
-            Call::Commit { optimizer } => call::commit(optimizer, &tensors, context, on_gpu),
-            Call::Apply { optimizer } => call::apply(optimizer, &tensors, context, on_gpu),
+            Call::Commit { optimizer } => call::commit(optimizer, &tensors, outputs, stream),
+            Call::Apply { optimizer } => call::apply(optimizer, &tensors, outputs, stream),
         }
+    }
+}
+
+/// The number of a lookup is in host memory, all else where the tables are.
+impl Kernel {
+    fn memory_of_input(&self, index: usize) -> Memory {
+        let is_number = matches!(self.call, Call::Push { .. }) && index == 0;
+        if self.is_on_gpu && !is_number { Memory::Device } else { Memory::Host }
+    }
+
+    fn memory_of_output(&self, index: usize) -> Memory {
+        let is_number = matches!(self.call, Call::Lookup { .. }) && index == 0;
+        if self.is_on_gpu && !is_number { Memory::Device } else { Memory::Host }
+    }
+}
+
+/// The outputs of a kernel, which TensorFlow allocates.
+struct KernelOutputs<'a> {
+    kernel: &'a Kernel,
+    context: &'a Context,
+}
+
+impl Outputs for KernelOutputs<'_> {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<TensorMut> {
+        let (data, memory) =
+            (self.context.allocate_output(index, dtype, dims)?, self.kernel.memory_of_output(index));
+        // SAFETY: TensorFlow has allocated it for this call.
+        Ok(unsafe { TensorMut::new(data, dtype, dims, memory) })
     }
 }
 
@@ -416,7 +449,11 @@ pub fn tensorflow_has_stream() -> PyResult<bool> {
 
 impl Context {
     /// TensorFlow's own stream, on which the tensors are ready.
-    fn stream(&self) -> Result<u64> {
+    #[expect(
+        clippy::multiple_unsafe_ops_per_block,
+        reason = "a chain of pointers: each is checked before the next is read"
+    )]
+    fn stream(&self) -> Result<StreamHandle> {
         let (device, stream) = stream_symbols().map_err(|what| {
             Error::Device(format!("{what}, so tables on a GPU cannot be used here: use `storage=\"host\"`"))
         })?;
@@ -434,7 +471,7 @@ impl Context {
                 ));
             };
             let stream: EigenStream = std::mem::transmute(stream);
-            Ok(*stream(interface) as u64)
+            Ok(StreamHandle::new(*stream(interface) as u64))
         }
     }
 
@@ -454,10 +491,10 @@ impl Context {
     }
 }
 
-impl Outputs for Context {
-    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
+impl Context {
+    fn allocate_output(&self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
         let (status, type_number) = (Status::new(), type_number(dtype));
-        let num_bytes = dims.iter().product::<i64>() as usize * size_of(dtype);
+        let num_bytes = num_elements(dims) * dtype.size();
         let (index, num_dims) = (index as c_int, dims.len() as c_int);
         // SAFETY: - the objects are live; an index that is out of range becomes a status.
         //         - `num_dims` numbers are readable at `dims`, and are copied.
@@ -494,13 +531,14 @@ impl Drop for Held {
 }
 
 impl Held {
-    fn view(&self) -> Result<Tensor> {
-        Ok(Tensor { data: self.data(), dtype: self.dtype()?, dims: self.dims() })
+    fn view(&self, memory: Memory) -> Result<Tensor> {
+        // SAFETY: TensorFlow's tensors are dense, and this one is held until the call returns, or with the gradients.
+        Ok(unsafe { Tensor::new(self.data(), self.dtype()?, self.dims(), memory) })
     }
 
     fn data(&self) -> *mut u8 {
         // SAFETY: the tensor is live.
-        address(unsafe { (api().TF_TensorData)(self.0) }.cast())
+        unsafe { (api().TF_TensorData)(self.0) }.cast()
     }
 
     fn dims(&self) -> Vec<i64> {

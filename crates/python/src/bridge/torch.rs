@@ -2,31 +2,31 @@
 //! on the host, where a push finds it.
 
 use pyo3::prelude::*;
+use sok_core::contract::table::Insertion;
+use sok_core::contract::tensor::{DType, StreamHandle, Tensor, TensorMut};
 use sok_core::error::{Error, Result};
-use sok_core::table::Insertion;
 
 use crate::bridge::dlpack::{self, Device, View};
-use crate::call::{self, DType, OnGpu, Outputs, Tensor};
+use crate::call::{self, Outputs};
 use crate::error::{detached, guarded, to_python};
 use crate::registry;
 
 struct Tensors(Vec<Tensor>);
 
-// SAFETY: addresses of memory that Python keeps alive for the call; no thread-local meaning.
-unsafe impl Send for Tensors {}
-
 /// Tensors that Python made before the call.
 impl Outputs for Tensors {
-    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<TensorMut> {
         let tensor =
             self.0.get(index).ok_or_else(|| Error::argument("the call has fewer outputs than its plan"))?;
-        if tensor.dtype != dtype || tensor.dims != dims {
+        if tensor.dtype() != dtype || tensor.dims() != dims {
             return Err(Error::argument(format!(
                 "output {index} must be {dtype:?} {dims:?}. Received: {:?} {:?}",
-                tensor.dtype, tensor.dims
+                tensor.dtype(),
+                tensor.dims()
             )));
         }
-        Ok(tensor.data.cast_mut())
+        // SAFETY: Python made it for this call, and nobody else knows it before the call returns.
+        Ok(unsafe { TensorMut::new(tensor.data().cast_mut(), dtype, dims, tensor.memory()) })
     }
 }
 
@@ -39,9 +39,9 @@ fn device_of(gpu: Option<i32>) -> Device {
 }
 
 /// The device of a call's tensors, and for a GPU the stream on which they are ready.
-fn device_and_stream(py: Python<'_>, gpu: Option<i32>) -> PyResult<(Device, Option<OnGpu>)> {
+fn device_and_stream(py: Python<'_>, gpu: Option<i32>) -> PyResult<(Device, StreamHandle)> {
     let stream = gpu.map(|gpu| dlpack::current_stream(py, gpu)).transpose()?;
-    Ok((device_of(gpu), stream.map(|stream| OnGpu { stream, has_number: false })))
+    Ok((device_of(gpu), stream.unwrap_or(StreamHandle::NONE)))
 }
 
 /// Whether tensors are dense and on this GPU (None: the host), so that a call may be given them.
@@ -99,13 +99,13 @@ fn lookup(
     gpu: Option<i32>,
 ) -> PyResult<()> {
     guarded(|| {
-        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let (device, stream) = device_and_stream(py, gpu)?;
         let inputs = tensors_at(device, &inputs)?;
         let mut outputs = tensors_at(Device::Cpu, &[number])?;
         outputs.0.extend(tensors_at(device, &rows)?.0);
         detached(py, move || {
             let (inputs, mut outputs) = (inputs, outputs);
-            call::lookup(plan, Insertion::from_number(insertion)?, save, &inputs.0, &mut outputs, on_gpu)
+            call::lookup(plan, Insertion::from_number(insertion)?, save, &inputs.0, &mut outputs, stream)
         })
     })
 }
@@ -123,13 +123,13 @@ fn push(
     gpu: Option<i32>,
 ) -> PyResult<()> {
     guarded(|| {
-        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let (device, stream) = device_and_stream(py, gpu)?;
         let mut numbered = tensors_at(Device::Cpu, &[number])?;
         numbered.0.extend(tensors_at(device, &inputs)?.0);
         let outputs = tensors_at(device, &outputs)?;
         detached(py, move || {
             let (inputs, mut outputs) = (numbered, outputs);
-            call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs, on_gpu)
+            call::push(plan, &inputs.0, keep.map(|k| Box::new(k) as _), &mut outputs, stream)
         })
     })
 }
@@ -144,11 +144,11 @@ fn commit(
     gpu: Option<i32>,
 ) -> PyResult<()> {
     guarded(|| {
-        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let (device, stream) = device_and_stream(py, gpu)?;
         let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
         detached(py, move || {
             let (inputs, mut outputs) = (inputs, outputs);
-            call::commit(optimizer, &inputs.0, &mut outputs, on_gpu)
+            call::commit(optimizer, &inputs.0, &mut outputs, stream)
         })
     })
 }
@@ -163,11 +163,11 @@ fn apply(
     gpu: Option<i32>,
 ) -> PyResult<()> {
     guarded(|| {
-        let (device, on_gpu) = device_and_stream(py, gpu)?;
+        let (device, stream) = device_and_stream(py, gpu)?;
         let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
         detached(py, move || {
             let (inputs, mut outputs) = (inputs, outputs);
-            call::apply(optimizer, &inputs.0, &mut outputs, on_gpu)
+            call::apply(optimizer, &inputs.0, &mut outputs, stream)
         })
     })
 }

@@ -11,14 +11,15 @@ use std::slice;
 use pyo3::ffi::PyCapsule_New;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use sok_core::contract::table::Insertion;
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
 use sok_core::error::{Error, Result};
-use sok_core::table::Insertion;
 
-use super::{Failure, address, catch, size_of, staging};
-use crate::call::{self, DType, OnGpu, Outputs, Tensor};
+use super::{Failure, catch, staging};
+use crate::call::{self, Outputs};
 use crate::error::{caught, guarded};
 use crate::registry;
-use crate::scope::Scope;
+use crate::scope::{self, Scope};
 
 // ---- the C structs, as far as they are read ----------------------------------------------------------------------
 
@@ -210,8 +211,8 @@ unsafe extern "C" fn lookup<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
                     .pop()
                     .ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
                 scope.map_or(Ok(()), |scope| scope.finish_before_lookup(&found.group))?;
-                execution.run(tensors, found.group.is_on_gpu, |tensors, outputs, on_gpu| {
-                    call::lookup(plan, insertion, save, tensors, outputs, on_gpu)
+                execution.run(tensors, found.group.memory, |tensors, outputs, stream| {
+                    call::lookup(plan, insertion, save, tensors, outputs, stream)
                 })
             };
             execution.in_scope(call, || (), |error| latch_plan(plan, error))
@@ -227,8 +228,8 @@ unsafe extern "C" fn push<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
             let plan = execution.attribute("plan")?;
             let call = |execution: &mut Execution, _: Option<&Scope>| {
                 let (tensors, group) = (execution.tensors()?, registry::plan(plan)?.group.clone());
-                execution.run(tensors, group.is_on_gpu, |tensors, outputs, on_gpu| {
-                    call::push(plan, tensors, None, outputs, on_gpu)
+                execution.run(tensors, group.memory, |tensors, outputs, stream| {
+                    call::push(plan, tensors, None, outputs, stream)
                 })
             };
             execution.in_scope(call, || (), |error| latch_plan(plan, error))
@@ -243,9 +244,9 @@ unsafe extern "C" fn commit<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
         handle(frame, GPU, |execution| {
             let optimizer = execution.attribute("optimizer")?;
             let call = |execution: &mut Execution, _: Option<&Scope>| {
-                let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
-                execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
-                    call::commit(optimizer, tensors, outputs, on_gpu)
+                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
+                execution.run(tensors, memory, |tensors, outputs, stream| {
+                    call::commit(optimizer, tensors, outputs, stream)
                 })
             };
             execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
@@ -260,13 +261,13 @@ unsafe extern "C" fn apply<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
         handle(frame, GPU, |execution| {
             let optimizer = execution.attribute("optimizer")?;
             let call = |execution: &mut Execution, scope: Option<&Scope>| {
-                let (tensors, is_on_gpu) = (execution.tensors()?, is_on_gpu(optimizer)?);
+                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
                 if let Some(scope) = scope {
                     scope.add_update(optimizer, call::prepare_apply(optimizer, &tensors, execution)?);
                     return Ok(());
                 }
-                execution.run(tensors, is_on_gpu, |tensors, outputs, on_gpu| {
-                    call::apply(optimizer, tensors, outputs, on_gpu)
+                execution.run(tensors, memory, |tensors, outputs, stream| {
+                    call::apply(optimizer, tensors, outputs, stream)
                 })
             };
             let dropped = || call::drop_committed(optimizer).unwrap_or_default();
@@ -280,10 +281,8 @@ unsafe extern "C" fn verdict(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
         handle(frame, false, |execution| {
-            let scope = registry::scope(execution.attribute("scope")?)?;
-            let place = execution.output(0, DType::I32, &[])?;
-            // SAFETY: XLA gave room for an int32.
-            place.cast::<i32>().write_unaligned(i32::from(!scope.has_failed()));
+            let scope = scope::scope(execution.attribute("scope")?)?;
+            execution.output(0, DType::I32, &[])?.slice_mut::<i32>()?[0] = i32::from(!scope.has_failed());
             Ok(())
         })
     }
@@ -294,11 +293,10 @@ unsafe extern "C" fn finish(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
         handle(frame, false, |execution| {
-            let scope = registry::scope(execution.attribute("scope")?)?;
+            let scope = scope::scope(execution.attribute("scope")?)?;
             for (number, trigger) in execution.tensors()?.iter().skip(1).enumerate() {
-                let place = execution.output(number, trigger.dtype, &trigger.dims)?;
-                // SAFETY: both hold as many numbers: `output` has checked it. They do not overlap: XLA gave no aliases.
-                place.copy_from_nonoverlapping(trigger.data, trigger.len() * size_of(trigger.dtype));
+                let mut place = execution.output(number, DType::F32, trigger.dims())?;
+                place.slice_mut::<f32>()?.copy_from_slice(trigger.slice()?);
             }
             scope.finish().unwrap_or_else(|error| scope.fail(error));
             Ok(())
@@ -320,8 +318,10 @@ fn latch_optimizer(optimizer: i64, error: &Error) {
     }
 }
 
-fn is_on_gpu(optimizer: i64) -> Result<bool> {
-    Ok(registry::optimizer(optimizer)?.groups.iter().any(|group| group.is_on_gpu))
+/// Where the tables of an optimizer are.
+fn memory_of(optimizer: i64) -> Result<Memory> {
+    let optimizer = registry::optimizer(optimizer)?;
+    Ok(optimizer.groups.first().map_or(Memory::Host, |group| group.memory))
 }
 
 /// What all handlers share: they answer XLA's query for their metadata, work in the execute stage only, and report errors.
@@ -346,7 +346,8 @@ unsafe fn handle(
     if frame.stage != EXECUTE {
         return ptr::null_mut();
     }
-    match catch(|| body(&mut Execution { frame, on_gpu })) {
+    let memory = if on_gpu { Memory::Device } else { Memory::Host };
+    match catch(|| body(&mut Execution { frame, memory })) {
         Ok(()) => ptr::null_mut(),
         // SAFETY: the API outlives the call.
         Err(failure) => report(unsafe { &*frame.api }, &failure),
@@ -359,7 +360,9 @@ unsafe fn handle(
 /// `extension` and its metadata must be live, and written by nobody else.
 unsafe fn describe(extension: *mut MetadataExtension) {
     // SAFETY: live and unshared: the caller's contract.
-    let metadata = unsafe { &mut *(*extension).metadata };
+    let extension = unsafe { &*extension };
+    // SAFETY: as above.
+    let metadata = unsafe { &mut *extension.metadata };
     (metadata.version.major, metadata.version.minor, metadata.traits) = (MAJOR, MINOR, 0);
 }
 
@@ -375,32 +378,45 @@ fn report(api: &Api, failure: &Failure) -> XlaError {
 /// A call in its execute stage: all that the frame points to is live and complete.
 struct Execution<'a> {
     frame: &'a CallFrame,
-    /// Buffers are in GPU memory.
-    on_gpu: bool,
+    /// Of the buffers.
+    memory: Memory,
 }
 
 impl Execution<'_> {
     fn tensors(&self) -> Result<Vec<Tensor>> {
         let buffers = (0..self.frame.arguments.size as usize).map(|index| item(&self.frame.arguments, index));
-        buffers.map(|buffer| buffer.and_then(tensor)).collect()
+        buffers.map(|buffer| self.tensor(buffer?)).collect()
     }
 
-    /// A call on tables that are on the GPU, or not.
+    fn tensor(&self, buffer: &Buffer) -> Result<Tensor> {
+        let dims = match buffer.rank {
+            0 => Vec::new(),
+            // SAFETY: `rank` numbers are readable at `dims`.
+            rank => unsafe { slice::from_raw_parts(buffer.dims, rank as usize) }.to_vec(),
+        };
+        // SAFETY: XLA's buffers are dense, and live until the call returns.
+        Ok(unsafe { Tensor::new(buffer.data, dtype(buffer.dtype)?, dims, self.memory) })
+    }
+
+    /// A call on tables in this memory.
     fn run(
         &mut self,
         tensors: Vec<Tensor>,
-        tables_on_gpu: bool,
-        call: impl FnOnce(&[Tensor], &mut dyn Outputs, Option<OnGpu>) -> Result<()>,
+        tables: Memory,
+        call: impl FnOnce(&[Tensor], &mut dyn Outputs, StreamHandle) -> Result<()>,
     ) -> Result<()> {
-        match (self.on_gpu, tables_on_gpu) {
-            (false, _) => call(&tensors, self, None),
-            (true, true) => {
-                let on_gpu = OnGpu { stream: self.stream()?, has_number: true };
-                call(&tensors, self, Some(on_gpu))
-            }
-            (true, false) => {
+        match (self.memory, tables) {
+            (Memory::Host, _) => call(&tensors, self, StreamHandle::NONE),
+            (Memory::Device, Memory::Device) => {
                 let stream = self.stream()?;
-                staging::run(stream, &tensors, self, |tensors, outputs| call(tensors, outputs, None))
+                call(&tensors, self, stream)
+            }
+            (Memory::Device, Memory::Host) => {
+                let stream = self.stream()?;
+                let on_host = |tensors: &[Tensor], outputs: &mut dyn Outputs| {
+                    call(tensors, outputs, StreamHandle::NONE)
+                };
+                staging::run(stream, &tensors, self, on_host)
             }
         }
     }
@@ -417,7 +433,7 @@ impl Execution<'_> {
         if handle == 0 {
             return call(self, None).inspect_err(latch);
         }
-        let scope = registry::scope(handle)?;
+        let scope = scope::scope(handle)?;
         if !scope.has_failed() {
             match caught(|| call(self, Some(&scope))) {
                 Ok(()) => return Ok(()),
@@ -430,15 +446,14 @@ impl Execution<'_> {
 
     fn write_zeros(&mut self) -> Result<()> {
         for index in 0..self.frame.results.size as usize {
-            let result = tensor(item(&self.frame.results, index)?)?;
-            let num_bytes = result.len() * size_of(result.dtype);
-            // SAFETY: a result is writable, by us alone until the call returns.
-            unsafe { result.data.cast_mut().write_bytes(0, num_bytes) };
+            let result = self.tensor(item(&self.frame.results, index)?)?;
+            // SAFETY: a result is writable, by us alone until the call returns. A scope is on the host.
+            unsafe { result.data().cast_mut().write_bytes(0, result.num_bytes()) };
         }
         Ok(())
     }
 
-    fn stream(&self) -> Result<u64> {
+    fn stream(&self) -> Result<StreamHandle> {
         // SAFETY: the API outlives the call.
         let api = unsafe { &*self.frame.api };
         let mut arguments = StreamArguments {
@@ -450,7 +465,8 @@ impl Execution<'_> {
         // SAFETY: the struct is filled as the header asks.
         let error = unsafe { (api.get_stream)(&mut arguments) };
         if error.is_null() {
-            return Ok(arguments.stream as u64);
+            // SAFETY: XLA's streams live as long as its client, which is that of the process.
+            return Ok(unsafe { StreamHandle::new(arguments.stream as u64) });
         }
         let mut destroy = DestroyArguments {
             struct_size: mem::size_of::<DestroyArguments>(),
@@ -474,11 +490,13 @@ impl Execution<'_> {
         let index = index.ok_or_else(|| Error::argument(format!("attribute `{name}` is missing")))?;
         let wrong = || Error::argument(format!("attribute `{name}` must be an int64 or a bool"));
         // SAFETY: `index` is below `size`, the length of the array.
-        if unsafe { *attributes.kinds.add(index) } != SCALAR {
+        if unsafe { *attributes.kinds.wrapping_add(index) } != SCALAR {
             return Err(wrong());
         }
-        // SAFETY: `index` is below `size`; an attribute of this kind is a live `Scalar`.
-        let scalar = unsafe { &**attributes.items.add(index) };
+        // SAFETY: `index` is below `size`.
+        let scalar = unsafe { *attributes.items.wrapping_add(index) };
+        // SAFETY: an attribute of this kind is a live `Scalar`.
+        let scalar = unsafe { &*scalar };
         match scalar.dtype {
             // SAFETY: the dtype (S64) says what lies there.
             5 => Ok(unsafe { *scalar.value.cast::<i64>() }),
@@ -490,21 +508,25 @@ impl Execution<'_> {
 }
 
 impl Outputs for Execution<'_> {
-    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<*mut u8> {
-        let ready = tensor(item(&self.frame.results, index)?)?;
-        if ready.dtype != dtype || ready.dims != dims {
+    fn output(&mut self, index: usize, dtype: DType, dims: &[i64]) -> Result<TensorMut> {
+        let ready = self.tensor(item(&self.frame.results, index)?)?;
+        if ready.dtype() != dtype || ready.dims() != dims {
             return Err(Error::argument(format!(
                 "result {index} of the call is {dtype:?} {dims:?}, but {:?} {:?} was traced",
-                ready.dtype, ready.dims
+                ready.dtype(),
+                ready.dims()
             )));
         }
-        Ok(ready.data.cast_mut())
+        // SAFETY: a result is writable, by us alone until the call returns.
+        Ok(unsafe { TensorMut::new(ready.data().cast_mut(), dtype, dims, ready.memory()) })
     }
 }
 
 fn attribute_name(attributes: &Attributes, index: usize) -> &[u8] {
-    // SAFETY: the caller keeps `index` below `size`, the length of the array of live names.
-    let name = unsafe { &**attributes.names.add(index) };
+    // SAFETY: the caller keeps `index` below `size`, the length of the array.
+    let name = unsafe { *attributes.names.wrapping_add(index) };
+    // SAFETY: names are live.
+    let name = unsafe { &*name };
     // SAFETY: a name is `size` readable bytes, live as long as the attributes.
     unsafe { slice::from_raw_parts(name.data, name.size) }
 }
@@ -513,18 +535,10 @@ fn item(buffers: &Buffers, index: usize) -> Result<&Buffer> {
     if index >= buffers.size as usize {
         return Err(Error::argument(format!("the call has {} buffers: no {index}", buffers.size)));
     }
-    // SAFETY: - `index` is below `size`, the length of the array: checked above.
-    //         - XLA knows no kind of argument or result but buffers; they live as long as the frame.
-    Ok(unsafe { &**buffers.items.add(index) })
-}
-
-fn tensor(buffer: &Buffer) -> Result<Tensor> {
-    let dims = match buffer.rank {
-        0 => Vec::new(),
-        // SAFETY: `rank` numbers are readable at `dims`.
-        rank => unsafe { slice::from_raw_parts(buffer.dims, rank as usize) }.to_vec(),
-    };
-    Ok(Tensor { data: address(buffer.data), dtype: dtype(buffer.dtype)?, dims })
+    // SAFETY: `index` is below `size`, the length of the array: checked above.
+    let buffer = unsafe { *buffers.items.wrapping_add(index) };
+    // SAFETY: XLA knows no kind of argument or result but buffers; they live as long as the frame.
+    Ok(unsafe { &*buffer })
 }
 
 /// From `XLA_FFI_DataType`.

@@ -1,0 +1,9 @@
+//! The traits that every table and every group implements, on the host or on a GPU, and the arguments of their calls.
+
+pub mod batch;
+pub mod binding;
+pub mod gradients;
+pub mod group;
+pub mod table;
+pub mod tensor;
+pub mod ticket;

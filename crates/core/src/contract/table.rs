@@ -1,0 +1,330 @@
+//! The contract of a table, which the tables of the host and of a GPU implement.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::formula::StateSpec;
+use crate::formula::update::{Update, UpdateScalars};
+use crate::initializer::Initializer;
+use crate::key::Key;
+
+/// What happens to a batch with more new keys than a table may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CheckMode {
+    /// The call fails and changes nothing.
+    Raise,
+    /// Keys that fit are inserted, in order of first occurrence. The others are refused and counted, and the caller is to warn.
+    Warn,
+    /// As `Warn`, but without a warning.
+    Count,
+}
+
+/// When keys without a row get one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Insertion {
+    /// Never. The gradient of such a key is dropped and counted.
+    Never = 0,
+    /// When a commit names a push of the lookup. The lookup itself returns what `missing` says.
+    AtCommit = 1,
+    /// In the lookup itself.
+    AtLookup = 2,
+}
+
+impl Insertion {
+    /// Returns the insertion with this number. The graphs of frameworks hold the number.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for any other number.
+    pub fn from_number(number: i64) -> Result<Insertion> {
+        match number {
+            0 => Ok(Insertion::Never),
+            1 => Ok(Insertion::AtCommit),
+            2 => Ok(Insertion::AtLookup),
+            _ => Err(Error::argument(format!("`insertion` must be 0, 1 or 2. Received: {number}"))),
+        }
+    }
+}
+
+/// What a lookup returns for a key without a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u32)]
+pub enum Missing {
+    /// The first values of its row, which training would insert.
+    Initial = 0,
+    /// A row of zeros.
+    Zeros = 1,
+}
+
+/// What a static table does with an id outside of its vocabulary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OutOfVocabulary {
+    /// The call fails with [`Error::OutOfVocabulary`].
+    Raise,
+    /// Its row is zeros, and its gradient is dropped.
+    Zeros,
+}
+
+/// Configuration of a table. A table is made only if [`TableConfig::validate`] passes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TableConfig {
+    /// Name of the table, for messages and dumps.
+    pub name: String,
+    /// Number of floats in a row, 1 to [`TableConfig::MAX_DIM`].
+    pub dim: usize,
+    /// `Some(n)`: a static table with the keys `0..n`. `None`: a dynamic table of any keys.
+    pub vocabulary_size: Option<u64>,
+    /// Initializer of first values.
+    pub initializer: Initializer,
+    /// Seed of first values.
+    pub seed: u64,
+    /// What a lookup returns for a key without a row.
+    pub missing: Missing,
+    /// What happens to an id outside of a static vocabulary.
+    pub out_of_vocabulary: OutOfVocabulary,
+    /// Number of rows to allocate at once.
+    pub initial_capacity: u64,
+    /// Maximal number of rows. `None`: as many as fit into memory.
+    pub max_capacity: Option<u64>,
+    /// What happens to a batch with more new keys than fit.
+    pub check_mode: CheckMode,
+}
+
+impl TableConfig {
+    /// Maximal number of rows. Record numbers have 32 bits, and number 0 means "no record".
+    pub const MAX_ROWS: u64 = u32::MAX as u64 - 1;
+    /// Maximal number of floats in a row, which has 4 MiB then. The size of any number of records fits into 64 bits.
+    pub const MAX_DIM: usize = 1 << 20;
+
+    /// Checks all fields.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] with the field, the rule and the value.
+    pub fn validate(&self) -> Result<()> {
+        let fail = |what: String| Err(Error::argument(format!("table `{}`: {what}", self.name)));
+        if !(1..=Self::MAX_DIM).contains(&self.dim) {
+            let (most, dim) = (Self::MAX_DIM, self.dim);
+            return fail(format!("`embedding_dim` must be between 1 and {most}. Received: {dim}"));
+        }
+        if self.vocabulary_size.is_some_and(|v| v == 0 || v > Self::MAX_ROWS) {
+            return fail(format!(
+                "`vocabulary_size` must be between 1 and {}. Received: {}",
+                Self::MAX_ROWS,
+                self.vocabulary_size.unwrap_or_default()
+            ));
+        }
+        if self.max_capacity.is_some_and(|c| c == 0 || c > Self::MAX_ROWS) {
+            return fail(format!(
+                "`max_capacity` must be between 1 and {}. Received: {}",
+                Self::MAX_ROWS,
+                self.max_capacity.unwrap_or_default()
+            ));
+        }
+        if self.initial_capacity > self.max_capacity.unwrap_or(Self::MAX_ROWS) {
+            return fail(format!(
+                "`initial_capacity` must not be above `max_capacity`. Received: initial_capacity={}, max_capacity={:?}",
+                self.initial_capacity, self.max_capacity
+            ));
+        }
+        self.initializer.validate()
+    }
+
+    /// Whether `key` may have a row: any key of a dynamic table, `0..vocabulary_size` of a static one.
+    #[inline(always)]
+    pub fn is_in_vocabulary(&self, key: Key) -> bool {
+        self.vocabulary_size.is_none_or(|size| key < size)
+    }
+
+    /// Number of rows that the table may hold.
+    pub fn capacity(&self) -> u64 {
+        self.max_capacity.unwrap_or(Self::MAX_ROWS)
+    }
+}
+
+/// What happened to the distinct keys of a call. The numbers add up to the number of distinct keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Outcomes {
+    /// Keys that had a row.
+    pub hit: u64,
+    /// Keys that got a row.
+    pub inserted: u64,
+    /// Keys that an admission policy kept out. Always 0: no table has such a policy.
+    pub filtered: u64,
+    /// Rows that were removed to make room. Always 0: no table removes rows by itself.
+    pub evicted: u64,
+    /// Keys without room, because the table has `max_capacity` rows; and keys without a row in a call that does not insert.
+    pub refused: u64,
+}
+
+impl std::ops::AddAssign for Outcomes {
+    fn add_assign(&mut self, other: Outcomes) {
+        self.hit += other.hit;
+        self.inserted += other.inserted;
+        self.filtered += other.filtered;
+        self.evicted += other.evicted;
+        self.refused += other.refused;
+    }
+}
+
+/// Counts of a table since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TableStats {
+    /// Number of rows now.
+    pub size: u64,
+    /// Number of rows at which the index grows.
+    pub capacity: u64,
+    /// Sums over all training calls since the table was made.
+    pub outcomes: Outcomes,
+    /// Number of gradients that were dropped because their key has no row.
+    pub dropped_gradients: u64,
+    /// Number of pushes that no ticket has named yet.
+    pub pending_pushes: u64,
+    /// Number of calls of lookup, push, commit and apply on the table.
+    pub native_calls: u64,
+    /// Number of bytes of index, records, and memory that steps keep.
+    pub bytes: u64,
+}
+
+/// Complete records: `values` has for each key its row and then its states, in the order of [`Table::state_specs`].
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Records {
+    /// The keys.
+    pub keys: Vec<Key>,
+    /// `(keys.len(), record_width)`, row-major.
+    pub values: Vec<f32>,
+}
+
+/// Position of a scan. `Cursor::default()` is its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cursor(pub u64);
+
+/// A map from keys to embedding rows and their optimizer states.
+///
+/// A *record* is a row and its states. Keys are any 64-bit pattern. Rows are `dim` float32 values; arrays of rows are row-major,
+/// `(keys.len(), dim)`. A method that fails has changed nothing, unless it says otherwise. On a device, every method waits for the
+/// calls before it and returns their errors.
+pub trait Table: Send {
+    /// Returns the configuration.
+    fn config(&self) -> &TableConfig;
+
+    /// Returns the number of rows.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn len(&self) -> Result<usize>;
+
+    /// Whether there are no rows.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Returns the update whose states the records have. `None` before an optimizer is bound or states are loaded.
+    fn update_rule(&self) -> Option<&Update>;
+
+    /// Returns the states of a record, in the order in which they follow the row. Empty without an update rule.
+    fn state_specs(&self) -> Vec<StateSpec> {
+        self.update_rule().map(|u| u.rule.states(self.config().dim)).unwrap_or_default()
+    }
+
+    /// Returns the number of floats in a record: row and states.
+    fn record_width(&self) -> usize {
+        self.config().dim + self.state_specs().iter().map(|s| s.width).sum::<usize>()
+    }
+
+    /// Copies the rows of `keys`. Never inserts: a key without a row gets what `missing` says, and `found` is false.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths or values that are wrong, [`Error::Memory`], [`Error::Device`].
+    fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()>;
+
+    /// Copies the rows of `keys`. Inserts keys without a row with their first values, as far as `max_capacity` allows.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
+    /// [`Error::Device`]. Nothing has changed then.
+    fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes>;
+
+    /// Overwrites rows. Optimizer states do not change, and new records start with their first values. With `insert`, keys without
+    /// a row get one; without `insert`, they count as refused. Of duplicates the last one counts.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
+    /// [`Error::Device`]. Nothing has changed then.
+    fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes>;
+
+    /// Makes one optimizer step. Gradients `(keys.len(), dim)` of equal keys are merged in the order of `merge.rs`, and each
+    /// record is updated once. Keys without a row count as refused, and their gradients are dropped.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::State`] without an optimizer, [`Error::Memory`], [`Error::Device`].
+    fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes>;
+
+    /// Removes rows and returns their number. Gradients that were not applied yet are dropped. If a device fails, some rows may have
+    /// been removed.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn erase(&mut self, keys: &[Key]) -> Result<usize>;
+
+    /// Removes all rows and frees their memory. Gradients that were not applied yet are dropped.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn clear(&mut self) -> Result<()>;
+
+    /// Returns the counts since the table was made. A device completes its steps first.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn stats(&self) -> Result<TableStats>;
+
+    /// Returns the statistics without waiting. On a device, the last steps may not be counted yet.
+    fn recent_stats(&self) -> TableStats;
+
+    /// Sets the seed of first values. A load sets it to the seed of the rows that it loads.
+    fn set_seed(&mut self, seed: u64);
+
+    /// Gives the records the states of `update`, at their first values. With `keep_states`, states of the same rule stay as they
+    /// are.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an invalid update, [`Error::Memory`], [`Error::Device`].
+    fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()>;
+
+    /// Appends up to `max` records from `cursor` on to `out`, in the order of the table. Returns where the scan goes on, or `None`
+    /// at the end. A scan returns each record once if the table does not change meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
+
+    /// Inserts complete records of `record_width()` floats. A record with the same key is overwritten.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
+    /// [`Error::Device`]. Nothing has changed then.
+    fn restore(&mut self, records: &Records) -> Result<()>;
+
+    /// Makes an empty table of the same configuration with the states of `update`, for `replace_with`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>>;
+
+    /// Takes over all records, the seed and the update rule of `other`, which `fresh` made. Gradients that were not applied yet are
+    /// dropped.
+    ///
+    /// # Errors
+    /// [`Error::State`] for a table of another kind.
+    fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()>;
+
+    /// Returns the concrete table, for `replace_with`.
+    fn into_any(self: Box<Self>) -> Box<dyn std::any::Any>;
+}

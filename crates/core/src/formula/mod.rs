@@ -1,0 +1,110 @@
+//! The formulas of optimizers: what a step does to a record. Each optimizer has a file.
+//!
+//! A formula is written once, in [`step!`](body), and runs on the host and on a GPU. It keeps Keras' order of operations, in float32;
+//! what Keras computes as a Python float (`1 - beta_1`) is computed as an f64 here too and rounded once. So a row moves as a dense Keras
+//! variable of the same gradient would. Nothing is contracted.
+//!
+//! Sources: `keras/src/optimizers/*.py` of Keras 3. A formula has the name of its file there.
+
+mod adagrad;
+mod adam;
+mod body;
+mod checks;
+mod ftrl;
+mod lion;
+mod rmsprop;
+mod row_wise_adagrad;
+mod sgd;
+mod step;
+pub mod update;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::adagrad::Adagrad;
+pub use self::adam::Adam;
+pub use self::ftrl::Ftrl;
+pub use self::lion::Lion;
+pub use self::rmsprop::RmsProp;
+pub use self::row_wise_adagrad::RowWiseAdagrad;
+pub use self::sgd::Sgd;
+pub use self::step::{Formula, MAX_SCALARS, MAX_STATES, StateSpec, Step, StepVisitor};
+use crate::error::Result;
+
+/// Lists the formulas under their names in configurations and dumps.
+macro_rules! rules {
+    ($($name:literal: $module:ident::$formula:ident),+ $(,)?) => {
+        /// A formula with its hyper-parameters.
+        #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(tag = "name")]
+        pub enum Rule {
+            $(
+                #[doc = concat!("`", $name, "`")]
+                #[serde(rename = $name)]
+                $formula($formula),
+            )+
+        }
+
+        impl Rule {
+            /// The name in configurations and dumps.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Rule::$formula(_) => $name,)+
+                }
+            }
+
+            /// # Errors
+            /// [`Error::Argument`] that names the hyper-parameter, the rule and the value.
+            pub fn validate(&self) -> Result<()> {
+                match self {
+                    $(Rule::$formula(formula) => formula.validate(),)+
+                }
+            }
+
+            /// Calls `visitor` with the step of this rule, so that its loop is compiled once for each.
+            pub fn visit<V: StepVisitor>(&self, visitor: V) -> V::Output {
+                match self {
+                    $(Rule::$formula(formula) => formula.visit(visitor),)+
+                }
+            }
+        }
+
+        impl Rule {
+            /// A rule for each type of step.
+            pub fn variants() -> Vec<Rule> {
+                let mut rules = Vec::new();
+                $(rules.extend($formula::VARIANTS.iter().map(|formula| Rule::$formula(*formula)));)+
+                rules
+            }
+        }
+
+        /// All formulas as a CUDA header. Its functions are those of `kernels/math.cuh`.
+        pub fn device_header() -> String {
+            let formulas = [$($module::SOURCE.cuda(),)+];
+            format!("#pragma once\n#include \"math.cuh\"\n\n{}", formulas.join("\n"))
+        }
+    };
+}
+
+rules! {
+    "sgd": sgd::Sgd,
+    "adam": adam::Adam,
+    "adagrad": adagrad::Adagrad,
+    "row_wise_adagrad": row_wise_adagrad::RowWiseAdagrad,
+    "rmsprop": rmsprop::RmsProp,
+    "ftrl": ftrl::Ftrl,
+    "lion": lion::Lion,
+}
+
+impl Rule {
+    /// The states that follow the row in a record of a table of `dim`.
+    pub fn states(&self, dim: usize) -> Vec<StateSpec> {
+        struct StatesOf(usize);
+        impl StepVisitor for StatesOf {
+            type Output = Vec<StateSpec>;
+            fn visit<S: Step>(self, step: S) -> Vec<StateSpec> {
+                step.states(self.0)
+            }
+        }
+        self.visit(StatesOf(dim))
+    }
+}

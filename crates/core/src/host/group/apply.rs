@@ -1,0 +1,104 @@
+//! The apply of a group: the update of records.
+
+use super::HostGroup;
+use crate::contract::binding::Binding;
+use crate::contract::group::Group;
+use crate::error::Result;
+use crate::formula::update::{Update, UpdateScalars, clipnorm_factor};
+use crate::host::accumulator::Accumulator;
+use crate::host::merge::MergedGradients;
+use crate::host::push::PushedGradients;
+use crate::host::table::HostTable;
+use crate::host::update::UpdateTask;
+use crate::pool::{Pool, num_pieces, run_if_large};
+
+/// The scalars of an `apply`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ApplyScalars {
+    /// Scalars of the update.
+    pub update: UpdateScalars,
+    /// If false, the committed gradients are only accumulated.
+    pub is_update: bool,
+}
+
+impl HostGroup {
+    /// Updates the records of the committed pushes, or only accumulates their gradients.
+    ///
+    /// # Errors
+    /// The same as `take_over`.
+    pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
+        self.take_over(binding)?;
+        self.tables.iter_mut().for_each(HostTable::count_call);
+        if !scalars.is_update {
+            return self.accumulate(pool);
+        }
+        let is_single = self.committed.len() == 1 && self.accumulators.iter().all(Accumulator::is_empty);
+        if is_single
+            && matches!(self.committed[0].1.gradients, PushedGradients::Held { .. })
+            && binding.update.clipnorm.is_none()
+        {
+            self.apply_held(&binding.update, &scalars.update, pool);
+        } else {
+            self.merge_committed(pool)?;
+            self.apply_stored(binding, &scalars.update, pool);
+        }
+        self.drop_committed();
+        self.accumulators.iter_mut().for_each(Accumulator::clear);
+        Ok(())
+    }
+
+    fn apply_held(&mut self, update: &Update, scalars: &UpdateScalars, pool: &Pool) {
+        let Some((weight, push)) = self.committed.first() else { return };
+        let PushedGradients::Held { rows, .. } = &push.gradients else { return };
+        let mut tables: Vec<Option<&mut HostTable>> = self.tables.iter_mut().map(Some).collect();
+        let mut work = Vec::new();
+        for saved in &push.lookup.tables {
+            if let Some(table) = tables[saved.number].take().filter(|t| t.generation == saved.generation) {
+                work.push((table, saved.hold(rows, *weight), update, scalars));
+            }
+        }
+        run_updates(work, pool);
+    }
+
+    fn apply_stored(&mut self, binding: &Binding, scalars: &UpdateScalars, pool: &Pool) {
+        let mut tables = std::mem::take(&mut self.tables);
+        // `stored` reads the generations of the tables, so the arenas are borrowed separately.
+        let generations: Vec<u64> = tables.iter().map(|t| t.generation).collect();
+        let mut scaled = Vec::new();
+        for number in 0..tables.len() {
+            let mut scalars = *scalars;
+            if let Some(clipnorm) = binding.update.clipnorm {
+                scalars.factor *=
+                    clipnorm_factor(self.norms[number] * scalars.factor * scalars.factor, clipnorm);
+            }
+            scaled.push(scalars);
+        }
+        let work = tables.iter_mut().enumerate().map(|(number, table)| {
+            let stored = self.stored(number, generations[number]);
+            (table, stored, &binding.update, &scaled[number])
+        });
+        run_updates(work.collect(), pool);
+        self.tables = tables;
+    }
+}
+
+/// Updates the records of several tables with their merged gradients.
+#[allow(unsafe_code)]
+fn run_updates<G: MergedGradients>(
+    mut work: Vec<(&mut HostTable, Vec<G>, &Update, &UpdateScalars)>,
+    pool: &Pool,
+) {
+    let total: usize = work.iter().flat_map(|(_, gradients, ..)| gradients).map(|g| g.records().len()).sum();
+    let mut tasks = Vec::new();
+    for (table, gradients, update, scalars) in &mut work {
+        let (arena, dim) = (table.arena.share(), table.config.dim);
+        for gradients in &*gradients {
+            for keys in gradients.pieces(num_pieces(gradients.records().len(), total, pool)) {
+                tasks.push(UpdateTask { arena, dim, gradients, keys, update, scalars: **scalars });
+            }
+        }
+    }
+    // SAFETY: - the tables are borrowed mutably: nobody else has their arenas.
+    //         - the records of all tasks are distinct: keys of a table are distinct over its gradients, and pieces are.
+    run_if_large(total, tasks, pool, |task| unsafe { task.run() });
+}

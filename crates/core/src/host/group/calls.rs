@@ -1,0 +1,185 @@
+//! The four calls on the tensors of a framework.
+
+use super::{ApplyScalars, HostGroup};
+use crate::contract::batch::{Bags, Feature, Keys, Splits};
+use crate::contract::binding::Binding;
+use crate::contract::group::{
+    AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
+    check_memory, lookup_number, together, write_lookup_number, write_trigger,
+};
+use crate::contract::table::{Insertion, Table};
+use crate::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
+use crate::error::{Error, Result};
+use crate::formula::update::UpdateScalars;
+use crate::host::accumulator::Accumulator;
+use crate::host::push::{OutputGradients, PushedGradients, Spare};
+use crate::host::table::HostTable;
+use crate::pool;
+use crate::store::region::Region;
+
+impl Group for HostGroup {
+    fn memory(&self) -> Memory {
+        Memory::Host
+    }
+
+    fn num_tables(&self) -> usize {
+        self.tables.len()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        &self.tables[number]
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        &mut self.tables[number]
+    }
+
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.tables.iter_mut().map(|table| table as &mut dyn Table).collect()
+    }
+
+    fn lookup(
+        &mut self,
+        features: &[FeatureTensors<'_>],
+        insertion: Insertion,
+        save: bool,
+        mut number: TensorMut,
+        mut rows: Vec<TensorMut>,
+        _stream: StreamHandle,
+    ) -> Result<()> {
+        features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
+        let features = features.iter().map(feature_of).collect::<Result<Vec<_>>>()?;
+        let rows = rows.iter_mut().map(TensorMut::slice_mut).collect::<Result<Vec<_>>>()?;
+        let looked_up = HostGroup::lookup(self, &features, insertion, save, rows, &*pool::global()?)?;
+        write_lookup_number(looked_up, &mut number)
+    }
+
+    fn push(
+        &mut self,
+        number: &Tensor,
+        gradients: GradientTensors<'_>,
+        mut weight_gradients: Vec<WeightGradient>,
+        mut ticket: TensorMut,
+        _stream: StreamHandle,
+    ) -> Result<()> {
+        check_memory(self, number.memory())?;
+        let number = lookup_number(self, number)?;
+        let GradientTensors { rows, keep, check_finite } = gradients;
+        let rows = rows.iter().map(|gradient| gradient.gradient_rows()).collect::<Result<Vec<_>>>()?;
+        let weights = weight_gradients.iter_mut().map(|w| w.to.slice_mut()).collect::<Result<Vec<_>>>()?;
+        let gradients = OutputGradients { rows, keep, check_finite };
+        HostGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &*pool::global()?)
+    }
+
+    fn commit(&mut self, others: Vec<&mut AnyGroup>, commit: Commit<'_>) -> Result<()> {
+        let Commit { bindings, is_update, tickets, mut norm, .. } = commit;
+        check_memory(self, is_update.memory())?;
+        let mut groups = together(self, others)?;
+        let is_update = is_update.slice::<f32>()?.first().is_some_and(|&is_update| is_update != 0.0);
+        let mut named = Vec::with_capacity(groups.len());
+        for ((group, binding), ticket) in groups.iter().zip(bindings).zip(&tickets) {
+            group.check_owner(binding)?;
+            named.push(group.resolve(ticket.slice()?)?);
+        }
+        groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
+        let pool = pool::global()?;
+        let mut total = 0.0;
+        for ((group, named), binding) in groups.iter_mut().zip(&named).zip(bindings) {
+            group.take_over(binding)?;
+            total += HostGroup::commit(group, named, is_update, &pool)?;
+        }
+        norm.slice_mut::<f32>()?[0] = total as f32;
+        Ok(())
+    }
+
+    fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
+        check_memory(self, apply.scalars.memory())?;
+        let mut groups = together(self, others)?;
+        let &[learning_rate, step, is_update, factor] = apply.scalars.slice::<f32>()? else {
+            return Err(Error::argument("apply takes four scalars"));
+        };
+        let mut checked = groups.iter().zip(apply.bindings);
+        if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(binding)) {
+            groups.iter_mut().for_each(|group| group.drop_committed());
+            return Err(error);
+        }
+        for (trigger, mut new) in apply.triggers {
+            write_trigger(trigger, &mut new)?;
+        }
+        let update = UpdateScalars { learning_rate, step: step as u64, factor };
+        let scalars = ApplyScalars { update, is_update: is_update != 0.0 };
+        let pool = pool::global()?;
+        let mut groups = groups.iter_mut().zip(apply.bindings);
+        groups.try_for_each(|(group, binding)| HostGroup::apply(group, binding, &scalars, &pool))
+    }
+
+    fn drop_committed(&mut self) {
+        std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
+    }
+
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
+        for table in &mut self.tables {
+            table.set_update_rule(Some(binding.update), keeps_states)?;
+        }
+        self.binding = Some(binding);
+        self.pushes_without_optimizer = 0;
+        Ok(())
+    }
+
+    fn binding(&self) -> Option<&Binding> {
+        self.binding.as_ref()
+    }
+
+    fn pending_pushes(&mut self, _wait: bool) -> Result<usize> {
+        Ok(self.ring.len())
+    }
+
+    fn step_bytes(&self) -> usize {
+        let pushes = || self.ring.iter().chain(self.committed.iter().map(|(_, push)| push));
+        let looked = self.lookups.iter().flat_map(|l| &l.tables).map(|table| table.looked.num_bytes());
+        let merged = pushes().map(|push| match &push.gradients {
+            PushedGradients::Merged(tables) => tables.iter().flatten().map(Region::num_bytes).sum(),
+            PushedGradients::Held { .. } => 0,
+        });
+        let accumulated = self.accumulators.iter().map(Accumulator::num_bytes);
+        let spare = self.spare.iter().map(Spare::num_bytes);
+        looked.chain(merged).chain(accumulated).chain(spare).sum::<usize>() + self.split.num_bytes()
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        let take = |t: &mut HostTable| (t.config.name.clone(), std::mem::take(&mut t.refused_to_warn));
+        self.tables.iter_mut().map(take).filter(|(_, refused)| *refused > 0).collect()
+    }
+}
+
+/// The tensors of a feature as slices.
+fn feature_of<'a>(tensors: &FeatureTensors<'a>) -> Result<Feature<'a>> {
+    let keys = match tensors.high {
+        Some(high) => Keys::Words { low: tensors.ids.slice()?, high: high.slice()? },
+        None => keys_of(tensors.ids)?,
+    };
+    let bags = match tensors.bags {
+        BagTensors::Each => Bags::Each,
+        BagTensors::Fixed { num_bags, hotness } => Bags::Fixed { num_bags, hotness },
+        BagTensors::Ragged(splits) if splits.dtype() == DType::I32 => {
+            Bags::Ragged(Splits::I32(splits.slice()?))
+        }
+        BagTensors::Ragged(splits) => Bags::Ragged(Splits::I64(splits.slice()?)),
+    };
+    let FeatureTensors { name, table, combiner, padding_key, .. } = *tensors;
+    let weights = tensors.weights.map(Tensor::slice).transpose()?;
+    let feature = Feature { name, table, keys, bags, combiner, weights, padding_key };
+    feature.validate()?;
+    Ok(feature)
+}
+
+fn keys_of(ids: &Tensor) -> Result<Keys<'_>> {
+    Ok(match ids.dtype() {
+        DType::I64 => Keys::I64(ids.slice()?),
+        DType::U64 => Keys::U64(ids.slice()?),
+        DType::I32 => Keys::I32(ids.slice()?),
+        DType::U32 => Keys::U32(ids.slice()?),
+        DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
+    })
+}

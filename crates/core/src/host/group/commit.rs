@@ -1,0 +1,187 @@
+//! The commit of a group: which pushes count, and the norm of their gradients.
+
+use super::HostGroup;
+use crate::contract::group::Group;
+use crate::contract::ticket::{Named, PushRing};
+use crate::error::{Error, Result};
+use crate::host::absent::Absent;
+use crate::host::admission::{check_capacity, distinct, insert};
+use crate::host::exact_sum::ExactSum;
+use crate::host::merge::{MergedGradients, StoredGradients};
+use crate::host::push::{Push, PushedGradients, merge_push};
+use crate::host::table::HostTable;
+use crate::math::sum_of_squares;
+use crate::pool::{Pool, num_pieces, run_if_large};
+use crate::store::arena::NO_RECORD;
+
+impl HostGroup {
+    /// The pushes that a ticket names. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Ticket`] if one of them no longer exists.
+    pub fn resolve(&self, ticket: &[f32]) -> Result<Vec<Named>> {
+        self.ring.resolve(ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
+    }
+
+    /// Checks that the tables have room for the absent keys of these pushes. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::TableFull`] if a table would refuse some, and its check mode is to raise.
+    pub fn check_absent(&self, named: &[Named]) -> Result<()> {
+        self.tables.iter().enumerate().try_for_each(|(number, table)| {
+            let absent = absent_of(&self.ring, named, number, table.generation);
+            let keys = absent.iter().flat_map(|a| &a.keys).filter(|key| table.is_absent(**key));
+            check_capacity(table, &distinct(keys.copied())?)
+        })
+    }
+
+    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room.
+    fn insert_absent(&mut self, named: &[Named]) -> Result<()> {
+        self.tables.iter_mut().for_each(HostTable::begin);
+        let (mut inserted, mut done) = (Vec::new(), Ok(()));
+        for (number, table) in self.tables.iter_mut().enumerate() {
+            let absent = absent_of(&self.ring, named, number, table.generation);
+            let mut absent = absent.into_iter().filter(|absent| !absent.is_settled());
+            done = done.and_then(|()| {
+                absent.try_for_each(|absent| {
+                    insert(table, absent).map(|new| inserted.push((number, absent, new)))
+                })
+            });
+        }
+        if done.is_err() {
+            self.tables.iter_mut().for_each(HostTable::undo);
+            return done;
+        }
+        for (number, absent, (records, outcomes)) in inserted {
+            if !absent.is_settled() {
+                absent.settle(records);
+                self.tables[number].note(outcomes, absent.num_refused_ids());
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the pushes that `resolve` named, and inserts their absent keys. Returns the squared norm of all gradients to apply,
+    /// accumulated ones included, if the optimizer needs it and this step is an update; else 0.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
+        self.insert_absent(named)?;
+        let (taken, dropped) = self.ring.take(named);
+        dropped.into_iter().for_each(|push| self.reuse(push));
+        let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
+        self.committed.extend(taken);
+        if let Some(oldest) = oldest {
+            self.forget_lookups(oldest);
+        }
+        self.tables.iter_mut().for_each(HostTable::count_call);
+        if !(is_update && self.binding.is_some_and(|b| b.needs_norm)) {
+            return Ok(0.0);
+        }
+        self.merge_committed(pool)?;
+        let mut total = 0.0;
+        for table in 0..self.tables.len() {
+            let norm = self.table_norm(table, pool);
+            self.norms[table] = norm as f32;
+            total += norm;
+        }
+        Ok(total)
+    }
+
+    /// Merges gradients that were not merged at the push. Several pushes, and accumulated gradients, become one sum for each record.
+    pub(super) fn merge_committed(&mut self, pool: &Pool) -> Result<()> {
+        if self.committed.len() > 1 || self.accumulators.iter().any(|a| !a.is_empty()) {
+            return self.accumulate(pool);
+        }
+        let mut committed = std::mem::take(&mut self.committed);
+        for (_, push) in &mut committed {
+            if let PushedGradients::Held { rows, .. } = &push.gradients {
+                let merged = merge_push(&push.lookup, rows, &mut self.spare, pool)?;
+                push.gradients = PushedGradients::Merged(merged);
+            }
+        }
+        self.committed = committed;
+        Ok(())
+    }
+
+    /// Adds the committed pushes to the accumulators, in order.
+    ///
+    /// # Errors
+    /// [`Error::Memory`]. The committed pushes are dropped then; what was accumulated before stays.
+    pub(super) fn accumulate(&mut self, pool: &Pool) -> Result<()> {
+        let committed = std::mem::take(&mut self.committed);
+        let mut accumulators = self.accumulators.iter_mut().enumerate();
+        let room = accumulators.try_for_each(|(number, accumulator)| accumulator.reserve(number, &committed));
+        if room.is_err() {
+            committed.into_iter().for_each(|(_, push)| self.reuse(push));
+            return room;
+        }
+        let ids_of =
+            |(_, push): &(f32, Push)| push.lookup.tables.iter().map(|t| t.looked.num_ids()).sum::<usize>();
+        let num_ids: usize = committed.iter().map(ids_of).sum();
+        let generations = self.tables.iter().map(|table| table.generation);
+        let tasks: Vec<_> = generations.zip(&mut self.accumulators).enumerate().collect();
+        run_if_large(num_ids, tasks, pool, |(number, (generation, accumulator))| {
+            for (weight, push) in &committed {
+                accumulator.add_push(number, generation, push, *weight);
+            }
+        });
+        committed.into_iter().for_each(|(_, push)| self.reuse(push));
+        Ok(())
+    }
+
+    fn table_norm(&self, number: usize, pool: &Pool) -> f64 {
+        let dim = self.tables[number].config.dim;
+        let stored = self.stored(number, self.tables[number].generation);
+        let num_keys: usize = stored.iter().map(|s| s.records.len()).sum();
+        let pieces = stored.iter().flat_map(|s| {
+            s.pieces(num_pieces(s.records.len(), num_keys, pool)).into_iter().map(move |keys| (s, keys))
+        });
+        let pieces: Vec<_> = pieces.collect();
+        let mut sums = vec![ExactSum::default(); pieces.len()];
+        let tasks: Vec<_> = pieces.into_iter().zip(&mut sums).collect();
+        run_if_large(num_keys, tasks, pool, |((stored, keys), sum)| {
+            let mut gradient = vec![0.0; dim];
+            for key in keys.filter(|&key| stored.records[key] != NO_RECORD) {
+                stored.merge::<0>(key, &mut gradient);
+                sum.add(sum_of_squares(&gradient));
+            }
+        });
+        let mut total = ExactSum::default();
+        sums.iter().for_each(|sum| total.merge(sum));
+        total.total()
+    }
+
+    /// The gradients to apply to a table, after `merge_committed`.
+    pub(super) fn stored<'a>(&'a self, number: usize, generation: u64) -> Vec<StoredGradients<'a>> {
+        let mut all = Vec::new();
+        for (weight, push) in &self.committed {
+            let PushedGradients::Merged(tables) = &push.gradients else { continue };
+            for (table, sums) in push.lookup.tables.iter().zip(tables) {
+                if table.number == number && table.generation == generation {
+                    let runs = table.runs().zip(sums);
+                    all.extend(runs.map(|((_, records), sums)| StoredGradients {
+                        records,
+                        sums,
+                        weight: *weight,
+                    }));
+                }
+            }
+        }
+        all.extend(self.accumulators[number].stored(generation));
+        all
+    }
+}
+
+/// The keys that a table of this generation is to insert for the named pushes.
+fn absent_of<'a>(
+    ring: &'a PushRing<Push>,
+    named: &[Named],
+    number: usize,
+    generation: u64,
+) -> Vec<&'a Absent> {
+    let tables = named.iter().filter_map(|n| ring.get(n.number)).flat_map(|push| &push.lookup.tables);
+    let of_table = tables.filter(|t| t.number == number && t.generation == generation);
+    of_table.filter_map(|t| t.looked.absent.as_ref()).filter(|absent| !absent.is_settled()).collect()
+}

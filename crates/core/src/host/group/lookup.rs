@@ -1,0 +1,208 @@
+//! The lookup of a group, and the lookups that it remembers for pushes.
+
+use std::sync::Arc;
+
+use super::HostGroup;
+use crate::contract::batch::Feature;
+use crate::contract::table::{Insertion, Outcomes};
+use crate::contract::ticket::RING;
+use crate::error::{Error, Result};
+use crate::host::accumulator::Accumulator;
+use crate::host::admission::{admit, check_capacity, check_vocabulary, new_keys};
+use crate::host::features::{FeatureOutput, Mode};
+use crate::host::lookup::lookup_whole;
+use crate::host::lookup_split::lookup_split;
+use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable};
+use crate::host::table::HostTable;
+use crate::memory;
+use crate::pool::{Pool, SMALL_CALL, run_if_large};
+
+/// An output of more bytes is written with non-temporal stores.
+const STREAM_BYTES: usize = 4 << 20;
+
+impl HostGroup {
+    /// Looks up the rows of all features of a layer's call. Returns the number of the lookup for `push`, or 0 without `save`.
+    ///
+    /// `insertion`: when keys without a row get one. A lookup without `save` inserts nothing at a commit. `outputs`: `(bags, dim)`
+    /// for each feature; every element is written.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`].
+    /// Nothing has changed then.
+    pub fn lookup(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        outputs: Vec<&mut [f32]>,
+        pool: &Pool,
+    ) -> Result<u64> {
+        self.check_features(features, &outputs)?;
+        self.tables.iter_mut().for_each(HostTable::begin);
+        let looked = self.look_up(features, insertion, save, outputs, pool);
+        if looked.is_err() {
+            self.tables.iter_mut().for_each(HostTable::undo);
+        }
+        looked
+    }
+
+    /// Does the work of `lookup`. If it fails, the journals of the tables say what was inserted.
+    fn look_up(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        outputs: Vec<&mut [f32]>,
+        pool: &Pool,
+    ) -> Result<u64> {
+        let admitted = match insertion {
+            Insertion::AtLookup => self.admit_new_keys(features)?,
+            Insertion::AtCommit | Insertion::Never => vec![None; self.tables.len()],
+        };
+        let stream = outputs.iter().map(|o| size_of_val(&**o)).sum::<usize>() > STREAM_BYTES;
+        let mut by_table: Vec<Vec<FeatureOutput>> = self.tables.iter().map(|_| Vec::new()).collect();
+        for (number, (feature, rows)) in features.iter().zip(outputs).enumerate() {
+            by_table[feature.table].push(FeatureOutput { number, feature: *feature, rows });
+        }
+        let number = if save { self.next_lookup } else { 0 };
+        let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
+        let looked = self.lookup_tables(by_table, &admitted, Mode { insertion, save, stream }, pool)?;
+        let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
+        for SavedTable { number, looked, .. } in &looked {
+            let mut outcomes = looked.outcomes;
+            if let Some(admitted) = &admitted[*number] {
+                outcomes.hit = outcomes.hit.saturating_sub(admitted.inserted);
+                outcomes += *admitted;
+            }
+            let table = &mut self.tables[*number];
+            let outcomes = if save { outcomes } else { Outcomes { hit: 0, ..outcomes } };
+            table.note(outcomes, looked.dropped_gradients);
+            table.count_call();
+        }
+        if save {
+            self.save(SavedLookup { number, num_bags, tables: looked });
+        }
+        Ok(number)
+    }
+
+    fn check_features(&self, features: &[Feature], outputs: &[&mut [f32]]) -> Result<()> {
+        if features.len() != outputs.len() {
+            let (features, outputs) = (features.len(), outputs.len());
+            return Err(Error::argument(format!(
+                "a lookup has an output a feature. Received: {outputs} for {features} features"
+            )));
+        }
+        for (feature, output) in features.iter().zip(outputs) {
+            feature.validate()?;
+            let table = self
+                .tables
+                .get(feature.table)
+                .ok_or_else(|| Error::argument("no such table in the group"))?;
+            let expected = feature.num_bags() * table.config.dim;
+            if output.len() != expected {
+                let name = feature.name;
+                return Err(Error::argument(format!(
+                    "feature `{name}`: its output must hold {expected} numbers. Received: {}",
+                    output.len()
+                )));
+            }
+            check_vocabulary(table, feature)?;
+        }
+        Ok(())
+    }
+
+    /// If a batch might not fit, inserts the keys that do, so that the lookup inserts none. Checks all tables first.
+    fn admit_new_keys(&mut self, features: &[Feature]) -> Result<Vec<Option<Outcomes>>> {
+        let of_table = |table: usize| features.iter().filter(|f| f.table == table).collect::<Vec<_>>();
+        let tables = self.tables.iter().enumerate();
+        let new = tables.map(|(number, table)| new_keys(table, &of_table(number)));
+        let new = new.collect::<Result<Vec<_>>>()?;
+        for (table, new) in self.tables.iter().zip(&new) {
+            check_capacity(table, new.as_deref().unwrap_or_default())?;
+        }
+        let tables = self.tables.iter_mut().zip(new);
+        tables.map(|(table, new)| new.map(|new| admit(table, &new)).transpose()).collect()
+    }
+
+    fn lookup_tables(
+        &mut self,
+        by_table: Vec<Vec<FeatureOutput>>,
+        admitted: &[Option<Outcomes>],
+        mode: Mode,
+        pool: &Pool,
+    ) -> Result<Vec<SavedTable>> {
+        let num_ids = |outputs: &[FeatureOutput]| outputs.iter().map(|o| o.feature.keys.len()).sum::<usize>();
+        let total: usize = by_table.iter().map(|o| num_ids(o)).sum();
+        let alone = pool.threads() == 1 || total < SMALL_CALL;
+        let mut results = Vec::new();
+        let mut whole = Vec::new();
+        let tables = self.tables.iter_mut().zip(&mut self.spare).enumerate();
+        for ((number, (table, spare)), mut outputs) in tables.zip(by_table) {
+            if outputs.is_empty() {
+                continue;
+            }
+            // The keys that fit have been inserted.
+            let insertion = if admitted[number].is_some() { Insertion::Never } else { mode.insertion };
+            let mode = Mode { insertion, ..mode };
+            // A table that is larger than its share of the call would leave other threads idle.
+            if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
+                let looked = lookup_split(table, &mut outputs, mode, &mut self.split, &mut spare.runs, pool)?;
+                results.push(SavedTable::new(number, table, looked));
+            } else {
+                whole.push((number, table, outputs, mode, spare.runs.pop().unwrap_or_default()));
+            }
+        }
+        // The largest first, so that the last thread to finish has a small task.
+        whole.sort_by_key(|(_, _, outputs, ..)| std::cmp::Reverse(num_ids(outputs)));
+        let mut looked: Vec<Option<Result<SavedTable>>> = whole.iter().map(|_| None).collect();
+        let tasks: Vec<_> = whole.into_iter().zip(&mut looked).collect();
+        run_if_large(total, tasks, pool, |((number, table, mut outputs, mode, runs), result)| {
+            let looked = lookup_whole(table, &mut outputs, mode, runs);
+            *result = Some(looked.map(|looked| SavedTable::new(number, table, looked)));
+        });
+        for looked in looked.into_iter().flatten() {
+            results.push(looked?);
+        }
+        Ok(results)
+    }
+
+    fn save(&mut self, saved: SavedLookup) {
+        self.next_lookup += 1;
+        for table in &saved.tables {
+            self.tables[table.number].newest_lookup = saved.number;
+        }
+        self.lookups.push_back(Arc::new(saved));
+        if self.lookups.len() as u64 > RING {
+            self.forget_lookups(self.lookups[1].number);
+        }
+    }
+
+    /// Drops the lookups before `oldest`. Later lookups reuse their memory.
+    pub(super) fn forget_lookups(&mut self, oldest: u64) {
+        while self.lookups.front().is_some_and(|l| l.number < oldest) {
+            if let Some(lookup) = self.lookups.pop_front() {
+                self.reuse_lookup(lookup);
+            }
+        }
+        let needed = self.ring.iter().chain(self.committed.iter().map(|(_, p)| p)).map(|p| p.lookup.number);
+        let oldest = needed.chain(self.lookups.front().map(|l| l.number)).min().unwrap_or(self.next_lookup);
+        if self.accumulators.iter().all(Accumulator::is_empty) {
+            self.tables.iter_mut().for_each(|t| t.release_retired(oldest));
+        }
+    }
+
+    pub(super) fn reuse(&mut self, push: Push) {
+        if let PushedGradients::Merged(tables) = push.gradients {
+            let tables = push.lookup.tables.iter().zip(tables);
+            tables.for_each(|(table, sums)| self.spare[table.number].keep_sums(sums));
+        }
+        self.reuse_lookup(push.lookup);
+    }
+
+    pub(super) fn reuse_lookup(&mut self, lookup: Arc<SavedLookup>) {
+        if let Some(lookup) = Arc::into_inner(lookup) {
+            let tables = lookup.tables.into_iter();
+            tables.for_each(|table| self.spare[table.number].keep_runs(table.looked.runs));
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! The tables of a layer, and the four calls of a training step on the CPU.
+//!
+//! `lookup` finds rows and remembers their records. `push` takes the gradients of a lookup by its number. `commit` reads from a
+//! ticket which pushes count. `apply` updates the records. See `docs/architecture.md`, "One training step".
+
+mod apply;
+mod calls;
+mod commit;
+mod lookup;
+mod push;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::contract::binding::Binding;
+use crate::contract::table::TableConfig;
+use crate::contract::ticket::PushRing;
+use crate::error::Result;
+use crate::host::accumulator::Accumulator;
+use crate::host::lookup_split::SplitScratch;
+use crate::host::push::{Push, SavedLookup, Spare};
+use crate::host::table::HostTable;
+
+pub use self::apply::ApplyScalars;
+
+/// The tables of a layer, and the lookups and pushes that are in progress.
+pub struct HostGroup {
+    tables: Vec<HostTable>,
+    binding: Option<Binding>,
+    next_lookup: u64,
+    lookups: VecDeque<Arc<SavedLookup>>,
+    ring: PushRing<Push>,
+    committed: Vec<(f32, Push)>,
+    accumulators: Vec<Accumulator>,
+    /// Squared norm of the committed gradients, by table.
+    norms: Vec<f32>,
+    pushes_without_optimizer: u32,
+    /// By table.
+    spare: Vec<Spare>,
+    split: SplitScratch,
+}
+
+impl HostGroup {
+    /// A group of empty tables.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) for an invalid configuration, [`Error::Memory`](crate::Error::Memory).
+    pub fn new(configs: Vec<TableConfig>) -> Result<HostGroup> {
+        let tables = configs.into_iter().map(HostTable::new).collect::<Result<Vec<_>>>()?;
+        Ok(HostGroup {
+            accumulators: tables.iter().map(|_| Accumulator::default()).collect(),
+            norms: vec![0.0; tables.len()],
+            binding: None,
+            next_lookup: 1,
+            lookups: VecDeque::new(),
+            ring: PushRing::default(),
+            committed: Vec::new(),
+            pushes_without_optimizer: 0,
+            spare: tables.iter().map(|_| Spare::default()).collect(),
+            split: SplitScratch::default(),
+            tables,
+        })
+    }
+}

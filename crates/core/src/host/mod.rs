@@ -1,0 +1,19 @@
+//! Tables and groups on the host.
+
+mod absent;
+mod accumulator;
+mod admission;
+mod exact_sum;
+mod features;
+mod find;
+pub mod group;
+mod lookup;
+mod lookup_split;
+mod merge;
+mod pooling;
+pub mod push;
+mod runs;
+pub mod table;
+mod table_contract;
+mod update;
+mod weight_gradient;

@@ -1,0 +1,298 @@
+//! From records to output rows: a copy of each row, or the combination of a bag.
+//!
+//! A bag's sum starts with its first row and adds the others in order, in float32. With weights, each row is multiplied first. The sum
+//! is multiplied by the combiner's scale. Padding and ids of weight 0 are left out, whatever their rows hold. A bag of nothing else is
+//! zeros.
+
+use std::ops::Range;
+
+use crate::contract::batch::{Bags, Feature, Keys};
+use crate::contract::table::Missing;
+use crate::host::find::{Consumer, FirstRecord, Whole};
+use crate::key::Key;
+use crate::simd::{Kernel, copy_streaming, prefetch_slice, stream_row};
+use crate::store::arena::{Arena, NO_RECORD, RecordNumber, Rows};
+
+/// How many rows are prefetched ahead, where the search has not done so.
+const AHEAD: usize = 24;
+/// Record number that stands for padding.
+pub const PADDING: RecordNumber = u32::MAX;
+/// Record number that stands for an id outside the vocabulary: a row of zeros.
+pub const OUTSIDE: RecordNumber = u32::MAX - 1;
+
+/// The row of a key without a record.
+pub struct MissingRow<'a> {
+    missing: Missing,
+    first: &'a FirstRecord,
+    row: Vec<f32>,
+}
+
+impl<'a> MissingRow<'a> {
+    pub fn new(missing: Missing, first: &'a FirstRecord) -> Self {
+        MissingRow { missing, first, row: vec![0.0; first.dim] }
+    }
+
+    /// The row of a record, or of a key without one.
+    #[inline(always)]
+    fn or<'r, const D: usize, const MAY_MISS: bool>(
+        &'r mut self,
+        rows: Rows<'r, D>,
+        record: RecordNumber,
+        keys: Keys,
+        position: usize,
+    ) -> &'r [f32; D] {
+        if MAY_MISS && record == NO_RECORD {
+            return self.get(keys.get(position)).first_chunk().expect("rows are as wide as the dim");
+        }
+        rows.get(record)
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub fn get(&mut self, key: Key) -> &[f32] {
+        if self.missing == Missing::Initial {
+            self.first.fill_row(key, &mut self.row);
+        }
+        &self.row
+    }
+}
+
+/// Pools bags of equal length without weights. `D`: the dim, or 0 if it is not constant.
+pub struct PlainPooling<'a, const D: usize> {
+    keys: Keys<'a>,
+    hotness: usize,
+    scale: f32,
+    /// The next bag to pool. `output` starts with it.
+    next_bag: usize,
+    num_bags: usize,
+    /// `(bags, dim)`
+    output: &'a mut [f32],
+    missing: MissingRow<'a>,
+    /// Whether the output is larger than the cache.
+    stream: bool,
+    sum: Vec<f32>,
+}
+
+impl<'a, const D: usize> PlainPooling<'a, D> {
+    pub fn new(feature: &Feature<'a>, output: &'a mut [f32], missing: MissingRow<'a>, stream: bool) -> Self {
+        let (hotness, scale) = match feature.bags {
+            Bags::Fixed { hotness, .. } => (hotness, feature.combiner.scale(hotness as f32, hotness as f32)),
+            _ => (1, 1.0),
+        };
+        let sum = vec![0.0; missing.first.dim];
+        let (next_bag, num_bags, keys) = (0, feature.num_bags(), feature.keys);
+        PlainPooling { keys, hotness, scale, next_bag, num_bags, output, missing, stream, sum }
+    }
+
+    /// Pools all bags that end before id `settled`. `may_miss`: some ids may have no record.
+    #[inline(always)]
+    pub fn pool_up_to<const PREFETCH: bool>(
+        &mut self,
+        arena: &Arena,
+        records: &[RecordNumber],
+        settled: usize,
+        may_miss: bool,
+    ) {
+        let end = settled.checked_div(self.hotness).map_or(self.num_bags, |full| full.min(self.num_bags));
+        if end <= self.next_bag {
+            return;
+        }
+        let dim = if D > 0 { D } else { self.sum.len() };
+        let bags = self.next_bag..end;
+        let output = std::mem::take(&mut self.output);
+        let (now, later) = output.split_at_mut(bags.len() * dim);
+        self.output = later;
+        self.next_bag = end;
+        if D > 0 {
+            let (rows, now) = (arena.rows::<D>(), now.as_chunks_mut().0);
+            if may_miss {
+                self.pool_constant::<PREFETCH, true>(rows, records, bags, now);
+            } else {
+                self.pool_constant::<PREFETCH, false>(rows, records, bags, now);
+            }
+            return;
+        }
+        for (bag, row) in bags.zip(now.chunks_exact_mut(dim)) {
+            let start = bag * self.hotness;
+            if PREFETCH {
+                for record in records[start..].iter().skip(AHEAD).take(self.hotness) {
+                    prefetch_slice(&arena.record(*record)[..dim]);
+                }
+            }
+            self.pool_any(arena, &records[start..start + self.hotness], start, row);
+        }
+    }
+
+    /// Without `MAY_MISS` no function is called in between, so sums stay in registers.
+    #[inline(always)]
+    fn pool_constant<const PREFETCH: bool, const MAY_MISS: bool>(
+        &mut self,
+        rows: Rows<'_, D>,
+        records: &[RecordNumber],
+        bags: Range<usize>,
+        output: &mut [[f32; D]],
+    ) {
+        let (hotness, stream, scale, keys) = (self.hotness, self.stream, self.scale, self.keys);
+        let (start, end) = (bags.start * hotness, bags.end * hotness);
+        let ids = records[start..end].iter().enumerate();
+        let mut later = records[start..].iter().skip(AHEAD);
+        let mut found = ids.map(|(i, record)| {
+            if PREFETCH && let Some(record) = later.next() {
+                prefetch_slice(rows.get(*record));
+            }
+            (start + i, *record)
+        });
+        let missing = &mut self.missing;
+        if hotness == 1 {
+            // A bag of one id is its row, whatever the combiner: the scale is 1.
+            for ((position, record), output) in found.zip(output) {
+                store_row(output, missing.or::<D, MAY_MISS>(rows, record, keys, position), stream);
+            }
+            return;
+        }
+        for output in output {
+            let mut sum = match found.next() {
+                Some((position, record)) if hotness > 0 => {
+                    *missing.or::<D, MAY_MISS>(rows, record, keys, position)
+                }
+                _ => [0.0; D],
+            };
+            for _ in 1..hotness {
+                let Some((position, record)) = found.next() else { break };
+                let row = missing.or::<D, MAY_MISS>(rows, record, keys, position);
+                for k in 0..D {
+                    sum[k] += row[k];
+                }
+            }
+            if scale != 1.0 {
+                sum.iter_mut().for_each(|s| *s *= scale);
+            }
+            store_row(output, &sum, stream);
+        }
+    }
+
+    #[inline(always)]
+    fn row<'s>(&'s mut self, arena: &'s Arena, record: RecordNumber, position: usize) -> &'s [f32] {
+        if record == NO_RECORD {
+            return self.missing.get(self.keys.get(position));
+        }
+        arena.record(record)
+    }
+
+    #[inline(always)]
+    fn pool_any(&mut self, arena: &Arena, bag: &[RecordNumber], start: usize, output: &mut [f32]) {
+        let mut sum = std::mem::take(&mut self.sum);
+        sum.fill(0.0);
+        for (i, &record) in bag.iter().enumerate() {
+            let row = self.row(arena, record, start + i);
+            if i == 0 {
+                let dim = sum.len();
+                sum.copy_from_slice(&row[..dim]);
+            } else {
+                sum.iter_mut().zip(row).for_each(|(s, x)| *s += x);
+            }
+        }
+        if self.scale != 1.0 {
+            sum.iter_mut().for_each(|s| *s *= self.scale);
+        }
+        store(output, &sum, self.stream);
+        self.sum = sum;
+    }
+}
+
+#[inline(always)]
+fn store_row<const D: usize>(output: &mut [f32; D], row: &[f32; D], stream: bool) {
+    if stream { stream_row(output, row) } else { *output = *row }
+}
+
+#[inline(always)]
+fn store(output: &mut [f32], row: &[f32], stream: bool) {
+    if stream { copy_streaming(output, row) } else { output.copy_from_slice(row) }
+}
+
+impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
+    #[inline(always)]
+    fn row_bytes(&self) -> usize {
+        if D > 0 { D * 4 } else { self.sum.len() * 4 }
+    }
+
+    #[inline(always)]
+    fn settled(&mut self, source: &mut Whole<'_>, records: &[RecordNumber], settled: usize, may_miss: bool) {
+        self.pool_up_to::<false>(source.arena, records, settled, may_miss);
+    }
+}
+
+/// Pools bags of any length, with weights, padding, or ids without a record.
+///
+/// `records`: of the ids from the first id of the first bag. `coefficients`: receives the factor of the bag's gradient for each id, or
+/// is empty.
+pub fn pool_bags(
+    feature: &Feature,
+    bags: Range<usize>,
+    arena: &Arena,
+    records: &[RecordNumber],
+    missing: &mut MissingRow,
+    output: &mut [f32],
+    coefficients: &mut [f32],
+) {
+    let dim = missing.first.dim;
+    let base = if bags.is_empty() { 0 } else { feature.bag(bags.start).start };
+    for (bag, sum) in bags.zip(output.chunks_exact_mut(dim)) {
+        let mut is_first = true;
+        let (mut weights, mut squares) = (0.0f32, 0.0f32);
+        for position in feature.bag(bag) {
+            let record = records[position - base];
+            if record == PADDING {
+                continue;
+            }
+            let weight = feature.weights.map_or(1.0, |w| w[position]);
+            if weight == 0.0 {
+                continue;
+            }
+            weights += weight;
+            squares += weight * weight;
+            let row = match record {
+                OUTSIDE => arena.record(NO_RECORD),
+                NO_RECORD => missing.get(feature.keys.get(position)),
+                record => arena.record(record),
+            };
+            let terms = sum.iter_mut().zip(row);
+            if std::mem::take(&mut is_first) {
+                terms.for_each(|(s, x)| *s = weight * x);
+            } else {
+                terms.for_each(|(s, x)| *s += weight * x);
+            }
+        }
+        let scale = match feature.bags {
+            Bags::Each => 1.0,
+            _ => feature.combiner.scale(weights, squares),
+        };
+        if is_first {
+            sum.fill(0.0);
+        } else if scale != 1.0 {
+            sum.iter_mut().for_each(|s| *s *= scale);
+        }
+        if coefficients.is_empty() {
+            continue;
+        }
+        for position in feature.bag(bag) {
+            coefficients[position - base] = feature.weights.map_or(1.0, |w| w[position]) * scale;
+        }
+    }
+}
+
+/// Pools plain bags whose records are known.
+pub struct PoolRange<'a, 'b, const D: usize> {
+    pub pooling: PlainPooling<'a, D>,
+    pub arena: &'b Arena,
+    pub records: &'b [RecordNumber],
+}
+
+impl<const D: usize> Kernel for PoolRange<'_, '_, D> {
+    type Output = ();
+    #[inline(always)]
+    fn run(mut self) {
+        let may_miss = self.records.contains(&NO_RECORD);
+        self.pooling.pool_up_to::<true>(self.arena, self.records, self.records.len(), may_miss);
+    }
+}

@@ -1,0 +1,112 @@
+//! The table in the memory of the host. It is the default, and the reference for tables on other devices.
+
+use crate::contract::table::{CheckMode, Outcomes, TableConfig, TableStats};
+use crate::error::Result;
+use crate::formula::update::Update;
+use crate::host::find::{FirstRecord, Source, Whole};
+use crate::key::{Key, hash};
+use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::index::Index;
+use crate::store::journal::Journal;
+
+/// A table in the memory of the host.
+pub struct HostTable {
+    pub(crate) config: TableConfig,
+    pub(crate) first: FirstRecord,
+    pub(crate) update: Option<Update>,
+    pub(crate) index: Index,
+    pub(crate) arena: Arena,
+    /// Erased records that steps may still refer to, each with the number of the newest lookup that may do so.
+    pub(crate) retired: Vec<(u64, RecordNumber)>,
+    pub(crate) newest_lookup: u64,
+    /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
+    pub(crate) generation: u64,
+    pub(crate) stats: TableStats,
+    /// Insertions of the current call.
+    pub(crate) journal: Journal,
+    /// Refused keys that the caller is to be warned of.
+    pub(crate) refused_to_warn: u64,
+}
+
+impl HostTable {
+    /// # Errors
+    /// [`Error::Argument`] for an invalid configuration, [`Error::Memory`] if there is no memory for `initial_capacity`.
+    pub fn new(config: TableConfig) -> Result<HostTable> {
+        config.validate()?;
+        let first = FirstRecord {
+            seed: config.seed,
+            initializer: config.initializer,
+            dim: config.dim,
+            states: Vec::new(),
+        };
+        let mut table = HostTable {
+            index: Index::new(config.initial_capacity as usize)?,
+            arena: Arena::new(config.dim)?,
+            config,
+            first,
+            update: None,
+            retired: Vec::new(),
+            newest_lookup: 0,
+            generation: 0,
+            stats: TableStats::default(),
+            journal: Journal::default(),
+            refused_to_warn: 0,
+        };
+        table.arena.reserve(table.config.initial_capacity as usize)?;
+        Ok(table)
+    }
+
+    /// Inserts a key that has no record.
+    pub(crate) fn insert_absent(&mut self, key: Key) -> Result<RecordNumber> {
+        let (arena, first, journal) = (&mut self.arena, &self.first, &mut self.journal);
+        let record = Whole { arena, first, journal }.add(key)?;
+        self.index.insert(hash(key), key, record)?;
+        Ok(record)
+    }
+
+    /// Starts a call that may insert.
+    pub(crate) fn begin(&mut self) {
+        self.journal.begin(self.arena.next_unused());
+    }
+
+    /// Removes the keys that the call has inserted.
+    pub(crate) fn undo(&mut self) {
+        let unused = self.journal.unused;
+        for (key, record) in self.journal.take() {
+            self.index.remove(hash(key), key);
+            if record < unused {
+                self.arena.release(record);
+            }
+        }
+        self.arena.rewind(unused);
+    }
+
+    pub(crate) fn is_absent(&self, key: Key) -> bool {
+        self.index.find(hash(key), key) == NO_RECORD
+    }
+
+    /// Frees erased records that only lookups before `oldest` refer to.
+    pub(crate) fn release_retired(&mut self, oldest: u64) {
+        let arena = &mut self.arena;
+        self.retired.retain(|&(lookup, record)| {
+            let is_needed = lookup >= oldest;
+            if !is_needed {
+                arena.release(record);
+            }
+            is_needed
+        });
+    }
+
+    pub(crate) fn note(&mut self, outcomes: Outcomes, dropped_gradients: u64) {
+        self.stats.outcomes += outcomes;
+        self.stats.dropped_gradients += dropped_gradients;
+        if self.config.check_mode == CheckMode::Warn {
+            self.refused_to_warn += outcomes.refused;
+        }
+    }
+
+    /// Counts a call of a step.
+    pub(crate) fn count_call(&mut self) {
+        self.stats.native_calls += 1;
+    }
+}

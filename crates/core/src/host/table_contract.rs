@@ -1,0 +1,339 @@
+//! The contract of a table, for the table on the host.
+
+use std::any::Any;
+
+use crate::contract::batch::{Bags, Combiner, Feature, Keys};
+use crate::contract::table::{Cursor, Insertion, Outcomes, Records, Table, TableConfig, TableStats};
+use crate::error::{Error, Result};
+use crate::formula::update::{Update, UpdateScalars};
+use crate::host::admission::{admit, check_capacity, distinct, new_keys};
+use crate::host::features::{FeatureOutput, Mode};
+use crate::host::find::FirstRecord;
+use crate::host::lookup::lookup_whole;
+use crate::host::merge::{HeldGradients, MergedGradients};
+use crate::host::pooling::MissingRow;
+use crate::host::runs::{KeyRuns, RowCode};
+use crate::host::table::HostTable;
+use crate::host::update::UpdateTask;
+use crate::key::{Key, hash};
+use crate::memory;
+use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::index::Index;
+
+/// How many keys are prefetched ahead.
+const AHEAD: usize = 32;
+
+impl HostTable {
+    /// Runs a call. Undoes its insertions if it fails.
+    fn whole_or_nothing<T>(&mut self, call: impl FnOnce(&mut HostTable) -> Result<T>) -> Result<T> {
+        self.begin();
+        call(self).inspect_err(|_| self.undo())
+    }
+
+    fn check_len(&self, what: &str, len: usize, num_keys: usize) -> Result<()> {
+        let dim = self.config.dim;
+        if len == num_keys * dim {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "table `{}`: `{what}` must hold {dim} numbers a key. Received: {len} numbers for {num_keys} keys",
+            self.config.name
+        )))
+    }
+
+    /// Calls `visit` with the record number of each key, and prefetches buckets.
+    fn for_each_record(&self, keys: &[Key], mut visit: impl FnMut(usize, RecordNumber)) {
+        for (i, &key) in keys.iter().enumerate() {
+            if let Some(&later) = keys.get(i + AHEAD) {
+                self.index.prefetch(hash(later));
+            }
+            visit(i, self.index.find(hash(key), key));
+        }
+    }
+
+    /// # Errors
+    /// [`Error::OutOfVocabulary`] for a key outside of the vocabulary.
+    fn check_keys(&self, keys: &[Key]) -> Result<()> {
+        let Some(size) = self.config.vocabulary_size else { return Ok(()) };
+        match keys.iter().find(|&&key| key >= size) {
+            None => Ok(()),
+            Some(&key) => Err(Error::OutOfVocabulary {
+                table: self.config.name.clone(),
+                feature: None,
+                id: key as i64,
+                last: size - 1,
+            }),
+        }
+    }
+
+    /// Returns the record of each key. With `insert`, inserts keys without one, as far as there is room.
+    fn locate(&mut self, keys: &[Key], insert: bool) -> Result<(Vec<RecordNumber>, Outcomes)> {
+        self.check_keys(keys)?;
+        let mut outcomes = Outcomes::default();
+        let mut records = memory::filled(NO_RECORD, keys.len(), "the records of a call")?;
+        self.for_each_record(keys, |i, record| records[i] = record);
+        let absent = keys.iter().zip(&records).filter(|(_, record)| **record == NO_RECORD);
+        let new = distinct(absent.map(|(key, _)| *key))?;
+        let found = records.iter().copied().filter(|&r| r != NO_RECORD);
+        let num_hits = distinct(found)?.len() as u64;
+        if insert {
+            check_capacity(self, &new)?;
+            outcomes = self.whole_or_nothing(|table| admit(table, &new))?;
+            for (record, &key) in records.iter_mut().zip(keys).filter(|(r, _)| **r == NO_RECORD) {
+                *record = self.index.find(hash(key), key);
+            }
+        } else {
+            outcomes.refused = new.len() as u64;
+        }
+        outcomes.hit = num_hits;
+        Ok((records, outcomes))
+    }
+}
+
+impl Table for HostTable {
+    fn config(&self) -> &TableConfig {
+        &self.config
+    }
+
+    fn len(&self) -> Result<usize> {
+        Ok(self.index.len())
+    }
+
+    fn update_rule(&self) -> Option<&Update> {
+        self.update.as_ref()
+    }
+
+    fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
+        self.check_len("rows", rows.len(), keys.len())?;
+        if found.len() != keys.len() {
+            return Err(Error::argument(format!(
+                "table `{}`: `found` must hold one answer a key. Received: {} for {} keys",
+                self.config.name,
+                found.len(),
+                keys.len()
+            )));
+        }
+        let dim = self.config.dim;
+        let mut missing = MissingRow::new(self.config.missing, &self.first);
+        self.for_each_record(keys, |i, record| {
+            let row = match record {
+                NO_RECORD if self.config.is_in_vocabulary(keys[i]) => missing.get(keys[i]),
+                record => self.arena.record(record),
+            };
+            rows[i * dim..][..dim].copy_from_slice(&row[..dim]);
+            found[i] = record != NO_RECORD;
+        });
+        Ok(())
+    }
+
+    fn find_or_insert(&mut self, keys: &[Key], rows: &mut [f32]) -> Result<Outcomes> {
+        self.check_len("rows", rows.len(), keys.len())?;
+        self.check_keys(keys)?;
+        let feature = plain_feature(keys);
+        let new = new_keys(self, &[&feature])?;
+        let mut outcomes = Outcomes::default();
+        let insertion = if new.is_none() { Insertion::AtLookup } else { Insertion::Never };
+        let mode = Mode { insertion, save: true, stream: false };
+        let looked = self.whole_or_nothing(|table| {
+            if let Some(new) = &new {
+                check_capacity(table, new)?;
+                outcomes = admit(table, new)?;
+            }
+            let outputs = &mut [FeatureOutput { number: 0, feature, rows }];
+            lookup_whole(table, outputs, mode, KeyRuns::default())
+        })?;
+        // Keys that the call has just inserted count as hits in the lookup.
+        outcomes.hit = looked.outcomes.hit - outcomes.inserted;
+        outcomes.inserted += looked.outcomes.inserted;
+        self.note(outcomes, 0);
+        Ok(outcomes)
+    }
+
+    fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
+        self.check_len("rows", rows.len(), keys.len())?;
+        let (records, outcomes) = self.locate(keys, insert)?;
+        let dim = self.config.dim;
+        for (&record, row) in records.iter().zip(rows.chunks_exact(dim)) {
+            if record != NO_RECORD {
+                self.arena.record_mut(record)[..dim].copy_from_slice(row);
+            }
+        }
+        self.note(outcomes, 0);
+        Ok(outcomes)
+    }
+
+    #[allow(unsafe_code)]
+    fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
+        self.check_len("gradients", gradients.len(), keys.len())?;
+        let Some(update) = self.update else {
+            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
+        };
+        let absent = keys.iter().copied().filter(|key| self.is_absent(*key));
+        let refused = distinct(absent)?.len() as u64;
+        let mut rows = memory::filled(0.0, gradients.len(), "the rows of a call")?;
+        let feature = plain_feature(keys);
+        let mode = Mode { insertion: Insertion::Never, save: true, stream: false };
+        let outputs = &mut [FeatureOutput { number: 0, feature, rows: &mut rows }];
+        let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
+        let dim = self.config.dim;
+        for runs in &looked.runs {
+            let gradients = HeldGradients {
+                runs,
+                records: runs.records(),
+                code: RowCode::new(1, keys.len()).unwrap_or_default(),
+                rows: vec![gradients],
+                dim,
+                weight: 1.0,
+            };
+            let keys = 0..gradients.records().len();
+            let task = UpdateTask {
+                arena: self.arena.share(),
+                dim,
+                gradients: &gradients,
+                keys,
+                update: &update,
+                scalars: *scalars,
+            };
+            // SAFETY: `&mut self` is the only reference to the arena.
+            unsafe { task.run() };
+        }
+        Ok(Outcomes { refused, ..looked.outcomes })
+    }
+
+    fn erase(&mut self, keys: &[Key]) -> Result<usize> {
+        self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
+        let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
+        memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
+        let mut erased = 0;
+        for &key in keys {
+            if let Some(record) = self.index.remove(hash(key), key) {
+                if self.newest_lookup == 0 {
+                    self.arena.release(record);
+                } else {
+                    self.retired.push((self.newest_lookup, record));
+                }
+                erased += 1;
+            }
+        }
+        Ok(erased)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        (self.index, self.arena) = (Index::new(0)?, Arena::new(self.arena.width())?);
+        self.retired.clear();
+        self.generation += 1;
+        Ok(())
+    }
+
+    fn stats(&self) -> Result<TableStats> {
+        Ok(self.recent_stats())
+    }
+
+    fn recent_stats(&self) -> TableStats {
+        let bytes = (self.index.num_bytes() + self.arena.num_bytes()) as u64;
+        TableStats {
+            size: self.index.len() as u64,
+            capacity: self.index.capacity() as u64,
+            bytes: self.stats.bytes + bytes,
+            ..self.stats
+        }
+    }
+
+    fn set_seed(&mut self, seed: u64) {
+        (self.config.seed, self.first.seed) = (seed, seed);
+    }
+
+    fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
+        if let Some(update) = &update {
+            update.validate()?;
+        }
+        let dim = self.config.dim;
+        let states = update.map(|u| u.rule.states(dim)).unwrap_or_default();
+        if keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim) {
+            self.first.states = states;
+        } else {
+            let first = FirstRecord { states: states.clone(), ..self.first.clone() };
+            let width = dim + states.iter().map(|s| s.width).sum::<usize>();
+            self.arena = self.arena.with_width(width, |old, new| {
+                new[..dim].copy_from_slice(&old[..dim]);
+                first.fill_states(&mut new[dim..], true);
+            })?;
+            self.first = first;
+        }
+        self.update = update;
+        Ok(())
+    }
+
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        let num = max.min(self.index.len());
+        memory::reserve(&mut out.keys, num, "the records of a scan")?;
+        memory::reserve(&mut out.values, num.saturating_mul(self.arena.width()), "the records of a scan")?;
+        let mut left = max;
+        let next = self.index.scan(cursor.0, |key, record| {
+            if left == 0 {
+                return false;
+            }
+            left -= 1;
+            out.keys.push(key);
+            out.values.extend_from_slice(self.arena.record(record));
+            true
+        });
+        Ok(next.map(Cursor))
+    }
+
+    fn restore(&mut self, records: &Records) -> Result<()> {
+        let (width, num_keys) = (self.arena.width(), records.keys.len());
+        if records.values.len() != num_keys * width {
+            return Err(Error::argument(format!(
+                "table `{}`: `values` must hold {width} numbers a key. Received: {} numbers for {num_keys} keys",
+                self.config.name,
+                records.values.len()
+            )));
+        }
+        let (located, outcomes) = self.locate(&records.keys, true)?;
+        if outcomes.refused > 0 {
+            self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() }, 0);
+        }
+        for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
+            if record != NO_RECORD {
+                self.arena.record_mut(record).copy_from_slice(values);
+            }
+        }
+        Ok(())
+    }
+
+    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
+        let mut table = HostTable::new(self.config.clone())?;
+        table.set_update_rule(update, false)?;
+        Ok(Box::new(table))
+    }
+
+    fn replace_with(&mut self, other: Box<dyn Table>) -> Result<()> {
+        let other = other.into_any().downcast::<HostTable>().map_err(|_| {
+            Error::State(format!("table `{}` takes records of a host table alone", self.config.name))
+        })?;
+        let HostTable { config, index, arena, first, update, .. } = *other;
+        self.config.seed = config.seed;
+        (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
+        self.retired.clear();
+        self.generation += 1;
+        Ok(())
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+/// A feature of these keys, one row for each.
+fn plain_feature(keys: &[Key]) -> Feature<'_> {
+    Feature {
+        name: "keys",
+        table: 0,
+        keys: Keys::U64(keys),
+        bags: Bags::Each,
+        combiner: Combiner::Sum,
+        weights: None,
+        padding_key: None,
+    }
+}

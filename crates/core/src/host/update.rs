@@ -1,0 +1,137 @@
+//! One optimizer step for many records. Merged gradients stay in registers until they update their record.
+
+use std::ops::Range;
+
+use crate::formula::update::{Conditioning, Update, UpdateScalars};
+use crate::formula::{MAX_STATES, Step, StepVisitor};
+use crate::host::merge::MergedGradients;
+use crate::math::sum_of_squares;
+use crate::simd::{Kernel, dispatch, prefetch};
+use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
+
+/// How many records are prefetched ahead.
+const AHEAD: usize = 24;
+
+/// What one thread updates: some keys of a table.
+pub struct UpdateTask<'a, G> {
+    pub arena: SharedArena<'a>,
+    pub dim: usize,
+    pub gradients: &'a G,
+    pub keys: Range<usize>,
+    pub update: &'a Update,
+    pub scalars: UpdateScalars,
+}
+
+impl<G: MergedGradients> UpdateTask<'_, G> {
+    /// # Safety
+    /// Until it returns, no other thread reads or writes the records of its keys.
+    #[allow(unsafe_code)]
+    pub unsafe fn run(self) {
+        let rule = self.update.rule;
+        rule.visit(self);
+    }
+}
+
+impl<G: MergedGradients> StepVisitor for UpdateTask<'_, G> {
+    type Output = ();
+
+    fn visit<S: Step>(self, mut step: S) {
+        step.prepare(self.scalars.learning_rate, self.scalars.step);
+        let conditioning = self.update.conditioning(&self.scalars);
+        match self.dim {
+            16 => dispatch(RecordUpdate::<16, _, _> { task: self, step, conditioning }),
+            32 => dispatch(RecordUpdate::<32, _, _> { task: self, step, conditioning }),
+            64 => dispatch(RecordUpdate::<64, _, _> { task: self, step, conditioning }),
+            128 => dispatch(RecordUpdate::<128, _, _> { task: self, step, conditioning }),
+            _ => dispatch(RecordUpdate::<0, _, _> { task: self, step, conditioning }),
+        }
+    }
+}
+
+impl<G: MergedGradients> UpdateTask<'_, G> {
+    #[inline(always)]
+    fn prefetch(&self, key: usize) {
+        let records = self.gradients.records();
+        let Some(&record) = records.get(key) else { return };
+        let (start, bytes) = (self.arena.addresses().get(record).cast::<u8>(), self.arena.width() * 4);
+        let mut offset = 0;
+        while offset < bytes {
+            prefetch(start.wrapping_add(offset));
+            offset += 64;
+        }
+    }
+
+    /// The record of a key, unless it has none any more.
+    #[allow(unsafe_code)]
+    #[inline(always)]
+    fn record<'s>(arena: SharedArena<'s>, record: RecordNumber) -> Option<&'s mut [f32]> {
+        // SAFETY: the promise of `run`'s caller; distinct keys have distinct records.
+        (record != NO_RECORD).then(|| unsafe { arena.record_mut(record) })
+    }
+}
+
+/// `D`: the dim, or 0 if it is not constant.
+struct RecordUpdate<'a, const D: usize, S, G> {
+    task: UpdateTask<'a, G>,
+    step: S,
+    conditioning: Conditioning,
+}
+
+impl<const D: usize, S: Step, G: MergedGradients> Kernel for RecordUpdate<'_, D, S, G> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let dim = if D > 0 { D } else { self.task.dim };
+        let (mut constant, mut any) = ([0f32; D], vec![0f32; if D > 0 { 0 } else { dim }]);
+        for key in self.task.keys.clone() {
+            self.task.prefetch(key + AHEAD);
+            let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records()[key]);
+            let Some(record) = record else { continue };
+            let gradient: &mut [f32] = if D > 0 { &mut constant } else { &mut any };
+            self.task.gradients.merge::<D>(key, gradient);
+            self.update(record, gradient, dim);
+        }
+    }
+}
+
+impl<const D: usize, S: Step, G> RecordUpdate<'_, D, S, G> {
+    #[inline(always)]
+    fn update(&self, record: &mut [f32], gradient: &mut [f32], dim: usize) {
+        let (row, rest) = record.split_at_mut(dim);
+        let (first, rest) = rest.split_at_mut(if S::STATES > 0 { dim } else { 0 });
+        let (second, rest) = rest.split_at_mut(if S::STATES > 1 { dim } else { 0 });
+        let (third, rest) = rest.split_at_mut(if S::STATES > 2 { dim } else { 0 });
+        let mut reduced = 0.0;
+        if S::REDUCES {
+            gradient.iter_mut().for_each(|g| *g = self.conditioning.gradient(*g));
+            reduced = self.step.reduce(&mut rest[0], sum_of_squares(gradient) / dim as f32);
+        }
+        for column in 0..dim {
+            let mut states = [0f32; MAX_STATES];
+            let mut each = |i: usize, values: &[f32]| {
+                if S::STATES > i {
+                    states[i] = values[column];
+                }
+            };
+            each(0, first);
+            each(1, second);
+            each(2, third);
+            let mut gradient = gradient[column];
+            if !S::REDUCES {
+                gradient = self.conditioning.gradient(gradient);
+            }
+            let value = self.conditioning.value(row[column]);
+            row[column] = self.step.step(value, &mut states, gradient, reduced);
+            if S::STATES > 0 {
+                first[column] = states[0];
+            }
+            if S::STATES > 1 {
+                second[column] = states[1];
+            }
+            if S::STATES > 2 {
+                third[column] = states[2];
+            }
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Memory of a table on the host: records by number, and numbers by key.
+
+pub mod arena;
+pub mod index;
+pub mod journal;
+pub mod region;

@@ -1,0 +1,45 @@
+//! One step of one record, the plain way: column by column.
+
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::{MAX_STATES, Step, StepVisitor};
+use sok_core::math::sum_of_squares;
+
+/// `record`: the row and its states, one after the other.
+pub fn update_record(update: &Update, scalars: &UpdateScalars, record: &mut [f32], gradient: &[f32]) {
+    update.rule.visit(RecordStep { update, scalars, record, gradient });
+}
+
+struct RecordStep<'a> {
+    update: &'a Update,
+    scalars: &'a UpdateScalars,
+    record: &'a mut [f32],
+    gradient: &'a [f32],
+}
+
+impl StepVisitor for RecordStep<'_> {
+    type Output = ();
+
+    fn visit<S: Step>(self, mut step: S) {
+        let dim = self.gradient.len();
+        assert_eq!(self.record.len(), dim * (1 + S::STATES) + usize::from(S::REDUCES));
+        step.prepare(self.scalars.learning_rate, self.scalars.step);
+        let conditioning = self.update.conditioning(self.scalars);
+        let gradient: Vec<f32> = self.gradient.iter().map(|g| conditioning.gradient(*g)).collect();
+        let mut reduced = f32::NAN;
+        if S::REDUCES {
+            let mean_of_squares = sum_of_squares(&gradient) / dim as f32;
+            reduced = step.reduce(self.record.last_mut().unwrap(), mean_of_squares);
+        }
+        for (column, gradient) in gradient.into_iter().enumerate() {
+            let mut states = [f32::NAN; MAX_STATES];
+            for i in 0..S::STATES {
+                states[i] = self.record[(1 + i) * dim + column];
+            }
+            let x = conditioning.value(self.record[column]);
+            self.record[column] = step.step(x, &mut states, gradient, reduced);
+            for i in 0..S::STATES {
+                self.record[(1 + i) * dim + column] = states[i];
+            }
+        }
+    }
+}

@@ -1,0 +1,839 @@
+//! Definitions that host and kernels share: constants, enums, and structs that kernels take by value or read from memory.
+//!
+//! Each is written once, in this file. The macros define it in Rust. [`header`] returns the same definitions for CUDA, with
+//! assertions that structs and fields have the same sizes as in Rust. An address is a number in Rust. In CUDA it is a pointer, of
+//! the type after `as`. Fields named `pad` fill a struct, so that it has no hidden padding.
+
+#![allow(unsafe_code)]
+
+use std::fmt::Write;
+use std::mem::offset_of;
+
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::Missing;
+use sok_core::formula::MAX_SCALARS;
+
+use crate::memory::Plain;
+
+/// A type that a field of a shared struct may have.
+trait InCuda {
+    /// Returns the CUDA declaration of a field of this type.
+    fn declare(field: &str) -> String;
+}
+
+macro_rules! in_cuda {
+    ($($type:ty: $name:literal),+) => {
+        $(impl InCuda for $type {
+            fn declare(field: &str) -> String {
+                format!("{} {field}", $name)
+            }
+        })+
+    };
+}
+in_cuda! { u32: "u32", u64: "u64", f32: "float" }
+
+impl<T: InCuda, const N: usize> InCuda for [T; N] {
+    fn declare(field: &str) -> String {
+        T::declare(&format!("{field}[{N}]"))
+    }
+}
+
+/// Defines constants, and `constants()`, which appends them to a CUDA header.
+macro_rules! constants {
+    ($($(#[doc = $doc:literal])* pub const $name:ident: $type:ident = $value:expr;)*) => {
+        $($(#[doc = $doc])* pub const $name: $type = $value;)*
+
+        fn constants(text: &mut String) {
+            $(let _ = writeln!(text, "constexpr u32 {} = {}u;", stringify!($name), $name);)*
+        }
+    };
+}
+
+/// Defines enums of 32 bits, and `enums()`, which appends them to a CUDA header.
+macro_rules! enums {
+    ($($(#[doc = $doc:literal])* pub enum $name:ident {
+        $($(#[doc = $variant_doc:literal])* $variant:ident = $number:literal as $in_cuda:ident,)*
+    })*) => {
+        $(
+            $(#[doc = $doc])*
+            #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+            #[repr(u32)]
+            pub enum $name { $($(#[doc = $variant_doc])* $variant = $number,)* }
+        )*
+
+        fn enums(text: &mut String) {
+            $(enum_text(text, stringify!($name), &[$((stringify!($in_cuda), $number)),*]);)*
+        }
+    };
+}
+
+/// Defines structs, and `structs()`, which appends them to a CUDA header.
+macro_rules! structs {
+    ($($(#[doc = $doc:literal])* $(#[repr(align($align:literal))])? pub struct $name:ident {
+        $($(#[doc = $field_doc:literal])* pub $field:ident: $type:ty $(as $pointer:literal)?,)*
+    })*) => {
+        $(
+            $(#[doc = $doc])*
+            #[repr(C)]
+            $(#[repr(align($align))])?
+            #[derive(Clone, Copy, Debug, PartialEq)]
+            pub struct $name { $($(#[doc = $field_doc])* pub $field: $type,)* }
+
+            const _: () = assert!(size_of::<$name>() == 0 $(+ size_of::<$type>())*, "padding must be a field");
+
+            // SAFETY: All fields are numbers, and the assertion above excludes hidden padding.
+            unsafe impl Plain for $name {}
+
+            impl Default for $name {
+                /// All zeros.
+                fn default() -> $name {
+                    // SAFETY: All fields are numbers, of which every bit pattern is a value.
+                    unsafe { std::mem::zeroed() }
+                }
+            }
+
+            impl InCuda for $name {
+                fn declare(field: &str) -> String {
+                    format!("{} {field}", stringify!($name))
+                }
+            }
+        )*
+
+        fn structs(text: &mut String) {
+            $(
+                let align: Option<usize> = [$($align)?].first().copied();
+                let fields = [$((
+                    stringify!($field),
+                    structs!(@declare $field, $type $(, $pointer)?),
+                    size_of::<$type>(),
+                )),*];
+                struct_text(text, stringify!($name), align, size_of::<$name>(), &fields);
+            )*
+        }
+    };
+    (@declare $field:ident, $type:ty) => { <$type as InCuda>::declare(stringify!($field)) };
+    (@declare $field:ident, $type:ty, $pointer:literal) => { format!("{} {}", $pointer, stringify!($field)) };
+}
+
+constants! {
+    /// Slots of a bucket.
+    pub const PLACES: usize = 5;
+    /// Slots of the stash.
+    pub const STASH: usize = 1024;
+    /// Value of [`Renumbering::firsts`] for a table that has lost its records.
+    pub const GONE: u32 = u32::MAX;
+    /// Value of [`Section::table`] if the distinct keys of the section are not counted.
+    pub const NOBODY: u32 = u32::MAX;
+    /// Bit of a returned record number: the record is new.
+    pub const NEW: u32 = 1 << 31;
+    /// Threads of a block of the sort.
+    pub const SORT_THREADS: usize = 512;
+    /// Tiles of a group, which publishes a common aggregate and inclusive prefix.
+    pub const SORT_GROUP: usize = 16;
+    /// Maximum number of ids of a run. One group of lanes sums a run.
+    pub const RUN: usize = 64;
+    /// Maximum number of ids of a key that is not hot. Each run of a hot key is summed by a group of lanes of its own.
+    pub const HOT: usize = 16;
+    /// Threads of a block of `list_keys`.
+    pub const LIST_THREADS: usize = 256;
+    /// Threads of a block that finds records.
+    pub const FIND_THREADS: usize = 64;
+    /// Threads of a block of `make_rows`, and of `weight_gradients`, which has the same grid.
+    pub const ROWS_THREADS: usize = 256;
+    /// Threads of a block that merges gradients or updates records.
+    pub const UPDATE_THREADS: usize = 128;
+    /// Number of keys of one id that a group of lanes processes.
+    pub const PER_SINGLE: usize = 8;
+    /// Number of merged gradients that a group of lanes processes in `update_sums`.
+    pub const PER_SUM: usize = 4;
+    /// Threads of a block of the other operations on a table.
+    pub const TABLE_THREADS: usize = 256;
+    /// Number of exponents of a float32. An exact sum has a total for each.
+    pub const EXPONENTS: usize = 256;
+    /// Rows of a ticket.
+    pub const RING: usize = sok_core::contract::ticket::RING as usize;
+    /// Maximum number of scalars of a formula's step.
+    pub const NUM_SCALARS: usize = MAX_SCALARS;
+}
+
+/// Words of [`Sort::next`]: a counter for each pass, and unused ones.
+pub const SORT_STATE: usize = 32;
+/// Minimum number of bits of a digit of the sort.
+pub const LEAST_BITS: u32 = 9;
+/// Maximum number of bits of a digit of the sort.
+pub const MOST_BITS: u32 = 11;
+/// Possible numbers of ids per thread of a tile.
+pub const SORT_ITEMS: [usize; 4] = [4, 8, 10, 13];
+/// Number of blocks of the sort for which a multiprocessor has registers.
+pub const SORT_BLOCKS: usize = 2;
+/// Number of sorted ids that a block of `list_keys` processes.
+pub const LIST_BLOCK: usize = 2048;
+
+enums! {
+    /// Integer types of ids.
+    pub enum KeyType {
+        /// int64 or uint64.
+        Wide = 0 as WIDE,
+        /// int32, which is sign-extended.
+        Signed = 1 as SIGNED,
+        /// uint32.
+        Unsigned = 2 as UNSIGNED,
+        /// 64-bit ids as two arrays of 32-bit words, the low and the high ones.
+        Words = 3 as WORDS,
+    }
+
+    /// Distributions of initial values.
+    pub enum InitializerKind {
+        Constant = 0 as CONSTANT,
+        Uniform = 1 as UNIFORM,
+        Normal = 2 as NORMAL,
+        TruncatedNormal = 3 as TRUNCATED_NORMAL,
+    }
+
+    /// Errors that kernels report.
+    pub enum FaultKind {
+        None = 0 as NO_FAULT,
+        /// An id is outside the vocabulary of a table that refuses such ids.
+        OutsideVocabulary = 1 as OUTSIDE_VOCABULARY,
+        /// Row splits do not begin at 0, fall, or do not end at the number of ids.
+        BadSplits = 2 as BAD_SPLITS,
+        /// The index has no slot for a key.
+        NoPlace = 3 as NO_PLACE,
+        /// A gradient came with the number of another lookup than the host expects.
+        WrongLookup = 4 as WRONG_LOOKUP,
+    }
+
+    /// Kinds of bags. The instantiation of `make_rows` for a call is that of its highest kind.
+    pub enum BagKind {
+        /// Bags of one id each, without weights.
+        Each = 0 as EACH,
+        /// Bags without weights or padding, whose ids all have rows.
+        Summed = 1 as SUMMED,
+        /// Bags of any other form.
+        Any = 2 as ANY,
+    }
+
+    /// Where a merge or an update finds the gradients of keys.
+    pub enum Source {
+        /// Gradient rows of the framework. All ids of a feature have the same factor.
+        Rows = 0 as ROWS,
+        /// Gradient rows of the framework. Each id has a coefficient of its own.
+        WeightedRows = 1 as WEIGHTED_ROWS,
+        /// Sums of earlier merges.
+        Sums = 2 as SUMS,
+    }
+}
+
+structs! {
+    /// A bucket of an index: one cache line.
+    #[repr(align(64))]
+    pub struct Bucket {
+        pub keys: [u64; PLACES],
+        /// By slot: the record number of the key. 0: the slot is empty; `CLAIMED`: the number is not written yet.
+        pub records: [u32; PLACES],
+        /// Lock, stash bit and filter of the keys that have this first bucket.
+        pub word: u32,
+    }
+
+    /// Keys for which both of their buckets were full. It is nearly always empty, unless keys were crafted to collide.
+    pub struct Stash {
+        pub keys: [u64; STASH],
+        /// By slot: the record number of the key, as in `Bucket`.
+        pub records: [u32; STASH],
+    }
+
+    /// Counts of a table, each on a cache line of its own.
+    pub struct Counters {
+        /// Record numbers given out since the host last updated the list of released numbers.
+        pub taken: u32,
+        pub pad0: [u32; 31],
+        /// Slots of the stash that threads have requested; more than `STASH` if it is full.
+        pub stashed: u32,
+        pub pad1: [u32; 31],
+        /// Ids whose gradient is dropped, because their key has no record.
+        pub dropped: u32,
+        pub pad2: [u32; 31],
+        /// Distinct keys with a record, summed over the lookups that save what a push needs.
+        pub distinct: u32,
+        pub pad3: [u32; 31],
+    }
+
+    /// The map from keys to record numbers.
+    pub struct Index {
+        pub buckets: u64 as "Bucket*",
+        pub stash: u64 as "Stash*",
+        pub counters: u64 as "Counters*",
+        /// Secret of the process. Under a public hash, keys that were crafted to share buckets would fill those and the stash.
+        pub secret: u64,
+        pub num_buckets: u32,
+        pub pad: u32,
+    }
+
+    /// Distribution of the initial values of rows.
+    pub struct Initializer {
+        pub seed: u64,
+        /// `InitializerKind`
+        pub kind: u32,
+        /// The value, `minval` or `mean`, by kind.
+        pub a: f32,
+        /// Unused, `maxval - minval` or `stddev`, by kind.
+        pub b: f32,
+        pub pad: u32,
+    }
+
+    /// Descriptor of a table.
+    pub struct Table {
+        pub index: Index,
+        pub initializer: Initializer,
+        /// Address of record 0. Record r begins at `records + r * stride`.
+        pub records: u64 as "float4*",
+        /// Numbers of erased records. They are given out before the numbers from `fresh` on.
+        pub released: u64 as "const u32*",
+        /// Largest key of the vocabulary.
+        pub last_key: u64,
+        /// Groups of four columns of a record.
+        pub stride: u32,
+        /// Groups of four columns of a row.
+        pub quads: u32,
+        pub num_released: u32,
+        /// First number that had not been given out when `Counters::taken` was last reset.
+        pub fresh: u32,
+        /// Initial value of the first state. The initial value of all others is 0.
+        pub first_state: f32,
+        /// `Missing`: the row of a key without a record.
+        pub missing: u32,
+        /// Index of the table's dim among the distinct dims of the group.
+        pub kind: u32,
+        pub pad: u32,
+    }
+
+    /// Descriptor of a feature of a call.
+    pub struct Feature {
+        /// Ids of type `key_type`, or their low words.
+        pub ids: u64 as "const void*",
+        /// High words of the ids if `key_type` is `Words`.
+        pub high: u64 as "const void*",
+        /// Where each bag begins in the ids, `(bags + 1,)`; null if each bag has `hotness` ids.
+        pub splits: u64 as "const void*",
+        /// One weight for each id, or null.
+        pub weights: u64 as "const float*",
+        /// Output, `(bags, dim)`.
+        pub rows: u64 as "float*",
+        /// `Table::records` of the feature's table.
+        pub records: u64 as "float4*",
+        pub padding_key: u64,
+        /// `Table::stride` of the feature's table.
+        pub stride: u32,
+        /// Index of the feature's table in the group.
+        pub table: u32,
+        /// Index of the dim among the distinct dims of the group.
+        pub kind: u32,
+        pub num_ids: u32,
+        pub num_bags: u32,
+        /// Ids of each bag; 0 if there are `splits`.
+        pub hotness: u32,
+        /// `KeyType`
+        pub key_type: u32,
+        /// `Combiner`
+        pub combiner: u32,
+        /// Whether `padding_key` is valid.
+        pub has_padding: u32,
+        /// Whether splits have 64 bits.
+        pub wide_splits: u32,
+        /// Whether an id may be outside a vocabulary, have a weight, or be padding.
+        pub has_roles: u32,
+        /// Whether keys without a record get one.
+        pub inserts: u32,
+        /// Whether an id outside the vocabulary is an error.
+        pub refuses: u32,
+        /// Whether each bag has one id, and there are no weights.
+        pub is_gather: u32,
+        /// Whether ids come in bags, whose rows are combined.
+        pub pools: u32,
+        /// Factor of the sums of bags, and of the gradients of their ids, if all bags have `hotness` ids; otherwise 1.
+        pub scale: f32,
+        /// Place of the feature's first id in the call.
+        pub first_id: u32,
+        /// Place of the feature's first split in `Kept::splits`.
+        pub first_split: u32,
+    }
+
+    /// The features of a call.
+    pub struct Call {
+        pub tables: u64 as "const Table*",
+        pub features: u64 as "const Feature*",
+        /// By feature: its first block in `find_records`.
+        pub first_find: u64 as "const u32*",
+        /// By feature: its first block in `make_rows`.
+        pub first_rows: u64 as "const u32*",
+        pub num_features: u32,
+        /// The name of a gradient row is `feature << shift | bag`.
+        pub shift: u32,
+    }
+
+    /// Keys for which both of their buckets were full.
+    pub struct Overflow {
+        pub count: u64 as "u32*",
+        /// Places of their ids in the call.
+        pub ids: u64 as "u32*",
+    }
+
+    /// What `find_records` reads and writes besides the features.
+    pub struct Found {
+        /// By place of an id: its record number, or `NO_RECORD`.
+        pub records: u64 as "u32*",
+        /// By place of an id: the value that is sorted with its record number. It is the name of the id's gradient row, or the
+        /// place of the id if ids have coefficients of their own. Null if the call does not save anything.
+        pub values: u64 as "u32*",
+        /// By place of an id; null unless ids have coefficients of their own.
+        pub named: u64 as "Named*",
+        /// Words that `find_records` sets to 0.
+        pub zeros: u64 as "u32*",
+        pub num_zeros: u32,
+        pub pad: u32,
+        pub overflow: Overflow,
+        pub fault: u64 as "Fault*",
+        /// Counter of the absent ids, if a commit inserts their keys; otherwise null.
+        pub absent: u64 as "u32*",
+        /// In a commit, by place of an id: the record that the lookup found. Only ids without one are looked up. Null otherwise.
+        pub known: u64 as "const u32*",
+    }
+
+    /// Copies of a call's inputs for the gradients of weights, because a framework may have reused its own memory by then. By place
+    /// of an id, or of a split.
+    pub struct Kept {
+        pub keys: u64 as "u64*",
+        pub weights: u64 as "float*",
+        /// Record numbers; `PADDING` for padding.
+        pub records: u64 as "u32*",
+        pub splits: u64 as "u32*",
+    }
+
+    /// What `make_rows` reads and writes besides the features.
+    pub struct Rows {
+        /// By place of an id: its record number.
+        pub records: u64 as "const u32*",
+        /// By place of an id: takes its coefficient. Null unless ids have coefficients of their own.
+        pub named: u64 as "Named*",
+        pub kept: Kept,
+        pub fault: u64 as "Fault*",
+    }
+
+    /// An id with a coefficient of its own: the name of its bag's gradient row, and what the row is multiplied by.
+    #[repr(align(8))]
+    pub struct Named {
+        pub name: u32,
+        pub coefficient: f32,
+    }
+
+    /// An error of a call, in memory that the host reads. Only the first one is kept.
+    pub struct Fault {
+        /// 1 as soon as a thread reports an error.
+        pub taken: u32,
+        /// `FaultKind`, written last.
+        pub kind: u32,
+        pub feature: u32,
+        pub table: u32,
+        /// The id, the bag or the lookup number that is wrong.
+        pub id: u64,
+    }
+
+    /// A key of one id.
+    pub struct Single {
+        pub record: u32,
+        /// Sorted value of its id.
+        pub gradient_row: u32,
+    }
+
+    /// A key of 2 to `HOT` ids.
+    pub struct Several {
+        pub record: u32,
+        /// Sorted place of its first id.
+        pub first: u32,
+        pub count: u32,
+        /// Sorted value of its first id.
+        pub name: u32,
+    }
+
+    /// A key of more than `HOT` ids.
+    pub struct Hot {
+        pub record: u32,
+        pub first_run: u32,
+        pub runs: u32,
+        /// Number of its runs that have been summed.
+        pub done: u32,
+    }
+
+    /// A run of a hot key.
+    pub struct Run {
+        /// Sorted place of its first id.
+        pub first: u32,
+        pub count: u32,
+        /// Index of its key in `Keys::hot`.
+        pub hot: u32,
+        pub pad: u32,
+    }
+
+    /// Lengths of the lists of keys, on two cache lines.
+    pub struct Lists {
+        /// several << 32 | singles
+        pub cold: u64,
+        pub pad0: [u64; 15],
+        /// hot << 32 | runs
+        pub hot: u64,
+        pub pad1: [u64; 15],
+    }
+
+    /// The distinct keys of the tables of one dim, in lists by their number of ids.
+    pub struct Keys {
+        pub lists: u64 as "Lists*",
+        pub singles: u64 as "Single*",
+        pub several: u64 as "Several*",
+        pub hot: u64 as "Hot*",
+        pub runs: u64 as "Run*",
+        /// Partial sums: the sum of each run, `(runs, dim)`.
+        pub partial: u64 as "float4*",
+        /// Merged gradients, `(keys, dim)`: of singles, then several, then hot.
+        pub sums: u64 as "float4*",
+    }
+
+    /// What the backward pass needs of a feature.
+    pub struct Side {
+        /// Gradient rows, `(bags, dim)`.
+        pub gradients: u64 as "const float*",
+        /// `Table::records` of the feature's table.
+        pub records: u64 as "float4*",
+        /// `Table::stride` of the feature's table; 0 if the table has lost its records.
+        pub stride: u32,
+        pub table: u32,
+        /// Factor of the gradients, if all ids of the feature have the same.
+        pub scale: f32,
+        pub pad: u32,
+    }
+
+    /// Gradients of a feature, in memory of the framework.
+    pub struct Gradients {
+        pub from: u64 as "const float*",
+        /// Number of floats.
+        pub count: u64,
+    }
+
+    /// Ids that are sorted together: those of one table, or in a sort of merged gradients those of one dim. A block belongs to one
+    /// section.
+    pub struct Section {
+        /// Place of its first id.
+        pub first: u32,
+        pub count: u32,
+        /// Index of its first tile.
+        pub first_tile: u32,
+        /// Index of its first block in `list_keys`.
+        pub first_list: u32,
+        /// Index of its dim among the distinct dims of the group.
+        pub kind: u32,
+        /// The table whose distinct keys are counted, or `NOBODY`.
+        pub table: u32,
+        pub pad: [u32; 2],
+    }
+
+    /// A sorted id.
+    #[repr(align(8))]
+    pub struct Sorted {
+        /// Its record number; 0 if it has none.
+        pub record: u32,
+        /// Its value in `Found::values`, or in a sort of merged gradients the index of an `Entry`.
+        pub value: u32,
+    }
+
+    /// A radix sort of ids by their records.
+    pub struct Sort {
+        pub sections: u64 as "const Section*",
+        /// Histograms: number of ids by section, pass and digit.
+        pub counts: u64 as "u32*",
+        /// Aggregates and inclusive prefixes that tiles and groups of tiles publish: counts by pass, row and digit.
+        pub published: u64 as "u32*",
+        /// Status of each row, by pass and row: `TileStatus`.
+        pub flags: u64 as "u32*",
+        /// By pass: the next tile that a block takes.
+        pub next: u64 as "u32*",
+        /// Output.
+        pub sorted: u64 as "Sorted*",
+        pub num_sections: u32,
+        pub tiles: u32,
+        /// Rows of `published` and `flags` in a pass.
+        pub rows: u32,
+        pub passes: u32,
+        /// Bits of a digit.
+        pub bits: u32,
+        pub pad: u32,
+    }
+
+    /// A merged gradient, and the record that it belongs to.
+    pub struct Entry {
+        pub sum: u64 as "const float4*",
+        /// Weight of its push.
+        pub weight: f32,
+        pub record: u32,
+        pub table: u32,
+        pub pad: [u32; 3],
+    }
+
+    /// How `list_entries` turns the keys of a merge into entries.
+    pub struct Renumbering {
+        /// By table: the number of its record 0, when the records of all tables of a dim are numbered one table after the other.
+        /// `GONE` if the table has lost its records.
+        pub firsts: u64 as "const u32*",
+        /// Weight of the push.
+        pub weight: f32,
+        /// Number of entries before those of this merge.
+        pub first: u32,
+    }
+
+    /// Scaling and clipping of a merged gradient and weight decay of a value, which come before the formula's own step.
+    pub struct Conditioning {
+        /// Factor of the gradients.
+        pub factor: f32,
+        /// Infinity if gradients are not clipped by value.
+        pub clipvalue: f32,
+        pub weight_decay: f32,
+        pub learning_rate: f32,
+        /// Whether there is a weight decay.
+        pub decays: u32,
+    }
+
+    /// What the update of a group needs in a step. Written by `prepare`.
+    pub struct Prepared {
+        /// 0 if nothing is updated.
+        pub is_due: u32,
+        /// Weight of the push.
+        pub weight: f32,
+        pub conditioning: Conditioning,
+        /// Scalars of the formula's step.
+        pub scalars: [f32; NUM_SCALARS],
+    }
+
+    /// Parameters of a merge or an update. In kernels they are the head of `Work`, where the `Keys` of each dim follow.
+    pub struct WorkHead {
+        /// By feature.
+        pub sides: u64 as "const Side*",
+        pub tables: u64 as "const Table*",
+        /// Merged gradients if the source is `Sums`; otherwise null.
+        pub entries: u64 as "const Entry*",
+        /// The sorted ids. A value is the name of a gradient row, the place of an id or the index of an entry, by source.
+        pub sorted: u64 as "const Sorted*",
+        /// By place of an id, if the source is `WeightedRows`; otherwise null.
+        pub named: u64 as "const Named*",
+        pub prepared: u64 as "const Prepared*",
+        /// By table: the factor that clips by the table's norm. Null if there is none.
+        pub factors: u64 as "const float*",
+        /// `Call::shift` of the lookup.
+        pub shift: u32,
+        pub pad: u32,
+    }
+
+    /// Where the words in the parameters of a launch go. They need no copy from the host.
+    pub struct Delivery {
+        pub to: u64 as "u32*",
+        /// Words that are set to 0.
+        pub zeros: u64 as "u32*",
+        pub count: u32,
+        pub num_zeros: u32,
+        /// Takes the number of a lookup, as two words; or null.
+        pub number_to: u64 as "u32*",
+        pub number: [u32; 2],
+        pub pad: [u32; 2],
+    }
+
+    /// The ticket of a push.
+    pub struct NewTicket {
+        /// Output, float32 `(64, 2)`.
+        pub ticket: u64 as "float*",
+        /// Not 0 if a gradient is not finite; `write_ticket` resets it. Null if gradients are not checked.
+        pub is_bad: u64 as "u32*",
+        /// Row of the ticket that names the push.
+        pub row: u32,
+        pub mark: f32,
+        /// The number of the lookup in memory of the framework, as two words; null if the host knows the number.
+        pub number: u64 as "const u32*",
+        /// Value that `number` must have.
+        pub expected: [u32; 2],
+        pub fault: u64 as "Fault*",
+    }
+
+    /// The result of a commit, in memory of the device.
+    pub struct Resolved {
+        /// Whether the tickets of all groups of the optimizer were valid.
+        pub is_due: u32,
+        pub pad: u32,
+        /// By row of the ticket: the weight of the push; 0 if it is not named.
+        pub weights: [f32; RING],
+    }
+
+    /// The result of a commit, in memory that the host reads. In kernels it is the head of `Report`, where the counts of each table
+    /// follow.
+    pub struct ReportHead {
+        /// Number of the commit, written last.
+        pub commit: u64,
+        /// As in `Resolved`.
+        pub is_due: u32,
+        /// A wrong row of the ticket, if there is one.
+        pub bad_row: u32,
+        /// The weight of that row.
+        pub bad_weight: f32,
+        pub pad: u32,
+        /// Bit r is set if row r names a push.
+        pub named: u64,
+        /// As in `Resolved`.
+        pub weights: [f32; RING],
+    }
+
+    /// A commit of a group.
+    pub struct Committed {
+        pub ticket: u64 as "const float*",
+        pub resolved: u64 as "Resolved*",
+        pub report: u64 as "Report*",
+        pub tables: u64 as "const Table*",
+        /// Number of the commit.
+        pub commit: u64,
+        /// Number of the oldest pending push.
+        pub oldest: u64,
+        /// Bit b is set if push `oldest + b` is pending.
+        pub pending: u64,
+        pub num_tables: u32,
+        pub pad: u32,
+    }
+
+    /// Parameters of `prepare` for one group.
+    pub struct Preparation {
+        /// Learning rate, step, is_update, factor.
+        pub scalars: u64 as "const float*",
+        pub resolved: u64 as "const Resolved*",
+        /// Output.
+        pub prepared: u64 as "Prepared*",
+        /// float32 `(64, 2)`
+        pub trigger: u64 as "const float*",
+        /// Output, float32 `(64, 2)`; or null.
+        pub new_trigger: u64 as "float*",
+        /// `prepare` fills in the factor and the learning rate.
+        pub conditioning: Conditioning,
+        /// Scalars of the formula.
+        pub formula: [f32; NUM_SCALARS],
+        /// Row of the push that is applied. `RING`: the sums of several pushes are applied, which already contain the weights.
+        pub row: u32,
+    }
+
+    /// A part of a record: its row, or one of its states.
+    pub struct Part {
+        /// Number of columns.
+        pub width: u32,
+        /// Where it begins in the record, in groups of four columns.
+        pub quad: u32,
+        /// Where it begins in a dense record, in columns.
+        pub column: u32,
+        pub pad: u32,
+    }
+
+    /// The parts of a record: the row, then the states.
+    pub struct Parts {
+        pub parts: [Part; 4],
+        pub count: u32,
+        /// Number of columns of a dense record.
+        pub width: u32,
+    }
+
+    /// Entries of an index that found both of their buckets full when they were moved to a larger index.
+    pub struct Moving {
+        /// Counter of these entries. It counts on if there is no room for more.
+        pub count: u64 as "u32*",
+        pub keys: u64 as "u64*",
+        pub records: u64 as "u32*",
+        /// Number of entries for which `keys` and `records` have room.
+        pub room: u32,
+        pub pad: u32,
+    }
+}
+
+/// Sizes of structs, in 32-bit words.
+pub const BUCKET_WORDS: usize = size_of::<Bucket>() / 4;
+pub const STASH_WORDS: usize = size_of::<Stash>() / 4;
+pub const COUNTERS_WORDS: usize = size_of::<Counters>() / 4;
+pub const LISTS_WORDS: usize = size_of::<Lists>() / 4;
+pub const RESOLVED_WORDS: usize = size_of::<Resolved>() / 4;
+pub const REPORT_WORDS: usize = size_of::<ReportHead>() / 4;
+pub const FAULT_WORDS: usize = size_of::<Fault>() / 4;
+pub const PREPARED_WORDS: usize = size_of::<Prepared>() / 4;
+
+/// Positions of counts in [`Counters`], in 32-bit words.
+pub const TAKEN: usize = offset_of!(Counters, taken) / 4;
+pub const DROPPED: usize = offset_of!(Counters, dropped) / 4;
+pub const DISTINCT: usize = offset_of!(Counters, distinct) / 4;
+
+/// Returns the offset of a field in a struct, in 32-bit words.
+macro_rules! word_of {
+    ($struct:ident, $field:ident) => {
+        std::mem::offset_of!($crate::abi::$struct, $field) / 4
+    };
+}
+pub(crate) use word_of;
+
+/// Returns all definitions as a CUDA header. `u32`, `u64` and `float4` must be defined before it.
+pub fn header() -> String {
+    let mut text = "#pragma once\n".to_string();
+    constants(&mut text);
+    enums(&mut text);
+    enum_text(
+        &mut text,
+        "Combiner",
+        &[("SUM", Combiner::Sum as u32), ("MEAN", Combiner::Mean as u32), ("SQRTN", Combiner::Sqrtn as u32)],
+    );
+    enum_text(
+        &mut text,
+        "Missing",
+        &[("INITIAL", Missing::Initial as u32), ("ZEROS", Missing::Zeros as u32)],
+    );
+    // The kernels define this struct around `ReportHead`.
+    text.push_str("struct Report;\n");
+    structs(&mut text);
+    text
+}
+
+fn enum_text(text: &mut String, name: &str, variants: &[(&str, u32)]) {
+    let variants: Vec<_> = variants.iter().map(|(name, number)| format!("{name} = {number}")).collect();
+    let _ = writeln!(text, "enum {name} : u32 {{ {} }};", variants.join(", "));
+}
+
+/// Appends the definition of a struct. `fields`: name, declaration, size.
+fn struct_text(
+    text: &mut String,
+    name: &str,
+    align: Option<usize>,
+    size: usize,
+    fields: &[(&str, String, usize)],
+) {
+    // A field may point to a struct that is defined later.
+    for (_, declaration, _) in fields.iter().filter(|(_, declaration, _)| declaration.contains('*')) {
+        let pointed = declaration.trim_start_matches("const ").split('*').next().unwrap_or_default();
+        if pointed.starts_with(char::is_uppercase) {
+            let _ = writeln!(text, "struct {pointed};");
+        }
+    }
+    let align = align.map(|align| format!("alignas({align}) ")).unwrap_or_default();
+    let _ = writeln!(text, "struct {align}{name} {{");
+    fields.iter().for_each(|(_, declaration, _)| {
+        let _ = writeln!(text, "  {declaration};");
+    });
+    let _ = writeln!(text, "}};\nstatic_assert(sizeof({name}) == {size}, \"as in Rust\");");
+    // There is no padding, so all offsets are equal if all sizes of fields are equal.
+    for (field, _, size) in fields {
+        let _ = writeln!(text, "static_assert(sizeof({name}::{field}) == {size}, \"as in Rust\");");
+    }
+}
+
+/// Returns the number of groups of four columns of a row of this dim.
+pub fn quads(dim: usize) -> usize {
+    dim.div_ceil(4)
+}
+
+/// Returns the number of lanes that share a row of this dim: a power of two, at most a warp.
+pub fn lanes(dim: usize) -> usize {
+    quads(dim).next_power_of_two().min(32)
+}

@@ -1,0 +1,198 @@
+//! The four calls of a training step, on tensors of a framework in device memory. In a steady step no call waits for the device.
+
+#![allow(unsafe_code)]
+
+use sok_core::contract::binding::Binding;
+use sok_core::contract::group::{
+    AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
+    check_memory, lookup_number, together, write_lookup_number,
+};
+use sok_core::contract::table::{Insertion, Table};
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
+use sok_core::contract::ticket::TICKET_LEN;
+use sok_core::error::{Error, Result};
+
+use super::{GpuGroup, LookupNumber, OutputGradients};
+use crate::device::Stream;
+use crate::gpu_group::optimizer;
+use crate::gpu_table::GpuTable;
+use crate::memory::Buffer;
+use crate::step::{Bags, Feature, Ids, KeyType};
+
+impl Group for GpuGroup {
+    fn memory(&self) -> Memory {
+        Memory::Device
+    }
+
+    fn num_tables(&self) -> usize {
+        self.tables.len()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        &self.tables[number]
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        &mut self.tables[number]
+    }
+
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.tables.iter_mut().map(|table| table as &mut dyn Table).collect()
+    }
+
+    fn lookup(
+        &mut self,
+        features: &[FeatureTensors<'_>],
+        insertion: Insertion,
+        save: bool,
+        mut number: TensorMut,
+        rows: Vec<TensorMut>,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
+        let features = features.iter().zip(&rows).map(|(tensors, rows)| feature_of(tensors, rows));
+        let features = features.collect::<Result<Vec<_>>>()?;
+        let to = match number.memory() {
+            Memory::Device => Some(number.address(DType::I32)?),
+            Memory::Host => None,
+        };
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid.
+        let looked_up =
+            unsafe { GpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) }?;
+        if to.is_none() { write_lookup_number(looked_up, &mut number) } else { Ok(()) }
+    }
+
+    fn push(
+        &mut self,
+        number: &Tensor,
+        gradients: GradientTensors<'_>,
+        weight_gradients: Vec<WeightGradient>,
+        ticket: TensorMut,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        check_memory(self, ticket.memory())?;
+        let number = match number.memory() {
+            Memory::Device => LookupNumber::At(number.address(DType::I32)?),
+            Memory::Host => LookupNumber::Known(lookup_number(self, number)?),
+        };
+        let GradientTensors { rows, keep, check_finite } = gradients;
+        let lens: Vec<usize> = rows.iter().map(|gradient| gradient.len()).collect();
+        let rows = rows.iter().map(|gradient| gradient.address(DType::F32)).collect::<Result<Vec<_>>>()?;
+        let weights =
+            weight_gradients.iter().map(|weight| Ok((weight.feature, weight.to.address(DType::F32)?)));
+        let weights = weights.collect::<Result<Vec<_>>>()?;
+        let gradients = OutputGradients { rows, keep, check_finite };
+        let ticket = ticket.address(DType::F32)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid.
+        unsafe { GpuGroup::push(self, number, gradients, &lens, &weights, ticket, Stream::of(stream)) }
+    }
+
+    fn commit(&mut self, others: Vec<&mut AnyGroup>, commit: Commit<'_>) -> Result<()> {
+        let Commit { bindings, accumulates, is_update, tickets, norm, stream } = commit;
+        check_memory(self, is_update.memory())?;
+        let is_update = floats(is_update, 1, "`is_update`")?;
+        let tickets = tickets.iter().map(|ticket| floats(ticket, TICKET_LEN, "a ticket"));
+        let tickets = tickets.collect::<Result<Vec<_>>>()?;
+        let (is_update, norm) = (accumulates.then_some(is_update), norm.address(DType::F32)?);
+        let mut groups = together(self, others)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid. Their lengths are checked above.
+        unsafe { optimizer::commit(&mut groups, bindings, &tickets, is_update, norm, Stream::of(stream)) }
+    }
+
+    fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
+        let Apply { bindings, accumulates, scalars, triggers, stream } = apply;
+        check_memory(self, scalars.memory())?;
+        let scalars = floats(scalars, 4, "the scalars of a step")?;
+        let triggers = triggers
+            .iter()
+            .map(|(trigger, new)| Ok((floats(trigger, TICKET_LEN, "a trigger")?, new.address(DType::F32)?)));
+        let triggers = triggers.collect::<Result<Vec<_>>>()?;
+        let mut groups = together(self, others)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid. Their lengths are checked above.
+        unsafe {
+            optimizer::apply(&mut groups, bindings, scalars, accumulates, &triggers, Stream::of(stream))
+        }
+    }
+
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
+        for table in &mut self.tables {
+            table.set_update_rule(Some(binding.update), keeps_states)?;
+        }
+        self.binding = Some(binding);
+        self.pushes_without_optimizer = 0;
+        Ok(())
+    }
+
+    fn binding(&self) -> Option<&Binding> {
+        self.binding.as_ref()
+    }
+
+    fn pending_pushes(&mut self, wait: bool) -> Result<usize> {
+        if wait {
+            self.settle()?;
+        }
+        Ok(self.ring.len())
+    }
+
+    fn step_bytes(&self) -> usize {
+        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes() + l.absent().num_bytes());
+        let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
+        let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
+        lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        let take = |t: &mut GpuTable| (t.config.name.clone(), std::mem::take(&mut t.refused_to_warn));
+        self.tables.iter_mut().map(take).filter(|(_, refused)| *refused > 0).collect()
+    }
+
+    fn take_failure(&mut self) -> Option<Error> {
+        let waited = self.workspace.device.synchronize();
+        waited.and_then(|()| self.settle()).err().or_else(|| self.take_fault())
+    }
+}
+
+/// Returns the address of a tensor of `len` floats. The length is checked here, since kernels do not check it.
+fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
+    if tensor.len() != len {
+        return Err(Error::argument(format!("{what} must be {len} numbers. Received: {}", tensor.len())));
+    }
+    tensor.address(DType::F32)
+}
+
+/// Returns a feature with the addresses of its tensors. `rows`: its output.
+fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feature<'a>> {
+    let FeatureTensors { name, table, combiner, padding_key, ids, .. } = *tensors;
+    if let Some(high) = tensors.high.filter(|high| high.len() != ids.len()) {
+        return Err(Error::argument(format!(
+            "feature `{name}`: {} low words and {} high words",
+            ids.len(),
+            high.len()
+        )));
+    }
+    let high = tensors.high.map(|high| high.address(DType::I32)).transpose()?;
+    let key_type = match ids.dtype() {
+        DType::I32 if high.is_some() => KeyType::Words,
+        DType::I32 => KeyType::Signed,
+        DType::U32 => KeyType::Unsigned,
+        DType::I64 | DType::U64 => KeyType::Wide,
+        DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
+    };
+    let ids_of =
+        Ids { address: ids.address(ids.dtype())?, high: high.unwrap_or(0), key_type, len: ids.len() };
+    let bags = match tensors.bags {
+        BagTensors::Each => Bags::Each,
+        BagTensors::Fixed { num_bags, hotness } => Bags::Fixed { num_bags, hotness },
+        BagTensors::Ragged(splits) => {
+            let wide = splits.dtype() == DType::I64;
+            let num_bags = splits.len().saturating_sub(1);
+            let splits = splits.address(if wide { DType::I64 } else { DType::I32 })?;
+            Bags::Ragged { splits, wide, num_bags }
+        }
+    };
+    let what = || format!("the weights of feature `{name}`");
+    let weights = tensors.weights.map(|weights| floats(weights, ids.len(), &what())).transpose()?;
+    let rows = rows.address(DType::F32)?;
+    Ok(Feature { name, table, ids: ids_of, bags, combiner, weights, padding_key, rows })
+}

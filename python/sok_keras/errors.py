@@ -1,0 +1,13 @@
+"""The exceptions and the version, which the core defines."""
+
+from sok_keras import _native as native
+
+CorruptDumpError = native.CorruptDumpError
+DeviceError = native.DeviceError
+DumpError = native.DumpError
+DumpMismatchError = native.DumpMismatchError
+SokError = native.SokError
+TableFullError = native.TableFullError
+TicketError = native.TicketError
+UnwrappedOptimizerError = native.UnwrappedOptimizerError
+VERSION = native.VERSION

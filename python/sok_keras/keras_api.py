@@ -1,0 +1,27 @@
+"""What of the package needs Keras. Importing it registers the layers with Keras, so that saved models find them."""
+
+from sok_keras import callbacks, optimizers
+from sok_keras.checkpoint import LoadReport, dump, load
+from sok_keras.feature_config import FeatureConfig
+from sok_keras.layers.distributed_embedding import DistributedEmbedding
+from sok_keras.layers.dynamic_embedding import DynamicEmbedding
+from sok_keras.optimizer import OptimizerWrapper
+from sok_keras.table import Outcomes, Table, TableContents, TableStats
+from sok_keras.table_config import TableConfig
+
+__all__ = [
+    "DistributedEmbedding",
+    "DynamicEmbedding",
+    "FeatureConfig",
+    "LoadReport",
+    "OptimizerWrapper",
+    "Outcomes",
+    "Table",
+    "TableConfig",
+    "TableContents",
+    "TableStats",
+    "callbacks",
+    "dump",
+    "load",
+    "optimizers",
+]

@@ -1,0 +1,89 @@
+"""What a dump holds, without Keras or a framework."""
+
+import dataclasses
+import json
+import os
+from typing import Any, TypeAlias
+
+from sok_keras import _native as native
+
+Path: TypeAlias = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEntry:
+    """A table in a dump.
+
+    Attributes:
+        name: The `Table.name` that it was written under.
+        dim: Number of floats in a row.
+        vocabulary_size: Size of a static table; None for a dynamic one.
+        num_rows: Number of rows.
+        states: Names of its optimizer states.
+        optimizer: Name of the optimizer's formula; None if the table had none.
+    """
+
+    name: str
+    dim: int
+    vocabulary_size: int | None
+    num_rows: int
+    states: tuple[str, ...]
+    optimizer: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Contents of a dump.
+
+    Attributes:
+        path: The dump's directory.
+        version: Version of the format.
+        created: Time of writing in UTC, ISO 8601, for example `"2026-01-01T12:00:00Z"`.
+        step: Number of optimizer updates when it was written.
+        tables: A `TableEntry` for each table.
+        arrays: Names of the dense variables.
+    """
+
+    path: str
+    version: int
+    created: str
+    step: int
+    tables: tuple[TableEntry, ...]
+    arrays: tuple[str, ...]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the `Manifest` of the dump at `path`.
+
+    Raises:
+        CorruptDumpError: If the manifest differs from what was written.
+        FileNotFoundError: If there is no dump.
+    """
+    return manifest_of(path, json.loads(native.read_manifest(os.fspath(path))))
+
+
+def verify(path: Path) -> None:
+    """Reads every byte of a dump and compares it with its checksums.
+
+    Raises:
+        CorruptDumpError: If a byte differs from what was written. The message names the file and the block.
+        FileNotFoundError: If there is no dump.
+    """
+    native.verify(os.fspath(path))
+
+
+def manifest_of(path: Path, body: dict[str, Any]) -> Manifest:
+    """Returns the manifest of a dump. `body`: the JSON of the core."""
+    entries = tuple(
+        TableEntry(
+            name=table["name"],
+            dim=table["dim"],
+            vocabulary_size=table["vocabulary_size"],
+            num_rows=table["num_rows"],
+            states=tuple(state["name"] for state in table["states"]),
+            optimizer=table["update"]["rule"]["name"] if table["update"] else None,
+        )
+        for table in body["tables"]
+    )
+    arrays = tuple(tensor["name"] for tensor in body["arrays"]["tensors"]) if body["arrays"] else ()
+    return Manifest(os.fspath(path), body["version"], body["created"], body["step"], entries, arrays)
