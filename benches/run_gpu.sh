@@ -20,7 +20,7 @@ tests() {
   conform bags any_bags
   conform large large_calls millions a_call a_key weights_and
   conform streams calls_on a_steady steps_near
-  conform suite a_batch a_commit rows_made a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm what_fits
+  conform suite a_batch a_commit rows_made a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm parts_of what_fits
   for job in $(jobs -p); do wait "$job" || failed=1; done
   conform memory memory_that
   wait $! || failed=1

@@ -21,8 +21,11 @@ DIGESTS = {
 
 
 def made():
-    """A model with a static and a dynamic table, Adam's states and dense weights."""
-    tables = [sok.TableConfig("items", 40, 5, "uniform", seed=1), sok.TableConfig("users", None, 4, "normal", seed=2)]
+    """A model with a static and a dynamic table, Adam's states and dense weights. A GPU has rows in another order."""
+    tables = [
+        sok.TableConfig("items", 40, 5, "uniform", seed=1, storage="host"),
+        sok.TableConfig("users", None, 4, "normal", seed=2, storage="host"),
+    ]
     embedding = sok.DistributedEmbedding(
         {table.name: sok.FeatureConfig(table.name, table) for table in tables}, name="embedding"
     )

@@ -88,7 +88,7 @@ fn contents(table: &dyn Table) -> BTreeMap<u64, Vec<u32>> {
     while let Some(at) = cursor {
         cursor = table.scan(at, 1000, &mut records).unwrap();
     }
-    let rows = records.values.chunks(table.record_width()).map(|r| r.iter().map(|x| x.to_bits()).collect());
+    let rows = records.values.chunks(table.layout().width()).map(|r| r.iter().map(|x| x.to_bits()).collect());
     records.keys.into_iter().zip(rows).collect()
 }
 

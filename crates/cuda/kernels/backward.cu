@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(cons
   const u32 feature = blockIdx.x % num_features;
   const Gradients of = ((const Gradients*)(sides + num_features))[feature];
   float* to = (float*)sides[feature].gradients;
-  const u64 stride = (u64)gridDim.x / num_features * UPDATE_THREADS, first = (u64)(blockIdx.x / num_features) * UPDATE_THREADS + threadIdx.x;
+  const u64 stride = (u64)gridDim.x / num_features * UPDATE_THREADS,
+            first = (u64)(blockIdx.x / num_features) * UPDATE_THREADS + threadIdx.x;
   const u64 quads = (u64)of.from % sizeof(float4) == 0 ? of.count / 4 : 0;
 #pragma unroll 4
   for (u64 i = first; i < quads; i += stride) ((float4*)to)[i] = __ldcs((const float4*)of.from + i);
@@ -30,7 +31,9 @@ template <u32 KINDS> struct Work : WorkHead {
   Keys kinds[KINDS];
 };
 
-__device__ __forceinline__ float4 add(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+__device__ __forceinline__ float4 add(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 __device__ __forceinline__ float4 scaled(const float4& a, float by) { return make_float4(a.x * by, a.y * by, a.z * by, a.w * by); }
 
 // Returns the side of the feature that a sorted value belongs to.
@@ -72,13 +75,15 @@ template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(c
 
 // Loads four columns of a gradient and multiplies them. AGAIN: the rows are gradients of bags, which are read several times. Other rows
 // are read once.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class W> __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
+template <u32 SOURCE, u32 DIM, bool AGAIN, class W>
+__device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
   return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<DIM, !AGAIN>(g.rows, g.row, quad), g.scale);
 }
 
 // Requests the columns that `load_gradient` would load. Returns what they must be multiplied by.
-template <u32 SOURCE, u32 DIM, class S, class W> __device__ __forceinline__ float ask_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
+template <u32 SOURCE, u32 DIM, class S, class W>
+__device__ __forceinline__ float ask_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
   if (SOURCE == SUMS) stage.ask(turn, k, (const float4*)g.rows + quad);
   else stage.template ask_columns<DIM>(turn, k, g.rows, g.row, quad);
@@ -94,14 +99,16 @@ struct NoRule {
 // A group of lanes that processes one key. Each lane has four columns of the row. In a row that is wider than a warp, it has four columns
 // in each of several chunks.
 template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
-  static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4, PARTS = 1 + RULE::STATES;
+  static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4,
+                       PARTS = 1 + RULE::STATES;
   const W& w;
   const Prepared& now;
   u32 column, mask;
   float factor;
   float4 sum[CHUNKS];
 
-  __device__ __forceinline__ Group(const W& work, const Prepared& prepared, u32 column_of, u32 mask_of) : w(work), now(prepared), column(column_of), mask(mask_of) {}
+  __device__ __forceinline__ Group(const W& work, const Prepared& prepared, u32 column_of, u32 mask_of)
+      : w(work), now(prepared), column(column_of), mask(mask_of) {}
 
   __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
 
@@ -149,7 +156,8 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       float states[3];
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) states[k] = ((const float*)&before.parts[1 + k])[c];
-      ((float*)&after[0])[c] = RULE::step(now.scalars, decayed(now.conditioning, ((const float*)&before.parts[0])[c]), states, conditioned(now.conditioning, g[c], factor), reduced);
+      ((float*)&after[0])[c] = RULE::step(now.scalars, decayed(now.conditioning, ((const float*)&before.parts[0])[c]), states,
+          conditioned(now.conditioning, g[c], factor), reduced);
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
     }
@@ -179,7 +187,8 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       const float4& mine = sum[quad / LANES];
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
-        const float g = conditioned(now.conditioning, ((const float*)&mine)[c], factor), x = __shfl_sync(mask, g, quad % LANES, LANES);
+        const float g = conditioned(now.conditioning, ((const float*)&mine)[c], factor),
+                    x = __shfl_sync(mask, g, quad % LANES, LANES);
         if (4 * quad + c < DIM) lanes[4 * (quad % 2) + c] += x * x;
       }
     }
@@ -216,7 +225,9 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   const Keys& keys;
   const Ways ways;
   __device__ __forceinline__ Update(const Keys& of, Memory& memory) : keys(of), ways{memory} {}
-  __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const { return record_at<SOURCE>(group.w, record, value); }
+  __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const {
+    return record_at<SOURCE>(group.w, record, value);
+  }
   __device__ __forceinline__ void begin(Of& group, float4* place) { group.load(at = place, 0, ahead); }
   __device__ __forceinline__ void end(Of& group, u32 value) {
     group.weigh(factor_of<SOURCE>(group.w, value));
@@ -248,7 +259,9 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
       const u32 value = key.gradient_row;
 #pragma unroll
       for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-        if (group.is_mine(chunk)) group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * Of::LANES + group.column) : scaled(ways.at(turn, Of::PARTS), asked.scale);
+        if (group.is_mine(chunk))
+          group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * Of::LANES + group.column)
+                                   : scaled(ways.at(turn, Of::PARTS), asked.scale);
 #pragma unroll
       for (u32 p = 0; p < Of::PARTS; ++p) ahead.parts[p] = ways.at(turn, p);
       at = asked.record, asked = next_asked;
@@ -282,7 +295,8 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
     for (; number < end_of; number += Of::FLIGHT * groups) {
       u32 value[Of::FLIGHT];
 #pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = number + k * groups < end_of ? keys.singles[number + k * groups].gradient_row : 0;
+      for (u32 k = 0; k < Of::FLIGHT; ++k)
+        value[k] = number + k * groups < end_of ? keys.singles[number + k * groups].gradient_row : 0;
 #pragma unroll
       for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
         if (!group.is_mine(chunk)) continue;
@@ -307,7 +321,9 @@ constexpr u32 MIXED = 5;
 // Processes block `block` of the keys of one dim and returns true. If the dim has fewer blocks, subtracts their number from `block` and
 // returns false. Order of the blocks: runs of hot keys, mixed with the first of the others. Those are blocks of keys of several ids, mixed
 // with blocks of keys of one id.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __forceinline__ bool merge_keys(const W& w, const Keys& keys, const Prepared& now, typename Sink::Memory& memory, u32& block) {
+template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W>
+__device__ __forceinline__ bool merge_keys(
+    const W& w, const Keys& keys, const Prepared& now, typename Sink::Memory& memory, u32& block) {
   typedef typename Sink::Of Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
   const u32 column = threadIdx.x % LANES, number_of = threadIdx.x / LANES;
@@ -393,11 +409,15 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W> __device__ __for
 }
 
 __host__ __device__ constexpr u32 largest(u32 a) { return a; }
-template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) { return largest(a > b ? a : b, others...); }
+template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 b, Others... others) {
+  return largest(a > b ? a : b, others...);
+}
 
 // Merges gradients and updates records. Gradients that are read AGAIN come from the L2 cache. There, one block more per multiprocessor
 // has gradients in flight.
-template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM>
+__global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(
+    const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ typename Update<SOURCE, 1, RULE, AGAIN, W>::Memory memory;
@@ -414,7 +434,8 @@ template <class Body> __device__ __forceinline__ void take_turns(const Body& bod
 }
 
 // Merges gradients without an update. Writes the sums of all keys to `Keys::sums`.
-template <u32 SOURCE, bool AGAIN, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, bool AGAIN, u32... DIM>
+__global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   typedef Work<sizeof...(DIM)> W;
   __shared__ Prepared now;
@@ -438,10 +459,12 @@ template <class W> __device__ __forceinline__ Summed summed(const W& w, const Ke
 }
 
 // Updates the records of one block of merged keys of a dim. `block` and the result are as in `merge_keys`.
-template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, const Prepared& now, u32& block) {
+template <u32 SOURCE, u32 DIM, class RULE, class W>
+__device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, const Prepared& now, u32& block) {
   typedef Group<SOURCE, DIM, RULE, false, W> Of;
   constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
-  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
+  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32),
+            total = singles + several + (u32)(keys.lists->hot >> 32);
   const u32 blocks = (total + GROUPS * PER_SUM - 1) / (GROUPS * PER_SUM);
   if (block >= blocks) {
     block -= blocks;
@@ -470,7 +493,9 @@ template <u32 SOURCE, u32 DIM, class RULE, class W> __device__ __forceinline__ b
 }
 
 // Updates the records of keys whose gradients were merged before.
-template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, u32... DIM>
+__global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(
+    const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
@@ -483,7 +508,8 @@ template <u32 SOURCE, class RULE, u32... DIM> __global__ void __launch_bounds__(
 // Adds the squared norm of each merged gradient of a dim to `totals`, by table and exponent. The mantissas of squared norms with the same
 // exponent are added as integers, which is exact.
 template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squares(const W& w, const Keys& keys, u64* totals) {
-  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
+  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32),
+            total = singles + several + (u32)(keys.lists->hot >> 32);
   // Eight lanes share a key. Each takes every eighth column.
   const u32 part = threadIdx.x % 8, mask = 0xffu << (lane() & ~7u);
   for (u32 number = (blockIdx.x * UPDATE_THREADS + threadIdx.x) / 8; number < total; number += gridDim.x * UPDATE_THREADS / 8) {
@@ -506,7 +532,8 @@ template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squa
 }
 
 // Adds the squares of the merged gradients of all dims. `totals`: (tables, 256), zeros before the launch.
-template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(const __grid_constant__ Work<sizeof...(DIM)> w, u64* totals) {
+template <u32 SOURCE, u32... DIM>
+__global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(const __grid_constant__ Work<sizeof...(DIM)> w, u64* totals) {
   begin();
   if (!w.prepared->is_due) return;
   u32 kind = 0;
@@ -514,10 +541,13 @@ template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREA
 }
 
 // Writes an entry for each merged key of one dim. For the next sort, also writes the entry's renumbered record and the entry's index.
-template <u32 SOURCE, u32... DIM> __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_constant__ Work<sizeof...(DIM)> w, u32 kind, const __grid_constant__ Renumbering r, Entry* entries, u32* records, u32* values) {
+template <u32 SOURCE, u32... DIM>
+__global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_constant__ Work<sizeof...(DIM)> w, u32 kind,
+    const __grid_constant__ Renumbering r, Entry* entries, u32* records, u32* values) {
   begin();
   const Keys& keys = w.kinds[kind];
-  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32), total = singles + several + (u32)(keys.lists->hot >> 32);
+  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32),
+            total = singles + several + (u32)(keys.lists->hot >> 32);
   const u32 number = blockIdx.x * UPDATE_THREADS + threadIdx.x;
   if (number >= total) return;
   const Summed key = summed(w, keys, singles, several, number);

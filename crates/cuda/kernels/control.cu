@@ -7,7 +7,8 @@ template <u32 N> struct Payload {
   u32 words[N];
 };
 // Writes the words of the payload, sets `zeros` to 0, and writes the number of a lookup if `number_to` is not null.
-template <u32 N> __global__ void __launch_bounds__(1024) deliver(const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
+template <u32 N>
+__global__ void __launch_bounds__(1024) deliver(const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
   begin();
   for (u32 i = threadIdx.x; i < d.count; i += 1024) d.to[i] = payload.words[i];
   for (u32 i = threadIdx.x; i < d.num_zeros; i += 1024) d.zeros[i] = 0;
@@ -22,7 +23,8 @@ template <u32 N> struct GradientList {
   Gradients of[N];
 };
 // Sets `is_bad` to 1 if a gradient is not finite. Block b reads gradients of entry b % num of the list.
-template <u32 N> __global__ void __launch_bounds__(256) check_finite(const __grid_constant__ GradientList<N> all, u32 num, u32* is_bad) {
+template <u32 N>
+__global__ void __launch_bounds__(256) check_finite(const __grid_constant__ GradientList<N> all, u32 num, u32* is_bad) {
   begin();
   const Gradients& of = all.of[blockIdx.x % num];
   const u64 stride = (u64)gridDim.x / num * 256, first = (u64)(blockIdx.x / num) * 256 + threadIdx.x;
@@ -33,11 +35,14 @@ template <u32 N> __global__ void __launch_bounds__(256) check_finite(const __gri
 }
 
 // Writes the words of the payload and the ticket of a push.
-template <u32 N> __global__ void __launch_bounds__(1024) write_ticket(const __grid_constant__ NewTicket t, const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
+template <u32 N>
+__global__ void __launch_bounds__(1024) write_ticket(
+    const __grid_constant__ NewTicket t, const __grid_constant__ Delivery d, const __grid_constant__ Payload<N> payload) {
   begin();
   for (u32 i = threadIdx.x; i < d.count; i += 1024) d.to[i] = payload.words[i];
   if (threadIdx.x >= 2 * RING) return;
-  if (threadIdx.x == 0 && t.number && (t.number[0] != t.expected[0] || t.number[1] != t.expected[1])) report(t.fault, WRONG_LOOKUP, 0, 0, t.number[0]);
+  if (threadIdx.x == 0 && t.number && (t.number[0] != t.expected[0] || t.number[1] != t.expected[1]))
+    report(t.fault, WRONG_LOOKUP, 0, 0, t.number[0]);
   float x = 0;
   if (threadIdx.x / 2 == t.row) x = threadIdx.x % 2 ? UNIT * t.mark : UNIT;
   if (threadIdx.x / 2 == t.row && t.is_bad && *t.is_bad) x = __int_as_float(0x7fc00000);
@@ -63,7 +68,8 @@ __device__ __forceinline__ float mark_of(u64 number) {
 
 // Finds which pushes the tickets name, for all groups of an optimizer. One block, with one thread for each row of a ticket. If one
 // ticket is wrong, no group is due. `norm`: is set to 0 where no norm is needed; null otherwise.
-template <u32 N> __global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N> all, u32 num_groups, float* norm) {
+template <u32 N>
+__global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N> all, u32 num_groups, float* norm) {
   begin();
   const u32 row = threadIdx.x;
   if (norm && row == 0) *norm = 0;
@@ -91,7 +97,8 @@ template <u32 N> __global__ void __launch_bounds__(RING) resolve(const __grid_co
     if (!is_good && is_named) c.report->bad_row = row, c.report->bad_weight = weight / UNIT;
     for (u32 t = row; t < c.num_tables; t += RING) {
       const Counters* counters = c.tables[t].index.counters;
-      c.report->counts[t][0] = counters->taken, c.report->counts[t][1] = counters->distinct, c.report->counts[t][2] = counters->dropped;
+      c.report->counts[t][0] = counters->taken, c.report->counts[t][1] = counters->distinct,
+      c.report->counts[t][2] = counters->dropped;
     }
     __threadfence_system();
     __syncthreads();
@@ -162,7 +169,8 @@ extern "C" __global__ void give_norm(const double* total, float* out) {
 }
 
 // Computes the factor that clips the gradients of each table by the table's own norm.
-extern "C" __global__ void clip_factors(const float* __restrict__ norms, u32 num_tables, const float* __restrict__ scalars, float clipnorm, float* factors) {
+extern "C" __global__ void clip_factors(
+    const float* __restrict__ norms, u32 num_tables, const float* __restrict__ scalars, float clipnorm, float* factors) {
   begin();
   for (u32 t = threadIdx.x; t < num_tables; t += blockDim.x) {
     const float factor = scalars[3], norm = sqrtf(norms[t] * factor * factor);

@@ -13,7 +13,8 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
 }
 
 // Finds the records of all ids of a call. Inserts keys without a record where the feature inserts. Also sets `found.zeros` to 0.
-extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
+extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
+    const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
   __shared__ LaneList lists[WARPS];
   for (u32 k = blockIdx.x * FIND_THREADS + threadIdx.x; k < found.num_zeros; k += gridDim.x * FIND_THREADS) found.zeros[k] = 0;
@@ -26,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(cons
   bool is_wanted = is_id, is_new;
   if (feature.has_roles && is_id) {
     is_wanted = is_active(feature, t, key, i);
-    if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key)) report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
+    if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key))
+      report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
   }
   if (found.known && is_id) is_wanted = is_wanted && found.known[at] == NO_RECORD;
   const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.overflow, lists[threadIdx.x / WARP], is_new);
@@ -44,14 +46,16 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(cons
 }
 
 // Inserts the keys for which `find_records` found no room.
-extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(const __grid_constant__ Call call, const __grid_constant__ Found found) {
+extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(
+    const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
   const u32 n = *found.overflow.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = found.overflow.ids[k];
     u32 number = 0;
     for (u32 start = 0; start < call.num_features; start += WARP) {
-      const u32 has_it = __ballot_sync(ALL, start + lane() < call.num_features && at - call.features[start + lane()].first_id < call.features[start + lane()].num_ids);
+      const u32 has_it = __ballot_sync(ALL, start + lane() < call.num_features && at - call.features[start + lane()].first_id <
+                                                                                      call.features[start + lane()].num_ids);
       if (has_it) number = start + __ffs(has_it) - 1;
     }
     const Feature& feature = call.features[number];
@@ -78,13 +82,15 @@ template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, co
     const u32 bag = first + __ffs(missing) - 1;
     const u64 key = key_at(f, bag);
     const bool is_padding = f.has_padding && key == f.padding_key;
-    for (u32 quad = lane() % LANES; quad < quads_of(DIM); quad += LANES) store_columns<DIM>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
+    for (u32 quad = lane() % LANES; quad < quads_of(DIM); quad += LANES)
+      store_columns<DIM>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
     for (u32 k = 0; k < GROUPS; ++k) missing &= missing - 1;
   }
 }
 
 // Copies the rows of bags of one id each. A warp copies as many bags as it has lanes.
-template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 block) {
+template <u32 DIM, u32 ROWS>
+__device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 block) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   // A row takes PIECES turns, because a group of lanes copies 4 * LANES columns in a turn. All bags of the warp take TURNS turns.
   constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
@@ -119,7 +125,8 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void gather(const Table&
 
 // Keeps what the backward pass needs of a bag's ids: their coefficients and, for gradients of weights, their keys, weights and records and
 // the splits. `scale`: the factor of the bag's sum.
-template <u32 LANES> __device__ __noinline__ void keep_bag(const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end, float scale) {
+template <u32 LANES>
+__device__ __noinline__ void keep_bag(const Feature& f, const Rows& rows, u32 bag, u32 begin, u32 end, float scale) {
   const u32 column = threadIdx.x % LANES;
   for (u32 i = begin + column; i < end; i += LANES) {
     const float weight = f.weights ? f.weights[i] : 1.0f;
@@ -144,14 +151,17 @@ __device__ __forceinline__ void add(float4& sum, const float4& row, float weight
 }
 
 // Stores four columns of a bag's sum, multiplied by `scale`. An empty bag has a row of zeros.
-template <u32 DIM> __device__ __forceinline__ void store_sum(const Feature& f, u32 bag, u32 quad, float4 sum, bool is_empty, float scale) {
+template <u32 DIM>
+__device__ __forceinline__ void store_sum(const Feature& f, u32 bag, u32 quad, float4 sum, bool is_empty, float scale) {
   if (is_empty) sum = make_float4(0, 0, 0, 0);
   else if (scale != 1.0f) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
   store_columns<DIM>(f.rows, bag, quad, sum);
 }
 
 // Pools the rows of a bag, with a group of lanes. ROLES: ids may have weights, or no record. This takes twice the registers.
-template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void pool(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
+template <u32 DIM, u32 ROWS, bool ROLES>
+__device__ __forceinline__ void pool(
+    const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
   const u32 column = threadIdx.x % LANES, count = end - begin;
   const u32* records = rows.records + f.first_id + begin;
@@ -215,11 +225,14 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
   const bool wide = f.wide_splits;
   const long long begin = wide ? ((const long long*)f.splits)[bag] : ((const int*)f.splits)[bag];
   const long long end = wide ? ((const long long*)f.splits)[bag + 1] : ((const int*)f.splits)[bag + 1];
-  if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids)) report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
+  if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids))
+    report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
 }
 
 // Pools the rows of the bags of a block.
-template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void combine(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
+template <u32 DIM, u32 ROWS, bool ROLES>
+__device__ __forceinline__ void combine(
+    const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
   constexpr u32 LANES = lanes_of(DIM);
   const u32 bag = block * (ROWS_THREADS / LANES) + threadIdx.x / LANES;
   if (bag >= f.num_bags) return;
@@ -230,7 +243,11 @@ template <u32 DIM, u32 ROWS, bool ROLES> __device__ __forceinline__ void combine
 }
 
 // Writes the rows of all features, (bags, dim). A sum waits for each of its rows, so more blocks of SUMMED share a multiprocessor.
-template <u32 BAGS, u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH ? 6 : BAGS == SUMMED ? 8 : 4) make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
+template <u32 BAGS, u32... DIM>
+__global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH     ? 6
+                                                : BAGS == SUMMED ? 8
+                                                                 : 4)
+make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
   begin();
   typedef RowStage<BAGS == EACH ? GATHERED : POOLED> Ways;
   __shared__ typename Ways::Memory memory;

@@ -2,7 +2,9 @@
 #pragma once
 #include "math.cuh"
 
-struct Words { u32 w[4]; };
+struct Words {
+  u32 w[4];
+};
 // The counter-based random number generator Philox4x32-10 (Salmon et al., SC 2011).
 __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 #pragma unroll

@@ -6,9 +6,20 @@
 constexpr u32 POSITIONS = 8, LIST_WARPS = LIST_THREADS / WARP;
 static_assert(HOT <= WARP, "how many ids a key has is counted over two warps' positions");
 
+// Reserves places in the lists of a dim. `first`: by list, the number of places; takes the first one.
+__device__ __forceinline__ void take_places(
+    const Table* __restrict__ tables, const Section& section, const Keys& keys, u32 (&first)[4]) {
+  const u32 distinct = first[0] + first[1] + first[2];
+  if (section.table != NOBODY && distinct) atomicAdd(&tables[section.table].index.counters->distinct, distinct);
+  const u64 cold = atomicAdd(&keys.lists->cold, (u64)first[1] << 32 | first[0]);
+  const u64 of_hot = first[2] ? atomicAdd(&keys.lists->hot, (u64)first[2] << 32 | first[3]) : 0;
+  first[0] = (u32)cold, first[1] = (u32)(cold >> 32), first[3] = (u32)of_hot, first[2] = (u32)(of_hot >> 32);
+}
+
 // Adds each distinct record of sorted ids to a list of its dim: of keys with one id, with up to HOT ids, or with more. Record 0 is
 // left out. Runs of hot keys are listed too.
-extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Keys* __restrict__ kinds, const Table* __restrict__ tables, const Section* __restrict__ sections, u32 num_sections, const Sorted* __restrict__ sorted) {
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Keys* __restrict__ kinds,
+    const Table* __restrict__ tables, const Section* __restrict__ sections, u32 num_sections, const Sorted* __restrict__ sorted) {
   begin();
   __shared__ u32 of_warps[4][LIST_WARPS];
   __shared__ u32 first[4];
@@ -61,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Ke
       const u32 x = __shfl_up_sync(ALL, runs_here, by);
       if (lane() >= by) runs_here += x;
     }
-  if (lane() == WARP - 1) of_warps[0][warp] = singles, of_warps[1][warp] = several, of_warps[2][warp] = hot, of_warps[3][warp] = runs_here;
+  if (lane() == WARP - 1)
+    of_warps[0][warp] = singles, of_warps[1][warp] = several, of_warps[2][warp] = hot, of_warps[3][warp] = runs_here;
   __syncthreads();
   if (warp < 4) {
     const u32 mine = lane() < LIST_WARPS ? of_warps[warp][lane()] : 0;
@@ -74,20 +86,15 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Ke
     if (lane() == LIST_WARPS - 1) first[warp] = sum;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const u32 distinct = first[0] + first[1] + first[2];
-    if (section.table != NOBODY && distinct) atomicAdd(&tables[section.table].index.counters->distinct, distinct);
-    const u64 cold = atomicAdd(&keys.lists->cold, (u64)first[1] << 32 | first[0]);
-    const u64 of_hot = first[2] ? atomicAdd(&keys.lists->hot, (u64)first[2] << 32 | first[3]) : 0;
-    first[0] = (u32)cold, first[1] = (u32)(cold >> 32), first[3] = (u32)of_hot, first[2] = (u32)(of_hot >> 32);
-  }
+  if (threadIdx.x == 0) take_places(tables, section, keys, first);
   __syncthreads();
   u32 single_at = first[0] + of_warps[0][warp], several_at = first[1] + of_warps[1][warp], hot_at = first[2] + of_warps[2][warp];
   u32 run_at = first[3] + of_warps[3][warp] + runs_here - runs;
 #pragma unroll
   for (u32 r = 0; r < POSITIONS; ++r) {
     const u32 i = at + r * WARP + lane();
-    const u32 one = __ballot_sync(ALL, count[r] == 1), many = __ballot_sync(ALL, count[r] > 1 && count[r] <= HOT), most = __ballot_sync(ALL, count[r] > HOT);
+    const u32 one = __ballot_sync(ALL, count[r] == 1), many = __ballot_sync(ALL, count[r] > 1 && count[r] <= HOT),
+              most = __ballot_sync(ALL, count[r] > HOT);
     if (count[r] == 1) {
       keys.singles[single_at + __popc(one & lanes_below())] = {record[r], sorted[i].value};
     } else if (count[r] > HOT) {

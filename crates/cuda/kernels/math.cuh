@@ -21,7 +21,8 @@ __device__ __forceinline__ float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -
 __device__ __forceinline__ double bits_as_double(u64 bits) { return __longlong_as_double((long long)bits); }
 
 __device__ __noinline__ double ln(double x) {
-  const double inverse_odds[11] = {1.0 / 23, 1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
+  const double inverse_odds[11] = {
+      1.0 / 23, 1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
   const double ln_2_upper = bits_as_double(0x3fe62e4200000000ull), ln_2_lower = 4.7493250390316726e-7;
   const u64 bits = (u64)__double_as_longlong(x);
   const long long exponent_bits = (long long)(bits - 0x3fe6a09e667f3bcdull) >> 52;
@@ -32,17 +33,23 @@ __device__ __noinline__ double ln(double x) {
 }
 
 __device__ __forceinline__ double central_quantile(double q) {
-  const double numerator[8] = {2509.0809287301227, 33430.57558358813, 67265.7709270087, 45921.95393154987, 13731.69376550946, 1971.5909503065513, 133.14166789178438, 3.3871328727963665};
-  const double denominator[8] = {5226.495278852854, 28729.085735721943, 39307.89580009271, 21213.794301586597, 5394.196021424751, 687.1870074920579, 42.31333070160091, 1.0};
+  const double numerator[8] = {2509.0809287301227, 33430.57558358813, 67265.7709270087, 45921.95393154987, 13731.69376550946,
+      1971.5909503065513, 133.14166789178438, 3.3871328727963665};
+  const double denominator[8] = {5226.495278852854, 28729.085735721943, 39307.89580009271, 21213.794301586597, 5394.196021424751,
+      687.1870074920579, 42.31333070160091, 1.0};
   const double r = 0.180625 - q * q;
   return q * horner(r, numerator) / horner(r, denominator);
 }
 
 __device__ __noinline__ double tail_quantile(double p, double q) {
-  const double near_numerator[8] = {7.745450142783414e-4, 2.2723844989269184e-2, 2.417807251774506e-1, 1.2704582524523684, 3.6478483247632045, 5.769497221460691, 4.630337846156546, 1.4234371107496835};
-  const double near_denominator[8] = {1.0507500716844169e-9, 5.475938084995345e-4, 1.5198666563616457e-2, 1.4810397642748008e-1, 6.897673349851e-1, 1.6763848301838038, 2.053191626637759, 1.0};
-  const double far_numerator[8] = {2.0103343992922881e-7, 2.7115555687434876e-5, 1.2426609473880784e-3, 2.6532189526576124e-2, 2.9656057182850487e-1, 1.7848265399172913, 5.463784911164114, 6.657904643501103};
-  const double far_denominator[8] = {2.0442631033899398e-15, 1.421511758316446e-7, 1.8463183175100548e-5, 7.868691311456133e-4, 1.4875361290850615e-2, 1.369298809227358e-1, 5.99832206555888e-1, 1.0};
+  const double near_numerator[8] = {7.745450142783414e-4, 2.2723844989269184e-2, 2.417807251774506e-1, 1.2704582524523684,
+      3.6478483247632045, 5.769497221460691, 4.630337846156546, 1.4234371107496835};
+  const double near_denominator[8] = {1.0507500716844169e-9, 5.475938084995345e-4, 1.5198666563616457e-2, 1.4810397642748008e-1,
+      6.897673349851e-1, 1.6763848301838038, 2.053191626637759, 1.0};
+  const double far_numerator[8] = {2.0103343992922881e-7, 2.7115555687434876e-5, 1.2426609473880784e-3, 2.6532189526576124e-2,
+      2.9656057182850487e-1, 1.7848265399172913, 5.463784911164114, 6.657904643501103};
+  const double far_denominator[8] = {2.0442631033899398e-15, 1.421511758316446e-7, 1.8463183175100548e-5, 7.868691311456133e-4,
+      1.4875361290850615e-2, 1.369298809227358e-1, 5.99832206555888e-1, 1.0};
   const double r = sqrt(-ln(q < 0.0 ? p : 1.0 - p));
   const double magnitude = r <= 5.0 ? horner(r - 1.6, near_numerator) / horner(r - 1.6, near_denominator)
                                     : horner(r - 5.0, far_numerator) / horner(r - 5.0, far_denominator);
@@ -56,7 +63,8 @@ __device__ __forceinline__ double normal_quantile(double p) {
 
 // Returns e^x for x in [-200, 200].
 __device__ __noinline__ double exp_of(double x) {
-  const double inverse_factorials[14] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 1.0 / 2.0, 1.0, 1.0};
+  const double inverse_factorials[14] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
+      1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 1.0 / 2.0, 1.0, 1.0};
   const double ln_2_upper = bits_as_double(0x3fe62e4200000000ull), ln_2_lower = 4.7493250390316726e-7, log2_e = 1.4426950408889634;
   // Adding and then subtracting 1.5 * 2^52 rounds to the nearest integer.
   const double round = 6755399441055744.0, exponent = (x * log2_e + round) - round;

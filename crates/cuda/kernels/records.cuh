@@ -113,8 +113,7 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   if (leads && !is_new) {
     record = NO_RECORD;
     if (claim.record)
-      while ((record = load_shared(claim.record)) == CLAIMED) {
-      }
+      while ((record = load_shared(claim.record)) == CLAIMED) {}
   }
   __syncwarp();
   return __shfl_sync(ALL, record, leader);
@@ -123,7 +122,8 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
 // Returns the record numbers of a warp's keys, all of one table. With `inserts`, a key without a record gets one, and `is_new` says
 // whether the lane's find has missed its key. If both buckets of a key are full, `at` (the place of its id) is added to `overflow`. A
 // warp that inserts nothing does not wait for other warps.
-__device__ __forceinline__ u32 find_or_insert(const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Overflow& overflow, LaneList& list, bool& is_new) {
+__device__ __forceinline__ u32 find_or_insert(
+    const Table& t, bool is_id, bool inserts, u64 key, u32 at, const Overflow& overflow, LaneList& list, bool& is_new) {
   const Index index = t.index;
   const u64 h = hash(index, key);
   u32 record = find(index, key, h, is_id, list);
@@ -143,14 +143,14 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
   u32 record = NO_RECORD;
   bool is_new = false;
   const u64 h = hash(t.index, key);
-  const u32 hint = movable(t.index, t.index.buckets + first_of(h, t.index.num_buckets), t.index.buckets + second_of(h, t.index.num_buckets));
+  const u32 hint =
+      movable(t.index, t.index.buckets + first_of(h, t.index.num_buckets), t.index.buckets + second_of(h, t.index.num_buckets));
   if (lane() == 0) {
     const Claim claim = settle(t.index, key, hint);
     is_new = claim.is_mine;
     if (is_new) store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
     else if (claim.record)
-      while ((record = load_shared(claim.record)) == CLAIMED) {
-      }
+      while ((record = load_shared(claim.record)) == CLAIMED) {}
   }
   record = __shfl_sync(ALL, record, 0);
   if (__shfl_sync(ALL, is_new, 0)) {

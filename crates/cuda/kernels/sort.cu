@@ -14,7 +14,9 @@ enum TileStatus : u32 { INVALID, AGGREGATE, PREFIX };
 
 // Returns the first of a group's two rows in `Sort::published`: its aggregate, then its inclusive prefix. The rows of all tiles come
 // before those of the groups. All tiles of a group belong to one section.
-__device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) { return sort.tiles + 2 * (of.first_tile / SORT_GROUP + section + group); }
+__device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) {
+  return sort.tiles + 2 * (of.first_tile / SORT_GROUP + section + group);
+}
 
 // Loads a status with acquire semantics.
 __device__ __forceinline__ u32 load_flag(const u32* at) {
@@ -34,7 +36,8 @@ __device__ __forceinline__ u64 kept_policy() {
 }
 __device__ __forceinline__ void store_kept(Sorted* at, const Sorted& x, u64 policy) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(at), "r"(x.record), "r"(x.value), "l"(policy) : "memory");
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(at), "r"(x.record), "r"(x.value), "l"(policy)
+      : "memory");
 #else
   *at = x;
 #endif
@@ -49,12 +52,14 @@ __device__ __forceinline__ void count_digit(u32* counts, u32 digit, bool is_id) 
 }
 
 // Adds the histograms of all digits of a tile to `sort.counts`, which are zeros before the launch. `tile`: ids of a tile.
-extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(const u32* __restrict__ records, const __grid_constant__ Sort sort, u32 tile) {
+extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(
+    const u32* __restrict__ records, const __grid_constant__ Sort sort, u32 tile) {
   begin();
   __shared__ u32 counts[MOST_DIGITS];
   const u32 digits = 1u << sort.bits, all = sort.passes * digits;
   u32 number;
-  const Section section = section_at(sort.sections, sort.num_sections, blockIdx.x, number, [](const Section& s) { return s.first_tile; });
+  const Section section =
+      section_at(sort.sections, sort.num_sections, blockIdx.x, number, [](const Section& s) { return s.first_tile; });
   for (u32 i = threadIdx.x; i < all; i += SORT_THREADS) counts[i] = 0;
   __syncthreads();
   const u32 first = (blockIdx.x - section.first_tile) * tile, size = min(tile, section.count - first);
@@ -69,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(const u3
 #pragma unroll
     for (u32 k = 0; k < AHEAD; ++k) {
       const bool is_id = start + k * SORT_THREADS + threadIdx.x < size;
-      for (u32 pass = 0; pass < sort.passes; ++pass) count_digit(counts + pass * digits, record[k] >> pass * sort.bits & (digits - 1), is_id);
+      for (u32 pass = 0; pass < sort.passes; ++pass)
+        count_digit(counts + pass * digits, record[k] >> pass * sort.bits & (digits - 1), is_id);
     }
   }
   __syncthreads();
@@ -166,7 +172,10 @@ template <u32 BITS> __device__ __forceinline__ u32 peers_of(u32 digit) {
 #pragma unroll
   for (u32 bit = 0; bit < BITS; ++bit) {
     u32 same;
-    asm volatile("{ .reg .pred p; and.b32 %0, %1, %2; setp.ne.u32 p, %0, 0; vote.sync.ballot.b32 %0, p, 0xffffffff; @!p not.b32 %0, %0; }" : "=r"(same) : "r"(digit), "r"(1u << bit));
+    asm volatile(
+        "{ .reg .pred p; and.b32 %0, %1, %2; setp.ne.u32 p, %0, 0; vote.sync.ballot.b32 %0, p, 0xffffffff; @!p not.b32 %0, %0; }"
+        : "=r"(same)
+        : "r"(digit), "r"(1u << bit));
     peers &= same;
   }
   return peers;
@@ -179,9 +188,21 @@ __device__ __forceinline__ u32 passes_of(const Sort& sort, u32 section, u32 digi
   return needed;
 }
 
+// Ranks an id among the ids of its warp that have the same digit. `of_warp`: counts of the warp's ids by digit, which it raises.
+template <u32 BITS> __device__ __forceinline__ u32 rank_in_warp(u16* of_warp, u32 digit) {
+  const u32 peers = peers_of<BITS>(digit);
+  const u32 less = of_warp[digit];
+  __syncwarp();
+  if ((peers & lanes_below()) == 0) of_warp[digit] = less + __popc(peers);
+  __syncwarp();
+  return less + __popc(peers & lanes_below());
+}
+
 // Sorts by the digit of one pass. A block takes one tile: ITEMS ids for each thread. `records`, `values`: one of an id in every STRIDE
 // words. `next_pass`: the output if another pass follows; the last pass of a section writes to `sort.sorted`.
-template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
+template <u32 ITEMS, u32 BITS, u32 STRIDE>
+__global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
+    const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
   begin();
   constexpr u32 TILE = SORT_THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / SORT_THREADS;
   const u32 shift = pass * BITS;
@@ -204,13 +225,15 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(SOR
   __syncthreads();
   const u32 number = taken;
   u32 section_number;
-  const Section section = section_at(sort.sections, sort.num_sections, number, section_number, [](const Section& s) { return s.first_tile; });
+  const Section section =
+      section_at(sort.sections, sort.num_sections, number, section_number, [](const Section& s) { return s.first_tile; });
   const u32 passes = passes_of(sort, section_number, DIGITS, section.count);
   if (pass >= passes) return;
   Sorted* sorted = pass + 1 == passes ? sort.sorted : next_pass;
   const u32 in_section = number - section.first_tile, size = min(TILE, section.count - in_section * TILE);
   const u32 mine = warp * WARP * ITEMS + lane();
-  records += (u64)(section.first + in_section * TILE + mine) * STRIDE, values += (u64)(section.first + in_section * TILE + mine) * STRIDE;
+  records += (u64)(section.first + in_section * TILE + mine) * STRIDE,
+      values += (u64)(section.first + in_section * TILE + mine) * STRIDE;
   // The digit is computed anew at each use, because keeping it would take one register for each id.
   const auto digit_of = [&](u32 x) {
     u32 high;
@@ -234,17 +257,9 @@ template <u32 ITEMS, u32 BITS, u32 STRIDE> __global__ void __launch_bounds__(SOR
   const u64 before = sum_before(sum + own.sum(), of_warps);
   __syncthreads();
   if (thread == 0) release(&flags[number], AGGREGATE);
-  // Ranks each id among the ids of its warp that have the same digit.
   u16* of_warp = counts + warp * DIGITS;
 #pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) {
-    const u32 digit = digit_of(key[k]), peers = peers_of<BITS>(digit);
-    const u32 less = of_warp[digit];
-    __syncwarp();
-    if ((peers & lanes_below()) == 0) of_warp[digit] = less + __popc(peers);
-    __syncwarp();
-    place[k] = less + __popc(peers & lanes_below());
-  }
+  for (u32 k = 0; k < ITEMS; ++k) place[k] = rank_in_warp<BITS>(of_warp, digit_of(key[k]));
   const u32 group = in_section / SORT_GROUP, in_group = in_section % SORT_GROUP;
   // The last warp waits until all tiles before this one in the group have published their aggregates.
   if (warp == WARPS - 1) {

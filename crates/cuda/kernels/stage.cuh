@@ -16,7 +16,8 @@ template <u32 N, u32 THREADS> struct Stage {
 #if __CUDA_ARCH__ < 800
     at(turn, k) = *from;
 #else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(&at(turn, k))), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(&at(turn, k))), "l"(from)
+        : "memory");
 #endif
   }
   // Requests four columns of a row of a framework's array (rows, DIM). Columns beyond the last are 0.
@@ -34,7 +35,9 @@ template <u32 N, u32 THREADS> struct Stage {
 #pragma unroll
     for (u32 c = 0; c < 4; ++c) {
       const bool is_there = 4 * quad + c < DIM;
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + 4 * c), "l"(from + (is_there ? c : 0)), "r"(is_there ? 4 : 0) : "memory");
+      asm volatile(
+          "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + 4 * c), "l"(from + (is_there ? c : 0)), "r"(is_there ? 4 : 0)
+          : "memory");
     }
 #endif
   }

@@ -16,12 +16,14 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) clear_index(Index in
 }
 
 // Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit.
-extern "C" __global__ void __launch_bounds__(FIND_THREADS, 16) look_up(Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Overflow overflow) {
+extern "C" __global__ void __launch_bounds__(FIND_THREADS, 16) look_up(
+    Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Overflow overflow) {
   begin();
   __shared__ LaneList lists[FIND_THREADS / WARP];
   const u32 i = blockIdx.x * FIND_THREADS + threadIdx.x;
   bool is_new;
-  const u32 record = find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, overflow, lists[threadIdx.x / WARP], is_new);
+  const u32 record =
+      find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, overflow, lists[threadIdx.x / WARP], is_new);
   if (i < n) records[i] = is_new ? record | NEW : record;
 }
 
@@ -37,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_keys(Table t,
 
 // Copies the row of each lane's record to row `first` + lane of `out`, for the lanes that are `wanted`. Each group of lanes has ROWS rows
 // in flight.
-template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float* out, LaneList& list) {
+template <u32 DIM, u32 ROWS>
+__device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float* out, LaneList& list) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
   const u32 n = list.take(wanted), group = lane() / LANES, column = lane() % LANES;
 #pragma unroll 1
@@ -65,7 +68,9 @@ template <u32 DIM, u32 ROWS> __device__ __forceinline__ void copy_rows(const Tab
 }
 
 // Finds keys and copies their rows. Rows of keys without a record are not written. `found`: takes the record numbers.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(TABLE_THREADS) find_rows(Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
+template <u32 DIM, u32 ROWS>
+__global__ void __launch_bounds__(TABLE_THREADS) find_rows(
+    Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
   begin();
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
@@ -77,16 +82,19 @@ template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(TABLE_THREADS) fi
 }
 
 // Copies the rows of records. Rows of keys without a record are not written; with `skips`, neither are rows of new records.
-template <u32 DIM, u32 ROWS> __global__ void __launch_bounds__(TABLE_THREADS) gather_rows(Table t, const u32* records, float* out, u32 n, u32 skips) {
+template <u32 DIM, u32 ROWS>
+__global__ void __launch_bounds__(TABLE_THREADS) gather_rows(Table t, const u32* records, float* out, u32 n, u32 skips) {
   begin();
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   const u32 record = i < n ? records[i] : NO_RECORD;
-  copy_rows<DIM, ROWS>(t, (record & ~NEW) != NO_RECORD && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
+  copy_rows<DIM, ROWS>(
+      t, (record & ~NEW) != NO_RECORD && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
 }
 
 // Writes the rows of keys without a record, which have 0 in `records`.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) fill_missing(const __grid_constant__ Table t, const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) fill_missing(const __grid_constant__ Table t,
+    const u64* __restrict__ keys, const u32* __restrict__ records, float* __restrict__ out, u32 n, u32 dim) {
   begin();
   for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * TABLE_THREADS) {
     const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
@@ -100,25 +108,28 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) fill_missing(const _
 
 // Returns the address of a column. `column`: of the dense record.
 
-__device__ __forceinline__ float* column_at(const Table& t, const Parts& parts, u32 record, u32 column) {
+__device__ __forceinline__ float* column_at(const Table& t, const DeviceFields& fields, u32 record, u32 column) {
   u32 p = 0;
-  while (p + 1 < parts.count && column >= parts.parts[p + 1].column) ++p;
-  return (float*)(t.records + (u64)record * t.stride + parts.parts[p].quad) + (column - parts.parts[p].column);
+  while (p + 1 < fields.count && column >= fields.fields[p + 1].column) ++p;
+  return (float*)(t.records + (u64)record * t.stride + fields.fields[p].quad) + (column - fields.fields[p].column);
 }
 
-// Copies whole records to `values`, (n, parts.width).
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
+// Copies whole records to `values`, (n, fields.width).
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_records(const __grid_constant__ Table t,
+    const __grid_constant__ DeviceFields fields, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * TABLE_THREADS)
-    values[at] = *column_at(t, parts, records[at / parts.width], (u32)(at % parts.width));
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * fields.width; at += (u64)gridDim.x * TABLE_THREADS)
+    values[at] = *column_at(t, fields, records[at / fields.width], (u32)(at % fields.width));
 }
 
 // Writes whole records. `records`: distinct numbers. `rows`: by record, its row of `values`.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_records(const __grid_constant__ Table t, const __grid_constant__ Parts parts, const u32* __restrict__ records, const u32* __restrict__ rows, const float* __restrict__ values, u32 n) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_records(const __grid_constant__ Table t,
+    const __grid_constant__ DeviceFields fields, const u32* __restrict__ records, const u32* __restrict__ rows,
+    const float* __restrict__ values, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * parts.width; at += (u64)gridDim.x * TABLE_THREADS) {
-    const u32 i = (u32)(at / parts.width), column = (u32)(at % parts.width);
-    *column_at(t, parts, records[i], column) = values[(u64)rows[i] * parts.width + column];
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * fields.width; at += (u64)gridDim.x * TABLE_THREADS) {
+    const u32 i = (u32)(at / fields.width), column = (u32)(at % fields.width);
+    *column_at(t, fields, records[i], column) = values[(u64)rows[i] * fields.width + column];
   }
 }
 
@@ -137,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) lay_out(Table from, 
 
 // Erases keys. `erased`: takes the record numbers that they had, 0 for a key that was not there. Of equal keys, one gets the number. Only
 // erasures may run in the launch.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
+    Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (i >= n) return;

@@ -28,7 +28,9 @@ __device__ __forceinline__ u64 hash(u64 secret, u64 key) {
 __device__ __forceinline__ u32 lane() { return threadIdx.x % WARP; }
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane()) - 1; }
 
-struct Pair { u64 low, high; };
+struct Pair {
+  u64 low, high;
+};
 // Loads 16 bytes, from the L1 cache if they are there.
 __device__ __forceinline__ Pair load_pair(const void* at) {
   Pair p;

@@ -14,9 +14,25 @@ template <u32 DIM> __device__ __forceinline__ float product(const float4& row, c
   return sum;
 }
 
+// Turns dot products into gradients of weights, for a combiner that divides by the weights. `weights`, `squares`, `total`: sums over the
+// bag of its weights, of their squares, and of weights times products.
+template <u32 LANES>
+__device__ __forceinline__ void divide_by_weights(
+    const Feature& f, const Kept& kept, float* products, u32 begin, u32 end, float weights, float squares, float total) {
+  const float scale = scale_of(f, weights, squares);
+  for (u32 i = begin + threadIdx.x % LANES; i < end; i += LANES) {
+    const float product = products[i];
+    products[i] = kept.records[i] == PADDING ? 0
+                  : f.combiner == MEAN       ? (product - total * scale) * scale
+                                             : (product - kept.weights[i] * total * scale * scale) * scale;
+  }
+}
+
 // Computes the gradients of the weights of a bag's ids, with a group of lanes. `kept`: begins at the feature's first id and split.
 // `products`: takes the gradients, by id of the feature.
-template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
+template <u32 DIM>
+__device__ __forceinline__ void of_bag(
+    const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
   const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES;
   const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << before;
@@ -78,17 +94,14 @@ template <u32 DIM> __device__ __forceinline__ void of_bag(const Table& t, const 
     }
   }
   __syncwarp(mask);
-  if (!f.pools || f.combiner == SUM) return;
-  const float scale = scale_of(f, weights, squares);
-  for (u32 i = begin + column; i < end; i += LANES) {
-    const float product = products[i];
-    products[i] = kept.records[i] == PADDING ? 0 : f.combiner == MEAN ? (product - total * scale) * scale : (product - kept.weights[i] * total * scale * scale) * scale;
-  }
+  if (f.pools && f.combiner != SUM) divide_by_weights<LANES>(f, kept, products, begin, end, weights, squares, total);
 }
 
 // Computes the gradients of weights, for all features of a call that have weights. The grid is that of `make_rows`. `all`: by feature, the
 // address that takes them.
-template <u32... DIM> __global__ void __launch_bounds__(ROWS_THREADS, 4) weight_gradients(const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all) {
+template <u32... DIM>
+__global__ void __launch_bounds__(ROWS_THREADS, 4) weight_gradients(
+    const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all) {
   begin();
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];

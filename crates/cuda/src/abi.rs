@@ -721,8 +721,8 @@ structs! {
         pub row: u32,
     }
 
-    /// A part of a record: its row, or one of its states.
-    pub struct Part {
+    /// A field of a record: its row, or one of its states.
+    pub struct DeviceField {
         /// Number of columns.
         pub width: u32,
         /// Where it begins in the record, in groups of four columns.
@@ -732,9 +732,9 @@ structs! {
         pub pad: u32,
     }
 
-    /// The parts of a record: the row, then the states.
-    pub struct Parts {
-        pub parts: [Part; 4],
+    /// The fields of a record: the row, then the states.
+    pub struct DeviceFields {
+        pub fields: [DeviceField; 4],
         pub count: u32,
         /// Number of columns of a dense record.
         pub width: u32,

@@ -43,7 +43,7 @@ impl FreshTables {
             let locked = group.lock()?;
             check_table(seeds.len().max(1) as i64 - 1, locked.num_tables())?;
             let fresh = seeds.iter().zip(updates).enumerate().map(|(number, (seed, update))| {
-                let mut fresh = locked.table(number).fresh(update)?;
+                let mut fresh = locked.table(number).fresh(update, 0)?;
                 fresh.set_seed(*seed);
                 Ok(fresh)
             });
@@ -75,7 +75,7 @@ impl FreshTables {
             let mut tables = self.tables();
             let number = check_table(number, tables.len())?;
             let table = &mut tables[number];
-            if records.values.len() == records.keys.len() * table.record_width() {
+            if records.values.len() == records.keys.len() * table.layout().width() {
                 table.restore(&records)
             } else {
                 table.assign(&records.keys, &records.values, true).map(drop)

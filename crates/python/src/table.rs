@@ -1,6 +1,5 @@
 //! Groups, tables, plans and optimizers, as Python objects.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -8,10 +7,11 @@ use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::group::AnyGroup;
+use sok_core::contract::profile::Part;
+use sok_core::contract::record::{Field, RecordLayout};
 use sok_core::contract::table::{Cursor, Outcomes, Records, TableConfig};
 use sok_core::contract::tensor::Memory;
 use sok_core::error::{Error, Result};
-use sok_core::formula::StateSpec;
 use sok_core::formula::update::Update;
 use sok_core::host::group::HostGroup;
 use sok_core::memory;
@@ -71,6 +71,21 @@ impl Group {
     /// Name and number of refused keys since the last call, of tables whose check mode is "warn".
     fn take_refused(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
         detached(py, || Ok(self.inner.lock()?.take_refused()))
+    }
+
+    /// Starts to measure the parts of steps, or stops.
+    fn measure(&self, py: Python<'_>, is_on: bool) -> PyResult<()> {
+        detached(py, || {
+            self.inner.lock()?.measure(is_on);
+            Ok(())
+        })
+    }
+
+    /// Name, runs and seconds of each part of a step since `measure` or the last call. Waits for a device.
+    fn take_profile(&self, py: Python<'_>) -> PyResult<Vec<(&'static str, u64, f64)>> {
+        let profile = detached(py, || self.inner.lock()?.take_profile())?;
+        let parts = Part::ALL.into_iter().map(|part| (part.name(), profile.get(part)));
+        Ok(parts.map(|(name, part)| (name, part.runs, part.time.as_secs_f64())).collect())
     }
 
     fn is_bound(&self, py: Python<'_>) -> PyResult<bool> {
@@ -163,18 +178,16 @@ impl Table {
         let num_keys = copy.order.len();
         let mut keys = vector(py, num_keys)?;
         copy.write_keys(values(&mut keys)?);
-        let mut start = 0;
-        let mut column = |width: usize| -> PyResult<_> {
-            let mut rows = matrix(py, num_keys, width)?;
-            copy.write_column(start..start + width, values(&mut rows)?);
-            start += width;
-            Ok(rows)
+        let field = |field: &Field| -> PyResult<_> {
+            let mut floats = matrix(py, num_keys, field.columns.len())?;
+            copy.write_field(field, values(&mut floats)?);
+            Ok(floats)
         };
-        let rows = column(self.dim)?;
-        let named = copy.specs.iter().filter(|_| states);
-        let named = named.map(|spec| Ok((spec.name.to_string(), column(spec.width)?)));
-        let named = named.collect::<PyResult<_>>()?;
-        Ok((keys, rows, named))
+        let rows = field(&copy.layout.fields()[0])?;
+        let states = copy.layout.states().iter().filter(|_| states);
+        let states = states.map(|state| Ok((state.name.to_string(), field(state)?)));
+        let states = states.collect::<PyResult<_>>()?;
+        Ok((keys, rows, states))
     }
 
     /// Seed of first values.
@@ -220,19 +233,18 @@ pub fn check_table(number: i64, num_tables: usize) -> Result<usize> {
 /// A copy of a table.
 struct Copy {
     records: Records,
-    width: usize,
-    specs: Vec<StateSpec>,
+    layout: RecordLayout,
     /// Indices into `records`, by ascending signed keys.
     order: Vec<u32>,
 }
 
 impl Copy {
     fn of(table: &dyn sok_core::contract::table::Table) -> Result<Copy> {
-        let (width, what) = (table.record_width(), "a copy of a table");
+        let (layout, what) = (table.layout(), "a copy of a table");
         let len = table.len()?;
         let mut records = Records {
             keys: memory::with_capacity(len, what)?,
-            values: memory::with_capacity(len.saturating_mul(width), what)?,
+            values: memory::with_capacity(len.saturating_mul(layout.width()), what)?,
         };
         let mut cursor = Some(Cursor::default());
         while let Some(at) = cursor {
@@ -240,17 +252,18 @@ impl Copy {
         }
         let mut order = memory::collect(0..records.keys.len() as u32, what)?;
         order.sort_unstable_by_key(|&i| records.keys[i as usize] as i64);
-        Ok(Copy { records, width, specs: table.state_specs(), order })
+        Ok(Copy { records, layout, order })
     }
 
     fn write_keys(&self, keys: &mut [i64]) {
         keys.iter_mut().zip(&self.order).for_each(|(key, &at)| *key = self.records.keys[at as usize] as i64);
     }
 
-    fn write_column(&self, column: Range<usize>, rows: &mut [f32]) {
-        for (row, &at) in rows.chunks_exact_mut(column.len().max(1)).zip(&self.order) {
-            let record = &self.records.values[at as usize * self.width..][..self.width];
-            row.copy_from_slice(&record[column.clone()]);
+    fn write_field(&self, field: &Field, floats: &mut [f32]) {
+        let width = self.layout.width();
+        for (to, &at) in floats.chunks_exact_mut(field.columns.len().max(1)).zip(&self.order) {
+            let record = &self.records.values[at as usize * width..][..width];
+            to.copy_from_slice(&record[field.columns.clone()]);
         }
     }
 }

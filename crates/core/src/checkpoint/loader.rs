@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::io;
-use std::ops::Range;
 use std::path::Path;
 
 use rayon::prelude::*;
@@ -12,10 +11,10 @@ use super::checksum::BlockHasher;
 use super::data_reader::DataReader;
 use super::manifest::{MANIFEST, TableEntry};
 use super::reader::{DumpReader, with_snapshot};
-use super::{CHUNK_BYTES, KEY_BYTES, columns};
+use super::{CHUNK_BYTES, KEY_BYTES};
+use crate::contract::record::{Field, RecordLayout};
 use crate::contract::table::{Records, Table};
 use crate::error::{Error, Result};
-use crate::formula::StateSpec;
 use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
@@ -131,40 +130,40 @@ impl DumpReader {
             LoadMode::Replace => Cow::Borrowed(self),
             LoadMode::Merge => self.holding_all()?,
         };
-        let plans = targets.iter().map(|t| Plan::new(&dump, t, options)).collect::<Result<Vec<_>>>()?;
+        let loads = targets.iter().map(|t| TableLoad::new(&dump, t, options)).collect::<Result<Vec<_>>>()?;
         dump.verify()?;
-        for (plan, target) in plans.iter().zip(targets.iter()) {
-            plan.check_keys(&*target.table, options.mode)?;
+        for (load, target) in loads.iter().zip(targets.iter()) {
+            load.check_keys(&*target.table, options.mode)?;
         }
-        let mut pairs = plans.iter().zip(targets.iter_mut());
+        let mut pairs = loads.iter().zip(targets.iter_mut());
         match options.mode {
             LoadMode::Replace => {
-                let fresh = pairs.map(|(plan, target)| plan.load_fresh(&*target.table));
+                let fresh = pairs.map(|(load, target)| load.load_fresh(&*target.table));
                 let fresh = fresh.collect::<Result<Vec<_>>>()?;
                 let mut fresh = targets.iter_mut().zip(fresh);
                 fresh.try_for_each(|(target, new)| target.table.replace_with(new))?;
             }
-            LoadMode::Merge => pairs.try_for_each(|(plan, target)| plan.merge_into(&mut *target.table))?,
+            LoadMode::Merge => pairs.try_for_each(|(load, target)| load.merge_into(&mut *target.table))?,
         }
-        let tables = plans.iter().zip(targets.iter()).map(|(plan, target)| plan.report(&*target.table));
+        let tables = loads.iter().zip(targets.iter()).map(|(load, target)| load.report(&*target.table));
         Ok(LoadReport { step: dump.manifest().step, tables: tables.collect() })
     }
 }
 
 /// What one table takes from the dump; it exists if the two go together.
-struct Plan<'a> {
+struct TableLoad<'a> {
     dump: &'a DumpReader,
     entry: &'a TableEntry,
     /// The rule of the table after the load.
     update: Option<Update>,
-    /// The states of its records.
-    specs: Vec<StateSpec>,
-    /// Whether they come from the dump.
+    /// The layout of its records after the load.
+    layout: RecordLayout,
+    /// Whether the states come from the dump.
     states: bool,
 }
 
-impl<'a> Plan<'a> {
-    fn new(dump: &'a DumpReader, target: &Target, options: &LoadOptions) -> Result<Plan<'a>> {
+impl<'a> TableLoad<'a> {
+    fn new(dump: &'a DumpReader, target: &Target, options: &LoadOptions) -> Result<TableLoad<'a>> {
         let mismatch = |what: String| Error::dump_mismatch(&dump.path, what);
         let (name, table) = (target.name, &*target.table);
         let tables = &dump.manifest().tables;
@@ -186,8 +185,8 @@ impl<'a> Plan<'a> {
             }
         }
         let update = own.or(dumped);
-        let specs = update.map(|u| u.rule.states(entry.dim)).unwrap_or_default();
-        Ok(Plan { dump, entry, update, specs, states: dumped.is_some() })
+        let layout = RecordLayout::new(entry.dim, update.as_ref());
+        Ok(TableLoad { dump, entry, update, layout, states: dumped.is_some() })
     }
 
     fn report(&self, table: &dyn Table) -> LoadedTable {
@@ -265,7 +264,7 @@ impl<'a> Plan<'a> {
     }
 
     fn load_fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
-        let mut fresh = table.fresh(self.update)?;
+        let mut fresh = table.fresh(self.update, self.entry.num_rows as usize)?;
         fresh.set_seed(self.entry.seed);
         self.restore_into(&mut *fresh)?;
         let got = fresh.len()?;
@@ -286,28 +285,25 @@ impl<'a> Plan<'a> {
     }
 
     fn restore_into(&self, table: &mut dyn Table) -> Result<()> {
-        self.for_each_chunk(&self.columns(), |_, records| table.restore(records))
+        // Without the states of the dump, records have their first values.
+        let fields = if self.states { self.layout.fields() } else { &self.layout.fields()[..1] };
+        self.for_each_chunk(fields, |_, records| table.restore(records))
     }
 
-    /// Where the dump's tensors go in a record, from tensor 1 on (0 are the keys).
-    fn columns(&self) -> Vec<Range<usize>> {
-        columns(self.entry.dim, self.specs.iter().filter(|_| self.states).map(|s| s.width))
-    }
-
-    /// Reads keys and `columns` of all shards, chunk by chunk, into records of the table's layout; what the dump does
+    /// Reads keys and `fields`, which are the dump's tensors from tensor 1 on, of all shards, chunk by chunk, into records of the table's layout; what the dump does
     /// not fill is at its first value. Each byte is hashed once more: what is loaded is what was verified.
     fn for_each_chunk(
         &self,
-        columns: &[Range<usize>],
+        fields: &[Field],
         mut then: impl FnMut(&DataReader, &Records) -> Result<()>,
     ) -> Result<()> {
         let first = self.first_record();
-        let width = if columns.is_empty() { 0 } else { first.len() };
+        let width = if fields.is_empty() { 0 } else { first.len() };
         let chunk_rows = (CHUNK_BYTES / (KEY_BYTES + 4 * first.len())).max(1);
         let (mut records, mut bytes) = (Records::default(), Vec::new());
         for shard in &self.entry.shards {
             let file = self.dump.open_file(shard, Some(&self.entry.name))?;
-            let mut hashers: Vec<_> = (0..=columns.len()).map(|_| BlockHasher::new()).collect();
+            let mut hashers: Vec<_> = (0..=fields.len()).map(|_| BlockHasher::new()).collect();
             let num_rows = shard.num_rows() as usize;
             for start in (0..num_rows).step_by(chunk_rows) {
                 let rows = chunk_rows.min(num_rows - start);
@@ -322,9 +318,9 @@ impl<'a> Plan<'a> {
                 memory::reserve(&mut records.values, rows * width, BUFFER)?;
                 read_keys(&bytes, &mut records.keys);
                 fill_records(&mut records.values, rows, &first[..width]);
-                for (tensor, column) in (1..).zip(columns) {
-                    read(tensor, 4 * column.len(), &mut bytes)?;
-                    read_column(&bytes, width, column, &mut records.values);
+                for (tensor, field) in (1..).zip(fields) {
+                    read(tensor, 4 * field.columns.len(), &mut bytes)?;
+                    read_field(&bytes, width, field, &mut records.values);
                 }
                 then(&file, &records)?;
             }
@@ -341,8 +337,8 @@ impl<'a> Plan<'a> {
 
     /// Zeros for the row, then the states' first values.
     fn first_record(&self) -> Vec<f32> {
-        let mut record = vec![0.0; self.entry.dim];
-        self.specs.iter().for_each(|s| record.extend(std::iter::repeat_n(s.initial, s.width)));
+        let mut record = vec![0.0; self.layout.width()];
+        self.layout.fill_states(&mut record, true);
         record
     }
 
@@ -416,11 +412,11 @@ fn fill_records(values: &mut Vec<f32>, rows: usize, first: &[f32]) {
     }
 }
 
-/// One column of records of `width` floats.
-fn read_column(bytes: &[u8], width: usize, column: &Range<usize>, values: &mut [f32]) {
-    let parts = bytes.as_chunks().0.chunks_exact(column.len().max(1));
+/// Fills one field of records of `width` floats.
+fn read_field(bytes: &[u8], width: usize, field: &Field, values: &mut [f32]) {
+    let parts = bytes.as_chunks().0.chunks_exact(field.columns.len().max(1));
     for (record, part) in values.chunks_exact_mut(width).zip(parts) {
-        for (value, bytes) in record[column.clone()].iter_mut().zip(part) {
+        for (value, bytes) in record[field.columns.clone()].iter_mut().zip(part) {
             *value = f32::from_le_bytes(*bytes);
         }
     }

@@ -225,7 +225,7 @@ impl TableEntry {
     /// Without its shards.
     pub(super) fn of(table: &dyn Table) -> crate::Result<TableEntry> {
         let config = table.config();
-        let states = table.state_specs();
+        let layout = table.layout();
         Ok(TableEntry {
             name: config.name.clone(),
             dim: config.dim,
@@ -234,7 +234,11 @@ impl TableEntry {
             seed: config.seed,
             initializer: config.initializer,
             update: table.update_rule().copied(),
-            states: states.iter().map(|s| StateEntry { name: s.name.into(), width: s.width }).collect(),
+            states: layout
+                .states()
+                .iter()
+                .map(|s| StateEntry { name: s.name.into(), width: s.columns.len() })
+                .collect(),
             num_rows: table.len()? as u64,
             shards: Vec::new(),
         })

@@ -14,7 +14,6 @@ mod open;
 mod reader;
 mod writer;
 
-use std::ops::Range;
 use std::time::SystemTime;
 
 pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
@@ -31,17 +30,6 @@ pub const SHARD_BYTES: usize = 1 << 30;
 pub const CHUNK_BYTES: usize = 4 << 20;
 
 const KEY_BYTES: usize = size_of::<crate::key::Key>();
-
-/// Places in a record: the row, then each state.
-fn columns(dim: usize, states: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
-    let mut end = 0;
-    let place = |width| {
-        let start = end;
-        end += width;
-        start..end
-    };
-    std::iter::once(dim).chain(states).map(place).collect()
-}
 
 /// `2026-01-31T23:59:59Z`, by the proleptic Gregorian calendar; 1970 for a clock before it.
 fn utc(time: SystemTime) -> String {

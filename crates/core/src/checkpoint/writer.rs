@@ -4,7 +4,6 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -18,7 +17,8 @@ use super::manifest::{
     DataFile, Layout, MANIFEST, Manifest, TableEntry, Tensor, check_distinct, data_file_name, is_own_name,
     manifest_aside_name,
 };
-use super::{CHUNK_BYTES, KEY_BYTES, SHARD_BYTES, columns, utc};
+use super::{CHUNK_BYTES, KEY_BYTES, SHARD_BYTES, utc};
+use crate::contract::record::Field;
 use crate::contract::table::{Cursor, Records, Table};
 use crate::error::{Error, Result};
 use crate::memory;
@@ -202,8 +202,8 @@ impl<'a> Writer<'a> {
     fn write_table(&mut self, table: &dyn Table, shard_bytes: usize) -> Result<TableEntry> {
         let mut entry = TableEntry::of(table)?;
         let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
-        let columns = columns(entry.dim, entry.states.iter().map(|s| s.width));
-        let width = table.record_width();
+        let layout = table.layout();
+        let width = layout.width();
         let record_bytes = KEY_BYTES + 4 * width;
         let shard_rows = (shard_bytes / record_bytes).max(1);
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
@@ -239,8 +239,8 @@ impl<'a> Writer<'a> {
                 let end = records.keys.len().min(start + *shard_left);
                 write_keys(&records.keys[start..end], &mut bytes)?;
                 shard.write(0, &bytes)?;
-                for (tensor, column) in (1..).zip(&columns) {
-                    write_column(&records.values[start * width..end * width], width, column, &mut bytes)?;
+                for (tensor, field) in (1..).zip(layout.fields()) {
+                    write_field(&records.values[start * width..end * width], width, field, &mut bytes)?;
                     shard.write(tensor, &bytes)?;
                 }
                 *shard_left -= end - start;
@@ -344,12 +344,12 @@ fn write_keys(keys: &[u64], bytes: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// One column of records of `width` floats.
-fn write_column(values: &[f32], width: usize, column: &Range<usize>, bytes: &mut Vec<u8>) -> Result<()> {
-    memory::resize(bytes, values.len() / width * column.len() * 4, 0, BUFFER)?;
-    let parts = bytes.as_chunks_mut().0.chunks_exact_mut(column.len().max(1));
+/// Replaces `bytes` with one field of records of `width` floats.
+fn write_field(values: &[f32], width: usize, field: &Field, bytes: &mut Vec<u8>) -> Result<()> {
+    memory::resize(bytes, values.len() / width * field.columns.len() * 4, 0, BUFFER)?;
+    let parts = bytes.as_chunks_mut().0.chunks_exact_mut(field.columns.len().max(1));
     for (record, part) in values.chunks_exact(width).zip(parts) {
-        for (value, bytes) in record[column.clone()].iter().zip(part) {
+        for (value, bytes) in record[field.columns.clone()].iter().zip(part) {
             *bytes = value.to_le_bytes();
         }
     }

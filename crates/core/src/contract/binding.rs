@@ -1,5 +1,6 @@
 //! The optimizer of a group of tables.
 
+use crate::contract::record::RecordLayout;
 use crate::contract::table::Table;
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
@@ -56,7 +57,7 @@ pub fn check_owner<'a>(
     let mut tables = tables;
     match tables.find(|t| {
         t.update_rule().is_none_or(|u| u.rule.name() != name)
-            || t.state_specs() != binding.update.rule.states(t.config().dim)
+            || t.layout() != RecordLayout::new(t.config().dim, Some(&binding.update))
     }) {
         None => Ok(()),
         Some(table) => Err(Error::State(format!(

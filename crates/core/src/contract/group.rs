@@ -7,6 +7,7 @@ use std::any::Any;
 use crate::contract::batch::Combiner;
 use crate::contract::binding::{Binding, check_owner};
 use crate::contract::gradients::Keep;
+use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::{Error, Result};
@@ -190,6 +191,15 @@ pub trait Group: Any + Send {
     /// Returns the tables that have refused keys since the last call and whose check mode is to warn: name and number of refused
     /// keys.
     fn take_refused(&mut self) -> Vec<(String, u64)>;
+
+    /// Starts to measure the parts of steps, or stops. Steps are slower while they are measured.
+    fn measure(&mut self, is_on: bool);
+
+    /// Returns the times of the parts since `measure` or the last call, zeros if nothing is measured. Waits for a device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed.
+    fn take_profile(&mut self) -> Result<Profile>;
 
     /// Waits for a device. Returns the error that it found after its calls had returned, if there was one.
     fn take_failure(&mut self) -> Option<Error> {

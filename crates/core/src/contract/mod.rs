@@ -4,6 +4,8 @@ pub mod batch;
 pub mod binding;
 pub mod gradients;
 pub mod group;
+pub mod profile;
+pub mod record;
 pub mod table;
 pub mod tensor;
 pub mod ticket;

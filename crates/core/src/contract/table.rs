@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::contract::record::RecordLayout;
 use crate::error::{Error, Result};
-use crate::formula::StateSpec;
 use crate::formula::update::{Update, UpdateScalars};
 use crate::initializer::Initializer;
 use crate::key::Key;
@@ -189,12 +189,12 @@ pub struct TableStats {
     pub bytes: u64,
 }
 
-/// Complete records: `values` has for each key its row and then its states, in the order of [`Table::state_specs`].
+/// Complete records, in the layout of [`Table::layout`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Records {
     /// The keys.
     pub keys: Vec<Key>,
-    /// `(keys.len(), record_width)`, row-major.
+    /// `(keys.len(), width)`, row-major.
     pub values: Vec<f32>,
 }
 
@@ -228,14 +228,9 @@ pub trait Table: Send {
     /// Returns the update whose states the records have. `None` before an optimizer is bound or states are loaded.
     fn update_rule(&self) -> Option<&Update>;
 
-    /// Returns the states of a record, in the order in which they follow the row. Empty without an update rule.
-    fn state_specs(&self) -> Vec<StateSpec> {
-        self.update_rule().map(|u| u.rule.states(self.config().dim)).unwrap_or_default()
-    }
-
-    /// Returns the number of floats in a record: row and states.
-    fn record_width(&self) -> usize {
-        self.config().dim + self.state_specs().iter().map(|s| s.width).sum::<usize>()
+    /// Returns the layout of the records.
+    fn layout(&self) -> RecordLayout {
+        RecordLayout::new(self.config().dim, self.update_rule())
     }
 
     /// Copies the rows of `keys`. Never inserts: a key without a row gets what `missing` says, and `found` is false.
@@ -305,18 +300,18 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
-    /// Inserts complete records of `record_width()` floats. A record with the same key is overwritten.
+    /// Inserts complete records. A record with the same key is overwritten.
     ///
     /// # Errors
     /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
     /// [`Error::Device`]. Nothing has changed then.
     fn restore(&mut self, records: &Records) -> Result<()>;
 
-    /// Makes an empty table of the same configuration with the states of `update`, for `replace_with`.
+    /// Makes an empty table of the same configuration, with the states of `update` and room for `num_rows` rows, for `replace_with`.
     ///
     /// # Errors
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
-    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>>;
+    fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>>;
 
     /// Takes over all records, the seed and the update rule of `other`, which `fresh` made. Gradients that were not applied yet are
     /// dropped.

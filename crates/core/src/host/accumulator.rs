@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::error::Result;
-use crate::host::merge::{MergedGradients, StoredGradients};
+use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
 use crate::host::push::{Push, PushedGradients};
 use crate::memory;
 use crate::store::arena::{NO_RECORD, RecordNumber};
@@ -37,10 +37,11 @@ impl Accumulator {
     }
 
     /// The sums, if the table still has this generation.
-    pub fn stored(&self, generation: u64) -> Option<StoredGradients<'_>> {
+    pub fn stored(&self, generation: u64) -> Option<RecordGradients<'_, StoredGradients<'_>>> {
         let (records, sums) = (&self.records[..], &self.sums[..]);
         let is_any = self.generation == generation && !self.is_empty();
-        is_any.then_some(StoredGradients { records, sums, weight: 1.0 })
+        let gradients = StoredGradients { num_keys: records.len(), sums, weight: 1.0 };
+        is_any.then_some(RecordGradients { records, gradients })
     }
 
     /// Makes room for the gradients that pushes have for table `number`.
@@ -76,18 +77,19 @@ impl Accumulator {
                 }
                 PushedGradients::Merged(tables) => {
                     for ((_, records), sums) in table.runs().zip(&tables[at]) {
-                        self.add(&StoredGradients { records, sums, weight }, table.dim);
+                        let gradients = StoredGradients { num_keys: records.len(), sums, weight };
+                        self.add(&RecordGradients { records, gradients }, table.dim);
                     }
                 }
             }
         }
     }
 
-    fn add(&mut self, gradients: &impl MergedGradients, dim: usize) {
+    fn add(&mut self, added: &RecordGradients<impl MergedGradients>, dim: usize) {
         let mut merged = vec![0.0; dim];
-        let records = gradients.records().iter().enumerate();
+        let records = added.records.iter().enumerate();
         for (key, &record) in records.filter(|(_, record)| **record != NO_RECORD) {
-            gradients.merge::<0>(key, &mut merged);
+            added.gradients.merge::<0>(key, &mut merged);
             let next = self.records.len() as u32;
             let place = *self.places.entry(record).or_insert(next);
             if place == next {

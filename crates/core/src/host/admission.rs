@@ -70,7 +70,7 @@ pub fn admit(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcomes> {
     let room = table.config.capacity().saturating_sub(table.index.len() as u64) as usize;
     let admitted = new_keys.len().min(room);
     for &key in &new_keys[..admitted] {
-        table.insert_absent(key)?;
+        table.insert_absent(key, true)?;
     }
     Ok(Outcomes {
         inserted: admitted as u64,

@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::contract::batch::Keys;
+use crate::contract::record::RecordLayout;
 use crate::error::Result;
-use crate::formula::StateSpec;
 use crate::initializer::Initializer;
 use crate::key::{Key, hash};
 use crate::memory;
@@ -29,8 +29,7 @@ pub const NO_MARK: u32 = u32::MAX;
 pub struct FirstRecord {
     pub seed: u64,
     pub initializer: Initializer,
-    pub dim: usize,
-    pub states: Vec<StateSpec>,
+    pub layout: RecordLayout,
 }
 
 impl FirstRecord {
@@ -40,19 +39,8 @@ impl FirstRecord {
 
     /// `is_zero`: whether the memory of the record is zero.
     pub fn fill(&self, key: Key, record: &mut [f32], is_zero: bool) {
-        let (row, states) = record.split_at_mut(self.dim);
-        self.fill_row(key, row);
-        self.fill_states(states, is_zero);
-    }
-
-    pub fn fill_states(&self, mut rest: &mut [f32], is_zero: bool) {
-        for state in &self.states {
-            let (values, others) = rest.split_at_mut(state.width);
-            if state.initial != 0.0 || !is_zero {
-                values.fill(state.initial);
-            }
-            rest = others;
-        }
+        self.fill_row(key, &mut record[..self.layout.dim()]);
+        self.layout.fill_states(record, is_zero);
     }
 }
 
@@ -71,6 +59,18 @@ pub struct Whole<'a> {
     pub journal: &'a mut Journal,
 }
 
+impl Whole<'_> {
+    /// Allocates a record and notes it in the journal. Returns whether its memory is zero, too.
+    #[inline(always)]
+    pub fn allocate(&mut self, key: Key) -> Result<(RecordNumber, bool)> {
+        let unused = self.arena.next_unused();
+        self.journal.reserve()?;
+        let number = self.arena.allocate()?;
+        self.journal.push(key, number);
+        Ok((number, number == unused))
+    }
+}
+
 impl Source for Whole<'_> {
     #[inline(always)]
     fn addresses(&self) -> Addresses {
@@ -79,11 +79,8 @@ impl Source for Whole<'_> {
 
     #[inline(never)]
     fn add(&mut self, key: Key) -> Result<RecordNumber> {
-        let unused = self.arena.next_unused();
-        self.journal.reserve()?;
-        let number = self.arena.allocate()?;
-        self.journal.push(key, number);
-        self.first.fill(key, self.arena.record_mut(number), number == unused);
+        let (number, is_zero) = self.allocate(key)?;
+        self.first.fill(key, self.arena.record_mut(number), is_zero);
         Ok(number)
     }
 }

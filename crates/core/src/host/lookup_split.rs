@@ -532,7 +532,7 @@ fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTas
     };
     let chunk = Feature { keys, bags: alike, ..*feature };
     let pooling = PlainPooling::<D>::new(&chunk, task.rows, missing, call.mode.stream);
-    dispatch(PoolRange { pooling, arena: &table.arena, records: task.records });
+    dispatch(PoolRange { pooling, rows: &table.arena, records: task.records });
     streaming_fence();
     task.coefficients.fill(plain_coefficient(feature));
 }

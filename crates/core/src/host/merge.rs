@@ -14,19 +14,22 @@ const AHEAD: usize = 64;
 
 /// A merged gradient for each distinct key.
 pub trait MergedGradients: Sync {
-    /// Of each key; [`NO_RECORD`](crate::store::arena::NO_RECORD) for one that the table refused.
-    fn records(&self) -> &[RecordNumber];
     /// Ranges of keys of about equal work.
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>>;
     /// Writes the gradient of `key` to `sum`, which has dim elements. `D`: the dim, or 0 if it is not constant.
     fn merge<const D: usize>(&self, key: usize, sum: &mut [f32]);
 }
 
+/// The gradients of keys that the table has records for.
+pub struct RecordGradients<'a, G> {
+    /// Of each key; [`NO_RECORD`](crate::store::arena::NO_RECORD) for one that the table refused.
+    pub records: &'a [RecordNumber],
+    pub gradients: G,
+}
+
 /// The gradients of a table's features in the framework's memory, which are merged when they are read.
 pub struct HeldGradients<'a> {
     pub runs: &'a KeyRuns,
-    /// Of the runs' keys.
-    pub records: &'a [RecordNumber],
     pub code: RowCode,
     /// `(bags, dim)` of each feature.
     pub rows: Vec<&'a [f32]>,
@@ -92,10 +95,6 @@ impl HeldGradients<'_> {
 }
 
 impl MergedGradients for HeldGradients<'_> {
-    fn records(&self) -> &[RecordNumber] {
-        self.records
-    }
-
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>> {
         let (ends, num_ids) = (self.runs.ends(), self.runs.num_ids());
         // The record of a key costs about as much as the gradient rows of two ids.
@@ -133,19 +132,15 @@ impl MergedGradients for HeldGradients<'_> {
 
 /// Gradients that are merged already.
 pub struct StoredGradients<'a> {
-    pub records: &'a [RecordNumber],
+    pub num_keys: usize,
     /// `(keys, dim)`
     pub sums: &'a [f32],
     pub weight: f32,
 }
 
 impl MergedGradients for StoredGradients<'_> {
-    fn records(&self) -> &[RecordNumber] {
-        self.records
-    }
-
     fn pieces(&self, num_pieces: usize) -> Vec<Range<usize>> {
-        let num_keys = self.records.len();
+        let num_keys = self.num_keys;
         (0..num_pieces)
             .map(|p| num_keys * p / num_pieces..num_keys * (p + 1) / num_pieces)
             .filter(|keys| !keys.is_empty())

@@ -11,7 +11,8 @@ use crate::contract::table::Missing;
 use crate::host::find::{Consumer, FirstRecord, Whole};
 use crate::key::Key;
 use crate::simd::{Kernel, copy_streaming, prefetch_slice, stream_row};
-use crate::store::arena::{Arena, NO_RECORD, RecordNumber, Rows};
+use crate::store::arena::{NO_RECORD, RecordNumber};
+use crate::store::rows::{Rows, RowsWithDim};
 
 /// How many rows are prefetched ahead, where the search has not done so.
 const AHEAD: usize = 24;
@@ -29,14 +30,14 @@ pub struct MissingRow<'a> {
 
 impl<'a> MissingRow<'a> {
     pub fn new(missing: Missing, first: &'a FirstRecord) -> Self {
-        MissingRow { missing, first, row: vec![0.0; first.dim] }
+        MissingRow { missing, first, row: vec![0.0; first.layout.dim()] }
     }
 
     /// The row of a record, or of a key without one.
     #[inline(always)]
     fn or<'r, const D: usize, const MAY_MISS: bool>(
         &'r mut self,
-        rows: Rows<'r, D>,
+        rows: RowsWithDim<'r, D>,
         record: RecordNumber,
         keys: Keys,
         position: usize,
@@ -79,7 +80,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
             Bags::Fixed { hotness, .. } => (hotness, feature.combiner.scale(hotness as f32, hotness as f32)),
             _ => (1, 1.0),
         };
-        let sum = vec![0.0; missing.first.dim];
+        let sum = vec![0.0; missing.first.layout.dim()];
         let (next_bag, num_bags, keys) = (0, feature.num_bags(), feature.keys);
         PlainPooling { keys, hotness, scale, next_bag, num_bags, output, missing, stream, sum }
     }
@@ -88,7 +89,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     #[inline(always)]
     pub fn pool_up_to<const PREFETCH: bool>(
         &mut self,
-        arena: &Arena,
+        rows: &impl Rows,
         records: &[RecordNumber],
         settled: usize,
         may_miss: bool,
@@ -104,7 +105,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         self.output = later;
         self.next_bag = end;
         if D > 0 {
-            let (rows, now) = (arena.rows::<D>(), now.as_chunks_mut().0);
+            let (rows, now) = (rows.with_dim::<D>(), now.as_chunks_mut().0);
             if may_miss {
                 self.pool_constant::<PREFETCH, true>(rows, records, bags, now);
             } else {
@@ -116,10 +117,10 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
             let start = bag * self.hotness;
             if PREFETCH {
                 for record in records[start..].iter().skip(AHEAD).take(self.hotness) {
-                    prefetch_slice(&arena.record(*record)[..dim]);
+                    prefetch_slice(&rows.row(*record)[..dim]);
                 }
             }
-            self.pool_any(arena, &records[start..start + self.hotness], start, row);
+            self.pool_any(rows, &records[start..start + self.hotness], start, row);
         }
     }
 
@@ -127,7 +128,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     #[inline(always)]
     fn pool_constant<const PREFETCH: bool, const MAY_MISS: bool>(
         &mut self,
-        rows: Rows<'_, D>,
+        rows: RowsWithDim<'_, D>,
         records: &[RecordNumber],
         bags: Range<usize>,
         output: &mut [[f32; D]],
@@ -172,19 +173,19 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     }
 
     #[inline(always)]
-    fn row<'s>(&'s mut self, arena: &'s Arena, record: RecordNumber, position: usize) -> &'s [f32] {
+    fn row<'s>(&'s mut self, rows: &'s impl Rows, record: RecordNumber, position: usize) -> &'s [f32] {
         if record == NO_RECORD {
             return self.missing.get(self.keys.get(position));
         }
-        arena.record(record)
+        rows.row(record)
     }
 
     #[inline(always)]
-    fn pool_any(&mut self, arena: &Arena, bag: &[RecordNumber], start: usize, output: &mut [f32]) {
+    fn pool_any(&mut self, rows: &impl Rows, bag: &[RecordNumber], start: usize, output: &mut [f32]) {
         let mut sum = std::mem::take(&mut self.sum);
         sum.fill(0.0);
         for (i, &record) in bag.iter().enumerate() {
-            let row = self.row(arena, record, start + i);
+            let row = self.row(rows, record, start + i);
             if i == 0 {
                 let dim = sum.len();
                 sum.copy_from_slice(&row[..dim]);
@@ -229,13 +230,13 @@ impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
 pub fn pool_bags(
     feature: &Feature,
     bags: Range<usize>,
-    arena: &Arena,
+    rows: &impl Rows,
     records: &[RecordNumber],
     missing: &mut MissingRow,
     output: &mut [f32],
     coefficients: &mut [f32],
 ) {
-    let dim = missing.first.dim;
+    let dim = missing.first.layout.dim();
     let base = if bags.is_empty() { 0 } else { feature.bag(bags.start).start };
     for (bag, sum) in bags.zip(output.chunks_exact_mut(dim)) {
         let mut is_first = true;
@@ -252,9 +253,9 @@ pub fn pool_bags(
             weights += weight;
             squares += weight * weight;
             let row = match record {
-                OUTSIDE => arena.record(NO_RECORD),
+                OUTSIDE => rows.row(NO_RECORD),
                 NO_RECORD => missing.get(feature.keys.get(position)),
-                record => arena.record(record),
+                record => rows.row(record),
             };
             let terms = sum.iter_mut().zip(row);
             if std::mem::take(&mut is_first) {
@@ -282,17 +283,80 @@ pub fn pool_bags(
 }
 
 /// Pools plain bags whose records are known.
-pub struct PoolRange<'a, 'b, const D: usize> {
+pub struct PoolRange<'a, 'b, const D: usize, R> {
     pub pooling: PlainPooling<'a, D>,
-    pub arena: &'b Arena,
+    pub rows: &'b R,
     pub records: &'b [RecordNumber],
 }
 
-impl<const D: usize> Kernel for PoolRange<'_, '_, D> {
+impl<const D: usize, R: Rows> Kernel for PoolRange<'_, '_, D, R> {
     type Output = ();
     #[inline(always)]
     fn run(mut self) {
         let may_miss = self.records.contains(&NO_RECORD);
-        self.pooling.pool_up_to::<true>(self.arena, self.records, self.records.len(), may_miss);
+        self.pooling.pool_up_to::<true>(self.rows, self.records, self.records.len(), may_miss);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contract::batch::Combiner;
+    use crate::contract::record::RecordLayout;
+    use crate::initializer::Initializer;
+    use crate::store::arena::Arena;
+
+    const DIM: usize = 16;
+
+    /// Rows one after the other, as ranks will send them.
+    struct Buffer(Vec<f32>);
+
+    impl Rows for Buffer {
+        fn row(&self, number: RecordNumber) -> &[f32] {
+            &self.0[number as usize * DIM..][..DIM]
+        }
+
+        fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, D> {
+            RowsWithDim::new(&self.0, DIM)
+        }
+    }
+
+    fn pooled<R: Rows>(rows: &R, records: &[RecordNumber]) -> [Vec<f32>; 3] {
+        let keys: Vec<u64> = records.iter().map(|&record| u64::from(record)).collect();
+        let feature = Feature {
+            name: "f",
+            table: 0,
+            keys: Keys::U64(&keys),
+            bags: Bags::Fixed { num_bags: records.len() / 2, hotness: 2 },
+            combiner: Combiner::Mean,
+            weights: None,
+            padding_key: None,
+        };
+        let initializer = Initializer::Constant { value: 1.0 };
+        let first = FirstRecord { seed: 0, initializer, layout: RecordLayout::new(DIM, None) };
+        let missing = || MissingRow::new(Missing::Initial, &first);
+        let [mut constant, mut any, mut bags] = [(); 3].map(|()| vec![9.0; records.len() / 2 * DIM]);
+        let pooling = PlainPooling::<DIM>::new(&feature, &mut constant, missing(), false);
+        PoolRange { pooling, rows, records }.run();
+        let pooling = PlainPooling::<0>::new(&feature, &mut any, missing(), false);
+        PoolRange { pooling, rows, records }.run();
+        pool_bags(&feature, 0..records.len() / 2, rows, records, &mut missing(), &mut bags, &mut []);
+        [constant, any, bags]
+    }
+
+    #[test]
+    fn rows_of_a_buffer_are_pooled_as_those_of_an_arena() {
+        let mut arena = Arena::new(3 * DIM).unwrap();
+        let mut buffer = vec![0.0; DIM];
+        for number in 1..=5u8 {
+            let record = arena.allocate().unwrap();
+            arena.record_mut(record).fill(f32::from(number));
+            buffer.extend([f32::from(number); DIM]);
+        }
+        let records = [1, 2, 5, NO_RECORD, 3, 3, 4, 1];
+        let expected: Vec<f32> = [1.5, 3.0, 3.0, 2.5].iter().flat_map(|mean| [*mean; DIM]).collect();
+        let (of_arena, of_buffer) = (pooled(&arena, &records), pooled(&Buffer(buffer), &records));
+        assert_eq!(of_arena, of_buffer);
+        assert_eq!(of_arena, [&expected, &expected, &expected].map(Clone::clone));
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use crate::contract::gradients::{GradientRows, Keep};
 use crate::error::Result;
 use crate::host::lookup::Looked;
-use crate::host::merge::{HeldGradients, MergedGradients, is_finite, merge};
+use crate::host::merge::{HeldGradients, MergedGradients, RecordGradients, is_finite, merge};
 use crate::host::runs::KeyRuns;
 use crate::host::table::HostTable;
 use crate::pool::{Pool, num_pieces, run_if_large};
@@ -75,13 +75,21 @@ impl SavedTable {
         self.looked.runs.iter().map(|runs| (runs, runs.records())).chain(absent)
     }
 
-    /// The gradients of its features, not merged yet.
-    pub fn hold<'a>(&'a self, rows: &'a [GradientRows], weight: f32) -> Vec<HeldGradients<'a>> {
+    fn held_gradients<'a>(&'a self, rows: &'a [GradientRows], weight: f32) -> Vec<HeldGradients<'a>> {
         let (code, dim) = (self.looked.code, self.dim);
-        let of_features: Vec<&[f32]> = self.looked.features.iter().map(|&f| rows[f].get()).collect();
-        let hold =
-            |(runs, records)| HeldGradients { runs, records, code, rows: of_features.clone(), dim, weight };
-        self.runs().map(hold).collect()
+        let rows: Vec<&[f32]> = self.looked.features.iter().map(|&f| rows[f].get()).collect();
+        self.runs().map(|(runs, _)| HeldGradients { runs, code, rows: rows.clone(), dim, weight }).collect()
+    }
+
+    /// The gradients of its features, not merged yet.
+    pub fn hold<'a>(
+        &'a self,
+        rows: &'a [GradientRows],
+        weight: f32,
+    ) -> Vec<RecordGradients<'a, HeldGradients<'a>>> {
+        let records = self.runs().map(|(_, records)| records);
+        let held = self.held_gradients(rows, weight).into_iter();
+        records.zip(held).map(|(records, gradients)| RecordGradients { records, gradients }).collect()
     }
 }
 
@@ -155,7 +163,8 @@ pub fn merge_push(
         };
         merged.push(table.runs().map(|(runs, _)| room(runs)).collect::<Result<Vec<_>>>()?);
     }
-    let held: Vec<Vec<HeldGradients>> = lookup.tables.iter().map(|table| table.hold(rows, 1.0)).collect();
+    let held = lookup.tables.iter().map(|table| table.held_gradients(rows, 1.0));
+    let held: Vec<Vec<HeldGradients>> = held.collect();
     let num_ids: usize = held.iter().flatten().map(|h| h.runs.num_ids()).sum();
     let mut tasks = Vec::new();
     for (held, sums) in held.iter().flatten().zip(merged.iter_mut().flatten()) {

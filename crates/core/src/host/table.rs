@@ -1,5 +1,6 @@
 //! The table in the memory of the host. It is the default, and the reference for tables on other devices.
 
+use crate::contract::record::RecordLayout;
 use crate::contract::table::{CheckMode, Outcomes, TableConfig, TableStats};
 use crate::error::Result;
 use crate::formula::update::Update;
@@ -32,15 +33,24 @@ impl HostTable {
     /// # Errors
     /// [`Error::Argument`] for an invalid configuration, [`Error::Memory`] if there is no memory for `initial_capacity`.
     pub fn new(config: TableConfig) -> Result<HostTable> {
+        let room = config.initial_capacity as usize;
+        HostTable::with_room(config, room)
+    }
+
+    /// Makes a table with room for `num_rows` rows.
+    ///
+    /// # Errors
+    /// The same as `new`.
+    pub(crate) fn with_room(config: TableConfig, num_rows: usize) -> Result<HostTable> {
         config.validate()?;
+        let room = num_rows.max(config.initial_capacity as usize);
         let first = FirstRecord {
             seed: config.seed,
             initializer: config.initializer,
-            dim: config.dim,
-            states: Vec::new(),
+            layout: RecordLayout::new(config.dim, None),
         };
         let mut table = HostTable {
-            index: Index::new(config.initial_capacity as usize)?,
+            index: Index::new(room)?,
             arena: Arena::new(config.dim)?,
             config,
             first,
@@ -52,14 +62,15 @@ impl HostTable {
             journal: Journal::default(),
             refused_to_warn: 0,
         };
-        table.arena.reserve(table.config.initial_capacity as usize)?;
+        table.arena.reserve(room)?;
         Ok(table)
     }
 
-    /// Inserts a key that has no record.
-    pub(crate) fn insert_absent(&mut self, key: Key) -> Result<RecordNumber> {
+    /// Inserts a key that has no record. `fills`: whether the record gets its first values.
+    pub(crate) fn insert_absent(&mut self, key: Key, fills: bool) -> Result<RecordNumber> {
         let (arena, first, journal) = (&mut self.arena, &self.first, &mut self.journal);
-        let record = Whole { arena, first, journal }.add(key)?;
+        let mut whole = Whole { arena, first, journal };
+        let record = if fills { whole.add(key)? } else { whole.allocate(key)?.0 };
         self.index.insert(hash(key), key, record)?;
         Ok(record)
     }

@@ -3,14 +3,14 @@
 use std::any::Any;
 
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
+use crate::contract::record::RecordLayout;
 use crate::contract::table::{Cursor, Insertion, Outcomes, Records, Table, TableConfig, TableStats};
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
 use crate::host::admission::{admit, check_capacity, distinct, new_keys};
 use crate::host::features::{FeatureOutput, Mode};
-use crate::host::find::FirstRecord;
 use crate::host::lookup::lookup_whole;
-use crate::host::merge::{HeldGradients, MergedGradients};
+use crate::host::merge::{HeldGradients, RecordGradients};
 use crate::host::pooling::MissingRow;
 use crate::host::runs::{KeyRuns, RowCode};
 use crate::host::table::HostTable;
@@ -87,6 +87,24 @@ impl HostTable {
         }
         outcomes.hit = num_hits;
         Ok((records, outcomes))
+    }
+
+    /// Returns the record of each key. Inserts keys without one. The caller must fill all records.
+    fn locate_unfilled(&mut self, keys: &[Key]) -> Result<Vec<RecordNumber>> {
+        let mut records = memory::with_capacity(keys.len(), "the records of a call")?;
+        for (i, &key) in keys.iter().enumerate() {
+            if let Some(&later) = keys.get(i + AHEAD) {
+                self.index.prefetch(hash(later));
+            }
+            let found = self.index.find(hash(key), key);
+            records.push(if found == NO_RECORD { self.insert_absent(key, false)? } else { found });
+        }
+        Ok(records)
+    }
+
+    /// Whether the table has room for as many new keys.
+    fn fits(&self, num_keys: usize) -> bool {
+        self.index.len() as u64 + num_keys as u64 <= self.config.capacity()
     }
 }
 
@@ -177,15 +195,15 @@ impl Table for HostTable {
         let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
         let dim = self.config.dim;
         for runs in &looked.runs {
-            let gradients = HeldGradients {
+            let held = HeldGradients {
                 runs,
-                records: runs.records(),
                 code: RowCode::new(1, keys.len()).unwrap_or_default(),
                 rows: vec![gradients],
                 dim,
                 weight: 1.0,
             };
-            let keys = 0..gradients.records().len();
+            let gradients = RecordGradients { records: runs.records(), gradients: held };
+            let keys = 0..gradients.records.len();
             let task = UpdateTask {
                 arena: self.arena.share(),
                 dim,
@@ -248,18 +266,14 @@ impl Table for HostTable {
             update.validate()?;
         }
         let dim = self.config.dim;
-        let states = update.map(|u| u.rule.states(dim)).unwrap_or_default();
-        if keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim) {
-            self.first.states = states;
-        } else {
-            let first = FirstRecord { states: states.clone(), ..self.first.clone() };
-            let width = dim + states.iter().map(|s| s.width).sum::<usize>();
-            self.arena = self.arena.with_width(width, |old, new| {
+        let layout = RecordLayout::new(dim, update.as_ref());
+        if !(keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim)) {
+            self.arena = self.arena.with_width(layout.width(), |old, new| {
                 new[..dim].copy_from_slice(&old[..dim]);
-                first.fill_states(&mut new[dim..], true);
+                layout.fill_states(new, true);
             })?;
-            self.first = first;
         }
+        self.first.layout = layout;
         self.update = update;
         Ok(())
     }
@@ -290,10 +304,14 @@ impl Table for HostTable {
                 records.values.len()
             )));
         }
-        let (located, outcomes) = self.locate(&records.keys, true)?;
-        if outcomes.refused > 0 {
+        let located = if self.fits(num_keys) {
+            self.check_keys(&records.keys)?;
+            self.whole_or_nothing(|table| table.locate_unfilled(&records.keys))?
+        } else {
+            let (located, outcomes) = self.locate(&records.keys, true)?;
             self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() }, 0);
-        }
+            located
+        };
         for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
             if record != NO_RECORD {
                 self.arena.record_mut(record).copy_from_slice(values);
@@ -302,8 +320,8 @@ impl Table for HostTable {
         Ok(())
     }
 
-    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
-        let mut table = HostTable::new(self.config.clone())?;
+    fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
+        let mut table = HostTable::with_room(self.config.clone(), num_rows)?;
         table.set_update_rule(update, false)?;
         Ok(Box::new(table))
     }

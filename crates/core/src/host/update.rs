@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::formula::update::{Conditioning, Update, UpdateScalars};
 use crate::formula::{MAX_STATES, Step, StepVisitor};
-use crate::host::merge::MergedGradients;
+use crate::host::merge::{MergedGradients, RecordGradients};
 use crate::math::sum_of_squares;
 use crate::simd::{Kernel, dispatch, prefetch};
 use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
@@ -16,7 +16,7 @@ const AHEAD: usize = 24;
 pub struct UpdateTask<'a, G> {
     pub arena: SharedArena<'a>,
     pub dim: usize,
-    pub gradients: &'a G,
+    pub gradients: &'a RecordGradients<'a, G>,
     pub keys: Range<usize>,
     pub update: &'a Update,
     pub scalars: UpdateScalars,
@@ -51,7 +51,7 @@ impl<G: MergedGradients> StepVisitor for UpdateTask<'_, G> {
 impl<G: MergedGradients> UpdateTask<'_, G> {
     #[inline(always)]
     fn prefetch(&self, key: usize) {
-        let records = self.gradients.records();
+        let records = self.gradients.records;
         let Some(&record) = records.get(key) else { return };
         let (start, bytes) = (self.arena.addresses().get(record).cast::<u8>(), self.arena.width() * 4);
         let mut offset = 0;
@@ -86,10 +86,10 @@ impl<const D: usize, S: Step, G: MergedGradients> Kernel for RecordUpdate<'_, D,
         let (mut constant, mut any) = ([0f32; D], vec![0f32; if D > 0 { 0 } else { dim }]);
         for key in self.task.keys.clone() {
             self.task.prefetch(key + AHEAD);
-            let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records()[key]);
+            let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records[key]);
             let Some(record) = record else { continue };
             let gradient: &mut [f32] = if D > 0 { &mut constant } else { &mut any };
-            self.task.gradients.merge::<D>(key, gradient);
+            self.task.gradients.gradients.merge::<D>(key, gradient);
             self.update(record, gradient, dim);
         }
     }

@@ -6,10 +6,9 @@ use std::marker::PhantomData;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::store::region::Region;
+use crate::store::rows::{Rows, RowsWithDim};
 
-/// Number of a record. 0 means "no record"; its memory is a row of zeros.
-pub type RecordNumber = u32;
-pub const NO_RECORD: RecordNumber = 0;
+pub use crate::store::rows::{NO_RECORD, RecordNumber};
 
 /// All records of a table. A record has `width` floats: the row, then the states.
 pub struct Arena {
@@ -85,14 +84,6 @@ impl Arena {
         &self.data[start..start + self.width]
     }
 
-    /// The rows of all records, for loops that read many of them.
-    #[inline(always)]
-    pub fn rows<const D: usize>(&self) -> Rows<'_, D> {
-        assert!(self.width >= D);
-        let num_records = self.data.len() / self.width;
-        Rows { base: self.data.as_ptr(), width: self.width, num_records, arena: PhantomData }
-    }
-
     #[inline(always)]
     pub fn record_mut(&mut self, number: RecordNumber) -> &mut [f32] {
         &mut self.data[number as usize * self.width..][..self.width]
@@ -157,22 +148,15 @@ impl Addresses {
     }
 }
 
-/// The first `D` floats of each record. Range checks are done once, not for each row.
-#[derive(Clone, Copy)]
-pub struct Rows<'a, const D: usize> {
-    base: *const f32,
-    width: usize,
-    num_records: usize,
-    arena: PhantomData<&'a Arena>,
-}
-
-impl<'a, const D: usize> Rows<'a, D> {
+impl Rows for Arena {
     #[inline(always)]
-    pub fn get(self, number: RecordNumber) -> &'a [f32; D] {
-        assert!((number as usize) < self.num_records);
-        // SAFETY: - the record is inside the arena, just checked, and at least `D` wide, checked when this was made.
-        //         - the arena is borrowed for 'a: nobody writes to it.
-        unsafe { &*self.base.wrapping_add(number as usize * self.width).cast() }
+    fn row(&self, number: RecordNumber) -> &[f32] {
+        self.record(number)
+    }
+
+    #[inline(always)]
+    fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, D> {
+        RowsWithDim::new(&self.data, self.width)
     }
 }
 

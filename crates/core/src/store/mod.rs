@@ -4,3 +4,4 @@ pub mod arena;
 pub mod index;
 pub mod journal;
 pub mod region;
+pub mod rows;

@@ -40,7 +40,7 @@ impl MapTable {
 
     /// Records whose every float tells of its key, place and `salt`.
     pub fn filled(mut self, keys: impl IntoIterator<Item = Key>, salt: f32) -> MapTable {
-        let width = self.record_width();
+        let width = self.layout().width();
         for key in keys {
             let value = |i: usize| salt + (key % 1009) as f32 + i as f32 / 64.0;
             self.records.insert(key, (0..width).map(value).collect());
@@ -67,7 +67,7 @@ impl MapTable {
     }
 
     pub fn note_chunk(&self, keys: usize) {
-        let bytes = keys * (8 + 4 * self.record_width());
+        let bytes = keys * (8 + 4 * self.layout().width());
         self.largest_chunk.set(self.largest_chunk.get().max(bytes));
     }
 }
@@ -121,7 +121,7 @@ impl Table for MapTable {
 
     fn restore(&mut self, records: &Records) -> Result<()> {
         self.note_chunk(records.keys.len());
-        let width = self.record_width();
+        let width = self.layout().width();
         assert_eq!(records.values.len(), records.keys.len() * width);
         for (key, record) in records.keys.iter().zip(records.values.chunks(width)) {
             assert!(self.config.is_in_vocabulary(*key), "{key} is outside the vocabulary");
@@ -131,7 +131,7 @@ impl Table for MapTable {
         Ok(())
     }
 
-    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
+    fn fresh(&self, update: Option<Update>, _: usize) -> Result<Box<dyn Table>> {
         Ok(Box::new(MapTable { update, ..self.empty_twin() }))
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::{GradientRows, Keep};
 use sok_core::contract::group::Group;
+use sok_core::contract::profile::Profile;
 use sok_core::contract::table::{Insertion, Table, TableConfig};
 use sok_core::contract::ticket::{Named, TICKET_LEN};
 use sok_core::error::Result;
@@ -54,6 +55,9 @@ pub trait Subject {
     fn table_mut(&mut self, number: usize) -> &mut dyn Table;
     fn pending_pushes(&mut self) -> usize;
     fn take_refused(&mut self) -> Vec<(String, u64)>;
+
+    fn measure(&mut self, is_on: bool);
+    fn take_profile(&mut self) -> Profile;
 
     /// Gradients that were held, once nothing is pending.
     fn take_held(&mut self) -> Vec<Kept>;
@@ -183,6 +187,14 @@ impl Subject for HostSubject {
 
     fn pending_pushes(&mut self) -> usize {
         self.group.pending_pushes(true).unwrap()
+    }
+
+    fn measure(&mut self, is_on: bool) {
+        self.group.measure(is_on);
+    }
+
+    fn take_profile(&mut self) -> Profile {
+        self.group.take_profile().unwrap()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

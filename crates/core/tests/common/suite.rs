@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
+use sok_core::contract::profile::{Part, PartTime};
 use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig};
 use sok_core::error::Error;
 use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
@@ -491,6 +493,33 @@ pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
 // ---- norms
 
 /// Commits two pushes and compares the norm, then the rows clipped by it, with the model's.
+pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
+    let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
+    for (update, expected) in [
+        (plain_update(SGD), vec![Part::Find, Part::Update]),
+        (clipped, vec![Part::Find, Part::Merge, Part::Norm, Part::Update]),
+    ] {
+        for mut subject in (maker.make)(&[plain_config("a", 8)]) {
+            subject.bind(Binding { owner: 1, update, needs_norm: false }).unwrap();
+            for (number, is_measured) in [(1, false), (2, true), (3, true), (4, false)] {
+                subject.measure(is_measured);
+                let inputs = [Input::plain(0, &[1, 2, 1, number])];
+                let (lookup, rows) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
+                subject.push(number, lookup, &Arc::new(rows), true, &[]).unwrap();
+                subject.commit(&[(number, 1.0)], true).unwrap();
+                subject.apply(SCALARS, true).unwrap();
+                let profile = subject.take_profile();
+                for part in Part::ALL {
+                    let PartTime { runs, time } = profile.get(part);
+                    let is_expected = is_measured && expected.contains(&part);
+                    assert!(!is_expected || runs == 1 && time > Duration::ZERO, "{part:?}: {profile:?}");
+                    assert!(is_measured || runs == 0, "{part:?}: {profile:?}");
+                }
+            }
+        }
+    }
+}
+
 pub fn the_norm_is_that_of_merged_rows_and_clips_each_table_by_its_own(maker: &Maker) {
     let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
     for hold in [false, true] {

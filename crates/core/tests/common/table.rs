@@ -342,7 +342,7 @@ impl TableOp {
             TableOp::Erase(keys) => answer.erased = table.erase(keys)?,
             TableOp::Clear => table.clear()?,
             TableOp::Restore { keys, seed } => {
-                table.restore(&Self::records(keys, table.record_width(), *seed))?;
+                table.restore(&Self::records(keys, table.layout().width(), *seed))?;
             }
             TableOp::Reload => reload(table)?,
             TableOp::Rule { update, keep_states } => table.set_update_rule(*update, *keep_states)?,
@@ -354,7 +354,7 @@ impl TableOp {
 fn reload(table: &mut dyn Table) -> Result<()> {
     let mut records = Records::default();
     assert_eq!(table.scan(Cursor::default(), usize::MAX, &mut records)?, None);
-    let mut fresh = table.fresh(table.update_rule().copied())?;
+    let mut fresh = table.fresh(table.update_rule().copied(), 0)?;
     fresh.restore(&records)?;
     table.replace_with(fresh)
 }

@@ -102,8 +102,8 @@ pub fn a_fresh_table_takes_the_records_over_with_their_states(make: MakeTable) {
     let mut table = make(plain_config("t", 2));
     number_rows_of_two(&mut *table);
     let update = adam();
-    let mut fresh = table.fresh(Some(update)).unwrap();
-    assert_eq!((fresh.len().unwrap(), fresh.record_width()), (0, 6));
+    let mut fresh = table.fresh(Some(update), 1000).unwrap();
+    assert_eq!((fresh.len().unwrap(), fresh.layout().width()), (0, 6));
     let records = Records { keys: vec![5], values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0] };
     fresh.restore(&records).unwrap();
     table.replace_with(fresh).unwrap();

@@ -7,6 +7,7 @@ use sok_core::contract::group::{
     AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
     check_memory, lookup_number, together, write_lookup_number,
 };
+use sok_core::contract::profile::Profile;
 use sok_core::contract::table::{Insertion, Table};
 use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
 use sok_core::contract::ticket::TICKET_LEN;
@@ -140,6 +141,15 @@ impl Group for GpuGroup {
         let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
         lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
+    }
+
+    fn measure(&mut self, is_on: bool) {
+        self.workspace.profiler.switch(is_on);
+    }
+
+    fn take_profile(&mut self) -> Result<Profile> {
+        self.workspace.device.synchronize()?;
+        self.workspace.profiler.take()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

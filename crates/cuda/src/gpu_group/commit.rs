@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use sok_core::contract::group::Group;
+use sok_core::contract::profile::Part;
 use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
@@ -203,8 +204,10 @@ impl GpuGroup {
             }
             _ => return Ok(()),
         };
+        let started = self.workspace.profiler.start(stream)?;
         self.workspace.sum_squares(saved, sums, prepared, &self.totals, stream)?;
-        self.workspace.finish_norms(&self.totals, &self.norms, total, stream)
+        self.workspace.finish_norms(&self.totals, &self.norms, total, stream)?;
+        self.workspace.profiler.stop(Part::Norm, started, stream)
     }
 
     /// Enqueues merging the push of `Committed::Alone`, if it has not been merged.

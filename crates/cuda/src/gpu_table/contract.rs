@@ -8,7 +8,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 
-use super::record::RecordLayout;
+use super::record::DeviceLayout;
 use super::{GpuTable, WAITING, arena};
 use crate::abi::{self, DISTINCT, DROPPED, TAKEN};
 use crate::index::Index;
@@ -120,7 +120,7 @@ impl Table for GpuTable {
         };
         let is_same_rule = self.update.map(|u| u.rule.name()) == update.map(|u| u.rule.name());
         if keep_states && is_same_rule && names(&self.update) == names(&update) {
-            self.layout = RecordLayout::new(update.as_ref(), self.config.dim);
+            self.layout = DeviceLayout::new(update.as_ref(), self.config.dim);
             self.has_moved = true;
         } else {
             self.lay_out(update.as_ref())?;
@@ -143,19 +143,25 @@ impl Table for GpuTable {
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {
-        self.check_len("values", records.values.len(), records.keys.len(), self.layout.parts.width as usize)?;
+        self.check_len(
+            "values",
+            records.values.len(),
+            records.keys.len(),
+            self.layout.fields.width as usize,
+        )?;
         self.wait()?;
-        let room = self.room(records.keys.len(), self.layout.parts.width as usize)?;
+        let room = self.room(records.keys.len(), self.layout.fields.width as usize)?;
         let (located, outcomes) = self.locate(&room, &records.keys, true)?;
         if outcomes.refused > 0 {
             self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() });
         }
-        self.write(&room, self.layout.parts, &located, &records.values)
+        self.write(&room, self.layout.fields, &located, &records.values)
     }
 
-    fn fresh(&self, update: Option<Update>) -> Result<Box<dyn Table>> {
+    fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
         let mut table = GpuTable::with_load(&self.device, self.config.clone(), self.index.load())?;
         table.set_update_rule(update, false)?;
+        table.reserve(num_rows as u64)?;
         Ok(Box::new(table))
     }
 

@@ -2,10 +2,12 @@
 
 #![allow(unsafe_code)]
 
+use sok_core::contract::profile::Part;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
-use super::{Plan, Saved, SavedFeature, Workspace};
+use super::sort_plan::SortPlan;
+use super::{Saved, SavedFeature, Workspace};
 use crate::abi::*;
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
@@ -155,10 +157,12 @@ impl Workspace {
         let name = format!("merge<{}, {}, {}>", saved.source as u32, saved.again, self.dim_list());
         let merge = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, 0, 0, sums);
+        let started = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
         unsafe {
             launch_next!(merge, stream, self.blocks_in_turns(saved, PER_SINGLE), UPDATE_THREADS, work[0])
-        }
+        }?;
+        self.profiler.stop(Part::Merge, started, stream)
     }
 
     /// Enqueues merging a push's gradients and updating their records. `prepared`: address of the `Prepared` of the step.
@@ -171,8 +175,10 @@ impl Workspace {
         let name = format!("update<{}, {rule}, {}, {}>", saved.source as u32, saved.again, self.dim_list());
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, 0, 0);
+        let started = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe { launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0]) }
+        unsafe { launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0]) }?;
+        self.profiler.stop(Part::Update, started, stream)
     }
 
     /// Enqueues updating records with gradients that `merge` has merged into `sums`. `factors`: address of a factor for each table,
@@ -197,8 +203,12 @@ impl Workspace {
         );
         let kernel = self.device.kernel(&BACKWARD, &name)?;
         let work = saved.work(self, prepared, factors, sums);
+        let started = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe { launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0]) }
+        unsafe {
+            launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0])
+        }?;
+        self.profiler.stop(Part::Update, started, stream)
     }
 
     /// Enqueues writing the fields of `Prepared` that a norm needs, before the scalars of the step are known. `row`: as
@@ -308,7 +318,7 @@ impl Workspace {
     }
 
     /// Returns the sort of merged gradients. A section has the gradients of all tables of a dim.
-    fn plan_of_kinds(&self, ids_by_kind: &[usize], most_records: u64) -> Plan {
+    fn plan_of_kinds(&self, ids_by_kind: &[usize], most_records: u64) -> SortPlan {
         let section = |(kind, ids): (usize, &usize)| Section {
             count: *ids as u32,
             kind: kind as u32,

@@ -100,7 +100,7 @@ fn contents(table: &dyn Table) -> Result<Vec<(u64, Vec<u32>)>> {
     while let Some(at) = cursor {
         cursor = table.scan(at, 1000, &mut records)?;
     }
-    let values = records.values.chunks(table.record_width()).map(bits);
+    let values = records.values.chunks(table.layout().width()).map(bits);
     let mut all: Vec<_> = records.keys.into_iter().zip(values).collect();
     all.sort_unstable();
     Ok(all)
@@ -147,7 +147,7 @@ fn a_driver_that_fails_is_told_by_every_method_of_a_table() {
     fail_each_call("replace_with", filled, |table| {
         let mut records = Records::default();
         table.scan(Cursor::default(), usize::MAX, &mut records)?;
-        let mut fresh = table.fresh(table.update_rule().copied())?;
+        let mut fresh = table.fresh(table.update_rule().copied(), 0)?;
         fresh.restore(&records)?;
         table.replace_with(fresh)?;
         contents(table)

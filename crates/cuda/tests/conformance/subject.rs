@@ -7,6 +7,7 @@ use cudarc::driver::CudaStream;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
+use sok_core::contract::profile::Profile;
 use sok_core::contract::table::{Insertion, Table, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::Result;
@@ -228,6 +229,14 @@ impl Subject for GpuSubject {
 
     fn pending_pushes(&mut self) -> usize {
         self.group.pending_pushes(true).unwrap()
+    }
+
+    fn measure(&mut self, is_on: bool) {
+        self.group.measure(is_on);
+    }
+
+    fn take_profile(&mut self) -> Profile {
+        self.group.take_profile().unwrap()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

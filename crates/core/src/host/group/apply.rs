@@ -3,10 +3,11 @@
 use super::HostGroup;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
+use crate::contract::profile::Part;
 use crate::error::Result;
 use crate::formula::update::{Update, UpdateScalars, clipnorm_factor};
 use crate::host::accumulator::Accumulator;
-use crate::host::merge::MergedGradients;
+use crate::host::merge::{MergedGradients, RecordGradients};
 use crate::host::push::PushedGradients;
 use crate::host::table::HostTable;
 use crate::host::update::UpdateTask;
@@ -33,15 +34,19 @@ impl HostGroup {
             return self.accumulate(pool);
         }
         let is_single = self.committed.len() == 1 && self.accumulators.iter().all(Accumulator::is_empty);
-        if is_single
+        let is_held = is_single
             && matches!(self.committed[0].1.gradients, PushedGradients::Held { .. })
-            && binding.update.clipnorm.is_none()
-        {
+            && binding.update.clipnorm.is_none();
+        if !is_held {
+            self.merge_committed(pool)?;
+        }
+        let start = self.stopwatch.start();
+        if is_held {
             self.apply_held(&binding.update, &scalars.update, pool);
         } else {
-            self.merge_committed(pool)?;
             self.apply_stored(binding, &scalars.update, pool);
         }
+        self.stopwatch.stop(Part::Update, start);
         self.drop_committed();
         self.accumulators.iter_mut().for_each(Accumulator::clear);
         Ok(())
@@ -85,15 +90,15 @@ impl HostGroup {
 /// Updates the records of several tables with their merged gradients.
 #[allow(unsafe_code)]
 fn run_updates<G: MergedGradients>(
-    mut work: Vec<(&mut HostTable, Vec<G>, &Update, &UpdateScalars)>,
+    mut work: Vec<(&mut HostTable, Vec<RecordGradients<G>>, &Update, &UpdateScalars)>,
     pool: &Pool,
 ) {
-    let total: usize = work.iter().flat_map(|(_, gradients, ..)| gradients).map(|g| g.records().len()).sum();
+    let total: usize = work.iter().flat_map(|(_, gradients, ..)| gradients).map(|g| g.records.len()).sum();
     let mut tasks = Vec::new();
     for (table, gradients, update, scalars) in &mut work {
         let (arena, dim) = (table.arena.share(), table.config.dim);
         for gradients in &*gradients {
-            for keys in gradients.pieces(num_pieces(gradients.records().len(), total, pool)) {
+            for keys in gradients.gradients.pieces(num_pieces(gradients.records.len(), total, pool)) {
                 tasks.push(UpdateTask { arena, dim, gradients, keys, update, scalars: **scalars });
             }
         }

@@ -7,6 +7,7 @@ use crate::contract::group::{
     AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
     check_memory, lookup_number, together, write_lookup_number, write_trigger,
 };
+use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::{Error, Result};
@@ -145,6 +146,14 @@ impl Group for HostGroup {
         let accumulated = self.accumulators.iter().map(Accumulator::num_bytes);
         let spare = self.spare.iter().map(Spare::num_bytes);
         looked.chain(merged).chain(accumulated).chain(spare).sum::<usize>() + self.split.num_bytes()
+    }
+
+    fn measure(&mut self, is_on: bool) {
+        self.stopwatch.switch(is_on);
+    }
+
+    fn take_profile(&mut self) -> Result<Profile> {
+        Ok(self.stopwatch.take())
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {

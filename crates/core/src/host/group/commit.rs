@@ -2,12 +2,13 @@
 
 use super::HostGroup;
 use crate::contract::group::Group;
+use crate::contract::profile::Part;
 use crate::contract::ticket::{Named, PushRing};
 use crate::error::{Error, Result};
 use crate::host::absent::Absent;
 use crate::host::admission::{check_capacity, distinct, insert};
 use crate::host::exact_sum::ExactSum;
-use crate::host::merge::{MergedGradients, StoredGradients};
+use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
 use crate::host::push::{Push, PushedGradients, merge_push};
 use crate::host::table::HostTable;
 use crate::math::sum_of_squares;
@@ -67,7 +68,9 @@ impl HostGroup {
     /// # Errors
     /// [`Error::Memory`].
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
+        let start = self.stopwatch.start();
         self.insert_absent(named)?;
+        self.stopwatch.stop(Part::Insert, start);
         let (taken, dropped) = self.ring.take(named);
         dropped.into_iter().for_each(|push| self.reuse(push));
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
@@ -80,12 +83,14 @@ impl HostGroup {
             return Ok(0.0);
         }
         self.merge_committed(pool)?;
+        let start = self.stopwatch.start();
         let mut total = 0.0;
         for table in 0..self.tables.len() {
             let norm = self.table_norm(table, pool);
             self.norms[table] = norm as f32;
             total += norm;
         }
+        self.stopwatch.stop(Part::Norm, start);
         Ok(total)
     }
 
@@ -97,7 +102,9 @@ impl HostGroup {
         let mut committed = std::mem::take(&mut self.committed);
         for (_, push) in &mut committed {
             if let PushedGradients::Held { rows, .. } = &push.gradients {
+                let start = self.stopwatch.start();
                 let merged = merge_push(&push.lookup, rows, &mut self.spare, pool)?;
+                self.stopwatch.stop(Part::Merge, start);
                 push.gradients = PushedGradients::Merged(merged);
             }
         }
@@ -120,6 +127,7 @@ impl HostGroup {
         let ids_of =
             |(_, push): &(f32, Push)| push.lookup.tables.iter().map(|t| t.looked.num_ids()).sum::<usize>();
         let num_ids: usize = committed.iter().map(ids_of).sum();
+        let start = self.stopwatch.start();
         let generations = self.tables.iter().map(|table| table.generation);
         let tasks: Vec<_> = generations.zip(&mut self.accumulators).enumerate().collect();
         run_if_large(num_ids, tasks, pool, |(number, (generation, accumulator))| {
@@ -127,6 +135,7 @@ impl HostGroup {
                 accumulator.add_push(number, generation, push, *weight);
             }
         });
+        self.stopwatch.stop(Part::Merge, start);
         committed.into_iter().for_each(|(_, push)| self.reuse(push));
         Ok(())
     }
@@ -136,7 +145,10 @@ impl HostGroup {
         let stored = self.stored(number, self.tables[number].generation);
         let num_keys: usize = stored.iter().map(|s| s.records.len()).sum();
         let pieces = stored.iter().flat_map(|s| {
-            s.pieces(num_pieces(s.records.len(), num_keys, pool)).into_iter().map(move |keys| (s, keys))
+            s.gradients
+                .pieces(num_pieces(s.records.len(), num_keys, pool))
+                .into_iter()
+                .map(move |keys| (s, keys))
         });
         let pieces: Vec<_> = pieces.collect();
         let mut sums = vec![ExactSum::default(); pieces.len()];
@@ -144,7 +156,7 @@ impl HostGroup {
         run_if_large(num_keys, tasks, pool, |((stored, keys), sum)| {
             let mut gradient = vec![0.0; dim];
             for key in keys.filter(|&key| stored.records[key] != NO_RECORD) {
-                stored.merge::<0>(key, &mut gradient);
+                stored.gradients.merge::<0>(key, &mut gradient);
                 sum.add(sum_of_squares(&gradient));
             }
         });
@@ -154,17 +166,20 @@ impl HostGroup {
     }
 
     /// The gradients to apply to a table, after `merge_committed`.
-    pub(super) fn stored<'a>(&'a self, number: usize, generation: u64) -> Vec<StoredGradients<'a>> {
+    pub(super) fn stored<'a>(
+        &'a self,
+        number: usize,
+        generation: u64,
+    ) -> Vec<RecordGradients<'a, StoredGradients<'a>>> {
         let mut all = Vec::new();
         for (weight, push) in &self.committed {
             let PushedGradients::Merged(tables) = &push.gradients else { continue };
             for (table, sums) in push.lookup.tables.iter().zip(tables) {
                 if table.number == number && table.generation == generation {
                     let runs = table.runs().zip(sums);
-                    all.extend(runs.map(|((_, records), sums)| StoredGradients {
-                        records,
-                        sums,
-                        weight: *weight,
+                    all.extend(runs.map(|((_, records), sums)| {
+                        let gradients = StoredGradients { num_keys: records.len(), sums, weight: *weight };
+                        RecordGradients { records, gradients }
                     }));
                 }
             }

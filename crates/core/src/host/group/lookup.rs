@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::HostGroup;
 use crate::contract::batch::Feature;
+use crate::contract::profile::Part;
 use crate::contract::table::{Insertion, Outcomes};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
@@ -66,7 +67,9 @@ impl HostGroup {
         }
         let number = if save { self.next_lookup } else { 0 };
         let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
+        let start = self.stopwatch.start();
         let looked = self.lookup_tables(by_table, &admitted, Mode { insertion, save, stream }, pool)?;
+        self.stopwatch.stop(Part::Find, start);
         let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
         for SavedTable { number, looked, .. } in &looked {
             let mut outcomes = looked.outcomes;

@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::host::accumulator::Accumulator;
 use crate::host::lookup_split::SplitScratch;
 use crate::host::push::{Push, SavedLookup, Spare};
+use crate::host::stopwatch::Stopwatch;
 use crate::host::table::HostTable;
 
 pub use self::apply::ApplyScalars;
@@ -38,6 +39,7 @@ pub struct HostGroup {
     /// By table.
     spare: Vec<Spare>,
     split: SplitScratch,
+    stopwatch: Stopwatch,
 }
 
 impl HostGroup {
@@ -58,6 +60,7 @@ impl HostGroup {
             pushes_without_optimizer: 0,
             spare: tables.iter().map(|_| Spare::default()).collect(),
             split: SplitScratch::default(),
+            stopwatch: Stopwatch::default(),
             tables,
         })
     }

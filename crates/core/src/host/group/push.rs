@@ -2,6 +2,7 @@
 
 use super::HostGroup;
 use crate::contract::group::Group;
+use crate::contract::profile::Part;
 use crate::contract::ticket::{RING, write_ticket};
 use crate::error::{Error, Result};
 use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, merge_push};
@@ -36,7 +37,12 @@ impl HostGroup {
         let OutputGradients { rows, keep, .. } = gradients;
         let gradients = match keep {
             Some(keep) => PushedGradients::Held { rows, _keep: keep },
-            None => PushedGradients::Merged(merge_push(&saved, &rows, &mut self.spare, pool)?),
+            None => {
+                let start = self.stopwatch.start();
+                let merged = merge_push(&saved, &rows, &mut self.spare, pool)?;
+                self.stopwatch.stop(Part::Merge, start);
+                PushedGradients::Merged(merged)
+            }
         };
         saved.tables.iter().for_each(|table| self.tables[table.number].count_call());
         self.pushes_without_optimizer += u32::from(self.binding.is_none());

@@ -32,7 +32,7 @@ const MAX_BUCKETS: usize = 1 << 15;
 /// that are not there get long (three times slower at .8 than at .6).
 const GROWTH_LOAD: (f64, f64) = (0.6, 0.8);
 /// A split leaves each half at least one `SMALLEST_HALF`th of the keys, else the segment doubles beyond `MAX_BUCKETS`. Random keys leave
-/// half, give or take some hundred of 80,000; only adversarial keys stay together.
+/// half, give or take some hundred of 80,000. Adversarial keys stay together, and so do keys that come in the order of their hashes.
 const SMALLEST_HALF: usize = 8;
 /// Directory entries a segment at most. Adversarial keys could make one segment much deeper than the others; segments of random keys
 /// differ in depth by at most two.
@@ -244,11 +244,7 @@ impl Index {
     fn grow(&mut self, at: usize) -> Result<()> {
         self.growths += 1;
         if self.may_split(at) {
-            let halves = self.halves(at)?;
-            let len = self.segments[at].len as usize;
-            if halves.iter().all(|half| half.len as usize * SMALLEST_HALF >= len) {
-                return self.split_segment(at, halves);
-            }
+            return self.split_segment(at, self.halves(at)?);
         }
         self.segments[at] = self.segments[at].to_doubled(at as u64)?;
         self.number_directory();
@@ -257,9 +253,18 @@ impl Index {
 
     fn may_split(&self, at: usize) -> bool {
         let segment = &self.segments[at];
+        if segment.buckets.len() < MAX_BUCKETS {
+            return false;
+        }
         let sparse = (self.directory.len() * 2) / (self.segments.len() + 1);
         let has_bits = self.prefix_bits + self.depth < MAX_DEPTH && sparse <= MAX_SPARSE_DIRECTORY;
-        segment.buckets.len() >= MAX_BUCKETS && (segment.depth < self.depth || has_bits)
+        (segment.depth < self.depth || has_bits) && self.has_equal_halves(at)
+    }
+
+    fn has_equal_halves(&self, at: usize) -> bool {
+        let segment = &self.segments[at];
+        let (len, ones) = (segment.len as usize, segment.count_ones(self.prefix_bits + segment.depth));
+        ones.min(len - ones) * SMALLEST_HALF >= len
     }
 
     /// Two segments for one, each with the keys of one value of the next bit of the hash.

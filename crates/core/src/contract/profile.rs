@@ -1,0 +1,87 @@
+//! The times of the parts of training steps.
+
+use std::time::Duration;
+
+/// A part of a training step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Finds the records of ids, and inserts keys at the lookup. On the host it contains `Pool` and `Sort`: one pass does all three.
+    Find,
+    /// Writes the output rows: copies of rows, or combinations of bags.
+    Pool,
+    /// Sorts ids by their records. On a GPU it runs beside `Pool`.
+    Sort,
+    /// Merges gradients to one for each key. Gradients that stay where they are until they are applied are merged in `Update`.
+    Merge,
+    /// Inserts keys at the commit. On a GPU that is a `Find` and a `Sort`.
+    Insert,
+    /// Computes norms of gradients.
+    Norm,
+    /// Updates records.
+    Update,
+}
+
+impl Part {
+    /// All parts, in the order of a step.
+    pub const ALL: [Part; 7] =
+        [Part::Find, Part::Pool, Part::Sort, Part::Merge, Part::Insert, Part::Norm, Part::Update];
+
+    /// Returns the name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Find => "find",
+            Part::Pool => "pool",
+            Part::Sort => "sort",
+            Part::Merge => "merge",
+            Part::Insert => "insert",
+            Part::Norm => "norm",
+            Part::Update => "update",
+        }
+    }
+}
+
+/// How often a part has run, and how long in all: on the host by its clock, on a GPU by the GPU's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PartTime {
+    /// Number of runs.
+    pub runs: u64,
+    /// The time of all runs.
+    pub time: Duration,
+}
+
+/// The times of all parts since they are measured.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Profile {
+    times: [PartTime; Part::ALL.len()],
+}
+
+impl Profile {
+    /// Adds a run of a part.
+    pub fn add(&mut self, part: Part, time: Duration) {
+        let of_part = &mut self.times[part as usize];
+        of_part.runs += 1;
+        of_part.time += time;
+    }
+
+    /// Returns the times of a part.
+    pub fn get(&self, part: Part) -> PartTime {
+        self.times[part as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_and_times_of_a_part_are_added_up() {
+        let mut profile = Profile::default();
+        profile.add(Part::Norm, Duration::from_millis(2));
+        profile.add(Part::Norm, Duration::from_millis(3));
+        assert_eq!(profile.get(Part::Norm), PartTime { runs: 2, time: Duration::from_millis(5) });
+        assert!(
+            Part::ALL.into_iter().all(|part| part == Part::Norm || profile.get(part) == PartTime::default())
+        );
+        assert!(Part::ALL.iter().enumerate().all(|(number, part)| *part as usize == number));
+    }
+}

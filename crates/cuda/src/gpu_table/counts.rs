@@ -1,0 +1,101 @@
+//! The counts of a table: those of the device, and the statistics that contain them.
+
+use sok_core::contract::table::{CheckMode, Outcomes, TableStats};
+use sok_core::error::Result;
+
+use super::{Counts, GpuTable};
+use crate::abi::{self, DISTINCT, DROPPED, TAKEN};
+
+impl GpuTable {
+    /// Reads from the device how many numbers are taken. The device must be idle.
+    pub(crate) fn learn(&mut self) -> Result<()> {
+        self.most_taken = u64::from(self.index.counters.read(TAKEN, 1)?[0]);
+        Ok(())
+    }
+
+    /// Takes over the counts of a report from the device. `since`: number of ids looked up to insert since that report.
+    pub(crate) fn learn_from(&mut self, counts: Counts, since: u64) {
+        // Keys may have been inserted outside a step since the report was written.
+        let taken = counts[0].max(self.counted);
+        self.most_taken = u64::from(taken);
+        self.expect(since);
+        self.reported = [taken, counts[1], counts[2]];
+    }
+
+    /// Adds the counts of steps to the statistics, and resets them on the device. The device must be idle.
+    pub(crate) fn count_steps(&mut self) -> Result<()> {
+        let counters = self.index.counters.read(0, abi::COUNTERS_WORDS)?;
+        let inserted = u64::from(counters[TAKEN] - self.counted);
+        self.stats.outcomes.inserted += inserted;
+        self.stats.outcomes.hit += u64::from(counters[DISTINCT]).saturating_sub(inserted + self.admitted);
+        self.stats.dropped_gradients += u64::from(counters[DROPPED]);
+        self.admitted = 0;
+        self.index.counters.write(DROPPED, &[0])?;
+        self.index.counters.write(DISTINCT, &[0])?;
+        self.counted = counters[TAKEN];
+        self.reported = [self.counted, 0, 0];
+        self.most_taken = u64::from(counters[TAKEN]);
+        Ok(())
+    }
+
+    /// Resets the distinct keys and dropped gradients on the device, after launches that were not steps. The device must be idle.
+    pub(crate) fn forget_counts(&mut self) -> Result<()> {
+        self.index.counters.write(DROPPED, &[0])?;
+        self.index.counters.write(DISTINCT, &[0])
+    }
+
+    /// Resets the distinct keys on the device, after a launch that was not a step. The device must be idle.
+    pub(crate) fn forget_distinct(&mut self) -> Result<()> {
+        self.index.counters.write(DISTINCT, &[0])
+    }
+
+    /// Returns the number of keys inserted since the numbers were last counted. The caller adds it to the statistics. The device
+    /// must be idle.
+    pub(crate) fn count_inserted(&mut self) -> Result<u64> {
+        self.learn()?;
+        let inserted = self.most_taken as u32 - self.counted;
+        self.counted = self.most_taken as u32;
+        self.reported[0] = self.counted;
+        Ok(u64::from(inserted))
+    }
+
+    /// Adds outcomes to the statistics.
+    pub(crate) fn note(&mut self, outcomes: Outcomes) {
+        self.stats.outcomes += outcomes;
+        if self.config.check_mode == CheckMode::Warn {
+            self.refused_to_warn += outcomes.refused;
+        }
+    }
+
+    /// Prevents keys from being counted as hits. They were admitted for the next lookup, which will count them as found.
+    pub(crate) fn take_hits(&mut self, admitted: u64) {
+        self.admitted += admitted;
+    }
+
+    /// Counts a call of a step that uses the table.
+    pub(crate) fn count_call(&mut self) {
+        self.stats.native_calls += 1;
+    }
+
+    /// Waits for the device, and adds the counts of steps to the statistics.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        self.device.synchronize()?;
+        self.count_steps()
+    }
+
+    /// Returns the statistics, with these counts of the device added.
+    pub(super) fn stats_of(&self, [taken, distinct, dropped]: Counts) -> TableStats {
+        let inserted = u64::from(taken.saturating_sub(self.counted));
+        let mut stats = TableStats {
+            size: (self.len_before + i64::from(taken)) as u64,
+            capacity: self.index.capacity() as u64,
+            bytes: (self.index.num_bytes() + self.arena.num_bytes() + self.released_on_device.num_bytes())
+                as u64,
+            ..self.stats
+        };
+        stats.outcomes.inserted += inserted;
+        stats.outcomes.hit += u64::from(distinct).saturating_sub(inserted + self.admitted);
+        stats.dropped_gradients += u64::from(dropped);
+        stats
+    }
+}

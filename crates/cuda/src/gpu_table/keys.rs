@@ -1,0 +1,162 @@
+//! Finding and inserting keys.
+
+#![allow(unsafe_code)]
+
+use std::collections::HashSet;
+
+use sok_core::contract::table::Outcomes;
+use sok_core::error::{Error, Result};
+use sok_core::key::Key;
+
+use super::{GpuTable, Room, WAITING, no_place};
+use crate::abi::{FIND_THREADS, NEW, Overflow, TABLE_THREADS};
+use crate::device::{Stream, launch, launch_next};
+use crate::kernels::TABLE;
+
+/// Maximum number of times that the index grows for keys which find no slot.
+const INDEX_TRIES: usize = 8;
+
+impl GpuTable {
+    /// Returns the record numbers of keys; 0 for a key without a record. With `insert`, keys without a record get one, and its
+    /// number is returned with the `NEW` bit. `NEW` alone: the index has no slot for the key.
+    pub(super) fn look_up(&self, room: &Room, keys: &[Key], insert: bool) -> Result<Vec<u32>> {
+        room.keys.write(0, keys)?;
+        room.overflow.write(0, &[0])?;
+        let (at, records, overflow) = (room.keys.address(), room.records.address(), room.overflow.address());
+        // SAFETY: The room has memory for all keys, and the call below waits.
+        unsafe { self.launch_look_up(at, records, keys.len(), insert, overflow, WAITING) }?;
+        self.device.synchronize()?;
+        room.records.read(0, keys.len())
+    }
+
+    /// Enqueues a lookup of `n` keys. `keys`: `(n,)` u64. `records`: takes the record numbers, `(n,)` u32, as `look_up` returns
+    /// them. `overflow`: a word with the value 0, and room for a word for each key.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    pub unsafe fn launch_look_up(
+        &self,
+        keys: u64,
+        records: u64,
+        n: usize,
+        insert: bool,
+        overflow: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let [look_up, settle] = self.device.kernels(&TABLE, ["look_up", "settle_keys"])?;
+        let (table, count, inserts) = (self.alone(), n as u32, u32::from(insert));
+        let overflow = Overflow { count: overflow, ids: overflow + 4 };
+        let blocks = n.div_ceil(FIND_THREADS);
+        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+        unsafe {
+            launch!(look_up, stream, blocks, FIND_THREADS, table, keys, records, count, inserts, overflow)
+        }?;
+        if insert {
+            let blocks = 4 * self.device.multiprocessors;
+            // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+            unsafe { launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, overflow) }?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues the insertion of keys without a record. `keys`, `records` and `overflow` are as for `launch_look_up`. All keys must
+    /// be within the vocabulary. Waits only if memory must grow.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is not enough memory. No key has changed then.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    pub unsafe fn insert_on_device(
+        &mut self,
+        keys: u64,
+        records: u64,
+        n: usize,
+        overflow: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let ids = n as u64;
+        if !self.has_room(self.most_new(ids)) {
+            self.device.synchronize()?;
+            self.learn()?;
+            self.make_room(self.most_new(ids), self.most_new_soon(ids), stream)?;
+        }
+        self.expect(ids);
+        // SAFETY: The caller guarantees it.
+        unsafe { self.launch_look_up(keys, records, n, true, overflow, stream) }?;
+        self.reserve_soon();
+        Ok(())
+    }
+
+    pub(super) fn check_keys(&self, keys: &[Key]) -> Result<()> {
+        match keys.iter().find(|&&key| !self.config.is_in_vocabulary(key)) {
+            None => Ok(()),
+            Some(&key) => Err(Error::OutOfVocabulary {
+                table: self.config.name.clone(),
+                feature: None,
+                id: key as i64,
+                last: self.config.vocabulary_size.unwrap_or_default().wrapping_sub(1),
+            }),
+        }
+    }
+
+    /// Returns the distinct keys without a record, in the order of their first positions. The device must be idle.
+    pub(crate) fn absent(&self, room: &Room, keys: &[Key]) -> Result<Vec<Key>> {
+        let records = self.look_up(room, keys, false)?;
+        let mut seen = HashSet::new();
+        let absent = keys.iter().zip(records).filter(|(_, record)| *record == 0).map(|(key, _)| *key);
+        Ok(absent.filter(|key| seen.insert(*key)).collect())
+    }
+
+    /// Inserts as many of the new keys as fit, in their order. The device must be idle.
+    pub(crate) fn admit(&mut self, room: &Room, new_keys: &[Key]) -> Result<Outcomes> {
+        let left = self.config.capacity().saturating_sub(self.rows()) as usize;
+        let admitted = new_keys.len().min(left);
+        self.insert(room, &new_keys[..admitted])?;
+        let refused = (new_keys.len() - admitted) as u64;
+        Ok(Outcomes { inserted: admitted as u64, refused, ..Outcomes::default() })
+    }
+
+    /// Inserts keys without a record. The index grows if keys find no slot.
+    pub(super) fn insert(&mut self, room: &Room, keys: &[Key]) -> Result<()> {
+        if keys.is_empty() {
+            return Ok(());
+        }
+        self.make_room(keys.len() as u64, keys.len() as u64, WAITING)?;
+        let mut overflow = keys.to_vec();
+        for _ in 0..INDEX_TRIES {
+            let records = self.look_up(room, &overflow, true)?;
+            self.count_inserted()?;
+            overflow =
+                overflow.into_iter().zip(records).filter(|(_, r)| *r == NEW).map(|(key, _)| key).collect();
+            if overflow.is_empty() {
+                return Ok(());
+            }
+            let larger = self.index.capacity() * 5 / 4;
+            self.index = self.index.grown(larger, self.rows() as usize, WAITING)?;
+            self.has_moved = true;
+        }
+        Err(no_place(&self.config.name))
+    }
+
+    /// Returns the record number of each key, 0 if it has none. With `insert`, keys without a record get one as far as they fit.
+    /// The device must be idle.
+    pub(super) fn locate(&mut self, room: &Room, keys: &[Key], insert: bool) -> Result<(Vec<u32>, Outcomes)> {
+        self.check_keys(keys)?;
+        let new = self.absent(room, keys)?;
+        let mut outcomes = Outcomes::default();
+        if insert {
+            self.check_capacity(new.len() as u64)?;
+            outcomes = self.admit(room, &new)?;
+        } else {
+            outcomes.refused = new.len() as u64;
+        }
+        let records = self.look_up(room, keys, false)?;
+        let distinct: HashSet<u32> = records.iter().copied().filter(|&r| r != 0).collect();
+        outcomes.hit = distinct.len() as u64 - outcomes.inserted;
+        Ok((records, outcomes))
+    }
+}

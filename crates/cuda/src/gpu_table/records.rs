@@ -1,0 +1,234 @@
+//! Reading, writing and releasing records.
+
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+
+use sok_core::error::{Error, Result};
+use sok_core::formula::update::Update;
+use sok_core::key::Key;
+
+use super::record::DeviceLayout;
+use super::{GpuTable, Room, WAITING, arena};
+use crate::abi::{self, DeviceFields, TABLE_THREADS, TAKEN};
+use crate::device::{Stream, launch, launch_next};
+use crate::index::Index;
+use crate::kernels::TABLE;
+use crate::memory::{Arena, Buffer};
+
+impl GpuTable {
+    /// Enqueues a find of `n` keys, which copies the rows of keys that have a record. `rows`: float32 `(n, dim)`; other rows are
+    /// not written. `found`: takes the record numbers, `(n,)` u32; 0 for a key without a record.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    pub unsafe fn launch_find(
+        &self,
+        keys: u64,
+        rows: u64,
+        found: u64,
+        n: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        let find = self.device.kernel(&TABLE, &format!("find_rows<{}, 4>", self.config.dim))?;
+        let (table, count) = (self.alone(), n as u32);
+        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+        unsafe {
+            launch!(find, stream, n.div_ceil(TABLE_THREADS), TABLE_THREADS, table, keys, rows, found, count)
+        }
+    }
+
+    /// Enqueues a copy of the rows of `n` records. `records`: as `launch_look_up` writes them. `rows`: float32 `(n, dim)`; rows of
+    /// keys without a record are not written. `skips`: rows of new records are not written either.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    pub unsafe fn launch_gather(
+        &self,
+        records: u64,
+        rows: u64,
+        n: usize,
+        skips: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        let gather = self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", self.config.dim))?;
+        let (table, count, skips) = (self.alone(), n as u32, u32::from(skips));
+        let blocks = n.div_ceil(TABLE_THREADS);
+        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+        unsafe { launch_next!(gather, stream, blocks, TABLE_THREADS, table, records, rows, count, skips) }
+    }
+
+    /// Copies the rows of keys to the host. `records`: their record numbers; a key with 0 gets the row of a missing key.
+    pub(super) fn read_rows(
+        &self,
+        room: &Room,
+        keys: &[Key],
+        records: &[u32],
+        rows: &mut [f32],
+    ) -> Result<()> {
+        let width = self.config.dim;
+        let fill = self.device.kernel(&TABLE, "fill_missing")?;
+        let pieces = keys.chunks(room.piece).zip(records.chunks(room.piece));
+        for ((keys, records), rows) in pieces.zip(rows.chunks_mut(room.piece * width)) {
+            room.keys.write(0, keys)?;
+            room.records.write(0, records)?;
+            let (from, to, n, dim) =
+                (room.records.address(), room.values.address(), keys.len() as u32, width as u32);
+            // SAFETY: The room has memory for the piece, and the call below waits.
+            unsafe { self.launch_gather(from, to, keys.len(), false, WAITING) }?;
+            let (table, at) = (self.alone(), room.keys.address());
+            let blocks = keys.len().div_ceil(TABLE_THREADS).clamp(1, 4096);
+            // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+            unsafe { launch!(fill, WAITING, blocks, TABLE_THREADS, table, at, from, to, n, dim) }?;
+            self.device.synchronize()?;
+            rows.copy_from_slice(&room.values.read(0, rows.len())?);
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_len(&self, what: &str, len: usize, num_keys: usize, width: usize) -> Result<()> {
+        if len == num_keys * width {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "table `{}`: `{what}` must hold {width} numbers a key. Received: {len} numbers for {num_keys} keys",
+            self.config.name
+        )))
+    }
+
+    /// Writes these fields of records. Of equal records the last one wins. Records 0 are skipped.
+    pub(super) fn write(
+        &self,
+        room: &Room,
+        fields: DeviceFields,
+        records: &[u32],
+        values: &[f32],
+    ) -> Result<()> {
+        let last: HashMap<u32, usize> =
+            records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i)).collect();
+        let write = self.device.kernel(&TABLE, "write_records")?;
+        let (piece, width) = (room.piece, fields.width as usize);
+        for (number, (of_piece, values)) in
+            records.chunks(piece).zip(values.chunks(piece * width)).enumerate()
+        {
+            let wins = |(i, record): &(usize, &u32)| last.get(record) == Some(&(number * piece + i));
+            let (places, records): (Vec<u32>, Vec<u32>) =
+                of_piece.iter().enumerate().filter(wins).map(|(i, record)| (i as u32, *record)).unzip();
+            room.places.write(0, &places)?;
+            room.records.write(0, &records)?;
+            room.values.write(0, values)?;
+            let (to, from) = (room.records.address(), room.places.address());
+            let (table, values_at, n) = (self.alone(), room.values.address(), records.len() as u32);
+            let blocks = records.len().min(8192);
+            // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+            unsafe { launch!(write, WAITING, blocks, TABLE_THREADS, table, fields, to, from, values_at, n) }?;
+            self.device.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Frees erased records that only lookups older than `oldest` refer to.
+    pub(crate) fn forget_lookups(&mut self, oldest: u64) {
+        self.retired.iter_mut().filter(|(lookup, _)| *lookup < oldest).for_each(|(lookup, _)| *lookup = 0);
+    }
+
+    /// Allocates device memory for the numbers that may be given out again after `more` records are erased.
+    pub(super) fn room_to_release(&self, more: usize) -> Result<Buffer<u32>> {
+        Buffer::uninit(&self.device.context, (self.released.len() + self.retired.len() + more).max(1))
+    }
+
+    /// Writes to the device which numbers may be given out again, and resets `Counters::taken`. The device must be idle.
+    pub(super) fn release(&mut self, room: Buffer<u32>) -> Result<()> {
+        let taken = self.counted as usize;
+        let given_out = taken.min(self.released.len());
+        let mut released = self.released.split_off(given_out);
+        let retired = std::mem::take(&mut self.retired);
+        let (free, needed): (Vec<_>, Vec<_>) = retired.into_iter().partition(|(lookup, _)| *lookup == 0);
+        released.extend(free.into_iter().map(|(_, record)| record));
+        self.fresh += (taken - given_out) as u32;
+        self.len_before += taken as i64;
+        (self.counted, self.most_taken, self.reported) = (0, 0, [0; 3]);
+        (self.released, self.retired, self.has_moved) = (released, needed, true);
+        room.write(0, &self.released)?;
+        self.released_on_device = room;
+        self.index.counters.write(TAKEN, &[0])
+    }
+
+    pub(super) fn erase_waiting(&mut self, keys: &[Key]) -> Result<usize> {
+        self.wait()?;
+        let context = &self.device.context;
+        let on_device = Buffer::from_slice(context, keys)?;
+        let erased = Buffer::<u32>::uninit(context, keys.len())?;
+        let room = self.room_to_release(keys.len())?;
+        let erase = self.device.kernel(&TABLE, "erase_keys")?;
+        let (index, from, to, n) =
+            (self.index.descriptor(), on_device.address(), erased.address(), keys.len() as u32);
+        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+        unsafe {
+            launch!(erase, WAITING, keys.len().div_ceil(TABLE_THREADS), TABLE_THREADS, index, from, to, n)
+        }?;
+        let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
+        self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
+        self.release(room)?;
+        self.len_before -= erased.len() as i64;
+        Ok(erased.len())
+    }
+
+    pub(super) fn read_records(&self, records: &[u32]) -> Result<Vec<f32>> {
+        let (fields, n) = (self.layout.fields, records.len() as u32);
+        let on_device = Buffer::from_slice(&self.device.context, records)?;
+        let values = Buffer::<f32>::uninit(&self.device.context, records.len() * fields.width as usize)?;
+        let read = self.device.kernel(&TABLE, "read_records")?;
+        let (table, from, to) = (self.alone(), on_device.address(), values.address());
+        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+        unsafe {
+            launch!(read, WAITING, records.len().min(8192), TABLE_THREADS, table, fields, from, to, n)
+        }?;
+        values.to_vec()
+    }
+
+    /// Copies all records to the layout of another update. Rows are kept, and states get their initial values.
+    pub(super) fn lay_out(&mut self, update: Option<&Update>) -> Result<()> {
+        let layout = DeviceLayout::new(update, self.config.dim);
+        let mut arena = arena(&self.device, &self.config, layout.stride)?;
+        let numbers = self.fresh + (self.counted as usize).saturating_sub(self.released.len()) as u32;
+        let kept =
+            self.num_numbers().max(u64::from(numbers)).min(u64::from(numbers) + self.config.initial_capacity);
+        arena.grow(kept as usize * 16 * layout.stride, false)?;
+        let from = self.alone();
+        let to = abi::Table {
+            records: arena.address(),
+            stride: layout.stride as u32,
+            first_state: layout.first_state,
+            ..from
+        };
+        let lay_out = self.device.kernel(&TABLE, "lay_out")?;
+        // Record 0 belongs to no key, and may have no memory yet.
+        if numbers > 1 {
+            // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+            unsafe {
+                launch!(lay_out, WAITING, (numbers as usize).min(8192), TABLE_THREADS, from, to, numbers)
+            }?;
+            self.device.synchronize()?;
+        }
+        (self.arena, self.layout, self.has_moved) = (arena, layout, true);
+        Ok(())
+    }
+
+    /// Empties the table, which takes over this index and this memory.
+    pub(super) fn reset(&mut self, index: Index, arena: Arena) {
+        (self.index, self.arena) = (index, arena);
+        self.released.clear();
+        self.retired.clear();
+        (self.fresh, self.len_before, self.most_taken, self.counted, self.reported) = (1, 0, 0, 0, [0; 3]);
+        self.numbers_soon = 0;
+        self.generation += 1;
+        self.has_moved = true;
+    }
+}

@@ -1,0 +1,295 @@
+//! The launches of a lookup.
+
+#![allow(unsafe_code)]
+
+use sok_core::contract::profile::Part;
+use sok_core::error::{Error, Result};
+
+use super::places::Places;
+use super::sort_plan::{Scratch, SortPlan};
+use super::{Bags, Feature, Saved, SavedFeature, Workspace};
+use crate::abi::{self, *};
+use crate::device::{Stream, launch_next};
+use crate::gpu_table::GpuTable;
+use crate::kernels::FORWARD;
+use crate::memory::{Buffer, words};
+
+/// How a lookup treats absent ids, whose keys a commit inserts. Fields are addresses on the device; 0 for none.
+#[derive(Clone, Copy, Default)]
+pub struct AbsentIds {
+    /// A word that takes the number of absent ids.
+    pub count: u64,
+    /// By place of an id: the record that an earlier lookup of the same features found. Only ids without one are looked up.
+    pub known: u64,
+}
+
+/// Descriptors and grids for the launches of a lookup.
+struct Payload {
+    /// Descriptors of the features; then the first block of each in `find_records`; then the first block of each in `make_rows`.
+    words: Vec<u32>,
+    find_blocks: usize,
+    rows_blocks: usize,
+    /// The instantiation of `make_rows`.
+    bags: BagKind,
+}
+
+impl Workspace {
+    /// Enqueues the lookup of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: an
+    /// address, and the number of the lookup that is written there. With `save`, returns what `push` needs.
+    ///
+    /// If no feature has memory for rows, none are written. Coefficients of ids are then not computed either.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if features, rows and ids are too many for one call. [`Error::Device`] without enough memory, or if a
+    /// kernel cannot be compiled or launched.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
+    pub fn lookup(
+        &mut self,
+        tables: &mut [GpuTable],
+        features: &[Feature],
+        inserts: &[bool],
+        absent: AbsentIds,
+        save: bool,
+        number: Option<(u64, u64)>,
+        stream: Stream,
+    ) -> Result<Option<Saved>> {
+        self.join(stream)?;
+        self.describe(tables, stream)?;
+        let mut ids_by_kind = vec![0; self.dims.len()];
+        features.iter().for_each(|f| ids_by_kind[self.kinds[f.table]] += f.ids.len);
+        let n: usize = ids_by_kind.iter().sum();
+        let most_bags = features.iter().map(Feature::num_bags).max().unwrap_or(0);
+        let shift = usize::BITS - most_bags.leading_zeros();
+        if n > u32::MAX as usize / 4 || (features.len() as u64) << shift > 1 << 32 {
+            return Err(Error::argument(format!(
+                "{} features of {most_bags} rows with {n} ids are too many for one call",
+                features.len()
+            )));
+        }
+        let (plan, first_ids) = self.plan(tables, features);
+        let plan = save.then_some(&plan);
+        let num_words = self.places(0, features, &ids_by_kind, plan).words;
+        let memory = self.take_memory(num_words)?;
+        let places = self.places(memory.address(), features, &ids_by_kind, plan);
+        let Payload { words: mut payload, find_blocks, rows_blocks, bags } =
+            self.payload(tables, features, &first_ids, inserts);
+        if let Some(plan) = plan {
+            payload.extend_from_slice(words(&places.kinds));
+            payload.extend_from_slice(words(&plan.sections));
+        }
+        self.deliver(places.features, &payload, (places.zeros, places.num_zeros), number, stream)?;
+
+        let call = Call {
+            tables: self.tables_on_device.address(),
+            features: places.features,
+            first_find: places.first_find,
+            first_rows: places.first_rows,
+            num_features: features.len() as u32,
+            shift,
+        };
+        let ([records, values, overflow], scratch) = self.scratch(n, plan)?;
+        let found = Found {
+            records,
+            values: if save { values } else { 0 },
+            named: places.named,
+            zeros: scratch.counts,
+            num_zeros: plan.map_or(0, SortPlan::count_words) as u32,
+            pad: 0,
+            overflow: Overflow { count: places.overflow_count, ids: overflow },
+            fault: self.fault.address(),
+            absent: absent.count,
+            known: absent.known,
+        };
+        let rows_name = format!("make_rows<{}, {}>", bags as u32, self.dim_list());
+        let names = ["find_records", "settle_records", &rows_name];
+        let [find, settle, make_rows] = self.device.kernels(&FORWARD, names)?;
+        let started = self.profiler.start(stream)?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
+        unsafe { launch_next!(find, stream, find_blocks, FIND_THREADS, call, found) }?;
+        if inserts.contains(&true) {
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
+            // to.
+            unsafe {
+                launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)
+            }?;
+        }
+        self.profiler.stop(Part::Find, started, stream)?;
+        if let Some(plan) = plan.filter(|_| n > 0) {
+            self.sort_beside(plan, &places, [records, values], scratch, stream)?;
+        }
+        let (named, kept) = (places.named, places.kept);
+        let rows = Rows { records, named, kept, fault: self.fault.address() };
+        if features.iter().any(|f| f.rows != 0) {
+            let started = self.profiler.start(stream)?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
+            // to.
+            unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows) }?;
+            self.profiler.stop(Part::Pool, started, stream)?;
+        }
+        if !save {
+            self.give_back(memory);
+            return Ok(None);
+        }
+        let mut taking_part: Vec<usize> = features.iter().map(|f| f.table).collect();
+        taking_part.sort_unstable();
+        taking_part.dedup();
+        let feature = |f: &Feature| SavedFeature {
+            table: f.table,
+            num_bags: f.num_bags(),
+            num_ids: f.ids.len,
+            dim: tables[f.table].config.dim,
+            scale: f.scale(),
+        };
+        Ok(Some(Saved {
+            memory,
+            sides: places.sides,
+            sorted: places.sorted,
+            named,
+            kept,
+            entries: 0,
+            call,
+            rows_blocks,
+            ids_by_kind,
+            shift,
+            source: if named == 0 { Source::Rows } else { Source::WeightedRows },
+            again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
+            features: features.iter().map(feature).collect(),
+            generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
+            kinds: places.kinds,
+        }))
+    }
+
+    /// Returns the descriptors of the features, and the grids. `first_ids`: as `first_ids` returns them.
+    fn payload(
+        &self,
+        tables: &[GpuTable],
+        features: &[Feature],
+        first_ids: &[usize],
+        inserts: &[bool],
+    ) -> Payload {
+        let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, BagKind::Each);
+        for (feature, first_id) in features.iter().zip(first_ids) {
+            let table = &tables[feature.table];
+            let (splits, wide, hotness) = match feature.bags {
+                Bags::Each => (0, false, 1),
+                Bags::Fixed { hotness, .. } => (0, false, hotness),
+                Bags::Ragged { splits, wide, .. } => (splits, wide, 0),
+            };
+            let is_static = table.config.vocabulary_size.is_some();
+            let has_roles = is_static || feature.weights.is_some() || feature.padding_key.is_some();
+            // Without weights, a bag of one id has the same row with every combiner.
+            let is_gather = hotness == 1 && feature.weights.is_none();
+            let may_miss = has_roles || !inserts[feature.table];
+            bags = bags.max(match (is_gather, may_miss) {
+                (true, _) => BagKind::Each,
+                (false, false) => BagKind::Summed,
+                (false, true) => BagKind::Any,
+            });
+            let num_bags = feature.num_bags();
+            descriptors.push(abi::Feature {
+                ids: feature.ids.address,
+                high: feature.ids.high,
+                splits,
+                weights: feature.weights.unwrap_or(0),
+                rows: feature.rows,
+                records: table.descriptor(0).records,
+                padding_key: feature.padding_key.unwrap_or(0),
+                stride: table.layout.stride as u32,
+                table: feature.table as u32,
+                kind: self.kinds[feature.table] as u32,
+                num_ids: feature.ids.len as u32,
+                num_bags: num_bags as u32,
+                hotness: hotness as u32,
+                key_type: feature.ids.key_type as u32,
+                combiner: feature.combiner as u32,
+                has_padding: u32::from(feature.padding_key.is_some()),
+                wide_splits: u32::from(wide),
+                has_roles: u32::from(has_roles),
+                inserts: u32::from(inserts[feature.table]),
+                refuses: u32::from(table.refuses()),
+                is_gather: u32::from(is_gather),
+                pools: u32::from(!matches!(feature.bags, Bags::Each)),
+                scale: feature.scale(),
+                first_id: *first_id as u32,
+                first_split: first_split as u32,
+            });
+            first_split += feature.num_kept_splits();
+            first_find.push(find_blocks as u32);
+            first_rows.push(rows_blocks as u32);
+            find_blocks += feature.ids.len.div_ceil(FIND_THREADS);
+            let groups = ROWS_THREADS / lanes(table.config.dim);
+            rows_blocks += num_bags.div_ceil(if is_gather { ROWS_THREADS } else { groups });
+        }
+        let mut words = words(&descriptors).to_vec();
+        words.extend(first_find);
+        words.extend(first_rows);
+        Payload { words, find_blocks, rows_blocks, bags }
+    }
+
+    /// Returns the sort of a call, with a section for each table in order, and for each feature the place of its first id.
+    fn plan(&self, tables: &[GpuTable], features: &[Feature]) -> (SortPlan, Vec<usize>) {
+        let mut ids = vec![0; tables.len()];
+        features.iter().for_each(|f| ids[f.table] += f.ids.len);
+        let mut next = vec![0; tables.len()];
+        let (mut sections, mut at, mut most_records, mut likely_records) = (Vec::new(), 0, 0, 0);
+        for t in (0..tables.len()).filter(|&t| ids[t] > 0) {
+            next[t] = at;
+            at += ids[t];
+            most_records = most_records.max(tables[t].most_numbers());
+            likely_records = likely_records.max(tables[t].known_numbers());
+            sections.push(Section {
+                count: ids[t] as u32,
+                kind: self.kinds[t] as u32,
+                table: t as u32,
+                ..Section::default()
+            });
+        }
+        let place = |f: &Feature| {
+            next[f.table] += f.ids.len;
+            next[f.table] - f.ids.len
+        };
+        let first_ids = features.iter().map(place).collect();
+        (self.sort_plan(sections, most_records, likely_records), first_ids)
+    }
+
+    pub(super) fn sort_plan(
+        &self,
+        sections: Vec<Section>,
+        most_records: u64,
+        likely_records: u64,
+    ) -> SortPlan {
+        let multiprocessors = self.device.multiprocessors as usize;
+        SortPlan::new(sections, most_records, likely_records, multiprocessors, self.device.shared_bytes)
+    }
+
+    /// Address of the record numbers that the last lookup found, u32 by place of an id. Valid until the next lookup.
+    pub fn found_records(&self) -> u64 {
+        self.scratch.as_ref().map_or(0, Buffer::address)
+    }
+
+    /// Returns, for each feature, the place of its first id in the call.
+    pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Vec<usize> {
+        self.plan(tables, features).1
+    }
+
+    /// Sorts ids by their records and lists the distinct ones, on the second stream, after the work that is on `stream` so far.
+    fn sort_beside(
+        &self,
+        plan: &SortPlan,
+        places: &Places,
+        ids: [u64; 2],
+        scratch: Scratch,
+        stream: Stream,
+    ) -> Result<()> {
+        let side = Stream::of_cudarc(&self.side);
+        stream.record(&self.fork)?;
+        side.wait(&self.fork)?;
+        let started = self.profiler.start(side)?;
+        self.sort(plan, places, ids, scratch, side)?;
+        self.profiler.stop(Part::Sort, started, side)?;
+        side.record(&self.join)?;
+        self.is_forked.set(true);
+        Ok(())
+    }
+}

@@ -1,0 +1,99 @@
+//! What a lookup keeps for the gradients of its rows.
+
+use super::Workspace;
+use crate::abi::*;
+use crate::gpu_table::GpuTable;
+use crate::memory::{Buffer, words};
+
+/// What a lookup keeps for its gradients. Fields of type `u64` are addresses in `memory`.
+pub struct Saved {
+    /// Device memory of everything that is kept.
+    pub memory: Buffer<u32>,
+    /// A `Side` for each feature; then, if gradients are copied, a `Gradients` for each feature; then, if one of them has weights,
+    /// for each feature the address that takes the gradients of its weights.
+    pub(super) sides: u64,
+    pub(super) sorted: u64,
+    pub(super) named: u64,
+    pub(super) kept: Kept,
+    pub(super) entries: u64,
+    pub(super) call: Call,
+    pub(super) rows_blocks: usize,
+    pub(super) kinds: Vec<Keys>,
+    pub(super) ids_by_kind: Vec<usize>,
+    pub(super) shift: u32,
+    pub(super) source: Source,
+    /// Whether a gradient row may be read several times.
+    pub(super) again: bool,
+    /// The features of the call, in order. Empty for combined pushes.
+    pub features: Vec<SavedFeature>,
+    /// The index of each table that takes part, and its generation at the lookup.
+    pub generations: Vec<(usize, u64)>,
+}
+
+/// What a lookup keeps of a feature on the host.
+#[derive(Clone, Copy)]
+pub struct SavedFeature {
+    /// Index of the feature's table in the group.
+    pub table: usize,
+    /// Number of gradient rows.
+    pub num_bags: usize,
+    /// Number of ids of all bags.
+    pub num_ids: usize,
+    /// Number of columns of a gradient row.
+    pub dim: usize,
+    /// As `abi::Feature::scale`.
+    pub(super) scale: f32,
+}
+
+impl Saved {
+    /// Returns the number of words for the merged gradients of all keys, if every id has a key of its own.
+    pub(super) fn sum_words(&self, dims: &[usize]) -> usize {
+        self.ids_by_kind.iter().zip(dims).map(|(ids, dim)| ids * 4 * quads(*dim)).sum()
+    }
+
+    /// Returns whether a table has lost its records since the lookup.
+    pub fn is_stale(&self, tables: &[GpuTable]) -> bool {
+        self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
+    }
+
+    /// Returns whether ids have coefficients of their own.
+    pub fn is_weighted(&self) -> bool {
+        self.named != 0
+    }
+
+    /// Returns whether the gradients of all bags take at most half the memory that the merged gradients of keys may take.
+    pub fn has_few_gradients(&self) -> bool {
+        let words =
+            |of: fn(&SavedFeature) -> usize| self.features.iter().map(|f| of(f) * f.dim).sum::<usize>();
+        2 * words(|f| f.num_bags) <= words(|f| f.num_ids)
+    }
+
+    /// Returns whether kernels can read gradient rows at these addresses. If the dim is a multiple of 4, they read four floats at
+    /// once, so the address must be a multiple of 16.
+    pub fn is_aligned(&self, rows: &[u64]) -> bool {
+        self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % 16 == 0)
+    }
+
+    /// Returns the `Work` parameter of a merge or an update, in words. The arguments are addresses; `prepared` and `factors` may be
+    /// 0 for kernels that do not read them.
+    pub(super) fn work(&self, workspace: &Workspace, prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
+        let start = WorkHead {
+            sides: self.sides,
+            tables: workspace.tables(),
+            entries: self.entries,
+            sorted: self.sorted,
+            named: self.named,
+            prepared,
+            factors,
+            shift: self.shift,
+            pad: 0,
+        };
+        let mut all = words(&[start]).to_vec();
+        let mut at = sums;
+        for ((keys, ids), dim) in self.kinds.iter().zip(&self.ids_by_kind).zip(&workspace.dims) {
+            all.extend_from_slice(words(&[Keys { sums: at, ..*keys }]));
+            at += (ids * 16 * quads(*dim)) as u64;
+        }
+        all
+    }
+}
