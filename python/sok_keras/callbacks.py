@@ -114,7 +114,8 @@ def _is_dump_alone(path):
         read_manifest(path)
     except (DumpError, OSError):
         return False
-    return all(_OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in os.scandir(path))
+    with os.scandir(path) as entries:
+        return all(_OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries)
 
 
 def _remove_dump(path):
