@@ -183,7 +183,7 @@ def _innermost(optimizer):
 def expected_update(model: Any, table: Any) -> str | None:
     """Returns the update that the model's optimizer will bind to a table, as JSON. None if it binds none, or if that is not known."""
     update = getattr(_innermost(getattr(model, "optimizer", None)), "update_for", None)
-    trigger = table._core.trigger
+    trigger = table._core.trigger.variable
     is_trained = trigger is None or any(trigger is variable for variable in model.trainable_variables)
     return update(trigger) if update is not None and is_trained else None
 

@@ -12,6 +12,7 @@ import keras
 
 from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
+from sok_keras.backend.private_keras import flatten_layers
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of
 from sok_keras.table import Table
@@ -136,7 +137,7 @@ def _load(path, source, chosen, mode, states):
         arrays.read(reader)
     report = json.loads(reader.load(names, [table._native for table in chosen], expected, mode == "merge", states))
     for table in chosen:
-        table._core.keep_rows()
+        table._core.trigger.keep_rows()
     if arrays is not None:
         arrays.assign()
     _warn_of_seeds(report["tables"])
@@ -157,10 +158,10 @@ def _warn_of_seeds(loaded):
 # ---- tables
 
 
-def _layers_of(layer):
+def layers_of(layer):
     if isinstance(layer, TableLayer):
         return [layer]
-    return [found for found in layer._flatten_layers() if isinstance(found, TableLayer)]
+    return [found for found in flatten_layers(layer) if isinstance(found, TableLayer)]
 
 
 def _tables_of(source):
@@ -175,7 +176,7 @@ def _tables_of(source):
         if isinstance(part, Table):
             found.append(part)
         elif isinstance(part, keras.layers.Layer):
-            found += [table for layer in _layers_of(part) for table in layer._core.tables]
+            found += [table for layer in layers_of(part) for table in layer._core.tables]
         else:
             raise ValueError(f"`source` must be a Model, a layer, a Table or a list of them. Received: {part!r}")
     found = list(dict.fromkeys(found))

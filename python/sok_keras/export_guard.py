@@ -7,19 +7,16 @@ succeeds and the exported graph raises an error when it runs, because it does no
 import sys
 
 from sok_keras import backend
+from sok_keras.backend.private_keras import EXPORTERS
 
-_TRACERS = {
-    "keras.src.export.onnx": "ONNX",
+_TRACERS = EXPORTERS | {
     "torch.onnx": "ONNX",
     "tf2onnx": "ONNX",
     "jax2onnx": "ONNX",
-    "keras.src.export.openvino": "OpenVINO",
     "openvino": "OpenVINO",
-    "keras.src.export.litert": "LiteRT",
     "tensorflow.lite.python": "LiteRT",
     "litert_torch": "LiteRT",
     "jax.experimental.jax2tf": "a SavedModel of JAX",
-    "keras.src.backend.torch.export": "a SavedModel of PyTorch",
     "torch_xla": "StableHLO",
 }
 

@@ -6,6 +6,7 @@ from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.layers.dynamic_embedding import DynamicEmbedding
 from sok_keras.optimizer import OptimizerWrapper
+from sok_keras.profile import Profile
 from sok_keras.table import Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
 
@@ -16,6 +17,7 @@ __all__ = [
     "LoadReport",
     "OptimizerWrapper",
     "Outcomes",
+    "Profile",
     "Table",
     "TableConfig",
     "TableContents",

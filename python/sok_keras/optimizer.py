@@ -1,9 +1,7 @@
 """The optimizer of a model with embedding tables. Keras updates the dense variables, the core updates the rows."""
 
-import contextlib
 import json
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,6 +10,13 @@ from keras import ops
 
 from sok_keras import backend
 from sok_keras.backend.handles import optimizers
+from sok_keras.backend.private_keras import (
+    accumulated_gradient,
+    clipping_by,
+    count_step,
+    steps_of,
+    uses_weight_decay,
+)
 from sok_keras.optimizers import core_rule
 
 
@@ -145,7 +150,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def update_for(self, trigger: Any) -> str:
         """Returns the update of the rows of a trigger as JSON. `trigger` is None for a layer that is not built yet."""
         inner = self.inner_optimizer
-        decays = inner.weight_decay is not None and trigger is not None and inner._use_weight_decay(trigger)
+        decays = inner.weight_decay is not None and trigger is not None and uses_weight_decay(inner, trigger)
         return json.dumps(
             {
                 "rule": json.loads(self._rule),
@@ -183,7 +188,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         inner, tables = self.inner_optimizer, self._tables
         # Read before the inner optimizer advances them.
         steps = inner.gradient_accumulation_steps or 1
-        count = ops.convert_to_tensor(inner._iterations)
+        count = ops.convert_to_tensor(steps_of(inner))
         is_update = _as_float(ops.equal(ops.mod(count + 1, steps), 0))
         factor = ops.convert_to_tensor(1.0 / steps / (inner.loss_scale_factor or 1.0), dtype="float32")
         step, learning_rate = _as_float(inner.iterations) + 1.0, _as_float(inner.learning_rate)
@@ -197,11 +202,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             clip = self._global_clip(ops.sqrt(total))
             factor = factor * clip
         scalars = ops.stack([learning_rate, step, is_update, factor])
-        triggers = [core.trigger for core in tables.cores]
+        triggers = [core.trigger.variable for core in tables.cores]
         values = [ops.convert_to_tensor(trigger.value) for trigger in triggers]
         new = backend.apply(tables, scalars, sum_of_squares, values)
         for core, trigger in zip(tables.cores, new, strict=True):
-            core.advance(trigger)
+            core.trigger.advance(trigger)
         return clip, new
 
     def _global_clip(self, norm: Any) -> Any:
@@ -215,15 +220,15 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         grads = [_as_float(g) / (inner.loss_scale_factor or 1.0) for g, _ in dense]
         if steps == 1:
             return grads
-        sums = [_as_float(inner._accumulated_gradients[inner._get_variable_index(v)]) for _, v in dense]
+        sums = [_as_float(accumulated_gradient(inner, v)) for _, v in dense]
         return [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)]
 
     def _apply_to_variables(self, dense: list, clip: Any) -> None:
         inner = self.inner_optimizer
         if not dense:
-            inner._iterations.assign_add(1)
+            count_step(inner)
             return
-        with _clipping_by(inner, clip):
+        with clipping_by(inner, clip):
             inner.apply(*map(list, zip(*dense, strict=True)))
 
     # ---- saving
@@ -292,16 +297,3 @@ class _Binding:
         self.gpu: int | None = None
         self.cores: list = []
         self.waiting: tuple | None = None
-
-
-@contextlib.contextmanager
-def _clipping_by(inner: Any, clip: Any) -> Iterator[None]:
-    """Within, the inner optimizer clips by this factor: the global norm counts rows that it does not see."""
-    if clip is None:
-        yield
-        return
-    inner._clip_gradients = lambda grads: [g if g is None else g * ops.cast(clip, g.dtype) for g in grads]
-    try:
-        yield
-    finally:
-        del inner._clip_gradients

@@ -68,7 +68,7 @@ def load(core: Any, store: Store) -> None:
         _fill(fresh, store, names, table, keeps_states)
         if not keeps_states and states_of(of_table.update_rule, table.dim)[1]:
             lost.append(f"{table.name!r}: {states_of(of_table.update_rule, table.dim)[0]}")
-    core.keep_rows()  # if the trigger of other tables was set, these are its rows
+    core.trigger.keep_rows()  # if the trigger of other tables was set, these are its rows
     fresh.take_their_place()
     if lost:
         warnings.warn(

@@ -25,13 +25,14 @@ STATES = {"backend.tensorflow_state", "backend.jax_state", "backend.torch_state"
 LEVELS = [
     {"__init__"},
     {"keras_api"},
-    {"callbacks"},
+    {"callbacks", "profile"},
     {"checkpoint"},
     {"optimizer", "arrays"},
     {"layers.distributed_embedding"},
     {"layers.dynamic_embedding"},
     {"layers.base"},
     {"core", "ids"},
+    {"plan", "trigger"},
     {"export_guard"},
     {"rows_file", "table", "feature_config", "optimizers", "initializers", "ragged"},
     {"table_config"},
@@ -39,6 +40,7 @@ LEVELS = [
     {"backend.tensorflow", "backend.jax", "backend.torch"},
     STATES,
     {"backend.jax_trainer"},
+    {"backend.private_keras", "backend.private_tensorflow", "backend.private_jax", "backend.private_torch"},
     {"backend.handles", "backend.insertion", "backend.leaving", "errors", "manifest", "whole_package"},
     {"_native"},
 ]
@@ -120,6 +122,23 @@ def test_native_module_is_imported_in_backend_alone():
 def test_frameworks_are_imported_in_backend_alone(module):
     stated = {("tensorflow", function) for function in TENSORFLOW_IN_FUNCTIONS.get(module, ())}
     assert framework_imports(module) == stated
+
+
+PRIVATE = ("keras.src", "tensorflow.python", "__internal__", "jax._src", "torch._C")
+PRIVATE_ATTRIBUTES = {
+    *("_flatten_layers", "_value", "_iterations", "_accumulated_gradients", "_get_variable_index", "_clip_gradients"),
+    *("_use_weight_decay", "_state_dict_hooks", "_restore_from_tensors"),
+}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("backend.private_")])
+def test_private_names_of_keras_and_frameworks_are_used_in_their_own_files(module):
+    tree = MODULES[module]
+    imports = [name for node in ast.walk(tree) for name in imported(node)]
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    assert not [name for name in [*imports, *used] if name.startswith(PRIVATE) or ".__internal__" in name]
+    assert not attributes & PRIVATE_ATTRIBUTES
 
 
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
-from keras.src.backend.jax.trainer import JAXTrainer
 
 from sok_keras import _native
+from sok_keras.backend.private_jax import JAXTrainer
+from sok_keras.backend.private_keras import get_stateless_scope
 
 _STATES = {
     2: ("trainable_variables", "non_trainable_variables"),
@@ -84,7 +84,7 @@ def _whole_step(model, step, scope, state, data):
 def chosen_updates(tickets_and_gradients):
     """A scope in which each update of a traced step is chosen by itself. Later updates start from the chosen value, so XLA needs no
     further pass over the weights."""
-    traced, variables = _traced.get(), keras.src.backend.common.stateless_scope.get_stateless_scope()
+    traced, variables = _traced.get(), get_stateless_scope()
     if traced is None or variables is None:
         yield
         return
@@ -249,7 +249,7 @@ def _kept_state(get_state):
         if _scope_of(model) is None:
             return get_state(model, *args, **kwargs)
         for core in _cores(model):
-            core.check_weights()  # later they would come back with the state
+            core.trigger.check()  # later they would come back with the state
         with _uninterrupted():
             state = get_state(model, *args, **kwargs)
             _keep(model, state)

@@ -9,10 +9,10 @@ import types
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
 
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.leaving import note_thread, watch_exit
+from sok_keras.backend.private_tensorflow import op_wrappers, should_record_backprop
 
 NATIVE = "sok_keras._native"
 
@@ -29,15 +29,11 @@ def _load_ops():
 
 def _late_ops():
     """Does the same for a native module that was imported before. TensorFlow has no public API for that."""
-    from tensorflow.core.framework import op_def_pb2
-    from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
-
     importlib.import_module(NATIVE).register_tensorflow()
     calls = ("Lookup", "Push", "Commit", "Apply")
     names = [f"Sok{device}{call}" for device in ("", "Gpu") for call in calls]
-    definitions = op_def_pb2.OpList(op=[op_def_registry.get(name) for name in names])
     ops = types.ModuleType("sok_keras_ops")
-    exec(_pywrap_python_op_gen.GetPythonWrappers(definitions.SerializeToString()), ops.__dict__)
+    exec(op_wrappers(names), ops.__dict__)
     ops._IS_TENSORFLOW_PLUGIN = True  # AutoGraph leaves it as it is
     return ops
 
@@ -72,7 +68,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
         save, (trigger, *tensors) = False, [tf.stop_gradient(tensor) for tensor in (trigger, *tensors)]
     else:
         # An eager call outside of a tape cannot be differentiated later. A graph can.
-        save = record.should_record_backprop([trigger, *tensors]) or (
+        save = should_record_backprop([trigger, *tensors]) or (
             insertion == Insertion.AT_LOOKUP and not tf.executing_eagerly()
         )
     op = _ops.sok_gpu_lookup if plan.gpu is not None else _ops.sok_lookup

@@ -5,12 +5,14 @@ import io
 import numpy as np
 import tensorflow as tf
 
+from sok_keras.backend.private_tensorflow import Trackable, restore_by
+
 
 class TableState:
     """Base of the layers that saves rows in the framework's own files."""
 
     def _watch_state(self):
-        core, rows = self._core, _rows_of(self)
+        own, rows = self._core.trigger, _rows_of(self)
 
         def restore(tensors):
             """Keeps the trigger's own value. Notes a trigger that comes without its rows."""
@@ -18,9 +20,9 @@ class TableState:
 
         def look_at(value):
             if value.numpy()[-1, -1] != rows.restored_mark:
-                core._look_at(value.numpy(), may_be_old=True)
+                own.look_at(value.numpy(), may_be_old=True)
 
-        self.trigger._restore_from_tensors = restore
+        restore_by(self.trigger, restore)
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
@@ -38,7 +40,7 @@ def _call(function, tensors, result=()):
     return function(*tensors) if tf.executing_eagerly() else tf.py_function(function, tensors, result)
 
 
-class _Rows(tf.__internal__.tracking.Trackable):
+class _Rows(Trackable):
     """A layer's rows as an object of a checkpoint: one string, as `numpy.savez` writes it."""
 
     def __init__(self, layer):
@@ -61,7 +63,7 @@ class _Rows(tf.__internal__.tracking.Trackable):
 
     def _write(self):
         file = io.BytesIO()
-        np.savez(file, mark=self._layer._core._mark, **self._layer._rows_to_save())
+        np.savez(file, mark=self._layer._core.trigger.mark, **self._layer._rows_to_save())
         return tf.constant(file.getvalue())
 
     def _read(self, rows):
@@ -69,11 +71,11 @@ class _Rows(tf.__internal__.tracking.Trackable):
             arrays = dict(file)
         mark = arrays.pop("mark")
         self._layer._load_rows(arrays, "checkpoint")
-        self._layer._core.keep_rows()  # the trigger may have come first
+        self._layer._core.trigger.keep_rows()  # the trigger may have come first
         self.restored_mark = mark
 
 
-class _Snapshot(tf.__internal__.tracking.Trackable):
+class _Snapshot(Trackable):
     def __init__(self):
         self.rows = tf.Variable("", trainable=False)
 

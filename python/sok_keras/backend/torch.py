@@ -10,7 +10,6 @@ Eager calls go straight to the core; under `torch.compile` they are custom opera
 import contextlib
 import functools
 
-import keras
 import ml_dtypes
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ import torch
 from sok_keras import _native
 from sok_keras.backend.handles import optimizers, plans
 from sok_keras.backend.leaving import note_thread, watch_exit
+from sok_keras.backend.private_torch import get_device
 
 _native.find_torch()
 watch_exit()
@@ -54,13 +54,13 @@ def is_dense(value):
     """Whether a tensor is dense: neither sparse nor jagged, and with memory unless Keras infers shapes."""
     if not isinstance(value, torch.Tensor):
         return True
-    return value.layout is torch.strided and (not value.is_meta or keras.src.backend.torch.core.get_device() == "meta")
+    return value.layout is torch.strided and (not value.is_meta or get_device() == "meta")
 
 
 def gpu(asked=False):
     """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU."""
     del asked
-    device = torch.device(keras.src.backend.torch.core.get_device())
+    device = torch.device(get_device())
     if device.type != "cuda":
         return None
     return torch.cuda.current_device() if device.index is None else device.index

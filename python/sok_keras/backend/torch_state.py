@@ -10,6 +10,8 @@ import weakref
 import numpy as np
 import torch
 
+from sok_keras.backend.private_torch import state_dict_hooks
+
 # Layers whose triggers the registration hook looks for.
 _layers: weakref.WeakSet = weakref.WeakSet()
 _ROWS = ".rows."
@@ -39,7 +41,7 @@ def _follow(module, name, parameter):
 
 
 def _is_followed(module, name):
-    hooks = module._state_dict_hooks.values()
+    hooks = state_dict_hooks(module)
     return any(isinstance(hook, functools.partial) and hook.func is _save and hook.args[1] == name for hook in hooks)
 
 

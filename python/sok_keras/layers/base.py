@@ -11,6 +11,7 @@ from keras import ops
 
 from sok_keras import backend, ids, rows_file
 from sok_keras.backend.insertion import Insertion
+from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
 from sok_keras.export_guard import check_format
 from sok_keras.initializers import core_initializer, core_seed, mixed_seed
@@ -108,12 +109,12 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         if self.built:
             return
         check_one_device()
-        first = self._core.first_trigger
+        first = self._core.trigger.first_value
         self.trigger = self.add_weight(
             shape=(64, 2), initializer=first, dtype="float32", autocast=False, trainable=True, name="trigger"
         )
         self.trigger.sok_core = self._core
-        self._core.watch(self.trigger)
+        self._core.trigger.watch(self.trigger)
         self._watch_state()
         self.built = True
 
@@ -130,7 +131,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         insertion = _insertion(training, learns)
         if backend.is_tracing(inputs[0][0]):
             check_format(self.name)
-        self._core.check_weights()
+        self._core.trigger.check()
         plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
         rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insertion)
         if not backend.is_compiling():
@@ -205,7 +206,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
 
 def _insertion(training: bool | None, learns: bool) -> Insertion:
     # In a symbolic scope, Keras runs the layer on PyTorch with placeholder ids.
-    if not learns or keras.src.backend.common.symbolic_scope.in_symbolic_scope():
+    if not learns or in_symbolic_scope():
         return Insertion.NEVER
     if training is None:
         return Insertion.AT_COMMIT

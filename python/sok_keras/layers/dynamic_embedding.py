@@ -242,7 +242,7 @@ def set_tables(own: dict[str, Table], given: dict) -> None:
     for name, (keys, _) in contents.items():
         own[name]._check_replacement(keys)
     for name, (keys, rows) in contents.items():
-        own[name]._core.keep_rows()
+        own[name]._core.trigger.keep_rows()
         own[name].clear()
         own[name].assign(keys, rows)
 

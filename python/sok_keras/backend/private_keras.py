@@ -1,0 +1,74 @@
+"""Names of Keras that are not public. Other modules use them through this one.
+
+`tests/backends/test_private_names.py` says what breaks without each.
+"""
+
+import contextlib
+
+from keras import ops
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+__all__ = [
+    "EXPORTERS",
+    "accumulated_gradient",
+    "clipping_by",
+    "count_step",
+    "flatten_layers",
+    "get_stateless_scope",
+    "in_symbolic_scope",
+    "steps_of",
+    "uses_weight_decay",
+    "value_of",
+]
+
+# Modules that trace a layer for a format that cannot hold tables.
+EXPORTERS = {
+    "keras.src.export.onnx": "ONNX",
+    "keras.src.export.openvino": "OpenVINO",
+    "keras.src.export.litert": "LiteRT",
+    "keras.src.backend.torch.export": "a SavedModel of PyTorch",
+}
+
+
+def flatten_layers(layer):
+    """A layer and the layers in it."""
+    return layer._flatten_layers()
+
+
+def value_of(variable):
+    """The framework's tensor of a variable, whatever scope is open."""
+    return variable._value
+
+
+def uses_weight_decay(optimizer, variable):
+    """Whether weight decay was not switched off for a variable."""
+    return optimizer._use_weight_decay(variable)
+
+
+def steps_of(optimizer):
+    """The variable that counts the calls of an optimizer. `iterations` counts its updates, where gradients are accumulated."""
+    return optimizer._iterations
+
+
+def count_step(optimizer):
+    """Counts a call without gradients."""
+    optimizer._iterations.assign_add(1)
+
+
+def accumulated_gradient(optimizer, variable):
+    """The sum of a variable's gradients since the last update."""
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+@contextlib.contextmanager
+def clipping_by(optimizer, clip):
+    """Within, the optimizer clips by this factor: the global norm counts rows that it does not see. None: by its own."""
+    if clip is None:
+        yield
+        return
+    optimizer._clip_gradients = lambda grads: [g if g is None else g * ops.cast(clip, g.dtype) for g in grads]
+    try:
+        yield
+    finally:
+        del optimizer._clip_gradients

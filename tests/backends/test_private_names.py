@@ -1,0 +1,153 @@
+"""Each private name of Keras or a framework that the package uses, and what breaks without it."""
+
+import importlib.util
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops, optimizers
+
+from reference import BACKEND
+from sok_keras.backend import private_keras
+
+of_backend = {name: pytest.mark.skipif(name != BACKEND, reason=f"of {name}") for name in ("tensorflow", "jax", "torch")}
+
+
+def test_layers_within_layers_are_found():
+    """Else dumps would miss the tables of nested layers."""
+    inner = keras.Sequential([layers.Dense(2, name="inner")])
+    names = [layer.name for layer in private_keras.flatten_layers(keras.Sequential([keras.Input((3,)), inner]))]
+    assert "inner" in names
+
+
+def test_value_of_a_variable_is_read_past_scopes():
+    """Else tables would wait for a value of a traced step, and not for the step that was started."""
+    variable = keras.Variable(np.ones(3))
+    with keras.StatelessScope(state_mapping=[(variable, ops.zeros(3))]):
+        assert float(ops.sum(private_keras.value_of(variable))) == 3.0
+
+
+def test_open_scopes_are_known():
+    """Else a symbolic call would insert placeholder ids, and a traced step of JAX could not choose its updates."""
+    assert private_keras.get_stateless_scope() is None
+    with keras.StatelessScope() as scope:
+        assert private_keras.get_stateless_scope() is scope
+
+    class Asks(layers.Layer):
+        def call(self, x):
+            answers.append(private_keras.in_symbolic_scope())
+            return x
+
+    answers = []
+    keras.Model(inputs := keras.Input((2,)), Asks()(inputs))
+    Asks()(np.zeros((1, 2), "float32"))
+    assert answers[0] and not answers[-1]
+
+
+def test_weight_decay_of_a_variable_can_be_switched_off():
+    """Else rows would decay where the user excluded them."""
+    optimizer = optimizers.SGD(0.1, weight_decay=0.1)
+    both = [keras.Variable(np.ones(3), name=name) for name in ("kept", "excluded")]
+    optimizer.exclude_from_weight_decay(var_names=["excluded"])
+    assert [private_keras.uses_weight_decay(optimizer, variable) for variable in both] == [True, False]
+
+
+def test_accumulated_gradients_and_calls_are_read():
+    """Else tables would update in another step than dense variables, and the global norm would miss earlier steps."""
+    optimizer = optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    variable = keras.Variable(np.zeros(3))
+    optimizer.apply([ops.ones(3)], [variable])
+    assert float(ops.sum(private_keras.accumulated_gradient(optimizer, variable))) == 3.0
+    assert int(private_keras.steps_of(optimizer).value) == 1
+    private_keras.count_step(optimizer)
+    assert int(private_keras.steps_of(optimizer).value) == 2
+
+
+def test_clip_of_an_optimizer_is_replaced():
+    """Else dense variables would be clipped by a norm without the rows."""
+    optimizer = optimizers.SGD(1.0, global_clipnorm=1.0)
+    variable = keras.Variable(np.zeros(4))
+    with private_keras.clipping_by(optimizer, ops.convert_to_tensor(0.25)):
+        optimizer.apply([ops.ones(4)], [variable])
+    np.testing.assert_allclose(variable.value, -0.25)
+    optimizer.apply([ops.ones(4)], [variable])
+    np.testing.assert_allclose(variable.value, -0.75)
+
+
+@pytest.mark.parametrize("module", private_keras.EXPORTERS)
+def test_exporters_have_these_names(module):
+    """Else an export would succeed whose graph cannot run."""
+    name = module if BACKEND == "torch" or "torch" not in module else "keras.src.backend.torch"
+    assert importlib.util.find_spec(name) is not None
+
+
+@of_backend["torch"]
+def test_device_of_keras_is_known():
+    """Else tables would not be where the model runs."""
+    from sok_keras.backend import private_torch
+
+    with keras.device("cpu"):
+        assert str(private_torch.get_device()) == "cpu"
+
+
+@of_backend["torch"]
+def test_hooks_of_state_dicts_are_listed():
+    """Else a layer would write its rows twice."""
+    import torch
+
+    from sok_keras.backend import private_torch
+
+    def hook(module, state, prefix, metadata):
+        del module, state, prefix, metadata
+
+    module = torch.nn.Linear(1, 1)
+    module.register_state_dict_post_hook(hook)
+    assert list(private_torch.state_dict_hooks(module)) == [hook]
+
+
+@of_backend["jax"]
+@pytest.mark.parametrize("name", ["_make_function", "_get_jax_state", "jax_state_sync", "fit", "evaluate", "predict"])
+def test_trainer_has_the_methods_that_are_wrapped(name):
+    """Else an error in a step would leave a model without its weights."""
+    from sok_keras.backend import private_jax
+
+    assert callable(getattr(private_jax.JAXTrainer, name))
+
+
+@of_backend["tensorflow"]
+def test_tapes_are_seen():
+    """Else lookups would keep nothing for their gradients, or always."""
+    import tensorflow as tf
+
+    from sok_keras.backend import private_tensorflow
+
+    x = tf.constant(1.0)
+    assert not private_tensorflow.should_record_backprop([x])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        assert private_tensorflow.should_record_backprop([x])
+
+
+@of_backend["tensorflow"]
+def test_wrappers_of_registered_ops_are_made():
+    """Else the ops of a module that was imported before could not be called."""
+    from sok_keras.backend import private_tensorflow
+
+    assert b"def add_v2(" in private_tensorflow.op_wrappers(["AddV2"])
+
+
+@of_backend["tensorflow"]
+def test_checkpoint_calls_what_restores_a_variable(tmp_path):
+    """Else weights of other tables would come in silence."""
+    import tensorflow as tf
+
+    from sok_keras.backend import private_tensorflow
+
+    variable, seen = tf.Variable([1.0, 2.0]), []
+    path = tf.train.Checkpoint(v=variable).write(str(tmp_path / "c"))
+    other = tf.Variable([0.0, 0.0])
+    private_tensorflow.restore_by(other, lambda tensors: seen.extend(tensors.values()))
+    tf.train.Checkpoint(v=other).read(path)
+    assert [list(tensor.numpy()) for tensor in seen] == [[1.0, 2.0]]
+    assert list(other.numpy()) == [0.0, 0.0]
+    assert issubclass(tf.Variable, private_tensorflow.Trackable)
