@@ -35,7 +35,7 @@ class Core:
         backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        gpu = None if storage == "host" else backend.gpu(asked=storage == "hbm")
+        gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")
         if storage == "hbm" and gpu is None:
             raise native.DeviceError(
                 f'`storage="hbm"` needs a GPU that the model runs on, but {backend.name} computes on the CPU here. Install its GPU '

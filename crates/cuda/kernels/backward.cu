@@ -83,10 +83,10 @@ __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad)
 
 // Requests the columns that `load_gradient` would load. Returns what they must be multiplied by.
 template <u32 SOURCE, u32 DIM, class S, class W>
-__device__ __forceinline__ float ask_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
+__device__ __forceinline__ float start_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
-  if (SOURCE == SUMS) stage.ask(turn, k, (const float4*)g.rows + quad);
-  else stage.template ask_columns<DIM>(turn, k, g.rows, g.row, quad);
+  if (SOURCE == SUMS) stage.start(turn, k, (const float4*)g.rows + quad);
+  else stage.template start_columns<DIM>(turn, k, g.rows, g.row, quad);
   return g.scale;
 }
 
@@ -218,13 +218,13 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   typedef Group<SOURCE, DIM, RULE, AGAIN, W> Of;
   typedef typename Of::Ahead Ahead;
   // A stage for the parts of a record and a gradient.
-  typedef Stage<Of::PARTS + 1, UPDATE_THREADS> Ways;
-  typedef typename Ways::Memory Memory;
+  typedef Stage<Of::PARTS + 1, UPDATE_THREADS> StageType;
+  typedef typename StageType::Memory Memory;
   float4* at;
   Ahead ahead;
   const Keys& keys;
-  const Ways ways;
-  __device__ __forceinline__ Update(const Keys& of, Memory& memory) : keys(of), ways{memory} {}
+  const StageType stage;
+  __device__ __forceinline__ Update(const Keys& of, Memory& memory) : keys(of), stage{memory} {}
   __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const {
     return record_at<SOURCE>(group.w, record, value);
   }
@@ -235,36 +235,36 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   }
 
   // A requested key of one id: the address of its record, and what its gradient must be multiplied by.
-  struct Asked {
+  struct InFlight {
     float4* record;
     float scale;
   };
-  __device__ __forceinline__ Asked ask(const Of& group, u32 turn, const Single& key) const {
+  __device__ __forceinline__ InFlight start(const Of& group, u32 turn, const Single& key) const {
     float4* record = record_at<SOURCE>(group.w, key.record, key.gradient_row);
     if (!group.is_mine(0)) return {record, 0};
 #pragma unroll
-    for (u32 p = 0; p < Of::PARTS; ++p) ways.ask(turn, p, record + p * Of::QUADS + group.column);
-    return {record, ask_gradient<SOURCE, DIM>(ways, turn, Of::PARTS, group.w, key.gradient_row, group.column)};
+    for (u32 p = 0; p < Of::PARTS; ++p) stage.start(turn, p, record + p * Of::QUADS + group.column);
+    return {record, start_gradient<SOURCE, DIM>(stage, turn, Of::PARTS, group.w, key.gradient_row, group.column)};
   }
   // Updates keys of one id: `number`, `number + groups` and so on, below `end_of`. The group requests the next key before it processes
   // the current one.
   __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
     Single key = keys.singles[number], next = number + groups < end_of ? keys.singles[number + groups] : key;
-    Asked asked = ask(group, 0, key);
-    ways.end();
+    InFlight in_flight = start(group, 0, key);
+    stage.end();
     for (u32 turn = 0; number < end_of; ++turn, number += groups) {
-      const Asked next_asked = number + groups < end_of ? ask(group, turn + 1, next) : asked;
-      ways.end();
-      ways.wait();
+      const InFlight next_in_flight = number + groups < end_of ? start(group, turn + 1, next) : in_flight;
+      stage.end();
+      stage.wait();
       const u32 value = key.gradient_row;
 #pragma unroll
       for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
         if (group.is_mine(chunk))
           group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * Of::LANES + group.column)
-                                   : scaled(ways.at(turn, Of::PARTS), asked.scale);
+                                   : scaled(stage.at(turn, Of::PARTS), in_flight.scale);
 #pragma unroll
-      for (u32 p = 0; p < Of::PARTS; ++p) ahead.parts[p] = ways.at(turn, p);
-      at = asked.record, asked = next_asked;
+      for (u32 p = 0; p < Of::PARTS; ++p) ahead.parts[p] = stage.at(turn, p);
+      at = in_flight.record, in_flight = next_in_flight;
       key = next;
       if (number + 2 * groups < end_of) next = keys.singles[number + 2 * groups];
       end(group, value);

@@ -108,14 +108,14 @@ __device__ __forceinline__ void gather(const Table& t, const Feature& f, const R
       if (r && at < WARP && quad < QUADS) with(k, at, quad, r);
     }
   };
-  const auto ask = [&](u32 turn) {
-    each(turn, [&](u32 k, u32, u32 quad, u32 r) { stage.ask(turn, k, f.records + (u64)r * f.stride + quad); });
+  const auto start = [&](u32 turn) {
+    each(turn, [&](u32 k, u32, u32 quad, u32 r) { stage.start(turn, k, f.records + (u64)r * f.stride + quad); });
   };
-  ask(0);
+  start(0);
   stage.end();
 #pragma unroll 4
   for (u32 turn = 0; turn < TURNS; ++turn) {
-    if (turn + 1 < TURNS) ask(turn + 1);
+    if (turn + 1 < TURNS) start(turn + 1);
     stage.end();
     stage.wait();
     each(turn, [&](u32 k, u32 at, u32 quad, u32) { store_columns<DIM>(f.rows, first + at, quad, stage.at(turn, k)); });
@@ -177,7 +177,7 @@ __device__ __forceinline__ void pool(
     bool is_empty = true;
 #pragma unroll
     for (u32 k = 0; k < ROWS; ++k) next[k] = k < count ? records[k] : NO_RECORD;
-    const auto ask = [&](u32 turn, float (&weights)[ROWS]) {
+    const auto start = [&](u32 turn, float (&weights)[ROWS]) {
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
         const u32 at = turn * ROWS + k;
@@ -185,7 +185,7 @@ __device__ __forceinline__ void pool(
         if (ROLES) weights[k] = f.weights ? f.weights[begin + at] : 1.0f;
         // Without ROLES, an id has no record only if there was no room for its key, which the host will report. Record 0 has memory.
         if (!ROLES || next[k]) {
-          stage.ask(turn, k, f.records + (u64)next[k] * f.stride + quad);
+          stage.start(turn, k, f.records + (u64)next[k] * f.stride + quad);
         } else if (weights[k] != 0) {
           const u64 key = key_at(f, begin + at);
           // Padding is treated like an id of weight 0, which does not count.
@@ -199,11 +199,11 @@ __device__ __forceinline__ void pool(
         if ((turn + 1) * ROWS + k < count) next[k] = records[(turn + 1) * ROWS + k];
     };
     float next_weights[ROWS];
-    ask(0, next_weights);
+    start(0, next_weights);
     for (u32 turn = 0; turn * ROWS < count; ++turn) {
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) weights[k] = next_weights[k];
-      ask(turn + 1, next_weights);
+      start(turn + 1, next_weights);
       stage.wait();
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k) {
@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH     ? 6
                                                                  : 4)
 make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
   begin();
-  typedef RowStage<BAGS == EACH ? GATHERED : POOLED> Ways;
-  __shared__ typename Ways::Memory memory;
-  const Ways stage{memory};
+  typedef RowStage<BAGS == EACH ? GATHERED : POOLED> StageType;
+  __shared__ typename StageType::Memory memory;
+  const StageType stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   const Table& t = call.tables[f.table];

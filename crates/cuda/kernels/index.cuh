@@ -1,6 +1,6 @@
 // The index: a hash table from keys to record numbers.
 //
-// A bucket is a cache line of 64 bytes: five slots (PLACES), each with a key and its record number, and one word. A key has two
+// A bucket is a cache line of 64 bytes: five slots (SLOTS), each with a key and its record number, and one word. A key has two
 // buckets. The word of the first bucket contains the lock, the stash bit and a filter of 30 bits. The filter says which keys of this
 // first bucket may be in their second bucket, so a find reads 1.0 to 1.2 lines. Record number 0 marks an empty slot, as on the host.
 // Records are stored elsewhere, dense, and never move. To make room, and to grow the index, only entries of 12 bytes are moved.
@@ -31,8 +31,8 @@ __device__ __forceinline__ u64 hash(const Index& index, u64 key) { return hash(i
 
 // A bucket in registers.
 struct Line {
-  u64 keys[PLACES];
-  u32 records[PLACES];
+  u64 keys[SLOTS];
+  u32 records[SLOTS];
   u32 word;
 };
 
@@ -51,11 +51,11 @@ __device__ __forceinline__ Line load_line(const Bucket* bucket) {
   return l;
 }
 
-// Returns the slot of a key, or PLACES if the key is not in the line. The slot's record number may still be CLAIMED.
+// Returns the slot of a key, or SLOTS if the key is not in the line. The slot's record number may still be CLAIMED.
 __device__ __forceinline__ u32 place_of(const Line& line, u64 key) {
-  u32 place = PLACES;
+  u32 place = SLOTS;
 #pragma unroll
-  for (u32 i = 0; i < PLACES; ++i)
+  for (u32 i = 0; i < SLOTS; ++i)
     if (line.keys[i] == key && line.records[i] != NO_RECORD) place = i;
   return place;
 }
@@ -107,11 +107,11 @@ __device__ __forceinline__ Probe probe(const Bucket* buckets, u32 bucket, u64 ke
     // The four parts of a line: keys 0, 1; keys 2, 3; key 4, records 0, 1; records 2, 3, 4, word.
     const u32 lows = __ballot_sync(ALL, part < 3 && low == k) >> (lane() - part);
     const u32 highs = __ballot_sync(ALL, part < 2 && high == k) >> (lane() - part);
-    const u32 place = lows & 1 ? 0 : highs & 1 ? 1 : lows & 2 ? 2 : highs & 2 ? 3 : lows & 4 ? 4 : PLACES;
+    const u32 place = lows & 1 ? 0 : highs & 1 ? 1 : lows & 2 ? 2 : highs & 2 ? 3 : lows & 4 ? 4 : SLOTS;
     const u32 of_part_2 = place == 0 ? (u32)high : (u32)(high >> 32);
     const u32 of_part_3 = place == 2 ? (u32)low : place == 3 ? (u32)(low >> 32) : (u32)high;
     const u32 from_part_2 = __shfl_sync(ALL, of_part_2, lane() - part + 2);
-    const u32 record = place < 2 ? from_part_2 : place < PLACES ? of_part_3 : NO_RECORD;
+    const u32 record = place < 2 ? from_part_2 : place < SLOTS ? of_part_3 : NO_RECORD;
     const u32 holder = rank % GROUPS * LANES + 3;
     const u32 my_record = __shfl_sync(ALL, record, holder), my_word = __shfl_sync(ALL, (u32)(high >> 32), holder);
     if (on && rank / GROUPS == round) mine = {my_record, my_word};
@@ -143,17 +143,17 @@ __device__ __noinline__ u32 find_alone(Index index, u64 key) {
   const Bucket* first = index.buckets + first_of(h, index.num_buckets);
   const Line line = load_line(first);
   u32 place = place_of(line, key);
-  if (place < PLACES) return line.records[place];
+  if (place < SLOTS) return line.records[place];
   if (!(line.word & filter_bit(h))) return NO_RECORD;
   const Line further = load_line(index.buckets + second_of(h, index.num_buckets));
   place = place_of(further, key);
-  if (place < PLACES) return further.records[place];
+  if (place < SLOTS) return further.records[place];
   const u32* at = line.word & STASHED ? find_stashed(index.stash, &index.counters->stashed, key) : nullptr;
   return at ? *at : NO_RECORD;
 }
 
 // Returns a key that is never looked up in bucket `at`: key 0, or in the two buckets of key 0 the next key that hashes to others.
-__device__ __forceinline__ u64 nobodys_key(const Index& index, u32 at) {
+__device__ __forceinline__ u64 empty_key(const Index& index, u32 at) {
   for (u64 key = 0;; ++key) {
     const u64 h = hash(index, key);
     if (first_of(h, index.num_buckets) != at && second_of(h, index.num_buckets) != at) return key;
@@ -166,17 +166,17 @@ __device__ __forceinline__ u64 nobodys_key(const Index& index, u32 at) {
 __device__ __forceinline__ u32 free_places(const Line& line) {
   u32 free = 0;
 #pragma unroll
-  for (u32 i = 0; i < PLACES; ++i) free |= (u32)(line.records[i] == NO_RECORD) << i;
+  for (u32 i = 0; i < SLOTS; ++i) free |= (u32)(line.records[i] == NO_RECORD) << i;
   return free;
 }
 
-// Claims one of the slots in the mask `free`. Returns PLACES if other threads have claimed all of them.
+// Claims one of the slots in the mask `free`. Returns SLOTS if other threads have claimed all of them.
 __device__ __forceinline__ u32 claim(Bucket* bucket, u32 free) {
   for (; free; free &= free - 1) {
     const u32 place = __ffs(free) - 1;
     if (atomicCAS(&bucket->records[place], NO_RECORD, CLAIMED) == NO_RECORD) return place;
   }
-  return PLACES;
+  return SLOTS;
 }
 
 // Claims a slot for a key in one of its buckets and writes the key there. Returns the address of the slot's record number, or null if
@@ -184,14 +184,14 @@ __device__ __forceinline__ u32 claim(Bucket* bucket, u32 free) {
 // goes to its second bucket; the caller stores it in the first bucket.
 __device__ __forceinline__ u32* put(Bucket* first, Bucket* second, u64 h, u64 key, u32 in_first, u32& word) {
   Bucket* bucket = first;
-  u32 place = PLACES;
-  if (PLACES - __popc(in_first) < LEAN) place = claim(first, in_first);
-  if (place == PLACES) {
+  u32 place = SLOTS;
+  if (SLOTS - __popc(in_first) < LEAN) place = claim(first, in_first);
+  if (place == SLOTS) {
     const u32 in_second = free_places(load_line(second));
     const bool prefers_second = __popc(in_second) > __popc(in_first);
     place = claim(bucket = prefers_second ? second : first, prefers_second ? in_second : in_first);
-    if (place == PLACES) place = claim(bucket = prefers_second ? first : second, prefers_second ? in_first : in_second);
-    if (place == PLACES) return nullptr;
+    if (place == SLOTS) place = claim(bucket = prefers_second ? first : second, prefers_second ? in_first : in_second);
+    if (place == SLOTS) return nullptr;
   }
   store_shared(&bucket->keys[place], key);
   if (bucket == second) word |= filter_bit(h);
@@ -217,10 +217,10 @@ __device__ __forceinline__ Claim claim_key(const Index& index, u64 key, u64 h) {
     const Line line = load_line(first);
     Claim claim = {nullptr, false};
     u32 place = place_of(line, key);
-    if (place < PLACES) claim.record = &first->records[place];
+    if (place < SLOTS) claim.record = &first->records[place];
     if (!claim.record && (word & filter_bit(h))) {
       place = place_of(load_line(second), key);
-      if (place < PLACES) claim.record = &second->records[place];
+      if (place < SLOTS) claim.record = &second->records[place];
       if (!claim.record && (word & STASHED)) claim.record = find_stashed(index.stash, &index.counters->stashed, key);
     }
     if (!claim.record) {
@@ -238,7 +238,7 @@ __device__ __forceinline__ Claim claim_key(const Index& index, u64 key, u64 h) {
 // read in four loads, during which the key may have been moved, so the key is read again.
 __device__ __forceinline__ u32* find_settled(Bucket* bucket, const Line& line, u64 key) {
   const u32 place = place_of(line, key);
-  return place < PLACES && load_shared(&bucket->keys[place]) == key ? &bucket->records[place] : nullptr;
+  return place < SLOTS && load_shared(&bucket->keys[place]) == key ? &bucket->records[place] : nullptr;
 }
 
 // Moves the entry of a slot to its other bucket, if that has room. Returns whether it was moved; the slot is then claimed for the
@@ -261,13 +261,13 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   bool moved = false;
   if (load_shared(&from->keys[place]) == key && load_shared(&from->records[place]) == record) {
     const u32 room = claim(to, free_places(load_line(to)));
-    if (room < PLACES) {
+    if (room < SLOTS) {
       store_shared(&to->keys[room], key);
       release(&to->records[room], record);
       if (to == second) of_first |= filter_bit(h);
       if (first == held) word = of_first;
       // The next holder of the lock must not find the key in this slot.
-      store_shared(&from->keys[place], nobodys_key(index, (u32)(from - index.buckets)));
+      store_shared(&from->keys[place], empty_key(index, (u32)(from - index.buckets)));
       release(&from->records[place], CLAIMED);
       moved = true;
     }
@@ -276,23 +276,23 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   return moved;
 }
 
-// Frees a slot of the bucket and returns it, claimed, or returns PLACES. Tries one move; then two: an entry leaves the other bucket of
+// Frees a slot of the bucket and returns it, claimed, or returns SLOTS. Tries one move; then two: an entry leaves the other bucket of
 // one of this bucket's entries, and that entry moves there.
 __device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held, u32& word) {
-  for (u32 place = 0; place < PLACES; ++place)
+  for (u32 place = 0; place < SLOTS; ++place)
     if (move_away(index, bucket, place, held, word)) return place;
-  for (u32 place = 0; place < PLACES; ++place) {
+  for (u32 place = 0; place < SLOTS; ++place) {
     const u64 h = hash(index, load_shared(&bucket->keys[place]));
     Bucket* first = index.buckets + first_of(h, index.num_buckets);
     Bucket* other = first == bucket ? index.buckets + second_of(h, index.num_buckets) : first;
     if (other == held || other == bucket) continue;
-    for (u32 further = 0; further < PLACES; ++further)
+    for (u32 further = 0; further < SLOTS; ++further)
       if (move_away(index, other, further, held, word)) {
         release(&other->records[further], NO_RECORD);
         if (move_away(index, bucket, place, held, word)) return place;
       }
   }
-  return PLACES;
+  return SLOTS;
 }
 
 // Looks for one of the ten entries of a key's two full buckets whose other bucket has room. Ten lanes examine one entry each. Returns
@@ -300,7 +300,7 @@ __device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held,
 // the room may be gone when the entry is moved.
 __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, const Bucket* second) {
   bool has_room = false;
-  const u32 side = lane() / PLACES, place = lane() % PLACES;
+  const u32 side = lane() / SLOTS, place = lane() % SLOTS;
   if (side < 2) {
     const Bucket* bucket = side ? second : first;
     const u64 h = hash(index, load_shared(&bucket->keys[place]));
@@ -309,7 +309,7 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
     has_room = free_places(load_line(other)) != 0;
   }
   const u32 all = __ballot_sync(ALL, has_room);
-  return all ? (__ffs(all) - 1) / PLACES << 8 | (__ffs(all) - 1) % PLACES : ALL;
+  return all ? (__ffs(all) - 1) / SLOTS << 8 | (__ffs(all) - 1) % SLOTS : ALL;
 }
 
 // As `claim_key`, in a launch of its own. If both buckets are full, moves other entries away, first the one that `movable` has found
@@ -334,10 +334,10 @@ __device__ __noinline__ Claim settle(Index index, u64 key, u32 hint) {
       claim.record = put(first, second, h, key, free_places(line), word);
       for (u32 side = hint == ALL ? 0 : hint >> 8, tries = 0; tries < 3 && !claim.record; side = tries++ % 2) {
         Bucket* bucket = side ? second : first;
-        u32 place = PLACES;
+        u32 place = SLOTS;
         if (tries > 0 || hint == ALL) place = make_room(index, bucket, first, word);
         else if (move_away(index, bucket, hint & 0xff, first, word)) place = hint & 0xff;
-        if (place == PLACES) continue;
+        if (place == SLOTS) continue;
         store_shared(&bucket->keys[place], key);
         if (side) word |= filter_bit(h);
         claim.record = &bucket->records[place];

@@ -10,7 +10,7 @@ static_assert(HOT <= WARP, "how many ids a key has is counted over two warps' po
 __device__ __forceinline__ void take_places(
     const Table* __restrict__ tables, const Section& section, const Keys& keys, u32 (&first)[4]) {
   const u32 distinct = first[0] + first[1] + first[2];
-  if (section.table != NOBODY && distinct) atomicAdd(&tables[section.table].index.counters->distinct, distinct);
+  if (section.table != NO_TABLE && distinct) atomicAdd(&tables[section.table].index.counters->distinct, distinct);
   const u64 cold = atomicAdd(&keys.lists->cold, (u64)first[1] << 32 | first[0]);
   const u64 of_hot = first[2] ? atomicAdd(&keys.lists->hot, (u64)first[2] << 32 | first[3]) : 0;
   first[0] = (u32)cold, first[1] = (u32)(cold >> 32), first[3] = (u32)of_hot, first[2] = (u32)(of_hot >> 32);

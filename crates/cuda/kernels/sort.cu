@@ -7,7 +7,7 @@
 typedef unsigned short u16;
 constexpr u32 WARPS = SORT_THREADS / WARP;
 // Maximum number of digit values of all passes together: three digits of 11 bits.
-constexpr u32 MOST_DIGITS = 3 << 11;
+constexpr u32 MAX_DIGITS = 3 << 11;
 // What a tile or a group has published so far. AGGREGATE: its own number of ids by digit. PREFIX: its inclusive prefix, the number of
 // ids by digit in all groups of the section up to and including this one. Tiles publish no prefix.
 enum TileStatus : u32 { INVALID, AGGREGATE, PREFIX };
@@ -55,7 +55,7 @@ __device__ __forceinline__ void count_digit(u32* counts, u32 digit, bool is_id) 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(
     const u32* __restrict__ records, const __grid_constant__ Sort sort, u32 tile) {
   begin();
-  __shared__ u32 counts[MOST_DIGITS];
+  __shared__ u32 counts[MAX_DIGITS];
   const u32 digits = 1u << sort.bits, all = sort.passes * digits;
   u32 number;
   const Section section =
@@ -311,10 +311,10 @@ __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
         u32 totals;
         bool is_known;
         do {
-          const u32 said = lane() < group ? load_flag(&flags[first_group + 2 * (group - 1 - lane())]) : INVALID;
-          totals = __ballot_sync(ALL, said == PREFIX);
-          const u32 asked = totals ? __ffs(totals) : 0;
-          is_known = asked && __all_sync(ALL, lane() >= asked || said != INVALID);
+          const u32 flag = lane() < group ? load_flag(&flags[first_group + 2 * (group - 1 - lane())]) : INVALID;
+          totals = __ballot_sync(ALL, flag == PREFIX);
+          const u32 needed = totals ? __ffs(totals) : 0;
+          is_known = needed && __all_sync(ALL, lane() >= needed || flag != INVALID);
         } while (!is_known);
         if (lane() == 0) nearest = group - __ffs(totals);
       }

@@ -12,7 +12,7 @@ template <u32 N, u32 THREADS> struct Stage {
   // The place of the four columns that this thread requests as row `k` of a turn. `k`: below N.
   __device__ __forceinline__ float4& at(u32 turn, u32 k) const { return memory[turn % 2 * N + k][threadIdx.x]; }
   // Requests four columns.
-  __device__ __forceinline__ void ask(u32 turn, u32 k, const float4* from) const {
+  __device__ __forceinline__ void start(u32 turn, u32 k, const float4* from) const {
 #if __CUDA_ARCH__ < 800
     at(turn, k) = *from;
 #else
@@ -21,10 +21,10 @@ template <u32 N, u32 THREADS> struct Stage {
 #endif
   }
   // Requests four columns of a row of a framework's array (rows, DIM). Columns beyond the last are 0.
-  template <u32 DIM> __device__ __forceinline__ void ask_columns(u32 turn, u32 k, const float* rows, u64 row, u32 quad) const {
+  template <u32 DIM> __device__ __forceinline__ void start_columns(u32 turn, u32 k, const float* rows, u64 row, u32 quad) const {
     const float* from = rows + row * DIM + 4 * quad;
     if (DIM % 4 == 0) {
-      ask(turn, k, (const float4*)from);
+      start(turn, k, (const float4*)from);
       return;
     }
 #if __CUDA_ARCH__ < 800

@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) clear_index(Index in
   const u32 at = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (at >= index.num_buckets) return;
   Bucket bucket = {};
-  for (u32 i = 0; i < PLACES; ++i) bucket.keys[i] = nobodys_key(index, at);
+  for (u32 i = 0; i < SLOTS; ++i) bucket.keys[i] = empty_key(index, at);
   index.buckets[at] = bucket;
 }
 
@@ -166,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
     for (u32 side = 0; side < 2 && record == NO_RECORD; ++side) {
       Bucket* bucket = side ? second : first;
       const u32 place = place_of(load_line(bucket), key);
-      if (place == PLACES) continue;
+      if (place == SLOTS) continue;
       record = load_shared(&bucket->records[place]);
-      store_shared(&bucket->keys[place], nobodys_key(index, (u32)(bucket - index.buckets)));
+      store_shared(&bucket->keys[place], empty_key(index, (u32)(bucket - index.buckets)));
       __threadfence();
       store_shared(&bucket->records[place], NO_RECORD);
     }
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) move_entries(Index f
   if (at < from.num_buckets) {
     const Line line = load_line(from.buckets + at);
 #pragma unroll
-    for (u32 i = 0; i < PLACES; ++i)
+    for (u32 i = 0; i < SLOTS; ++i)
       if (line.records[i] != NO_RECORD) move_entry(to, line.keys[i], line.records[i], overflow);
   } else if (at - from.num_buckets < min(from.counters->stashed, STASH)) {
     const u32 i = at - from.num_buckets;

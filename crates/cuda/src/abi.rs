@@ -117,13 +117,13 @@ macro_rules! structs {
 
 constants! {
     /// Slots of a bucket.
-    pub const PLACES: usize = 5;
+    pub const SLOTS: usize = 5;
     /// Slots of the stash.
     pub const STASH: usize = 1024;
     /// Value of [`Renumbering::firsts`] for a table that has lost its records.
     pub const GONE: u32 = u32::MAX;
     /// Value of [`Section::table`] if the distinct keys of the section are not counted.
-    pub const NOBODY: u32 = u32::MAX;
+    pub const NO_TABLE: u32 = u32::MAX;
     /// Bit of a returned record number: the record is new.
     pub const NEW: u32 = 1 << 31;
     /// Threads of a block of the sort.
@@ -159,9 +159,9 @@ constants! {
 /// Words of [`Sort::next`]: a counter for each pass, and unused ones.
 pub const SORT_STATE: usize = 32;
 /// Minimum number of bits of a digit of the sort.
-pub const LEAST_BITS: u32 = 9;
+pub const MIN_BITS: u32 = 9;
 /// Maximum number of bits of a digit of the sort.
-pub const MOST_BITS: u32 = 11;
+pub const MAX_BITS: u32 = 11;
 /// Possible numbers of ids per thread of a tile.
 pub const SORT_ITEMS: [usize; 4] = [4, 8, 10, 13];
 /// Number of blocks of the sort for which a multiprocessor has registers.
@@ -228,9 +228,9 @@ structs! {
     /// A bucket of an index: one cache line.
     #[repr(align(64))]
     pub struct Bucket {
-        pub keys: [u64; PLACES],
+        pub keys: [u64; SLOTS],
         /// By slot: the record number of the key. 0: the slot is empty; `CLAIMED`: the number is not written yet.
-        pub records: [u32; PLACES],
+        pub records: [u32; SLOTS],
         /// Lock, stash bit and filter of the keys that have this first bucket.
         pub word: u32,
     }
@@ -530,7 +530,7 @@ structs! {
         pub first_list: u32,
         /// Index of its dim among the distinct dims of the group.
         pub kind: u32,
-        /// The table whose distinct keys are counted, or `NOBODY`.
+        /// The table whose distinct keys are counted, or `NO_TABLE`.
         pub table: u32,
         pub pad: [u32; 2],
     }

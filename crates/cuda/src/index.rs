@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 
 use sok_core::error::Result;
 
-use crate::abi::{self, BUCKET_WORDS, COUNTERS_WORDS, Moving, PLACES, STASH, STASH_WORDS, TABLE_THREADS};
+use crate::abi::{self, BUCKET_WORDS, COUNTERS_WORDS, Moving, SLOTS, STASH, STASH_WORDS, TABLE_THREADS};
 use crate::device::{Device, Stream, launch};
 use crate::kernels::TABLE;
 use crate::memory::Buffer;
@@ -37,7 +37,7 @@ fn secret() -> u64 {
 
 /// Returns the number of buckets of an index for this many keys: at least 64.
 fn buckets_for(keys: usize, load: f64) -> usize {
-    ((keys as f64 / load / PLACES as f64).ceil() as usize).max(64)
+    ((keys as f64 / load / SLOTS as f64).ceil() as usize).max(64)
 }
 
 impl Index {
@@ -63,7 +63,7 @@ impl Index {
 
     /// Returns the number of keys that fit before the index must grow.
     pub fn capacity(&self) -> usize {
-        (self.num_buckets as f64 * PLACES as f64 * self.load) as usize
+        (self.num_buckets as f64 * SLOTS as f64 * self.load) as usize
     }
 
     pub fn load(&self) -> f64 {
@@ -129,17 +129,17 @@ impl Index {
         mut visit: impl FnMut(u64, u32),
     ) -> Result<Option<usize>> {
         let wide = |words: &[u32]| u64::from(words[0]) | u64::from(words[1]) << 32;
-        let (in_buckets, in_stash) = (self.num_buckets * PLACES, STASH);
+        let (in_buckets, in_stash) = (self.num_buckets * SLOTS, STASH);
         let (mut place, mut left) = (start, max);
         while place < in_buckets && left > 0 {
-            let first = place / PLACES;
-            let count = (left / PLACES + 1).min(AT_ONCE).min(self.num_buckets - first);
+            let first = place / SLOTS;
+            let count = (left / SLOTS + 1).min(AT_ONCE).min(self.num_buckets - first);
             let buckets = self.buckets.read(first * BUCKET_WORDS, count * BUCKET_WORDS)?;
-            while place < (first + count) * PLACES && left > 0 {
+            while place < (first + count) * SLOTS && left > 0 {
                 let (bucket, at) =
-                    (&buckets[(place / PLACES - first) * BUCKET_WORDS..][..BUCKET_WORDS], place % PLACES);
-                if bucket[2 * PLACES + at] != 0 {
-                    visit(wide(&bucket[2 * at..]), bucket[2 * PLACES + at]);
+                    (&buckets[(place / SLOTS - first) * BUCKET_WORDS..][..BUCKET_WORDS], place % SLOTS);
+                if bucket[2 * SLOTS + at] != 0 {
+                    visit(wide(&bucket[2 * at..]), bucket[2 * SLOTS + at]);
                     left -= 1;
                 }
                 place += 1;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DEFAULT;
 use cudarc::driver::{CudaContext, CudaEvent};
-use sok_core::contract::profile::{Part, Profile};
+use sok_core::contract::profile::{Profile, StepPart};
 use sok_core::error::Result;
 
 use crate::device::{Stream, driver_error};
@@ -22,7 +22,7 @@ pub type Started = Option<CudaEvent>;
 struct Runs {
     profile: Profile,
     /// A part, and the events at its start and its end.
-    unread: Vec<(Part, CudaEvent, CudaEvent)>,
+    unread: Vec<(StepPart, CudaEvent, CudaEvent)>,
     spare: Vec<CudaEvent>,
 }
 
@@ -56,7 +56,7 @@ impl Profiler {
     ///
     /// # Errors
     /// As `start`, and the error of a launch that has failed.
-    pub fn stop(&self, part: Part, started: Started, stream: Stream) -> Result<()> {
+    pub fn stop(&self, part: StepPart, started: Started, stream: Stream) -> Result<()> {
         let mut runs = self.runs.borrow_mut();
         let (Some(runs), Some(started)) = (runs.as_mut(), started) else { return Ok(()) };
         let ended = self.mark(runs, stream)?;

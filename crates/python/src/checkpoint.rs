@@ -8,7 +8,7 @@ use std::sync::Arc;
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use sok_core::checkpoint::{self, Array, Binding, DumpOptions, LoadMode, LoadOptions, Target};
+use sok_core::checkpoint::{self, Array, DumpOptions, LoadMode, LoadOptions, Target, TargetBinding};
 use sok_core::contract::table::Table;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
@@ -136,7 +136,8 @@ impl DumpReader {
                 let is_bound = tables.binding().is_some();
                 for (number, table) in tables.tables_mut().into_iter().enumerate() {
                     targets.extend(wanted.remove(&(group, number)).map(|(name, expected)| {
-                        let binding = if is_bound { Binding::Bound } else { Binding::Free(expected) };
+                        let binding =
+                            if is_bound { TargetBinding::Bound } else { TargetBinding::Free(expected) };
                         Target { name, table, binding }
                     }));
                 }

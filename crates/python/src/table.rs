@@ -7,7 +7,7 @@ use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::group::AnyGroup;
-use sok_core::contract::profile::Part;
+use sok_core::contract::profile::StepPart;
 use sok_core::contract::record::{Field, RecordLayout};
 use sok_core::contract::table::{Cursor, Outcomes, Records, TableConfig};
 use sok_core::contract::tensor::Memory;
@@ -84,7 +84,7 @@ impl Group {
     /// Name, runs and seconds of each part of a step since `measure` or the last call. Waits for a device.
     fn take_profile(&self, py: Python<'_>) -> PyResult<Vec<(&'static str, u64, f64)>> {
         let profile = detached(py, || self.inner.lock()?.take_profile())?;
-        let parts = Part::ALL.into_iter().map(|part| (part.name(), profile.get(part)));
+        let parts = StepPart::ALL.into_iter().map(|part| (part.name(), profile.get(part)));
         Ok(parts.map(|(name, part)| (name, part.runs, part.time.as_secs_f64())).collect())
     }
 

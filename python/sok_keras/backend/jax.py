@@ -120,9 +120,9 @@ def is_dense(value):
     return not type(value).__module__.startswith("jax.experimental.sparse")
 
 
-def gpu(asked=False):
-    """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU."""
-    del asked
+def gpu(required=False):
+    """Number of the GPU that models run on; None for the CPU. `required`: whether the user requires a GPU."""
+    del required
     device = jax.config.jax_default_device or jax.local_devices()[0]
     platform = device if isinstance(device, str) else device.platform
     if platform not in ("gpu", "cuda"):

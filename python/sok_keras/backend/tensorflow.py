@@ -130,12 +130,12 @@ def is_dense(value):
     return True
 
 
-def gpu(asked=False):
-    """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU.
+def gpu(required=False):
+    """Number of the GPU that models run on; None for the CPU. `required`: whether the user requires a GPU.
 
-    Unless asked, it is None if TensorFlow does not export the two symbols that lead to its GPU stream.
+    Unless required, it is None if TensorFlow does not export the two symbols that lead to its GPU stream.
     """
-    if not asked and not importlib.import_module(NATIVE).tensorflow_has_stream():
+    if not required and not importlib.import_module(NATIVE).tensorflow_has_stream():
         return None
     return 0 if tf.config.list_logical_devices("GPU") else None
 

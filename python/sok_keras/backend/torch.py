@@ -57,9 +57,9 @@ def is_dense(value):
     return value.layout is torch.strided and (not value.is_meta or get_device() == "meta")
 
 
-def gpu(asked=False):
-    """Number of the GPU that models run on; None for the CPU. `asked`: whether the user asked for a GPU."""
-    del asked
+def gpu(required=False):
+    """Number of the GPU that models run on; None for the CPU. `required`: whether the user requires a GPU."""
+    del required
     device = torch.device(get_device())
     if device.type != "cuda":
         return None

@@ -54,12 +54,12 @@ pub struct Target<'a> {
     /// The table that takes the rows.
     pub table: &'a mut dyn Table,
     /// The optimizer of the table.
-    pub binding: Binding,
+    pub binding: TargetBinding,
 }
 
 /// Whose the states of a table are.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Binding {
+pub enum TargetBinding {
     /// An optimizer's: it goes on with them, and the dump's must be of the same rule and layout.
     Bound,
     /// Nobody's yet: the dump's come in. Where it is known which update will be bound later, they must go on under it.
@@ -102,8 +102,11 @@ pub fn load(
         let mut targets: Vec<_> = targets
             .iter_mut()
             .map(|(name, table)| {
-                let binding =
-                    if table.update_rule().is_some() { Binding::Bound } else { Binding::Free(None) };
+                let binding = if table.update_rule().is_some() {
+                    TargetBinding::Bound
+                } else {
+                    TargetBinding::Free(None)
+                };
                 Target { name, table: &mut **table, binding }
             })
             .collect();
@@ -119,7 +122,7 @@ impl DumpReader {
     /// between verification and the last row leaves a part of the dump in them.
     ///
     /// The seed comes with the rows; a merge into a table with rows leaves the table's own. Initializer and hyper-parameters
-    /// stay the table's. [`Binding`] says whose the states are.
+    /// stay the table's. [`TargetBinding`] says whose the states are.
     ///
     /// # Errors
     /// [`Error::DumpMismatch`] says what a table and the dump do not have in common; [`Error::TableFull`] if a merge does
@@ -175,8 +178,10 @@ impl<'a> TableLoad<'a> {
 
         let replaces_all = options.mode == LoadMode::Replace || table.is_empty()?;
         let (own, expected) = match target.binding {
-            Binding::Bound => (table.update_rule().copied(), None),
-            Binding::Free(expected) => (table.update_rule().copied().filter(|_| !replaces_all), expected),
+            TargetBinding::Bound => (table.update_rule().copied(), None),
+            TargetBinding::Free(expected) => {
+                (table.update_rule().copied().filter(|_| !replaces_all), expected)
+            }
         };
         let dumped = entry.update.filter(|_| options.states);
         if let Some(update) = dumped {

@@ -18,7 +18,7 @@ use std::time::SystemTime;
 
 pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
 pub use files::{Disk, Files};
-pub use loader::{Binding, LoadMode, LoadOptions, LoadReport, LoadedTable, Target, load};
+pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, Target, TargetBinding, load};
 pub use manifest::{DataFile, MANIFEST, Manifest, StateEntry, TableEntry, Tensor, VERSION};
 pub use reader::{DumpReader, read_arrays, read_manifest, verify};
 pub use writer::{Array, DumpOptions, dump, dump_with};

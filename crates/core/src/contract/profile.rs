@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// A part of a training step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum StepPart {
     /// Finds the records of ids, and inserts keys at the lookup. On the host it contains `Pool` and `Sort`: one pass does all three.
     Find,
     /// Writes the output rows: copies of rows, or combinations of bags.
@@ -21,21 +21,28 @@ pub enum Part {
     Update,
 }
 
-impl Part {
+impl StepPart {
     /// All parts, in the order of a step.
-    pub const ALL: [Part; 7] =
-        [Part::Find, Part::Pool, Part::Sort, Part::Merge, Part::Insert, Part::Norm, Part::Update];
+    pub const ALL: [StepPart; 7] = [
+        StepPart::Find,
+        StepPart::Pool,
+        StepPart::Sort,
+        StepPart::Merge,
+        StepPart::Insert,
+        StepPart::Norm,
+        StepPart::Update,
+    ];
 
     /// Returns the name, in lower case.
     pub fn name(self) -> &'static str {
         match self {
-            Part::Find => "find",
-            Part::Pool => "pool",
-            Part::Sort => "sort",
-            Part::Merge => "merge",
-            Part::Insert => "insert",
-            Part::Norm => "norm",
-            Part::Update => "update",
+            StepPart::Find => "find",
+            StepPart::Pool => "pool",
+            StepPart::Sort => "sort",
+            StepPart::Merge => "merge",
+            StepPart::Insert => "insert",
+            StepPart::Norm => "norm",
+            StepPart::Update => "update",
         }
     }
 }
@@ -52,19 +59,19 @@ pub struct PartTime {
 /// The times of all parts since they are measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    times: [PartTime; Part::ALL.len()],
+    times: [PartTime; StepPart::ALL.len()],
 }
 
 impl Profile {
     /// Adds a run of a part.
-    pub fn add(&mut self, part: Part, time: Duration) {
+    pub fn add(&mut self, part: StepPart, time: Duration) {
         let of_part = &mut self.times[part as usize];
         of_part.runs += 1;
         of_part.time += time;
     }
 
     /// Returns the times of a part.
-    pub fn get(&self, part: Part) -> PartTime {
+    pub fn get(&self, part: StepPart) -> PartTime {
         self.times[part as usize]
     }
 }
@@ -76,12 +83,14 @@ mod tests {
     #[test]
     fn runs_and_times_of_a_part_are_added_up() {
         let mut profile = Profile::default();
-        profile.add(Part::Norm, Duration::from_millis(2));
-        profile.add(Part::Norm, Duration::from_millis(3));
-        assert_eq!(profile.get(Part::Norm), PartTime { runs: 2, time: Duration::from_millis(5) });
+        profile.add(StepPart::Norm, Duration::from_millis(2));
+        profile.add(StepPart::Norm, Duration::from_millis(3));
+        assert_eq!(profile.get(StepPart::Norm), PartTime { runs: 2, time: Duration::from_millis(5) });
         assert!(
-            Part::ALL.into_iter().all(|part| part == Part::Norm || profile.get(part) == PartTime::default())
+            StepPart::ALL
+                .into_iter()
+                .all(|part| part == StepPart::Norm || profile.get(part) == PartTime::default())
         );
-        assert!(Part::ALL.iter().enumerate().all(|(number, part)| *part as usize == number));
+        assert!(StepPart::ALL.iter().enumerate().all(|(number, part)| *part as usize == number));
     }
 }

@@ -69,10 +69,10 @@ pub(crate) fn role(feature: &Feature, config: &TableConfig, position: usize) -> 
 /// # Errors
 /// [`Error::Argument`] if there are too many.
 pub(crate) fn row_code(features: &[FeatureOutput]) -> Result<RowCode> {
-    let most_bags = features.iter().map(|f| f.feature.num_bags()).max().unwrap_or(0);
-    RowCode::new(features.len(), most_bags).ok_or_else(|| {
+    let max_bags = features.iter().map(|f| f.feature.num_bags()).max().unwrap_or(0);
+    RowCode::new(features.len(), max_bags).ok_or_else(|| {
         Error::argument(format!(
-            "{} features of {most_bags} rows on one table are too many for one call",
+            "{} features of {max_bags} rows on one table are too many for one call",
             features.len()
         ))
     })

@@ -200,9 +200,9 @@ pub trait Consumer<S> {
 }
 
 /// Does not use the rows.
-pub struct Nobody;
+pub struct NoConsumer;
 
-impl<S> Consumer<S> for Nobody {
+impl<S> Consumer<S> for NoConsumer {
     #[inline(always)]
     fn row_bytes(&self) -> usize {
         0

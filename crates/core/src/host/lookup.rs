@@ -6,7 +6,7 @@ use crate::contract::table::{Insertion, Outcomes};
 use crate::error::Result;
 use crate::host::absent::Absent;
 use crate::host::features::{FeatureOutput, Mode, Role, is_plain, is_weighted, role, row_code};
-use crate::host::find::{Distinct, NO_MARK, Nobody, Search, Whole};
+use crate::host::find::{Distinct, NO_MARK, NoConsumer, Search, Whole};
 use crate::host::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, pool_bags};
 use crate::host::runs::{KeyRuns, RowCode};
 use crate::host::table::HostTable;
@@ -98,7 +98,7 @@ impl List {
             distinct,
             records: &mut self.records,
             marks: &mut self.marks,
-            consumer: Nobody,
+            consumer: NoConsumer,
         };
         search.start(mark)
     }

@@ -12,7 +12,7 @@ use crate::contract::table::Outcomes;
 use crate::error::Result;
 use crate::host::absent::Absent;
 use crate::host::features::{FeatureOutput, Mode, Role, is_plain, is_weighted, role, row_code};
-use crate::host::find::{Distinct, NO_MARK, Nobody, Part, Search};
+use crate::host::find::{Distinct, NO_MARK, NoConsumer, Part, Search};
 use crate::host::lookup::{Looked, count_dropped, plain_coefficient, trace};
 use crate::host::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, PoolRange, pool_bags};
 use crate::host::runs::{KeyRuns, RowCode};
@@ -419,7 +419,7 @@ fn find_in_part(mode: Mode, part: &mut PartWork, source: &mut Part) -> Result<()
     let PartWork { index, active, silent, distinct, .. } = part;
     let mut find = |piece: &mut Piece, insert, mark| {
         let (keys, records, marks) = (Keys::U64(piece.keys), &mut *piece.records, &mut *piece.marks);
-        Search { index, source, keys, insert, distinct, records, marks, consumer: Nobody }.start(mark)
+        Search { index, source, keys, insert, distinct, records, marks, consumer: NoConsumer }.start(mark)
     };
     active.iter_mut().try_for_each(|piece| find(piece, mode.inserts(), mode.save))?;
     if mode.save {

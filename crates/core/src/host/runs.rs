@@ -29,11 +29,11 @@ pub struct RowCode {
 
 impl RowCode {
     /// `None` if features and bags do not fit into 32 bits.
-    pub fn new(num_features: usize, most_bags: usize) -> Option<RowCode> {
+    pub fn new(num_features: usize, max_bags: usize) -> Option<RowCode> {
         if num_features == 1 {
             return Some(RowCode { shift: 32 });
         }
-        let shift = usize::BITS - most_bags.leading_zeros();
+        let shift = usize::BITS - max_bags.leading_zeros();
         (shift < 32 && num_features <= 1 << (32 - shift)).then_some(RowCode { shift })
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::contract::profile::{Part, Profile};
+use crate::contract::profile::{Profile, StepPart};
 
 /// A clock that stands still until it is switched on.
 #[derive(Default)]
@@ -25,7 +25,7 @@ impl Stopwatch {
         self.profile.as_ref().map(|_| Instant::now())
     }
 
-    pub fn stop(&mut self, part: Part, start: Option<Instant>) {
+    pub fn stop(&mut self, part: StepPart, start: Option<Instant>) {
         if let (Some(profile), Some(start)) = (&mut self.profile, start) {
             profile.add(part, start.elapsed());
         }

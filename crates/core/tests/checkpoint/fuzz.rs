@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use sok_core::Error;
 use sok_core::checkpoint::{
-    Binding, DumpReader, LoadMode, LoadOptions, MANIFEST, Target, read_arrays, read_manifest, verify,
+    DumpReader, LoadMode, LoadOptions, MANIFEST, Target, TargetBinding, read_arrays, read_manifest, verify,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -222,7 +222,7 @@ fn read_all_ways(path: &Path, random: &mut Random) {
     let _ = verify(path).map_err(of_our_class);
     let _ = read_arrays(path).map_err(of_our_class);
     let mode = *random.of(&[LoadMode::Replace, LoadMode::Merge]);
-    let binding = *random.of(&[Binding::Free(None), Binding::Free(adam()), Binding::Bound]);
+    let binding = *random.of(&[TargetBinding::Free(None), TargetBinding::Free(adam()), TargetBinding::Bound]);
     let mut tables = two_tables(3.0);
     if random.below(4) == 0 {
         tables = tables.map(|t| t.with_vocabulary(50));
@@ -230,8 +230,10 @@ fn read_all_ways(path: &Path, random: &mut Random) {
     }
     let before = tables.clone();
     let [a, b] = &mut tables;
-    let mut targets =
-        [Target { name: "a", table: a, binding }, Target { name: "b", table: b, binding: Binding::Bound }];
+    let mut targets = [
+        Target { name: "a", table: a, binding },
+        Target { name: "b", table: b, binding: TargetBinding::Bound },
+    ];
     let options = LoadOptions { mode, states: random.below(4) > 0 };
     let result = DumpReader::open(path).and_then(|dump| dump.load(&mut targets, &options));
     match result {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
-use sok_core::contract::profile::{Part, PartTime};
+use sok_core::contract::profile::{PartTime, StepPart};
 use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig};
 use sok_core::error::Error;
 use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
@@ -496,8 +496,8 @@ pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
 pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
     let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
     for (update, expected) in [
-        (plain_update(SGD), vec![Part::Find, Part::Update]),
-        (clipped, vec![Part::Find, Part::Merge, Part::Norm, Part::Update]),
+        (plain_update(SGD), vec![StepPart::Find, StepPart::Update]),
+        (clipped, vec![StepPart::Find, StepPart::Merge, StepPart::Norm, StepPart::Update]),
     ] {
         for mut subject in (maker.make)(&[plain_config("a", 8)]) {
             subject.bind(Binding { owner: 1, update, needs_norm: false }).unwrap();
@@ -509,7 +509,7 @@ pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
                 subject.commit(&[(number, 1.0)], true).unwrap();
                 subject.apply(SCALARS, true).unwrap();
                 let profile = subject.take_profile();
-                for part in Part::ALL {
+                for part in StepPart::ALL {
                     let PartTime { runs, time } = profile.get(part);
                     let is_expected = is_measured && expected.contains(&part);
                     assert!(!is_expected || runs == 1 && time > Duration::ZERO, "{part:?}: {profile:?}");

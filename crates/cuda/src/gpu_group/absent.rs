@@ -210,7 +210,7 @@ impl GpuGroup {
     pub(crate) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for table in 0..self.tables.len() {
-            if !self.tables[table].may_refuse(self.most_absent(named, table)?) {
+            if !self.tables[table].may_refuse(self.max_absent(named, table)?) {
                 continue;
             }
             let (mut keys, mut seen) = (Vec::new(), HashSet::new());
@@ -229,7 +229,7 @@ impl GpuGroup {
     }
 
     /// Returns the maximum number of absent keys of a table in these pushes.
-    fn most_absent(&self, named: &[Named], table: usize) -> Result<u64> {
+    fn max_absent(&self, named: &[Named], table: usize) -> Result<u64> {
         let mut most = 0;
         for lookup in self.lookups_of(named) {
             if let Absent::Waiting(inputs) = &*lookup.absent() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use sok_core::contract::group::Group;
-use sok_core::contract::profile::Part;
+use sok_core::contract::profile::StepPart;
 use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
@@ -177,10 +177,10 @@ impl GpuGroup {
     fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
         let saved = &push.lookup.saved;
         let sides = self.workspace.sides(&self.tables, saved, &push.rows, self.nowhere.address());
-        let mut told = push.lookup.sides();
-        if sides != *told {
+        let mut delivered = push.lookup.sides();
+        if sides != *delivered {
             self.workspace.deliver_sides(saved, &sides, stream)?;
-            *told = sides;
+            *delivered = sides;
         }
         Ok(())
     }
@@ -207,7 +207,7 @@ impl GpuGroup {
         let started = self.workspace.profiler.start(stream)?;
         self.workspace.sum_squares(saved, sums, prepared, &self.totals, stream)?;
         self.workspace.finish_norms(&self.totals, &self.norms, total, stream)?;
-        self.workspace.profiler.stop(Part::Norm, started, stream)
+        self.workspace.profiler.stop(StepPart::Norm, started, stream)
     }
 
     /// Enqueues merging the push of `Committed::Alone`, if it has not been merged.

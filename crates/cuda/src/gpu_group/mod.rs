@@ -317,8 +317,8 @@ impl GpuGroup {
     ) -> Result<()> {
         let mut ids = vec![0u64; self.tables.len()];
         features.iter().for_each(|f| ids[f.table] += f.ids.len as u64);
-        let new = |tables: &[GpuTable], t: usize| tables[t].most_new(ids[t]);
-        let soon = |tables: &[GpuTable], t: usize| tables[t].most_new_soon(ids[t]);
+        let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
+        let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
         let refuses = |tables: &[GpuTable], t: usize| tables[t].may_refuse(new(tables, t));
         let all = 0..self.tables.len();
         let is_tight =
@@ -358,7 +358,7 @@ impl GpuGroup {
         save: bool,
     ) -> Result<()> {
         let full: Vec<usize> = (0..self.tables.len())
-            .filter(|&t| ids[t] > 0 && self.tables[t].may_refuse(self.tables[t].most_new(ids[t])))
+            .filter(|&t| ids[t] > 0 && self.tables[t].may_refuse(self.tables[t].max_new(ids[t])))
             .collect();
         if full.is_empty() {
             return Ok(());

@@ -13,19 +13,19 @@ impl GpuTable {
     }
 
     /// Returns a number above all record numbers that are in use, or that work in progress on the device may take.
-    pub(crate) fn most_numbers(&self) -> u64 {
+    pub(crate) fn max_numbers(&self) -> u64 {
         self.num_numbers().min(self.numbers_for(0))
     }
 
     /// Returns a number above all record numbers that were in use when the device last reported.
     pub(crate) fn known_numbers(&self) -> u64 {
         let taken = u64::from(self.reported[0]).saturating_sub(self.released.len() as u64);
-        self.most_numbers().min(u64::from(self.fresh) + taken)
+        self.max_numbers().min(u64::from(self.fresh) + taken)
     }
 
     /// Returns the maximum number of record numbers, record 0 included, after `more` keys have been inserted.
     pub(super) fn numbers_for(&self, more: u64) -> u64 {
-        u64::from(self.fresh) + (self.most_taken + more).saturating_sub(self.released.len() as u64)
+        u64::from(self.fresh) + (self.max_taken + more).saturating_sub(self.released.len() as u64)
     }
 
     /// Gets memory for this many record numbers, and with `spare` for some more.
@@ -40,48 +40,48 @@ impl GpuTable {
     }
 
     /// Returns an upper bound of the number of rows.
-    pub(super) fn most_rows(&self) -> u64 {
-        (self.len_before + self.most_taken as i64) as u64
+    pub(super) fn max_rows(&self) -> u64 {
+        (self.len_before + self.max_taken as i64) as u64
     }
 
     /// Returns whether this many new keys certainly fit into index and memory as they are.
     pub(crate) fn has_room(&self, new_keys: u64) -> bool {
-        let rows = self.most_rows() + new_keys;
+        let rows = self.max_rows() + new_keys;
         rows <= self.index.capacity() as u64 && self.numbers_for(new_keys) <= self.num_numbers()
     }
 
     /// Returns the maximum number of new keys of a call with this many ids.
-    pub(crate) fn most_new(&self, ids: u64) -> u64 {
-        let rows = self.most_rows();
+    pub(crate) fn max_new(&self, ids: u64) -> u64 {
+        let rows = self.max_rows();
         ids.min(self.config.vocabulary_size.unwrap_or(u64::MAX).max(rows) - rows)
     }
 
     /// Returns whether this many new keys might exceed the maximum capacity.
     pub(crate) fn may_refuse(&self, new_keys: u64) -> bool {
-        self.most_rows() + new_keys > self.config.capacity()
+        self.max_rows() + new_keys > self.config.capacity()
     }
 
     /// Raises the upper bound of taken numbers for a call that inserts the missing keys of this many ids.
     pub(crate) fn expect(&mut self, ids: u64) {
-        self.most_taken += self.most_new(ids);
+        self.max_taken += self.max_new(ids);
     }
 
     /// Returns the maximum number of new keys of this call and two more calls with this many ids, as far as the capacity allows.
     /// With room for them, a call need not wait for the number of keys that the calls before it have inserted. If there was no
     /// memory for that, returns the number for this call alone.
-    pub(crate) fn most_new_soon(&self, ids: u64) -> u64 {
+    pub(crate) fn max_new_soon(&self, ids: u64) -> u64 {
         if self.is_short {
-            return self.most_new(ids);
+            return self.max_new(ids);
         }
-        let rows = self.most_rows();
-        self.most_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.most_new(ids))
+        let rows = self.max_rows();
+        self.max_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.max_new(ids))
     }
 
     /// Makes room for `new_keys` new keys, on the stream. If there is memory, the index gets room for the `soon` keys of later
     /// calls too. Their records get memory in `reserve_soon`.
     pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
         (self.is_short, self.numbers_soon) = (false, 0);
-        let rows = self.most_rows();
+        let rows = self.max_rows();
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {
             let larger = (rows + soon).max(2 * keys) as usize;

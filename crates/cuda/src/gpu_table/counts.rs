@@ -9,7 +9,7 @@ use crate::abi::{self, DISTINCT, DROPPED, TAKEN};
 impl GpuTable {
     /// Reads from the device how many numbers are taken. The device must be idle.
     pub(crate) fn learn(&mut self) -> Result<()> {
-        self.most_taken = u64::from(self.index.counters.read(TAKEN, 1)?[0]);
+        self.max_taken = u64::from(self.index.counters.read(TAKEN, 1)?[0]);
         Ok(())
     }
 
@@ -17,7 +17,7 @@ impl GpuTable {
     pub(crate) fn learn_from(&mut self, counts: Counts, since: u64) {
         // Keys may have been inserted outside a step since the report was written.
         let taken = counts[0].max(self.counted);
-        self.most_taken = u64::from(taken);
+        self.max_taken = u64::from(taken);
         self.expect(since);
         self.reported = [taken, counts[1], counts[2]];
     }
@@ -34,7 +34,7 @@ impl GpuTable {
         self.index.counters.write(DISTINCT, &[0])?;
         self.counted = counters[TAKEN];
         self.reported = [self.counted, 0, 0];
-        self.most_taken = u64::from(counters[TAKEN]);
+        self.max_taken = u64::from(counters[TAKEN]);
         Ok(())
     }
 
@@ -53,8 +53,8 @@ impl GpuTable {
     /// must be idle.
     pub(crate) fn count_inserted(&mut self) -> Result<u64> {
         self.learn()?;
-        let inserted = self.most_taken as u32 - self.counted;
-        self.counted = self.most_taken as u32;
+        let inserted = self.max_taken as u32 - self.counted;
+        self.counted = self.max_taken as u32;
         self.reported[0] = self.counted;
         Ok(u64::from(inserted))
     }

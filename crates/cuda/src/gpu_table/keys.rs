@@ -79,10 +79,10 @@ impl GpuTable {
         stream: Stream,
     ) -> Result<()> {
         let ids = n as u64;
-        if !self.has_room(self.most_new(ids)) {
+        if !self.has_room(self.max_new(ids)) {
             self.device.synchronize()?;
             self.learn()?;
-            self.make_room(self.most_new(ids), self.most_new_soon(ids), stream)?;
+            self.make_room(self.max_new(ids), self.max_new_soon(ids), stream)?;
         }
         self.expect(ids);
         // SAFETY: The caller guarantees it.

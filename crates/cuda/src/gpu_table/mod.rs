@@ -48,7 +48,7 @@ pub struct GpuTable {
     /// Number of rows minus `Counters::taken`.
     len_before: i64,
     /// Upper bound of `Counters::taken`.
-    pub(crate) most_taken: u64,
+    pub(crate) max_taken: u64,
     /// Part of `Counters::taken` that `stats` contains.
     counted: u32,
     /// Whether there was no memory for the keys of later calls.
@@ -112,7 +112,7 @@ impl GpuTable {
             layout,
             fresh: 1,
             len_before: 0,
-            most_taken: 0,
+            max_taken: 0,
             counted: 0,
             is_short: false,
             numbers_soon: 0,

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use sok_core::contract::profile::Part;
+use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
@@ -162,7 +162,7 @@ impl Workspace {
         unsafe {
             launch_next!(merge, stream, self.blocks_in_turns(saved, PER_SINGLE), UPDATE_THREADS, work[0])
         }?;
-        self.profiler.stop(Part::Merge, started, stream)
+        self.profiler.stop(StepPart::Merge, started, stream)
     }
 
     /// Enqueues merging a push's gradients and updating their records. `prepared`: address of the `Prepared` of the step.
@@ -178,7 +178,7 @@ impl Workspace {
         let started = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
         unsafe { launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0]) }?;
-        self.profiler.stop(Part::Update, started, stream)
+        self.profiler.stop(StepPart::Update, started, stream)
     }
 
     /// Enqueues updating records with gradients that `merge` has merged into `sums`. `factors`: address of a factor for each table,
@@ -208,7 +208,7 @@ impl Workspace {
         unsafe {
             launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0])
         }?;
-        self.profiler.stop(Part::Update, started, stream)
+        self.profiler.stop(StepPart::Update, started, stream)
     }
 
     /// Enqueues writing the fields of `Prepared` that a norm needs, before the scalars of the step are known. `row`: as
@@ -318,14 +318,14 @@ impl Workspace {
     }
 
     /// Returns the sort of merged gradients. A section has the gradients of all tables of a dim.
-    fn plan_of_kinds(&self, ids_by_kind: &[usize], most_records: u64) -> SortPlan {
+    fn plan_of_kinds(&self, ids_by_kind: &[usize], max_records: u64) -> SortPlan {
         let section = |(kind, ids): (usize, &usize)| Section {
             count: *ids as u32,
             kind: kind as u32,
-            table: NOBODY,
+            table: NO_TABLE,
             ..Section::default()
         };
-        self.sort_plan(ids_by_kind.iter().enumerate().map(section).collect(), most_records, most_records)
+        self.sort_plan(ids_by_kind.iter().enumerate().map(section).collect(), max_records, max_records)
     }
 
     /// Combines several merged pushes, each with its weight and the address of its sums, into one that has one sum for each record.
@@ -345,8 +345,8 @@ impl Workspace {
             (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
         let n: usize = ids_by_kind.iter().sum();
         let entry_words = n * size_of::<Entry>() / 4;
-        let (firsts, most_records) = self.number_by_dim(tables)?;
-        let plan = self.plan_of_kinds(&ids_by_kind, most_records);
+        let (firsts, max_records) = self.number_by_dim(tables)?;
+        let plan = self.plan_of_kinds(&ids_by_kind, max_records);
         let num_words = self.places(0, &[], &ids_by_kind, Some(&plan)).words;
         let memory = self.take_memory(num_words + entry_words + 64)?;
         let places = self.places(memory.address(), &[], &ids_by_kind, Some(&plan));

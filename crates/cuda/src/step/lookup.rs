@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use sok_core::contract::profile::Part;
+use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 
 use super::places::Places;
@@ -58,11 +58,11 @@ impl Workspace {
         let mut ids_by_kind = vec![0; self.dims.len()];
         features.iter().for_each(|f| ids_by_kind[self.kinds[f.table]] += f.ids.len);
         let n: usize = ids_by_kind.iter().sum();
-        let most_bags = features.iter().map(Feature::num_bags).max().unwrap_or(0);
-        let shift = usize::BITS - most_bags.leading_zeros();
+        let max_bags = features.iter().map(Feature::num_bags).max().unwrap_or(0);
+        let shift = usize::BITS - max_bags.leading_zeros();
         if n > u32::MAX as usize / 4 || (features.len() as u64) << shift > 1 << 32 {
             return Err(Error::argument(format!(
-                "{} features of {most_bags} rows with {n} ids are too many for one call",
+                "{} features of {max_bags} rows with {n} ids are too many for one call",
                 features.len()
             )));
         }
@@ -113,7 +113,7 @@ impl Workspace {
                 launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)
             }?;
         }
-        self.profiler.stop(Part::Find, started, stream)?;
+        self.profiler.stop(StepPart::Find, started, stream)?;
         if let Some(plan) = plan.filter(|_| n > 0) {
             self.sort_beside(plan, &places, [records, values], scratch, stream)?;
         }
@@ -124,7 +124,7 @@ impl Workspace {
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
             // to.
             unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows) }?;
-            self.profiler.stop(Part::Pool, started, stream)?;
+            self.profiler.stop(StepPart::Pool, started, stream)?;
         }
         if !save {
             self.give_back(memory);
@@ -232,11 +232,11 @@ impl Workspace {
         let mut ids = vec![0; tables.len()];
         features.iter().for_each(|f| ids[f.table] += f.ids.len);
         let mut next = vec![0; tables.len()];
-        let (mut sections, mut at, mut most_records, mut likely_records) = (Vec::new(), 0, 0, 0);
+        let (mut sections, mut at, mut max_records, mut likely_records) = (Vec::new(), 0, 0, 0);
         for t in (0..tables.len()).filter(|&t| ids[t] > 0) {
             next[t] = at;
             at += ids[t];
-            most_records = most_records.max(tables[t].most_numbers());
+            max_records = max_records.max(tables[t].max_numbers());
             likely_records = likely_records.max(tables[t].known_numbers());
             sections.push(Section {
                 count: ids[t] as u32,
@@ -250,17 +250,17 @@ impl Workspace {
             next[f.table] - f.ids.len
         };
         let first_ids = features.iter().map(place).collect();
-        (self.sort_plan(sections, most_records, likely_records), first_ids)
+        (self.sort_plan(sections, max_records, likely_records), first_ids)
     }
 
     pub(super) fn sort_plan(
         &self,
         sections: Vec<Section>,
-        most_records: u64,
+        max_records: u64,
         likely_records: u64,
     ) -> SortPlan {
         let multiprocessors = self.device.multiprocessors as usize;
-        SortPlan::new(sections, most_records, likely_records, multiprocessors, self.device.shared_bytes)
+        SortPlan::new(sections, max_records, likely_records, multiprocessors, self.device.shared_bytes)
     }
 
     /// Address of the record numbers that the last lookup found, u32 by place of an id. Valid until the next lookup.
@@ -287,7 +287,7 @@ impl Workspace {
         side.wait(&self.fork)?;
         let started = self.profiler.start(side)?;
         self.sort(plan, places, ids, scratch, side)?;
-        self.profiler.stop(Part::Sort, started, side)?;
+        self.profiler.stop(StepPart::Sort, started, side)?;
         side.record(&self.join)?;
         self.is_forked.set(true);
         Ok(())

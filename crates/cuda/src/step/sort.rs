@@ -41,7 +41,7 @@ impl Workspace {
             pad: 0,
         };
         let kernels = self.sort_kernels(plan.items)?;
-        let of_bits = 1 + 2 * (plan.bits - LEAST_BITS) as usize;
+        let of_bits = 1 + 2 * (plan.bits - MIN_BITS) as usize;
         let (count, first, others) = (kernels[0], kernels[of_bits], kernels[of_bits + 1]);
         let list = self.device.kernel(&KEYS, "list_keys")?;
         let tile = (plan.items * SORT_THREADS) as u32;
@@ -74,7 +74,7 @@ impl Workspace {
             return Ok(*kernels);
         }
         let names: [String; 6] = std::array::from_fn(|i| {
-            format!("sort_pass<{items}, {}, {}>", LEAST_BITS as usize + i / 2, 1 + i % 2)
+            format!("sort_pass<{items}, {}, {}>", MIN_BITS as usize + i / 2, 1 + i % 2)
         });
         let [n0, n1, n2, n3, n4, n5] = names.each_ref().map(String::as_str);
         let kernels = self.device.kernels(&SORT, ["count_digits", n0, n1, n2, n3, n4, n5])?;

@@ -29,7 +29,7 @@ pub(super) struct Scratch {
 }
 
 impl SortPlan {
-    /// Plans a sort. Numbers of ids, dims and tables of the sections must be set. `most_records`: a number above all record
+    /// Plans a sort. Numbers of ids, dims and tables of the sections must be set. `max_records`: a number above all record
     /// numbers. `likely_records`: the same, if work in progress inserts no new keys. `shared_bytes`: maximum shared memory of a
     /// block, which is that of a multiprocessor minus a kilobyte.
     ///
@@ -38,7 +38,7 @@ impl SortPlan {
     /// blocks of a pass finish first, considering how many of them run at the same time.
     pub fn new(
         mut sections: Vec<Section>,
-        most_records: u64,
+        max_records: u64,
         likely_records: u64,
         multiprocessors: usize,
         shared_bytes: usize,
@@ -47,12 +47,12 @@ impl SortPlan {
         // The static shared memory of a kernel is less than a kilobyte.
         let fit = |items, bits| (shared_bytes + 1024) / (shared_by(items, bits) + 1024);
         let largest = SORT_ITEMS[SORT_ITEMS.len() - 1];
-        let most_bits = if fit(largest, MOST_BITS) > 0 { MOST_BITS } else { MOST_BITS - 1 };
+        let max_bits = if fit(largest, MAX_BITS) > 0 { MAX_BITS } else { MAX_BITS - 1 };
         let bits_of = |records: u64| (u64::BITS - records.saturating_sub(1).leading_zeros()).clamp(1, 32);
-        let (all_bits, likely_bits) = (bits_of(most_records), bits_of(likely_records));
-        let passes = all_bits.div_ceil(most_bits);
-        let likely_passes = likely_bits.div_ceil(most_bits);
-        let bits = all_bits.div_ceil(passes).max(likely_bits.div_ceil(likely_passes)).max(LEAST_BITS);
+        let (all_bits, likely_bits) = (bits_of(max_records), bits_of(likely_records));
+        let passes = all_bits.div_ceil(max_bits);
+        let likely_passes = likely_bits.div_ceil(max_bits);
+        let bits = all_bits.div_ceil(passes).max(likely_bits.div_ceil(likely_passes)).max(MIN_BITS);
         let time = |items: &usize| {
             let tile = items * SORT_THREADS;
             let tiles: usize = sections.iter().map(|s| (s.count as usize).div_ceil(tile)).sum();

@@ -21,7 +21,7 @@ use crate::common::{bits, unwritten};
 use crate::subject::{DEVICE, GpuSubject};
 
 /// Maximum number of calls of the driver in an operation.
-const MOST_CALLS: i64 = 2000;
+const MAX_CALLS: i64 = 2000;
 
 struct FaultyDriver {
     arm: extern "C" fn(c_long),
@@ -66,7 +66,7 @@ fn fail_each_call<S, T: PartialEq + std::fmt::Debug>(
 ) {
     let expected = operation(&mut make()).unwrap();
     let (mut errors, mut harmless) = (0, BTreeMap::<String, usize>::new());
-    for call in 0..MOST_CALLS {
+    for call in 0..MAX_CALLS {
         let mut subject = make();
         let (result, failed) = with_fault(call, || operation(&mut subject));
         let Some(failed) = failed else {
@@ -82,7 +82,7 @@ fn fail_each_call<S, T: PartialEq + std::fmt::Debug>(
             }
         }
     }
-    panic!("{name} takes more than {MOST_CALLS} calls");
+    panic!("{name} takes more than {MAX_CALLS} calls");
 }
 
 const KEYS: u64 = 3000;

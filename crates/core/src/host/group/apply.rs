@@ -3,7 +3,7 @@
 use super::HostGroup;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
-use crate::contract::profile::Part;
+use crate::contract::profile::StepPart;
 use crate::error::Result;
 use crate::formula::update::{Update, UpdateScalars, clipnorm_factor};
 use crate::host::accumulator::Accumulator;
@@ -46,7 +46,7 @@ impl HostGroup {
         } else {
             self.apply_stored(binding, &scalars.update, pool);
         }
-        self.stopwatch.stop(Part::Update, start);
+        self.stopwatch.stop(StepPart::Update, start);
         self.drop_committed();
         self.accumulators.iter_mut().for_each(Accumulator::clear);
         Ok(())

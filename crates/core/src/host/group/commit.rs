@@ -2,7 +2,7 @@
 
 use super::HostGroup;
 use crate::contract::group::Group;
-use crate::contract::profile::Part;
+use crate::contract::profile::StepPart;
 use crate::contract::ticket::{Named, PushRing};
 use crate::error::{Error, Result};
 use crate::host::absent::Absent;
@@ -70,7 +70,7 @@ impl HostGroup {
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
         let start = self.stopwatch.start();
         self.insert_absent(named)?;
-        self.stopwatch.stop(Part::Insert, start);
+        self.stopwatch.stop(StepPart::Insert, start);
         let (taken, dropped) = self.ring.take(named);
         dropped.into_iter().for_each(|push| self.reuse(push));
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
@@ -90,7 +90,7 @@ impl HostGroup {
             self.norms[table] = norm as f32;
             total += norm;
         }
-        self.stopwatch.stop(Part::Norm, start);
+        self.stopwatch.stop(StepPart::Norm, start);
         Ok(total)
     }
 
@@ -104,7 +104,7 @@ impl HostGroup {
             if let PushedGradients::Held { rows, .. } = &push.gradients {
                 let start = self.stopwatch.start();
                 let merged = merge_push(&push.lookup, rows, &mut self.spare, pool)?;
-                self.stopwatch.stop(Part::Merge, start);
+                self.stopwatch.stop(StepPart::Merge, start);
                 push.gradients = PushedGradients::Merged(merged);
             }
         }
@@ -135,7 +135,7 @@ impl HostGroup {
                 accumulator.add_push(number, generation, push, *weight);
             }
         });
-        self.stopwatch.stop(Part::Merge, start);
+        self.stopwatch.stop(StepPart::Merge, start);
         committed.into_iter().for_each(|(_, push)| self.reuse(push));
         Ok(())
     }

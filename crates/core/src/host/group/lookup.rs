@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::HostGroup;
 use crate::contract::batch::Feature;
-use crate::contract::profile::Part;
+use crate::contract::profile::StepPart;
 use crate::contract::table::{Insertion, Outcomes};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
@@ -69,7 +69,7 @@ impl HostGroup {
         let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
         let start = self.stopwatch.start();
         let looked = self.lookup_tables(by_table, &admitted, Mode { insertion, save, stream }, pool)?;
-        self.stopwatch.stop(Part::Find, start);
+        self.stopwatch.stop(StepPart::Find, start);
         let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
         for SavedTable { number, looked, .. } in &looked {
             let mut outcomes = looked.outcomes;

@@ -2,7 +2,7 @@
 
 use super::HostGroup;
 use crate::contract::group::Group;
-use crate::contract::profile::Part;
+use crate::contract::profile::StepPart;
 use crate::contract::ticket::{RING, write_ticket};
 use crate::error::{Error, Result};
 use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, merge_push};
@@ -40,7 +40,7 @@ impl HostGroup {
             None => {
                 let start = self.stopwatch.start();
                 let merged = merge_push(&saved, &rows, &mut self.spare, pool)?;
-                self.stopwatch.stop(Part::Merge, start);
+                self.stopwatch.stop(StepPart::Merge, start);
                 PushedGradients::Merged(merged)
             }
         };

@@ -74,7 +74,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Asks for the first bucket of a key with this hash, and says which it is.
+    /// Prefetches the first bucket of a key with this hash, and says which it is.
     ///
     /// # Safety
     /// The index is still there and has not grown since it gave this directory.
@@ -99,7 +99,7 @@ impl Default for Place {
 }
 
 impl Place {
-    /// Record and mark of `key` if they are in this bucket; if not, asks for the next one.
+    /// Record and mark of `key` if they are in this bucket; if not, prefetches the next one.
     ///
     /// # Safety
     /// A directory gave the place, its index has not grown since, and only the caller has the index.
@@ -177,7 +177,7 @@ impl Index {
         Directory { entries: self.directory.as_ptr(), shift: self.shift(), mask: self.directory.len() - 1 }
     }
 
-    /// Asks for the first bucket of a key with this hash.
+    /// Prefetches the first bucket of a key with this hash.
     #[inline(always)]
     pub fn prefetch(&self, hash: u64) {
         // SAFETY: `&self`: it does not grow meanwhile.

@@ -14,7 +14,7 @@ use crate::store::arena::{NO_RECORD, RecordNumber};
 use crate::store::region::{Plain, Region};
 
 /// See [`Segment::is_attacked`].
-const MOST_EXCESS: u32 = 1 << 14;
+const MAX_EXCESS: u32 = 1 << 14;
 
 /// SipHash under a key that the system draws once a process.
 static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::new);
@@ -164,7 +164,7 @@ impl Segment {
     pub fn is_attacked(&self, passed: usize) -> bool {
         // The first comparison spares most keys the logarithm.
         let is_long = passed > 8 && passed > longest_search(self.len as usize, self.buckets.len());
-        (is_long || self.excess > MOST_EXCESS) && !self.is_keyed()
+        (is_long || self.excess > MAX_EXCESS) && !self.is_keyed()
     }
 
     /// The same entries, placed by the secret.
