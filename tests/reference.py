@@ -11,7 +11,7 @@ from keras import layers, ops
 import sok_keras as sok
 
 BACKEND = keras.backend.backend()
-ON_GPU = sok.backend.gpu(asked=True) is not None
+ON_GPU = sok.backend.gpu(required=True) is not None
 
 VOCABULARY, DIM, BATCH, HOTNESS, STEPS = 12, 4, 24, 3, 4
 ROWS = (np.random.default_rng(0).normal(size=(VOCABULARY, DIM)) * 0.3).astype("float32")

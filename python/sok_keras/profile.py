@@ -5,6 +5,7 @@ from typing import NamedTuple
 import keras
 
 from sok_keras.checkpoint import layers_of
+from sok_keras.errors import SokError
 
 
 class PartTime(NamedTuple):
@@ -27,9 +28,9 @@ class Profile:
     >>> with sok.Profile(model) as profile:
     ...     history = model.fit(x, y, verbose=0)
     >>> print(profile)  # doctest: +SKIP
-    part     runs   ms a run
-    find       20      0.412
-    update     20      0.630
+    part      runs   ms a run
+    find        20      0.412
+    update      20      0.630
 
     Args:
         model: A Keras model, or a layer with tables.
@@ -39,28 +40,45 @@ class Profile:
 
     Raises:
         ValueError: If there are no tables.
+        SokError: At the start of the block, if another profile measures a layer of the model.
     """
 
     def __init__(self, model: keras.layers.Layer) -> None:
-        self._cores = [layer._core for layer in layers_of(model)]
-        if not self._cores:
-            raise ValueError(f"`model` must have layers with tables. Received: {model!r}")
+        layers = layers_of(model) if isinstance(model, keras.layers.Layer) else []
+        if not layers:
+            raise ValueError(f"`model` must be a model or a layer with tables. Received: {model!r}")
+        self._groups = [layer._core.group for layer in layers]
+        self._cores = [layer._core for layer in layers]
         self.parts: dict[str, PartTime] = {}
 
     def __enter__(self) -> "Profile":
         for core in self._cores:
             core.synchronize()
-            core.group.measure(True)
+        if any(group.is_measured() for group in self._groups):
+            raise SokError(
+                "Another `Profile` measures tables of this model. Two cannot measure the same tables at a time"
+            )
+        for group in self._groups:
+            group.measure(True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error_type: type | None, *_: object) -> None:
+        try:
+            self._read()
+        except Exception:
+            if error_type is None:
+                raise
+        finally:
+            for group in self._groups:
+                group.measure(False)
+
+    def _read(self) -> None:
         total: dict[str, PartTime] = {}
         for core in self._cores:
             core.wait_for_steps()
             for name, runs, seconds in core.group.take_profile():
                 before = total.get(name, PartTime(0, 0.0))
                 total[name] = PartTime(before.runs + runs, before.seconds + seconds)
-            core.group.measure(False)
         self.parts = {name: part for name, part in total.items() if part.runs}
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ def test_layers_within_layers_are_found():
 
 def test_value_of_a_variable_is_read_past_scopes():
     """Else tables would wait for a value of a traced step, and not for the step that was started."""
-    variable = keras.Variable(np.ones(3))
+    variable = keras.Variable(np.ones(3, "float32"))
     with keras.StatelessScope(state_mapping=[(variable, ops.zeros(3))]):
         assert float(ops.sum(private_keras.value_of(variable))) == 3.0
 
@@ -47,7 +47,7 @@ def test_open_scopes_are_known():
 def test_weight_decay_of_a_variable_can_be_switched_off():
     """Else rows would decay where the user excluded them."""
     optimizer = optimizers.SGD(0.1, weight_decay=0.1)
-    both = [keras.Variable(np.ones(3), name=name) for name in ("kept", "excluded")]
+    both = [keras.Variable(np.ones(3, "float32"), name=name) for name in ("kept", "excluded")]
     optimizer.exclude_from_weight_decay(var_names=["excluded"])
     assert [private_keras.uses_weight_decay(optimizer, variable) for variable in both] == [True, False]
 
@@ -55,7 +55,7 @@ def test_weight_decay_of_a_variable_can_be_switched_off():
 def test_accumulated_gradients_and_calls_are_read():
     """Else tables would update in another step than dense variables, and the global norm would miss earlier steps."""
     optimizer = optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    variable = keras.Variable(np.zeros(3))
+    variable = keras.Variable(np.zeros(3, "float32"))
     optimizer.apply([ops.ones(3)], [variable])
     assert float(ops.sum(private_keras.accumulated_gradient(optimizer, variable))) == 3.0
     assert int(private_keras.steps_of(optimizer).value) == 1
@@ -66,19 +66,20 @@ def test_accumulated_gradients_and_calls_are_read():
 def test_clip_of_an_optimizer_is_replaced():
     """Else dense variables would be clipped by a norm without the rows."""
     optimizer = optimizers.SGD(1.0, global_clipnorm=1.0)
-    variable = keras.Variable(np.zeros(4))
+    variable = keras.Variable(np.zeros(4, "float32"))
     with private_keras.clipping_by(optimizer, ops.convert_to_tensor(0.25)):
         optimizer.apply([ops.ones(4)], [variable])
-    np.testing.assert_allclose(variable.value, -0.25)
+    np.testing.assert_allclose(ops.convert_to_numpy(variable), -0.25)
     optimizer.apply([ops.ones(4)], [variable])
-    np.testing.assert_allclose(variable.value, -0.75)
+    np.testing.assert_allclose(ops.convert_to_numpy(variable), -0.75)
 
 
 @pytest.mark.parametrize("module", private_keras.EXPORTERS)
 def test_exporters_have_these_names(module):
     """Else an export would succeed whose graph cannot run."""
-    name = module if BACKEND == "torch" or "torch" not in module else "keras.src.backend.torch"
-    assert importlib.util.find_spec(name) is not None
+    if module == "keras.src.export.litert" and int(keras.__version__.split(".")[1]) < 13:
+        pytest.skip("of Keras 3.13")
+    assert importlib.util.find_spec(module if "torch" not in module or BACKEND == "torch" else "keras.src") is not None
 
 
 @of_backend["torch"]

@@ -1,6 +1,7 @@
 """A process that trains until it is stopped: `python interrupted.py ROUNDS FOLDER`. It says on its output where it is, and
 `test_interrupts.py` stops it. After each stop it shows that the model is whole."""
 
+import contextlib
 import signal
 import sys
 
@@ -46,6 +47,13 @@ def assert_whole(model, other, folder):
     assert dense == tables or keras.backend.backend() != "jax"
 
 
+def ignore_presses():
+    """A second press may be on its way."""
+    while signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def restore_grad_mode():
     """Ctrl-C in the exit of Keras' `torch.no_grad()` leaves gradients off: two in five hundred presses do."""
     if keras.backend.backend() == "torch":
@@ -61,8 +69,7 @@ def train_and_be_stopped(model, inputs, targets):
         print("fit", flush=True)
         model.fit(inputs, targets, batch_size=BATCH, epochs=10**6, verbose=0)
     except KeyboardInterrupt:
-        # A second press may be on its way.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_presses()
         restore_grad_mode()
         print("stopped", flush=True)
 

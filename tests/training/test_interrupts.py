@@ -66,7 +66,7 @@ MANY = 50 if BACKEND == "tensorflow" else 300
 def test_ctrl_c_stops_fit_and_fit_goes_on(rounds, seconds, tmp_path):
     """At random moments: while a step is compiled, called, computed, or its result is stored."""
     process = started(HERE / "interrupted.py", rounds, tmp_path / "dump")
-    moments, steps = random.Random(rounds), [0]
+    moments, steps, presses = random.Random(rounds), [0], 0
     try:
         for number in range(rounds):
             hears(process, "fit")
@@ -75,6 +75,7 @@ def test_ctrl_c_stops_fit_and_fit_goes_on(rounds, seconds, tmp_path):
             with ctrl_c(process) as pressed:
                 hears(process, "stopped")
             assert seconds is None or time.monotonic() - pressed[-1] < seconds
+            presses += len(pressed)
             steps.append(int(hears(process, "whole")[0]))
         _, errors = process.communicate(timeout=60)
     finally:
@@ -82,6 +83,7 @@ def test_ctrl_c_stops_fit_and_fit_goes_on(rounds, seconds, tmp_path):
     assert process.returncode == 0, errors
     assert steps == sorted(steps)
     assert steps[-1] > steps[1], "it went on"
+    assert seconds is None or presses <= 1.1 * rounds, "few presses are lost"
 
 
 LEAVING = f"""

@@ -96,7 +96,7 @@ fn main() {
         }
         assert_eq!(table.len().unwrap(), CAPACITY * percent / 100);
         let (find, insert) = (median(&finds), median(&inserts));
-        let index = table.bytes_a_place() - 8.0;
+        let index = table.bytes_a_slot() - 8.0;
         println!(
             "| {percent} % | {find:.2} | {:.2} | {:.2} | {:.1} | {insert:.2} | {:.2} | {:.2} | {:.1} | {index:.1} |",
             peer[0],

@@ -163,7 +163,7 @@ __device__ __forceinline__ u64 empty_key(const Index& index, u32 at) {
 // ---- insertion
 
 // Returns a mask of the empty slots.
-__device__ __forceinline__ u32 free_places(const Line& line) {
+__device__ __forceinline__ u32 free_slots(const Line& line) {
   u32 free = 0;
 #pragma unroll
   for (u32 i = 0; i < SLOTS; ++i) free |= (u32)(line.records[i] == NO_RECORD) << i;
@@ -187,7 +187,7 @@ __device__ __forceinline__ u32* put(Bucket* first, Bucket* second, u64 h, u64 ke
   u32 place = SLOTS;
   if (SLOTS - __popc(in_first) < LEAN) place = claim(first, in_first);
   if (place == SLOTS) {
-    const u32 in_second = free_places(load_line(second));
+    const u32 in_second = free_slots(load_line(second));
     const bool prefers_second = __popc(in_second) > __popc(in_first);
     place = claim(bucket = prefers_second ? second : first, prefers_second ? in_second : in_first);
     if (place == SLOTS) place = claim(bucket = prefers_second ? first : second, prefers_second ? in_first : in_second);
@@ -224,7 +224,7 @@ __device__ __forceinline__ Claim claim_key(const Index& index, u64 key, u64 h) {
       if (!claim.record && (word & STASHED)) claim.record = find_stashed(index.stash, &index.counters->stashed, key);
     }
     if (!claim.record) {
-      claim.record = put(first, second, h, key, free_places(line), word);
+      claim.record = put(first, second, h, key, free_slots(line), word);
       claim.is_mine = claim.record != nullptr;
     }
     release(&first->word, word & ~LOCKED);
@@ -252,7 +252,7 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
   if (from != first && from != second) return false;  // the slot changed between the two loads
   Bucket* to = from == first ? second : first;
-  if (!free_places(load_line(to))) return false;
+  if (!free_slots(load_line(to))) return false;
   u32 of_first = word;
   if (first != held) {
     of_first = acquire_or(&first->word, LOCKED);
@@ -260,7 +260,7 @@ __device__ __noinline__ bool move_away(Index index, Bucket* from, u32 place, Buc
   }
   bool moved = false;
   if (load_shared(&from->keys[place]) == key && load_shared(&from->records[place]) == record) {
-    const u32 room = claim(to, free_places(load_line(to)));
+    const u32 room = claim(to, free_slots(load_line(to)));
     if (room < SLOTS) {
       store_shared(&to->keys[room], key);
       release(&to->records[room], record);
@@ -306,7 +306,7 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
     const u64 h = hash(index, load_shared(&bucket->keys[place]));
     const Bucket* one = index.buckets + first_of(h, index.num_buckets);
     const Bucket* other = one == bucket ? index.buckets + second_of(h, index.num_buckets) : one;
-    has_room = free_places(load_line(other)) != 0;
+    has_room = free_slots(load_line(other)) != 0;
   }
   const u32 all = __ballot_sync(ALL, has_room);
   return all ? (__ffs(all) - 1) / SLOTS << 8 | (__ffs(all) - 1) % SLOTS : ALL;
@@ -331,7 +331,7 @@ __device__ __noinline__ Claim settle(Index index, u64 key, u32 hint) {
       if (!claim.record && (word & STASHED)) claim.record = find_stashed(index.stash, &index.counters->stashed, key);
     }
     if (!claim.record) {
-      claim.record = put(first, second, h, key, free_places(line), word);
+      claim.record = put(first, second, h, key, free_slots(line), word);
       for (u32 side = hint == ALL ? 0 : hint >> 8, tries = 0; tries < 3 && !claim.record; side = tries++ % 2) {
         Bucket* bucket = side ? second : first;
         u32 place = SLOTS;

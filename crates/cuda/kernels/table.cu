@@ -187,7 +187,7 @@ __device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record,
   Bucket* first = to.buckets + first_of(h, to.num_buckets);
   Bucket* second = to.buckets + second_of(h, to.num_buckets);
   u32 word = 0;
-  if (u32* at = put(first, second, h, key, free_places(load_line(first)), word)) {
+  if (u32* at = put(first, second, h, key, free_slots(load_line(first)), word)) {
     store_shared(at, record);
     if (word) atomicOr(&first->word, word);
     return;

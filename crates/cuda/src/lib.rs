@@ -11,7 +11,7 @@ mod index;
 pub mod kernels;
 pub mod memory;
 pub mod nvrtc;
-pub mod profiler;
+mod profiler;
 pub mod rule;
 pub mod staging;
 pub mod step;

@@ -43,6 +43,11 @@ impl Profiler {
         *self.runs.get_mut() = is_on.then(Runs::default);
     }
 
+    /// Whether it is switched on.
+    pub fn is_on(&self) -> bool {
+        self.runs.borrow().is_some()
+    }
+
     /// Enqueues the start of a part.
     ///
     /// # Errors

@@ -81,6 +81,10 @@ impl Group {
         })
     }
 
+    fn is_measured(&self, py: Python<'_>) -> PyResult<bool> {
+        detached(py, || Ok(self.inner.lock()?.is_measured()))
+    }
+
     /// Name, runs and seconds of each part of a step since `measure` or the last call. Waits for a device.
     fn take_profile(&self, py: Python<'_>) -> PyResult<Vec<(&'static str, u64, f64)>> {
         let profile = detached(py, || self.inner.lock()?.take_profile())?;

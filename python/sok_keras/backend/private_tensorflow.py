@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
-from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
 __all__ = ["Trackable", "op_wrappers", "restore_by", "should_record_backprop"]
 
@@ -12,6 +11,7 @@ Trackable = tf.__internal__.tracking.Trackable
 def op_wrappers(names):
     """Source of the Python functions that call registered ops."""
     from tensorflow.core.framework import op_def_pb2
+    from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
     definitions = op_def_pb2.OpList(op=[op_def_registry.get(name) for name in names])
     return _pywrap_python_op_gen.GetPythonWrappers(definitions.SerializeToString())

@@ -295,8 +295,9 @@ impl<'a> TableLoad<'a> {
         self.for_each_chunk(fields, |_, records| table.restore(records))
     }
 
-    /// Reads keys and `fields`, which are the dump's tensors from tensor 1 on, of all shards, chunk by chunk, into records of the table's layout; what the dump does
-    /// not fill is at its first value. Each byte is hashed once more: what is loaded is what was verified.
+    /// Reads the keys and `fields` of all shards, chunk by chunk, into records of the table's layout. The fields are the dump's
+    /// tensors from tensor 1 on. Other fields get their first values. Each byte is hashed once more, so what is loaded is what was
+    /// verified.
     fn for_each_chunk(
         &self,
         fields: &[Field],

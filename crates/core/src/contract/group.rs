@@ -195,6 +195,9 @@ pub trait Group: Any + Send {
     /// Starts to measure the parts of steps, or stops. Steps are slower while they are measured.
     fn measure(&mut self, is_on: bool);
 
+    /// Whether the parts of steps are measured.
+    fn is_measured(&self) -> bool;
+
     /// Returns the times of the parts since `measure` or the last call, zeros if nothing is measured. Waits for a device.
     ///
     /// # Errors

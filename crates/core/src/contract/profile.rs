@@ -11,7 +11,8 @@ pub enum StepPart {
     Pool,
     /// Sorts ids by their records. On a GPU it runs beside `Pool`.
     Sort,
-    /// Merges gradients to one for each key. Gradients that stay where they are until they are applied are merged in `Update`.
+    /// Merges gradients to one for each key. Gradients that stay where they are until they are applied are merged in `Update`. On a
+    /// GPU the sort before several pushes are merged is left out.
     Merge,
     /// Inserts keys at the commit. On a GPU that is a `Find` and a `Sort`.
     Insert,

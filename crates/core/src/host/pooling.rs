@@ -308,7 +308,7 @@ mod tests {
 
     const DIM: usize = 16;
 
-    /// Rows one after the other, as ranks will send them.
+    /// Rows one after the other, without states.
     struct Buffer(Vec<f32>);
 
     impl Rows for Buffer {

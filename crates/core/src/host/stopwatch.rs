@@ -15,6 +15,10 @@ impl Stopwatch {
         self.profile = is_on.then(Profile::default);
     }
 
+    pub fn is_on(&self) -> bool {
+        self.profile.is_some()
+    }
+
     /// Returns the times since the stopwatch was switched on, or since the last call.
     pub fn take(&mut self) -> Profile {
         self.profile.as_mut().map(std::mem::take).unwrap_or_default()

@@ -37,13 +37,14 @@ impl HostTable {
         HostTable::with_room(config, room)
     }
 
-    /// Makes a table with room for `num_rows` rows.
+    /// Makes a table whose index has about the size that it would grow to with `num_rows` rows.
     ///
     /// # Errors
     /// The same as `new`.
     pub(crate) fn with_room(config: TableConfig, num_rows: usize) -> Result<HostTable> {
         config.validate()?;
-        let room = num_rows.max(config.initial_capacity as usize);
+        // `Index::new` has room at the lowest load at which a segment grows, .6, and rounds up. Grown segments have more.
+        let room = (num_rows - num_rows / 5).max(config.initial_capacity as usize);
         let first = FirstRecord {
             seed: config.seed,
             initializer: config.initializer,
@@ -62,7 +63,7 @@ impl HostTable {
             journal: Journal::default(),
             refused_to_warn: 0,
         };
-        table.arena.reserve(room)?;
+        table.arena.reserve(table.config.initial_capacity as usize)?;
         Ok(table)
     }
 

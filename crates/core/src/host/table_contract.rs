@@ -323,6 +323,7 @@ impl Table for HostTable {
     fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
         let mut table = HostTable::with_room(self.config.clone(), num_rows)?;
         table.set_update_rule(update, false)?;
+        table.arena.reserve(num_rows)?;
         Ok(Box::new(table))
     }
 

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 pub type RecordNumber = u32;
 pub const NO_RECORD: RecordNumber = 0;
 
-/// Rows that pooling reads: those of an arena's records, or of a buffer.
+/// Rows that pooling reads: those of an arena's records, or of a buffer. Row 0 is zeros.
 pub trait Rows {
     /// Returns a row. It may be longer than the dim of the table.
     fn row(&self, number: RecordNumber) -> &[f32];
@@ -15,7 +15,7 @@ pub trait Rows {
     fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, D>;
 }
 
-/// The first `D` floats of each row. Range checks are done once, not for each row.
+/// The first `D` floats of each row. Their width is checked once, not for each row.
 #[derive(Clone, Copy)]
 pub struct RowsWithDim<'a, const D: usize> {
     base: *const f32,

@@ -492,7 +492,6 @@ pub fn a_gradient_that_is_not_finite_makes_a_ticket_that_is_not(maker: &Maker) {
 
 // ---- norms
 
-/// Commits two pushes and compares the norm, then the rows clipped by it, with the model's.
 pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
     let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
     for (update, expected) in [
@@ -520,6 +519,7 @@ pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
     }
 }
 
+/// Commits two pushes and compares the norm, then the rows clipped by it, with the model's.
 pub fn the_norm_is_that_of_merged_rows_and_clips_each_table_by_its_own(maker: &Maker) {
     let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
     for hold in [false, true] {

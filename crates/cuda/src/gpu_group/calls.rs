@@ -147,6 +147,10 @@ impl Group for GpuGroup {
         self.workspace.profiler.switch(is_on);
     }
 
+    fn is_measured(&self) -> bool {
+        self.workspace.profiler.is_on()
+    }
+
     fn take_profile(&mut self) -> Result<Profile> {
         self.workspace.device.synchronize()?;
         self.workspace.profiler.take()

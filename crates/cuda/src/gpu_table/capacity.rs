@@ -121,7 +121,7 @@ impl GpuTable {
     }
 
     /// Number of bytes of the index for each of its slots. The index grows when a fraction `LOAD` of the slots is used.
-    pub fn bytes_a_place(&self) -> f64 {
+    pub fn bytes_a_slot(&self) -> f64 {
         self.index.num_bytes() as f64 * self.index.load() / self.index.capacity() as f64
     }
 

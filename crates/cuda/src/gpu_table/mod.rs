@@ -188,7 +188,7 @@ impl GpuTable {
 /// The error for a key that finds no slot in the index.
 pub(crate) fn no_place(table: &str) -> Error {
     Error::Device(format!(
-        "table `{table}` has no place for a key: more than a thousand keys share their two places in the index"
+        "table `{table}` has no slot for a key: more than a thousand keys share their two buckets in the index"
     ))
 }
 

@@ -24,6 +24,7 @@ impl DeviceLayout {
             first_state: host.states().first().map_or(0.0, |s| s.initial),
             ..DeviceLayout::default()
         };
+        assert!(host.fields().len() <= layout.fields.fields.len());
         for (device, field) in layout.fields.fields.iter_mut().zip(host.fields()) {
             let (width, quad, column) =
                 (field.columns.len(), layout.stride as u32, field.columns.start as u32);

@@ -287,9 +287,8 @@ impl Workspace {
         side.wait(&self.fork)?;
         let started = self.profiler.start(side)?;
         self.sort(plan, places, ids, scratch, side)?;
-        self.profiler.stop(StepPart::Sort, started, side)?;
         side.record(&self.join)?;
         self.is_forked.set(true);
-        Ok(())
+        self.profiler.stop(StepPart::Sort, started, side)
     }
 }

@@ -70,7 +70,7 @@ pub struct Workspace {
     /// The `Fault` that kernels write.
     pub fault: Shared,
     /// Measures the parts of steps.
-    pub profiler: Profiler,
+    pub(crate) profiler: Profiler,
 }
 
 /// Maximum number of buffers of completed steps that are kept for later ones.

@@ -152,6 +152,10 @@ impl Group for HostGroup {
         self.stopwatch.switch(is_on);
     }
 
+    fn is_measured(&self) -> bool {
+        self.stopwatch.is_on()
+    }
+
     fn take_profile(&mut self) -> Result<Profile> {
         Ok(self.stopwatch.take())
     }

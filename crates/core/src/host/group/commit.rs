@@ -36,8 +36,8 @@ impl HostGroup {
         })
     }
 
-    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room.
-    fn insert_absent(&mut self, named: &[Named]) -> Result<()> {
+    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room. Returns whether there were any.
+    fn insert_absent(&mut self, named: &[Named]) -> Result<bool> {
         self.tables.iter_mut().for_each(HostTable::begin);
         let (mut inserted, mut done) = (Vec::new(), Ok(()));
         for (number, table) in self.tables.iter_mut().enumerate() {
@@ -51,15 +51,16 @@ impl HostGroup {
         }
         if done.is_err() {
             self.tables.iter_mut().for_each(HostTable::undo);
-            return done;
+            return done.map(|()| false);
         }
+        let were_any = !inserted.is_empty();
         for (number, absent, (records, outcomes)) in inserted {
             if !absent.is_settled() {
                 absent.settle(records);
                 self.tables[number].note(outcomes, absent.num_refused_ids());
             }
         }
-        Ok(())
+        Ok(were_any)
     }
 
     /// Takes the pushes that `resolve` named, and inserts their absent keys. Returns the squared norm of all gradients to apply,
@@ -69,8 +70,9 @@ impl HostGroup {
     /// [`Error::Memory`].
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
         let start = self.stopwatch.start();
-        self.insert_absent(named)?;
-        self.stopwatch.stop(StepPart::Insert, start);
+        if self.insert_absent(named)? {
+            self.stopwatch.stop(StepPart::Insert, start);
+        }
         let (taken, dropped) = self.ring.take(named);
         dropped.into_iter().for_each(|push| self.reuse(push));
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
