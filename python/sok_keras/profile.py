@@ -25,12 +25,17 @@ class Profile:
 
     Example:
 
-    >>> with sok.Profile(model) as profile:
-    ...     history = model.fit(x, y, verbose=0)
-    >>> print(profile)  # doctest: +SKIP
-    part      runs   ms a run
-    find        20      0.412
-    update      20      0.630
+    >>> layer = sok.DynamicEmbedding(8)
+    >>> with sok.Profile(layer) as profile:  # or of a model, around its `fit`
+    ...     rows = layer(np.array([[3, 5]], "int32"), training=True)
+    >>> profile.parts["find"].runs
+    1
+
+    `print(profile)` shows the parts as a table:
+
+        part      runs   ms a run
+        find        20      0.412
+        update      20      0.630
 
     Args:
         model: A Keras model, or a layer with tables.
