@@ -1,0 +1,116 @@
+//! The constants and enums that host and kernels share.
+
+use std::fmt::Write;
+
+use sok_core::formula::MAX_SCALARS;
+
+use super::macros::enum_text;
+
+constants! {
+    /// Slots of a bucket.
+    pub const SLOTS: usize = 5;
+    /// Slots of the stash.
+    pub const STASH: usize = 1024;
+    /// Value of [`Renumbering::firsts`] for a table that has lost its records.
+    pub const GONE: u32 = u32::MAX;
+    /// Value of [`Section::table`] if the distinct keys of the section are not counted.
+    pub const NO_TABLE: u32 = u32::MAX;
+    /// Bit of a returned record number: the record is new.
+    pub const NEW: u32 = 1 << 31;
+    /// Threads of a block of the sort.
+    pub const SORT_THREADS: usize = 512;
+    /// Tiles of a group, which publishes a common aggregate and inclusive prefix.
+    pub const SORT_GROUP: usize = 16;
+    /// Maximum number of ids of a run. One group of lanes sums a run.
+    pub const RUN: usize = 64;
+    /// Maximum number of ids of a key that is not hot. Each run of a hot key is summed by a group of lanes of its own.
+    pub const HOT: usize = 16;
+    /// Threads of a block of `list_keys`.
+    pub const LIST_THREADS: usize = 256;
+    /// Threads of a block that finds records.
+    pub const FIND_THREADS: usize = 64;
+    /// Threads of a block of `make_rows`, and of `weight_gradients`, which has the same grid.
+    pub const ROWS_THREADS: usize = 256;
+    /// Threads of a block that merges gradients or updates records.
+    pub const UPDATE_THREADS: usize = 128;
+    /// Number of keys of one id that a group of lanes processes.
+    pub const PER_SINGLE: usize = 8;
+    /// Number of merged gradients that a group of lanes processes in `update_sums`.
+    pub const PER_SUM: usize = 4;
+    /// Threads of a block of the other operations on a table.
+    pub const TABLE_THREADS: usize = 256;
+    /// Number of exponents of a float32. An exact sum has a total for each.
+    pub const EXPONENTS: usize = 256;
+    /// Rows of a ticket.
+    pub const RING: usize = sok_core::contract::ticket::RING as usize;
+    /// Maximum number of scalars of a formula's step.
+    pub const NUM_SCALARS: usize = MAX_SCALARS;
+}
+
+/// Words of [`Sort::next`]: a counter for each pass, and unused ones.
+pub const SORT_STATE: usize = 32;
+/// Minimum number of bits of a digit of the sort.
+pub const MIN_BITS: u32 = 9;
+/// Maximum number of bits of a digit of the sort.
+pub const MAX_BITS: u32 = 11;
+/// Possible numbers of ids per thread of a tile.
+pub const SORT_ITEMS: [usize; 4] = [4, 8, 10, 13];
+/// Number of blocks of the sort for which a multiprocessor has registers.
+pub const SORT_BLOCKS: usize = 2;
+/// Number of sorted ids that a block of `list_keys` processes.
+pub const LIST_BLOCK: usize = 2048;
+
+enums! {
+    /// Integer types of ids.
+    pub enum KeyType {
+        /// int64 or uint64.
+        Wide = 0 as WIDE,
+        /// int32, which is sign-extended.
+        Signed = 1 as SIGNED,
+        /// uint32.
+        Unsigned = 2 as UNSIGNED,
+        /// 64-bit ids as two arrays of 32-bit words, the low and the high ones.
+        Words = 3 as WORDS,
+    }
+
+    /// Distributions of initial values.
+    pub enum InitializerKind {
+        Constant = 0 as CONSTANT,
+        Uniform = 1 as UNIFORM,
+        Normal = 2 as NORMAL,
+        TruncatedNormal = 3 as TRUNCATED_NORMAL,
+    }
+
+    /// Errors that kernels report.
+    pub enum FaultKind {
+        None = 0 as NO_FAULT,
+        /// An id is outside the vocabulary of a table that refuses such ids.
+        OutsideVocabulary = 1 as OUTSIDE_VOCABULARY,
+        /// Row splits do not begin at 0, fall, or do not end at the number of ids.
+        BadSplits = 2 as BAD_SPLITS,
+        /// The index has no slot for a key.
+        NoPlace = 3 as NO_PLACE,
+        /// A gradient came with the number of another lookup than the host expects.
+        WrongLookup = 4 as WRONG_LOOKUP,
+    }
+
+    /// Kinds of bags. The instantiation of `make_rows` for a call is that of its highest kind.
+    pub enum BagKind {
+        /// Bags of one id each, without weights.
+        Each = 0 as EACH,
+        /// Bags without weights or padding, whose ids all have rows.
+        Summed = 1 as SUMMED,
+        /// Bags of any other form.
+        Any = 2 as ANY,
+    }
+
+    /// Where a merge or an update finds the gradients of keys.
+    pub enum Source {
+        /// Gradient rows of the framework. All ids of a feature have the same factor.
+        Rows = 0 as ROWS,
+        /// Gradient rows of the framework. Each id has a coefficient of its own.
+        WeightedRows = 1 as WEIGHTED_ROWS,
+        /// Sums of earlier merges.
+        Sums = 2 as SUMS,
+    }
+}
