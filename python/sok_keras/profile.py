@@ -52,19 +52,18 @@ class Profile:
         layers = layers_of(model) if isinstance(model, keras.layers.Layer) else []
         if not layers:
             raise ValueError(f"`model` must be a model or a layer with tables. Received: {model!r}")
-        self._groups = [layer._core.group for layer in layers]
         self._cores = [layer._core for layer in layers]
         self.parts: dict[str, PartTime] = {}
 
     def __enter__(self) -> "Profile":
         for core in self._cores:
             core.synchronize()
-        if any(group.is_measured() for group in self._groups):
+        if any(core.group.is_measured() for core in self._cores):
             raise SokError(
                 "Another `Profile` measures tables of this model. Two cannot measure the same tables at a time"
             )
-        for group in self._groups:
-            group.measure(True)
+        for core in self._cores:
+            core.group.measure(True)
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
@@ -74,8 +73,8 @@ class Profile:
             if error_type is None:
                 raise
         finally:
-            for group in self._groups:
-                group.measure(False)
+            for core in self._cores:
+                core.group.measure(False)
 
     def _read(self) -> None:
         total: dict[str, PartTime] = {}

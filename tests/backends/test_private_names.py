@@ -10,7 +10,10 @@ from keras import layers, ops, optimizers
 from reference import BACKEND
 from sok_keras.backend import private_keras
 
-of_backend = {name: pytest.mark.skipif(name != BACKEND, reason=f"of {name}") for name in ("tensorflow", "jax", "torch")}
+of_backend = {
+    name: pytest.mark.skipif(name != BACKEND, reason=f"a private name of {name} or of Keras' {name} backend")
+    for name in ("tensorflow", "jax", "torch")
+}
 
 
 def test_layers_within_layers_are_found():
@@ -78,7 +81,7 @@ def test_clip_of_an_optimizer_is_replaced():
 def test_exporters_have_these_names(module):
     """Else an export would succeed whose graph cannot run."""
     if module == "keras.src.export.litert" and int(keras.__version__.split(".")[1]) < 13:
-        pytest.skip("of Keras 3.13")
+        pytest.skip("Keras has this exporter since 3.13")
     assert importlib.util.find_spec(module if "torch" not in module or BACKEND == "torch" else "keras.src") is not None
 
 

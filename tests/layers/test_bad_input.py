@@ -10,8 +10,8 @@ from reference import BACKEND, ON_GPU, apply_gradients, gradients, raises, to_nu
 
 DIM = 4
 ROWS = np.arange(12, dtype="float32").reshape(3, DIM)
-on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow alone")
-on_jax = pytest.mark.skipif(BACKEND != "jax", reason="of JAX alone")
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has this behavior")
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="only JAX has this behavior")
 
 
 def dynamic(**options):

@@ -41,9 +41,9 @@ from reference import (
     weights_of,
 )
 
-on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow alone")
-on_jax = pytest.mark.skipif(BACKEND != "jax", reason="of JAX alone")
-on_torch = pytest.mark.skipif(BACKEND != "torch", reason="of PyTorch alone")
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has this behavior")
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="only JAX has this behavior")
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="only PyTorch has this behavior")
 
 # Ids that no batch of `batches` holds.
 UNKNOWN = np.full((BATCH, HOTNESS), 777, "int32")

@@ -13,7 +13,7 @@ from reference import (
     dense_layer,
 )
 
-on_jax = pytest.mark.skipif(BACKEND != "jax", reason="of JAX alone")
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="only JAX has this behavior")
 
 
 # ---- 17 and 18: ids

@@ -260,7 +260,7 @@ def test_names_that_are_not_there_are_no_attributes():
     assert set(sok_keras.__all__) <= set(dir(sok_keras))
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 @pytest.mark.parametrize(
     ("setting", "does", "kept"),
     [

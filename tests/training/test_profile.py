@@ -105,7 +105,7 @@ def test_profile_needs_tables(source):
         sok.Profile(source)
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="other steps have run when they return")
+@pytest.mark.skipif(BACKEND != "jax", reason="on other backends a step has run when its call returns")
 def test_profile_waits_for_steps_in_flight():
     model = built()
     fit(model)

@@ -1,8 +1,7 @@
 //! Finds and insertions with the workload of HierarchicalKV: 64 Mi rows of dim 64, and new random batches of 1 Mi keys, of which 60
 //! % are in the table.
 //!
-//! find_or_insert does what training needs: all keys of the batch get records, and those of new keys their initial values, before
-//! the rows of the keys that were in the table are copied.
+//! `find_or_insert` first inserts records with initial values for the new keys of a batch. Then it copies the rows of the other keys.
 
 mod common;
 

@@ -68,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(
   }
 }
 
-// A lane requests four columns of ROWS rows in a turn. It requests those of the next turn before it reads the first.
+// The pipeline of rows in shared memory. In each turn, a lane starts to load four columns of ROWS rows. It starts the loads of the next
+// turn before it reads the columns of this one.
 template <u32 ROWS> using RowStage = Stage<ROWS, ROWS_THREADS>;
 // ROWS for rows that are copied, and for rows that are summed.
 constexpr u32 GATHERED = 4, POOLED = 2;

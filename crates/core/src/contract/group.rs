@@ -173,7 +173,17 @@ pub trait Group: Any + Send {
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`].
-    fn bind(&mut self, binding: Binding) -> Result<()>;
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        let (binding, keeps_states) = binding.after(self.binding())?;
+        for table in self.tables_mut() {
+            table.set_update_rule(Some(binding.update), keeps_states)?;
+        }
+        self.set_binding(binding);
+        Ok(())
+    }
+
+    /// Notes the optimizer that `bind` has bound.
+    fn set_binding(&mut self, binding: Binding);
 
     /// Returns the optimizer that is bound, if there is one.
     fn binding(&self) -> Option<&Binding>;

@@ -77,7 +77,7 @@ macro_rules! rules {
             }
         }
 
-        /// All formulas as a CUDA header. Its functions are those of `kernels/math.cuh`.
+        /// Returns a CUDA header with the steps of all formulas. It includes `kernels/math.cuh`, whose functions they call.
         pub fn device_header() -> String {
             let formulas = [$($module::SOURCE.cuda(),)+];
             format!("#pragma once\n#include \"math.cuh\"\n\n{}", formulas.join("\n"))

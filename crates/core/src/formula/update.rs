@@ -53,7 +53,8 @@ impl Update {
         }
     }
 
-    /// Whether records of tables of `dim` stay as they are when one takes the other's place: the same rule, and the same states.
+    /// Whether two updates have the same rule, and states of the same names and widths in a table of `dim`. Then the records need
+    /// not change if one update replaces the other.
     pub fn share_states(one: Option<&Update>, other: Option<&Update>, dim: usize) -> bool {
         let states = |update: &Update| {
             let states = update.rule.states(dim).into_iter().map(|s| (s.name, s.width));

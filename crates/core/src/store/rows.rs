@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 pub type RecordNumber = u32;
 pub const NO_RECORD: RecordNumber = 0;
 
-/// Rows that pooling reads: those of an arena's records, or of a buffer. Row 0 is zeros.
+/// An array of rows that pooling can read. Row 0 must be zeros.
 pub trait Rows {
     /// Returns a row. It may be longer than the dim of the table.
     fn row(&self, number: RecordNumber) -> &[f32];

@@ -118,14 +118,9 @@ impl Group for HostGroup {
         std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
     }
 
-    fn bind(&mut self, binding: Binding) -> Result<()> {
-        let (binding, keeps_states) = binding.after(self.binding.as_ref())?;
-        for table in &mut self.tables {
-            table.set_update_rule(Some(binding.update), keeps_states)?;
-        }
+    fn set_binding(&mut self, binding: Binding) {
         self.binding = Some(binding);
         self.pushes_without_optimizer = 0;
-        Ok(())
     }
 
     fn binding(&self) -> Option<&Binding> {

@@ -244,7 +244,11 @@ impl Index {
     fn grow(&mut self, at: usize) -> Result<()> {
         self.growths += 1;
         if self.may_split(at) {
-            return self.split_segment(at, self.halves(at)?);
+            let halves = self.halves(at)?;
+            let len = self.segments[at].len as usize;
+            if halves.iter().all(|half| half.len as usize * SMALLEST_HALF >= len) {
+                return self.split_segment(at, halves);
+            }
         }
         self.segments[at] = self.segments[at].to_doubled(at as u64)?;
         self.number_directory();
@@ -253,18 +257,9 @@ impl Index {
 
     fn may_split(&self, at: usize) -> bool {
         let segment = &self.segments[at];
-        if segment.buckets.len() < MAX_BUCKETS {
-            return false;
-        }
         let sparse = (self.directory.len() * 2) / (self.segments.len() + 1);
         let has_bits = self.prefix_bits + self.depth < MAX_DEPTH && sparse <= MAX_SPARSE_DIRECTORY;
-        (segment.depth < self.depth || has_bits) && self.has_equal_halves(at)
-    }
-
-    fn has_equal_halves(&self, at: usize) -> bool {
-        let segment = &self.segments[at];
-        let (len, ones) = (segment.len as usize, segment.count_ones(self.prefix_bits + segment.depth));
-        ones.min(len - ones) * SMALLEST_HALF >= len
+        segment.buckets.len() >= MAX_BUCKETS && (segment.depth < self.depth || has_bits)
     }
 
     /// Two segments for one, each with the keys of one value of the next bit of the hash.
