@@ -318,6 +318,66 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
 // end of the launch.
 constexpr u32 MIXED = 5;
 
+// Merges one run of a hot key. The group that finishes the key's last run adds the sums of all its runs, in their order, and gives the
+// result to the sink. `first_sum`: the number of the first hot key's sum.
+template <class Sink, class Of>
+__device__ __forceinline__ void merge_run(Of& group, Sink& sink, const Keys& keys, u32 number, u32 first_sum) {
+  const Run run = keys.runs[number];
+  const Sorted* ids = group.w.sorted + run.first;
+  group.add_run(ids, 0, run.count);
+#pragma unroll
+  for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+    if (group.is_mine(chunk)) __stcg(keys.partial + (u64)number * Of::QUADS + chunk * Of::LANES + group.column, group.sum[chunk]);
+  __threadfence();
+  __syncwarp(group.mask);
+  Hot* hot = keys.hot + run.hot;
+  u32 done = 0;
+  if (group.column == 0) done = atomicAdd(&hot->done, 1);
+  if (__shfl_sync(group.mask, done, 0, Of::LANES) != hot->runs - 1) return;
+  // `done` is reset, because the same list may be merged again.
+  __threadfence();
+  if (group.column == 0) hot->done = 0;
+  sink.begin(group, sink.place(group, hot->record, ids->value, first_sum + run.hot));
+#pragma unroll
+  for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+    if (!group.is_mine(chunk)) continue;
+    const float4* partial = keys.partial + (u64)hot->first_run * Of::QUADS + chunk * Of::LANES + group.column;
+    const u32 num_runs = hot->runs;
+    float4 sum = __ldcg(partial);
+#pragma unroll 8
+    for (u32 k = 1; k < num_runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
+    group.sum[chunk] = sum;
+  }
+  sink.end(group, ids->value);
+}
+
+// Merges keys of several ids: `number`, `number + groups` and so on, below `end`. The group loads the next key's values before it
+// merges the current one. `first_sum`: the number of the first such key's sum.
+template <class Sink, class Of>
+__device__ __forceinline__ void merge_several(
+    Of& group, Sink& sink, const Keys& keys, u32 number, u32 end, u32 groups, u32 first_sum) {
+  const Sorted* sorted = group.w.sorted;
+  const Several none = {0, 0, 0, 0};
+  Several key = keys.several[number], next = number + groups < end ? keys.several[number + groups] : none;
+  u32 value[Of::FLIGHT], next_value[Of::FLIGHT];
+#pragma unroll
+  for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = k < key.count ? sorted[key.first + k].value : 0;
+  float4* place = sink.place(group, key.record, key.name, first_sum + number);
+  for (; number < end; number += groups) {
+    sink.begin(group, place);
+    group.add_rows(value, true, key.count);
+#pragma unroll
+    for (u32 k = 0; k < Of::FLIGHT; ++k) next_value[k] = k < next.count ? sorted[next.first + k].value : 0;
+    const Several after = number + 2 * groups < end ? keys.several[number + 2 * groups] : none;
+    if (next.count) place = sink.place(group, next.record, next.name, first_sum + number + groups);
+    if (key.count > Of::FLIGHT) group.add_run(sorted + key.first, Of::FLIGHT, key.count);
+    sink.end(group, key.name);
+    key = next, next = after;
+#pragma unroll
+    for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = next_value[k];
+  }
+}
+
 // Processes block `block` of the keys of one dim and returns true. If the dim has fewer blocks, subtracts their number from `block` and
 // returns false. Order of the blocks: runs of hot keys, mixed with the first of the others. Those are blocks of keys of several ids, mixed
 // with blocks of keys of one id.
@@ -342,68 +402,18 @@ __device__ __forceinline__ bool merge_keys(
   const u32 in_hot = block < mixed ? (u32)((u64)block * hot_blocks / mixed) : hot_blocks;
   if (block < mixed && (u32)((u64)(block + 1) * hot_blocks / mixed) > in_hot) {
     const u32 number = in_hot * GROUPS + number_of;
-    if (number >= runs) return true;
-    const Run run = keys.runs[number];
-    const Sorted* ids = w.sorted + run.first;
-    group.add_run(ids, 0, run.count);
-#pragma unroll
-    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-      if (group.is_mine(chunk)) __stcg(keys.partial + (u64)number * Of::QUADS + chunk * LANES + column, group.sum[chunk]);
-    __threadfence();
-    __syncwarp(mask);
-    Hot* hot = keys.hot + run.hot;
-    u32 done = 0;
-    if (column == 0) done = atomicAdd(&hot->done, 1);
-    if (__shfl_sync(mask, done, 0, LANES) != hot->runs - 1) return true;
-    // The group that finishes the key's last run adds the sums of all its runs, in their order. `done` is reset, because the same list may
-    // be merged again.
-    __threadfence();
-    if (column == 0) hot->done = 0;
-    sink.begin(group, sink.place(group, hot->record, ids->value, singles + several + run.hot));
-#pragma unroll
-    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
-      if (!group.is_mine(chunk)) continue;
-      const float4* partial = keys.partial + (u64)hot->first_run * Of::QUADS + chunk * LANES + column;
-      const u32 num_runs = hot->runs;
-      float4 sum = __ldcg(partial);
-#pragma unroll 8
-      for (u32 k = 1; k < num_runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
-      group.sum[chunk] = sum;
-    }
-    sink.end(group, ids->value);
+    if (number < runs) merge_run(group, sink, keys, number, singles + several);
     return true;
   }
   block -= in_hot;
   const u32 in_several = (u32)((u64)block * several_blocks / (several_blocks + single_blocks));
   if ((u32)((u64)(block + 1) * several_blocks / (several_blocks + single_blocks)) > in_several) {
-    u32 number = in_several * GROUPS * PER_SEVERAL + number_of;
-    const u32 end = min(several, (in_several + 1) * GROUPS * PER_SEVERAL);
-    if (number >= end) return true;
-    const Several none = {0, 0, 0, 0};
-    Several key = keys.several[number], next = number + GROUPS < end ? keys.several[number + GROUPS] : none;
-    u32 value[Of::FLIGHT], next_value[Of::FLIGHT];
-#pragma unroll
-    for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = k < key.count ? w.sorted[key.first + k].value : 0;
-    float4* place = sink.place(group, key.record, key.name, singles + number);
-    for (; number < end; number += GROUPS) {
-      sink.begin(group, place);
-      group.add_rows(value, true, key.count);
-#pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k) next_value[k] = k < next.count ? w.sorted[next.first + k].value : 0;
-      const Several after = number + 2 * GROUPS < end ? keys.several[number + 2 * GROUPS] : none;
-      if (next.count) place = sink.place(group, next.record, next.name, singles + number + GROUPS);
-      if (key.count > Of::FLIGHT) group.add_run(w.sorted + key.first, Of::FLIGHT, key.count);
-      sink.end(group, key.name);
-      key = next, next = after;
-#pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = next_value[k];
-    }
+    const u32 number = in_several * GROUPS * PER_SEVERAL + number_of, end = min(several, (in_several + 1) * GROUPS * PER_SEVERAL);
+    if (number < end) merge_several(group, sink, keys, number, end, GROUPS, singles);
   } else {
-    const u32 in_singles = block - in_several;
-    u32 number = in_singles * GROUPS * PER_SINGLE + number_of;
+    const u32 in_singles = block - in_several, number = in_singles * GROUPS * PER_SINGLE + number_of;
     const u32 end = min(singles, (in_singles + 1) * GROUPS * PER_SINGLE);
-    if (number >= end) return true;
-    sink.singles(group, number, end, GROUPS);
+    if (number < end) sink.singles(group, number, end, GROUPS);
   }
   return true;
 }

@@ -16,24 +16,33 @@ __device__ __forceinline__ void take_places(
   first[0] = (u32)cold, first[1] = (u32)(cold >> 32), first[3] = (u32)of_hot, first[2] = (u32)(of_hot >> 32);
 }
 
-// Adds each distinct record of sorted ids to a list of its dim: of keys with one id, with up to HOT ids, or with more. Record 0 is
-// left out. Runs of hot keys are listed too.
-extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Keys* __restrict__ kinds,
-    const Table* __restrict__ tables, const Section* __restrict__ sections, u32 num_sections, const Sorted* __restrict__ sorted) {
-  begin();
-  __shared__ u32 of_warps[4][LIST_WARPS];
-  __shared__ u32 first[4];
-  u32 number;
-  const Section section = section_at(sections, num_sections, blockIdx.x, number, [](const Section& s) { return s.first_list; });
-  const Keys& keys = kinds[section.kind];
-  const u32 warp = threadIdx.x / WARP, start_of = section.first, n = start_of + section.count;
-  const u32 at = start_of + ((blockIdx.x - section.first_list) * LIST_WARPS + warp) * (WARP * POSITIONS);
-  u32 record[POSITIONS + 1], count[POSITIONS], singles = 0, several = 0, hot = 0, runs = 0;
-#pragma unroll
-  for (u32 r = 0; r <= POSITIONS; ++r) {
-    const u32 i = at + r * WARP + lane();
-    record[r] = i < n ? sorted[i].record : ALL;
+// Returns the inclusive prefix sum of `x` over the first N lanes of a warp.
+template <u32 N> __device__ __forceinline__ u32 sum_to(u32 x) {
+  for (u32 by = 1; by < N; by *= 2) {
+    const u32 y = __shfl_up_sync(ALL, x, by);
+    if (lane() >= by) x += y;
   }
+  return x;
+}
+
+// Returns the end of the ids with a record: by strides that double, then by bisection. `low`: an id of the record.
+__device__ __forceinline__ u32 end_of_key(const Sorted* __restrict__ sorted, u32 record, u32 low, u32 n) {
+  u32 stride = WARP;
+  while (low + stride < n && sorted[low + stride].record == record) low += stride, stride *= 2;
+  u32 high = min(low + stride, n);
+  while (low + 1 < high) {
+    const u32 middle = (low + high) / 2;
+    if (sorted[middle].record == record) low = middle;
+    else high = middle;
+  }
+  return high;
+}
+
+// Finds the keys that begin among POSITIONS ids of each lane. `at`: the warp's first id. `count`: takes the number of ids of the key that
+// begins at a position, or 0. `found`: takes the warp's number of keys with one id, with up to HOT ids and with more, and the lane's
+// number of runs.
+__device__ __forceinline__ void find_keys(const Sorted* __restrict__ sorted, u32 start_of, u32 n, u32 at,
+    const u32 (&record)[POSITIONS + 1], u32 (&count)[POSITIONS], u32 (&found)[4]) {
   u32 left = at > start_of && at < n ? sorted[at - 1].record : ALL;
 #pragma unroll
   for (u32 r = 0; r < POSITIONS; ++r) {
@@ -50,61 +59,75 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Ke
       if (is_head && record[r] != 0) count[r] = lane() == last ? min(WARP, n - start) - last + tail : __ffs(heads >> (lane() + 1));
     }
     if (count[r] > HOT) {
-      // Finds the end of the key's ids: by strides that double, then by bisection.
-      u32 low = i + count[r] - 1, stride = WARP;
-      while (low + stride < n && sorted[low + stride].record == record[r]) low += stride, stride *= 2;
-      u32 high = min(low + stride, n);
-      while (low + 1 < high) {
-        const u32 middle = (low + high) / 2;
-        if (sorted[middle].record == record[r]) low = middle;
-        else high = middle;
-      }
-      count[r] = high - i;
-      runs += (count[r] + RUN - 1) / RUN;
+      count[r] = end_of_key(sorted, record[r], i + count[r] - 1, n) - i;
+      found[3] += (count[r] + RUN - 1) / RUN;
     }
-    singles += __popc(__ballot_sync(ALL, count[r] == 1));
-    several += __popc(__ballot_sync(ALL, count[r] > 1 && count[r] <= HOT));
-    hot += __popc(__ballot_sync(ALL, count[r] > HOT));
+    found[0] += __popc(__ballot_sync(ALL, count[r] == 1));
+    found[1] += __popc(__ballot_sync(ALL, count[r] > 1 && count[r] <= HOT));
+    found[2] += __popc(__ballot_sync(ALL, count[r] > HOT));
   }
-  u32 runs_here = runs;
-  if (hot)
-    for (u32 by = 1; by < WARP; by *= 2) {
-      const u32 x = __shfl_up_sync(ALL, runs_here, by);
-      if (lane() >= by) runs_here += x;
-    }
-  if (lane() == WARP - 1)
-    of_warps[0][warp] = singles, of_warps[1][warp] = several, of_warps[2][warp] = hot, of_warps[3][warp] = runs_here;
-  __syncthreads();
-  if (warp < 4) {
-    const u32 mine = lane() < LIST_WARPS ? of_warps[warp][lane()] : 0;
-    u32 sum = mine;
-    for (u32 by = 1; by < LIST_WARPS; by *= 2) {
-      const u32 x = __shfl_up_sync(ALL, sum, by);
-      if (lane() >= by) sum += x;
-    }
-    if (lane() < LIST_WARPS) of_warps[warp][lane()] = sum - mine;
-    if (lane() == LIST_WARPS - 1) first[warp] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) take_places(tables, section, keys, first);
-  __syncthreads();
-  u32 single_at = first[0] + of_warps[0][warp], several_at = first[1] + of_warps[1][warp], hot_at = first[2] + of_warps[2][warp];
-  u32 run_at = first[3] + of_warps[3][warp] + runs_here - runs;
+}
+
+// Writes the keys that `find_keys` found. `next`: where the next key of each list goes, and the lane's next run.
+__device__ __forceinline__ void write_keys(const Keys& keys, const Sorted* __restrict__ sorted, u32 at,
+    const u32 (&record)[POSITIONS + 1], const u32 (&count)[POSITIONS], u32 (&next)[4]) {
 #pragma unroll
   for (u32 r = 0; r < POSITIONS; ++r) {
     const u32 i = at + r * WARP + lane();
     const u32 one = __ballot_sync(ALL, count[r] == 1), many = __ballot_sync(ALL, count[r] > 1 && count[r] <= HOT),
               most = __ballot_sync(ALL, count[r] > HOT);
     if (count[r] == 1) {
-      keys.singles[single_at + __popc(one & lanes_below())] = {record[r], sorted[i].value};
+      keys.singles[next[0] + __popc(one & lanes_below())] = {record[r], sorted[i].value};
     } else if (count[r] > HOT) {
-      const u32 h = hot_at + __popc(most & lanes_below()), of_key = (count[r] + RUN - 1) / RUN;
-      keys.hot[h] = {record[r], run_at, of_key, 0};
-      for (u32 k = 0; k < of_key; ++k) keys.runs[run_at + k] = {i + k * RUN, min(RUN, count[r] - k * RUN), h, 0};
-      run_at += of_key;
+      const u32 h = next[2] + __popc(most & lanes_below()), runs = (count[r] + RUN - 1) / RUN;
+      keys.hot[h] = {record[r], next[3], runs, 0};
+      for (u32 k = 0; k < runs; ++k) keys.runs[next[3] + k] = {i + k * RUN, min(RUN, count[r] - k * RUN), h, 0};
+      next[3] += runs;
     } else if (count[r]) {
-      keys.several[several_at + __popc(many & lanes_below())] = {record[r], i, count[r], sorted[i].value};
+      keys.several[next[1] + __popc(many & lanes_below())] = {record[r], i, count[r], sorted[i].value};
     }
-    single_at += __popc(one), several_at += __popc(many), hot_at += __popc(most);
+    next[0] += __popc(one), next[1] += __popc(many), next[2] += __popc(most);
   }
+}
+
+// Adds each distinct record of sorted ids to a list of its dim: of keys with one id, with up to HOT ids, or with more. Record 0 is
+// left out. Runs of hot keys are listed too.
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, 4) list_keys(const Keys* __restrict__ kinds,
+    const Table* __restrict__ tables, const Section* __restrict__ sections, u32 num_sections, const Sorted* __restrict__ sorted) {
+  begin();
+  // By list: the number of keys in the warps before this one, and the place of the block's first key. List 3 is that of runs.
+  __shared__ u32 of_warps[4][LIST_WARPS];
+  __shared__ u32 first[4];
+  u32 number;
+  const Section section = section_at(sections, num_sections, blockIdx.x, number, [](const Section& s) { return s.first_list; });
+  const Keys& keys = kinds[section.kind];
+  const u32 warp = threadIdx.x / WARP, n = section.first + section.count;
+  const u32 at = section.first + ((blockIdx.x - section.first_list) * LIST_WARPS + warp) * (WARP * POSITIONS);
+  u32 record[POSITIONS + 1], count[POSITIONS], found[4] = {};
+#pragma unroll
+  for (u32 r = 0; r <= POSITIONS; ++r) {
+    const u32 i = at + r * WARP + lane();
+    record[r] = i < n ? sorted[i].record : ALL;
+  }
+  find_keys(sorted, section.first, n, at, record, count, found);
+  const u32 runs = found[3];
+  if (found[2]) found[3] = sum_to<WARP>(runs);
+  if (lane() == WARP - 1) {
+#pragma unroll
+    for (u32 list = 0; list < 4; ++list) of_warps[list][warp] = found[list];
+  }
+  __syncthreads();
+  if (warp < 4) {
+    const u32 mine = lane() < LIST_WARPS ? of_warps[warp][lane()] : 0, sum = sum_to<LIST_WARPS>(mine);
+    if (lane() < LIST_WARPS) of_warps[warp][lane()] = sum - mine;
+    if (lane() == LIST_WARPS - 1) first[warp] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) take_places(tables, section, keys, first);
+  __syncthreads();
+  u32 next[4];
+#pragma unroll
+  for (u32 list = 0; list < 4; ++list) next[list] = first[list] + of_warps[list][warp];
+  next[3] += found[3] - runs;
+  write_keys(keys, sorted, at, record, count, next);
 }

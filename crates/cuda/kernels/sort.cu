@@ -12,10 +12,10 @@ constexpr u32 MAX_DIGITS = 3 << 11;
 // ids by digit in all groups of the section up to and including this one. Tiles publish no prefix.
 enum TileStatus : u32 { INVALID, AGGREGATE, PREFIX };
 
-// Returns the first of a group's two rows in `Sort::published`: its aggregate, then its inclusive prefix. The rows of all tiles come
-// before those of the groups. All tiles of a group belong to one section.
-__device__ __forceinline__ u32 group_row(const Sort& sort, u32 section, const Section& of, u32 group) {
-  return sort.tiles + 2 * (of.first_tile / SORT_GROUP + section + group);
+// Returns the number of the first row in `Sort::published` that belongs to groups of a section. The array has the rows of all tiles first,
+// then two rows for each group: its aggregate and its inclusive prefix. A group has tiles of one section only.
+__device__ __forceinline__ u32 first_group_row(const Sort& sort, u32 section, const Section& of) {
+  return sort.tiles + 2 * (of.first_tile / SORT_GROUP + section);
 }
 
 // Loads a status with acquire semantics.
@@ -137,6 +137,10 @@ template <u32 N> struct Digits {
 #pragma unroll
     for (u32 k = 0; k < N; ++k) of[k] += other.of[k];
   }
+  __device__ __forceinline__ void subtract(const Digits& other) {
+#pragma unroll
+    for (u32 k = 0; k < N; ++k) of[k] -= other.of[k];
+  }
   __device__ __forceinline__ u32 sum() const {
     u32 sum = 0;
 #pragma unroll
@@ -188,7 +192,8 @@ __device__ __forceinline__ u32 passes_of(const Sort& sort, u32 section, u32 digi
   return needed;
 }
 
-// Ranks an id among the ids of its warp that have the same digit. `of_warp`: counts of the warp's ids by digit, which it raises.
+// Returns the rank of an id among the ids of its warp that have the same digit. `of_warp`: the warp's ids so far by digit, which it
+// raises.
 template <u32 BITS> __device__ __forceinline__ u32 rank_in_warp(u16* of_warp, u32 digit) {
   const u32 peers = peers_of<BITS>(digit);
   const u32 less = of_warp[digit];
@@ -198,84 +203,15 @@ template <u32 BITS> __device__ __forceinline__ u32 rank_in_warp(u16* of_warp, u3
   return less + __popc(peers & lanes_below());
 }
 
-// Sorts by the digit of one pass. A block takes one tile: ITEMS ids for each thread. `records`, `values`: one of an id in every STRIDE
-// words. `next_pass`: the output if another pass follows; the last pass of a section writes to `sort.sorted`.
-template <u32 ITEMS, u32 BITS, u32 STRIDE>
-__global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
-    const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
-  begin();
-  constexpr u32 TILE = SORT_THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / SORT_THREADS;
-  const u32 shift = pass * BITS;
-  // Shared memory: counts by warp and digit, and later in the same place the tile in its new order. After it, by digit: the number of
-  // ids of the tile, and later where they go.
-  extern __shared__ uint4 memory[];
-  u16* counts = (u16*)memory;
-  Sorted* tile = (Sorted*)memory;
-  constexpr u32 BYTES = WARPS * DIGITS * sizeof(u16) > TILE * sizeof(Sorted) ? WARPS * DIGITS * sizeof(u16) : TILE * sizeof(Sorted);
-  u32* starts = (u32*)((char*)memory + BYTES);
-  __shared__ u64 of_warps[WARPS];
-  __shared__ u32 taken, nearest;
-  const u32 warp = threadIdx.x / WARP, thread = threadIdx.x;
-  // Blocks take tiles in order, so the tiles before this one are already being processed.
-  if (thread == 0) taken = atomicAdd(&sort.next[pass], 1);
-#pragma unroll
-  for (u32 i = thread; i < WARPS * DIGITS / 8; i += SORT_THREADS) memory[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (u32 i = thread; i < DIGITS; i += SORT_THREADS) starts[i] = 0;
-  __syncthreads();
-  const u32 number = taken;
-  u32 section_number;
-  const Section section =
-      section_at(sort.sections, sort.num_sections, number, section_number, [](const Section& s) { return s.first_tile; });
-  const u32 passes = passes_of(sort, section_number, DIGITS, section.count);
-  if (pass >= passes) return;
-  Sorted* sorted = pass + 1 == passes ? sort.sorted : next_pass;
-  const u32 in_section = number - section.first_tile, size = min(TILE, section.count - in_section * TILE);
-  const u32 mine = warp * WARP * ITEMS + lane();
-  records += (u64)(section.first + in_section * TILE + mine) * STRIDE,
-      values += (u64)(section.first + in_section * TILE + mine) * STRIDE;
-  // The digit is computed anew at each use, because keeping it would take one register for each id.
-  const auto digit_of = [&](u32 x) {
-    u32 high;
-    asm volatile("shr.u32 %0, %1, %2;" : "=r"(high) : "r"(x), "r"(shift));
-    return high & (DIGITS - 1);
-  };
-  u32 key[ITEMS], place[ITEMS];
-  // A position without an id gets the highest digit, so it ranks after all ids.
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) key[k] = mine + k * WARP < size ? records[k * WARP * STRIDE] : ALL;
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) count_digit(starts, digit_of(key[k]), mine + k * WARP < size);
-  Digits<OWN> own;
-  own.load(sort.counts + (u64)(section_number * sort.passes + pass) * DIGITS + OWN * thread);
-  u64 sum = (u64)own.sum() << 32;
-  u32* published = sort.published + (u64)pass * sort.rows * DIGITS + OWN * thread;
-  u32* flags = sort.flags + pass * sort.rows;
-  __syncthreads();
-  own.load_shared(starts + OWN * thread);
-  own.store(published + (u64)number * DIGITS);
-  const u64 before = sum_before(sum + own.sum(), of_warps);
-  __syncthreads();
-  if (thread == 0) release(&flags[number], AGGREGATE);
-  u16* of_warp = counts + warp * DIGITS;
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) place[k] = rank_in_warp<BITS>(of_warp, digit_of(key[k]));
-  const u32 group = in_section / SORT_GROUP, in_group = in_section % SORT_GROUP;
-  // The last warp waits until all tiles before this one in the group have published their aggregates.
-  if (warp == WARPS - 1) {
-    bool is_known;
-    do is_known = lane() >= in_group || load_flag(&flags[number - in_group + lane()]) != INVALID;
-    while (!__all_sync(ALL, is_known));
-  }
-  __syncthreads();
-  // Computes where the ids of each digit start in the tile, warp by warp. With several digits per thread, a word holds two of them.
-  own.load_shared(starts + OWN * thread);
-  own.start_at((u32)before);
+// Turns the counts of warps by digit into the positions in the tile where the warps' ids start. `own`: where the thread's digits start.
+// With several digits for a thread, a word holds two counts.
+template <u32 OWN> __device__ __forceinline__ void start_warps(u16* counts, const Digits<OWN>& own) {
+  constexpr u32 DIGITS = OWN * SORT_THREADS;
   if constexpr (OWN == 1) {
     u32 next = own.of[0];
 #pragma unroll
     for (u32 w = 0; w < WARPS; ++w) {
-      u16& at = counts[w * DIGITS + thread];
+      u16& at = counts[w * DIGITS + threadIdx.x];
       const u32 has = at;
       at = next, next += has;
     }
@@ -285,7 +221,7 @@ __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
     for (u32 k = 0; k < OWN / 2; ++k) next[k] = own.of[2 * k] | own.of[2 * k + 1] << 16;
 #pragma unroll
     for (u32 w = 0; w < WARPS; ++w) {
-      u32* at = (u32*)(counts + w * DIGITS) + OWN / 2 * thread;
+      u32* at = (u32*)(counts + w * DIGITS) + OWN / 2 * threadIdx.x;
 #pragma unroll
       for (u32 k = 0; k < OWN / 2; ++k) {
         const u32 has = at[k];
@@ -293,65 +229,202 @@ __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
       }
     }
   }
+}
+
+// Waits until the first `count` tiles of a group have published their aggregates. A warp calls this.
+__device__ __forceinline__ void wait_for_tiles(const u32* flags, u32 count) {
+  bool is_known;
+  do is_known = lane() >= count || load_flag(&flags[lane()]) != INVALID;
+  while (!__all_sync(ALL, is_known));
+}
+
+// Returns the nearest group before `group` that has published its inclusive prefix, as soon as all groups after it have published their
+// aggregates. `flags`: two for each group of the section. A warp calls this.
+__device__ __forceinline__ u32 nearest_prefix(const u32* flags, u32 group) {
+  u32 prefixes;
+  bool is_known;
+  do {
+    const u32 flag = lane() < group ? load_flag(&flags[2 * (group - 1 - lane())]) : INVALID;
+    prefixes = __ballot_sync(ALL, flag == PREFIX);
+    const u32 needed = prefixes ? __ffs(prefixes) : 0;
+    is_known = needed && __all_sync(ALL, lane() >= needed || flag != INVALID);
+  } while (!is_known);
+  return group - __ffs(prefixes);
+}
+
+// What tiles and groups publish in a pass. `rows`: a thread's digits of each row, DIGITS words apart. `flags`: a status for each row.
+template <u32 DIGITS> struct Published {
+  static constexpr u32 OWN = DIGITS / SORT_THREADS;
+  u32 *rows, *flags;
+
+  __device__ __forceinline__ u32* row(u32 number) const { return rows + (u64)number * DIGITS; }
+
+  // Adds the ids in all groups before `group` to `less`, by decoupled look-back. The last tile of a group publishes the group's aggregate
+  // before the look-back and its inclusive prefix after it. `first`: the section's first row of groups. `in_tile`: ids of the tile by digit.
+  __device__ __forceinline__ void look_back(u32 first, u32 group, bool is_last, const u32* in_tile, Digits<OWN>& less) const {
+    __shared__ u32 nearest;
+    if (is_last) publish(first + 2 * group, group ? AGGREGATE : PREFIX, in_tile, less);
+    if (!group) return;
+    if (threadIdx.x / WARP == WARPS - 1) {
+      const u32 found = nearest_prefix(flags + first, group);
+      if (lane() == 0) nearest = found;
+    }
+    __syncthreads();
+    const u32* prefix = row(first + 2 * nearest + 1);
+    less.add_rows(prefix, 1, DIGITS);
+    less.add_rows(prefix + DIGITS, group - 1 - nearest, 2 * DIGITS);
+    if (is_last) publish(first + 2 * group, PREFIX, in_tile, less);
+  }
+
+  // Publishes the sum of `in_tile` and `less` for a group, as its aggregate or as its prefix. `first`: the first row of the group.
+  __device__ __forceinline__ void publish(u32 first, u32 status, const u32* in_tile, const Digits<OWN>& less) const {
+    Digits<OWN> sum;
+    sum.load_shared(in_tile), sum.add(less);
+    sum.store(row(first + (status == PREFIX)));
+    __syncthreads();
+    if (threadIdx.x == 0) release(&flags[first], status);
+  }
+};
+
+// Sets N values in shared memory to zero. A block calls this.
+template <u32 N, class T> __device__ __forceinline__ void set_to_zero(T* memory) {
+#pragma unroll
+  for (u32 i = threadIdx.x; i < N; i += SORT_THREADS) memory[i] = T{};
+}
+
+// A tile of a pass and its section.
+struct Tile {
+  Section section;
+  // `number`: among all tiles. `in_section`: among the section's tiles. `size`: ids of the tile. `passes`: passes of the section.
+  u32 section_number, number, in_section, size, passes;
+};
+
+// Returns the tile of a pass with a number. `max_size`: ids of a full tile. All lanes of a warp must call this.
+__device__ __forceinline__ Tile tile_at(const Sort& sort, u32 number, u32 digits, u32 max_size) {
+  Tile t;
+  t.number = number;
+  t.section = section_at(sort.sections, sort.num_sections, number, t.section_number, [](const Section& s) { return s.first_tile; });
+  t.passes = passes_of(sort, t.section_number, digits, t.section.count);
+  t.in_section = number - t.section.first_tile;
+  t.size = min(max_size, t.section.count - t.in_section * max_size);
+  return t;
+}
+
+// The ids of a thread in a tile: `first` and every WARP-th after it, ITEMS in all.
+template <u32 ITEMS, u32 BITS> struct Ids {
+  u32 first, size, shift;
+  u32 record[ITEMS], place[ITEMS];
+
+  __device__ __forceinline__ bool is_id(u32 k) const { return first + k * WARP < size; }
+
+  // Returns the digit of an id. It is computed anew at each use, because keeping it would take one register for each id.
+  __device__ __forceinline__ u32 digit(u32 of) const {
+    u32 high;
+    asm volatile("shr.u32 %0, %1, %2;" : "=r"(high) : "r"(of), "r"(shift));
+    return high & ((1u << BITS) - 1);
+  }
+
+  // Loads the records. A position without an id gets the highest digit, so it ranks after all ids.
+  template <u32 STRIDE> __device__ __forceinline__ void load(const u32* records) {
+#pragma unroll
+    for (u32 k = 0; k < ITEMS; ++k) record[k] = is_id(k) ? records[k * WARP * STRIDE] : ALL;
+  }
+
+  // Adds the ids to `counts`, by digit.
+  __device__ __forceinline__ void count(u32* counts) const {
+#pragma unroll
+    for (u32 k = 0; k < ITEMS; ++k) count_digit(counts, digit(record[k]), is_id(k));
+  }
+
+  // Sets the places of the ids to their ranks in the warp. `of_warp`: zeros, which become the counts of the warp's ids by digit.
+  __device__ __forceinline__ void rank(u16* of_warp) {
+#pragma unroll
+    for (u32 k = 0; k < ITEMS; ++k) place[k] = rank_in_warp<BITS>(of_warp, digit(record[k]));
+  }
+
+  // Makes the places positions in the tile. `starts`: where the warp's ids of each digit start.
+  __device__ __forceinline__ void add_starts(const u16* starts) {
+#pragma unroll
+    for (u32 k = 0; k < ITEMS; ++k) place[k] += starts[digit(record[k])];
+  }
+
+  // Writes the ids to their places in the tile.
+  template <u32 STRIDE> __device__ __forceinline__ void move(const u32* values, Sorted* tile) const {
+#pragma unroll
+    for (u32 k = 0; k < ITEMS; ++k) tile[place[k]] = {record[k], is_id(k) ? values[k * WARP * STRIDE] : 0};
+  }
+
+  // Writes a tile that is in order to the output. `offsets`: by digit, what an id's position in the tile must be increased by.
+  __device__ __forceinline__ void store(const Sorted* tile, const u32* offsets, Sorted* sorted) const {
+    const u64 kept = kept_policy();
+#pragma unroll
+    for (u32 k = 0; k < ITEMS; ++k) {
+      const u32 at = k * SORT_THREADS + threadIdx.x;
+      if (at >= size) continue;
+      const Sorted moved = tile[at];
+      store_kept(sorted + (offsets[digit(moved.record)] + at), moved, kept);
+    }
+  }
+};
+
+// Sorts by the digit of one pass. A block takes one tile: ITEMS ids for each thread. `records`, `values`: one of an id in every STRIDE
+// words. `next_pass`: the output if another pass follows; the last pass of a section writes to `sort.sorted`.
+template <u32 ITEMS, u32 BITS, u32 STRIDE>
+__global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
+    const u32* records, const u32* values, Sorted* next_pass, const __grid_constant__ Sort sort, u32 pass) {
+  begin();
+  constexpr u32 TILE = SORT_THREADS * ITEMS, DIGITS = 1u << BITS, OWN = DIGITS / SORT_THREADS;
+  constexpr u32 BYTES = WARPS * DIGITS * sizeof(u16) > TILE * sizeof(Sorted) ? WARPS * DIGITS * sizeof(u16) : TILE * sizeof(Sorted);
+  // Counts by warp and digit, and later in the same place the tile in its new order. After it, by digit: the number of ids of the tile,
+  // and later where they go.
+  extern __shared__ uint4 memory[];
+  __shared__ u64 of_warps[WARPS];
+  __shared__ u32 taken;
+  u32* starts = (u32*)((char*)memory + BYTES);
+  const u32 warp = threadIdx.x / WARP, first_own = OWN * threadIdx.x;
+  // Blocks take tiles in order, so the tiles before this one are already being processed.
+  if (threadIdx.x == 0) taken = atomicAdd(&sort.next[pass], 1);
+  set_to_zero<WARPS * DIGITS / 8>(memory);
+  set_to_zero<DIGITS>(starts);
+  __syncthreads();
+  const Tile tile = tile_at(sort, taken, DIGITS, TILE);
+  if (pass >= tile.passes) return;
+  Ids<ITEMS, BITS> ids = {warp * WARP * ITEMS + lane(), tile.size, pass * BITS};
+  const u64 at = tile.section.first + tile.in_section * TILE + ids.first;
+  ids.template load<STRIDE>(records + at * STRIDE);
+  ids.count(starts);
+  const u32* of_section = sort.counts + (u64)(tile.section_number * sort.passes + pass) * DIGITS + first_own;
+  Digits<OWN> own;
+  own.load(of_section);
+  const u64 sum = (u64)own.sum() << 32;
+  const Published<DIGITS> published = {sort.published + (u64)pass * sort.rows * DIGITS + first_own, sort.flags + pass * sort.rows};
+  __syncthreads();
+  own.load_shared(starts + first_own);
+  own.store(published.row(tile.number));
+  const u64 before = sum_before(sum + own.sum(), of_warps);
+  __syncthreads();
+  if (threadIdx.x == 0) release(&published.flags[tile.number], AGGREGATE);
+  u16* of_warp = (u16*)memory + warp * DIGITS;
+  ids.rank(of_warp);
+  const u32 group = tile.in_section / SORT_GROUP, in_group = tile.in_section % SORT_GROUP;
+  if (warp == WARPS - 1) wait_for_tiles(published.flags + (tile.number - in_group), in_group);
+  __syncthreads();
+  own.load_shared(starts + first_own), own.start_at((u32)before);
+  start_warps<OWN>((u16*)memory, own);
   Digits<OWN> less = {};
-  less.add_rows(published + (u64)(number - in_group) * DIGITS, in_group, DIGITS);
-  if (section.count > SORT_GROUP * TILE) {
-    const u32 first_group = group_row(sort, section_number, section, 0);
-    u32* of_group = published + (u64)(first_group + 2 * group) * DIGITS;
-    const bool is_last = in_group == SORT_GROUP - 1;
-    if (is_last) {
-      own.load_shared(starts + OWN * thread), own.add(less);
-      own.store(of_group + (group ? 0 : DIGITS));
-      __syncthreads();
-      if (thread == 0) release(&flags[first_group + 2 * group], group ? AGGREGATE : PREFIX);
-    }
-    if (group) {
-      // Look-back to the nearest group that has published its inclusive prefix. All groups after it have published their aggregates.
-      if (warp == WARPS - 1) {
-        u32 totals;
-        bool is_known;
-        do {
-          const u32 flag = lane() < group ? load_flag(&flags[first_group + 2 * (group - 1 - lane())]) : INVALID;
-          totals = __ballot_sync(ALL, flag == PREFIX);
-          const u32 needed = totals ? __ffs(totals) : 0;
-          is_known = needed && __all_sync(ALL, lane() >= needed || flag != INVALID);
-        } while (!is_known);
-        if (lane() == 0) nearest = group - __ffs(totals);
-      }
-      __syncthreads();
-      const u32* rows = published + (u64)(first_group + 2 * nearest) * DIGITS;
-      less.add_rows(rows + DIGITS, 1, DIGITS);
-      less.add_rows(rows + 2 * DIGITS, group - 1 - nearest, 2 * DIGITS);
-      if (is_last) {
-        own.load_shared(starts + OWN * thread), own.add(less);
-        own.store(of_group + DIGITS);
-        __syncthreads();
-        if (thread == 0) release(&flags[first_group + 2 * group], PREFIX);
-      }
-    }
-  }
-  // Computes where the tile's ids of each digit go in the output, minus where they start in the tile.
-  own.load(sort.counts + (u64)(section_number * sort.passes + pass) * DIGITS + OWN * thread);
-  own.start_at(section.first + (u32)(before >> 32));
+  less.add_rows(published.row(tile.number - in_group), in_group, DIGITS);
+  if (tile.section.count > SORT_GROUP * TILE)
+    published.look_back(
+        first_group_row(sort, tile.section_number, tile.section), group, in_group == SORT_GROUP - 1, starts + first_own, less);
+  own.load(of_section), own.start_at(tile.section.first + (u32)(before >> 32));
   less.add(own);
-  own.load_shared(starts + OWN * thread);
-  own.start_at((u32)before);
-#pragma unroll
-  for (u32 k = 0; k < OWN; ++k) less.of[k] -= own.of[k];
-  less.store(starts + OWN * thread);
+  own.load_shared(starts + first_own), own.start_at((u32)before);
+  less.subtract(own);
+  less.store(starts + first_own);
   __syncthreads();
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) place[k] += of_warp[digit_of(key[k])];
+  ids.add_starts(of_warp);
   __syncthreads();
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) tile[place[k]] = {key[k], mine + k * WARP < size ? values[k * WARP * STRIDE] : 0};
+  ids.template move<STRIDE>(values + at * STRIDE, (Sorted*)memory);
   __syncthreads();
-  const u64 kept = kept_policy();
-#pragma unroll
-  for (u32 k = 0; k < ITEMS; ++k) {
-    const u32 at = k * SORT_THREADS + thread;
-    if (at >= size) continue;
-    const Sorted moved = tile[at];
-    store_kept(sorted + (starts[digit_of(moved.record)] + at), moved, kept);
-  }
+  ids.store((const Sorted*)memory, starts, pass + 1 == tile.passes ? sort.sorted : next_pass);
 }

@@ -14,6 +14,42 @@ template <u32 DIM> __device__ __forceinline__ float product(const float4& row, c
   return sum;
 }
 
+// The ids of a group of lanes, one a lane: its record and its key. `missing`: the lanes whose ids have no record. `mask`: the group's lanes
+// in their warp.
+struct LaneIds {
+  u32 record;
+  u64 key;
+  u32 missing, mask;
+};
+
+// Adds the products of rows and the bag's gradient to `sums`, this lane's columns only, for the ids of the lanes `first`, `first + 1` and
+// so on, below `n`.
+template <u32 DIM, u32 IDS>
+__device__ __forceinline__ void add_products(
+    const Table& t, const Side& side, u32 bag, const LaneIds& ids, u32 first, u32 n, float (&sums)[IDS]) {
+  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
+#pragma unroll 1
+  for (u32 piece = 0; piece < QUADS; piece += LANES) {
+    const u32 quad = piece + threadIdx.x % LANES;
+    float4 rows[IDS];
+#pragma unroll
+    for (u32 k = 0; k < IDS; ++k) {
+      rows[k] = make_float4(0, 0, 0, 0);
+      const u32 r = __shfl_sync(ids.mask, ids.record, (first + k) % LANES, LANES);
+      if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS) rows[k] = side.records[(u64)r * side.stride + quad];
+    }
+    const float4 g = quad < QUADS ? load_columns<DIM, false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (u32 k = 0; k < IDS; ++k) {
+      if (first + k < n && ids.missing >> (first + k) & 1) {
+        const u64 of = __shfl_sync(ids.mask, ids.key, (first + k) % LANES, LANES);
+        if (quad < QUADS) rows[k] = missing_columns(t, of, quad);
+      }
+      sums[k] += product<DIM>(rows[k], g, quad);
+    }
+  }
+}
+
 // Turns dot products into gradients of weights, for a combiner that divides by the weights. `weights`, `squares`, `total`: sums over the
 // bag of its weights, of their squares, and of weights times products.
 template <u32 LANES>
@@ -33,7 +69,7 @@ __device__ __forceinline__ void divide_by_weights(
 template <u32 DIM>
 __device__ __forceinline__ void of_bag(
     const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
+  constexpr u32 LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
   const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES;
   const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << before;
   const u32 begin = f.splits ? kept.splits[bag] : bag * f.hotness;
@@ -60,26 +96,7 @@ __device__ __forceinline__ void of_bag(
     const u32 missing = __ballot_sync(mask, record == NO_RECORD) >> before;
     for (u32 first = 0; first < n; first += IDS) {
       float sums[IDS] = {};
-#pragma unroll 1
-      for (u32 piece = 0; piece < QUADS; piece += LANES) {
-        const u32 quad = piece + column;
-        float4 rows[IDS];
-#pragma unroll
-        for (u32 k = 0; k < IDS; ++k) {
-          rows[k] = make_float4(0, 0, 0, 0);
-          const u32 r = __shfl_sync(mask, record, (first + k) % LANES, LANES);
-          if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS) rows[k] = side.records[(u64)r * side.stride + quad];
-        }
-        const float4 g = quad < QUADS ? load_columns<DIM, false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (u32 k = 0; k < IDS; ++k) {
-          if (first + k < n && missing >> (first + k) & 1) {
-            const u64 of = __shfl_sync(mask, key, (first + k) % LANES, LANES);
-            if (quad < QUADS) rows[k] = missing_columns(t, of, quad);
-          }
-          sums[k] += product<DIM>(rows[k], g, quad);
-        }
-      }
+      add_products<DIM>(t, side, bag, {record, key, missing, mask}, first, n, sums);
 #pragma unroll
       for (u32 k = 0; k < IDS; ++k) {
         if (first + k >= n) break;
