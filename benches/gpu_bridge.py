@@ -1,18 +1,18 @@
 """What a framework adds to a step on the GPU: lookup, push, commit and apply of 26 tables x 65,536 ids of dim 64, Adam, dense layers left
 out, under JAX's jit, PyTorch eager or a tf.function.
 
-    KERAS_BACKEND=torch python benches/gpu_bridge.py [ms of the native step, held, merged]
+    KERAS_BACKEND=torch python benches/gpu_bridge.py [ms of the native step, held, merged] [--turns 1]
 
 Prints rows of a table, a way of making steps each, over batches of ids drawn afresh, one in a hundred new; medians. Tables have room for
 all of them: none grows.
 """
 
+import argparse
 import concurrent.futures
 import contextlib
 import itertools
 import os
 import statistics
-import sys
 import time
 
 import keras
@@ -20,10 +20,11 @@ import numpy as np
 
 import sok_keras as sok
 from sok_keras.backend.insertion import Insertion
+from turns import is_live, turns
 
 TABLES, SAMPLES, DIM, ROWS = 26, 65_536, 64, 1_000_000
 # Steps: before a measurement, alone, in a row; and how often so many in a row.
-WARM, ALONE, IN_A_ROW, TIMES = 5, 20, 100, 3
+WARM, ALONE, IN_A_ROW, TIMES = 5, 20, 100, 1 if is_live() else 3
 BACKEND = keras.backend.backend()
 
 
@@ -37,8 +38,9 @@ def draw(step):
     return ids.astype("int32")
 
 
-def make():
-    tables = [sok.TableConfig(f"t{t}", None, DIM, combiner="sum", initial_capacity=2_000_000) for t in range(TABLES)]
+def make(num_steps):
+    capacity = ROWS + num_steps * -(-SAMPLES // 100)
+    tables = [sok.TableConfig(f"t{t}", None, DIM, combiner="sum", initial_capacity=capacity) for t in range(TABLES)]
     layer = sok.DistributedEmbedding([sok.FeatureConfig(t.name, t) for t in tables])
     layer.build()
     for table in layer.get_tables().values():
@@ -138,14 +140,18 @@ def ways():
 
 
 def main():
-    layer, plan, tables = make()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("native", nargs="*", type=float)
+    parser.add_argument("--turns", type=int, default=1)
+    arguments = parser.parse_args()
+    layer, plan, tables = make(arguments.turns * len(ways()) * (WARM + 2 * ALONE + TIMES * IN_A_ROW))
     random = np.random.default_rng(0)
     gradients = [random.normal(size=(SAMPLES, DIM)).astype("float32") for _ in range(TABLES)]
     step, trigger, on_device = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[BACKEND](
         plan, tables, gradients
     )
     numbers = itertools.count()
-    native = dict(zip(("held", "merged"), map(float, sys.argv[1:3]), strict=False))
+    native = dict(zip(("held", "merged"), arguments.native, strict=False))
     how = "merged" if BACKEND == "jax" else "held"
 
     def batches(count):
@@ -180,7 +186,7 @@ def main():
         read(trigger)
         return 1e3 * (time.perf_counter() - start) / steps
 
-    for name, way in ways().items():
+    def measure(name, way):
         with way():
             times = alone()
             in_a_row(ALONE)  # frameworks get more memory for steps that overlap
@@ -192,6 +198,12 @@ def main():
             with open(path, "a") as file:
                 print(f"{name} step in a row [ms]: {in_rows}", file=file)
                 print(f"{name} step alone [ms]: {times}", file=file)
+
+    for _ in turns(arguments.turns):
+        if is_live():
+            print("| framework | gradients | in a row, ms | alone, ms | µs above native |")
+        for name, way in ways().items():
+            measure(name, way)
 
 
 main()

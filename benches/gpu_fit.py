@@ -1,11 +1,12 @@
 """What tables cost in `model.fit`: the example's DeepFM with a tower of 10 x 1024, batches of 16,384, against the same model whose embedding
 output is fed as an input.
 
-    KERAS_BACKEND=jax JAX_ENABLE_X64=1 python benches/gpu_fit.py FOLDER_OF_EXAMPLES
+    KERAS_BACKEND=jax JAX_ENABLE_X64=1 python benches/gpu_fit.py FOLDER_OF_EXAMPLES [--turns 1]
 
 Prints a row of a table, ms a step: medians over epochs.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -14,7 +15,13 @@ from unittest import mock
 import keras
 import numpy as np
 
-sys.path.insert(0, sys.argv[1])
+from turns import is_live, turns
+
+parser = argparse.ArgumentParser()
+parser.add_argument("examples")
+parser.add_argument("--turns", type=int, default=1)
+arguments = parser.parse_args()
+sys.path.insert(0, arguments.examples)
 
 import criteo_deepfm as example
 
@@ -66,10 +73,14 @@ def main():
     ids = ids.astype("int64")
     labels = random.integers(0, 2, (num, 1)).astype("float32")
     rows = random.normal(size=(num, NUM_IDS, example.ROW_DIM)).astype("float32")
-    fed = fit(fed_model(), [dense, rows], labels)
+    fed_rows = fed_model()
     model = example.build_model(example.sok_embeddings, TOWER, example.sok_wrap(keras.optimizers.Adam(1e-3)))
-    with_tables = fit(model, [dense, ids], labels)
-    print(f"| {keras.backend.backend()} | {with_tables:.2f} | {fed:.2f} | {with_tables - fed:.2f} |")
+    for _ in turns(arguments.turns):
+        fed = fit(fed_rows, [dense, rows], labels)
+        with_tables = fit(model, [dense, ids], labels)
+        if is_live():
+            print("| framework | with tables, ms | fed, ms | above, ms |")
+        print(f"| {keras.backend.backend()} | {with_tables:.2f} | {fed:.2f} | {with_tables - fed:.2f} |")
 
 
 main()

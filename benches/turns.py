@@ -5,29 +5,96 @@
 
 A line for each number of each row: the median over the turns of the first command and of the second, their ratio, and their ranges.
 Numbers that never differ are left out: they are no measurements.
+
+With --live each command is started once, since a framework takes longer to start than to measure. The commands measure in turn, as often
+as they wait in `turns`. This works for gpu_bridge.py and gpu_fit.py with --turns, and on a CPU for benches that use `work.in_turns`.
 """
 
 import argparse
+import contextlib
+import os
 import statistics
 import subprocess
+import sys
+
+END_OF_TURN = "end of turn"
+
+
+def turns(count):
+    """Yields the numbers of `count` turns. In a live command, each turn waits until the other command has ended its own."""
+    for number in range(count):
+        if is_live():
+            print(END_OF_TURN, flush=True)
+            sys.stdin.readline()
+        yield number
+
+
+def is_live():
+    return "SOK_LIVE" in os.environ
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs=2, metavar="COMMAND")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument(
+        "--live", action="store_true", help="start each command once; it decides how many turns it takes"
+    )
     arguments = parser.parse_args()
+    outputs = outputs_of_live(arguments.commands) if arguments.live else outputs_of(arguments.commands, arguments.turns)
     found = [{}, {}]
-    for turn in range(arguments.turns):
-        # Who goes first has the cooler machine, so they change places.
-        for build in (0, 1) if turn % 2 == 0 else (1, 0):
-            for name, number in numbers_of(output_of(arguments.commands[build])):
-                found[build].setdefault(name, []).append(number)
-        show(turn + 1, *found)
+    for turn, of_turn in enumerate(outputs, 1):
+        for of_build, text in zip(found, of_turn, strict=True):
+            for name, number in numbers_of(text):
+                of_build.setdefault(name, []).append(number)
+        show(turn, *found)
 
 
-def output_of(command):
-    return subprocess.run(command, shell=True, check=True, stdout=subprocess.PIPE, text=True).stdout
+def outputs_of(commands, count):
+    """Yields what the two commands print in each turn."""
+    for turn in range(count):
+        outputs = [None, None]
+        for build in order(turn):
+            outputs[build] = subprocess.run(
+                commands[build], shell=True, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
+        yield outputs
+
+
+def outputs_of_live(commands):
+    """Yields what the two commands print in each turn, until they end."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | {"SOK_LIVE": "1"}}
+    processes = [subprocess.Popen(command, shell=True, **pipes) for command in commands]
+    for process in processes:
+        to_end_of_turn(process)
+    turn = 0
+    while any(process.poll() is None for process in processes):
+        outputs = ["", ""]
+        for build in order(turn):
+            with contextlib.suppress(BrokenPipeError):
+                print(file=processes[build].stdin, flush=True)
+            outputs[build] = to_end_of_turn(processes[build])
+        yield outputs
+        turn += 1
+    for process in processes:
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+
+
+def to_end_of_turn(process):
+    """Returns what a process prints until it has ended its turn, or has ended."""
+    lines = []
+    for line in process.stdout:
+        if line.strip() == END_OF_TURN:
+            return "".join(lines)
+        lines.append(line)
+    process.wait()
+    return "".join(lines)
+
+
+def order(turn):
+    """The command that goes first has the cooler machine, so they change places."""
+    return (0, 1) if turn % 2 == 0 else (1, 0)
 
 
 def numbers_of(text):

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import itertools
 import multiprocessing
 import os
 import platform
@@ -16,6 +17,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+import turns
 from criteo import CARDINALITIES
 
 BACKENDS = os.environ.get("BACKENDS", "tensorflow jax torch").split()
@@ -79,11 +81,19 @@ def scattered(start, count, seed=0):
 
 
 def in_own_process(function, *arguments, backend=None):
-    """`function(*arguments)` in a fresh process, whose Keras runs on `backend`; None: it does not matter on which."""
+    """`function(*arguments)` in a fresh process, whose Keras runs on `backend`; None: it does not matter on which.
+
+    A live command has one process, and so one backend.
+    """
     os.environ["KERAS_BACKEND"] = backend or BACKENDS[0]
     os.environ.setdefault("JAX_ENABLE_X64", "1")
+    if turns.is_live():
+        return function(*arguments)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
+
+
+_measurements = itertools.count(1)
 
 
 def in_turns(steps, rounds, runs, warm_up=NUM_BATCHES):
@@ -91,7 +101,7 @@ def in_turns(steps, rounds, runs, warm_up=NUM_BATCHES):
 
     The steps take turns, so that all meet the same neighbours on the machine.
     """
-    numbers = dict.fromkeys(steps, 0)
+    numbers, measurement = dict.fromkeys(steps, 0), next(_measurements)
 
     def run(name):
         start = time.perf_counter()
@@ -103,9 +113,12 @@ def in_turns(steps, rounds, runs, warm_up=NUM_BATCHES):
         for _ in range(warm_up):
             run(name)
     times = {name: [] for name in steps}
-    for _ in range(rounds):
+    for _ in turns.turns(rounds):
         for name in steps:
             times[name].append(statistics.median(run(name) for _ in range(runs)))
+        if turns.is_live():
+            rows = [[f"{name}, measurement {measurement}", f"{of_step[-1]:.3f}"] for name, of_step in times.items()]
+            print(table(["step", "ms"], rows))
     return times
 
 
@@ -152,7 +165,8 @@ def report(title, arguments, *parts):
         f"{arguments.runs} runs, load average {os.getloadavg()[0]:.1f} at the end."
     )
     text = "\n\n".join([f"# {title}", measured, *parts]) + "\n"
-    print(text)
+    if not turns.is_live():
+        print(text)
     if arguments.output:
         arguments.output.write_text(text)
 
