@@ -104,7 +104,7 @@ impl Segment {
     /// Bucket at which the search for a key with this hash starts.
     #[inline(always)]
     fn home(&self, hash: u64) -> usize {
-        let place = if self.is_keyed() { SECRET.hash_one(hash) } else { hash };
+        let place = if self.is_keyed() { keyed(hash) } else { hash };
         place as usize & (self.buckets.len() - 1)
     }
 
@@ -137,6 +137,7 @@ impl Segment {
     }
 
     /// Puts in a key that is not there, where a slot is free; gives its place, and the full buckets that lie before it.
+    #[inline]
     pub fn place(&mut self, hash: u64, key: Key, record: RecordNumber, mark: u32) -> (Slot, usize) {
         let mask = self.buckets.len() - 1;
         let home = self.home(hash);
@@ -295,6 +296,13 @@ impl Segment {
             order.get_mut().unwrap_or_else(PoisonError::into_inner).is_current = false;
         }
     }
+}
+
+/// The hash that only this process knows, of a public hash. Few segments are keyed, so it is kept out of the code of searches.
+#[cold]
+#[inline(never)]
+fn keyed(hash: u64) -> u64 {
+    SECRET.hash_one(hash)
 }
 
 impl Order {
