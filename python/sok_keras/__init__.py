@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         load,
     )
     from sok_keras.manifest import Manifest, read_manifest, verify
+    from sok_keras.strings import string_keys
 
 __all__ = [
     "CorruptDumpError",
@@ -66,10 +67,16 @@ __all__ = [
     "load",
     "optimizers",
     "read_manifest",
+    "string_keys",
     "verify",
 ]
 
-_WITHOUT_KERAS = {"Manifest": "manifest", "read_manifest": "manifest", "verify": "manifest"}
+_WITHOUT_KERAS = {
+    "Manifest": "manifest",
+    "read_manifest": "manifest",
+    "string_keys": "strings",
+    "verify": "manifest",
+}
 
 
 def __getattr__(name):

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from sok_keras import backend, ragged
+from sok_keras.strings import is_strings, string_keys
 
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
 _NARROW = ("int8", "int16", "uint8", "uint16")
@@ -42,6 +43,13 @@ def shape_of(value: Any) -> tuple[int | None, ...]:
     return tuple(value.shape if hasattr(value, "shape") else _as_array(value).shape)
 
 
+def from_strings(value: Any) -> Any:
+    """Returns the keys of strings on TensorFlow, which has tensors of them. Other ids are returned as they are."""
+    if backend.name != "tensorflow" or isinstance(value, keras.KerasTensor) or is_words(value) or not is_strings(value):
+        return value
+    return string_keys(value)
+
+
 def in_order(value: Any, feature: str, reduces: bool) -> Any:
     """Returns ids or weights with the values of sparse tensors in row-major order. `reduces`: whether the last axis is combined.
 
@@ -65,6 +73,9 @@ def check_dtype(value: Any, feature: str) -> None:
         )
     dtype = _dtype_of(value)
     if dtype not in _INTEGERS + _NARROW:
+        if is_strings(value):
+            _check_takes_strings(feature)
+            return
         raise ValueError(
             f"Ids must be integers; put {NEEDS_INPUT} in front of the layer, since Keras' default is float32, which is exact "
             f"for ids up to 2^24 alone. Received: ids of dtype {dtype} (feature {feature!r})"
@@ -74,6 +85,14 @@ def check_dtype(value: Any, feature: str) -> None:
             f"JAX cuts {dtype} ids to 32 bits. Set `JAX_ENABLE_X64=1` (Keras stays float32), or feed what "
             '`layer.preprocess(ids)` makes of them: `{"low": int32, "high": int32}`. '
             f"Received: ids of dtype {dtype} (feature {feature!r})"
+        )
+
+
+def _check_takes_strings(feature: str) -> None:
+    if backend.name != "tensorflow":
+        raise ValueError(
+            f"Ids must be integers on {backend.name}: feed what `layer.preprocess(ids)` or `sok_keras.string_keys(ids)` makes of strings. "
+            f"Received: strings (feature {feature!r})"
         )
 
 
@@ -210,15 +229,6 @@ def pad(ids: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
 def _common_dtype(rows: Any) -> np.dtype:
     dtypes = {np.asarray(row).dtype for row in rows if len(row)} or {np.dtype("int64")}
     return np.result_type(*dtypes)
-
-
-def is_unequal(value: Any) -> bool:
-    """Whether `value` is a list or an object array of rows of unequal length."""
-    if isinstance(value, np.ndarray):
-        return value.dtype == object
-    if not isinstance(value, list | tuple) or not len(value) or not all(hasattr(row, "__len__") for row in value):
-        return False
-    return len({len(row) for row in value}) > 1
 
 
 def split_words(ids: Any) -> dict[str, np.ndarray]:

@@ -8,7 +8,14 @@ import importlib.util
 import sys
 
 WHOLE = "sok_keras.keras_api"
-WITHOUT_KERAS = {"sok_keras._native", "sok_keras.errors", "sok_keras.manifest", "sok_keras.whole_package", WHOLE}
+WITHOUT_KERAS = {
+    "sok_keras._native",
+    "sok_keras.errors",
+    "sok_keras.manifest",
+    "sok_keras.strings",
+    "sok_keras.whole_package",
+    WHOLE,
+}
 
 
 class WholePackage:

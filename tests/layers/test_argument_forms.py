@@ -123,7 +123,6 @@ REFUSED_IDS = {
     "float": IDS * 1.0,
     "bool": IDS > 2,
     "complex": IDS.astype("complex64"),
-    "text": IDS.astype("U"),
     "object": np.array([1, None]),
     "date": np.zeros(3, "datetime64[s]"),
     "masked": np.ma.masked_array(IDS, IDS > 2),

@@ -41,13 +41,14 @@ LEVELS = [
     STATES,
     {"backend.jax_trainer"},
     {"backend.private_keras", "backend.private_tensorflow", "backend.private_jax", "backend.private_torch"},
-    {"backend.handles", "backend.insertion", "backend.leaving", "errors", "manifest", "whole_package"},
+    {"backend.handles", "backend.insertion", "backend.leaving", "errors", "manifest", "strings", "whole_package"},
     {"_native"},
 ]
 
 # Imports of TensorFlow in functions, where its own kinds of tensors or strategies are at hand: module -> functions.
 TENSORFLOW_IN_FUNCTIONS = {
     "layers.base": {"check_one_device"},
+    "strings": {"_keys_of_tensor"},
     "ragged": {"in_order", "bags_of", "flat_weights", "rows_like"},
 }
 
@@ -114,7 +115,7 @@ def test_native_module_is_imported_in_backend_alone():
     without = {"backend.handles", "backend.insertion", "backend.leaving", *STATES}
     without |= {"backend.tensorflow", *(module for module in MODULES if module.startswith("backend.private_"))}
     of_backend = {m for m in MODULES if m.startswith("backend") and m not in without}
-    assert importers == of_backend | {"errors", "manifest"}
+    assert importers == of_backend | {"errors", "manifest", "strings"}
     # TensorFlow loads the library itself, to see the ops in it.
     assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])
 

@@ -10,7 +10,7 @@ const ROOMS: [&[&str]; 6] = [
     &["store", "contract"],
     &["formula"],
     &["initializer", "pool"],
-    &["math", "memory", "simd", "fork", "key"],
+    &["math", "memory", "simd", "fork", "key", "fingerprint"],
     &["error"],
 ];
 

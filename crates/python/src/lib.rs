@@ -12,6 +12,7 @@ mod numpy_out;
 mod registry;
 mod scope;
 mod shared_group;
+mod string_keys;
 mod table;
 
 use pyo3::prelude::*;
@@ -26,5 +27,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     checkpoint::register(module)?;
     fresh::register(module)?;
     scope::register(module)?;
+    string_keys::register(module)?;
     bridge::register(module)
 }

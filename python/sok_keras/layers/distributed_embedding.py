@@ -78,9 +78,9 @@ class DistributedEmbedding(TableLayer):
 
     Input shape:
         Nested as `feature_configs`. For each feature ids of any integer dtype: `(batch,)` for one row an id, `(batch, hotness)` or
-        `(batch, ..., hotness)`. They are dense tensors; on TensorFlow also `RaggedTensor` and `SparseTensor`; on JAX without x64
-        `{"low": int32, "high": int32}` for 64-bit ids. `weights` have the same shapes; they are ragged or sparse where the ids are,
-        with values in the same places. An id of weight 0 gets no row and adds nothing. Weights may be negative.
+        `(batch, ..., hotness)`. They are dense tensors; on TensorFlow also `RaggedTensor`, `SparseTensor`, and strings in any of these,
+        whose keys `sok_keras.string_keys` gives; on JAX without x64 `{"low": int32, "high": int32}` for 64-bit ids. `weights` have
+        the same shapes; they are ragged or sparse where the ids are, with values in the same places. An id of weight 0 gets no row and adds nothing. Weights may be negative.
 
     Output shape:
         Nested as `feature_configs`: `(batch, ..., embedding_dim)`. It is a `RaggedTensor` if an outer axis of the ids is ragged.
@@ -116,7 +116,7 @@ class DistributedEmbedding(TableLayer):
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         structure = self._structure
-        given = structure.flatten(inputs)
+        given = [ids.from_strings(value) for value in structure.flatten(inputs)]
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
         features, tensors, floats, ordered = [], [], [], []
         for config, value, weight in zip(structure.features, given, given_weights, strict=True):

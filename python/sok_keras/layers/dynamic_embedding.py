@@ -8,6 +8,7 @@ from keras import ops
 
 from sok_keras import backend, ids
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
+from sok_keras.strings import is_strings, is_unequal, string_keys
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
@@ -55,10 +56,10 @@ class DynamicEmbedding(TableLayer):
             never.
 
     Input shape:
-        Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`: dense tensors; on TensorFlow also `RaggedTensor` and
-        `SparseTensor`; on JAX without x64 `{"low": int32, "high": int32}` for 64-bit ids. `weights` have the same shape; they are
-        ragged or sparse where the ids are, with values in the same places. An id of weight 0 gets no row and adds nothing. Weights
-        may be negative.
+        Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`: dense tensors; on TensorFlow also `RaggedTensor`,
+        `SparseTensor`, and strings in any of these, whose keys `sok_keras.string_keys` gives; on JAX without x64
+        `{"low": int32, "high": int32}` for 64-bit ids. `weights` have the same shape; they are ragged or sparse where the ids are,
+        with values in the same places. An id of weight 0 gets no row and adds nothing. Weights may be negative.
 
     Output shape:
         `(..., output_dim)`, and with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
@@ -120,6 +121,7 @@ class DynamicEmbedding(TableLayer):
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         reduces = self.combiner is not None
+        inputs = ids.from_strings(inputs)
         inputs, weights = ids.in_order(inputs, self.name, reduces), ids.in_order(weights, self.name, reduces)
         axis = axis_of(inputs, reduces)
         tensors = ids.tensors_of(inputs, self.name, axis)
@@ -142,11 +144,11 @@ class DynamicEmbedding(TableLayer):
     def preprocess(self, inputs: Any, weights: Any = None) -> Any:
         """Converts ids on the host to what `call` takes on this backend.
 
-        Lists of unequal length become padded ids with weights. On JAX without x64, 64-bit ids become
-        `{"low": int32, "high": int32}`. Everything else is returned as it is.
+        Strings become the keys that `sok_keras.string_keys` gives them. Lists of unequal length become padded ids with weights. On JAX
+        without x64, 64-bit ids become `{"low": int32, "high": int32}`. Everything else is returned as it is.
 
         Args:
-            inputs: Ids: an array, or lists of unequal length.
+            inputs: Ids or strings: an array, or lists of unequal length.
             weights: Floats of the same form, or None.
 
         Returns:
@@ -179,6 +181,7 @@ class DynamicEmbedding(TableLayer):
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         if not self.mask_zero or self.combiner is not None:
             return None
+        inputs = ids.from_strings(inputs)
         if ids.is_words(inputs):
             return ops.logical_or(ops.not_equal(inputs["low"], 0), ops.not_equal(inputs["high"], 0))
         if ids.kind(inputs) == "sparse":
@@ -218,7 +221,9 @@ class DynamicEmbedding(TableLayer):
 def preprocess(inputs: Any, weights: Any) -> Any:
     """See `DynamicEmbedding.preprocess`."""
     ids.check_no_mask(inputs)
-    if ids.is_unequal(inputs):
+    if is_strings(inputs):
+        inputs = string_keys(inputs)
+    if is_unequal(inputs):
         inputs, weights = ids.pad(inputs, weights)
     if not backend.has_wide_integers() and not ids.is_words(inputs):
         array = np.asarray(inputs)
