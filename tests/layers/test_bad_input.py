@@ -582,3 +582,33 @@ def test_gradient_of_a_function_that_was_traced_without_a_tape_says_what_to_do()
     with raises(sok.TicketError, told, layer.get_table()):
         tape.gradient(rows, layer.trigger.value)
     assert_untouched(layer)
+
+
+def test_positional_arguments_of_keras_embedding_are_refused_with_the_new_call():
+    with pytest.raises(ValueError, match=r"use `DynamicEmbedding\(16\)`. Received: DynamicEmbedding\(10000, 16\)"):
+        sok.DynamicEmbedding(10_000, 16)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    [
+        ("input_dim", 100, "Leave it out"),
+        ("input_length", 3, "Leave it out"),
+        ("embeddings_regularizer", "l2", "weight decay"),
+        ("embeddings_constraint", "unit_norm", "UnitNormalization"),
+        ("weights", [np.zeros((2, 2))], "set_embedding_tables"),
+        ("lora_rank", 2, "trainable = False"),
+    ],
+)
+def test_arguments_of_keras_embedding_are_refused_in_words(argument, value, says):
+    with pytest.raises(ValueError, match=f"has no `{argument}`.*{says}.*Received: {argument}="):
+        sok.DynamicEmbedding(output_dim=2, **{argument: value})
+
+
+def test_capacities_are_blamed_by_their_own_names():
+    with pytest.raises(
+        ValueError, match=r"`initial_capacity` must not be above.*initial_capacity=20, max_capacity=10$"
+    ):
+        dynamic(initial_capacity=20, max_capacity=10)
+    with pytest.raises(ValueError, match=r"`initial_capacity` must be at most \d+. Received: \d+$"):
+        dynamic(initial_capacity=2**40)

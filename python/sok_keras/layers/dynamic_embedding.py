@@ -12,6 +12,31 @@ from sok_keras.strings import is_strings, is_unequal, string_keys
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
+# Arguments of `keras.layers.Embedding` that this layer has not, and what to do instead.
+_OF_KERAS = {
+    "input_dim": "A table takes any 64-bit id and grows. Leave it out",
+    "input_length": "Leave it out, as in Keras 3",
+    "embeddings_regularizer": "Rows are no Keras variables. Use `activity_regularizer`, or an optimizer with weight decay",
+    "embeddings_constraint": "Rows are no Keras variables. Limit them after the layer, for example by "
+    "`keras.layers.UnitNormalization`",
+    "weights": "Set rows by `layer.set_embedding_tables`, or by `layer.get_table().assign(keys, rows)`",
+    "lora_rank": "Rows are no Keras variables. `layer.trainable = False` freezes them",
+}
+
+
+def _check_not_of_keras(output_dim: Any, second: Any, others: dict[str, Any]) -> None:
+    """Raises a `ValueError` for arguments of `keras.layers.Embedding`, which mean nothing here."""
+    if isinstance(second, int):
+        raise ValueError(
+            "`DynamicEmbedding` has no `input_dim`, since a table takes any 64-bit id and grows: use "
+            f"`DynamicEmbedding({second})`. Received: DynamicEmbedding({output_dim!r}, {second!r})"
+        )
+    for argument, instead in _OF_KERAS.items():
+        if argument in others:
+            raise ValueError(
+                f"`DynamicEmbedding` has no `{argument}`. {instead}. Received: {argument}={others[argument]!r}"
+            )
+
 
 @keras.saving.register_keras_serializable(package="sok_keras")
 class DynamicEmbedding(TableLayer):
@@ -83,6 +108,7 @@ class DynamicEmbedding(TableLayer):
         save_rows: bool = True,
         **kwargs: Any,
     ) -> None:
+        _check_not_of_keras(output_dim, embeddings_initializer, kwargs)
         super().__init__(save_rows=save_rows, **kwargs)
         if not isinstance(output_dim, int) or output_dim < 1:
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")

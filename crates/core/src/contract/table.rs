@@ -124,13 +124,18 @@ impl TableConfig {
                 self.max_capacity.unwrap_or_default()
             ));
         }
-        if self.initial_capacity > self.max_capacity.unwrap_or(Self::MAX_ROWS) {
-            return fail(format!(
-                "`initial_capacity` must not be above `max_capacity`. Received: initial_capacity={}, max_capacity={:?}",
-                self.initial_capacity, self.max_capacity
-            ));
+        match self.max_capacity {
+            Some(max) if self.initial_capacity > max => fail(format!(
+                "`initial_capacity` must not be above `max_capacity`. Received: initial_capacity={}, max_capacity={max}",
+                self.initial_capacity
+            )),
+            None if self.initial_capacity > Self::MAX_ROWS => fail(format!(
+                "`initial_capacity` must be at most {}. Received: {}",
+                Self::MAX_ROWS,
+                self.initial_capacity
+            )),
+            _ => self.initializer.validate(),
         }
-        self.initializer.validate()
     }
 
     /// Whether `key` may have a row: any key of a dynamic table, `0..vocabulary_size` of a static one.
