@@ -20,7 +20,7 @@ import numpy as np
 
 import sok_keras as sok
 from sok_keras.backend.insertion import Insertion
-from turns import is_live, turns
+from turns import is_live, print_columns, turns
 
 TABLES, SAMPLES, DIM, ROWS = 26, 65_536, 64, 1_000_000
 # Steps: before a measurement, alone, in a row; and how often so many in a row.
@@ -200,8 +200,7 @@ def main():
                 print(f"{name} step alone [ms]: {times}", file=file)
 
     for _ in turns(arguments.turns):
-        if is_live():
-            print("| framework | gradients | in a row, ms | alone, ms | µs above native |")
+        print_columns(["framework", "gradients", "in a row, ms", "alone, ms", "µs above native"])
         for name, way in ways().items():
             measure(name, way)
 

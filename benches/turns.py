@@ -33,6 +33,12 @@ def is_live():
     return "SOK_LIVE" in os.environ
 
 
+def print_columns(columns):
+    """Starts the table of a turn. A command that is not live has one table over all turns, which its caller starts."""
+    if is_live():
+        print(f"| {' | '.join(columns)} |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs=2, metavar="COMMAND")

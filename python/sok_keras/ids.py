@@ -44,7 +44,7 @@ def shape_of(value: Any) -> tuple[int | None, ...]:
 
 
 def from_strings(value: Any) -> Any:
-    """Returns the keys of strings on TensorFlow, which has tensors of them. Other ids are returned as they are."""
+    """Returns the keys of ids that are strings. They are converted on TensorFlow alone, whose tensors may hold strings."""
     if backend.name != "tensorflow" or isinstance(value, keras.KerasTensor) or is_words(value) or not is_strings(value):
         return value
     return string_keys(value)

@@ -57,38 +57,36 @@ fn of_up_to_16(bytes: &[u8]) -> u64 {
     }
 }
 
-fn of_up_to_32(bytes: &[u8]) -> u64 {
-    let len = bytes.len();
-    let multiplier = K2.wrapping_add(2 * len as u64);
-    let a = word(bytes, 0).wrapping_mul(K1);
-    let b = word(bytes, 8);
-    let c = word(bytes, len - 8).wrapping_mul(multiplier);
-    let d = word(bytes, len - 16).wrapping_mul(K2);
-    combine(
+/// Hashes four words and a seed to 128 bits.
+fn combine_four([a, b, c, d]: [u64; 4], seed: u64) -> (u64, u64) {
+    (
         a.wrapping_add(b).rotate_right(43).wrapping_add(c.rotate_right(30)).wrapping_add(d),
-        a.wrapping_add(b.wrapping_add(K2).rotate_right(18)).wrapping_add(c),
-        multiplier,
+        a.wrapping_add(b.wrapping_add(seed).rotate_right(18)).wrapping_add(c),
     )
+}
+
+/// Hashes the first and the last 16 bytes to 128 bits. `first`: the first word, multiplied.
+fn combine_ends(bytes: &[u8], first: u64, multiplier: u64) -> (u64, u64) {
+    let len = bytes.len();
+    let last = [word(bytes, len - 8).wrapping_mul(multiplier), word(bytes, len - 16).wrapping_mul(K2)];
+    combine_four([first, word(bytes, 8), last[0], last[1]], K2)
+}
+
+fn of_up_to_32(bytes: &[u8]) -> u64 {
+    let multiplier = K2.wrapping_add(2 * bytes.len() as u64);
+    let (low, high) = combine_ends(bytes, word(bytes, 0).wrapping_mul(K1), multiplier);
+    combine(low, high, multiplier)
 }
 
 fn of_up_to_64(bytes: &[u8]) -> u64 {
     let len = bytes.len();
     let multiplier = K2.wrapping_add(2 * len as u64);
-    let a = word(bytes, 0).wrapping_mul(K2);
-    let b = word(bytes, 8);
-    let c = word(bytes, len - 8).wrapping_mul(multiplier);
-    let d = word(bytes, len - 16).wrapping_mul(K2);
-    let y = a.wrapping_add(b).rotate_right(43).wrapping_add(c.rotate_right(30)).wrapping_add(d);
-    let z = combine(y, a.wrapping_add(b.wrapping_add(K2).rotate_right(18)).wrapping_add(c), multiplier);
-    let e = word(bytes, 16).wrapping_mul(multiplier);
-    let f = word(bytes, 24);
-    let g = y.wrapping_add(word(bytes, len - 32)).wrapping_mul(multiplier);
-    let h = z.wrapping_add(word(bytes, len - 24)).wrapping_mul(multiplier);
-    combine(
-        e.wrapping_add(f).rotate_right(43).wrapping_add(g.rotate_right(30)).wrapping_add(h),
-        e.wrapping_add(f.wrapping_add(a).rotate_right(18)).wrapping_add(g),
-        multiplier,
-    )
+    let first = word(bytes, 0).wrapping_mul(K2);
+    let (low, high) = combine_ends(bytes, first, multiplier);
+    let c = low.wrapping_add(word(bytes, len - 32)).wrapping_mul(multiplier);
+    let d = combine(low, high, multiplier).wrapping_add(word(bytes, len - 24)).wrapping_mul(multiplier);
+    let (low, high) = combine_four([word(bytes, 16).wrapping_mul(multiplier), word(bytes, 24), c, d], first);
+    combine(low, high, multiplier)
 }
 
 /// State of a long string: 56 bytes.

@@ -17,20 +17,22 @@ fn string_keys<'py>(
     ends: PyReadonlyArray1<'_, i64>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let (starts, ends) = (starts.as_slice()?, ends.as_slice()?);
-    let outside = || PyValueError::new_err("A string must lie within `data`");
+    if starts.len() != ends.len() {
+        return Err(PyValueError::new_err("`starts` and `ends` must be as long as each other"));
+    }
     let mut keys = vector::<i64>(py, starts.len())?;
     let into = values(&mut keys)?;
-    let has_all = detached(py, || {
-        Ok(into.iter_mut().zip(starts.iter().zip(ends)).all(|(key, (&start, &end))| {
-            let range = usize::try_from(start).ok().zip(usize::try_from(end).ok());
-            let bytes = range.and_then(|(start, end)| data.get(start..end));
-            bytes.is_some_and(|bytes| {
-                *key = fingerprint64(bytes) as i64;
-                true
-            })
-        }))
+    let bytes_of = |start: i64, end: i64| data.get(usize::try_from(start).ok()?..usize::try_from(end).ok()?);
+    let all_within = detached(py, || {
+        for ((key, &start), &end) in into.iter_mut().zip(starts).zip(ends) {
+            match bytes_of(start, end) {
+                Some(bytes) => *key = fingerprint64(bytes) as i64,
+                None => return Ok(false),
+            }
+        }
+        Ok(true)
     })?;
-    if has_all && starts.len() == ends.len() { Ok(keys) } else { Err(outside()) }
+    if all_within { Ok(keys) } else { Err(PyValueError::new_err("A string must lie within `data`")) }
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
