@@ -24,7 +24,7 @@ class FeatureConfig:
         table: `TableConfig` of the table that its ids are looked up in.
         input_shape: Shape of the ids with the batch axis, or None for any. Axes that are None are not checked.
         output_shape: Shape of the rows with the batch axis, or None for any.
-        padding_key: An id that means "no id". None: every id is looked up.
+        padding_key: An id that means "no id", as in `DynamicEmbedding`. None: every id is looked up.
     """
 
     name: str

@@ -1,13 +1,13 @@
 """Converts ids and weights, as users pass them, to the tensors that a lookup takes."""
 
-from typing import Any
+from typing import Any, overload
 
 import keras
 import numpy as np
 from keras import ops
 
 from sok_keras import backend, ragged
-from sok_keras.strings import is_strings, string_keys
+from sok_keras.strings import is_strings
 
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
 _NARROW = ("int8", "int16", "uint8", "uint16")
@@ -18,6 +18,11 @@ NEEDS_INPUT = '`keras.Input(shape, dtype="int64")`'
 def is_words(value: Any) -> bool:
     """Whether ids are given as two words, `{"low": int32, "high": int32}`."""
     return isinstance(value, dict) and set(value) == {"low", "high"}
+
+
+def is_ragged_dict(value: Any) -> bool:
+    """Whether ids are given as `{"values", "row_splits"}`."""
+    return isinstance(value, dict) and set(value) == {"values", "row_splits"}
 
 
 def _is_ragged(value: Any) -> bool:
@@ -43,11 +48,16 @@ def shape_of(value: Any) -> tuple[int | None, ...]:
     return tuple(value.shape if hasattr(value, "shape") else _as_array(value).shape)
 
 
-def from_strings(value: Any) -> Any:
-    """Returns the keys of ids that are strings. They are converted on TensorFlow alone, whose tensors may hold strings."""
-    if backend.name != "tensorflow" or isinstance(value, keras.KerasTensor) or is_words(value) or not is_strings(value):
-        return value
-    return string_keys(value)
+def rows_shape(shape: Any, dim: int, reduces: bool) -> Any:
+    """Shape of the rows of ids of a shape, which is a dict for ids in two words or ragged ids. `reduces`: whether the last axis is combined."""
+    if is_ragged_dict(shape):
+        if not reduces:
+            values = rows_shape(shape["values"], dim, False)
+            return {"values": values, "row_splits": tuple(shape["row_splits"])}
+        (num_splits,) = shape["row_splits"]
+        return (None if num_splits is None else num_splits - 1, dim)
+    shape = shape["low"] if isinstance(shape, dict) else shape
+    return (*(shape[:-1] if reduces and len(shape) > 1 else shape), dim)
 
 
 def in_order(value: Any, feature: str, reduces: bool) -> Any:
@@ -65,7 +75,15 @@ def check_dtype(value: Any, feature: str) -> None:
     if is_words(value):
         _check_words(value, feature)
         return
+    if isinstance(value, ragged.Ragged):
+        check_dtype(value.values, feature)
+        return
     check_no_mask(value)
+    if hasattr(value, "tocsr"):
+        raise ValueError(
+            "Ids must be an array: `layer.preprocess` makes ids and weights of a SciPy matrix. Received: "
+            f"{type(value).__name__} (feature {feature!r})"
+        )
     if not backend.is_dense(value):
         raise ValueError(
             "Ids must be dense on this backend; `weights` of 0 leave ids out, and `layer.preprocess` makes them of rows of unequal "
@@ -112,7 +130,10 @@ def _as_array(value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError as error:
-        raise ValueError(f"Ids must be integers, in rows of equal length. Received: {value!r:.200}") from error
+        raise ValueError(
+            "Ids must be integers, in rows of equal length; `layer.preprocess` takes rows of unequal length. Received: "
+            f"{value!r:.200}"
+        ) from error
 
 
 def _check_words(value: Any, feature: str) -> None:
@@ -127,6 +148,20 @@ def _check_words(value: Any, feature: str) -> None:
         )
 
 
+def check_splits(value: ragged.Ragged, feature: str) -> None:
+    """Raises a `ValueError` unless row splits are integers of one axis, as their values are."""
+    dtype, shape = _dtype_of(value.row_splits), shape_of(value.row_splits)
+    if dtype not in ("int32", "int64") or len(shape) != 1 or len(shape_of(value.values)) != 1:
+        raise ValueError(
+            "Ragged ids must be values `(n,)` and int32 or int64 row splits `(bags + 1,)`. Received: values of shape "
+            f"{shape_of(value.values)}, row splits of dtype {dtype} and shape {shape} (feature {feature!r})"
+        )
+
+
+@overload
+def signed_key(key: int) -> int: ...
+@overload
+def signed_key(key: None) -> None: ...
 def signed_key(key: int | None) -> int | None:
     """Reinterprets a 64-bit key as int64: the largest uint64 becomes -1. None stays None."""
     if key is not None and not -(2**63) <= key < 2**64:
@@ -134,18 +169,22 @@ def signed_key(key: int | None) -> int | None:
     return key if key is None or key < 2**63 else key - 2**64
 
 
+def has_words(value: Any) -> bool:
+    """Whether ids have two words, ragged ones too."""
+    return is_words(value.values if isinstance(value, ragged.Ragged) else value)
+
+
 def tensors_of(value: Any, feature: str, axis: str) -> tuple:
-    """Returns the tensors of a feature's ids: `(ids,)`, `(low, high)`, or `(flat ids, row splits)` if `axis` is `"ragged"`."""
-    form = kind(value)
+    """Returns the tensors of a feature's ids: `(ids,)` or `(low, high)`, and then `row splits` if `axis` is `"ragged"`."""
     check_dtype(value, feature)
-    if form == "words":
-        return tuple(ops.convert_to_tensor(_plain(value[word])) for word in ("low", "high"))
     splits: tuple = ()
     if axis == "ragged":
         value, row_splits = ragged.bags_of(value)
-        splits = (row_splits,)
-    elif form != "dense":
+        splits = (ops.convert_to_tensor(_plain(row_splits)),)
+    elif kind(value) in ("ragged", "sparse"):
         value = ragged.flat_of(value)
+    if is_words(value):
+        return *(ops.convert_to_tensor(_plain(value[word])) for word in ("low", "high")), *splits
     value = _plain(value)
     if isinstance(value, np.ndarray) and value.dtype == np.uint64:
         value = value.view("int64")  # the same keys; Keras has no uint64 on PyTorch
@@ -169,9 +208,52 @@ def rows_like(value: Any, rows: Any, axis: str) -> Any:
     return ragged.rows_like(value, rows, axis) if kind(value) in ("ragged", "sparse") else rows
 
 
-def spec_like(value: Any, shape: tuple, dtype: str) -> Any:
-    """The `KerasTensor` of what `rows_like` returns. It is ragged if an axis before the last one is."""
-    return keras.KerasTensor(shape, dtype=dtype, ragged=kind(value) == "ragged" and len(shape) > 2)
+def spec_like(value: Any, shape: tuple, dtype: str, reduces: bool) -> Any:
+    """The `KerasTensor`s of what `rows_like` returns. It is ragged if an axis before the last one is."""
+    if isinstance(value, ragged.Ragged) and not reduces:
+        rows = keras.KerasTensor((*shape_of(value.values), shape[-1]), dtype)
+        return ragged.rows_like(value, rows, "each")
+    is_ragged = kind(value) == "ragged" and len(shape) > 2
+    return keras.KerasTensor(shape, dtype=dtype, ragged=is_ragged)
+
+
+def mask_of(value: Any, padding_key: int | None, reduces: bool) -> Any:
+    """The mask of ids: False where an id is `padding_key`, or where a sparse tensor has none.
+
+    `reduces`: whether the last axis is combined. The mask of a bag is then False if all of its ids are; one bag alone has no mask.
+
+    Returns:
+        A tensor of bool in the shape of the rows without their last axis; None where there is no mask.
+    """
+    form = kind(value)
+    if padding_key is None or form == "ragged" or (reduces and len(shape_of(value)) < 3):
+        return None
+    if form == "words":
+        words = split_words(np.int64(signed_key(padding_key)))
+        mask = ops.logical_or(*(ops.not_equal(value[word], int(words[word])) for word in words))
+    elif form == "sparse" and not isinstance(value, keras.KerasTensor):
+        mask = ragged.dense_mask(value, _differ(value.values, padding_key))
+    else:
+        mask = _differ(value, padding_key)
+    return ops.any(mask, axis=-1) if reduces else mask
+
+
+def _differ(value: Any, padding_key: int) -> Any:
+    """Where dense ids are not `padding_key`."""
+    if not isinstance(value, keras.KerasTensor):
+        (value,) = tensors_of(value, "mask", "each")
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    key = signed_key(padding_key) % 2**64 if dtype == "uint64" else signed_key(padding_key)
+    limits = np.iinfo(dtype)
+    if not limits.min <= key <= limits.max:
+        return ops.ones_like(value, "bool")
+    return ops.not_equal(value, key)
+
+
+def split_words(values: Any) -> dict[str, Any]:
+    """Splits 64-bit ids, `(...,)` int64 or uint64, into two int32 arrays, `{"low": ..., "high": ...}`."""
+    bits = values.view("int64") if values.dtype == np.uint64 else values
+    return {"low": bits.astype("int32"), "high": (bits >> 32).astype("int32")}
 
 
 def weights_of(value: Any, ids: Any, feature: str) -> Any:
@@ -184,6 +266,7 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
     if value is None:
         return None
     check_no_mask(value)
+    ids = ids.values if isinstance(ids, ragged.Ragged) else ids  # their weights are flat
     ids = ids["low"] if is_words(ids) else ids
     shape, wanted = shape_of(value), shape_of(ids)
     agrees = kind(value) == kind(ids) and len(shape) == len(wanted)
@@ -205,34 +288,3 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
         value = ragged.flat_weights(ids, value, f"{message} {wanted} (feature {feature!r})")
     value = ops.convert_to_tensor(_plain(value))
     return ops.cast(value, "float32")
-
-
-def pad(ids: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Pads rows of unequal length to ids `(rows, longest)`, and weights of that shape that are 0 where there is no id.
-
-    Raises:
-        ValueError: If weights and ids do not agree in their lengths.
-    """
-    lengths = [len(row) for row in ids]
-    shape = (len(lengths), max(lengths, default=0))
-    mask = np.arange(shape[1]) < np.array(lengths, "int64")[:, None]
-    padded = np.zeros(shape, _common_dtype(ids))
-    padded[mask] = np.concatenate([np.asarray(row, padded.dtype) for row in ids]) if lengths else []
-    full = mask.astype("float32")
-    if weights is not None:
-        if [len(row) for row in weights] != lengths:
-            raise ValueError("`weights` must have as many numbers in each row as `inputs` has ids")
-        full[mask] = np.concatenate([np.asarray(row, "float32") for row in weights]) if lengths else []
-    return padded, full
-
-
-def _common_dtype(rows: Any) -> np.dtype:
-    dtypes = {np.asarray(row).dtype for row in rows if len(row)} or {np.dtype("int64")}
-    return np.result_type(*dtypes)
-
-
-def split_words(ids: Any) -> dict[str, np.ndarray]:
-    """Splits 64-bit ids into two int32 arrays, `{"low": ..., "high": ...}`."""
-    ids = np.asarray(ids)
-    bits = ids.view("int64") if ids.dtype == np.uint64 else ids.astype("int64")
-    return {"low": bits.astype("int32"), "high": (bits >> 32).astype("int32")}

@@ -1,9 +1,65 @@
-"""Ragged and sparse tensors, which only TensorFlow has: their ids, their weights, and rows in their shape."""
+"""Ragged and sparse ids: their tensors, their weights, and rows in their shape.
 
-from typing import Any
+TensorFlow has tensors of both forms, PyTorch has nested tensors, and every backend takes values with row splits.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
 
 # Maximal number of bags of a sparse tensor. Its shape may claim any number, whatever values it has.
 _MAX_BAGS = 2**31 - 1
+
+
+class Ragged(NamedTuple):
+    """Ids of bags: values and row splits.
+
+    Attributes:
+        values: Ids `(n,)`, or two words of them.
+        row_splits: `(bags + 1,)`. Bag i has the values from `row_splits[i]` to `row_splits[i + 1]`.
+        is_nested: Whether they are of a nested tensor of PyTorch.
+    """
+
+    values: Any
+    row_splits: Any
+    is_nested: bool = False
+
+    @property
+    def shape(self) -> tuple[int | None, None]:
+        (num_splits,) = self.row_splits.shape
+        return (None if num_splits is None else num_splits - 1, None)
+
+
+def from_parts(parts: dict[str, Any]) -> Ragged:
+    """Returns the ids of `{"values", "row_splits"}`."""
+    values, row_splits = (
+        part if hasattr(part, "shape") or isinstance(part, dict) else np.asarray(part)
+        for part in (parts["values"], parts["row_splits"])
+    )
+    return Ragged(values, row_splits)
+
+
+def ragged_tensor(values: np.ndarray, row_splits: np.ndarray) -> Any:
+    """Returns a `RaggedTensor`."""
+    import tensorflow as tf
+
+    return tf.RaggedTensor.from_row_splits(values, row_splits)
+
+
+def from_nested(value: Any, feature: str) -> Ragged:
+    """Returns the ids of a nested tensor of PyTorch.
+
+    Raises:
+        ValueError: If it is not jagged, has gaps between its rows, or has not two axes.
+    """
+    import torch
+
+    if value.layout is not torch.jagged or value.dim() != 2 or value.lengths() is not None:
+        raise ValueError(
+            "Nested tensors of ids must have `layout=torch.jagged`, two axes and no gaps; `layer.preprocess` takes others. Received: "
+            f"layout {value.layout}, {value.dim()} axes (feature {feature!r})"
+        )
+    return Ragged(value.values(), value.offsets(), is_nested=True)
 
 
 def in_order(value: Any, feature: str, reduces: bool) -> Any:
@@ -49,6 +105,8 @@ def _checked(tf: Any, agrees: Any, make: Any, message: str) -> Any:
 
 def bags_of(value: Any) -> tuple:
     """Returns `(flat ids, row splits)` of the bags along the last axis. A sparse tensor must come from `in_order`."""
+    if isinstance(value, Ragged):
+        return value.values, value.row_splits
     import tensorflow as tf
 
     if isinstance(value, tf.RaggedTensor):
@@ -63,7 +121,24 @@ def bags_of(value: Any) -> tuple:
 
 def flat_of(value: Any) -> Any:
     """Returns the values of a ragged or sparse tensor, and a dense one as it is."""
+    if isinstance(value, Ragged):
+        return value.values
     return value.flat_values if hasattr(value, "flat_values") else getattr(value, "values", value)
+
+
+def _rows_of_bags(value: Ragged, rows: Any) -> Any:
+    if not value.is_nested:
+        return {"values": rows, "row_splits": value.row_splits}
+    import torch
+
+    return torch.nested.nested_tensor_from_jagged(rows, value.row_splits)
+
+
+def dense_mask(value: Any, mask: Any) -> Any:
+    """A dense tensor of bool: `mask`, `(n,)`, at the places of a sparse tensor's values, in their order, and False elsewhere."""
+    import tensorflow as tf
+
+    return tf.scatter_nd(value.indices, mask, value.dense_shape)
 
 
 def flat_weights(ids: Any, weights: Any, message: str) -> Any:
@@ -112,7 +187,10 @@ def rows_like(value: Any, rows: Any, axis: str) -> Any:
 
     Returns:
         A `RaggedTensor` for ragged ids with an outer ragged axis, else a dense tensor. It has zeros where sparse ids have no id.
+        Rows of `Ragged` ids that are not combined are of the form of the ids: `{"values", "row_splits"}` or a nested tensor.
     """
+    if isinstance(value, Ragged):
+        return rows if axis == "ragged" else _rows_of_bags(value, rows)
     import tensorflow as tf
 
     if isinstance(value, tf.RaggedTensor):

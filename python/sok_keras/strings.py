@@ -49,7 +49,9 @@ def string_keys(values: Any) -> Any:
 
 
 def is_strings(value: Any) -> bool:
-    """Whether ids are strings. Of lists and object arrays the first value says so."""
+    """Whether ids are strings. Of lists and object arrays the first value says so, of pandas' frames the first column."""
+    if hasattr(value, "columns"):
+        value = value[value.columns[0]] if len(value.columns) else []
     if isinstance(value, str | bytes):
         return True
     dtype = getattr(value, "dtype", "object")
@@ -64,20 +66,20 @@ def is_strings(value: Any) -> bool:
         value = value.ravel()
     if not hasattr(value, "__len__"):
         return False
-    rows = (row for row in value if not _is_row(row) or len(row))
+    rows = (row for row in value if not is_row(row) or len(row))
     return is_strings(next(rows, None))
 
 
 def is_unequal(value: Any) -> bool:
     """Whether `value` is a list or an object array of rows of unequal length."""
     if isinstance(value, np.ndarray):
-        return value.dtype == object and value.ndim == 1 and len(value) > 0 and _is_row(value[0])
-    if not isinstance(value, list | tuple) or not value or not all(map(_is_row, value)):
+        return value.dtype == object and value.ndim == 1 and len(value) > 0 and is_row(value[0])
+    if not isinstance(value, list | tuple) or not value or not all(map(is_row, value)):
         return False
     return len({len(row) for row in value}) > 1
 
 
-def _is_row(value: Any) -> bool:
+def is_row(value: Any) -> bool:
     return hasattr(value, "__len__") and not isinstance(value, str | bytes)
 
 

@@ -49,7 +49,7 @@ class TableConfig:
         embedding_dim: Number of floats in a row.
         initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
         optimizer: None: the optimizer that the model is compiled with.
-        combiner: How the rows of the ids along the last axis are combined: `"mean"`, `"sum"` or `"sqrtn"`.
+        combiner: How the rows of the ids along the last axis are combined: `"mean"`, `"sum"` or `"sqrtn"`. None: not at all.
         placement: `"auto"` or `"default_device"`, which mean the same. `storage` says where the table is.
         max_ids_per_partition: Unused; accepted for compatibility with keras-rs.
         max_unique_ids_per_partition: Unused; accepted for compatibility with keras-rs.
@@ -70,7 +70,7 @@ class TableConfig:
     embedding_dim: int
     initializer: Any = dataclasses.field(default_factory=lambda: keras.initializers.VarianceScaling(mode="fan_out"))
     optimizer: None = None
-    combiner: str = "mean"
+    combiner: str | None = "mean"
     placement: str = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
@@ -92,7 +92,8 @@ class TableConfig:
                 f"Received: optimizer={self.optimizer!r}"
             )
         for argument in _CHOICES:
-            check_choice(argument, getattr(self, argument))
+            if argument != "combiner" or self.combiner is not None:
+                check_choice(argument, getattr(self, argument))
 
     def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

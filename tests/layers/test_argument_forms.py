@@ -272,7 +272,7 @@ def test_gradients_that_are_yet_to_be_negated_are_read_as_they_are_meant():
 
 @on_torch
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("form", ["sparse", "csr", "jagged", "quantised"])
+@pytest.mark.parametrize("form", ["sparse", "csr", "quantised"])
 def test_layouts_of_torch_that_are_not_dense_are_refused(form):
     import torch
 
@@ -280,7 +280,6 @@ def test_layouts_of_torch_that_are_not_dense_are_refused(form):
     given = {
         "sparse": ids.to_sparse,
         "csr": ids.to_sparse_csr,
-        "jagged": lambda: torch.nested.nested_tensor([ids[0], ids[1][:2]], layout=torch.jagged),
         "quantised": lambda: torch.quantize_per_tensor(ids * 1.0, 1.0, 0, torch.qint32),
     }[form]()
     with pytest.raises(ValueError, match="must be dense" if form != "quantised" else "dtype"):

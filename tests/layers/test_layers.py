@@ -544,7 +544,7 @@ def round_trip(layer):
 
 def test_config_of_a_dynamic_layer_keeps_every_choice():
     layer = sok.DynamicEmbedding(
-        DIM, initializers.RandomNormal(0.5, 2.0), combiner="sqrtn", padding_key=-3, mask_zero=True, missing="zeros", initial_capacity=10,
+        DIM, initializers.RandomNormal(0.5, 2.0), combiner="sqrtn", padding_key=0, mask_zero=True, missing="zeros", initial_capacity=10,
         max_capacity=20, check_mode="warn", storage="host", save_rows=False, name="mine", dtype="mixed_float16",
     )  # fmt: skip
     twin = round_trip(layer)

@@ -30,7 +30,7 @@ LEVELS = [
     {"optimizer", "arrays"},
     {"layers.distributed_embedding"},
     {"layers.dynamic_embedding"},
-    {"layers.base"},
+    {"layers.base", "preprocessing"},
     {"core", "ids"},
     {"plan", "trigger"},
     {"export_guard"},
@@ -45,11 +45,14 @@ LEVELS = [
     {"_native"},
 ]
 
-# Imports of TensorFlow in functions, where its own kinds of tensors or strategies are at hand: module -> functions.
-TENSORFLOW_IN_FUNCTIONS = {
-    "layers.base": {"check_one_device"},
-    "strings": {"_keys_of_tensor"},
-    "ragged": {"in_order", "bags_of", "flat_weights", "rows_like"},
+# Imports of a framework in functions, where its own kinds of tensors or strategies are at hand: module -> framework -> functions.
+IN_FUNCTIONS = {
+    "layers.base": {"tensorflow": {"check_one_device"}},
+    "strings": {"tensorflow": {"_keys_of_tensor"}},
+    "ragged": {
+        "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_weights", "ragged_tensor", "rows_like"},
+        "torch": {"_rows_of_bags", "from_nested"},
+    },
 }
 
 
@@ -122,7 +125,9 @@ def test_native_module_is_imported_in_backend_alone():
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("backend.")])
 def test_frameworks_are_imported_in_backend_alone(module):
-    stated = {("tensorflow", function) for function in TENSORFLOW_IN_FUNCTIONS.get(module, ())}
+    stated = {
+        (framework, function) for framework, functions in IN_FUNCTIONS.get(module, {}).items() for function in functions
+    }
     assert framework_imports(module) == stated
 
 

@@ -7,6 +7,7 @@ parameters finds the module that holds a trigger, and hooks of that module add t
 import functools
 import weakref
 
+import keras
 import numpy as np
 import torch
 
@@ -20,8 +21,20 @@ _ROWS = ".rows."
 class TableState:
     """Base of the layers that saves rows in the framework's own files."""
 
+    def __call__(self, inputs, *args, **kwargs):
+        # Keras asks for shapes, and PyTorch raises an internal error for those of strided nested tensors.
+        if any(map(_is_strided_nested, keras.tree.flatten(inputs))):
+            raise ValueError(
+                f"Nested tensors of ids must have `layout=torch.jagged`. Received: layout torch.strided (layer {self.name!r})"
+            )
+        return super().__call__(inputs, *args, **kwargs)
+
     def _watch_state(self):
         _layers.add(self)
+
+
+def _is_strided_nested(value):
+    return isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided
 
 
 def _layer_of(parameter):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from sok_keras import backend, ids, rows_file
+from sok_keras import backend, ids, ragged, rows_file
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
@@ -239,6 +239,8 @@ def axis_of(value: Any, reduces: bool) -> str:
     """
     if not reduces or len(ids.shape_of(value)) < 2:
         return "each"
+    if isinstance(value, ragged.Ragged):
+        return "ragged"
     form = ids.kind(value)
     # Below its ragged axes a ragged tensor may have dense ones.
     is_ragged = form == "sparse" or (form == "ragged" and len(value.flat_values.shape) == 1)

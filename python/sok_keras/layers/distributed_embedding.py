@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras import ids
+from sok_keras import ids, preprocessing
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config, table_seed
-from sok_keras.layers.dynamic_embedding import preprocess, set_tables
+from sok_keras.layers.dynamic_embedding import set_tables
 from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
 
@@ -77,13 +77,12 @@ class DistributedEmbedding(TableLayer):
             never.
 
     Input shape:
-        Nested as `feature_configs`. For each feature ids of any integer dtype: `(batch,)` for one row an id, `(batch, hotness)` or
-        `(batch, ..., hotness)`. They are dense tensors; on TensorFlow also `RaggedTensor`, `SparseTensor`, and strings in any of these,
-        whose keys `sok_keras.string_keys` gives; on JAX without x64 `{"low": int32, "high": int32}` for 64-bit ids. `weights` have
-        the same shapes; they are ragged or sparse where the ids are, with values in the same places. An id of weight 0 gets no row and adds nothing. Weights may be negative.
+        Nested as `feature_configs`: for each feature ids and weights of any form that `DynamicEmbedding` takes.
 
     Output shape:
-        Nested as `feature_configs`: `(batch, ..., embedding_dim)`. It is a `RaggedTensor` if an outer axis of the ids is ragged.
+        Nested as `feature_configs`: `(batch, ..., embedding_dim)`. The last axis of the ids is combined, unless they have one axis or the
+        table has `combiner=None`. If an axis before `embedding_dim` is ragged, the output has the form of the ids, as in
+        `DynamicEmbedding`.
     """
 
     def __init__(
@@ -97,6 +96,7 @@ class DistributedEmbedding(TableLayer):
     ) -> None:
         super().__init__(save_rows=save_rows, **kwargs)
         self._structure = _Structure(feature_configs)
+        self.supports_masking = any(config.padding_key is not None for config in self._structure.features)
         self.table_stacking = table_stacking
         self.update_stats = update_stats
         names = [table.name for table in self._structure.tables]
@@ -116,21 +116,24 @@ class DistributedEmbedding(TableLayer):
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         structure = self._structure
-        given = [ids.from_strings(value) for value in structure.flatten(inputs)]
+        given = structure.flatten(inputs)
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
         features, tensors, floats, ordered = [], [], [], []
         for config, value, weight in zip(structure.features, given, given_weights, strict=True):
+            combiner = config.table.combiner
+            value = preprocessing.ids_of(value, config.padding_key, config.name)
             _check_shape("input_shape", config.input_shape, ids.shape_of(value), config.name)
-            value, weight = ids.in_order(value, config.name, True), ids.in_order(weight, config.name, True)
+            reduces = combiner is not None
+            value, weight = ids.in_order(value, config.name, reduces), ids.in_order(weight, config.name, reduces)
             ordered.append(value)
-            axis = axis_of(value, True)
+            axis = axis_of(value, reduces)
             weight = ids.weights_of(weight, value, config.name)
-            if axis == "each" and config.table.combiner != "sum":
+            if axis == "each" and combiner in ("mean", "sqrtn"):
                 weight = None  # of one id, they cancel
             table = structure.table_numbers[id(config.table)]
-            words = ids.is_words(value)
+            words = ids.has_words(value)
             padding_key = ids.signed_key(config.padding_key)
-            features.append((config.name, table, words, axis, weight is not None, config.table.combiner, padding_key))
+            features.append((config.name, table, words, axis, weight is not None, combiner or "sum", padding_key))
             tensors.append(ids.tensors_of(value, config.name, axis))
             floats.append(weight)
         rows = self._lookup(tuple(features), tensors, floats, training)
@@ -140,21 +143,36 @@ class DistributedEmbedding(TableLayer):
         ]
         return structure.pack(shaped)
 
-    def preprocess(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def preprocess(
+        self, inputs: Any, weights: Any = None, training: bool | None = None, *, ragged: bool = False
+    ) -> Any:
         """Converts ids on the host to what `call` takes on this backend; see `DynamicEmbedding.preprocess`.
 
         Returns:
-            The ids, or `(ids, weights)` if there are weights, nested as `feature_configs`.
+            The ids, or `(ids, weights)` if any feature has weights, nested as `feature_configs`.
         """
         del training
         structure = self._structure
         given = structure.flatten(inputs)
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
-        made = [preprocess(value, weight) for value, weight in zip(given, given_weights, strict=True)]
+        made = [
+            preprocessing.preprocess(value, weight, config.padding_key, ragged, config.name)
+            for config, value, weight in zip(structure.features, given, given_weights, strict=True)
+        ]
         if not any(isinstance(one, tuple) for one in made):
             return structure.pack(made)
-        pairs = [one if isinstance(one, tuple) else (one, np.ones(ids.shape_of(one), "float32")) for one in made]
+        pairs = [one if isinstance(one, tuple) else (one, preprocessing.ones_for(one)) for one in made]
         return structure.pack([one for one, _ in pairs]), structure.pack([weight for _, weight in pairs])
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        del mask
+
+        def mask_of(config: FeatureConfig, value: Any) -> Any:
+            reduces = config.table.combiner is not None
+            value = preprocessing.ids_of(value, config.padding_key, config.name)
+            return ids.mask_of(ids.in_order(value, config.name, reduces), config.padding_key, reduces)
+
+        return _map_up_to(self.feature_configs, mask_of, inputs)
 
     def get_tables(self) -> dict[str, Table]:
         """Returns `{name: Table}`."""
@@ -188,22 +206,21 @@ class DistributedEmbedding(TableLayer):
         set_tables(self.get_tables(), tables)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        def shape_of(config: FeatureConfig, shape: Any) -> tuple:
-            shape = shape["low"] if isinstance(shape, dict) else shape
-            rest = shape[:-1] if len(shape) > 1 else shape
-            return (*rest, config.table.embedding_dim)
+        def shape_of(config: FeatureConfig, shape: Any) -> Any:
+            return ids.rows_shape(shape, config.table.embedding_dim, config.table.combiner is not None)
 
         return _map_up_to(self.feature_configs, shape_of, input_shape)
 
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         def spec_of(config: FeatureConfig, value: Any) -> Any:
+            reduces = config.table.combiner is not None
+            value = preprocessing.ids_of(value, config.padding_key, config.name)
             ids.check_dtype(value, config.name)
             shape = ids.shape_of(value)
             _check_shape("input_shape", config.input_shape, shape, config.name)
-            rest = shape[:-1] if len(shape) > 1 else shape
-            shape = (*rest, config.table.embedding_dim)
+            shape = ids.rows_shape(shape, config.table.embedding_dim, reduces)
             _check_shape("output_shape", config.output_shape, shape, config.name)
-            return ids.spec_like(value, shape, self.compute_dtype)
+            return ids.spec_like(value, shape, self.compute_dtype, reduces)
 
         return _map_up_to(self.feature_configs, spec_of, inputs)
 

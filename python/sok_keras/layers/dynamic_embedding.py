@@ -4,11 +4,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
 
-from sok_keras import backend, ids
+from sok_keras import ids, preprocessing
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
-from sok_keras.strings import is_strings, is_unequal, string_keys
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
@@ -60,8 +58,9 @@ class DynamicEmbedding(TableLayer):
         embeddings_initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
         combiner: None for one row for each id. `"mean"`, `"sum"` or `"sqrtn"` to combine the rows of the ids along the last axis. An
             empty bag gives zeros. Inputs with one axis are not combined.
-        padding_key: An id that means "no id". None: every id is looked up.
-        mask_zero: Whether id 0 is masked for the layers that follow.
+        padding_key: An id that means "no id": it makes no row, is no member of a bag, and gives zeros where rows are not combined. The
+            mask for the layers that follow is False for it, and for bags of it alone. None: every id is looked up.
+        mask_zero: True for `padding_key=0`, as in `keras.layers.Embedding`.
         missing: What a lookup that does not insert returns for an id without a row: `"initial"` for its first value, or
             `"zeros"`.
         seed: Seed of first values, an int. None: drawn as Keras draws the seeds of initializers.
@@ -81,14 +80,20 @@ class DynamicEmbedding(TableLayer):
             never.
 
     Input shape:
-        Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`: dense tensors; on TensorFlow also `RaggedTensor`,
-        `SparseTensor`, and strings in any of these, whose keys `sok_keras.string_keys` gives; on JAX without x64
-        `{"low": int32, "high": int32}` for 64-bit ids. `weights` have the same shape; they are ragged or sparse where the ids are,
-        with values in the same places. An id of weight 0 gets no row and adds nothing. Weights may be negative.
+        Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`:
+
+        - dense tensors, or lists and columns of integers; on JAX without x64 `{"low": int32, "high": int32}` for 64-bit ids;
+        - ragged ids `(batch, None)` as `{"values": ids of shape (n,), "row_splits": (batch + 1,)}`; weights are `(n,)` then;
+        - on TensorFlow `RaggedTensor`, `SparseTensor`, and strings in any of these, whose keys `sok_keras.string_keys` gives;
+        - on PyTorch nested tensors of two axes; weights are `(n,)` then.
+
+        `weights` have the shape of the ids; on TensorFlow they are ragged or sparse where the ids are, with values in the same places.
+        An id of weight 0 gets no row and adds nothing. Weights may be negative. `preprocess` makes these forms of others.
 
     Output shape:
-        `(..., output_dim)`, and with a combiner without the last axis of the ids. Ragged ids give a `RaggedTensor` if an axis before
-        `output_dim` is ragged. Sparse ids give a dense tensor; without a combiner it has zeros where there is no id.
+        `(..., output_dim)`, and with a combiner without the last axis of the ids. If an axis before `output_dim` is ragged, the output has
+        the form of the ids: `RaggedTensor`, nested tensor or `{"values": (n, output_dim), "row_splits"}`. Sparse ids give a dense
+        tensor; without a combiner it has zeros where there is no id.
     """
 
     def __init__(
@@ -114,13 +119,18 @@ class DynamicEmbedding(TableLayer):
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")
         if combiner is not None:
             check_choice("combiner", combiner)
-        ids.signed_key(padding_key)
+        if ids.signed_key(padding_key) not in (None, 0) and mask_zero:
+            raise ValueError(
+                "`mask_zero` must be False with another `padding_key` than 0, since both name the id that is masked. Received: "
+                f"mask_zero={mask_zero!r}, padding_key={padding_key!r}"
+            )
         self.output_dim = output_dim
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
         self.combiner = combiner
         self.padding_key = padding_key
         self.mask_zero = mask_zero
-        self.supports_masking = mask_zero
+        self._padding_key = 0 if mask_zero else padding_key
+        self.supports_masking = self._padding_key is not None
         self.missing = missing
         self.initial_capacity = initial_capacity
         self.max_capacity = max_capacity
@@ -147,7 +157,7 @@ class DynamicEmbedding(TableLayer):
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         reduces = self.combiner is not None
-        inputs = ids.from_strings(inputs)
+        inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)
         inputs, weights = ids.in_order(inputs, self.name, reduces), ids.in_order(weights, self.name, reduces)
         axis = axis_of(inputs, reduces)
         tensors = ids.tensors_of(inputs, self.name, axis)
@@ -158,29 +168,46 @@ class DynamicEmbedding(TableLayer):
         feature = (
             self.name,
             0,
-            ids.is_words(inputs),
+            ids.has_words(inputs),
             axis,
             weights is not None,
             combiner,
-            ids.signed_key(self.padding_key),
+            ids.signed_key(self._padding_key),
         )
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
         return ids.rows_like(inputs, rows, axis)
 
-    def preprocess(self, inputs: Any, weights: Any = None) -> Any:
+    def preprocess(self, inputs: Any, weights: Any = None, *, ragged: bool = False) -> Any:
         """Converts ids on the host to what `call` takes on this backend.
 
-        Strings become the keys that `sok_keras.string_keys` gives them. Lists of unequal length become padded ids with weights. On JAX
-        without x64, 64-bit ids become `{"low": int32, "high": int32}`. Everything else is returned as it is.
+        Strings become the keys that `sok_keras.string_keys` gives them. Ids that are missing (None, NaN, pandas' NA) become
+        `padding_key`. On JAX without x64, 64-bit ids become `{"low": int32, "high": int32}`. Tensors are returned as they are.
+
+        Rows of unequal length are padded: with `padding_key`, or if there is none with ids of weight 0. With `ragged=True` they become a
+        `RaggedTensor` on TensorFlow, and `{"values", "row_splits"}` on JAX and PyTorch, which batches of a generator or a
+        `keras.utils.PyDataset` may be. JAX compiles a step for each number of values, so `values` are padded there to 4, 5, 6 or 7 times
+        a power of two.
+
+        Example:
+
+        >>> layer = sok.DynamicEmbedding(4, combiner="mean", padding_key=-1)
+        >>> rows = layer(layer.preprocess([[3, 5], [7, None], []]))
+        >>> rows.shape[0]
+        3
 
         Args:
-            inputs: Ids or strings: an array, or lists of unequal length.
+            inputs: Ids or strings: an array, a list, a column or frame of pandas; lists of unequal length, a nested tensor of PyTorch; or
+                a SciPy matrix, whose columns are ids and whose values are weights.
             weights: Floats of the same form, or None.
+            ragged: Whether rows that are given as lists, as a nested tensor or as a SciPy matrix become ragged. Arrays of two axes do not.
 
         Returns:
-            The ids, or `(ids, weights)` if there are weights.
+            The ids, or `(ids, weights)` if there are weights: those that were given, a SciPy matrix' values, or those of padding.
+
+        Raises:
+            ValueError: If ids are missing and there is no `padding_key`, if there are values that are no ids, or if `weights` do not fit.
         """
-        return preprocess(inputs, weights)
+        return preprocessing.preprocess(inputs, weights, self._padding_key, ragged, self.name)
 
     def get_table(self) -> Table:
         """Returns the layer's `Table`."""
@@ -205,26 +232,20 @@ class DynamicEmbedding(TableLayer):
         set_tables({self.name: self.get_table()}, tables)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        if not self.mask_zero or self.combiner is not None:
-            return None
-        inputs = ids.from_strings(inputs)
-        if ids.is_words(inputs):
-            return ops.logical_or(ops.not_equal(inputs["low"], 0), ops.not_equal(inputs["high"], 0))
-        if ids.kind(inputs) == "sparse":
-            inputs = ids.in_order(inputs, self.name, False)
-            inputs = ops.convert_to_tensor(inputs, sparse=False)  # the same zeros as where `call` finds no id
-        return ops.not_equal(inputs, 0)
+        del mask
+        reduces = self.combiner is not None
+        inputs = ids.in_order(preprocessing.ids_of(inputs, self._padding_key, self.name), self.name, reduces)
+        return ids.mask_of(inputs, self._padding_key, reduces)
 
-    def compute_output_shape(self, input_shape: Any) -> tuple:
-        if isinstance(input_shape, dict):
-            input_shape = input_shape["low"]
-        reduces = self.combiner is not None and len(input_shape) > 1
-        return (*(input_shape[:-1] if reduces else input_shape), self.output_dim)
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return ids.rows_shape(input_shape, self.output_dim, self.combiner is not None)
 
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        reduces = self.combiner is not None
+        inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)
         ids.check_dtype(inputs, self.name)
-        shape = self.compute_output_shape(ids.shape_of(inputs))
-        return ids.spec_like(inputs, shape, self.compute_dtype)
+        shape = ids.rows_shape(ids.shape_of(inputs), self.output_dim, reduces)
+        return ids.spec_like(inputs, shape, self.compute_dtype, reduces)
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -242,20 +263,6 @@ class DynamicEmbedding(TableLayer):
             "storage": self.storage,
             "save_rows": self.save_rows,
         }
-
-
-def preprocess(inputs: Any, weights: Any) -> Any:
-    """See `DynamicEmbedding.preprocess`."""
-    ids.check_no_mask(inputs)
-    if is_strings(inputs):
-        inputs = string_keys(inputs)
-    if is_unequal(inputs):
-        inputs, weights = ids.pad(inputs, weights)
-    if not backend.has_wide_integers() and not ids.is_words(inputs):
-        array = np.asarray(inputs)
-        if array.dtype.kind in "iu" and array.dtype.itemsize == 8:
-            inputs = ids.split_words(array)
-    return inputs if weights is None else (inputs, weights)
 
 
 def set_tables(own: dict[str, Table], given: dict) -> None:
