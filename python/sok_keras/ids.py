@@ -8,6 +8,7 @@ from keras import ops
 
 from sok_keras import backend, ragged
 from sok_keras.strings import is_strings
+from sok_keras.table_config import TableConfig
 
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
 _NARROW = ("int8", "int16", "uint8", "uint16")
@@ -191,6 +192,42 @@ def tensors_of(value: Any, feature: str, axis: str) -> tuple:
     value = ops.convert_to_tensor(value)
     dtype = keras.backend.standardize_dtype(value.dtype)
     return ops.cast(value, "int32") if dtype in _NARROW else value, *splits
+
+
+def in_vocabulary(tensors: tuple, words: bool, table: TableConfig, padding_key: int | None) -> tuple:
+    """Replaces ids outside of a static table by its `out_of_vocabulary_key`. `tensors`: of a feature, as `tensors_of` returns them."""
+    key, size = table.out_of_vocabulary_key, table.vocabulary_size
+    if key is None or size is None:
+        return tensors
+    if words:
+        low, high, *splits = tensors
+        # Low words are compared without their sign.
+        is_outside = ops.logical_or(ops.not_equal(high, 0), ops.bitwise_xor(low, -(2**31)) >= size - 2**31)
+        if padding_key is not None:
+            padding = split_words(np.int64(padding_key))
+            is_padding = ops.logical_and(ops.equal(low, int(padding["low"])), ops.equal(high, int(padding["high"])))
+            is_outside = ops.logical_and(is_outside, ops.logical_not(is_padding))
+        low_key = int(split_words(np.int64(key))["low"])
+        return (_replaced(low, is_outside, low_key), _replaced(high, is_outside, 0), *splits)
+    ids, *splits = tensors
+    if backend.has_wide_integers():
+        ids = ops.cast(ids, "int64")
+    largest = np.iinfo(keras.backend.standardize_dtype(ids.dtype)).max
+    is_outside = ids < 0
+    if size <= largest:
+        is_outside = ops.logical_or(is_outside, ids >= size)
+    if padding_key is not None and padding_key <= largest:
+        is_outside = ops.logical_and(is_outside, ops.not_equal(ids, padding_key))
+    if key > largest:
+        raise ValueError(
+            f"Ids must have 64 bits for `out_of_vocabulary_key={key}`: feed what `layer.preprocess(ids)` makes of int64. Received: ids of "
+            f"dtype {ids.dtype} (table {table.name!r})"
+        )
+    return (_replaced(ids, is_outside, key), *splits)
+
+
+def _replaced(ids: Any, where: Any, key: int) -> Any:
+    return ops.where(where, ops.full_like(ids, key), ids)
 
 
 def _plain(value: Any) -> Any:

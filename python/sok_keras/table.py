@@ -81,13 +81,24 @@ def as_keys(keys: Any) -> np.ndarray:
     """
     if isinstance(keys, np.ma.MaskedArray):
         raise TypeError("Keys must be a plain array: what a mask hides has no key. Received: a masked array")
-    keys = np.asarray(keys)
+    keys = _array_of(keys)
     if keys.size == 0:
         return np.empty(0, "int64")
     if keys.dtype.kind not in "iu":
         raise TypeError(f"Keys must be integers. Received: keys of dtype {keys.dtype}")
     keys = np.ravel(keys)
     return np.ascontiguousarray(keys.view("int64") if keys.dtype == np.uint64 else keys.astype("int64"))
+
+
+def _array_of(keys: Any) -> np.ndarray:
+    """An array of keys. NumPy makes floats of a list with integers on both sides of 2^63, whose bits are int64 here."""
+    array = np.asarray(keys)
+    if array.dtype.kind not in "fO" or hasattr(keys, "dtype"):
+        return array
+    flat = np.asarray(keys, object).ravel().tolist()
+    if not all(type(key) is int and -(2**63) <= key < 2**64 for key in flat):
+        return array
+    return np.array([key if key < 2**63 else key - 2**64 for key in flat], "int64")
 
 
 class Table:

@@ -56,6 +56,9 @@ class TableConfig:
         missing: What a lookup that does not insert returns for an id without a row: `"initial"` for its first value, or
             `"zeros"`.
         out_of_vocabulary: What an id outside a static table does: `"raise"`, or `"zeros"` to return zeros.
+        out_of_vocabulary_key: An id whose row stands for unknown ids. In a static table, ids outside are looked up and trained as this id.
+            In a dynamic table, it replaces `missing`: a lookup that does not insert, or that finds no room, returns the row of this id
+            for an id without a row. Feed this id in place of rare ids to train its row.
         seed: Seed of first values, an int. None: drawn as Keras draws the seeds of initializers.
         initial_capacity: Number of rows to allocate at once.
         max_capacity: Maximal number of rows. None: as many as fit into memory.
@@ -77,6 +80,7 @@ class TableConfig:
     _: dataclasses.KW_ONLY
     missing: str = "initial"
     out_of_vocabulary: str = "raise"
+    out_of_vocabulary_key: int | None = None
     seed: int | None = None
     initial_capacity: int = 0
     max_capacity: int | None = None
@@ -94,6 +98,22 @@ class TableConfig:
         for argument in _CHOICES:
             if argument != "combiner" or self.combiner is not None:
                 check_choice(argument, getattr(self, argument))
+
+        self._check_out_of_vocabulary_key()
+
+    def _check_out_of_vocabulary_key(self) -> None:
+        key, size = self.out_of_vocabulary_key, self.vocabulary_size
+        if key is None:
+            return
+        first, end = (-(2**63), 2**64) if size is None else (0, size)
+        if not isinstance(key, int) or not first <= key < end:
+            ids = "a 64-bit integer" if size is None else f"one of the table's ids, 0 to {size - 1},"
+            raise ValueError(f"`out_of_vocabulary_key` must be {ids} or None. Received: out_of_vocabulary_key={key!r}")
+        if self.out_of_vocabulary != "raise":
+            raise ValueError(
+                "`out_of_vocabulary` must not be given with `out_of_vocabulary_key`, which says what ids outside do. Received: "
+                f"out_of_vocabulary={self.out_of_vocabulary!r}, out_of_vocabulary_key={key!r}"
+            )
 
     def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -77,6 +77,7 @@ fn config(name: &str) -> TableConfig {
         seed: 7,
         missing: Missing::Initial,
         out_of_vocabulary: OutOfVocabulary::Raise,
+        out_of_vocabulary_key: None,
         initial_capacity: 0,
         max_capacity: None,
         check_mode: CheckMode::Raise,

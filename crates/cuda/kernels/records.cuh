@@ -72,9 +72,14 @@ __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 qua
   return first_values(t.initializer, key, quad);
 }
 
-// Returns four columns of the row of a key without a record: initial values or zeros, as the table's configuration says. Keys outside
-// the vocabulary get zeros.
+// Returns four columns of the row of a key without a record: of the row that all such keys have, initial values or zeros, as the
+// table's configuration says. Keys outside the vocabulary get zeros.
 __device__ __noinline__ float4 missing_columns(const Table& t, u64 key, u32 quad) {
+  if (t.has_out_of_vocabulary_key && key <= t.last_key) {
+    const u32 record = find_alone(t.index, t.out_of_vocabulary_key);
+    if (record != NO_RECORD) return t.records[(u64)record * t.stride + quad];
+    return first_values(t.initializer, t.out_of_vocabulary_key, quad);
+  }
   return t.missing == INITIAL && key <= t.last_key ? first_values(t.initializer, key, quad) : make_float4(0, 0, 0, 0);
 }
 

@@ -42,10 +42,17 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "seed": core_seed(config.seed, config.initializer, config.name if layer else ""),
         "missing": config.missing,
         "out_of_vocabulary": config.out_of_vocabulary,
+        "out_of_vocabulary_key": _missing_key(config),
         "initial_capacity": config.initial_capacity,
         "max_capacity": config.max_capacity,
         "check_mode": config.check_mode,
     }
+
+
+def _missing_key(config: TableConfig) -> int | None:
+    """The key, as uint64, whose row keys without one have in the core. The ids of a static table are replaced before."""
+    key = config.out_of_vocabulary_key
+    return None if key is None or config.vocabulary_size is not None else key % 2**64
 
 
 def table_seed(config: TableConfig, core_seed: int) -> int:

@@ -134,7 +134,9 @@ class DistributedEmbedding(TableLayer):
             words = ids.has_words(value)
             padding_key = ids.signed_key(config.padding_key)
             features.append((config.name, table, words, axis, weight is not None, combiner or "sum", padding_key))
-            tensors.append(ids.tensors_of(value, config.name, axis))
+            tensors.append(
+                ids.in_vocabulary(ids.tensors_of(value, config.name, axis), words, config.table, padding_key)
+            )
             floats.append(weight)
         rows = self._lookup(tuple(features), tensors, floats, training)
         shaped = [

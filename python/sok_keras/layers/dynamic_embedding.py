@@ -63,6 +63,8 @@ class DynamicEmbedding(TableLayer):
         mask_zero: True for `padding_key=0`, as in `keras.layers.Embedding`.
         missing: What a lookup that does not insert returns for an id without a row: `"initial"` for its first value, or
             `"zeros"`.
+        out_of_vocabulary_key: An id whose row such a lookup returns instead, for every id without a row. Feed this id in place of rare
+            ids to train its row.
         seed: Seed of first values, an int. None: drawn as Keras draws the seeds of initializers.
         initial_capacity: Number of rows to allocate at once.
         max_capacity: Maximal number of rows. None: as many as fit into memory.
@@ -105,6 +107,7 @@ class DynamicEmbedding(TableLayer):
         padding_key: int | None = None,
         mask_zero: bool = False,
         missing: str = "initial",
+        out_of_vocabulary_key: int | None = None,
         seed: Any = None,
         initial_capacity: int = 0,
         max_capacity: int | None = None,
@@ -132,6 +135,7 @@ class DynamicEmbedding(TableLayer):
         self._padding_key = 0 if mask_zero else padding_key
         self.supports_masking = self._padding_key is not None
         self.missing = missing
+        self.out_of_vocabulary_key = out_of_vocabulary_key
         self.initial_capacity = initial_capacity
         self.max_capacity = max_capacity
         self.check_mode = check_mode
@@ -142,6 +146,7 @@ class DynamicEmbedding(TableLayer):
             output_dim,
             self.embeddings_initializer,
             missing=missing,
+            out_of_vocabulary_key=out_of_vocabulary_key,
             seed=seed,
             initial_capacity=initial_capacity,
             max_capacity=max_capacity,
@@ -256,6 +261,7 @@ class DynamicEmbedding(TableLayer):
             "padding_key": self.padding_key,
             "mask_zero": self.mask_zero,
             "missing": self.missing,
+            "out_of_vocabulary_key": self.out_of_vocabulary_key,
             "seed": self.seed,
             "initial_capacity": self.initial_capacity,
             "max_capacity": self.max_capacity,

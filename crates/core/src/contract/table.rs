@@ -86,6 +86,10 @@ pub struct TableConfig {
     pub missing: Missing,
     /// What happens to an id outside of a static vocabulary.
     pub out_of_vocabulary: OutOfVocabulary,
+    /// The key whose row a lookup returns for a key without a row, instead of what `missing` says: its row, or the first values of
+    /// that row if it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub out_of_vocabulary_key: Option<Key>,
     /// Number of rows to allocate at once.
     pub initial_capacity: u64,
     /// Maximal number of rows. `None`: as many as fit into memory.
@@ -133,6 +137,10 @@ impl TableConfig {
                 "`initial_capacity` must be at most {}. Received: {}",
                 Self::MAX_ROWS,
                 self.initial_capacity
+            )),
+            _ if self.out_of_vocabulary_key.is_some_and(|key| !self.is_in_vocabulary(key)) => fail(format!(
+                "`out_of_vocabulary_key` must be in the vocabulary. Received: {}",
+                self.out_of_vocabulary_key.unwrap_or_default() as i64
             )),
             _ => self.initializer.validate(),
         }

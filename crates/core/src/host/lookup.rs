@@ -191,7 +191,8 @@ fn plain_lookup<const D: usize>(
 ) -> Result<()> {
     let feature = output.feature;
     let positions = start..start + feature.keys.len();
-    let missing = MissingRow::new(table.config.missing, &table.first);
+    let shared = table.shared_missing_row();
+    let missing = MissingRow::new(&table.first, shared);
     let consumer = PlainPooling::<D>::new(&feature, output.rows, missing, mode.stream);
     let search = Search {
         index: &mut table.index,
@@ -241,7 +242,7 @@ fn general_lookup(
         marks.fill(NO_MARK);
         active.scatter_marks(marks);
     }
-    let mut missing = MissingRow::new(table.config.missing, &table.first);
+    let mut missing = MissingRow::new(&table.first, table.shared_missing_row());
     let coefficients = if weighted { &mut coefficients[positions] } else { &mut [] };
     pool_bags(
         &feature,

@@ -520,7 +520,7 @@ fn deal_coefficients(lists: &[u8], starts: &[u32; LISTS + 1], coefficients: &[f3
 fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTask) {
     let feature = &call.features[task.chunk.feature];
     let bags = task.chunk.bags.clone();
-    let mut missing = MissingRow::new(table.config.missing, &table.first);
+    let mut missing = MissingRow::new(&table.first, table.shared_missing_row());
     if !is_plain(feature, &table.config) {
         pool_bags(feature, bags, &table.arena, task.records, &mut missing, task.rows, task.coefficients);
         return;

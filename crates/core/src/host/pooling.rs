@@ -7,7 +7,6 @@
 use std::ops::Range;
 
 use crate::contract::batch::{Bags, Feature, Keys};
-use crate::contract::table::Missing;
 use crate::host::find::{Consumer, FirstRecord, Whole};
 use crate::key::Key;
 use crate::simd::{Kernel, copy_streaming, prefetch_slice, stream_row};
@@ -23,14 +22,17 @@ pub const OUTSIDE: RecordNumber = u32::MAX - 1;
 
 /// The row of a key without a record.
 pub struct MissingRow<'a> {
-    missing: Missing,
     first: &'a FirstRecord,
+    /// Whether all keys have the same row. If not, each has its first values.
+    is_shared: bool,
     row: Vec<f32>,
 }
 
 impl<'a> MissingRow<'a> {
-    pub fn new(missing: Missing, first: &'a FirstRecord) -> Self {
-        MissingRow { missing, first, row: vec![0.0; first.layout.dim()] }
+    /// `shared`: the row of all keys without a record, if they have the same.
+    pub fn new(first: &'a FirstRecord, shared: Option<Vec<f32>>) -> Self {
+        let is_shared = shared.is_some();
+        MissingRow { first, is_shared, row: shared.unwrap_or_else(|| vec![0.0; first.layout.dim()]) }
     }
 
     /// The row of a record, or of a key without one.
@@ -51,7 +53,7 @@ impl<'a> MissingRow<'a> {
     #[cold]
     #[inline(never)]
     pub fn get(&mut self, key: Key) -> &[f32] {
-        if self.missing == Missing::Initial {
+        if !self.is_shared {
             self.first.fill_row(key, &mut self.row);
         }
         &self.row
@@ -334,7 +336,7 @@ mod tests {
         };
         let initializer = Initializer::Constant { value: 1.0 };
         let first = FirstRecord { seed: 0, initializer, layout: RecordLayout::new(DIM, None) };
-        let missing = || MissingRow::new(Missing::Initial, &first);
+        let missing = || MissingRow::new(&first, None);
         let [mut constant, mut any, mut bags] = [(); 3].map(|()| vec![9.0; records.len() / 2 * DIM]);
         let pooling = PlainPooling::<DIM>::new(&feature, &mut constant, missing(), false);
         PoolRange { pooling, rows, records }.run();

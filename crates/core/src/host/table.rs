@@ -1,7 +1,7 @@
 //! The table in the memory of the host. It is the default, and the reference for tables on other devices.
 
 use crate::contract::record::RecordLayout;
-use crate::contract::table::{CheckMode, Outcomes, TableConfig, TableStats};
+use crate::contract::table::{CheckMode, Missing, Outcomes, TableConfig, TableStats};
 use crate::error::Result;
 use crate::formula::update::Update;
 use crate::host::find::{FirstRecord, Source, Whole};
@@ -91,6 +91,20 @@ impl HostTable {
             }
         }
         self.arena.rewind(unused);
+    }
+
+    /// Returns the row that lookups return for every key without a record. `None`: each key has its own first values.
+    pub(crate) fn shared_missing_row(&self) -> Option<Vec<f32>> {
+        let zeros = || vec![0.0; self.config.dim];
+        let Some(key) = self.config.out_of_vocabulary_key else {
+            return (self.config.missing == Missing::Zeros).then(zeros);
+        };
+        let mut row = zeros();
+        match self.index.find(hash(key), key) {
+            NO_RECORD => self.first.fill_row(key, &mut row),
+            record => row.copy_from_slice(&self.arena.record(record)[..self.config.dim]),
+        }
+        Some(row)
     }
 
     pub(crate) fn is_absent(&self, key: Key) -> bool {

@@ -132,7 +132,7 @@ impl Table for HostTable {
             )));
         }
         let dim = self.config.dim;
-        let mut missing = MissingRow::new(self.config.missing, &self.first);
+        let mut missing = MissingRow::new(&self.first, self.shared_missing_row());
         self.for_each_record(keys, |i, record| {
             let row = match record {
                 NO_RECORD if self.config.is_in_vocabulary(keys[i]) => missing.get(keys[i]),

@@ -47,7 +47,7 @@ impl WeightTrace {
     /// sum d; mean (d - sum(w d) / s) / s; sqrtn d / sqrt(q) - w sum(w d) / q^1.5. Zero where s or q is.
     pub fn gradients(&self, table: &HostTable, rows: &[f32], gradients: &mut [f32]) {
         let dim = table.config.dim;
-        let mut missing_row = MissingRow::new(table.config.missing, &table.first);
+        let mut missing_row = MissingRow::new(&table.first, table.shared_missing_row());
         let mut missing = self.missing.iter();
         let mut start = 0;
         for (&end, gradient) in self.bag_ends.iter().zip(rows.chunks_exact(dim)) {

@@ -31,6 +31,7 @@ impl MapTable {
             seed: u64::MAX,
             missing: Missing::Initial,
             out_of_vocabulary: OutOfVocabulary::Raise,
+            out_of_vocabulary_key: None,
             initial_capacity: 0,
             max_capacity: None,
             check_mode: CheckMode::Raise,

@@ -16,6 +16,7 @@ pub fn large_config(dice: &mut Dice) -> TableConfig {
     TableConfig {
         vocabulary_size: dice.pick(&[None, None, None, Some(700)]),
         out_of_vocabulary: OutOfVocabulary::Zeros,
+        out_of_vocabulary_key: dice.pick(&[None, None, Some(0), Some(3)]),
         missing: dice.pick(&[Missing::Initial, Missing::Zeros]),
         max_capacity: dice.pick(&[None, None, Some(500)]),
         check_mode: CheckMode::Count,

@@ -25,6 +25,7 @@ pub fn plain_config(name: &str, dim: usize) -> TableConfig {
         seed: 7,
         missing: Missing::Initial,
         out_of_vocabulary: OutOfVocabulary::Raise,
+        out_of_vocabulary_key: None,
         initial_capacity: 0,
         max_capacity: None,
         check_mode: CheckMode::Raise,
@@ -51,9 +52,16 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
         select(vec![Missing::Initial, Missing::Zeros]),
         select(vec![OutOfVocabulary::Zeros, OutOfVocabulary::Zeros, OutOfVocabulary::Raise]),
         select(vec![CheckMode::Warn, CheckMode::Count, CheckMode::Raise]),
+        prop_oneof![2 => Just(None), 1 => key().prop_map(Some)],
     );
     (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
-        |(dim, initializer, seed, (vocabulary_size, max_capacity, initial), (missing, oov, check_mode))| {
+        |(
+            dim,
+            initializer,
+            seed,
+            (vocabulary_size, max_capacity, initial),
+            (missing, oov, check_mode, oov_key),
+        )| {
             TableConfig {
                 name: format!("d{dim}"),
                 dim,
@@ -62,6 +70,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
                 seed,
                 missing,
                 out_of_vocabulary: oov,
+                out_of_vocabulary_key: oov_key.filter(|&key| vocabulary_size.is_none_or(|size| key < size)),
                 initial_capacity: initial.min(max_capacity.unwrap_or(initial)),
                 max_capacity,
                 check_mode,

@@ -154,6 +154,36 @@ pub fn a_key_without_a_row_answers_as_missing_says_and_is_never_stored(maker: &M
     }
 }
 
+pub fn keys_without_a_row_answer_with_the_row_of_the_out_of_vocabulary_key(maker: &Maker) {
+    for missing in [Missing::Initial, Missing::Zeros] {
+        let config = TableConfig { missing, out_of_vocabulary_key: Some(8), ..plain_config("t", 6) };
+        let mut subject = group(&[config], maker);
+        let answers = |subject: &mut dyn Subject, insertion| {
+            let bags = Input { weights: Some(vec![1.0, 2.0]), ..Input::plain(0, &[8, 10]) };
+            let inputs = [Input::plain(0, &[8, 9, 10]), bags];
+            let rows = subject.lookup(&inputs, insertion, true).unwrap().1;
+            assert_eq!(rows[1][6..], rows[0][12..].iter().map(|x| 2.0 * x).collect::<Vec<_>>());
+            rows[0].clone()
+        };
+        let first = answers(&mut *subject, Insertion::Never);
+        assert_eq!((&first[6..12], &first[12..]), (&first[..6], &first[..6]));
+        assert_eq!(contents(&*subject)[0].len(), 0);
+        subject.table_mut(0).assign(&[8], &[7.0; 6], true).unwrap();
+        assert_eq!(answers(&mut *subject, Insertion::Never), [7.0; 18]);
+        let (mut rows, mut found) = ([0.0; 12], [true; 2]);
+        subject.table(0).find(&[8, 11], &mut rows, &mut found).unwrap();
+        assert_eq!((rows, found), ([7.0; 12], [true, false]));
+        // Rows that are made start with first values of their own.
+        let inserted = answers(&mut *subject, Insertion::AtLookup);
+        assert!(
+            inserted[6..12] != inserted[12..] && inserted[6..12] != [7.0; 6] && inserted[..6] == [7.0; 6]
+        );
+    }
+    let outside =
+        TableConfig { vocabulary_size: Some(8), out_of_vocabulary_key: Some(8), ..plain_config("t", 2) };
+    assert!(outside.validate().unwrap_err().to_string().contains("must be in the vocabulary. Received: 8"));
+}
+
 // ---- rows that a commit makes
 
 /// A lookup that leaves insertion to the commit, and a push of ones for it; `number`: of the push.

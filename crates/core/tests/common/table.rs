@@ -70,11 +70,14 @@ impl ModelTable {
 
     /// The row of a key, or what a key without one answers.
     pub fn answer(&self, key: Key) -> Vec<f32> {
-        match self.rows.get(&key) {
-            Some(record) => record.values[..self.config.dim].to_vec(),
-            None if self.is_outside(key) || self.config.missing == Missing::Zeros => {
-                vec![0.0; self.config.dim]
-            }
+        let row_of = |key| self.rows.get(&key).map(|record| record.values[..self.config.dim].to_vec());
+        if let Some(row) = row_of(key) {
+            return row;
+        }
+        match self.config.out_of_vocabulary_key {
+            _ if self.is_outside(key) => vec![0.0; self.config.dim],
+            Some(shared) => row_of(shared).unwrap_or_else(|| self.first_row(shared)),
+            None if self.config.missing == Missing::Zeros => vec![0.0; self.config.dim],
             None => self.first_row(key),
         }
     }

@@ -165,6 +165,7 @@ pub fn config(name: &str, dim: usize, initial_capacity: u64) -> TableConfig {
         seed: 7,
         missing: Missing::Initial,
         out_of_vocabulary: OutOfVocabulary::Raise,
+        out_of_vocabulary_key: None,
         initial_capacity,
         max_capacity: None,
         check_mode: CheckMode::Raise,

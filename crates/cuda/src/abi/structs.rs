@@ -86,7 +86,9 @@ structs! {
         pub missing: u32,
         /// Index of the table's dim among the distinct dims of the group.
         pub kind: u32,
-        pub pad: u32,
+        /// Whether every key without a record has the row of `out_of_vocabulary_key`.
+        pub has_out_of_vocabulary_key: u32,
+        pub out_of_vocabulary_key: u64,
     }
 
     /// Descriptor of a feature of a call.

@@ -145,7 +145,8 @@ impl GpuTable {
             first_state: self.layout.first_state,
             missing: self.config.missing as u32,
             kind,
-            pad: 0,
+            has_out_of_vocabulary_key: u32::from(self.config.out_of_vocabulary_key.is_some()),
+            out_of_vocabulary_key: self.config.out_of_vocabulary_key.unwrap_or_default(),
         }
     }
 
