@@ -39,15 +39,17 @@ def step_of(model: keras.Model) -> int:
     return 0 if optimizer is None else int(ops.convert_to_numpy(optimizer.iterations))
 
 
-def arrays_of(model: keras.Model) -> list[tuple[str, str, list[int], np.ndarray]]:
-    """Name, dtype, shape and bytes of the variables of a model and of its optimizer, without triggers. Names sort in the order of variables.
+def arrays_of(model: keras.Model, states: bool) -> list[tuple[str, str, list[int], np.ndarray]]:
+    """Name, dtype, shape and bytes of the variables of a model and, with `states`, of its optimizer, without triggers.
+
+    Names sort in the order of variables.
 
     Raises:
         ValueError: If a variable has a dtype that a dump cannot hold.
     """
     optimizer = getattr(model, "optimizer", None)
     parts = {"model": _dense(model.variables)}
-    if optimizer is not None and optimizer.built:
+    if states and optimizer is not None and optimizer.built:
         parts["optimizer"] = optimizer.variables
     return [
         _to_array(f"{part}/{number:05d}/{variable.path}", variable)

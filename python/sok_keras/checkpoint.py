@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -40,7 +40,14 @@ class LoadReport:
     variables: bool
 
 
-def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, overwrite: bool = True) -> Manifest:
+def dump(
+    path: Path,
+    source: Source,
+    *,
+    tables: Sequence[str] | None = None,
+    overwrite: bool = True,
+    states: bool = True,
+) -> Manifest:
     """Writes a dump to the directory `path`.
 
     A dump of a `Model` also holds the variables of the model and of its optimizer, so that training resumes as if it had never
@@ -60,6 +67,7 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
         tables: Names of the tables to write, as in `Table.name`: `"layer"` for a `DynamicEmbedding`, `"layer/table"` for a
             `DistributedEmbedding`. None: all.
         overwrite: Whether an existing dump is replaced.
+        states: Whether the optimizer is written: its states of the rows, and its variables. A dump for serving needs neither.
 
     Returns:
         The `Manifest`.
@@ -75,13 +83,18 @@ def dump(path: Path, source: Source, *, tables: Sequence[str] | None = None, ove
         table.synchronize()
     arrays, step = [], 0
     if isinstance(source, keras.Model):
-        arrays, step = arrays_of(source), step_of(source)
-    text = native.dump(os.fspath(path), [table._native for table in chosen], arrays, overwrite, step)
+        arrays, step = arrays_of(source, states), step_of(source)
+    text = native.dump(os.fspath(path), [table._native for table in chosen], arrays, overwrite, step, states)
     return manifest_of(path, json.loads(text))
 
 
 def load(
-    path: Path, source: Source, *, tables: Sequence[str] | None = None, mode: str = "replace", states: bool = True
+    path: Path,
+    source: Source | Mapping[str, Table],
+    *,
+    tables: Sequence[str] | None = None,
+    mode: str = "replace",
+    states: bool = True,
 ) -> LoadReport:
     """Reads a dump into the tables of `source`.
 
@@ -99,8 +112,9 @@ def load(
 
     Args:
         path: The dump's directory.
-        source: A `Model`, a layer, a `Table`, or a list of layers and tables.
-        tables: Names of the tables of `source` to read into, as for `dump`. None: all.
+        source: A `Model`, a layer, a `Table`, or a list of layers and tables. Or a dict: names of the dump's tables, and the `Table` to
+            read each into, whatever its name and layer.
+        tables: Names of the tables of `source` to read into, as for `dump`. None: all. A dict has all that are read.
         mode: `"replace"` to replace all rows, `"merge"` to add the rows of the dump, which overwrite rows of the same key.
         states: Whether optimizer states are read. If not, they are reset.
 
@@ -117,19 +131,22 @@ def load(
     """
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
-    chosen = _choose(_tables_of(source), tables)
+    if isinstance(source, Mapping):
+        names, chosen = _named(source, tables)
+    else:
+        names, chosen = None, _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(native.DumpReplacedError):
-            return _load(path, source, chosen, mode, states)
-    return _load(path, source, chosen, mode, states)
+            return _load(path, source, chosen, names, mode, states)
+    return _load(path, source, chosen, names, mode, states)
 
 
-def _load(path, source, chosen, mode, states):
-    """Reads one dump, from its first byte to its last."""
+def _load(path, source, chosen, names, mode, states):
+    """Reads one dump, from its first byte to its last. `names`: of each table in the dump; None: as `_match` finds them."""
     reader = native.DumpReader(os.fspath(path))
     body = json.loads(reader.manifest())
-    names = _match(manifest_of(path, body), chosen)
+    names = names or _match(manifest_of(path, body), chosen)
     expected = [expected_update(source, table) if isinstance(source, keras.Model) else None for table in chosen]
     arrays = None
     if isinstance(source, keras.Model) and body["arrays"]:
@@ -142,7 +159,7 @@ def _load(path, source, chosen, mode, states):
         arrays.assign()
     _warn_of_seeds(report["tables"])
     rows = {entry["name"]: entry["num_rows"] for entry in report["tables"]}
-    return LoadReport(report["step"], rows, arrays is not None)
+    return LoadReport(report["step"], {name: rows[name] for name in names}, arrays is not None)
 
 
 def _warn_of_seeds(loaded):
@@ -187,6 +204,20 @@ def _tables_of(source):
     if twice:
         raise ValueError(f"Each table of `source` must have a name of its own. Received: more than one named {twice}")
     return found
+
+
+def _named(source, tables):
+    """Returns the names in the dump and the tables of a dict."""
+    if tables is not None:
+        raise ValueError(
+            f"`tables` must be None if `source` is a dict, which has the tables to read. Received: tables={tables!r}"
+        )
+    wrong = [value for value in source.values() if not isinstance(value, Table)]
+    if wrong or not source:
+        raise ValueError(f"A dict as `source` must have `Table`s as values. Received: {wrong or source!r}")
+    if len(set(source.values())) < len(source):
+        raise ValueError(f"A dict as `source` must have each `Table` once. Received: {source!r}")
+    return list(source), list(source.values())
 
 
 def _choose(found, names):

@@ -1,5 +1,6 @@
 """A table, as users read and write it outside of training."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,6 +122,8 @@ class Table:
     >>> rows, found = table.find([7, 8])
     >>> rows.tolist(), found.tolist()
     ([[0.0, 0.0], [1.0, 1.0]], [True, False])
+    >>> 7 in table, table[7].tolist(), table.keys().tolist()
+    (True, [0.0, 0.0], [7, 1099511627776])
     """
 
     def __init__(self, core: Any, number: int, config: dict) -> None:
@@ -143,6 +146,85 @@ class Table:
     def _ready(self) -> Any:
         self._core.synchronize()
         return self._native
+
+    def __contains__(self, key: Any) -> bool:
+        """Whether a key has a row.
+
+        Raises:
+            TypeError: If it is not one integer.
+        """
+        keys = as_keys(key)
+        if np.ndim(key) > 0 or len(keys) != 1:
+            raise TypeError(f"`in` takes one key; `find` says of many which have a row. Received: {key!r:.100}")
+        return bool(self.find(keys)[1][0])
+
+    def __getitem__(self, keys: Any) -> np.ndarray:
+        """Returns the rows of keys.
+
+        Args:
+            keys: Integers of any shape. Duplicates are allowed.
+
+        Returns:
+            Rows of shape `(*shape of keys, dim)`, float32.
+
+        Raises:
+            KeyError: If a key has no row.
+            TypeError: If keys are not integers.
+        """
+        flat = as_keys(keys)
+        rows, found = self.find(flat)
+        if not found.all():
+            missing = flat[~found]
+            raise KeyError(
+                f"table {self.name!r} has no rows for {len(missing)} of {len(flat)} keys: {missing[:5].tolist()}"
+            )
+        return rows.reshape(*np.shape(keys), self.dim)
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterates over the keys, in no particular order, in bounded memory. Raises as `pieces`."""
+        for piece in self.pieces():
+            yield from piece.keys.tolist()
+
+    def keys(self) -> np.ndarray:
+        """Returns the keys, `(n,)` int64, ascending."""
+        return self._ready().keys()
+
+    def pieces(self, num_rows: int = 65_536, *, states: bool = False) -> Iterator[TableContents]:
+        """Copies all rows in pieces, for tables larger than the memory that is left.
+
+        Example:
+
+        >>> sum(len(piece.keys) for piece in table.pieces(1000)) == len(table)
+        True
+
+        Args:
+            num_rows: Maximal number of rows of a piece.
+            states: Whether optimizer states are copied too.
+
+        Yields:
+            A `TableContents`: each row in one piece, keys ascending within a piece.
+
+        Raises:
+            ValueError: If `num_rows` is not a positive integer.
+            RuntimeError: If rows are inserted or removed before the last piece.
+        """
+        if not isinstance(num_rows, int) or num_rows < 1:
+            raise ValueError(f"`num_rows` must be a positive integer. Received: num_rows={num_rows!r}")
+        return self._pieces(num_rows, states)
+
+    def _pieces(self, num_rows: int, states: bool) -> Iterator[TableContents]:
+        before, cursor = self._changes(), 0
+        while cursor is not None:
+            (keys, rows, named), cursor = self._ready().scan(cursor, num_rows, states)
+            if self._changes() != before:
+                raise RuntimeError(f"Table {self.name!r} must not gain or lose rows while it is copied in pieces")
+            if len(keys):
+                yield TableContents(keys, rows, dict(named), None)
+
+    def _changes(self) -> tuple[int, int]:
+        """Numbers that differ after rows were inserted or removed."""
+        stats = self.stats()
+        return stats.size, stats.inserted
 
     def find(self, keys: Any) -> tuple[np.ndarray, np.ndarray]:
         """Looks up rows and never inserts.

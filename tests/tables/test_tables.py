@@ -55,6 +55,79 @@ def test_export_is_in_ascending_order_and_a_copy(table):
     assert table.export(states=True).states == {}  # no optimizer is bound
 
 
+def test_keys_are_ascending(table):
+    keys = table.keys()
+    assert keys.dtype == np.int64 and keys.tolist() == [-1, 5, 9]
+    table.clear()
+    assert table.keys().shape == (0,)
+
+
+def test_in_says_whether_a_key_has_a_row(table):
+    assert 5 in table and np.int32(9) in table and 2**64 - 1 in table and 6 not in table
+    assert len(table) == 3
+    for wrong in ([5], np.array([5, 9]), "5", 5.0, None):
+        with pytest.raises(TypeError):
+            wrong in table  # noqa: B015
+
+
+def test_rows_by_key(table):
+    np.testing.assert_array_equal(table[5], [0, 1, 2, 3])
+    np.testing.assert_array_equal(table[[[9, 5]]], [[[8, 9, 10, 11], [0, 1, 2, 3]]])
+    assert table[np.empty((0, 2), "int64")].shape == (0, 2, DIM)
+    with pytest.raises(KeyError, match=r"has no rows for 2 of 3 keys: \[6, -7\]"):
+        table[[6, 5, -7]]
+    with pytest.raises(TypeError, match="must be integers"):
+        table["5"]
+    assert len(table) == 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 1000, 65_536])
+def test_pieces_are_all_rows_once(num_rows):
+    table = sok.DynamicEmbedding(DIM, seed=4).get_table()
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63, 3000 if num_rows > 1 else 30)
+    table.find_or_insert(keys)
+    pieces = list(table.pieces(num_rows))
+    assert all(0 < len(piece.keys) <= num_rows and np.all(piece.keys[1:] > piece.keys[:-1]) for piece in pieces)
+    found = np.concatenate([piece.keys for piece in pieces])
+    np.testing.assert_array_equal(np.sort(found), np.sort(keys))
+    np.testing.assert_array_equal(np.concatenate([piece.rows for piece in pieces]), table[found])
+    assert sorted(table) == sorted(keys.tolist())
+
+
+def test_pieces_have_states():
+    layer = sok.DynamicEmbedding(DIM, seed=4)
+    optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.1))
+    train_step(layer, optimizer, lambda: ops.sum(layer(np.array([3, 4, 5], "int32"), training=True)))
+    table = layer.get_table()
+    (piece,) = table.pieces(states=True)
+    whole = table.export(states=True)
+    assert set(piece.states) == set(whole.states) and len(whole.states) == 2
+    for name, state in whole.states.items():
+        np.testing.assert_array_equal(piece.states[name], state)
+    assert next(table.pieces()).states == {}
+
+
+def test_pieces_of_a_table_that_changes_raise():
+    table = sok.DynamicEmbedding(DIM).get_table()
+    table.find_or_insert(np.arange(10))
+    for change in (lambda: table.find_or_insert([99]), lambda: table.erase([3])):
+        pieces = table.pieces(4)
+        next(pieces)
+        change()
+        with pytest.raises(RuntimeError, match="must not gain or lose rows"):
+            next(pieces)
+    pieces = table.pieces(4)
+    next(pieces)
+    table.assign([4], np.ones((1, DIM)))  # no row comes or goes
+    assert len(list(pieces)) == 2
+
+
+@pytest.mark.parametrize("num_rows", [0, -1, 2.5, None])
+def test_pieces_of_no_rows_are_refused(table, num_rows):
+    with pytest.raises(ValueError, match="`num_rows` must be a positive integer"):
+        table.pieces(num_rows)
+
+
 def test_export_of_scores_is_refused_until_tables_keep_them(table):
     with pytest.raises(ValueError, match=r"`scores` must be False.*Received: scores=True"):
         table.export(scores=True)

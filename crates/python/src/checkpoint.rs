@@ -60,6 +60,7 @@ fn dump(
     arrays: Vec<ArrayTuple<'_>>,
     overwrite: bool,
     step: u64,
+    states: bool,
 ) -> PyResult<String> {
     let groups = groups(&tables);
     let places = places(&tables, &groups);
@@ -68,7 +69,7 @@ fn dump(
         let locked = lock(&groups)?;
         let tables: Vec<&dyn Table> =
             places.iter().map(|&(group, number)| locked[group].table(number)).collect();
-        let options = DumpOptions { overwrite, step, ..DumpOptions::default() };
+        let options = DumpOptions { overwrite, step, states, ..DumpOptions::default() };
         json(&checkpoint::dump(&path, &tables, &arrays, &options)?)
     })
 }

@@ -9,6 +9,7 @@ mod fresh;
 mod handles;
 mod memory;
 mod numpy_out;
+mod records_copy;
 mod registry;
 mod scope;
 mod shared_group;

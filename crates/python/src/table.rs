@@ -8,8 +8,7 @@ use pyo3::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::profile::StepPart;
-use sok_core::contract::record::{Field, RecordLayout};
-use sok_core::contract::table::{Cursor, Outcomes, Records, TableConfig};
+use sok_core::contract::table::{Cursor, Outcomes, TableConfig};
 use sok_core::contract::tensor::Memory;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
@@ -22,6 +21,7 @@ use sok_cuda::gpu_group::GpuGroup;
 use crate::error::{SokError, detached, guarded, to_python};
 use crate::fork;
 use crate::numpy_out::{matrix, values, vector};
+use crate::records_copy::{Exported, RecordsCopy};
 use crate::registry::{self, Axis, PlanFeature};
 use crate::shared_group::SharedGroup;
 
@@ -108,8 +108,6 @@ pub struct Table {
 
 /// Rows and whether each was there.
 type Found<'py> = (Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<bool>>);
-type Exported<'py> =
-    (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
 
 pub fn as_keys(keys: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<u64>> {
     let keys = keys.as_slice()?.iter().map(|&key| key as u64);
@@ -176,22 +174,35 @@ impl Table {
         detached(py, || self.group.lock()?.table_mut(self.number).clear())
     }
 
+    /// Keys in ascending order.
+    fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let keys = detached(py, || {
+            let mut keys = self.group.lock()?.table(self.number).keys()?;
+            keys.sort_unstable_by_key(|&key| key as i64);
+            Ok(keys)
+        })?;
+        let mut array = vector(py, keys.len())?;
+        values(&mut array)?.iter_mut().zip(keys).for_each(|(to, key)| *to = key as i64);
+        Ok(array)
+    }
+
     /// Keys in ascending order, their rows, and with `states` their states by name.
     fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
-        let copy = detached(py, || Copy::of(self.group.lock()?.table(self.number)))?;
-        let num_keys = copy.order.len();
-        let mut keys = vector(py, num_keys)?;
-        copy.write_keys(values(&mut keys)?);
-        let field = |field: &Field| -> PyResult<_> {
-            let mut floats = matrix(py, num_keys, field.columns.len())?;
-            copy.write_field(field, values(&mut floats)?);
-            Ok(floats)
-        };
-        let rows = field(&copy.layout.fields()[0])?;
-        let states = copy.layout.states().iter().filter(|_| states);
-        let states = states.map(|state| Ok((state.name.to_string(), field(state)?)));
-        let states = states.collect::<PyResult<_>>()?;
-        Ok((keys, rows, states))
+        detached(py, || RecordsCopy::of_all(self.group.lock()?.table(self.number)))?.export(py, states)
+    }
+
+    /// Up to `num_rows` rows from `cursor` on, as `export` returns them, and where the next piece begins; None at the end.
+    fn scan<'py>(
+        &self,
+        py: Python<'py>,
+        cursor: u64,
+        num_rows: usize,
+        states: bool,
+    ) -> PyResult<(Exported<'py>, Option<u64>)> {
+        let (copy, next) = detached(py, || {
+            RecordsCopy::of_piece(self.group.lock()?.table(self.number), Cursor(cursor), num_rows)
+        })?;
+        Ok((copy.export(py, states)?, next.map(|Cursor(next)| next)))
     }
 
     /// Seed of first values.
@@ -232,44 +243,6 @@ pub fn check_table(number: i64, num_tables: usize) -> Result<usize> {
     checked.ok_or_else(|| {
         Error::argument(format!("`number` must be that of one of {num_tables} tables. Received: {number}"))
     })
-}
-
-/// A copy of a table.
-struct Copy {
-    records: Records,
-    layout: RecordLayout,
-    /// Indices into `records`, by ascending signed keys.
-    order: Vec<u32>,
-}
-
-impl Copy {
-    fn of(table: &dyn sok_core::contract::table::Table) -> Result<Copy> {
-        let (layout, what) = (table.layout(), "a copy of a table");
-        let len = table.len()?;
-        let mut records = Records {
-            keys: memory::with_capacity(len, what)?,
-            values: memory::with_capacity(len.saturating_mul(layout.width()), what)?,
-        };
-        let mut cursor = Some(Cursor::default());
-        while let Some(at) = cursor {
-            cursor = table.scan(at, 1 << 16, &mut records)?;
-        }
-        let mut order = memory::collect(0..records.keys.len() as u32, what)?;
-        order.sort_unstable_by_key(|&i| records.keys[i as usize] as i64);
-        Ok(Copy { records, layout, order })
-    }
-
-    fn write_keys(&self, keys: &mut [i64]) {
-        keys.iter_mut().zip(&self.order).for_each(|(key, &at)| *key = self.records.keys[at as usize] as i64);
-    }
-
-    fn write_field(&self, field: &Field, floats: &mut [f32]) {
-        let width = self.layout.width();
-        for (to, &at) in floats.chunks_exact_mut(field.columns.len().max(1)).zip(&self.order) {
-            let record = &self.records.values[at as usize * width..][..width];
-            to.copy_from_slice(&record[field.columns.clone()]);
-        }
-    }
 }
 
 /// Describes the tensors of a layer's call; see `call.rs`.

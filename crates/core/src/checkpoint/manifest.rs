@@ -222,10 +222,11 @@ impl Tensor {
 }
 
 impl TableEntry {
-    /// Without its shards.
-    pub(super) fn of(table: &dyn Table) -> crate::Result<TableEntry> {
+    /// Without its shards. `states`: whether the dump has the table's optimizer states.
+    pub(super) fn of(table: &dyn Table, states: bool) -> crate::Result<TableEntry> {
         let config = table.config();
         let layout = table.layout();
+        let dumped = if states { layout.states() } else { &[] };
         Ok(TableEntry {
             name: config.name.clone(),
             dim: config.dim,
@@ -233,9 +234,8 @@ impl TableEntry {
             vocabulary_size: config.vocabulary_size,
             seed: config.seed,
             initializer: config.initializer,
-            update: table.update_rule().copied(),
-            states: layout
-                .states()
+            update: table.update_rule().copied().filter(|_| states),
+            states: dumped
                 .iter()
                 .map(|s| StateEntry { name: s.name.into(), width: s.columns.len() })
                 .collect(),

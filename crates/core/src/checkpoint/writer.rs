@@ -33,6 +33,8 @@ pub struct DumpOptions {
     pub overwrite: bool,
     /// Optimizer steps taken until now.
     pub step: u64,
+    /// Whether optimizer states are written.
+    pub states: bool,
     /// Data in a shard at most; a shard has one row at least.
     #[doc(hidden)]
     pub shard_bytes: usize,
@@ -40,7 +42,7 @@ pub struct DumpOptions {
 
 impl Default for DumpOptions {
     fn default() -> DumpOptions {
-        DumpOptions { overwrite: true, step: 0, shard_bytes: SHARD_BYTES }
+        DumpOptions { overwrite: true, step: 0, states: true, shard_bytes: SHARD_BYTES }
     }
 }
 
@@ -179,7 +181,7 @@ impl<'a> Writer<'a> {
         options: &DumpOptions,
     ) -> Result<(Manifest, PathBuf)> {
         let tables =
-            tables.iter().map(|t| self.write_table(*t, options.shard_bytes)).collect::<Result<_>>()?;
+            tables.iter().map(|t| self.write_table(*t, options)).collect::<Result<_>>()?;
         let arrays = self.write_arrays(arrays, array_tensors)?;
         let manifest = Manifest::new(options.step, utc(SystemTime::now()), tables, arrays);
 
@@ -199,13 +201,14 @@ impl<'a> Writer<'a> {
         Ok((manifest, aside))
     }
 
-    fn write_table(&mut self, table: &dyn Table, shard_bytes: usize) -> Result<TableEntry> {
-        let mut entry = TableEntry::of(table)?;
+    fn write_table(&mut self, table: &dyn Table, options: &DumpOptions) -> Result<TableEntry> {
+        let mut entry = TableEntry::of(table, options.states)?;
         let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
         let layout = table.layout();
         let width = layout.width();
         let record_bytes = KEY_BYTES + 4 * width;
-        let shard_rows = (shard_bytes / record_bytes).max(1);
+        let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
+        let shard_rows = (options.shard_bytes / record_bytes).max(1);
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
 
         let room = chunk_rows.min(table.len()?);
@@ -239,7 +242,7 @@ impl<'a> Writer<'a> {
                 let end = records.keys.len().min(start + *shard_left);
                 write_keys(&records.keys[start..end], &mut bytes)?;
                 shard.write(0, &bytes)?;
-                for (tensor, field) in (1..).zip(layout.fields()) {
+                for (tensor, field) in (1..).zip(fields) {
                     write_field(&records.values[start * width..end * width], width, field, &mut bytes)?;
                     shard.write(tensor, &bytes)?;
                 }

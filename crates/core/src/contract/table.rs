@@ -313,6 +313,12 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
+    /// Returns all keys, in the order of the table.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn keys(&self) -> Result<Vec<Key>>;
+
     /// Inserts complete records. A record with the same key is overwritten.
     ///
     /// # Errors

@@ -295,6 +295,15 @@ impl Table for HostTable {
         Ok(next.map(Cursor))
     }
 
+    fn keys(&self) -> Result<Vec<Key>> {
+        let mut keys = memory::with_capacity(self.index.len(), "the keys of a table")?;
+        self.index.scan(0, |key, _| {
+            keys.push(key);
+            true
+        });
+        Ok(keys)
+    }
+
     fn restore(&mut self, records: &Records) -> Result<()> {
         let (width, num_keys) = (self.arena.width(), records.keys.len());
         if records.values.len() != num_keys * width {

@@ -120,6 +120,10 @@ impl Table for MapTable {
         Ok(left.next().map(|(key, _)| Cursor(*key)))
     }
 
+    fn keys(&self) -> Result<Vec<Key>> {
+        Ok(self.records.keys().copied().collect())
+    }
+
     fn restore(&mut self, records: &Records) -> Result<()> {
         self.note_chunk(records.keys.len());
         let width = self.layout().width();

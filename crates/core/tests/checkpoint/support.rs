@@ -52,7 +52,7 @@ pub fn named_files(path: &Path) -> BTreeSet<String> {
 }
 
 pub fn options(shard_bytes: usize) -> DumpOptions {
-    DumpOptions { overwrite: true, step: 7, shard_bytes }
+    DumpOptions { step: 7, shard_bytes, ..DumpOptions::default() }
 }
 
 pub fn merge() -> LoadOptions {

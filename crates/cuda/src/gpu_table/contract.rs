@@ -7,6 +7,7 @@ use sok_core::contract::table::{Cursor, Outcomes, Records, Table, TableConfig, T
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
+use sok_core::memory;
 
 use super::record::DeviceLayout;
 use super::{GpuTable, WAITING, arena};
@@ -140,6 +141,13 @@ impl Table for GpuTable {
         out.keys.extend(keys);
         out.values.extend(values);
         Ok(next.map(|next| Cursor(next as u64)))
+    }
+
+    fn keys(&self) -> Result<Vec<Key>> {
+        self.device.synchronize()?;
+        let mut keys = memory::with_capacity(self.len()?, "the keys of a table")?;
+        self.index.entries(0, usize::MAX, |key, _| keys.push(key))?;
+        Ok(keys)
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {
