@@ -71,7 +71,7 @@ def test_a_dump_without_states_has_rows_and_weights_alone(tmp_path):
     model = compiled(keras.optimizers.Adam(0.02))
     fit(model)
     whole, bare = sok.dump(tmp_path / "whole", model), sok.dump(tmp_path / "bare", model, states=False)
-    assert len(whole.tables[0].states) == 2 and bare.tables[0].states == []
+    assert len(whole.tables[0].states) == 2 and bare.tables[0].states == ()
     assert bare.step == whole.step
     sok.verify(tmp_path / "bare")
     size = {name: sum(f.stat().st_size for f in (tmp_path / name).iterdir()) for name in ("whole", "bare")}

@@ -53,6 +53,7 @@ fn json(value: &impl serde::Serialize) -> Result<String> {
 
 /// Writes a dump. Returns its manifest as JSON.
 #[pyfunction]
+#[pyo3(signature = (path, tables, arrays, overwrite, step, states=true))]
 fn dump(
     py: Python<'_>,
     path: PathBuf,

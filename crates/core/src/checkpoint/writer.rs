@@ -180,8 +180,7 @@ impl<'a> Writer<'a> {
         array_tensors: Vec<Tensor>,
         options: &DumpOptions,
     ) -> Result<(Manifest, PathBuf)> {
-        let tables =
-            tables.iter().map(|t| self.write_table(*t, options)).collect::<Result<_>>()?;
+        let tables = tables.iter().map(|t| self.write_table(*t, options)).collect::<Result<_>>()?;
         let arrays = self.write_arrays(arrays, array_tensors)?;
         let manifest = Manifest::new(options.step, utc(SystemTime::now()), tables, arrays);
 
