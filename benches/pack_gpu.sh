@@ -19,7 +19,7 @@ rm -f "$folder"/*.whl
 if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; else
   make -s .venv/package.done && .venv/bin/maturin build -q --release -o "$folder"; fi
 rm -rf "$folder/tests" "$folder/examples"
-cp -r tests examples benches/gpu_bridge.py benches/gpu_fit.py benches/turns.py benches/run_gpu.sh "$folder"
+cp -r tests examples benches/gpu_latency.py benches/gpu_bridge.py benches/gpu_fit.py benches/turns.py benches/run_gpu.sh "$folder"
 mv "$folder/run_gpu.sh" "$folder/run.sh"
 git rev-parse --short HEAD > "$folder/commit"
 echo "$folder is ready"

@@ -20,7 +20,7 @@ tests() {
   conform bags any_bags
   conform large large_calls millions a_call a_key weights_and
   conform streams calls_on a_steady steps_near
-  conform suite a_batch a_commit rows_made a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm parts_of what_fits
+  conform suite a_batch a_commit rows_made a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm keys_without parts_of what_fits
   for job in $(jobs -p); do wait "$job" || failed=1; done
   conform memory memory_that
   wait $! || failed=1
@@ -51,7 +51,7 @@ site() {
 python() {
   site
   for backend in ${BACKENDS:-torch jax}; do
-    for file in ${FILES:-test_gpu test_torch test_layers test_nesting test_bad_input test_insertion test_pitfalls test_pitfalls_of_ids test_equivalence test_equivalence_of_many test_tickets test_formulas test_forks test_failed_steps test_persistence test_damaged_dumps test_dump_checkpoint test_weights test_tables test_in_flight test_statistics test_profile}; do
+    for file in ${FILES:-test_gpu test_torch test_layers test_nesting test_bad_input test_insertion test_masks test_out_of_vocabulary test_pitfalls test_pitfalls_of_ids test_equivalence test_equivalence_of_many test_tickets test_formulas test_forks test_failed_steps test_persistence test_damaged_dumps test_dump_checkpoint test_weights test_other_names test_tables test_in_flight test_statistics test_profile}; do
       KERAS_BACKEND=$backend python3 -m pytest -q -p no:cacheprovider --rootdir . -o addopts= -o pythonpath=tests tests/*/"$file.py" > "$OUT/$backend.$file.log" 2>&1 &
     done
   done

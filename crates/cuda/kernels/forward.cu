@@ -243,21 +243,23 @@ __device__ __forceinline__ void combine(
   pool<DIM, ROWS, ROLES>(t, f, rows, stage, bag, begin, end);
 }
 
-// Writes the rows of all features, (bags, dim). A sum waits for each of its rows, so more blocks of SUMMED share a multiprocessor.
+// Writes the rows, (bags, dim), of all features whose kind is among DIM, which has the kinds from `first_kind` on. A sum waits for each
+// of its rows, so more blocks of SUMMED share a multiprocessor.
 template <u32 BAGS, u32... DIM>
 __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH     ? 6
                                                 : BAGS == SUMMED ? 8
                                                                  : 4)
-make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows) {
+make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows, u32 first_kind) {
   begin();
   typedef RowStage<BAGS == EACH ? GATHERED : POOLED> StageType;
   __shared__ typename StageType::Memory memory;
   const StageType stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
+  if (f.kind - first_kind >= sizeof...(DIM)) return;
   const Table& t = call.tables[f.table];
   const u32 block = blockIdx.x - call.first_rows[number];
-  with_dim<DIM...>(f.kind, [&](auto dim) {
+  with_dim<DIM...>(f.kind - first_kind, [&](auto dim) {
     constexpr u32 D = decltype(dim)::value;
     if (BAGS == EACH || f.is_gather) gather<D>(t, f, rows, stage, block);
     else if constexpr (BAGS != EACH) combine<D, POOLED, BAGS == ANY>(t, f, rows, stage, number, block);

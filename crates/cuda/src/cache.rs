@@ -10,6 +10,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use sok_core::error::Result;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
@@ -18,6 +19,8 @@ use crate::nvrtc::{Cubin, Nvrtc, Source};
 
 /// Maximum size of a file in bytes. No source compiles to a tenth of it.
 const MAX_BYTES: u64 = 1 << 28;
+/// Seconds that a compilation takes at least to be logged as a warning, which Python shows by default.
+const LONG_SECONDS: f64 = 2.0;
 /// Length of the first line: the hexadecimal digits of the checksum, and the line feed.
 const HEAD: usize = 33;
 
@@ -37,7 +40,16 @@ pub fn compile(nvrtc: &Nvrtc, source: &Source, arch: u32, names: &[String], anew
         return Ok(Compiled { cubin, is_cached: true });
     }
     log::info!("compiling {} for sm_{arch}, once on this machine: {}", source.name, names.join(", "));
+    let start = Instant::now();
     let cubin = nvrtc.compile(source, arch, names)?;
+    let seconds = start.elapsed().as_secs_f64();
+    if seconds > LONG_SECONDS {
+        let kept = path.as_ref().map_or("nowhere: set `SOK_CACHE`".into(), |path| path.display().to_string());
+        log::warn!(
+            "compiled GPU kernels of {} in {seconds:.1} s, once on this machine; kept in {kept}",
+            source.name
+        );
+    }
     if let Some(path) = path
         && let Err(error) = write(&path, &cubin)
     {

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
+use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
@@ -40,7 +41,7 @@ pub struct Device {
     /// Maximum number of bytes of the parameters of a launch.
     pub parameter_bytes: usize,
     nvrtc: Nvrtc,
-    kernels: Mutex<HashMap<(&'static str, String), Kernel>>,
+    kernels: Mutex<Kernels>,
 }
 
 /// A kernel that is loaded on the device.
@@ -255,38 +256,75 @@ impl Device {
     /// [`Error::Device`] if a kernel cannot be compiled or loaded.
     pub fn kernels<const N: usize>(&self, source: &Source, names: [&str; N]) -> Result<[Kernel; N]> {
         let mut loaded = self.kernels.lock().unwrap_or_else(|e| e.into_inner());
-        let key = |name: &str| (source.name, name.to_string());
-        let missing: Vec<String> =
-            names.iter().filter(|n| !loaded.contains_key(&key(n))).map(|n| n.to_string()).collect();
+        let missing = loaded.missing(source, names);
         if !missing.is_empty() {
-            let (module, cubin) = self.load(source, &missing)?;
-            for (name, symbol) in missing.iter().zip(&cubin.symbols) {
-                let symbol = CString::new(symbol.as_str()).expect("a symbol has no zero byte");
-                // SAFETY: The module is loaded.
-                let function = unsafe { result::module::get_function(module, symbol) }
-                    .map_err(driver_error("finding a kernel"))?;
-                self.let_share(function)?;
-                loaded.insert(key(name), Kernel { function, may_overlap: self.arch >= 90 });
-            }
+            let compiled = self.compile(source, &missing, false)?;
+            self.load(&mut loaded, source, &missing, compiled)?;
         }
-        Ok(names.map(|name| loaded[&key(name)]))
+        Ok(names.map(|name| loaded.get(source, name)))
     }
 
-    /// Loads kernels of a source on the device. If the driver rejects code from the cache, compiles them anew.
-    fn load(&self, source: &Source, names: &[String]) -> Result<(sys::CUmodule, Cubin)> {
+    /// Returns kernels of a source by name, as `kernels`, but compiles each on a thread of its own.
+    ///
+    /// # Errors
+    /// As `kernels`.
+    pub fn kernels_apart(&self, source: &Source, names: &[String]) -> Result<Vec<Kernel>> {
+        let mut loaded = self.kernels.lock().unwrap_or_else(|e| e.into_inner());
+        let missing = loaded.missing(source, names.iter().map(String::as_str));
+        let compiled: Vec<Result<Compiled>> = std::thread::scope(|scope| {
+            let compile = |name| self.compile(source, std::slice::from_ref(name), false);
+            let threads: Vec<_> = missing.iter().map(|name| scope.spawn(move || compile(name))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|e| resume_unwind(e))).collect()
+        });
+        for (name, compiled) in missing.iter().zip(compiled) {
+            self.load(&mut loaded, source, std::slice::from_ref(name), compiled?)?;
+        }
+        Ok(names.iter().map(|name| loaded.get(source, name)).collect())
+    }
+
+    fn compile(&self, source: &Source, names: &[String], anew: bool) -> Result<Compiled> {
+        cache::compile(&self.nvrtc, source, self.arch, names, anew)
+    }
+
+    /// Loads kernels on the device. If the driver rejects code from the cache, compiles them anew.
+    fn load(&self, to: &mut Kernels, source: &Source, names: &[String], compiled: Compiled) -> Result<()> {
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         // SAFETY: `code` is a whole cubin. The module is never unloaded.
         let load = |cubin: &Cubin| unsafe { result::module::load_data(cubin.code.as_ptr().cast()) };
-        let Compiled { cubin, is_cached } = cache::compile(&self.nvrtc, source, self.arch, names, false)?;
-        match load(&cubin) {
-            Ok(module) => Ok((module, cubin)),
-            Err(_) if is_cached => {
-                let cubin = cache::compile(&self.nvrtc, source, self.arch, names, true)?.cubin;
-                let module = load(&cubin).map_err(driver_error("loading kernels"))?;
-                Ok((module, cubin))
-            }
-            Err(error) => Err(driver_error("loading kernels")(error)),
+        let Compiled { mut cubin, is_cached } = compiled;
+        let mut module = load(&cubin);
+        if module.is_err() && is_cached {
+            cubin = self.compile(source, names, true)?.cubin;
+            module = load(&cubin);
         }
+        let module = module.map_err(driver_error("loading kernels"))?;
+        for (name, symbol) in names.iter().zip(&cubin.symbols) {
+            let symbol = CString::new(symbol.as_str()).expect("a symbol has no zero byte");
+            // SAFETY: The module is loaded.
+            let function = unsafe { result::module::get_function(module, symbol) }
+                .map_err(driver_error("finding a kernel"))?;
+            self.let_share(function)?;
+            let kernel = Kernel { function, may_overlap: self.arch >= 90 };
+            to.0.insert((source.name, name.clone()), kernel);
+        }
+        Ok(())
+    }
+}
+
+/// The kernels that the process has loaded on a device, by source and name.
+#[derive(Default)]
+struct Kernels(HashMap<(&'static str, String), Kernel>);
+
+impl Kernels {
+    /// Returns the names of those that are not loaded.
+    fn missing<'a>(&self, source: &Source, names: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+        let is_missing = |name: &String| !self.0.contains_key(&(source.name, name.clone()));
+        names.into_iter().map(String::from).filter(is_missing).collect()
+    }
+
+    /// Returns one that is loaded.
+    fn get(&self, source: &Source, name: &str) -> Kernel {
+        self.0[&(source.name, name.to_string())]
     }
 }
 

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+use std::ops::Range;
+
 use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
@@ -126,26 +128,32 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn weight_gradients(&self, saved: &Saved, copied: usize, stream: Stream) -> Result<()> {
-        let kernel = self.device.kernel(&WEIGHTS, &format!("weight_gradients<{}>", self.dim_list()))?;
+        let kernels = self.kernels_by_kinds(&WEIGHTS, |dims| format!("weight_gradients<{dims}>"))?;
         let (call, kept, sides) = (saved.call, saved.kept, saved.sides);
         let before = saved.features.len() * size_of::<Side>() + copied * size_of::<Gradients>();
         let products = sides + before as u64;
-        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe { launch_next!(kernel, stream, saved.rows_blocks, ROWS_THREADS, call, kept, sides, products) }
+        for (kernel, kinds) in kernels {
+            let (blocks, first) = (saved.rows_blocks, kinds.start as u32);
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+            unsafe {
+                launch_next!(kernel, stream, blocks, ROWS_THREADS, call, kept, sides, products, first)
+            }?;
+        }
+        Ok(())
     }
 
-    /// Returns a number of blocks that suffices for all keys. Only the device knows the keys, so the number follows from the number
-    /// of ids: a run, or a key of several ids, takes no more of a block than as many keys of one id.
-    fn blocks(&self, saved: &Saved, keys_of_a_group: usize) -> usize {
+    /// Returns a number of blocks that suffices for all keys of some kinds. Only the device knows the keys, so the number follows from
+    /// the number of ids: a run, or a key of several ids, takes no more of a block than as many keys of one id.
+    fn blocks(&self, saved: &Saved, kinds: Range<usize>, keys_of_a_group: usize) -> usize {
         let blocks =
             |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * keys_of_a_group) + 3;
-        saved.ids_by_kind.iter().zip(&self.dims).map(blocks).sum()
+        saved.ids_by_kind[kinds.clone()].iter().zip(&self.dims[kinds]).map(blocks).sum()
     }
 
     /// Returns half as many blocks, for kernels whose blocks take turns. If ids repeat, most blocks have nothing to do; if they do
     /// not, each block takes two turns.
-    fn blocks_in_turns(&self, saved: &Saved, keys_of_a_group: usize) -> usize {
-        self.blocks(saved, keys_of_a_group).div_ceil(2)
+    fn blocks_in_turns(&self, saved: &Saved, kinds: Range<usize>, keys_of_a_group: usize) -> usize {
+        self.blocks(saved, kinds, keys_of_a_group).div_ceil(2)
     }
 
     /// Enqueues merging a push's gradients into `sums`, an address with memory as `take_sums` returns it.
@@ -154,14 +162,15 @@ impl Workspace {
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
         self.join(stream)?;
-        let name = format!("merge<{}, {}, {}>", saved.source as u32, saved.again, self.dim_list());
-        let merge = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, 0, 0, sums);
+        let name = |dims: &str| format!("merge<{}, {}, {dims}>", saved.source as u32, saved.again);
+        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
-        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe {
-            launch_next!(merge, stream, self.blocks_in_turns(saved, PER_SINGLE), UPDATE_THREADS, work[0])
-        }?;
+        for (merge, kinds) in kernels {
+            let work = saved.work(self, kinds.clone(), 0, 0, sums);
+            let blocks = self.blocks_in_turns(saved, kinds, PER_SINGLE);
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+            unsafe { launch_next!(merge, stream, blocks, UPDATE_THREADS, work[0]) }?;
+        }
         self.profiler.stop(StepPart::Merge, started, stream)
     }
 
@@ -172,12 +181,15 @@ impl Workspace {
     pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
         self.join(stream)?;
         let rule = rule::type_name(&update.rule);
-        let name = format!("update<{}, {rule}, {}, {}>", saved.source as u32, saved.again, self.dim_list());
-        let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, prepared, 0, 0);
+        let name = |dims: &str| format!("update<{}, {rule}, {}, {dims}>", saved.source as u32, saved.again);
+        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
-        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe { launch_next!(kernel, stream, self.blocks(saved, PER_SINGLE), UPDATE_THREADS, work[0]) }?;
+        for (kernel, kinds) in kernels {
+            let work = saved.work(self, kinds.clone(), prepared, 0, 0);
+            let blocks = self.blocks(saved, kinds, PER_SINGLE);
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+            unsafe { launch_next!(kernel, stream, blocks, UPDATE_THREADS, work[0]) }?;
+        }
         self.profiler.stop(StepPart::Update, started, stream)
     }
 
@@ -195,19 +207,16 @@ impl Workspace {
         factors: u64,
         stream: Stream,
     ) -> Result<()> {
-        let name = format!(
-            "update_sums<{}, {}, {}>",
-            saved.source as u32,
-            rule::type_name(&update.rule),
-            self.dim_list()
-        );
-        let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, prepared, factors, sums);
+        let rule = rule::type_name(&update.rule);
+        let name = |dims: &str| format!("update_sums<{}, {rule}, {dims}>", saved.source as u32);
+        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
-        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe {
-            launch_next!(kernel, stream, self.blocks_in_turns(saved, PER_SUM), UPDATE_THREADS, work[0])
-        }?;
+        for (kernel, kinds) in kernels {
+            let work = saved.work(self, kinds.clone(), prepared, factors, sums);
+            let blocks = self.blocks_in_turns(saved, kinds, PER_SUM);
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+            unsafe { launch_next!(kernel, stream, blocks, UPDATE_THREADS, work[0]) }?;
+        }
         self.profiler.stop(StepPart::Update, started, stream)
     }
 
@@ -237,11 +246,14 @@ impl Workspace {
     ) -> Result<()> {
         totals.zero(stream)?;
         let totals = totals.address();
-        let name = format!("sum_squares<{}, {}>", saved.source as u32, self.dim_list());
-        let kernel = self.device.kernel(&BACKWARD, &name)?;
-        let work = saved.work(self, prepared, 0, sums);
-        // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe { launch!(kernel, stream, 8 * self.device.multiprocessors, UPDATE_THREADS, work[0], totals) }
+        let name = |dims: &str| format!("sum_squares<{}, {dims}>", saved.source as u32);
+        for (kernel, kinds) in self.kernels_by_kinds(&BACKWARD, name)? {
+            let work = saved.work(self, kinds, prepared, 0, sums);
+            let blocks = 8 * self.device.multiprocessors;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
+            unsafe { launch!(kernel, stream, blocks, UPDATE_THREADS, work[0], totals) }?;
+        }
+        Ok(())
     }
 
     /// Enqueues computing the squared norm of each table from `totals`, and adding them to `total`, the address of a float64.
@@ -366,11 +378,12 @@ impl Workspace {
             let by_table: Vec<u32> =
                 (0..tables.len()).map(|t| if is_gone(t) { GONE } else { firsts[t] }).collect();
             let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
-            let list = self
-                .device
-                .kernel(&BACKWARD, &format!("list_entries<{}, {}>", saved.source as u32, self.dim_list()))?;
+            let all_kinds = 0..self.dims.len();
+            let dims = self.dim_list(all_kinds.clone());
+            let list =
+                self.device.kernel(&BACKWARD, &format!("list_entries<{}, {dims}>", saved.source as u32))?;
             for (kind, &count) in counts.iter().enumerate() {
-                let work = saved.work(self, 0, 0, *sums);
+                let work = saved.work(self, all_kinds.clone(), 0, 0, *sums);
                 let (number, how) = (
                     kind as u32,
                     Renumbering { firsts: by_table.address(), weight: *weight, first: next[kind] as u32 },

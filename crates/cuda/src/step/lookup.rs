@@ -100,9 +100,9 @@ impl Workspace {
             absent: absent.count,
             known: absent.known,
         };
-        let rows_name = format!("make_rows<{}, {}>", bags as u32, self.dim_list());
-        let names = ["find_records", "settle_records", &rows_name];
-        let [find, settle, make_rows] = self.device.kernels(&FORWARD, names)?;
+        let [find, settle] = self.device.kernels(&FORWARD, ["find_records", "settle_records"])?;
+        let make_rows =
+            self.kernels_by_kinds(&FORWARD, |dims| format!("make_rows<{}, {dims}>", bags as u32))?;
         let started = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
         unsafe { launch_next!(find, stream, find_blocks, FIND_THREADS, call, found) }?;
@@ -121,9 +121,12 @@ impl Workspace {
         let rows = Rows { records, named, kept, fault: self.fault.address() };
         if features.iter().any(|f| f.rows != 0) {
             let started = self.profiler.start(stream)?;
-            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
-            // to.
-            unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows) }?;
+            for (make_rows, kinds) in make_rows {
+                let first = kinds.start as u32;
+                // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they
+                // point to.
+                unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows, first) }?;
+            }
             self.profiler.stop(StepPart::Pool, started, stream)?;
         }
         if !save {

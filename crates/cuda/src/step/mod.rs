@@ -15,6 +15,7 @@ mod sort_plan;
 mod update_once;
 
 use std::cell::{Cell, OnceCell};
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
@@ -22,10 +23,11 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::error::{Error, Result};
 
 use crate::abi::{self, *};
-use crate::device::{Device, Stream, driver_error, launch_next};
+use crate::device::{Device, Kernel, Stream, driver_error, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::CONTROL;
 use crate::memory::{Buffer, Shared, words};
+use crate::nvrtc::Source;
 use crate::profiler::Profiler;
 
 /// Payload size of `deliver` in words that every device can take in the parameters of a launch.
@@ -73,6 +75,9 @@ pub struct Workspace {
     pub(crate) profiler: Profiler,
 }
 
+/// Maximum number of dims of a kernel. The time that the compiler takes grows faster than their number.
+const DIMS_OF_A_KERNEL: usize = 8;
+
 /// Maximum number of buffers of completed steps that are kept for later ones.
 const SPARE_MEMORIES: usize = 6;
 
@@ -116,9 +121,22 @@ impl Workspace {
         })
     }
 
-    /// Returns the dims as template arguments of kernels.
-    fn dim_list(&self) -> String {
-        self.dims.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+    /// Returns the dims of some kinds as template arguments of kernels.
+    fn dim_list(&self, kinds: Range<usize>) -> String {
+        self.dims[kinds].iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Returns the kernels of a launch and the kinds that each processes. `name`: of the kernel for a list of dims. There are several
+    /// if the group has many dims. They are compiled in parallel.
+    fn kernels_by_kinds(
+        &self,
+        source: &Source,
+        name: impl Fn(&str) -> String,
+    ) -> Result<Vec<(Kernel, Range<usize>)>> {
+        let starts = (0..self.dims.len()).step_by(DIMS_OF_A_KERNEL);
+        let parts = starts.map(|start| start..self.dims.len().min(start + DIMS_OF_A_KERNEL));
+        let names: Vec<String> = parts.clone().map(|kinds| name(&self.dim_list(kinds))).collect();
+        Ok(self.device.kernels_apart(source, &names)?.into_iter().zip(parts).collect())
     }
 
     /// Address of the table descriptors on the device, by table of the group.

@@ -1,5 +1,7 @@
 //! What a lookup keeps for the gradients of its rows.
 
+use std::ops::Range;
+
 use super::Workspace;
 use crate::abi::*;
 use crate::gpu_table::GpuTable;
@@ -74,9 +76,16 @@ impl Saved {
         self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % 16 == 0)
     }
 
-    /// Returns the `Work` parameter of a merge or an update, in words. The arguments are addresses; `prepared` and `factors` may be
+    /// Returns the `Work` parameter of a merge or an update of some kinds, in words. The other arguments are addresses; `prepared` and `factors` may be
     /// 0 for kernels that do not read them.
-    pub(super) fn work(&self, workspace: &Workspace, prepared: u64, factors: u64, sums: u64) -> Vec<u32> {
+    pub(super) fn work(
+        &self,
+        workspace: &Workspace,
+        kinds: Range<usize>,
+        prepared: u64,
+        factors: u64,
+        sums: u64,
+    ) -> Vec<u32> {
         let start = WorkHead {
             sides: self.sides,
             tables: workspace.tables(),
@@ -90,8 +99,11 @@ impl Saved {
         };
         let mut all = words(&[start]).to_vec();
         let mut at = sums;
-        for ((keys, ids), dim) in self.kinds.iter().zip(&self.ids_by_kind).zip(&workspace.dims) {
-            all.extend_from_slice(words(&[Keys { sums: at, ..*keys }]));
+        let all_kinds = self.kinds.iter().zip(&self.ids_by_kind).zip(&workspace.dims);
+        for (kind, ((keys, ids), dim)) in all_kinds.enumerate() {
+            if kinds.contains(&kind) {
+                all.extend_from_slice(words(&[Keys { sums: at, ..*keys }]));
+            }
             at += (ids * 16 * quads(*dim)) as u64;
         }
         all
