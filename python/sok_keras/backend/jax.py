@@ -53,10 +53,18 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     shapes = tuple(tuple(shape) for shape in plan.output_shapes(inputs))
     call = _Call(plan.handle, shapes, insertion, traced_scope())
     inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
+    if not any(map(is_tracing, jax.tree.leaves((trigger, weights, inputs)))):
+        return list(_compiled(call)(trigger, weights, inputs))
     if not learns:
         arguments = jax.lax.stop_gradient((trigger, weights, inputs))
         return list(_run(call, *arguments, save=False)[1])
     return list(_lookup(call, trigger, weights, inputs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(call):
+    """The lookup as a function of arrays that nobody differentiates. An eager FFI call alone takes JAX longer."""
+    return jax.jit(lambda trigger, weights, inputs: _run(call, trigger, weights, inputs, save=False)[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -181,11 +189,17 @@ def wait(trigger):
 
 
 def at_hand(value, fetches=False):
-    """Returns a value as a NumPy array. None if it is traced, if its step failed, or if it is not computed yet, unless `fetches`."""
+    """Returns a value as a NumPy array. None if it is traced or its step failed, or if it is not on the host yet, unless `fetches`."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.is_deleted():
         with contextlib.suppress(Exception):  # the next read of the array raises it
-            return np.asarray(value) if fetches or value.is_ready() else None
+            if fetches or (value.is_ready() and _is_on_host(value)):
+                return np.asarray(value)
+            value.copy_to_host_async()  # a later fetch does not wait
     return value if isinstance(value, np.ndarray) else None
+
+
+def _is_on_host(value):
+    return all(device.platform == "cpu" for device in value.devices())
 
 
 def to_numpy(value):
