@@ -47,6 +47,27 @@ def test_open_scopes_are_known():
     assert answers[0] and not answers[-1]
 
 
+def test_fit_starts_at_the_epoch_and_batch_that_a_callback_sets():
+    """Else a restart would train batches twice."""
+
+    class Resumes(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            private_keras.resume_fit(self.model, 1, 2)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            epochs.append(epoch)
+
+    epochs, x = [], np.ones((6, 1), "float32")
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(x, x, batch_size=2, epochs=3, verbose=0, callbacks=[Resumes()])
+    assert epochs == [1, 2] and int(ops.convert_to_numpy(model.optimizer.iterations)) == 1 + 3
+    assert private_keras.start_epoch(model) == 1
+    private_keras.forget_epoch(model)
+    model.fit(x, x, batch_size=2, verbose=0)
+    assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 4 + 3
+
+
 def test_weight_decay_of_a_variable_can_be_switched_off():
     """Else rows would decay where the user excluded them."""
     optimizer = optimizers.SGD(0.1, weight_decay=0.1)

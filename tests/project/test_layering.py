@@ -25,7 +25,15 @@ STATES = {"backend.tensorflow_state", "backend.jax_state", "backend.torch_state"
 LEVELS = [
     {"__init__"},
     {"keras_api"},
-    {"callbacks", "profile"},
+    {"callbacks"},
+    {
+        "callbacks.dump_checkpoint",
+        "callbacks.early_stopping",
+        "callbacks.table_statistics",
+        "keras_callbacks",
+        "profile",
+    },
+    {"callbacks.best", "callbacks.progress"},
     {"checkpoint"},
     {"optimizer", "arrays"},
     {"layers.distributed_embedding"},
@@ -134,7 +142,7 @@ def test_frameworks_are_imported_in_backend_alone(module):
 PRIVATE = ("keras.src", "tensorflow.python", "__internal__", "jax._src", "torch._C")
 PRIVATE_ATTRIBUTES = {
     *("_flatten_layers", "_value", "_iterations", "_accumulated_gradients", "_get_variable_index", "_clip_gradients"),
-    *("_use_weight_decay", "_state_dict_hooks", "_restore_from_tensors"),
+    *("_use_weight_decay", "_state_dict_hooks", "_restore_from_tensors", "_initial_epoch"),
 }
 
 

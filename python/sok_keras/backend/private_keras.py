@@ -5,6 +5,7 @@
 
 import contextlib
 
+import keras
 from keras import ops
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -15,8 +16,11 @@ __all__ = [
     "clipping_by",
     "count_step",
     "flatten_layers",
+    "forget_epoch",
     "get_stateless_scope",
     "in_symbolic_scope",
+    "resume_fit",
+    "start_epoch",
     "steps_of",
     "uses_weight_decay",
     "value_of",
@@ -72,3 +76,38 @@ def clipping_by(optimizer, clip):
         yield
     finally:
         del optimizer._clip_gradients
+
+
+def start_epoch(model):
+    """The epoch at which `fit` starts, if a callback has set one; otherwise 0."""
+    return model._initial_epoch or 0
+
+
+def forget_epoch(model):
+    """Lets the next `fit` start where its own `initial_epoch` says."""
+    model._initial_epoch = None
+
+
+def resume_fit(model, epoch, batches):
+    """Lets the `fit` that has just called `on_train_begin` go on in an epoch, after so many of its batches.
+
+    Until then the train function only draws batches.
+    """
+    model._initial_epoch = epoch
+    size = model.steps_per_execution
+    train_function, left = model.train_function, -(-batches // size)
+    if not left:
+        return
+
+    def draw(*arguments):
+        nonlocal left
+        left -= 1
+        if not left:
+            model.train_function = train_function
+        *state, data = arguments
+        if keras.backend.backend() != "torch":  # whose trainer draws them itself
+            for _ in range(size):
+                next(data)
+        return ({}, *state) if state else {}
+
+    model.train_function = draw

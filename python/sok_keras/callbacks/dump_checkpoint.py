@@ -1,4 +1,4 @@
-"""Keras callbacks."""
+"""Dumps during training, and training that goes on from them."""
 
 import os
 import re
@@ -9,6 +9,9 @@ import keras
 
 from sok_keras import checkpoint
 from sok_keras.arrays import step_of
+from sok_keras.backend.private_keras import forget_epoch, resume_fit
+from sok_keras.callbacks.best import Best
+from sok_keras.callbacks.progress import Progress
 from sok_keras.errors import DumpError
 from sok_keras.manifest import read_manifest
 
@@ -20,11 +23,15 @@ _OWN_FILE = re.compile(r"manifest\.json|sok-[0-9a-f]{16}-([0-9]{5,20}\.safetenso
 class DumpCheckpoint(keras.callbacks.Callback):
     """Writes dumps of the model during training, and resumes from the newest one.
 
+    A `fit` that was interrupted goes on where the newest dump was written: with the next batch, if the data come in the same order
+    again. `fit` then draws the batches before it and leaves them out. After a `fit` that has ended, the next one starts with epoch 0.
+
     The newest dump is the one that was written last, even if an earlier run has trained for more steps.
 
     Old dumps are removed if the callback wrote them, or if they are complete and their directory holds no other file. Files that are
     not part of a dump are never removed, and neither is a directory that holds one. A `step-<count>` that is a symbolic link is
-    neither loaded, nor written to, nor removed.
+    neither loaded, nor written to, nor removed. `progress.json` beside the dumps says in which epoch they were written. It is removed
+    when `fit` ends.
 
     Example:
 
@@ -35,14 +42,26 @@ class DumpCheckpoint(keras.callbacks.Callback):
         path: A directory. Each dump is a directory `step-<number of updates>` in it.
         save_freq: `"epoch"`, or a number of batches.
         keep: Number of dumps to keep.
-        restore: Whether `on_train_begin` loads the newest dump.
+        restore: Whether `on_train_begin` loads the newest dump and goes on from it.
+        monitor: Name of a metric in Keras' logs that `save_best_only` compares, for example `"val_loss"`.
+        mode: `"min"`, `"max"` or `"auto"`: which values of `monitor` are better. `"auto"` is decided as in
+            `keras.callbacks.EarlyStopping`.
+        save_best_only: Whether a dump is written only if `monitor` has improved since the last one.
 
     Raises:
-        ValueError: If `save_freq` or `keep` has another value.
+        ValueError: If an argument has another value.
     """
 
     def __init__(
-        self, path: checkpoint.Path, *, save_freq: str | int = "epoch", keep: int = 1, restore: bool = True
+        self,
+        path: checkpoint.Path,
+        *,
+        save_freq: str | int = "epoch",
+        keep: int = 1,
+        restore: bool = True,
+        monitor: str | None = None,
+        mode: str = "auto",
+        save_best_only: bool = False,
     ) -> None:
         super().__init__()
         if save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0):
@@ -51,11 +70,24 @@ class DumpCheckpoint(keras.callbacks.Callback):
             )
         if not (isinstance(keep, int) and keep > 0):
             raise ValueError(f"`keep` must be a positive integer. Received: keep={keep!r}")
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f'`mode` must be "auto", "min" or "max". Received: mode={mode!r}')
+        if save_best_only != isinstance(monitor, str):
+            raise ValueError(
+                "`monitor` must be the name of a metric if `save_best_only` is True, and None otherwise. Received: "
+                f"monitor={monitor!r}, save_best_only={save_best_only!r}"
+            )
         self.path = os.fspath(path)
         self.save_freq = save_freq
         self.keep = keep
         self.restore = restore
+        self.monitor = monitor
+        self._best = Best(monitor, mode) if monitor is not None else None
+        self._progress = Progress(self.path)
+        self._epoch = 0
         self._batches = 0
+        # Batches of the first epoch that were trained before the restart.
+        self._done = 0
         self._written: list[str] = []
 
     def dumps(self) -> list[str]:
@@ -68,23 +100,53 @@ class DumpCheckpoint(keras.callbacks.Callback):
         return sorted(found, key=self._when_written)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._done = 0, 0
+        if self._best is not None:
+            self._best.begin(self.model)
         dumps = self.dumps()
         if self.restore and dumps:
             checkpoint.load(dumps[-1], self.model)
+            self._go_on(self._progress.of(os.path.basename(dumps[-1])))
+
+    def _go_on(self, entry):
+        if entry is None:
+            return
+        self._epoch, self._done = entry["epoch"], entry["batches"]
+        if self._best is not None:
+            self._best.value = entry["best"]
+        resume_fit(self.model, self._epoch, self._done)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._done = epoch, 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if batch < self._done:
+            return  # it was trained before the restart
         self._batches += 1
         if isinstance(self.save_freq, int) and self._batches % self.save_freq == 0:
-            self._save()
+            is_last = batch + 1 == self.params.get("steps")
+            self._save(logs, *((self._epoch + 1, 0) if is_last else (self._epoch, batch + 1)))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.save_freq == "epoch":
-            self._save()
+            self._save(logs, epoch + 1, 0)
 
-    def _save(self):
-        path = os.path.join(self.path, f"step-{step_of(self.model)}")
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._progress.clear()
+        forget_epoch(self.model)
+
+    def _save(self, logs, epoch, batches):
+        """Writes a dump. `epoch`, `batches`: where training goes on after it."""
+        if self._best is not None and not self._best.improves(logs or {}):
+            return
+        name = f"step-{step_of(self.model)}"
+        path = os.path.join(self.path, name)
         if os.path.islink(path):
             raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
+        best = None if self._best is None else self._best.value
+        # Written before the dump: whichever of them is the newest after a crash, its entry is there.
+        self._progress.note(name, {"epoch": epoch, "batches": batches, "best": best})
         checkpoint.dump(path, self.model)
         self._written = [*(other for other in self._written if other != path), path]
         for old in self.dumps()[: -self.keep]:
@@ -134,54 +196,3 @@ def _remove_dump(path):
         os.close(directory)
     if is_empty:
         os.rmdir(path)
-
-
-class TableStatistics(keras.callbacks.Callback):
-    """Adds statistics of the model's tables to Keras' logs.
-
-    Callbacks that come after it in the list see them: `CSVLogger`, `TensorBoard`; so does `History`. For each table these are
-    `<name>/size`, `<name>/bytes`, `<name>/occupancy` (size over `max_capacity`, or over the capacity of the index), and
-    `<name>/hits`, `<name>/inserted`, `<name>/refused`, which count since the last update.
-
-    Example:
-
-    >>> callback = sok.callbacks.TableStatistics(update_freq=100)
-
-    Args:
-        update_freq: `"epoch"`, or a number of batches. Updates within an epoch do not wait for training steps.
-
-    Raises:
-        ValueError: If `update_freq` has another value.
-    """
-
-    def __init__(self, update_freq: str | int = "epoch") -> None:
-        super().__init__()
-        if update_freq != "epoch" and not (isinstance(update_freq, int) and update_freq > 0):
-            raise ValueError(
-                f'`update_freq` must be "epoch" or a positive number of batches. Received: update_freq={update_freq!r}'
-            )
-        self.update_freq = update_freq
-        self._batches = 0
-        self._before: dict[str, dict[str, Any]] = {}
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._batches += 1
-        if isinstance(self.update_freq, int) and self._batches % self.update_freq == 0 and logs is not None:
-            logs.update(self._numbers("batch", wait=False))
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs.update(self._numbers("epoch", wait=True))
-
-    def _numbers(self, when, wait):
-        numbers, before = {}, self._before.setdefault(when, {})
-        for table in checkpoint._tables_of(self.model):
-            now = table.stats(wait=wait)
-            numbers[f"{table.name}/size"] = now.size
-            numbers[f"{table.name}/occupancy"] = now.size / (table._max_capacity or now.capacity)
-            numbers[f"{table.name}/bytes"] = now.bytes
-            last = before.get(table.name)
-            for name in ("hits", "inserted", "refused"):
-                numbers[f"{table.name}/{name}"] = getattr(now, name) - (getattr(last, name) if last else 0)
-            before[table.name] = now
-        return numbers

@@ -1,0 +1,55 @@
+"""Where in a `fit` dumps were written."""
+
+import json
+import os
+import tempfile
+
+_FILE = "progress.json"
+
+
+class Progress:
+    """A file beside dumps: the epoch, the batch and the best metric of each.
+
+    Args:
+        directory: The directory of the dumps.
+    """
+
+    def __init__(self, directory):
+        self._directory = directory
+        self._path = os.path.join(directory, _FILE)
+
+    def of(self, dump):
+        """Returns the entry of a dump, by its name: a dict with `epoch`, `batches` and `best`. None if there is none."""
+        entry = self._read().get(dump)
+        is_whole = isinstance(entry, dict) and set(entry) == {"epoch", "batches", "best"}
+        if not is_whole or not all(isinstance(entry[key], int) and entry[key] >= 0 for key in ("epoch", "batches")):
+            return None
+        return entry if entry["best"] is None or isinstance(entry["best"], int | float) else None
+
+    def note(self, dump, entry):
+        """Adds the entry of a dump. Entries of dumps that no longer exist are dropped."""
+        entries = {
+            name: old for name, old in self._read().items() if os.path.isdir(os.path.join(self._directory, name))
+        }
+        os.makedirs(self._directory, exist_ok=True)
+        # A rename leaves the old file or the new one.
+        handle, path = tempfile.mkstemp(prefix=f".{_FILE}-", dir=self._directory)
+        with os.fdopen(handle, "w") as file:
+            json.dump({**entries, dump: entry}, file)
+        os.replace(path, self._path)
+
+    def clear(self):
+        """Removes the file, if it is one of ours."""
+        if self._read():
+            os.remove(self._path)
+
+    def _read(self):
+        """The entries by dump. Empty for a file that is missing, damaged, or not a plain file."""
+        if os.path.islink(self._path) or not os.path.isfile(self._path):
+            return {}
+        try:
+            with open(self._path) as file:
+                entries = json.load(file)
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return entries if isinstance(entries, dict) else {}
