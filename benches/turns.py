@@ -25,7 +25,8 @@ def turns(count):
     for number in range(count):
         if is_live():
             print(END_OF_TURN, flush=True)
-            sys.stdin.readline()
+            if not sys.stdin.readline():
+                sys.exit("turns.py has ended")
         yield number
 
 
@@ -82,9 +83,6 @@ def outputs_of_live(commands):
             outputs[build] = to_end_of_turn(processes[build])
         yield outputs
         turn += 1
-    for process in processes:
-        if process.wait():
-            raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def to_end_of_turn(process):
@@ -94,12 +92,13 @@ def to_end_of_turn(process):
         if line.strip() == END_OF_TURN:
             return "".join(lines)
         lines.append(line)
-    process.wait()
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
     return "".join(lines)
 
 
 def order(turn):
-    """The command that goes first has the cooler machine, so they change places."""
+    """Returns which command goes first in a turn, and which second. They alternate, because the first finds the machine cooler."""
     return (0, 1) if turn % 2 == 0 else (1, 0)
 
 

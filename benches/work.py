@@ -88,11 +88,15 @@ def in_own_process(function, *arguments, backend=None):
     os.environ["KERAS_BACKEND"] = backend or BACKENDS[0]
     os.environ.setdefault("JAX_ENABLE_X64", "1")
     if turns.is_live():
+        own = sys.modules["keras"].backend.backend() if "keras" in sys.modules else backend
+        if backend not in (None, own):
+            raise ValueError(f"A live command measures one backend: set BACKENDS. Received: {backend} after {own}")
         return function(*arguments)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
 
 
+# Numbers the calls of `in_turns`, because a live command may print the same step names in several.
 _measurements = itertools.count(1)
 
 

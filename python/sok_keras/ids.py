@@ -72,7 +72,7 @@ def in_order(value: Any, feature: str, reduces: bool) -> Any:
 
 
 def check_dtype(value: Any, feature: str) -> None:
-    """Raises a `ValueError` for ids that are not integers, or that JAX would cut to 32 bits."""
+    """Raises a `ValueError` for ids that are neither integers nor, on TensorFlow, strings, or that JAX would cut to 32 bits."""
     if is_words(value):
         _check_words(value, feature)
         return
@@ -93,7 +93,7 @@ def check_dtype(value: Any, feature: str) -> None:
     dtype = _dtype_of(value)
     if dtype not in _INTEGERS + _NARROW:
         if is_strings(value):
-            _check_takes_strings(feature)
+            _check_backend_has_strings(feature)
             return
         raise ValueError(
             f"Ids must be integers; put {NEEDS_INPUT} in front of the layer, since Keras' default is float32, which is exact "
@@ -107,7 +107,8 @@ def check_dtype(value: Any, feature: str) -> None:
         )
 
 
-def _check_takes_strings(feature: str) -> None:
+def _check_backend_has_strings(feature: str) -> None:
+    """Raises a `ValueError` for strings, except on TensorFlow."""
     if backend.name != "tensorflow":
         raise ValueError(
             f"Ids must be integers on {backend.name}: feed what `layer.preprocess(ids)` or `sok_keras.string_keys(ids)` makes of strings. "

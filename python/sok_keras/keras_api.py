@@ -3,7 +3,7 @@
 from sok_keras import callbacks, optimizers
 from sok_keras.checkpoint import LoadReport, dump, load
 from sok_keras.feature_config import FeatureConfig
-from sok_keras.keras_callbacks import extend_callbacks
+from sok_keras.keras_extensions import extend_keras
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.layers.dynamic_embedding import DynamicEmbedding
 from sok_keras.optimizer import OptimizerWrapper
@@ -29,4 +29,4 @@ __all__ = [
     "optimizers",
 ]
 
-extend_callbacks()
+extend_keras()

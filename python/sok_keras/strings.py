@@ -49,14 +49,17 @@ def string_keys(values: Any) -> Any:
 
 
 def is_strings(value: Any) -> bool:
-    """Whether ids are strings. Of lists and object arrays the first value says so, of pandas' frames the first column."""
+    """Whether ids are strings. Lists and object arrays are judged by their first value that is not an empty row, pandas' frames by their
+    first column."""
+    if isinstance(value, dict):
+        return False
     if hasattr(value, "columns"):
         value = value[value.columns[0]] if len(value.columns) else []
     if isinstance(value, str | bytes):
         return True
     dtype = getattr(value, "dtype", "object")
     if str(dtype) != "object":
-        # Of NumPy, Keras, pandas and TensorFlow, in this order.
+        # NumPy's kinds; the names of Keras ("string") and pandas ("string", "str"); TensorFlow's "<dtype: 'string'>".
         return (
             getattr(dtype, "kind", None) in ("S", "U", "T")
             or str(dtype) in ("string", "str")

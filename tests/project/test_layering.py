@@ -30,7 +30,7 @@ LEVELS = [
         "callbacks.dump_checkpoint",
         "callbacks.early_stopping",
         "callbacks.table_statistics",
-        "keras_callbacks",
+        "keras_extensions",
         "profile",
     },
     {"callbacks.best", "callbacks.progress"},

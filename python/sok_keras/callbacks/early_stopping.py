@@ -40,6 +40,7 @@ class EarlyStopping(keras.callbacks.EarlyStopping):
         self._restores = restore_best_weights
         self._temporary: tempfile.TemporaryDirectory | None = None
         self._dump: str | None = None
+        self.best_epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)

@@ -5,14 +5,18 @@ from typing import Any
 import keras
 
 from sok_keras import checkpoint
+from sok_keras.profile import Profile
 
 
 class TableStatistics(keras.callbacks.Callback):
     """Adds statistics of the model's tables to Keras' logs.
 
-    Callbacks that come after it in the list see them: `CSVLogger`, `TensorBoard`; so does `History`. For each table these are
-    `<name>/size`, `<name>/bytes`, `<name>/occupancy` (size over `max_capacity`, or over the capacity of the index), and
-    `<name>/hits`, `<name>/inserted`, `<name>/refused`, which count since the last update.
+    Callbacks that come after it in the list see them: `CSVLogger`, `TensorBoard`; so do `History` and the line that `fit` prints. By
+    default these are totals over all tables: `rows`, `table_bytes`, and since the last update `new_rows` and `refused_rows`.
+
+    For each table there are `<name>/size`, `<name>/bytes`, `<name>/occupancy` (size over `max_capacity`, or over the capacity of the
+    index), and since the last update `<name>/hits`, `<name>/inserted`, `<name>/refused`. They go to the logs with `per_table=True`, and
+    to TensorBoard alone with `log_dir`.
 
     Example:
 
@@ -20,39 +24,91 @@ class TableStatistics(keras.callbacks.Callback):
 
     Args:
         update_freq: `"epoch"`, or a number of batches. Updates within an epoch do not wait for training steps.
+        per_table: Whether the logs have the numbers of each table.
+        log_dir: Directory for TensorBoard, where the numbers of each table are written after each epoch. As
+            `keras.callbacks.TensorBoard`, it needs TensorFlow. None: they are not written.
+        profile: Whether the logs of an epoch have the ms of each part of a step, as `<part>_ms`; see `sok_keras.Profile`.
 
     Raises:
         ValueError: If `update_freq` has another value.
     """
 
-    def __init__(self, update_freq: str | int = "epoch") -> None:
+    def __init__(
+        self,
+        update_freq: str | int = "epoch",
+        *,
+        per_table: bool = False,
+        log_dir: checkpoint.Path | None = None,
+        profile: bool = False,
+    ) -> None:
         super().__init__()
         if update_freq != "epoch" and not (isinstance(update_freq, int) and update_freq > 0):
             raise ValueError(
                 f'`update_freq` must be "epoch" or a positive number of batches. Received: update_freq={update_freq!r}'
             )
         self.update_freq = update_freq
+        self.per_table = per_table
+        self.profile = profile
+        self._board = None if log_dir is None else keras.callbacks.TensorBoard(str(log_dir), write_graph=False)
+        self._profile: Profile | None = None
         self._batches = 0
         self._before: dict[str, dict[str, Any]] = {}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._board is not None:
+            self._board.set_model(self.model)
+            self._board.on_train_begin()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._end_profile()
+        if self.profile:
+            self._profile = Profile(self.model)
+            self._profile.__enter__()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches += 1
         if isinstance(self.update_freq, int) and self._batches % self.update_freq == 0 and logs is not None:
-            logs.update(self._numbers("batch", wait=False))
+            totals, by_table = self._numbers("batch", wait=False)
+            logs.update(totals | by_table if self.per_table else totals)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        totals, by_table = self._numbers("epoch", wait=True)
         if logs is not None:
-            logs.update(self._numbers("epoch", wait=True))
+            logs.update(totals | by_table if self.per_table else totals)
+            logs.update(self._end_profile())
+        if self._board is not None:
+            self._board.on_epoch_end(epoch, by_table)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._end_profile()
+        if self._board is not None:
+            self._board.on_train_end()
+
+    def _end_profile(self):
+        """Ends the measurement of an epoch. Returns ms of each part of a step."""
+        if self._profile is None:
+            return {}
+        profile, self._profile = self._profile, None
+        profile.__exit__(None, None, None)
+        return {f"{name}_ms": 1e3 * part.seconds / part.runs for name, part in profile.parts.items()}
 
     def _numbers(self, when, wait):
+        """Totals of all tables, and the numbers of each."""
+        totals = dict.fromkeys(("rows", "table_bytes", "new_rows", "refused_rows"), 0)
         numbers, before = {}, self._before.setdefault(when, {})
         for table in checkpoint._tables_of(self.model):
-            now = table.stats(wait=wait)
+            now, last = table.stats(wait=wait), before.get(table.name)
+            since = {
+                name: getattr(now, name) - (getattr(last, name) if last else 0)
+                for name in ("hits", "inserted", "refused")
+            }
+            before[table.name] = now
             numbers[f"{table.name}/size"] = now.size
             numbers[f"{table.name}/occupancy"] = now.size / (table._max_capacity or now.capacity)
             numbers[f"{table.name}/bytes"] = now.bytes
-            last = before.get(table.name)
-            for name in ("hits", "inserted", "refused"):
-                numbers[f"{table.name}/{name}"] = getattr(now, name) - (getattr(last, name) if last else 0)
-            before[table.name] = now
-        return numbers
+            numbers |= {f"{table.name}/{name}": count for name, count in since.items()}
+            totals["rows"] += now.size
+            totals["table_bytes"] += now.bytes
+            totals["new_rows"] += since["inserted"]
+            totals["refused_rows"] += since["refused"]
+        return totals, numbers

@@ -10,8 +10,8 @@ from sok_keras.layers.base import TableLayer, axis_of, table_core_config
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
-# Arguments of `keras.layers.Embedding` that this layer has not, and what to do instead.
-_OF_KERAS = {
+# Arguments of `keras.layers.Embedding` that this layer does not have, and what to do instead.
+_UNSUPPORTED_ARGUMENTS = {
     "input_dim": "A table takes any 64-bit id and grows. Leave it out",
     "input_length": "Leave it out, as in Keras 3",
     "embeddings_regularizer": "Rows are no Keras variables. Use `activity_regularizer`, or an optimizer with weight decay",
@@ -22,14 +22,14 @@ _OF_KERAS = {
 }
 
 
-def _check_not_of_keras(output_dim: Any, second: Any, others: dict[str, Any]) -> None:
-    """Raises a `ValueError` for arguments of `keras.layers.Embedding`, which mean nothing here."""
+def _check_arguments(output_dim: Any, second: Any, others: dict[str, Any]) -> None:
+    """Raises a `ValueError` for a call as of `keras.layers.Embedding`: `input_dim` first, or an argument that this layer does not have."""
     if isinstance(second, int):
         raise ValueError(
             "`DynamicEmbedding` has no `input_dim`, since a table takes any 64-bit id and grows: use "
             f"`DynamicEmbedding({second})`. Received: DynamicEmbedding({output_dim!r}, {second!r})"
         )
-    for argument, instead in _OF_KERAS.items():
+    for argument, instead in _UNSUPPORTED_ARGUMENTS.items():
         if argument in others:
             raise ValueError(
                 f"`DynamicEmbedding` has no `{argument}`. {instead}. Received: {argument}={others[argument]!r}"
@@ -116,7 +116,7 @@ class DynamicEmbedding(TableLayer):
         save_rows: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_not_of_keras(output_dim, embeddings_initializer, kwargs)
+        _check_arguments(output_dim, embeddings_initializer, kwargs)
         super().__init__(save_rows=save_rows, **kwargs)
         if not isinstance(output_dim, int) or output_dim < 1:
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")

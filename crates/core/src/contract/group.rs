@@ -182,7 +182,8 @@ pub trait Group: Any + Send {
         Ok(())
     }
 
-    /// Notes the optimizer that `bind` has bound.
+    /// Stores the binding, and counts pushes without an optimizer anew. Only [`bind`](Group::bind) calls this, after all tables have their
+    /// states.
     fn set_binding(&mut self, binding: Binding);
 
     /// Returns the optimizer that is bound, if there is one.

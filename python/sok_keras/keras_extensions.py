@@ -1,7 +1,7 @@
-"""What Keras' own callbacks need to know of models with tables.
+"""What Keras' own callbacks and summaries need to know of models with tables.
 
 Keras calls `on_train_begin` of a callback before the first batch. For models with tables it is extended here: an `EarlyStopping` that
-would restore weights without rows raises an error, and `BackupAndRestore` goes on at the next batch.
+would restore weights without rows raises an error, and `BackupAndRestore` goes on at the next batch. `Model.summary` lists the tables.
 """
 
 import functools
@@ -13,13 +13,49 @@ from sok_keras.backend.private_keras import resume_fit, start_epoch, steps_of
 from sok_keras.checkpoint import layers_of
 
 
-def extend_callbacks() -> None:
-    """Extends the callbacks of Keras. Their subclasses inherit it."""
+def extend_keras() -> None:
+    """Extends callbacks and models of Keras. Their subclasses inherit it."""
     _extend(keras.callbacks.EarlyStopping, _refuse_weights_without_rows)
     _extend(keras.callbacks.BackupAndRestore, _go_on_at_next_batch)
+    _extend_summary()
 
 
-def _extend(callback: type, also: Any) -> None:
+def _extend_summary() -> None:
+    original = keras.Model.summary
+
+    @functools.wraps(original)
+    def summary(self, line_length=None, positions=None, print_fn=None, *args, **kwargs):
+        original(self, line_length, positions, print_fn, *args, **kwargs)
+        tables = [(layer._core, table) for layer in layers_of(self) for table in layer._core.tables]
+        if tables:
+            (print_fn or print)("\n".join(_lines_of(tables)))
+
+    keras.Model.summary = summary
+
+
+def _lines_of(tables: list) -> list[str]:
+    """Lines of a summary: the rows, dims and bytes of tables, pairs of a core and a table."""
+    lines, total = [" Tables, whose rows are not among the parameters above:"], 0
+    for core, table in tables:
+        stats = table.stats()
+        size = f"{stats.size:,}" if table.vocabulary_size is None else f"{stats.size:,} of {table.vocabulary_size:,}"
+        where = "host" if core.gpu is None else f"GPU {core.gpu}"
+        lines.append(
+            f"  {table.name}: {size} rows x {table.dim}, {_bytes(stats.bytes)} with optimizer states ({where})"
+        )
+        total += stats.bytes
+    return [*lines, f" Total of tables: {_bytes(total)}"]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024:
+            return f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TB"
+
+
+def _extend(callback: Any, also: Any) -> None:
     original = callback.on_train_begin
 
     @functools.wraps(original)
