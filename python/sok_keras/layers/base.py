@@ -125,7 +125,9 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         self._watch_state()
         self.built = True
 
-    def _lookup(self, features: tuple, inputs: list, weights: list, training: bool | None) -> list:
+    def _lookup(
+        self, features: tuple, inputs: list, weights: list, training: bool | None, frozen: bool = False
+    ) -> list:
         """Looks up the rows of each feature, in the compute dtype.
 
         Args:
@@ -133,8 +135,9 @@ class TableLayer(backend.TableState, keras.layers.Layer):
             inputs: A tuple of tensors for each feature.
             weights: A tensor or None for each feature.
             training: As in `call`.
+            frozen: Whether the tables of these features stay as they are.
         """
-        learns = self.trainable and self.trigger.trainable
+        learns = self.trainable and self.trigger.trainable and not frozen
         insertion = _insertion(training, learns)
         if backend.is_tracing(inputs[0][0]):
             check_format(self.name)

@@ -138,12 +138,24 @@ class DistributedEmbedding(TableLayer):
                 ids.in_vocabulary(ids.tensors_of(value, config.name, axis), words, config.table, padding_key)
             )
             floats.append(weight)
-        rows = self._lookup(tuple(features), tensors, floats, training)
+        rows = self._lookup_in_parts(features, tensors, floats, training)
         shaped = [
             ids.rows_like(value, row, axis)
             for value, row, (_, _, _, axis, *_) in zip(ordered, rows, features, strict=True)
         ]
         return structure.pack(shaped)
+
+    def _lookup_in_parts(self, features: list, tensors: list, weights: list, training: bool | None) -> list:
+        """Looks up all features: those of tables that learn in one native call, and those of frozen tables in another."""
+        frozen = [not config.table.trainable for config in self._structure.features]
+        rows: list = [None] * len(features)
+        for is_frozen in sorted(set(frozen)):
+            chosen = [number for number, of_feature in enumerate(frozen) if of_feature == is_frozen]
+            parts = [[values[number] for number in chosen] for values in (features, tensors, weights)]
+            found = self._lookup(tuple(parts[0]), parts[1], parts[2], training, is_frozen)
+            for number, of_feature in zip(chosen, found, strict=True):
+                rows[number] = of_feature
+        return rows
 
     def preprocess(
         self, inputs: Any, weights: Any = None, training: bool | None = None, *, ragged: bool = False
