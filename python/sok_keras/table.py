@@ -194,8 +194,10 @@ class Table:
 
         Example:
 
-        >>> sum(len(piece.keys) for piece in table.pieces(1000)) == len(table)
-        True
+        >>> table = sok.DynamicEmbedding(4).get_table()
+        >>> outcomes = table.assign(np.arange(5), np.ones((5, 4)))
+        >>> [len(piece.keys) for piece in table.pieces(2)]
+        [2, 2, 1]
 
         Args:
             num_rows: Maximal number of rows of a piece.
