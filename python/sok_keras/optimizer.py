@@ -179,9 +179,28 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             raise ValueError(
                 f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
             )
+        self._leave_tables_of_others(tickets)
         clip, done = self._apply_to_tables(tickets, dense) if tickets else (None, [])
         with backend.after(done, [gradient for gradient, _ in dense]):
             self._apply_to_variables(dense, clip)
+
+    def _leave_tables_of_others(self, tickets: dict) -> None:
+        """Leaves the tables that another optimizer was built for since, unless they have a gradient in this step.
+
+        On PyTorch, Keras builds the compiled optimizer with all variables of the model, also with those that another one trains.
+        """
+        tables = self._tables
+        kept = [
+            number for number, core in enumerate(tables.cores) if core.optimizer is tables.native or id(core) in tickets
+        ]
+        if len(kept) == len(tables.cores):
+            return
+        tables.native = tables.native.part(kept)
+        tables.handle = tables.native.handle
+        optimizers[tables.handle] = tables
+        tables.cores = [tables.cores[number] for number in kept]
+        for core in tables.cores:
+            core.optimizer = tables.native
 
     def _apply_to_tables(self, tickets: dict, dense: list) -> tuple:
         """Updates rows. Returns the factor by which global clipping scales dense gradients, or None, and the new triggers."""

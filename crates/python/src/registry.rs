@@ -54,12 +54,14 @@ pub struct Optimizer {
     pub needs_norm: bool,
     /// Whether gradients of several steps are accumulated.
     pub accumulates: bool,
+    /// The handle under which the groups were bound. None: the optimizer's own.
+    pub bound_as: Option<i64>,
 }
 
 impl Optimizer {
     /// The binding of each group. `handle`: the handle of this optimizer.
     pub fn bindings(&self, handle: i64) -> impl Iterator<Item = Binding> {
-        let (owner, needs_norm) = (handle as u64, self.needs_norm);
+        let (owner, needs_norm) = (self.bound_as.unwrap_or(handle) as u64, self.needs_norm);
         self.updates.iter().map(move |&update| Binding { owner, update, needs_norm })
     }
 }

@@ -322,7 +322,7 @@ impl Optimizer {
         let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
         let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
         check_groups(&groups, updates.len()).map_err(to_python)?;
-        let optimizer = registry::Optimizer { groups, updates, needs_norm, accumulates };
+        let optimizer = registry::Optimizer { groups, updates, needs_norm, accumulates, bound_as: None };
         let handle = registry::add_optimizer(optimizer).map_err(to_python)?;
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
@@ -331,6 +331,24 @@ impl Optimizer {
         });
         bound.inspect_err(|_| registry::remove_optimizer(handle))?;
         Ok(Optimizer { handle })
+    }
+
+    /// The optimizer for some of its groups, by index. Their binding stays as it is.
+    fn part(&self, numbers: Vec<usize>) -> PyResult<Optimizer> {
+        let whole = registry::optimizer(self.handle).map_err(to_python)?;
+        let chosen = || numbers.iter().copied();
+        if chosen().any(|number| number >= whole.groups.len()) {
+            return Err(to_python(Error::argument("`numbers` must be indices of groups".to_string())));
+        }
+        let part = registry::Optimizer {
+            groups: chosen().map(|number| whole.groups[number].clone()).collect(),
+            updates: chosen().map(|number| whole.updates[number]).collect(),
+            needs_norm: whole.needs_norm,
+            accumulates: whole.accumulates,
+            bound_as: Some(whole.bound_as.unwrap_or(self.handle)),
+        };
+        check_groups(&part.groups, part.updates.len()).map_err(to_python)?;
+        Ok(Optimizer { handle: registry::add_optimizer(part).map_err(to_python)? })
     }
 }
 
