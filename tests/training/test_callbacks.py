@@ -143,7 +143,7 @@ def test_a_fit_after_one_that_has_ended_starts_anew(tmp_path):
     callback = lambda: sok.callbacks.DumpCheckpoint(tmp_path, save_freq=2)
     model = compiled(SGD())
     train(model, 2, [callback()])
-    assert not (tmp_path / "progress.json").exists()
+    assert not (tmp_path / "sok-progress.json").exists()
     again = compiled(SGD())
     train(again, 2, [callback()])
     assert int(to_numpy(again.optimizer.iterations)) == 4 * STEPS
@@ -177,7 +177,7 @@ def test_the_best_metric_outlives_a_restart(tmp_path):
 )
 def test_a_damaged_progress_starts_at_epoch_0(text, tmp_path):
     train(compiled(SGD()), 1, [sok.callbacks.DumpCheckpoint(tmp_path, save_freq=2)])
-    (tmp_path / "progress.json").write_text(text)
+    (tmp_path / "sok-progress.json").write_text(text)
     model = compiled(SGD())
     train(model, 1, [sok.callbacks.DumpCheckpoint(tmp_path, save_freq=100)])
     assert int(to_numpy(model.optimizer.iterations)) == STEPS // 2 * 2 + STEPS
@@ -186,7 +186,7 @@ def test_a_damaged_progress_starts_at_epoch_0(text, tmp_path):
 def test_progress_holds_the_dumps_that_are_kept(tmp_path):
     with pytest.raises(Stop):
         train(compiled(SGD()), 3, [sok.callbacks.DumpCheckpoint(tmp_path, save_freq=1, keep=2), StopAfter(STEPS + 1)])
-    entries = json.loads((tmp_path / "progress.json").read_text())
+    entries = json.loads((tmp_path / "sok-progress.json").read_text())
     assert entries[f"step-{STEPS}"] == {"epoch": 1, "batches": 0, "best": None}
     assert {f"step-{STEPS}"} <= set(entries) and len(entries) <= 3
-    assert not list(tmp_path.glob(".progress*"))
+    assert not list(tmp_path.glob(".sok-progress*"))

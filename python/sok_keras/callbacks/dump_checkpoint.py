@@ -30,7 +30,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
 
     Old dumps are removed if the callback wrote them, or if they are complete and their directory holds no other file. Files that are
     not part of a dump are never removed, and neither is a directory that holds one. A `step-<count>` that is a symbolic link is
-    neither loaded, nor written to, nor removed. `progress.json` beside the dumps says in which epoch they were written. It is removed
+    neither loaded, nor written to, nor removed. `sok-progress.json` beside the dumps says in which epoch they were written. It is removed
     when `fit` ends.
 
     Example:

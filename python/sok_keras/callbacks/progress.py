@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 
-_FILE = "progress.json"
+_FILE = "sok-progress.json"
 
 
 class Progress:
@@ -39,13 +39,16 @@ class Progress:
         os.replace(path, self._path)
 
     def clear(self):
-        """Removes the file, if it is one of ours."""
-        if self._read():
+        """Removes the file. A link of its name is left alone."""
+        if self._is_there():
             os.remove(self._path)
+
+    def _is_there(self):
+        return os.path.isfile(self._path) and not os.path.islink(self._path)
 
     def _read(self):
         """The entries by dump. Empty for a file that is missing, damaged, or not a plain file."""
-        if os.path.islink(self._path) or not os.path.isfile(self._path):
+        if not self._is_there():
             return {}
         try:
             with open(self._path) as file:
