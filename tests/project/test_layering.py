@@ -28,7 +28,7 @@ LEVELS = [
     {"callbacks"},
     {"callbacks.dump_checkpoint", "callbacks.early_stopping", "callbacks.table_statistics", "keras_extensions"},
     {"profile"},
-    {"callbacks.best", "callbacks.progress"},
+    {"callbacks.best", "callbacks.frequency", "callbacks.progress"},
     {"checkpoint"},
     {"optimizer", "arrays"},
     {"layers.distributed_embedding"},

@@ -139,6 +139,19 @@ def test_a_restart_goes_on_at_the_next_batch(kind, stop, tmp_path):
     assert_equal(all_of(model), all_of(expected))
 
 
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_restart_that_is_interrupted_while_it_draws_batches_leaves_no_trace(stop, tmp_path):
+    """The next `fit`, of the same model and without the callback, trains all batches of all epochs."""
+    callback = lambda: sok.callbacks.DumpCheckpoint(tmp_path, save_freq=1)
+    with pytest.raises(Stop):
+        train(compiled(SGD()), 3, [callback(), StopAfter(STEPS + 3)])
+    model = compiled(SGD())
+    with pytest.raises(Stop):
+        train(model, 3, [callback(), StopAfter(stop)])
+    train(model, 2)
+    assert int(to_numpy(model.optimizer.iterations)) == STEPS + 3 + 2 * STEPS
+
+
 def test_a_fit_after_one_that_has_ended_starts_anew(tmp_path):
     callback = lambda: sok.callbacks.DumpCheckpoint(tmp_path, save_freq=2)
     model = compiled(SGD())

@@ -316,7 +316,7 @@ impl Device {
 struct Kernels(HashMap<(&'static str, String), Kernel>);
 
 impl Kernels {
-    /// Returns the names of those that are not loaded.
+    /// Returns those of `names` whose kernels have not been loaded.
     fn missing<'a>(&self, source: &Source, names: impl IntoIterator<Item = &'a str>) -> Vec<String> {
         let is_missing = |name: &String| !self.0.contains_key(&(source.name, name.clone()));
         names.into_iter().map(String::from).filter(is_missing).collect()

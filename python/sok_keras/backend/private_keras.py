@@ -91,19 +91,22 @@ def forget_epoch(model):
 def resume_fit(model, epoch, batches):
     """Lets the `fit` that has just called `on_train_begin` go on in an epoch, after so many of its batches.
 
-    Until then the train function only draws batches.
+    Until then the train function only draws batches. If this `fit` is interrupted meanwhile, the next one trains as ever.
     """
     model._initial_epoch = epoch
     size = model.steps_per_execution
-    train_function, left = model.train_function, -(-batches // size)
+    train_function, history, left = model.train_function, model.history, -(-batches // size)
     if not left:
         return
 
     def draw(*arguments):
         nonlocal left
         left -= 1
-        if not left:
+        is_of_this_fit = model.history is history  # each `fit` has its own
+        if not left or not is_of_this_fit:
             model.train_function = train_function
+        if not is_of_this_fit:
+            return train_function(*arguments)
         *state, data = arguments
         if keras.backend.backend() != "torch":  # whose trainer draws them itself
             for _ in range(size):

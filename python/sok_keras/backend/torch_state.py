@@ -22,7 +22,7 @@ class TableState:
     """Base of the layers that saves rows in the framework's own files."""
 
     def __call__(self, inputs, *args, **kwargs):
-        # Keras asks for shapes, and PyTorch raises an internal error for those of strided nested tensors.
+        # Keras reads the shape of each input. For a strided nested tensor, PyTorch raises an internal error then.
         if any(map(_is_strided_nested, keras.tree.flatten(inputs))):
             raise ValueError(
                 f"Nested tensors of ids must have `layout=torch.jagged`. Received: layout torch.strided (layer {self.name!r})"

@@ -11,6 +11,7 @@ from sok_keras import checkpoint
 from sok_keras.arrays import step_of
 from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
+from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
 from sok_keras.errors import DumpError
 from sok_keras.manifest import read_manifest
@@ -64,10 +65,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         save_best_only: bool = False,
     ) -> None:
         super().__init__()
-        if save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0):
-            raise ValueError(
-                f'`save_freq` must be "epoch" or a positive number of batches. Received: save_freq={save_freq!r}'
-            )
+        check_frequency("save_freq", save_freq)
         if not (isinstance(keep, int) and keep > 0):
             raise ValueError(f"`keep` must be a positive integer. Received: keep={keep!r}")
         if mode not in ("auto", "min", "max"):
@@ -117,6 +115,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         resume_fit(self.model, self._epoch, self._done)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        forget_epoch(self.model)  # `fit` has read it
         if epoch != self._epoch:
             self._epoch, self._done = epoch, 0
 

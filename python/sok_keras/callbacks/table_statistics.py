@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from sok_keras import checkpoint
+from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.profile import Profile
 
 
@@ -42,10 +43,7 @@ class TableStatistics(keras.callbacks.Callback):
         profile: bool = False,
     ) -> None:
         super().__init__()
-        if update_freq != "epoch" and not (isinstance(update_freq, int) and update_freq > 0):
-            raise ValueError(
-                f'`update_freq` must be "epoch" or a positive number of batches. Received: update_freq={update_freq!r}'
-            )
+        check_frequency("update_freq", update_freq)
         self.update_freq = update_freq
         self.per_table = per_table
         self.profile = profile

@@ -146,7 +146,7 @@ class DistributedEmbedding(TableLayer):
         return structure.pack(shaped)
 
     def _lookup_in_parts(self, features: list, tensors: list, weights: list, training: bool | None) -> list:
-        """Looks up all features: those of tables that learn in one native call, and those of frozen tables in another."""
+        """Looks up all features. One native call serves the trainable tables, a second one the frozen tables."""
         frozen = [not config.table.trainable for config in self._structure.features]
         rows: list = [None] * len(features)
         for is_frozen in sorted(set(frozen)):
