@@ -1,12 +1,13 @@
 """Converts ids and weights, as users pass them, to the tensors that a lookup takes."""
 
-from typing import Any, overload
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
 from sok_keras import backend, ragged
+from sok_keras.keys import is_key, signed_key
 from sok_keras.strings import is_strings
 from sok_keras.table_config import TableConfig
 
@@ -160,15 +161,10 @@ def check_splits(value: ragged.Ragged, feature: str) -> None:
         )
 
 
-@overload
-def signed_key(key: int) -> int: ...
-@overload
-def signed_key(key: None) -> None: ...
-def signed_key(key: int | None) -> int | None:
-    """Reinterprets a 64-bit key as int64: the largest uint64 becomes -1. None stays None."""
-    if key is not None and not -(2**63) <= key < 2**64:
+def check_padding_key(key: int | None) -> None:
+    """Raises a `ValueError` unless a `padding_key` is a 64-bit integer or None."""
+    if key is not None and not is_key(key):
         raise ValueError(f"`padding_key` must be a 64-bit integer. Received: padding_key={key!r}")
-    return key if key is None or key < 2**63 else key - 2**64
 
 
 def has_words(value: Any) -> bool:

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from sok_keras import backend, ids, ragged
+from sok_keras.keys import is_key, signed_key
 from sok_keras.strings import is_row, is_strings, string_keys
 
 
@@ -148,21 +149,17 @@ def _from_objects(array: np.ndarray, padding_key: int | None, feature: str) -> n
     if is_strings(known):
         keys = string_keys(np.array(known, object))
     else:
-        other = next((value for value in known if not _is_key(value)), None)
+        other = next((value for value in known if not is_key(value)), None)
         if other is not None:
             raise ValueError(
                 f"Ids must be 64-bit integers or strings. Received: {other!r:.100} of type {type(other).__name__} (feature {feature!r})"
             )
-        keys = np.array([ids.signed_key(key) for key in known], "int64")
+        keys = np.array([signed_key(key) for key in known], "int64")
     if missing.any():
         all_keys = np.full(len(flat), _padding_for(missing, padding_key, feature))
         all_keys[~missing] = keys
         keys = all_keys
     return keys.reshape(array.shape)
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**64
 
 
 def _is_missing(value: Any) -> bool:
@@ -176,7 +173,7 @@ def _padding_for(missing: np.ndarray, padding_key: int | None, feature: str) -> 
             "Ids must not be missing where there is no `padding_key`: set one, or fill them first. Received: "
             f"{int(missing.sum())} of {missing.size} ids missing (feature {feature!r})"
         )
-    return np.int64(ids.signed_key(padding_key))
+    return np.int64(signed_key(padding_key))
 
 
 # ---- bags
@@ -284,7 +281,7 @@ def _grown(bags: _Bags, padding_key: int | None) -> _Bags:
 
 def _fill_of(values: np.ndarray, padding_key: int | None) -> Any:
     """The padding, of the dtype of the ids if that holds it."""
-    key = 0 if padding_key is None else ids.signed_key(padding_key)
+    key = 0 if padding_key is None else signed_key(padding_key)
     if values.dtype == np.uint64:
         return np.int64(key).view("uint64")
     limits = np.iinfo(values.dtype)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sok_keras.errors import TableFullError
+from sok_keras.keys import is_key, signed_key
 
 
 class Outcomes(NamedTuple):
@@ -97,9 +98,7 @@ def _array_of(keys: Any) -> np.ndarray:
     if array.dtype.kind not in "fO" or hasattr(keys, "dtype"):
         return array
     flat = np.asarray(keys, object).ravel().tolist()
-    if not all(type(key) is int and -(2**63) <= key < 2**64 for key in flat):
-        return array
-    return np.array([key if key < 2**63 else key - 2**64 for key in flat], "int64")
+    return np.array([signed_key(key) for key in flat], "int64") if all(map(is_key, flat)) else array
 
 
 class Table:

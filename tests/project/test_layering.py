@@ -44,7 +44,16 @@ LEVELS = [
     STATES,
     {"backend.jax_trainer"},
     {"backend.private_keras", "backend.private_tensorflow", "backend.private_jax", "backend.private_torch"},
-    {"backend.handles", "backend.insertion", "backend.leaving", "errors", "manifest", "strings", "whole_package"},
+    {
+        "backend.handles",
+        "backend.insertion",
+        "backend.leaving",
+        "errors",
+        "keys",
+        "manifest",
+        "strings",
+        "whole_package",
+    },
     {"_native"},
 ]
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from sok_keras import ids, preprocessing
 from sok_keras.feature_config import FeatureConfig
+from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config, table_seed
 from sok_keras.layers.dynamic_embedding import set_tables
 from sok_keras.table import Table
@@ -132,7 +133,8 @@ class DistributedEmbedding(TableLayer):
                 weight = None  # of one id, they cancel
             table = structure.table_numbers[id(config.table)]
             words = ids.has_words(value)
-            padding_key = ids.signed_key(config.padding_key)
+            ids.check_padding_key(config.padding_key)
+            padding_key = signed_key(config.padding_key)
             features.append((config.name, table, words, axis, weight is not None, combiner or "sum", padding_key))
             tensors.append(
                 ids.in_vocabulary(ids.tensors_of(value, config.name, axis), words, config.table, padding_key)

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from sok_keras import ids, preprocessing
+from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
@@ -122,7 +123,8 @@ class DynamicEmbedding(TableLayer):
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")
         if combiner is not None:
             check_choice("combiner", combiner)
-        if ids.signed_key(padding_key) not in (None, 0) and mask_zero:
+        ids.check_padding_key(padding_key)
+        if signed_key(padding_key) not in (None, 0) and mask_zero:
             raise ValueError(
                 "`mask_zero` must be False with another `padding_key` than 0, since both name the id that is masked. Received: "
                 f"mask_zero={mask_zero!r}, padding_key={padding_key!r}"
@@ -177,7 +179,7 @@ class DynamicEmbedding(TableLayer):
             axis,
             weights is not None,
             combiner,
-            ids.signed_key(self._padding_key),
+            signed_key(self._padding_key),
         )
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
         return ids.rows_like(inputs, rows, axis)
