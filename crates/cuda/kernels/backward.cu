@@ -31,6 +31,14 @@ template <u32 KINDS> struct Work : WorkHead {
   Keys kinds[KINDS];
 };
 
+// The number of keys in each list of a dim, and of runs of its hot keys.
+struct Counts {
+  u32 singles, several, hot, runs;
+  __device__ __forceinline__ explicit Counts(const Lists& lists)
+      : singles((u32)lists.cold), several((u32)(lists.cold >> 32)), hot((u32)(lists.hot >> 32)), runs((u32)lists.hot) {}
+  __device__ __forceinline__ u32 keys() const { return singles + several + hot; }
+};
+
 __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -107,8 +115,8 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
   float factor;
   float4 sum[CHUNKS];
 
-  __device__ __forceinline__ Group(const W& work, const Prepared& prepared, u32 column_of, u32 mask_of)
-      : w(work), now(prepared), column(column_of), mask(mask_of) {}
+  __device__ __forceinline__ Group(const W& work, const Prepared& prepared)
+      : w(work), now(prepared), column(threadIdx.x % LANES), mask(group_mask<LANES>()) {}
 
   __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
 
@@ -215,21 +223,21 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 
 // Sink of `merge_keys`: updates the record of a key by the optimizer's rule.
 template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
-  typedef Group<SOURCE, DIM, RULE, AGAIN, W> Of;
-  typedef typename Of::Ahead Ahead;
+  typedef Group<SOURCE, DIM, RULE, AGAIN, W> GroupType;
+  typedef typename GroupType::Ahead Ahead;
   // A stage for the parts of a record and a gradient.
-  typedef Stage<Of::PARTS + 1, UPDATE_THREADS> StageType;
+  typedef Stage<GroupType::PARTS + 1, UPDATE_THREADS> StageType;
   typedef typename StageType::Memory Memory;
   float4* at;
   Ahead ahead;
   const Keys& keys;
   const StageType stage;
   __device__ __forceinline__ Update(const Keys& of, Memory& memory) : keys(of), stage{memory} {}
-  __device__ __forceinline__ float4* place(Of& group, u32 record, u32 value, u32) const {
+  __device__ __forceinline__ float4* place(GroupType& group, u32 record, u32 value, u32) const {
     return record_at<SOURCE>(group.w, record, value);
   }
-  __device__ __forceinline__ void begin(Of& group, float4* place) { group.load(at = place, 0, ahead); }
-  __device__ __forceinline__ void end(Of& group, u32 value) {
+  __device__ __forceinline__ void begin(GroupType& group, float4* place) { group.load(at = place, 0, ahead); }
+  __device__ __forceinline__ void end(GroupType& group, u32 value) {
     group.weigh(factor_of<SOURCE>(group.w, value));
     group.update(at, ahead);
   }
@@ -239,16 +247,16 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
     float4* record;
     float scale;
   };
-  __device__ __forceinline__ InFlight start(const Of& group, u32 turn, const Single& key) const {
+  __device__ __forceinline__ InFlight start(const GroupType& group, u32 turn, const Single& key) const {
     float4* record = record_at<SOURCE>(group.w, key.record, key.gradient_row);
     if (!group.is_mine(0)) return {record, 0};
 #pragma unroll
-    for (u32 p = 0; p < Of::PARTS; ++p) stage.start(turn, p, record + p * Of::QUADS + group.column);
-    return {record, start_gradient<SOURCE, DIM>(stage, turn, Of::PARTS, group.w, key.gradient_row, group.column)};
+    for (u32 p = 0; p < GroupType::PARTS; ++p) stage.start(turn, p, record + p * GroupType::QUADS + group.column);
+    return {record, start_gradient<SOURCE, DIM>(stage, turn, GroupType::PARTS, group.w, key.gradient_row, group.column)};
   }
   // Updates keys of one id: `number`, `number + groups` and so on, below `end_of`. The group requests the next key before it processes
   // the current one.
-  __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
+  __device__ __forceinline__ void singles(GroupType& group, u32 number, u32 end_of, u32 groups) {
     Single key = keys.singles[number], next = number + groups < end_of ? keys.singles[number + groups] : key;
     InFlight in_flight = start(group, 0, key);
     stage.end();
@@ -258,12 +266,12 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
       stage.wait();
       const u32 value = key.gradient_row;
 #pragma unroll
-      for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
+      for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk)
         if (group.is_mine(chunk))
-          group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * Of::LANES + group.column)
-                                   : scaled(stage.at(turn, Of::PARTS), in_flight.scale);
+          group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * GroupType::LANES + group.column)
+                                   : scaled(stage.at(turn, GroupType::PARTS), in_flight.scale);
 #pragma unroll
-      for (u32 p = 0; p < Of::PARTS; ++p) ahead.parts[p] = stage.at(turn, p);
+      for (u32 p = 0; p < GroupType::PARTS; ++p) ahead.parts[p] = stage.at(turn, p);
       at = in_flight.record, in_flight = next_in_flight;
       key = next;
       if (number + 2 * groups < end_of) next = keys.singles[number + 2 * groups];
@@ -277,37 +285,39 @@ struct NoMemory {};
 
 // Sink of `merge_keys`: stores the sum of a key in memory, for a push that is applied later.
 template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
-  typedef Group<SOURCE, DIM, NoRule, AGAIN, W> Of;
+  typedef Group<SOURCE, DIM, NoRule, AGAIN, W> GroupType;
   typedef NoMemory Memory;
   float4* at;
   const Keys& keys;
   __device__ __forceinline__ Store(const Keys& of, Memory&) : keys(of) {}
-  __device__ __forceinline__ float4* place(Of&, u32, u32, u32 number) const { return keys.sums + (u64)number * Of::QUADS; }
-  __device__ __forceinline__ void begin(Of&, float4* place) { at = place; }
-  __device__ __forceinline__ void end(Of& group, u32) {
+  __device__ __forceinline__ float4* place(GroupType&, u32, u32, u32 number) const {
+    return keys.sums + (u64)number * GroupType::QUADS;
+  }
+  __device__ __forceinline__ void begin(GroupType&, float4* place) { at = place; }
+  __device__ __forceinline__ void end(GroupType& group, u32) {
 #pragma unroll
-    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-      if (group.is_mine(chunk)) __stcs(at + chunk * Of::LANES + group.column, group.sum[chunk]);
+    for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk)
+      if (group.is_mine(chunk)) __stcs(at + chunk * GroupType::LANES + group.column, group.sum[chunk]);
   }
 
   // Stores the gradients of keys of one id: `number`, `number + groups` and so on, below `end_of`. FLIGHT of them are in flight.
-  __device__ __forceinline__ void singles(Of& group, u32 number, u32 end_of, u32 groups) {
-    for (; number < end_of; number += Of::FLIGHT * groups) {
-      u32 value[Of::FLIGHT];
+  __device__ __forceinline__ void singles(GroupType& group, u32 number, u32 end_of, u32 groups) {
+    for (; number < end_of; number += GroupType::FLIGHT * groups) {
+      u32 value[GroupType::FLIGHT];
 #pragma unroll
-      for (u32 k = 0; k < Of::FLIGHT; ++k)
+      for (u32 k = 0; k < GroupType::FLIGHT; ++k)
         value[k] = number + k * groups < end_of ? keys.singles[number + k * groups].gradient_row : 0;
 #pragma unroll
-      for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+      for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk) {
         if (!group.is_mine(chunk)) continue;
-        const u32 quad = chunk * Of::LANES + group.column;
-        float4 row[Of::FLIGHT];
+        const u32 quad = chunk * GroupType::LANES + group.column;
+        float4 row[GroupType::FLIGHT];
 #pragma unroll
-        for (u32 k = 0; k < Of::FLIGHT; ++k)
+        for (u32 k = 0; k < GroupType::FLIGHT; ++k)
           if (number + k * groups < end_of) row[k] = load_gradient<SOURCE, DIM, AGAIN>(group.w, value[k], quad);
 #pragma unroll
-        for (u32 k = 0; k < Of::FLIGHT; ++k)
-          if (number + k * groups < end_of) __stcs(keys.sums + (u64)(number + k * groups) * Of::QUADS + quad, row[k]);
+        for (u32 k = 0; k < GroupType::FLIGHT; ++k)
+          if (number + k * groups < end_of) __stcs(keys.sums + (u64)(number + k * groups) * GroupType::QUADS + quad, row[k]);
       }
     }
   }
@@ -318,34 +328,42 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
 // end of the launch.
 constexpr u32 MIXED = 5;
 
+// Stores the sum of a run of a hot key, and counts the run as done. Returns whether all runs of the key are done; the count is then reset,
+// because the same list may be merged again. `number`: the run's number.
+template <class GroupType>
+__device__ __forceinline__ bool finish_run(const GroupType& group, const Keys& keys, Hot* hot, u32 number) {
+#pragma unroll
+  for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk)
+    if (group.is_mine(chunk))
+      __stcg(keys.partial + (u64)number * GroupType::QUADS + chunk * GroupType::LANES + group.column, group.sum[chunk]);
+  __threadfence();
+  __syncwarp(group.mask);
+  u32 done = 0;
+  if (group.column == 0) done = atomicAdd(&hot->done, 1);
+  if (__shfl_sync(group.mask, done, 0, GroupType::LANES) != hot->runs - 1) return false;
+  __threadfence();
+  if (group.column == 0) hot->done = 0;
+  return true;
+}
+
 // Merges one run of a hot key. The group that finishes the key's last run adds the sums of all its runs, in their order, and gives the
-// result to the sink. `first_sum`: the number of the first hot key's sum.
-template <class Sink, class Of>
-__device__ __forceinline__ void merge_run(Of& group, Sink& sink, const Keys& keys, u32 number, u32 first_sum) {
+// result to the sink. `number`: the run's number. `first_sum`: the number of the first hot key's sum.
+template <class Sink, class GroupType>
+__device__ __forceinline__ void merge_run(GroupType& group, Sink& sink, const Keys& keys, u32 number, u32 first_sum) {
   const Run run = keys.runs[number];
   const Sorted* ids = group.w.sorted + run.first;
   group.add_run(ids, 0, run.count);
-#pragma unroll
-  for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-    if (group.is_mine(chunk)) __stcg(keys.partial + (u64)number * Of::QUADS + chunk * Of::LANES + group.column, group.sum[chunk]);
-  __threadfence();
-  __syncwarp(group.mask);
   Hot* hot = keys.hot + run.hot;
-  u32 done = 0;
-  if (group.column == 0) done = atomicAdd(&hot->done, 1);
-  if (__shfl_sync(group.mask, done, 0, Of::LANES) != hot->runs - 1) return;
-  // `done` is reset, because the same list may be merged again.
-  __threadfence();
-  if (group.column == 0) hot->done = 0;
+  if (!finish_run(group, keys, hot, number)) return;
   sink.begin(group, sink.place(group, hot->record, ids->value, first_sum + run.hot));
 #pragma unroll
-  for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk) {
+  for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk) {
     if (!group.is_mine(chunk)) continue;
-    const float4* partial = keys.partial + (u64)hot->first_run * Of::QUADS + chunk * Of::LANES + group.column;
+    const float4* partial = keys.partial + (u64)hot->first_run * GroupType::QUADS + chunk * GroupType::LANES + group.column;
     const u32 num_runs = hot->runs;
     float4 sum = __ldcg(partial);
 #pragma unroll 8
-    for (u32 k = 1; k < num_runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * Of::QUADS));
+    for (u32 k = 1; k < num_runs; ++k) sum = add(sum, __ldcg(partial + (u64)k * GroupType::QUADS));
     group.sum[chunk] = sum;
   }
   sink.end(group, ids->value);
@@ -353,42 +371,42 @@ __device__ __forceinline__ void merge_run(Of& group, Sink& sink, const Keys& key
 
 // Merges keys of several ids: `number`, `number + groups` and so on, below `end`. The group loads the next key's values before it
 // merges the current one. `first_sum`: the number of the first such key's sum.
-template <class Sink, class Of>
+template <class Sink, class GroupType>
 __device__ __forceinline__ void merge_several(
-    Of& group, Sink& sink, const Keys& keys, u32 number, u32 end, u32 groups, u32 first_sum) {
+    GroupType& group, Sink& sink, const Keys& keys, u32 number, u32 end, u32 groups, u32 first_sum) {
   const Sorted* sorted = group.w.sorted;
   const Several none = {0, 0, 0, 0};
   Several key = keys.several[number], next = number + groups < end ? keys.several[number + groups] : none;
-  u32 value[Of::FLIGHT], next_value[Of::FLIGHT];
+  u32 value[GroupType::FLIGHT], next_value[GroupType::FLIGHT];
 #pragma unroll
-  for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = k < key.count ? sorted[key.first + k].value : 0;
+  for (u32 k = 0; k < GroupType::FLIGHT; ++k) value[k] = k < key.count ? sorted[key.first + k].value : 0;
   float4* place = sink.place(group, key.record, key.name, first_sum + number);
   for (; number < end; number += groups) {
     sink.begin(group, place);
     group.add_rows(value, true, key.count);
 #pragma unroll
-    for (u32 k = 0; k < Of::FLIGHT; ++k) next_value[k] = k < next.count ? sorted[next.first + k].value : 0;
+    for (u32 k = 0; k < GroupType::FLIGHT; ++k) next_value[k] = k < next.count ? sorted[next.first + k].value : 0;
     const Several after = number + 2 * groups < end ? keys.several[number + 2 * groups] : none;
     if (next.count) place = sink.place(group, next.record, next.name, first_sum + number + groups);
-    if (key.count > Of::FLIGHT) group.add_run(sorted + key.first, Of::FLIGHT, key.count);
+    if (key.count > GroupType::FLIGHT) group.add_run(sorted + key.first, GroupType::FLIGHT, key.count);
     sink.end(group, key.name);
     key = next, next = after;
 #pragma unroll
-    for (u32 k = 0; k < Of::FLIGHT; ++k) value[k] = next_value[k];
+    for (u32 k = 0; k < GroupType::FLIGHT; ++k) value[k] = next_value[k];
   }
 }
 
 // Processes block `block` of the keys of one dim and returns true. If the dim has fewer blocks, subtracts their number from `block` and
 // returns false. Order of the blocks: runs of hot keys, mixed with the first of the others. Those are blocks of keys of several ids, mixed
 // with blocks of keys of one id.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class Sink, class W>
+template <class Sink, class W>
 __device__ __forceinline__ bool merge_keys(
     const W& w, const Keys& keys, const Prepared& now, typename Sink::Memory& memory, u32& block) {
-  typedef typename Sink::Of Of;
-  constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
-  const u32 column = threadIdx.x % LANES, number_of = threadIdx.x / LANES;
-  const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
-  const u32 runs = (u32)keys.lists->hot, several = (u32)(keys.lists->cold >> 32), singles = (u32)keys.lists->cold;
+  typedef typename Sink::GroupType GroupType;
+  constexpr u32 LANES = GroupType::LANES, GROUPS = UPDATE_THREADS / LANES;
+  const u32 number_of = threadIdx.x / LANES;
+  const Counts counts(*keys.lists);
+  const u32 runs = counts.runs, several = counts.several, singles = counts.singles;
   const u32 hot_blocks = (runs + GROUPS - 1) / GROUPS;
   const u32 several_blocks = (several + GROUPS * PER_SEVERAL - 1) / (GROUPS * PER_SEVERAL);
   const u32 single_blocks = (singles + GROUPS * PER_SINGLE - 1) / (GROUPS * PER_SINGLE);
@@ -396,7 +414,7 @@ __device__ __forceinline__ bool merge_keys(
     block -= hot_blocks + several_blocks + single_blocks;
     return false;
   }
-  Of group(w, now, column, mask);
+  GroupType group(w, now);
   Sink sink(keys, memory);
   const u32 mixed = hot_blocks + (several_blocks + single_blocks) / MIXED;
   const u32 in_hot = block < mixed ? (u32)((u64)block * hot_blocks / mixed) : hot_blocks;
@@ -434,7 +452,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAI
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
   u32 block = blockIdx.x, kind = 0;
-  (merge_keys<SOURCE, DIM, AGAIN, Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
+  (merge_keys<Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
 }
 
 // Calls `body` with the numbers of this block, `gridDim.x` apart, until it returns false. Only the device knows the number of keys. A grid
@@ -452,7 +470,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ 
   NoMemory none;
   take_turns([&](u32 block) {
     u32 kind = 0;
-    return (merge_keys<SOURCE, DIM, AGAIN, Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, none, block) || ...);
+    return (merge_keys<Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, none, block) || ...);
   });
 }
 
@@ -461,41 +479,40 @@ __global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ 
 struct Summed {
   u32 record, value;
 };
-template <class W> __device__ __forceinline__ Summed summed(const W& w, const Keys& keys, u32 singles, u32 several, u32 number) {
-  if (number < singles) return {keys.singles[number].record, keys.singles[number].gradient_row};
-  if (number < singles + several) return {keys.several[number - singles].record, keys.several[number - singles].name};
-  const Hot& hot = keys.hot[number - singles - several];
+template <class W> __device__ __forceinline__ Summed summed(const W& w, const Keys& keys, const Counts& counts, u32 number) {
+  if (number < counts.singles) return {keys.singles[number].record, keys.singles[number].gradient_row};
+  if (number < counts.singles + counts.several)
+    return {keys.several[number - counts.singles].record, keys.several[number - counts.singles].name};
+  const Hot& hot = keys.hot[number - counts.singles - counts.several];
   return {hot.record, w.sorted[keys.runs[hot.first_run].first].value};
 }
 
 // Updates the records of one block of merged keys of a dim. `block` and the result are as in `merge_keys`.
 template <u32 SOURCE, u32 DIM, class RULE, class W>
 __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, const Prepared& now, u32& block) {
-  typedef Group<SOURCE, DIM, RULE, false, W> Of;
-  constexpr u32 LANES = Of::LANES, GROUPS = UPDATE_THREADS / LANES;
-  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32),
-            total = singles + several + (u32)(keys.lists->hot >> 32);
-  const u32 blocks = (total + GROUPS * PER_SUM - 1) / (GROUPS * PER_SUM);
+  typedef Group<SOURCE, DIM, RULE, false, W> GroupType;
+  constexpr u32 LANES = GroupType::LANES, GROUPS = UPDATE_THREADS / LANES;
+  const Counts counts(*keys.lists);
+  const u32 blocks = (counts.keys() + GROUPS * PER_SUM - 1) / (GROUPS * PER_SUM);
   if (block >= blocks) {
     block -= blocks;
     return false;
   }
-  const u32 column = threadIdx.x % LANES;
-  const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
-  Of group(w, now, column, mask);
+  GroupType group(w, now);
   u32 number = block * GROUPS * PER_SUM + threadIdx.x / LANES;
-  const u32 end = min(total, (block + 1) * GROUPS * PER_SUM);
+  const u32 end = min(counts.keys(), (block + 1) * GROUPS * PER_SUM);
   if (number >= end) return true;
-  Summed key = summed(w, keys, singles, several, number);
+  Summed key = summed(w, keys, counts, number);
   for (; number < end; number += GROUPS) {
     float4* at = record_at<SOURCE>(w, key.record, key.value);
-    typename Of::Ahead ahead;
+    typename GroupType::Ahead ahead;
     group.load(at, 0, ahead);
 #pragma unroll
-    for (u32 chunk = 0; chunk < Of::CHUNKS; ++chunk)
-      if (group.is_mine(chunk)) group.sum[chunk] = __ldcs(keys.sums + (u64)number * Of::QUADS + chunk * LANES + column);
+    for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk)
+      if (group.is_mine(chunk))
+        group.sum[chunk] = __ldcs(keys.sums + (u64)number * GroupType::QUADS + chunk * LANES + group.column);
     const float factor = factor_of<SOURCE>(w, key.value);
-    if (number + GROUPS < end) key = summed(w, keys, singles, several, number + GROUPS);
+    if (number + GROUPS < end) key = summed(w, keys, counts, number + GROUPS);
     group.weigh(factor);
     group.update(at, ahead);
   }
@@ -518,12 +535,12 @@ __global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1
 // Adds the squared norm of each merged gradient of a dim to `totals`, by table and exponent. The mantissas of squared norms with the same
 // exponent are added as integers, which is exact.
 template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squares(const W& w, const Keys& keys, u64* totals) {
-  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32),
-            total = singles + several + (u32)(keys.lists->hot >> 32);
+  const Counts counts(*keys.lists);
   // Eight lanes share a key. Each takes every eighth column.
   const u32 part = threadIdx.x % 8, mask = 0xffu << (lane() & ~7u);
-  for (u32 number = (blockIdx.x * UPDATE_THREADS + threadIdx.x) / 8; number < total; number += gridDim.x * UPDATE_THREADS / 8) {
-    const Summed key = summed(w, keys, singles, several, number);
+  for (u32 number = (blockIdx.x * UPDATE_THREADS + threadIdx.x) / 8; number < counts.keys();
+      number += gridDim.x * UPDATE_THREADS / 8) {
+    const Summed key = summed(w, keys, counts, number);
     const float* sum = (const float*)(keys.sums + (u64)number * quads_of(DIM));
     float squares = 0;
     for (u32 column = part; column < DIM; column += 8) {
@@ -556,11 +573,10 @@ __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_cons
     const __grid_constant__ Renumbering r, Entry* entries, u32* records, u32* values) {
   begin();
   const Keys& keys = w.kinds[kind];
-  const u32 singles = (u32)keys.lists->cold, several = (u32)(keys.lists->cold >> 32),
-            total = singles + several + (u32)(keys.lists->hot >> 32);
+  const Counts counts(*keys.lists);
   const u32 number = blockIdx.x * UPDATE_THREADS + threadIdx.x;
-  if (number >= total) return;
-  const Summed key = summed(w, keys, singles, several, number);
+  if (number >= counts.keys()) return;
+  const Summed key = summed(w, keys, counts, number);
   u32 quads = 0, at = 0;
   ((at++ == kind ? (quads = quads_of(DIM)) : 0), ...);
   Entry entry = {};

@@ -170,6 +170,14 @@ template <u32 N> struct Digits {
   }
 };
 
+// Returns a digit of a record number, which begins at bit `shift`. It is computed anew at each use, because keeping it would take one
+// register for each id.
+template <u32 BITS> __device__ __forceinline__ u32 digit_of(u32 record, u32 shift) {
+  u32 high;
+  asm volatile("shr.u32 %0, %1, %2;" : "=r"(high) : "r"(record), "r"(shift));
+  return high & ((1u << BITS) - 1);
+}
+
 // Returns the mask of the lanes that have the same digit as this lane.
 template <u32 BITS> __device__ __forceinline__ u32 peers_of(u32 digit) {
   u32 peers = ALL;
@@ -192,15 +200,15 @@ __device__ __forceinline__ u32 passes_of(const Sort& sort, u32 section, u32 digi
   return needed;
 }
 
-// Returns the rank of an id among the ids of its warp that have the same digit. `of_warp`: the warp's ids so far by digit, which it
-// raises.
+// Returns the rank of an id among the ids of its warp that have the same digit. `of_warp`: by digit, the number of the warp's ids that are
+// ranked so far. The ids of this call are added.
 template <u32 BITS> __device__ __forceinline__ u32 rank_in_warp(u16* of_warp, u32 digit) {
   const u32 peers = peers_of<BITS>(digit);
-  const u32 less = of_warp[digit];
+  const u32 ranked = of_warp[digit];
   __syncwarp();
-  if ((peers & lanes_below()) == 0) of_warp[digit] = less + __popc(peers);
+  if ((peers & lanes_below()) == 0) of_warp[digit] = ranked + __popc(peers);
   __syncwarp();
-  return less + __popc(peers & lanes_below());
+  return ranked + __popc(peers & lanes_below());
 }
 
 // Turns the counts of warps by digit into the positions in the tile where the warps' ids start. `own`: where the thread's digits start.
@@ -252,18 +260,26 @@ __device__ __forceinline__ u32 nearest_prefix(const u32* flags, u32 group) {
   return group - __ffs(prefixes);
 }
 
-// What tiles and groups publish in a pass. `rows`: a thread's digits of each row, DIGITS words apart. `flags`: a status for each row.
+// The counts by digit that tiles and groups publish in a pass. A row has the counts of one tile or group; a thread reads and writes the
+// OWN digits that belong to it.
 template <u32 DIGITS> struct Published {
   static constexpr u32 OWN = DIGITS / SORT_THREADS;
-  u32 *rows, *flags;
+  // The thread's digits of row 0. Rows are DIGITS words apart.
+  u32* rows;
+  // By row, its `TileStatus`.
+  u32* flags;
 
+  // Returns the thread's digits of a row.
   __device__ __forceinline__ u32* row(u32 number) const { return rows + (u64)number * DIGITS; }
 
-  // Adds the ids in all groups before `group` to `less`, by decoupled look-back. The last tile of a group publishes the group's aggregate
-  // before the look-back and its inclusive prefix after it. `first`: the section's first row of groups. `in_tile`: ids of the tile by digit.
-  __device__ __forceinline__ void look_back(u32 first, u32 group, bool is_last, const u32* in_tile, Digits<OWN>& less) const {
+  // Adds the ids in all groups of the section before `group` to `before_tile`, by decoupled look-back. The last tile of a group publishes
+  // the group's aggregate before the look-back and its inclusive prefix after it. `first`: the section's first row of groups. `is_last`:
+  // whether the tile is the last of its group. `in_tile`: the tile's ids by digit. `before_tile`: at first, the ids of the group's earlier
+  // tiles; at the end, the ids of all earlier tiles of the section. A block calls this.
+  __device__ __forceinline__ void look_back(
+      u32 first, u32 group, bool is_last, const u32* in_tile, Digits<OWN>& before_tile) const {
     __shared__ u32 nearest;
-    if (is_last) publish(first + 2 * group, group ? AGGREGATE : PREFIX, in_tile, less);
+    if (is_last) publish(first + 2 * group, group ? AGGREGATE : PREFIX, in_tile, before_tile);
     if (!group) return;
     if (threadIdx.x / WARP == WARPS - 1) {
       const u32 found = nearest_prefix(flags + first, group);
@@ -271,15 +287,16 @@ template <u32 DIGITS> struct Published {
     }
     __syncthreads();
     const u32* prefix = row(first + 2 * nearest + 1);
-    less.add_rows(prefix, 1, DIGITS);
-    less.add_rows(prefix + DIGITS, group - 1 - nearest, 2 * DIGITS);
-    if (is_last) publish(first + 2 * group, PREFIX, in_tile, less);
+    before_tile.add_rows(prefix, 1, DIGITS);
+    before_tile.add_rows(prefix + DIGITS, group - 1 - nearest, 2 * DIGITS);
+    if (is_last) publish(first + 2 * group, PREFIX, in_tile, before_tile);
   }
 
-  // Publishes the sum of `in_tile` and `less` for a group, as its aggregate or as its prefix. `first`: the first row of the group.
-  __device__ __forceinline__ void publish(u32 first, u32 status, const u32* in_tile, const Digits<OWN>& less) const {
+  // Publishes the sum of `in_tile` and `before_tile` for a group. `first`: the first row of the group. `status`: AGGREGATE or PREFIX, which
+  // says what the sum is. A block calls this.
+  __device__ __forceinline__ void publish(u32 first, u32 status, const u32* in_tile, const Digits<OWN>& before_tile) const {
     Digits<OWN> sum;
-    sum.load_shared(in_tile), sum.add(less);
+    sum.load_shared(in_tile), sum.add(before_tile);
     sum.store(row(first + (status == PREFIX)));
     __syncthreads();
     if (threadIdx.x == 0) release(&flags[first], status);
@@ -310,19 +327,18 @@ __device__ __forceinline__ Tile tile_at(const Sort& sort, u32 number, u32 digits
   return t;
 }
 
-// The ids of a thread in a tile: `first` and every WARP-th after it, ITEMS in all.
-template <u32 ITEMS, u32 BITS> struct Ids {
-  u32 first, size, shift;
+// The ITEMS ids of a thread in a tile.
+template <u32 ITEMS, u32 BITS> struct ThreadIds {
+  // Positions in the tile: `first` and every WARP-th after it. Those from `size` on have no id.
+  u32 first, size;
+  // Position of the digit in a record number, in bits.
+  u32 shift;
+  // Record numbers, and the positions of the ids in the sorted tile.
   u32 record[ITEMS], place[ITEMS];
 
   __device__ __forceinline__ bool is_id(u32 k) const { return first + k * WARP < size; }
 
-  // Returns the digit of an id. It is computed anew at each use, because keeping it would take one register for each id.
-  __device__ __forceinline__ u32 digit(u32 of) const {
-    u32 high;
-    asm volatile("shr.u32 %0, %1, %2;" : "=r"(high) : "r"(of), "r"(shift));
-    return high & ((1u << BITS) - 1);
-  }
+  __device__ __forceinline__ u32 digit(u32 of) const { return digit_of<BITS>(of, shift); }
 
   // Loads the records. A position without an id gets the highest digit, so it ranks after all ids.
   template <u32 STRIDE> __device__ __forceinline__ void load(const u32* records) {
@@ -342,30 +358,32 @@ template <u32 ITEMS, u32 BITS> struct Ids {
     for (u32 k = 0; k < ITEMS; ++k) place[k] = rank_in_warp<BITS>(of_warp, digit(record[k]));
   }
 
-  // Makes the places positions in the tile. `starts`: where the warp's ids of each digit start.
+  // Turns the places from ranks in the warp into positions in the sorted tile. `starts`: by digit, where the warp's ids start.
   __device__ __forceinline__ void add_starts(const u16* starts) {
 #pragma unroll
     for (u32 k = 0; k < ITEMS; ++k) place[k] += starts[digit(record[k])];
   }
 
-  // Writes the ids to their places in the tile.
+  // Writes the ids to their places in the sorted tile. `values`: the values of the thread's ids, one in every STRIDE words.
   template <u32 STRIDE> __device__ __forceinline__ void move(const u32* values, Sorted* tile) const {
 #pragma unroll
     for (u32 k = 0; k < ITEMS; ++k) tile[place[k]] = {record[k], is_id(k) ? values[k * WARP * STRIDE] : 0};
   }
-
-  // Writes a tile that is in order to the output. `offsets`: by digit, what an id's position in the tile must be increased by.
-  __device__ __forceinline__ void store(const Sorted* tile, const u32* offsets, Sorted* sorted) const {
-    const u64 kept = kept_policy();
-#pragma unroll
-    for (u32 k = 0; k < ITEMS; ++k) {
-      const u32 at = k * SORT_THREADS + threadIdx.x;
-      if (at >= size) continue;
-      const Sorted moved = tile[at];
-      store_kept(sorted + (offsets[digit(moved.record)] + at), moved, kept);
-    }
-  }
 };
+
+// Writes a sorted tile to the output. `size`: its number of ids. `shift`: as in `ThreadIds`. `offsets`: by digit, the difference of an id's
+// positions in the output and in the tile.
+template <u32 ITEMS, u32 BITS>
+__device__ __forceinline__ void store_tile(const Sorted* tile, u32 size, u32 shift, const u32* offsets, Sorted* sorted) {
+  const u64 kept = kept_policy();
+#pragma unroll
+  for (u32 k = 0; k < ITEMS; ++k) {
+    const u32 at = k * SORT_THREADS + threadIdx.x;
+    if (at >= size) continue;
+    const Sorted moved = tile[at];
+    store_kept(sorted + (offsets[digit_of<BITS>(moved.record, shift)] + at), moved, kept);
+  }
+}
 
 // Sorts by the digit of one pass. A block takes one tile: ITEMS ids for each thread. `records`, `values`: one of an id in every STRIDE
 // words. `next_pass`: the output if another pass follows; the last pass of a section writes to `sort.sorted`.
@@ -389,19 +407,21 @@ __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
   __syncthreads();
   const Tile tile = tile_at(sort, taken, DIGITS, TILE);
   if (pass >= tile.passes) return;
-  Ids<ITEMS, BITS> ids = {warp * WARP * ITEMS + lane(), tile.size, pass * BITS};
+  ThreadIds<ITEMS, BITS> ids = {warp * WARP * ITEMS + lane(), tile.size, pass * BITS};
   const u64 at = tile.section.first + tile.in_section * TILE + ids.first;
   ids.template load<STRIDE>(records + at * STRIDE);
   ids.count(starts);
   const u32* of_section = sort.counts + (u64)(tile.section_number * sort.passes + pass) * DIGITS + first_own;
   Digits<OWN> own;
   own.load(of_section);
-  const u64 sum = (u64)own.sum() << 32;
+  const u64 in_section = (u64)own.sum() << 32;
   const Published<DIGITS> published = {sort.published + (u64)pass * sort.rows * DIGITS + first_own, sort.flags + pass * sort.rows};
   __syncthreads();
   own.load_shared(starts + first_own);
   own.store(published.row(tile.number));
-  const u64 before = sum_before(sum + own.sum(), of_warps);
+  // Positions where the thread's first digit starts: in the section (high half) and in the sorted tile (low half).
+  const u64 start = sum_before(in_section + own.sum(), of_warps);
+  const u32 start_in_section = (u32)(start >> 32), start_in_tile = (u32)start;
   __syncthreads();
   if (threadIdx.x == 0) release(&published.flags[tile.number], AGGREGATE);
   u16* of_warp = (u16*)memory + warp * DIGITS;
@@ -409,22 +429,23 @@ __global__ void __launch_bounds__(SORT_THREADS, 2) sort_pass(
   const u32 group = tile.in_section / SORT_GROUP, in_group = tile.in_section % SORT_GROUP;
   if (warp == WARPS - 1) wait_for_tiles(published.flags + (tile.number - in_group), in_group);
   __syncthreads();
-  own.load_shared(starts + first_own), own.start_at((u32)before);
+  own.load_shared(starts + first_own), own.start_at(start_in_tile);
   start_warps<OWN>((u16*)memory, own);
-  Digits<OWN> less = {};
-  less.add_rows(published.row(tile.number - in_group), in_group, DIGITS);
+  Digits<OWN> before_tile = {};
+  before_tile.add_rows(published.row(tile.number - in_group), in_group, DIGITS);
   if (tile.section.count > SORT_GROUP * TILE)
-    published.look_back(
-        first_group_row(sort, tile.section_number, tile.section), group, in_group == SORT_GROUP - 1, starts + first_own, less);
-  own.load(of_section), own.start_at(tile.section.first + (u32)(before >> 32));
-  less.add(own);
-  own.load_shared(starts + first_own), own.start_at((u32)before);
-  less.subtract(own);
-  less.store(starts + first_own);
+    published.look_back(first_group_row(sort, tile.section_number, tile.section), group, in_group == SORT_GROUP - 1,
+        starts + first_own, before_tile);
+  own.load(of_section), own.start_at(tile.section.first + start_in_section);
+  Digits<OWN> offsets = before_tile;
+  offsets.add(own);
+  own.load_shared(starts + first_own), own.start_at(start_in_tile);
+  offsets.subtract(own);
+  offsets.store(starts + first_own);
   __syncthreads();
   ids.add_starts(of_warp);
   __syncthreads();
   ids.template move<STRIDE>(values + at * STRIDE, (Sorted*)memory);
   __syncthreads();
-  ids.store((const Sorted*)memory, starts, pass + 1 == tile.passes ? sort.sorted : next_pass);
+  store_tile<ITEMS, BITS>((const Sorted*)memory, tile.size, pass * BITS, starts, pass + 1 == tile.passes ? sort.sorted : next_pass);
 }

@@ -27,6 +27,10 @@ __device__ __forceinline__ u64 hash(u64 secret, u64 key) {
 
 __device__ __forceinline__ u32 lane() { return threadIdx.x % WARP; }
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane()) - 1; }
+// Returns the mask of this lane's group in its warp. Groups have LANES consecutive lanes, a power of two.
+template <u32 LANES> __device__ __forceinline__ u32 group_mask() {
+  return LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << (lane() / LANES * LANES);
+}
 
 struct Pair {
   u64 low, high;

@@ -14,19 +14,22 @@ template <u32 DIM> __device__ __forceinline__ float product(const float4& row, c
   return sum;
 }
 
-// The ids of a group of lanes, one a lane: its record and its key. `missing`: the lanes whose ids have no record. `mask`: the group's lanes
-// in their warp.
-struct LaneIds {
+// The ids of a group of lanes. Each lane has one.
+struct GroupIds {
+  // Record number and key of this lane's id.
   u32 record;
   u64 key;
-  u32 missing, mask;
+  // Mask of the group's lanes whose ids have no record; bit 0 is the group's first lane.
+  u32 missing;
+  // Mask of the group's lanes in their warp.
+  u32 mask;
 };
 
 // Adds the products of rows and the bag's gradient to `sums`, this lane's columns only, for the ids of the lanes `first`, `first + 1` and
 // so on, below `n`.
 template <u32 DIM, u32 IDS>
 __device__ __forceinline__ void add_products(
-    const Table& t, const Side& side, u32 bag, const LaneIds& ids, u32 first, u32 n, float (&sums)[IDS]) {
+    const Table& t, const Side& side, u32 bag, const GroupIds& ids, u32 first, u32 n, float (&sums)[IDS]) {
   constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
 #pragma unroll 1
   for (u32 piece = 0; piece < QUADS; piece += LANES) {
@@ -70,8 +73,7 @@ template <u32 DIM>
 __device__ __forceinline__ void of_bag(
     const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
   constexpr u32 LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
-  const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES;
-  const u32 mask = LANES == WARP ? ALL : ((1u << LANES % WARP) - 1) << before;
+  const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES, mask = group_mask<LANES>();
   const u32 begin = f.splits ? kept.splits[bag] : bag * f.hotness;
   const u32 end = max(begin, f.splits ? kept.splits[bag + 1] : begin + f.hotness);
   // The table has lost its records since the lookup.
