@@ -54,11 +54,16 @@ pub fn check_owner<'a>(
         )));
     }
     let name = binding.update.rule.name();
+    let has_states = |table: &&dyn Table| {
+        table.update_rule().is_some_and(|update| {
+            // Every step comes here for every table, so the common case is decided without a layout.
+            *update == binding.update
+                || (update.rule.name() == name
+                    && table.layout() == RecordLayout::new(table.config().dim, Some(&binding.update)))
+        })
+    };
     let mut tables = tables;
-    match tables.find(|t| {
-        t.update_rule().is_none_or(|u| u.rule.name() != name)
-            || t.layout() != RecordLayout::new(t.config().dim, Some(&binding.update))
-    }) {
+    match tables.find(|table| !has_states(table)) {
         None => Ok(()),
         Some(table) => Err(Error::State(format!(
             "the records of table `{}` have no states of {name}, the optimizer that is bound to it: they were replaced since",
