@@ -29,9 +29,6 @@ def preprocess(inputs: Any, weights: Any, padding_key: int | None, is_ragged: bo
         inputs = arrays_of(inputs, padding_key, feature)
         _check_axes(isinstance(inputs, list | tuple), inputs, feature)
         inputs = _narrow(inputs)
-        if is_ragged and backend.name == "tensorflow":  # Keras refuses arrays beside ragged tensors
-            inputs = keras.ops.convert_to_tensor(inputs)
-            weights = None if weights is None else keras.ops.convert_to_tensor(weights, "float32")
     elif is_ragged:
         inputs, weights = _as_ragged(bags, padding_key)
     else:
@@ -257,11 +254,8 @@ def _padded(bags: _Bags, padding_key: int | None) -> tuple[Any, np.ndarray | Non
 
 
 def _as_ragged(bags: _Bags, padding_key: int | None) -> tuple[Any, Any]:
-    """Ids and weights as the backend takes ragged ones."""
+    """Values with row splits, and weights `(n,)` or None."""
     values, row_splits, weights = bags
-    if backend.name == "tensorflow":
-        made = ragged.ragged_tensor(values, row_splits)
-        return made, None if weights is None else made.with_values(weights)
     if backend.name == "jax" and len(row_splits) > 1:
         values, row_splits, weights = _grown(bags, padding_key)
     return {"values": _narrow(values), "row_splits": row_splits.astype("int32")}, weights

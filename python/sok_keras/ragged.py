@@ -39,13 +39,6 @@ def from_parts(parts: dict[str, Any]) -> Ragged:
     return Ragged(values, row_splits)
 
 
-def ragged_tensor(values: np.ndarray, row_splits: np.ndarray) -> Any:
-    """Returns a `RaggedTensor`."""
-    import tensorflow as tf
-
-    return tf.RaggedTensor.from_row_splits(values, row_splits)
-
-
 def from_nested(value: Any, feature: str) -> Ragged:
     """Returns the ids of a nested tensor of PyTorch.
 

@@ -242,7 +242,6 @@ class Batches(keras.utils.PyDataset):
         return self.batches[number]
 
 
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="`preprocess` gives a RaggedTensor on TensorFlow")
 def test_ragged_batches_train_a_functional_model():
     model, layer = model_of_ragged()
     batches = Batches(layer, 6)
@@ -261,21 +260,6 @@ def test_few_shapes_are_compiled():
     for n in (1, 9, 300):  # padding without a padding key has weight 0
         ids, weights = layer_of(combiner="mean").preprocess([[1] * n, [2]], ragged=True)
         assert len(plain(ids["values"])) == len(weights) < 1.25 * (n + 4) and weights.sum() == n + 1
-
-
-@on_tensorflow
-def test_preprocess_makes_ragged_tensors():
-    import tensorflow as tf
-
-    ids, weights = layer_of().preprocess([[1, 2], [3]], [[0.5, 1.0], [2.0]], ragged=True)
-    assert (
-        isinstance(ids, tf.RaggedTensor) and ids.to_list() == [[1, 2], [3]] and weights.to_list() == [[0.5, 1.0], [2.0]]
-    )
-    layer = layer_of(combiner="mean")
-    model = keras.Sequential([keras.Input((None,), dtype="int64", ragged=True), layer, keras.layers.Dense(1)])
-    model.compile(sok.OptimizerWrapper("sgd"), "mse")
-    model.fit(layer.preprocess(BAGS, ragged=True), np.zeros((4, 1)), verbose=0)
-    assert layer.get_table().export().keys.tolist() == [3, 5, 7, 9]
 
 
 # ---- nested tensors

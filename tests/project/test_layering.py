@@ -62,7 +62,7 @@ IN_FUNCTIONS = {
     "layers.base": {"tensorflow": {"check_one_device"}},
     "strings": {"tensorflow": {"_keys_of_tensor"}},
     "ragged": {
-        "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_weights", "ragged_tensor", "rows_like"},
+        "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_weights", "rows_like"},
         "torch": {"_rows_of_bags", "from_nested"},
     },
 }

@@ -190,10 +190,9 @@ class DynamicEmbedding(TableLayer):
         Strings become the keys that `sok_keras.string_keys` gives them. Ids that are missing (None, NaN, pandas' NA) become
         `padding_key`. On JAX without x64, 64-bit ids become `{"low": int32, "high": int32}`. Tensors are returned as they are.
 
-        Rows of unequal length are padded: with `padding_key`, or if there is none with ids of weight 0. With `ragged=True` they become a
-        `RaggedTensor` on TensorFlow, and `{"values", "row_splits"}` on JAX and PyTorch, which batches of a generator or a
-        `keras.utils.PyDataset` may be. JAX compiles a step for each number of values, so `values` are padded there to 4, 5, 6 or 7 times
-        a power of two.
+        Rows of unequal length are padded: with `padding_key`, or if there is none with ids of weight 0. With `ragged=True` they become
+        `{"values", "row_splits"}`, which batches of a generator or a `keras.utils.PyDataset` may be. JAX compiles a step for each number
+        of values, so `values` are padded there to 4, 5, 6 or 7 times a power of two.
 
         Example:
 
