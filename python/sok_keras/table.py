@@ -60,6 +60,8 @@ class TableStats(NamedTuple):
         pending_pushes: Backward passes of the layer that no optimizer has applied.
         native_calls: Calls of lookup, push, commit and apply on the table.
         bytes: Memory of the table.
+        unknown_ids: Ids without a row in lookups outside of training, as of `predict` and `evaluate`. Equal ids count each. Padding
+            and ids outside a vocabulary are not counted.
     """
 
     size: int
@@ -73,6 +75,7 @@ class TableStats(NamedTuple):
     pending_pushes: int
     native_calls: int
     bytes: int
+    unknown_ids: int
 
 
 def as_keys(keys: Any) -> np.ndarray:

@@ -74,7 +74,7 @@ def test_logs_have_few_totals_by_default(tmp_path):
     model, logs = compiled(), []
     keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, of: logs.append(dict(of)))
     fit(model, epochs=2, callbacks=[sok.callbacks.TableStatistics(), keep])
-    assert set(logs[0]) == {"loss", "rows", "table_bytes", "new_rows", "refused_rows"}
+    assert set(logs[0]) == {"loss", "rows", "table_bytes", "new_rows", "refused_rows", "unknown_ids"}
     assert [(of["rows"], of["new_rows"], of["refused_rows"]) for of in logs] == [(12, 12, 0), (12, 0, 0)]
     assert logs[0]["table_bytes"] == table_of(model).stats().bytes
 
@@ -86,6 +86,27 @@ def test_parts_of_a_step_are_logged():
     assert all(of["find_ms"] > 0 and of["update_ms"] > 0 for of in logs)
     with sok.Profile(model):  # nothing measures any more
         fit(model)
+
+
+def test_unknown_ids_are_counted_outside_of_training():
+    model, seen = compiled(), {}
+    known = np.arange(12).reshape(4, 3)
+    unknown = np.array([[1, 77, 77], [3, 4, -8]])
+    data = (np.concatenate([known, unknown]), np.zeros((6, *model.output_shape[1:]), "float32"))
+    keep = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.setdefault("epochs", []).append(logs["unknown_ids"]),
+    )
+    keep.on_test_end = lambda logs=None: seen.update(test=logs["unknown_ids"])
+    keep.on_predict_end = lambda logs=None: seen.update(predict=logs["unknown_ids"])
+    fit(model)
+    statistics = sok.callbacks.TableStatistics()
+    fit(model, epochs=2, validation_data=data, callbacks=[statistics, keep])
+    assert seen == {"epochs": [3, 3], "test": 3}
+    model.evaluate(*data, verbose=0, callbacks=[statistics, keep])
+    model.predict(np.concatenate([data[0], unknown]), verbose=0, callbacks=[statistics, keep])
+    assert seen == {"epochs": [3, 3], "test": 3, "predict": 6}
+    assert table_of(model).stats().unknown_ids == 3 + 3 + 3 + 6
+    assert table_of(model).stats().dropped_gradients == 0
 
 
 @pytest.mark.skipif(

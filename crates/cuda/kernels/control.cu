@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(1024) write_ticket(
 
 // The result of a commit, in memory that the host reads.
 struct Report : ReportHead {
-  // By table: `taken`, `distinct` and `dropped` of its counters.
-  u32 counts[1][3];
+  // By table.
+  TableCounts counts[1];
 };
 template <u32 N> struct Groups {
   Committed groups[N];
@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N
     if (!is_good && is_named) c.report->bad_row = row, c.report->bad_weight = weight / UNIT;
     for (u32 t = row; t < c.num_tables; t += RING) {
       const Counters* counters = c.tables[t].index.counters;
-      c.report->counts[t][0] = counters->taken, c.report->counts[t][1] = counters->distinct,
-      c.report->counts[t][2] = counters->dropped;
+      c.report->counts[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown};
     }
     __threadfence_system();
     __syncthreads();

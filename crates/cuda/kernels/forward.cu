@@ -12,6 +12,13 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
   return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
 }
 
+// Counts ids without a record. One lane calls this, seldom: so it is a function of its own, which takes no registers from `find_records`.
+__device__ __noinline__ void count_absent(const Found& found, const Table& t, u32 absent) {
+  if (found.absent) atomicAdd(found.absent, absent);
+  else if (found.values) atomicAdd(&t.index.counters->dropped, (u64)absent);
+  if (found.counts_unknown) atomicAdd(&t.index.counters->unknown, (u64)absent);
+}
+
 // Finds the records of all ids of a call. Inserts keys without a record where the feature inserts. Also sets `found.zeros` to 0.
 extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
     const __grid_constant__ Call call, const __grid_constant__ Found found) {
@@ -32,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
   }
   if (found.known && is_id) is_wanted = is_wanted && found.known[at] == NO_RECORD;
   const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.overflow, lists[threadIdx.x / WARP], is_new);
-  if (!feature.inserts && found.values) {
-    const u32 absent = __popc(__ballot_sync(ALL, is_wanted && record == NO_RECORD));
-    if (lane() == 0 && absent) atomicAdd(found.absent ? found.absent : &t.index.counters->dropped, absent);
+  if (!feature.inserts) {
+    const u32 absent = __ballot_sync(ALL, is_wanted && record == NO_RECORD);
+    if (absent && lane() == 0) count_absent(found, t, __popc(absent));
   }
   if (!is_id) return;
   found.records[at] = record;

@@ -13,7 +13,7 @@ enum List : u32 { SINGLES, SEVERAL, HOT_KEYS, RUNS, NUM_LISTS };
 __device__ __forceinline__ void take_places(
     const Table* __restrict__ tables, const Section& section, const Keys& keys, u32 (&first)[NUM_LISTS]) {
   const u32 distinct = first[SINGLES] + first[SEVERAL] + first[HOT_KEYS];
-  if (section.table != NO_TABLE && distinct) atomicAdd(&tables[section.table].index.counters->distinct, distinct);
+  if (section.table != NO_TABLE && distinct) atomicAdd(&tables[section.table].index.counters->distinct, (u64)distinct);
   const u64 cold = atomicAdd(&keys.lists->cold, (u64)first[SEVERAL] << 32 | first[SINGLES]);
   const u64 of_hot = first[HOT_KEYS] ? atomicAdd(&keys.lists->hot, (u64)first[HOT_KEYS] << 32 | first[RUNS]) : 0;
   first[SINGLES] = (u32)cold, first[SEVERAL] = (u32)(cold >> 32), first[RUNS] = (u32)of_hot, first[HOT_KEYS] = (u32)(of_hot >> 32);

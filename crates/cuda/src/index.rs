@@ -8,7 +8,9 @@ use std::sync::{Arc, LazyLock};
 
 use sok_core::error::Result;
 
-use crate::abi::{self, BUCKET_WORDS, COUNTERS_WORDS, Moving, SLOTS, STASH, STASH_WORDS, TABLE_THREADS};
+use crate::abi::{
+    self, BUCKET_WORDS, COUNTERS_WORDS, Moving, SLOTS, STASH, STASH_WORDS, STASHED, TABLE_THREADS,
+};
 use crate::device::{Device, Stream, launch};
 use crate::kernels::TABLE;
 use crate::memory::Buffer;
@@ -115,7 +117,7 @@ impl Index {
             return self.grown(2 * keys, len, stream);
         }
         let mut counters = self.counters.read(0, COUNTERS_WORDS)?;
-        counters[32] = grown.counters.read(32, 1)?[0];
+        counters[STASHED] = grown.counters.read(STASHED, 1)?[0];
         grown.counters.write(0, &counters)?;
         Ok(grown)
     }

@@ -31,6 +31,7 @@ pub fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
 
 /// `(hit, inserted, filtered, evicted, refused)`
 type OutcomesTuple = (u64, u64, u64, u64, u64);
+type StatsTuple = (u64, u64, OutcomesTuple, u64, u64, u64, u64, u64);
 
 fn outcomes_tuple(outcomes: Outcomes) -> OutcomesTuple {
     (outcomes.hit, outcomes.inserted, outcomes.filtered, outcomes.evicted, outcomes.refused)
@@ -218,9 +219,9 @@ impl Table {
         update.map(|u| serde_json::to_string(&u).map_err(|e| SokError::new_err(e.to_string()))).transpose()
     }
 
-    /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes`
+    /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes, unknown_ids`
     /// Without `waits`, the counts are those of the last step that the device has reported.
-    fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<(u64, u64, OutcomesTuple, u64, u64, u64, u64)> {
+    fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<StatsTuple> {
         detached(py, || {
             let mut group = self.group.lock()?;
             let table = group.table(self.number);
@@ -233,6 +234,7 @@ impl Table {
                 group.pending_pushes(waits)? as u64,
                 stats.native_calls,
                 stats.bytes + group.step_bytes() as u64 / group.num_tables().max(1) as u64,
+                stats.unknown_ids,
             ))
         })
     }

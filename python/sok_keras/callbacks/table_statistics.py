@@ -13,11 +13,14 @@ class TableStatistics(keras.callbacks.Callback):
     """Adds statistics of the model's tables to Keras' logs.
 
     Callbacks that come after it in the list see them: `CSVLogger`, `TensorBoard`; so do `History` and the line that `fit` prints. By
-    default these are totals over all tables: `rows`, `table_bytes`, and since the last update `new_rows` and `refused_rows`.
+    default these are totals over all tables: `rows`, `table_bytes`, and since the last update `new_rows`, `refused_rows` and
+    `unknown_ids`. The latter are the ids that had no row in validation.
 
     For each table there are `<name>/size`, `<name>/bytes`, `<name>/occupancy` (size over `max_capacity`, or over the capacity of the
-    index), and since the last update `<name>/hits`, `<name>/inserted`, `<name>/refused`. They go to the logs with `per_table=True`, and
-    to TensorBoard alone with `log_dir`.
+    index), and since the last update `<name>/hits`, `<name>/inserted`, `<name>/refused`, `<name>/unknown`. They go to the logs with
+    `per_table=True`, and to TensorBoard alone with `log_dir`.
+
+    In `evaluate` and `predict`, callbacks that come after it see `unknown_ids` of the whole call when it ends.
 
     Example:
 
@@ -51,6 +54,7 @@ class TableStatistics(keras.callbacks.Callback):
         self._profile: Profile | None = None
         self._batches = 0
         self._before: dict[str, dict[str, Any]] = {}
+        self._unknown = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._board is not None:
@@ -82,6 +86,19 @@ class TableStatistics(keras.callbacks.Callback):
         if self._board is not None:
             self._board.on_train_end()
 
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._unknown = self._unknown_ids()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["unknown_ids"] = self._unknown_ids() - self._unknown
+
+    on_predict_begin = on_test_begin
+    on_predict_end = on_test_end
+
+    def _unknown_ids(self):
+        return sum(table.stats().unknown_ids for table in checkpoint._tables_of(self.model))
+
     def _end_profile(self):
         """Ends the measurement of an epoch. Returns ms of each part of a step."""
         if self._profile is None:
@@ -92,14 +109,15 @@ class TableStatistics(keras.callbacks.Callback):
 
     def _numbers(self, when, wait):
         """Totals of all tables, and the numbers of each."""
-        totals = dict.fromkeys(("rows", "table_bytes", "new_rows", "refused_rows"), 0)
+        totals = dict.fromkeys(("rows", "table_bytes", "new_rows", "refused_rows", "unknown_ids"), 0)
         numbers, before = {}, self._before.setdefault(when, {})
         for table in checkpoint._tables_of(self.model):
             now, last = table.stats(wait=wait), before.get(table.name)
             since = {
                 name: getattr(now, name) - (getattr(last, name) if last else 0)
-                for name in ("hits", "inserted", "refused")
+                for name in ("hits", "inserted", "refused", "unknown_ids")
             }
+            since["unknown"] = since.pop("unknown_ids")
             before[table.name] = now
             numbers[f"{table.name}/size"] = now.size
             numbers[f"{table.name}/occupancy"] = now.size / (table._max_capacity or now.capacity)
@@ -109,4 +127,5 @@ class TableStatistics(keras.callbacks.Callback):
             totals["table_bytes"] += now.bytes
             totals["new_rows"] += since["inserted"]
             totals["refused_rows"] += since["refused"]
+            totals["unknown_ids"] += since["unknown"]
         return totals, numbers

@@ -194,6 +194,9 @@ pub struct TableStats {
     pub outcomes: Outcomes,
     /// Number of gradients that were dropped because their key has no row.
     pub dropped_gradients: u64,
+    /// Number of ids without a row in lookups that are not of training: those with [`Insertion::Never`], and those with
+    /// [`Insertion::AtCommit`] that are not saved. Padding, ids outside the vocabulary and ids of weight 0 are not counted.
+    pub unknown_ids: u64,
     /// Number of pushes that no ticket has named yet.
     pub pending_pushes: u64,
     /// Number of calls of lookup, push, commit and apply on the table.

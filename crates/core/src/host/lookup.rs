@@ -28,7 +28,8 @@ pub struct Looked {
     pub features: Vec<usize>,
     pub traces: Vec<(usize, WeightTrace)>,
     pub outcomes: Outcomes,
-    pub dropped_gradients: u64,
+    /// Number of ids that have no row and get none.
+    pub absent_ids: u64,
 }
 
 impl Looked {
@@ -151,11 +152,12 @@ pub fn lookup_whole(
         looked.outcomes = Outcomes { inserted, ..Outcomes::default() };
         if mode.save {
             looked.outcomes.hit = scratch.distinct.len() as u64 - inserted;
-            sort(features, scratch, &mut runs, &mut looked, mode)?;
+            sort(features, scratch, &mut runs, &mut looked)?;
             looked.runs.push(runs);
             looked.absent =
                 Absent::find(&table.config, features, &scratch.records, &scratch.coefficients, mode)?;
         }
+        looked.absent_ids = num_absent(features, &scratch.records, mode);
         Ok(looked)
     })
 }
@@ -299,7 +301,6 @@ fn sort(
     scratch: &Scratch,
     runs: &mut KeyRuns,
     looked: &mut Looked,
-    mode: Mode,
 ) -> Result<()> {
     let is_weighted = is_weighted(features);
     runs.start(scratch.distinct.iter(), is_weighted)?;
@@ -315,7 +316,6 @@ fn sort(
             sort_plain(feature, marks, first_row, runs);
         }
         trace(output, records, looked)?;
-        looked.dropped_gradients += count_dropped(feature, records, mode);
         start = positions.end;
     }
     Ok(())
@@ -346,18 +346,25 @@ fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_r
     }
 }
 
-/// Number of ids whose gradient is dropped, because their key has no row and gets none.
-pub(crate) fn count_dropped(feature: &Feature, records: &[RecordNumber], mode: Mode) -> u64 {
+/// Number of ids that were looked up, have no row and get none. `records`: by feature and id.
+pub(crate) fn num_absent(features: &[FeatureOutput], records: &[RecordNumber], mode: Mode) -> u64 {
     if mode.insertion == Insertion::AtCommit {
-        return 0; // the commit knows
+        return 0; // The commit counts the ids that it has no room for.
     }
-    if feature.weights.is_none() {
+    let mut start = 0;
+    let absent = features.iter().map(|FeatureOutput { feature, .. }| {
+        start += feature.keys.len();
+        num_absent_of(feature, &records[start - feature.keys.len()..start])
+    });
+    absent.sum()
+}
+
+fn num_absent_of(feature: &Feature, records: &[RecordNumber]) -> u64 {
+    let Some(weights) = feature.weights else {
         return records.iter().filter(|&&record| record == NO_RECORD).count() as u64;
-    }
-    let is_dropped = |&(position, record): &(usize, &RecordNumber)| {
-        *record == NO_RECORD && feature.weights.is_none_or(|w| w[position] != 0.0)
     };
-    records.iter().enumerate().filter(is_dropped).count() as u64
+    let is_absent = |(record, weight): &(&RecordNumber, &f32)| **record == NO_RECORD && **weight != 0.0;
+    records.iter().zip(weights).filter(is_absent).count() as u64
 }
 
 pub(crate) fn trace(output: &FeatureOutput, records: &[RecordNumber], looked: &mut Looked) -> Result<()> {

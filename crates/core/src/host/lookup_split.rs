@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::host::absent::Absent;
 use crate::host::features::{FeatureOutput, Mode, Role, is_plain, is_weighted, role, row_code};
 use crate::host::find::{Distinct, NO_MARK, NoConsumer, Part, Search};
-use crate::host::lookup::{Looked, count_dropped, plain_coefficient, trace};
+use crate::host::lookup::{Looked, num_absent, plain_coefficient, trace};
 use crate::host::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, PoolRange, pool_bags};
 use crate::host::runs::{KeyRuns, RowCode};
 use crate::host::table::HostTable;
@@ -147,10 +147,10 @@ pub fn lookup_split(
             let records = &scratch.records[start..start + output.feature.keys.len()];
             start += records.len();
             trace(output, records, &mut looked)?;
-            looked.dropped_gradients += count_dropped(&output.feature, records, mode);
         }
         looked.absent = Absent::find(&table.config, outputs, &scratch.records, &scratch.coefficients, mode)?;
     }
+    looked.absent_ids = num_absent(outputs, &scratch.records, mode);
     Ok(looked)
 }
 

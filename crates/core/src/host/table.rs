@@ -131,6 +131,11 @@ impl HostTable {
         }
     }
 
+    /// Counts ids without a row, of a lookup outside of training.
+    pub(crate) fn note_unknown(&mut self, ids: u64) {
+        self.stats.unknown_ids += ids;
+    }
+
     /// Counts a call of a step.
     pub(crate) fn count_call(&mut self) {
         self.stats.native_calls += 1;

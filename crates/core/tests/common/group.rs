@@ -208,6 +208,7 @@ pub struct Model {
     pub update: Option<Update>,
     pub outcomes: Vec<Outcomes>,
     pub dropped: Vec<u64>,
+    pub unknown: Vec<u64>,
     next_lookup: u64,
     next_push: u64,
     committed: Gradients,
@@ -223,6 +224,7 @@ impl Model {
             update: None,
             outcomes: vec![Outcomes::default(); configs.len()],
             dropped: vec![0; configs.len()],
+            unknown: vec![0; configs.len()],
             next_lookup: 1,
             next_push: 1,
             committed: vec![BTreeMap::new(); configs.len()],
@@ -258,6 +260,10 @@ impl Model {
             let outcomes = self.insert_or_find(number, keys, insert);
             let hit = if save { outcomes.hit } else { 0 };
             self.outcomes[number] += Outcomes { hit, ..outcomes };
+            if insertion == Insertion::Never || (insertion == Insertion::AtCommit && !save) {
+                self.unknown[number] +=
+                    keys.iter().filter(|key| !self.tables[number].rows.contains_key(key)).count() as u64;
+            }
         }
         if save {
             self.remember(inputs, insertion == Insertion::AtCommit);

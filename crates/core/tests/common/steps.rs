@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig};
+use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig, TableStats};
 use sok_core::formula::update::{Update, UpdateScalars};
 
 use super::group::{Input, Model};
@@ -67,6 +67,7 @@ impl Bench {
             for (number, model) in self.model.tables.iter().enumerate() {
                 model.check(subject.table(number));
             }
+            check_recent_stats(&**subject);
         }
     }
 
@@ -178,22 +179,39 @@ fn check_rows(input: &Input, expected: &[f32], got: &[f32], name: &str) {
     }
 }
 
-/// Outcomes and dropped gradients of each table.
-type Counts = Vec<(Outcomes, u64)>;
+/// Hits, inserted and refused keys, dropped gradients and unknown ids of each table.
+type Counts = Vec<[u64; 5]>;
 
 fn counts(model: &Model) -> Counts {
-    model.outcomes.iter().copied().zip(model.dropped.iter().copied()).collect()
+    let of = |t: usize| {
+        let Outcomes { hit, inserted, refused, .. } = model.outcomes[t];
+        [hit, inserted, refused, model.dropped[t], model.unknown[t]]
+    };
+    (0..model.tables.len()).map(of).collect()
 }
 
 fn stats(subject: &dyn Subject) -> Counts {
     let stats = (0..subject.num_tables()).map(|t| subject.table(t).stats().unwrap());
-    stats.map(|s| (s.outcomes, s.dropped_gradients)).collect()
+    stats.map(counts_of).collect()
 }
 
-fn grown(before: &Counts, after: &Counts) -> Vec<[u64; 4]> {
-    let of = |(o, dropped): &(Outcomes, u64)| [o.hit, o.inserted, o.refused, *dropped];
-    let difference = |(b, a): (&_, &_)| std::array::from_fn(|i| of(a)[i] - of(b)[i]);
+fn counts_of(stats: TableStats) -> [u64; 5] {
+    let Outcomes { hit, inserted, refused, .. } = stats.outcomes;
+    [hit, inserted, refused, stats.dropped_gradients, stats.unknown_ids]
+}
+
+fn grown(before: &Counts, after: &Counts) -> Counts {
+    let difference = |(b, a): (&[u64; 5], &[u64; 5])| std::array::from_fn(|i| a[i] - b[i]);
     before.iter().zip(after).map(difference).collect()
+}
+
+/// Statistics that do not wait for the device may lag behind those that do, but count nothing twice.
+fn check_recent_stats(subject: &dyn Subject) {
+    for t in 0..subject.num_tables() {
+        let recent = counts_of(subject.table(t).recent_stats());
+        let now = counts_of(subject.table(t).stats().unwrap());
+        assert!(recent.iter().zip(now).all(|(recent, now)| *recent <= now), "table {t}: {recent:?}, {now:?}");
+    }
 }
 
 pub fn op() -> impl Strategy<Value = Op> {

@@ -22,6 +22,7 @@ use macros::enum_text;
 pub const BUCKET_WORDS: usize = size_of::<Bucket>() / 4;
 pub const STASH_WORDS: usize = size_of::<Stash>() / 4;
 pub const COUNTERS_WORDS: usize = size_of::<Counters>() / 4;
+pub const COUNTS_WORDS: usize = size_of::<TableCounts>() / 4;
 pub const LISTS_WORDS: usize = size_of::<Lists>() / 4;
 pub const RESOLVED_WORDS: usize = size_of::<Resolved>() / 4;
 pub const REPORT_WORDS: usize = size_of::<ReportHead>() / 4;
@@ -30,8 +31,10 @@ pub const PREPARED_WORDS: usize = size_of::<Prepared>() / 4;
 
 /// Positions of counts in [`Counters`], in 32-bit words.
 pub const TAKEN: usize = offset_of!(Counters, taken) / 4;
+pub const STASHED: usize = offset_of!(Counters, stashed) / 4;
 pub const DROPPED: usize = offset_of!(Counters, dropped) / 4;
 pub const DISTINCT: usize = offset_of!(Counters, distinct) / 4;
+pub const UNKNOWN: usize = offset_of!(Counters, unknown) / 4;
 
 /// Returns the offset of a field in a struct, in 32-bit words.
 macro_rules! word_of {

@@ -33,11 +33,26 @@ structs! {
         pub stashed: u32,
         pub pad1: [u32; 31],
         /// Ids whose gradient is dropped, because their key has no record.
-        pub dropped: u32,
-        pub pad2: [u32; 31],
+        pub dropped: u64,
+        pub pad2: [u32; 30],
         /// Distinct keys with a record, summed over the lookups that save what a push needs.
-        pub distinct: u32,
-        pub pad3: [u32; 31],
+        pub distinct: u64,
+        pub pad3: [u32; 30],
+        /// Ids without a record, of lookups outside of training.
+        pub unknown: u64,
+        pub pad4: [u32; 30],
+        /// Record of the out-of-vocabulary key at the last lookup.
+        pub out_of_vocabulary: u32,
+        pub pad5: [u32; 31],
+    }
+
+    /// The counts of a table in a report: fields of `Counters`.
+    pub struct TableCounts {
+        pub taken: u32,
+        pub pad: u32,
+        pub distinct: u64,
+        pub dropped: u64,
+        pub unknown: u64,
     }
 
     /// The map from keys to record numbers.
@@ -174,7 +189,8 @@ structs! {
         /// Words that `find_records` sets to 0.
         pub zeros: u64 as "u32*",
         pub num_zeros: u32,
-        pub pad: u32,
+        /// Whether ids without a record are counted as unknown.
+        pub counts_unknown: u32,
         pub overflow: Overflow,
         pub fault: u64 as "Fault*",
         /// Counter of the absent ids, if a commit inserts their keys; otherwise null.

@@ -304,7 +304,7 @@ impl GpuGroup {
         self.make_room(&inputs.features, Some(&known), &mut inserts, false, stream)?;
         // `make_rows` computes the coefficients of weighted ids, so it needs memory for rows.
         let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
-        let absent = AbsentIds { count: 0, known: inputs.known_address() };
+        let absent = AbsentIds { known: inputs.known_address(), ..AbsentIds::default() };
         let saved =
             self.workspace.lookup(&mut self.tables, &features, &inserts, absent, true, None, stream)?;
         self.tables.iter_mut().for_each(GpuTable::reserve_soon);

@@ -9,7 +9,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
 use super::{Combined, Committed, GpuGroup, Push, SavedLookup};
-use crate::abi::{self, REPORT_WORDS, word_of};
+use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, TableCounts, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::memory::Buffer;
@@ -39,7 +39,14 @@ impl GpuGroup {
         let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
         self.wait_for_report(commit)?;
         for (t, table) in self.tables.iter_mut().enumerate() {
-            let counts = std::array::from_fn(|i| self.report.get(REPORT_WORDS + 3 * t + i));
+            let first = REPORT_WORDS + COUNTS_WORDS * t;
+            let counts = TableCounts {
+                taken: self.report.get(first + word_of!(TableCounts, taken)),
+                distinct: self.report.get_wide(first + word_of!(TableCounts, distinct)),
+                dropped: self.report.get_wide(first + word_of!(TableCounts, dropped)),
+                unknown: self.report.get_wide(first + word_of!(TableCounts, unknown)),
+                pad: 0,
+            };
             table.learn_from(counts, self.ids_since[t]);
         }
         if self.report.get(word_of!(ReportHead, is_due)) == 0 {
@@ -97,6 +104,7 @@ impl GpuGroup {
         self.workspace.describe(&mut self.tables, stream)?;
         self.drop_stale(stream)?;
         self.tables.iter_mut().for_each(GpuTable::count_call);
+        self.tables.iter_mut().for_each(GpuTable::expect_report);
         let oldest = self.ring.numbers().next().unwrap_or(0);
         let pending = self.ring.numbers().fold(0u64, |bits, number| bits | 1 << (number - oldest));
         self.committed = match self.ring.numbers().next() {

@@ -21,8 +21,8 @@ use sok_core::contract::ticket::{PushRing, RING, mark};
 use sok_core::error::{Error, Result};
 
 use crate::abi::{
-    EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS, REPORT_WORDS, RESOLVED_WORDS,
-    Side, word_of,
+    COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS, REPORT_WORDS,
+    RESOLVED_WORDS, Side, word_of,
 };
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
@@ -177,7 +177,7 @@ impl GpuGroup {
             unseen: None,
             next_commit: 1,
             ids_since: vec![0; num_tables],
-            report: Shared::new(context, REPORT_WORDS + 3 * num_tables)?,
+            report: Shared::new(context, REPORT_WORDS + COUNTS_WORDS * num_tables)?,
             resolved: Buffer::new(context, RESOLVED_WORDS)?,
             prepared: Buffer::new(context, PREPARED_WORDS)?,
             is_bad: Buffer::new(context, 1)?,
@@ -276,7 +276,11 @@ impl GpuGroup {
         let inputs = (insertion == Insertion::AtCommit && save)
             .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, stream))
             .transpose()?;
-        let absent = AbsentIds { count: inputs.as_ref().map_or(0, Inputs::count_address), known: 0 };
+        let absent = AbsentIds {
+            count: inputs.as_ref().map_or(0, Inputs::count_address),
+            known: 0,
+            are_unknown: inputs.is_none() && !insert,
+        };
         let saved = self.workspace.lookup(&mut self.tables, features, &inserts, absent, save, to, stream)?;
         if let Some(inputs) = &inputs {
             inputs.keep_records(self.workspace.found_records(), stream)?;

@@ -19,7 +19,7 @@ impl GpuTable {
 
     /// Returns a number above all record numbers that were in use when the device last reported.
     pub(crate) fn known_numbers(&self) -> u64 {
-        let taken = u64::from(self.reported[0]).saturating_sub(self.released.len() as u64);
+        let taken = u64::from(self.reported.taken).saturating_sub(self.released.len() as u64);
         self.max_numbers().min(u64::from(self.fresh) + taken)
     }
 

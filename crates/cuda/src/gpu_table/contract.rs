@@ -11,7 +11,7 @@ use sok_core::memory;
 
 use super::record::DeviceLayout;
 use super::{GpuTable, WAITING, arena};
-use crate::abi::{self, DISTINCT, DROPPED, TAKEN};
+use crate::abi::TAKEN;
 use crate::index::Index;
 use crate::memory::Buffer;
 use crate::step;
@@ -98,8 +98,7 @@ impl Table for GpuTable {
 
     fn stats(&self) -> Result<TableStats> {
         self.device.synchronize()?;
-        let counters = self.index.counters.read(0, abi::COUNTERS_WORDS)?;
-        Ok(self.stats_of([counters[TAKEN], counters[DISTINCT], counters[DROPPED]]))
+        Ok(self.stats_of(self.counts()?))
     }
 
     fn recent_stats(&self) -> TableStats {

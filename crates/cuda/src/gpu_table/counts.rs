@@ -3,8 +3,8 @@
 use sok_core::contract::table::{CheckMode, Outcomes, TableStats};
 use sok_core::error::Result;
 
-use super::{Counts, GpuTable};
-use crate::abi::{self, DISTINCT, DROPPED, TAKEN};
+use super::GpuTable;
+use crate::abi::{COUNTERS_WORDS, DISTINCT, DROPPED, TAKEN, TableCounts, UNKNOWN};
 
 impl GpuTable {
     /// Reads from the device how many numbers are taken. The device must be idle.
@@ -13,40 +13,56 @@ impl GpuTable {
         Ok(())
     }
 
-    /// Takes over the counts of a report from the device. `since`: number of ids looked up to insert since that report.
-    pub(crate) fn learn_from(&mut self, counts: Counts, since: u64) {
+    /// Notes that a commit was enqueued, whose report has the counts of now.
+    pub(crate) fn expect_report(&mut self) {
+        self.is_recounted = false;
+    }
+
+    /// Takes over the counts of a commit's report. `since`: number of ids looked up to insert since that commit.
+    pub(crate) fn learn_from(&mut self, counts: TableCounts, since: u64) {
+        let counts = if self.is_recounted { TableCounts::default() } else { counts };
         // Keys may have been inserted outside a step since the report was written.
-        let taken = counts[0].max(self.counted);
+        let taken = counts.taken.max(self.counted);
         self.max_taken = u64::from(taken);
         self.expect(since);
-        self.reported = [taken, counts[1], counts[2]];
+        self.reported = TableCounts { taken, ..counts };
+    }
+
+    /// Reads the counts from the device, which must be idle.
+    pub(super) fn counts(&self) -> Result<TableCounts> {
+        let words = self.index.counters.read(0, COUNTERS_WORDS)?;
+        let wide = |at: usize| u64::from(words[at]) | u64::from(words[at + 1]) << 32;
+        let (distinct, dropped, unknown) = (wide(DISTINCT), wide(DROPPED), wide(UNKNOWN));
+        Ok(TableCounts { taken: words[TAKEN], pad: 0, distinct, dropped, unknown })
     }
 
     /// Adds the counts of steps to the statistics, and resets them on the device. The device must be idle.
     pub(crate) fn count_steps(&mut self) -> Result<()> {
-        let counters = self.index.counters.read(0, abi::COUNTERS_WORDS)?;
-        let inserted = u64::from(counters[TAKEN] - self.counted);
+        let counts = self.counts()?;
+        let inserted = u64::from(counts.taken - self.counted);
         self.stats.outcomes.inserted += inserted;
-        self.stats.outcomes.hit += u64::from(counters[DISTINCT]).saturating_sub(inserted + self.admitted);
-        self.stats.dropped_gradients += u64::from(counters[DROPPED]);
+        self.stats.outcomes.hit += counts.distinct.saturating_sub(inserted + self.admitted);
+        self.stats.dropped_gradients += counts.dropped;
+        self.stats.unknown_ids += counts.unknown;
         self.admitted = 0;
-        self.index.counters.write(DROPPED, &[0])?;
-        self.index.counters.write(DISTINCT, &[0])?;
-        self.counted = counters[TAKEN];
-        self.reported = [self.counted, 0, 0];
-        self.max_taken = u64::from(counters[TAKEN]);
+        self.forget_counts()?;
+        self.index.counters.write(UNKNOWN, &[0; 2])?;
+        self.counted = counts.taken;
+        self.reported = TableCounts { taken: self.counted, ..TableCounts::default() };
+        self.is_recounted = true;
+        self.max_taken = u64::from(counts.taken);
         Ok(())
     }
 
     /// Resets the distinct keys and dropped gradients on the device, after launches that were not steps. The device must be idle.
     pub(crate) fn forget_counts(&mut self) -> Result<()> {
-        self.index.counters.write(DROPPED, &[0])?;
-        self.index.counters.write(DISTINCT, &[0])
+        self.index.counters.write(DROPPED, &[0; 2])?;
+        self.forget_distinct()
     }
 
     /// Resets the distinct keys on the device, after a launch that was not a step. The device must be idle.
     pub(crate) fn forget_distinct(&mut self) -> Result<()> {
-        self.index.counters.write(DISTINCT, &[0])
+        self.index.counters.write(DISTINCT, &[0; 2])
     }
 
     /// Returns the number of keys inserted since the numbers were last counted. The caller adds it to the statistics. The device
@@ -55,7 +71,7 @@ impl GpuTable {
         self.learn()?;
         let inserted = self.max_taken as u32 - self.counted;
         self.counted = self.max_taken as u32;
-        self.reported[0] = self.counted;
+        self.reported.taken = self.counted;
         Ok(u64::from(inserted))
     }
 
@@ -84,18 +100,19 @@ impl GpuTable {
     }
 
     /// Returns the statistics, with these counts of the device added.
-    pub(super) fn stats_of(&self, [taken, distinct, dropped]: Counts) -> TableStats {
-        let inserted = u64::from(taken.saturating_sub(self.counted));
+    pub(super) fn stats_of(&self, counts: TableCounts) -> TableStats {
+        let inserted = u64::from(counts.taken.saturating_sub(self.counted));
         let mut stats = TableStats {
-            size: (self.len_before + i64::from(taken)) as u64,
+            size: (self.len_before + i64::from(counts.taken)) as u64,
             capacity: self.index.capacity() as u64,
             bytes: (self.index.num_bytes() + self.arena.num_bytes() + self.released_on_device.num_bytes())
                 as u64,
             ..self.stats
         };
         stats.outcomes.inserted += inserted;
-        stats.outcomes.hit += u64::from(distinct).saturating_sub(inserted + self.admitted);
-        stats.dropped_gradients += u64::from(dropped);
+        stats.outcomes.hit += counts.distinct.saturating_sub(inserted + self.admitted);
+        stats.dropped_gradients += counts.dropped;
+        stats.unknown_ids += counts.unknown;
         stats
     }
 }

@@ -16,7 +16,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::initializer::Initializer;
 
-use crate::abi::{self, InitializerKind};
+use crate::abi::{self, InitializerKind, TableCounts};
 use crate::device::{Device, Stream};
 use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
@@ -29,9 +29,6 @@ const WAITING: Stream = Stream::DEFAULT;
 
 /// Maximum number of floats that are copied to or from the device at once.
 const PIECE: usize = 1 << 24;
-
-/// Values of `Counters`: `taken`, `distinct` and `dropped`. The last two are counted since `GpuTable::count_steps`.
-type Counts = [u32; 3];
 
 /// An embedding table in the memory of a GPU.
 pub struct GpuTable {
@@ -55,8 +52,11 @@ pub struct GpuTable {
     is_short: bool,
     /// Number of record numbers that `reserve_soon` must get memory for; 0: none.
     numbers_soon: u64,
-    /// The counts that the device last reported, without a wait for the device.
-    reported: Counts,
+    /// The counts that the device last reported, without a wait for the device. All but `taken` are counted since
+    /// [`GpuTable::count_steps`].
+    reported: TableCounts,
+    /// Whether the counts on the device were reset after the last commit was enqueued. Its report is out of date then.
+    is_recounted: bool,
     /// Keys that were admitted for steps, which count them as found.
     admitted: u64,
     /// Erased records that a step may still refer to, each with the number of the newest lookup that may refer to it; 0: none does.
@@ -116,7 +116,8 @@ impl GpuTable {
             counted: 0,
             is_short: false,
             numbers_soon: 0,
-            reported: [0; 3],
+            reported: TableCounts::default(),
+            is_recounted: false,
             admitted: 0,
             retired: Vec::new(),
             newest_lookup: 0,

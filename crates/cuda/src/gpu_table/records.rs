@@ -10,7 +10,7 @@ use sok_core::key::Key;
 
 use super::record::DeviceLayout;
 use super::{GpuTable, Room, WAITING, arena};
-use crate::abi::{self, DeviceFields, TABLE_THREADS, TAKEN};
+use crate::abi::{self, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
 use crate::device::{Stream, launch, launch_next};
 use crate::index::Index;
 use crate::kernels::TABLE;
@@ -153,7 +153,7 @@ impl GpuTable {
         released.extend(free.into_iter().map(|(_, record)| record));
         self.fresh += (taken - given_out) as u32;
         self.len_before += taken as i64;
-        (self.counted, self.max_taken, self.reported) = (0, 0, [0; 3]);
+        (self.counted, self.max_taken, self.reported) = (0, 0, TableCounts::default());
         (self.released, self.retired, self.has_moved) = (released, needed, true);
         room.write(0, &self.released)?;
         self.released_on_device = room;
@@ -226,7 +226,8 @@ impl GpuTable {
         (self.index, self.arena) = (index, arena);
         self.released.clear();
         self.retired.clear();
-        (self.fresh, self.len_before, self.max_taken, self.counted, self.reported) = (1, 0, 0, 0, [0; 3]);
+        (self.fresh, self.len_before, self.max_taken, self.counted) = (1, 0, 0, 0);
+        self.reported = TableCounts::default();
         self.numbers_soon = 0;
         self.generation += 1;
         self.has_moved = true;

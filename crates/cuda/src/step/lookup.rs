@@ -14,13 +14,16 @@ use crate::gpu_table::GpuTable;
 use crate::kernels::FORWARD;
 use crate::memory::{Buffer, words};
 
-/// How a lookup treats absent ids, whose keys a commit inserts. Fields are addresses on the device; 0 for none.
+/// How a lookup treats ids without a record.
 #[derive(Clone, Copy, Default)]
 pub struct AbsentIds {
-    /// A word that takes the number of absent ids.
+    /// Address of a word that takes their number, if a commit inserts their keys; otherwise 0.
     pub count: u64,
-    /// By place of an id: the record that an earlier lookup of the same features found. Only ids without one are looked up.
+    /// Address of an array: by place of an id, the record that an earlier lookup of the same features found. Only ids without one
+    /// are looked up. 0 for none.
     pub known: u64,
+    /// Whether they are counted as unknown, because the lookup is not one of training.
+    pub are_unknown: bool,
 }
 
 /// Descriptors and grids for the launches of a lookup.
@@ -94,7 +97,7 @@ impl Workspace {
             named: places.named,
             zeros: scratch.counts,
             num_zeros: plan.map_or(0, SortPlan::count_words) as u32,
-            pad: 0,
+            counts_unknown: absent.are_unknown.into(),
             overflow: Overflow { count: places.overflow_count, ids: overflow },
             fault: self.fault.address(),
             absent: absent.count,

@@ -79,7 +79,10 @@ impl HostGroup {
             }
             let table = &mut self.tables[*number];
             let outcomes = if save { outcomes } else { Outcomes { hit: 0, ..outcomes } };
-            table.note(outcomes, looked.dropped_gradients);
+            table.note(outcomes, if save { looked.absent_ids } else { 0 });
+            if insertion == Insertion::Never {
+                table.note_unknown(looked.absent_ids);
+            }
             table.count_call();
         }
         if save {
