@@ -51,7 +51,7 @@ site() {
 python() {
   site
   for backend in ${BACKENDS:-torch jax}; do
-    for file in ${FILES:-test_gpu test_torch test_layers test_nesting test_bad_input test_insertion test_masks test_out_of_vocabulary test_pitfalls test_pitfalls_of_ids test_equivalence test_equivalence_of_many test_tickets test_formulas test_forks test_failed_steps test_persistence test_damaged_dumps test_dump_checkpoint test_weights test_other_names test_callbacks test_frozen_tables test_tables test_in_flight test_statistics test_profile}; do
+    for file in ${FILES:-test_gpu test_torch test_layers test_nesting test_bad_input test_insertion test_masks test_out_of_vocabulary test_pitfalls test_pitfalls_of_ids test_equivalence test_equivalence_of_many test_tickets test_formulas test_forks test_failed_steps test_persistence test_damaged_dumps test_dump_checkpoint test_weights test_other_names test_callbacks test_frozen_tables test_two_optimizers test_tables test_in_flight test_statistics test_profile}; do
       KERAS_BACKEND=$backend python3 -m pytest -q -p no:cacheprovider --rootdir . -o addopts= -o pythonpath=tests tests/*/"$file.py" > "$OUT/$backend.$file.log" 2>&1 &
     done
   done

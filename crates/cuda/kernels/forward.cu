@@ -75,6 +75,16 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(
   }
 }
 
+// Finds the records of the out-of-vocabulary keys of all tables, which `make_rows` and `weight_gradients` read. A search in `make_rows`
+// itself would cost it registers, so that fewer blocks would share a multiprocessor.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS) find_out_of_vocabulary(const Table* tables, u32 num_tables) {
+  begin();
+  const u32 table = blockIdx.x * FIND_THREADS + threadIdx.x;
+  if (table >= num_tables || !tables[table].has_out_of_vocabulary_key) return;
+  const Index& index = tables[table].index;
+  index.counters->out_of_vocabulary = find_alone(index, tables[table].out_of_vocabulary_key);
+}
+
 // The pipeline of rows in shared memory. In each turn, a lane starts to load four columns of ROWS rows. It starts the loads of the next
 // turn before it reads the columns of this one.
 template <u32 ROWS> using RowStage = Stage<ROWS, ROWS_THREADS>;
@@ -250,23 +260,23 @@ __device__ __forceinline__ void combine(
   pool<DIM, ROWS, ROLES>(t, f, rows, stage, bag, begin, end);
 }
 
-// Writes the rows, (bags, dim), of all features whose kind is among DIM, which has the kinds from `first_kind` on. A sum waits for each
+// Writes the rows, (bags, dim), of all features whose kind is among `kinds`, with the dims DIM. A sum waits for each
 // of its rows, so more blocks of SUMMED share a multiprocessor.
 template <u32 BAGS, u32... DIM>
 __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH     ? 6
                                                 : BAGS == SUMMED ? 8
                                                                  : 4)
-make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows, u32 first_kind) {
+make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows, const Kinds kinds) {
   begin();
   typedef RowStage<BAGS == EACH ? GATHERED : POOLED> StageType;
   __shared__ typename StageType::Memory memory;
   const StageType stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
-  if (f.kind - first_kind >= sizeof...(DIM)) return;
+  if (kinds.has_others && f.kind - kinds.first >= sizeof...(DIM)) return;
   const Table& t = call.tables[f.table];
   const u32 block = blockIdx.x - call.first_rows[number];
-  with_dim<DIM...>(f.kind - first_kind, [&](auto dim) {
+  with_dim<DIM...>(f.kind - kinds.first, [&](auto dim) {
     constexpr u32 D = decltype(dim)::value;
     if (BAGS == EACH || f.is_gather) gather<D>(t, f, rows, stage, block);
     else if constexpr (BAGS != EACH) combine<D, POOLED, BAGS == ANY>(t, f, rows, stage, number, block);

@@ -73,14 +73,17 @@ __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 qua
 }
 
 // Returns four columns of the row of a key without a record: of the row that all such keys have, initial values or zeros, as the
-// table's configuration says. Keys outside the vocabulary get zeros.
-__device__ __noinline__ float4 missing_columns(const Table& t, u64 key, u32 quad) {
-  if (t.has_out_of_vocabulary_key && key <= t.last_key) {
-    const u32 record = find_alone(t.index, t.out_of_vocabulary_key);
-    if (record != NO_RECORD) return t.records[(u64)record * t.stride + quad];
-    return first_values(t.initializer, t.out_of_vocabulary_key, quad);
+// table's configuration says. Keys outside the vocabulary get zeros. `out_of_vocabulary`: record of the out-of-vocabulary key, or
+// NO_RECORD.
+__device__ __forceinline__ float4 missing_columns(const Table& t, u64 key, u32 quad, u32 out_of_vocabulary) {
+  if (key > t.last_key) return make_float4(0, 0, 0, 0);
+  if (t.has_out_of_vocabulary_key) {
+    if (out_of_vocabulary != NO_RECORD) return t.records[(u64)out_of_vocabulary * t.stride + quad];
+    key = t.out_of_vocabulary_key;
+  } else if (t.missing != INITIAL) {
+    return make_float4(0, 0, 0, 0);
   }
-  return t.missing == INITIAL && key <= t.last_key ? first_values(t.initializer, key, quad) : make_float4(0, 0, 0, 0);
+  return first_values(t.initializer, key, quad);
 }
 
 // Writes the initial values of the new records of a warp. `is_new`: whether this lane has a new record.

@@ -10,6 +10,12 @@ __device__ __forceinline__ float scale_of(const Feature& f, float weights, float
   return divisor == 0 ? 0 : 1.0f / divisor;
 }
 
+// Returns four columns of the row of a key without a record, as `missing_columns` of records.cuh. A call needs few registers of its caller,
+// which seldom comes here.
+__device__ __noinline__ float4 missing_columns(const Table& t, u64 key, u32 quad) {
+  return missing_columns(t, key, quad, t.index.counters->out_of_vocabulary);
+}
+
 // Marks a padding id, in place of its record number.
 constexpr u32 PADDING = ~0u;
 

@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) fill_missing(const _
   for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * t.quads; at += (u64)gridDim.x * TABLE_THREADS) {
     const u32 i = (u32)(at / t.quads), quad = (u32)(at % t.quads);
     if (records[i] & ~NEW) continue;
-    const float4 x = missing_columns(t, keys[i], quad);
+    const u32 out_of_vocabulary = t.has_out_of_vocabulary_key ? find_alone(t.index, t.out_of_vocabulary_key) : NO_RECORD;
+    const float4 x = missing_columns(t, keys[i], quad, out_of_vocabulary);
     for (u32 c = 4 * quad; c < min(4 * quad + 4, dim); ++c) out[(u64)i * dim + c] = ((const float*)&x)[c - 4 * quad];
   }
 }

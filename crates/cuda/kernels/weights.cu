@@ -116,18 +116,18 @@ __device__ __forceinline__ void of_bag(
   if (f.pools && f.combiner != SUM) divide_by_weights<LANES>(f, kept, products, begin, end, weights, squares, total);
 }
 
-// Computes the gradients of weights, for all features of a call that have weights and whose kind is among DIM, which has the kinds from
-// `first_kind` on. The grid is that of `make_rows`. `all`: by feature, the address that takes them.
+// Computes the gradients of weights, for all features of a call that have weights and whose kind is among `kinds`, with
+// the dims DIM. The grid is that of `make_rows`. `all`: by feature, the address that takes them.
 template <u32... DIM>
 __global__ void __launch_bounds__(ROWS_THREADS, 4) weight_gradients(
-    const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all, u32 first_kind) {
+    const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all, const Kinds kinds) {
   begin();
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
-  if (!f.weights || f.kind - first_kind >= sizeof...(DIM)) return;
+  if (!f.weights || (kinds.has_others && f.kind - kinds.first >= sizeof...(DIM))) return;
   const Kept of = {kept.keys + f.first_id, kept.weights + f.first_id, kept.records + f.first_id, kept.splits + f.first_split};
   const Side side = sides[number];
-  with_dim<DIM...>(f.kind - first_kind, [&](auto dim) {
+  with_dim<DIM...>(f.kind - kinds.first, [&](auto dim) {
     constexpr u32 D = decltype(dim)::value;
     const u32 bag = (blockIdx.x - call.first_rows[number]) * (ROWS_THREADS / lanes_of(D)) + threadIdx.x / lanes_of(D);
     if (bag < f.num_bags) of_bag<D>(call.tables[f.table], f, side, of, all[number], bag);

@@ -170,6 +170,14 @@ structs! {
         pub shift: u32,
     }
 
+    /// The kinds of a launch, where several launches process a call.
+    pub struct Kinds {
+        /// The first kind. The others follow it.
+        pub first: u32,
+        /// Whether other launches process other kinds.
+        pub has_others: u32,
+    }
+
     /// Keys for which both of their buckets were full.
     pub struct Overflow {
         pub count: u64 as "u32*",

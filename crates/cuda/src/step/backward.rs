@@ -133,10 +133,10 @@ impl Workspace {
         let before = saved.features.len() * size_of::<Side>() + copied * size_of::<Gradients>();
         let products = sides + before as u64;
         for (kernel, kinds) in kernels {
-            let (blocks, first) = (saved.rows_blocks, kinds.start as u32);
+            let (blocks, kinds) = (saved.rows_blocks, self.kinds_of_launch(&kinds));
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
             unsafe {
-                launch_next!(kernel, stream, blocks, ROWS_THREADS, call, kept, sides, products, first)
+                launch_next!(kernel, stream, blocks, ROWS_THREADS, call, kept, sides, products, kinds)
             }?;
         }
         Ok(())

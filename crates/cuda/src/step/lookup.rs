@@ -116,6 +116,12 @@ impl Workspace {
                 launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)
             }?;
         }
+        if tables.iter().any(|table| table.config.out_of_vocabulary_key.is_some()) {
+            let [find] = self.device.kernels(&FORWARD, ["find_out_of_vocabulary"])?;
+            let (blocks, n) = (tables.len().div_ceil(FIND_THREADS), tables.len() as u32);
+            // SAFETY: The arguments have the types of the kernel's parameters. The workspace keeps the memory that they point to.
+            unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call.tables, n) }?;
+        }
         self.profiler.stop(StepPart::Find, started, stream)?;
         if let Some(plan) = plan.filter(|_| n > 0) {
             self.sort_beside(plan, &places, [records, values], scratch, stream)?;
@@ -125,10 +131,10 @@ impl Workspace {
         if features.iter().any(|f| f.rows != 0) {
             let started = self.profiler.start(stream)?;
             for (make_rows, kinds) in make_rows {
-                let first = kinds.start as u32;
+                let kinds = self.kinds_of_launch(&kinds);
                 // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they
                 // point to.
-                unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows, first) }?;
+                unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows, kinds) }?;
             }
             self.profiler.stop(StepPart::Pool, started, stream)?;
         }

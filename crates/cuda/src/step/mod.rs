@@ -139,6 +139,11 @@ impl Workspace {
         Ok(self.device.kernels_apart(source, &names)?.into_iter().zip(parts).collect())
     }
 
+    /// Returns the parameter of a launch that processes these kinds.
+    fn kinds_of_launch(&self, kinds: &Range<usize>) -> abi::Kinds {
+        abi::Kinds { first: kinds.start as u32, has_others: (kinds.len() < self.dims.len()).into() }
+    }
+
     /// Address of the table descriptors on the device, by table of the group.
     pub fn tables(&self) -> u64 {
         self.tables_on_device.address()
