@@ -6,6 +6,7 @@ millions of possible ones in some columns, fields missing, and a click probabili
 ids and on the integers. As that probability is known, so is the AUC that no model can beat.
 
     python examples/criteo.py make data/criteo.tsv --rows 500000 --seed 0
+    python examples/criteo.py make data/day_3.tsv --day 3 --drift 0.1    # new ids have replaced some each day
 
     dense, categorical, label = criteo.read("data/criteo.tsv")
 """
@@ -64,31 +65,39 @@ def auc(labels, scores):
     return _auc_of_counts(positives, counts - positives)
 
 
-def make(path, num_rows, seed=0, chunk_rows=1 << 16):
+def make(path, num_rows, seed=0, chunk_rows=1 << 16, day=0, drift=0.0):
     """Writes a file of Criteo's shape and returns its facts, which also go to `path` + ".json".
 
-    Each number is a function of seed, column and row alone, so the file does not depend on `chunk_rows`, and
+    Each number is a function of seed, day, column and row alone, so the file does not depend on `chunk_rows`, and
     memory does not depend on `num_rows`.
 
+    Args:
+        day: the number of the day, from 0 on. Each day has other rows.
+        drift: the share of the ids of a column that new ids replace from one day to the next.
+
     Returns:
-        dict: rows, seed, positives (share of label 1), best_auc (of the true probabilities, over the held-out rows).
+        dict: rows, seed, positives (share of label 1), and the AUC of the true probabilities: best_auc over the
+        held-out rows, best_auc_of_all over all rows.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    truth = Truth(seed)
-    counts = np.zeros((2, NUM_PROBABILITY_BINS), np.int64)
+    truth = Truth(seed, day, drift)
+    held_out, counts = np.zeros((2, 2, NUM_PROBABILITY_BINS), np.int64)
     num_positives = 0
     with open(unfinished, "wb") as file:
         for start in range(0, num_rows, chunk_rows):
-            rows = np.arange(start, min(start + chunk_rows, num_rows), dtype=np.uint64)
+            places = np.arange(start, min(start + chunk_rows, num_rows), dtype=np.uint64)
+            rows = places + np.uint64(day * num_rows)
             dense, dense_missing, ranks = truth.fields(rows)
             label, probability = truth.draw_labels(rows, dense, ranks)
-            file.write(_lines(label, dense, dense_missing, ranks))
+            file.write(_lines(label, dense, dense_missing, truth.ids(ranks), ranks == 0))
             num_positives += int(label.sum())
-            _count_held_out(counts, rows >= num_train_rows(num_rows), label, probability)
-    best_auc = float(_auc_of_counts(counts[1], counts[0]))
-    facts = {"rows": num_rows, "seed": seed, "positives": num_positives / num_rows, "best_auc": best_auc}
+            _count(held_out, places >= num_train_rows(num_rows), label, probability)
+            _count(counts, places >= 0, label, probability)
+    facts = {"rows": num_rows, "seed": seed, "positives": num_positives / num_rows}
+    facts["best_auc"] = float(_auc_of_counts(held_out[1], held_out[0]))
+    facts["best_auc_of_all"] = float(_auc_of_counts(counts[1], counts[0]))
     # The file gets its name last: what bears the name is complete.
     Path(f"{path}.json").write_text(json.dumps(facts) + "\n")
     os.replace(unfinished, path)
@@ -191,11 +200,11 @@ def _auc_of_counts(positives, negatives):
     return float(np.sum(positives * (negatives_below + 0.5 * negatives)) / pairs)
 
 
-def _count_held_out(counts, is_held_out, label, probability):
-    """Adds the held-out rows to `counts`, int64 `(2, NUM_PROBABILITY_BINS)`, by label and probability."""
-    bins = (probability[is_held_out] * NUM_PROBABILITY_BINS).astype(np.int64)
+def _count(counts, is_counted, label, probability):
+    """Adds the rows that `is_counted` chooses to `counts`, int64 `(2, NUM_PROBABILITY_BINS)`, by label and probability."""
+    bins = (probability[is_counted] * NUM_PROBABILITY_BINS).astype(np.int64)
     for value in (0, 1):
-        counts[value] += np.bincount(bins[label[is_held_out] == value], minlength=NUM_PROBABILITY_BINS)
+        counts[value] += np.bincount(bins[label[is_counted] == value], minlength=NUM_PROBABILITY_BINS)
 
 
 # ---- the truth behind a made file -----------------------------------------------------------------------------------
@@ -223,11 +232,13 @@ class Truth:
     """What a made file is drawn from: fields by row, and the click probability by fields.
 
     Nothing is stored by id: an id's effect is a hash of it, so ten million ids cost no memory. An id is known here by
-    its rank: 1 for the most frequent one of its column, 0 for a missing one.
+    its rank: 1 for the most frequent one of its column, 0 for a missing one. From one day to the next, some ranks go
+    to new ids, with effects of their own; how often that has come to pass is the generation of a rank.
     """
 
-    def __init__(self, seed):
-        self.seed = seed
+    def __init__(self, seed, day=0, drift=0.0):
+        self.seed, self.drift = seed, drift
+        self.day = 0  # all days have the scales of the first
         # Whatever the seed drew, each part gets its share of the variance, and the labels their mean. Measured on
         # rows far from those of any file.
         rows = np.arange(CALIBRATION_ROWS, dtype=np.uint64) + np.uint64(1 << 62)
@@ -235,6 +246,7 @@ class Truth:
         parts = self._logit_parts(dense, ranks)
         self.scales = LOGIT_STD * np.sqrt([DENSE_SHARE, ID_SHARE, PAIR_SHARE]) / parts.std(axis=1)
         self.bias = _bias_for(self.scales @ parts, POSITIVES)
+        self.day = day
 
     def fields(self, rows):
         """Returns dense int64 `(num_rows, 13)`, where it is missing (bool, same shape), ranks int64 `(num_rows, 26)`."""
@@ -245,6 +257,10 @@ class Truth:
         # As `read` gives 0 for a missing integer, a model cannot tell the two: neither may the truth.
         dense[dense_missing] = 0
         return dense, dense_missing, ranks
+
+    def ids(self, ranks):
+        """Returns uint32 `(num_rows, 26)`: ids without order, as Criteo's are."""
+        return np.stack([self._ids(column, ranks[:, column]) for column in range(NUM_CATEGORICAL)], axis=1)
 
     def draw_labels(self, rows, dense, ranks):
         """Returns labels, bool, and the probabilities that they were drawn by, float64; both `(num_rows,)`."""
@@ -278,7 +294,21 @@ class Truth:
     def _id_effect(self, name, column, ranks):
         """Returns `(num_rows,)`: the effect called `name` of each row's id in `column`."""
         rank = ranks[:, column].astype(np.uint64)
-        return _effect(self.seed, f"{name} {column}", rank) / (1 + rank / LEARNABLE_RANK)
+        identity = rank + (self._generations(column, rank) << np.uint64(32))
+        return _effect(self.seed, f"{name} {column}", identity) / (1 + rank / LEARNABLE_RANK)
+
+    def _ids(self, column, ranks):
+        """Returns uint32 `(num_rows,)`, one to one within a column and a day."""
+        ids = _scrambled(ranks.astype(np.uint32) + np.uint32(column << 24))
+        generations = self._generations(column, ranks.astype(np.uint64)).astype(np.uint32)
+        return np.where(generations == 0, ids, _scrambled(ids + generations * np.uint32(0x9E3779B9)))
+
+    def _generations(self, column, ranks):
+        """Returns uint64 `(num_rows,)`: how many ids have had each rank before. "Missing" is no id."""
+        generations = np.zeros(len(ranks), np.uint64)
+        for day in range(1, self.day + 1):
+            generations += (_uniform(self.seed, f"drift {column} to day {day}", ranks) < self.drift) & (ranks > 0)
+        return generations
 
     def _pair_effect(self, name, ranks):
         """Returns `(num_rows,)`: the sum over all pairs of columns of the product of their effects."""
@@ -319,13 +349,13 @@ def _bias_for(logits, mean):
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def _lines(label, dense, dense_missing, ranks):
+def _lines(label, dense, dense_missing, ids, ids_missing):
     """Returns the rows as bytes: every field at its full width first, then without the bytes that are not needed."""
     fields = [_decimal_field(label, 1, np.zeros(len(label), bool))]
     for column, largest in enumerate(LARGEST_DENSE):
         fields.append(_decimal_field(dense[:, column], len(str(largest)), dense_missing[:, column]))
     for column in range(NUM_CATEGORICAL):
-        fields.append(_hexadecimal_field(_scrambled(column, ranks[:, column]), ranks[:, column] == 0))
+        fields.append(_hexadecimal_field(ids[:, column], ids_missing[:, column]))
     fields[-1][:, -1] = _NEWLINE
     text = np.concatenate(fields, axis=1)
     return text[text != 0].tobytes()
@@ -352,9 +382,8 @@ def _field(characters, missing):
     return np.pad(characters, ((0, 0), (0, 1)), constant_values=_TAB).astype(np.uint8)
 
 
-def _scrambled(column, ranks):
-    """Returns uint32 ids without order, as Criteo's are: one to one within a column (murmur3's last step)."""
-    ids = ranks.astype(np.uint32) + np.uint32(column << 24)
+def _scrambled(ids):
+    """Returns uint32 ids without order, one to one (murmur3's last step)."""
     ids = (ids ^ (ids >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     ids = (ids ^ (ids >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return ids ^ (ids >> np.uint32(16))
@@ -369,11 +398,13 @@ def parse_arguments():
     make_parser.add_argument("path", type=Path)
     make_parser.add_argument("--rows", type=int, default=500_000)
     make_parser.add_argument("--seed", type=int, default=0)
+    make_parser.add_argument("--day", type=int, default=0)
+    make_parser.add_argument("--drift", type=float, default=0.0, help="share of the ids that are replaced each day")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    facts = make(arguments.path, arguments.rows, arguments.seed)
+    facts = make(arguments.path, arguments.rows, arguments.seed, day=arguments.day, drift=arguments.drift)
     print(f"{arguments.path}: {facts['rows']} rows, {facts['positives']:.1%} positive")
     print(f"best possible AUC of the held-out rows: {facts['best_auc']:.4f}")

@@ -204,8 +204,49 @@ def test_best_auc_is_that_of_the_held_out_probabilities(made):
     assert made[1]["best_auc"] == pytest.approx(criteo.auc(label, probability), abs=1e-5)
 
 
+def test_days_have_other_rows_and_drift_brings_new_ids(tmp_path):
+    def ids_of(day, drift):
+        path = tmp_path / f"{day} {drift}"
+        facts = criteo.make(path, 20_000, seed=3, day=day, drift=drift)
+        assert 0.75 < facts["best_auc_of_all"] < 0.85
+        return criteo.read(path)[1]
+
+    first, next_day, drifted, later = ids_of(0, 0.0), ids_of(1, 0.0), ids_of(1, 0.2), ids_of(3, 0.2)
+    np.testing.assert_array_equal(ids_of(0, 0.2), first)
+    assert (first != next_day).any(axis=1).mean() > 0.99
+    same = (drifted == next_day)[
+        next_day != criteo.MISSING_ID
+    ]  # the rows of a day are the same, with ids of other generations
+    assert same.mean() == pytest.approx(0.8, abs=0.1)
+    np.testing.assert_array_equal(drifted == criteo.MISSING_ID, next_day == criteo.MISSING_ID)
+    column = np.argmin(criteo.CARDINALITIES)
+    known = np.unique(first[:, column])
+    assert np.isin(later[:, column], known).mean() < np.isin(next_day[:, column], known).mean() == 1
+
+
+def test_an_id_that_is_new_has_other_effects():
+    ranks = np.ones((1, 26), np.int64) * np.arange(1, 2001)[:, None]
+    truth = {day: criteo.Truth(3, day, 0.3) for day in (0, 1)}
+    is_new = truth[0].ids(ranks)[:, 2] != truth[1].ids(ranks)[:, 2]
+    assert is_new.mean() == pytest.approx(0.3, abs=0.04)
+    effects = [of_day._id_effect("id", 2, ranks) for of_day in truth.values()]
+    np.testing.assert_array_equal(effects[0] != effects[1], is_new)
+    np.testing.assert_array_equal(truth[0].scales, truth[1].scales)
+
+
 def test_make_runs_from_the_command_line(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "criteo.py"), "make", str(tmp_path / "a.tsv"), "--rows", "100"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "criteo.py"),
+        "make",
+        str(tmp_path / "a.tsv"),
+        "--rows",
+        "100",
+        "--day",
+        "2",
+        "--drift",
+        "0.1",
+    ]
     assert "best possible AUC" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -294,3 +335,64 @@ def test_two_tower_says_where_its_data_come_from(tmp_path):
     assert (
         done.returncode == 2 and f"train.txt is not in {tmp_path}" in told and "github.com/geon0325/LightGCNpp" in told
     )
+
+
+@pytest.fixture
+def histories(tmp_path):
+    """A file as sequence.py reads it: after item i comes mostly i + 7, among 200."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for user in range(1500):
+        item = rng.integers(200)
+        for _ in range(rng.integers(2, 20)):
+            lines.append(f"{user} {item}\n")
+            item = (item + 7) % 200 if rng.random() < 0.8 else rng.integers(200)
+    path = tmp_path / "histories.txt"
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sequence_learns_the_order_and_serves_cold_users(histories):
+    flags = ["--data", histories, "--batch-size", 128, "--epochs", 4]
+    printed = run_example("sequence.py", *flags, folder=histories.parent)
+    for kind in ("known", "cold"):
+        popular, reached = (
+            float(re.search(rf"for (\d+) {kind} users, of {way}: ([0-9.]+)", printed).group(2))
+            for way in ("popularity", "the model")
+        )
+        assert popular < 0.3 and reached > 0.6, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sequence_beats_popularity_on_real_histories(tmp_path):
+    some = tmp_path / "some.txt"
+    with open(shared_file("amazon_video.txt")) as file:
+        some.write_text("".join(next(file) for _ in range(60_000)))
+    printed = run_example("sequence.py", "--data", some, "--epochs", 3, "--batch-size", 256, folder=tmp_path)
+    for kind in ("known", "cold"):
+        popular, reached = (float(x) for x in re.findall(rf"{kind} users, of .*: ([0-9.]+)", printed))
+        assert reached > 1.2 * popular, printed
+
+
+def test_sequence_says_where_its_data_come_from(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "sequence.py"), "--data", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "github.com/kang205/SASRec" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_daily_goes_on_from_the_day_before(tmp_path):
+    printed = run_example("daily.py", "--days", 3, "--rows", 30_000, "--drift", 0.2, folder=tmp_path)
+    rows = [int(number) for number in re.findall(r"dumped (\d+) rows", printed)]
+    assert len(rows) == 3 and rows[0] < rows[1] < rows[2]
+    days = re.findall(
+        r"day (\d): AUC ([0-9.]+) before training; ([0-9.]+) of the model of day 0; .*; ([0-9.]+)% of", printed
+    )
+    assert [day for day, *_ in days] == ["1", "2"]
+    (_, first, same, unknown), (_, second, of_first, _) = days
+    assert first == same and float(second) > float(of_first) + 0.005, printed
+    assert 5 < float(unknown) < 50, printed
