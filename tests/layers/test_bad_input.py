@@ -1,5 +1,7 @@
 """Whatever is wrong is told by a clear error, and nothing has changed by then."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -613,3 +615,28 @@ def test_capacities_are_blamed_by_their_own_names():
         dynamic(initial_capacity=20, max_capacity=10)
     with pytest.raises(ValueError, match=r"`initial_capacity` must be at most \d+. Received: \d+$"):
         dynamic(initial_capacity=2**40)
+
+
+@on_tensorflow
+@pytest.mark.parametrize(("way", "cause"), [("fit", "outside"), ("fit", "full"), ("predict", "outside")])
+def test_errors_stand_at_the_end_of_what_tensorflow_prints(way, cause):
+    import tensorflow as tf
+
+    tables = [
+        sok.TableConfig("t", 5, DIM, combiner="sum")
+        if cause == "outside"
+        else sok.TableConfig("t", None, DIM, combiner="sum", max_capacity=1)
+        for _ in range(3)
+    ]
+    inputs = [keras.Input((2,), dtype="int64") for _ in tables]
+    rows = [
+        sok.DistributedEmbedding(sok.FeatureConfig("f", table))(ids) for table, ids in zip(tables, inputs, strict=True)
+    ]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(rows)))
+    model.compile(sok.OptimizerWrapper("sgd"), "mse")
+    data = [np.array([[1, 9]])] * 3
+    with pytest.raises(tf.errors.OpError) as caught:
+        model.fit(data, np.zeros((1, 1)), verbose=0) if way == "fit" else model.predict(data, verbose=0)
+    *_, text, location = str(caught.value).rstrip().splitlines()
+    assert re.match("ValueError: id 9" if cause == "outside" else "TableFullError: table `.*t` is full", text)
+    assert location.lstrip().startswith("[[{{node")

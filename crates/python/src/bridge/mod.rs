@@ -29,9 +29,16 @@ pub fn class_name(error: &Error) -> &'static str {
         Error::UnwrappedOptimizer { .. } => "UnwrappedOptimizerError",
         Error::Ticket { .. } => "TicketError",
         Error::TableFull { .. } => "TableFullError",
+        Error::Memory { .. } => "MemoryError",
         _ => "SokError",
     }
 }
+
+/// Values of `absl::StatusCode`.
+const INVALID_ARGUMENT: i32 = 3;
+const RESOURCE_EXHAUSTED: i32 = 8;
+const FAILED_PRECONDITION: i32 = 9;
+const INTERNAL: i32 = 13;
 
 /// The error of a call as a status of TensorFlow and XLA, which share the numbers of `absl::StatusCode`.
 struct Failure {
@@ -50,10 +57,14 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Failure {
         let code = match error {
-            Error::Argument(_) | Error::OutOfVocabulary { .. } => 3,
-            Error::TableFull { .. } => 8,
-            Error::UnwrappedOptimizer { .. } | Error::Ticket { .. } | Error::State(_) => 9,
-            _ => 13,
+            Error::Argument(_) | Error::OutOfVocabulary { .. } => INVALID_ARGUMENT,
+            Error::Memory { .. } => RESOURCE_EXHAUSTED,
+            // TensorFlow appends a hint on memory to RESOURCE_EXHAUSTED, which a full table does not need.
+            Error::TableFull { .. }
+            | Error::UnwrappedOptimizer { .. }
+            | Error::Ticket { .. }
+            | Error::State(_) => FAILED_PRECONDITION,
+            _ => INTERNAL,
         };
         Failure::new(code, class_name(&error), &error.to_string())
     }
