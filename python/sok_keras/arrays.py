@@ -1,4 +1,4 @@
-"""The arrays of a dump: the variables of a model and of its optimizer, bit for bit."""
+"""The arrays of a dump: the variables of a model and of its optimizers, bit for bit."""
 
 import os
 from typing import Any
@@ -40,22 +40,32 @@ def step_of(model: keras.Model) -> int:
 
 
 def arrays_of(model: keras.Model, states: bool) -> list[tuple[str, str, list[int], np.ndarray]]:
-    """Name, dtype, shape and bytes of the variables of a model and, with `states`, of its optimizer, without triggers.
+    """Name, dtype, shape and bytes of the variables of a model and, with `states`, of its optimizers, without triggers.
 
     Names sort in the order of variables.
 
     Raises:
         ValueError: If a variable has a dtype that a dump cannot hold.
     """
-    optimizer = getattr(model, "optimizer", None)
     parts = {"model": _dense(model.variables)}
-    if states and optimizer is not None and optimizer.built:
-        parts["optimizer"] = optimizer.variables
+    if states:
+        parts |= {part: optimizer.variables for part, optimizer in _optimizers_of(model).items() if optimizer.built}
     return [
         _to_array(f"{part}/{number:05d}/{variable.path}", variable)
         for part, variables in parts.items()
         for number, variable in enumerate(variables)
     ]
+
+
+def _optimizers_of(model):
+    """Returns the optimizers of a model by the first part of their arrays' names: `"optimizer"` for the compiled one, and
+    `"optimizer.<attribute>"` for each other one that is an attribute of the model."""
+    compiled = getattr(model, "optimizer", None)
+    found = {} if compiled is None else {"optimizer": compiled}
+    for name, value in vars(model).items():
+        if isinstance(value, keras.optimizers.Optimizer) and all(value is not known for known in found.values()):
+            found[f"optimizer.{name}"] = value
+    return found
 
 
 def _dense(variables):
@@ -88,24 +98,36 @@ class Arrays:
 
     def __init__(self, path: Any, tensors: list[dict[str, Any]], model: keras.Model, states: bool) -> None:
         self._path = os.fspath(path)
-        self._optimizer = getattr(model, "optimizer", None) if states else None
-        parts = self._parts(tensors)
-        # Pairs of a variable and the name of its array. A variable of an optimizer that is not built yet is given by its number.
+        optimizers = _optimizers_of(model)
+        parts = self._parts(tensors, optimizers)
+        lost = sorted(part.partition(".")[2] for part in set(parts) - {"model", "optimizer"} - set(optimizers))
+        if states and optimizers and lost:
+            raise self._mismatch(
+                f"the model must have the dump's optimizers as its attributes: expected `model.{lost[0]}`{_OPTIMIZER_HINT}"
+            )
+        # Pairs of a variable and the name of its array.
         self._pairs: list[tuple[Any, str]] = self._matched("model", _dense(model.variables), parts["model"])
-        if self._optimizer is not None and parts["optimizer"]:
-            own = _variables_of(self._optimizer, model)
-            pairs = self._matched("optimizer", own, parts["optimizer"]) if own is not None else []
-            names = [tensor["name"] for tensor in parts["optimizer"]]
-            self._pairs += pairs if self._optimizer.built else list(enumerate(names))
+        # Optimizers that are not built yet, with the names of their arrays in order.
+        self._unbuilt: list[tuple[Any, list[str]]] = []
+        for part, optimizer in optimizers.items() if states else ():
+            if not parts[part]:
+                continue
+            own = _variables_of(optimizer, model, is_only=len(optimizers) == 1)
+            pairs = self._matched(part, own, parts[part]) if own is not None else []
+            if optimizer.built:
+                self._pairs += pairs
+            else:
+                self._unbuilt.append((optimizer, [tensor["name"] for tensor in parts[part]]))
         self._values: list[tuple[Any, np.ndarray]] = []
+        self._waiting: list[tuple[Any, dict[str, np.ndarray]]] = []
 
-    def _parts(self, tensors):
-        parts: dict[str, list] = {"model": [], "optimizer": []}
+    def _parts(self, tensors, optimizers):
+        parts: dict[str, list] = {"model": [], **{part: [] for part in optimizers}}
         for tensor in sorted(tensors, key=lambda tensor: tensor["name"]):
             part = tensor["name"].split("/", 1)[0]
-            if part not in parts:
+            if part != "model" and part.partition(".")[0] != "optimizer":
                 raise self._mismatch(f"arrays must be those of a model: got {tensor['name'][:100]!r}")
-            parts[part].append(tensor)
+            parts.setdefault(part, []).append(tensor)
         return parts
 
     def _mismatch(self, what):
@@ -118,7 +140,7 @@ class Arrays:
             first = next((number for number, (a, b) in pairs if a != b), min(map(len, shapes)))
             raise self._mismatch(
                 f"the {part}'s variables must agree in number and shapes: expected {len(own)}, the dump has {len(tensors)}; they "
-                f"differ from variable {first} on{_OPTIMIZER_HINT if part == 'optimizer' else ''}"
+                f"differ from variable {first} on{_OPTIMIZER_HINT if part != 'model' else ''}"
             )
         for variable, tensor in zip(own, tensors, strict=True):
             self._check_dtype(variable, tensor["dtype"])
@@ -141,10 +163,12 @@ class Arrays:
         """
         stored = {name: _from_bytes(*array) for name, *array in reader.arrays()}
         self._values = [(variable, self._fitted(variable, name, stored[name])) for variable, name in self._pairs]
+        self._waiting = [
+            (optimizer, {str(number): stored[name] for number, name in enumerate(names)})
+            for optimizer, names in self._unbuilt
+        ]
 
     def _fitted(self, variable, name, array):
-        if isinstance(variable, int):
-            return array
         dtype = keras.backend.standardize_dtype(variable.value.dtype)
         if not _is_integer(dtype) or array.dtype.name == dtype:
             return array
@@ -155,13 +179,11 @@ class Arrays:
 
     def assign(self) -> None:
         """Sets the variables. Those of an optimizer that is not built yet are set when it is built."""
-        waiting = {str(number): array for number, array in self._values if isinstance(number, int)}
         for variable, array in self._values:
-            if not isinstance(variable, int):
-                variable.assign(backend.from_numpy(array))
-        if waiting:
-            wait = getattr(_innermost(self._optimizer), "load_when_built", None)
-            (wait or (lambda values, owner: owner.load_own_variables(values)))(waiting, self._optimizer)
+            variable.assign(backend.from_numpy(array))
+        for optimizer, values in self._waiting:
+            wait = getattr(_innermost(optimizer), "load_when_built", None)
+            (wait or (lambda values, owner: owner.load_own_variables(values)))(values, optimizer)
 
 
 _OPTIMIZER_HINT = ". Pass `states=False` to load rows and weights without the optimizer's"
@@ -183,20 +205,29 @@ def _innermost(optimizer):
 
 
 def expected_update(model: Any, table: Any) -> str | None:
-    """Returns the update that the model's optimizer will bind to a table, as JSON. None if it binds none, or if that is not known."""
-    update = getattr(_innermost(getattr(model, "optimizer", None)), "update_for", None)
+    """Returns the update that the model's optimizer will bind to a table, as JSON. None if it binds none, or if that is not known.
+
+    With several optimizers in a model, the first step shows which one trains a table.
+    """
+    wrappers = [_innermost(optimizer) for optimizer in _optimizers_of(model).values()]
+    wrappers = [wrapper for wrapper in wrappers if hasattr(wrapper, "update_for")]
     trigger = table._core.trigger.variable
     is_trained = trigger is None or any(trigger is variable for variable in model.trainable_variables)
-    return update(trigger) if update is not None and is_trained else None
+    return wrappers[0].update_for(trigger) if len(wrappers) == 1 and is_trained else None
 
 
-def _variables_of(optimizer, model):
-    """Returns the variables of an optimizer, or of a copy that is built for the same weights if it is not built yet."""
+def _variables_of(optimizer, model, is_only):
+    """Returns the variables of an optimizer, or of a copy that is built for the same weights if it is not built yet.
+
+    None if it is not known for which weights it will be built: there are others, or it cannot be copied. Its build checks then.
+    """
     if optimizer.built:
         return optimizer.variables
+    if not is_only:
+        return None
     try:
         twin = type(optimizer).from_config(optimizer.get_config())
     except (TypeError, ValueError):
-        return None  # a schedule that Keras cannot copy. The build of the optimizer checks the variables then
+        return None  # a schedule that Keras cannot copy
     twin.build(_dense(model.trainable_variables))
     return twin.variables

@@ -7,7 +7,7 @@ from keras import ops, optimizers
 
 import sok_keras as sok
 from dumped import contents_of
-from reference import BACKEND, apply_gradients, gradients, raises
+from reference import BACKEND, apply_gradients, gradients, raises, to_numpy
 
 DIM, STEPS = 4, 4
 IDS = np.array([[1, 2, 2], [5, 1, 9]], "int32")
@@ -65,6 +65,58 @@ def test_an_optimizer_whose_table_another_one_took_is_refused_when_it_has_its_gr
     step([(wide, ftrl)])
     with raises(sok.SokError, "have been bound to another optimizer since"):
         step([(wide, adam)])
+
+
+def wide_and_deep():
+    inputs = keras.Input((3,), dtype="int32")
+    rows = [layer(inputs) for layer in layers()]
+    outputs = keras.layers.Dense(1, kernel_initializer="ones")(ops.concatenate(rows, -1))
+    model = keras.Model(inputs, outputs)
+    model.wide_optimizer, compiled = wrappers()
+    model.compile(compiled, "mse")
+    return model
+
+
+def train(model, steps):
+    wide = model.get_layer("wide").trainable_variables
+    others = [v for v in model.trainable_variables if all(v is not own for own in wide)]
+    for _ in range(steps):
+        variables = [*wide, *others]
+        found, _ = gradients(lambda: ops.sum(ops.square(model(IDS, training=True) - 1.0)), variables)
+        apply_gradients(model.wide_optimizer, found[: len(wide)], wide)
+        apply_gradients(model.optimizer, found[len(wide) :], others)
+
+
+def all_of(model):
+    dense = model.variables + model.optimizer.variables + model.wide_optimizer.variables
+    tables = [contents_of(model.get_layer(name).get_table()) for name in ("wide", "deep")]
+    rows = [values for table in tables for values in table.values()]
+    return rows + [to_numpy(v) for v in dense if not v.path.endswith("trigger")]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_dump_resumes_both_optimizers(tmp_path, steps_before):
+    model = wide_and_deep()
+    train(model, 2)
+    sok.dump(tmp_path, model)
+    resumed = wide_and_deep()
+    train(resumed, steps_before)
+    sok.load(tmp_path, resumed)
+    for each in (model, resumed):
+        train(each, 2)
+    for expected, found in zip(all_of(model), all_of(resumed), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_an_optimizer_that_the_model_does_not_have_is_named(tmp_path):
+    model = wide_and_deep()
+    train(model, 1)
+    sok.dump(tmp_path, model)
+    resumed = wide_and_deep()
+    del resumed.wide_optimizer
+    with pytest.raises(sok.DumpMismatchError, match=r"expected `model\.wide_optimizer`"):
+        sok.load(tmp_path, resumed)
+    sok.load(tmp_path, resumed, states=False)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a `train_step` of PyTorch")
