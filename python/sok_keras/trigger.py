@@ -23,6 +23,8 @@ class Trigger:
         # A random number in the trigger, which every step copies. A trigger without it belongs to other tables.
         self.mark = np.float32(0.5 + int.from_bytes(os.urandom(3), "little") / 2**25)
         self._is_strange, self._unseen = False, None
+        # Whether the variable is being set to what a step made of its own value.
+        self.is_own = False
 
     def first_value(self, shape=(64, 2), dtype="float32"):
         """Zeros, except for the mark in the last place. Steps are counted in the first."""
@@ -40,8 +42,9 @@ class Trigger:
         self.variable, self._assign = variable, variable.assign
 
         def assign(value):
-            given = backend.at_hand(value)
-            self._unseen = value if given is None else None
+            # A look at a value on a GPU costs a copy.
+            given = None if self.is_own else backend.at_hand(value)
+            self._unseen = value if given is None and not self.is_own else None
             self.look_at(given, isinstance(value, np.ndarray))
             return self._assign(value)
 

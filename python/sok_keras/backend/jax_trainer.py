@@ -258,6 +258,24 @@ def _kept_state(get_state):
     return get
 
 
+def _own_state_synced(sync):
+    """Wraps `jax_state_sync`, which sets the variables to what the steps returned."""
+
+    @functools.wraps(sync)
+    def synced(model, *args, **kwargs):
+        is_due = model in _scopes and not getattr(model, "_jax_state_synced", True)
+        triggers = [core.trigger for core in _cores(model)] if is_due else []
+        for trigger in triggers:
+            trigger.is_own = True
+        try:
+            return sync(model, *args, **kwargs)
+        finally:
+            for trigger in triggers:
+                trigger.is_own = False
+
+    return synced
+
+
 def _settled(call):
     """Wraps `fit` and the like: when it ends, variables have their values, and errors of the last steps are raised."""
 
@@ -295,8 +313,9 @@ def _guarded(make_function):
 
 def guard_trainer(trainer=JAXTrainer):
     """Wraps the trainer's methods, once."""
-    wrappers = {"_make_function": _guarded, "_get_jax_state": _kept_state} | dict.fromkeys(_CALLS, _settled)
-    missing = [name for name in (*wrappers, "jax_state_sync") if not hasattr(trainer, name)]
+    wrappers = {"_make_function": _guarded, "_get_jax_state": _kept_state, "jax_state_sync": _own_state_synced}
+    wrappers |= dict.fromkeys(_CALLS, _settled)
+    missing = [name for name in wrappers if not hasattr(trainer, name)]
     if missing:
         warnings.warn(
             f"This version of Keras has no {', '.join(missing)} in its trainer for JAX. An error in a step, or Ctrl-C, may leave a "
