@@ -111,6 +111,15 @@ pub enum Error {
     #[error("{0}")]
     Device(String),
 
+    /// Another rank has failed in a call that all ranks make, or cannot be reached.
+    #[error("rank {rank} {what}")]
+    Rank {
+        /// The other rank.
+        rank: usize,
+        /// What it did or did not do.
+        what: String,
+    },
+
     /// A panic that was caught in a call of Python or of a framework. It is a bug of this library.
     #[error("this is a bug in sok_keras, please report it: {0}")]
     Bug(String),

@@ -8,6 +8,7 @@
 pub mod checkpoint;
 pub mod contract;
 pub mod error;
+pub mod exchange;
 pub mod fingerprint;
 pub mod fork;
 pub mod formula;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Rooms of the core from the top down. A room imports those below it.
 const ROOMS: [&[&str]; 6] = [
     &["checkpoint", "host"],
-    &["store", "contract"],
+    &["store", "contract", "exchange"],
     &["formula"],
     &["initializer", "pool"],
     &["math", "memory", "simd", "fork", "key", "fingerprint"],

@@ -1,0 +1,39 @@
+//! What a transport between ranks does.
+
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::exchange::message::Tag;
+
+/// A rank's connections to all others. Threads may use it at the same time, for different tags.
+///
+/// A failure is final: once a rank is lost, or has not answered within the timeout, every later call fails with the same error, and the
+/// other ranks hear of it. A call therefore ends on every rank within the timeout, with or without an error.
+pub trait Communicator: Send + Sync {
+    /// Number of this rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// How long a call waits for another rank.
+    fn timeout(&self) -> Duration;
+
+    /// Sends a message to another rank.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if the other rank is lost or takes nothing within the timeout, or if this communicator has failed before.
+    fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()>;
+
+    /// Waits for the message with this tag from another rank.
+    ///
+    /// # Errors
+    /// As `send`, and [`Error::Rank`] if the message does not come within the timeout.
+    fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>>;
+
+    /// Makes this communicator fail, and tells all other ranks.
+    fn fail(&self, error: &Error);
+
+    /// Returns the error with which it has failed, if it has.
+    fn failure(&self) -> Option<Error>;
+}

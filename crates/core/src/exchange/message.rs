@@ -1,0 +1,231 @@
+//! Messages between ranks.
+
+use std::fmt;
+
+use crate::error::{Error, Result};
+
+/// A call that needs other ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Call {
+    /// All ranks wait for each other.
+    Barrier = 0,
+    /// One rank sends to all.
+    Broadcast = 1,
+    /// Each rank sends to all.
+    Gather = 2,
+    /// Each rank gets the same sum.
+    Reduce = 3,
+    /// The lookup of a layer.
+    Lookup = 4,
+    /// The commit of an optimizer's layers.
+    Commit = 5,
+}
+
+impl Call {
+    const ALL: [Call; 6] =
+        [Call::Barrier, Call::Broadcast, Call::Gather, Call::Reduce, Call::Lookup, Call::Commit];
+
+    fn name(self) -> &'static str {
+        match self {
+            Call::Barrier => "barrier",
+            Call::Broadcast => "broadcast",
+            Call::Gather => "gather",
+            Call::Reduce => "all_reduce",
+            Call::Lookup => "lookup",
+            Call::Commit => "commit",
+        }
+    }
+}
+
+/// Names a message, so that it reaches the call that waits for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tag {
+    /// The call.
+    pub call: Call,
+    /// Number of the layer, counted from 1 in the order in which layers were made. 0: the call is of no layer.
+    pub layer: u32,
+    /// Number of the call among those of its kind and layer, counted from 1.
+    pub step: u64,
+    /// Number of the exchange in the call.
+    pub round: u8,
+}
+
+impl Tag {
+    /// Bytes of a tag in a frame.
+    pub(crate) const BYTES: usize = 16;
+
+    /// The same call, at another exchange.
+    pub fn at(self, round: u8) -> Tag {
+        Tag { round, ..self }
+    }
+
+    pub(crate) fn to_bytes(self) -> [u8; Tag::BYTES] {
+        let mut bytes = [0; Tag::BYTES];
+        (bytes[0], bytes[1]) = (self.call as u8, self.round);
+        bytes[4..8].copy_from_slice(&self.layer.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.step.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn from_bytes(bytes: [u8; Tag::BYTES]) -> Option<Tag> {
+        let [call, round, _, _, a, b, c, d, step @ ..] = bytes;
+        let call = Call::ALL.into_iter().find(|known| *known as u8 == call)?;
+        let (layer, step) = (u32::from_le_bytes([a, b, c, d]), u64::from_le_bytes(step));
+        Some(Tag { call, layer, step, round })
+    }
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.layer {
+            0 => write!(to, "{} {}", self.call.name(), self.step),
+            layer => write!(to, "{} {} of layer {layer}", self.call.name(), self.step),
+        }
+    }
+}
+
+/// Writes the parts of a message.
+#[derive(Default)]
+pub struct Writer(Vec<u8>);
+
+impl Writer {
+    /// Appends a number.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn number(&mut self, number: u64) -> Result<()> {
+        self.all(&[number], u64::to_le_bytes)
+    }
+
+    /// Appends numbers.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn numbers(&mut self, numbers: &[u64]) -> Result<()> {
+        self.all(numbers, u64::to_le_bytes)
+    }
+
+    /// Appends floats.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn floats(&mut self, floats: &[f32]) -> Result<()> {
+        self.all(floats, f32::to_le_bytes)
+    }
+
+    fn all<T: Copy, const N: usize>(&mut self, values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Result<()> {
+        let start = self.0.len();
+        crate::memory::resize(&mut self.0, start + values.len() * N, 0, WHAT)?;
+        self.0[start..].as_chunks_mut().0.iter_mut().zip(values).for_each(|(to, value)| *to = bytes(*value));
+        Ok(())
+    }
+
+    /// Returns the message.
+    pub fn finish(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+const WHAT: &str = "a message to another rank";
+
+/// Reads the parts of a message in the order in which they were written.
+pub struct Reader<'a> {
+    rest: &'a [u8],
+    from: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// Reads a message of rank `from`.
+    pub fn new(message: &'a [u8], from: usize) -> Reader<'a> {
+        Reader { rest: message, from }
+    }
+
+    fn take(&mut self, bytes: usize) -> Result<&'a [u8]> {
+        let (now, later) = self.rest.split_at_checked(bytes).ok_or_else(|| self.is_short())?;
+        self.rest = later;
+        Ok(now)
+    }
+
+    fn is_short(&self) -> Error {
+        Error::Rank {
+            rank: self.from,
+            what: "sent a message of another length than this rank expects".into(),
+        }
+    }
+
+    /// Reads a number.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] at the end of the message. The other methods fail in the same way.
+    pub fn number(&mut self) -> Result<u64> {
+        let bytes = self.take(8)?;
+        Ok(u64::from_le_bytes(bytes.try_into().expect("eight bytes")))
+    }
+
+    /// Appends `len` numbers to `to`.
+    ///
+    /// # Errors
+    /// As `number`, and [`Error::Memory`].
+    pub fn numbers(&mut self, len: usize, to: &mut Vec<u64>) -> Result<()> {
+        let bytes = self.take(len.checked_mul(8).ok_or_else(|| self.is_short())?)?;
+        crate::memory::reserve(to, len, WHAT)?;
+        to.extend(bytes.as_chunks().0.iter().map(|&bytes| u64::from_le_bytes(bytes)));
+        Ok(())
+    }
+
+    /// Reads as many floats as `to` has room for.
+    ///
+    /// # Errors
+    /// As `number`.
+    pub fn floats(&mut self, to: &mut [f32]) -> Result<()> {
+        let bytes = self.take(size_of_val(to))?;
+        to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, &bytes)| *to = f32::from_le_bytes(bytes));
+        Ok(())
+    }
+
+    /// Checks that the message ends here.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if it does not.
+    pub fn finish(self) -> Result<()> {
+        if self.rest.is_empty() { Ok(()) } else { Err(self.is_short()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_come_back_and_strange_ones_do_not() {
+        let tag = Tag { call: Call::Commit, layer: 7, step: 1 << 40, round: 2 };
+        assert_eq!(Tag::from_bytes(tag.to_bytes()), Some(tag));
+        let mut bytes = tag.to_bytes();
+        bytes[0] = 200;
+        assert_eq!(Tag::from_bytes(bytes), None);
+        assert_eq!(tag.to_string(), "commit 1099511627776 of layer 7");
+        assert_eq!(Tag { call: Call::Barrier, layer: 0, step: 3, round: 0 }.to_string(), "barrier 3");
+    }
+
+    #[test]
+    fn parts_come_back_in_order() {
+        let mut writer = Writer::default();
+        writer.number(3).unwrap();
+        writer.numbers(&[1, u64::MAX, 5]).unwrap();
+        writer.floats(&[1.5, -0.0]).unwrap();
+        let message = writer.finish();
+        let mut reader = Reader::new(&message, 1);
+        let (mut numbers, mut floats) = (Vec::new(), [9.0; 2]);
+        assert_eq!(reader.number().unwrap(), 3);
+        reader.numbers(3, &mut numbers).unwrap();
+        reader.floats(&mut floats).unwrap();
+        assert_eq!(
+            (&numbers[..], floats.map(f32::to_bits)),
+            (&[1, u64::MAX, 5][..], [1.5f32, -0.0].map(f32::to_bits))
+        );
+        assert!(reader.number().unwrap_err().to_string().contains("rank 1"));
+        assert!(Reader::new(&message, 0).numbers(usize::MAX, &mut numbers).is_err());
+        assert!(Reader::new(&message, 0).finish().is_err());
+    }
+}

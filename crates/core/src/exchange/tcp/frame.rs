@@ -1,0 +1,95 @@
+//! Frames of a connection: 8 bytes length of the content, 16 bytes tag with the kind in byte 2, the content.
+
+use std::io::{ErrorKind, IoSlice, Read, Write};
+
+use crate::exchange::message::Tag;
+use crate::memory;
+
+/// What ranks send each other.
+pub(super) enum Frame {
+    /// A message.
+    Message(Tag, Vec<u8>),
+    /// The sender has failed, and why.
+    Failure(String),
+    /// The sender sends no more.
+    End,
+}
+
+const HEADER: usize = 8 + Tag::BYTES;
+/// Place of the frame's kind in the header.
+const KIND: usize = 8 + 2;
+const MESSAGE: u8 = 0;
+const FAILURE: u8 = 1;
+const END: u8 = 2;
+/// Bytes that are read at a time, so that a length that nobody meant costs no memory.
+const PIECE: usize = 64 << 20;
+
+pub(super) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Result<()> {
+    let (kind, tag, content) = match frame {
+        Frame::Message(tag, content) => (MESSAGE, tag.to_bytes(), &content[..]),
+        Frame::Failure(why) => (FAILURE, [0; Tag::BYTES], why.as_bytes()),
+        Frame::End => (END, [0; Tag::BYTES], &[][..]),
+    };
+    let mut header = [0; HEADER];
+    header[..8].copy_from_slice(&(content.len() as u64).to_le_bytes());
+    header[8..].copy_from_slice(&tag);
+    header[KIND] = kind;
+    // One packet for a short message.
+    let written = stream.write_vectored(&[IoSlice::new(&header), IoSlice::new(content)])?;
+    if written < HEADER {
+        stream.write_all(&header[written..])?;
+    }
+    stream.write_all(&content[written.saturating_sub(HEADER)..])
+}
+
+pub(super) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header).map_err(|error| match error.kind() {
+        ErrorKind::UnexpectedEof => std::io::Error::other("its connection is closed"),
+        _ => error,
+    })?;
+    let (length, rest) = header.split_first_chunk().expect("a header is longer");
+    let content = read_content(stream, u64::from_le_bytes(*length))?;
+    let mut tag: [u8; Tag::BYTES] = rest.try_into().expect("the rest of a header is a tag");
+    let kind = std::mem::take(&mut tag[KIND - 8]);
+    let strange = || std::io::Error::new(ErrorKind::InvalidData, "it sent bytes that are no frame");
+    match kind {
+        MESSAGE => Ok(Frame::Message(Tag::from_bytes(tag).ok_or_else(strange)?, content)),
+        FAILURE => Ok(Frame::Failure(String::from_utf8_lossy(&content).into_owned())),
+        END => Ok(Frame::End),
+        _ => Err(strange()),
+    }
+}
+
+fn read_content(stream: &mut impl Read, length: u64) -> std::io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    while (content.len() as u64) < length {
+        let piece = (length - content.len() as u64).min(PIECE as u64) as usize;
+        let start = content.len();
+        memory::resize(&mut content, start + piece, 0, "a message of another rank")
+            .map_err(std::io::Error::other)?;
+        stream.read_exact(&mut content[start..])?;
+    }
+    Ok(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exchange::message::Call;
+
+    #[test]
+    fn frames_come_back() {
+        let tag = Tag { call: Call::Lookup, layer: 3, step: 9, round: 1 };
+        let mut stream = Vec::new();
+        let frames = [Frame::Message(tag, vec![7; 1000]), Frame::Failure("why".into()), Frame::End];
+        frames.iter().for_each(|frame| write_frame(&mut stream, frame).unwrap());
+        let mut rest = &stream[..];
+        assert!(matches!(read_frame(&mut rest), Ok(Frame::Message(t, c)) if t == tag && c == [7; 1000]));
+        assert!(matches!(read_frame(&mut rest), Ok(Frame::Failure(why)) if why == "why"));
+        assert!(matches!(read_frame(&mut rest), Ok(Frame::End)));
+        assert!(read_frame(&mut rest).is_err());
+        assert!(read_frame(&mut &stream[..500]).is_err());
+        assert!(read_frame(&mut &[0xff; 64][..]).is_err());
+    }
+}

@@ -1,0 +1,69 @@
+//! Ranks that are threads of one process. One rank alone is a communicator without others.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::exchange::communicator::Communicator;
+use crate::exchange::mailbox::Mailbox;
+use crate::exchange::message::Tag;
+
+/// A rank that is a thread.
+pub struct ThreadRank {
+    rank: usize,
+    mailboxes: Arc<Vec<Mailbox>>,
+    timeout: Duration,
+}
+
+impl ThreadRank {
+    /// Makes all ranks of a world.
+    pub fn world(world_size: usize, timeout: Duration) -> Vec<ThreadRank> {
+        let mailboxes = Arc::new((0..world_size).map(|_| Mailbox::new(world_size)).collect::<Vec<_>>());
+        (0..world_size).map(|rank| ThreadRank { rank, mailboxes: mailboxes.clone(), timeout }).collect()
+    }
+}
+
+impl Communicator for ThreadRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.mailboxes.len()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
+        if let Some(failure) = self.failure() {
+            return Err(failure);
+        }
+        self.mailboxes[to].put(self.rank, tag, message);
+        Ok(())
+    }
+
+    fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
+        let message = self.mailboxes[self.rank].take(from, tag, self.timeout);
+        message.inspect_err(|error| self.fail(error))
+    }
+
+    fn fail(&self, error: &Error) {
+        for (rank, mailbox) in self.mailboxes.iter().enumerate() {
+            let is_own = rank == self.rank;
+            let what = || format!("gave up: {error}");
+            mailbox.fail(if is_own { error.clone() } else { Error::Rank { rank: self.rank, what: what() } });
+        }
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.mailboxes[self.rank].failure()
+    }
+}
+
+impl Drop for ThreadRank {
+    fn drop(&mut self) {
+        self.mailboxes.iter().for_each(|mailbox| mailbox.leave(self.rank, "has ended".into()));
+    }
+}
