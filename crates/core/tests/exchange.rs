@@ -164,7 +164,7 @@ fn a_rank_that_calls_something_else_is_named_within_the_timeout() {
         let texts: Vec<_> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
         // Whoever gives up first tells the others.
         assert!(texts.iter().all(|text| text.contains("gather 2") && text.contains("gather 3")), "{texts:?}");
-        assert!(texts[0].starts_with("rank 1 ") && texts[2].starts_with("rank 1 "), "{texts:?}");
+        assert!(texts[0].contains("rank 1 ") && texts[2].contains("rank 1 "), "{texts:?}");
         // A failure is final.
         let again = on_all(&world, |rank| call(9)(rank).unwrap_err().to_string());
         assert_eq!(again.len(), 3);
