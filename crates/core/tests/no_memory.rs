@@ -200,7 +200,7 @@ impl Steps {
         // SAFETY: they live as long as the call, and nobody writes to them.
         let rows = vec![unsafe { GradientRows::new(self.ones.as_ptr(), self.ones.len()) }];
         let gradients = OutputGradients { rows, keep: None, check_finite: true };
-        self.group.push(lookup, gradients, vec![&mut self.weight_gradients], ticket, &self.pool)
+        self.group.push(lookup, gradients, vec![&mut self.weight_gradients], ticket, &self.pool).map(drop)
     }
 
     fn commit(&mut self, ticket: &[f32], is_update: bool) -> Result<()> {

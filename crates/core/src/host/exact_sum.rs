@@ -23,7 +23,17 @@ impl ExactSum {
     }
 
     pub fn merge(&mut self, other: &ExactSum) {
-        self.totals.iter_mut().zip(other.totals.iter()).for_each(|(a, b)| *a += b);
+        self.add_totals(other.totals());
+    }
+
+    /// The totals, by exponent.
+    pub fn totals(&self) -> &[u64] {
+        &self.totals[..]
+    }
+
+    /// Adds totals that another sum has.
+    pub fn add_totals(&mut self, totals: &[u64]) {
+        self.totals.iter_mut().zip(totals).for_each(|(a, b)| *a += b);
     }
 
     /// The sum, from the smallest exponent up. NaN if a term was NaN or infinite.

@@ -8,7 +8,7 @@ use crate::host::absent::Absent;
 use crate::host::features::{FeatureOutput, Mode, Role, is_plain, is_weighted, role, row_code};
 use crate::host::find::{Distinct, NO_MARK, NoConsumer, Search, Whole};
 use crate::host::pooling::{MissingRow, OUTSIDE, PADDING, PlainPooling, pool_bags};
-use crate::host::runs::{KeyRuns, RowCode};
+use crate::host::runs::{KeyRuns, RowCode, sort_plain, sort_weighted};
 use crate::host::table::HostTable;
 use crate::host::weight_gradient::WeightTrace;
 use crate::key::{Key, hash};
@@ -319,31 +319,6 @@ fn sort(
         start = positions.end;
     }
     Ok(())
-}
-
-fn sort_plain(feature: &Feature, marks: &[u32], first_row: u32, runs: &mut KeyRuns) {
-    let mut add = |bag: usize, marks: &[u32]| {
-        for &key in marks.iter().filter(|&&key| key != NO_MARK) {
-            runs.add(key, first_row + bag as u32);
-        }
-    };
-    match feature.bags {
-        Bags::Each | Bags::Fixed { hotness: 1, .. } => {
-            marks.iter().enumerate().for_each(|(bag, mark)| add(bag, std::slice::from_ref(mark)));
-        }
-        Bags::Fixed { hotness, .. } => {
-            marks.chunks(hotness.max(1)).enumerate().for_each(|(bag, marks)| add(bag, marks))
-        }
-        Bags::Ragged(_) => (0..feature.num_bags()).for_each(|bag| add(bag, &marks[feature.bag(bag)])),
-    }
-}
-
-fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_row: u32, runs: &mut KeyRuns) {
-    for bag in 0..feature.num_bags() {
-        for position in feature.bag(bag).filter(|&position| marks[position] != NO_MARK) {
-            runs.add_weighted(marks[position], first_row + bag as u32, coefficients[position]);
-        }
-    }
 }
 
 /// Number of ids that were looked up, have no row and get none. `records`: by feature and id.

@@ -35,6 +35,11 @@ impl<'a> MissingRow<'a> {
         MissingRow { first, is_shared, row: shared.unwrap_or_else(|| vec![0.0; first.layout.dim()]) }
     }
 
+    /// Floats in a row.
+    pub fn dim(&self) -> usize {
+        self.row.len()
+    }
+
     /// The row of a record, or of a key without one.
     #[inline(always)]
     fn or<'r, const D: usize, const MAY_MISS: bool>(

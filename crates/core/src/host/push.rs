@@ -28,6 +28,14 @@ pub struct OutputGradients {
 }
 
 impl OutputGradients {
+    /// Gradients that live as long as they are used. `rows`: by feature.
+    #[allow(unsafe_code)]
+    pub(in crate::host) fn owned(rows: Vec<Vec<f32>>) -> OutputGradients {
+        // SAFETY: a `Vec` keeps its floats where they are when it is moved, and nobody writes to these. A group drops `keep` after them.
+        let lent = rows.iter().map(|row| unsafe { GradientRows::new(row.as_ptr(), row.len()) }).collect();
+        OutputGradients { rows: lent, keep: Some(Box::new(rows)), check_finite: false }
+    }
+
     pub(crate) fn are_finite(&self, pool: &Pool) -> bool {
         let num_floats: usize = self.rows.iter().map(|r| r.get().len()).sum();
         let pieces = self.rows.iter().flat_map(|r| r.get().chunks(FINITE_PIECE)).collect();

@@ -1,6 +1,8 @@
 //! The distinct keys of a lookup: their records, and the gradient rows that will be merged for each.
 
+use crate::contract::batch::{Bags, Feature};
 use crate::error::Result;
+use crate::host::find::NO_MARK;
 use crate::store::arena::RecordNumber;
 use crate::store::region::Region;
 
@@ -122,6 +124,33 @@ impl KeyRuns {
     pub fn add_weighted(&mut self, key: u32, row: u32, coefficient: f32) {
         let place = self.add(key, row);
         self.coefficients[place] = coefficient;
+    }
+}
+
+/// Adds the ids of a feature whose coefficients are all 1. `marks`: number of the key of each id, or [`NO_MARK`].
+pub fn sort_plain(feature: &Feature, marks: &[u32], first_row: u32, runs: &mut KeyRuns) {
+    let mut add = |bag: usize, marks: &[u32]| {
+        for &key in marks.iter().filter(|&&key| key != NO_MARK) {
+            runs.add(key, first_row + bag as u32);
+        }
+    };
+    match feature.bags {
+        Bags::Each | Bags::Fixed { hotness: 1, .. } => {
+            marks.iter().enumerate().for_each(|(bag, mark)| add(bag, std::slice::from_ref(mark)));
+        }
+        Bags::Fixed { hotness, .. } => {
+            marks.chunks(hotness.max(1)).enumerate().for_each(|(bag, marks)| add(bag, marks))
+        }
+        Bags::Ragged(_) => (0..feature.num_bags()).for_each(|bag| add(bag, &marks[feature.bag(bag)])),
+    }
+}
+
+/// Adds the ids of a feature with their coefficients.
+pub fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_row: u32, runs: &mut KeyRuns) {
+    for bag in 0..feature.num_bags() {
+        for position in feature.bag(bag).filter(|&position| marks[position] != NO_MARK) {
+            runs.add_weighted(marks[position], first_row + bag as u32, coefficients[position]);
+        }
     }
 }
 

@@ -3,10 +3,10 @@
 use crate::contract::batch::{Bags, Combiner, Feature};
 use crate::error::Result;
 use crate::host::pooling::{MissingRow, OUTSIDE, PADDING};
-use crate::host::table::HostTable;
 use crate::key::Key;
 use crate::memory;
 use crate::store::arena::{NO_RECORD, RecordNumber};
+use crate::store::rows::Rows;
 
 /// What a lookup keeps of a feature with weights. Rows are read again when the gradient is computed, so a row that was updated in between
 /// counts as it is then.
@@ -41,22 +41,21 @@ impl WeightTrace {
         self.bag_ends.len() * 4 + self.weights.len() * 8 + self.missing.len() * 16
     }
 
-    /// `rows`: gradient of the output, `(bags, dim)`. `gradients`: one for each id.
+    /// `source`: the rows of the records. `rows`: gradient of the output, `(bags, dim)`. `gradients`: one for each id.
     ///
     /// With d the product of an id's row and its bag's gradient, w the weights, s = sum of w, q = sum of w^2:
     /// sum d; mean (d - sum(w d) / s) / s; sqrtn d / sqrt(q) - w sum(w d) / q^1.5. Zero where s or q is.
-    pub fn gradients(&self, table: &HostTable, rows: &[f32], gradients: &mut [f32]) {
-        let dim = table.config.dim;
-        let mut missing_row = MissingRow::new(&table.first, table.shared_missing_row());
+    pub fn gradients(&self, source: &impl Rows, mut missing_row: MissingRow, rows: &[f32], gradients: &mut [f32]) {
+        let dim = missing_row.dim();
         let mut missing = self.missing.iter();
         let mut start = 0;
         for (&end, gradient) in self.bag_ends.iter().zip(rows.chunks_exact(dim)) {
             let end = end as usize;
             for (position, product) in (start..end).zip(&mut gradients[start..end]) {
                 let row = match self.records[position] {
-                    PADDING | OUTSIDE => table.arena.record(NO_RECORD),
+                    PADDING | OUTSIDE => source.row(NO_RECORD),
                     NO_RECORD => missing.next().map_or(&[][..], |&(_, key)| missing_row.get(key)),
-                    record => table.arena.record(record),
+                    record => source.row(record),
                 };
                 *product = row.iter().zip(gradient).map(|(x, g)| x * g).sum();
             }

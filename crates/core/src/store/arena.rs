@@ -142,6 +142,9 @@ pub struct Addresses {
 }
 
 impl Addresses {
+    /// Addresses of nothing, where no rows are read.
+    pub const NONE: Addresses = Addresses { base: std::ptr::null(), width: 0 };
+
     #[inline(always)]
     pub fn get(self, number: RecordNumber) -> *const f32 {
         self.base.wrapping_add(number as usize * self.width)

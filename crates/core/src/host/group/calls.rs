@@ -69,7 +69,7 @@ impl Group for HostGroup {
         let rows = rows.iter().map(|gradient| gradient.gradient_rows()).collect::<Result<Vec<_>>>()?;
         let weights = weight_gradients.iter_mut().map(|w| w.to.slice_mut()).collect::<Result<Vec<_>>>()?;
         let gradients = OutputGradients { rows, keep, check_finite };
-        HostGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &*pool::global()?)
+        HostGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &*pool::global()?).map(drop)
     }
 
     fn commit(&mut self, others: Vec<&mut AnyGroup>, commit: Commit<'_>) -> Result<()> {
@@ -162,7 +162,7 @@ impl Group for HostGroup {
 }
 
 /// The tensors of a feature as slices.
-fn feature_of<'a>(tensors: &FeatureTensors<'a>) -> Result<Feature<'a>> {
+pub(in crate::host) fn feature_of<'a>(tensors: &FeatureTensors<'a>) -> Result<Feature<'a>> {
     let keys = match tensors.high {
         Some(high) => Keys::Words { low: tensors.ids.slice()?, high: high.slice()? },
         None => keys_of(tensors.ids)?,

@@ -69,6 +69,19 @@ impl HostGroup {
     /// # Errors
     /// [`Error::Memory`].
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
+        self.take_named(named)?;
+        if !(is_update && self.binding.is_some_and(|b| b.needs_norm)) {
+            return Ok(0.0);
+        }
+        let squares = self.squares(pool)?;
+        Ok(self.set_norms(&squares))
+    }
+
+    /// Takes the pushes that `resolve` named, and inserts their absent keys.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub(in crate::host) fn take_named(&mut self, named: &[Named]) -> Result<()> {
         let start = self.stopwatch.start();
         if self.insert_absent(named)? {
             self.stopwatch.stop(StepPart::Insert, start);
@@ -81,19 +94,25 @@ impl HostGroup {
             self.forget_lookups(oldest);
         }
         self.tables.iter_mut().for_each(HostTable::count_call);
-        if !(is_update && self.binding.is_some_and(|b| b.needs_norm)) {
-            return Ok(0.0);
-        }
+        Ok(())
+    }
+
+    /// Returns the sum of the squared gradients of each table, all that is to be applied.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub(in crate::host) fn squares(&mut self, pool: &Pool) -> Result<Vec<ExactSum>> {
         self.merge_committed(pool)?;
         let start = self.stopwatch.start();
-        let mut total = 0.0;
-        for table in 0..self.tables.len() {
-            let norm = self.table_norm(table, pool);
-            self.norms[table] = norm as f32;
-            total += norm;
-        }
+        let squares = (0..self.tables.len()).map(|table| self.table_squares(table, pool)).collect();
         self.stopwatch.stop(StepPart::Norm, start);
-        Ok(total)
+        Ok(squares)
+    }
+
+    /// Stores the squared norm of each table. Returns their sum.
+    pub(in crate::host) fn set_norms(&mut self, squares: &[ExactSum]) -> f64 {
+        let norms = squares.iter().map(ExactSum::total);
+        self.norms.iter_mut().zip(norms).map(|(to, norm)| (*to = norm as f32, norm).1).sum()
     }
 
     /// Merges gradients that were not merged at the push. Several pushes, and accumulated gradients, become one sum for each record.
@@ -142,7 +161,7 @@ impl HostGroup {
         Ok(())
     }
 
-    fn table_norm(&self, number: usize, pool: &Pool) -> f64 {
+    fn table_squares(&self, number: usize, pool: &Pool) -> ExactSum {
         let dim = self.tables[number].config.dim;
         let stored = self.stored(number, self.tables[number].generation);
         let num_keys: usize = stored.iter().map(|s| s.records.len()).sum();
@@ -164,7 +183,7 @@ impl HostGroup {
         });
         let mut total = ExactSum::default();
         sums.iter().for_each(|sum| total.merge(sum));
-        total.total()
+        total
     }
 
     /// The gradients to apply to a table, after `merge_committed`.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::HostGroup;
 use crate::contract::batch::Feature;
 use crate::contract::profile::StepPart;
-use crate::contract::table::{Insertion, Outcomes};
+use crate::contract::table::{Insertion, Outcomes, TableStats};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
 use crate::host::accumulator::Accumulator;
@@ -45,6 +45,19 @@ impl HostGroup {
             self.tables.iter_mut().for_each(HostTable::undo);
         }
         looked
+    }
+
+    /// Takes back the last call of `lookup`: the keys that it inserted, what it counted and, with `save`, what it saved. `before`: the
+    /// counts of the tables before it.
+    pub(in crate::host) fn undo_lookup(&mut self, before: &[TableStats], save: bool) {
+        for (table, stats) in self.tables.iter_mut().zip(before) {
+            table.undo();
+            table.stats = *stats;
+        }
+        if save {
+            self.next_lookup -= 1;
+            self.lookups.pop_back().into_iter().for_each(|lookup| self.reuse_lookup(lookup));
+        }
     }
 
     /// Does the work of `lookup`. If it fails, the journals of the tables say what was inserted.
@@ -91,7 +104,7 @@ impl HostGroup {
         Ok(number)
     }
 
-    fn check_features(&self, features: &[Feature], outputs: &[&mut [f32]]) -> Result<()> {
+    pub(in crate::host) fn check_features(&self, features: &[Feature], outputs: &[&mut [f32]]) -> Result<()> {
         if features.len() != outputs.len() {
             let (features, outputs) = (features.len(), outputs.len());
             return Err(Error::argument(format!(

@@ -4,7 +4,7 @@
 //! ticket which pushes count. `apply` updates the records. See `docs/architecture.md`, "One training step".
 
 mod apply;
-mod calls;
+pub(in crate::host) mod calls;
 mod commit;
 mod lookup;
 mod push;
@@ -26,7 +26,7 @@ pub use self::apply::ApplyScalars;
 
 /// The tables of a layer, and the lookups and pushes that are in progress.
 pub struct HostGroup {
-    tables: Vec<HostTable>,
+    pub(in crate::host) tables: Vec<HostTable>,
     binding: Option<Binding>,
     next_lookup: u64,
     lookups: VecDeque<Arc<SavedLookup>>,

@@ -5,13 +5,14 @@ use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
 use crate::contract::ticket::{RING, write_ticket};
 use crate::error::{Error, Result};
+use crate::host::pooling::MissingRow;
 use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, merge_push};
 use crate::host::table::HostTable;
 use crate::pool::Pool;
 
 impl HostGroup {
     /// Takes the gradients of a lookup's outputs. Writes the ticket, `(64, 2)`, and the gradients of weights, `(ids,)` for each
-    /// feature with weights.
+    /// feature with weights. Returns the number of the push.
     ///
     /// # Errors
     /// [`Error::UnwrappedOptimizer`] at the second push to a group that no optimizer is bound to; [`Error::Ticket`] if the lookup no
@@ -23,7 +24,7 @@ impl HostGroup {
         weight_gradients: Vec<&mut [f32]>,
         ticket: &mut [f32],
         pool: &Pool,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let saved = self.lookups.iter().find(|l| l.number == lookup).cloned().ok_or_else(|| Error::Ticket {
             tables: self.names(),
             what: format!("a gradient comes for a lookup that is gone: older than the newest {RING}, or from before a load"),
@@ -51,7 +52,7 @@ impl HostGroup {
             self.reuse(push);
         }
         write_ticket(number, is_all_finite, ticket);
-        Ok(())
+        Ok(number)
     }
 
     fn write_weight_gradients<'a>(
@@ -75,7 +76,8 @@ impl HostGroup {
         for ((feature, saved, trace), written) in traces.into_iter().zip(weight_gradients) {
             let table = &self.tables[saved.number];
             if saved.generation == table.generation && written.len() == trace.num_ids() {
-                trace.gradients(table, gradients.rows[feature].get(), written);
+                let missing = MissingRow::new(&table.first, table.shared_missing_row());
+                trace.gradients(&table.arena, missing, gradients.rows[feature].get(), written);
             } else {
                 written.fill(0.0);
             }
