@@ -20,11 +20,15 @@ pub enum StepPart {
     Norm,
     /// Updates records.
     Update,
+    /// Makes the ids of a rank distinct, before they go to other ranks.
+    Distinct,
+    /// Exchanges ids, rows and gradients with other ranks, and waits for them.
+    Exchange,
 }
 
 impl StepPart {
     /// All parts, in the order of a step.
-    pub const ALL: [StepPart; 7] = [
+    pub const ALL: [StepPart; 9] = [
         StepPart::Find,
         StepPart::Pool,
         StepPart::Sort,
@@ -32,6 +36,8 @@ impl StepPart {
         StepPart::Insert,
         StepPart::Norm,
         StepPart::Update,
+        StepPart::Distinct,
+        StepPart::Exchange,
     ];
 
     /// Returns the name, in lower case.
@@ -44,6 +50,8 @@ impl StepPart {
             StepPart::Insert => "insert",
             StepPart::Norm => "norm",
             StepPart::Update => "update",
+            StepPart::Distinct => "distinct",
+            StepPart::Exchange => "exchange",
         }
     }
 }

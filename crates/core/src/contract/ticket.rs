@@ -73,6 +73,17 @@ impl<P> PushRing<P> {
         self.pending.iter().find(|(n, _)| *n == number).map(|(_, push)| push)
     }
 
+    /// Returns the push with this number for changes, if it waits.
+    pub fn get_mut(&mut self, number: u64) -> Option<&mut P> {
+        self.pending.iter_mut().find(|(n, _)| *n == number).map(|(_, push)| push)
+    }
+
+    /// Removes the push with this number, if it waits.
+    pub fn remove(&mut self, number: u64) -> Option<P> {
+        let at = self.pending.iter().position(|&(n, _)| n == number)?;
+        self.pending.remove(at).map(|(_, push)| push)
+    }
+
     /// Returns the pushes that wait for changes, the oldest first.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut P> {
         self.pending.iter_mut().map(|(_, push)| push)

@@ -13,6 +13,7 @@ mod merge;
 mod pooling;
 pub mod push;
 mod runs;
+pub mod sharded;
 mod stopwatch;
 pub mod table;
 mod table_contract;

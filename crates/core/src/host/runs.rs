@@ -146,7 +146,13 @@ pub fn sort_plain(feature: &Feature, marks: &[u32], first_row: u32, runs: &mut K
 }
 
 /// Adds the ids of a feature with their coefficients.
-pub fn sort_weighted(feature: &Feature, marks: &[u32], coefficients: &[f32], first_row: u32, runs: &mut KeyRuns) {
+pub fn sort_weighted(
+    feature: &Feature,
+    marks: &[u32],
+    coefficients: &[f32],
+    first_row: u32,
+    runs: &mut KeyRuns,
+) {
     for bag in 0..feature.num_bags() {
         for position in feature.bag(bag).filter(|&position| marks[position] != NO_MARK) {
             runs.add_weighted(marks[position], first_row + bag as u32, coefficients[position]);

@@ -45,7 +45,13 @@ impl WeightTrace {
     ///
     /// With d the product of an id's row and its bag's gradient, w the weights, s = sum of w, q = sum of w^2:
     /// sum d; mean (d - sum(w d) / s) / s; sqrtn d / sqrt(q) - w sum(w d) / q^1.5. Zero where s or q is.
-    pub fn gradients(&self, source: &impl Rows, mut missing_row: MissingRow, rows: &[f32], gradients: &mut [f32]) {
+    pub fn gradients(
+        &self,
+        source: &impl Rows,
+        mut missing_row: MissingRow,
+        rows: &[f32],
+        gradients: &mut [f32],
+    ) {
         let dim = missing_row.dim();
         let mut missing = self.missing.iter();
         let mut start = 0;

@@ -5,6 +5,7 @@
 pub mod group;
 pub mod large;
 pub mod record_step;
+pub mod sharded;
 pub mod steps;
 pub mod strategies;
 pub mod subject;

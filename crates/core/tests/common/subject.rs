@@ -21,9 +21,18 @@ use super::unwritten;
 /// Gradients of a push, kept alive by whoever holds the `Arc`.
 pub type Kept = Arc<Vec<Vec<f32>>>;
 
+/// By number of the push.
+pub type Tickets = BTreeMap<u64, Vec<f32>>;
+
 pub trait Subject {
     /// For messages.
     fn name(&self) -> String;
+
+    /// Whether ranks share the tables. Then unknown ids and dropped gradients are counted once a key, and the gradients of weights come
+    /// from the rows that the lookup read.
+    fn is_sharded(&self) -> bool {
+        false
+    }
 
     /// The lookup's number, and the rows of each feature.
     fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)>;
@@ -78,7 +87,7 @@ pub struct Maker {
 }
 
 /// Sum of tickets, each times its weight.
-pub fn sum_of_tickets(tickets: &BTreeMap<u64, Vec<f32>>, named: &[(u64, f32)]) -> Vec<f32> {
+pub fn sum_of_tickets(tickets: &Tickets, named: &[(u64, f32)]) -> Vec<f32> {
     let mut sum = vec![0.0; TICKET_LEN];
     for (number, weight) in named {
         sum.iter_mut().zip(&tickets[number]).for_each(|(s, t)| *s += weight * t);
@@ -96,8 +105,7 @@ pub fn binding(owner: u64, update: Update) -> Binding {
 pub struct HostSubject {
     group: HostGroup,
     pool: &'static Pool,
-    /// By number of the push.
-    tickets: BTreeMap<u64, Vec<f32>>,
+    tickets: Tickets,
     held: Vec<Kept>,
 }
 
@@ -108,7 +116,7 @@ impl HostSubject {
     }
 }
 
-fn lend(gradients: &Kept) -> Vec<GradientRows> {
+pub fn lend(gradients: &Kept) -> Vec<GradientRows> {
     // SAFETY: nobody writes to them; they live until the call returns, or as the `Keep` that `push` makes of them.
     gradients.iter().map(|g| unsafe { GradientRows::new(g.as_ptr(), g.len()) }).collect()
 }

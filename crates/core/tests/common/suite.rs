@@ -111,7 +111,8 @@ pub fn what_fits_goes_in_by_first_occurrence_and_the_rest_is_counted(maker: &Mak
         assert_eq!(keys, [5, 10, 11]);
         let expected = Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() };
         assert_eq!(subject.table(1).stats().unwrap().outcomes, expected);
-        assert_eq!(subject.table(1).stats().unwrap().dropped_gradients, 3);
+        let dropped = if subject.is_sharded() { 2 } else { 3 };
+        assert_eq!(subject.table(1).stats().unwrap().dropped_gradients, dropped);
         assert_eq!(subject.take_refused(), warnings);
         assert_eq!(subject.take_refused(), []);
     }
@@ -244,7 +245,7 @@ pub fn a_commit_inserts_what_fits_by_first_occurrence_and_drops_the_rest(maker: 
         assert_eq!(keys_of(&*subject, 1), [5, 10, 11]);
         let stats = subject.table(1).stats().unwrap();
         assert_eq!(stats.outcomes, Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() });
-        assert_eq!(stats.dropped_gradients, 3);
+        assert_eq!(stats.dropped_gradients, if subject.is_sharded() { 2 } else { 3 });
         assert_eq!(subject.take_refused(), warnings);
     }
 }
@@ -541,7 +542,11 @@ pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
                 for part in StepPart::ALL {
                     let PartTime { runs, time } = profile.get(part);
                     let is_expected = is_measured && expected.contains(&part);
-                    assert!(!is_expected || runs == 1 && time > Duration::ZERO, "{part:?}: {profile:?}");
+                    // Gradients for other ranks are merged once more by their owner.
+                    assert!(
+                        !is_expected || (1..=2).contains(&runs) && time > Duration::ZERO,
+                        "{part:?}: {profile:?}"
+                    );
                     assert!(is_measured || runs == 0, "{part:?}: {profile:?}");
                 }
             }

@@ -47,6 +47,11 @@ impl HostGroup {
         looked
     }
 
+    /// The counts of the tables, for `undo_lookup`.
+    pub(in crate::host) fn stats_before_lookup(&self) -> Vec<TableStats> {
+        self.tables.iter().map(|table| table.stats).collect()
+    }
+
     /// Takes back the last call of `lookup`: the keys that it inserted, what it counted and, with `save`, what it saved. `before`: the
     /// counts of the tables before it.
     pub(in crate::host) fn undo_lookup(&mut self, before: &[TableStats], save: bool) {
@@ -198,6 +203,7 @@ impl HostGroup {
 
     /// Drops the lookups before `oldest`. Later lookups reuse their memory.
     pub(super) fn forget_lookups(&mut self, oldest: u64) {
+        let oldest = self.oldest_needed.map_or(oldest, |needed| needed.min(oldest));
         while self.lookups.front().is_some_and(|l| l.number < oldest) {
             if let Some(lookup) = self.lookups.pop_front() {
                 self.reuse_lookup(lookup);

@@ -7,7 +7,7 @@ mod apply;
 pub(in crate::host) mod calls;
 mod commit;
 mod lookup;
-mod push;
+pub(in crate::host) mod push;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,6 +30,8 @@ pub struct HostGroup {
     binding: Option<Binding>,
     next_lookup: u64,
     lookups: VecDeque<Arc<SavedLookup>>,
+    /// The oldest lookup whose gradients may still come, although its push is not in `ring`.
+    pub(in crate::host) oldest_needed: Option<u64>,
     ring: PushRing<Push>,
     committed: Vec<(f32, Push)>,
     accumulators: Vec<Accumulator>,
@@ -39,7 +41,7 @@ pub struct HostGroup {
     /// By table.
     spare: Vec<Spare>,
     split: SplitScratch,
-    stopwatch: Stopwatch,
+    pub(in crate::host) stopwatch: Stopwatch,
 }
 
 impl HostGroup {
@@ -55,6 +57,7 @@ impl HostGroup {
             binding: None,
             next_lookup: 1,
             lookups: VecDeque::new(),
+            oldest_needed: None,
             ring: PushRing::default(),
             committed: Vec::new(),
             pushes_without_optimizer: 0,

@@ -1,7 +1,7 @@
 //! The push of a group: gradients that wait for a ticket to name them.
 
 use super::HostGroup;
-use crate::contract::group::Group;
+use crate::contract::group::{AnyGroup, Group};
 use crate::contract::profile::StepPart;
 use crate::contract::ticket::{RING, write_ticket};
 use crate::error::{Error, Result};
@@ -25,10 +25,8 @@ impl HostGroup {
         ticket: &mut [f32],
         pool: &Pool,
     ) -> Result<u64> {
-        let saved = self.lookups.iter().find(|l| l.number == lookup).cloned().ok_or_else(|| Error::Ticket {
-            tables: self.names(),
-            what: format!("a gradient comes for a lookup that is gone: older than the newest {RING}, or from before a load"),
-        })?;
+        let saved = self.lookups.iter().find(|l| l.number == lookup).cloned();
+        let saved = saved.ok_or_else(|| gone_lookup(self))?;
         check_gradients(&saved, &gradients, &self.tables)?;
         if self.binding.is_none() && self.pushes_without_optimizer > 0 {
             return Err(Error::UnwrappedOptimizer { tables: self.names() });
@@ -53,6 +51,13 @@ impl HostGroup {
         }
         write_ticket(number, is_all_finite, ticket);
         Ok(number)
+    }
+
+    /// Drops a push that no commit has taken.
+    pub(in crate::host) fn cancel_push(&mut self, number: u64) {
+        if let Some(push) = self.ring.remove(number) {
+            self.reuse(push);
+        }
     }
 
     fn write_weight_gradients<'a>(
@@ -86,7 +91,21 @@ impl HostGroup {
     }
 }
 
-fn check_gradients(saved: &SavedLookup, gradients: &OutputGradients, tables: &[HostTable]) -> Result<()> {
+/// The error for a push of a lookup that no longer exists.
+pub(in crate::host) fn gone_lookup(group: &AnyGroup) -> Error {
+    Error::Ticket {
+        tables: group.names(),
+        what: format!(
+            "a gradient comes for a lookup that is gone: older than the newest {RING}, or from before a load"
+        ),
+    }
+}
+
+pub(in crate::host) fn check_gradients(
+    saved: &SavedLookup,
+    gradients: &OutputGradients,
+    tables: &[HostTable],
+) -> Result<()> {
     let (rows, num_features) = (&gradients.rows, saved.num_bags.len());
     if rows.len() != num_features {
         return Err(Error::argument(format!(

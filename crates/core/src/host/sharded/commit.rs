@@ -1,0 +1,291 @@
+//! The commit: gradients go to their owners, and all ranks agree that the step counts.
+
+use super::ShardedGroup;
+use crate::contract::binding::Binding;
+use crate::contract::group::Group;
+use crate::contract::profile::StepPart;
+use crate::contract::ticket::{Named, TICKET_LEN};
+use crate::error::{Error, Result};
+use crate::exchange::collectives::{agree, exchange, gather};
+use crate::exchange::message::{Call, Reader, Writer};
+use crate::host::exact_sum::ExactSum;
+use crate::host::group::ApplyScalars;
+use crate::host::group::push::gone_lookup;
+use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, merge_push};
+use crate::memory;
+use crate::pool::Pool;
+
+const WHAT: &str = "the gradients of other ranks";
+
+/// The gradients that all ranks have for a lookup, at the owner.
+struct LookupGradients {
+    /// Number of the lookup.
+    lookup: u64,
+    /// By rank: the factor of its gradients.
+    weights: Vec<f32>,
+    /// By table of the lookup: rows, those of rank 0 first.
+    rows: Vec<Vec<f32>>,
+    /// By rank and table: where its rows end.
+    ends: Vec<usize>,
+}
+
+impl LookupGradients {
+    fn of(lookup: &SavedLookup) -> LookupGradients {
+        let rows = lookup.tables.iter().map(|_| Vec::new()).collect();
+        LookupGradients { lookup: lookup.number, weights: Vec::new(), rows, ends: Vec::new() }
+    }
+
+    /// Returns the factor of all gradients. If the ranks have different ones, multiplies the rows of each.
+    fn common_weight(&mut self) -> f32 {
+        let first = self.weights[0];
+        if self.weights.iter().all(|weight| weight.to_bits() == first.to_bits()) {
+            return first;
+        }
+        let num_tables = self.rows.len();
+        for (table, rows) in self.rows.iter_mut().enumerate() {
+            let mut start = 0;
+            for (rank, weight) in self.weights.iter().enumerate() {
+                let end = self.ends[rank * num_tables + table];
+                rows[start..end].iter_mut().for_each(|gradient| *gradient *= weight);
+                start = end;
+            }
+        }
+        1.0
+    }
+}
+
+/// What a group does in a commit before all ranks have agreed.
+#[derive(Default)]
+struct Prepared {
+    /// This rank's pushes.
+    named: Vec<Named>,
+    /// The pushes of the gradients of all ranks to the shard.
+    of_shard: Vec<Named>,
+}
+
+/// Commits groups of one optimizer, as [`Group::commit`](crate::contract::group::Group::commit). All ranks must call it. Returns the
+/// squared norm.
+///
+/// # Errors
+/// The same, and [`Error::Rank`]. Nothing has changed then, on any rank.
+pub(super) fn commit(
+    groups: &mut [&mut ShardedGroup],
+    bindings: &[Binding],
+    tickets: &[&[f32]],
+    is_update: bool,
+    pool: &Pool,
+) -> Result<f64> {
+    let first = &mut *groups[0];
+    first.num_commits += 1;
+    let (communicator, tag) = (first.communicator.clone(), first.tag(Call::Commit, first.num_commits));
+    let mut prepared: Vec<Prepared> = groups.iter().map(|_| Prepared::default()).collect();
+    let messages = write_gradients(groups, bindings, tickets, &mut prepared, pool);
+    let start = groups[0].shard.stopwatch.start();
+    let received = exchange(&*communicator, tag, messages)?;
+    groups[0].shard.stopwatch.stop(StepPart::Exchange, start);
+    let pushed = push_to_shards(groups, bindings, &received, &mut prepared, pool);
+    drop(received);
+    if let Err(error) = agree(&*communicator, tag.at(1), pushed) {
+        for (group, prepared) in groups.iter_mut().zip(prepared) {
+            prepared.of_shard.iter().for_each(|push| group.shard.cancel_push(push.number));
+        }
+        return Err(error);
+    }
+    for (group, prepared) in groups.iter_mut().zip(&prepared) {
+        group.take_pushes(prepared)?;
+    }
+    if !(is_update && bindings.iter().any(|binding| binding.needs_norm)) {
+        return Ok(0.0);
+    }
+    let squares = groups.iter_mut().map(|group| group.own_squares(pool)).collect::<Result<Vec<_>>>();
+    let received = gather(&*communicator, tag.at(2), squares.and_then(|squares| write_squares(&squares)))?;
+    let mut readers: Vec<Reader> =
+        received.iter().enumerate().map(|(from, message)| Reader::new(message, from)).collect();
+    let mut total = 0.0;
+    for group in groups {
+        total += group.set_norms(&mut readers)?;
+    }
+    Ok(total)
+}
+
+/// Merges the gradients that the tickets name, and writes them to their owners. Changes nothing that counts.
+fn write_gradients(
+    groups: &mut [&mut ShardedGroup],
+    bindings: &[Binding],
+    tickets: &[&[f32]],
+    prepared: &mut [Prepared],
+    pool: &Pool,
+) -> Result<Vec<Vec<u8>>> {
+    let world_size = groups[0].communicator.world_size();
+    let mut writers: Vec<Writer> = (0..world_size).map(|_| Writer::default()).collect();
+    for (((group, binding), ticket), prepared) in groups.iter_mut().zip(bindings).zip(tickets).zip(prepared) {
+        group.check_owner(binding)?;
+        prepared.named = group.resolve(ticket)?;
+        group.merge_held(&prepared.named, pool)?;
+        for (to, writer) in writers.iter_mut().enumerate() {
+            group.write_pushes(&prepared.named, to, writer)?;
+        }
+    }
+    Ok(writers.into_iter().map(Writer::finish).collect())
+}
+
+/// Gives the gradients of all ranks to the shards, which do not take them yet.
+fn push_to_shards(
+    groups: &mut [&mut ShardedGroup],
+    bindings: &[Binding],
+    received: &[Vec<u8>],
+    prepared: &mut [Prepared],
+    pool: &Pool,
+) -> Result<()> {
+    let mut readers: Vec<Reader> =
+        received.iter().enumerate().map(|(from, message)| Reader::new(message, from)).collect();
+    for ((group, binding), prepared) in groups.iter_mut().zip(bindings).zip(prepared) {
+        group.take_over(binding)?;
+        let lookups = group.read_pushes(&prepared.named, &mut readers)?;
+        for gradients in lookups {
+            let named = group.push_to_shard(gradients, pool)?;
+            prepared.of_shard.push(named);
+        }
+        group.shard.check_absent(&prepared.of_shard)?;
+    }
+    readers.into_iter().try_for_each(Reader::finish)
+}
+
+fn write_squares(squares: &[Vec<ExactSum>]) -> Result<Vec<u8>> {
+    let mut writer = Writer::default();
+    squares.iter().flatten().try_for_each(|sum| writer.numbers(sum.totals()))?;
+    Ok(writer.finish())
+}
+
+impl ShardedGroup {
+    /// Commits the pushes that a ticket names, as [`Group::commit`] of this group alone.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn commit(&mut self, binding: &Binding, ticket: &[f32], is_update: bool, pool: &Pool) -> Result<f64> {
+        commit(&mut [self], &[*binding], &[ticket], is_update, pool)
+    }
+
+    /// Updates the records of this rank's shard, as [`HostGroup::apply`](crate::host::group::HostGroup::apply).
+    ///
+    /// # Errors
+    /// The same.
+    pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
+        self.shard.apply(binding, scalars, pool)
+    }
+
+    fn resolve(&self, ticket: &[f32]) -> Result<Vec<Named>> {
+        self.ring.resolve(ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
+    }
+
+    /// Merges the named gradients that still are where the framework has them.
+    fn merge_held(&mut self, named: &[Named], pool: &Pool) -> Result<()> {
+        let start = self.shard.stopwatch.start();
+        for named in named {
+            let Some(push) = self.ring.get_mut(named.number) else { continue };
+            if let PushedGradients::Held { rows, .. } = &push.gradients {
+                let merged = merge_push(&push.lookup, rows, &mut self.spare, pool)?;
+                push.gradients = PushedGradients::Merged(merged);
+            }
+        }
+        self.shard.stopwatch.stop(StepPart::Merge, start);
+        Ok(())
+    }
+
+    /// Writes the gradients of the keys that a rank owns.
+    fn write_pushes(&self, named: &[Named], to: usize, writer: &mut Writer) -> Result<()> {
+        writer.number(named.len() as u64)?;
+        for &Named { number, weight } in named {
+            let Some(Push { lookup, gradients: PushedGradients::Merged(merged) }) = self.ring.get(number)
+            else {
+                continue;
+            };
+            writer.numbers(&[lookup.number, u64::from(weight.to_bits())])?;
+            let sent = self.lookups.iter().find(|sent| sent.saved.number == lookup.number);
+            let sent = sent.ok_or_else(|| gone_lookup(self))?;
+            for ((table, sent), sums) in lookup.tables.iter().zip(&sent.tables).zip(merged) {
+                let keys = sent.request.keys.sent_to(to);
+                writer.number(keys.len() as u64)?;
+                writer.floats(&sums[0][keys.start * table.dim..keys.end * table.dim])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the gradients of all ranks for this group. `named`: this rank's pushes.
+    fn read_pushes(&self, named: &[Named], readers: &mut [Reader]) -> Result<Vec<LookupGradients>> {
+        let differs = |rank: usize| Error::Rank {
+            rank,
+            what: "applies the gradients of other lookups than this rank. All ranks must make the same calls"
+                .into(),
+        };
+        for (from, reader) in readers.iter_mut().enumerate() {
+            if reader.number()? != named.len() as u64 {
+                return Err(differs(from));
+            }
+        }
+        let pushes = || named.iter().filter_map(|named| self.ring.get(named.number));
+        let mut lookups: Vec<LookupGradients> =
+            pushes().map(|push| LookupGradients::of(&push.lookup)).collect();
+        for (from, reader) in readers.iter_mut().enumerate() {
+            for (push, gradients) in pushes().zip(&mut lookups) {
+                if reader.number()? != gradients.lookup {
+                    return Err(differs(from));
+                }
+                gradients.weights.push(f32::from_bits(reader.number()? as u32));
+                for (table, rows) in push.lookup.tables.iter().zip(&mut gradients.rows) {
+                    let (start, keys) = (rows.len(), reader.number()? as usize);
+                    memory::resize(rows, start + keys.saturating_mul(table.dim), 0.0, WHAT)?;
+                    reader.floats(&mut rows[start..])?;
+                    gradients.ends.push(rows.len());
+                }
+            }
+        }
+        Ok(lookups)
+    }
+
+    /// Pushes the gradients of all ranks for a lookup.
+    fn push_to_shard(&mut self, mut gradients: LookupGradients, pool: &Pool) -> Result<Named> {
+        let weight = gradients.common_weight();
+        let mut ticket = [0.0; TICKET_LEN];
+        let LookupGradients { lookup, rows, .. } = gradients;
+        let number = self.shard.push(lookup, OutputGradients::owned(rows), Vec::new(), &mut ticket, pool)?;
+        Ok(Named { number, weight })
+    }
+
+    fn take_pushes(&mut self, prepared: &Prepared) -> Result<()> {
+        let (taken, dropped) = self.ring.take(&prepared.named);
+        self.shard.oldest_needed = self.oldest_needed();
+        self.shard.take_named(&prepared.of_shard)?;
+        let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
+        taken.into_iter().map(|(_, push)| push).chain(dropped).for_each(|push| self.reuse(push));
+        if let Some(oldest) = oldest {
+            self.forget_lookups(oldest);
+        }
+        Ok(())
+    }
+
+    /// The squared gradients of the keys that this rank counts. Every rank has those of a replicated table; rank 0 counts them.
+    fn own_squares(&mut self, pool: &Pool) -> Result<Vec<ExactSum>> {
+        let mut squares = self.shard.squares(pool)?;
+        for (sum, requests) in squares.iter_mut().zip(&self.requests) {
+            if requests.owners.is_replicated() && requests.owners.rank > 0 {
+                *sum = ExactSum::default();
+            }
+        }
+        Ok(squares)
+    }
+
+    /// Stores the squared norm of each table over all ranks. Returns their sum.
+    fn set_norms(&mut self, readers: &mut [Reader]) -> Result<f64> {
+        let mut squares: Vec<ExactSum> = self.requests.iter().map(|_| ExactSum::default()).collect();
+        for reader in readers {
+            for sum in &mut squares {
+                let mut totals = Vec::new();
+                reader.numbers(sum.totals().len(), &mut totals)?;
+                sum.add_totals(&totals);
+            }
+        }
+        Ok(self.shard.set_norms(&squares))
+    }
+}

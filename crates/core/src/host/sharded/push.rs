@@ -1,0 +1,99 @@
+//! The push: gradients that wait for a ticket to name them. No other rank is asked.
+
+use super::ShardedGroup;
+use super::lookup::SentLookup;
+use crate::contract::group::Group;
+use crate::contract::profile::StepPart;
+use crate::contract::ticket::write_ticket;
+use crate::error::{Error, Result};
+use crate::host::group::push::{check_gradients, gone_lookup};
+use crate::host::pooling::MissingRow;
+use crate::host::push::{OutputGradients, Push, PushedGradients, SavedTable, merge_push};
+use crate::host::weight_gradient::WeightTrace;
+use crate::pool::Pool;
+
+impl ShardedGroup {
+    /// Takes the gradients of a lookup's outputs, as [`HostGroup::push`](crate::host::group::HostGroup::push).
+    ///
+    /// # Errors
+    /// The same.
+    pub fn push(
+        &mut self,
+        lookup: u64,
+        gradients: OutputGradients,
+        weight_gradients: Vec<&mut [f32]>,
+        ticket: &mut [f32],
+        pool: &Pool,
+    ) -> Result<()> {
+        let sent = self.lookups.iter().find(|sent| sent.saved.number == lookup);
+        let sent = sent.ok_or_else(|| gone_lookup(self))?;
+        check_gradients(&sent.saved, &gradients, &self.shard.tables)?;
+        if self.binding().is_none() && self.pushes_without_optimizer > 0 {
+            return Err(Error::UnwrappedOptimizer { tables: self.names() });
+        }
+        self.write_weight_gradients(sent, &gradients, weight_gradients)?;
+        let saved = sent.saved.clone();
+        let is_all_finite = !gradients.check_finite || gradients.are_finite(pool);
+        let OutputGradients { rows, keep, .. } = gradients;
+        let gradients = match keep {
+            Some(keep) => PushedGradients::Held { rows, _keep: keep },
+            None => {
+                let start = self.shard.stopwatch.start();
+                let merged = merge_push(&saved, &rows, &mut self.spare, pool)?;
+                self.shard.stopwatch.stop(StepPart::Merge, start);
+                PushedGradients::Merged(merged)
+            }
+        };
+        self.pushes_without_optimizer += u32::from(self.binding().is_none());
+        let (number, fallen) = self.ring.add(Push { lookup: saved, gradients });
+        if let Some(push) = fallen {
+            self.reuse(push);
+        }
+        write_ticket(number, is_all_finite, ticket);
+        Ok(())
+    }
+
+    fn write_weight_gradients(
+        &self,
+        sent: &SentLookup,
+        gradients: &OutputGradients,
+        weight_gradients: Vec<&mut [f32]>,
+    ) -> Result<()> {
+        let tables = sent.saved.tables.iter().zip(&sent.tables);
+        let traces = tables.flat_map(|(saved, sent)| {
+            saved
+                .looked
+                .traces
+                .iter()
+                .map(move |(feature, trace)| (*feature, saved, sent.rows.as_ref(), trace))
+        });
+        let mut traces: Vec<(usize, &SavedTable, _, &WeightTrace)> = traces.collect();
+        traces.sort_unstable_by_key(|&(feature, ..)| feature);
+        if traces.len() != weight_gradients.len() {
+            return Err(Error::argument(format!(
+                "{} features have weights. Received: room for {} gradients",
+                traces.len(),
+                weight_gradients.len()
+            )));
+        }
+        for ((feature, saved, rows, trace), written) in traces.into_iter().zip(weight_gradients) {
+            let table = &self.shard.tables[saved.number];
+            match rows {
+                Some(rows) if saved.generation == table.generation && written.len() == trace.num_ids() => {
+                    let missing = MissingRow::new(&table.first, None);
+                    trace.gradients(rows, missing, gradients.rows[feature].get(), written);
+                }
+                _ => written.fill(0.0),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn reuse(&mut self, push: Push) {
+        if let PushedGradients::Merged(tables) = push.gradients {
+            let tables = push.lookup.tables.iter().zip(tables);
+            tables.for_each(|(table, sums)| self.spare[table.number].keep_sums(sums));
+        }
+        self.reuse_lookup(push.lookup);
+    }
+}

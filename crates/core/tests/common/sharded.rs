@@ -1,0 +1,149 @@
+//! Groups that several ranks share, each rank a thread.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sok_core::contract::binding::Binding;
+use sok_core::contract::group::Group;
+use sok_core::contract::profile::Profile;
+use sok_core::contract::table::{Insertion, Table, TableConfig};
+use sok_core::contract::ticket::TICKET_LEN;
+use sok_core::error::Result;
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::placement::Placement;
+use sok_core::exchange::threads::ThreadRank;
+use sok_core::formula::update::UpdateScalars;
+use sok_core::host::group::ApplyScalars;
+use sok_core::host::push::OutputGradients;
+use sok_core::host::sharded::ShardedGroup;
+use sok_core::pool::Pool;
+
+use super::group::Input;
+use super::subject::{Kept, Subject, Tickets, lend};
+use super::unwritten;
+
+/// Long enough for a slow machine; a test that waits for it has failed.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A rank's part of a group, in the calls of a training step.
+pub struct ShardedSubject {
+    pub group: ShardedGroup,
+    pool: &'static Pool,
+    tickets: Tickets,
+    held: Vec<Kept>,
+}
+
+impl ShardedSubject {
+    pub fn new(
+        configs: &[(TableConfig, Placement)],
+        communicator: Arc<dyn Communicator>,
+        merge_blocks: usize,
+        pool: &'static Pool,
+    ) -> ShardedSubject {
+        let group = ShardedGroup::new(configs.to_vec(), communicator, 1, merge_blocks).unwrap();
+        ShardedSubject { group, pool, tickets: Tickets::default(), held: Vec::new() }
+    }
+
+    /// The only rank of its world.
+    pub fn alone(configs: &[TableConfig], pool: &'static Pool) -> ShardedSubject {
+        let rank = ThreadRank::world(1, TIMEOUT).remove(0);
+        let configs: Vec<_> = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
+        ShardedSubject::new(&configs, Arc::new(rank), 1, pool)
+    }
+}
+
+impl Subject for ShardedSubject {
+    fn name(&self) -> String {
+        let communicator = self.group.communicator();
+        format!("rank {} of {}", communicator.rank(), communicator.world_size())
+    }
+
+    fn is_sharded(&self) -> bool {
+        true
+    }
+
+    fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
+        let dim = |table: usize| self.group.table(table).config().dim;
+        let mut outputs: Vec<Vec<f32>> =
+            inputs.iter().map(|i| unwritten(i.bags().len() * dim(i.table))).collect();
+        let features: Vec<_> = inputs.iter().map(Input::feature).collect();
+        let room = outputs.iter_mut().map(|o| &mut o[..]).collect();
+        let number = self.group.lookup(&features, insertion, save, room, self.pool)?;
+        Ok((number, outputs))
+    }
+
+    fn push(
+        &mut self,
+        number: u64,
+        lookup: u64,
+        gradients: &Kept,
+        hold: bool,
+        ids: &[usize],
+    ) -> Result<Vec<Vec<f32>>> {
+        let mut weights: Vec<Vec<f32>> = ids.iter().map(|n| unwritten(*n)).collect();
+        let mut ticket = unwritten(TICKET_LEN);
+        let room = weights.iter_mut().map(|w| &mut w[..]).collect();
+        let keep = hold.then(|| Box::new(gradients.clone()) as _);
+        let output = OutputGradients { rows: lend(gradients), keep, check_finite: true };
+        self.group.push(lookup, output, room, &mut ticket, self.pool)?;
+        self.tickets.insert(number, ticket);
+        if hold {
+            self.held.push(gradients.clone());
+        }
+        Ok(weights)
+    }
+
+    fn ticket(&self, number: u64) -> &[f32] {
+        &self.tickets[&number]
+    }
+
+    fn commit(&mut self, named: &[(u64, f32)], is_update: bool) -> Result<f64> {
+        let ticket = super::subject::sum_of_tickets(&self.tickets, named);
+        let binding = *Group::binding(&self.group).expect("an optimizer is bound");
+        self.group.commit(&binding, &ticket, is_update, self.pool)
+    }
+
+    fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
+        self.group.apply(binding, &ApplyScalars { update, is_update }, self.pool)
+    }
+
+    fn bind(&mut self, binding: Binding) -> Result<()> {
+        self.group.bind(binding)
+    }
+
+    fn binding(&self) -> Option<Binding> {
+        Group::binding(&self.group).copied()
+    }
+
+    fn num_tables(&self) -> usize {
+        self.group.num_tables()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        self.group.table(number)
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.group.table_mut(number)
+    }
+
+    fn pending_pushes(&mut self) -> usize {
+        self.group.pending_pushes(true).unwrap()
+    }
+
+    fn measure(&mut self, is_on: bool) {
+        self.group.measure(is_on);
+    }
+
+    fn take_profile(&mut self) -> Profile {
+        self.group.take_profile().unwrap()
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        self.group.take_refused()
+    }
+
+    fn take_held(&mut self) -> Vec<Kept> {
+        std::mem::take(&mut self.held)
+    }
+}

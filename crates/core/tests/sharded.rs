@@ -1,0 +1,317 @@
+//! Groups that ranks share: one rank beside the model, and many ranks beside one.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, LazyLock};
+
+use common::group::{Ids, Input, KeyType, Shape};
+use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
+use common::sharded::{ShardedSubject, TIMEOUT};
+use common::steps::{op, run_all};
+use common::strategies::{WEIGHTS, config, plain_config, update};
+use common::subject::{Maker, OWNER, Subject, binding};
+use common::{Dice, bits, scan};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::{Insertion, Missing, OutOfVocabulary, TableConfig};
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::placement::Placement;
+use sok_core::exchange::threads::ThreadRank;
+use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::key::Key;
+use sok_core::pool::Pool;
+
+static POOLS: LazyLock<[Pool; 2]> = LazyLock::new(|| [1, 3].map(|threads| Pool::new(threads).unwrap()));
+
+const ALONE: Maker = Maker { make: alone, tells_late: false, dims: &[] };
+
+/// One rank alone must be as a group without ranks.
+fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
+    POOLS.iter().map(|pool| Box::new(ShardedSubject::alone(configs, pool)) as Box<dyn Subject>).collect()
+}
+
+suite!(ALONE);
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 300,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn any_list_of_steps_leaves_one_rank_as_its_model(
+        configs in prop::collection::vec(config(), 1..5),
+        update in update(),
+        ops in prop::collection::vec(op(), 1..30),
+    ) {
+        run_all(&configs, update, &ops, &ALONE);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 24,
+        max_shrink_iters: 64,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn large_calls_leave_one_rank_as_its_model(seed in any::<u64>()) {
+        let mut dice = Dice(seed);
+        let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
+        let update = any_update(&mut dice);
+        let ops = large_ops(&mut dice, configs.len());
+        run_all(&configs, update, &ops, &ALONE);
+    }
+}
+
+// ---- many ranks beside one
+
+/// A step of the batch of all ranks.
+#[derive(Clone)]
+struct GlobalStep {
+    inputs: Vec<Input>,
+    insertion: Insertion,
+    /// Of each feature's output.
+    gradients: Vec<Vec<f32>>,
+    weight: f32,
+    is_update: bool,
+    erased: Vec<Key>,
+}
+
+/// What a rank saw and has in the end.
+#[derive(Default)]
+struct Seen {
+    /// By step and feature.
+    outputs: Vec<Vec<Vec<f32>>>,
+    norms: Vec<u64>,
+    tables: Vec<BTreeMap<Key, Vec<u32>>>,
+}
+
+/// Some bags of a feature.
+fn part_of(input: &Input, bags: Range<usize>) -> Input {
+    let all = input.bags();
+    let ids = if bags.is_empty() { 0..0 } else { all[bags.start].start..all[bags.end - 1].end };
+    let shape = match &input.shape {
+        Shape::Each => Shape::Each,
+        Shape::Fixed { hotness, .. } => Shape::Fixed { num_bags: bags.len(), hotness: *hotness },
+        _ => {
+            let ends = all[bags].iter().map(|bag| (bag.end - ids.start) as i64);
+            Shape::RaggedI64(std::iter::once(0).chain(ends).collect())
+        }
+    };
+    let weights = input.weights.as_ref().map(|weights| weights[ids.clone()].to_vec());
+    Input { shape, weights, ids: Ids::new(KeyType::U64, &input.ids.keys()[ids]), ..input.clone() }
+}
+
+/// Which bags of a feature a rank has: equal shares, or shares of any size.
+fn share(num_bags: usize, rank: usize, world_size: usize, is_even: bool) -> Range<usize> {
+    let bound = |rank: usize| match rank {
+        0 => 0,
+        rank if rank == world_size => num_bags,
+        // The first rank has nothing, the last one most.
+        rank if !is_even => num_bags * (rank - 1) / (2 * world_size),
+        rank => num_bags * rank / world_size,
+    };
+    bound(rank)..bound(rank + 1)
+}
+
+/// Runs steps on a rank's share of each batch.
+fn run_rank(
+    configs: &[(TableConfig, Placement)],
+    update: Update,
+    steps: &[GlobalStep],
+    communicator: Arc<dyn Communicator>,
+    merge_blocks: usize,
+    is_even: bool,
+) -> Seen {
+    let (rank, world_size) = (communicator.rank(), communicator.world_size());
+    let mut subject = ShardedSubject::new(configs, communicator, merge_blocks, &POOLS[rank % 2]);
+    subject.bind(binding(OWNER, update)).unwrap();
+    let mut seen = Seen::default();
+    for (number, step) in (1..).zip(steps) {
+        let bags: Vec<_> =
+            step.inputs.iter().map(|input| share(input.bags().len(), rank, world_size, is_even)).collect();
+        let inputs: Vec<Input> =
+            step.inputs.iter().zip(&bags).map(|(input, bags)| part_of(input, bags.clone())).collect();
+        let (lookup, outputs) = subject.lookup(&inputs, step.insertion, true).unwrap();
+        let gradients =
+            step.inputs.iter().zip(&bags).zip(&step.gradients).map(|((input, bags), gradients)| {
+                let dim = configs[input.table].0.dim;
+                gradients[bags.start * dim..bags.end * dim].to_vec()
+            });
+        let weighted = inputs.iter().filter(|input| input.weights.is_some());
+        let ids: Vec<usize> = weighted.map(|input| input.ids.keys().len()).collect();
+        let kept = Arc::new(gradients.collect::<Vec<_>>());
+        subject.push(number, lookup, &kept, number % 2 == 0, &ids).unwrap();
+        seen.outputs.push(outputs);
+        seen.norms.push(subject.commit(&[(number, step.weight)], step.is_update).unwrap().to_bits());
+        let scalars = UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 };
+        subject.apply(scalars, step.is_update).unwrap();
+        for table in 0..configs.len() {
+            subject.table_mut(table).erase(&step.erased).unwrap();
+        }
+    }
+    seen.tables = (0..configs.len()).map(|table| scan(subject.table(table), 100)).collect();
+    seen
+}
+
+fn run_world(
+    configs: &[(TableConfig, Placement)],
+    update: Update,
+    steps: &[GlobalStep],
+    world: Vec<Arc<dyn Communicator>>,
+    merge_blocks: usize,
+    is_even: bool,
+) -> Seen {
+    let seen: Vec<Seen> = std::thread::scope(|scope| {
+        let run = |rank| run_rank(configs, update, steps, rank, merge_blocks, is_even);
+        let ranks: Vec<_> = world.into_iter().map(|rank| scope.spawn(move || run(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let mut all = Seen { norms: seen[0].norms.clone(), ..Seen::default() };
+    for step in 0..steps.len() {
+        let features = 0..steps[step].inputs.len();
+        let joined = features.map(|f| seen.iter().flat_map(|rank| rank.outputs[step][f].clone()).collect());
+        all.outputs.push(joined.collect());
+    }
+    for (table, (_, placement)) in configs.iter().enumerate() {
+        let mut joined = BTreeMap::new();
+        for (rank, seen) in seen.iter().enumerate() {
+            assert_eq!(seen.norms, all.norms, "norms of rank {rank}");
+            match placement {
+                Placement::Replicated => {
+                    assert!(rank == 0 || seen.tables[table] == joined, "replica of rank {rank}")
+                }
+                Placement::Localized(home) => assert!(rank == *home || seen.tables[table].is_empty()),
+                Placement::Distributed => {}
+            }
+            joined.extend(seen.tables[table].clone());
+        }
+        all.tables.push(joined);
+    }
+    all
+}
+
+fn thread_world(world_size: usize) -> Vec<Arc<dyn Communicator>> {
+    ThreadRank::world(world_size, TIMEOUT)
+        .into_iter()
+        .map(|rank| Arc::new(rank) as Arc<dyn Communicator>)
+        .collect()
+}
+
+/// Tables of any kind, in any place; a rank that is not there is replaced by another one.
+fn any_tables(dice: &mut Dice) -> Vec<(TableConfig, Placement)> {
+    let mut table = |number| {
+        let placement = dice.pick(&[Placement::Distributed, Placement::Localized(0), Placement::Replicated]);
+        let is_static = placement == Placement::Replicated || dice.below(3) == 0;
+        let config = TableConfig {
+            vocabulary_size: is_static.then_some(60),
+            out_of_vocabulary: OutOfVocabulary::Zeros,
+            out_of_vocabulary_key: dice.pick(&[None, None, Some(3)]),
+            missing: dice.pick(&[Missing::Initial, Missing::Zeros]),
+            ..plain_config(&format!("t{number}"), dice.pick(&[1, 3, 16, 32]))
+        };
+        (config, placement)
+    };
+    (0..4).map(&mut table).collect()
+}
+
+fn any_steps(dice: &mut Dice, configs: &[(TableConfig, Placement)], num_bags: usize) -> Vec<GlobalStep> {
+    let mut step = || {
+        let mut input = || {
+            let table = dice.below(configs.len() as u64) as usize;
+            let hotness = dice.below(4) as usize;
+            let (shape, num_ids) = match dice.below(3) {
+                0 => (Shape::Each, num_bags),
+                1 => (Shape::Fixed { num_bags, hotness }, num_bags * hotness),
+                _ => {
+                    let lengths: Vec<i64> = (0..num_bags).map(|_| dice.below(5) as i64).collect();
+                    let ends = lengths.iter().scan(0, |sum, len| {
+                        *sum += len;
+                        Some(*sum)
+                    });
+                    let splits: Vec<i64> = std::iter::once(0).chain(ends).collect();
+                    let num_ids = splits[num_bags] as usize;
+                    (Shape::RaggedI64(splits), num_ids)
+                }
+            };
+            let keys: Vec<Key> = (0..num_ids).map(|_| dice.below(70)).collect();
+            let weights = (dice.below(3) == 0).then(|| (0..num_ids).map(|_| dice.pick(&WEIGHTS)).collect());
+            let combiner = dice.pick(&[Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
+            let padding_key = dice.pick(&[None, Some(5)]);
+            Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
+        };
+        let inputs: Vec<Input> = (0..5).map(|_| input()).collect();
+        let dim = |input: &Input| configs[input.table].0.dim;
+        let gradients = inputs.iter().map(|input| dice.floats(num_bags * dim(input))).collect();
+        GlobalStep {
+            gradients,
+            insertion: dice.pick(&[
+                Insertion::AtLookup,
+                Insertion::AtLookup,
+                Insertion::AtCommit,
+                Insertion::Never,
+            ]),
+            weight: dice.pick(&[1.0, 0.5]),
+            is_update: dice.below(4) > 0,
+            erased: if dice.below(4) == 0 { (0..70).step_by(4).collect() } else { Vec::new() },
+            inputs,
+        }
+    };
+    (0..6).map(|_| step()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 60,
+        max_shrink_iters: 0,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn any_number_of_ranks_with_equal_shares_has_the_bits_of_one(seed in any::<u64>()) {
+        let mut dice = Dice(seed);
+        let configs = any_tables(&mut dice);
+        let mut update = any_update(&mut dice);
+        update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
+        let steps = any_steps(&mut dice, &configs, 24);
+        let one = run_world(&configs, update, &steps, thread_world(1), 12, true);
+        for world_size in 2..=4 {
+            let many = run_world(&configs, update, &steps, thread_world(world_size), 12, true);
+            for (step, (one, many)) in one.outputs.iter().zip(&many.outputs).enumerate() {
+                for (feature, (one, many)) in one.iter().zip(many).enumerate() {
+                    assert_eq!(bits(one), bits(many), "step {step}, feature {feature}, {world_size} ranks");
+                }
+            }
+            assert_eq!(&one.norms, &many.norms);
+            assert!(one.tables == many.tables, "{world_size} ranks");
+        }
+    }
+
+    #[test]
+    fn ranks_with_uneven_shares_agree_with_one_within_rounding(seed in any::<u64>()) {
+        let mut dice = Dice(seed);
+        let configs = any_tables(&mut dice);
+        let update = plain_update(dice.pick(&[SGD, ADAGRAD]));
+        let num_bags = 1 + dice.below(9) as usize;
+        let steps = any_steps(&mut dice, &configs, num_bags);
+        let one = run_world(&configs, update, &steps, thread_world(1), 1, true);
+        for world_size in 2..=4 {
+            let many = run_world(&configs, update, &steps, thread_world(world_size), world_size, false);
+            let pairs = one.outputs.iter().flatten().flatten().zip(many.outputs.iter().flatten().flatten());
+            for (one, many) in pairs {
+                assert!((one - many).abs() <= 2e-3 * (1.0 + one.abs()), "{one}, with {world_size} ranks {many}");
+            }
+            for (one, many) in one.tables.iter().zip(&many.tables) {
+                assert!(one.keys().eq(many.keys()));
+            }
+        }
+    }
+}
