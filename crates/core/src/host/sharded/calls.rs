@@ -1,7 +1,7 @@
 //! The four calls on the tensors of a framework.
 
-use super::ShardedGroup;
 use super::commit::commit;
+use super::group::ShardedGroup;
 use crate::contract::batch::Feature;
 use crate::contract::binding::Binding;
 use crate::contract::group::{

@@ -1,6 +1,6 @@
 //! The commit: gradients go to their owners, and all ranks agree that the step counts.
 
-use super::ShardedGroup;
+use super::group::ShardedGroup;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::ShardedGroup;
+use super::group::ShardedGroup;
 use super::received::ReceivedRows;
 use super::requests::{Request, Requests};
+use super::sent::{SentLookup, SentTable};
 use super::serve::LookupMode;
 use crate::contract::batch::Feature;
 use crate::contract::profile::StepPart;
@@ -23,20 +24,6 @@ use crate::memory;
 use crate::pool::{FirstError, Pool, run_if_large};
 use crate::simd::{dispatch, streaming_fence};
 use crate::store::region::Region;
-
-/// A lookup that was sent to the owners. Its distinct keys have no records here: their numbers are rows of `ReceivedRows`.
-pub(super) struct SentLookup {
-    pub saved: Arc<SavedLookup>,
-    /// By table of `saved`.
-    pub tables: Vec<SentTable>,
-}
-
-/// A table's part of a lookup that was sent.
-pub(super) struct SentTable {
-    pub request: Request,
-    /// Kept for the gradients of weights.
-    pub rows: Option<ReceivedRows>,
-}
 
 /// A table's part of a lookup that runs.
 struct TableCall<'a> {

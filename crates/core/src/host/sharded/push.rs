@@ -1,7 +1,7 @@
 //! The push: gradients that wait for a ticket to name them. No other rank is asked.
 
-use super::ShardedGroup;
-use super::lookup::SentLookup;
+use super::group::ShardedGroup;
+use super::sent::SentLookup;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
 use crate::contract::ticket::write_ticket;

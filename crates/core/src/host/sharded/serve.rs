@@ -1,6 +1,6 @@
 //! The owner's side of a lookup: the rows that all ranks ask for.
 
-use super::ShardedGroup;
+use super::group::ShardedGroup;
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::table::{Insertion, Table};
 use crate::error::{Error, Result};
