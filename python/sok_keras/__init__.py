@@ -11,12 +11,23 @@ from sok_keras.whole_package import WholePackage
 
 if TYPE_CHECKING:
     from sok_keras import callbacks, optimizers
+    from sok_keras.distributed import (
+        all_reduce,
+        barrier,
+        broadcast,
+        init,
+        local_rank,
+        rank,
+        size,
+        world_size,
+    )
     from sok_keras.errors import VERSION as __version__
     from sok_keras.errors import (
         CorruptDumpError,
         DeviceError,
         DumpError,
         DumpMismatchError,
+        RankError,
         SokError,
         TableFullError,
         TicketError,
@@ -53,6 +64,7 @@ __all__ = [
     "OptimizerWrapper",
     "Outcomes",
     "Profile",
+    "RankError",
     "SokError",
     "Table",
     "TableConfig",
@@ -62,17 +74,28 @@ __all__ = [
     "TicketError",
     "UnwrappedOptimizerError",
     "__version__",
+    "all_reduce",
+    "barrier",
+    "broadcast",
     "callbacks",
     "dump",
+    "init",
     "load",
+    "local_rank",
     "optimizers",
+    "rank",
     "read_manifest",
+    "size",
     "string_keys",
     "verify",
+    "world_size",
 ]
 
 _WITHOUT_KERAS = {
     "Manifest": "manifest",
+    **dict.fromkeys(
+        ("all_reduce", "barrier", "broadcast", "init", "local_rank", "rank", "size", "world_size"), "distributed"
+    ),
     "read_manifest": "manifest",
     "string_keys": "strings",
     "verify": "manifest",

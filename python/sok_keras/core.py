@@ -5,7 +5,9 @@ import importlib.util
 import json
 import warnings
 
-from sok_keras import backend
+import numpy as np
+
+from sok_keras import backend, distributed
 from sok_keras.backend import native
 from sok_keras.plan import Plan
 from sok_keras.rows_file import load, same_states, save, states_of
@@ -41,7 +43,17 @@ class Core:
                 f'`storage="hbm"` needs a GPU that the model runs on, but {backend.name} computes on the CPU here. Install its GPU '
                 'build and a driver, or use `storage="host"` or "auto"'
             )
-        self.group = native.Group([json.dumps(config) for config in configs], gpu, _nvrtc_paths())
+        placements = [config.pop("placement") for config in configs]
+        if distributed.is_initialized():
+            self._share_seeds(configs)
+            if storage == "hbm":
+                raise native.DeviceError(
+                    'Tables of several ranks are in the memory of the host. Received: storage="hbm". Use "auto" or "host"'
+                )
+            gpu = None
+        self.group = native.Group(
+            [json.dumps(config) for config in configs], [json.dumps(place) for place in placements], gpu, _nvrtc_paths()
+        )
         # Number of the GPU that the tables are on; None: they are on the host.
         self.gpu = gpu if self.group.is_on_gpu else None
         self.trigger = Trigger(self.names)
@@ -49,6 +61,13 @@ class Core:
         self.optimizer = None
         self._plans = {}
         self.tables = [Table(self, number, config) for number, config in enumerate(configs)]
+
+    @staticmethod
+    def _share_seeds(configs):
+        """Gives the tables the seeds that rank 0 drew."""
+        seeds = distributed.broadcast(np.array([config["seed"] for config in configs], "uint64"))
+        for config, seed in zip(configs, seeds.tolist(), strict=True):
+            config["seed"] = seed
 
     def native_table(self, number):
         return native.Table(self.group, number)

@@ -6,6 +6,7 @@ CorruptDumpError = native.CorruptDumpError
 DeviceError = native.DeviceError
 DumpError = native.DumpError
 DumpMismatchError = native.DumpMismatchError
+RankError = native.RankError
 SokError = native.SokError
 TableFullError = native.TableFullError
 TicketError = native.TicketError

@@ -2,6 +2,7 @@
 
 Keras calls `on_train_begin` of a callback before the first batch. For models with tables it is extended here: an `EarlyStopping` that
 would restore weights without rows raises an error, and `BackupAndRestore` goes on at the next batch. `Model.summary` lists the tables.
+A `LossScaleOptimizer` skips a step if any rank has a gradient that is not finite.
 """
 
 import functools
@@ -9,8 +10,10 @@ from typing import Any
 
 import keras
 
+from sok_keras import backend, distributed
 from sok_keras.backend.private_keras import resume_fit, start_epoch, steps_of
 from sok_keras.checkpoint import layers_of
+from sok_keras.optimizer import OptimizerWrapper
 
 
 def extend_keras() -> None:
@@ -18,6 +21,23 @@ def extend_keras() -> None:
     _extend(keras.callbacks.EarlyStopping, _refuse_weights_without_rows)
     _extend(keras.callbacks.BackupAndRestore, _go_on_at_next_batch)
     _extend_summary()
+    _extend_loss_scale()
+
+
+def _extend_loss_scale() -> None:
+    original = keras.optimizers.LossScaleOptimizer.check_finite
+
+    @functools.wraps(original)
+    def check_finite(self, grads):
+        finite = original(self, grads)
+        if distributed.world_size() == 1 or not isinstance(self.inner_optimizer, OptimizerWrapper):
+            return finite
+        # Ranks skip a step together: one that went on alone would wait for the others.
+        overflow = keras.ops.reshape(1.0 - keras.ops.cast(finite, "float32"), (1,))
+        overflows, _ = backend.sum_gradients(overflow, overflow)
+        return keras.ops.equal(overflows[0], 0)
+
+    keras.optimizers.LossScaleOptimizer.check_finite = check_finite
 
 
 def _extend_summary() -> None:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from sok_keras import backend
+from sok_keras import backend, distributed
 from sok_keras.backend.handles import optimizers
 from sok_keras.backend.private_keras import (
     accumulated_gradient,
@@ -60,14 +60,23 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         inner_optimizer: Keras' SGD, Adam, AdamW, Adagrad, RMSprop, Ftrl or Lion, or `sok_keras.optimizers.RowWiseAdagrad`, or its
             Keras name.
         update_mode: Must be `"local"`.
+        gradient_reduction: How the gradients of ranks become one: `"mean"`, `"sum"`, or None to leave dense gradients to a framework
+            that reduces them; the gradients of rows are summed then. Without ranks it has no effect.
         name: Name of the optimizer.
 
     Raises:
-        ValueError: If `inner_optimizer` is another optimizer, an `OptimizerWrapper`, or a `LossScaleOptimizer`. A loss scale goes
+        ValueError: If `gradient_reduction` is another value. If `inner_optimizer` is another optimizer, an `OptimizerWrapper`, or a `LossScaleOptimizer`. A loss scale goes
             around the wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
     """
 
-    def __init__(self, inner_optimizer: Any, *, update_mode: str = "local", name: str | None = None) -> None:
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        *,
+        update_mode: str = "local",
+        gradient_reduction: str | None = "mean",
+        name: str | None = None,
+    ) -> None:
         inner = keras.optimizers.get(inner_optimizer)
         if isinstance(inner, OptimizerWrapper | keras.optimizers.LossScaleOptimizer):
             raise ValueError(
@@ -76,10 +85,15 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             )
         if update_mode != "local":
             raise ValueError(f'`update_mode` must be "local". Received: update_mode={update_mode!r}')
+        if gradient_reduction not in ("mean", "sum", None):
+            raise ValueError(
+                f'`gradient_reduction` must be "mean", "sum" or None. Received: gradient_reduction={gradient_reduction!r}'
+            )
         rule = core_rule(inner)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
         self.update_mode = update_mode
+        self.gradient_reduction = gradient_reduction
         self._rule = json.dumps(rule)
         self._tables = _Binding()
         # All variables are saved under this optimizer, so that a file can wait until it is built.
@@ -121,7 +135,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if self.built:
             return
         inner = self.inner_optimizer
-        inner.build([v for v in variables if _core_of(v) is None])
+        dense = [v for v in variables if _core_of(v) is None]
+        with backend.eager_scope():
+            distributed.equalize(dense)
+        inner.build(dense)
         super().build(variables)
         triggers = [v for v in variables if _core_of(v) is not None]
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
@@ -180,7 +197,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
             )
         self._leave_tables_of_others(tickets)
-        clip, done = self._apply_to_tables(tickets, dense) if tickets else (None, [])
+        dense, is_update = self._reduce(dense, self._is_update())
+        clip, done = self._apply_to_tables(tickets, dense, is_update) if tickets else (None, [])
         with backend.after(done, [gradient for gradient, _ in dense]):
             self._apply_to_variables(dense, clip)
 
@@ -202,25 +220,49 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         for core in tables.cores:
             core.optimizer = tables.native
 
-    def _apply_to_tables(self, tickets: dict, dense: list) -> tuple:
+    def _is_update(self) -> Any:
+        """Returns whether this step is an update, `(1,)` float32: not if gradients are only accumulated."""
+        inner = self.inner_optimizer
+        count = ops.convert_to_tensor(steps_of(inner))
+        is_update = ops.equal(ops.mod(count + 1, inner.gradient_accumulation_steps or 1), 0)
+        return ops.reshape(_as_float(is_update), (1,))
+
+    def _reduce(self, dense: list, is_update: Any) -> tuple:
+        """Reduces dense gradients over the ranks. Returns them, and `is_update`, which then comes after them."""
+        if distributed.world_size() == 1 or self.gradient_reduction is None or not dense:
+            return dense, is_update
+        gradients = [_tensor(gradient) for gradient, _ in dense]
+        shapes = [tuple(gradient.shape) for gradient in gradients]
+        flat = ops.concatenate([ops.reshape(_as_float(gradient), (-1,)) for gradient in gradients])
+        sums, is_update = backend.sum_gradients(flat, is_update)
+        if self.gradient_reduction == "mean":
+            sums = sums / distributed.world_size()
+        reduced, start = [], 0
+        for gradient, shape, (_, variable) in zip(gradients, shapes, dense, strict=True):
+            size = int(np.prod(shape))
+            part = ops.reshape(sums[start : start + size], shape)
+            reduced.append((ops.cast(part, gradient.dtype), variable))
+            start += size
+        return reduced, is_update
+
+    def _apply_to_tables(self, tickets: dict, dense: list, is_update: Any) -> tuple:
         """Updates rows. Returns the factor by which global clipping scales dense gradients, or None, and the new triggers."""
         inner, tables = self.inner_optimizer, self._tables
         # Read before the inner optimizer advances them.
         steps = inner.gradient_accumulation_steps or 1
-        count = ops.convert_to_tensor(steps_of(inner))
-        is_update = _as_float(ops.equal(ops.mod(count + 1, steps), 0))
-        factor = ops.convert_to_tensor(1.0 / steps / (inner.loss_scale_factor or 1.0), dtype="float32")
+        ranks = distributed.world_size() if self.gradient_reduction == "mean" else 1
+        factor = ops.convert_to_tensor(1.0 / steps / ranks / (inner.loss_scale_factor or 1.0), dtype="float32")
         step, learning_rate = _as_float(inner.iterations) + 1.0, _as_float(inner.learning_rate)
 
         given = [tickets.get(id(core)) for core in tables.cores]
         named = [ops.zeros((64, 2), "float32") if pair is None else _tensor(pair[0]) for pair in given]
-        sum_of_squares = backend.commit(tables, ops.reshape(is_update, (1,)), named)
+        sum_of_squares = backend.commit(tables, is_update, named)
         clip = None
         if inner.global_clipnorm:
             total = sum_of_squares * ops.square(factor) + _sum_of_squares(self._dense_means(dense, steps))
             clip = self._global_clip(ops.sqrt(total))
             factor = factor * clip
-        scalars = ops.stack([learning_rate, step, is_update, factor])
+        scalars = ops.stack([learning_rate, step, ops.reshape(is_update, ()), factor])
         triggers = [core.trigger.variable for core in tables.cores]
         values = [ops.convert_to_tensor(trigger.value) for trigger in triggers]
         new = backend.apply(tables, scalars, sum_of_squares, values)
@@ -298,7 +340,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if inner["module"].startswith("keras."):
             # PyTorch's own classes serialise under a module that other backends cannot load.
             inner["module"], inner["registered_name"] = "keras.optimizers", None
-        return {"name": self.name, "inner_optimizer": inner, "update_mode": self.update_mode}
+        return {
+            "name": self.name,
+            "inner_optimizer": inner,
+            "update_mode": self.update_mode,
+            "gradient_reduction": self.gradient_reduction,
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict | None = None) -> "OptimizerWrapper":

@@ -7,7 +7,6 @@ import keras
 
 _CHOICES = {
     "combiner": ("mean", "sum", "sqrtn"),
-    "placement": ("auto", "default_device"),
     "missing": ("initial", "zeros"),
     "out_of_vocabulary": ("raise", "zeros"),
     "check_mode": ("raise", "warn", "count"),
@@ -21,6 +20,21 @@ def check_choice(argument: str, value: Any) -> None:
     if value not in choices:
         known = ", ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"`{argument}` must be one of {known}. Received: {argument}={value!r}")
+
+
+def check_placement(placement: Any, vocabulary_size: int | None) -> None:
+    """Raises a `ValueError` unless `placement` is one that a table with this vocabulary can have."""
+    known = ("auto", "default_device", "distributed", "replicated")
+    rank = placement.removeprefix("localized:") if isinstance(placement, str) else ""
+    if placement not in known and not (placement != rank and rank.isascii() and rank.isdecimal()):
+        choices = ", ".join(f'"{choice}"' for choice in known)
+        raise ValueError(
+            f'`placement` must be one of {choices}, or "localized:r" with the number of a rank. Received: placement={placement!r}'
+        )
+    if placement == "replicated" and vocabulary_size is None:
+        raise ValueError(
+            '`placement` can be "replicated" only for a static table: set `vocabulary_size`. Received: vocabulary_size=None'
+        )
 
 
 def check_name(name: Any) -> None:
@@ -50,7 +64,9 @@ class TableConfig:
         initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
         optimizer: None: the optimizer that the model is compiled with.
         combiner: How the rows of the ids along the last axis are combined: `"mean"`, `"sum"` or `"sqrtn"`. None: not at all.
-        placement: `"auto"` or `"default_device"`, which mean the same. `storage` says where the table is.
+        placement: Which ranks have the rows: `"distributed"` for each row on one rank, `"localized:r"` for all rows on rank r,
+            `"replicated"` for all rows of a static table on every rank, or `"auto"` (also `"default_device"`, as in keras-rs) for
+            `"replicated"` where a static table has at most 1 MiB of rows, else `"distributed"`. Without ranks it has no effect.
         max_ids_per_partition: Unused; accepted for compatibility with keras-rs.
         max_unique_ids_per_partition: Unused; accepted for compatibility with keras-rs.
         missing: What a lookup that does not insert returns for an id without a row: `"initial"` for its first value, or
@@ -97,6 +113,7 @@ class TableConfig:
                 "`optimizer` must be None: all tables are updated by the optimizer that the model is compiled with. "
                 f"Received: optimizer={self.optimizer!r}"
             )
+        check_placement(self.placement, self.vocabulary_size)
         for argument in _CHOICES:
             if argument != "combiner" or self.combiner is not None:
                 check_choice(argument, getattr(self, argument))

@@ -16,6 +16,7 @@ use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut,
 use sok_core::contract::ticket::{RING, TICKET_LEN};
 use sok_core::error::{Error, Result};
 
+use crate::ranks;
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
 use crate::shared_group::GroupGuard;
 
@@ -183,6 +184,22 @@ pub fn commit(
     let (first, others) = locked.first()?;
     let accumulates = optimizer.accumulates;
     first.commit(others, Commit { bindings: &bindings, accumulates, is_update, tickets, norm, stream })
+}
+
+/// Tensors in: a vector float32 `(n,)`, and a tensor float32 that is passed on, so that what depends on it comes later. Tensors out: the
+/// sums of the vectors of all ranks, and the other tensor. All are on the host.
+pub fn sum_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+    let mut inputs = inputs.iter();
+    for index in 0..2 {
+        let input = take(&mut inputs)?;
+        let mut output = outputs.output(index, DType::F32, input.dims())?;
+        let floats = output.slice_mut::<f32>()?;
+        floats.copy_from_slice(input.slice()?);
+        if index == 0 {
+            ranks::sum_gradients(floats)?;
+        }
+    }
+    Ok(())
 }
 
 /// Tensors in: scalars float32 `(4,)` = learning rate, step (1-based), is_update, factor; what `commit` gave, for its data

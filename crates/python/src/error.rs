@@ -33,6 +33,12 @@ create_exception!(
     SokError,
     "A device is missing, or there are more than this process may use."
 );
+create_exception!(
+    sok_keras,
+    RankError,
+    SokError,
+    "Another rank has failed in a call that all ranks make, or cannot be reached."
+);
 create_exception!(sok_keras, DumpError, SokError, "A dump cannot be written or read.");
 create_exception!(sok_keras, CorruptDumpError, DumpError, "A dump's bytes are not those that were written.");
 create_exception!(
@@ -65,6 +71,7 @@ pub fn to_python(error: Error) -> PyErr {
             None => PyOSError::new_err(text),
         },
         Error::Device(_) => DeviceError::new_err(text),
+        Error::Rank { .. } => RankError::new_err(text),
         Error::Memory { .. } => PyMemoryError::new_err(text),
         _ => SokError::new_err(text),
     }
@@ -101,6 +108,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("UnwrappedOptimizerError", py.get_type::<UnwrappedOptimizerError>())?;
     module.add("TicketError", py.get_type::<TicketError>())?;
     module.add("DeviceError", py.get_type::<DeviceError>())?;
+    module.add("RankError", py.get_type::<RankError>())?;
     module.add("DumpError", py.get_type::<DumpError>())?;
     module.add("CorruptDumpError", py.get_type::<CorruptDumpError>())?;
     module.add("DumpReplacedError", py.get_type::<DumpReplacedError>())?;

@@ -9,6 +9,7 @@ mod fresh;
 mod handles;
 mod memory;
 mod numpy_out;
+mod ranks;
 mod records_copy;
 mod registry;
 mod scope;
@@ -32,6 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     checkpoint::register(module)?;
     fresh::register(module)?;
     scope::register(module)?;
+    ranks::register(module)?;
     string_keys::register(module)?;
     bridge::register(module)
 }

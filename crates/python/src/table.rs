@@ -11,8 +11,10 @@ use sok_core::contract::profile::StepPart;
 use sok_core::contract::table::{Cursor, Outcomes, TableConfig};
 use sok_core::contract::tensor::Memory;
 use sok_core::error::{Error, Result};
+use sok_core::exchange::placement::Placement;
 use sok_core::formula::update::Update;
 use sok_core::host::group::HostGroup;
+use sok_core::host::sharded::ShardedGroup;
 use sok_core::memory;
 use sok_core::pool;
 use sok_cuda::device::Device;
@@ -21,6 +23,7 @@ use sok_cuda::gpu_group::GpuGroup;
 use crate::error::{SokError, detached, guarded, to_python};
 use crate::fork;
 use crate::numpy_out::{matrix, values, vector};
+use crate::ranks;
 use crate::records_copy::{Exported, RecordsCopy};
 use crate::registry::{self, Axis, PlanFeature};
 use crate::shared_group::SharedGroup;
@@ -45,13 +48,26 @@ pub struct Group {
 
 #[pymethods]
 impl Group {
-    /// `configs`: JSON of each table's configuration. `gpu`: number of the device that holds them; none: the host. `nvrtc`: where
+    /// `configs`: JSON of each table's configuration. `placements`: JSON of the place of each table among the ranks. `gpu`: number of the device that holds them; none: the host. `nvrtc`: where
     /// the compiler of its kernels may be.
     #[new]
-    #[pyo3(signature = (configs, gpu=None, nvrtc=vec![]))]
-    fn new(py: Python<'_>, configs: Vec<String>, gpu: Option<usize>, nvrtc: Vec<PathBuf>) -> PyResult<Group> {
+    #[pyo3(signature = (configs, placements, gpu=None, nvrtc=vec![]))]
+    fn new(
+        py: Python<'_>,
+        configs: Vec<String>,
+        placements: Vec<String>,
+        gpu: Option<usize>,
+        nvrtc: Vec<PathBuf>,
+    ) -> PyResult<Group> {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
+        let placements =
+            placements.iter().map(|json| parse::<Placement>(json)).collect::<PyResult<Vec<_>>>()?;
         let tables = detached(py, || -> Result<Box<AnyGroup>> {
+            if let Some(world) = ranks::world() {
+                let (communicator, layer) = (world.communicator.clone(), world.next_layer());
+                let configs = configs.into_iter().zip(placements).collect();
+                return Ok(Box::new(ShardedGroup::new(configs, communicator, layer, world.merge_blocks)?));
+            }
             let Some(gpu) = gpu else { return Ok(Box::new(HostGroup::new(configs)?)) };
             fork::check_gpu()?;
             Ok(Box::new(GpuGroup::new(&Device::shared(gpu, &nvrtc)?, configs)?))

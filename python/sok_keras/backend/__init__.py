@@ -1,6 +1,6 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
-Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `after`, `wait`, `at_hand`, `has_wide_integers`,
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `sum_gradients`, `bind_gpu`, `after`, `wait`, `at_hand`, `has_wide_integers`,
 `eager_scope`, `gpu`, `constant`, `is_compiling`, `is_dense`, `is_tracing`, `to_numpy` and `from_numpy`. A second module defines
 `TableState`, a base of the layers: how the framework itself saves rows.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
@@ -39,6 +39,8 @@ is_compiling = framework.is_compiling
 is_dense = framework.is_dense
 is_tracing = framework.is_tracing
 lookup = framework.lookup
+bind_gpu = framework.bind_gpu
+sum_gradients = framework.sum_gradients
 to_numpy = framework.to_numpy
 wait = framework.wait
 TableState = state.TableState
@@ -54,6 +56,7 @@ def keep_freed_memory():
 __all__ = [
     "TableState",
     "after",
+    "bind_gpu",
     "apply",
     "at_hand",
     "commit",
@@ -69,6 +72,7 @@ __all__ = [
     "lookup",
     "name",
     "native",
+    "sum_gradients",
     "to_numpy",
     "wait",
 ]

@@ -103,6 +103,19 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.handle), scope=traced_scope()))
 
 
+def sum_gradients(gradients, then):
+    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
+    results = [_float32(*gradients.shape), _float32(*then.shape)]
+    return _ffi("sok_sum_gradients", results)(gradients, then, scope=traced_scope())
+
+
+def bind_gpu(number):
+    """Makes this process use one of the GPUs that it sees."""
+    devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
+    if devices:
+        jax.config.update("jax_default_device", devices[number % len(devices)])
+
+
 def _run(call, trigger, weights, inputs, save):
     """Returns the lookup's number, which the push needs, and the rows of each feature."""
     groups = zip(inputs, weights, strict=True)

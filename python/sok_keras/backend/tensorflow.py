@@ -30,7 +30,7 @@ def _load_ops():
 def _late_ops():
     """Does the same for a native module that was imported before. TensorFlow has no public API for that."""
     importlib.import_module(NATIVE).register_tensorflow()
-    calls = ("Lookup", "Push", "Commit", "Apply")
+    calls = ("Lookup", "Push", "Commit", "Apply", "SumGradients")
     names = [f"Sok{device}{call}" for device in ("", "Gpu") for call in calls]
     ops = types.ModuleType("sok_keras_ops")
     exec(op_wrappers(names), ops.__dict__)
@@ -118,6 +118,21 @@ def apply(tables, scalars, sum_of_squares, triggers):
     for trigger in new_triggers:
         trigger.set_shape((64, 2))
     return list(new_triggers)
+
+
+def sum_gradients(gradients, then):
+    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
+    sums, later = _ops.sok_sum_gradients(gradients=gradients, after=then)
+    sums.set_shape(gradients.shape)
+    later.set_shape(then.shape)
+    return sums, later
+
+
+def bind_gpu(number):
+    """Makes this process use one of the GPUs that it sees."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        tf.config.set_visible_devices(gpus[number % len(gpus)], "GPU")
 
 
 def _flat(inputs, weights):

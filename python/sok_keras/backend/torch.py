@@ -168,6 +168,13 @@ def _apply(scalars, sum_of_squares, triggers, optimizer):
     return _back(new, triggers[0])
 
 
+def _sum_gradients(gradients, then):
+    inputs = _at(_device_of(None), [gradients.detach(), then])
+    sums = [torch.empty_like(tensor) for tensor in inputs]
+    _native.sum_gradients(inputs, sums)
+    return _back(sums, gradients)
+
+
 # ---- custom operators for the compiler, with functions that infer shapes
 
 _library = torch.library.Library("sok_keras", "DEF")
@@ -175,12 +182,14 @@ _library.define("lookup(Tensor trigger, Tensor[] tensors, int plan, int insertio
 _library.define("push(Tensor number, Tensor[] gradients, Tensor[] weights, int plan) -> Tensor[]")
 _library.define("commit(Tensor is_update, Tensor[] tickets, int optimizer) -> Tensor")
 _library.define("apply(Tensor scalars, Tensor sum_of_squares, Tensor[] triggers, int optimizer) -> Tensor[]")
+_library.define("sum_gradients(Tensor gradients, Tensor then) -> Tensor[]")
 _KEY = "CompositeExplicitAutograd"
 # To a compiler each tensor has its memory, and may be given that of a gradient when the call is over: so nothing is kept of it.
 _library.impl("lookup", functools.partial(_lookup, apart=True), _KEY)
 _library.impl("push", lambda number, gradients, weights, plan: _push(number, gradients, weights, plan, False), _KEY)
 _library.impl("commit", _commit, _KEY)
 _library.impl("apply", _apply, _KEY)
+_library.impl("sum_gradients", _sum_gradients, _KEY)
 
 
 @torch.library.register_fake("sok_keras::lookup", lib=_library)
@@ -206,6 +215,11 @@ def _(is_update, tickets, optimizer):
 def _(scalars, sum_of_squares, triggers, optimizer):
     del scalars, sum_of_squares, optimizer
     return [torch.empty_like(trigger) for trigger in triggers]
+
+
+@torch.library.register_fake("sok_keras::sum_gradients", lib=_library)
+def _(gradients, then):
+    return [torch.empty_like(gradients), torch.empty_like(then)]
 
 
 class _Lookup(torch.autograd.Function):
@@ -279,6 +293,18 @@ def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     call = torch.ops.sok_keras.apply if torch.compiler.is_compiling() else _apply
     return list(call(scalars, sum_of_squares, list(triggers), tables.handle))
+
+
+def sum_gradients(gradients, then):
+    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
+    call = torch.ops.sok_keras.sum_gradients if torch.compiler.is_compiling() else _sum_gradients
+    return call(gradients, then)
+
+
+def bind_gpu(number):
+    """Makes this process use one of the GPUs that it sees."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def after(done, gradients):

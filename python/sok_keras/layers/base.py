@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from sok_keras import backend, ids, ragged, rows_file
+from sok_keras import backend, distributed, ids, ragged, rows_file
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
@@ -46,6 +46,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "initial_capacity": config.initial_capacity,
         "max_capacity": config.max_capacity,
         "check_mode": config.check_mode,
+        "placement": distributed.core_placement(config),
     }
 
 

@@ -20,11 +20,23 @@ pub enum Call {
     Lookup = 4,
     /// The commit of an optimizer's layers.
     Commit = 5,
+    /// The sum of the gradients of dense variables.
+    Gradients = 6,
+    /// A method of a table.
+    Table = 7,
 }
 
 impl Call {
-    const ALL: [Call; 6] =
-        [Call::Barrier, Call::Broadcast, Call::Gather, Call::Reduce, Call::Lookup, Call::Commit];
+    const ALL: [Call; 8] = [
+        Call::Barrier,
+        Call::Broadcast,
+        Call::Gather,
+        Call::Reduce,
+        Call::Lookup,
+        Call::Commit,
+        Call::Gradients,
+        Call::Table,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -34,6 +46,8 @@ impl Call {
             Call::Reduce => "all_reduce",
             Call::Lookup => "lookup",
             Call::Commit => "commit",
+            Call::Gradients => "sum of gradients",
+            Call::Table => "call of a table",
         }
     }
 }

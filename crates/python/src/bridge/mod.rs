@@ -30,6 +30,7 @@ pub fn class_name(error: &Error) -> &'static str {
         Error::Ticket { .. } => "TicketError",
         Error::TableFull { .. } => "TableFullError",
         Error::Memory { .. } => "MemoryError",
+        Error::Rank { .. } => "RankError",
         _ => "SokError",
     }
 }

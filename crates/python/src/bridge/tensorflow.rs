@@ -99,7 +99,7 @@ struct Op {
 }
 
 /// Stateful, so that TensorFlow neither drops, merges nor reorders them. Tensors come in the order of [`crate::call`].
-const OPS: [Op; 4] = [
+const OPS: [Op; 5] = [
     Op {
         names: [c"SokLookup", c"SokGpuLookup"],
         attrs: &[
@@ -133,6 +133,13 @@ const OPS: [Op; 4] = [
         inputs: &[c"scalars: float", c"sum_of_squares: float", c"triggers: N * float"],
         outputs: &[c"new_triggers: N * float"],
         create: [create_apply::<false>, create_apply::<true>],
+    },
+    Op {
+        names: [c"SokSumGradients", c"SokGpuSumGradients"],
+        attrs: &[],
+        inputs: &[c"gradients: float", c"after: float"],
+        outputs: &[c"sums: float", c"then: float"],
+        create: [create_sum_gradients::<false>, create_sum_gradients::<true>],
     },
 ];
 
@@ -280,6 +287,7 @@ enum Call {
     Push { plan: i64, num_gradients: usize },
     Commit { optimizer: i64 },
     Apply { optimizer: i64 },
+    SumGradients,
 }
 
 extern "C" fn create_lookup<const GPU: bool>(construction: Object) -> Object {
@@ -304,6 +312,10 @@ extern "C" fn create_commit<const GPU: bool>(construction: Object) -> Object {
 
 extern "C" fn create_apply<const GPU: bool>(construction: Object) -> Object {
     create(construction, GPU, |attrs| Ok(Call::Apply { optimizer: attrs.int(c"optimizer")? }))
+}
+
+extern "C" fn create_sum_gradients<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |_| Ok(Call::SumGradients))
 }
 
 fn create(construction: Object, is_on_gpu: bool, read: impl FnOnce(&Attrs) -> Result<Call>) -> Object {
@@ -361,6 +373,7 @@ impl Kernel {
             }
             Call::Commit { optimizer } => call::commit(optimizer, &tensors, outputs, stream),
             Call::Apply { optimizer } => call::apply(optimizer, &tensors, outputs, stream),
+            Call::SumGradients => call::sum_gradients(&tensors, outputs),
         }
     }
 }

@@ -172,6 +172,22 @@ fn apply(
     })
 }
 
+/// `inputs` and `outputs`: as [`call::sum_gradients`], all on the host.
+#[pyfunction]
+fn sum_gradients(
+    py: Python<'_>,
+    inputs: Vec<Bound<'_, PyAny>>,
+    outputs: Vec<Bound<'_, PyAny>>,
+) -> PyResult<()> {
+    guarded(|| {
+        let (inputs, outputs) = (tensors_at(Device::Cpu, &inputs)?, tensors_at(Device::Cpu, &outputs)?);
+        detached(py, move || {
+            let (inputs, mut outputs) = (inputs, outputs);
+            call::sum_gradients(&inputs.0, &mut outputs)
+        })
+    })
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dlpack::find_torch, module)?)?;
     module.add_function(wrap_pyfunction!(are_at, module)?)?;
@@ -179,5 +195,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(lookup, module)?)?;
     module.add_function(wrap_pyfunction!(push, module)?)?;
     module.add_function(wrap_pyfunction!(commit, module)?)?;
+    module.add_function(wrap_pyfunction!(sum_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(apply, module)?)
 }

@@ -156,19 +156,21 @@ struct CallFrame {
 
 // ---- handlers ----------------------------------------------------------------------------------------------------
 
-const ON_CPU: [(&str, Handler); 6] = [
+const ON_CPU: [(&str, Handler); 7] = [
     ("sok_lookup", lookup::<false>),
     ("sok_push", push::<false>),
     ("sok_commit", commit::<false>),
     ("sok_apply", apply::<false>),
+    ("sok_sum_gradients", sum_gradients::<false>),
     ("sok_verdict", verdict),
     ("sok_finish", finish),
 ];
-const ON_GPU: [(&str, Handler); 4] = [
+const ON_GPU: [(&str, Handler); 5] = [
     ("sok_lookup", lookup::<true>),
     ("sok_push", push::<true>),
     ("sok_commit", commit::<true>),
     ("sok_apply", apply::<true>),
+    ("sok_sum_gradients", sum_gradients::<true>),
 ];
 
 /// By platform: name and handler of each call, for `jax.ffi.register_ffi_target(name, capsule, platform=platform)`.
@@ -272,6 +274,21 @@ unsafe extern "C" fn apply<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
             };
             let dropped = || call::drop_committed(optimizer).unwrap_or_default();
             execution.in_scope(call, dropped, |error| latch_optimizer(optimizer, error))
+        })
+    }
+}
+
+/// Operands: vector, a tensor to pass on. Results: sums over all ranks, the other tensor.
+unsafe extern "C" fn sum_gradients<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, GPU, |execution| {
+            let call = |execution: &mut Execution, _: Option<&Scope>| {
+                let tensors = execution.tensors()?;
+                execution
+                    .run(tensors, Memory::Host, |tensors, outputs, _| call::sum_gradients(tensors, outputs))
+            };
+            execution.in_scope(call, || (), |_| ())
         })
     }
 }

@@ -1,0 +1,174 @@
+//! The ranks of a world: this process's connection with the others, and the collectives that Python calls.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
+
+use numpy::{PyArray1, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::collectives;
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::message::{Call, Tag};
+use sok_core::exchange::tcp::TcpRank;
+use sok_core::exchange::threads::ThreadRank;
+use sok_core::memory;
+
+use crate::error::{detached, to_python};
+use crate::numpy_out::{values, vector};
+
+static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
+
+/// The ranks that train together.
+pub struct World {
+    pub communicator: Arc<dyn Communicator>,
+    local_rank: usize,
+    pub merge_blocks: usize,
+    num_layers: AtomicU32,
+    /// By kind of call: how many were made.
+    num_calls: Mutex<HashMap<Call, u64>>,
+}
+
+impl World {
+    /// Number of the next layer. Ranks make layers in the same order.
+    pub fn next_layer(&self) -> u32 {
+        self.num_layers.fetch_add(1, Relaxed) + 1
+    }
+
+    /// Tag of the next call of this kind that is of no layer.
+    fn next_tag(&self, call: Call) -> Tag {
+        let mut num_calls = self.num_calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let step = num_calls.entry(call).or_default();
+        *step += 1;
+        Tag { call, layer: 0, step: *step, round: 0 }
+    }
+}
+
+/// The world of this process, if it has been made.
+pub fn world() -> Option<Arc<World>> {
+    WORLD.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+fn required() -> Result<Arc<World>> {
+    world().ok_or_else(|| Error::State("this call needs other ranks: call `sok_keras.init` first".into()))
+}
+
+/// Adds what other ranks have to a vector, in place.
+pub fn sum_gradients(floats: &mut [f32]) -> Result<()> {
+    let world = required()?;
+    collectives::sum(&*world.communicator, world.next_tag(Call::Gradients), floats)
+}
+
+/// Connects this process with the other ranks.
+#[pyfunction]
+#[pyo3(signature = (rank, world_size, address, timeout, merge_blocks))]
+fn connect_ranks(
+    py: Python<'_>,
+    rank: usize,
+    world_size: usize,
+    address: &str,
+    timeout: f64,
+    merge_blocks: Option<usize>,
+) -> PyResult<()> {
+    detached(py, || {
+        if world().is_some() {
+            return Err(Error::State("`sok_keras.init` was called before".into()));
+        }
+        let timeout = Duration::try_from_secs_f64(timeout).ok().filter(|timeout| !timeout.is_zero());
+        let timeout =
+            timeout.ok_or_else(|| Error::argument("`timeout` must be a positive number of seconds"))?;
+        let merge_blocks = merge_blocks.unwrap_or(world_size);
+        if world_size == 0 || merge_blocks == 0 || !merge_blocks.is_multiple_of(world_size) {
+            return Err(Error::argument(format!(
+                "`merge_blocks` must be a multiple of the number of ranks. Received: merge_blocks={merge_blocks}, \
+                 world_size={world_size}"
+            )));
+        }
+        let (communicator, local_rank): (Arc<dyn Communicator>, usize) = if world_size == 1 {
+            (Arc::new(ThreadRank::world(1, timeout).remove(0)), 0)
+        } else {
+            let rank = TcpRank::connect(rank, world_size, address, timeout)?;
+            let local_rank = rank.local_rank();
+            (Arc::new(rank), local_rank)
+        };
+        let (num_layers, num_calls) = (AtomicU32::new(0), Mutex::default());
+        let world = World { communicator, local_rank, merge_blocks, num_layers, num_calls };
+        *WORLD.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(world));
+        Ok(())
+    })
+}
+
+/// Ends the connections. Other ranks that wait for this one fail at once.
+#[pyfunction]
+fn leave_ranks(py: Python<'_>) -> PyResult<()> {
+    detached(py, || {
+        let world = WORLD.write().unwrap_or_else(PoisonError::into_inner).take();
+        drop(world);
+        Ok(())
+    })
+}
+
+/// Rank, number of ranks, rank among those on this host, and number of merge blocks. `None` before `connect_ranks`.
+#[pyfunction]
+fn ranks() -> Option<(usize, usize, usize, usize)> {
+    let world = world()?;
+    let communicator = &world.communicator;
+    Some((communicator.rank(), communicator.world_size(), world.local_rank, world.merge_blocks))
+}
+
+/// Waits until all ranks have come here.
+#[pyfunction]
+fn barrier(py: Python<'_>) -> PyResult<()> {
+    detached(py, || {
+        let world = required()?;
+        collectives::agree(&*world.communicator, world.next_tag(Call::Barrier), Ok(()))
+    })
+}
+
+/// The bytes of each rank, by rank.
+#[pyfunction]
+fn gather<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let bytes = memory::collect(bytes.iter().copied(), "the bytes of a call").map_err(to_python)?;
+    let gathered = detached(py, || {
+        let world = required()?;
+        collectives::gather(&*world.communicator, world.next_tag(Call::Gather), Ok(bytes))
+    })?;
+    Ok(gathered.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+}
+
+/// The bytes of rank `root`.
+#[pyfunction]
+fn broadcast<'py>(py: Python<'py>, bytes: &[u8], root: usize) -> PyResult<Bound<'py, PyBytes>> {
+    let bytes = memory::collect(bytes.iter().copied(), "the bytes of a call").map_err(to_python)?;
+    let bytes = detached(py, || {
+        let world = required()?;
+        collectives::broadcast(&*world.communicator, world.next_tag(Call::Broadcast), root, bytes)
+    })?;
+    Ok(PyBytes::new(py, &bytes))
+}
+
+/// The sum of each number over all ranks.
+#[pyfunction]
+fn sum<'py>(py: Python<'py>, floats: PyReadonlyArray1<'_, f32>) -> PyResult<Bound<'py, PyArray1<f32>>> {
+    let mut floats =
+        memory::collect(floats.as_slice()?.iter().copied(), "the numbers of a call").map_err(to_python)?;
+    detached(py, || {
+        let world = required()?;
+        collectives::sum(&*world.communicator, world.next_tag(Call::Reduce), &mut floats)
+    })?;
+    let mut sums = vector(py, floats.len())?;
+    values(&mut sums)?.copy_from_slice(&floats);
+    Ok(sums)
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(connect_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(leave_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(barrier, module)?)?;
+    module.add_function(wrap_pyfunction!(gather, module)?)?;
+    module.add_function(wrap_pyfunction!(broadcast, module)?)?;
+    module.add_function(wrap_pyfunction!(sum, module)?)
+}
