@@ -1,6 +1,7 @@
 """Ranks: processes that train one model together, each on its part of a batch."""
 
 import atexit
+import json
 import os
 import re
 import socket
@@ -121,7 +122,7 @@ def all_reduce(value: Any, op: str = "sum") -> np.ndarray:
         RankError: If another rank has another shape or dtype, does not come within the timeout, or is lost.
         ValueError: If `op` is another one.
     """
-    reductions = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max}
+    reductions: dict[str, Any] = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max}
     if op not in reductions:
         raise ValueError(f'`op` must be "sum", "mean", "min" or "max". Received: op={op!r}')
     value = np.asarray(value)
@@ -169,6 +170,13 @@ def equalize(variables: list) -> None:
         end = start + value.nbytes
         variable.assign(backend.from_numpy(np.frombuffer(received[start:end], value.dtype).reshape(value.shape)))
         start = end
+
+
+def of_rank_0(value: Any) -> Any:
+    """Returns the JSON value that rank 0 gives, so that all ranks decide alike."""
+    if world_size() == 1:
+        return value
+    return json.loads(native.broadcast(json.dumps(value).encode() if rank() == 0 else b"", 0))
 
 
 def core_placement(config: Any) -> Any:

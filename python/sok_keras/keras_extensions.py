@@ -57,7 +57,7 @@ def _lines_of(tables: list) -> list[str]:
     """Lines of a summary: the rows, dims and bytes of tables, pairs of a core and a table."""
     lines, total = [" Tables, whose rows are not among the parameters above:"], 0
     for core, table in tables:
-        stats = table.stats()
+        stats = table.stats(local=True)
         size = f"{stats.size:,}" if table.vocabulary_size is None else f"{stats.size:,} of {table.vocabulary_size:,}"
         where = "host" if core.gpu is None else f"GPU {core.gpu}"
         lines.append(

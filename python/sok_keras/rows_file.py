@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from sok_keras import distributed
 from sok_keras.backend import native
 
 # What Keras passes to a layer to save into, such as a group of an HDF5 file, or a dict.
@@ -157,10 +158,17 @@ def _fill(fresh, store, names, table, keeps_states):
         values = values if keeps_states else values[:, : table.dim]
         fresh.add(table._number, np.ascontiguousarray(keys), np.ascontiguousarray(values))
         num_rows += len(keys)
-    if fresh.len(table._number) != num_rows:
+    num_loaded = _num_loaded(fresh, table)
+    if num_loaded != num_rows:
         raise ValueError(
-            f"Keys of table {table.name!r} must be different. Received: {fresh.len(table._number)} different ones among {num_rows}"
+            f"Keys of table {table.name!r} must be different. Received: {num_loaded} different ones among {num_rows}"
         )
+
+
+def _num_loaded(fresh, table):
+    """Number of rows of a new table, on all ranks together."""
+    num_rows = fresh.len(table._number)
+    return num_rows if table._is_whole else int(distributed.all_reduce(num_rows))
 
 
 def _check_keys(keys, values, table):

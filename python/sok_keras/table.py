@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sok_keras import distributed
 from sok_keras.errors import TableFullError
 from sok_keras.keys import is_key, signed_key
+from sok_keras.sharded_table import ShardedTable
 
 
 class Outcomes(NamedTuple):
@@ -110,6 +112,10 @@ class Table:
     Layers make tables. `DynamicEmbedding.get_table()` and `DistributedEmbedding.get_tables()` return them. Every method waits for the
     training steps that were started, and raises their errors.
 
+    With many ranks, methods are collective: all ranks call them, in the same order, each with keys of its own. They answer for the rows
+    of all ranks; with `local=True` for those of this rank alone, without the others. If a method that changes rows raises an error on a
+    rank, rows of other ranks may have changed.
+
     Example:
 
     >>> import numpy as np, sok_keras as sok
@@ -131,7 +137,9 @@ class Table:
     def __init__(self, core: Any, number: int, config: dict) -> None:
         self._core = core
         self._number = number
+        # The rows that this process has, and those of all ranks.
         self._native = core.native_table(number)
+        self._whole = ShardedTable(self._native) if distributed.is_initialized() else self._native
         self.name: str = config["name"]
         self.dim: int = config["dim"]
         self.dtype = "float32"
@@ -139,15 +147,20 @@ class Table:
         self._max_capacity: int | None = config["max_capacity"]
         self._raises_when_full = config["check_mode"] == "raise"
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this process has all rows."""
+        return self._whole is self._native or self._whole.is_replicated
+
     def __len__(self) -> int:
         return len(self._ready())
 
     def __repr__(self) -> str:
         return f"<Table {self.name!r} dim={self.dim} vocabulary_size={self.vocabulary_size}>"
 
-    def _ready(self) -> Any:
+    def _ready(self, local: bool = False) -> Any:
         self._core.synchronize()
-        return self._native
+        return self._native if local else self._whole
 
     def __contains__(self, key: Any) -> bool:
         """Whether a key has a row.
@@ -187,9 +200,9 @@ class Table:
         for piece in self.pieces():
             yield from piece.keys.tolist()
 
-    def keys(self) -> np.ndarray:
-        """Returns the keys, `(n,)` int64, ascending."""
-        return self._ready().keys()
+    def keys(self, *, local: bool = False) -> np.ndarray:
+        """Returns the keys, `(n,)` int64, ascending. `local`: those of this rank alone."""
+        return self._ready(local).keys()
 
     def pieces(self, num_rows: int = 65_536, *, states: bool = False) -> Iterator[TableContents]:
         """Copies all rows in pieces, for tables larger than the memory that is left.
@@ -227,14 +240,15 @@ class Table:
 
     def _changes(self) -> tuple[int, int]:
         """Numbers that differ after rows were inserted or removed."""
-        stats = self.stats()
+        stats = self.stats(local=True)
         return stats.size, stats.inserted
 
-    def find(self, keys: Any) -> tuple[np.ndarray, np.ndarray]:
+    def find(self, keys: Any, *, local: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Looks up rows and never inserts.
 
         Args:
             keys: Integers of any shape; n is their number. Duplicates are allowed.
+            local: Whether only the rows of this rank are searched.
 
         Returns:
             Rows `(n, dim)` float32, and `(n,)` bool that says which keys have a row. A key without a row gets what the layer's
@@ -244,7 +258,7 @@ class Table:
             TypeError: If keys are not integers.
         """
         keys = as_keys(keys)
-        rows, found = self._ready().find(keys)
+        rows, found = self._ready(local).find(keys)
         return rows, found
 
     def find_or_insert(self, keys: Any) -> tuple[np.ndarray, Outcomes]:
@@ -325,12 +339,13 @@ class Table:
         """Removes all rows."""
         self._ready().clear()
 
-    def export(self, *, states: bool = False, scores: bool = False) -> TableContents:
+    def export(self, *, states: bool = False, scores: bool = False, local: bool = False) -> TableContents:
         """Copies all rows.
 
         Args:
             states: Whether optimizer states are copied too.
             scores: Must be False: tables have no scores, because there is no eviction yet.
+            local: Whether only the rows of this rank are copied.
 
         Returns:
             The `TableContents`.
@@ -343,16 +358,19 @@ class Table:
             raise ValueError(
                 "`scores` must be False: tables keep none as long as no row is evicted. Received: scores=True"
             )
-        keys, rows, named = self._ready().export(states)
+        keys, rows, named = self._ready(local).export(states)
         return TableContents(keys, rows, dict(named), None)
 
-    def stats(self, *, wait: bool = True) -> TableStats:
+    def stats(self, *, wait: bool = True, local: bool = False) -> TableStats:
         """Returns the `TableStats`.
 
         Args:
             wait: Whether steps that were started are waited for. If not, the counts of a table on a GPU may be one or two steps old.
+            local: Whether only this rank counts. If not, `pending_pushes` and `native_calls` are those of this rank, and the others are
+                sums over all ranks.
         """
-        native = self._ready() if wait else self._native
+        whole = self._native if local else self._whole
+        native = self._ready(local) if wait else whole
         size, capacity, outcomes, *others = native.stats(wait)
         return TableStats(size, capacity, *outcomes, *others)
 

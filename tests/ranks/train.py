@@ -62,11 +62,8 @@ OPTIMIZERS = {
 }
 
 
-def main(folder, case):
-    sok.init(timeout=30)
+def train(folder, case):
     keras.utils.set_random_seed(sok.rank())  # first values come from rank 0 all the same
-    if sok.world_size() == 1:
-        keras.utils.set_random_seed(0)
     model, tables = make_model("float32", OPTIMIZERS[case]())
     losses = []
     for inputs, targets in batches():
@@ -81,8 +78,10 @@ def main(folder, case):
     for number, table in enumerate(tables):
         contents = table.export(states=True)
         rows[f"keys{number}"], rows[f"rows{number}"] = contents.keys, contents.rows
-    np.savez(os.path.join(folder, f"rank{sok.rank()}.npz"), losses=np.array(losses), **dense, **rows)
+    np.savez(os.path.join(folder, f"{case}{sok.rank()}.npz"), losses=np.array(losses), **dense, **rows)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sok.init(timeout=30)
+    for each in OPTIMIZERS:
+        train(sys.argv[1], each)

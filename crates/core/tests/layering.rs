@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 /// Rooms of the core from the top down. A room imports those below it.
 const ROOMS: [&[&str]; 6] = [
     &["checkpoint", "host"],
-    &["store", "contract", "exchange"],
-    &["formula"],
+    &["store", "contract"],
+    &["formula", "exchange"],
     &["initializer", "pool"],
     &["math", "memory", "simd", "fork", "key", "fingerprint"],
     &["error"],

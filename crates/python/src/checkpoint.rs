@@ -9,11 +9,15 @@ use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use sok_core::checkpoint::{self, Array, DumpOptions, LoadMode, LoadOptions, Target, TargetBinding};
+use sok_core::contract::group::AnyGroup;
 use sok_core::contract::table::Table;
 use sok_core::error::{Error, Result};
+use sok_core::exchange::buckets::Owners;
+use sok_core::exchange::message::Call;
 use sok_core::formula::update::Update;
 
 use crate::error::detached;
+use crate::ranks;
 use crate::shared_group::{GroupGuard, SharedGroup};
 use crate::table::{Table as PyTable, parse};
 
@@ -68,11 +72,32 @@ fn dump(
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
         let locked = lock(&groups)?;
-        let tables: Vec<&dyn Table> =
-            places.iter().map(|&(group, number)| locked[group].table(number)).collect();
         let options = DumpOptions { overwrite, step, states, ..DumpOptions::default() };
-        json(&checkpoint::dump(&path, &tables, &arrays, &options)?)
+        let tables = places.iter().map(|&(group, number)| {
+            let group: &AnyGroup = &**locked[group];
+            (group.table(number), group.owners(number))
+        });
+        let manifest = match ranks::ranks_for(Call::Dump) {
+            Some(ranks) => {
+                let tables: Vec<(&dyn Table, Owners)> = tables
+                    .map(|(table, owners)| Ok((table, owners.ok_or_else(made_before)?)))
+                    .collect::<Result<_>>()?;
+                checkpoint::dump_of_ranks(&path, &tables, &arrays, &options, &ranks)?
+            }
+            None => {
+                let tables: Vec<&dyn Table> = tables.map(|(table, _)| table).collect();
+                checkpoint::dump(&path, &tables, &arrays, &options)?
+            }
+        };
+        json(&manifest)
     })
+}
+
+fn made_before() -> Error {
+    Error::State(
+        "a layer was made before `sok_keras.init`, so its tables are of this rank alone. Call `init` first"
+            .into(),
+    )
 }
 
 #[pyfunction]
@@ -136,16 +161,22 @@ impl DumpReader {
             let mut targets = Vec::new();
             for (group, tables) in locked.iter_mut().enumerate() {
                 let is_bound = tables.binding().is_some();
+                let mut owners = (0..tables.num_tables())
+                    .map(|number| tables.owners(number))
+                    .collect::<Vec<_>>()
+                    .into_iter();
                 for (number, table) in tables.tables_mut().into_iter().enumerate() {
+                    let owners = owners.next().flatten();
                     targets.extend(wanted.remove(&(group, number)).map(|(name, expected)| {
                         let binding =
                             if is_bound { TargetBinding::Bound } else { TargetBinding::Free(expected) };
-                        Target { name, table, binding }
+                        Target { name, table, binding, owners }
                     }));
                 }
             }
             let mode = if merge { LoadMode::Merge } else { LoadMode::Replace };
-            json(&self.inner.load(&mut targets, &LoadOptions { mode, states })?)
+            let ranks = ranks::ranks_for(Call::Load);
+            json(&self.inner.load(&mut targets, &LoadOptions { mode, states }, ranks.as_ref())?)
         })
     }
 }

@@ -70,8 +70,11 @@ impl FreshTables {
     ) -> PyResult<()> {
         let numbers = values.as_slice()?.iter().copied();
         let values = memory::collect(numbers, "the records of a call").map_err(to_python)?;
-        let records = Records { keys: as_keys(&keys)?, values };
+        let mut records = Records { keys: as_keys(&keys)?, values };
         detached(py, || {
+            if let Some(owners) = self.group.lock()?.owners(check_table(number, usize::MAX)?) {
+                records.keep(|key| owners.of(key) == owners.rank);
+            }
             let mut tables = self.tables();
             let number = check_table(number, tables.len())?;
             let table = &mut tables[number];

@@ -8,6 +8,7 @@ use std::time::Duration;
 use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use sok_core::checkpoint::Ranks;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives;
 use sok_core::exchange::communicator::Communicator;
@@ -49,6 +50,12 @@ impl World {
 /// The world of this process, if it has been made.
 pub fn world() -> Option<Arc<World>> {
     WORLD.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The ranks of a dump or a load, if there are any.
+pub fn ranks_for(call: Call) -> Option<Ranks> {
+    let world = world()?;
+    Some(Ranks { communicator: world.communicator.clone(), tag: world.next_tag(call) })
 }
 
 fn required() -> Result<Arc<World>> {
@@ -138,6 +145,29 @@ fn gather<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Vec<Bound<'py, PyBytes
     Ok(gathered.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
 }
 
+/// Sends bytes to each rank. Returns those from each rank. `error`: what this rank fails with, in place of its bytes.
+#[pyfunction]
+#[pyo3(signature = (parts, error))]
+fn exchange<'py>(
+    py: Python<'py>,
+    parts: Vec<Vec<u8>>,
+    error: Option<String>,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let received = detached(py, || {
+        let world = required()?;
+        let (expected, received) = (world.communicator.world_size(), parts.len());
+        let parts = match error {
+            Some(error) => Err(Error::State(error)),
+            None if expected != received => Err(Error::argument(format!(
+                "`parts` must hold bytes for each rank. Received: {received} for {expected} ranks"
+            ))),
+            None => Ok(parts),
+        };
+        collectives::exchange(&*world.communicator, world.next_tag(Call::Table), parts)
+    })?;
+    Ok(received.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+}
+
 /// The bytes of rank `root`.
 #[pyfunction]
 fn broadcast<'py>(py: Python<'py>, bytes: &[u8], root: usize) -> PyResult<Bound<'py, PyBytes>> {
@@ -170,5 +200,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(gather, module)?)?;
     module.add_function(wrap_pyfunction!(broadcast, module)?)?;
+    module.add_function(wrap_pyfunction!(exchange, module)?)?;
     module.add_function(wrap_pyfunction!(sum, module)?)
 }

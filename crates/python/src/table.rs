@@ -191,6 +191,20 @@ impl Table {
         detached(py, || self.group.lock()?.table_mut(self.number).clear())
     }
 
+    /// The rank that owns each key, and whether all ranks have all rows.
+    fn owners<'py>(
+        &self,
+        py: Python<'py>,
+        keys: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<(Bound<'py, PyArray1<i64>>, bool)> {
+        let keys = as_keys(&keys)?;
+        let owners = detached(py, || Ok(self.group.lock()?.owners(self.number)))?;
+        let mut ranks = vector(py, keys.len())?;
+        let of = |key| owners.map_or(0, |owners| owners.of(key) as i64);
+        values(&mut ranks)?.iter_mut().zip(keys).for_each(|(to, key)| *to = of(key));
+        Ok((ranks, owners.is_some_and(|owners| owners.is_replicated())))
+    }
+
     /// Keys in ascending order.
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let keys = detached(py, || {

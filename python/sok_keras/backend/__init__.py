@@ -56,9 +56,9 @@ def keep_freed_memory():
 __all__ = [
     "TableState",
     "after",
-    "bind_gpu",
     "apply",
     "at_hand",
+    "bind_gpu",
     "commit",
     "constant",
     "eager_scope",

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from sok_keras import checkpoint
+from sok_keras import checkpoint, distributed
 from sok_keras.arrays import step_of
 from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
@@ -101,10 +101,13 @@ class DumpCheckpoint(keras.callbacks.Callback):
         self._epoch, self._done = 0, 0
         if self._best is not None:
             self._best.begin(self.model)
-        dumps = self.dumps()
-        if self.restore and dumps:
-            checkpoint.load(dumps[-1], self.model)
-            self._go_on(self._progress.of(os.path.basename(dumps[-1])))
+        newest, entry = None, None
+        if self.restore and distributed.rank() == 0 and (dumps := self.dumps()):
+            newest, entry = dumps[-1], self._progress.of(os.path.basename(dumps[-1]))
+        newest, entry = distributed.of_rank_0([newest, entry])
+        if newest is not None:
+            checkpoint.load(newest, self.model)
+            self._go_on(entry)
 
     def _go_on(self, entry):
         if entry is None:
@@ -132,12 +135,14 @@ class DumpCheckpoint(keras.callbacks.Callback):
             self._save(logs, epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._progress.clear()
+        if distributed.rank() == 0:
+            self._progress.clear()
         forget_epoch(self.model)
 
     def _save(self, logs, epoch, batches):
         """Writes a dump. `epoch`, `batches`: where training goes on after it."""
-        if self._best is not None and not self._best.improves(logs or {}):
+        # The metrics of ranks differ, but a dump is of all of them.
+        if self._best is not None and not distributed.of_rank_0(bool(self._best.improves(logs or {}))):
             return
         name = f"step-{step_of(self.model)}"
         path = os.path.join(self.path, name)
@@ -145,10 +150,11 @@ class DumpCheckpoint(keras.callbacks.Callback):
             raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
         best = None if self._best is None else self._best.value
         # Written before the dump: whichever of them is the newest after a crash, its entry is there.
-        self._progress.note(name, {"epoch": epoch, "batches": batches, "best": best})
+        if distributed.rank() == 0:
+            self._progress.note(name, {"epoch": epoch, "batches": batches, "best": best})
         checkpoint.dump(path, self.model)
         self._written = [*(other for other in self._written if other != path), path]
-        for old in self.dumps()[: -self.keep]:
+        for old in self.dumps()[: -self.keep] if distributed.rank() == 0 else ():
             if old in self._written or _is_dump_alone(old):
                 _remove_dump(old)
 

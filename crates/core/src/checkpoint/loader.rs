@@ -10,11 +10,14 @@ use serde::Serialize;
 use super::checksum::BlockHasher;
 use super::data_reader::DataReader;
 use super::manifest::{MANIFEST, TableEntry};
+use super::ranks::Ranks;
 use super::reader::{DumpReader, with_snapshot};
 use super::{CHUNK_BYTES, KEY_BYTES};
 use crate::contract::record::{Field, RecordLayout};
 use crate::contract::table::{Records, Table};
 use crate::error::{Error, Result};
+use crate::exchange::buckets::Owners;
+use crate::exchange::collectives::{agree, gather};
 use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
@@ -55,6 +58,8 @@ pub struct Target<'a> {
     pub table: &'a mut dyn Table,
     /// The optimizer of the table.
     pub binding: TargetBinding,
+    /// If ranks share the table: it takes the rows that its rank owns.
+    pub owners: Option<Owners>,
 }
 
 /// Whose the states of a table are.
@@ -107,14 +112,24 @@ pub fn load(
                 } else {
                     TargetBinding::Free(None)
                 };
-                Target { name, table: &mut **table, binding }
+                Target { name, table: &mut **table, binding, owners: None }
             })
             .collect();
-        dump.load(&mut targets, options)
+        dump.load(&mut targets, options, None)
     })
 }
 
 impl DumpReader {
+    /// Checks that all ranks have opened the same dump.
+    fn check_same(&self, Ranks { communicator, tag }: &Ranks) -> Result<()> {
+        let own = serde_json::to_vec(self.manifest()).map_err(|e| Error::State(e.to_string()));
+        let all = gather(&**communicator, *tag, own)?;
+        if all.iter().any(|manifest| *manifest != all[0]) {
+            return Err(Error::DumpReplaced { path: self.path.clone() });
+        }
+        Ok(())
+    }
+
     /// Loads tables, each by its name in the dump, into tables of the same dim and vocabulary.
     ///
     /// The whole dump is verified first. `Replace` loads into fresh tables and swaps them in when all are complete, so what
@@ -128,29 +143,64 @@ impl DumpReader {
     /// [`Error::DumpMismatch`] says what a table and the dump do not have in common; [`Error::TableFull`] if a merge does
     /// not fit; [`Error::CorruptDump`] as [`DumpReader::verify`]; [`Error::DumpReplaced`] if a new dump took a file away: then
     /// nothing has changed.
-    pub fn load(&self, targets: &mut [Target], options: &LoadOptions) -> Result<LoadReport> {
+    ///
+    /// `ranks`: those that read the dump together. If one of them fails, none changes its tables.
+    pub fn load(
+        &self,
+        targets: &mut [Target],
+        options: &LoadOptions,
+        ranks: Option<&Ranks>,
+    ) -> Result<LoadReport> {
+        let agreed = |round: u8, result| match ranks {
+            Some(Ranks { communicator, tag }) => agree(&**communicator, tag.at(round), result),
+            None => result,
+        };
+        if let Some(ranks) = ranks {
+            self.check_same(ranks)?;
+        }
         let dump = match options.mode {
             LoadMode::Replace => Cow::Borrowed(self),
             LoadMode::Merge => self.holding_all()?,
         };
-        let loads = targets.iter().map(|t| TableLoad::new(&dump, t, options)).collect::<Result<Vec<_>>>()?;
-        dump.verify()?;
-        for (load, target) in loads.iter().zip(targets.iter()) {
-            load.check_keys(&*target.table, options.mode)?;
-        }
-        let mut pairs = loads.iter().zip(targets.iter_mut());
+        let (mut loads, mut fresh) = (Vec::new(), Vec::new());
+        let prepared = prepare(&dump, targets, options, &mut loads, &mut fresh);
+        agreed(2, prepared)?;
         match options.mode {
             LoadMode::Replace => {
-                let fresh = pairs.map(|(load, target)| load.load_fresh(&*target.table));
-                let fresh = fresh.collect::<Result<Vec<_>>>()?;
                 let mut fresh = targets.iter_mut().zip(fresh);
                 fresh.try_for_each(|(target, new)| target.table.replace_with(new))?;
             }
-            LoadMode::Merge => pairs.try_for_each(|(load, target)| load.merge_into(&mut *target.table))?,
+            LoadMode::Merge => {
+                let mut pairs = loads.iter().zip(targets.iter_mut());
+                pairs.try_for_each(|(load, target)| load.merge_into(&mut *target.table))?;
+            }
         }
         let tables = loads.iter().zip(targets.iter()).map(|(load, target)| load.report(&*target.table));
         Ok(LoadReport { step: dump.manifest().step, tables: tables.collect() })
     }
+}
+
+/// Does all that may fail before the first table changes.
+fn prepare<'a>(
+    dump: &'a DumpReader,
+    targets: &[Target],
+    options: &LoadOptions,
+    loads: &mut Vec<TableLoad<'a>>,
+    fresh: &mut Vec<Box<dyn Table>>,
+) -> Result<()> {
+    for target in targets {
+        loads.push(TableLoad::new(dump, target, options)?);
+    }
+    dump.verify()?;
+    for (load, target) in loads.iter().zip(targets) {
+        load.check_keys(&*target.table, options.mode)?;
+    }
+    if options.mode == LoadMode::Replace {
+        for (load, target) in loads.iter().zip(targets) {
+            fresh.push(load.load_fresh(&*target.table)?);
+        }
+    }
+    Ok(())
 }
 
 /// What one table takes from the dump; it exists if the two go together.
@@ -163,6 +213,7 @@ struct TableLoad<'a> {
     layout: RecordLayout,
     /// Whether the states come from the dump.
     states: bool,
+    owners: Option<Owners>,
 }
 
 impl<'a> TableLoad<'a> {
@@ -191,7 +242,8 @@ impl<'a> TableLoad<'a> {
         }
         let update = own.or(dumped);
         let layout = RecordLayout::new(entry.dim, update.as_ref());
-        Ok(TableLoad { dump, entry, update, layout, states: dumped.is_some() })
+        let owners = target.owners;
+        Ok(TableLoad { dump, entry, update, layout, states: dumped.is_some(), owners })
     }
 
     fn report(&self, table: &dyn Table) -> LoadedTable {
@@ -208,7 +260,8 @@ impl<'a> TableLoad<'a> {
     fn check_keys(&self, table: &dyn Table, mode: LoadMode) -> Result<()> {
         let (config, dumped) = (table.config(), self.entry.num_rows);
         let (len, capacity) = (table.len()? as u64, config.capacity());
-        if mode == LoadMode::Replace && dumped > capacity {
+        // A rank's part is counted when it is loaded.
+        if mode == LoadMode::Replace && dumped > capacity && self.owners.is_none() {
             let what =
                 format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
             return Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)));
@@ -231,9 +284,11 @@ impl<'a> TableLoad<'a> {
                 keys.extend(&records.keys);
             }
             if may_overflow {
-                memory::resize(&mut rows, records.keys.len() * config.dim, 0.0, BUFFER)?;
-                memory::resize(&mut found, records.keys.len(), false, BUFFER)?;
-                table.find(&records.keys, &mut rows, &mut found)?;
+                let own =
+                    memory::collect(records.keys.iter().copied().filter(|key| self.owns(*key)), BUFFER)?;
+                memory::resize(&mut rows, own.len() * config.dim, 0.0, BUFFER)?;
+                memory::resize(&mut found, own.len(), false, BUFFER)?;
+                table.find(&own, &mut rows, &mut found)?;
                 num_new += found.iter().filter(|found| !**found).count() as u64;
             }
             Ok(())
@@ -269,11 +324,13 @@ impl<'a> TableLoad<'a> {
     }
 
     fn load_fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
-        let mut fresh = table.fresh(self.update, self.entry.num_rows as usize)?;
+        let world_size =
+            self.owners.filter(|owners| !owners.is_replicated()).map_or(1, |owners| owners.world_size);
+        let mut fresh = table.fresh(self.update, (self.entry.num_rows as usize).div_ceil(world_size))?;
         fresh.set_seed(self.entry.seed);
-        self.restore_into(&mut *fresh)?;
+        let expected = self.restore_into(&mut *fresh)?;
         let got = fresh.len()?;
-        if got as u64 != self.entry.num_rows {
+        if got != expected {
             return Err(self.keys_come_twice(format!("got {got}")));
         }
         Ok(fresh)
@@ -286,13 +343,26 @@ impl<'a> TableLoad<'a> {
         if !Update::share_states(table.update_rule(), self.update.as_ref(), self.entry.dim) {
             table.set_update_rule(self.update, true)?;
         }
-        self.restore_into(table)
+        self.restore_into(table).map(drop)
     }
 
-    fn restore_into(&self, table: &mut dyn Table) -> Result<()> {
+    /// Returns the number of records.
+    fn restore_into(&self, table: &mut dyn Table) -> Result<usize> {
         // Without the states of the dump, records have their first values.
         let fields = if self.states { self.layout.fields() } else { &self.layout.fields()[..1] };
-        self.for_each_chunk(fields, |_, records| table.restore(records))
+        let mut num_records = 0;
+        self.for_each_chunk(fields, |_, records| {
+            if self.owners.is_some() {
+                records.keep(|key| self.owns(key));
+            }
+            num_records += records.keys.len();
+            table.restore(records)
+        })?;
+        Ok(num_records)
+    }
+
+    fn owns(&self, key: Key) -> bool {
+        self.owners.is_none_or(|owners| owners.of(key) == owners.rank)
     }
 
     /// Reads the keys and `fields` of all shards, chunk by chunk, into records of the table's layout. The fields are the dump's
@@ -301,7 +371,7 @@ impl<'a> TableLoad<'a> {
     fn for_each_chunk(
         &self,
         fields: &[Field],
-        mut then: impl FnMut(&DataReader, &Records) -> Result<()>,
+        mut then: impl FnMut(&DataReader, &mut Records) -> Result<()>,
     ) -> Result<()> {
         let first = self.first_record();
         let width = if fields.is_empty() { 0 } else { first.len() };
@@ -328,7 +398,7 @@ impl<'a> TableLoad<'a> {
                     read(tensor, 4 * field.columns.len(), &mut bytes)?;
                     read_field(&bytes, width, field, &mut records.values);
                 }
-                then(&file, &records)?;
+                then(&file, &mut records)?;
             }
             if hashers
                 .into_iter()

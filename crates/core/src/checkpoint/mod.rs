@@ -11,6 +11,7 @@ mod files;
 mod loader;
 mod manifest;
 mod open;
+mod ranks;
 mod reader;
 mod writer;
 
@@ -20,6 +21,7 @@ pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
 pub use files::{Disk, Files};
 pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, Target, TargetBinding, load};
 pub use manifest::{DataFile, MANIFEST, Manifest, StateEntry, TableEntry, Tensor, VERSION};
+pub use ranks::{Ranks, dump_of_ranks};
 pub use reader::{DumpReader, read_arrays, read_manifest, verify};
 pub use writer::{Array, DumpOptions, dump, dump_with};
 

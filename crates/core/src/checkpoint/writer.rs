@@ -81,18 +81,13 @@ pub fn dump_with(
     arrays: &[Array],
     options: &DumpOptions,
 ) -> Result<Manifest> {
-    check_distinct("table", tables.iter().map(|t| t.config().name.as_str())).map_err(Error::Argument)?;
-    check_distinct("array", arrays.iter().map(|a| a.name.as_str())).map_err(Error::Argument)?;
-    let array_tensors = arrays.iter().map(array_tensor).collect::<Result<Vec<_>>>()?;
+    check_names(tables.iter().copied(), arrays)?;
+    let array_tensors = array_tensors(arrays)?;
     create_directory(files, path)?;
     let _lock = DirectoryLock::acquire(path)?;
+    check_overwrite(path, options)?;
     let manifest_path = path.join(MANIFEST);
-    if !options.overwrite && manifest_path.try_exists().map_err(|e| Error::io(&manifest_path, e))? {
-        let path = path.display();
-        return Err(Error::argument(format!("`overwrite` must be True to replace a dump: {path} holds one")));
-    }
-
-    let mut writer = Writer { files, directory: path, unique: unique(), created: Vec::new() };
+    let mut writer = Writer::new(files, path, unique());
     let written = writer.write(tables, arrays, array_tensors, options).and_then(|(manifest, aside)| {
         files.rename(&aside, &manifest_path).map_err(|e| Error::io(&manifest_path, e))?;
         Ok(manifest)
@@ -109,6 +104,27 @@ pub fn dump_with(
             Err(error)
         }
     }
+}
+
+/// Checks that names are distinct.
+pub(super) fn check_names<'a>(tables: impl Iterator<Item = &'a dyn Table>, arrays: &[Array]) -> Result<()> {
+    check_distinct("table", tables.map(|t| t.config().name.as_str())).map_err(Error::Argument)?;
+    check_distinct("array", arrays.iter().map(|a| a.name.as_str())).map_err(Error::Argument)
+}
+
+/// Checks that there is no dump, or that it may be replaced.
+pub(super) fn check_overwrite(path: &Path, options: &DumpOptions) -> Result<()> {
+    let manifest_path = path.join(MANIFEST);
+    if !options.overwrite && manifest_path.try_exists().map_err(|e| Error::io(&manifest_path, e))? {
+        let path = path.display();
+        return Err(Error::argument(format!("`overwrite` must be True to replace a dump: {path} holds one")));
+    }
+    Ok(())
+}
+
+/// The tensors of arrays, whose data are hashed when they are written.
+pub(super) fn array_tensors(arrays: &[Array]) -> Result<Vec<Tensor>> {
+    arrays.iter().map(array_tensor).collect()
 }
 
 /// Checks the array against itself; its data is hashed when it is written.
@@ -131,7 +147,7 @@ fn array_tensor(array: &Array) -> Result<Tensor> {
 }
 
 /// Makes the directory and those above it that are not there, each synced into its parent.
-fn create_directory(files: &dyn Files, path: &Path) -> Result<()> {
+pub(super) fn create_directory(files: &dyn Files, path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
     }
@@ -147,7 +163,7 @@ fn create_directory(files: &dyn Files, path: &Path) -> Result<()> {
 
 /// Removes the files of dumps that were replaced or killed. The new dump is safe already, so one that does not go is
 /// left for the next dump.
-fn remove_leftovers(files: &dyn Files, path: &Path, manifest: &Manifest) {
+pub(super) fn remove_leftovers(files: &dyn Files, path: &Path, manifest: &Manifest) {
     let named: HashSet<&str> = manifest.files().map(|(f, _)| f.file.as_str()).collect();
     for entry in fs::read_dir(path).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -158,12 +174,13 @@ fn remove_leftovers(files: &dyn Files, path: &Path, manifest: &Manifest) {
 }
 
 /// Differs from dump to dump, so that no file of one is ever written by another.
-fn unique() -> u64 {
+pub(super) fn unique() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     RandomState::new().hash_one((now, std::process::id()))
 }
 
-struct Writer<'a> {
+/// Writes the files of a dump.
+pub(super) struct Writer<'a> {
     files: &'a dyn Files,
     directory: &'a Path,
     unique: u64,
@@ -172,6 +189,11 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
+    /// `unique`: differs from that of all other writers of the directory.
+    pub fn new(files: &'a dyn Files, directory: &'a Path, unique: u64) -> Writer<'a> {
+        Writer { files, directory, unique, created: Vec::new() }
+    }
+
     /// Everything but the rename: the manifest and the path where it lies aside, all of it synced.
     fn write(
         &mut self,
@@ -183,7 +205,12 @@ impl<'a> Writer<'a> {
         let tables = tables.iter().map(|t| self.write_table(*t, options)).collect::<Result<_>>()?;
         let arrays = self.write_arrays(arrays, array_tensors)?;
         let manifest = Manifest::new(options.step, utc(SystemTime::now()), tables, arrays);
+        let (_, aside) = self.write_manifest(&manifest)?;
+        Ok((manifest, aside))
+    }
 
+    /// Writes the manifest aside. Returns its bytes and its path.
+    pub fn write_manifest(&mut self, manifest: &Manifest) -> Result<(Vec<u8>, PathBuf)> {
         let aside = self.directory.join(manifest_aside_name(self.unique));
         let unwritable =
             |what: String| Error::State(format!("the manifest of a dump must be readable again: {what}"));
@@ -197,10 +224,11 @@ impl<'a> Writer<'a> {
         }
         self.files.sync(&file).map_err(io)?;
         self.files.sync_dir(self.directory).map_err(|e| Error::io(self.directory, e))?;
-        Ok((manifest, aside))
+        Ok((bytes, aside))
     }
 
-    fn write_table(&mut self, table: &dyn Table, options: &DumpOptions) -> Result<TableEntry> {
+    /// Writes the rows of a table. Returns its entry in the manifest.
+    pub fn write_table(&mut self, table: &dyn Table, options: &DumpOptions) -> Result<TableEntry> {
         let mut entry = TableEntry::of(table, options.states)?;
         let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
         let layout = table.layout();
@@ -260,7 +288,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Widest dtype first, as the stock writer does it: each tensor then lies aligned.
-    fn write_arrays(&mut self, arrays: &[Array], tensors: Vec<Tensor>) -> Result<Option<DataFile>> {
+    pub fn write_arrays(&mut self, arrays: &[Array], tensors: Vec<Tensor>) -> Result<Option<DataFile>> {
         if arrays.is_empty() {
             return Ok(None);
         }
@@ -295,7 +323,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Files that cannot be removed are left for the next dump. The caller has an error to return already.
-    fn remove_created(&self) {
+    pub fn remove_created(&self) {
         for path in &self.created {
             let _ = self.files.remove(path);
         }

@@ -11,6 +11,7 @@ use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::{Error, Result};
+use crate::exchange::buckets::Owners;
 use crate::key::Key;
 
 /// The tensors of one feature of a lookup.
@@ -117,6 +118,11 @@ pub trait Group: Any + Send {
 
     /// Returns all tables for changes, in order.
     fn tables_mut(&mut self) -> Vec<&mut dyn Table>;
+
+    /// Returns which ranks own the keys of the table with this index. `None`: this process has the whole table.
+    fn owners(&self, _number: usize) -> Option<Owners> {
+        None
+    }
 
     /// Looks up the rows of all features of a layer's call.
     ///

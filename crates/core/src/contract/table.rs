@@ -214,6 +214,23 @@ pub struct Records {
     pub values: Vec<f32>,
 }
 
+impl Records {
+    /// Keeps the records of the keys that `is_kept` names.
+    pub fn keep(&mut self, is_kept: impl Fn(Key) -> bool) {
+        let width = self.values.len().checked_div(self.keys.len()).unwrap_or(0);
+        let mut kept = 0;
+        for record in 0..self.keys.len() {
+            if is_kept(self.keys[record]) {
+                self.keys[kept] = self.keys[record];
+                self.values.copy_within(record * width..(record + 1) * width, kept * width);
+                kept += 1;
+            }
+        }
+        self.keys.truncate(kept);
+        self.values.truncate(kept * width);
+    }
+}
+
 /// Position of a scan. `Cursor::default()` is its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor(pub u64);

@@ -24,10 +24,14 @@ pub enum Call {
     Gradients = 6,
     /// A method of a table.
     Table = 7,
+    /// A dump.
+    Dump = 8,
+    /// The load of a dump.
+    Load = 9,
 }
 
 impl Call {
-    const ALL: [Call; 8] = [
+    const ALL: [Call; 10] = [
         Call::Barrier,
         Call::Broadcast,
         Call::Gather,
@@ -36,6 +40,8 @@ impl Call {
         Call::Commit,
         Call::Gradients,
         Call::Table,
+        Call::Dump,
+        Call::Load,
     ];
 
     fn name(self) -> &'static str {
@@ -48,6 +54,8 @@ impl Call {
             Call::Commit => "commit",
             Call::Gradients => "sum of gradients",
             Call::Table => "call of a table",
+            Call::Dump => "dump",
+            Call::Load => "load",
         }
     }
 }

@@ -231,11 +231,11 @@ fn read_all_ways(path: &Path, random: &mut Random) {
     let before = tables.clone();
     let [a, b] = &mut tables;
     let mut targets = [
-        Target { name: "a", table: a, binding },
-        Target { name: "b", table: b, binding: TargetBinding::Bound },
+        Target { name: "a", table: a, binding, owners: None },
+        Target { name: "b", table: b, binding: TargetBinding::Bound, owners: None },
     ];
     let options = LoadOptions { mode, states: random.below(4) > 0 };
-    let result = DumpReader::open(path).and_then(|dump| dump.load(&mut targets, &options));
+    let result = DumpReader::open(path).and_then(|dump| dump.load(&mut targets, &options, None));
     match result {
         Ok(report) => {
             let rows = [tables[0].records.len(), tables[1].records.len()];

@@ -12,6 +12,7 @@ use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::Result;
+use crate::exchange::buckets::Owners;
 use crate::host::group::calls::feature_of;
 use crate::host::push::{OutputGradients, PushedGradients};
 use crate::pool;
@@ -36,6 +37,10 @@ impl Group for ShardedGroup {
 
     fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
         self.shard.tables_mut()
+    }
+
+    fn owners(&self, number: usize) -> Option<Owners> {
+        self.requests.get(number).map(|requests| requests.owners)
     }
 
     fn lookup(

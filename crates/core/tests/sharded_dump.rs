@@ -1,0 +1,195 @@
+//! Dumps that ranks write together, loaded by another number of ranks.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use common::sharded::TIMEOUT;
+use common::strategies::plain_config;
+use common::{Dice, scan};
+use sok_core::checkpoint::{
+    DumpOptions, DumpReader, LoadMode, LoadOptions, Ranks, Target, TargetBinding, dump_of_ranks, read_manifest, verify,
+};
+use sok_core::contract::binding::Binding;
+use sok_core::contract::group::Group;
+use sok_core::contract::table::TableConfig;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::message::{Call, Tag};
+use sok_core::exchange::placement::Placement;
+use sok_core::exchange::threads::ThreadRank;
+use sok_core::formula::update::Update;
+use sok_core::formula::{Adam, Formula, Rule};
+use sok_core::host::sharded::ShardedGroup;
+use sok_core::key::Key;
+
+const ADAM: Update =
+    Update { rule: Rule::Adam(Adam::VARIANTS[0]), weight_decay: None, clipvalue: None, clipnorm: None };
+
+/// A directory that is gone at the end of the test.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Directory {
+        let path = std::env::temp_dir().join(format!("sok-ranks-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Directory(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn configs() -> Vec<(TableConfig, Placement)> {
+    let fixed = |name| TableConfig { vocabulary_size: Some(300), ..plain_config(name, 3) };
+    vec![
+        (plain_config("dynamic", 4), Placement::Distributed),
+        (fixed("static"), Placement::Distributed),
+        (plain_config("one", 2), Placement::Localized(0)),
+        (fixed("everywhere"), Placement::Replicated),
+    ]
+}
+
+fn tag(call: Call, step: u64) -> Tag {
+    Tag { call, layer: 0, step, round: 0 }
+}
+
+/// Records of each table, those of all ranks together.
+type Contents = Vec<BTreeMap<Key, Vec<u32>>>;
+
+/// Runs `work` on a group of each rank. Returns what each rank returned, and the contents in the end.
+fn on_ranks<T: Send>(
+    world_size: usize,
+    work: impl Fn(&mut ShardedGroup) -> T + Sync,
+) -> (Vec<T>, Contents) {
+    let world = ThreadRank::world(world_size, TIMEOUT);
+    let ranks: Vec<(T, Contents)> = std::thread::scope(|scope| {
+        let run = |rank: ThreadRank| {
+            let mut group = ShardedGroup::new(configs(), Arc::new(rank), 1, world_size).unwrap();
+            group.bind(Binding { owner: 1, update: ADAM, needs_norm: false }).unwrap();
+            let done = work(&mut group);
+            (done, (0..group.num_tables()).map(|table| scan(group.table(table), 100)).collect())
+        };
+        let ranks: Vec<_> = world.into_iter().map(|rank| scope.spawn(move || run(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let mut all: Contents = configs().iter().map(|_| BTreeMap::new()).collect();
+    let mut done = Vec::new();
+    for (of_rank, contents) in ranks {
+        done.push(of_rank);
+        all.iter_mut().zip(contents).for_each(|(all, part)| all.extend(part));
+    }
+    (done, all)
+}
+
+/// Inserts the keys that a rank owns, with rows of their own.
+fn fill(group: &mut ShardedGroup) {
+    let mut dice = Dice(3);
+    for table in 0..group.num_tables() {
+        let owners = group.owners(table).unwrap();
+        let dim = group.table(table).config().dim;
+        let keys: Vec<Key> = (0..300).collect();
+        let rows = dice.floats(keys.len() * dim);
+        for (key, row) in keys.iter().zip(rows.chunks(dim)) {
+            if owners.of(*key) == owners.rank {
+                group.table_mut(table).assign(&[*key], row, true).unwrap();
+            }
+        }
+    }
+}
+
+fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool) -> Result<()> {
+    let communicator = group.communicator().clone();
+    let tables: Vec<_> =
+        (0..group.num_tables()).map(|table| (group.table(table), group.owners(table).unwrap())).collect();
+    let options = DumpOptions { overwrite, shard_bytes: 1000, ..DumpOptions::default() };
+    dump_of_ranks(path, &tables, &[], &options, &Ranks { communicator, tag: tag(Call::Dump, 1) }).map(drop)
+}
+
+fn restore(group: &mut ShardedGroup, path: &Path, mode: LoadMode) -> Result<()> {
+    let communicator = group.communicator().clone();
+    let owners: Vec<_> = (0..group.num_tables()).map(|table| group.owners(table)).collect();
+    let names: Vec<String> = configs().into_iter().map(|(config, _)| config.name).collect();
+    let mut targets: Vec<Target> = group
+        .tables_mut()
+        .into_iter()
+        .zip(owners)
+        .zip(&names)
+        .map(|((table, owners), name)| Target { name, table, binding: TargetBinding::Bound, owners })
+        .collect();
+    let ranks = Ranks { communicator, tag: tag(Call::Load, 1) };
+    DumpReader::open(path)?.load(&mut targets, &LoadOptions { mode, states: true }, Some(&ranks)).map(drop)
+}
+
+#[test]
+fn a_dump_of_any_number_of_ranks_is_loaded_by_any_other() {
+    for dumping in 1..=4 {
+        let directory = Directory::new(&format!("any{dumping}"));
+        let (saved, dumped) = on_ranks(dumping, |group| {
+            fill(group);
+            save(group, &directory.0, true)
+        });
+        assert!(saved.iter().all(Result::is_ok), "{saved:?}");
+        verify(&directory.0).unwrap();
+        let manifest = read_manifest(&directory.0).unwrap();
+        assert!(manifest.tables.iter().all(|table| table.num_rows == 300));
+        for loading in 1..=4 {
+            for mode in [LoadMode::Replace, LoadMode::Merge] {
+                let (loaded, contents) = on_ranks(loading, |group| restore(group, &directory.0, mode));
+                assert!(loaded.iter().all(Result::is_ok), "{loaded:?}");
+                assert!(contents == dumped, "{dumping} ranks dumped, {loading} loaded");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
+    let directory = Directory::new("error");
+    let (_, dumped) = on_ranks(2, |group| {
+        fill(group);
+        save(group, &directory.0, true).unwrap();
+    });
+    let before = std::fs::read(directory.0.join("manifest.json")).unwrap();
+    let (refused, _) = on_ranks(2, |group| save(group, &directory.0, false).map_err(|e| e.to_string()));
+    assert!(refused[0].as_ref().unwrap_err().contains("`overwrite` must be True"));
+    assert!(refused[1].as_ref().unwrap_err().starts_with("rank 0 failed in dump 1: `overwrite`"));
+    // Rank 1 writes to another place, where rank 0 has made no directory.
+    let (failed, _) = on_ranks(2, |group| {
+        fill(group);
+        let elsewhere = directory.0.join("elsewhere");
+        let path = if group.communicator().rank() == 0 { &directory.0 } else { &elsewhere };
+        save(group, path, true)
+    });
+    assert!(matches!(&failed[0], Err(Error::Rank { rank: 1, what }) if what.contains("that all ranks reach")));
+    assert!(matches!(&failed[1], Err(Error::State(what)) if what.contains("that all ranks reach")));
+    assert_eq!(std::fs::read(directory.0.join("manifest.json")).unwrap(), before);
+    verify(&directory.0).unwrap();
+    let named: usize = read_manifest(&directory.0).unwrap().tables.iter().map(|table| table.shards.len()).sum();
+    assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), named + 1, "what was written is removed");
+    let (_, contents) = on_ranks(3, |group| restore(group, &directory.0, LoadMode::Replace).unwrap());
+    assert!(contents == dumped);
+}
+
+#[test]
+fn a_load_that_one_rank_refuses_changes_no_rank() {
+    let directory = Directory::new("load");
+    on_ranks(2, |group| {
+        fill(group);
+        save(group, &directory.0, true).unwrap();
+    });
+    let (failed, contents) = on_ranks(2, |group| {
+        if group.communicator().rank() == 1 {
+            // Its states are not those of the dump.
+            let rule = Update { rule: Rule::variants()[0], ..ADAM };
+            group.table_mut(0).set_update_rule(Some(rule), false).unwrap();
+        }
+        restore(group, &directory.0, LoadMode::Replace)
+    });
+    assert!(failed.iter().all(Result::is_err), "{failed:?}");
+    assert!(contents.iter().all(BTreeMap::is_empty));
+}

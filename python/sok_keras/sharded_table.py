@@ -1,0 +1,138 @@
+"""A table whose rows many ranks have, with the methods of a native table. All ranks must call a method, each with keys of its own."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sok_keras import _native as native
+from sok_keras import distributed
+
+
+class ShardedTable:
+    """The whole of a table.
+
+    Args:
+        shard: The native table with the rows of this rank.
+    """
+
+    def __init__(self, shard: Any) -> None:
+        self._shard = shard
+        self.is_replicated: bool = shard.owners(np.empty(0, "int64"))[1]
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows, found = self._ask(keys, [], self._shard.find, writes=False)
+        return rows, found
+
+    def find_or_insert(self, keys: np.ndarray) -> tuple[np.ndarray, tuple]:
+        rows, outcomes = self._ask(keys, [], self._shard.find_or_insert, writes=True, sums=1)
+        return rows, tuple(outcomes.tolist())
+
+    def assign(self, keys: np.ndarray, rows: np.ndarray, insert: bool) -> tuple:
+        def assign(keys: np.ndarray, rows: np.ndarray) -> tuple:
+            return (self._shard.assign(keys, rows, insert),)
+
+        (outcomes,) = self._ask(keys, [rows], assign, writes=True, sums=1)
+        return tuple(outcomes.tolist())
+
+    def erase(self, keys: np.ndarray) -> int:
+        (erased,) = self._ask(keys, [], lambda keys: ([self._shard.erase(keys)],), writes=True, sums=1)
+        return int(erased[0])
+
+    def clear(self) -> None:
+        self._shard.clear()
+        distributed.barrier()
+
+    def keys(self) -> np.ndarray:
+        own = self._shard.keys()
+        return own if self.is_replicated else np.sort(np.concatenate([part[0] for part in _gather([own])]))
+
+    def export(self, states: bool) -> tuple:
+        keys, rows, named = self._shard.export(states)
+        if self.is_replicated:
+            return keys, rows, named
+        names = [name for name, _ in named]
+        parts = _gather([keys, rows, *(values for _, values in named)])
+        keys, *arrays = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort(keys)
+        rows, *values = (array[order] for array in arrays)
+        return keys[order], rows, list(zip(names, values, strict=True))
+
+    def scan(self, cursor: Any, num_rows: int, states: bool) -> tuple:
+        """Up to `num_rows` rows, those of rank 0 first, and the next cursor."""
+        if self.is_replicated:
+            return self._shard.scan(cursor, num_rows, states)
+        rank, within = cursor or (0, 0)
+        (keys, rows, named), then = (
+            self._shard.scan(within, num_rows, states) if rank == distributed.rank() else _NOTHING
+        )
+        arrays = [keys, rows, *(values for _, values in named)]
+        names = np.array([name for name, _ in named], "U")
+        then = np.array(-1 if then is None else then, "int64")
+        (then, names, keys, rows, *values) = _unpack(native.broadcast(_pack([then, names, *arrays]), rank))
+        follows = (rank, int(then)) if then >= 0 else (rank + 1, 0)
+        contents = keys, rows, list(zip(names.tolist(), values, strict=True))
+        return contents, follows if follows[0] < distributed.world_size() else None
+
+    def stats(self, waits: bool) -> tuple:
+        size, capacity, outcomes, dropped, pending, calls, num_bytes, unknown = self._shard.stats(waits)
+        numbers = np.array([size, capacity, *outcomes, dropped, num_bytes, unknown], "int64")
+        if not self.is_replicated:
+            numbers = distributed.all_reduce(numbers)
+        size, capacity, *outcomes, dropped, num_bytes, unknown = numbers.tolist()
+        return size, capacity, tuple(outcomes), dropped, pending, calls, num_bytes, unknown
+
+    def __len__(self) -> int:
+        return len(self._shard) if self.is_replicated else int(distributed.all_reduce(len(self._shard)))
+
+    def _ask(self, keys: np.ndarray, columns: list, answer: Callable, writes: bool, sums: int = 0) -> list[np.ndarray]:
+        """Asks the owners of keys.
+
+        Args:
+            keys: `(n,)` int64.
+            columns: Arrays `(n, ...)` that go with the keys.
+            answer: What an owner does with some keys and columns: gives arrays.
+            writes: Whether it changes rows. Those of a replicated table are changed on all ranks.
+            sums: How many of the arrays, from the last one, are sums over the owners. The others are by key.
+        """
+        ranks, own = range(distributed.world_size()), distributed.rank()
+        owners = self._shard.owners(keys)[0]
+        places = [np.flatnonzero(owners == rank) for rank in ranks]
+        sent = [places[own] if self.is_replicated and writes else places[rank] for rank in ranks]
+        asked = native.exchange([_pack([array[rows] for array in (keys, *columns)]) for rows in sent], None)
+        try:
+            answers = [_pack(answer(*_unpack(part))) for part in asked]
+        except Exception as error:
+            with contextlib.suppress(native.SokError):  # the error of this rank, which the others hear of
+                native.exchange([], str(error))
+            raise
+        replies = [_unpack(part) for part in native.exchange(answers, None)]
+        if self.is_replicated:
+            return replies[own]
+        by_key = len(replies[own]) - sums
+        order = np.argsort(np.concatenate(places), kind="stable")
+        columns = list(zip(*replies, strict=True))
+        return [np.concatenate(column)[order] for column in columns[:by_key]] + [
+            np.sum(column, axis=0) for column in columns[by_key:]
+        ]
+
+
+_NOTHING: tuple = (np.empty(0, "int64"), np.empty((0, 0), "float32"), []), None
+
+
+def _pack(arrays: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, *map(np.asarray, arrays))
+    return file.getvalue()
+
+
+def _unpack(data: bytes) -> list[np.ndarray]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return [arrays[name] for name in arrays.files]
+
+
+def _gather(arrays: list) -> list[list[np.ndarray]]:
+    """The arrays of each rank."""
+    return [_unpack(part) for part in native.gather(_pack(arrays))]
