@@ -52,7 +52,7 @@ class Core:
                 )
             gpu = None
         self.group = native.Group(
-            [json.dumps(config) for config in configs], [json.dumps(place) for place in placements], gpu, _nvrtc_paths()
+            [json.dumps(config) for config in configs], gpu, _nvrtc_paths(), [json.dumps(place) for place in placements]
         )
         # Number of the GPU that the tables are on; None: they are on the host.
         self.gpu = gpu if self.group.is_on_gpu else None

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sok_keras import _native as native
 from sok_keras import distributed
+from sok_keras.backend import native
 
 
 class ShardedTable:

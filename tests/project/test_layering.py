@@ -38,7 +38,8 @@ LEVELS = [
     {"plan", "trigger"},
     {"export_guard"},
     {"rows_file", "table", "feature_config", "optimizers", "initializers", "ragged"},
-    {"table_config"},
+    {"table_config", "sharded_table"},
+    {"distributed"},
     {"backend"},
     {"backend.tensorflow", "backend.jax", "backend.torch"},
     STATES,
@@ -50,6 +51,7 @@ LEVELS = [
         "backend.leaving",
         "errors",
         "keys",
+        "launch",
         "manifest",
         "strings",
         "whole_package",
@@ -59,6 +61,7 @@ LEVELS = [
 
 # Imports of a framework in functions, where its own kinds of tensors or strategies are at hand: module -> framework -> functions.
 IN_FUNCTIONS = {
+    "distributed": {"jax": {"_of_jax"}},
     "layers.base": {"tensorflow": {"check_one_device"}},
     "strings": {"tensorflow": {"_keys_of_tensor"}},
     "ragged": {
@@ -130,7 +133,7 @@ def test_native_module_is_imported_in_backend_alone():
     without = {"backend.handles", "backend.insertion", "backend.leaving", *STATES}
     without |= {"backend.tensorflow", *(module for module in MODULES if module.startswith("backend.private_"))}
     of_backend = {m for m in MODULES if m.startswith("backend") and m not in without}
-    assert importers == of_backend | {"errors", "manifest", "strings"}
+    assert importers == of_backend | {"distributed", "errors", "manifest", "strings"}
     # TensorFlow loads the library itself, to see the ops in it.
     assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])
 

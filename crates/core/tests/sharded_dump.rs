@@ -10,7 +10,8 @@ use common::sharded::TIMEOUT;
 use common::strategies::plain_config;
 use common::{Dice, scan};
 use sok_core::checkpoint::{
-    DumpOptions, DumpReader, LoadMode, LoadOptions, Ranks, Target, TargetBinding, dump_of_ranks, read_manifest, verify,
+    DumpOptions, DumpReader, LoadMode, LoadOptions, Ranks, Target, TargetBinding, dump_of_ranks,
+    read_manifest, verify,
 };
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
@@ -62,10 +63,7 @@ fn tag(call: Call, step: u64) -> Tag {
 type Contents = Vec<BTreeMap<Key, Vec<u32>>>;
 
 /// Runs `work` on a group of each rank. Returns what each rank returned, and the contents in the end.
-fn on_ranks<T: Send>(
-    world_size: usize,
-    work: impl Fn(&mut ShardedGroup) -> T + Sync,
-) -> (Vec<T>, Contents) {
+fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&mut ShardedGroup) -> T + Sync) -> (Vec<T>, Contents) {
     let world = ThreadRank::world(world_size, TIMEOUT);
     let ranks: Vec<(T, Contents)> = std::thread::scope(|scope| {
         let run = |rank: ThreadRank| {
@@ -165,11 +163,14 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
         let path = if group.communicator().rank() == 0 { &directory.0 } else { &elsewhere };
         save(group, path, true)
     });
-    assert!(matches!(&failed[0], Err(Error::Rank { rank: 1, what }) if what.contains("that all ranks reach")));
+    assert!(
+        matches!(&failed[0], Err(Error::Rank { rank: 1, what }) if what.contains("that all ranks reach"))
+    );
     assert!(matches!(&failed[1], Err(Error::State(what)) if what.contains("that all ranks reach")));
     assert_eq!(std::fs::read(directory.0.join("manifest.json")).unwrap(), before);
     verify(&directory.0).unwrap();
-    let named: usize = read_manifest(&directory.0).unwrap().tables.iter().map(|table| table.shards.len()).sum();
+    let named: usize =
+        read_manifest(&directory.0).unwrap().tables.iter().map(|table| table.shards.len()).sum();
     assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), named + 1, "what was written is removed");
     let (_, contents) = on_ranks(3, |group| restore(group, &directory.0, LoadMode::Replace).unwrap());
     assert!(contents == dumped);

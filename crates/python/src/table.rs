@@ -48,16 +48,16 @@ pub struct Group {
 
 #[pymethods]
 impl Group {
-    /// `configs`: JSON of each table's configuration. `placements`: JSON of the place of each table among the ranks. `gpu`: number of the device that holds them; none: the host. `nvrtc`: where
+    /// `configs`: JSON of each table's configuration. `placements`: JSON of the place of each table among the ranks; none: distributed. `gpu`: number of the device that holds them; none: the host. `nvrtc`: where
     /// the compiler of its kernels may be.
     #[new]
-    #[pyo3(signature = (configs, placements, gpu=None, nvrtc=vec![]))]
+    #[pyo3(signature = (configs, gpu=None, nvrtc=vec![], placements=vec![]))]
     fn new(
         py: Python<'_>,
         configs: Vec<String>,
-        placements: Vec<String>,
         gpu: Option<usize>,
         nvrtc: Vec<PathBuf>,
+        placements: Vec<String>,
     ) -> PyResult<Group> {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
         let placements =
@@ -65,6 +65,7 @@ impl Group {
         let tables = detached(py, || -> Result<Box<AnyGroup>> {
             if let Some(world) = ranks::world() {
                 let (communicator, layer) = (world.communicator.clone(), world.next_layer());
+                let placements = placements.into_iter().chain(std::iter::repeat(Placement::default()));
                 let configs = configs.into_iter().zip(placements).collect();
                 return Ok(Box::new(ShardedGroup::new(configs, communicator, layer, world.merge_blocks)?));
             }

@@ -107,7 +107,11 @@ fn states_of_a_table_that_no_optimizer_is_bound_to_are_the_dump_s_unless_they_co
     dump(path, &[&dumped], &[], &options(64)).unwrap();
     let reader = DumpReader::open(path).unwrap();
     let load_as = |table: &mut MapTable, expected, options: &LoadOptions| {
-        reader.load(&mut [Target { name: "t", table, binding: TargetBinding::Free(expected), owners: None }], options, None)
+        reader.load(
+            &mut [Target { name: "t", table, binding: TargetBinding::Free(expected), owners: None }],
+            options,
+            None,
+        )
     };
     // States of an earlier load go with their rows.
     let mut table = MapTable::new("t", 2, row_wise()).filled(3..5, 1.0);
@@ -169,7 +173,8 @@ fn a_dump_of_more_files_than_are_held_open_loads_and_verifies() {
     dump_with(&BrokenDisk::counting(), path, &[&new], &[], &options(1)).unwrap();
     let mut target = table.empty_twin();
     for options in [LoadOptions::default(), merge()] {
-        let mut targets = [Target { name: "t", table: &mut target, binding: TargetBinding::Free(None), owners: None }];
+        let mut targets =
+            [Target { name: "t", table: &mut target, binding: TargetBinding::Free(None), owners: None }];
         let error = reader.load(&mut targets, &options, None).unwrap_err();
         assert!(matches!(error, Error::DumpReplaced { .. }), "{error:?}");
         assert!(target.records.is_empty());
