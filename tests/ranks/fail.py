@@ -11,7 +11,7 @@ from train import OPTIMIZERS, batches, make_model, share
 
 import sok_keras as sok
 
-TIMEOUT = 3
+TIMEOUT = 10
 
 
 def main(folder, how):

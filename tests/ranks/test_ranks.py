@@ -186,3 +186,18 @@ def test_reductions_are_checked():
         sok.OptimizerWrapper("adam", gradient_reduction="max")
     wrapper = sok.OptimizerWrapper("adam", gradient_reduction="sum")
     assert sok.OptimizerWrapper.from_config(wrapper.get_config()).gradient_reduction == "sum"
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="only XLA reorders calls")
+def test_a_lookup_depends_on_the_one_before():
+    code = """
+import jax, numpy as np
+sok.init(merge_blocks=1)
+layers = [sok.DynamicEmbedding(2) for _ in range(4)]
+loss = lambda scale, ids: sum(layer(ids).sum() * scale for layer in layers)
+ids = np.arange(3)
+[layer(ids) for layer in layers]
+graphs = [str(jax.make_jaxpr(function)(1.0, ids)) for function in (loss, jax.grad(loss))]
+print([graph.count("('follows', True)") for graph in graphs], float(jax.jit(loss)(1.0, ids)) == float(loss(1.0, ids)))
+"""
+    assert last_line(start(0, code)) == "[3, 3] True"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from sok_keras import _native
 from sok_keras.backend.insertion import Insertion
@@ -55,10 +56,40 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
     if not any(map(is_tracing, jax.tree.leaves((trigger, weights, inputs)))):
         return list(_compiled(call)(trigger, weights, inputs))
+    before = _last_lookup.number()
     if not learns:
         arguments = jax.lax.stop_gradient((trigger, weights, inputs))
-        return list(_run(call, *arguments, save=False)[1])
-    return list(_lookup(call, trigger, weights, inputs))
+        number, rows = _run(call, *arguments, save=False, before=before)
+    else:
+        number, rows = _lookup(call, trigger, weights, inputs, before)
+    _last_lookup.set(number)
+    return list(rows)
+
+
+class _LastLookup:
+    """The number of the last lookup of what is traced, if there are ranks: the next lookup depends on it.
+
+    XLA starts calls that do not depend on each other in any order. A call waits for the other ranks, so ranks with other orders would
+    wait for each other for ever.
+    """
+
+    def __init__(self):
+        self._found = []  # pairs of a trace and a number, the newest last
+
+    def number(self):
+        if _native.ranks() is None:
+            return None
+        trace = get_opaque_trace_state(convention="flax")
+        return next((number for other, number in reversed(self._found) if other == trace), None)
+
+    def set(self, number):
+        if _native.ranks() is not None:
+            trace = get_opaque_trace_state(convention="flax")
+            others = [(other, found) for other, found in self._found if other != trace]
+            self._found = [*others[-3:], (trace, number)]
+
+
+_last_lookup = _LastLookup()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,23 +99,23 @@ def _compiled(call):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup(call, trigger, weights, inputs):
-    return _run(call, trigger, weights, inputs, save=False)[1]
+def _lookup(call, trigger, weights, inputs, before):
+    return _run(call, trigger, weights, inputs, save=False, before=before)
 
 
-def _lookup_to_differentiate(call, trigger, weights, inputs):
-    number, rows = _run(call, trigger, weights, inputs, save=True)
-    return rows, (number, weights)
+def _lookup_to_differentiate(call, trigger, weights, inputs, before):
+    number, rows = _run(call, trigger, weights, inputs, save=True, before=before)
+    return (number, rows), (number, weights)
 
 
 def _push(call, residuals, gradients):
-    number, weights = residuals
+    (number, weights), (_, gradients) = residuals, gradients
     given = [weight for weight in weights if weight is not None]
     results = [_float32(64, 2), *(_float32(*weight.shape) for weight in given)]
     push = _ffi("sok_push", results)
     ticket, *found = push(number, *gradients, *given, plan=np.int64(call.plan), scope=call.scope)
     found = iter(found)
-    return ticket, tuple(None if weight is None else next(found) for weight in weights), None
+    return ticket, tuple(None if weight is None else next(found) for weight in weights), None, None
 
 
 _lookup.defvjp(_lookup_to_differentiate, _push)
@@ -116,14 +147,21 @@ def bind_gpu(number):
         jax.config.update("jax_default_device", devices[number % len(devices)])
 
 
-def _run(call, trigger, weights, inputs, save):
-    """Returns the lookup's number, which the push needs, and the rows of each feature."""
+def _run(call, trigger, weights, inputs, save, before=None):
+    """Returns the lookup's number, which the push needs, and the rows of each feature. `before`: what must be computed before."""
     groups = zip(inputs, weights, strict=True)
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
     plan, insertion = np.int64(call.plan), np.int64(call.insertion)
     number, *rows = _ffi("sok_lookup", results)(
-        *tensors, trigger, plan=plan, insertion=insertion, save=save, scope=call.scope
+        *tensors,
+        trigger,
+        *([] if before is None else [before]),
+        plan=plan,
+        insertion=insertion,
+        save=save,
+        scope=call.scope,
+        follows=before is not None,
     )
     return number, rows
 

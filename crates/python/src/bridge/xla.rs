@@ -198,7 +198,7 @@ fn capsule(py: Python<'_>, handler: Handler) -> PyResult<Bound<'_, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
 }
 
-/// Operands: the tensors of the plan, then the trigger. Results: number, rows.
+/// Operands: the tensors of the plan, then the trigger, then, if the call `follows` another one, that one's number. Results: number, rows.
 unsafe extern "C" fn lookup<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
@@ -209,9 +209,12 @@ unsafe extern "C" fn lookup<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
                 let insertion = Insertion::from_number(execution.attribute("insertion")?)?;
                 let save = execution.flag("save")?;
                 let mut tensors = execution.tensors()?;
-                tensors
-                    .pop()
-                    .ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?;
+                let num_last = 1 + usize::from(execution.flag("follows")?);
+                let num_tensors = tensors.len().checked_sub(num_last);
+                tensors.truncate(
+                    num_tensors
+                        .ok_or_else(|| Error::argument("sok_lookup needs its trigger: got no operand"))?,
+                );
                 scope.map_or(Ok(()), |scope| scope.finish_before_lookup(&found.group))?;
                 execution.run(tensors, found.group.memory, |tensors, outputs, stream| {
                     call::lookup(plan, insertion, save, tensors, outputs, stream)
