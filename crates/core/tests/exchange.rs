@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sok_core::error::{Error, Result};
-use sok_core::exchange::collectives::{agree, broadcast, exchange, gather, sum};
+use sok_core::exchange::collectives::{agree, broadcast, decide, exchange, gather, sum};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::tcp::TcpRank;
@@ -285,4 +285,76 @@ fn strangers_do_not_disturb_a_start_up() {
         let second = connect(1);
         assert!(first.join().unwrap().is_ok() && second.join().unwrap().is_ok());
     });
+}
+
+// ---- decisions
+
+/// The message of a rank that agrees.
+fn yes() -> Vec<u8> {
+    vec![0]
+}
+
+#[test]
+fn those_that_are_left_decide_alike_when_a_rank_is_lost_while_it_votes() {
+    // Rank 2 votes, but not to everyone, and ends.
+    for (heard_by, is_decided) in [(vec![0], true), (vec![0, 1], true), (vec![], false)] {
+        for make in [thread_world, tcp_world] {
+            let mut world = make(3, LONG);
+            on_all(&world, |rank| decide(rank, tag(1), Ok(1)).unwrap());
+            let last = world.pop().unwrap();
+            let start = Instant::now();
+            let results = std::thread::scope(|scope| {
+                let [first, second] = [&world[0], &world[1]];
+                let first = scope.spawn(|| decide(&**first, tag(2), Ok(0)));
+                heard_by.iter().for_each(|&to| last.send(to, tag(2), yes()).unwrap());
+                // Rank 0 has all votes before rank 2 is lost, if it hears of it at all.
+                second.send(0, tag(2), yes()).unwrap();
+                std::thread::sleep(Duration::from_millis(100));
+                drop(last);
+                let second = scope.spawn(|| {
+                    let votes =
+                        [0, 2].into_iter().try_for_each(|from| second.receive(from, tag(2)).map(drop));
+                    match votes.and_then(|()| second.decide(tag(2))) {
+                        Err(error) if !second.is_decided_by_others(tag(2)) => Err(error),
+                        _ => Ok(1),
+                    }
+                });
+                [first.join().unwrap(), second.join().unwrap()]
+            });
+            assert!(start.elapsed() < LONG / 3);
+            assert!(results.iter().all(|result| result.is_ok() == is_decided), "{heard_by:?}: {results:?}");
+        }
+    }
+}
+
+#[test]
+fn a_vote_against_is_no_decision_and_no_failure() {
+    for world in worlds(3, LONG) {
+        let results = on_all(&world, |rank| {
+            let own = if rank.rank() == 1 { Err(Error::argument("no room")) } else { Ok(7) };
+            let failed = decide(rank, tag(4), own).unwrap_err().to_string();
+            (failed, rank.failure().is_none(), decide(rank, tag(5), Ok(8)).unwrap())
+        });
+        assert!(
+            results.iter().all(|(text, goes_on, value)| text.contains("no room") && *goes_on && *value == 8)
+        );
+    }
+}
+
+#[test]
+fn ranks_that_lose_one_at_any_moment_decide_alike() {
+    for delay in (0..40).map(|i| i * 50) {
+        let mut world = tcp_world(3, LONG);
+        on_all(&world, |rank| decide(rank, tag(1), Ok(1)).unwrap());
+        let last = world.pop().unwrap();
+        let results = std::thread::scope(|scope| {
+            let others: Vec<_> =
+                world.iter().map(|rank| scope.spawn(|| decide(&**rank, tag(2), Ok(0)).is_ok())).collect();
+            last.send(delay as usize / 50 % 2, tag(2), yes()).unwrap();
+            std::thread::sleep(Duration::from_micros(delay));
+            drop(last);
+            others.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert_eq!(results[0], results[1], "after {delay} us");
+    }
 }

@@ -4,7 +4,9 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, LazyLock};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
 
 use common::group::{Ids, Input, KeyType, Shape};
 use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
@@ -17,7 +19,9 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::{Insertion, Missing, OutOfVocabulary, TableConfig};
+use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::message::Tag;
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -313,5 +317,119 @@ proptest! {
                 assert!(one.keys().eq(many.keys()));
             }
         }
+    }
+}
+
+// ---- a rank that is lost
+
+/// A rank that is lost after some calls of its communicator.
+struct MortalRank {
+    /// Gone once it is lost.
+    rank: Mutex<Option<ThreadRank>>,
+    calls_left: AtomicUsize,
+}
+
+impl MortalRank {
+    fn call<T>(&self, call: impl FnOnce(&ThreadRank) -> Result<T>) -> Result<T> {
+        let mut rank = self.rank.lock().unwrap();
+        if self.calls_left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_err() {
+            drop(rank.take());
+        }
+        rank.as_ref().map_or(Err(Error::State("this rank is lost".into())), call)
+    }
+}
+
+impl Communicator for MortalRank {
+    fn rank(&self) -> usize {
+        2
+    }
+
+    fn world_size(&self) -> usize {
+        3
+    }
+
+    fn timeout(&self) -> Duration {
+        TIMEOUT
+    }
+
+    fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
+        self.call(|rank| rank.send(to, tag, message))
+    }
+
+    fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
+        self.call(|rank| rank.receive(from, tag))
+    }
+
+    fn fail(&self, _error: &Error) {}
+
+    fn decide(&self, tag: Tag) -> Result<()> {
+        self.call(|rank| rank.decide(tag))
+    }
+
+    fn is_decided_by_others(&self, _tag: Tag) -> bool {
+        false
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.rank.lock().unwrap().is_none().then(|| Error::State("this rank is lost".into()))
+    }
+}
+
+/// What a rank's table has after each step that it made.
+fn steps_of_rank(communicator: Arc<dyn Communicator>, clipnorm: Option<f32>) -> Vec<BTreeMap<Key, Vec<u32>>> {
+    let rank = communicator.rank();
+    let config = (plain_config("t", 2), Placement::Distributed);
+    let mut subject = ShardedSubject::new(&[config], communicator, 3, &POOLS[0]);
+    let update = Update { clipnorm, ..plain_update(SGD) };
+    subject.bind(binding(OWNER, update)).unwrap();
+    let mut after = vec![BTreeMap::new()];
+    for step in 1..=3 {
+        let inputs = [Input::plain(0, &(0..20).map(|key| key * 7 + rank as u64).collect::<Vec<_>>())];
+        let made = subject.lookup(&inputs, Insertion::AtLookup, true).and_then(|(lookup, rows)| {
+            subject.push(step, lookup, &Arc::new(rows), false, &[])?;
+            subject.commit(&[(step, 1.0)], true)?;
+            subject.apply(UpdateScalars { learning_rate: 0.1, step, factor: 1.0 }, true)
+        });
+        if made.is_err() {
+            break;
+        }
+        after.push(scan(subject.table(0), 10));
+    }
+    // Rows that a lookup of a step that was not made has inserted have their first values.
+    after.push(scan(subject.table(0), 10));
+    after
+}
+
+#[test]
+fn a_rank_lost_at_any_message_leaves_the_others_after_the_same_step() {
+    for clipnorm in [None, Some(0.5)] {
+        let run = |calls: usize| -> Vec<Vec<BTreeMap<Key, Vec<u32>>>> {
+            let mut world = ThreadRank::world(3, TIMEOUT);
+            let (last, calls_left) = (Mutex::new(world.pop()), AtomicUsize::new(calls));
+            let mut ranks: Vec<Arc<dyn Communicator>> = Vec::new();
+            world.into_iter().for_each(|rank| ranks.push(Arc::new(rank)));
+            ranks.push(Arc::new(MortalRank { rank: last, calls_left }));
+            std::thread::scope(|scope| {
+                let steps = |rank| steps_of_rank(rank, clipnorm);
+                let ranks: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || steps(rank))).collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            })
+        };
+        let whole = run(usize::MAX);
+        assert!(whole.iter().all(|steps| steps.len() == 5));
+        let mut reached = BTreeMap::new();
+        for calls in 0..90 {
+            let steps = run(calls);
+            assert_eq!(steps[0].len(), steps[1].len(), "lost after {calls} calls");
+            *reached.entry(steps[0].len() - 2).or_insert(0) += 1;
+            for rank in 0..2 {
+                let made = steps[rank].len() - 2;
+                assert!(steps[rank][..=made] == whole[rank][..=made], "lost after {calls} calls");
+                // Of rows that were there, none has changed since.
+                let (last, now) = (&steps[rank][made], &steps[rank][made + 1]);
+                assert!(last.iter().all(|(key, row)| now[key] == *row), "lost after {calls} calls");
+            }
+        }
+        assert_eq!(reached.keys().copied().collect::<Vec<_>>(), [0, 1, 2, 3], "{reached:?}");
     }
 }

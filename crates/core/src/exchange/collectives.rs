@@ -71,6 +71,26 @@ pub fn agree<T>(communicator: &dyn Communicator, tag: Tag, result: Result<T>) ->
     Ok(value.expect("an error would have been returned"))
 }
 
+/// Returns `result` if it is `Ok` on all ranks, as [`agree`]. The ranks that are left after one is lost all return the same: `Ok` if any
+/// of them has heard that all agree.
+///
+/// Each rank says once, when it fails, on what it knows all ranks to agree, and decides no more by itself. So if none of those that are
+/// left knew, none will. Only a second rank that is lost meanwhile may have known alone.
+///
+/// # Errors
+/// As [`exchange`].
+pub fn decide<T>(communicator: &dyn Communicator, tag: Tag, result: Result<T>) -> Result<T> {
+    let value =
+        result.map_err(|error| agree::<T>(communicator, tag, Err(error)).err().expect("it was an error"))?;
+    let agreed = agree(communicator, tag, Ok(())).and_then(|()| communicator.decide(tag));
+    match agreed {
+        Err(error) if communicator.failure().is_none() || !communicator.is_decided_by_others(tag) => {
+            Err(error)
+        }
+        _ => Ok(value),
+    }
+}
+
 /// Returns the bytes of each rank.
 ///
 /// # Errors

@@ -34,6 +34,16 @@ pub trait Communicator: Send + Sync {
     /// Makes this communicator fail, and tells all other ranks.
     fn fail(&self, error: &Error);
 
+    /// Notes that this rank knows that all ranks agree on the call with this tag.
+    ///
+    /// # Errors
+    /// The failure, if it has failed before. Others may have been told by then that this rank does not know.
+    fn decide(&self, tag: Tag) -> Result<()>;
+
+    /// Whether another rank has decided on the call with this tag. To be asked after a failure. Waits a quarter of the timeout at most for
+    /// what the others say.
+    fn is_decided_by_others(&self, tag: Tag) -> bool;
+
     /// Returns the error with which it has failed, if it has.
     fn failure(&self) -> Option<Error>;
 }

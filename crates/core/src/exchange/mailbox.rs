@@ -20,12 +20,26 @@ struct State {
     /// By rank: why no more messages will come.
     gone: Vec<Option<String>>,
     failure: Option<Error>,
+    /// What this rank has decided.
+    decisions: Decisions,
+    /// By rank: what it had decided when it failed.
+    heard: Vec<Option<Decisions>>,
 }
+
+/// By layer: the newest call that is known to be agreed on by all ranks.
+pub(super) type Decisions = HashMap<u32, u64>;
 
 impl Mailbox {
     pub fn new(world_size: usize) -> Mailbox {
-        let (messages, last, gone) = (HashMap::new(), vec![None; world_size], vec![None; world_size]);
-        Mailbox { state: Mutex::new(State { messages, last, gone, failure: None }), changed: Condvar::new() }
+        let state = State {
+            messages: HashMap::new(),
+            last: vec![None; world_size],
+            gone: vec![None; world_size],
+            failure: None,
+            decisions: Decisions::new(),
+            heard: vec![None; world_size],
+        };
+        Mailbox { state: Mutex::new(state), changed: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -46,16 +60,59 @@ impl Mailbox {
         self.changed.notify_all();
     }
 
-    /// Makes all calls fail because a rank is lost.
-    pub fn lose(&self, from: usize, why: &str) {
+    /// Notes that a rank is lost. Returns the error with which all calls are to fail.
+    pub fn lose(&self, from: usize, why: &str) -> Error {
         let what = format!("{why}{}", self.state().last_seen(from));
-        self.fail(Error::Rank { rank: from, what });
+        self.leave(from, why.into());
+        Error::Rank { rank: from, what }
     }
 
     /// Makes all calls fail, now and later. The first error counts.
     pub fn fail(&self, error: Error) {
         self.state().failure.get_or_insert(error);
         self.changed.notify_all();
+    }
+
+    /// Notes that all ranks agree on a call, unless the mailbox has failed.
+    pub fn decide(&self, tag: Tag) -> Result<()> {
+        let mut state = self.state();
+        match &state.failure {
+            Some(failure) => Err(failure.clone()),
+            None => {
+                state.decisions.insert(tag.layer, tag.step);
+                Ok(())
+            }
+        }
+    }
+
+    /// What this rank has decided. It decides nothing more once the mailbox has failed.
+    pub fn decisions(&self) -> Decisions {
+        self.state().decisions.clone()
+    }
+
+    /// Notes what another rank had decided when it failed.
+    pub fn hear(&self, from: usize, decisions: Decisions) {
+        self.state().heard[from] = Some(decisions);
+        self.changed.notify_all();
+    }
+
+    /// Whether another rank than `own` has decided on a call. Waits for each that is not gone to say so.
+    pub fn is_decided_by_others(&self, own: usize, tag: Tag, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        let mut state = self.state();
+        loop {
+            let heard = || state.heard.iter().flatten();
+            if heard().any(|decisions| decisions.get(&tag.layer).is_some_and(|&step| step >= tag.step)) {
+                return true;
+            }
+            let is_silent =
+                |rank: usize| rank != own && state.heard[rank].is_none() && state.gone[rank].is_none();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !(0..state.heard.len()).any(is_silent) {
+                return false;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     pub fn failure(&self) -> Option<Error> {

@@ -55,6 +55,18 @@ impl Communicator for ThreadRank {
             let what = || format!("gave up: {error}");
             mailbox.fail(if is_own { error.clone() } else { Error::Rank { rank: self.rank, what: what() } });
         }
+        for (rank, decided) in self.mailboxes.iter().enumerate() {
+            let decisions = decided.decisions();
+            self.mailboxes.iter().for_each(|mailbox| mailbox.hear(rank, decisions.clone()));
+        }
+    }
+
+    fn decide(&self, tag: Tag) -> Result<()> {
+        self.mailboxes[self.rank].decide(tag)
+    }
+
+    fn is_decided_by_others(&self, tag: Tag) -> bool {
+        self.mailboxes[self.rank].is_decided_by_others(self.rank, tag, self.timeout / 4)
     }
 
     fn failure(&self) -> Option<Error> {

@@ -1,7 +1,9 @@
 //! Frames of a connection: 8 bytes length of the content, 16 bytes tag with the kind in byte 2, the content.
 
+use std::borrow::Cow;
 use std::io::{ErrorKind, IoSlice, Read, Write};
 
+use crate::exchange::mailbox::Decisions;
 use crate::exchange::message::Tag;
 use crate::memory;
 
@@ -9,8 +11,8 @@ use crate::memory;
 pub(super) enum Frame {
     /// A message.
     Message(Tag, Vec<u8>),
-    /// The sender has failed, and why.
-    Failure(String),
+    /// The sender has failed, and why. By layer: the newest call that it knows to be agreed on.
+    Failure(String, Decisions),
     /// The sender sends no more.
     End,
 }
@@ -26,16 +28,18 @@ const PIECE: usize = 64 << 20;
 
 pub(super) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Result<()> {
     let (kind, tag, content) = match frame {
-        Frame::Message(tag, content) => (MESSAGE, tag.to_bytes(), &content[..]),
-        Frame::Failure(why) => (FAILURE, [0; Tag::BYTES], why.as_bytes()),
-        Frame::End => (END, [0; Tag::BYTES], &[][..]),
+        Frame::Message(tag, content) => (MESSAGE, tag.to_bytes(), Cow::Borrowed(&content[..])),
+        Frame::Failure(why, decisions) => {
+            (FAILURE, [0; Tag::BYTES], Cow::Owned(failure_to_bytes(why, decisions)))
+        }
+        Frame::End => (END, [0; Tag::BYTES], Cow::default()),
     };
     let mut header = [0; HEADER];
     header[..8].copy_from_slice(&(content.len() as u64).to_le_bytes());
     header[8..].copy_from_slice(&tag);
     header[KIND] = kind;
     // One packet for a short message.
-    let written = stream.write_vectored(&[IoSlice::new(&header), IoSlice::new(content)])?;
+    let written = stream.write_vectored(&[IoSlice::new(&header), IoSlice::new(&content)])?;
     if written < HEADER {
         stream.write_all(&header[written..])?;
     }
@@ -55,10 +59,33 @@ pub(super) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
     let strange = || std::io::Error::new(ErrorKind::InvalidData, "it sent bytes that are no frame");
     match kind {
         MESSAGE => Ok(Frame::Message(Tag::from_bytes(tag).ok_or_else(strange)?, content)),
-        FAILURE => Ok(Frame::Failure(String::from_utf8_lossy(&content).into_owned())),
+        FAILURE => failure_from_bytes(&content).ok_or_else(strange),
         END => Ok(Frame::End),
         _ => Err(strange()),
     }
+}
+
+/// Number of decisions, 12 bytes for each, text.
+fn failure_to_bytes(why: &str, decisions: &Decisions) -> Vec<u8> {
+    let mut bytes = (decisions.len() as u64).to_le_bytes().to_vec();
+    for (layer, step) in decisions {
+        bytes.extend(layer.to_le_bytes());
+        bytes.extend(step.to_le_bytes());
+    }
+    bytes.extend(why.as_bytes());
+    bytes
+}
+
+fn failure_from_bytes(bytes: &[u8]) -> Option<Frame> {
+    let (count, mut rest) = bytes.split_first_chunk()?;
+    let mut decisions = Decisions::new();
+    for _ in 0..u64::from_le_bytes(*count) {
+        let (layer, after) = rest.split_first_chunk()?;
+        let (step, after) = after.split_first_chunk()?;
+        decisions.insert(u32::from_le_bytes(*layer), u64::from_le_bytes(*step));
+        rest = after;
+    }
+    Some(Frame::Failure(String::from_utf8_lossy(rest).into_owned(), decisions))
 }
 
 fn read_content(stream: &mut impl Read, length: u64) -> std::io::Result<Vec<u8>> {
@@ -82,11 +109,15 @@ mod tests {
     fn frames_come_back() {
         let tag = Tag { call: Call::Lookup, layer: 3, step: 9, round: 1 };
         let mut stream = Vec::new();
-        let frames = [Frame::Message(tag, vec![7; 1000]), Frame::Failure("why".into()), Frame::End];
+        let decisions = Decisions::from([(3, 8), (5, 1 << 40)]);
+        let failure = Frame::Failure("why".into(), decisions.clone());
+        let frames = [Frame::Message(tag, vec![7; 1000]), failure, Frame::End];
         frames.iter().for_each(|frame| write_frame(&mut stream, frame).unwrap());
         let mut rest = &stream[..];
         assert!(matches!(read_frame(&mut rest), Ok(Frame::Message(t, c)) if t == tag && c == [7; 1000]));
-        assert!(matches!(read_frame(&mut rest), Ok(Frame::Failure(why)) if why == "why"));
+        assert!(
+            matches!(read_frame(&mut rest), Ok(Frame::Failure(why, d)) if why == "why" && d == decisions)
+        );
         assert!(matches!(read_frame(&mut rest), Ok(Frame::End)));
         assert!(read_frame(&mut rest).is_err());
         assert!(read_frame(&mut &stream[..500]).is_err());

@@ -9,9 +9,10 @@ mod rendezvous;
 mod sockets;
 
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::exchange::communicator::Communicator;
@@ -24,12 +25,18 @@ use frame::{Frame, read_frame, write_frame};
 pub struct TcpRank {
     rank: usize,
     local_rank: usize,
-    timeout: Duration,
-    mailbox: Arc<Mailbox>,
-    /// By rank; `None` for this one.
-    streams: Vec<Option<Mutex<TcpStream>>>,
+    connections: Arc<Connections>,
     readers: Vec<JoinHandle<()>>,
     process: u32,
+}
+
+/// What the threads of a rank share.
+struct Connections {
+    mailbox: Mailbox,
+    timeout: Duration,
+    /// By rank; `None` for this one.
+    streams: Vec<Option<Mutex<TcpStream>>>,
+    has_told: AtomicBool,
 }
 
 impl TcpRank {
@@ -46,21 +53,27 @@ impl TcpRank {
         }
         let (streams, local_rank) = rendezvous::meet(rank, world_size, address, timeout)?;
         let no_thread = |e| Error::State(format!("cannot prepare the connections between ranks: {e}"));
-        let mailbox = Arc::new(Mailbox::new(world_size));
-        let mut readers = Vec::new();
-        for (from, stream) in streams.iter().enumerate() {
-            let Some(stream) = stream else { continue };
-            stream.set_nodelay(true).map_err(no_thread)?;
-            stream.set_read_timeout(None).map_err(no_thread)?;
-            stream.set_write_timeout(Some(timeout)).map_err(no_thread)?;
-            let (stream, mailbox) = (stream.try_clone().map_err(no_thread)?, mailbox.clone());
-            let reader = std::thread::Builder::new().name(format!("sok-rank-{from}"));
-            readers.push(reader.spawn(move || read_all(stream, from, &mailbox)).map_err(no_thread)?);
-        }
         sockets::close_in_children(streams.iter().flatten());
-        let streams = streams.into_iter().map(|stream| stream.map(Mutex::new)).collect();
+        let (mut to_read, mut to_write) = (Vec::new(), Vec::new());
+        for (from, stream) in streams.into_iter().enumerate() {
+            if let Some(stream) = &stream {
+                stream.set_nodelay(true).map_err(no_thread)?;
+                stream.set_read_timeout(None).map_err(no_thread)?;
+                stream.set_write_timeout(Some(timeout)).map_err(no_thread)?;
+                to_read.push((from, stream.try_clone().map_err(no_thread)?));
+            }
+            to_write.push(stream.map(Mutex::new));
+        }
+        let (mailbox, has_told) = (Mailbox::new(world_size), AtomicBool::new(false));
+        let connections = Arc::new(Connections { mailbox, timeout, streams: to_write, has_told });
+        let mut readers = Vec::new();
+        for (from, stream) in to_read {
+            let connections = connections.clone();
+            let reader = std::thread::Builder::new().name(format!("sok-rank-{from}"));
+            readers.push(reader.spawn(move || connections.read_all(stream, from)).map_err(no_thread)?);
+        }
         let process = std::process::id();
-        Ok(TcpRank { rank, local_rank, timeout, mailbox, streams, readers, process })
+        Ok(TcpRank { rank, local_rank, connections, readers, process })
     }
 
     /// Number of this rank among those on the same host, from 0.
@@ -78,7 +91,9 @@ impl TcpRank {
             self.rank
         )))
     }
+}
 
+impl Connections {
     fn write(&self, to: usize, frame: &Frame) -> std::io::Result<()> {
         let Some(stream) = &self.streams[to] else { return Ok(()) };
         write_frame(&mut *stream.lock().unwrap_or_else(PoisonError::into_inner), frame)
@@ -86,28 +101,55 @@ impl TcpRank {
 
     /// Sends to all others what they need not have: they may be gone.
     fn write_to_all(&self, frame: &Frame) {
-        for to in (0..self.streams.len()).filter(|&to| to != self.rank) {
-            let Some(stream) = &self.streams[to] else { continue };
-            // A stream that another thread is writing to is stuck, or its rank is well and hears of the end of the connection.
-            if let Ok(mut stream) = stream.try_lock() {
+        for stream in self.streams.iter().flatten() {
+            if let Some(mut stream) = lock_soon(stream) {
                 let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
                 let _ = write_frame(&mut *stream, frame);
                 let _ = stream.set_write_timeout(Some(self.timeout));
             }
         }
     }
+
+    /// Fails, and tells all others once, with what this rank has decided.
+    fn fail(&self, error: Error) {
+        self.mailbox.fail(error);
+        if let Some(failure) = self.mailbox.failure()
+            && !self.has_told.swap(true, Relaxed)
+        {
+            self.write_to_all(&Frame::Failure(failure.to_string(), self.mailbox.decisions()));
+        }
+    }
+
+    /// Makes all calls fail because a rank is lost.
+    fn lose(&self, from: usize, why: &str) {
+        self.fail(self.mailbox.lose(from, why));
+    }
+
+    /// Puts the frames of a connection into the mailbox until it ends.
+    fn read_all(&self, mut stream: TcpStream, from: usize) {
+        loop {
+            match read_frame(&mut stream) {
+                Ok(Frame::Message(tag, content)) => self.mailbox.put(from, tag, content),
+                Ok(Frame::Failure(why, decisions)) => {
+                    self.mailbox.hear(from, decisions);
+                    self.fail(Error::Rank { rank: from, what: format!("gave up: {why}") });
+                }
+                Ok(Frame::End) => return self.mailbox.leave(from, "has ended its program".into()),
+                Err(error) => return self.lose(from, &format!("was lost ({error})")),
+            }
+        }
+    }
 }
 
-/// Puts the frames of a connection into the mailbox until it ends.
-fn read_all(mut stream: TcpStream, from: usize, mailbox: &Mailbox) {
+/// Locks a stream, unless another thread is stuck writing to it.
+fn lock_soon(stream: &Mutex<TcpStream>) -> Option<MutexGuard<'_, TcpStream>> {
+    let deadline = Instant::now() + Duration::from_millis(100);
     loop {
-        match read_frame(&mut stream) {
-            Ok(Frame::Message(tag, content)) => mailbox.put(from, tag, content),
-            Ok(Frame::Failure(why)) => {
-                mailbox.fail(Error::Rank { rank: from, what: format!("gave up: {why}") })
-            }
-            Ok(Frame::End) => return mailbox.leave(from, "has ended its program".into()),
-            Err(error) => return mailbox.lose(from, &format!("was lost ({error})")),
+        match stream.try_lock() {
+            Ok(stream) => return Some(stream),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() > deadline => return None,
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
         }
     }
 }
@@ -118,11 +160,11 @@ impl Communicator for TcpRank {
     }
 
     fn world_size(&self) -> usize {
-        self.streams.len()
+        self.connections.streams.len()
     }
 
     fn timeout(&self) -> Duration {
-        self.timeout
+        self.connections.timeout
     }
 
     fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
@@ -130,36 +172,38 @@ impl Communicator for TcpRank {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        self.write(to, &Frame::Message(tag, message)).map_err(|error| {
+        self.connections.write(to, &Frame::Message(tag, message)).map_err(|error| {
             let is_late =
                 matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut);
             let why = if is_late {
-                format!("has taken nothing of {tag} within {} s", self.timeout.as_secs_f64())
+                format!("has taken nothing of {tag} within {} s", self.timeout().as_secs_f64())
             } else {
                 format!("was lost ({error})")
             };
-            self.mailbox.lose(to, &why);
-            let error = self.failure().unwrap_or(Error::Rank { rank: to, what: why });
-            self.fail(&error);
-            error
+            self.connections.lose(to, &why);
+            self.failure().unwrap_or(Error::Rank { rank: to, what: why })
         })
     }
 
     fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
         self.check_process()?;
-        self.mailbox.take(from, tag, self.timeout).inspect_err(|error| self.fail(error))
+        self.connections.mailbox.take(from, tag, self.timeout()).inspect_err(|error| self.fail(error))
     }
 
     fn fail(&self, error: &Error) {
-        let is_first = self.mailbox.failure().is_none();
-        self.mailbox.fail(error.clone());
-        if is_first {
-            self.write_to_all(&Frame::Failure(error.to_string()));
-        }
+        self.connections.fail(error.clone());
+    }
+
+    fn decide(&self, tag: Tag) -> Result<()> {
+        self.connections.mailbox.decide(tag)
+    }
+
+    fn is_decided_by_others(&self, tag: Tag) -> bool {
+        self.connections.mailbox.is_decided_by_others(self.rank, tag, self.timeout() / 4)
     }
 
     fn failure(&self) -> Option<Error> {
-        self.mailbox.failure()
+        self.connections.mailbox.failure()
     }
 }
 
@@ -170,8 +214,8 @@ impl Drop for TcpRank {
             self.readers.drain(..).for_each(std::mem::forget);
             return;
         }
-        self.write_to_all(&Frame::End);
-        for stream in self.streams.iter().flatten() {
+        self.connections.write_to_all(&Frame::End);
+        for stream in self.connections.streams.iter().flatten() {
             let _ = stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         }
         self.readers.drain(..).for_each(|reader| drop(reader.join()));

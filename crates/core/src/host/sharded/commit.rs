@@ -6,8 +6,9 @@ use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
 use crate::contract::ticket::{Named, TICKET_LEN};
 use crate::error::{Error, Result};
-use crate::exchange::collectives::{agree, exchange, gather};
-use crate::exchange::message::{Call, Reader, Writer};
+use crate::exchange::collectives::{agree, decide, exchange, gather};
+use crate::exchange::communicator::Communicator;
+use crate::exchange::message::{Call, Reader, Tag, Writer};
 use crate::host::exact_sum::ExactSum;
 use crate::host::group::ApplyScalars;
 use crate::host::group::push::gone_lookup;
@@ -85,7 +86,9 @@ pub(super) fn commit(
     groups[0].shard.stopwatch.stop(StepPart::Exchange, start);
     let pushed = push_to_shards(groups, bindings, &received, &mut prepared, pool);
     drop(received);
-    if let Err(error) = agree(&*communicator, tag.at(1), pushed) {
+    let needs_norm = is_update && bindings.iter().any(|binding| binding.needs_norm);
+    let vote = if needs_norm { agree } else { decide };
+    if let Err(error) = vote(&*communicator, tag.at(1), pushed) {
         for (group, prepared) in groups.iter_mut().zip(prepared) {
             prepared.of_shard.iter().for_each(|push| group.shard.cancel_push(push.number));
         }
@@ -94,11 +97,25 @@ pub(super) fn commit(
     for (group, prepared) in groups.iter_mut().zip(&prepared) {
         group.take_pushes(prepared)?;
     }
-    if !(is_update && bindings.iter().any(|binding| binding.needs_norm)) {
+    if !needs_norm {
         return Ok(0.0);
     }
+    let norm = add_norms(groups, &*communicator, tag, pool);
+    // A rank that is lost meanwhile leaves some ranks without its squares. Then no rank makes the step.
+    decide(&*communicator, tag.at(3), norm).inspect_err(|_| {
+        groups.iter_mut().for_each(|group| group.shard.drop_committed());
+    })
+}
+
+/// Adds the squares of all ranks. Returns the squared norm of all gradients.
+fn add_norms(
+    groups: &mut [&mut ShardedGroup],
+    communicator: &dyn Communicator,
+    tag: Tag,
+    pool: &Pool,
+) -> Result<f64> {
     let squares = groups.iter_mut().map(|group| group.own_squares(pool)).collect::<Result<Vec<_>>>();
-    let received = gather(&*communicator, tag.at(2), squares.and_then(|squares| write_squares(&squares)))?;
+    let received = gather(communicator, tag.at(2), squares.and_then(|squares| write_squares(&squares)))?;
     let mut readers: Vec<Reader> =
         received.iter().enumerate().map(|(from, message)| Reader::new(message, from)).collect();
     let mut total = 0.0;
