@@ -13,8 +13,8 @@ QUIET = TF_CPP_MIN_LOG_LEVEL=3
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/$(BACKEND).done ## train a DeepFM on Criteo-shaped data, dump it, load it (BACKEND=tensorflow|jax|torch)
-	$(QUIET) $(BIN)/python examples/criteo_deepfm.py --backend $(BACKEND)
+demo: $(VENV)/$(BACKEND).done ## train a DeepFM on Criteo-shaped data, dump it, load it (BACKEND=tensorflow|jax|torch, RANKS=2)
+	$(QUIET) $(BIN)/python $(if $(RANKS),-m sok_keras.launch -n $(RANKS)) examples/criteo_deepfm.py --backend $(BACKEND)
 
 test: test-rust test-python ## all tests, on the three backends
 

@@ -6,6 +6,7 @@ training, the tables and the rest of the model are dumped, loaded into a fresh m
     python examples/criteo_deepfm.py --backend jax                        # makes data/criteo_500000.tsv first
     python examples/criteo_deepfm.py --data day_0.tsv --tower 10x1024     # SparseOperationKit's demo tower
     python examples/criteo_deepfm.py --embedding keras                    # keras.layers.Embedding, ids counted first
+    python -m sok_keras.launch -n 2 examples/criteo_deepfm.py             # two processes share the tables
 
 The last 20 % of the rows are held out. One epoch is the default, as is usual for click logs: rare ids are learned by
 heart in a second one.
@@ -66,6 +67,10 @@ SEED = 1
 
 
 def main(arguments):
+    if arguments.embedding == "sok":
+        import sok_keras as sok
+
+        sok.init()
     path = arguments.data or made_file(arguments.rows)
     dense, ids, label = criteo.read(path)
     if arguments.embedding == "keras":
@@ -88,9 +93,10 @@ def main(arguments):
 def made_file(num_rows):
     """Returns the path of a made file of `num_rows`, which is made unless it is there."""
     path = Path("data") / f"criteo_{num_rows}.tsv"
-    if not path.exists():
+    if not path.exists() and rank() == 0:
         print(f"making {path}")
         criteo.make(path, num_rows)
+    wait_for_ranks()
     return path
 
 
@@ -197,13 +203,40 @@ def count_ids(ids):
     return places, sizes
 
 
+def rank():
+    """Returns the number of this process among those that train together, 0 if it is alone."""
+    sok = sys.modules.get("sok_keras")
+    return sok.rank() if sok else 0
+
+
+def wait_for_ranks():
+    if "sok_keras" in sys.modules:
+        sys.modules["sok_keras"].barrier()
+
+
 def train(model, dense, ids, label, batch_size, epochs):
     num_rows = criteo.num_train_rows(len(label))
     # In the order of the file, as clicks come in.
-    inputs = [dense[:num_rows], ids[:num_rows]]
+    arrays = [dense[:num_rows], ids[:num_rows], label[:num_rows]]
+    callbacks = []
+    if "sok_keras" in sys.modules and sys.modules["sok_keras"].world_size() > 1:
+        import sok_keras as sok
+
+        arrays = [share(array, batch_size, sok.rank(), sok.world_size()) for array in arrays]
+        batch_size //= sok.world_size()
+        callbacks = [sok.callbacks.Distributed()]
     start = time.perf_counter()
-    model.fit(inputs, label[:num_rows], batch_size, epochs, verbose=PROGRESS, shuffle=False)
-    print(f"trained on {num_rows} rows in {time.perf_counter() - start:.1f} s")
+    model.fit(arrays[:2], arrays[2], batch_size, epochs, PROGRESS, callbacks, shuffle=False)
+    if rank() == 0:
+        print(f"trained on {num_rows} rows in {time.perf_counter() - start:.1f} s")
+
+
+def share(array, batch_size, rank, num_ranks):
+    """Returns a rank's part of each batch. What does not fill the last batch is left out."""
+    batches = array[: len(array) // batch_size * batch_size].reshape(
+        -1, num_ranks, batch_size // num_ranks, *array.shape[1:]
+    )
+    return batches[:, rank].reshape(-1, *array.shape[1:])
 
 
 def held_out_rows(dense, ids):
@@ -217,6 +250,8 @@ def predict(model, inputs):
 
 
 def report(path, label, predictions):
+    if rank() > 0:
+        return
     best_auc = criteo.facts_of(path).get("best_auc")
     print(
         f"held-out AUC: {criteo.auc(label, predictions):.4f}" + (f", best possible: {best_auc:.4f}" if best_auc else "")
@@ -231,6 +266,8 @@ def dump_and_load(path, model, fresh_model, held_out, predictions):
     sok.load(path, fresh_model)
     np.testing.assert_array_equal(predict(fresh_model, held_out), predictions)
     num_rows = sum(len(table) for table in model.get_layer("embeddings").get_tables().values())
+    if rank() > 0:
+        return
     print(f"dumped {num_rows} rows to {path}; a fresh model loaded from there predicts the same")
 
 

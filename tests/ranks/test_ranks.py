@@ -1,5 +1,6 @@
 """Programs that run as several ranks, beside the same program in one process."""
 
+import json
 import os
 import pathlib
 import signal
@@ -201,3 +202,23 @@ graphs = [str(jax.make_jaxpr(function)(1.0, ids)) for function in (loss, jax.gra
 print([graph.count("('follows', True)") for graph in graphs], float(jax.jit(loss)(1.0, ids)) == float(loss(1.0, ids)))
 """
     assert last_line(start(0, code)) == "[3, 3] True"
+
+
+def test_fit_and_evaluate_tell_the_metrics_of_all_ranks(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for ranks, folder in zip((1, 2), folders, strict=True):
+        folder.mkdir()
+        status, text = launch(ranks, "fit.py", folder)
+        assert status == 0, text
+        assert text.count("Epoch 1/3") == 1, "rank 0 alone prints"
+    one, *two = (
+        json.loads((folder / f"told{rank}.json").read_text())
+        for folder, rank in ((folders[0], 0), (folders[1], 0), (folders[1], 1))
+    )
+    assert two[0] == two[1]
+    assert two[0].keys() == one.keys() and {"auc", "val_auc", "loss", "evaluated"} <= one.keys()
+    for name, values in one.items():
+        expected, told = (
+            (values, two[0][name]) if name != "evaluated" else ([*values.values()], [*two[0][name].values()])
+        )
+        np.testing.assert_allclose(told, expected, rtol=1e-4, err_msg=name)

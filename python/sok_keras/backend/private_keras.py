@@ -15,6 +15,7 @@ __all__ = [
     "accumulated_gradient",
     "clipping_by",
     "count_step",
+    "extend_metrics_result",
     "flatten_layers",
     "forget_epoch",
     "get_stateless_scope",
@@ -86,6 +87,20 @@ def start_epoch(model):
 def forget_epoch(model):
     """Lets the next `fit` start where its own `initial_epoch` says."""
     model._initial_epoch = None
+
+
+def extend_metrics_result(model, scope):
+    """Lets `fit` and `evaluate` take the results of metrics in a scope, which `scope(model)` makes. Extends a model once."""
+    original = model._get_metrics_result_or_logs
+    if hasattr(original, "sok_scope"):
+        return
+
+    def get_metrics_result_or_logs(logs):
+        with scope(model):
+            return original(logs)
+
+    get_metrics_result_or_logs.sok_scope = scope
+    model._get_metrics_result_or_logs = get_metrics_result_or_logs
 
 
 def resume_fit(model, epoch, batches):

@@ -71,6 +71,7 @@ class DynamicEmbedding(TableLayer):
         max_capacity: Maximal number of rows. None: as many as fit into memory.
         check_mode: What happens to a batch whose new ids do not fit. `"raise"` raises `TableFullError` and changes nothing.
             `"warn"` and `"count"` insert the ids that fit.
+        placement: Which ranks have the rows: `"distributed"`, `"localized:r"` or `"auto"`, as in `TableConfig`.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
         save_rows: Whether `.keras` files, weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows. For large
@@ -114,6 +115,7 @@ class DynamicEmbedding(TableLayer):
         max_capacity: int | None = None,
         check_mode: str = "raise",
         storage: str = "auto",
+        placement: str = "auto",
         save_rows: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -142,6 +144,7 @@ class DynamicEmbedding(TableLayer):
         self.max_capacity = max_capacity
         self.check_mode = check_mode
         self.storage = storage
+        self.placement = placement
         table = TableConfig(
             self.name,
             None,
@@ -154,6 +157,7 @@ class DynamicEmbedding(TableLayer):
             max_capacity=max_capacity,
             check_mode=check_mode,
             storage=storage,
+            placement=placement,
         )
         self._make_core([table_core_config(table)], [table])
 
@@ -268,6 +272,7 @@ class DynamicEmbedding(TableLayer):
             "max_capacity": self.max_capacity,
             "check_mode": self.check_mode,
             "storage": self.storage,
+            "placement": self.placement,
             "save_rows": self.save_rows,
         }
 
