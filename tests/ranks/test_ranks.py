@@ -222,3 +222,7 @@ def test_fit_and_evaluate_tell_the_metrics_of_all_ranks(tmp_path):
             (values, two[0][name]) if name != "evaluated" else ([*values.values()], [*two[0][name].values()])
         )
         np.testing.assert_allclose(told, expected, rtol=1e-4, err_msg=name)
+
+
+def test_all_ranks_skip_a_step_in_which_one_has_an_overflow(tmp_path):
+    run(2, "overflow.py", tmp_path)
