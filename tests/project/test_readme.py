@@ -51,7 +51,8 @@ def test_example_of_a_docstring_runs(example):
     # What an example takes for granted.
     inputs = keras.Input((3,), dtype="int32")
     model = keras.Model(inputs, keras.layers.Dense(1)(sok.DynamicEmbedding(4, combiner="sum")(inputs)))
-    example.globs = {"keras": keras, "np": np, "sok": sok, "model": model}
+    x, y = np.ones((4, 3), "int32"), np.ones((4, 1))
+    example.globs = {"keras": keras, "np": np, "sok": sok, "model": model, "x": x, "y": y}
     told = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=told.append)
     assert not told, "".join(told)

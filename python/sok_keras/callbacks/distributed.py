@@ -18,6 +18,7 @@ class Distributed(keras.callbacks.Callback):
 
     Example:
 
+    >>> model.compile(sok.OptimizerWrapper(keras.optimizers.SGD(0.1)), "mse")
     >>> history = model.fit(x, y, callbacks=[sok.callbacks.Distributed()], verbose=0)
     """
 
