@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         TableStats,
         dump,
         load,
+        shard,
     )
     from sok_keras.manifest import Manifest, read_manifest, verify
     from sok_keras.strings import string_keys
@@ -85,6 +86,7 @@ __all__ = [
     "optimizers",
     "rank",
     "read_manifest",
+    "shard",
     "size",
     "string_keys",
     "verify",

@@ -8,6 +8,7 @@ from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.layers.dynamic_embedding import DynamicEmbedding
 from sok_keras.optimizer import OptimizerWrapper
 from sok_keras.profile import Profile
+from sok_keras.shards import shard
 from sok_keras.table import Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
 
@@ -27,6 +28,7 @@ __all__ = [
     "dump",
     "load",
     "optimizers",
+    "shard",
 ]
 
 extend_keras()

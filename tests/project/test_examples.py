@@ -396,3 +396,18 @@ def test_daily_goes_on_from_the_day_before(tmp_path):
     (_, first, same, unknown), (_, second, of_first, _) = days
     assert first == same and float(second) > float(of_first) + 0.005, printed
     assert 5 < float(unknown) < 50, printed
+
+
+# ---- multi_gpu.py ---------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_reach_what_one_process_does(tmp_path):
+    flags = ["--rows", 20_000, "--dump", tmp_path / "dump"]
+    alone = run_example("multi_gpu.py", *flags, folder=tmp_path)
+    launch = [sys.executable, "-m", "sok_keras.launch", "-n", "2", str(EXAMPLES / "multi_gpu.py"), "--backend", BACKEND]
+    done = subprocess.run([*launch, *map(str, flags)], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    aucs = [number_after("AUC", text) for text in (alone, done.stdout)]
+    assert min(aucs) > 0.55 and abs(aucs[0] - aucs[1]) < 2e-3
+    rows = [text.partition("rows {")[2] for text in (alone, done.stdout)]
+    assert rows[0] == rows[1] != "" and "ranks 2" in done.stdout

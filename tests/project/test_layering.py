@@ -34,7 +34,7 @@ LEVELS = [
         "keras_extensions",
     },
     {"profile"},
-    {"callbacks.best", "callbacks.frequency", "callbacks.progress"},
+    {"callbacks.best", "callbacks.frequency", "callbacks.progress", "shards"},
     {"checkpoint"},
     {"optimizer", "arrays"},
     {"layers.distributed_embedding"},
@@ -51,6 +51,7 @@ LEVELS = [
     STATES,
     {"backend.jax_trainer"},
     {"backend.private_keras", "backend.private_tensorflow", "backend.private_jax", "backend.private_torch"},
+    {"backend.tensorflow_data", "backend.torch_data"},
     {
         "backend.handles",
         "backend.insertion",
@@ -59,6 +60,7 @@ LEVELS = [
         "keys",
         "launch",
         "manifest",
+        "shares",
         "strings",
         "whole_package",
     },
@@ -137,7 +139,12 @@ def test_imports_go_down_only(module):
 def test_native_module_is_imported_in_backend_alone():
     importers = {module for module in MODULES if "_native" in own_imports(module)}
     without = {"backend.handles", "backend.insertion", "backend.leaving", *STATES}
-    without |= {"backend.tensorflow", *(module for module in MODULES if module.startswith("backend.private_"))}
+    without |= {
+        "backend.tensorflow",
+        "backend.tensorflow_data",
+        "backend.torch_data",
+        *(module for module in MODULES if module.startswith("backend.private_")),
+    }
     of_backend = {m for m in MODULES if m.startswith("backend") and m not in without}
     assert importers == of_backend | {"distributed", "errors", "manifest", "strings"}
     # TensorFlow loads the library itself, to see the ops in it.

@@ -6,7 +6,6 @@ import sys
 
 import keras
 import numpy as np
-from train import share
 
 import sok_keras as sok
 
@@ -15,28 +14,21 @@ def main(folder):
     sok.init(timeout=30)
     keras.utils.set_random_seed(0)
     draw = np.random.default_rng(0)
-    ids = draw.integers(0, 40, (96, 2))
+    ids = draw.integers(0, 40, (91, 2))
     x, y = ids, (ids.sum(axis=1) % 3 == 0).astype("float32")[:, None]
     inputs = keras.Input((2,), dtype="int64")
     rows = sok.DynamicEmbedding(4, combiner="sum", seed=1)(inputs)
     model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(rows))
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.BinaryAccuracy(name="accuracy")]
-    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.02)), "binary_crossentropy", metrics=metrics)
-    # Batches of all ranks together are the same, whatever their number.
-    batches = np.arange(96).reshape(4, 24)
-    own = np.concatenate([share(batch) for batch in batches])
+    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.02)), "binary_crossentropy", weighted_metrics=metrics)
+    # The last batch has 90 - 72 samples, the same for each rank. Of 91 samples one cannot be divided.
+    train, test = (
+        sok.shard((x[:end], y[:end]), batch_size=24 // sok.world_size(), shuffle=end == 90) for end in (90, 91)
+    )
     stop = keras.callbacks.EarlyStopping("val_auc", patience=1, mode="max")
-    told = model.fit(
-        x[own],
-        y[own],
-        batch_size=24 // sok.world_size(),
-        epochs=3,
-        shuffle=False,
-        validation_data=(share(x), share(y)),
-        callbacks=[sok.callbacks.Distributed(), stop],
-        verbose=2,
-    ).history
-    told["evaluated"] = model.evaluate(share(x), share(y), verbose=0, return_dict=True)
+    callbacks = [sok.callbacks.Distributed(), stop]
+    told = model.fit(train, epochs=3, shuffle=False, validation_data=test, callbacks=callbacks, verbose=2).history
+    told["evaluated"] = model.evaluate(test, verbose=0, return_dict=True)
     with open(os.path.join(folder, f"told{sok.rank()}.json"), "w") as file:
         json.dump(told, file)
 
