@@ -3,22 +3,21 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
-use common::group::{Ids, Input, KeyType, Shape};
+use common::group::Input;
 use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
+use common::ranks::{GlobalStep, any_steps, any_tables, part_of, share};
 use common::sharded::{ShardedSubject, TIMEOUT};
 use common::steps::{op, run_all};
-use common::strategies::{WEIGHTS, config, plain_config, update};
+use common::strategies::{config, plain_config, update};
 use common::subject::{Maker, OWNER, Subject, binding};
 use common::{Dice, bits, scan};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
-use sok_core::contract::batch::Combiner;
-use sok_core::contract::table::{Insertion, Missing, OutOfVocabulary, TableConfig};
+use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::Tag;
@@ -76,18 +75,6 @@ proptest! {
 
 // ---- many ranks beside one
 
-/// A step of the batch of all ranks.
-#[derive(Clone)]
-struct GlobalStep {
-    inputs: Vec<Input>,
-    insertion: Insertion,
-    /// Of each feature's output.
-    gradients: Vec<Vec<f32>>,
-    weight: f32,
-    is_update: bool,
-    erased: Vec<Key>,
-}
-
 /// What a rank saw and has in the end.
 #[derive(Default)]
 struct Seen {
@@ -95,34 +82,6 @@ struct Seen {
     outputs: Vec<Vec<Vec<f32>>>,
     norms: Vec<u64>,
     tables: Vec<BTreeMap<Key, Vec<u32>>>,
-}
-
-/// Some bags of a feature.
-fn part_of(input: &Input, bags: Range<usize>) -> Input {
-    let all = input.bags();
-    let ids = if bags.is_empty() { 0..0 } else { all[bags.start].start..all[bags.end - 1].end };
-    let shape = match &input.shape {
-        Shape::Each => Shape::Each,
-        Shape::Fixed { hotness, .. } => Shape::Fixed { num_bags: bags.len(), hotness: *hotness },
-        _ => {
-            let ends = all[bags].iter().map(|bag| (bag.end - ids.start) as i64);
-            Shape::RaggedI64(std::iter::once(0).chain(ends).collect())
-        }
-    };
-    let weights = input.weights.as_ref().map(|weights| weights[ids.clone()].to_vec());
-    Input { shape, weights, ids: Ids::new(KeyType::U64, &input.ids.keys()[ids]), ..input.clone() }
-}
-
-/// Which bags of a feature a rank has: equal shares, or shares of any size.
-fn share(num_bags: usize, rank: usize, world_size: usize, is_even: bool) -> Range<usize> {
-    let bound = |rank: usize| match rank {
-        0 => 0,
-        rank if rank == world_size => num_bags,
-        // The first rank has nothing, the last one most.
-        rank if !is_even => num_bags * (rank - 1) / (2 * world_size),
-        rank => num_bags * rank / world_size,
-    };
-    bound(rank)..bound(rank + 1)
 }
 
 /// Runs steps on a rank's share of each batch.
@@ -207,68 +166,6 @@ fn thread_world(world_size: usize) -> Vec<Arc<dyn Communicator>> {
         .into_iter()
         .map(|rank| Arc::new(rank) as Arc<dyn Communicator>)
         .collect()
-}
-
-/// Tables of any kind, in any place; a rank that is not there is replaced by another one.
-fn any_tables(dice: &mut Dice) -> Vec<(TableConfig, Placement)> {
-    let mut table = |number| {
-        let placement = dice.pick(&[Placement::Distributed, Placement::Localized(0), Placement::Replicated]);
-        let is_static = placement == Placement::Replicated || dice.below(3) == 0;
-        let config = TableConfig {
-            vocabulary_size: is_static.then_some(60),
-            out_of_vocabulary: OutOfVocabulary::Zeros,
-            out_of_vocabulary_key: dice.pick(&[None, None, Some(3)]),
-            missing: dice.pick(&[Missing::Initial, Missing::Zeros]),
-            ..plain_config(&format!("t{number}"), dice.pick(&[1, 3, 16, 32]))
-        };
-        (config, placement)
-    };
-    (0..4).map(&mut table).collect()
-}
-
-fn any_steps(dice: &mut Dice, configs: &[(TableConfig, Placement)], num_bags: usize) -> Vec<GlobalStep> {
-    let mut step = || {
-        let mut input = || {
-            let table = dice.below(configs.len() as u64) as usize;
-            let hotness = dice.below(4) as usize;
-            let (shape, num_ids) = match dice.below(3) {
-                0 => (Shape::Each, num_bags),
-                1 => (Shape::Fixed { num_bags, hotness }, num_bags * hotness),
-                _ => {
-                    let lengths: Vec<i64> = (0..num_bags).map(|_| dice.below(5) as i64).collect();
-                    let ends = lengths.iter().scan(0, |sum, len| {
-                        *sum += len;
-                        Some(*sum)
-                    });
-                    let splits: Vec<i64> = std::iter::once(0).chain(ends).collect();
-                    let num_ids = splits[num_bags] as usize;
-                    (Shape::RaggedI64(splits), num_ids)
-                }
-            };
-            let keys: Vec<Key> = (0..num_ids).map(|_| dice.below(70)).collect();
-            let weights = (dice.below(3) == 0).then(|| (0..num_ids).map(|_| dice.pick(&WEIGHTS)).collect());
-            let combiner = dice.pick(&[Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
-            let padding_key = dice.pick(&[None, Some(5)]);
-            Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
-        };
-        let inputs: Vec<Input> = (0..5).map(|_| input()).collect();
-        let dim = |input: &Input| configs[input.table].0.dim;
-        let gradients = inputs.iter().map(|input| dice.floats(num_bags * dim(input))).collect();
-        GlobalStep {
-            gradients,
-            insertion: dice.pick(&[
-                Insertion::AtLookup,
-                Insertion::AtLookup,
-                Insertion::AtCommit,
-                Insertion::Never,
-            ]),
-            weight: dice.pick(&[1.0, 0.5]),
-            is_update: dice.below(4) > 0,
-            erased: if dice.below(4) == 0 { (0..70).step_by(4).collect() } else { Vec::new() },
-            inputs,
-        }
-    };
-    (0..6).map(|_| step()).collect()
 }
 
 proptest! {
@@ -373,6 +270,8 @@ impl Communicator for MortalRank {
     fn failure(&self) -> Option<Error> {
         self.rank.lock().unwrap().is_none().then(|| Error::State("this rank is lost".into()))
     }
+
+    fn on_failure(&self, _hook: Box<dyn Fn() + Send + Sync>) {}
 }
 
 /// What a rank's table has after each step that it made.

@@ -111,12 +111,13 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
                        PARTS = 1 + RULE::STATES;
   const W& w;
   const Prepared& now;
-  u32 column, mask;
+  // Number of columns of the row, without those that fill its last group of four.
+  u32 column, mask, width;
   float factor;
   float4 sum[CHUNKS];
 
-  __device__ __forceinline__ Group(const W& work, const Prepared& prepared)
-      : w(work), now(prepared), column(threadIdx.x % LANES), mask(group_mask<LANES>()) {}
+  __device__ __forceinline__ Group(const W& work, const Keys& keys, const Prepared& prepared)
+      : w(work), now(prepared), column(threadIdx.x % LANES), mask(group_mask<LANES>()), width(keys.width) {}
 
   __device__ __forceinline__ bool is_mine(u32 chunk) const { return QUADS % LANES == 0 || chunk * LANES + column < QUADS; }
 
@@ -203,7 +204,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     const float squares = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
     float* row_state = (float*)(at + PARTS * QUADS);
     float state = *row_state;
-    const float reduced = RULE::reduce(now.scalars, state, squares / (float)DIM);
+    const float reduced = RULE::reduce(now.scalars, state, squares / (float)width);
     __syncwarp(mask);
     if (column == 0) *row_state = state;
     return reduced;
@@ -290,8 +291,8 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   float4* at;
   const Keys& keys;
   __device__ __forceinline__ Store(const Keys& of, Memory&) : keys(of) {}
-  __device__ __forceinline__ float4* place(GroupType&, u32, u32, u32 number) const {
-    return keys.sums + (u64)number * GroupType::QUADS;
+  __device__ __forceinline__ float4* place(GroupType& group, u32 record, u32 value, u32 number) const {
+    return group.w.is_placed ? record_at<SOURCE>(group.w, record, value) : keys.sums + (u64)number * GroupType::QUADS;
   }
   __device__ __forceinline__ void begin(GroupType&, float4* place) { at = place; }
   __device__ __forceinline__ void end(GroupType& group, u32) {
@@ -304,9 +305,13 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
   __device__ __forceinline__ void singles(GroupType& group, u32 number, u32 end_of, u32 groups) {
     for (; number < end_of; number += GroupType::FLIGHT * groups) {
       u32 value[GroupType::FLIGHT];
+      float4* to[GroupType::FLIGHT];
 #pragma unroll
-      for (u32 k = 0; k < GroupType::FLIGHT; ++k)
-        value[k] = number + k * groups < end_of ? keys.singles[number + k * groups].gradient_row : 0;
+      for (u32 k = 0; k < GroupType::FLIGHT; ++k) {
+        const Single key = number + k * groups < end_of ? keys.singles[number + k * groups] : Single{0, 0};
+        value[k] = key.gradient_row;
+        to[k] = place(group, key.record, key.gradient_row, number + k * groups);
+      }
 #pragma unroll
       for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk) {
         if (!group.is_mine(chunk)) continue;
@@ -317,7 +322,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
           if (number + k * groups < end_of) row[k] = load_gradient<SOURCE, DIM, AGAIN>(group.w, value[k], quad);
 #pragma unroll
         for (u32 k = 0; k < GroupType::FLIGHT; ++k)
-          if (number + k * groups < end_of) __stcs(keys.sums + (u64)(number + k * groups) * GroupType::QUADS + quad, row[k]);
+          if (number + k * groups < end_of) __stcs(to[k] + quad, row[k]);
       }
     }
   }
@@ -414,7 +419,7 @@ __device__ __forceinline__ bool merge_keys(
     block -= hot_blocks + several_blocks + single_blocks;
     return false;
   }
-  GroupType group(w, now);
+  GroupType group(w, keys, now);
   Sink sink(keys, memory);
   const u32 mixed = hot_blocks + (several_blocks + single_blocks) / MIXED;
   const u32 in_hot = block < mixed ? (u32)((u64)block * hot_blocks / mixed) : hot_blocks;
@@ -498,7 +503,7 @@ __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, cons
     block -= blocks;
     return false;
   }
-  GroupType group(w, now);
+  GroupType group(w, keys, now);
   u32 number = block * GROUPS * PER_SUM + threadIdx.x / LANES;
   const u32 end = min(counts.keys(), (block + 1) * GROUPS * PER_SUM);
   if (number >= end) return true;

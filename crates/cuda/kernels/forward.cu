@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
   for (u32 k = blockIdx.x * FIND_THREADS + threadIdx.x; k < found.num_zeros; k += gridDim.x * FIND_THREADS) found.zeros[k] = 0;
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
+  if (feature.is_silent) return;
   const Table& t = call.tables[feature.table];
   const u32 i = (blockIdx.x - call.first_find[number]) * FIND_THREADS + threadIdx.x, at = feature.first_id + i;
   const bool is_id = i < feature.num_ids;
@@ -273,7 +274,8 @@ make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows, 
   const StageType stage{memory};
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
-  if (kinds.has_others && f.kind - kinds.first >= sizeof...(DIM)) return;
+  // Of a replicated table a rank writes its own rows alone.
+  if (!f.rows || (kinds.has_others && f.kind - kinds.first >= sizeof...(DIM))) return;
   const Table& t = call.tables[f.table];
   const u32 block = blockIdx.x - call.first_rows[number];
   with_dim<DIM...>(f.kind - kinds.first, [&](auto dim) {

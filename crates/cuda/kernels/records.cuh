@@ -78,6 +78,7 @@ __device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 qua
 __device__ __forceinline__ float4 missing_columns(const Table& t, u64 key, u32 quad, u32 out_of_vocabulary) {
   if (key > t.last_key) return make_float4(0, 0, 0, 0);
   if (t.has_out_of_vocabulary_key) {
+    if (t.out_of_vocabulary_row) return t.out_of_vocabulary_row[quad];
     if (out_of_vocabulary != NO_RECORD) return t.records[(u64)out_of_vocabulary * t.stride + quad];
     key = t.out_of_vocabulary_key;
   } else if (t.missing != INITIAL) {

@@ -62,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(
       section_at(sort.sections, sort.num_sections, blockIdx.x, number, [](const Section& s) { return s.first_tile; });
   for (u32 i = threadIdx.x; i < all; i += SORT_THREADS) counts[i] = 0;
   __syncthreads();
-  const u32 first = (blockIdx.x - section.first_tile) * tile, size = min(tile, section.count - first);
+  // The host may not know how many ids there are, so the last tiles of a section may have none.
+  const u32 first = (blockIdx.x - section.first_tile) * tile, size = first < section.count ? min(tile, section.count - first) : 0;
   constexpr u32 AHEAD = 4;
   for (u32 start = 0; start < size; start += AHEAD * SORT_THREADS) {
     u32 record[AHEAD];
@@ -323,7 +324,8 @@ __device__ __forceinline__ Tile tile_at(const Sort& sort, u32 number, u32 digits
   t.section = section_at(sort.sections, sort.num_sections, number, t.section_number, [](const Section& s) { return s.first_tile; });
   t.passes = passes_of(sort, t.section_number, digits, t.section.count);
   t.in_section = number - t.section.first_tile;
-  t.size = min(max_size, t.section.count - t.in_section * max_size);
+  const u32 first = t.in_section * max_size;
+  t.size = first < t.section.count ? min(max_size, t.section.count - first) : 0;
   return t;
 }
 

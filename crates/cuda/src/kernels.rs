@@ -15,6 +15,7 @@ fn headers() -> &'static [(&'static str, String)] {
             ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
             ("index.cuh", include_str!("../kernels/index.cuh")),
             ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
+            ("peers.cuh", include_str!("../kernels/peers.cuh")),
             ("records.cuh", include_str!("../kernels/records.cuh")),
             ("sort.cuh", include_str!("../kernels/sort.cuh")),
             ("stage.cuh", include_str!("../kernels/stage.cuh")),
@@ -44,3 +45,5 @@ pub const WEIGHTS: Source =
 /// Descriptors, tickets, norms and scalars of a step.
 pub const CONTROL: Source =
     Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers };
+/// What ranks that share tables do for each other, in each other's memory.
+pub const RANKS: Source = Source { name: "ranks.cu", text: include_str!("../kernels/ranks.cu"), headers };

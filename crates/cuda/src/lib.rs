@@ -11,6 +11,7 @@ mod index;
 pub mod kernels;
 pub mod memory;
 pub mod nvrtc;
+pub mod peers;
 mod profiler;
 pub mod rule;
 pub mod staging;

@@ -53,12 +53,12 @@ pub fn times_asked() -> u64 {
 }
 
 /// Counts a request of memory.
-fn count_asking() {
+pub(crate) fn count_asking() {
     TIMES_ASKED.set(TIMES_ASKED.get() + 1);
 }
 
 /// The error for memory that the device does not have. `what`: the table or step that needs it.
-fn failed(context: &CudaContext, bytes: usize, what: &str, error: DriverError) -> Error {
+pub(crate) fn out_of_memory(context: &CudaContext, bytes: usize, what: &str, error: DriverError) -> Error {
     let (free, total) = context.mem_get_info().unwrap_or_default();
     Error::Device(format!(
         "{what} wants {bytes} bytes of GPU memory, of which {free} of {total} are free: {error}. Leave the tables more of it: \
@@ -91,7 +91,7 @@ impl<T: Plain> Buffer<T> {
         count_asking();
         // SAFETY: The call only allocates.
         let address =
-            unsafe { result::malloc_sync(bytes) }.map_err(|e| failed(context, bytes, "a step", e))?;
+            unsafe { result::malloc_sync(bytes) }.map_err(|e| out_of_memory(context, bytes, "a step", e))?;
         Ok(Buffer { address, len, context: context.clone(), _values: PhantomData })
     }
 
@@ -311,7 +311,7 @@ impl Arena {
     fn map(&mut self, bytes: usize) -> Result<()> {
         let end = bytes.min(self.reserved).next_multiple_of(self.granularity);
         let size = end.saturating_sub(self.mapped);
-        let failed = |error| failed(&self.context, size, &self.what, error);
+        let failed = |error| out_of_memory(&self.context, size, &self.what, error);
         if bytes > self.reserved {
             return Err(failed(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
         }
@@ -342,7 +342,7 @@ impl Arena {
     }
 }
 
-fn location(context: &CudaContext) -> CUmemLocation {
+pub(crate) fn location(context: &CudaContext) -> CUmemLocation {
     // SAFETY: Zero is a valid value of each field.
     let mut location: CUmemLocation = unsafe { MaybeUninit::zeroed().assume_init() };
     location.type_ = CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;

@@ -79,6 +79,14 @@ impl Profile {
         of_part.time += time;
     }
 
+    /// Adds the times of another profile.
+    pub fn add_all(&mut self, other: &Profile) {
+        for (of_part, more) in self.times.iter_mut().zip(&other.times) {
+            of_part.runs += more.runs;
+            of_part.time += more.time;
+        }
+    }
+
     /// Returns the times of a part.
     pub fn get(&self, part: StepPart) -> PartTime {
         self.times[part as usize]

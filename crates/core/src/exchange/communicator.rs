@@ -46,4 +46,7 @@ pub trait Communicator: Send + Sync {
 
     /// Returns the error with which it has failed, if it has.
     fn failure(&self) -> Option<Error>;
+
+    /// Calls `hook` when it fails, from any thread; at once if it has failed. It may be called several times.
+    fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>);
 }

@@ -11,7 +11,11 @@ use crate::exchange::message::Tag;
 pub(super) struct Mailbox {
     state: Mutex<State>,
     changed: Condvar,
+    /// Are called at a failure.
+    hooks: Mutex<Vec<Hook>>,
 }
+
+type Hook = Box<dyn Fn() + Send + Sync>;
 
 struct State {
     messages: HashMap<(usize, Tag), VecDeque<Vec<u8>>>,
@@ -39,7 +43,7 @@ impl Mailbox {
             decisions: Decisions::new(),
             heard: vec![None; world_size],
         };
-        Mailbox { state: Mutex::new(state), changed: Condvar::new() }
+        Mailbox { state: Mutex::new(state), changed: Condvar::new(), hooks: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -71,6 +75,20 @@ impl Mailbox {
     pub fn fail(&self, error: Error) {
         self.state().failure.get_or_insert(error);
         self.changed.notify_all();
+        self.hooks().iter().for_each(|hook| hook());
+    }
+
+    /// Calls `hook` at every failure, and at once if there was one.
+    pub fn on_failure(&self, hook: Hook) {
+        let mut hooks = self.hooks();
+        if self.failure().is_some() {
+            hook();
+        }
+        hooks.push(hook);
+    }
+
+    fn hooks(&self) -> MutexGuard<'_, Vec<Hook>> {
+        self.hooks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes that all ranks agree on a call, unless the mailbox has failed.

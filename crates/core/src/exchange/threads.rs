@@ -72,6 +72,10 @@ impl Communicator for ThreadRank {
     fn failure(&self) -> Option<Error> {
         self.mailboxes[self.rank].failure()
     }
+
+    fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
+        self.mailboxes[self.rank].on_failure(hook);
+    }
 }
 
 impl Drop for ThreadRank {

@@ -4,6 +4,7 @@
 
 pub mod group;
 pub mod large;
+pub mod ranks;
 pub mod record_step;
 pub mod sharded;
 pub mod steps;
@@ -82,7 +83,7 @@ macro_rules! suite {
         #[test]
         $(#[$attribute])?
         fn $name() {
-            common::suite::$name(&$maker);
+            crate::common::suite::$name(&$maker);
         }
     };
 }

@@ -26,6 +26,11 @@ pub struct Bench {
 impl Bench {
     /// Opens the device and prints what the figures depend on.
     pub fn start(what: &str) -> Bench {
+        Bench::start_for(true, what)
+    }
+
+    /// As `start`. Prints only if `prints`.
+    pub fn start_for(prints: bool, what: &str) -> Bench {
         let device = Device::shared(0, &[]).unwrap();
         let ask = |program: &str, arguments: &[&str]| {
             let output = Command::new(program).args(arguments).output().ok();
@@ -36,6 +41,9 @@ impl Bench {
             std::env::var("SOK_COMMIT").unwrap_or_else(|_| ask("git", &["rev-parse", "--short", "HEAD"]));
         let date = ask("date", &["-u", "+%F"]);
         let name = device.context.name().unwrap();
+        if !prints {
+            return Bench { stream: device.context.new_stream().unwrap(), device };
+        }
         println!("\n## {what}\n{name}, driver {driver}, commit {commit}, {date}; medians of CUDA events\n");
         let stream = device.context.new_stream().unwrap();
         Bench { device, stream }
@@ -90,6 +98,7 @@ impl Shape {
             combiner: Combiner::Sum,
             weights: weights.map(|weights| weights + (t * len * 4) as u64),
             padding_key: None,
+            is_silent: false,
             rows: rows + (t * num_bags * dim * 4) as u64,
         };
         (0..tables).map(feature).collect()

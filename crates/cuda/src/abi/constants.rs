@@ -43,6 +43,14 @@ constants! {
     pub const EXPONENTS: usize = 256;
     /// Rows of a ticket.
     pub const RING: usize = sok_core::contract::ticket::RING as usize;
+    /// Maximum number of ranks that reach each other's memory: the GPUs of one host.
+    pub const MAX_RANKS: usize = 16;
+    /// Threads of a block that numbers the distinct keys of a call.
+    pub const REQUEST_THREADS: usize = 256;
+    /// Number of ids that such a block processes.
+    pub const REQUEST_BLOCK: usize = 1024;
+    /// Maximum number of classes of distinct keys: by owner and merge block.
+    pub const MAX_CLASSES: usize = 256;
     /// Maximum number of scalars of a formula's step.
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }
@@ -92,6 +100,36 @@ enums! {
         NoPlace = 3 as NO_PLACE,
         /// A gradient came with the number of another lookup than the host expects.
         WrongLookup = 4 as WRONG_LOOKUP,
+    }
+
+    /// What a flag of a rank says. Its value is the number of the last call of which that is true.
+    pub enum Flag {
+        /// The keys of a lookup can be read.
+        Keys = 0 as KEYS_READY,
+        /// The rows of a lookup are written.
+        Rows = 1 as ROWS_READY,
+        /// The gradients and verdicts of a commit can be read.
+        Gradients = 2 as GRADIENTS_READY,
+        /// All verdicts of a commit have been read.
+        Agreed = 3 as AGREED,
+        /// The squared norms of a commit can be read.
+        Norms = 4 as NORMS_READY,
+        /// The parts of a sum can be read.
+        Parts = 5 as PARTS_READY,
+        /// The sums can be read.
+        Sums = 6 as SUMS_READY,
+    }
+
+    /// Which rank owns a key.
+    pub enum OwnerKind {
+        /// By a hash of the key.
+        Hashed = 0 as HASHED,
+        /// The key modulo the number of ranks.
+        Remainder = 1 as REMAINDER,
+        /// One rank owns all keys.
+        One = 2 as ONE_RANK,
+        /// Each rank has all keys.
+        Every = 3 as EVERY_RANK,
     }
 
     /// Kinds of bags. The instantiation of `make_rows` for a call is that of its highest kind.

@@ -75,6 +75,8 @@ impl Inputs {
         features: &[Feature],
         stream: Stream,
     ) -> Result<Inputs> {
+        // Silent features come last, and their ids are never inserted.
+        let features = &features[..features.iter().take_while(|f| !f.is_silent).count()];
         let num_ids: usize = features.iter().map(|f| f.ids.len).sum();
         let start = (HEAD + num_ids).next_multiple_of(2);
         let num_words = start + features.iter().map(num_input_words).sum::<usize>();
@@ -167,8 +169,8 @@ fn copy_feature(
         }
         bags => bags,
     };
-    let Feature { table, combiner, padding_key, .. } = *feature;
-    Ok(Feature { name: "of a lookup", table, ids, bags, combiner, weights, padding_key, rows: 0 })
+    let Feature { table, combiner, padding_key, is_silent, .. } = *feature;
+    Ok(Feature { name: "of a lookup", table, ids, bags, combiner, weights, padding_key, is_silent, rows: 0 })
 }
 
 #[allow(unsafe_code)]
@@ -258,7 +260,7 @@ impl GpuGroup {
             let Some(push) = self.ring.get(named.number) else { continue };
             let (lookup, rows) = (push.lookup.clone(), push.rows.clone());
             if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
-                pushes.push((named.weight, Push { lookup, rows, copy: None, sums: None, _keep: None }));
+                pushes.push((named.weight, Push { lookup, rows, copy: None, sums: None, window: None, is_merged: false, _keep: None }));
             }
         }
         self.carried.extend(pushes);

@@ -163,7 +163,7 @@ impl Group for GpuGroup {
 }
 
 /// Returns the address of a tensor of `len` floats. The length is checked here, since kernels do not check it.
-fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
+pub(super) fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
     if tensor.len() != len {
         return Err(Error::argument(format!("{what} must be {len} numbers. Received: {}", tensor.len())));
     }
@@ -171,7 +171,7 @@ fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
 }
 
 /// Returns a feature with the addresses of its tensors. `rows`: its output.
-fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feature<'a>> {
+pub(super) fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feature<'a>> {
     let FeatureTensors { name, table, combiner, padding_key, ids, .. } = *tensors;
     if let Some(high) = tensors.high.filter(|high| high.len() != ids.len()) {
         return Err(Error::argument(format!(
@@ -203,5 +203,5 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feat
     let what = || format!("the weights of feature `{name}`");
     let weights = tensors.weights.map(|weights| floats(weights, ids.len(), &what())).transpose()?;
     let rows = rows.address(DType::F32)?;
-    Ok(Feature { name, table, ids: ids_of, bags, combiner, weights, padding_key, rows })
+    Ok(Feature { name, table, ids: ids_of, bags, combiner, weights, padding_key, is_silent: false, rows })
 }

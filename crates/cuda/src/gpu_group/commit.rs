@@ -8,7 +8,7 @@ use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
-use super::{Combined, Committed, GpuGroup, Push, SavedLookup};
+use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals};
 use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, TableCounts, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
@@ -163,7 +163,7 @@ impl GpuGroup {
                 Some(sums) => sums,
                 None => {
                     let sums = self.workspace.take_sums(&push.lookup.saved)?;
-                    self.workspace.merge(&push.lookup.saved, sums.address(), stream)?;
+                    self.workspace.merge(&push.lookup.saved, Some(sums.address()), stream)?;
                     sums
                 }
             };
@@ -182,9 +182,9 @@ impl GpuGroup {
     }
 
     /// Writes the sides of a push to the device, if the device has others.
-    fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
+    pub(super) fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
         let saved = &push.lookup.saved;
-        let sides = self.workspace.sides(&self.tables, saved, &push.rows, self.nowhere.address());
+        let sides = self.sides(saved, &push.rows, push.window.as_ref());
         let mut delivered = push.lookup.sides();
         if sides != *delivered {
             self.workspace.deliver_sides(saved, &sides, stream)?;
@@ -214,6 +214,9 @@ impl GpuGroup {
         };
         let started = self.workspace.profiler.start(stream)?;
         self.workspace.sum_squares(saved, sums, prepared, &self.totals, stream)?;
+        if let Some(SharedTotals { peers, norms, commit }) = &self.shared_totals {
+            self.workspace.share_norms(peers, norms, *commit, stream)?;
+        }
         self.workspace.finish_norms(&self.totals, &self.norms, total, stream)?;
         self.workspace.profiler.stop(StepPart::Norm, started, stream)
     }
@@ -224,7 +227,7 @@ impl GpuGroup {
         self.refresh_sides(push, stream)?;
         let lookup = push.lookup.clone();
         let sums = self.workspace.take_sums(&lookup.saved)?;
-        self.workspace.merge(&lookup.saved, sums.address(), stream)?;
+        self.workspace.merge(&lookup.saved, Some(sums.address()), stream)?;
         if let Some(push) = self.carried.iter_mut().map(|(_, push)| push).chain(self.ring.iter_mut()).next() {
             push.sums = Some(sums);
         }

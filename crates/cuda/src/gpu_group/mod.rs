@@ -9,6 +9,7 @@ mod absent;
 mod calls;
 mod commit;
 pub mod optimizer;
+pub mod sharded;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -21,13 +22,14 @@ use sok_core::contract::ticket::{PushRing, RING, mark};
 use sok_core::error::{Error, Result};
 
 use crate::abi::{
-    COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS, REPORT_WORDS,
+    self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS, REPORT_WORDS,
     RESOLVED_WORDS, Side, word_of,
 };
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
-use crate::step::{AbsentIds, Feature, KeyType, Saved, Workspace};
+use crate::peers::{Window, Windows};
+use crate::step::{AbsentIds, Feature, KeyType, Remote, Saved, Workspace};
 
 use absent::{Absent, Inputs, KnownRecords};
 
@@ -59,6 +61,10 @@ struct Push {
     copy: Option<Buffer<u32>>,
     /// The merged gradients, if they have been merged.
     sums: Option<Buffer<u32>>,
+    /// Memory for the merged gradients that other ranks read.
+    window: Option<Window>,
+    /// Whether `sums` or `window` has the merged gradients.
+    is_merged: bool,
     _keep: Option<Keep>,
 }
 
@@ -69,11 +75,13 @@ struct SavedLookup {
     /// The sides that were last written to the device, those of a push.
     sides: Mutex<Vec<Side>>,
     absent: Mutex<Absent>,
+    /// The keys that other ranks read, and the rows that they write.
+    window: Option<Window>,
 }
 
 impl SavedLookup {
     fn new(number: u64, saved: Saved) -> SavedLookup {
-        SavedLookup { number, saved, sides: Mutex::default(), absent: Mutex::default() }
+        SavedLookup { number, saved, sides: Mutex::default(), absent: Mutex::default(), window: None }
     }
 
     fn absent(&self) -> MutexGuard<'_, Absent> {
@@ -101,6 +109,14 @@ enum Committed {
 struct Combined {
     saved: Saved,
     sums: Buffer<u32>,
+}
+
+/// How the squared norms of all ranks are added.
+struct SharedTotals {
+    peers: abi::Peers,
+    norms: abi::SharedNorms,
+    /// Number of the commit.
+    commit: u64,
 }
 
 /// The tables of a layer on a GPU.
@@ -144,6 +160,10 @@ pub struct GpuGroup {
     norm: Buffer<f64>,
     /// Memory of one record, for updates of records that are gone.
     nowhere: Buffer<u32>,
+    /// Of ranks that share tables: where merged gradients go, which their owners read.
+    windows: Option<Windows>,
+    /// Of ranks that share tables.
+    shared_totals: Option<SharedTotals>,
 }
 
 impl GpuGroup {
@@ -186,6 +206,8 @@ impl GpuGroup {
             factors: Buffer::new(context, num_tables)?,
             norm: Buffer::new(context, 1)?,
             nowhere: Buffer::new(context, 16 * (widest + 4))?,
+            windows: None,
+            shared_totals: None,
             tables,
         })
     }
@@ -252,6 +274,23 @@ impl GpuGroup {
         number_to: Option<u64>,
         stream: Stream,
     ) -> Result<u64> {
+        // SAFETY: The caller guarantees it.
+        unsafe { self.look_up(features, insertion, save, number_to, None, stream) }
+    }
+
+    /// As `lookup`. `remote`: completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
+    ///
+    /// # Safety
+    /// As `lookup`.
+    unsafe fn look_up(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        number_to: Option<u64>,
+        remote: Option<&Remote>,
+        stream: Stream,
+    ) -> Result<u64> {
         self.check_fault()?;
         for feature in features {
             feature.validate()?;
@@ -281,7 +320,18 @@ impl GpuGroup {
             known: 0,
             are_unknown: inputs.is_none() && !insert,
         };
-        let saved = self.workspace.lookup(&mut self.tables, features, &inserts, absent, save, to, stream)?;
+        let (workspace, tables) = (&mut self.workspace, &mut self.tables);
+        let started = workspace.start(tables, features, &inserts, absent, save, to, None, stream)?;
+        if let Some(remote) = remote {
+            workspace.connect(&started, remote, save, stream)?;
+        }
+        workspace.find(&started, tables, &inserts, stream)?;
+        if features.iter().any(|f| f.is_silent) {
+            workspace.find_silent(&started, stream)?;
+        }
+        workspace.sort_ids(&started, stream)?;
+        workspace.write_rows(&started, features, stream)?;
+        let saved = workspace.end(started, tables, features);
         if let Some(inputs) = &inputs {
             inputs.keep_records(self.workspace.found_records(), stream)?;
         }
@@ -320,7 +370,7 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<()> {
         let mut ids = vec![0u64; self.tables.len()];
-        features.iter().for_each(|f| ids[f.table] += f.ids.len as u64);
+        features.iter().filter(|f| !f.is_silent).for_each(|f| ids[f.table] += f.ids.len as u64);
         let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
         let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
         let refuses = |tables: &[GpuTable], t: usize| tables[t].may_refuse(new(tables, t));
@@ -396,7 +446,8 @@ impl GpuGroup {
         table: usize,
     ) -> Result<Vec<u64>> {
         let mut keys = Vec::new();
-        for (number, feature) in features.iter().enumerate().filter(|(_, f)| f.table == table) {
+        let of_table = |f: &Feature| f.table == table && !f.is_silent;
+        for (number, feature) in features.iter().enumerate().filter(|(_, f)| of_table(f)) {
             let records = known.map(|known| known.of_feature(number));
             let is_known = |i: usize| records.is_some_and(|records| records[i] != 0);
             let active = self.active_keys_of(feature)?.into_iter();
@@ -462,12 +513,14 @@ impl GpuGroup {
 
     /// Drops a push. Later steps reuse its memory.
     fn reuse(&mut self, push: Push) {
+        self.reuse_window(push.window);
         push.sums.into_iter().chain(push.copy).for_each(|memory| self.workspace.give_back(memory));
         self.reuse_lookup(push.lookup);
     }
 
     fn reuse_lookup(&mut self, lookup: Arc<SavedLookup>) {
         let Some(lookup) = Arc::into_inner(lookup) else { return };
+        self.reuse_window(lookup.window);
         self.workspace.give_back(lookup.saved.memory);
         match lookup.absent.into_inner().unwrap_or_else(|e| e.into_inner()) {
             Absent::Waiting(inputs) => self.workspace.give_back(inputs.memory),
@@ -476,7 +529,53 @@ impl GpuGroup {
         }
     }
 
+    /// Forgets the newest saved lookup, because other ranks have refused it.
+    fn undo_lookup(&mut self) {
+        if let Some(lookup) = self.lookups.pop_back() {
+            self.next_lookup = lookup.number;
+            self.reuse_lookup(lookup);
+        }
+    }
+
+    fn reuse_window(&mut self, window: Option<Window>) {
+        if let (Some(windows), Some(window)) = (&mut self.windows, window) {
+            windows.give_back(window);
+        }
+    }
+
     // ---- push
+
+    /// Returns the sides of a push. `window`: where its merged gradients go instead of sums.
+    fn sides(&self, saved: &Saved, rows: &[u64], window: Option<&Window>) -> Vec<Side> {
+        let mut sides = self.workspace.sides(&self.tables, saved, rows, self.nowhere.address());
+        if let Some(window) = window {
+            let firsts = sharded::gradient_places(&self.tables, saved);
+            for side in &mut sides {
+                let quads = abi::quads(self.tables[side.table as usize].config.dim);
+                // The first row is that of record 1.
+                side.records = window.address() + firsts[side.table as usize] as u64 - 16 * quads as u64;
+                side.stride = quads as u32;
+            }
+        }
+        sides
+    }
+
+    /// Returns the sides with which the gradients of weights are computed from the rows that have come from other ranks. `sides`: those of
+    /// the push.
+    fn row_sides(&self, lookup: &SavedLookup, sides: &[Side]) -> Vec<Side> {
+        let (Some(window), Some(windows)) = (&lookup.window, &self.windows) else { return sides.to_vec() };
+        let places = sharded::row_places(&self.tables, &lookup.saved, windows.world_size());
+        let is_gone = |t: usize| {
+            lookup.saved.generations.iter().any(|&(table, g)| table == t && self.tables[t].generation != g)
+        };
+        let side = |side: &Side| {
+            let bytes = 16 * u64::from(side.stride);
+            let records = window.address() + places[side.table as usize] as u64 - bytes;
+            let stride = if is_gone(side.table as usize) { 0 } else { side.stride };
+            Side { records, stride, ..*side }
+        };
+        sides.iter().map(side).collect()
+    }
 
     /// Returns the number of the lookup that a gradient belongs to. Waits for the device if its address is not known.
     fn lookup_of(&mut self, number: LookupNumber) -> Result<u64> {
@@ -524,6 +623,8 @@ impl GpuGroup {
         }
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
+        let bytes = || sharded::gradient_bytes(&self.tables, &saved.saved);
+        let window = self.windows.as_mut().map(|windows| windows.take(bytes())).transpose()?;
         let workspace = &mut self.workspace;
         let is_bad = if gradients.check_finite { self.is_bad.address() } else { 0 };
         let given = gradients.rows.iter().zip(gradient_lens);
@@ -552,27 +653,36 @@ impl GpuGroup {
         if gradients.check_finite {
             workspace.check_finite(&given, &self.is_bad, stream)?;
         }
-        let sides = workspace.sides(&self.tables, &saved.saved, &rows, self.nowhere.address());
+        let sides = self.sides(&saved.saved, &rows, window.as_ref());
+        let reads_rows = window.is_some() && !weight_gradients.is_empty();
+        let row_sides = if reads_rows { self.row_sides(&saved, &sides) } else { sides.clone() };
+        let workspace = &mut self.workspace;
         let mut products = vec![0; if weight_gradients.is_empty() { 0 } else { sides.len() }];
         weight_gradients.iter().for_each(|(feature, to)| products[*feature] = *to);
-        let written = workspace.write_ticket(&saved.saved, &sides, copied, &products, &ticket, stream);
+        let written = workspace.write_ticket(&saved.saved, &row_sides, copied, &products, &ticket, stream);
         // Writing the ticket resets `is_bad`. If that fails, it is reset here.
         written.or_else(|error| self.is_bad.zero(stream).and(Err(error)))?;
-        *saved.sides() = sides;
         if copies {
             workspace.copy_gradients(&saved.saved, stream)?;
         }
         if !weight_gradients.is_empty() {
             workspace.weight_gradients(&saved.saved, copied.len(), stream)?;
         }
+        if reads_rows {
+            workspace.deliver_sides(&saved.saved, &sides, stream)?;
+        }
+        *saved.sides() = sides;
+        let mut is_merged = false;
         if gradients.keep.is_none() && !copies {
-            let merged = workspace.take_sums(&saved.saved)?;
-            workspace.merge(&saved.saved, merged.address(), stream)?;
-            sums = Some(merged);
+            if window.is_none() {
+                sums = Some(workspace.take_sums(&saved.saved)?);
+            }
+            workspace.merge(&saved.saved, sums.as_ref().map(Buffer::address), stream)?;
+            is_merged = true;
         }
         saved.saved.generations.iter().for_each(|(t, _)| self.tables[*t].count_call());
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
-        let push = Push { lookup: saved, rows, copy, sums, _keep: gradients.keep };
+        let push = Push { lookup: saved, rows, copy, sums, window, is_merged, _keep: gradients.keep };
         if let (_, Some(fallen)) = self.ring.add(push) {
             self.reuse(fallen);
         }

@@ -26,18 +26,25 @@ fn is_update(groups: &[&mut GpuGroup], address: Option<u64>) -> Result<bool> {
     Ok(read::<f32>(&group.device().context, address, 1)?[0] != 0.0)
 }
 
+/// Returns its argument if all that commit together agree, an error otherwise.
+pub(crate) type Vote<'a> = &'a dyn Fn(Result<()>) -> Result<()>;
+
 /// Inserts the absent keys of the named pushes, if their lookups have left insertion to the commit. Waits for the device if there
 /// may be such keys.
 ///
 /// # Errors
 /// [`Error::TableFull`] if a table refuses keys and its check mode is `Raise`, [`Error::Ticket`]. Nothing has changed then.
-fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], stream: Stream) -> Result<()> {
+fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], vote: Vote, stream: Stream) -> Result<()> {
     if !groups.iter().any(|group| group.inserts_at_commit()) {
         return Ok(());
     }
     let named = groups.iter_mut().zip(tickets).map(|(group, ticket)| group.resolve(*ticket));
-    let named = named.collect::<Result<Vec<_>>>()?;
-    groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
+    let named = named.collect::<Result<Vec<_>>>().and_then(|named| {
+        groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
+        Ok(named)
+    });
+    vote(named.as_ref().map(drop).map_err(Error::clone))?;
+    let named = named?;
     groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.insert_absent(named, stream))
 }
 
@@ -59,6 +66,26 @@ pub unsafe fn commit(
     norm_to: u64,
     stream: Stream,
 ) -> Result<()> {
+    // SAFETY: The caller guarantees it.
+    unsafe { commit_together(groups, bindings, tickets, is_update_at, norm_to, &|vote| vote, stream) }
+}
+
+/// As `commit`. `vote`: is asked before keys are inserted, where errors may be found until then.
+///
+/// # Errors
+/// As `commit`, and the error of the vote.
+///
+/// # Safety
+/// As `commit`.
+pub(crate) unsafe fn commit_together(
+    groups: &mut [&mut GpuGroup],
+    bindings: &[Binding],
+    tickets: &[u64],
+    is_update_at: Option<u64>,
+    norm_to: u64,
+    vote: Vote,
+    stream: Stream,
+) -> Result<()> {
     let Some(first) = groups.first() else { return Ok(()) };
     let device = first.device().clone();
     for (group, binding) in groups.iter().zip(bindings) {
@@ -67,27 +94,12 @@ pub unsafe fn commit(
     for (group, binding) in groups.iter_mut().zip(bindings) {
         group.take_over(binding)?;
     }
-    insert_absent(groups, tickets, stream)?;
+    insert_absent(groups, tickets, vote, stream)?;
     let updates = is_update(groups, is_update_at)?;
-    let at_once =
-        RESOLVED_AT_ONCE.into_iter().find(|n| *n >= groups.len() && 64 * n < device.parameter_bytes);
-    let Some(at_once) = at_once else {
-        return Err(Error::argument(format!(
-            "an optimizer has too many layers with tables for a GPU: {}",
-            groups.len()
-        )));
-    };
-    let mut committed = Vec::with_capacity(at_once);
-    for (group, ticket) in groups.iter_mut().zip(tickets) {
-        committed.push(group.begin_commit(*ticket, is_update_at.is_some(), stream)?);
-    }
-    let num_groups = groups.len() as u32;
-    committed.resize(at_once, committed[0]);
     let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.update.clipnorm.is_some());
     let no_norm_to = if needs_norm { 0 } else { norm_to };
-    let [resolve, give] = device.kernels(&CONTROL, [&*format!("resolve<{at_once}>"), "give_norm"])?;
-    // SAFETY: The arguments have the types of the kernel's parameters. Groups or caller keep the memory that they point to.
-    unsafe { launch_next!(resolve, stream, 1, 64, committed[0], num_groups, no_norm_to) }?;
+    // SAFETY: The caller guarantees it.
+    unsafe { resolve(groups, tickets, is_update_at.is_some(), no_norm_to, stream) }?;
     for group in groups.iter_mut() {
         group.combine(stream)?;
     }
@@ -100,8 +112,43 @@ pub unsafe fn commit(
     for group in groups.iter_mut() {
         group.add_norm(total, stream)?;
     }
+    let give = device.kernel(&CONTROL, "give_norm")?;
     // SAFETY: The arguments have the types of the kernel's parameters. Groups or caller keep the memory that they point to.
     unsafe { launch!(give, stream, 1, 1, total, norm_to) }
+}
+
+/// Enqueues finding which pushes the tickets name. `norm_to`: address of a float32 that is set to 0, or 0.
+///
+/// # Errors
+/// [`Error::Argument`] for too many groups. Errors that the device has found in earlier calls.
+///
+/// # Safety
+/// As `commit`.
+pub(crate) unsafe fn resolve(
+    groups: &mut [&mut GpuGroup],
+    tickets: &[u64],
+    accumulates: bool,
+    norm_to: u64,
+    stream: Stream,
+) -> Result<()> {
+    let device = groups[0].device().clone();
+    let at_once =
+        RESOLVED_AT_ONCE.into_iter().find(|n| *n >= groups.len() && 64 * n < device.parameter_bytes);
+    let Some(at_once) = at_once else {
+        return Err(Error::argument(format!(
+            "an optimizer has too many layers with tables for a GPU: {}",
+            groups.len()
+        )));
+    };
+    let mut committed = Vec::with_capacity(at_once);
+    for (group, ticket) in groups.iter_mut().zip(tickets) {
+        committed.push(group.begin_commit(*ticket, accumulates, stream)?);
+    }
+    let num_groups = groups.len() as u32;
+    committed.resize(at_once, committed[0]);
+    let resolve = device.kernel(&CONTROL, &format!("resolve<{at_once}>"))?;
+    // SAFETY: The arguments have the types of the kernel's parameters. Groups or caller keep the memory that they point to.
+    unsafe { launch_next!(resolve, stream, 1, 64, committed[0], num_groups, norm_to) }
 }
 
 /// Updates the records of the committed gradients, or only accumulates these. `scalars`: address of learning rate, step, is_update

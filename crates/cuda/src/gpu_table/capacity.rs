@@ -61,6 +61,11 @@ impl GpuTable {
         self.max_rows() + new_keys > self.config.capacity()
     }
 
+    /// Returns the number of new keys that the maximum capacity certainly allows; the largest number without a maximum.
+    pub(crate) fn room_left(&self) -> u64 {
+        self.config.max_capacity.map_or(u64::MAX, |capacity| capacity.saturating_sub(self.max_rows()))
+    }
+
     /// Raises the upper bound of taken numbers for a call that inserts the missing keys of this many ids.
     pub(crate) fn expect(&mut self, ids: u64) {
         self.max_taken += self.max_new(ids);

@@ -69,6 +69,8 @@ pub struct GpuTable {
     pub(crate) refused_to_warn: u64,
     /// Whether the descriptor on the device is out of date.
     pub(crate) has_moved: bool,
+    /// Of a table that ranks share: address of the row of the out-of-vocabulary key; 0 otherwise.
+    pub(crate) out_of_vocabulary_row: u64,
 }
 
 /// Device memory of a call that waits for its results.
@@ -125,6 +127,7 @@ impl GpuTable {
             stats: TableStats::default(),
             refused_to_warn: 0,
             has_moved: true,
+            out_of_vocabulary_row: 0,
         };
         table.reserve_numbers(table.numbers_for(rows as u64), false)?;
         device.synchronize()?;
@@ -148,6 +151,7 @@ impl GpuTable {
             kind,
             has_out_of_vocabulary_key: u32::from(self.config.out_of_vocabulary_key.is_some()),
             out_of_vocabulary_key: self.config.out_of_vocabulary_key.unwrap_or_default(),
+            out_of_vocabulary_row: self.out_of_vocabulary_row,
         }
     }
 

@@ -156,17 +156,19 @@ impl Workspace {
         self.blocks(saved, kinds, keys_of_a_group).div_ceil(2)
     }
 
-    /// Enqueues merging a push's gradients into `sums`, an address with memory as `take_sums` returns it.
+    /// Enqueues merging a push's gradients into `sums`, an address with memory as `take_sums` returns it. `None`: the sum of a key goes
+    /// where its record would be, by the sides of the push.
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
-    pub fn merge(&self, saved: &Saved, sums: u64, stream: Stream) -> Result<()> {
+    pub fn merge(&self, saved: &Saved, sums: Option<u64>, stream: Stream) -> Result<()> {
         self.join(stream)?;
         let name = |dims: &str| format!("merge<{}, {}, {dims}>", saved.source as u32, saved.again);
         let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (merge, kinds) in kernels {
-            let work = saved.work(self, kinds.clone(), 0, 0, sums);
+            let mut work = saved.work(self, kinds.clone(), 0, 0, sums.unwrap_or(0));
+            work[word_of!(WorkHead, is_placed)] = sums.is_none().into();
             let blocks = self.blocks_in_turns(saved, kinds, PER_SINGLE);
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
             unsafe { launch_next!(merge, stream, blocks, UPDATE_THREADS, work[0]) }?;
@@ -430,7 +432,7 @@ impl Workspace {
             generations,
         };
         let sums = self.take_sums(&saved)?;
-        self.merge(&saved, sums.address(), stream)?;
+        self.merge(&saved, Some(sums.address()), stream)?;
         self.device.synchronize()?;
         Ok((saved, sums))
     }

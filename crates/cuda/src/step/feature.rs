@@ -57,6 +57,8 @@ pub struct Feature<'a> {
     pub combiner: Combiner,
     /// Address of the weights, float32 with one for each id.
     pub weights: Option<u64>,
+    /// Whether ids are looked up after all others, without insertion and without gradients. Such features come last.
+    pub is_silent: bool,
     /// The key that means "no id".
     pub padding_key: Option<Key>,
     /// Address of the output, float32 `(bags, dim)`. Every element is written.
@@ -133,6 +135,7 @@ mod tests {
             combiner,
             weights: weights.then_some(1),
             padding_key,
+            is_silent: false,
             rows: 0,
         }
     }

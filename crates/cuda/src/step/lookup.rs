@@ -11,7 +11,7 @@ use super::{Bags, Feature, Saved, SavedFeature, Workspace};
 use crate::abi::{self, *};
 use crate::device::{Stream, launch_next};
 use crate::gpu_table::GpuTable;
-use crate::kernels::FORWARD;
+use crate::kernels::{FORWARD, RANKS};
 use crate::memory::{Buffer, words};
 
 /// How a lookup treats ids without a record.
@@ -36,6 +36,24 @@ struct Payload {
     bags: BagKind,
 }
 
+/// A lookup whose descriptors are on their way to the device.
+pub struct Started {
+    memory: Buffer<u32>,
+    pub(super) places: Places,
+    plan: Option<SortPlan>,
+    scratch: Scratch,
+    pub(super) call: Call,
+    pub(super) found: Found,
+    pub(super) find_blocks: usize,
+    rows_blocks: usize,
+    bags: BagKind,
+    ids_by_kind: Vec<usize>,
+    /// Address of the records of ids that get gradients, if others have records too.
+    pub(super) active: Option<u64>,
+    /// By table of the call: its section of the sort.
+    pub(super) sections: Vec<Section>,
+}
+
 impl Workspace {
     /// Enqueues the lookup of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: an
     /// address, and the number of the lookup that is written there. With `save`, returns what `push` needs.
@@ -56,6 +74,30 @@ impl Workspace {
         number: Option<(u64, u64)>,
         stream: Stream,
     ) -> Result<Option<Saved>> {
+        let started = self.start(tables, features, inserts, absent, save, number, None, stream)?;
+        self.find(&started, tables, inserts, stream)?;
+        self.sort_ids(&started, stream)?;
+        self.write_rows(&started, features, stream)?;
+        Ok(self.end(started, tables, features))
+    }
+
+    /// Enqueues the descriptors of a lookup. `rows`: by table, the address of row 1, if rows do not come from records. The other
+    /// arguments are those of `lookup`.
+    ///
+    /// # Errors
+    /// As `lookup`.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
+    pub fn start(
+        &mut self,
+        tables: &mut [GpuTable],
+        features: &[Feature],
+        inserts: &[bool],
+        absent: AbsentIds,
+        save: bool,
+        number: Option<(u64, u64)>,
+        rows: Option<&[u64]>,
+        stream: Stream,
+    ) -> Result<Started> {
         self.join(stream)?;
         self.describe(tables, stream)?;
         let mut ids_by_kind = vec![0; self.dims.len()];
@@ -69,14 +111,15 @@ impl Workspace {
                 features.len()
             )));
         }
-        let (plan, first_ids) = self.plan(tables, features);
-        let plan = save.then_some(&plan);
-        let num_words = self.places(0, features, &ids_by_kind, plan).words;
+        let (plan, first_ids) = self.plan(tables, features, rows.is_some());
+        let sections = plan.sections.clone();
+        let plan = save.then_some(plan);
+        let num_words = self.places(0, features, &ids_by_kind, plan.as_ref()).words;
         let memory = self.take_memory(num_words)?;
-        let places = self.places(memory.address(), features, &ids_by_kind, plan);
+        let places = self.places(memory.address(), features, &ids_by_kind, plan.as_ref());
         let Payload { words: mut payload, find_blocks, rows_blocks, bags } =
-            self.payload(tables, features, &first_ids, inserts);
-        if let Some(plan) = plan {
+            self.payload(tables, features, &first_ids, inserts, rows);
+        if let Some(plan) = &plan {
             payload.extend_from_slice(words(&places.kinds));
             payload.extend_from_slice(words(&plan.sections));
         }
@@ -90,25 +133,45 @@ impl Workspace {
             num_features: features.len() as u32,
             shift,
         };
-        let ([records, values, overflow], scratch) = self.scratch(n, plan)?;
+        let ([records, values, overflow], scratch) = self.scratch(n, plan.as_ref())?;
         let found = Found {
             records,
             values: if save { values } else { 0 },
             named: places.named,
             zeros: scratch.counts,
-            num_zeros: plan.map_or(0, SortPlan::count_words) as u32,
+            num_zeros: plan.as_ref().map_or(0, SortPlan::count_words) as u32,
             counts_unknown: absent.are_unknown.into(),
             overflow: Overflow { count: places.overflow_count, ids: overflow },
             fault: self.fault.address(),
             absent: absent.count,
             known: absent.known,
         };
+        Ok(Started {
+            memory,
+            places,
+            plan,
+            scratch,
+            call,
+            found,
+            find_blocks,
+            rows_blocks,
+            bags,
+            ids_by_kind,
+            active: None,
+            sections,
+        })
+    }
+
+    /// Enqueues finding the records of all ids.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a kernel cannot be compiled or launched.
+    pub fn find(&self, started: &Started, tables: &[GpuTable], inserts: &[bool], stream: Stream) -> Result<()> {
+        let (call, found, blocks) = (started.call, started.found, started.find_blocks);
         let [find, settle] = self.device.kernels(&FORWARD, ["find_records", "settle_records"])?;
-        let make_rows =
-            self.kernels_by_kinds(&FORWARD, |dims| format!("make_rows<{}, {dims}>", bags as u32))?;
-        let started = self.profiler.start(stream)?;
+        let measured = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
-        unsafe { launch_next!(find, stream, find_blocks, FIND_THREADS, call, found) }?;
+        unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call, found) }?;
         if inserts.contains(&true) {
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
             // to.
@@ -122,25 +185,69 @@ impl Workspace {
             // SAFETY: The arguments have the types of the kernel's parameters. The workspace keeps the memory that they point to.
             unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call.tables, n) }?;
         }
-        self.profiler.stop(StepPart::Find, started, stream)?;
-        if let Some(plan) = plan.filter(|_| n > 0) {
-            self.sort_beside(plan, &places, [records, values], scratch, stream)?;
-        }
-        let (named, kept) = (places.named, places.kept);
-        let rows = Rows { records, named, kept, fault: self.fault.address() };
-        if features.iter().any(|f| f.rows != 0) {
-            let started = self.profiler.start(stream)?;
-            for (make_rows, kinds) in make_rows {
-                let kinds = self.kinds_of_launch(&kinds);
-                // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they
-                // point to.
-                unsafe { launch_next!(make_rows, stream, rows_blocks, ROWS_THREADS, call, rows, kinds) }?;
+        self.profiler.stop(StepPart::Find, measured, stream)
+    }
+
+    /// Enqueues finding the records of the ids of silent features.
+    ///
+    /// # Errors
+    /// As `find`.
+    pub fn find_silent(&self, started: &Started, stream: Stream) -> Result<()> {
+        let (call, found, blocks) = (started.call, started.found, started.find_blocks);
+        let find = self.device.kernel(&RANKS, "find_silent")?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
+        unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call, found) }
+    }
+
+    /// Enqueues sorting the ids by their records, if the lookup is saved.
+    ///
+    /// # Errors
+    /// As `find`.
+    pub fn sort_ids(&self, started: &Started, stream: Stream) -> Result<()> {
+        let Started { places, plan, scratch, found, ids_by_kind, .. } = started;
+        match plan {
+            Some(plan) if ids_by_kind.iter().any(|ids| *ids > 0) => {
+                let records = started.active.unwrap_or(found.records);
+                self.sort_beside(plan, places, [records, found.values], *scratch, stream)
             }
-            self.profiler.stop(StepPart::Pool, started, stream)?;
+            _ => Ok(()),
         }
-        if !save {
+    }
+
+    /// Enqueues writing the rows of all features that have memory for them.
+    ///
+    /// # Errors
+    /// As `find`.
+    pub fn write_rows(&self, started: &Started, features: &[Feature], stream: Stream) -> Result<()> {
+        if features.iter().all(|f| f.rows == 0) {
+            return Ok(());
+        }
+        let Started { places, call, found, rows_blocks, bags, .. } = started;
+        let make_rows =
+            self.kernels_by_kinds(&FORWARD, |dims| format!("make_rows<{}, {dims}>", *bags as u32))?;
+        let rows = Rows {
+            records: found.records,
+            named: places.named,
+            kept: places.kept,
+            fault: self.fault.address(),
+        };
+        let (call, blocks) = (*call, *rows_blocks);
+        let measured = self.profiler.start(stream)?;
+        for (make_rows, kinds) in make_rows {
+            let kinds = self.kinds_of_launch(&kinds);
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
+            // to.
+            unsafe { launch_next!(make_rows, stream, blocks, ROWS_THREADS, call, rows, kinds) }?;
+        }
+        self.profiler.stop(StepPart::Pool, measured, stream)
+    }
+
+    /// Ends a lookup. Returns what `push` needs, if it is saved.
+    pub fn end(&mut self, started: Started, tables: &[GpuTable], features: &[Feature]) -> Option<Saved> {
+        let Started { memory, places, plan, call, rows_blocks, ids_by_kind, .. } = started;
+        if plan.is_none() {
             self.give_back(memory);
-            return Ok(None);
+            return None;
         }
         let mut taking_part: Vec<usize> = features.iter().map(|f| f.table).collect();
         taking_part.sort_unstable();
@@ -152,23 +259,23 @@ impl Workspace {
             dim: tables[f.table].config.dim,
             scale: f.scale(),
         };
-        Ok(Some(Saved {
+        Some(Saved {
             memory,
             sides: places.sides,
             sorted: places.sorted,
-            named,
-            kept,
+            named: places.named,
+            kept: places.kept,
             entries: 0,
             call,
             rows_blocks,
             ids_by_kind,
-            shift,
-            source: if named == 0 { Source::Rows } else { Source::WeightedRows },
+            shift: call.shift,
+            source: if places.named == 0 { Source::Rows } else { Source::WeightedRows },
             again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
             features: features.iter().map(feature).collect(),
             generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
             kinds: places.kinds,
-        }))
+        })
     }
 
     /// Returns the descriptors of the features, and the grids. `first_ids`: as `first_ids` returns them.
@@ -178,6 +285,7 @@ impl Workspace {
         features: &[Feature],
         first_ids: &[usize],
         inserts: &[bool],
+        rows: Option<&[u64]>,
     ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
         let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, BagKind::Each);
@@ -199,15 +307,16 @@ impl Workspace {
                 (false, true) => BagKind::Any,
             });
             let num_bags = feature.num_bags();
+            let row_bytes = 16 * quads(table.config.dim);
             descriptors.push(abi::Feature {
                 ids: feature.ids.address,
                 high: feature.ids.high,
                 splits,
                 weights: feature.weights.unwrap_or(0),
                 rows: feature.rows,
-                records: table.descriptor(0).records,
+                records: rows.map_or(table.descriptor(0).records, |rows| rows[feature.table] - row_bytes as u64),
                 padding_key: feature.padding_key.unwrap_or(0),
-                stride: table.layout.stride as u32,
+                stride: rows.map_or(table.layout.stride, |_| quads(table.config.dim)) as u32,
                 table: feature.table as u32,
                 kind: self.kinds[feature.table] as u32,
                 num_ids: feature.ids.len as u32,
@@ -225,6 +334,8 @@ impl Workspace {
                 scale: feature.scale(),
                 first_id: *first_id as u32,
                 first_split: first_split as u32,
+                is_silent: feature.is_silent.into(),
+                pad: 0,
             });
             first_split += feature.num_kept_splits();
             first_find.push(find_blocks as u32);
@@ -239,17 +350,19 @@ impl Workspace {
         Payload { words, find_blocks, rows_blocks, bags }
     }
 
-    /// Returns the sort of a call, with a section for each table in order, and for each feature the place of its first id.
-    fn plan(&self, tables: &[GpuTable], features: &[Feature]) -> (SortPlan, Vec<usize>) {
+    /// Returns the sort of a call, with a section for each table in order, and for each feature the place of its first id. `by_row`:
+    /// whether ids have the numbers of rows that come, in place of records.
+    fn plan(&self, tables: &[GpuTable], features: &[Feature], by_row: bool) -> (SortPlan, Vec<usize>) {
         let mut ids = vec![0; tables.len()];
-        features.iter().for_each(|f| ids[f.table] += f.ids.len);
+        features.iter().filter(|f| !f.is_silent).for_each(|f| ids[f.table] += f.ids.len);
         let mut next = vec![0; tables.len()];
         let (mut sections, mut at, mut max_records, mut likely_records) = (Vec::new(), 0, 0, 0);
         for t in (0..tables.len()).filter(|&t| ids[t] > 0) {
             next[t] = at;
             at += ids[t];
-            max_records = max_records.max(tables[t].max_numbers());
-            likely_records = likely_records.max(tables[t].known_numbers());
+            let numbers = |of_table: u64| if by_row { ids[t] as u64 + 1 } else { of_table };
+            max_records = max_records.max(numbers(tables[t].max_numbers()));
+            likely_records = likely_records.max(numbers(tables[t].known_numbers()));
             sections.push(Section {
                 count: ids[t] as u32,
                 kind: self.kinds[t] as u32,
@@ -257,9 +370,11 @@ impl Workspace {
                 ..Section::default()
             });
         }
+        let mut after = at;
         let place = |f: &Feature| {
-            next[f.table] += f.ids.len;
-            next[f.table] - f.ids.len
+            let next = if f.is_silent { &mut after } else { &mut next[f.table] };
+            *next += f.ids.len;
+            *next - f.ids.len
         };
         let first_ids = features.iter().map(place).collect();
         (self.sort_plan(sections, max_records, likely_records), first_ids)
@@ -282,7 +397,7 @@ impl Workspace {
 
     /// Returns, for each feature, the place of its first id in the call.
     pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Vec<usize> {
-        self.plan(tables, features).1
+        self.plan(tables, features, false).1
     }
 
     /// Sorts ids by their records and lists the distinct ones, on the second stream, after the work that is on `stream` so far.

@@ -6,10 +6,12 @@
 #![allow(unsafe_code)]
 
 mod backward;
+mod distinct;
 mod feature;
 mod lookup;
 mod places;
 mod saved;
+mod serving;
 mod sort;
 mod sort_plan;
 mod update_once;
@@ -35,8 +37,11 @@ const FEW: usize = 960;
 /// Larger payload sizes, for devices that take them. There are several, because unused words of a payload take time too.
 const MORE: [usize; 2] = [2016, 8128];
 
+pub use distinct::{Asking, KeysTo};
 pub use feature::{Bags, Feature, Ids, KeyType};
-pub use lookup::AbsentIds;
+pub use lookup::{AbsentIds, Started};
+pub use serving::Remote;
+
 pub use saved::{Saved, SavedFeature};
 pub use update_once::update_once;
 
@@ -49,6 +54,8 @@ pub struct Workspace {
     pub device: Arc<Device>,
     /// Distinct dims, ascending.
     dims: Vec<usize>,
+    /// Whether rows and gradients outside of records have whole groups of four columns, as those have that ranks send each other.
+    has_whole_quads: bool,
     /// By table: the index of its dim in `dims`.
     kinds: Vec<usize>,
     tables_on_device: Buffer<abi::Table>,
@@ -118,12 +125,22 @@ impl Workspace {
             device: device.clone(),
             dims,
             kinds,
+            has_whole_quads: false,
         })
+    }
+
+    /// Creates the workspace of a group whose outputs and gradients have whole groups of four columns: `(bags, 4 * quads(dim))`.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn of_whole_quads(device: &Arc<Device>, tables: &[GpuTable]) -> Result<Workspace> {
+        Ok(Workspace { has_whole_quads: true, ..Workspace::new(device, tables)? })
     }
 
     /// Returns the dims of some kinds as template arguments of kernels.
     fn dim_list(&self, kinds: Range<usize>) -> String {
-        self.dims[kinds].iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+        let columns = |dim: &usize| if self.has_whole_quads { 4 * abi::quads(*dim) } else { *dim };
+        self.dims[kinds].iter().map(|dim| columns(dim).to_string()).collect::<Vec<_>>().join(", ")
     }
 
     /// Returns the kernels of a launch and the kinds that each processes. `name`: of the kernel for a list of dims. There are several

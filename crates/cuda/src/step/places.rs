@@ -88,6 +88,7 @@ impl Workspace {
                 hot: parts.take(4 * hot),
                 runs: parts.take(4 * runs),
                 partial: parts.take(if ids > 0 { 4 * runs * quads(*dim) } else { 0 }),
+                width: *dim as u32,
                 ..Keys::default()
             });
         }

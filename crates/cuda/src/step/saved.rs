@@ -58,6 +58,11 @@ impl Saved {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
     }
 
+    /// Address of the `Side` of each feature.
+    pub fn sides_address(&self) -> u64 {
+        self.sides
+    }
+
     /// Returns whether ids have coefficients of their own.
     pub fn is_weighted(&self) -> bool {
         self.named != 0
@@ -95,7 +100,7 @@ impl Saved {
             prepared,
             factors,
             shift: self.shift,
-            pad: 0,
+            is_placed: 0,
         };
         let mut all = words(&[start]).to_vec();
         let mut at = sums;

@@ -41,6 +41,7 @@ pub fn update_once(
         combiner: Combiner::Sum,
         weights: None,
         padding_key: None,
+        is_silent: false,
         rows: rows.address(),
     };
     workspace.enter(stream)?;

@@ -5,6 +5,7 @@
 #[path = "../../../core/tests/common/mod.rs"]
 mod common;
 mod faults;
+mod ranks;
 mod streams;
 mod subject;
 

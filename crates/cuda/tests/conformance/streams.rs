@@ -93,6 +93,7 @@ impl Flight {
                 combiner: Combiner::Sum,
                 weights: None,
                 padding_key: None,
+                is_silent: false,
                 rows: self.rows[table].address(),
             }
         };

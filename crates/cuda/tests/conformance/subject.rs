@@ -10,23 +10,59 @@ use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
 use sok_core::contract::table::{Insertion, Table, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
-use sok_core::error::Result;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::message::{Call, Tag};
+use sok_core::exchange::placement::Placement;
+use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::optimizer;
+use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::{Buffer, Plain};
+use sok_cuda::peers::Peers;
 use sok_cuda::step::{Bags, Feature, KeyType};
 
+use crate::common::sharded::TIMEOUT;
 use crate::common::group::{Ids, Input, Shape};
 use crate::common::subject::{Kept, Subject, sum_of_tickets};
 use crate::common::unwritten;
 
 pub static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[]).unwrap());
 
+/// A group of one process, or one that ranks share.
+pub enum Tested {
+    One(GpuGroup),
+    Shared(ShardedGpuGroup),
+}
+
+impl Tested {
+    fn group(&self) -> &dyn Group {
+        match self {
+            Tested::One(group) => group,
+            Tested::Shared(group) => group,
+        }
+    }
+
+    fn group_mut(&mut self) -> &mut dyn Group {
+        match self {
+            Tested::One(group) => group,
+            Tested::Shared(group) => group,
+        }
+    }
+
+    fn take_fault(&mut self) -> Option<Error> {
+        match self {
+            Tested::One(group) => group.take_fault(),
+            Tested::Shared(group) => group.take_fault(),
+        }
+    }
+}
+
 /// A group, whose calls go to several streams in turn.
 pub struct GpuSubject {
-    group: GpuGroup,
+    group: Tested,
     streams: Vec<Arc<CudaStream>>,
     calls: usize,
     /// By number of a lookup: the indices of its features that have weights.
@@ -41,10 +77,27 @@ pub fn on_device<T: Plain>(values: &[T]) -> Buffer<T> {
     Buffer::from_slice(&DEVICE.context, values).unwrap()
 }
 
+/// Connects the GPUs of ranks.
+pub fn peers_of(communicator: Arc<dyn Communicator>) -> Peers {
+    let tag = Tag { call: Call::Barrier, layer: u32::MAX, step: 0, round: 0 };
+    Peers::connect(communicator, &DEVICE, tag).unwrap().expect("GPUs of one host reach each other")
+}
+
 impl GpuSubject {
     pub fn new(configs: &[TableConfig]) -> GpuSubject {
+        GpuSubject::of(Tested::One(GpuGroup::new(&DEVICE, configs.to_vec()).unwrap()))
+    }
+
+    /// The only rank of its world.
+    pub fn alone(configs: &[TableConfig]) -> GpuSubject {
+        let configs = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
+        let peers = Arc::new(peers_of(Arc::new(ThreadRank::world(1, TIMEOUT).remove(0))));
+        GpuSubject::of(Tested::Shared(ShardedGpuGroup::new(&DEVICE, configs, &peers, 1, 1).unwrap()))
+    }
+
+    pub fn of(group: Tested) -> GpuSubject {
         GpuSubject {
-            group: GpuGroup::new(&DEVICE, configs.to_vec()).unwrap(),
+            group,
             streams: (0..3).map(|_| DEVICE.context.new_stream().unwrap()).collect(),
             calls: 0,
             weighted: BTreeMap::new(),
@@ -83,10 +136,14 @@ impl Subject for GpuSubject {
         "GPU".into()
     }
 
+    fn is_sharded(&self) -> bool {
+        matches!(self.group, Tested::Shared(_))
+    }
+
     fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
         let rows: Vec<Buffer<f32>> = inputs
             .iter()
-            .map(|i| on_device(&unwritten(i.bags().len() * self.group.table(i.table).config().dim)))
+            .map(|i| on_device(&unwritten(i.bags().len() * self.group.group().table(i.table).config().dim)))
             .collect();
         let mut features = Vec::new();
         for (input, rows) in inputs.iter().zip(&rows) {
@@ -109,12 +166,18 @@ impl Subject for GpuSubject {
                 combiner: input.combiner,
                 weights: input.weights.as_ref().map(|w| self.keep(w)),
                 padding_key: input.padding_key,
+                is_silent: false,
                 rows: rows.address(),
             });
         }
         let stream = self.stream();
         // SAFETY: The buffers are on this device, and live until it has been waited for.
-        let number = unsafe { self.group.lookup(&features, insertion, save, None, stream) }?;
+        let number = unsafe {
+            match &mut self.group {
+                Tested::One(group) => group.lookup(&features, insertion, save, None, stream),
+                Tested::Shared(group) => group.lookup(&features, insertion, save, None, stream),
+            }
+        }?;
         DEVICE.synchronize()?;
         self.inputs.clear();
         if let Some(fault) = self.group.take_fault() {
@@ -149,14 +212,11 @@ impl Subject for GpuSubject {
         let stream = self.stream();
         // SAFETY: The buffers are on this device, and live until it has been waited for.
         unsafe {
-            self.group.push(
-                LookupNumber::Known(lookup),
-                output,
-                &lens,
-                &weight_gradients,
-                ticket.address(),
-                stream,
-            )
+            let (number, ticket) = (LookupNumber::Known(lookup), ticket.address());
+            match &mut self.group {
+                Tested::One(group) => group.push(number, output, &lens, &weight_gradients, ticket, stream),
+                Tested::Shared(group) => group.push(number, output, &lens, &weight_gradients, ticket, stream),
+            }
         }?;
         self.tickets.insert(number, ticket.to_vec()?);
         drop(merged_at_once);
@@ -178,17 +238,21 @@ impl Subject for GpuSubject {
         let tickets = [ticket.address()];
         // SAFETY: The buffers are on this device, and live until it has been waited for.
         unsafe {
-            optimizer::commit(
-                &mut [&mut self.group],
-                &[binding],
-                &tickets,
-                accumulates,
-                norm.address(),
-                stream,
-            )
+            let (bindings, norm) = ([binding], norm.address());
+            match &mut self.group {
+                Tested::One(group) => {
+                    optimizer::commit(&mut [group], &bindings, &tickets, accumulates, norm, stream)
+                }
+                Tested::Shared(group) => {
+                    sharded::commit(&mut [group], &bindings, &tickets, accumulates, norm, stream)
+                }
+            }
         }?;
         let norm = norm.to_vec()?[0];
-        self.group.settle()?;
+        match &mut self.group {
+            Tested::One(group) => group.settle()?,
+            Tested::Shared(group) => group.settle()?,
+        }
         Ok(f64::from(norm))
     }
 
@@ -199,7 +263,11 @@ impl Subject for GpuSubject {
         let (triggers, stream) = ([(trigger.address(), new.address())], self.stream());
         // SAFETY: The buffers are on this device, and live until it has been waited for.
         unsafe {
-            optimizer::apply(&mut [&mut self.group], &[*binding], scalars.address(), true, &triggers, stream)
+            let group = match &mut self.group {
+                Tested::One(group) => group,
+                Tested::Shared(group) => group.shard_mut(),
+            };
+            optimizer::apply(&mut [group], &[*binding], scalars.address(), true, &triggers, stream)
         }?;
         let new = new.to_vec()?;
         assert!(new[0] == 0.5 || new[0] == 1.5, "{}", new[0]);
@@ -208,39 +276,39 @@ impl Subject for GpuSubject {
     }
 
     fn bind(&mut self, binding: Binding) -> Result<()> {
-        self.group.bind(binding)
+        self.group.group_mut().bind(binding)
     }
 
     fn binding(&self) -> Option<Binding> {
-        self.group.binding().copied()
+        self.group.group().binding().copied()
     }
 
     fn num_tables(&self) -> usize {
-        self.group.num_tables()
+        self.group.group().num_tables()
     }
 
     fn table(&self, number: usize) -> &dyn Table {
-        self.group.table(number)
+        self.group.group().table(number)
     }
 
     fn table_mut(&mut self, number: usize) -> &mut dyn Table {
-        self.group.table_mut(number)
+        self.group.group_mut().table_mut(number)
     }
 
     fn pending_pushes(&mut self) -> usize {
-        self.group.pending_pushes(true).unwrap()
+        self.group.group_mut().pending_pushes(true).unwrap()
     }
 
     fn measure(&mut self, is_on: bool) {
-        self.group.measure(is_on);
+        self.group.group_mut().measure(is_on);
     }
 
     fn take_profile(&mut self) -> Profile {
-        self.group.take_profile().unwrap()
+        self.group.group_mut().take_profile().unwrap()
     }
 
     fn take_refused(&mut self) -> Vec<(String, u64)> {
-        self.group.take_refused()
+        self.group.group_mut().take_refused()
     }
 
     fn take_held(&mut self) -> Vec<Kept> {

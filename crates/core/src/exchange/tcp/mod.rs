@@ -205,6 +205,10 @@ impl Communicator for TcpRank {
     fn failure(&self) -> Option<Error> {
         self.connections.mailbox.failure()
     }
+
+    fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
+        self.connections.mailbox.on_failure(hook);
+    }
 }
 
 impl Drop for TcpRank {

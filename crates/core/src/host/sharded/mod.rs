@@ -13,5 +13,8 @@ mod received;
 mod requests;
 mod sent;
 mod serve;
+mod shards;
 
 pub use self::group::ShardedGroup;
+pub use self::serve::LookupMode;
+pub use self::shards::Shards;

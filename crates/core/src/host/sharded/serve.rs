@@ -14,12 +14,15 @@ const WHAT: &str = "the keys of other ranks";
 /// What all ranks must say alike about a lookup.
 #[derive(Clone, Copy, PartialEq)]
 pub struct LookupMode {
+    /// When keys without a row get one.
     pub insertion: Insertion,
+    /// Whether a push may follow.
     pub save: bool,
 }
 
 impl LookupMode {
-    fn code(self) -> u64 {
+    /// Returns it as a number, for messages.
+    pub fn code(self) -> u64 {
         let insertion = match self.insertion {
             Insertion::AtLookup => 0,
             Insertion::AtCommit => 1,

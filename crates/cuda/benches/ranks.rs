@@ -1,0 +1,332 @@
+//! A training step over tables that ranks share, one rank for each GPU, beside the same step on one GPU with the same batch a rank.
+//! Each step has other ids, of which one in a hundred is new.
+//!
+//!     ranks [name ...]          SOK_RANKS: number of ranks (2)
+
+mod common;
+
+use std::net::TcpListener;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{ADAM, Bench, config, draw_row, key_of, keep_samples, median, time_in_a_row, unit};
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::binding::Binding;
+use sok_core::contract::group::Group;
+use sok_core::contract::profile::StepPart;
+use sok_core::contract::table::Insertion;
+use sok_core::exchange::collectives::gather;
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::message::{Call, Tag};
+use sok_core::exchange::placement::Placement;
+use sok_core::exchange::tcp::TcpRank;
+use sok_core::formula::update::Update;
+use sok_core::formula::{Formula, Rule, RowWiseAdagrad};
+use sok_core::key::Key;
+use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
+use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients, optimizer};
+use sok_cuda::memory::Buffer;
+use sok_cuda::peers::Peers;
+use sok_cuda::step::{Bags, Feature, Ids, KeyType};
+
+struct Work {
+    name: &'static str,
+    /// By table: ids of a sample.
+    hotness: &'static [usize],
+    samples: usize,
+    dim: usize,
+    vocabulary: u64,
+    update: Update,
+}
+
+/// Ids of a sample in each table of MLPerf's DCNv2.
+const DCN: [usize; 26] =
+    [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1];
+
+fn works() -> Vec<Work> {
+    let row_wise = Update { rule: Rule::RowWiseAdagrad(RowWiseAdagrad::VARIANTS[0]), ..ADAM };
+    let zipf = |name, samples| Work {
+        name,
+        hotness: &[1; 26],
+        samples,
+        dim: 64,
+        vocabulary: 1_000_000,
+        update: ADAM,
+    };
+    vec![
+        zipf("26 x 65,536, dim 64, Zipf, Adam", 65_536),
+        zipf("26 x 16,384, dim 64, Zipf, Adam", 16_384),
+        Work {
+            name: "DCNv2: 26 tables, 214 ids x 6,912, dim 128, Zipf, row-wise Adagrad",
+            hotness: &DCN,
+            samples: 6912,
+            dim: 128,
+            vocabulary: 1_000_000,
+            update: row_wise,
+        },
+    ]
+}
+
+const WARM: usize = 6;
+const TIMED: usize = 20;
+
+impl Work {
+    fn num_ids(&self) -> usize {
+        self.samples * self.hotness.iter().sum::<usize>()
+    }
+
+    fn num_floats(&self) -> usize {
+        self.samples * self.hotness.len() * self.dim
+    }
+
+    /// The ids of a step, one table after the other.
+    fn ids(&self, step: usize) -> Vec<Key> {
+        let mut ids = Vec::with_capacity(self.num_ids());
+        for i in 0..self.num_ids() {
+            let number = (step as u64 + 1) << 32 | i as u64;
+            ids.push(match i % 100 {
+                7 => key_of(self.vocabulary + number),
+                _ => key_of(draw_row(unit(number), self.vocabulary, true)),
+            });
+        }
+        ids
+    }
+
+    fn features(&self, ids: u64, rows: u64) -> Vec<Feature<'static>> {
+        let (mut first, mut features) = (0, Vec::new());
+        for (table, &hotness) in self.hotness.iter().enumerate() {
+            let (num_bags, len) = (self.samples, self.samples * hotness);
+            features.push(Feature {
+                name: "f",
+                table,
+                ids: Ids { address: ids + 8 * first as u64, high: 0, key_type: KeyType::Wide, len },
+                bags: if hotness == 1 { Bags::Each } else { Bags::Fixed { num_bags, hotness } },
+                combiner: Combiner::Sum,
+                weights: None,
+                padding_key: None,
+                is_silent: false,
+                rows: rows + (4 * table * self.samples * self.dim) as u64,
+            });
+            first += len;
+        }
+        features
+    }
+}
+
+/// The tables of a rank, or of one GPU alone.
+enum Tables {
+    Alone(GpuGroup),
+    Shared(ShardedGpuGroup),
+}
+
+struct Steps<'a> {
+    bench: &'a Bench,
+    work: &'a Work,
+    tables: Tables,
+    binding: Binding,
+    rows: Buffer<f32>,
+    gradients: Buffer<f32>,
+    ticket: Buffer<f32>,
+    norm: Buffer<f32>,
+    scalars: Buffer<f32>,
+    triggers: [Buffer<f32>; 2],
+}
+
+impl<'a> Steps<'a> {
+    fn new(bench: &'a Bench, work: &'a Work, mut tables: Tables) -> Steps<'a> {
+        let context = &bench.device.context;
+        let binding = Binding { owner: 1, update: work.update, needs_norm: false };
+        tables.group().bind(binding).unwrap();
+        let gradients: Vec<f32> = (0..work.num_floats()).map(|i| unit(i as u64) as f32 - 0.5).collect();
+        Steps {
+            bench,
+            work,
+            tables,
+            binding,
+            rows: Buffer::new(context, work.num_floats()).unwrap(),
+            gradients: Buffer::from_slice(context, &gradients).unwrap(),
+            ticket: Buffer::new(context, 128).unwrap(),
+            norm: Buffer::new(context, 1).unwrap(),
+            scalars: Buffer::from_slice(context, &[0.01, 1.0, 1.0, 1.0]).unwrap(),
+            triggers: [Buffer::new(context, 128).unwrap(), Buffer::new(context, 128).unwrap()],
+        }
+    }
+
+    fn step(&mut self, ids: &Buffer<u64>) {
+        let stream = self.bench.stream();
+        let features = self.work.features(ids.address(), self.rows.address());
+        let len = self.work.samples * self.work.dim;
+        let rows: Vec<u64> = (0..features.len()).map(|table| self.gradients.at(table * len)).collect();
+        let lens = vec![len; features.len()];
+        let output = OutputGradients { rows, keep: Some(Box::new(())), check_finite: false };
+        let (ticket, norm) = (self.ticket.address(), self.norm.address());
+        let (bindings, tickets, scalars) = ([self.binding], [ticket], self.scalars.address());
+        let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe {
+            match &mut self.tables {
+                Tables::Alone(group) => {
+                    let number = group.lookup(&features, Insertion::AtLookup, true, None, stream).unwrap();
+                    group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream).unwrap();
+                    optimizer::commit(&mut [group], &bindings, &tickets, None, norm, stream).unwrap();
+                    optimizer::apply(&mut [group], &bindings, scalars, false, &triggers, stream).unwrap();
+                }
+                Tables::Shared(group) => {
+                    let number = group.lookup(&features, Insertion::AtLookup, true, None, stream).unwrap();
+                    group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream).unwrap();
+                    sharded::commit(&mut [group], &bindings, &tickets, None, norm, stream).unwrap();
+                    let shard = group.shard_mut();
+                    optimizer::apply(&mut [shard], &bindings, scalars, false, &triggers, stream).unwrap();
+                }
+            }
+        }
+    }
+
+    /// Inserts the keys of the vocabulary, of which each rank asks for a part.
+    fn fill(&mut self, rank: usize, ranks: usize) {
+        let keys: Vec<Key> = (0..self.work.vocabulary).skip(rank).step_by(ranks).map(key_of).collect();
+        for some in keys.chunks(self.work.samples) {
+            let ids = Buffer::from_slice(&self.bench.device.context, some).unwrap();
+            let feature = |table: usize| Feature {
+                table,
+                ids: Ids { address: ids.address(), high: 0, key_type: KeyType::Wide, len: some.len() },
+                bags: Bags::Each,
+                rows: self.rows.at(table * self.work.samples * self.work.dim),
+                ..self.work.features(0, 0)[0]
+            };
+            let features: Vec<Feature> = (0..self.work.hotness.len()).map(feature).collect();
+            let stream = self.bench.stream();
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe {
+                match &mut self.tables {
+                    Tables::Alone(group) => group.lookup(&features, Insertion::AtLookup, false, None, stream),
+                    Tables::Shared(group) => group.lookup(&features, Insertion::AtLookup, false, None, stream),
+                }
+            }
+            .unwrap();
+            self.bench.device.synchronize().unwrap();
+        }
+    }
+
+    /// Milliseconds a step, and microseconds of the host for one.
+    fn time(&mut self, first_step: usize) -> (Vec<f32>, f32) {
+        let upload = |step| Buffer::from_slice(&self.bench.device.context, &self.work.ids(first_step + step)).unwrap();
+        let inputs: Vec<Buffer<u64>> = (0..WARM + TIMED).map(upload).collect();
+        inputs[..WARM].iter().for_each(|ids| self.step(ids));
+        let bench = self.bench;
+        let times = time_in_a_row(bench, &inputs[WARM..], |ids| self.step(ids));
+        let host: Vec<f32> = inputs
+            .iter()
+            .map(|ids| {
+                bench.device.synchronize().unwrap();
+                let start = Instant::now();
+                self.step(ids);
+                start.elapsed().as_secs_f32() * 1e6
+            })
+            .collect();
+        (times, median(&host))
+    }
+
+    /// Microseconds of each part of a step.
+    fn parts(&mut self, first_step: usize) -> String {
+        self.tables.group().measure(true);
+        const STEPS: usize = 8;
+        for step in 0..STEPS {
+            let ids = Buffer::from_slice(&self.bench.device.context, &self.work.ids(first_step + step)).unwrap();
+            self.step(&ids);
+        }
+        let profile = self.tables.group().take_profile().unwrap();
+        self.tables.group().measure(false);
+        let text = |part: StepPart| {
+            let times = profile.get(part);
+            format!("{} {:.0} in {}", part.name(), times.time.as_secs_f64() * 1e6 / STEPS as f64, times.runs as usize / STEPS)
+        };
+        StepPart::ALL.into_iter().filter(|part| profile.get(*part).runs > 0).map(text).collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl Tables {
+    fn group(&mut self) -> &mut dyn Group {
+        match self {
+            Tables::Alone(group) => group,
+            Tables::Shared(group) => group,
+        }
+    }
+}
+
+fn variable(name: &str) -> Option<usize> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap())
+}
+
+fn run(rank: usize, ranks: usize, port: usize) {
+    let address = format!("127.0.0.1:{port}");
+    let communicator: Arc<dyn Communicator> =
+        Arc::new(TcpRank::connect(rank, ranks, &address, Duration::from_secs(120)).unwrap());
+    let mut step = 0;
+    let mut meet = || {
+        step += 1;
+        gather(&*communicator, Tag { call: Call::Barrier, layer: 9, step, round: 0 }, Ok(Vec::new())).unwrap();
+    };
+    let bench = Bench::start_for(rank == 0, &format!("a training step on {ranks} GPUs that share tables"));
+    let tag = Tag { call: Call::Barrier, layer: 8, step: 0, round: 0 };
+    let peers = Peers::connect(communicator.clone(), &bench.device, tag).unwrap().expect("GPUs reach each other");
+    let peers = Arc::new(peers);
+    if rank == 0 {
+        println!("| work, per rank | one GPU, ms | ranks, ms | ratio | host, µs, one and ranks |\n|---|---|---|---|---|");
+    }
+    let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let mut layer = 1;
+    for work in works() {
+        if !chosen.is_empty() && !chosen.iter().any(|c| work.name.contains(c.as_str())) {
+            continue;
+        }
+        let configs: Vec<_> = (0..work.hotness.len())
+            .map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10))
+            .collect();
+        let mut alone = (vec![0.0], 0.0);
+        if rank == 0 {
+            let group = GpuGroup::new(&bench.device, configs.clone()).unwrap();
+            let mut steps = Steps::new(&bench, &work, Tables::Alone(group));
+            steps.fill(0, 1);
+            alone = steps.time(0);
+            keep_samples(&format!("ranks {}, one GPU", work.name), "ms", &alone.0);
+        }
+        meet();
+        let configs = configs.into_iter().map(|config| (config, Placement::Distributed)).collect();
+        let group = ShardedGpuGroup::new(&bench.device, configs, &peers, layer, ranks).unwrap();
+        layer += 1;
+        let mut steps = Steps::new(&bench, &work, Tables::Shared(group));
+        steps.fill(rank, ranks);
+        meet();
+        let shared = steps.time(rank << 20);
+        keep_samples(&format!("ranks {}, {ranks} GPUs", work.name), "ms", &shared.0);
+        let parts = steps.parts((rank << 20) + 1000);
+        if rank == 0 {
+            let (one, many) = (median(&alone.0), median(&shared.0));
+            println!("| {} | {one:.3} | {many:.3} | {:.2} | {:.0}, {:.0} |", work.name, many / one, alone.1, shared.1);
+            println!("  parts of a step on ranks, µs: {parts}");
+        }
+        meet();
+    }
+}
+
+fn main() {
+    let ranks = variable("SOK_RANKS").unwrap_or(2);
+    if let (Some(rank), Some(port)) = (variable("SOK_BENCH_RANK"), variable("SOK_BENCH_PORT")) {
+        return run(rank, ranks, port);
+    }
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(std::env::args().skip(1))
+            .env("SOK_BENCH_RANK", rank.to_string())
+            .env("SOK_BENCH_PORT", port.to_string())
+            .env("CUDA_VISIBLE_DEVICES", (rank % variable("SOK_GPUS").unwrap_or(ranks)).to_string())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..ranks).map(start).collect();
+    let all = children.into_iter().map(|mut child| child.wait().unwrap().success()).collect::<Vec<_>>();
+    assert!(all.iter().all(|is_good| *is_good), "{all:?}");
+}

@@ -1,0 +1,140 @@
+//! The four calls on the tensors of a framework.
+
+#![allow(unsafe_code)]
+
+use sok_core::contract::binding::Binding;
+use sok_core::contract::group::{
+    AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, check_memory, together,
+    write_lookup_number,
+};
+use sok_core::contract::profile::Profile;
+use sok_core::contract::table::{Insertion, Table};
+use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
+use sok_core::contract::ticket::TICKET_LEN;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::buckets::Owners;
+
+use super::ShardedGpuGroup;
+use super::commit::commit;
+use crate::device::Stream;
+use crate::gpu_group::calls::{feature_of, floats};
+
+impl Group for ShardedGpuGroup {
+    fn memory(&self) -> Memory {
+        Memory::Device
+    }
+
+    fn num_tables(&self) -> usize {
+        self.shard.num_tables()
+    }
+
+    fn table(&self, number: usize) -> &dyn Table {
+        self.shard.table(number)
+    }
+
+    fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.shard.table_mut(number)
+    }
+
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.shard.tables_mut()
+    }
+
+    fn owners(&self, number: usize) -> Option<Owners> {
+        self.owners.get(number).copied()
+    }
+
+    fn lookup(
+        &mut self,
+        features: &[FeatureTensors<'_>],
+        insertion: Insertion,
+        save: bool,
+        mut number: TensorMut,
+        rows: Vec<TensorMut>,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
+        let features = features.iter().zip(&rows).map(|(tensors, rows)| feature_of(tensors, rows));
+        let features = features.collect::<Result<Vec<_>>>()?;
+        let to = match number.memory() {
+            Memory::Device => Some(number.address(DType::I32)?),
+            Memory::Host => None,
+        };
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid.
+        let looked_up =
+            unsafe { ShardedGpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) }?;
+        if to.is_none() { write_lookup_number(looked_up, &mut number) } else { Ok(()) }
+    }
+
+    fn push(
+        &mut self,
+        number: &Tensor,
+        gradients: GradientTensors<'_>,
+        weight_gradients: Vec<WeightGradient>,
+        ticket: TensorMut,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        self.follow_generations();
+        Group::push(&mut self.front, number, gradients, weight_gradients, ticket, stream)
+    }
+
+    fn commit(&mut self, others: Vec<&mut AnyGroup>, to_commit: Commit<'_>) -> Result<()> {
+        let Commit { bindings, accumulates, is_update, tickets, norm, stream } = to_commit;
+        check_memory(self, is_update.memory())?;
+        let is_update = floats(is_update, 1, "`is_update`")?;
+        let tickets = tickets.iter().map(|ticket| floats(ticket, TICKET_LEN, "a ticket"));
+        let tickets = tickets.collect::<Result<Vec<_>>>()?;
+        let (is_update, norm) = (accumulates.then_some(is_update), norm.address(DType::F32)?);
+        let mut groups = together(self, others)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid. Their lengths are checked above.
+        unsafe { commit(&mut groups, bindings, &tickets, is_update, norm, Stream::of(stream)) }
+    }
+
+    fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
+        let mut groups = together(self, others)?.into_iter().map(|group| &mut group.shard);
+        let Some(first) = groups.next() else { return Ok(()) };
+        Group::apply(first, groups.map(|shard| shard as &mut AnyGroup).collect(), apply)
+    }
+
+    fn set_binding(&mut self, binding: Binding) {
+        self.shard.set_binding(binding);
+        self.front.set_binding(binding);
+    }
+
+    fn binding(&self) -> Option<&Binding> {
+        self.shard.binding()
+    }
+
+    fn pending_pushes(&mut self, wait: bool) -> Result<usize> {
+        self.front.pending_pushes(wait)
+    }
+
+    fn step_bytes(&self) -> usize {
+        let windows = self.front.windows.as_ref().map_or(0, |windows| windows.num_bytes());
+        self.front.step_bytes() + self.shard.step_bytes() + self.asking.num_bytes() + windows
+    }
+
+    fn measure(&mut self, is_on: bool) {
+        self.front.measure(is_on);
+        self.shard.measure(is_on);
+    }
+
+    fn is_measured(&self) -> bool {
+        self.shard.is_measured()
+    }
+
+    fn take_profile(&mut self) -> Result<Profile> {
+        let mut profile = self.front.take_profile()?;
+        profile.add_all(&self.shard.take_profile()?);
+        Ok(profile)
+    }
+
+    fn take_refused(&mut self) -> Vec<(String, u64)> {
+        self.shard.take_refused()
+    }
+
+    fn take_failure(&mut self) -> Option<Error> {
+        let of_groups = self.front.take_failure().or_else(|| self.shard.take_failure());
+        self.peers.take_failure().or(of_groups)
+    }
+}

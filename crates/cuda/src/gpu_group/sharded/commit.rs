@@ -1,0 +1,256 @@
+//! A commit of all ranks.
+
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use sok_core::contract::binding::Binding;
+use sok_core::contract::group::Group;
+use sok_core::contract::ticket::{RING, mark};
+use sok_core::error::{Error, Result};
+use sok_core::exchange::collectives::{agree, gather};
+use sok_core::exchange::message::{Call, Reader, Tag, Writer};
+
+use super::layout::{gradient_layout, row_bytes};
+use super::{ShardedGpuGroup, VERDICTS};
+use crate::abi::{AgreedPush, Agreement, RING as RING_WORDS};
+use crate::device::{Stream, launch_next};
+use crate::gpu_group::{Committed, GpuGroup, LookupNumber, OutputGradients, Push, optimizer};
+use crate::kernels::RANKS;
+use crate::peers::{Mapping, WindowName};
+
+/// Numbers of pushes for which `agree` is instantiated.
+const AGREED_AT_ONCE: [usize; 2] = [1, 64];
+
+/// A push of all ranks that waits for a ticket.
+struct Pending {
+    /// Number of the push, and of its lookup.
+    number: u64,
+    lookup: u64,
+    /// By rank: its merged gradients.
+    windows: Vec<Arc<Mapping>>,
+}
+
+/// Commits groups of one optimizer, as `optimizer::commit`. All ranks must call it.
+///
+/// # Errors
+/// The same, and [`Error::Rank`].
+///
+/// # Safety
+/// The same.
+pub unsafe fn commit(
+    groups: &mut [&mut ShardedGpuGroup],
+    bindings: &[Binding],
+    tickets: &[u64],
+    is_update_at: Option<u64>,
+    norm_to: u64,
+    stream: Stream,
+) -> Result<()> {
+    let Some(first) = groups.first_mut() else { return Ok(()) };
+    let communicator = first.peers.communicator.clone();
+    let tag = first.tag(Call::Commit, first.num_commits + 1);
+    groups.iter_mut().for_each(|group| group.num_commits += 1);
+    let message = write_pending(groups, bindings, is_update_at.is_some());
+    let messages = gather(&*communicator, tag, message)?;
+    let done = read_pending(groups, &messages, is_update_at.is_some()).and_then(|pending| {
+        // SAFETY: The caller guarantees it.
+        unsafe { agree_on(groups, tickets, &pending, stream) }
+    });
+    done.inspect_err(|error| communicator.fail(error))?;
+    let shard_tickets: Vec<u64> = groups.iter().map(|group| group.tickets.address()).collect();
+    let mut round = 0;
+    let vote = std::cell::RefCell::new(|vote: Result<()>| {
+        round += 1;
+        agree(&*communicator, Tag { round, ..tag }, vote)
+    });
+    let mut shards: Vec<&mut GpuGroup> = groups
+        .iter_mut()
+        .map(|group| {
+            let commit = group.num_commits;
+            group.shard.shared_totals.iter_mut().for_each(|totals| totals.commit = commit);
+            &mut group.shard
+        })
+        .collect();
+    // SAFETY: The tickets are in memory of the groups. The caller guarantees the rest.
+    let committed = unsafe {
+        optimizer::commit_together(
+            &mut shards,
+            bindings,
+            &shard_tickets,
+            is_update_at,
+            norm_to,
+            &|result| (vote.borrow_mut())(result),
+            stream,
+        )
+    };
+    if committed.is_err() {
+        // The pushes wait for another ticket.
+        groups.iter_mut().for_each(|group| group.front.unseen = None);
+    }
+    committed
+}
+
+/// Writes which pushes of this rank wait for a ticket.
+fn write_pending(groups: &mut [&mut ShardedGpuGroup], bindings: &[Binding], accumulates: bool) -> Result<Vec<u8>> {
+    let mut writer = Writer::default();
+    writer.numbers(&[groups.len() as u64, accumulates.into()])?;
+    for (group, binding) in groups.iter_mut().zip(bindings) {
+        group.check()?;
+        group.shard.check_owner(binding)?;
+        group.front.settle()?;
+        let numbers: Vec<u64> = group.front.ring.numbers().collect();
+        writer.numbers(&[group.tables, numbers.len() as u64])?;
+        for (number, push) in numbers.into_iter().zip(group.front.ring.iter_mut()) {
+            let window = push.window.as_mut().expect("a push of a front has a window");
+            group.peers.send(&mut [window])?;
+            writer.numbers(&[number, push.lookup.number])?;
+            window.name().write(&mut writer)?;
+        }
+        group.front.windows.as_mut().expect("a front has windows").write_freed(&mut writer)?;
+    }
+    Ok(writer.finish())
+}
+
+/// Reads the pushes of all ranks, which must be the same, by group.
+fn read_pending(
+    groups: &mut [&mut ShardedGpuGroup],
+    messages: &[Vec<u8>],
+    accumulates: bool,
+) -> Result<Vec<Vec<Pending>>> {
+    let mut readers: Vec<Reader> =
+        messages.iter().enumerate().map(|(rank, message)| Reader::new(message, rank)).collect();
+    for (rank, reader) in readers.iter_mut().enumerate() {
+        if [reader.number()?, reader.number()?] != [groups.len() as u64, accumulates.into()] {
+            return groups[0].differs(rank, "commits other layers than this rank");
+        }
+    }
+    let mut all = Vec::new();
+    for group in groups.iter() {
+        let numbers: Vec<u64> = group.front.ring.numbers().collect();
+        let own = numbers.iter().zip(group.front.ring.iter());
+        let new = |(&number, push): (&u64, &Push)| Pending { number, lookup: push.lookup.number, windows: Vec::new() };
+        let mut pending: Vec<Pending> = own.map(new).collect();
+        for (rank, reader) in readers.iter_mut().enumerate() {
+            if [reader.number()?, reader.number()?] != [group.tables, pending.len() as u64] {
+                return group.differs(rank, "applies the gradients of other lookups than this rank");
+            }
+            for (pending, push) in pending.iter_mut().zip(group.front.ring.iter()) {
+                if [reader.number()?, reader.number()?] != [pending.number, pending.lookup] {
+                    return group.differs(rank, "applies the gradients of other lookups than this rank");
+                }
+                let name = WindowName::read(reader)?;
+                pending.windows.push(group.peers.address(rank, name, push.window.as_ref())?);
+            }
+            group.front.windows.as_ref().expect("a front has windows").read_freed(rank, reader)?;
+        }
+        all.push(pending);
+    }
+    readers.into_iter().try_for_each(Reader::finish)?;
+    Ok(all)
+}
+
+/// Enqueues what the devices of all ranks do until the shards have tickets.
+///
+/// # Safety
+/// As `commit`.
+unsafe fn agree_on(
+    groups: &mut [&mut ShardedGpuGroup],
+    tickets: &[u64],
+    pending: &[Vec<Pending>],
+    stream: Stream,
+) -> Result<()> {
+    let mut fronts: Vec<&mut GpuGroup> = groups.iter_mut().map(|group| &mut group.front).collect();
+    // SAFETY: The caller guarantees it.
+    unsafe { optimizer::resolve(&mut fronts, tickets, false, 0, stream) }?;
+    for front in fronts {
+        front.committed = Committed::Nothing;
+        front.merge_pushes(stream)?;
+    }
+    for (group, pending) in groups.iter_mut().zip(pending) {
+        for (k, push) in pending.iter().enumerate() {
+            // Pushes of one lookup share its sides, which are written anew for each.
+            if pending[..k].iter().any(|other| other.lookup == push.lookup) {
+                group.learn_begins(push.lookup, stream)?;
+            }
+        }
+        let pushes = pending.iter().map(|pending| group.push_to_shard(pending, stream));
+        let pushes = pushes.collect::<Result<Vec<_>>>()?;
+        group.agree(&pushes, stream)?;
+    }
+    Ok(())
+}
+
+impl GpuGroup {
+    /// Enqueues merging the pending pushes that have not been merged, to their windows.
+    fn merge_pushes(&mut self, stream: Stream) -> Result<()> {
+        for push in self.ring.iter().filter(|push| !push.is_merged) {
+            self.refresh_sides(push, stream)?;
+            self.workspace.merge(&push.lookup.saved, None, stream)?;
+        }
+        self.ring.iter_mut().for_each(|push| push.is_merged = true);
+        Ok(())
+    }
+}
+
+impl ShardedGpuGroup {
+    /// Reads where the keys of each rank begin in a lookup. Waits for the device.
+    fn learn_begins(&mut self, lookup: u64, stream: Stream) -> Result<()> {
+        let Some(served) = self.served.iter_mut().find(|served| served.number == lookup) else { return Ok(()) };
+        stream.synchronize()?;
+        let begins = served.begins_on_device.read(0, served.begins.len())?;
+        served.begins.iter_mut().zip(begins).for_each(|(begin, more)| *begin += u64::from(more));
+        served.begins_on_device.zero(stream)
+    }
+
+    /// Gives the gradients of all ranks to the shard, as a push of its own.
+    fn push_to_shard(&mut self, pending: &Pending, stream: Stream) -> Result<AgreedPush> {
+        let gone = || Error::Ticket {
+            tables: self.table_names(),
+            what: format!("gradients come for a lookup that is gone: older than the newest {RING}"),
+        };
+        let served = self.served.iter().find(|served| served.number == pending.lookup).ok_or_else(gone)?;
+        let tables = &self.shard.tables;
+        let places: Vec<Vec<usize>> = served.num_ids.iter().map(|ids| gradient_layout(tables, ids).0).collect();
+        let address = |(&(table, rank), begin): (&(usize, usize), &u64)| {
+            pending.windows[rank].address() + places[rank][table] as u64 + begin * row_bytes(&tables[table]) as u64
+        };
+        let rows: Vec<u64> = served.features.iter().zip(&served.begins).map(address).collect();
+        let (begins, num_sides) = (served.begins_on_device.address(), served.features.len() as u32);
+        let lookup = self.shard.lookups.iter().find(|lookup| lookup.number == pending.lookup).ok_or_else(gone)?;
+        let sides = lookup.saved.sides_address();
+        let lens: Vec<usize> = lookup.saved.features.iter().map(|feature| feature.num_bags * feature.dim).collect();
+        let number = self.shard.ring.next_number();
+        let gradients =
+            OutputGradients { rows, keep: Some(Box::new(pending.windows.clone())), check_finite: false };
+        let unread = self.tickets.at(2 * RING as usize);
+        // SAFETY: The gradients are in windows, which their ranks reuse after this rank has applied them. The ticket is of this group.
+        unsafe { self.shard.push(LookupNumber::Known(pending.lookup), gradients, &lens, &[], unread, stream) }?;
+        Ok(AgreedPush {
+            sides,
+            begins,
+            num_sides,
+            row: (pending.number % RING) as u32,
+            shard_row: (number % RING) as u32,
+            shard_mark: mark(number),
+        })
+    }
+
+    /// Enqueues agreeing with all ranks on the pushes, and writing the ticket of the shard.
+    fn agree(&mut self, pushes: &[AgreedPush], stream: Stream) -> Result<()> {
+        let at_once = AGREED_AT_ONCE.into_iter().find(|n| *n >= pushes.len()).expect("a ring has 64 pushes");
+        let agree = self.shard.workspace.device.kernel(&RANKS, &format!("agree<{at_once}>"))?;
+        let mut all = pushes.to_vec();
+        all.resize(at_once, AgreedPush::default());
+        let agreement = Agreement {
+            resolved: self.front.resolved.address(),
+            verdicts: self.on_boards(VERDICTS),
+            tables: self.shard.workspace.tables(),
+            ticket: self.tickets.address(),
+            num_pushes: pushes.len() as u32,
+            pad: 0,
+        };
+        let (peers, commit) = (self.on_device, self.num_commits);
+        // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
+        unsafe { launch_next!(agree, stream, 1, RING_WORDS, peers, commit, agreement, all[0]) }
+    }
+}

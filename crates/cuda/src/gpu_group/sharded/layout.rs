@@ -1,0 +1,76 @@
+//! Where things are in the windows of ranks. A rank computes from the numbers of ids of another one where these are in its windows.
+
+use crate::abi::quads;
+use crate::gpu_table::GpuTable;
+use crate::step::Saved;
+
+/// Parts of windows begin at multiples of this number of bytes.
+const ALIGNMENT: usize = 256;
+
+/// The parts of a lookup's window, in bytes from its start.
+pub(super) struct LookupLayout {
+    /// By table: where its keys are.
+    pub keys: Vec<usize>,
+    /// By table: where its rows are.
+    pub rows: Vec<usize>,
+    /// Number of bytes.
+    pub bytes: usize,
+}
+
+/// The starts of the keys of each owner, `(tables, 2 * ranks + 1)`, are at the beginning of a lookup's window.
+pub(super) fn start_of(table: usize, world_size: usize) -> usize {
+    4 * table * (2 * world_size + 1)
+}
+
+impl LookupLayout {
+    /// The layout for these numbers of ids of each table.
+    pub fn new(tables: &[GpuTable], num_ids: &[usize], world_size: usize) -> LookupLayout {
+        let mut bytes = start_of(tables.len(), world_size).next_multiple_of(ALIGNMENT);
+        let mut take = |size: usize| {
+            bytes += size.next_multiple_of(ALIGNMENT);
+            bytes - size.next_multiple_of(ALIGNMENT)
+        };
+        let keys = num_ids.iter().map(|ids| take(8 * ids)).collect();
+        let rows = tables.iter().zip(num_ids).map(|(table, ids)| take(row_bytes(table) * ids)).collect();
+        LookupLayout { keys, rows, bytes }
+    }
+}
+
+/// Number of bytes of a row in a window: whole groups of four columns.
+pub(super) fn row_bytes(table: &GpuTable) -> usize {
+    16 * quads(table.config.dim)
+}
+
+/// By table: where its merged gradients are in the window of a push.
+pub(super) fn gradient_layout(tables: &[GpuTable], num_ids: &[usize]) -> (Vec<usize>, usize) {
+    let mut bytes = 0;
+    let mut take = |(table, ids): (&GpuTable, &usize)| {
+        let size = (row_bytes(table) * ids).next_multiple_of(ALIGNMENT);
+        bytes += size;
+        bytes - size
+    };
+    let places = tables.iter().zip(num_ids).map(&mut take).collect();
+    (places, bytes)
+}
+
+/// By table: the number of ids of a lookup.
+fn num_ids_of(tables: &[GpuTable], saved: &Saved) -> Vec<usize> {
+    let mut num_ids = vec![0; tables.len()];
+    saved.features.iter().for_each(|feature| num_ids[feature.table] += feature.num_ids);
+    num_ids
+}
+
+/// By table: where the merged gradients of a lookup are in the window of a push.
+pub(in crate::gpu_group) fn gradient_places(tables: &[GpuTable], saved: &Saved) -> Vec<usize> {
+    gradient_layout(tables, &num_ids_of(tables, saved)).0
+}
+
+/// By table: where the rows of a lookup are in its window.
+pub(in crate::gpu_group) fn row_places(tables: &[GpuTable], saved: &Saved, world_size: usize) -> Vec<usize> {
+    LookupLayout::new(tables, &num_ids_of(tables, saved), world_size).rows
+}
+
+/// Number of bytes of the merged gradients of a lookup.
+pub(in crate::gpu_group) fn gradient_bytes(tables: &[GpuTable], saved: &Saved) -> usize {
+    gradient_layout(tables, &num_ids_of(tables, saved)).1
+}

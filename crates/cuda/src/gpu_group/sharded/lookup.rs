@@ -1,0 +1,366 @@
+//! A lookup of all ranks.
+
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::Insertion;
+use sok_core::contract::ticket::RING;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::collectives::{agree, gather};
+use sok_core::exchange::message::{Call, Reader, Tag, Writer};
+use sok_core::exchange::placement::Placement;
+use sok_core::host::sharded::LookupMode;
+
+use super::layout::{LookupLayout, row_bytes, start_of};
+use super::{Served, ShardedGpuGroup, rows_of_board};
+use crate::abi::{Flag, MAX_RANKS, SharedRows};
+use crate::device::Stream;
+use crate::gpu_group::SavedLookup;
+use crate::memory::{Buffer, read};
+use crate::peers::{Mapping, Window, WindowName};
+use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, KeysTo, Remote, Started};
+
+/// This rank's side of a lookup that is under way.
+struct Asked {
+    started: Started,
+    window: Window,
+}
+
+/// Maximum number of small buffers that are kept for later lookups.
+const SPARE_BEGINS: usize = 4;
+
+/// What a rank asks for.
+struct RankRequest {
+    /// By table.
+    num_ids: Vec<usize>,
+    window: Arc<Mapping>,
+    layout: LookupLayout,
+    /// By table: how many more rows the rank's shard has room for.
+    room: Vec<u64>,
+    /// Whether the rank asks for the rows of ids of weight 0.
+    asks_silent: bool,
+}
+
+/// The features that this rank serves.
+struct Serving {
+    features: Vec<Feature<'static>>,
+    served: Served,
+    remote: Option<Remote>,
+}
+
+impl ShardedGpuGroup {
+    /// Enqueues the lookup of all features of a layer's call, as `GpuGroup::lookup`. All ranks must call it.
+    ///
+    /// # Errors
+    /// The same, and [`Error::Rank`].
+    ///
+    /// # Safety
+    /// The same.
+    pub unsafe fn lookup(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        number_to: Option<u64>,
+        stream: Stream,
+    ) -> Result<u64> {
+        self.check()?;
+        self.num_lookups += 1;
+        let tag = self.tag(Call::Lookup, self.num_lookups);
+        let mode = LookupMode { insertion, save };
+        let num_ids = self.num_ids(features);
+        // The gradients of weights need the rows of ids of weight 0, too.
+        let asks_silent = save && features.iter().any(|feature| feature.weights.is_some());
+        self.follow_generations();
+        let asked = self.ask(features, &num_ids, (save, asks_silent), number_to, stream);
+        let header = match &asked {
+            Ok(asked) => self.write_header(mode, &num_ids, asks_silent, &asked.window),
+            Err(error) => Err(error.clone()),
+        };
+        let headers = gather(&*self.peers.communicator, tag, header)?;
+        let asked = asked?;
+        let requests = self.read_headers(mode, &headers, &asked.window);
+        let requests = self.fatal(requests)?;
+        let number = match self.serve(&requests, mode, tag, stream) {
+            Ok(number) => number,
+            Err(error) => {
+                self.front.reuse_window(Some(asked.window));
+                return Err(error);
+            }
+        };
+        let answered = self.pool(asked, features, save, stream);
+        let answered = self.fatal(answered)?;
+        debug_assert!(!save || answered == number, "front and shard count the same lookups");
+        if save {
+            number_to.map(|to| self.front.by_address.insert(to, answered));
+        }
+        Ok(answered)
+    }
+
+    fn num_ids(&self, features: &[Feature]) -> Vec<usize> {
+        let mut num_ids = vec![0; self.owners.len()];
+        for feature in features.iter().filter(|feature| feature.table < self.owners.len()) {
+            num_ids[feature.table] += feature.ids.len;
+        }
+        num_ids
+    }
+
+    /// Enqueues making the ids of this rank distinct.
+    fn ask(
+        &mut self,
+        features: &[Feature],
+        num_ids: &[usize],
+        (save, asks_silent): (bool, bool),
+        number_to: Option<u64>,
+        stream: Stream,
+    ) -> Result<Asked> {
+        for feature in features {
+            feature.validate()?;
+            if feature.table >= self.owners.len() {
+                return Err(Error::argument("no such table in the group"));
+            }
+        }
+        let front = &mut self.front;
+        let world_size = self.peers.world_size();
+        let layout = LookupLayout::new(&front.tables, num_ids, world_size);
+        let windows = front.windows.as_mut().expect("a front has windows");
+        let mut window = windows.take(layout.bytes)?;
+        self.peers.send(&mut [&mut window])?;
+        let at = |offset: usize| window.address() + offset as u64;
+        let rows: Vec<u64> = layout.rows.iter().map(|&rows| at(rows)).collect();
+        front.workspace.enter(stream)?;
+        let inserts = vec![true; front.tables.len()];
+        let number = number_to.map(|to| (to, if save { front.next_lookup } else { 0 }));
+        let mut started = front.workspace.start(
+            &mut front.tables,
+            features,
+            &inserts,
+            AbsentIds::default(),
+            save,
+            number,
+            Some(&rows),
+            stream,
+        )?;
+        let to = |(table, &keys): (usize, &usize)| KeysTo { keys: at(keys), starts: at(start_of(table, world_size)) };
+        let to: Vec<KeysTo> = layout.keys.iter().enumerate().map(to).collect();
+        front.workspace.ask(&mut self.asking, &mut started, &self.owners, &to, asks_silent, stream)?;
+        front.workspace.sort_ids(&started, stream)?;
+        Ok(Asked { started, window })
+    }
+
+    fn write_header(
+        &mut self,
+        mode: LookupMode,
+        num_ids: &[usize],
+        asks_silent: bool,
+        window: &Window,
+    ) -> Result<Vec<u8>> {
+        let mut writer = Writer::default();
+        writer.numbers(&[self.tables, mode.code(), self.shard.next_lookup, asks_silent.into()])?;
+        for ((table, owners), ids) in self.shard.tables.iter().zip(&self.owners).zip(num_ids) {
+            let is_elsewhere = matches!(owners.placement, Placement::Localized(rank) if rank != owners.rank);
+            let room = if is_elsewhere { u64::MAX } else { table.room_left() };
+            writer.numbers(&[*ids as u64, room])?;
+        }
+        window.name().write(&mut writer)?;
+        self.front.windows.as_mut().expect("a front has windows").write_freed(&mut writer)?;
+        Ok(writer.finish())
+    }
+
+    fn read_headers(&self, mode: LookupMode, headers: &[Vec<u8>], own: &Window) -> Result<Vec<RankRequest>> {
+        let read = |(rank, header): (usize, &Vec<u8>)| {
+            let mut reader = Reader::new(header, rank);
+            if reader.number()? != self.tables {
+                return self.differs(rank, "looks up in a layer whose tables differ from this rank's");
+            }
+            if reader.number()? != mode.code() {
+                return self.differs(rank, "looks up with another `training` or another gradient tape than this rank");
+            }
+            if reader.number()? != self.shard.next_lookup {
+                return self.differs(rank, "has saved other lookups than this rank");
+            }
+            let asks_silent = reader.number()? != 0;
+            let (mut num_ids, mut room) = (Vec::new(), Vec::new());
+            for _ in 0..self.owners.len() {
+                num_ids.push(reader.number()? as usize);
+                room.push(reader.number()?);
+            }
+            let name = WindowName::read(&mut reader)?;
+            self.front.windows.as_ref().expect("a front has windows").read_freed(rank, &mut reader)?;
+            reader.finish()?;
+            let window = self.peers.address(rank, name, Some(own))?;
+            let layout = LookupLayout::new(&self.front.tables, &num_ids, self.peers.world_size());
+            Ok(RankRequest { num_ids, window, layout, room, asks_silent })
+        };
+        headers.iter().enumerate().map(read).collect()
+    }
+
+    /// Looks up what all ranks ask for, and writes the rows to them. Returns the number of the shard's lookup.
+    fn serve(&mut self, requests: &[RankRequest], mode: LookupMode, tag: Tag, stream: Stream) -> Result<u64> {
+        // A table that may refuse keys needs them in order on the host; and a commit inserts from exact copies.
+        let may_refuse = |table: usize| {
+            let ids: u64 = requests.iter().map(|request| request.num_ids[table] as u64).sum();
+            requests.iter().any(|request| ids > request.room[table])
+        };
+        let inserts_later = mode.insertion == Insertion::AtCommit && mode.save;
+        let inserts_now = mode.insertion == Insertion::AtLookup;
+        let is_exact = inserts_later || inserts_now && (0..self.owners.len()).any(may_refuse);
+        let starts = if is_exact { Some(self.wait_for_starts(requests, stream)) } else { None };
+        let starts = self.fatal(starts.transpose())?;
+        let serving = self.serving(requests, starts.as_deref(), stream);
+        let Serving { features, served, remote } = self.fatal(serving)?;
+        let LookupMode { insertion, save } = mode;
+        // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call.
+        let looked_up = unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), stream) };
+        let number = if is_exact {
+            let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
+            let agreed = agree(&*self.peers.communicator, tag.at(1), vote);
+            if agreed.is_err() && save && looked_up.is_ok() {
+                self.shard.undo_lookup();
+            }
+            agreed?;
+            looked_up?
+        } else {
+            self.fatal(looked_up)?
+        };
+        let met = self.shard.workspace.meet(&self.on_device, Flag::Rows, self.num_lookups, stream);
+        self.fatal(met)?;
+        if save {
+            self.served.push_back(Served { number, ..served });
+            if self.served.len() as u64 > RING {
+                self.spare_begins.extend(self.served.pop_front().map(|old| old.begins_on_device));
+            }
+        } else {
+            self.spare_begins.push(served.begins_on_device);
+        }
+        Ok(number)
+    }
+
+    /// Waits for the keys of all ranks. Returns, by rank, where the keys of each table and owner start.
+    fn wait_for_starts(&mut self, requests: &[RankRequest], stream: Stream) -> Result<Vec<Vec<u32>>> {
+        self.share_out_of_vocabulary(stream)?;
+        self.shard.workspace.meet(&self.on_device, Flag::Keys, self.num_lookups, stream)?;
+        stream.synchronize()?;
+        self.peers.take_failure().map_or(Ok(()), Err)?;
+        let words = start_of(self.owners.len(), self.peers.world_size()) / 4;
+        let starts =
+            requests.iter().map(|request| read::<u32>(self.peers.context(), request.window.address(), words));
+        starts.collect()
+    }
+
+    /// Enqueues giving all ranks the rows that answer for missing ones, if there are any.
+    fn share_out_of_vocabulary(&mut self, stream: Stream) -> Result<()> {
+        let shard = &mut self.shard;
+        shard.workspace.enter(stream)?;
+        if shard.tables.iter().all(|table| table.out_of_vocabulary_row == 0) {
+            return Ok(());
+        }
+        shard.workspace.describe(&mut shard.tables, stream)?;
+        let rows = SharedRows {
+            tables: shard.workspace.tables(),
+            requests: self.asking.requests(),
+            of_ranks: self.on_boards(rows_of_board(self.owners.len())),
+            stride: self.row_stride as u32,
+            num_tables: self.owners.len() as u32,
+        };
+        self.shard.workspace.share_out_of_vocabulary(&self.on_device, &rows, stream)
+    }
+
+    /// Returns the features of the keys of all ranks: one for each table and rank. Those of ids of weight 0 follow. `starts`: of the keys,
+    /// if the host knows them.
+    fn serving(
+        &mut self,
+        requests: &[RankRequest],
+        starts: Option<&[Vec<u32>]>,
+        stream: Stream,
+    ) -> Result<Serving> {
+        let (rank, world_size) = (self.peers.rank(), self.peers.world_size());
+        let has_silent = requests.iter().any(|request| request.asks_silent);
+        let tables = (0..self.owners.len()).filter(|&t| requests.iter().any(|request| request.num_ids[t] > 0));
+        let tables: Vec<usize> = tables.collect();
+        let (mut features, mut of_features, mut begins) = (Vec::new(), Vec::new(), Vec::new());
+        for is_silent in [false, true].into_iter().filter(|is_silent| has_silent || !is_silent) {
+            for (&table, (from, request)) in
+                tables.iter().flat_map(|table| requests.iter().enumerate().map(move |request| (table, request)))
+            {
+                let is_replicated = self.owners[table].is_replicated();
+                let range = starts.map(|starts| {
+                    let owner = if is_replicated { from } else { rank };
+                    let first = start_of(table, world_size) / 4 + 2 * owner + usize::from(is_silent);
+                    starts[from][first] as usize..starts[from][first + 1] as usize
+                });
+                let (begin, len) = range.map_or((0, request.num_ids[table]), |range| (range.start, range.len()));
+                let base = request.window.address();
+                let rows = request.layout.rows[table] + begin * row_bytes(&self.shard.tables[table]);
+                let address = base + (request.layout.keys[table] + 8 * begin) as u64;
+                features.push(Feature {
+                    name: "of other ranks",
+                    table,
+                    ids: Ids { address, high: 0, key_type: KeyType::Wide, len },
+                    bags: Bags::Each,
+                    combiner: Combiner::Sum,
+                    weights: None,
+                    padding_key: None,
+                    is_silent,
+                    // Each rank reads its own rows of a replicated table.
+                    rows: if is_replicated && from != rank { 0 } else { base + rows as u64 },
+                });
+                of_features.push((table, from));
+                begins.push(begin as u64);
+            }
+        }
+        let begins_on_device = self.take_begins(features.len(), stream)?;
+        let mut on_windows = [0; MAX_RANKS];
+        on_windows.iter_mut().zip(requests).for_each(|(to, request)| *to = request.window.address());
+        let remote = Remote {
+            peers: self.on_device,
+            call: self.num_lookups,
+            requests: self.asking.requests(),
+            starts: on_windows,
+            has_silent,
+            begins: begins_on_device.address(),
+        };
+        if starts.is_none() {
+            self.share_out_of_vocabulary(stream)?;
+        }
+        let served = Served {
+            number: 0,
+            num_ids: requests.iter().map(|request| request.num_ids.clone()).collect(),
+            features: of_features,
+            begins,
+            begins_on_device,
+        };
+        Ok(Serving { features, served, remote: starts.is_none().then_some(remote) })
+    }
+
+    /// Returns device memory for a word for each feature, zeros.
+    fn take_begins(&mut self, num_features: usize, stream: Stream) -> Result<Buffer<u32>> {
+        let fits = self.spare_begins.iter().position(|spare| spare.len() >= num_features);
+        let begins = match fits {
+            Some(i) => self.spare_begins.swap_remove(i),
+            None => Buffer::new(self.peers.context(), num_features.next_power_of_two())?,
+        };
+        self.spare_begins.truncate(SPARE_BEGINS);
+        begins.zero(stream)?;
+        Ok(begins)
+    }
+
+    /// Enqueues pooling the rows that have come. Returns the number of the lookup.
+    fn pool(&mut self, asked: Asked, features: &[Feature], save: bool, stream: Stream) -> Result<u64> {
+        let Asked { started, window } = asked;
+        let front = &mut self.front;
+        front.workspace.write_rows(&started, features, stream)?;
+        let saved = front.workspace.end(started, &front.tables, features);
+        let Some(saved) = saved else {
+            front.reuse_window(Some(window));
+            return Ok(0);
+        };
+        let number = front.next_lookup;
+        let mut lookup = SavedLookup::new(number, saved);
+        lookup.window = Some(window);
+        front.save(lookup);
+        Ok(if save { number } else { 0 })
+    }
+}

@@ -1,0 +1,272 @@
+//! A group on GPUs whose tables are shared by many ranks. The GPUs read and write each other's memory.
+//!
+//! The results are those of `sok_core::host::sharded`. A rank has two groups. The shard has the rows that the rank owns. The front has
+//! this rank's lookups and pushes; its tables have no rows.
+//!
+//! A lookup of the front makes ids distinct and orders the keys by owner. The owners read the keys where they are, look them up as one
+//! feature for each table and rank, and write the rows to the memory of the rank that asked, which pools them. A push merges gradients
+//! to one for each key. The commit is agreed on by the devices; then the owners update their records, and read the gradients of all ranks
+//! where they are. The host exchanges what it knows before each lookup and each commit: numbers of ids, windows and pending pushes. So
+//! in a steady step the host reads nothing from a device.
+
+#![allow(unsafe_code)]
+
+mod calls;
+mod commit;
+mod layout;
+mod lookup;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use sok_core::contract::group::Group;
+use sok_core::contract::table::TableConfig;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::buckets::Owners;
+use sok_core::exchange::collectives::gather;
+use sok_core::exchange::message::{Call, Reader, Tag, Writer};
+use sok_core::exchange::placement::Placement;
+use sok_core::host::sharded::Shards;
+
+use super::{GpuGroup, LookupNumber, OutputGradients, SharedTotals};
+use crate::abi::{self, EXPONENTS, MAX_CLASSES, MAX_RANKS, RING};
+use crate::device::{Device, Stream};
+use crate::memory::Buffer;
+use crate::peers::{Mapping, Peers, Window, WindowName, Windows};
+use crate::step::{Asking, Workspace};
+
+use layout::row_bytes;
+
+pub use commit::commit;
+pub(super) use layout::{gradient_bytes, gradient_places, row_places};
+
+/// What this rank serves of a saved lookup.
+struct Served {
+    /// Number of the lookup.
+    number: u64,
+    /// By rank and table: number of ids.
+    num_ids: Vec<Vec<usize>>,
+    /// By table and rank, as the features of the shard's lookup.
+    features: Vec<(usize, usize)>,
+    /// By feature: where its keys begin among those of the rank, as the host knows them.
+    begins: Vec<u64>,
+    /// By feature: the same on the device; zeros if the host knows them.
+    begins_on_device: Buffer<u32>,
+}
+
+/// This rank's part of a group on GPUs.
+pub struct ShardedGpuGroup {
+    front: GpuGroup,
+    shard: GpuGroup,
+    peers: Arc<Peers>,
+    /// Number of the layer, the same on all ranks.
+    layer: u32,
+    /// Fingerprint of the tables.
+    tables: u64,
+    /// By table.
+    owners: Vec<Owners>,
+    asking: Asking,
+    /// Flags, verdicts and norms, which other ranks write.
+    board: Window,
+    /// By rank: its board.
+    boards: Vec<Arc<Mapping>>,
+    on_device: abi::Peers,
+    /// The ticket of the shard's pushes, float32 `(64, 2)`, and one that is not read.
+    tickets: Buffer<f32>,
+    /// Groups of four columns between the out-of-vocabulary rows of tables.
+    row_stride: usize,
+    /// Memory of lookups that are gone, see [`Served::begins_on_device`].
+    spare_begins: Vec<Buffer<u32>>,
+    num_lookups: u64,
+    num_commits: u64,
+    /// Saved lookups, oldest first.
+    served: VecDeque<Served>,
+}
+
+/// Parts of a board, in bytes: flags, verdicts, norms, and out-of-vocabulary rows.
+const VERDICTS: usize = 8 * 16 * MAX_RANKS;
+const NORMS: usize = VERDICTS + 4 * (RING + 1) * MAX_RANKS;
+
+fn rows_of_board(num_tables: usize) -> usize {
+    NORMS + 8 * MAX_RANKS * num_tables * EXPONENTS
+}
+
+impl ShardedGpuGroup {
+    /// Makes this rank's part of a group of empty tables. All ranks must call it with the same arguments.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an invalid configuration, placement or number of blocks, [`Error::Device`] without enough memory,
+    /// [`Error::Rank`] if another rank fails.
+    pub fn new(
+        device: &Arc<Device>,
+        configs: Vec<(TableConfig, Placement)>,
+        peers: &Arc<Peers>,
+        layer: u32,
+        merge_blocks: usize,
+    ) -> Result<ShardedGpuGroup> {
+        let tag = Tag { call: Call::Lookup, layer, step: 0, round: 0 };
+        let made = ShardedGpuGroup::alone(device, configs, peers, layer, merge_blocks);
+        let name = made.as_ref().map_err(Error::clone).and_then(|group| {
+            let mut writer = Writer::default();
+            group.board.name().write(&mut writer)?;
+            Ok(writer.finish())
+        });
+        let names = gather(&*peers.communicator, tag, name)?;
+        let mut group = made?;
+        for (rank, name) in names.iter().enumerate() {
+            let name = WindowName::read(&mut Reader::new(name, rank))?;
+            let board = peers.address(rank, name, Some(&group.board));
+            group.boards.push(board.inspect_err(|error| peers.communicator.fail(error))?);
+        }
+        let flags: Vec<u64> = group.boards.iter().map(|board| board.address()).collect();
+        group.on_device = peers.on_device(&flags);
+        group.shard.shared_totals = Some(group.shared_totals());
+        Ok(group)
+    }
+
+    /// A group that does not know the boards of others yet.
+    fn alone(
+        device: &Arc<Device>,
+        configs: Vec<(TableConfig, Placement)>,
+        peers: &Arc<Peers>,
+        layer: u32,
+        merge_blocks: usize,
+    ) -> Result<ShardedGpuGroup> {
+        let world_size = peers.world_size();
+        if merge_blocks + world_size > MAX_CLASSES {
+            return Err(Error::argument(format!(
+                "tables on GPUs are merged in at most {} blocks. Received: merge_blocks={merge_blocks}",
+                MAX_CLASSES - world_size
+            )));
+        }
+        let Shards { owners, configs, fingerprint } =
+            Shards::new(configs, peers.rank(), world_size, merge_blocks)?;
+        let without_rows = |config: &TableConfig| TableConfig { initial_capacity: 0, ..config.clone() };
+        let mut front = GpuGroup::new(device, configs.iter().map(without_rows).collect())?;
+        front.windows = Some(Windows::new(peers));
+        let mut shard = GpuGroup::new(device, configs)?;
+        shard.workspace = Workspace::of_whole_quads(device, &shard.tables)?;
+        let num_tables = owners.len();
+        let widest = shard.tables.iter().map(row_bytes).max().unwrap_or(0);
+        let rows = rows_of_board(num_tables);
+        let mut board = peers.window(rows + num_tables * widest)?;
+        peers.send(&mut [&mut board])?;
+        for (number, table) in shard.tables.iter_mut().enumerate() {
+            if table.config.out_of_vocabulary_key.is_some() {
+                table.out_of_vocabulary_row = board.address() + (rows + number * widest) as u64;
+            }
+        }
+        Ok(ShardedGpuGroup {
+            asking: Asking::new(device, num_tables, merge_blocks / world_size)?,
+            row_stride: widest / 16,
+            spare_begins: Vec::new(),
+            tickets: Buffer::new(&device.context, 4 * RING)?,
+            on_device: abi::Peers::default(),
+            boards: Vec::new(),
+            peers: peers.clone(),
+            tables: fingerprint,
+            num_lookups: 0,
+            num_commits: 0,
+            served: VecDeque::new(),
+            front,
+            shard,
+            layer,
+            owners,
+            board,
+        })
+    }
+
+    /// The group that has the rows of this rank.
+    pub fn shard_mut(&mut self) -> &mut GpuGroup {
+        &mut self.shard
+    }
+
+    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device.
+    pub fn take_fault(&mut self) -> Option<Error> {
+        self.peers.take_failure().or_else(|| self.front.take_fault()).or_else(|| self.shard.take_fault())
+    }
+
+    /// Reads the report of the last commit, as `GpuGroup::settle`.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn settle(&mut self) -> Result<()> {
+        self.front.settle()?;
+        self.shard.settle()
+    }
+
+    /// Enqueues the push of a lookup's gradients, as `GpuGroup::push`. No other rank is asked.
+    ///
+    /// # Errors
+    /// The same.
+    ///
+    /// # Safety
+    /// The same.
+    pub unsafe fn push(
+        &mut self,
+        number: LookupNumber,
+        gradients: OutputGradients,
+        gradient_lens: &[usize],
+        weight_gradients: &[(usize, u64)],
+        ticket: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        self.follow_generations();
+        // SAFETY: The caller guarantees it.
+        unsafe { self.front.push(number, gradients, gradient_lens, weight_gradients, ticket, stream) }
+    }
+
+    fn shared_totals(&self) -> SharedTotals {
+        let norms = abi::SharedNorms {
+            totals: self.shard.totals.address(),
+            requests: self.asking.requests(),
+            of_ranks: self.on_boards(NORMS),
+            num_tables: self.owners.len() as u32,
+            pad: 0,
+        };
+        SharedTotals { peers: self.on_device, norms, commit: 0 }
+    }
+
+    /// By rank: the address of a part of its board.
+    fn on_boards(&self, part: usize) -> [u64; MAX_RANKS] {
+        let mut addresses = [0; MAX_RANKS];
+        for (address, board) in addresses.iter_mut().zip(&self.boards) {
+            *address = board.address() + part as u64;
+        }
+        addresses
+    }
+
+    fn tag(&self, call: Call, step: u64) -> Tag {
+        Tag { call, layer: self.layer, step, round: 0 }
+    }
+
+    /// Notes in the front which tables have lost their records.
+    fn follow_generations(&mut self) {
+        for (front, shard) in self.front.tables.iter_mut().zip(&self.shard.tables) {
+            front.generation = shard.generation;
+        }
+    }
+
+    /// The error of a rank that was lost, or that a kernel has waited for in vain; or of an earlier call.
+    fn check(&mut self) -> Result<()> {
+        if let Some(failure) = self.peers.take_failure() {
+            return Err(failure);
+        }
+        self.front.check_fault()?;
+        self.shard.check_fault()
+    }
+
+    /// Fails on all ranks: after the hosts have exchanged what a call needs, no rank can leave it alone.
+    fn fatal<T>(&self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| self.peers.communicator.fail(error))
+    }
+
+    fn differs<T>(&self, rank: usize, what: &str) -> Result<T> {
+        Err(Error::Rank { rank, what: format!("{what}. All ranks must make the same calls") })
+    }
+
+    /// Names of the tables, for messages.
+    fn table_names(&self) -> String {
+        self.shard.names()
+    }
+}

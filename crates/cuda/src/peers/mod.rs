@@ -1,0 +1,335 @@
+//! Ranks whose GPUs read and write each other's memory: the GPUs of one host.
+
+mod channel;
+mod window;
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::CudaContext;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::collectives::gather;
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::message::{Reader, Tag, Writer};
+
+use crate::abi::{self, Flag, MAX_RANKS, RankState, word_of};
+use crate::device::Device;
+use crate::memory::Shared;
+
+use channel::Channel;
+pub use window::Mapping;
+
+/// The ranks of this process's host, and the memory that they share.
+pub struct Peers {
+    /// The connection with all ranks.
+    pub communicator: Arc<dyn Communicator>,
+    device: Arc<Device>,
+    channel: Channel,
+    /// By rank: the name of its channel.
+    channels: Vec<String>,
+    imports: Mutex<Imports>,
+    /// A `RankState`, which waiting kernels read and write.
+    state: Arc<Shared>,
+}
+
+/// The memory of other ranks that is mapped here.
+#[derive(Default)]
+struct Imports {
+    /// By rank and number of the window.
+    mapped: HashMap<(usize, u64), Arc<Mapping>>,
+    /// Descriptors that came before they were asked for.
+    early: HashMap<(usize, u64), OwnedFd>,
+}
+
+/// Memory of this rank that all ranks can reach.
+pub struct Window {
+    number: u64,
+    mapping: Arc<Mapping>,
+    /// For ranks that do not have it yet; `None` after it was sent.
+    descriptor: Option<OwnedFd>,
+}
+
+impl Window {
+    /// Address in this process.
+    pub fn address(&self) -> u64 {
+        self.mapping.address()
+    }
+
+    /// Number of bytes.
+    pub fn num_bytes(&self) -> usize {
+        self.mapping.num_bytes()
+    }
+
+    /// How other ranks name it.
+    pub fn name(&self) -> WindowName {
+        WindowName { number: self.number, bytes: self.num_bytes() as u64 }
+    }
+}
+
+/// The name of a window in messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowName {
+    number: u64,
+    bytes: u64,
+}
+
+impl WindowName {
+    /// Appends it to a message.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn write(self, writer: &mut Writer) -> Result<()> {
+        writer.numbers(&[self.number, self.bytes])
+    }
+
+    /// Reads it from a message.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] for a message that is too short.
+    pub fn read(reader: &mut Reader) -> Result<WindowName> {
+        Ok(WindowName { number: reader.number()?, bytes: reader.number()? })
+    }
+}
+
+impl Peers {
+    /// Connects the ranks. `None` on all of them if a rank is on another host, cannot reach the memory of another one, or if there are too
+    /// many.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if another rank fails or makes another call, [`Error::Device`].
+    pub fn connect(communicator: Arc<dyn Communicator>, device: &Arc<Device>, tag: Tag) -> Result<Option<Peers>> {
+        let no_channel = |error| Error::Device(format!("cannot share GPU memory with other ranks: {error}"));
+        let channel = Channel::open(communicator.timeout()).map_err(no_channel);
+        let hello = channel.as_ref().map(|channel| format!("{}\n{}", host(), channel.name()).into_bytes());
+        let hellos = gather(&*communicator, tag, hello.map_err(Error::clone))?;
+        let channel = channel?;
+        let hellos: Vec<String> = hellos.iter().map(|h| String::from_utf8_lossy(h).into_owned()).collect();
+        let (hosts, channels): (Vec<&str>, Vec<&str>) =
+            hellos.iter().map(|hello| hello.split_once('\n').unwrap_or_default()).unzip();
+        if hosts.iter().any(|other| *other != hosts[0]) || hosts.len() > MAX_RANKS {
+            return Ok(None);
+        }
+        let state = Arc::new(Shared::new(&device.context, size_of::<RankState>() / 4)?);
+        let aborted = state.clone();
+        communicator.on_failure(Box::new(move || aborted.set(word_of!(RankState, is_aborted), 1)));
+        let peers = Peers {
+            channels: channels.into_iter().map(String::from).collect(),
+            device: device.clone(),
+            channel,
+            imports: Mutex::default(),
+            state,
+            communicator,
+        };
+        let can_share = peers.try_sharing(tag.at(1))?;
+        let all = gather(&*peers.communicator, tag.at(2), Ok(vec![u8::from(can_share)]))?;
+        Ok(all.iter().all(|can_share| can_share == &[1]).then_some(peers))
+    }
+
+    /// Whether this rank can map memory of all others.
+    fn try_sharing(&self, tag: Tag) -> Result<bool> {
+        let mut window = self.window(1).ok();
+        let sent = window.as_mut().map(|window| self.send(&mut [window])).is_some_and(|sent| sent.is_ok());
+        let mut writer = Writer::default();
+        let none = WindowName { number: u64::MAX, bytes: 0 };
+        window.as_ref().filter(|_| sent).map_or(none, Window::name).write(&mut writer)?;
+        let names = gather(&*self.communicator, tag, Ok(writer.finish()))?;
+        let mut can_share = true;
+        for (rank, name) in names.iter().enumerate() {
+            let name = WindowName::read(&mut Reader::new(name, rank))?;
+            can_share &= name != none && self.address(rank, name, window.as_ref()).is_ok();
+        }
+        self.imports().mapped.clear();
+        Ok(can_share)
+    }
+
+    fn imports(&self) -> MutexGuard<'_, Imports> {
+        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.communicator.world_size()
+    }
+
+    /// Context of this rank's device.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.device.context
+    }
+
+    /// Allocates memory that all ranks can reach once it has been sent.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device does not have enough memory.
+    pub fn window(&self, bytes: usize) -> Result<Window> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let (mapping, descriptor) = Mapping::new(&self.device.context, bytes)?;
+        Ok(Window { number: NEXT.fetch_add(1, Relaxed), mapping: Arc::new(mapping), descriptor: Some(descriptor) })
+    }
+
+    /// Sends windows to all other ranks, unless they have them already. To be called before a message names the windows.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if they cannot be sent.
+    pub fn send(&self, windows: &mut [&mut Window]) -> Result<()> {
+        for window in windows {
+            let Some(descriptor) = window.descriptor.take() else { continue };
+            for (rank, name) in self.channels.iter().enumerate() {
+                if rank != self.rank() {
+                    let sent = self.channel.send(name, [self.rank() as u64, window.number], &descriptor);
+                    sent.map_err(|e| Error::Device(format!("cannot share GPU memory with rank {rank}: {e}")))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the memory of a rank, by its name in a message. `own`: the window, if it is this rank's.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if it has not been sent, [`Error::Device`] if it cannot be mapped.
+    pub fn address(&self, rank: usize, name: WindowName, own: Option<&Window>) -> Result<Arc<Mapping>> {
+        if rank == self.rank() {
+            let own = own.filter(|own| own.number == name.number);
+            return own.map(|own| own.mapping.clone()).ok_or_else(|| Error::State("a window is gone".into()));
+        }
+        let mut imports = self.imports();
+        let key = (rank, name.number);
+        if let Some(mapping) = imports.mapped.get(&key) {
+            return Ok(mapping.clone());
+        }
+        while !imports.early.contains_key(&key) {
+            let received = self.channel.receive();
+            let (numbers, descriptor) = received.map_err(|error| Error::Rank {
+                rank,
+                what: format!("has not shared its GPU memory ({error})"),
+            })?;
+            imports.early.insert((numbers[0] as usize, numbers[1]), descriptor);
+        }
+        let descriptor = imports.early.remove(&key).expect("the loop ends when it has come");
+        let mapping = Arc::new(Mapping::import(&self.device.context, &descriptor, name.bytes as usize)?);
+        imports.mapped.insert(key, mapping.clone());
+        Ok(mapping)
+    }
+
+    /// Unmaps windows that a rank has freed.
+    pub fn forget(&self, rank: usize, numbers: &[u64]) {
+        let mut imports = self.imports();
+        numbers.iter().for_each(|&number| drop(imports.mapped.remove(&(rank, number))));
+    }
+
+    /// What kernels need. `flags`: by rank, the address of its flags.
+    pub fn on_device(&self, flags: &[u64]) -> abi::Peers {
+        let mut of_ranks = [0; MAX_RANKS];
+        of_ranks[..flags.len()].copy_from_slice(flags);
+        abi::Peers {
+            flags: of_ranks,
+            state: self.state.address(),
+            timeout: self.communicator.timeout().as_nanos() as u64,
+            rank: self.rank() as u32,
+            world_size: self.world_size() as u32,
+        }
+    }
+
+    /// Returns the failure of a rank that a kernel has waited for in vain, and tells the other ranks of it.
+    pub fn take_failure(&self) -> Option<Error> {
+        if self.state.get(word_of!(RankState, is_aborted)) == 0 {
+            return None;
+        }
+        let silent = self.state.get(word_of!(RankState, silent)) as usize;
+        if silent > 0 && self.communicator.failure().is_none() {
+            let call = self.state.get_wide(word_of!(RankState, call));
+            let what = match self.state.get(word_of!(RankState, flag)) {
+                flag if flag <= Flag::Rows as u32 => format!("lookup {call}"),
+                flag if flag <= Flag::Norms as u32 => format!("commit {call}"),
+                _ => format!("sum of gradients {call}"),
+            };
+            let seconds = self.communicator.timeout().as_secs_f64();
+            let what = format!("has done nothing on its GPU for {what} within {seconds} s");
+            self.communicator.fail(&Error::Rank { rank: silent - 1, what });
+        }
+        self.communicator.failure()
+    }
+}
+
+/// Windows that later calls reuse.
+pub struct Windows {
+    peers: Arc<Peers>,
+    spare: VecDeque<Window>,
+    /// Numbers of windows that were freed, and that others have not been told of.
+    freed: Vec<u64>,
+}
+
+/// Maximum number of windows that are kept for later calls.
+const SPARE_WINDOWS: usize = 8;
+
+impl Windows {
+    /// Without windows.
+    pub fn new(peers: &Arc<Peers>) -> Windows {
+        Windows { peers: peers.clone(), spare: VecDeque::new(), freed: Vec::new() }
+    }
+
+    /// Returns a window of at least this many bytes.
+    ///
+    /// # Errors
+    /// As [`Peers::window`].
+    pub fn take(&mut self, bytes: usize) -> Result<Window> {
+        let fits = self.spare.iter().enumerate().filter(|(_, window)| window.num_bytes() >= bytes);
+        match fits.min_by_key(|(_, window)| window.num_bytes()).map(|(i, _)| i) {
+            Some(i) => Ok(self.spare.remove(i).expect("the index is of the queue")),
+            None => self.peers.window(bytes + bytes / 4),
+        }
+    }
+
+    /// Takes a window back. Other ranks may still read it in the step that is under way.
+    pub fn give_back(&mut self, window: Window) {
+        self.spare.push_back(window);
+        if self.spare.len() > SPARE_WINDOWS
+            && let Some(oldest) = self.spare.pop_front()
+        {
+            self.freed.push(oldest.number);
+        }
+    }
+
+    /// Appends the windows that were freed to a message.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn write_freed(&mut self, writer: &mut Writer) -> Result<()> {
+        writer.number(self.freed.len() as u64)?;
+        writer.numbers(&std::mem::take(&mut self.freed))
+    }
+
+    /// Reads the windows that another rank has freed.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] for a message that is too short.
+    pub fn read_freed(&self, from: usize, reader: &mut Reader) -> Result<()> {
+        let (count, mut freed) = (reader.number()? as usize, Vec::new());
+        reader.numbers(count, &mut freed)?;
+        self.peers.forget(from, &freed);
+        Ok(())
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.peers.world_size()
+    }
+
+    /// Number of bytes that are kept for later calls.
+    pub fn num_bytes(&self) -> usize {
+        self.spare.iter().map(Window::num_bytes).sum()
+    }
+}
+
+/// What tells this host from others: its boot and its name.
+fn host() -> String {
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default().trim().to_string();
+    format!("{} {}", read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"))
+}

@@ -1,0 +1,90 @@
+//! A lookup whose ids are those that ranks ask for: how many there are is known to the device alone.
+
+#![allow(unsafe_code)]
+
+use sok_core::contract::profile::StepPart;
+use sok_core::error::Result;
+
+use super::{Started, Workspace};
+use crate::abi::{Flag, MAX_RANKS, Peers, Serving, SharedNorms, SharedRows};
+use crate::device::{Stream, launch, launch_next};
+use crate::kernels::RANKS;
+
+/// Where the keys that all ranks ask for are. The features of the lookup are one for each table and rank, with room for all ids of a rank.
+pub struct Remote {
+    /// The ranks.
+    pub peers: Peers,
+    /// Number of the call.
+    pub call: u64,
+    /// Address of this rank's requests, see [`Asking`](super::Asking).
+    pub requests: u64,
+    /// By rank: address of where the keys of each owner start, `(tables, 2 * ranks + 1)`.
+    pub starts: [u64; MAX_RANKS],
+    /// Whether the features of ids of weight 0 follow.
+    pub has_silent: bool,
+    /// Address that takes, by feature, where its keys begin among those of the rank.
+    pub begins: u64,
+}
+
+impl Workspace {
+    /// Enqueues waiting for the keys of all ranks, and completing the features of a lookup that read them. With `save`, also its sections.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
+    pub fn connect(&self, started: &Started, remote: &Remote, save: bool, stream: Stream) -> Result<()> {
+        let serving = Serving {
+            features: started.call.features,
+            sections: if save { started.places.sections } else { 0 },
+            tables: started.call.tables,
+            requests: remote.requests,
+            starts: remote.starts,
+            begins: remote.begins,
+            num_tables: started.sections.len() as u32,
+            has_silent: remote.has_silent.into(),
+        };
+        let (peers, call) = (remote.peers, remote.call);
+        let connect = self.device.kernel(&RANKS, "connect")?;
+        let measured = self.profiler.start(stream)?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
+        unsafe { launch_next!(connect, stream, 1, 256, peers, call, serving) }?;
+        self.profiler.stop(StepPart::Exchange, measured, stream)
+    }
+
+    /// Enqueues telling all ranks that this one has come as far as a call, and waiting for them.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub fn meet(&self, peers: &Peers, flag: Flag, call: u64, stream: Stream) -> Result<()> {
+        let (peers, flag) = (*peers, flag as u32);
+        let meet = self.device.kernel(&RANKS, "meet")?;
+        let measured = self.profiler.start(stream)?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
+        unsafe { launch_next!(meet, stream, 1, MAX_RANKS, peers, flag, call) }?;
+        self.profiler.stop(StepPart::Exchange, measured, stream)
+    }
+
+    /// Enqueues giving all ranks the rows of the out-of-vocabulary keys that this rank owns.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub fn share_out_of_vocabulary(&self, peers: &Peers, rows: &SharedRows, stream: Stream) -> Result<()> {
+        let (peers, rows) = (*peers, *rows);
+        let share = self.device.kernel(&RANKS, "share_out_of_vocabulary")?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
+        unsafe { launch_next!(share, stream, rows.num_tables, 32, peers, rows) }
+    }
+
+    /// Enqueues adding the squared norms of all ranks to this rank's, by table and exponent.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub fn share_norms(&self, peers: &Peers, norms: &SharedNorms, commit: u64, stream: Stream) -> Result<()> {
+        let (peers, norms) = (*peers, *norms);
+        let [send, add] = self.device.kernels(&RANKS, ["send_norms", "add_norms"])?;
+        let blocks = norms.num_tables;
+        // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
+        unsafe { launch!(send, stream, blocks, 256, peers, norms) }?;
+        // SAFETY: As above.
+        unsafe { launch!(add, stream, 1, 1024, peers, commit, norms) }
+    }
+}

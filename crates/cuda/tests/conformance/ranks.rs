@@ -1,0 +1,154 @@
+//! Groups that ranks share: one rank as a group of one process, and several ranks, each a process, beside the ranks on the host.
+//!
+//! `SOK_TEST_RANKS` says how many ranks there are, `SOK_TEST_GPUS` on how many GPUs.
+
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use sok_core::contract::table::TableConfig;
+use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::placement::Placement;
+use sok_core::exchange::tcp::TcpRank;
+use sok_core::formula::update::UpdateScalars;
+use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
+use sok_cuda::peers::Peers;
+
+use crate::common::large::any_update;
+use crate::common::ranks::{GlobalStep, any_steps, any_tables, part_of, share};
+use crate::common::sharded::ShardedSubject;
+use crate::common::subject::{Maker, OWNER, Subject, binding};
+use crate::common::{Dice, bits, scan};
+use crate::subject::{DEVICE, GpuSubject, Tested, peers_of};
+use crate::{POOL, run_all, suite};
+
+const ALONE: Maker = Maker { make: alone, tells_late: true, dims: &[3, 64] };
+
+fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
+    vec![Box::new(GpuSubject::alone(configs))]
+}
+
+suite!(ALONE, #[ignore = "needs a GPU"]);
+
+#[test]
+#[ignore = "needs a GPU"]
+fn large_calls_leave_one_rank_as_its_model() {
+    for seed in 0..12 {
+        println!("seed {seed}");
+        let mut dice = Dice(seed);
+        let configs: Vec<TableConfig> =
+            (0..1 + dice.below(4)).map(|_| crate::common::large::large_config(&mut dice)).collect();
+        let update = any_update(&mut dice);
+        let ops = crate::common::large::large_ops(&mut dice, configs.len());
+        run_all(&configs, update, &ops, &ALONE);
+    }
+}
+
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Starts this test program once for each rank.
+#[test]
+#[ignore = "needs a GPU"]
+fn ranks_have_the_bits_of_ranks_on_the_host() {
+    let (ranks, gpus) = (number("SOK_TEST_RANKS", 2), number("SOK_TEST_GPUS", 1));
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "ranks::one_rank", "--nocapture"])
+            .env("SOK_TEST_RANK", rank.to_string())
+            .env("SOK_TEST_RANKS", ranks.to_string())
+            .env("SOK_TEST_PORT", port.to_string())
+            .env("CUDA_VISIBLE_DEVICES", (rank % gpus).to_string())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..ranks).map(start).collect();
+    let all: Vec<bool> = children.into_iter().map(|mut child| child.wait().unwrap().success()).collect();
+    assert!(all.iter().all(|is_good| *is_good), "{all:?}");
+}
+
+/// One of the ranks of the test above; nothing if the program was not started by it.
+#[test]
+#[ignore = "needs a GPU"]
+fn one_rank() {
+    let Ok(rank) = std::env::var("SOK_TEST_RANK") else { return };
+    let (ranks, port) = (number("SOK_TEST_RANKS", 2), number("SOK_TEST_PORT", 0));
+    let address = format!("127.0.0.1:{port}");
+    let connected = TcpRank::connect(rank.parse().unwrap(), ranks, &address, Duration::from_secs(60)).unwrap();
+    let communicator: Arc<dyn Communicator> = Arc::new(connected);
+    let peers = Arc::new(peers_of(communicator.clone()));
+    for seed in 0..number("SOK_TEST_CASES", 12) as u64 {
+        let mut dice = Dice(seed);
+        let is_even = seed % 3 != 2;
+        let merge_blocks = ranks * if is_even { dice.pick(&[1, 2, 3]) } else { 1 };
+        let mut configs = any_tables(&mut dice);
+        if seed % 4 == 3 {
+            configs.iter_mut().for_each(|(config, _)| config.max_capacity = Some(40));
+            configs.iter_mut().for_each(|(config, _)| config.check_mode = sok_core::contract::table::CheckMode::Count);
+        }
+        let mut update = any_update(&mut dice);
+        update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
+        let steps = any_steps(&mut dice, &configs, 6 * ranks);
+        let host = ShardedSubject::new(&configs, communicator.clone(), merge_blocks, &POOL);
+        let gpu = ShardedGpuGroup::new(&DEVICE, configs.clone(), &peers, 2, merge_blocks).unwrap();
+        let gpu = GpuSubject::of(Tested::Shared(gpu));
+        println!("rank {rank}, seed {seed}, {merge_blocks} blocks");
+        follow(&configs, update, &steps, Box::new(host), Box::new(gpu), &peers, is_even);
+    }
+}
+
+/// Runs steps on this rank's share of each batch, on the host and on the GPU.
+fn follow(
+    configs: &[(TableConfig, Placement)],
+    update: sok_core::formula::update::Update,
+    steps: &[GlobalStep],
+    host: Box<dyn Subject>,
+    gpu: Box<dyn Subject>,
+    peers: &Peers,
+    is_even: bool,
+) {
+    let (rank, world_size) = (peers.rank(), peers.world_size());
+    let mut subjects = [host, gpu];
+    subjects.iter_mut().for_each(|subject| subject.bind(binding(OWNER, update)).unwrap());
+    for (number, step) in (1..).zip(steps) {
+        let bags: Vec<_> =
+            step.inputs.iter().map(|input| share(input.bags().len(), rank, world_size, is_even)).collect();
+        let inputs: Vec<_> =
+            step.inputs.iter().zip(&bags).map(|(input, bags)| part_of(input, bags.clone())).collect();
+        let gradients = step.inputs.iter().zip(&bags).zip(&step.gradients).map(|((input, bags), gradients)| {
+            let dim = configs[input.table].0.dim;
+            gradients[bags.start * dim..bags.end * dim].to_vec()
+        });
+        let kept = Arc::new(gradients.collect::<Vec<_>>());
+        let weighted = inputs.iter().filter(|input| input.weights.is_some());
+        let ids: Vec<usize> = weighted.map(|input| input.ids.keys().len()).collect();
+        let seen = subjects.each_mut().map(|subject| {
+            let (lookup, outputs) = subject.lookup(&inputs, step.insertion, true).unwrap();
+            let weights = subject.push(number, lookup, &kept, number % 2 == 0, &ids).unwrap();
+            let norm = subject.commit(&[(number, step.weight)], step.is_update).unwrap() as f32;
+            let scalars = UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 };
+            subject.apply(scalars, step.is_update).unwrap();
+            for table in 0..configs.len() {
+                subject.table_mut(table).erase(&step.erased).unwrap();
+            }
+            let tables: Vec<_> = (0..configs.len()).map(|table| scan(subject.table(table), 100)).collect();
+            (outputs, weights, norm, tables)
+        });
+        let [host, gpu] = seen;
+        for (feature, (host, gpu)) in host.0.iter().zip(&gpu.0).enumerate() {
+            assert_eq!(bits(host), bits(gpu), "rank {rank}, step {number}, output {feature}");
+        }
+        for (feature, (host, gpu)) in host.1.iter().zip(&gpu.1).enumerate() {
+            let is_near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * (1.0 + a.abs());
+            assert!(host.iter().zip(gpu).all(is_near), "rank {rank}, step {number}, weights {feature}");
+        }
+        assert_eq!(host.2.to_bits(), gpu.2.to_bits(), "rank {rank}, step {number}, norm");
+        for (table, (host, gpu)) in host.3.iter().zip(&gpu.3).enumerate() {
+            assert!(host == gpu, "rank {rank}, step {number}, table {table}");
+        }
+    }
+}
