@@ -46,14 +46,14 @@ class Core:
         placements = [config.pop("placement") for config in configs]
         if distributed.is_initialized():
             self._share_seeds(configs)
-            if storage == "hbm":
-                raise native.DeviceError(
-                    'Tables of several ranks are in the memory of the host. Received: storage="hbm". Use "auto" or "host"'
-                )
-            gpu = None
         self.group = native.Group(
             [json.dumps(config) for config in configs], gpu, _nvrtc_paths(), [json.dumps(place) for place in placements]
         )
+        if storage == "hbm" and not self.group.is_on_gpu:
+            raise native.DeviceError(
+                "Ranks share tables on GPUs only if each rank has one, and all reach each other's memory, as the GPUs of one host do. "
+                'Received: storage="hbm". Use "auto" or "host"'
+            )
         # Number of the GPU that the tables are on; None: they are on the host.
         self.gpu = gpu if self.group.is_on_gpu else None
         self.trigger = Trigger(self.names)

@@ -162,6 +162,17 @@ def test_trainer_has_the_methods_that_are_wrapped(name):
     assert callable(getattr(private_jax.JAXTrainer, name))
 
 
+@of_backend["jax"]
+def test_jax_says_whether_it_has_started():
+    """Else each rank would take memory of every GPU."""
+    import jax
+
+    from sok_keras.backend import private_jax
+
+    jax.devices()
+    assert private_jax.backends_are_initialized()
+
+
 @of_backend["tensorflow"]
 def test_tapes_are_seen():
     """Else lookups would keep nothing for their gradients, or always."""

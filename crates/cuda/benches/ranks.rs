@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{ADAM, Bench, config, draw_row, key_of, keep_samples, median, time_in_a_row, unit};
+use common::{ADAM, Bench, config, draw_row, keep_samples, key_of, median, time_in_a_row, unit};
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
@@ -22,7 +22,7 @@ use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::formula::update::Update;
-use sok_core::formula::{Formula, Rule, RowWiseAdagrad};
+use sok_core::formula::{Formula, RowWiseAdagrad, Rule};
 use sok_core::key::Key;
 use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients, optimizer};
@@ -41,8 +41,7 @@ struct Work {
 }
 
 /// Ids of a sample in each table of MLPerf's DCNv2.
-const DCN: [usize; 26] =
-    [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1];
+const DCN: [usize; 26] = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1];
 
 fn works() -> Vec<Work> {
     let row_wise = Update { rule: Rule::RowWiseAdagrad(RowWiseAdagrad::VARIANTS[0]), ..ADAM };
@@ -201,7 +200,9 @@ impl<'a> Steps<'a> {
             unsafe {
                 match &mut self.tables {
                     Tables::Alone(group) => group.lookup(&features, Insertion::AtLookup, false, None, stream),
-                    Tables::Shared(group) => group.lookup(&features, Insertion::AtLookup, false, None, stream),
+                    Tables::Shared(group) => {
+                        group.lookup(&features, Insertion::AtLookup, false, None, stream)
+                    }
                 }
             }
             .unwrap();
@@ -211,7 +212,8 @@ impl<'a> Steps<'a> {
 
     /// Milliseconds a step, and microseconds of the host for one.
     fn time(&mut self, first_step: usize) -> (Vec<f32>, f32) {
-        let upload = |step| Buffer::from_slice(&self.bench.device.context, &self.work.ids(first_step + step)).unwrap();
+        let upload =
+            |step| Buffer::from_slice(&self.bench.device.context, &self.work.ids(first_step + step)).unwrap();
         let inputs: Vec<Buffer<u64>> = (0..WARM + TIMED).map(upload).collect();
         inputs[..WARM].iter().for_each(|ids| self.step(ids));
         let bench = self.bench;
@@ -233,16 +235,27 @@ impl<'a> Steps<'a> {
         self.tables.group().measure(true);
         const STEPS: usize = 8;
         for step in 0..STEPS {
-            let ids = Buffer::from_slice(&self.bench.device.context, &self.work.ids(first_step + step)).unwrap();
+            let ids =
+                Buffer::from_slice(&self.bench.device.context, &self.work.ids(first_step + step)).unwrap();
             self.step(&ids);
         }
         let profile = self.tables.group().take_profile().unwrap();
         self.tables.group().measure(false);
         let text = |part: StepPart| {
             let times = profile.get(part);
-            format!("{} {:.0} in {}", part.name(), times.time.as_secs_f64() * 1e6 / STEPS as f64, times.runs as usize / STEPS)
+            format!(
+                "{} {:.0} in {}",
+                part.name(),
+                times.time.as_secs_f64() * 1e6 / STEPS as f64,
+                times.runs as usize / STEPS
+            )
         };
-        StepPart::ALL.into_iter().filter(|part| profile.get(*part).runs > 0).map(text).collect::<Vec<_>>().join(", ")
+        StepPart::ALL
+            .into_iter()
+            .filter(|part| profile.get(*part).runs > 0)
+            .map(text)
+            .collect::<Vec<_>>()
+            .join(", ")
     }
 }
 
@@ -266,14 +279,18 @@ fn run(rank: usize, ranks: usize, port: usize) {
     let mut step = 0;
     let mut meet = || {
         step += 1;
-        gather(&*communicator, Tag { call: Call::Barrier, layer: 9, step, round: 0 }, Ok(Vec::new())).unwrap();
+        gather(&*communicator, Tag { call: Call::Barrier, layer: 9, step, round: 0 }, Ok(Vec::new()))
+            .unwrap();
     };
     let bench = Bench::start_for(rank == 0, &format!("a training step on {ranks} GPUs that share tables"));
     let tag = Tag { call: Call::Barrier, layer: 8, step: 0, round: 0 };
-    let peers = Peers::connect(communicator.clone(), &bench.device, tag).unwrap().expect("GPUs reach each other");
+    let peers =
+        Peers::connect(communicator.clone(), &bench.device, tag).unwrap().expect("GPUs reach each other");
     let peers = Arc::new(peers);
     if rank == 0 {
-        println!("| work, per rank | one GPU, ms | ranks, ms | ratio | host, µs, one and ranks |\n|---|---|---|---|---|");
+        println!(
+            "| work, per rank | one GPU, ms | ranks, ms | ratio | host, µs, one and ranks |\n|---|---|---|---|---|"
+        );
     }
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut layer = 1;
@@ -304,7 +321,13 @@ fn run(rank: usize, ranks: usize, port: usize) {
         let parts = steps.parts((rank << 20) + 1000);
         if rank == 0 {
             let (one, many) = (median(&alone.0), median(&shared.0));
-            println!("| {} | {one:.3} | {many:.3} | {:.2} | {:.0}, {:.0} |", work.name, many / one, alone.1, shared.1);
+            println!(
+                "| {} | {one:.3} | {many:.3} | {:.2} | {:.0}, {:.0} |",
+                work.name,
+                many / one,
+                alone.1,
+                shared.1
+            );
             println!("  parts of a step on ranks, µs: {parts}");
         }
         meet();

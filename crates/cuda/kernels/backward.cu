@@ -466,6 +466,21 @@ template <class Body> __device__ __forceinline__ void take_turns(const Body& bod
   for (u32 block = blockIdx.x; body(block); block += gridDim.x) __syncwarp();
 }
 
+// The same, where the host does not know the number of ids: most of as many blocks as there may be would have nothing to do.
+template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM>
+__global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_in_turns(
+    const __grid_constant__ Work<sizeof...(DIM)> w) {
+  begin();
+  typedef Work<sizeof...(DIM)> W;
+  __shared__ typename Update<SOURCE, 1, RULE, AGAIN, W>::Memory memory;
+  const Prepared now = *w.prepared;
+  if (!now.is_due) return;
+  take_turns([&](u32 block) {
+    u32 kind = 0;
+    return (merge_keys<Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
+  });
+}
+
 // Merges gradients without an update. Writes the sums of all keys to `Keys::sums`.
 template <u32 SOURCE, bool AGAIN, u32... DIM>
 __global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(DIM)> w) {

@@ -9,6 +9,8 @@
 constexpr u64 EMPTY = ~0ull;
 // Marks an id that asks for no row, in place of its slot.
 constexpr u32 NO_SLOT = ~0u;
+// Bit of a slot's number: the id is the first one of its key.
+constexpr u32 FIRST = 1u << 31;
 constexpr u32 WARPS = REQUEST_THREADS / WARP, TURNS = REQUEST_BLOCK / REQUEST_THREADS;
 
 // Returns the rank that owns a key, as `owner` of crates/core/src/exchange/placement.rs.
@@ -22,8 +24,7 @@ __device__ __forceinline__ u32 owner_of(const Request& r, u32 world_size, u64 ke
 // Sets the slots of all sets to empty. `count`: their number.
 extern "C" __global__ void __launch_bounds__(256) clear_slots(KeySlot* slots, u32 count) {
   begin();
-  for (u32 i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
-    *(uint4*)(slots + i) = make_uint4(~0u, ~0u, ~0u, 0);
+  for (u32 i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) *(uint4*)(slots + i) = make_uint4(~0u, ~0u, ~0u, 0);
 }
 
 // Returns the slot of a key in the set of a merge block, and notes the place of an id of the key.
@@ -96,24 +97,16 @@ __device__ __forceinline__ const Request& request_at(const Requests& all, u32 bl
   return all.requests[number];
 }
 
-// An id of a block: its slot, and the class of its key if it is the first id of the key; MAX_CLASSES otherwise.
-struct FirstId {
-  u32 slot, owner_class;
-  u64 key;
-};
-__device__ __forceinline__ FirstId first_id_at(const Requests& all, const Request& r, const u32* slots, u32 block, u32 turn) {
-  const u32 i = block * REQUEST_BLOCK + turn * REQUEST_THREADS + threadIdx.x, at = r.first + i;
-  FirstId id = {i < r.num_ids ? slots[at] : NO_SLOT, MAX_CLASSES, 0};
-  if (id.slot == NO_SLOT) return id;
-  const KeySlot& slot = r.slots[id.slot];
-  if (slot.first != at) return id;
-  id.key = slot.key;
-  id.owner_class = owner_of(r, all.world_size, id.key) * classes_of_owner(all) + id.slot / (r.num_slots + 1);
-  return id;
+// Returns the number of a thread's id among those of its table.
+__device__ __forceinline__ u32 id_at(u32 block, u32 turn) { return block * REQUEST_BLOCK + turn * REQUEST_THREADS + threadIdx.x; }
+
+// Returns the class of a key. `slot`: its slot.
+__device__ __forceinline__ u32 class_of(const Requests& all, const Request& r, u32 slot, u64 key) {
+  return owner_of(r, all.world_size, key) * classes_of_owner(all) + slot / (r.num_slots + 1);
 }
 
-// Counts the first ids of each block by class. `slots`: by place of an id, as `claim_keys` wrote them.
-extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) count_firsts(const u32* slots, const __grid_constant__ Requests all) {
+// Counts the first ids of each block by class, and marks them. `slots`: by place of an id, as `claim_keys` wrote them.
+extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) count_firsts(u32* slots, const __grid_constant__ Requests all) {
   begin();
   __shared__ u32 counts[MAX_CLASSES];
   const Request& r = request_at(all, blockIdx.x);
@@ -122,8 +115,13 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) count_firsts(const
   __syncthreads();
 #pragma unroll
   for (u32 turn = 0; turn < TURNS; ++turn) {
-    const FirstId id = first_id_at(all, r, slots, block, turn);
-    if (id.owner_class != MAX_CLASSES) atomicAdd(&counts[id.owner_class], 1);
+    const u32 i = id_at(block, turn), at = r.first + i;
+    const u32 slot = i < r.num_ids ? slots[at] : NO_SLOT;
+    if (slot == NO_SLOT) continue;
+    const KeySlot key = r.slots[slot];
+    if (key.first != at) continue;
+    slots[at] = slot | FIRST;
+    atomicAdd(&counts[class_of(all, r, slot, key.key)], 1);
   }
   __syncthreads();
   for (u32 c = threadIdx.x; c < classes; c += REQUEST_THREADS) r.counts[c * r.num_blocks + block] = counts[c];
@@ -188,17 +186,20 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) write_keys(const u
     for (u32 w = 0; w < WARPS; ++w) of_warps[w][c] = 0;
   }
   for (u32 turn = 0; turn < TURNS; ++turn) {
-    const FirstId id = first_id_at(all, r, slots, block, turn);
-    const bool is_first = id.owner_class != MAX_CLASSES;
-    const u32 same = __match_any_sync(ALL, id.owner_class), rank = __popc(same & lanes_below());
+    const u32 i = id_at(block, turn), marked = i < r.num_ids ? slots[r.first + i] : NO_SLOT;
+    const bool is_first = marked != NO_SLOT && marked & FIRST;
+    const u32 slot = marked & ~FIRST;
+    const u64 key = is_first ? r.slots[slot].key : 0;
+    const u32 of_key = is_first ? class_of(all, r, slot, key) : MAX_CLASSES;
+    const u32 same = __match_any_sync(ALL, of_key), rank = __popc(same & lanes_below());
     __syncthreads();
-    if (is_first && rank == 0) of_warps[warp][id.owner_class] = __popc(same);
+    if (is_first && rank == 0) of_warps[warp][of_key] = __popc(same);
     __syncthreads();
     if (is_first) {
-      u32 place = next[id.owner_class] + rank;
-      for (u32 w = 0; w < warp; ++w) place += of_warps[w][id.owner_class];
-      r.keys[place] = id.key;
-      r.slots[id.slot].place = place;
+      u32 place = next[of_key] + rank;
+      for (u32 w = 0; w < warp; ++w) place += of_warps[w][of_key];
+      r.keys[place] = key;
+      r.slots[slot].place = place;
     }
     __syncthreads();
     for (u32 c = threadIdx.x; c < classes; c += REQUEST_THREADS)
@@ -212,9 +213,9 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) number_rows(u32* s
   const Request& r = request_at(all, blockIdx.x);
 #pragma unroll
   for (u32 turn = 0; turn < TURNS; ++turn) {
-    const u32 i = (blockIdx.x - r.first_block) * REQUEST_BLOCK + turn * REQUEST_THREADS + threadIdx.x;
+    const u32 i = id_at(blockIdx.x - r.first_block, turn);
     if (i >= r.num_ids) continue;
-    const u32 slot = slots[r.first + i], row = slot == NO_SLOT ? 0 : r.slots[slot].place + 1;
+    const u32 marked = slots[r.first + i], slot = marked & ~FIRST, row = marked == NO_SLOT ? 0 : r.slots[slot].place + 1;
     slots[r.first + i] = row;
     if (all.active) all.active[r.first + i] = row && slot / (r.num_slots + 1) < all.merge_blocks ? row : 0;
   }
@@ -290,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(WARP) share_out_of_vocabulary(
   if (!t.has_out_of_vocabulary_key || owner_of(r, p.world_size, t.out_of_vocabulary_key) != p.rank) return;
   const u32 record = find_alone(t.index, t.out_of_vocabulary_key);
   for (u32 quad = lane(); quad < t.quads; quad += WARP) {
-    const float4 row = record == NO_RECORD ? first_values(t.initializer, t.out_of_vocabulary_key, quad)
-                                           : t.records[(u64)record * t.stride + quad];
+    const float4 row =
+        record == NO_RECORD ? first_values(t.initializer, t.out_of_vocabulary_key, quad) : t.records[(u64)record * t.stride + quad];
     for (u32 rank = 0; rank < p.world_size; ++rank)
       if (r.owner != EVERY_RANK || rank == p.rank) ((float4*)s.of_ranks[rank])[(u64)blockIdx.x * s.stride + quad] = row;
   }
@@ -356,7 +357,8 @@ __global__ void __launch_bounds__(RING) agree(const __grid_constant__ Peers p, u
 }
 
 // Writes this rank's squared norms to all ranks.
-extern "C" __global__ void __launch_bounds__(256) send_norms(const __grid_constant__ Peers p, const __grid_constant__ SharedNorms n) {
+extern "C" __global__ void __launch_bounds__(256) send_norms(
+    const __grid_constant__ Peers p, const __grid_constant__ SharedNorms n) {
   begin();
   const u32 count = n.num_tables * EXPONENTS;
   for (u32 i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
@@ -376,5 +378,21 @@ extern "C" __global__ void __launch_bounds__(1024) add_norms(
     u64 sum = 0;
     for (u32 r = 0; r < p.world_size; ++r) sum += load_shared(of_ranks + (u64)r * count + i);
     n.totals[i] = sum;
+  }
+}
+
+// Adds this rank's part of the vectors of all ranks, in the order of the ranks, and writes the sums to all of them.
+extern "C" __global__ void __launch_bounds__(256) add_vectors(
+    const __grid_constant__ Peers p, const __grid_constant__ SharedSum s) {
+  begin();
+  const u64 end = s.quads * (p.rank + 1) / p.world_size, stride = (u64)gridDim.x * 256;
+#pragma unroll 2
+  for (u64 i = s.quads * p.rank / p.world_size + blockIdx.x * 256 + threadIdx.x; i < end; i += stride) {
+    float4 sum = __ldcs((const float4*)s.vectors[0] + i);
+    for (u32 r = 1; r < p.world_size; ++r) {
+      const float4 x = __ldcs((const float4*)s.vectors[r] + i);
+      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    }
+    for (u32 r = 0; r < p.world_size; ++r) store_once((float4*)s.vectors[r] + s.quads + i, sum);
   }
 }

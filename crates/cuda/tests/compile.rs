@@ -66,8 +66,13 @@ fn kernels_compile_for_older_devices() {
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-    let mut forward =
-        own(&["find_records", "settle_records", "make_rows<0, 8, 64, 1024>", "make_rows<2, 8, 64, 1024>"]);
+    let mut forward = own(&[
+        "find_records",
+        "find_requested",
+        "settle_records",
+        "make_rows<0, 8, 64, 1024>",
+        "make_rows<2, 8, 64, 1024>",
+    ]);
     let mut weights = own(&["weight_gradients<8, 64, 1024>"]);
     let mut backward = own(&["sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
     let mut table = own(&[
@@ -93,6 +98,7 @@ fn all_kernels_compile_for_all_architectures() {
     for rule in &rules {
         backward.push(format!("update<1, {rule}, true, 64>"));
         backward.push(format!("update<0, {rule}, false, 8, 257>"));
+        backward.push(format!("update_in_turns<0, {rule}, false, 8, 260>"));
         backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
     }
     backward.extend(own(&[
@@ -137,6 +143,7 @@ fn all_kernels_compile_for_all_architectures() {
         "agree<64>",
         "send_norms",
         "add_norms",
+        "add_vectors",
     ]);
     let kernels = [
         (&TABLE, table),

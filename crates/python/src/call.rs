@@ -187,12 +187,21 @@ pub fn commit(
 }
 
 /// Tensors in: a vector float32 `(n,)`, and a tensor float32 that is passed on, so that what depends on it comes later. Tensors out: the
-/// sums of the vectors of all ranks, and the other tensor. All are on the host.
-pub fn sum_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+/// sums of the vectors of all ranks, and the other tensor. All are on the host, or all on the GPU.
+pub fn sum_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs, stream: StreamHandle) -> Result<()> {
     let mut inputs = inputs.iter();
     for index in 0..2 {
         let input = take(&mut inputs)?;
         let mut output = outputs.output(index, DType::F32, input.dims())?;
+        if input.memory() == Memory::Device {
+            let (from, to) = (input.address(DType::F32)?, output.address(DType::F32)?);
+            if index == 0 {
+                ranks::sum_on_gpus(from, to, input.len(), stream)?;
+            } else {
+                ranks::copy_on_gpu(from, to, input.len(), stream)?;
+            }
+            continue;
+        }
         let floats = output.slice_mut::<f32>()?;
         floats.copy_from_slice(input.slice()?);
         if index == 0 {

@@ -1,14 +1,17 @@
 //! The ranks of a world: this process's connection with the others, and the collectives that Python calls.
 
+#![allow(unsafe_code)]
+
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use sok_core::checkpoint::Ranks;
+use sok_core::contract::tensor::StreamHandle;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives;
 use sok_core::exchange::communicator::Communicator;
@@ -16,6 +19,8 @@ use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::memory;
+use sok_cuda::device::{Device, Stream};
+use sok_cuda::peers::{PeerSum, Peers};
 
 use crate::error::{detached, to_python};
 use crate::numpy_out::{values, vector};
@@ -28,6 +33,10 @@ pub struct World {
     local_rank: usize,
     pub merge_blocks: usize,
     num_layers: AtomicU32,
+    /// The GPUs of all ranks, if they reach each other's memory; asked for at the first layer on a GPU.
+    peers: OnceLock<Option<Arc<Peers>>>,
+    /// Adds gradients on the GPUs.
+    sum: Mutex<Option<PeerSum>>,
     /// By kind of call: how many were made.
     num_calls: Mutex<HashMap<Call, u64>>,
 }
@@ -36,6 +45,22 @@ impl World {
     /// Number of the next layer. Ranks make layers in the same order.
     pub fn next_layer(&self) -> u32 {
         self.num_layers.fetch_add(1, Relaxed) + 1
+    }
+
+    /// The GPUs of all ranks, if all ranks have one for their tables, and reach each other's memory. All ranks must call it. `gpu`: this
+    /// rank's, for the layer of this number.
+    pub fn peers(&self, gpu: Option<&Arc<Device>>, layer: u32) -> Result<Option<Arc<Peers>>> {
+        let tag = Tag { call: Call::Gather, layer, step: 0, round: 0 };
+        let have = collectives::gather(&*self.communicator, tag, Ok(vec![u8::from(gpu.is_some())]))?;
+        let Some(gpu) = gpu.filter(|_| have.iter().all(|has| has == &[1])) else { return Ok(None) };
+        if let Some(peers) = self.peers.get() {
+            return Ok(peers.clone());
+        }
+        let peers = Peers::connect(self.communicator.clone(), gpu, tag.at(1))?.map(Arc::new);
+        if let Some(peers) = &peers {
+            *self.sum.lock().unwrap_or_else(PoisonError::into_inner) = Some(PeerSum::new(peers)?);
+        }
+        Ok(self.peers.get_or_init(|| peers).clone())
     }
 
     /// Tag of the next call of this kind that is of no layer.
@@ -66,6 +91,34 @@ fn required() -> Result<Arc<World>> {
 pub fn sum_gradients(floats: &mut [f32]) -> Result<()> {
     let world = required()?;
     collectives::sum(&*world.communicator, world.next_tag(Call::Gradients), floats)
+}
+
+/// Whether GPUs add gradients, because all ranks reach each other's memory.
+pub fn sums_on_gpus() -> bool {
+    world().is_some_and(|world| world.peers.get().is_some_and(Option::is_some))
+}
+
+/// Enqueues adding a vector on the GPUs of all ranks.
+pub fn sum_on_gpus(from: u64, to: u64, len: usize, stream: StreamHandle) -> Result<()> {
+    let world = required()?;
+    let tag = world.next_tag(Call::Gradients);
+    let mut sum = world.sum.lock().unwrap_or_else(PoisonError::into_inner);
+    let sum = sum.as_mut().ok_or_else(|| Error::State("the GPUs of the ranks are not connected".into()))?;
+    // SAFETY: The addresses are of tensors of this length, which their framework keeps until the stream has completed the call.
+    unsafe { sum.sum(from, to, len, tag, Stream::of(stream)) }
+}
+
+/// Enqueues copying a vector on the GPU.
+pub fn copy_on_gpu(from: u64, to: u64, len: usize, stream: StreamHandle) -> Result<()> {
+    // SAFETY: The addresses are of tensors of this length, which their framework keeps until the stream has completed the call.
+    unsafe { Stream::of(stream).copy(to, from, 4 * len) }
+}
+
+/// Whether GPUs add gradients.
+#[pyfunction]
+#[pyo3(name = "sums_on_gpus")]
+fn py_sums_on_gpus() -> bool {
+    sums_on_gpus()
 }
 
 /// Connects this process with the other ranks.
@@ -101,7 +154,8 @@ fn connect_ranks(
             (Arc::new(rank), local_rank)
         };
         let (num_layers, num_calls) = (AtomicU32::new(0), Mutex::default());
-        let world = World { communicator, local_rank, merge_blocks, num_layers, num_calls };
+        let (peers, sum) = (OnceLock::new(), Mutex::default());
+        let world = World { communicator, local_rank, merge_blocks, num_layers, peers, sum, num_calls };
         *WORLD.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(world));
         Ok(())
     })
@@ -195,6 +249,7 @@ fn sum<'py>(py: Python<'py>, floats: PyReadonlyArray1<'_, f32>) -> PyResult<Boun
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(connect_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(py_sums_on_gpus, module)?)?;
     module.add_function(wrap_pyfunction!(leave_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(ranks, module)?)?;
     module.add_function(wrap_pyfunction!(barrier, module)?)?;

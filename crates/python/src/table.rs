@@ -19,6 +19,7 @@ use sok_core::memory;
 use sok_core::pool;
 use sok_cuda::device::Device;
 use sok_cuda::gpu_group::GpuGroup;
+use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 
 use crate::error::{SokError, detached, guarded, to_python};
 use crate::fork;
@@ -66,7 +67,14 @@ impl Group {
             if let Some(world) = ranks::world() {
                 let (communicator, layer) = (world.communicator.clone(), world.next_layer());
                 let placements = placements.into_iter().chain(std::iter::repeat(Placement::default()));
-                let configs = configs.into_iter().zip(placements).collect();
+                let configs: Vec<_> = configs.into_iter().zip(placements).collect();
+                let device = gpu
+                    .map(|gpu| fork::check_gpu().and_then(|()| Device::shared(gpu, &nvrtc)))
+                    .transpose()?;
+                if let (Some(peers), Some(device)) = (world.peers(device.as_ref(), layer)?, device) {
+                    let blocks = world.merge_blocks;
+                    return Ok(Box::new(ShardedGpuGroup::new(&device, configs, &peers, layer, blocks)?));
+                }
                 return Ok(Box::new(ShardedGroup::new(configs, communicator, layer, world.merge_blocks)?));
             }
             let Some(gpu) = gpu else { return Ok(Box::new(HostGroup::new(configs)?)) };

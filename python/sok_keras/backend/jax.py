@@ -7,6 +7,8 @@ rematerialisation works, and a gradient that nobody asked for is never pushed.
 
 import contextlib
 import functools
+import glob
+import os
 from typing import NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from sok_keras import _native
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.jax_trainer import chosen_updates, guard_trainer, traced_scope
 from sok_keras.backend.leaving import note_thread, watch_exit
+from sok_keras.backend.private_jax import backends_are_initialized
 
 guard_trainer()
 for _platform, _targets in _native.xla_targets().items():
@@ -142,6 +145,13 @@ def sum_gradients(gradients, then):
 
 def bind_gpu(number):
     """Makes this process use one of the GPUs that it sees."""
+    if not backends_are_initialized():
+        # JAX takes memory of every GPU that it sees, so it must see one. The driver reads the variable when it starts.
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))] if seen is None else seen.split(",")
+        if len(gpus) > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        return
     devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
     if devices:
         jax.config.update("jax_default_device", devices[number % len(devices)])

@@ -1,5 +1,6 @@
-"""Names of Keras' JAX backend that are not public. `tests/backends/test_private_names.py` says what breaks without each."""
+"""Names of JAX and of Keras' JAX backend that are not public. `tests/backends/test_private_names.py` says what breaks without each."""
 
+from jax._src.xla_bridge import backends_are_initialized
 from keras.src.backend.jax.trainer import JAXTrainer
 
-__all__ = ["JAXTrainer"]
+__all__ = ["JAXTrainer", "backends_are_initialized"]

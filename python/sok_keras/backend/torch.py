@@ -169,9 +169,11 @@ def _apply(scalars, sum_of_squares, triggers, optimizer):
 
 
 def _sum_gradients(gradients, then):
-    inputs = _at(_device_of(None), [gradients.detach(), then])
+    on_gpu = gradients.is_cuda and _native.sums_on_gpus()
+    device = _device_of(gradients.device.index if on_gpu else None)
+    inputs = [tensor.contiguous() for tensor in _at(device, [gradients.detach(), then])]
     sums = [torch.empty_like(tensor) for tensor in inputs]
-    _native.sum_gradients(inputs, sums)
+    _native.sum_gradients(inputs, sums, device.index)
     return _back(sums, gradients)
 
 

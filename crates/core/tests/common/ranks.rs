@@ -112,4 +112,3 @@ pub fn any_steps(dice: &mut Dice, configs: &[(TableConfig, Placement)], num_bags
     };
     (0..6).map(|_| step()).collect()
 }
-

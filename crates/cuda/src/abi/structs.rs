@@ -714,9 +714,9 @@ structs! {
 
     /// Vectors that all ranks add.
     pub struct SharedSum {
-        /// By rank: the address of its vector.
+        /// By rank: the address of its vector. The sums follow it.
         pub vectors: [u64; MAX_RANKS],
-        /// Number of floats, a multiple of 4.
-        pub len: u64,
+        /// Number of groups of four floats.
+        pub quads: u64,
     }
 }

@@ -260,7 +260,18 @@ impl GpuGroup {
             let Some(push) = self.ring.get(named.number) else { continue };
             let (lookup, rows) = (push.lookup.clone(), push.rows.clone());
             if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
-                pushes.push((named.weight, Push { lookup, rows, copy: None, sums: None, window: None, is_merged: false, _keep: None }));
+                pushes.push((
+                    named.weight,
+                    Push {
+                        lookup,
+                        rows,
+                        copy: None,
+                        sums: None,
+                        window: None,
+                        is_merged: false,
+                        _keep: None,
+                    },
+                ));
             }
         }
         self.carried.extend(pushes);

@@ -22,8 +22,8 @@ use sok_core::contract::ticket::{PushRing, RING, mark};
 use sok_core::error::{Error, Result};
 
 use crate::abi::{
-    self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS, REPORT_WORDS,
-    RESOLVED_WORDS, Side, word_of,
+    self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, Gradients, NewTicket, PREPARED_WORDS,
+    REPORT_WORDS, RESOLVED_WORDS, Side, word_of,
 };
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
@@ -321,9 +321,9 @@ impl GpuGroup {
             are_unknown: inputs.is_none() && !insert,
         };
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
-        let started = workspace.start(tables, features, &inserts, absent, save, to, None, stream)?;
+        let mut started = workspace.start(tables, features, &inserts, absent, save, to, None, stream)?;
         if let Some(remote) = remote {
-            workspace.connect(&started, remote, save, stream)?;
+            workspace.connect(&mut started, remote, save, stream)?;
         }
         workspace.find(&started, tables, &inserts, stream)?;
         if features.iter().any(|f| f.is_silent) {

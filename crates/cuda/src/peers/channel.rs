@@ -50,7 +50,10 @@ impl Channel {
 
     /// Sends a descriptor, with two numbers that say what it is of.
     pub fn send(&self, to: &str, numbers: [u64; 2], descriptor: &OwnedFd) -> IoResult<()> {
-        self.socket.connect_addr(&SocketAddr::from_abstract_name(to)?)?;
+        // A socket that is connected receives from its peer alone, so that of the channel is not.
+        let socket = UnixDatagram::unbound()?;
+        socket.set_write_timeout(self.socket.write_timeout()?)?;
+        socket.connect_addr(&SocketAddr::from_abstract_name(to)?)?;
         let mut content = [0; NUMBER_BYTES];
         content[..8].copy_from_slice(&numbers[0].to_le_bytes());
         content[8..].copy_from_slice(&numbers[1].to_le_bytes());
@@ -71,7 +74,7 @@ impl Channel {
         // SAFETY: As above.
         unsafe { data.cast::<RawFd>().write_unaligned(descriptor.as_raw_fd()) };
         // SAFETY: The message and what it points to live until the call returns.
-        let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+        let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
         if sent < 0 { Err(IoError::last_os_error()) } else { Ok(()) }
     }
 
@@ -84,7 +87,8 @@ impl Channel {
         message.msg_controllen = size_of::<Control>();
         let received = loop {
             // SAFETY: The message and what it points to live until the call returns.
-            let received = unsafe { libc::recvmsg(self.socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
+            let received =
+                unsafe { libc::recvmsg(self.socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
             let error = IoError::last_os_error();
             if received >= 0 {
                 break received as usize;
@@ -147,6 +151,18 @@ mod tests {
         received.read_to_string(&mut text).unwrap();
         assert_eq!(text, "rows");
         assert_eq!(b.receive().unwrap().0, [4, 0]);
+    }
+
+    #[test]
+    fn descriptors_arrive_from_several_channels() {
+        let [a, b, c] = [(); 3].map(|()| Channel::open(Duration::from_secs(5)).unwrap());
+        a.send(b.name(), [0, 0], &memory_file()).unwrap();
+        b.send(c.name(), [1, 0], &memory_file()).unwrap();
+        c.send(a.name(), [2, 0], &memory_file()).unwrap();
+        a.send(c.name(), [0, 0], &memory_file()).unwrap();
+        c.send(b.name(), [2, 0], &memory_file()).unwrap();
+        let from = |channel: &Channel| channel.receive().unwrap().0[0];
+        assert_eq!([from(&a), from(&b), from(&b), from(&c), from(&c)], [2, 0, 2, 1, 0]);
     }
 
     #[test]

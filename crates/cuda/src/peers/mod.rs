@@ -1,6 +1,7 @@
 //! Ranks whose GPUs read and write each other's memory: the GPUs of one host.
 
 mod channel;
+mod sum;
 mod window;
 
 use std::collections::{HashMap, VecDeque};
@@ -19,6 +20,7 @@ use crate::device::Device;
 use crate::memory::Shared;
 
 use channel::Channel;
+pub use sum::PeerSum;
 pub use window::Mapping;
 
 /// The ranks of this process's host, and the memory that they share.
@@ -99,7 +101,11 @@ impl Peers {
     ///
     /// # Errors
     /// [`Error::Rank`] if another rank fails or makes another call, [`Error::Device`].
-    pub fn connect(communicator: Arc<dyn Communicator>, device: &Arc<Device>, tag: Tag) -> Result<Option<Peers>> {
+    pub fn connect(
+        communicator: Arc<dyn Communicator>,
+        device: &Arc<Device>,
+        tag: Tag,
+    ) -> Result<Option<Peers>> {
         let no_channel = |error| Error::Device(format!("cannot share GPU memory with other ranks: {error}"));
         let channel = Channel::open(communicator.timeout()).map_err(no_channel);
         let hello = channel.as_ref().map(|channel| format!("{}\n{}", host(), channel.name()).into_bytes());
@@ -170,7 +176,11 @@ impl Peers {
     pub fn window(&self, bytes: usize) -> Result<Window> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let (mapping, descriptor) = Mapping::new(&self.device.context, bytes)?;
-        Ok(Window { number: NEXT.fetch_add(1, Relaxed), mapping: Arc::new(mapping), descriptor: Some(descriptor) })
+        Ok(Window {
+            number: NEXT.fetch_add(1, Relaxed),
+            mapping: Arc::new(mapping),
+            descriptor: Some(descriptor),
+        })
     }
 
     /// Sends windows to all other ranks, unless they have them already. To be called before a message names the windows.
@@ -183,7 +193,9 @@ impl Peers {
             for (rank, name) in self.channels.iter().enumerate() {
                 if rank != self.rank() {
                     let sent = self.channel.send(name, [self.rank() as u64, window.number], &descriptor);
-                    sent.map_err(|e| Error::Device(format!("cannot share GPU memory with rank {rank}: {e}")))?;
+                    sent.map_err(|e| {
+                        Error::Device(format!("cannot share GPU memory with rank {rank}: {e}"))
+                    })?;
                 }
             }
         }
@@ -222,6 +234,11 @@ impl Peers {
     pub fn forget(&self, rank: usize, numbers: &[u64]) {
         let mut imports = self.imports();
         numbers.iter().for_each(|&number| drop(imports.mapped.remove(&(rank, number))));
+    }
+
+    /// Unmaps memory of a rank that it has freed.
+    fn forget_mapping(&self, rank: usize, mapping: &Arc<Mapping>) {
+        self.imports().mapped.retain(|(of, _), known| *of != rank || !Arc::ptr_eq(known, mapping));
     }
 
     /// What kernels need. `flags`: by rank, the address of its flags.

@@ -16,8 +16,7 @@ use sok_core::error::Result;
 use crate::device::driver_error;
 use crate::memory::{count_asking, location, out_of_memory};
 
-const HANDLE: CUmemAllocationHandleType =
-    CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+const HANDLE: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 /// A range of addresses with physical memory, of this GPU or of another one.
 pub struct Mapping {

@@ -17,6 +17,9 @@ use crate::kernels::{BACKWARD, CONTROL, WEIGHTS};
 use crate::memory::{Buffer, words};
 use crate::rule;
 
+/// Number of blocks of `update_in_turns` for each multiprocessor: several rounds of those that run at the same time.
+const UPDATE_BLOCKS: usize = 48;
+
 /// Maximum number of gradient arrays in the parameters of a launch of `check_finite`.
 const CHECKED: usize = 240;
 
@@ -183,12 +186,16 @@ impl Workspace {
     pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
         self.join(stream)?;
         let rule = rule::type_name(&update.rule);
-        let name = |dims: &str| format!("update<{}, {rule}, {}, {dims}>", saved.source as u32, saved.again);
+        let kernel = if saved.is_bounded { "update_in_turns" } else { "update" };
+        let name = |dims: &str| format!("{kernel}<{}, {rule}, {}, {dims}>", saved.source as u32, saved.again);
         let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
             let work = saved.work(self, kinds.clone(), prepared, 0, 0);
-            let blocks = self.blocks(saved, kinds, PER_SINGLE);
+            let mut blocks = self.blocks(saved, kinds, PER_SINGLE);
+            if saved.is_bounded {
+                blocks = blocks.min(UPDATE_BLOCKS * self.device.multiprocessors as usize);
+            }
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
             unsafe { launch_next!(kernel, stream, blocks, UPDATE_THREADS, work[0]) }?;
         }
@@ -427,6 +434,7 @@ impl Workspace {
             ids_by_kind,
             shift: 0,
             source: Source::Sums,
+            is_bounded: false,
             again: false,
             features: Vec::new(),
             generations,

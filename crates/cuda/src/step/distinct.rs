@@ -116,9 +116,11 @@ impl Workspace {
             // No id overflows where there is no index.
             active: if asks_silent { started.found.overflow.ids } else { 0 },
         };
-        let names = ["clear_slots", "claim_keys", "count_firsts", "place_firsts", "write_keys", "number_rows"];
+        let names =
+            ["clear_slots", "claim_keys", "count_firsts", "place_firsts", "write_keys", "number_rows"];
         let [clear, claim, count, place, write, number] = self.device.kernels(&RANKS, names)?;
-        let (call, found, slots, num_slots) = (started.call, started.found, started.found.records, num_slots as u32);
+        let (call, found, slots, num_slots) =
+            (started.call, started.found, started.found.records, num_slots as u32);
         let clear_blocks = num_slots.div_ceil(1024).min(16 * self.device.multiprocessors);
         // SAFETY: The arguments have the types of the kernel's parameters. `asking` keeps the memory that they point to.
         unsafe { launch_next!(clear, stream, clear_blocks, 256, sets, num_slots) }?;

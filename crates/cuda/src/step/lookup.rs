@@ -14,6 +14,9 @@ use crate::gpu_table::GpuTable;
 use crate::kernels::{FORWARD, RANKS};
 use crate::memory::{Buffer, words};
 
+/// Number of blocks of `find_requested` that a multiprocessor runs at the same time.
+const FIND_BLOCKS: usize = 20;
+
 /// How a lookup treats ids without a record.
 #[derive(Clone, Copy, Default)]
 pub struct AbsentIds {
@@ -48,6 +51,8 @@ pub struct Started {
     rows_blocks: usize,
     bags: BagKind,
     ids_by_kind: Vec<usize>,
+    /// Whether the numbers of ids of the features are upper bounds, see [`Workspace::connect`].
+    pub(super) is_bounded: bool,
     /// Address of the records of ids that get gradients, if others have records too.
     pub(super) active: Option<u64>,
     /// By table of the call: its section of the sort.
@@ -158,6 +163,7 @@ impl Workspace {
             bags,
             ids_by_kind,
             active: None,
+            is_bounded: false,
             sections,
         })
     }
@@ -166,9 +172,20 @@ impl Workspace {
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
-    pub fn find(&self, started: &Started, tables: &[GpuTable], inserts: &[bool], stream: Stream) -> Result<()> {
-        let (call, found, blocks) = (started.call, started.found, started.find_blocks);
-        let [find, settle] = self.device.kernels(&FORWARD, ["find_records", "settle_records"])?;
+    pub fn find(
+        &self,
+        started: &Started,
+        tables: &[GpuTable],
+        inserts: &[bool],
+        stream: Stream,
+    ) -> Result<()> {
+        let (call, found) = (started.call, started.found);
+        let at_once = FIND_BLOCKS * self.device.multiprocessors as usize;
+        let (name, blocks) = match started.is_bounded {
+            true => ("find_requested", started.find_blocks.min(at_once)),
+            false => ("find_records", started.find_blocks),
+        };
+        let [find, settle] = self.device.kernels(&FORWARD, [name, "settle_records"])?;
         let measured = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
         unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call, found) }?;
@@ -244,7 +261,7 @@ impl Workspace {
 
     /// Ends a lookup. Returns what `push` needs, if it is saved.
     pub fn end(&mut self, started: Started, tables: &[GpuTable], features: &[Feature]) -> Option<Saved> {
-        let Started { memory, places, plan, call, rows_blocks, ids_by_kind, .. } = started;
+        let Started { memory, places, plan, call, rows_blocks, ids_by_kind, is_bounded, .. } = started;
         if plan.is_none() {
             self.give_back(memory);
             return None;
@@ -271,6 +288,7 @@ impl Workspace {
             ids_by_kind,
             shift: call.shift,
             source: if places.named == 0 { Source::Rows } else { Source::WeightedRows },
+            is_bounded,
             again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
             features: features.iter().map(feature).collect(),
             generations: taking_part.iter().map(|&t| (t, tables[t].generation)).collect(),
@@ -314,7 +332,8 @@ impl Workspace {
                 splits,
                 weights: feature.weights.unwrap_or(0),
                 rows: feature.rows,
-                records: rows.map_or(table.descriptor(0).records, |rows| rows[feature.table] - row_bytes as u64),
+                records: rows
+                    .map_or(table.descriptor(0).records, |rows| rows[feature.table] - row_bytes as u64),
                 padding_key: feature.padding_key.unwrap_or(0),
                 stride: rows.map_or(table.layout.stride, |_| quads(table.config.dim)) as u32,
                 table: feature.table as u32,

@@ -26,6 +26,8 @@ pub struct Saved {
     pub(super) source: Source,
     /// Whether a gradient row may be read several times.
     pub(super) again: bool,
+    /// Whether the numbers of ids of the features are upper bounds.
+    pub(super) is_bounded: bool,
     /// The features of the call, in order. Empty for combined pushes.
     pub features: Vec<SavedFeature>,
     /// The index of each table that takes part, and its generation at the lookup.

@@ -31,7 +31,7 @@ impl Workspace {
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
-    pub fn connect(&self, started: &Started, remote: &Remote, save: bool, stream: Stream) -> Result<()> {
+    pub fn connect(&self, started: &mut Started, remote: &Remote, save: bool, stream: Stream) -> Result<()> {
         let serving = Serving {
             features: started.call.features,
             sections: if save { started.places.sections } else { 0 },
@@ -42,6 +42,7 @@ impl Workspace {
             num_tables: started.sections.len() as u32,
             has_silent: remote.has_silent.into(),
         };
+        started.is_bounded = true;
         let (peers, call) = (remote.peers, remote.call);
         let connect = self.device.kernel(&RANKS, "connect")?;
         let measured = self.profiler.start(stream)?;

@@ -78,7 +78,8 @@ fn one_rank() {
     let Ok(rank) = std::env::var("SOK_TEST_RANK") else { return };
     let (ranks, port) = (number("SOK_TEST_RANKS", 2), number("SOK_TEST_PORT", 0));
     let address = format!("127.0.0.1:{port}");
-    let connected = TcpRank::connect(rank.parse().unwrap(), ranks, &address, Duration::from_secs(60)).unwrap();
+    let connected =
+        TcpRank::connect(rank.parse().unwrap(), ranks, &address, Duration::from_secs(60)).unwrap();
     let communicator: Arc<dyn Communicator> = Arc::new(connected);
     let peers = Arc::new(peers_of(communicator.clone()));
     for seed in 0..number("SOK_TEST_CASES", 12) as u64 {
@@ -88,7 +89,9 @@ fn one_rank() {
         let mut configs = any_tables(&mut dice);
         if seed % 4 == 3 {
             configs.iter_mut().for_each(|(config, _)| config.max_capacity = Some(40));
-            configs.iter_mut().for_each(|(config, _)| config.check_mode = sok_core::contract::table::CheckMode::Count);
+            configs
+                .iter_mut()
+                .for_each(|(config, _)| config.check_mode = sok_core::contract::table::CheckMode::Count);
         }
         let mut update = any_update(&mut dice);
         update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
@@ -119,10 +122,11 @@ fn follow(
             step.inputs.iter().map(|input| share(input.bags().len(), rank, world_size, is_even)).collect();
         let inputs: Vec<_> =
             step.inputs.iter().zip(&bags).map(|(input, bags)| part_of(input, bags.clone())).collect();
-        let gradients = step.inputs.iter().zip(&bags).zip(&step.gradients).map(|((input, bags), gradients)| {
-            let dim = configs[input.table].0.dim;
-            gradients[bags.start * dim..bags.end * dim].to_vec()
-        });
+        let gradients =
+            step.inputs.iter().zip(&bags).zip(&step.gradients).map(|((input, bags), gradients)| {
+                let dim = configs[input.table].0.dim;
+                gradients[bags.start * dim..bags.end * dim].to_vec()
+            });
         let kept = Arc::new(gradients.collect::<Vec<_>>());
         let weighted = inputs.iter().filter(|input| input.weights.is_some());
         let ids: Vec<usize> = weighted.map(|input| input.ids.keys().len()).collect();

@@ -24,8 +24,8 @@ use sok_cuda::memory::{Buffer, Plain};
 use sok_cuda::peers::Peers;
 use sok_cuda::step::{Bags, Feature, KeyType};
 
-use crate::common::sharded::TIMEOUT;
 use crate::common::group::{Ids, Input, Shape};
+use crate::common::sharded::TIMEOUT;
 use crate::common::subject::{Kept, Subject, sum_of_tickets};
 use crate::common::unwritten;
 

@@ -373,7 +373,7 @@ impl Kernel {
             }
             Call::Commit { optimizer } => call::commit(optimizer, &tensors, outputs, stream),
             Call::Apply { optimizer } => call::apply(optimizer, &tensors, outputs, stream),
-            Call::SumGradients => call::sum_gradients(&tensors, outputs),
+            Call::SumGradients => call::sum_gradients(&tensors, outputs, stream),
         }
     }
 }

@@ -172,18 +172,21 @@ fn apply(
     })
 }
 
-/// `inputs` and `outputs`: as [`call::sum_gradients`], all on the host.
+/// `inputs` and `outputs`: as [`call::sum_gradients`].
 #[pyfunction]
+#[pyo3(signature = (inputs, outputs, gpu))]
 fn sum_gradients(
     py: Python<'_>,
     inputs: Vec<Bound<'_, PyAny>>,
     outputs: Vec<Bound<'_, PyAny>>,
+    gpu: Option<i32>,
 ) -> PyResult<()> {
     guarded(|| {
-        let (inputs, outputs) = (tensors_at(Device::Cpu, &inputs)?, tensors_at(Device::Cpu, &outputs)?);
+        let (device, stream) = device_and_stream(py, gpu)?;
+        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
         detached(py, move || {
             let (inputs, mut outputs) = (inputs, outputs);
-            call::sum_gradients(&inputs.0, &mut outputs)
+            call::sum_gradients(&inputs.0, &mut outputs, stream)
         })
     })
 }

@@ -18,6 +18,7 @@ use sok_core::error::{Error, Result};
 use super::{Failure, catch, staging};
 use crate::call::{self, Outputs};
 use crate::error::{caught, guarded};
+use crate::ranks;
 use crate::registry;
 use crate::scope::{self, Scope};
 
@@ -288,8 +289,10 @@ unsafe extern "C" fn sum_gradients<const GPU: bool>(frame: *mut CallFrame) -> Xl
         handle(frame, GPU, |execution| {
             let call = |execution: &mut Execution, _: Option<&Scope>| {
                 let tensors = execution.tensors()?;
-                execution
-                    .run(tensors, Memory::Host, |tensors, outputs, _| call::sum_gradients(tensors, outputs))
+                let memory = if ranks::sums_on_gpus() { Memory::Device } else { Memory::Host };
+                execution.run(tensors, memory, |tensors, outputs, stream| {
+                    call::sum_gradients(tensors, outputs, stream)
+                })
             };
             execution.in_scope(call, || (), |_| ())
         })

@@ -37,7 +37,8 @@ impl Shards {
         for (config, placement) in configs {
             config.validate()?;
             check_placement(&config, placement, world_size)?;
-            let of_table = Owners { placement, is_static: config.vocabulary_size.is_some(), rank, world_size };
+            let of_table =
+                Owners { placement, is_static: config.vocabulary_size.is_some(), rank, world_size };
             shards.push(shard_of(config, &of_table));
             owners.push(of_table);
         }

@@ -91,7 +91,11 @@ pub unsafe fn commit(
 }
 
 /// Writes which pushes of this rank wait for a ticket.
-fn write_pending(groups: &mut [&mut ShardedGpuGroup], bindings: &[Binding], accumulates: bool) -> Result<Vec<u8>> {
+fn write_pending(
+    groups: &mut [&mut ShardedGpuGroup],
+    bindings: &[Binding],
+    accumulates: bool,
+) -> Result<Vec<u8>> {
     let mut writer = Writer::default();
     writer.numbers(&[groups.len() as u64, accumulates.into()])?;
     for (group, binding) in groups.iter_mut().zip(bindings) {
@@ -128,7 +132,11 @@ fn read_pending(
     for group in groups.iter() {
         let numbers: Vec<u64> = group.front.ring.numbers().collect();
         let own = numbers.iter().zip(group.front.ring.iter());
-        let new = |(&number, push): (&u64, &Push)| Pending { number, lookup: push.lookup.number, windows: Vec::new() };
+        let new = |(&number, push): (&u64, &Push)| Pending {
+            number,
+            lookup: push.lookup.number,
+            windows: Vec::new(),
+        };
         let mut pending: Vec<Pending> = own.map(new).collect();
         for (rank, reader) in readers.iter_mut().enumerate() {
             if [reader.number()?, reader.number()?] != [group.tables, pending.len() as u64] {
@@ -195,7 +203,9 @@ impl GpuGroup {
 impl ShardedGpuGroup {
     /// Reads where the keys of each rank begin in a lookup. Waits for the device.
     fn learn_begins(&mut self, lookup: u64, stream: Stream) -> Result<()> {
-        let Some(served) = self.served.iter_mut().find(|served| served.number == lookup) else { return Ok(()) };
+        let Some(served) = self.served.iter_mut().find(|served| served.number == lookup) else {
+            return Ok(());
+        };
         stream.synchronize()?;
         let begins = served.begins_on_device.read(0, served.begins.len())?;
         served.begins.iter_mut().zip(begins).for_each(|(begin, more)| *begin += u64::from(more));
@@ -210,21 +220,28 @@ impl ShardedGpuGroup {
         };
         let served = self.served.iter().find(|served| served.number == pending.lookup).ok_or_else(gone)?;
         let tables = &self.shard.tables;
-        let places: Vec<Vec<usize>> = served.num_ids.iter().map(|ids| gradient_layout(tables, ids).0).collect();
+        let places: Vec<Vec<usize>> =
+            served.num_ids.iter().map(|ids| gradient_layout(tables, ids).0).collect();
         let address = |(&(table, rank), begin): (&(usize, usize), &u64)| {
-            pending.windows[rank].address() + places[rank][table] as u64 + begin * row_bytes(&tables[table]) as u64
+            pending.windows[rank].address()
+                + places[rank][table] as u64
+                + begin * row_bytes(&tables[table]) as u64
         };
         let rows: Vec<u64> = served.features.iter().zip(&served.begins).map(address).collect();
         let (begins, num_sides) = (served.begins_on_device.address(), served.features.len() as u32);
-        let lookup = self.shard.lookups.iter().find(|lookup| lookup.number == pending.lookup).ok_or_else(gone)?;
+        let lookup =
+            self.shard.lookups.iter().find(|lookup| lookup.number == pending.lookup).ok_or_else(gone)?;
         let sides = lookup.saved.sides_address();
-        let lens: Vec<usize> = lookup.saved.features.iter().map(|feature| feature.num_bags * feature.dim).collect();
+        let lens: Vec<usize> =
+            lookup.saved.features.iter().map(|feature| feature.num_bags * feature.dim).collect();
         let number = self.shard.ring.next_number();
         let gradients =
             OutputGradients { rows, keep: Some(Box::new(pending.windows.clone())), check_finite: false };
         let unread = self.tickets.at(2 * RING as usize);
         // SAFETY: The gradients are in windows, which their ranks reuse after this rank has applied them. The ticket is of this group.
-        unsafe { self.shard.push(LookupNumber::Known(pending.lookup), gradients, &lens, &[], unread, stream) }?;
+        unsafe {
+            self.shard.push(LookupNumber::Known(pending.lookup), gradients, &lens, &[], unread, stream)
+        }?;
         Ok(AgreedPush {
             sides,
             begins,

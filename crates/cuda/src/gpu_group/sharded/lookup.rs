@@ -143,7 +143,10 @@ impl ShardedGpuGroup {
             Some(&rows),
             stream,
         )?;
-        let to = |(table, &keys): (usize, &usize)| KeysTo { keys: at(keys), starts: at(start_of(table, world_size)) };
+        let to = |(table, &keys): (usize, &usize)| KeysTo {
+            keys: at(keys),
+            starts: at(start_of(table, world_size)),
+        };
         let to: Vec<KeysTo> = layout.keys.iter().enumerate().map(to).collect();
         front.workspace.ask(&mut self.asking, &mut started, &self.owners, &to, asks_silent, stream)?;
         front.workspace.sort_ids(&started, stream)?;
@@ -176,7 +179,10 @@ impl ShardedGpuGroup {
                 return self.differs(rank, "looks up in a layer whose tables differ from this rank's");
             }
             if reader.number()? != mode.code() {
-                return self.differs(rank, "looks up with another `training` or another gradient tape than this rank");
+                return self.differs(
+                    rank,
+                    "looks up with another `training` or another gradient tape than this rank",
+                );
             }
             if reader.number()? != self.shard.next_lookup {
                 return self.differs(rank, "has saved other lookups than this rank");
@@ -213,7 +219,8 @@ impl ShardedGpuGroup {
         let Serving { features, served, remote } = self.fatal(serving)?;
         let LookupMode { insertion, save } = mode;
         // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call.
-        let looked_up = unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), stream) };
+        let looked_up =
+            unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), stream) };
         let number = if is_exact {
             let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
             let agreed = agree(&*self.peers.communicator, tag.at(1), vote);
@@ -278,12 +285,14 @@ impl ShardedGpuGroup {
     ) -> Result<Serving> {
         let (rank, world_size) = (self.peers.rank(), self.peers.world_size());
         let has_silent = requests.iter().any(|request| request.asks_silent);
-        let tables = (0..self.owners.len()).filter(|&t| requests.iter().any(|request| request.num_ids[t] > 0));
+        let tables =
+            (0..self.owners.len()).filter(|&t| requests.iter().any(|request| request.num_ids[t] > 0));
         let tables: Vec<usize> = tables.collect();
         let (mut features, mut of_features, mut begins) = (Vec::new(), Vec::new(), Vec::new());
         for is_silent in [false, true].into_iter().filter(|is_silent| has_silent || !is_silent) {
-            for (&table, (from, request)) in
-                tables.iter().flat_map(|table| requests.iter().enumerate().map(move |request| (table, request)))
+            for (&table, (from, request)) in tables
+                .iter()
+                .flat_map(|table| requests.iter().enumerate().map(move |request| (table, request)))
             {
                 let is_replicated = self.owners[table].is_replicated();
                 let range = starts.map(|starts| {
@@ -291,7 +300,8 @@ impl ShardedGpuGroup {
                     let first = start_of(table, world_size) / 4 + 2 * owner + usize::from(is_silent);
                     starts[from][first] as usize..starts[from][first + 1] as usize
                 });
-                let (begin, len) = range.map_or((0, request.num_ids[table]), |range| (range.start, range.len()));
+                let (begin, len) =
+                    range.map_or((0, request.num_ids[table]), |range| (range.start, range.len()));
                 let base = request.window.address();
                 let rows = request.layout.rows[table] + begin * row_bytes(&self.shard.tables[table]);
                 let address = base + (request.layout.keys[table] + 8 * begin) as u64;
