@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sok_keras import distributed
-from sok_keras.errors import TableFullError
+from sok_keras.errors import RankError, TableFullError
 from sok_keras.keys import is_key, signed_key
 from sok_keras.sharded_table import ShardedTable
 
@@ -159,7 +159,12 @@ class Table:
         return f"<Table {self.name!r} dim={self.dim} vocabulary_size={self.vocabulary_size}>"
 
     def _ready(self, local: bool = False) -> Any:
-        self._core.synchronize()
+        try:
+            self._core.synchronize()
+        except RankError:
+            # What this rank has can be read without the rank that was lost.
+            if not local:
+                raise
         return self._native if local else self._whole
 
     def __contains__(self, key: Any) -> bool:

@@ -19,11 +19,19 @@ __device__ __noinline__ void count_absent(const Found& found, const Table& t, u3
   if (found.counts_unknown) atomicAdd(&t.index.counters->unknown, (u64)absent);
 }
 
-// Finds the records of a block of ids. Inserts keys without a record where the feature inserts.
-__device__ __forceinline__ void find_block(const Call& call, const Found& found, u32 number, u32 block, LaneList (&lists)[WARPS]) {
+// Finds the records of all ids of a call. Inserts keys without a record where the feature inserts. Also sets `found.zeros` to 0.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
+    const __grid_constant__ Call call, const __grid_constant__ Found found) {
+  begin();
+  __shared__ LaneList lists[WARPS];
+  for (u32 k = blockIdx.x * FIND_THREADS + threadIdx.x; k < found.num_zeros; k += gridDim.x * FIND_THREADS) found.zeros[k] = 0;
+  const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
+  const u32 first = (blockIdx.x - call.first_find[number]) * FIND_THREADS;
+  // The host may not know how many ids there are.
+  if (first >= feature.num_ids || feature.is_silent) return;
   const Table& t = call.tables[feature.table];
-  const u32 i = block * FIND_THREADS + threadIdx.x, at = feature.first_id + i;
+  const u32 i = first + threadIdx.x, at = feature.first_id + i;
   const bool is_id = i < feature.num_ids;
   const u64 key = is_id ? key_at(feature, i) : 0;
   bool is_wanted = is_id, is_new;
@@ -45,38 +53,6 @@ __device__ __forceinline__ void find_block(const Call& call, const Found& found,
   const u32 name = number << call.shift | bag_of(feature, i);
   found.values[at] = found.named ? at : name;
   if (found.named) found.named[at] = {name, 0};
-}
-
-// Sets `found.zeros` to 0.
-__device__ __forceinline__ void set_zeros(const Found& found) {
-  for (u32 k = blockIdx.x * FIND_THREADS + threadIdx.x; k < found.num_zeros; k += gridDim.x * FIND_THREADS) found.zeros[k] = 0;
-}
-
-// Finds the records of all ids of a call, and sets `found.zeros` to 0.
-extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
-    const __grid_constant__ Call call, const __grid_constant__ Found found) {
-  begin();
-  __shared__ LaneList lists[WARPS];
-  set_zeros(found);
-  const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
-  find_block(call, found, number, blockIdx.x - call.first_find[number], lists);
-}
-
-// The same, for features whose numbers of ids the host does not know. Each block takes blocks of ids in turn, since most of as many blocks
-// as there may be would have none.
-extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_requested(
-    const __grid_constant__ Call call, const __grid_constant__ Found found) {
-  begin();
-  __shared__ LaneList lists[WARPS];
-  set_zeros(found);
-  u32 block = blockIdx.x;
-  for (u32 number = 0; number < call.num_features; ++number) {
-    const Feature& feature = call.features[number];
-    if (feature.is_silent) return;
-    const u32 blocks = (feature.num_ids + FIND_THREADS - 1) / FIND_THREADS;
-    for (; block < blocks; block += gridDim.x) find_block(call, found, number, block, lists);
-    block -= blocks;
-  }
 }
 
 // Inserts the keys for which `find_records` found no room.

@@ -269,6 +269,18 @@ extern "C" __global__ void __launch_bounds__(256) connect(
     }
     if (s.sections) s.sections[k].count = first - s.sections[k].first;
   }
+  // The blocks that have ids come first, so that all others end at once.
+  __syncthreads();
+  if (threadIdx.x >= WARP) return;
+  const u32 num_features = s.num_tables * p.world_size;
+  u32 before = 0;
+  for (u32 start = 0; start < num_features; start += WARP) {
+    const u32 number = start + lane();
+    const u32 blocks = number < num_features ? (s.features[number].num_ids + FIND_THREADS - 1) / FIND_THREADS : 0;
+    const u32 sum = warp_sum_to(blocks);
+    if (number < num_features) s.first_find[number] = before + sum - blocks;
+    before += __shfl_sync(ALL, sum, WARP - 1);
+  }
 }
 
 // Finds the records of the keys of ids of weight 0, after all insertions. Has the grid of `find_records`.

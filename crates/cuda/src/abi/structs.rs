@@ -650,6 +650,8 @@ structs! {
         pub features: u64 as "Feature*",
         /// By table of the call; null if the lookup is not saved.
         pub sections: u64 as "Section*",
+        /// By feature: its first block in `find_records`.
+        pub first_find: u64 as "u32*",
         pub tables: u64 as "const Table*",
         pub requests: u64 as "const Request*",
         /// By rank: the starts of the keys it asks for, `(tables, 2 * ranks + 1)`.

@@ -14,9 +14,6 @@ use crate::gpu_table::GpuTable;
 use crate::kernels::{FORWARD, RANKS};
 use crate::memory::{Buffer, words};
 
-/// Number of blocks of `find_requested` that a multiprocessor runs at the same time.
-const FIND_BLOCKS: usize = 20;
-
 /// How a lookup treats ids without a record.
 #[derive(Clone, Copy, Default)]
 pub struct AbsentIds {
@@ -179,13 +176,8 @@ impl Workspace {
         inserts: &[bool],
         stream: Stream,
     ) -> Result<()> {
-        let (call, found) = (started.call, started.found);
-        let at_once = FIND_BLOCKS * self.device.multiprocessors as usize;
-        let (name, blocks) = match started.is_bounded {
-            true => ("find_requested", started.find_blocks.min(at_once)),
-            false => ("find_records", started.find_blocks),
-        };
-        let [find, settle] = self.device.kernels(&FORWARD, [name, "settle_records"])?;
+        let (call, found, blocks) = (started.call, started.found, started.find_blocks);
+        let [find, settle] = self.device.kernels(&FORWARD, ["find_records", "settle_records"])?;
         let measured = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
         unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call, found) }?;

@@ -35,6 +35,7 @@ impl Workspace {
         let serving = Serving {
             features: started.call.features,
             sections: if save { started.places.sections } else { 0 },
+            first_find: started.places.first_find,
             tables: started.call.tables,
             requests: remote.requests,
             starts: remote.starts,

@@ -62,8 +62,7 @@ impl Group for ShardedGpuGroup {
         };
         // SAFETY: Whoever created the tensors guarantees that their memory is valid.
         let looked_up =
-            unsafe { ShardedGpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) };
-        let looked_up = looked_up.inspect_err(|_| self.note_loss())?;
+            unsafe { ShardedGpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) }?;
         if to.is_none() { write_lookup_number(looked_up, &mut number) } else { Ok(()) }
     }
 
@@ -88,9 +87,7 @@ impl Group for ShardedGpuGroup {
         let (is_update, norm) = (accumulates.then_some(is_update), norm.address(DType::F32)?);
         let mut groups = together(self, others)?;
         // SAFETY: Whoever created the tensors guarantees that their memory is valid. Their lengths are checked above.
-        let committed =
-            unsafe { commit(&mut groups, bindings, &tickets, is_update, norm, Stream::of(stream)) };
-        committed.inspect_err(|_| groups.iter_mut().for_each(|group| group.note_loss()))
+        unsafe { commit(&mut groups, bindings, &tickets, is_update, norm, Stream::of(stream)) }
     }
 
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
@@ -138,8 +135,6 @@ impl Group for ShardedGpuGroup {
 
     fn take_failure(&mut self) -> Option<Error> {
         let of_groups = self.front.take_failure().or_else(|| self.shard.take_failure());
-        // The loss of a rank is final: calls that need others raise it each time, and those of this rank alone once.
-        let lost = self.peers.take_failure().filter(|_| !std::mem::replace(&mut self.has_raised_loss, true));
-        lost.or(of_groups)
+        self.peers.take_failure().or(of_groups)
     }
 }

@@ -79,8 +79,6 @@ pub struct ShardedGpuGroup {
     spare_begins: Vec<Buffer<u32>>,
     num_lookups: u64,
     num_commits: u64,
-    /// Whether the loss of a rank was raised.
-    has_raised_loss: bool,
     /// Saved lookups, oldest first.
     served: VecDeque<Served>,
 }
@@ -169,7 +167,6 @@ impl ShardedGpuGroup {
             tables: fingerprint,
             num_lookups: 0,
             num_commits: 0,
-            has_raised_loss: false,
             served: VecDeque::new(),
             front,
             shard,
@@ -248,11 +245,6 @@ impl ShardedGpuGroup {
         for (front, shard) in self.front.tables.iter_mut().zip(&self.shard.tables) {
             front.generation = shard.generation;
         }
-    }
-
-    /// Notes that an error was raised: if a rank was lost, that one.
-    fn note_loss(&mut self) {
-        self.has_raised_loss |= self.peers.communicator.failure().is_some();
     }
 
     /// The error of a rank that was lost, or that a kernel has waited for in vain; or of an earlier call.
