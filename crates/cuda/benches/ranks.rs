@@ -115,8 +115,8 @@ impl Work {
 
 /// The tables of a rank, or of one GPU alone.
 enum Tables {
-    Alone(GpuGroup),
-    Shared(ShardedGpuGroup),
+    Alone(Box<GpuGroup>),
+    Shared(Box<ShardedGpuGroup>),
 }
 
 struct Steps<'a> {
@@ -162,22 +162,33 @@ impl<'a> Steps<'a> {
         let (ticket, norm) = (self.ticket.address(), self.norm.address());
         let (bindings, tickets, scalars) = ([self.binding], [ticket], self.scalars.address());
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe {
-            match &mut self.tables {
-                Tables::Alone(group) => {
-                    let number = group.lookup(&features, Insertion::AtLookup, true, None, stream).unwrap();
-                    group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream).unwrap();
-                    optimizer::commit(&mut [group], &bindings, &tickets, None, norm, stream).unwrap();
-                    optimizer::apply(&mut [group], &bindings, scalars, false, &triggers, stream).unwrap();
-                }
-                Tables::Shared(group) => {
-                    let number = group.lookup(&features, Insertion::AtLookup, true, None, stream).unwrap();
-                    group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream).unwrap();
-                    sharded::commit(&mut [group], &bindings, &tickets, None, norm, stream).unwrap();
-                    let shard = group.shard_mut();
-                    optimizer::apply(&mut [shard], &bindings, scalars, false, &triggers, stream).unwrap();
-                }
+        match &mut self.tables {
+            Tables::Alone(group) => {
+                // SAFETY: The buffers are on this device, and live until it has been waited for.
+                let number =
+                    unsafe { group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
+                // SAFETY: As above.
+                unsafe { group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream) }
+                    .unwrap();
+                // SAFETY: As above.
+                unsafe { optimizer::commit(&mut [group], &bindings, &tickets, None, norm, stream) }.unwrap();
+                // SAFETY: As above.
+                unsafe { optimizer::apply(&mut [group], &bindings, scalars, false, &triggers, stream) }
+                    .unwrap();
+            }
+            Tables::Shared(group) => {
+                // SAFETY: The buffers are on this device, and live until it has been waited for.
+                let number =
+                    unsafe { group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
+                // SAFETY: As above.
+                unsafe { group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream) }
+                    .unwrap();
+                // SAFETY: As above.
+                unsafe { sharded::commit(&mut [group], &bindings, &tickets, None, norm, stream) }.unwrap();
+                let shard = group.shard_mut();
+                // SAFETY: As above.
+                unsafe { optimizer::apply(&mut [shard], &bindings, scalars, false, &triggers, stream) }
+                    .unwrap();
             }
         }
     }
@@ -196,14 +207,15 @@ impl<'a> Steps<'a> {
             };
             let features: Vec<Feature> = (0..self.work.hotness.len()).map(feature).collect();
             let stream = self.bench.stream();
-            // SAFETY: The buffers are on this device, and live until it has been waited for.
-            unsafe {
-                match &mut self.tables {
-                    Tables::Alone(group) => group.lookup(&features, Insertion::AtLookup, false, None, stream),
-                    Tables::Shared(group) => {
-                        group.lookup(&features, Insertion::AtLookup, false, None, stream)
-                    }
-                }
+            match &mut self.tables {
+                // SAFETY: The buffers are on this device, and live until it has been waited for.
+                Tables::Alone(group) => unsafe {
+                    group.lookup(&features, Insertion::AtLookup, false, None, stream)
+                },
+                // SAFETY: As above.
+                Tables::Shared(group) => unsafe {
+                    group.lookup(&features, Insertion::AtLookup, false, None, stream)
+                },
             }
             .unwrap();
             self.bench.device.synchronize().unwrap();
@@ -262,8 +274,8 @@ impl<'a> Steps<'a> {
 impl Tables {
     fn group(&mut self) -> &mut dyn Group {
         match self {
-            Tables::Alone(group) => group,
-            Tables::Shared(group) => group,
+            Tables::Alone(group) => &mut **group,
+            Tables::Shared(group) => &mut **group,
         }
     }
 }
@@ -304,7 +316,7 @@ fn run(rank: usize, ranks: usize, port: usize) {
         let mut alone = (vec![0.0], 0.0);
         if rank == 0 {
             let group = GpuGroup::new(&bench.device, configs.clone()).unwrap();
-            let mut steps = Steps::new(&bench, &work, Tables::Alone(group));
+            let mut steps = Steps::new(&bench, &work, Tables::Alone(Box::new(group)));
             steps.fill(0, 1);
             alone = steps.time(0);
             keep_samples(&format!("ranks {}, one GPU", work.name), "ms", &alone.0);
@@ -313,7 +325,7 @@ fn run(rank: usize, ranks: usize, port: usize) {
         let configs = configs.into_iter().map(|config| (config, Placement::Distributed)).collect();
         let group = ShardedGpuGroup::new(&bench.device, configs, &peers, layer, ranks).unwrap();
         layer += 1;
-        let mut steps = Steps::new(&bench, &work, Tables::Shared(group));
+        let mut steps = Steps::new(&bench, &work, Tables::Shared(Box::new(group)));
         steps.fill(rank, ranks);
         meet();
         let shared = steps.time(rank << 20);

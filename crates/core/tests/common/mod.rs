@@ -83,7 +83,7 @@ macro_rules! suite {
         #[test]
         $(#[$attribute])?
         fn $name() {
-            crate::common::suite::$name(&$maker);
+            $crate::common::suite::$name(&$maker);
         }
     };
 }

@@ -63,8 +63,10 @@ impl Channel {
         let int = size_of::<RawFd>() as u32;
         // SAFETY: The function only computes.
         message.msg_controllen = unsafe { libc::CMSG_SPACE(int) } as usize;
-        // SAFETY: The control buffer has room for a header.
-        let header = unsafe { &mut *libc::CMSG_FIRSTHDR(&message) };
+        // SAFETY: The function only computes.
+        let header = unsafe { libc::CMSG_FIRSTHDR(&message) };
+        // SAFETY: The control buffer has room for a header, to which nothing else refers.
+        let header = unsafe { &mut *header };
         header.cmsg_level = libc::SOL_SOCKET;
         header.cmsg_type = libc::SCM_RIGHTS;
         // SAFETY: The function only computes.

@@ -98,7 +98,7 @@ fn one_rank() {
         let steps = any_steps(&mut dice, &configs, 6 * ranks);
         let host = ShardedSubject::new(&configs, communicator.clone(), merge_blocks, &POOL);
         let gpu = ShardedGpuGroup::new(&DEVICE, configs.clone(), &peers, 2, merge_blocks).unwrap();
-        let gpu = GpuSubject::of(Tested::Shared(gpu));
+        let gpu = GpuSubject::of(Tested::Shared(Box::new(gpu)));
         println!("rank {rank}, seed {seed}, {merge_blocks} blocks");
         follow(&configs, update, &steps, Box::new(host), Box::new(gpu), &peers, is_even);
     }

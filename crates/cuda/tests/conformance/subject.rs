@@ -33,22 +33,22 @@ pub static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[
 
 /// A group of one process, or one that ranks share.
 pub enum Tested {
-    One(GpuGroup),
-    Shared(ShardedGpuGroup),
+    One(Box<GpuGroup>),
+    Shared(Box<ShardedGpuGroup>),
 }
 
 impl Tested {
     fn group(&self) -> &dyn Group {
         match self {
-            Tested::One(group) => group,
-            Tested::Shared(group) => group,
+            Tested::One(group) => &**group,
+            Tested::Shared(group) => &**group,
         }
     }
 
     fn group_mut(&mut self) -> &mut dyn Group {
         match self {
-            Tested::One(group) => group,
-            Tested::Shared(group) => group,
+            Tested::One(group) => &mut **group,
+            Tested::Shared(group) => &mut **group,
         }
     }
 
@@ -85,14 +85,16 @@ pub fn peers_of(communicator: Arc<dyn Communicator>) -> Peers {
 
 impl GpuSubject {
     pub fn new(configs: &[TableConfig]) -> GpuSubject {
-        GpuSubject::of(Tested::One(GpuGroup::new(&DEVICE, configs.to_vec()).unwrap()))
+        GpuSubject::of(Tested::One(Box::new(GpuGroup::new(&DEVICE, configs.to_vec()).unwrap())))
     }
 
     /// The only rank of its world.
     pub fn alone(configs: &[TableConfig]) -> GpuSubject {
         let configs = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
         let peers = Arc::new(peers_of(Arc::new(ThreadRank::world(1, TIMEOUT).remove(0))));
-        GpuSubject::of(Tested::Shared(ShardedGpuGroup::new(&DEVICE, configs, &peers, 1, 1).unwrap()))
+        GpuSubject::of(Tested::Shared(Box::new(
+            ShardedGpuGroup::new(&DEVICE, configs, &peers, 1, 1).unwrap(),
+        )))
     }
 
     pub fn of(group: Tested) -> GpuSubject {
@@ -171,12 +173,11 @@ impl Subject for GpuSubject {
             });
         }
         let stream = self.stream();
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        let number = unsafe {
-            match &mut self.group {
-                Tested::One(group) => group.lookup(&features, insertion, save, None, stream),
-                Tested::Shared(group) => group.lookup(&features, insertion, save, None, stream),
-            }
+        let number = match &mut self.group {
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            Tested::One(group) => unsafe { group.lookup(&features, insertion, save, None, stream) },
+            // SAFETY: As above.
+            Tested::Shared(group) => unsafe { group.lookup(&features, insertion, save, None, stream) },
         }?;
         DEVICE.synchronize()?;
         self.inputs.clear();
@@ -210,13 +211,16 @@ impl Subject for GpuSubject {
             if hold { (Some(Box::new((gradients.clone(), rows)) as Keep), None) } else { (None, Some(rows)) };
         let output = OutputGradients { rows: addresses, keep, check_finite: true };
         let stream = self.stream();
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe {
-            let (number, ticket) = (LookupNumber::Known(lookup), ticket.address());
-            match &mut self.group {
-                Tested::One(group) => group.push(number, output, &lens, &weight_gradients, ticket, stream),
-                Tested::Shared(group) => group.push(number, output, &lens, &weight_gradients, ticket, stream),
-            }
+        let (address, to) = (ticket.address(), LookupNumber::Known(lookup));
+        match &mut self.group {
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            Tested::One(group) => unsafe {
+                group.push(to, output, &lens, &weight_gradients, address, stream)
+            },
+            // SAFETY: As above.
+            Tested::Shared(group) => unsafe {
+                group.push(to, output, &lens, &weight_gradients, address, stream)
+            },
         }?;
         self.tickets.insert(number, ticket.to_vec()?);
         drop(merged_at_once);
@@ -236,17 +240,16 @@ impl Subject for GpuSubject {
         let binding = self.binding().unwrap();
         let (accumulates, stream) = ((!is_update).then(|| flag.address()), self.stream());
         let tickets = [ticket.address()];
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe {
-            let (bindings, norm) = ([binding], norm.address());
-            match &mut self.group {
-                Tested::One(group) => {
-                    optimizer::commit(&mut [group], &bindings, &tickets, accumulates, norm, stream)
-                }
-                Tested::Shared(group) => {
-                    sharded::commit(&mut [group], &bindings, &tickets, accumulates, norm, stream)
-                }
-            }
+        let (bindings, to) = ([binding], norm.address());
+        match &mut self.group {
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            Tested::One(group) => unsafe {
+                optimizer::commit(&mut [group], &bindings, &tickets, accumulates, to, stream)
+            },
+            // SAFETY: As above.
+            Tested::Shared(group) => unsafe {
+                sharded::commit(&mut [group], &bindings, &tickets, accumulates, to, stream)
+            },
         }?;
         let norm = norm.to_vec()?[0];
         match &mut self.group {
@@ -261,14 +264,12 @@ impl Subject for GpuSubject {
         let scalars = on_device(&[update.learning_rate, update.step as f32, flag, update.factor]);
         let (trigger, new) = (on_device(&[0.5f32; TICKET_LEN]), on_device(&[0.0f32; TICKET_LEN]));
         let (triggers, stream) = ([(trigger.address(), new.address())], self.stream());
+        let group = match &mut self.group {
+            Tested::One(group) => group,
+            Tested::Shared(group) => group.shard_mut(),
+        };
         // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe {
-            let group = match &mut self.group {
-                Tested::One(group) => group,
-                Tested::Shared(group) => group.shard_mut(),
-            };
-            optimizer::apply(&mut [group], &[*binding], scalars.address(), true, &triggers, stream)
-        }?;
+        unsafe { optimizer::apply(&mut [group], &[*binding], scalars.address(), true, &triggers, stream) }?;
         let new = new.to_vec()?;
         assert!(new[0] == 0.5 || new[0] == 1.5, "{}", new[0]);
         assert_eq!(new[1..], [0.5; TICKET_LEN - 1]);
