@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a folder that runs tests and benches on any GPU host, without cargo or a network there:
 #
-#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|faults|sanitizer|python|benches|bridges|fits ...]
+#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|faults|sanitizer|python|benches|bridges|fits|ranks ...]
 #
 # The host needs a driver, NVRTC (SOK_NVRTC, or CUDA's own), and for `python` Python 3.10+ with pytest, Keras 3.12+ and PyTorch or JAX.
 set -euo pipefail
@@ -13,13 +13,13 @@ newest() { find "target/$1/deps" -maxdepth 1 -name "$2-*" -executable -type f -p
 cargo test -q -p sok-cuda --no-run
 cargo bench -q -p sok-cuda --no-run
 install -s "$(newest debug conformance)" "$folder/conformance"
-for bench in find growth lookup step; do install -s "$(newest release "$bench")" "$folder/$bench"; done
+for bench in find growth lookup ranks step; do install -s "$(newest release "$bench")" "$folder/$bench"; done
 cc -O1 -shared -fPIC -o "$folder/libcuda.so" crates/cuda/tests/faults/driver.c -ldl
 rm -f "$folder"/*.whl
 if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; else
   make -s .venv/package.done && .venv/bin/maturin build -q --release -o "$folder"; fi
 rm -rf "$folder/tests" "$folder/examples"
-cp -r tests examples benches/gpu_latency.py benches/gpu_bridge.py benches/gpu_fit.py benches/turns.py benches/run_gpu.sh "$folder"
+cp -r tests examples benches/gpu_latency.py benches/gpu_bridge.py benches/gpu_fit.py benches/gpu_ranks.py benches/turns.py benches/run_gpu.sh "$folder"
 mv "$folder/run_gpu.sh" "$folder/run.sh"
 git rev-parse --short HEAD > "$folder/commit"
 echo "$folder is ready"

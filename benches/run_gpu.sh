@@ -10,7 +10,7 @@ SOK_NVRTC=${SOK_NVRTC:-$(ls /usr/local/cuda*/targets/*/lib/libnvrtc.so.1[23] 2>/
 failed=0
 
 # Several at a time: most of what a test waits for is the compiler.
-conform() { name=$1; shift; ./conformance --ignored --test-threads=1 "$@" > "$OUT/$name.log" 2>&1 & }
+conform() { name=$1; shift; ./conformance --ignored --test-threads=1 --skip ranks:: "$@" > "$OUT/$name.log" 2>&1 & }
 
 tests() {
   conform table a_fresh a_scan keys_that keys_made lengths a_million no_key an_id_outside ten_million
@@ -22,9 +22,11 @@ tests() {
   conform streams calls_on a_steady steps_near
   conform suite a_batch a_commit rows_made a_gradient gradients_of a_row a_second a_subset accumulated an_id_of an_opt bags_of ids_out of_seventy optimizers pushes rows_assigned the_norm keys_without parts_of what_fits
   for job in $(jobs -p); do wait "$job" || failed=1; done
+  ./conformance --ignored --test-threads=1 ranks:: > "$OUT/ranks.log" 2>&1 &
+  wait $! || failed=1
   conform memory memory_that
   wait $! || failed=1
-  grep -h "^test result" "$OUT"/{table,calls,steps,dims,bags,large,suite,streams,memory}.log
+  grep -h "^test result" "$OUT"/{table,calls,steps,dims,bags,large,suite,streams,ranks,memory}.log
 }
 
 # Each call of the driver fails once.
@@ -36,10 +38,13 @@ faults() {
 
 sanitizer() {
   for tool in memcheck initcheck synccheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 a_key_that a_subset a_batch a_commit_ rows_made an_id_of any_bags \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 --skip ranks:: a_key_that a_subset a_batch a_commit_ rows_made an_id_of any_bags \
       accumulated the_norm calls_on > "$OUT/$tool.log" 2>&1 &
   done
+  SOK_TEST_CASES=2 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 ./conformance --ignored --nocapture --exact \
+    ranks::ranks_have_the_bits_of_ranks_on_the_host > "$OUT/memcheck_ranks.log" 2>&1 &
   for job in $(jobs -p); do wait "$job" || failed=1; done
+  grep -hE 'ERROR SUMMARY' "$OUT/memcheck_ranks.log"
   for tool in memcheck initcheck synccheck racecheck; do echo "$tool: $(grep -hE 'ERROR SUMMARY|RACECHECK SUMMARY' "$OUT/$tool.log" | tail -1)"; done
 }
 
@@ -96,6 +101,13 @@ fits() {
 |---|---|---|---|
 END
   for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend JAX_ENABLE_X64=1 python3 gpu_fit.py examples 2>/dev/null; done | print fits
+}
+
+# Needs a GPU for each rank.
+ranks() {
+  site
+  ./ranks | tee "$OUT/ranks.md"
+  for backend in ${BACKENDS:-jax torch}; do KERAS_BACKEND=$backend JAX_ENABLE_X64=1 python3 gpu_ranks.py examples 2>/dev/null; done | tee -a "$OUT/ranks.md"
 }
 
 for part in "${@:-tests}"; do "$part"; done
