@@ -50,13 +50,7 @@ impl Group for GpuGroup {
         rows: Vec<TensorMut>,
         stream: StreamHandle,
     ) -> Result<()> {
-        features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
-        let features = features.iter().zip(&rows).map(|(tensors, rows)| feature_of(tensors, rows));
-        let features = features.collect::<Result<Vec<_>>>()?;
-        let to = match number.memory() {
-            Memory::Device => Some(number.address(DType::I32)?),
-            Memory::Host => None,
-        };
+        let (features, to) = lookup_arguments(self, features, &number, &rows)?;
         // SAFETY: Whoever created the tensors guarantees that their memory is valid.
         let looked_up =
             unsafe { GpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) }?;
@@ -89,15 +83,11 @@ impl Group for GpuGroup {
     }
 
     fn commit(&mut self, others: Vec<&mut AnyGroup>, commit: Commit<'_>) -> Result<()> {
-        let Commit { bindings, accumulates, is_update, tickets, norm, stream } = commit;
-        check_memory(self, is_update.memory())?;
-        let is_update = floats(is_update, 1, "`is_update`")?;
-        let tickets = tickets.iter().map(|ticket| floats(ticket, TICKET_LEN, "a ticket"));
-        let tickets = tickets.collect::<Result<Vec<_>>>()?;
-        let (is_update, norm) = (accumulates.then_some(is_update), norm.address(DType::F32)?);
+        let CommitArguments { is_update, tickets, norm } = commit_arguments(self, &commit)?;
+        let stream = Stream::of(commit.stream);
         let mut groups = together(self, others)?;
         // SAFETY: Whoever created the tensors guarantees that their memory is valid. Their lengths are checked above.
-        unsafe { optimizer::commit(&mut groups, bindings, &tickets, is_update, norm, Stream::of(stream)) }
+        unsafe { optimizer::commit(&mut groups, commit.bindings, &tickets, is_update, norm, stream) }
     }
 
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
@@ -162,8 +152,43 @@ impl Group for GpuGroup {
     }
 }
 
+/// Returns the features of a lookup with the addresses of their tensors, and the address that takes its number, if the device has it.
+pub(super) fn lookup_arguments<'a>(
+    group: &AnyGroup,
+    features: &[FeatureTensors<'a>],
+    number: &TensorMut,
+    rows: &[TensorMut],
+) -> Result<(Vec<Feature<'a>>, Option<u64>)> {
+    features.iter().try_for_each(|feature| check_memory(group, feature.ids.memory()))?;
+    let features = features.iter().zip(rows).map(|(tensors, rows)| feature_of(tensors, rows));
+    let to = match number.memory() {
+        Memory::Device => Some(number.address(DType::I32)?),
+        Memory::Host => None,
+    };
+    Ok((features.collect::<Result<_>>()?, to))
+}
+
+/// The addresses of the tensors of a commit.
+pub(super) struct CommitArguments {
+    /// Whether the step is an update, if the optimizer accumulates.
+    pub is_update: Option<u64>,
+    pub tickets: Vec<u64>,
+    pub norm: u64,
+}
+
+pub(super) fn commit_arguments(group: &AnyGroup, commit: &Commit) -> Result<CommitArguments> {
+    check_memory(group, commit.is_update.memory())?;
+    let is_update = floats(commit.is_update, 1, "`is_update`")?;
+    let tickets = commit.tickets.iter().map(|ticket| floats(ticket, TICKET_LEN, "a ticket"));
+    Ok(CommitArguments {
+        is_update: commit.accumulates.then_some(is_update),
+        tickets: tickets.collect::<Result<_>>()?,
+        norm: commit.norm.address(DType::F32)?,
+    })
+}
+
 /// Returns the address of a tensor of `len` floats. The length is checked here, since kernels do not check it.
-pub(super) fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
+fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
     if tensor.len() != len {
         return Err(Error::argument(format!("{what} must be {len} numbers. Received: {}", tensor.len())));
     }
@@ -171,7 +196,7 @@ pub(super) fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
 }
 
 /// Returns a feature with the addresses of its tensors. `rows`: its output.
-pub(super) fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feature<'a>> {
+fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feature<'a>> {
     let FeatureTensors { name, table, combiner, padding_key, ids, .. } = *tensors;
     if let Some(high) = tensors.high.filter(|high| high.len() != ids.len()) {
         return Err(Error::argument(format!(

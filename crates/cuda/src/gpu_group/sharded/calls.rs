@@ -4,20 +4,19 @@
 
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::{
-    AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, check_memory, together,
+    AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, together,
     write_lookup_number,
 };
 use sok_core::contract::profile::Profile;
 use sok_core::contract::table::{Insertion, Table};
-use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
-use sok_core::contract::ticket::TICKET_LEN;
+use sok_core::contract::tensor::{Memory, StreamHandle, Tensor, TensorMut};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 
 use super::ShardedGpuGroup;
 use super::commit::commit;
 use crate::device::Stream;
-use crate::gpu_group::calls::{feature_of, floats};
+use crate::gpu_group::calls::{CommitArguments, commit_arguments, lookup_arguments};
 
 impl Group for ShardedGpuGroup {
     fn memory(&self) -> Memory {
@@ -53,13 +52,7 @@ impl Group for ShardedGpuGroup {
         rows: Vec<TensorMut>,
         stream: StreamHandle,
     ) -> Result<()> {
-        features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
-        let features = features.iter().zip(&rows).map(|(tensors, rows)| feature_of(tensors, rows));
-        let features = features.collect::<Result<Vec<_>>>()?;
-        let to = match number.memory() {
-            Memory::Device => Some(number.address(DType::I32)?),
-            Memory::Host => None,
-        };
+        let (features, to) = lookup_arguments(self, features, &number, &rows)?;
         // SAFETY: Whoever created the tensors guarantees that their memory is valid.
         let looked_up =
             unsafe { ShardedGpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) }?;
@@ -79,15 +72,11 @@ impl Group for ShardedGpuGroup {
     }
 
     fn commit(&mut self, others: Vec<&mut AnyGroup>, to_commit: Commit<'_>) -> Result<()> {
-        let Commit { bindings, accumulates, is_update, tickets, norm, stream } = to_commit;
-        check_memory(self, is_update.memory())?;
-        let is_update = floats(is_update, 1, "`is_update`")?;
-        let tickets = tickets.iter().map(|ticket| floats(ticket, TICKET_LEN, "a ticket"));
-        let tickets = tickets.collect::<Result<Vec<_>>>()?;
-        let (is_update, norm) = (accumulates.then_some(is_update), norm.address(DType::F32)?);
+        let CommitArguments { is_update, tickets, norm } = commit_arguments(self, &to_commit)?;
+        let stream = Stream::of(to_commit.stream);
         let mut groups = together(self, others)?;
         // SAFETY: Whoever created the tensors guarantees that their memory is valid. Their lengths are checked above.
-        unsafe { commit(&mut groups, bindings, &tickets, is_update, norm, Stream::of(stream)) }
+        unsafe { commit(&mut groups, to_commit.bindings, &tickets, is_update, norm, stream) }
     }
 
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
