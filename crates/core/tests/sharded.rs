@@ -4,17 +4,18 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::group::Input;
 use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
-use common::ranks::{GlobalStep, any_steps, any_tables, part_of, share};
+use common::programs::{POOLS, Program, program, thread_world};
+use common::ranks::{any_steps, any_tables};
 use common::sharded::{ShardedSubject, TIMEOUT};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, update};
 use common::subject::{Maker, OWNER, Subject, binding};
-use common::{Dice, bits, scan};
+use common::{Dice, scan};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::{Insertion, TableConfig};
@@ -25,9 +26,6 @@ use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
-use sok_core::pool::Pool;
-
-static POOLS: LazyLock<[Pool; 2]> = LazyLock::new(|| [1, 3].map(|threads| Pool::new(threads).unwrap()));
 
 const ALONE: Maker = Maker { make: alone, tells_late: false, dims: &[] };
 
@@ -75,99 +73,6 @@ proptest! {
 
 // ---- many ranks beside one
 
-/// What a rank saw and has in the end.
-#[derive(Default)]
-struct Seen {
-    /// By step and feature.
-    outputs: Vec<Vec<Vec<f32>>>,
-    norms: Vec<u64>,
-    tables: Vec<BTreeMap<Key, Vec<u32>>>,
-}
-
-/// Runs steps on a rank's share of each batch.
-fn run_rank(
-    configs: &[(TableConfig, Placement)],
-    update: Update,
-    steps: &[GlobalStep],
-    communicator: Arc<dyn Communicator>,
-    merge_blocks: usize,
-    is_even: bool,
-) -> Seen {
-    let (rank, world_size) = (communicator.rank(), communicator.world_size());
-    let mut subject = ShardedSubject::new(configs, communicator, merge_blocks, &POOLS[rank % 2]);
-    subject.bind(binding(OWNER, update)).unwrap();
-    let mut seen = Seen::default();
-    for (number, step) in (1..).zip(steps) {
-        let bags: Vec<_> =
-            step.inputs.iter().map(|input| share(input.bags().len(), rank, world_size, is_even)).collect();
-        let inputs: Vec<Input> =
-            step.inputs.iter().zip(&bags).map(|(input, bags)| part_of(input, bags.clone())).collect();
-        let (lookup, outputs) = subject.lookup(&inputs, step.insertion, true).unwrap();
-        let gradients =
-            step.inputs.iter().zip(&bags).zip(&step.gradients).map(|((input, bags), gradients)| {
-                let dim = configs[input.table].0.dim;
-                gradients[bags.start * dim..bags.end * dim].to_vec()
-            });
-        let weighted = inputs.iter().filter(|input| input.weights.is_some());
-        let ids: Vec<usize> = weighted.map(|input| input.ids.keys().len()).collect();
-        let kept = Arc::new(gradients.collect::<Vec<_>>());
-        subject.push(number, lookup, &kept, number % 2 == 0, &ids).unwrap();
-        seen.outputs.push(outputs);
-        seen.norms.push(subject.commit(&[(number, step.weight)], step.is_update).unwrap().to_bits());
-        let scalars = UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 };
-        subject.apply(scalars, step.is_update).unwrap();
-        for table in 0..configs.len() {
-            subject.table_mut(table).erase(&step.erased).unwrap();
-        }
-    }
-    seen.tables = (0..configs.len()).map(|table| scan(subject.table(table), 100)).collect();
-    seen
-}
-
-fn run_world(
-    configs: &[(TableConfig, Placement)],
-    update: Update,
-    steps: &[GlobalStep],
-    world: Vec<Arc<dyn Communicator>>,
-    merge_blocks: usize,
-    is_even: bool,
-) -> Seen {
-    let seen: Vec<Seen> = std::thread::scope(|scope| {
-        let run = |rank| run_rank(configs, update, steps, rank, merge_blocks, is_even);
-        let ranks: Vec<_> = world.into_iter().map(|rank| scope.spawn(move || run(rank))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    let mut all = Seen { norms: seen[0].norms.clone(), ..Seen::default() };
-    for step in 0..steps.len() {
-        let features = 0..steps[step].inputs.len();
-        let joined = features.map(|f| seen.iter().flat_map(|rank| rank.outputs[step][f].clone()).collect());
-        all.outputs.push(joined.collect());
-    }
-    for (table, (_, placement)) in configs.iter().enumerate() {
-        let mut joined = BTreeMap::new();
-        for (rank, seen) in seen.iter().enumerate() {
-            assert_eq!(seen.norms, all.norms, "norms of rank {rank}");
-            match placement {
-                Placement::Replicated => {
-                    assert!(rank == 0 || seen.tables[table] == joined, "replica of rank {rank}")
-                }
-                Placement::Localized(home) => assert!(rank == *home || seen.tables[table].is_empty()),
-                Placement::Distributed => {}
-            }
-            joined.extend(seen.tables[table].clone());
-        }
-        all.tables.push(joined);
-    }
-    all
-}
-
-fn thread_world(world_size: usize) -> Vec<Arc<dyn Communicator>> {
-    ThreadRank::world(world_size, TIMEOUT)
-        .into_iter()
-        .map(|rank| Arc::new(rank) as Arc<dyn Communicator>)
-        .collect()
-}
-
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 60,
@@ -179,33 +84,32 @@ proptest! {
     #[test]
     fn any_number_of_ranks_with_equal_shares_has_the_bits_of_one(seed in any::<u64>()) {
         let mut dice = Dice(seed);
-        let configs = any_tables(&mut dice);
+        let configs = any_tables(&mut dice, 4);
         let mut update = any_update(&mut dice);
         update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
-        let steps = any_steps(&mut dice, &configs, 24);
-        let one = run_world(&configs, update, &steps, thread_world(1), 12, true);
+        let steps = any_steps(&mut dice, &configs, 24, 6);
+        let program = program(&configs, update, &steps);
+        let one = program.run(thread_world(1));
         for world_size in 2..=4 {
-            let many = run_world(&configs, update, &steps, thread_world(world_size), 12, true);
-            for (step, (one, many)) in one.outputs.iter().zip(&many.outputs).enumerate() {
-                for (feature, (one, many)) in one.iter().zip(many).enumerate() {
-                    assert_eq!(bits(one), bits(many), "step {step}, feature {feature}, {world_size} ranks");
-                }
-            }
-            assert_eq!(&one.norms, &many.norms);
-            assert!(one.tables == many.tables, "{world_size} ranks");
+            one.check_same(&program.run(thread_world(world_size)), &format!("{world_size} ranks"));
         }
     }
 
     #[test]
     fn ranks_with_uneven_shares_agree_with_one_within_rounding(seed in any::<u64>()) {
         let mut dice = Dice(seed);
-        let configs = any_tables(&mut dice);
+        let configs = any_tables(&mut dice, 4);
         let update = plain_update(dice.pick(&[SGD, ADAGRAD]));
         let num_bags = 1 + dice.below(9) as usize;
-        let steps = any_steps(&mut dice, &configs, num_bags);
-        let one = run_world(&configs, update, &steps, thread_world(1), 1, true);
+        let steps = any_steps(&mut dice, &configs, num_bags, 6);
+        let program = |world_size: usize, is_even: bool| Program {
+            merge_blocks: world_size,
+            is_even,
+            ..program(&configs, update, &steps)
+        };
+        let one = program(1, true).run(thread_world(1));
         for world_size in 2..=4 {
-            let many = run_world(&configs, update, &steps, thread_world(world_size), world_size, false);
+            let many = program(world_size, false).run(thread_world(world_size));
             let pairs = one.outputs.iter().flatten().flatten().zip(many.outputs.iter().flatten().flatten());
             for (one, many) in pairs {
                 assert!((one - many).abs() <= 2e-3 * (1.0 + one.abs()), "{one}, with {world_size} ranks {many}");

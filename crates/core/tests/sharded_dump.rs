@@ -3,21 +3,16 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::sharded::TIMEOUT;
+use common::sharded::{Directory, TIMEOUT, restore, save};
 use common::strategies::plain_config;
 use common::{Dice, scan};
-use sok_core::checkpoint::{
-    DumpOptions, DumpReader, LoadMode, LoadOptions, Ranks, Target, TargetBinding, dump_of_ranks,
-    read_manifest, verify,
-};
+use sok_core::checkpoint::{LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
 use sok_core::contract::table::TableConfig;
 use sok_core::error::{Error, Result};
-use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::Update;
@@ -28,23 +23,6 @@ use sok_core::key::Key;
 const ADAM: Update =
     Update { rule: Rule::Adam(Adam::VARIANTS[0]), weight_decay: None, clipvalue: None, clipnorm: None };
 
-/// A directory that is gone at the end of the test.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new(name: &str) -> Directory {
-        let path = std::env::temp_dir().join(format!("sok-ranks-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        Directory(path)
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 fn configs() -> Vec<(TableConfig, Placement)> {
     let fixed = |name| TableConfig { vocabulary_size: Some(300), ..plain_config(name, 3) };
     vec![
@@ -53,10 +31,6 @@ fn configs() -> Vec<(TableConfig, Placement)> {
         (plain_config("one", 2), Placement::Localized(0)),
         (fixed("everywhere"), Placement::Replicated),
     ]
-}
-
-fn tag(call: Call, step: u64) -> Tag {
-    Tag { call, layer: 0, step, round: 0 }
 }
 
 /// Records of each table, those of all ranks together.
@@ -100,36 +74,13 @@ fn fill(group: &mut ShardedGroup) {
     }
 }
 
-fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool) -> Result<()> {
-    let communicator = group.communicator().clone();
-    let tables: Vec<_> =
-        (0..group.num_tables()).map(|table| (group.table(table), group.owners(table).unwrap())).collect();
-    let options = DumpOptions { overwrite, shard_bytes: 1000, ..DumpOptions::default() };
-    dump_of_ranks(path, &tables, &[], &options, &Ranks { communicator, tag: tag(Call::Dump, 1) }).map(drop)
-}
-
-fn restore(group: &mut ShardedGroup, path: &Path, mode: LoadMode) -> Result<()> {
-    let communicator = group.communicator().clone();
-    let owners: Vec<_> = (0..group.num_tables()).map(|table| group.owners(table)).collect();
-    let names: Vec<String> = configs().into_iter().map(|(config, _)| config.name).collect();
-    let mut targets: Vec<Target> = group
-        .tables_mut()
-        .into_iter()
-        .zip(owners)
-        .zip(&names)
-        .map(|((table, owners), name)| Target { name, table, binding: TargetBinding::Bound, owners })
-        .collect();
-    let ranks = Ranks { communicator, tag: tag(Call::Load, 1) };
-    DumpReader::open(path)?.load(&mut targets, &LoadOptions { mode, states: true }, Some(&ranks)).map(drop)
-}
-
 #[test]
 fn a_dump_of_any_number_of_ranks_is_loaded_by_any_other() {
     for dumping in 1..=4 {
         let directory = Directory::new(&format!("any{dumping}"));
         let (saved, dumped) = on_ranks(dumping, |group| {
             fill(group);
-            save(group, &directory.0, true)
+            save(group, &directory.0, true, 1)
         });
         assert!(saved.iter().all(Result::is_ok), "{saved:?}");
         verify(&directory.0).unwrap();
@@ -137,7 +88,7 @@ fn a_dump_of_any_number_of_ranks_is_loaded_by_any_other() {
         assert!(manifest.tables.iter().all(|table| table.num_rows == 300));
         for loading in 1..=4 {
             for mode in [LoadMode::Replace, LoadMode::Merge] {
-                let (loaded, contents) = on_ranks(loading, |group| restore(group, &directory.0, mode));
+                let (loaded, contents) = on_ranks(loading, |group| restore(group, &directory.0, mode, 1));
                 assert!(loaded.iter().all(Result::is_ok), "{loaded:?}");
                 assert!(contents == dumped, "{dumping} ranks dumped, {loading} loaded");
             }
@@ -150,10 +101,10 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
     let directory = Directory::new("error");
     let (_, dumped) = on_ranks(2, |group| {
         fill(group);
-        save(group, &directory.0, true).unwrap();
+        save(group, &directory.0, true, 1).unwrap();
     });
     let before = std::fs::read(directory.0.join("manifest.json")).unwrap();
-    let (refused, _) = on_ranks(2, |group| save(group, &directory.0, false).map_err(|e| e.to_string()));
+    let (refused, _) = on_ranks(2, |group| save(group, &directory.0, false, 1).map_err(|e| e.to_string()));
     assert!(refused[0].as_ref().unwrap_err().contains("`overwrite` must be True"));
     assert!(refused[1].as_ref().unwrap_err().starts_with("rank 0 failed in dump 1: `overwrite`"));
     // Rank 1 writes to another place, where rank 0 has made no directory.
@@ -161,7 +112,7 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
         fill(group);
         let elsewhere = directory.0.join("elsewhere");
         let path = if group.communicator().rank() == 0 { &directory.0 } else { &elsewhere };
-        save(group, path, true)
+        save(group, path, true, 1)
     });
     assert!(
         matches!(&failed[0], Err(Error::Rank { rank: 1, what }) if what.contains("that all ranks reach"))
@@ -172,7 +123,7 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
     let named: usize =
         read_manifest(&directory.0).unwrap().tables.iter().map(|table| table.shards.len()).sum();
     assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), named + 1, "what was written is removed");
-    let (_, contents) = on_ranks(3, |group| restore(group, &directory.0, LoadMode::Replace).unwrap());
+    let (_, contents) = on_ranks(3, |group| restore(group, &directory.0, LoadMode::Replace, 1).unwrap());
     assert!(contents == dumped);
 }
 
@@ -181,7 +132,7 @@ fn a_load_that_one_rank_refuses_changes_no_rank() {
     let directory = Directory::new("load");
     on_ranks(2, |group| {
         fill(group);
-        save(group, &directory.0, true).unwrap();
+        save(group, &directory.0, true, 1).unwrap();
     });
     let (failed, contents) = on_ranks(2, |group| {
         if group.communicator().rank() == 1 {
@@ -189,7 +140,7 @@ fn a_load_that_one_rank_refuses_changes_no_rank() {
             let rule = Update { rule: Rule::variants()[0], ..ADAM };
             group.table_mut(0).set_update_rule(Some(rule), false).unwrap();
         }
-        restore(group, &directory.0, LoadMode::Replace)
+        restore(group, &directory.0, LoadMode::Replace, 1)
     });
     assert!(failed.iter().all(Result::is_err), "{failed:?}");
     assert!(contents.iter().all(BTreeMap::is_empty));

@@ -4,6 +4,7 @@
 
 pub mod group;
 pub mod large;
+pub mod programs;
 pub mod ranks;
 pub mod record_step;
 pub mod sharded;

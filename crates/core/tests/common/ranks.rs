@@ -11,11 +11,23 @@ use super::Dice;
 use super::group::{Ids, Input, KeyType, Shape};
 use super::strategies::{WEIGHTS, plain_config};
 
+/// What a step does with the gradients of its lookup.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Then {
+    /// It has none.
+    Nothing,
+    /// They wait for a later commit.
+    Push,
+    /// They are committed, with all that wait.
+    Commit,
+}
+
 /// A step of the batch of all ranks.
 #[derive(Clone)]
 pub struct GlobalStep {
     pub inputs: Vec<Input>,
     pub insertion: Insertion,
+    pub then: Then,
     /// Of each feature's output.
     pub gradients: Vec<Vec<f32>>,
     pub weight: f32,
@@ -52,7 +64,7 @@ pub fn share(num_bags: usize, rank: usize, world_size: usize, is_even: bool) -> 
 }
 
 /// Tables of any kind, in any place; a rank that is not there is replaced by another one.
-pub fn any_tables(dice: &mut Dice) -> Vec<(TableConfig, Placement)> {
+pub fn any_tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
     let mut table = |number| {
         let placement = dice.pick(&[Placement::Distributed, Placement::Localized(0), Placement::Replicated]);
         let is_static = placement == Placement::Replicated || dice.below(3) == 0;
@@ -65,50 +77,64 @@ pub fn any_tables(dice: &mut Dice) -> Vec<(TableConfig, Placement)> {
         };
         (config, placement)
     };
-    (0..4).map(&mut table).collect()
+    (0..num_tables).map(&mut table).collect()
 }
 
-pub fn any_steps(dice: &mut Dice, configs: &[(TableConfig, Placement)], num_bags: usize) -> Vec<GlobalStep> {
-    let mut step = || {
-        let mut input = || {
-            let table = dice.below(configs.len() as u64) as usize;
-            let hotness = dice.below(4) as usize;
-            let (shape, num_ids) = match dice.below(3) {
-                0 => (Shape::Each, num_bags),
-                1 => (Shape::Fixed { num_bags, hotness }, num_bags * hotness),
-                _ => {
-                    let lengths: Vec<i64> = (0..num_bags).map(|_| dice.below(5) as i64).collect();
-                    let ends = lengths.iter().scan(0, |sum, len| {
-                        *sum += len;
-                        Some(*sum)
-                    });
-                    let splits: Vec<i64> = std::iter::once(0).chain(ends).collect();
-                    let num_ids = splits[num_bags] as usize;
-                    (Shape::RaggedI64(splits), num_ids)
-                }
-            };
-            let keys: Vec<Key> = (0..num_ids).map(|_| dice.below(70)).collect();
-            let weights = (dice.below(3) == 0).then(|| (0..num_ids).map(|_| dice.pick(&WEIGHTS)).collect());
-            let combiner = dice.pick(&[Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
-            let padding_key = dice.pick(&[None, Some(5)]);
-            Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
-        };
-        let inputs: Vec<Input> = (0..5).map(|_| input()).collect();
-        let dim = |input: &Input| configs[input.table].0.dim;
-        let gradients = inputs.iter().map(|input| dice.floats(num_bags * dim(input))).collect();
-        GlobalStep {
-            gradients,
-            insertion: dice.pick(&[
-                Insertion::AtLookup,
-                Insertion::AtLookup,
-                Insertion::AtCommit,
-                Insertion::Never,
-            ]),
-            weight: dice.pick(&[1.0, 0.5]),
-            is_update: dice.below(4) > 0,
-            erased: if dice.below(4) == 0 { (0..70).step_by(4).collect() } else { Vec::new() },
-            inputs,
+/// A feature of a table, with bags of any shape.
+pub fn any_input(dice: &mut Dice, table: usize, num_bags: usize) -> Input {
+    let hotness = dice.below(4) as usize;
+    let (shape, num_ids) = match dice.below(3) {
+        0 => (Shape::Each, num_bags),
+        1 => (Shape::Fixed { num_bags, hotness }, num_bags * hotness),
+        _ => {
+            let lengths: Vec<i64> = (0..num_bags).map(|_| dice.below(5) as i64).collect();
+            let ends = lengths.iter().scan(0, |sum, len| {
+                *sum += len;
+                Some(*sum)
+            });
+            let splits: Vec<i64> = std::iter::once(0).chain(ends).collect();
+            let num_ids = splits[num_bags] as usize;
+            (Shape::RaggedI64(splits), num_ids)
         }
     };
-    (0..6).map(|_| step()).collect()
+    let keys: Vec<Key> = (0..num_ids).map(|_| dice.below(70)).collect();
+    let weights = (dice.below(3) == 0).then(|| (0..num_ids).map(|_| dice.pick(&WEIGHTS)).collect());
+    let combiner = dice.pick(&[Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
+    let padding_key = dice.pick(&[None, Some(5)]);
+    Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
+}
+
+/// A step that learns from these features.
+pub fn any_step(
+    dice: &mut Dice,
+    configs: &[(TableConfig, Placement)],
+    inputs: Vec<Input>,
+    num_bags: usize,
+) -> GlobalStep {
+    let dim = |input: &Input| configs[input.table].0.dim;
+    let gradients = inputs.iter().map(|input| dice.floats(num_bags * dim(input))).collect();
+    let insertions = [Insertion::AtLookup, Insertion::AtLookup, Insertion::AtCommit, Insertion::Never];
+    GlobalStep {
+        gradients,
+        insertion: dice.pick(&insertions),
+        then: Then::Commit,
+        weight: dice.pick(&[1.0, 0.5]),
+        is_update: dice.below(4) > 0,
+        erased: if dice.below(4) == 0 { (0..70).step_by(4).collect() } else { Vec::new() },
+        inputs,
+    }
+}
+
+pub fn any_steps(
+    dice: &mut Dice,
+    configs: &[(TableConfig, Placement)],
+    num_bags: usize,
+    num_steps: usize,
+) -> Vec<GlobalStep> {
+    let mut step = || {
+        let tables: Vec<usize> = (0..5).map(|_| dice.below(configs.len() as u64) as usize).collect();
+        let inputs = tables.into_iter().map(|table| any_input(dice, table, num_bags)).collect();
+        any_step(dice, configs, inputs, num_bags)
+    };
+    (0..num_steps).map(|_| step()).collect()
 }

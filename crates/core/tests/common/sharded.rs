@@ -1,8 +1,12 @@
 //! Groups that several ranks share, each rank a thread.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use sok_core::checkpoint::{
+    DumpOptions, DumpReader, LoadMode, LoadOptions, Ranks, Target, TargetBinding, dump_of_ranks,
+};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
@@ -10,6 +14,7 @@ use sok_core::contract::table::{Insertion, Table, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::Result;
 use sok_core::exchange::communicator::Communicator;
+use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
@@ -145,5 +150,48 @@ impl Subject for ShardedSubject {
 
     fn take_held(&mut self) -> Vec<Kept> {
         std::mem::take(&mut self.held)
+    }
+}
+
+fn ranks_of(group: &ShardedGroup, call: Call, step: u64) -> Ranks {
+    Ranks { communicator: group.communicator().clone(), tag: Tag { call, layer: 0, step, round: 0 } }
+}
+
+/// Dumps the tables of a group. `step`: number of the dump, which the manifest gets as its step.
+pub fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool, step: u64) -> Result<()> {
+    let ranks = ranks_of(group, Call::Dump, step);
+    let tables: Vec<_> =
+        (0..group.num_tables()).map(|table| (group.table(table), group.owners(table).unwrap())).collect();
+    let options = DumpOptions { overwrite, step, shard_bytes: 1000, ..DumpOptions::default() };
+    dump_of_ranks(path, &tables, &[], &options, &ranks).map(drop)
+}
+
+/// Loads the tables of a group by their names. `step`: number of the load.
+pub fn restore(group: &mut ShardedGroup, path: &Path, mode: LoadMode, step: u64) -> Result<()> {
+    let ranks = ranks_of(group, Call::Load, step);
+    let parts: Vec<_> = (0..group.num_tables())
+        .map(|table| (group.table(table).config().name.clone(), group.owners(table)))
+        .collect();
+    let tables = group.tables_mut().into_iter().zip(&parts);
+    let mut targets: Vec<Target> = tables
+        .map(|(table, (name, owners))| Target { name, table, binding: TargetBinding::Bound, owners: *owners })
+        .collect();
+    DumpReader::open(path)?.load(&mut targets, &LoadOptions { mode, states: true }, Some(&ranks)).map(drop)
+}
+
+/// A directory that is gone at the end of the test.
+pub struct Directory(pub PathBuf);
+
+impl Directory {
+    pub fn new(name: &str) -> Directory {
+        let path = std::env::temp_dir().join(format!("sok-ranks-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Directory(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

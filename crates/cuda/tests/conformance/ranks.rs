@@ -86,7 +86,7 @@ fn one_rank() {
         let mut dice = Dice(seed);
         let is_even = seed % 3 != 2;
         let merge_blocks = ranks * if is_even { dice.pick(&[1, 2, 3]) } else { 1 };
-        let mut configs = any_tables(&mut dice);
+        let mut configs = any_tables(&mut dice, 4);
         if seed % 4 == 3 {
             configs.iter_mut().for_each(|(config, _)| config.max_capacity = Some(40));
             configs
@@ -95,7 +95,7 @@ fn one_rank() {
         }
         let mut update = any_update(&mut dice);
         update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
-        let steps = any_steps(&mut dice, &configs, 6 * ranks);
+        let steps = any_steps(&mut dice, &configs, 6 * ranks, 6);
         let host = ShardedSubject::new(&configs, communicator.clone(), merge_blocks, &POOL);
         let gpu = ShardedGpuGroup::new(&DEVICE, configs.clone(), &peers, 2, merge_blocks).unwrap();
         let gpu = GpuSubject::of(Tested::Shared(Box::new(gpu)));
