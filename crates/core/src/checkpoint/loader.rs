@@ -17,7 +17,7 @@ use crate::contract::record::{Field, RecordLayout};
 use crate::contract::table::{Records, Table};
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
-use crate::exchange::collectives::{agree, gather};
+use crate::exchange::collectives::{decide, gather};
 use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
@@ -151,10 +151,6 @@ impl DumpReader {
         options: &LoadOptions,
         ranks: Option<&Ranks>,
     ) -> Result<LoadReport> {
-        let agreed = |round: u8, result| match ranks {
-            Some(Ranks { communicator, tag }) => agree(&**communicator, tag.at(round), result),
-            None => result,
-        };
         if let Some(ranks) = ranks {
             self.check_same(ranks)?;
         }
@@ -164,7 +160,11 @@ impl DumpReader {
         };
         let (mut loads, mut fresh) = (Vec::new(), Vec::new());
         let prepared = prepare(&dump, targets, options, &mut loads, &mut fresh);
-        agreed(2, prepared)?;
+        match ranks {
+            // The ranks that are left after one is lost all have the rows of the dump, or none.
+            Some(Ranks { communicator, tag }) => decide(&**communicator, tag.at(2), prepared)?,
+            None => prepared?,
+        }
         match options.mode {
             LoadMode::Replace => {
                 let mut fresh = targets.iter_mut().zip(fresh);

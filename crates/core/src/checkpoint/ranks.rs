@@ -1,6 +1,6 @@
 //! A dump that all ranks write: each its part of the tables, rank 0 the arrays and the manifest.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -30,7 +30,7 @@ pub struct Ranks {
 /// on all ranks. `arrays`: those of rank 0 are written.
 ///
 /// # Errors
-/// As [`dump`](super::dump), and [`Error::Rank`]. An old dump is unchanged then, unless a rank is lost after the manifest was replaced.
+/// As [`dump`](super::dump), and [`Error::Rank`]. An old dump is unchanged then, unless rank 0 is lost when it replaces the manifest.
 pub fn dump_of_ranks(
     path: &Path,
     tables: &[(&dyn Table, Owners)],
@@ -50,28 +50,62 @@ pub fn dump_of_ranks(
     let unique = Reader::new(&begun[0], 0).number()?;
     let mut writer = Writer::new(&Disk, path, unique.wrapping_add(rank as u64));
     let written = write_tables(&mut writer, path, tables, options);
-    let result = gather(communicator, tag.at(1), written).and_then(|entries| {
-        let manifest =
-            if rank == 0 { finish(&mut writer, path, &entries, arrays, options) } else { Ok(Vec::new()) };
-        gather(communicator, tag.at(2), manifest)
+    let mut aside = None;
+    let placed = gather(communicator, tag.at(1), written).and_then(|entries| {
+        let finished = match rank {
+            0 => finish(&mut writer, &entries, arrays, options),
+            _ => Ok((Vec::new(), None)),
+        };
+        let bytes = finished.map(|(bytes, path)| {
+            aside = path;
+            bytes
+        });
+        let manifests = gather(communicator, tag.at(2), bytes)?;
+        let manifest = Manifest::from_bytes(&path.join(MANIFEST), &manifests[0]);
+        let vote = manifest.as_ref().map(drop).map_err(Error::clone);
+        place(path, aside.as_deref(), vote, ranks)?;
+        manifest
     });
-    let manifests = match result {
-        Ok(manifests) => manifests,
+    let manifest = match placed {
+        Ok(manifest) => manifest,
         Err(error) => {
-            // If a rank is lost, the manifest may have been replaced. The next dump removes what is not needed.
+            // If a rank is lost, others may still write. The next dump removes what is not needed.
             if communicator.failure().is_none() {
                 writer.remove_created();
             }
             return Err(error);
         }
     };
-    let manifest = Manifest::from_bytes(&path.join(MANIFEST), &manifests[0])?;
     let synced = if rank == 0 { Disk.sync_dir(path).map_err(|e| Error::io(path, e)) } else { Ok(()) };
-    agree(communicator, tag.at(3), synced)?;
+    match agree(communicator, tag.at(5), synced) {
+        // A rank that is lost now does not take the dump back.
+        Err(error) if communicator.failure().is_none() => return Err(error),
+        _ => {}
+    }
     if lock.is_some() {
         remove_leftovers(&Disk, path, &manifest);
     }
     Ok(manifest)
+}
+
+/// Puts the manifest in place, if all ranks vote for it. `aside`: where rank 0 has written it.
+///
+/// Rank 0 alone decides. The ranks that are left after one is lost all return what it has decided.
+fn place(path: &Path, aside: Option<&Path>, vote: Result<()>, ranks: &Ranks) -> Result<()> {
+    let Ranks { communicator, tag } = ranks;
+    let communicator = &**communicator;
+    let placed = agree(communicator, tag.at(3), vote).and_then(|()| {
+        let Some(aside) = aside else { return Ok(()) };
+        communicator.decide(*tag)?;
+        let manifest = path.join(MANIFEST);
+        Disk.rename(aside, &manifest).map_err(|e| Error::io(&manifest, e))
+    });
+    let is_placed = aside.is_some() && placed.is_ok();
+    let is_decided = || communicator.failure().is_some() && communicator.is_decided_by_others(*tag);
+    match agree(communicator, tag.at(4), placed) {
+        Err(error) if !is_placed && !is_decided() => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Checks what can be checked before anything is written, and keeps other dumps out of the directory.
@@ -114,14 +148,13 @@ fn write_tables(
     serde_json::to_vec(&entries).map_err(|e| Error::State(e.to_string()))
 }
 
-/// Writes the arrays and the manifest, and puts it in place. Returns its bytes.
+/// Writes the arrays, and the manifest aside. Returns its bytes, and where it is.
 fn finish(
     writer: &mut Writer,
-    path: &Path,
     entries: &[Vec<u8>],
     arrays: &[Array],
     options: &DumpOptions,
-) -> Result<Vec<u8>> {
+) -> Result<(Vec<u8>, Option<PathBuf>)> {
     let mut merged: Vec<TableEntry> = Vec::new();
     for (from, bytes) in entries.iter().enumerate() {
         let entries: Vec<TableEntry> = serde_json::from_slice(bytes).map_err(|e| Error::Rank {
@@ -144,7 +177,5 @@ fn finish(
     let arrays = writer.write_arrays(arrays, array_tensors(arrays)?)?;
     let manifest = Manifest::new(options.step, utc(SystemTime::now()), merged, arrays);
     let (bytes, aside) = writer.write_manifest(&manifest)?;
-    let manifest_path = path.join(MANIFEST);
-    Disk.rename(&aside, &manifest_path).map_err(|e| Error::io(&manifest_path, e))?;
-    Ok(bytes)
+    Ok((bytes, Some(aside)))
 }

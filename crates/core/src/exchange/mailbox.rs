@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::exchange::message::Tag;
+use crate::exchange::message::{Call, Tag};
 
 /// The messages to one rank.
 pub(super) struct Mailbox {
@@ -30,8 +30,8 @@ struct State {
     heard: Vec<Option<Decisions>>,
 }
 
-/// By layer: the newest call that is known to be agreed on by all ranks.
-pub(super) type Decisions = HashMap<u32, u64>;
+/// By call and layer: the number of the newest one that is known to be agreed on by all ranks.
+pub(super) type Decisions = HashMap<(Call, u32), u64>;
 
 impl Mailbox {
     pub fn new(world_size: usize) -> Mailbox {
@@ -97,7 +97,7 @@ impl Mailbox {
         match &state.failure {
             Some(failure) => Err(failure.clone()),
             None => {
-                state.decisions.insert(tag.layer, tag.step);
+                state.decisions.insert((tag.call, tag.layer), tag.step);
                 Ok(())
             }
         }
@@ -120,7 +120,8 @@ impl Mailbox {
         let mut state = self.state();
         loop {
             let heard = || state.heard.iter().flatten();
-            if heard().any(|decisions| decisions.get(&tag.layer).is_some_and(|&step| step >= tag.step)) {
+            let newest = |decisions: &Decisions| decisions.get(&(tag.call, tag.layer)).copied();
+            if heard().filter_map(newest).any(|step| step >= tag.step) {
                 return true;
             }
             let is_silent =

@@ -11,7 +11,7 @@ use crate::memory;
 pub(super) enum Frame {
     /// A message.
     Message(Tag, Vec<u8>),
-    /// The sender has failed, and why. By layer: the newest call that it knows to be agreed on.
+    /// The sender has failed, and why, and what it knows to be agreed on.
     Failure(String, Decisions),
     /// The sender sends no more.
     End,
@@ -65,12 +65,11 @@ pub(super) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
     }
 }
 
-/// Number of decisions, 12 bytes for each, text.
+/// Number of decisions, a tag for each, text.
 fn failure_to_bytes(why: &str, decisions: &Decisions) -> Vec<u8> {
     let mut bytes = (decisions.len() as u64).to_le_bytes().to_vec();
-    for (layer, step) in decisions {
-        bytes.extend(layer.to_le_bytes());
-        bytes.extend(step.to_le_bytes());
+    for (&(call, layer), &step) in decisions {
+        bytes.extend(Tag { call, layer, step, round: 0 }.to_bytes());
     }
     bytes.extend(why.as_bytes());
     bytes
@@ -80,9 +79,9 @@ fn failure_from_bytes(bytes: &[u8]) -> Option<Frame> {
     let (count, mut rest) = bytes.split_first_chunk()?;
     let mut decisions = Decisions::new();
     for _ in 0..u64::from_le_bytes(*count) {
-        let (layer, after) = rest.split_first_chunk()?;
-        let (step, after) = after.split_first_chunk()?;
-        decisions.insert(u32::from_le_bytes(*layer), u64::from_le_bytes(*step));
+        let (tag, after) = rest.split_first_chunk()?;
+        let Tag { call, layer, step, .. } = Tag::from_bytes(*tag)?;
+        decisions.insert((call, layer), step);
         rest = after;
     }
     Some(Frame::Failure(String::from_utf8_lossy(rest).into_owned(), decisions))
@@ -109,7 +108,7 @@ mod tests {
     fn frames_come_back() {
         let tag = Tag { call: Call::Lookup, layer: 3, step: 9, round: 1 };
         let mut stream = Vec::new();
-        let decisions = Decisions::from([(3, 8), (5, 1 << 40)]);
+        let decisions = Decisions::from([((Call::Commit, 3), 8), ((Call::Load, 0), 1 << 40)]);
         let failure = Frame::Failure("why".into(), decisions.clone());
         let frames = [Frame::Message(tag, vec![7; 1000]), failure, Frame::End];
         frames.iter().for_each(|frame| write_frame(&mut stream, frame).unwrap());
