@@ -64,6 +64,14 @@ impl Mailbox {
         self.changed.notify_all();
     }
 
+    /// Waits until a rank is gone, or the mailbox fails. Returns why the rank is gone, if it is.
+    pub fn wait_gone(&self, from: usize, patience: Duration) -> Option<String> {
+        let state = self.state();
+        let is_here = |state: &mut State| state.gone[from].is_none() && state.failure.is_none();
+        let waited = self.changed.wait_timeout_while(state, patience, is_here);
+        waited.unwrap_or_else(PoisonError::into_inner).0.gone[from].clone()
+    }
+
     /// Notes that a rank is lost. Returns the error with which all calls are to fail.
     pub fn lose(&self, from: usize, why: &str) -> Error {
         let what = format!("{why}{}", self.state().last_seen(from));
@@ -94,8 +102,8 @@ impl Mailbox {
     /// Notes that all ranks agree on a call, unless the mailbox has failed.
     pub fn decide(&self, tag: Tag) -> Result<()> {
         let mut state = self.state();
-        match &state.failure {
-            Some(failure) => Err(failure.clone()),
+        match state.failure_in(tag) {
+            Some(failure) => Err(failure),
             None => {
                 state.decisions.insert((tag.call, tag.layer), tag.step);
                 Ok(())
@@ -138,6 +146,11 @@ impl Mailbox {
         self.state().failure.clone()
     }
 
+    /// The failure as a call is to raise it: with the call, unless the failure names it.
+    pub fn failure_in(&self, tag: Tag) -> Option<Error> {
+        self.state().failure_in(tag)
+    }
+
     /// Waits for a message.
     ///
     /// # Errors
@@ -149,8 +162,8 @@ impl Mailbox {
             if let Some(message) = state.pop(from, tag) {
                 return Ok(message);
             }
-            if let Some(failure) = &state.failure {
-                return Err(failure.clone());
+            if let Some(failure) = state.failure_in(tag) {
+                return Err(failure);
             }
             if let Some(why) = &state.gone[from] {
                 let what = format!("{why}, while this rank waits for it in {tag}{}", state.last_seen(from));
@@ -175,6 +188,15 @@ impl State {
             self.messages.remove(&(from, tag));
         }
         message
+    }
+
+    fn failure_in(&self, tag: Tag) -> Option<Error> {
+        match self.failure.clone()? {
+            Error::Rank { rank, what } if !what.contains(&tag.to_string()) => {
+                Some(Error::Rank { rank, what: format!("{what}. This rank is in {tag}") })
+            }
+            failure => Some(failure),
+        }
     }
 
     /// Where a rank was last seen, for messages.

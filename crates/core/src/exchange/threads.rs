@@ -37,7 +37,7 @@ impl Communicator for ThreadRank {
     }
 
     fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
-        if let Some(failure) = self.failure() {
+        if let Some(failure) = self.mailboxes[self.rank].failure_in(tag) {
             return Err(failure);
         }
         self.mailboxes[to].put(self.rank, tag, message);

@@ -9,7 +9,6 @@ mod rendezvous;
 mod sockets;
 
 use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -36,7 +35,8 @@ struct Connections {
     timeout: Duration,
     /// By rank; `None` for this one.
     streams: Vec<Option<Mutex<TcpStream>>>,
-    has_told: AtomicBool,
+    /// Whether the others have been told of a failure.
+    has_told: Mutex<bool>,
 }
 
 impl TcpRank {
@@ -64,7 +64,7 @@ impl TcpRank {
             }
             to_write.push(stream.map(Mutex::new));
         }
-        let (mailbox, has_told) = (Mailbox::new(world_size), AtomicBool::new(false));
+        let (mailbox, has_told) = (Mailbox::new(world_size), Mutex::new(false));
         let connections = Arc::new(Connections { mailbox, timeout, streams: to_write, has_told });
         let mut readers = Vec::new();
         for (from, stream) in to_read {
@@ -110,14 +110,27 @@ impl Connections {
         }
     }
 
-    /// Fails, and tells all others once, with what this rank has decided.
+    /// Fails, and tells all others once.
     fn fail(&self, error: Error) {
         self.mailbox.fail(error);
+        if let Ok(mut has_told) = self.has_told.try_lock() {
+            self.tell_failure(&mut has_told);
+        } // Else another thread tells them.
+    }
+
+    /// Tells all others of a failure, with what this rank has decided.
+    fn tell_failure(&self, has_told: &mut bool) {
         if let Some(failure) = self.mailbox.failure()
-            && !self.has_told.swap(true, Relaxed)
+            && !std::mem::replace(has_told, true)
         {
             self.write_to_all(&Frame::Failure(failure.to_string(), self.mailbox.decisions()));
         }
+    }
+
+    /// Says that this rank ends. The others must hear of a failure first, and of the rank that is to blame.
+    fn end(&self) {
+        self.tell_failure(&mut self.has_told.lock().unwrap_or_else(PoisonError::into_inner));
+        self.write_to_all(&Frame::End);
     }
 
     /// Makes all calls fail because a rank is lost.
@@ -169,7 +182,7 @@ impl Communicator for TcpRank {
 
     fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
         self.check_process()?;
-        if let Some(failure) = self.failure() {
+        if let Some(failure) = self.connections.mailbox.failure_in(tag) {
             return Err(failure);
         }
         self.connections.write(to, &Frame::Message(tag, message)).map_err(|error| {
@@ -178,10 +191,12 @@ impl Communicator for TcpRank {
             let why = if is_late {
                 format!("has taken nothing of {tag} within {} s", self.timeout().as_secs_f64())
             } else {
-                format!("was lost ({error})")
+                // What it had to say before it closed the connection, and whom it blames, may still be unread.
+                let why = self.connections.mailbox.wait_gone(to, self.timeout() / 4);
+                why.unwrap_or_else(|| format!("was lost ({error})"))
             };
             self.connections.lose(to, &why);
-            self.failure().unwrap_or(Error::Rank { rank: to, what: why })
+            self.connections.mailbox.failure_in(tag).unwrap_or(Error::Rank { rank: to, what: why })
         })
     }
 
@@ -218,7 +233,7 @@ impl Drop for TcpRank {
             self.readers.drain(..).for_each(std::mem::forget);
             return;
         }
-        self.connections.write_to_all(&Frame::End);
+        self.connections.end();
         for stream in self.connections.streams.iter().flatten() {
             let _ = stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         }
