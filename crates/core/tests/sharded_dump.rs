@@ -5,9 +5,9 @@ mod common;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use common::sharded::{Directory, TIMEOUT, restore, save};
+use common::scan;
+use common::sharded::{Directory, TIMEOUT, fill, restore, save};
 use common::strategies::plain_config;
-use common::{Dice, scan};
 use sok_core::checkpoint::{LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
@@ -58,28 +58,12 @@ fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&mut ShardedGroup) -> T + 
     (done, all)
 }
 
-/// Inserts the keys that a rank owns, with rows of their own.
-fn fill(group: &mut ShardedGroup) {
-    let mut dice = Dice(3);
-    for table in 0..group.num_tables() {
-        let owners = group.owners(table).unwrap();
-        let dim = group.table(table).config().dim;
-        let keys: Vec<Key> = (0..300).collect();
-        let rows = dice.floats(keys.len() * dim);
-        for (key, row) in keys.iter().zip(rows.chunks(dim)) {
-            if owners.of(*key) == owners.rank {
-                group.table_mut(table).assign(&[*key], row, true).unwrap();
-            }
-        }
-    }
-}
-
 #[test]
 fn a_dump_of_any_number_of_ranks_is_loaded_by_any_other() {
     for dumping in 1..=4 {
         let directory = Directory::new(&format!("any{dumping}"));
         let (saved, dumped) = on_ranks(dumping, |group| {
-            fill(group);
+            fill(group, 300);
             save(group, &directory.0, true, 1)
         });
         assert!(saved.iter().all(Result::is_ok), "{saved:?}");
@@ -100,7 +84,7 @@ fn a_dump_of_any_number_of_ranks_is_loaded_by_any_other() {
 fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
     let directory = Directory::new("error");
     let (_, dumped) = on_ranks(2, |group| {
-        fill(group);
+        fill(group, 300);
         save(group, &directory.0, true, 1).unwrap();
     });
     let before = std::fs::read(directory.0.join("manifest.json")).unwrap();
@@ -109,7 +93,7 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
     assert!(refused[1].as_ref().unwrap_err().starts_with("rank 0 failed in dump 1: `overwrite`"));
     // Rank 1 writes to another place, where rank 0 has made no directory.
     let (failed, _) = on_ranks(2, |group| {
-        fill(group);
+        fill(group, 300);
         let elsewhere = directory.0.join("elsewhere");
         let path = if group.communicator().rank() == 0 { &directory.0 } else { &elsewhere };
         save(group, path, true, 1)
@@ -131,7 +115,7 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
 fn a_load_that_one_rank_refuses_changes_no_rank() {
     let directory = Directory::new("load");
     on_ranks(2, |group| {
-        fill(group);
+        fill(group, 300);
         save(group, &directory.0, true, 1).unwrap();
     });
     let (failed, contents) = on_ranks(2, |group| {

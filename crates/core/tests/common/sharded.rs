@@ -21,11 +21,12 @@ use sok_core::formula::update::UpdateScalars;
 use sok_core::host::group::ApplyScalars;
 use sok_core::host::push::OutputGradients;
 use sok_core::host::sharded::ShardedGroup;
+use sok_core::key::Key;
 use sok_core::pool::Pool;
 
 use super::group::Input;
 use super::subject::{Kept, Subject, Tickets, lend};
-use super::unwritten;
+use super::{Dice, unwritten};
 
 /// Long enough for a slow machine; a test that waits for it has failed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
@@ -150,6 +151,22 @@ impl Subject for ShardedSubject {
 
     fn take_held(&mut self) -> Vec<Kept> {
         std::mem::take(&mut self.held)
+    }
+}
+
+/// Inserts the keys below `num_keys` that a rank owns, with rows of their own.
+pub fn fill(group: &mut ShardedGroup, num_keys: u64) {
+    let mut dice = Dice(3);
+    for table in 0..group.num_tables() {
+        let owners = group.owners(table).unwrap();
+        let dim = group.table(table).config().dim;
+        let keys: Vec<Key> = (0..num_keys).collect();
+        let rows = dice.floats(keys.len() * dim);
+        for (key, row) in keys.iter().zip(rows.chunks(dim)) {
+            if owners.of(*key) == owners.rank {
+                group.table_mut(table).assign(&[*key], row, true).unwrap();
+            }
+        }
     }
 }
 
