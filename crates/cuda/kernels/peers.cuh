@@ -36,8 +36,8 @@ __device__ __noinline__ void give_up(const Peers& p, u32 rank, u32 flag, u64 cal
   if (atomicCAS_system(&state->silent, 0, rank + 1) == 0) {
     state->flag = flag, state->call = call;
     __threadfence_system();
+    store_shared(&state->is_aborted, 1u);
   }
-  store_shared(&state->is_aborted, 1u);
 }
 
 // Waits until all other ranks have come as far as `call`. Returns whether they have. A block calls this.

@@ -345,10 +345,13 @@ __global__ void __launch_bounds__(RING) agree(const __grid_constant__ Peers p, u
       is_common &= __float_as_uint(weights[r]) == __float_as_uint(weights[0]);
     }
   }
+  __shared__ bool common[RING];
+  __shared__ float of_ranks[RING][MAX_RANKS];
+  common[thread] = is_common;
+#pragma unroll
+  for (u32 r = 0; r < MAX_RANKS; ++r) of_ranks[thread][r] = weights[r];
   raise(p, AGREED, commit);
   have_come &= wait_for(p, AGREED, commit);
-  __shared__ bool common[RING];
-  common[thread] = is_common;
   a.ticket[2 * thread] = a.ticket[2 * thread + 1] = 0;
   __syncthreads();
   if (!have_come) return;
@@ -363,7 +366,7 @@ __global__ void __launch_bounds__(RING) agree(const __grid_constant__ Peers p, u
       Side& side = of.sides[n];
       const u32 rank = n % p.world_size;
       side.gradients += (u64)of.begins[n] * 4 * a.tables[side.table].quads;
-      side.scale = common[k] ? 1.0f : load_shared(verdicts + of.row * MAX_RANKS + rank);
+      side.scale = common[k] ? 1.0f : of_ranks[k][rank];
     }
   }
 }

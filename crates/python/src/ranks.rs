@@ -49,18 +49,23 @@ impl World {
 
     /// The GPUs of all ranks, if all ranks have one for their tables, and reach each other's memory. All ranks must call it. `gpu`: this
     /// rank's, for the layer of this number.
-    pub fn peers(&self, gpu: Option<&Arc<Device>>, layer: u32) -> Result<Option<Arc<Peers>>> {
+    pub fn peers(
+        &self,
+        gpu: Result<Option<Arc<Device>>>,
+        layer: u32,
+    ) -> Result<Option<(Arc<Peers>, Arc<Device>)>> {
         let tag = Tag { call: Call::Gather, layer, step: 0, round: 0 };
-        let have = collectives::gather(&*self.communicator, tag, Ok(vec![u8::from(gpu.is_some())]))?;
-        let Some(gpu) = gpu.filter(|_| have.iter().all(|has| has == &[1])) else { return Ok(None) };
+        let has = gpu.as_ref().map(|gpu| vec![u8::from(gpu.is_some())]).map_err(Error::clone);
+        let have = collectives::gather(&*self.communicator, tag, has)?;
+        let Some(gpu) = gpu?.filter(|_| have.iter().all(|has| has == &[1])) else { return Ok(None) };
         if let Some(peers) = self.peers.get() {
-            return Ok(peers.clone());
+            return Ok(peers.clone().map(|peers| (peers, gpu)));
         }
-        let peers = Peers::connect(self.communicator.clone(), gpu, tag.at(1))?.map(Arc::new);
-        if let Some(peers) = &peers {
-            *self.sum.lock().unwrap_or_else(PoisonError::into_inner) = Some(PeerSum::new(peers)?);
-        }
-        Ok(self.peers.get_or_init(|| peers).clone())
+        let peers = Peers::connect(self.communicator.clone(), &gpu, tag.at(1))?.map(Arc::new);
+        let sum = peers.as_ref().map(PeerSum::new).transpose();
+        *self.sum.lock().unwrap_or_else(PoisonError::into_inner) =
+            collectives::agree(&*self.communicator, tag.at(4), sum)?;
+        Ok(self.peers.get_or_init(|| peers).clone().map(|peers| (peers, gpu)))
     }
 
     /// Tag of the next call of this kind that is of no layer.

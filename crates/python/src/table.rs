@@ -68,10 +68,8 @@ impl Group {
                 let (communicator, layer) = (world.communicator.clone(), world.next_layer());
                 let placements = placements.into_iter().chain(std::iter::repeat(Placement::default()));
                 let configs: Vec<_> = configs.into_iter().zip(placements).collect();
-                let device = gpu
-                    .map(|gpu| fork::check_gpu().and_then(|()| Device::shared(gpu, &nvrtc)))
-                    .transpose()?;
-                if let (Some(peers), Some(device)) = (world.peers(device.as_ref(), layer)?, device) {
+                let open = |gpu| fork::check_gpu().and_then(|()| Device::shared(gpu, &nvrtc));
+                if let Some((peers, device)) = world.peers(gpu.map(open).transpose(), layer)? {
                     let blocks = world.merge_blocks;
                     return Ok(Box::new(ShardedGpuGroup::new(&device, configs, &peers, layer, blocks)?));
                 }

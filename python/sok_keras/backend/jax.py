@@ -145,6 +145,8 @@ def sum_gradients(gradients, then):
 
 def bind_gpu(number):
     """Makes this process use one of the GPUs that it sees."""
+    if jax.config.read("jax_cuda_visible_devices") not in (None, "", "all"):
+        return  # jax.distributed has chosen one
     if not backends_are_initialized():
         # JAX takes memory of every GPU that it sees, so it must see one. The driver reads the variable when it starts.
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")

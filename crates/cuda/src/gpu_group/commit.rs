@@ -98,7 +98,7 @@ impl GpuGroup {
         accumulates: bool,
         stream: Stream,
     ) -> Result<abi::Committed> {
-        self.check_fault()?;
+        self.check_own_fault()?;
         self.settle()?;
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;

@@ -31,19 +31,15 @@ pub struct Peers {
     channel: Channel,
     /// By rank: the name of its channel.
     channels: Vec<String>,
-    imports: Mutex<Imports>,
+    /// The memory of other ranks that is mapped here, by rank and number of the window.
+    imports: Mutex<HashMap<(usize, u64), Arc<Mapping>>>,
+    /// Numbers of windows that were freed, and that others have not been told of.
+    freed: Freed,
     /// A `RankState`, which waiting kernels read and write.
     state: Arc<Shared>,
 }
 
-/// The memory of other ranks that is mapped here.
-#[derive(Default)]
-struct Imports {
-    /// By rank and number of the window.
-    mapped: HashMap<(usize, u64), Arc<Mapping>>,
-    /// Descriptors that came before they were asked for.
-    early: HashMap<(usize, u64), OwnedFd>,
-}
+type Freed = Arc<Mutex<Vec<u64>>>;
 
 /// Memory of this rank that all ranks can reach.
 pub struct Window {
@@ -51,6 +47,15 @@ pub struct Window {
     mapping: Arc<Mapping>,
     /// For ranks that do not have it yet; `None` after it was sent.
     descriptor: Option<OwnedFd>,
+    freed: Freed,
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        if self.descriptor.is_none() {
+            self.freed.lock().unwrap_or_else(PoisonError::into_inner).push(self.number);
+        }
+    }
 }
 
 impl Window {
@@ -107,17 +112,20 @@ impl Peers {
         tag: Tag,
     ) -> Result<Option<Peers>> {
         let no_channel = |error| Error::Device(format!("cannot share GPU memory with other ranks: {error}"));
-        let channel = Channel::open(communicator.timeout()).map_err(no_channel);
-        let hello = channel.as_ref().map(|channel| format!("{}\n{}", host(), channel.name()).into_bytes());
+        let opened = Channel::open(communicator.timeout()).map_err(no_channel).and_then(|channel| {
+            let state = Shared::new(&device.context, size_of::<RankState>() / 4)?;
+            Ok((channel, Arc::new(state)))
+        });
+        let hello =
+            opened.as_ref().map(|(channel, _)| format!("{}\n{}", host(), channel.name()).into_bytes());
         let hellos = gather(&*communicator, tag, hello.map_err(Error::clone))?;
-        let channel = channel?;
+        let (channel, state) = opened?;
         let hellos: Vec<String> = hellos.iter().map(|h| String::from_utf8_lossy(h).into_owned()).collect();
         let (hosts, channels): (Vec<&str>, Vec<&str>) =
             hellos.iter().map(|hello| hello.split_once('\n').unwrap_or_default()).unzip();
         if hosts.iter().any(|other| *other != hosts[0]) || hosts.len() > MAX_RANKS {
             return Ok(None);
         }
-        let state = Arc::new(Shared::new(&device.context, size_of::<RankState>() / 4)?);
         let aborted = state.clone();
         communicator.on_failure(Box::new(move || aborted.set(word_of!(RankState, is_aborted), 1)));
         let peers = Peers {
@@ -125,6 +133,7 @@ impl Peers {
             device: device.clone(),
             channel,
             imports: Mutex::default(),
+            freed: Freed::default(),
             state,
             communicator,
         };
@@ -146,11 +155,11 @@ impl Peers {
             let name = WindowName::read(&mut Reader::new(name, rank))?;
             can_share &= name != none && self.address(rank, name, window.as_ref()).is_ok();
         }
-        self.imports().mapped.clear();
+        self.imports().clear();
         Ok(can_share)
     }
 
-    fn imports(&self) -> MutexGuard<'_, Imports> {
+    fn imports(&self) -> MutexGuard<'_, HashMap<(usize, u64), Arc<Mapping>>> {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -180,6 +189,7 @@ impl Peers {
             number: NEXT.fetch_add(1, Relaxed),
             mapping: Arc::new(mapping),
             descriptor: Some(descriptor),
+            freed: self.freed.clone(),
         })
     }
 
@@ -212,33 +222,40 @@ impl Peers {
             return own.map(|own| own.mapping.clone()).ok_or_else(|| Error::State("a window is gone".into()));
         }
         let mut imports = self.imports();
-        let key = (rank, name.number);
-        if let Some(mapping) = imports.mapped.get(&key) {
+        if let Some(mapping) = imports.get(&(rank, name.number)) {
             return Ok(mapping.clone());
         }
-        while !imports.early.contains_key(&key) {
-            let received = self.channel.receive();
-            let (numbers, descriptor) = received.map_err(|error| Error::Rank {
-                rank,
-                what: format!("has not shared its GPU memory ({error})"),
-            })?;
-            imports.early.insert((numbers[0] as usize, numbers[1]), descriptor);
-        }
-        let descriptor = imports.early.remove(&key).expect("the loop ends when it has come");
+        let no_memory =
+            |error| Error::Rank { rank, what: format!("has not shared its GPU memory ({error})") };
+        let descriptor = self.channel.receive([rank as u64, name.number]).map_err(no_memory)?;
         let mapping = Arc::new(Mapping::import(&self.device.context, &descriptor, name.bytes as usize)?);
-        imports.mapped.insert(key, mapping.clone());
+        imports.insert((rank, name.number), mapping.clone());
         Ok(mapping)
     }
 
-    /// Unmaps windows that a rank has freed.
-    pub fn forget(&self, rank: usize, numbers: &[u64]) {
-        let mut imports = self.imports();
-        numbers.iter().for_each(|&number| drop(imports.mapped.remove(&(rank, number))));
+    /// Appends the windows of this rank that were freed to a message.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn write_freed(&self, writer: &mut Writer) -> Result<()> {
+        let freed = std::mem::take(&mut *self.freed.lock().unwrap_or_else(PoisonError::into_inner));
+        writer.number(freed.len() as u64)?;
+        writer.numbers(&freed)
     }
 
-    /// Unmaps memory of a rank that it has freed.
-    fn forget_mapping(&self, rank: usize, mapping: &Arc<Mapping>) {
-        self.imports().mapped.retain(|(of, _), known| *of != rank || !Arc::ptr_eq(known, mapping));
+    /// Reads the windows that another rank has freed, and unmaps them.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] for a message that is too short.
+    pub fn read_freed(&self, from: usize, reader: &mut Reader) -> Result<()> {
+        let (count, mut freed) = (reader.number()? as usize, Vec::new());
+        reader.numbers(count, &mut freed)?;
+        let mut imports = self.imports();
+        for number in freed {
+            imports.remove(&(from, number));
+            self.channel.forget([from as u64, number]);
+        }
+        Ok(())
     }
 
     /// What kernels need. `flags`: by rank, the address of its flags.
@@ -279,8 +296,8 @@ impl Peers {
 pub struct Windows {
     peers: Arc<Peers>,
     spare: VecDeque<Window>,
-    /// Numbers of windows that were freed, and that others have not been told of.
-    freed: Vec<u64>,
+    /// Windows that other ranks may still read or write.
+    resting: Vec<Window>,
 }
 
 /// Maximum number of windows that are kept for later calls.
@@ -289,7 +306,7 @@ const SPARE_WINDOWS: usize = 8;
 impl Windows {
     /// Without windows.
     pub fn new(peers: &Arc<Peers>) -> Windows {
-        Windows { peers: peers.clone(), spare: VecDeque::new(), freed: Vec::new() }
+        Windows { peers: peers.clone(), spare: VecDeque::new(), resting: Vec::new() }
     }
 
     /// Returns a window of at least this many bytes.
@@ -304,34 +321,16 @@ impl Windows {
         }
     }
 
-    /// Takes a window back. Other ranks may still read it in the step that is under way.
+    /// Takes a window back. Other ranks may still use it in what is under way.
     pub fn give_back(&mut self, window: Window) {
-        self.spare.push_back(window);
-        if self.spare.len() > SPARE_WINDOWS
-            && let Some(oldest) = self.spare.pop_front()
-        {
-            self.freed.push(oldest.number);
-        }
+        self.resting.push(window);
     }
 
-    /// Appends the windows that were freed to a message.
-    ///
-    /// # Errors
-    /// [`Error::Memory`].
-    pub fn write_freed(&mut self, writer: &mut Writer) -> Result<()> {
-        writer.number(self.freed.len() as u64)?;
-        writer.numbers(&std::mem::take(&mut self.freed))
-    }
-
-    /// Reads the windows that another rank has freed.
-    ///
-    /// # Errors
-    /// [`Error::Rank`] for a message that is too short.
-    pub fn read_freed(&self, from: usize, reader: &mut Reader) -> Result<()> {
-        let (count, mut freed) = (reader.number()? as usize, Vec::new());
-        reader.numbers(count, &mut freed)?;
-        self.peers.forget(from, &freed);
-        Ok(())
+    /// Lets later calls reuse the windows that were taken back: the ranks meet on the stream, after all that used these.
+    pub fn end_rest(&mut self) {
+        self.spare.extend(self.resting.drain(..));
+        let surplus = self.spare.len().saturating_sub(SPARE_WINDOWS);
+        self.spare.drain(..surplus);
     }
 
     /// Number of ranks.
@@ -341,7 +340,7 @@ impl Windows {
 
     /// Number of bytes that are kept for later calls.
     pub fn num_bytes(&self) -> usize {
-        self.spare.iter().map(Window::num_bytes).sum()
+        self.spare.iter().chain(&self.resting).map(Window::num_bytes).sum()
     }
 }
 

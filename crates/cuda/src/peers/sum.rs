@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::CudaEvent;
+use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::gather;
 use sok_core::exchange::message::{Reader, Tag, Writer};
@@ -23,6 +25,10 @@ pub struct PeerSum {
     /// By rank: flags, and vectors.
     of_ranks: Vec<[Arc<Mapping>; 2]>,
     num_calls: u64,
+    /// The stream of the last call.
+    last: Option<Stream>,
+    /// Recorded on the last stream when calls move to another.
+    moved: CudaEvent,
 }
 
 impl PeerSum {
@@ -32,7 +38,10 @@ impl PeerSum {
     /// [`Error::Device`] without enough memory.
     pub fn new(peers: &Arc<Peers>) -> Result<PeerSum> {
         let (flags, vectors) = (peers.window(8 * 16 * MAX_RANKS)?, peers.window(1)?);
-        Ok(PeerSum { peers: peers.clone(), flags, vectors, of_ranks: Vec::new(), num_calls: 0 })
+        let made = peers.context().new_event(Some(CU_EVENT_DISABLE_TIMING));
+        let moved = made.map_err(driver_error("making an event"))?;
+        let (of_ranks, peers) = (Vec::new(), peers.clone());
+        Ok(PeerSum { peers, flags, vectors, of_ranks, num_calls: 0, last: None, moved })
     }
 
     /// Enqueues adding a vector of `len` floats over all ranks, in their order: the same bits on all of them. All ranks must call it.
@@ -60,7 +69,6 @@ impl PeerSum {
             // No rank reads the old one any more: all have seen the sums of the last call.
             self.peers.device.synchronize()?;
             self.vectors = self.peers.window(bytes)?;
-            self.of_ranks.clear();
         }
         self.peers.send(&mut [&mut self.flags, &mut self.vectors])?;
         let mut writer = Writer::default();
@@ -85,17 +93,16 @@ impl PeerSum {
             of_ranks.push([flags, self.peers.address(rank, vectors, Some(&self.vectors))?]);
             reader.finish()?;
         }
-        for (rank, ([_, now], [_, before])) in of_ranks.iter().zip(&self.of_ranks).enumerate() {
-            if now.address() != before.address() {
-                self.peers.forget_mapping(rank, before);
-            }
-        }
         self.of_ranks = of_ranks;
         Ok(())
     }
 
-    unsafe fn enqueue(&self, from: u64, to: u64, len: usize, quads: usize, stream: Stream) -> Result<()> {
+    unsafe fn enqueue(&mut self, from: u64, to: u64, len: usize, quads: usize, stream: Stream) -> Result<()> {
         self.peers.context().bind_to_thread().map_err(driver_error("using the GPU"))?;
+        if let Some(last) = self.last.replace(stream).filter(|last| *last != stream) {
+            last.record(&self.moved)?;
+            stream.wait(&self.moved)?;
+        }
         let flags: Vec<u64> = self.of_ranks.iter().map(|[flags, _]| flags.address()).collect();
         let peers = self.peers.on_device(&flags);
         let mut sum = SharedSum { vectors: [0; MAX_RANKS], quads: quads as u64 };

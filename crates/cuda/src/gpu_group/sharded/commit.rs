@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use sok_core::contract::binding::Binding;
@@ -9,7 +10,7 @@ use sok_core::contract::group::Group;
 use sok_core::contract::ticket::{RING, mark};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::{agree, gather};
-use sok_core::exchange::message::{Call, Reader, Tag, Writer};
+use sok_core::exchange::message::{Call, Reader, Writer};
 
 use super::layout::{gradient_layout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};
@@ -58,11 +59,9 @@ pub unsafe fn commit(
     });
     done.inspect_err(|error| communicator.fail(error))?;
     let shard_tickets: Vec<u64> = groups.iter().map(|group| group.tickets.address()).collect();
-    let mut round = 0;
-    let vote = std::cell::RefCell::new(|vote: Result<()>| {
-        round += 1;
-        agree(&*communicator, Tag { round, ..tag }, vote)
-    });
+    let is_refused = Cell::new(false);
+    let vote =
+        |vote: Result<()>| agree(&*communicator, tag.at(1), vote).inspect_err(|_| is_refused.set(true));
     let mut shards: Vec<&mut GpuGroup> = groups
         .iter_mut()
         .map(|group| {
@@ -79,11 +78,15 @@ pub unsafe fn commit(
             &shard_tickets,
             is_update_at,
             norm_to,
-            &|result| (vote.borrow_mut())(result),
+            &vote,
             stream,
         )
     };
-    if committed.is_err() {
+    if let Err(error) = &committed {
+        if !is_refused.get() {
+            // Other ranks go on with the step.
+            communicator.fail(error);
+        }
         // The pushes wait for another ticket.
         groups.iter_mut().for_each(|group| group.front.unseen = None);
     }
@@ -110,7 +113,7 @@ fn write_pending(
             writer.numbers(&[number, push.lookup.number])?;
             window.name().write(&mut writer)?;
         }
-        group.front.windows.as_mut().expect("a front has windows").write_freed(&mut writer)?;
+        group.peers.write_freed(&mut writer)?;
     }
     Ok(writer.finish())
 }
@@ -149,7 +152,7 @@ fn read_pending(
                 let name = WindowName::read(reader)?;
                 pending.windows.push(group.peers.address(rank, name, push.window.as_ref())?);
             }
-            group.front.windows.as_ref().expect("a front has windows").read_freed(rank, reader)?;
+            group.peers.read_freed(rank, reader)?;
         }
         all.push(pending);
     }

@@ -66,7 +66,8 @@ impl ShardedGpuGroup {
         number_to: Option<u64>,
         stream: Stream,
     ) -> Result<u64> {
-        self.check()?;
+        // The others are told of an error by the exchange.
+        let checked = self.check();
         self.num_lookups += 1;
         let tag = self.tag(Call::Lookup, self.num_lookups);
         let mode = LookupMode { insertion, save };
@@ -74,12 +75,19 @@ impl ShardedGpuGroup {
         // The gradients of weights need the rows of ids of weight 0, too.
         let asks_silent = save && features.iter().any(|feature| feature.weights.is_some());
         self.follow_generations();
-        let asked = self.ask(features, &num_ids, (save, asks_silent), number_to, stream);
+        let asked =
+            checked.and_then(|()| self.ask(features, &num_ids, (save, asks_silent), number_to, stream));
         let header = match &asked {
             Ok(asked) => self.write_header(mode, &num_ids, asks_silent, &asked.window),
             Err(error) => Err(error.clone()),
         };
-        let headers = gather(&*self.peers.communicator, tag, header)?;
+        let headers = match gather(&*self.peers.communicator, tag, header) {
+            Ok(headers) => headers,
+            Err(error) => {
+                self.front.reuse_window(asked.ok().map(|asked| asked.window));
+                return Err(error);
+            }
+        };
         let asked = asked?;
         let requests = self.read_headers(mode, &headers, &asked.window);
         let requests = self.fatal(requests)?;
@@ -90,6 +98,7 @@ impl ShardedGpuGroup {
                 return Err(error);
             }
         };
+        self.front.windows.as_mut().expect("a front has windows").end_rest();
         let answered = self.pool(asked, features, save, stream);
         let answered = self.fatal(answered)?;
         debug_assert!(!save || answered == number, "front and shard count the same lookups");
@@ -168,7 +177,7 @@ impl ShardedGpuGroup {
             writer.numbers(&[*ids as u64, room])?;
         }
         window.name().write(&mut writer)?;
-        self.front.windows.as_mut().expect("a front has windows").write_freed(&mut writer)?;
+        self.peers.write_freed(&mut writer)?;
         Ok(writer.finish())
     }
 
@@ -194,7 +203,7 @@ impl ShardedGpuGroup {
                 room.push(reader.number()?);
             }
             let name = WindowName::read(&mut reader)?;
-            self.front.windows.as_ref().expect("a front has windows").read_freed(rank, &mut reader)?;
+            self.peers.read_freed(rank, &mut reader)?;
             reader.finish()?;
             let window = self.peers.address(rank, name, Some(own))?;
             let layout = LookupLayout::new(&self.front.tables, &num_ids, self.peers.world_size());
@@ -205,6 +214,7 @@ impl ShardedGpuGroup {
 
     /// Looks up what all ranks ask for, and writes the rows to them. Returns the number of the shard's lookup.
     fn serve(&mut self, requests: &[RankRequest], mode: LookupMode, tag: Tag, stream: Stream) -> Result<u64> {
+        self.check_size(requests)?;
         // A table that may refuse keys needs them in order on the host; and a commit inserts from exact copies.
         let may_refuse = |table: usize| {
             let ids: u64 = requests.iter().map(|request| request.num_ids[table] as u64).sum();
@@ -224,10 +234,15 @@ impl ShardedGpuGroup {
         let number = if is_exact {
             let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
             let agreed = agree(&*self.peers.communicator, tag.at(1), vote);
-            if agreed.is_err() && save && looked_up.is_ok() {
-                self.shard.undo_lookup();
+            if let Err(error) = agreed {
+                if save && looked_up.is_ok() {
+                    self.shard.undo_lookup();
+                }
+                // Other ranks may have work under way that uses this rank's windows.
+                let met = self.shard.workspace.meet(&self.on_device, Flag::Rows, self.num_lookups, stream);
+                self.fatal(met)?;
+                return Err(error);
             }
-            agreed?;
             looked_up?
         } else {
             self.fatal(looked_up)?
@@ -243,6 +258,22 @@ impl ShardedGpuGroup {
             self.spare_begins.push(served.begins_on_device);
         }
         Ok(number)
+    }
+
+    /// Checks that the keys of all ranks are not too many for one call. All ranks find the same.
+    fn check_size(&self, requests: &[RankRequest]) -> Result<()> {
+        let num_features = 2 * (self.owners.len() * requests.len()) as u64;
+        let num_ids = || requests.iter().flat_map(|request| &request.num_ids).map(|&ids| ids as u64);
+        let (largest, all) = (num_ids().max().unwrap_or(0), 2 * num_ids().sum::<u64>());
+        let shift = u64::BITS - largest.leading_zeros();
+        if all <= u64::from(u32::MAX / 4) && num_features << shift <= 1 << 32 {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "{} tables of {} ranks with up to {largest} ids each are too many for one call on GPUs. Use smaller batches, or several layers",
+            self.owners.len(),
+            requests.len()
+        )))
     }
 
     /// Waits for the keys of all ranks. Returns, by rank, where the keys of each table and owner start.
