@@ -7,12 +7,15 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::time::{Duration, Instant};
 
 use super::hello::{Answer, Hello, PROTOCOL, Peer, hear, say};
+use super::sockets::abort;
 use crate::error::{Error, Result};
 
 /// How long a stranger may take to say who it is.
 const STRANGER: Duration = Duration::from_secs(5);
 /// How much longer the others wait than rank 0, so that they hear its reason.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long the address may be in use by a rank that looks for rank 0 and has met itself, or by an earlier rank 0 that ends.
+const IN_USE: Duration = Duration::from_secs(1);
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -84,8 +87,7 @@ impl Meeting<'_> {
     // ---- rank 0
 
     fn receive_all(&self) -> Result<Met> {
-        let cannot = |error| self.error(format!("it cannot listen at {}: {error}", self.address));
-        let listener = TcpListener::bind(&self.listening(self.resolve()?)[..]).map_err(cannot)?;
+        let listener = self.listen()?;
         let mut come: BTreeMap<usize, (TcpStream, Hello)> = BTreeMap::new();
         let all_come = self.accept(&listener, self.world_size - 1, |stream| {
             let deadline = self.deadline.min(Instant::now() + STRANGER);
@@ -113,6 +115,21 @@ impl Meeting<'_> {
             return Err(error);
         }
         self.welcome(come)
+    }
+
+    fn listen(&self) -> Result<TcpListener> {
+        let (addresses, deadline) = (self.listening(self.resolve()?), Instant::now() + IN_USE);
+        loop {
+            match TcpListener::bind(&addresses[..]) {
+                Ok(listener) => return Ok(listener),
+                Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+                    std::thread::sleep(PAUSE);
+                }
+                Err(error) => {
+                    return Err(self.error(format!("it cannot listen at {}: {error}", self.address)));
+                }
+            }
+        }
     }
 
     /// Why a rank cannot take part, if it cannot.
@@ -256,7 +273,7 @@ impl Meeting<'_> {
                     self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
                 match TcpStream::connect_timeout(address, left) {
                     Ok(stream) if !is_own(&stream) => return Ok(stream),
-                    Ok(_) => {}
+                    Ok(stream) => abort(stream),
                     Err(error) => last = Some(error),
                 }
             }
