@@ -112,6 +112,27 @@ fn an_error_of_one_rank_is_told_to_all_and_leaves_the_old_dump() {
 }
 
 #[test]
+fn ranks_that_dump_into_different_directories_leave_the_old_dump() {
+    let directory = Directory::new("different");
+    let (_, dumped) = on_ranks(2, |group| {
+        fill(group, 300);
+        save(group, &directory.0, true, 1).unwrap();
+    });
+    let elsewhere = directory.0.join("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    let (failed, _) = on_ranks(2, |group| {
+        fill(group, 300);
+        let path = if group.communicator().rank() == 0 { &directory.0 } else { &elsewhere };
+        save(group, path, true, 1).map_err(|e| e.to_string())
+    });
+    assert!(failed[0].as_ref().unwrap_err().starts_with("rank 1 dumps into another directory"), "{failed:?}");
+    assert!(failed[1].is_err());
+    assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0, "what was written is removed");
+    let (_, contents) = on_ranks(2, |group| restore(group, &directory.0, LoadMode::Replace, 1).unwrap());
+    assert!(contents == dumped);
+}
+
+#[test]
 fn a_load_that_one_rank_refuses_changes_no_rank() {
     let directory = Directory::new("load");
     on_ranks(2, |group| {

@@ -53,7 +53,7 @@ pub fn dump_of_ranks(
     let mut aside = None;
     let placed = gather(communicator, tag.at(1), written).and_then(|entries| {
         let finished = match rank {
-            0 => finish(&mut writer, &entries, arrays, options),
+            0 => finish(&mut writer, path, &entries, arrays, options),
             _ => Ok((Vec::new(), None)),
         };
         let bytes = finished.map(|(bytes, path)| {
@@ -151,6 +151,7 @@ fn write_tables(
 /// Writes the arrays, and the manifest aside. Returns its bytes, and where it is.
 fn finish(
     writer: &mut Writer,
+    path: &Path,
     entries: &[Vec<u8>],
     arrays: &[Array],
     options: &DumpOptions,
@@ -168,6 +169,13 @@ fn finish(
         if entries.len() != merged.len() {
             let what = "dumps other tables than this rank. All ranks must make the same calls".into();
             return Err(Error::Rank { rank: from, what });
+        }
+        for shard in entries.iter().flat_map(|entry| &entry.shards) {
+            let file = path.join(&shard.file);
+            if !file.is_file() {
+                let what = format!("dumps into another directory: {} is not there", file.display());
+                return Err(Error::Rank { rank: from, what });
+            }
         }
         for (table, entry) in merged.iter_mut().zip(entries) {
             table.num_rows += entry.num_rows;
