@@ -9,6 +9,8 @@ import numpy as np
 
 import sok_keras as sok
 
+EPOCHS = 20
+
 
 def main(folder):
     sok.init(timeout=30)
@@ -20,15 +22,19 @@ def main(folder):
     rows = sok.DynamicEmbedding(4, combiner="sum", seed=1)(inputs)
     model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(rows))
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.BinaryAccuracy(name="accuracy")]
-    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.02)), "binary_crossentropy", weighted_metrics=metrics)
+    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.3)), "binary_crossentropy", weighted_metrics=metrics)
     # The last batch has 90 - 72 samples, the same for each rank. Of 91 samples one cannot be divided.
     train, test = (
         sok.shard((x[:end], y[:end]), batch_size=24 // sok.world_size(), shuffle=end == 90) for end in (90, 91)
     )
-    stop = keras.callbacks.EarlyStopping("val_auc", patience=1, mode="max")
+    stop = sok.callbacks.EarlyStopping("val_auc", patience=1, mode="max", restore_best_weights=True)
     callbacks = [sok.callbacks.Distributed(), stop]
-    told = model.fit(train, epochs=3, shuffle=False, validation_data=test, callbacks=callbacks, verbose=2).history
+    told = model.fit(train, epochs=EPOCHS, shuffle=False, validation_data=test, callbacks=callbacks, verbose=2).history
     told["evaluated"] = model.evaluate(test, verbose=0, return_dict=True)
+    assert 2 < len(told["loss"]) < EPOCHS, "all ranks have stopped early"
+    np.testing.assert_allclose(
+        told["evaluated"]["auc"], max(told["val_auc"]), rtol=1e-6
+    )  # of the epoch that was restored
     with open(os.path.join(folder, f"told{sok.rank()}.json"), "w") as file:
         json.dump(told, file)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from sok_keras import checkpoint
+from sok_keras import checkpoint, distributed
 
 
 class EarlyStopping(keras.callbacks.EarlyStopping):
@@ -23,7 +23,8 @@ class EarlyStopping(keras.callbacks.EarlyStopping):
     Args:
         monitor: Name of a metric in Keras' logs.
         restore_best_weights: Whether the model is restored from the best epoch when training ends.
-        path: Directory of the dump of the best epoch. None: a temporary one, which is removed when training ends.
+        path: Directory of the dump of the best epoch. None: a temporary one, which is removed when training ends. Ranks on several hosts
+            need one that all reach.
         **kwargs: As of `keras.callbacks.EarlyStopping`.
     """
 
@@ -60,6 +61,7 @@ class EarlyStopping(keras.callbacks.EarlyStopping):
         super().on_train_end(logs)
         if self._dump is not None:
             checkpoint.load(self._dump, self.model)
+        distributed.barrier()  # the others have read it
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
@@ -67,5 +69,6 @@ class EarlyStopping(keras.callbacks.EarlyStopping):
     def _new_path(self):
         if self.path is not None:
             return os.fspath(self.path)
-        self._temporary = tempfile.TemporaryDirectory(prefix="sok_keras-")
-        return self._temporary.name
+        if distributed.rank() == 0:
+            self._temporary = tempfile.TemporaryDirectory(prefix="sok_keras-")
+        return distributed.of_rank_0(self._temporary and self._temporary.name)
