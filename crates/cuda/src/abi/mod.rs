@@ -7,6 +7,7 @@
 #[macro_use]
 mod macros;
 mod constants;
+mod ranks;
 mod structs;
 
 use std::mem::offset_of;
@@ -15,6 +16,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::Missing;
 
 pub use self::constants::*;
+pub use self::ranks::*;
 pub use self::structs::*;
 use macros::enum_text;
 
@@ -62,6 +64,7 @@ pub fn header() -> String {
     // The kernels define this struct around `ReportHead`.
     text.push_str("struct Report;\n");
     structs::structs(&mut text);
+    ranks::structs(&mut text);
     text
 }
 
