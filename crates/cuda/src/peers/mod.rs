@@ -39,6 +39,9 @@ pub struct Peers {
     state: Arc<Shared>,
 }
 
+/// Number of bytes of the flags that the ranks set for a rank: a `u64` by `Flag` and by the rank that sets it. There is room for 16 flags.
+pub const FLAG_BYTES: usize = 8 * 16 * MAX_RANKS;
+
 type Freed = Arc<Mutex<Vec<u64>>>;
 
 /// Memory of this rank that all ranks can reach.

@@ -10,7 +10,7 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::gather;
 use sok_core::exchange::message::{Reader, Tag, Writer};
 
-use super::{Mapping, Peers, Window, WindowName};
+use super::{FLAG_BYTES, Mapping, Peers, Window, WindowName};
 use crate::abi::{self, Flag, MAX_RANKS, SharedSum};
 use crate::device::{Stream, driver_error, launch_next};
 use crate::kernels::RANKS;
@@ -37,7 +37,7 @@ impl PeerSum {
     /// # Errors
     /// [`Error::Device`] without enough memory.
     pub fn new(peers: &Arc<Peers>) -> Result<PeerSum> {
-        let (flags, vectors) = (peers.window(8 * 16 * MAX_RANKS)?, peers.window(1)?);
+        let (flags, vectors) = (peers.window(FLAG_BYTES)?, peers.window(1)?);
         let made = peers.context().new_event(Some(CU_EVENT_DISABLE_TIMING));
         let moved = made.map_err(driver_error("making an event"))?;
         let (of_ranks, peers) = (Vec::new(), peers.clone());

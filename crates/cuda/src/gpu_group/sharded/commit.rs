@@ -14,7 +14,7 @@ use sok_core::exchange::message::{Call, Reader, Writer};
 
 use super::layout::{gradient_layout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};
-use crate::abi::{AgreedPush, Agreement, RING as RING_WORDS};
+use crate::abi::{self, AgreedPush, Agreement};
 use crate::device::{Stream, launch_next};
 use crate::gpu_group::{Committed, GpuGroup, LookupNumber, OutputGradients, Push, optimizer};
 use crate::kernels::RANKS;
@@ -218,7 +218,7 @@ impl ShardedGpuGroup {
     /// Gives the gradients of all ranks to the shard, as a push of its own.
     fn push_to_shard(&mut self, pending: &Pending, stream: Stream) -> Result<AgreedPush> {
         let gone = || Error::Ticket {
-            tables: self.table_names(),
+            tables: self.shard.names(),
             what: format!("gradients come for a lookup that is gone: older than the newest {RING}"),
         };
         let served = self.served.iter().find(|served| served.number == pending.lookup).ok_or_else(gone)?;
@@ -271,6 +271,6 @@ impl ShardedGpuGroup {
         };
         let (peers, commit) = (self.on_device, self.num_commits);
         // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
-        unsafe { launch_next!(agree, stream, 1, RING_WORDS, peers, commit, agreement, all[0]) }
+        unsafe { launch_next!(agree, stream, 1, abi::RING, peers, commit, agreement, all[0]) }
     }
 }

@@ -25,13 +25,10 @@ pub(super) fn start_of(table: usize, world_size: usize) -> usize {
 impl LookupLayout {
     /// The layout for these numbers of ids of each table.
     pub fn new(tables: &[GpuTable], num_ids: &[usize], world_size: usize) -> LookupLayout {
-        let mut bytes = start_of(tables.len(), world_size).next_multiple_of(ALIGNMENT);
-        let mut take = |size: usize| {
-            bytes += size.next_multiple_of(ALIGNMENT);
-            bytes - size.next_multiple_of(ALIGNMENT)
-        };
-        let keys = num_ids.iter().map(|ids| take(8 * ids)).collect();
-        let rows = tables.iter().zip(num_ids).map(|(table, ids)| take(row_bytes(table) * ids)).collect();
+        let mut bytes = 0;
+        take(&mut bytes, start_of(tables.len(), world_size));
+        let keys = num_ids.iter().map(|ids| take(&mut bytes, 8 * ids)).collect();
+        let rows = take_rows(&mut bytes, tables, num_ids);
         LookupLayout { keys, rows, bytes }
     }
 }
@@ -41,16 +38,22 @@ pub(super) fn row_bytes(table: &GpuTable) -> usize {
     16 * quads(table.config.dim)
 }
 
-/// By table: where its merged gradients are in the window of a push.
+/// Appends a part of `size` bytes to a window of `bytes` bytes. Returns where the part begins.
+fn take(bytes: &mut usize, size: usize) -> usize {
+    let begin = *bytes;
+    *bytes += size.next_multiple_of(ALIGNMENT);
+    begin
+}
+
+/// Appends a row for each id of each table. Returns where those of each table begin.
+fn take_rows(bytes: &mut usize, tables: &[GpuTable], num_ids: &[usize]) -> Vec<usize> {
+    tables.iter().zip(num_ids).map(|(table, ids)| take(bytes, row_bytes(table) * ids)).collect()
+}
+
+/// By table: where its merged gradients are in the window of a push, and the number of bytes of the window.
 pub(super) fn gradient_layout(tables: &[GpuTable], num_ids: &[usize]) -> (Vec<usize>, usize) {
     let mut bytes = 0;
-    let mut take = |(table, ids): (&GpuTable, &usize)| {
-        let size = (row_bytes(table) * ids).next_multiple_of(ALIGNMENT);
-        bytes += size;
-        bytes - size
-    };
-    let places = tables.iter().zip(num_ids).map(&mut take).collect();
-    (places, bytes)
+    (take_rows(&mut bytes, tables, num_ids), bytes)
 }
 
 /// By table: the number of ids of a lookup.

@@ -99,7 +99,7 @@ impl ShardedGpuGroup {
             }
         };
         self.front.windows.as_mut().expect("a front has windows").end_rest();
-        let answered = self.pool(asked, features, save, stream);
+        let answered = self.pool(asked, features, stream);
         let answered = self.fatal(answered)?;
         debug_assert!(!save || answered == number, "front and shard count the same lookups");
         if save {
@@ -388,8 +388,8 @@ impl ShardedGpuGroup {
         Ok(begins)
     }
 
-    /// Enqueues pooling the rows that have come. Returns the number of the lookup.
-    fn pool(&mut self, asked: Asked, features: &[Feature], save: bool, stream: Stream) -> Result<u64> {
+    /// Enqueues pooling the rows that have come. Returns the number of the lookup, or 0 if it is not saved.
+    fn pool(&mut self, asked: Asked, features: &[Feature], stream: Stream) -> Result<u64> {
         let Asked { started, window } = asked;
         let front = &mut self.front;
         front.workspace.write_rows(&started, features, stream)?;
@@ -402,6 +402,6 @@ impl ShardedGpuGroup {
         let mut lookup = SavedLookup::new(number, saved);
         lookup.window = Some(window);
         front.save(lookup);
-        Ok(if save { number } else { 0 })
+        Ok(number)
     }
 }

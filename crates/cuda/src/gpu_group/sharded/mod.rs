@@ -19,7 +19,6 @@ mod lookup;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use sok_core::contract::group::Group;
 use sok_core::contract::table::TableConfig;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
@@ -32,7 +31,7 @@ use super::{GpuGroup, LookupNumber, OutputGradients, SharedTotals};
 use crate::abi::{self, EXPONENTS, MAX_CLASSES, MAX_RANKS, RING};
 use crate::device::{Device, Stream};
 use crate::memory::Buffer;
-use crate::peers::{Mapping, Peers, Window, WindowName, Windows};
+use crate::peers::{FLAG_BYTES, Mapping, Peers, Window, WindowName, Windows};
 use crate::step::{Asking, Workspace};
 
 use layout::row_bytes;
@@ -84,7 +83,7 @@ pub struct ShardedGpuGroup {
 }
 
 /// Parts of a board, in bytes: flags, verdicts, norms, and out-of-vocabulary rows.
-const VERDICTS: usize = 8 * 16 * MAX_RANKS;
+const VERDICTS: usize = FLAG_BYTES;
 const NORMS: usize = VERDICTS + 4 * (RING + 1) * MAX_RANKS;
 
 fn rows_of_board(num_tables: usize) -> usize {
@@ -116,7 +115,7 @@ impl ShardedGpuGroup {
         for (rank, name) in names.iter().enumerate() {
             let name = WindowName::read(&mut Reader::new(name, rank))?;
             let board = peers.address(rank, name, Some(&group.board));
-            group.boards.push(board.inspect_err(|error| peers.communicator.fail(error))?);
+            group.boards.push(group.fatal(board)?);
         }
         let flags: Vec<u64> = group.boards.iter().map(|board| board.address()).collect();
         group.on_device = peers.on_device(&flags);
@@ -263,10 +262,5 @@ impl ShardedGpuGroup {
 
     fn differs<T>(&self, rank: usize, what: &str) -> Result<T> {
         Err(Error::Rank { rank, what: format!("{what}. All ranks must make the same calls") })
-    }
-
-    /// Names of the tables, for messages.
-    fn table_names(&self) -> String {
-        self.shard.names()
     }
 }
