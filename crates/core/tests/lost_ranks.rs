@@ -1,5 +1,5 @@
-//! Ranks that are processes, one of which is killed, stops or fails in the middle of a call. The others hear of it in time, lose nothing,
-//! and stand after the same step.
+//! One rank of several processes is killed, stops or panics in the middle of a call. The other ranks report it within the timeout, keep
+//! their rows, and all end after the same step.
 
 mod common;
 
@@ -83,8 +83,8 @@ impl Part {
         }
     }
 
-    /// The calls in which others may be when they hear of a rank that is lost here: also the one before, if they are behind, and the one
-    /// after, if the lost rank had sent all that this one needs.
+    /// The calls in which other ranks may learn that a rank was lost in this part. A rank that is behind is still in the call before. A
+    /// rank that has all messages of this call is already in the call after.
     fn waiting_calls(self) -> &'static [&'static str] {
         match self {
             Part::Lookup => &CALLS[..3],
@@ -97,7 +97,8 @@ impl Part {
     }
 }
 
-/// The calls that exchange messages, as errors name them: those of the step in which a rank is lost, and one before and after it.
+/// How errors name the calls that exchange messages, in the order of a program. `dump 3` and `load 2` end step 2, in which a rank is
+/// lost. The first call is of step 1 and the last one of step 3.
 const CALLS: [&str; 6] =
     ["load 1", "lookup 2 of layer 1", "commit 2 of layer 1", "dump 3", "load 2", "lookup 3 of layer 1"];
 
@@ -111,7 +112,7 @@ struct Case {
     clips: bool,
 }
 
-/// What a process is told.
+/// The arguments of a process that is a rank.
 #[derive(Serialize, Deserialize)]
 struct Start {
     case: Case,
@@ -120,7 +121,7 @@ struct Start {
     folder: String,
 }
 
-/// What a rank tells when it ends.
+/// The results of a rank, which it writes when it ends.
 #[derive(Debug, Serialize, Deserialize)]
 struct Told {
     /// Its rows and states at the start, and after each update and each load.
@@ -136,7 +137,7 @@ struct Told {
     num_messages: BTreeMap<String, usize>,
 }
 
-/// A rank whose process is lost at a message of a call.
+/// A rank that is lost at a given message of a call.
 struct Fated {
     rank: TcpRank,
     case: Case,
@@ -283,7 +284,7 @@ fn run(start: &Start) -> Told {
         }
     }
     if error.is_some() {
-        // The failure is final, and leaves what this rank has.
+        // After a failure every call fails, and the rows of this rank stay as they are.
         let again = save(&mut subject.group, &Path::new(&start.folder).join("dump"), true, 9);
         assert!(matches!(again, Err(Error::Rank { .. })), "{again:?}");
         assert!(make(Part::Lookup, 9, &mut subject, start, &mut lookup).is_err());
@@ -308,7 +309,7 @@ fn rank() {
     std::fs::write(Path::new(&start.folder).join(format!("told{}", start.rank)), told).unwrap();
 }
 
-// ---- those who watch
+// ---- the test
 
 fn spawn(case: Case, rank: usize, address: &str, folder: &Path) -> Child {
     let said = File::create(folder.join(format!("said{rank}"))).unwrap();
@@ -323,7 +324,7 @@ fn spawn(case: Case, rank: usize, address: &str, folder: &Path) -> Child {
         .unwrap()
 }
 
-/// Runs a case. Returns what each rank told that was not lost.
+/// Runs a case. Returns the results of the ranks that were not lost.
 fn run_world(case: Case, folder: &Path) -> Vec<Told> {
     std::fs::create_dir_all(folder).unwrap();
     let address = free_address();
@@ -346,7 +347,7 @@ fn run_world(case: Case, folder: &Path) -> Vec<Told> {
     told
 }
 
-/// Runs a case, and checks what is left beside a run in which no rank was lost.
+/// Runs a case, and compares the remaining ranks with those of a run in which no rank was lost.
 fn check(case: Case, whole: &[Told], folder: &Path) {
     let (part, how) = case.lost.unwrap();
     let told = run_world(case, folder);
@@ -361,7 +362,7 @@ fn check(case: Case, whole: &[Told], folder: &Path) {
         assert_eq!(told.now, told.digests[made - 1], "{case:?}: rank {rank} has lost something");
     }
     assert_eq!(told[0].digests.len(), told[1].digests.len(), "{case:?}: {told:?}");
-    // A dump that has failed on those that are left has left the old one.
+    // If the dump has failed on the remaining ranks, the dump before it is still complete.
     let dump = folder.join("dump");
     verify(&dump).unwrap_or_else(|error| panic!("{case:?}: {error}"));
     let dumped = read_manifest(&dump).unwrap().step;
@@ -408,7 +409,7 @@ fn a_rank_lost_at_any_message_of_any_call_is_named_in_time_and_leaves_the_others
         }
         cases
     };
-    // Those that wait for one that has stopped do nothing meanwhile.
+    // A case with a stopped rank spends its time waiting, so many of them run at once.
     check_all(cases_of(How::Stop), &whole, 10, &directory.0);
     check_all([How::Kill, How::Raise].into_iter().flat_map(cases_of).collect(), &whole, 3, &directory.0);
 }

@@ -33,7 +33,7 @@ fn updates() -> impl Iterator<Item = Update> {
     })
 }
 
-/// Tables of any kind; those that are on one rank are on all of them in turn.
+/// Random tables. Localized tables are assigned to the ranks in turn.
 fn tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
     let mut tables = any_tables(dice, num_tables);
     for (number, (_, placement)) in tables.iter_mut().enumerate() {
@@ -150,7 +150,7 @@ impl LateRank {
             .collect()
     }
 
-    /// Sends a message of those that wait.
+    /// Sends one of the held-back messages, chosen at random.
     fn send_any(&self, late: &mut Late) -> Result<()> {
         let number = late.dice.below(late.messages.len() as u64) as usize;
         let (to, tag, message) = late.messages.swap_remove(number);

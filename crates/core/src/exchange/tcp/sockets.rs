@@ -36,7 +36,8 @@ extern "C" fn close_all() {
 pub(super) fn abort(stream: TcpStream) {
     let at_once = libc::linger { l_onoff: 1, l_linger: 0 };
     let (value, len) = (&raw const at_once, size_of::<libc::linger>() as libc::socklen_t);
-    // SAFETY: the descriptor is open, and the value and its length are those of the option. A failure leaves the port for later.
+    // SAFETY: The stream owns an open descriptor. `SO_LINGER` takes a `linger`, whose address and size are passed.
+    // If it fails, the system frees the port a minute later.
     unsafe { libc::setsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_LINGER, value.cast(), len) };
 }
 
