@@ -89,17 +89,17 @@ def forget_epoch(model):
     model._initial_epoch = None
 
 
-def extend_metrics_result(model, scope):
-    """Lets `fit` and `evaluate` take the results of metrics in a scope, which `scope(model)` makes. Extends a model once."""
+def extend_metrics_result(model, extend):
+    """Lets `fit` and `evaluate` report what `extend(model, result)` returns. `result`: a function that computes the results of the metrics.
+    Extends a model once."""
     original = model._get_metrics_result_or_logs
-    if hasattr(original, "sok_scope"):
+    if hasattr(original, "sok_extend"):
         return
 
     def get_metrics_result_or_logs(logs):
-        with scope(model):
-            return original(logs)
+        return extend(model, lambda: original(logs))
 
-    get_metrics_result_or_logs.sok_scope = scope
+    get_metrics_result_or_logs.sok_extend = extend
     model._get_metrics_result_or_logs = get_metrics_result_or_logs
 
 

@@ -30,10 +30,17 @@ class Distributed(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         if distributed.world_size() > 1:
-            extend_metrics_result(model, _SummedMetrics)
+            extend_metrics_result(model, _result_of_all)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         distributed.equalize([v for v in self.model.non_trainable_variables if v.dtype != "string"])
+
+
+def _result_of_all(model, result):
+    """Returns the results of metrics over the samples of all ranks. GPUs may round them differently, so all ranks take those of rank 0."""
+    with _SummedMetrics(model):
+        of_rank = result()
+    return keras.tree.map_structure(lambda value: distributed.broadcast(keras.ops.convert_to_numpy(value)), of_rank)
 
 
 class _SummedMetrics:
