@@ -2,6 +2,8 @@
 BACKEND ?= tensorflow
 BACKENDS ?= tensorflow jax torch
 PYTHON ?= python3
+# What the ranks of `mpirun` are tested with.
+MPIS ?= openmpi mpich
 VENV ?= .venv
 BIN = $(VENV)/bin
 # Sources of the native module, which is built anew when they change.
@@ -23,7 +25,7 @@ test-rust: $(VENV)/nvrtc.done ## the tests of the Rust crates; every GPU kernel 
 	SOK_NVRTC=$$(ls $(abspath $(VENV))/lib/python3*/site-packages/nvidia/*/lib/libnvrtc.so.* | head -1) \
 	  cargo test --workspace --exclude sok-python
 
-test-python: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## the package's tests, on the three backends
+test-python: $(BACKENDS:%=$(VENV)/%.done) $(MPIS:%=$(VENV)/%.done) $(VENV)/dev.done ## the package's tests, on the three backends
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q || exit 1; done
 
@@ -100,6 +102,13 @@ $(VENV)/package.done: $(BIN)/maturin $(NATIVE_SOURCES)
 $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done: $(VENV)/%.done: $(VENV)/package.done
 	@echo "== installing what $* needs"
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q --extras $*
+	touch $@
+
+# Each MPI has an environment of its own, because mpi4py takes the one that it finds beside itself.
+$(MPIS:%=$(VENV)/%.done): $(VENV)/%.done: $(BIN)/maturin
+	@echo "== installing $*"
+	$(PYTHON) -m venv $(VENV)/$*
+	$(VENV)/$*/bin/pip install -q "mpi4py==4.1.*" $*
 	touch $@
 
 $(VENV)/nvrtc.done: $(BIN)/maturin

@@ -1,6 +1,5 @@
 """Ranks: processes that train one model together, each on its part of a batch."""
 
-import atexit
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sok_keras import _native as native
+from sok_keras import mpi
 
 _STATIC_BYTES = 1 << 20  # a static table of at most so many bytes of rows is replicated
 
@@ -21,6 +21,7 @@ class _Start(NamedTuple):
     rank: int
     world_size: int
     address: str
+    mpi: tuple | None = None  # handles of the MPI that carries messages
 
 
 def init(
@@ -39,6 +40,8 @@ def init(
     Without arguments the ranks are those of, in this order: `torch.distributed` or `jax.distributed` if it is initialized; `mpi4py` if
     it is imported or the process was started by `mpirun`; the variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, which
     `torchrun` and `python -m sok_keras.launch` set; SLURM's variables. Otherwise the process is alone.
+
+    Messages go by TCP, or by MPI if `mpi4py` has found the ranks. The variable `SOK_EXCHANGE`, `tcp` or `mpi`, says otherwise.
 
     Example:
 
@@ -62,12 +65,21 @@ def init(
     start = _start(rank, world_size, address)
     if start.world_size == 1 and merge_blocks is None:
         return
-    native.connect_ranks(start.rank, start.world_size, start.address, float(timeout), merge_blocks)
-    atexit.register(native.leave_ranks)
+    native.connect_ranks(start.rank, start.world_size, start.address, float(timeout), merge_blocks, start.mpi)
     if start.world_size > 1:
         from sok_keras import backend
 
+        # Steps that are under way need the others.
+        backend.call_last(_leave)
         backend.bind_gpu(local_rank())
+
+
+def _leave() -> None:
+    # Ranks that do not end by themselves may be ended by MPI, with this one.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    native.leave_ranks()
 
 
 def is_initialized() -> bool:
@@ -224,12 +236,21 @@ def _start(rank: int | None, world_size: int | None, address: str | None) -> _St
             raise ValueError(
                 f"`rank`, `world_size` and `address` must be given together. Missing: {', '.join(missing)}"
             )
-        return _checked(rank or 0, world_size, address or "", "`rank` and `world_size`")
+        return _by_tcp(_checked(rank or 0, world_size, address or "", "`rank` and `world_size`"))
     for find in (_of_torch, _of_jax, _of_mpi, _of_variables, _of_slurm):
         start = find()
         if start is not None:
-            return start
-    return _Start(0, 1, "")
+            return start if find is _of_mpi else _by_tcp(start)
+    return _by_tcp(_Start(0, 1, ""))
+
+
+def _by_tcp(start: _Start) -> _Start:
+    mpi.check_exchange(os.environ.get("SOK_EXCHANGE"))
+    if mpi.wants_mpi() and start.world_size > 1:
+        raise ValueError(
+            "SOK_EXCHANGE=mpi is for ranks that `mpi4py` finds. These were found by arguments of `init`, by a framework or by variables"
+        )
+    return start
 
 
 def _checked(rank: Any, world_size: Any, address: str, what: str) -> _Start:
@@ -274,19 +295,8 @@ def _of_jax() -> _Start | None:
 
 
 def _of_mpi() -> _Start | None:
-    sizes = [os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")]
-    if "mpi4py.MPI" not in sys.modules and not any(sizes):
-        return None
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ValueError(
-            "This process was started by `mpirun`, but `mpi4py` is not installed, so the ranks cannot find each other. Install it, or "
-            "start the ranks by `python -m sok_keras.launch`"
-        ) from error
-    world = MPI.COMM_WORLD
-    address = world.bcast(_own_address() if world.rank == 0 else "", root=0)
-    return _Start(world.rank, world.size, address)
+    found = mpi.find(_own_address)
+    return None if found is None else _Start(*found)
 
 
 def _of_variables() -> _Start | None:

@@ -12,6 +12,7 @@ WITHOUT_KERAS = {
     "sok_keras._native",
     "sok_keras.errors",
     "sok_keras.manifest",
+    "sok_keras.mpi",
     "sok_keras.strings",
     "sok_keras.whole_package",
     WHOLE,

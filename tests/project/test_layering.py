@@ -60,6 +60,7 @@ LEVELS = [
         "keys",
         "launch",
         "manifest",
+        "mpi",
         "shares",
         "strings",
         "whole_package",

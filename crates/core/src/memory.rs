@@ -73,6 +73,16 @@ pub fn collect<T>(values: impl IntoIterator<Item = T>, what: &'static str) -> Re
     Ok(all)
 }
 
+/// Copies a slice.
+///
+/// # Errors
+/// [`Error::Memory`]
+pub fn copied<T: Copy>(values: &[T], what: &'static str) -> Result<Vec<T>> {
+    let mut all = with_capacity(values.len(), what)?;
+    all.extend_from_slice(values);
+    Ok(all)
+}
+
 /// The set of values that were seen before.
 pub struct Seen<T>(HashSet<T>);
 

@@ -207,6 +207,10 @@ impl Communicator for Fated {
     fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
         self.rank.on_failure(hook);
     }
+
+    fn leave(&self) {
+        self.rank.leave();
+    }
 }
 
 // ---- a rank

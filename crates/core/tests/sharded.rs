@@ -176,6 +176,10 @@ impl Communicator for MortalRank {
     }
 
     fn on_failure(&self, _hook: Box<dyn Fn() + Send + Sync>) {}
+
+    fn leave(&self) {
+        drop(self.rank.lock().unwrap().take());
+    }
 }
 
 /// What a rank's table has after each step that it made.

@@ -208,6 +208,10 @@ impl Communicator for LateRank {
     fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
         self.rank.on_failure(hook);
     }
+
+    fn leave(&self) {
+        self.rank.leave();
+    }
 }
 
 /// Lookups alone, lookups whose gradients wait, and whole steps. The last one is whole and updates.

@@ -8,6 +8,7 @@ mod fork;
 mod fresh;
 mod handles;
 mod memory;
+mod mpi;
 mod numpy_out;
 mod ranks;
 mod records_copy;

@@ -16,6 +16,7 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
+use sok_core::exchange::polled::PolledRank;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::memory;
@@ -23,6 +24,7 @@ use sok_cuda::device::{Device, Stream};
 use sok_cuda::peers::{PeerSum, Peers};
 
 use crate::error::{detached, to_python};
+use crate::mpi::{self, Handles};
 use crate::numpy_out::{values, vector};
 
 static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
@@ -126,9 +128,9 @@ fn py_sums_on_gpus() -> bool {
     sums_on_gpus()
 }
 
-/// Connects this process with the other ranks.
+/// Connects this process with the other ranks. `mpi`: what carries their messages, if not TCP.
 #[pyfunction]
-#[pyo3(signature = (rank, world_size, address, timeout, merge_blocks))]
+#[pyo3(signature = (rank, world_size, address, timeout, merge_blocks, mpi=None))]
 fn connect_ranks(
     py: Python<'_>,
     rank: usize,
@@ -136,6 +138,7 @@ fn connect_ranks(
     address: &str,
     timeout: f64,
     merge_blocks: Option<usize>,
+    mpi: Option<Handles>,
 ) -> PyResult<()> {
     detached(py, || {
         if world().is_some() {
@@ -154,9 +157,13 @@ fn connect_ranks(
         let (communicator, local_rank): (Arc<dyn Communicator>, usize) = if world_size == 1 {
             (Arc::new(ThreadRank::world(1, timeout).remove(0)), 0)
         } else {
+            let transport = mpi.map(|handles| mpi::transport(handles, rank)).transpose()?;
             let rank = TcpRank::connect(rank, world_size, address, timeout)?;
             let local_rank = rank.local_rank();
-            (Arc::new(rank), local_rank)
+            match transport {
+                None => (Arc::new(rank), local_rank),
+                Some(transport) => (Arc::new(PolledRank::new(rank, transport)?), local_rank),
+            }
         };
         let (num_layers, num_calls) = (AtomicU32::new(0), Mutex::default());
         let (peers, sum) = (OnceLock::new(), Mutex::default());
@@ -166,12 +173,14 @@ fn connect_ranks(
     })
 }
 
-/// Ends the connections. Other ranks that wait for this one fail at once.
+/// Ends the connections, also if layers still hold them. Other ranks that wait for this one fail at once.
 #[pyfunction]
 fn leave_ranks(py: Python<'_>) -> PyResult<()> {
     detached(py, || {
         let world = WORLD.write().unwrap_or_else(PoisonError::into_inner).take();
-        drop(world);
+        if let Some(world) = world {
+            world.communicator.leave();
+        }
         Ok(())
     })
 }
@@ -196,7 +205,7 @@ fn barrier(py: Python<'_>) -> PyResult<()> {
 /// The bytes of each rank, by rank.
 #[pyfunction]
 fn gather<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-    let bytes = memory::collect(bytes.iter().copied(), "the bytes of a call").map_err(to_python)?;
+    let bytes = memory::copied(bytes, "the bytes of a call").map_err(to_python)?;
     let gathered = detached(py, || {
         let world = required()?;
         collectives::gather(&*world.communicator, world.next_tag(Call::Gather), Ok(bytes))
@@ -230,7 +239,7 @@ fn exchange<'py>(
 /// The bytes of rank `root`.
 #[pyfunction]
 fn broadcast<'py>(py: Python<'py>, bytes: &[u8], root: usize) -> PyResult<Bound<'py, PyBytes>> {
-    let bytes = memory::collect(bytes.iter().copied(), "the bytes of a call").map_err(to_python)?;
+    let bytes = memory::copied(bytes, "the bytes of a call").map_err(to_python)?;
     let bytes = detached(py, || {
         let world = required()?;
         collectives::broadcast(&*world.communicator, world.next_tag(Call::Broadcast), root, bytes)
@@ -241,8 +250,7 @@ fn broadcast<'py>(py: Python<'py>, bytes: &[u8], root: usize) -> PyResult<Bound<
 /// The sum of each number over all ranks.
 #[pyfunction]
 fn sum<'py>(py: Python<'py>, floats: PyReadonlyArray1<'_, f32>) -> PyResult<Bound<'py, PyArray1<f32>>> {
-    let mut floats =
-        memory::collect(floats.as_slice()?.iter().copied(), "the numbers of a call").map_err(to_python)?;
+    let mut floats = memory::copied(floats.as_slice()?, "the numbers of a call").map_err(to_python)?;
     detached(py, || {
         let world = required()?;
         collectives::sum(&*world.communicator, world.next_tag(Call::Reduce), &mut floats)

@@ -25,6 +25,7 @@ else:
     raise ImportError(f"sok_keras runs on the Keras backends tensorflow, jax and torch. Received: {name!r}")
 
 from sok_keras import _native as native  # noqa: E402
+from sok_keras.backend.leaving import call_last as call_last  # noqa: E402
 
 after = framework.after
 apply = framework.apply

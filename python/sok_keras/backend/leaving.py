@@ -21,6 +21,7 @@ _KERAS = os.path.dirname(keras.__file__)
 _IDLE = {threading.__file__, queue.__file__}
 
 _threads: weakref.WeakSet = weakref.WeakSet()
+_last: list = []  # functions to call when no step is under way any more
 
 
 def note_thread():
@@ -46,6 +47,11 @@ def _is_busy(thread):
     return next(_files(thread), threading.__file__) not in _IDLE
 
 
+def call_last(function):
+    """Calls a function before the interpreter ends, when no step is under way any more."""
+    _last.append(function)
+
+
 def watch_exit(wait=None):
     """Ends threads and steps before the interpreter ends. `wait`: a function that waits for the steps that were started."""
     atexit.register(_leave, wait, os.getpid())
@@ -54,9 +60,13 @@ def watch_exit(wait=None):
 def _leave(wait, process):
     if os.getpid() != process:  # a forked child, which has no other threads to wait for
         return
-    _stop_threads()
-    if wait is not None:
-        wait(None)
+    try:
+        _stop_threads()
+        if wait is not None:
+            wait(None)
+    finally:
+        for function in _last:
+            function()
 
 
 def _stop_threads():

@@ -49,4 +49,8 @@ pub trait Communicator: Send + Sync {
 
     /// Calls `hook` when it fails, from any thread; at once if it has failed. It may be called several times.
     fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>);
+
+    /// Sends no more, and says so to the others: those that wait for this rank fail at once. What was sent before still reaches them.
+    /// Nothing is done if it was called before.
+    fn leave(&self);
 }

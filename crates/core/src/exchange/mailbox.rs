@@ -22,12 +22,21 @@ struct State {
     /// By rank: the tag of its last message.
     last: Vec<Option<Tag>>,
     /// By rank: why no more messages will come.
-    gone: Vec<Option<String>>,
+    gone: Vec<Option<Gone>>,
+    /// By rank: how many of its messages have come beside the connection.
+    beside: Vec<u64>,
     failure: Option<Error>,
     /// What this rank has decided.
     decisions: Decisions,
     /// By rank: what it had decided when it failed.
     heard: Vec<Option<Decisions>>,
+}
+
+/// A rank that sends no more.
+struct Gone {
+    why: String,
+    /// How many messages it has sent beside the connection. They may come later than the news that it is gone.
+    beside: u64,
 }
 
 /// By call and layer: the number of the newest one that is known to be agreed on by all ranks.
@@ -38,7 +47,8 @@ impl Mailbox {
         let state = State {
             messages: HashMap::new(),
             last: vec![None; world_size],
-            gone: vec![None; world_size],
+            gone: (0..world_size).map(|_| None).collect(),
+            beside: vec![0; world_size],
             failure: None,
             decisions: Decisions::new(),
             heard: vec![None; world_size],
@@ -52,15 +62,22 @@ impl Mailbox {
 
     /// Adds a message.
     pub fn put(&self, from: usize, tag: Tag, message: Vec<u8>) {
-        let mut state = self.state();
-        state.last[from] = Some(tag);
-        state.messages.entry((from, tag)).or_default().push_back(message);
+        self.state().push(from, tag, message);
         self.changed.notify_all();
     }
 
-    /// Notes that a rank sends no more messages. Calls that wait for one of them fail; others go on.
-    pub fn leave(&self, from: usize, why: String) {
-        self.state().gone[from].get_or_insert(why);
+    /// Adds a message that came beside the connection.
+    pub fn put_beside(&self, from: usize, tag: Tag, message: Vec<u8>) {
+        let mut state = self.state();
+        state.push(from, tag, message);
+        state.beside[from] += 1;
+        self.changed.notify_all();
+    }
+
+    /// Notes that a rank sends no more messages. Calls that wait for one of them fail; others go on. `beside`: how many messages it has
+    /// sent beside the connection, which are still waited for.
+    pub fn leave(&self, from: usize, why: String, beside: u64) {
+        self.state().gone[from].get_or_insert(Gone { why, beside });
         self.changed.notify_all();
     }
 
@@ -69,13 +86,13 @@ impl Mailbox {
         let state = self.state();
         let is_here = |state: &mut State| state.gone[from].is_none() && state.failure.is_none();
         let waited = self.changed.wait_timeout_while(state, patience, is_here);
-        waited.unwrap_or_else(PoisonError::into_inner).0.gone[from].clone()
+        waited.unwrap_or_else(PoisonError::into_inner).0.gone[from].as_ref().map(|gone| gone.why.clone())
     }
 
     /// Notes that a rank is lost. Returns the error with which all calls are to fail.
     pub fn lose(&self, from: usize, why: &str) -> Error {
         let what = format!("{why}{}", self.state().last_seen(from));
-        self.leave(from, why.into());
+        self.leave(from, why.into(), 0);
         Error::Rank { rank: from, what }
     }
 
@@ -162,25 +179,47 @@ impl Mailbox {
             if let Some(message) = state.pop(from, tag) {
                 return Ok(message);
             }
-            if let Some(failure) = state.failure_in(tag) {
-                return Err(failure);
-            }
-            if let Some(why) = &state.gone[from] {
-                let what = format!("{why}, while this rank waits for it in {tag}{}", state.last_seen(from));
-                return Err(Error::Rank { rank: from, what });
+            if let Some(error) = state.why_none(from, tag, timeout, deadline) {
+                return Err(error);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let (seconds, last) = (timeout.as_secs_f64(), state.last_seen(from));
-                let what = format!("has sent nothing for {tag} within {seconds} s{last}");
-                return Err(Error::Rank { rank: from, what });
-            }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Takes a message that has come.
+    pub fn pop(&self, from: usize, tag: Tag) -> Option<Vec<u8>> {
+        self.state().pop(from, tag)
+    }
+
+    /// Why a message that has not come will not come within the timeout, which ends at `deadline`.
+    pub fn why_none(&self, from: usize, tag: Tag, timeout: Duration, deadline: Instant) -> Option<Error> {
+        self.state().why_none(from, tag, timeout, deadline)
     }
 }
 
 impl State {
+    fn push(&mut self, from: usize, tag: Tag, message: Vec<u8>) {
+        self.last[from] = Some(tag);
+        self.messages.entry((from, tag)).or_default().push_back(message);
+    }
+
+    fn why_none(&self, from: usize, tag: Tag, timeout: Duration, deadline: Instant) -> Option<Error> {
+        if let Some(failure) = self.failure_in(tag) {
+            return Some(failure);
+        }
+        let gone = self.gone[from].as_ref().filter(|gone| gone.beside <= self.beside[from]);
+        if let Some(Gone { why, .. }) = gone {
+            let what = format!("{why}, while this rank waits for it in {tag}{}", self.last_seen(from));
+            return Some(Error::Rank { rank: from, what });
+        }
+        if Instant::now() < deadline {
+            return None;
+        }
+        let (seconds, last) = (timeout.as_secs_f64(), self.last_seen(from));
+        Some(Error::Rank { rank: from, what: format!("has sent nothing for {tag} within {seconds} s{last}") })
+    }
+
     fn pop(&mut self, from: usize, tag: Tag) -> Option<Vec<u8>> {
         let messages = self.messages.get_mut(&(from, tag))?;
         let message = messages.pop_front();

@@ -74,15 +74,16 @@ pub struct Tag {
 }
 
 impl Tag {
-    /// Bytes of a tag in a frame.
-    pub(crate) const BYTES: usize = 16;
+    /// Bytes of a tag on its way.
+    pub const BYTES: usize = 16;
 
     /// The same call, at another exchange.
     pub fn at(self, round: u8) -> Tag {
         Tag { round, ..self }
     }
 
-    pub(crate) fn to_bytes(self) -> [u8; Tag::BYTES] {
+    /// Returns the tag as it travels. Bytes 2 and 3 are 0.
+    pub fn to_bytes(self) -> [u8; Tag::BYTES] {
         let mut bytes = [0; Tag::BYTES];
         (bytes[0], bytes[1]) = (self.call as u8, self.round);
         bytes[4..8].copy_from_slice(&self.layer.to_le_bytes());
@@ -90,7 +91,8 @@ impl Tag {
         bytes
     }
 
-    pub(crate) fn from_bytes(bytes: [u8; Tag::BYTES]) -> Option<Tag> {
+    /// Returns the tag that has come, or `None` if it is none.
+    pub fn from_bytes(bytes: [u8; Tag::BYTES]) -> Option<Tag> {
         let [call, round, _, _, a, b, c, d, step @ ..] = bytes;
         let call = Call::ALL.into_iter().find(|known| *known as u8 == call)?;
         let (layer, step) = (u32::from_le_bytes([a, b, c, d]), u64::from_le_bytes(step));

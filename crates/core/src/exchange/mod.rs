@@ -9,5 +9,7 @@ pub mod communicator;
 mod mailbox;
 pub mod message;
 pub mod placement;
+pub mod polled;
 pub mod tcp;
 pub mod threads;
+pub mod transport;

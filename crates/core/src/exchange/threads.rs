@@ -76,10 +76,14 @@ impl Communicator for ThreadRank {
     fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
         self.mailboxes[self.rank].on_failure(hook);
     }
+
+    fn leave(&self) {
+        self.mailboxes.iter().for_each(|mailbox| mailbox.leave(self.rank, "has ended".into(), 0));
+    }
 }
 
 impl Drop for ThreadRank {
     fn drop(&mut self) {
-        self.mailboxes.iter().for_each(|mailbox| mailbox.leave(self.rank, "has ended".into()));
+        self.leave();
     }
 }

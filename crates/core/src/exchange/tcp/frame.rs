@@ -13,8 +13,8 @@ pub(super) enum Frame {
     Message(Tag, Vec<u8>),
     /// The sender has failed, and why, and what it knows to be agreed on.
     Failure(String, Decisions),
-    /// The sender sends no more.
-    End,
+    /// The sender sends no more. So many messages it has sent to this rank beside the connection.
+    End(u64),
 }
 
 const HEADER: usize = 8 + Tag::BYTES;
@@ -32,7 +32,7 @@ pub(super) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Re
         Frame::Failure(why, decisions) => {
             (FAILURE, [0; Tag::BYTES], Cow::Owned(failure_to_bytes(why, decisions)))
         }
-        Frame::End => (END, [0; Tag::BYTES], Cow::default()),
+        Frame::End(beside) => (END, [0; Tag::BYTES], Cow::Owned(beside.to_le_bytes().to_vec())),
     };
     let mut header = [0; HEADER];
     header[..8].copy_from_slice(&(content.len() as u64).to_le_bytes());
@@ -60,7 +60,7 @@ pub(super) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
     match kind {
         MESSAGE => Ok(Frame::Message(Tag::from_bytes(tag).ok_or_else(strange)?, content)),
         FAILURE => failure_from_bytes(&content).ok_or_else(strange),
-        END => Ok(Frame::End),
+        END => Ok(Frame::End(u64::from_le_bytes(content.try_into().map_err(|_| strange())?))),
         _ => Err(strange()),
     }
 }
@@ -110,14 +110,14 @@ mod tests {
         let mut stream = Vec::new();
         let decisions = Decisions::from([((Call::Commit, 3), 8), ((Call::Load, 0), 1 << 40)]);
         let failure = Frame::Failure("why".into(), decisions.clone());
-        let frames = [Frame::Message(tag, vec![7; 1000]), failure, Frame::End];
+        let frames = [Frame::Message(tag, vec![7; 1000]), failure, Frame::End(3)];
         frames.iter().for_each(|frame| write_frame(&mut stream, frame).unwrap());
         let mut rest = &stream[..];
         assert!(matches!(read_frame(&mut rest), Ok(Frame::Message(t, c)) if t == tag && c == [7; 1000]));
         assert!(
             matches!(read_frame(&mut rest), Ok(Frame::Failure(why, d)) if why == "why" && d == decisions)
         );
-        assert!(matches!(read_frame(&mut rest), Ok(Frame::End)));
+        assert!(matches!(read_frame(&mut rest), Ok(Frame::End(3))));
         assert!(read_frame(&mut rest).is_err());
         assert!(read_frame(&mut &stream[..500]).is_err());
         assert!(read_frame(&mut &[0xff; 64][..]).is_err());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Changes whenever ranks of another version would not understand each other.
-pub(super) const PROTOCOL: &str = "sok_keras ranks 1";
+pub(super) const PROTOCOL: &str = "sok_keras ranks 2";
 /// Longest line. Far above what a thousand ranks need.
 const LONGEST: usize = 1 << 20;
 

@@ -9,6 +9,7 @@ mod rendezvous;
 mod sockets;
 
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -37,6 +38,7 @@ struct Connections {
     streams: Vec<Option<Mutex<TcpStream>>>,
     /// Whether the others have been told of a failure.
     has_told: Mutex<bool>,
+    has_left: AtomicBool,
 }
 
 impl TcpRank {
@@ -64,8 +66,9 @@ impl TcpRank {
             }
             to_write.push(stream.map(Mutex::new));
         }
-        let (mailbox, has_told) = (Mailbox::new(world_size), Mutex::new(false));
-        let connections = Arc::new(Connections { mailbox, timeout, streams: to_write, has_told });
+        let (has_told, has_left) = (Mutex::new(false), AtomicBool::new(false));
+        let (mailbox, streams) = (Mailbox::new(world_size), to_write);
+        let connections = Arc::new(Connections { mailbox, timeout, streams, has_told, has_left });
         let mut readers = Vec::new();
         for (from, stream) in to_read {
             let connections = connections.clone();
@@ -81,8 +84,32 @@ impl TcpRank {
         self.local_rank
     }
 
-    fn check_process(&self) -> Result<()> {
-        if self.process == std::process::id() {
+    /// The messages that have come.
+    pub(super) fn mailbox(&self) -> &Mailbox {
+        &self.connections.mailbox
+    }
+
+    /// Leaves the others. `beside`: by rank, how many messages it has sent beside the connections.
+    pub(super) fn leave_with(&self, beside: &[u64]) {
+        if !self.is_fork() {
+            self.connections.leave(beside);
+        }
+    }
+
+    /// Whether this process is a fork of the one that is a rank.
+    pub(super) fn is_fork(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// Checks that this process is the rank, and has not left.
+    ///
+    /// # Errors
+    /// [`Error::State`].
+    pub(super) fn check(&self) -> Result<()> {
+        if self.connections.has_left.load(Relaxed) {
+            return Err(Error::State("this process has left the other ranks, as it does at its end".into()));
+        }
+        if !self.is_fork() {
             return Ok(());
         }
         Err(Error::State(format!(
@@ -99,14 +126,12 @@ impl Connections {
         write_frame(&mut *stream.lock().unwrap_or_else(PoisonError::into_inner), frame)
     }
 
-    /// Sends to all others what they need not have: they may be gone.
-    fn write_to_all(&self, frame: &Frame) {
-        for stream in self.streams.iter().flatten() {
-            if let Some(mut stream) = lock_soon(stream) {
-                let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
-                let _ = write_frame(&mut *stream, frame);
-                let _ = stream.set_write_timeout(Some(self.timeout));
-            }
+    /// Sends what the other need not have: it may be gone.
+    fn write_soon(&self, to: usize, frame: &Frame) {
+        if let Some(mut stream) = self.streams[to].as_ref().and_then(lock_soon) {
+            let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
+            let _ = write_frame(&mut *stream, frame);
+            let _ = stream.set_write_timeout(Some(self.timeout));
         }
     }
 
@@ -123,19 +148,26 @@ impl Connections {
         if let Some(failure) = self.mailbox.failure()
             && !std::mem::replace(has_told, true)
         {
-            self.write_to_all(&Frame::Failure(failure.to_string(), self.mailbox.decisions()));
+            let frame = Frame::Failure(failure.to_string(), self.mailbox.decisions());
+            (0..self.streams.len()).for_each(|to| self.write_soon(to, &frame));
         }
-    }
-
-    /// Says that this rank ends. The others must hear of a failure first, and of the rank that is to blame.
-    fn end(&self) {
-        self.tell_failure(&mut self.has_told.lock().unwrap_or_else(PoisonError::into_inner));
-        self.write_to_all(&Frame::End);
     }
 
     /// Makes all calls fail because a rank is lost.
     fn lose(&self, from: usize, why: &str) {
         self.fail(self.mailbox.lose(from, why));
+    }
+
+    /// Tells all others once that this rank sends no more. They must hear of a failure first, and of the rank that is to blame. `beside`:
+    /// by rank, how many messages it has sent beside the connections.
+    fn leave(&self, beside: &[u64]) {
+        if self.has_left.swap(true, Relaxed) {
+            return;
+        }
+        self.tell_failure(&mut self.has_told.lock().unwrap_or_else(PoisonError::into_inner));
+        for (to, beside) in beside.iter().enumerate() {
+            self.write_soon(to, &Frame::End(*beside));
+        }
     }
 
     /// Puts the frames of a connection into the mailbox until it ends.
@@ -147,7 +179,9 @@ impl Connections {
                     self.mailbox.hear(from, decisions);
                     self.fail(Error::Rank { rank: from, what: format!("gave up: {why}") });
                 }
-                Ok(Frame::End) => return self.mailbox.leave(from, "has ended its program".into()),
+                Ok(Frame::End(beside)) => {
+                    return self.mailbox.leave(from, "has ended its program".into(), beside);
+                }
                 Err(error) => return self.lose(from, &format!("was lost ({error})")),
             }
         }
@@ -181,7 +215,7 @@ impl Communicator for TcpRank {
     }
 
     fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
-        self.check_process()?;
+        self.check()?;
         if let Some(failure) = self.connections.mailbox.failure_in(tag) {
             return Err(failure);
         }
@@ -201,7 +235,7 @@ impl Communicator for TcpRank {
     }
 
     fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
-        self.check_process()?;
+        self.check()?;
         self.connections.mailbox.take(from, tag, self.timeout()).inspect_err(|error| self.fail(error))
     }
 
@@ -224,16 +258,20 @@ impl Communicator for TcpRank {
     fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
         self.connections.mailbox.on_failure(hook);
     }
+
+    fn leave(&self) {
+        self.leave_with(&vec![0; self.world_size()]);
+    }
 }
 
 impl Drop for TcpRank {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if self.is_fork() {
             // The threads are the parent's.
             self.readers.drain(..).for_each(std::mem::forget);
             return;
         }
-        self.connections.end();
+        self.leave();
         for stream in self.connections.streams.iter().flatten() {
             let _ = stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         }
