@@ -15,11 +15,11 @@ from sok_keras.table import Table
 from sok_keras.trigger import Trigger
 
 
-def _nvrtc_paths():
-    """Returns the paths of NVRTC in Python packages, newest first."""
+def _library_paths(name):
+    """Returns the paths of a library of NVIDIA's in Python packages, newest first."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    return sorted((path for folder in folders for path in glob.glob(f"{folder}/*/lib/libnvrtc.so.*")), reverse=True)
+    return sorted((path for folder in folders for path in glob.glob(f"{folder}/*/lib/{name}")), reverse=True)
 
 
 class Core:
@@ -47,11 +47,15 @@ class Core:
         if distributed.is_initialized():
             self._share_seeds(configs)
         self.group = native.Group(
-            [json.dumps(config) for config in configs], gpu, _nvrtc_paths(), [json.dumps(place) for place in placements]
+            [json.dumps(config) for config in configs],
+            gpu,
+            _library_paths("libnvrtc.so.*"),
+            _library_paths("libnccl.so.*"),
+            [json.dumps(place) for place in placements],
         )
         if storage == "hbm" and not self.group.is_on_gpu:
             raise native.DeviceError(
-                "Ranks share tables on GPUs only if each rank has one, and all reach each other's memory, as the GPUs of one host do. "
+                "Ranks share tables on GPUs only if each rank has one, and these reach each other's memory or can use NCCL. "
                 'Received: storage="hbm". Use "auto" or "host"'
             )
         # Number of the GPU that the tables are on; None: they are on the host.

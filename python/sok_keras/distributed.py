@@ -41,7 +41,8 @@ def init(
     it is imported or the process was started by `mpirun`; the variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, which
     `torchrun` and `python -m sok_keras.launch` set; SLURM's variables. Otherwise the process is alone.
 
-    Messages go by TCP, or by MPI if `mpi4py` has found the ranks. The variable `SOK_EXCHANGE`, `tcp` or `mpi`, says otherwise.
+    Messages go by TCP, or by MPI if `mpi4py` has found the ranks. The variable `SOK_EXCHANGE`, `tcp` or `mpi`, says otherwise. GPUs read
+    each other's memory, or exchange rows by NCCL if they cannot reach it, or if `SOK_EXCHANGE` is `nccl`.
 
     Example:
 

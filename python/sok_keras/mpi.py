@@ -57,8 +57,8 @@ def find(own_address: Callable[[], str]) -> Found | None:
 
 def check_exchange(exchange: str | None) -> None:
     """Raises ValueError for a value of `SOK_EXCHANGE` that is none."""
-    if exchange not in (None, "tcp", "mpi"):
-        raise ValueError(f'SOK_EXCHANGE must be "tcp" or "mpi". Received: SOK_EXCHANGE={exchange!r}')
+    if exchange not in (None, "tcp", "mpi", "nccl"):
+        raise ValueError(f'SOK_EXCHANGE must be "tcp", "mpi" or "nccl". Received: SOK_EXCHANGE={exchange!r}')
 
 
 def _objection(MPI: Any) -> str | None:

@@ -100,7 +100,7 @@ def test_ranks_choose_what_carries_messages(mpirun):
     assert sorted(run(mpirun, 2, "messages.py", "transport", "funneled").splitlines()) == by_tcp
     for exchange, arguments, told in (
         ("mpi", ["funneled"], "SOK_EXCHANGE=mpi: messages by MPI need the thread level MPI_THREAD_MULTIPLE"),
-        ("ucx", [], 'SOK_EXCHANGE must be "tcp" or "mpi". Received: SOK_EXCHANGE=\'ucx\''),
+        ("ucx", [], 'SOK_EXCHANGE must be "tcp", "mpi" or "nccl". Received: SOK_EXCHANGE=\'ucx\''),
     ):
         status, text = mpirun(2, "messages.py", "transport", *arguments, timeout=60, SOK_EXCHANGE=exchange)
         assert status != 0 and text.count(f"ValueError: {told}") == 2, text
@@ -109,7 +109,7 @@ def test_ranks_choose_what_carries_messages(mpirun):
 @pytest.mark.parametrize(
     ("exchange", "arguments", "told"),
     [
-        ("ucx", {}, 'SOK_EXCHANGE must be "tcp" or "mpi". Received: SOK_EXCHANGE=\'ucx\''),
+        ("ucx", {}, 'SOK_EXCHANGE must be "tcp", "mpi" or "nccl". Received: SOK_EXCHANGE=\'ucx\''),
         ("mpi", {}, "SOK_EXCHANGE=mpi needs `mpi4py`, which is not installed"),
         ("mpi", {"rank": 0, "world_size": 2, "address": "x:1"}, "SOK_EXCHANGE=mpi is for ranks that `mpi4py` finds"),
     ],

@@ -15,7 +15,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::StepPart;
-use sok_core::contract::table::Insertion;
+use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::exchange::collectives::gather;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
@@ -27,7 +27,8 @@ use sok_core::key::Key;
 use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients, optimizer};
 use sok_cuda::memory::Buffer;
-use sok_cuda::peers::Peers;
+use sok_cuda::nccl::{Nccl, Transfer};
+use sok_cuda::peers::{Exchange, Peers};
 use sok_cuda::step::{Bags, Feature, Ids, KeyType};
 
 struct Work {
@@ -284,66 +285,179 @@ fn variable(name: &str) -> Option<usize> {
     std::env::var(name).ok().map(|text| text.parse().unwrap())
 }
 
+/// The ranks of this run, as one of them sees them.
+struct Ranks {
+    bench: Bench,
+    communicator: Arc<dyn Communicator>,
+    rank: usize,
+    ranks: usize,
+    /// Number of the last meeting, and of the last layer.
+    meetings: u64,
+    layers: u32,
+}
+
+impl Ranks {
+    fn meet(&mut self) {
+        self.meetings += 1;
+        let tag = Tag { call: Call::Barrier, layer: 9, step: self.meetings, round: 0 };
+        gather(&*self.communicator, tag, Ok(Vec::new())).unwrap();
+    }
+
+    fn connect(&self, exchange: Exchange, layer: u32) -> Result<Arc<Peers>, String> {
+        let tag = Tag { call: Call::Barrier, layer, step: 0, round: 0 };
+        let peers = Peers::connect(self.communicator.clone(), &self.bench.device, exchange, &[], tag);
+        peers.unwrap().map(Arc::new)
+    }
+
+    fn group(&mut self, configs: &[TableConfig], peers: &Arc<Peers>) -> Box<ShardedGpuGroup> {
+        self.layers += 1;
+        let configs = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
+        let group = ShardedGpuGroup::new(&self.bench.device, configs, peers, self.layers, self.ranks);
+        Box::new(group.unwrap())
+    }
+
+    /// Times a step of all ranks. Returns it, the time of the host, and the parts of a step.
+    fn time(
+        &mut self,
+        work: &Work,
+        configs: &[TableConfig],
+        peers: &Arc<Peers>,
+        name: &str,
+    ) -> (f32, f32, String) {
+        let (rank, ranks) = (self.rank, self.ranks);
+        let group = self.group(configs, peers);
+        let bench = &self.bench;
+        let mut steps = Steps::new(bench, work, Tables::Shared(group));
+        steps.fill(rank, ranks);
+        let tag = Tag { call: Call::Barrier, layer: 7, step: self.layers.into(), round: 0 };
+        gather(&*self.communicator, tag, Ok(Vec::new())).unwrap();
+        let (times, host) = steps.time(rank << 20);
+        keep_samples(&format!("ranks {}, {ranks} GPUs, {name}", work.name), "ms", &times);
+        let parts = steps.parts((rank << 20) + 1000);
+        drop(steps);
+        self.meet();
+        (median(&times), host, parts)
+    }
+
+    /// GB/s that leave each rank while its owners write rows, for this many bytes. Keys are distinct and known.
+    fn rows_per_second(&mut self, peers: &Arc<Peers>, bytes: usize) -> f64 {
+        let (rank, ranks) = (self.rank, self.ranks);
+        // Of the keys of a rank one in `ranks` is its own.
+        let samples = bytes / 256 / 8 * ranks / (ranks - 1);
+        let work = Work {
+            name: "rows",
+            hotness: &[1; 8],
+            samples,
+            dim: 64,
+            vocabulary: (samples * ranks) as u64,
+            update: ADAM,
+        };
+        let configs: Vec<_> =
+            (0..8).map(|t| config(&format!("t{t}"), 64, work.vocabulary * 11 / 10)).collect();
+        let mut group = self.group(&configs, peers);
+        let context = &self.bench.device.context;
+        let keys: Vec<Key> = (0..samples).map(|i| key_of((i * ranks + rank) as u64)).collect();
+        let ids = Buffer::from_slice(context, &keys.repeat(8)).unwrap();
+        let rows = Buffer::<f32>::uninit(context, work.num_floats()).unwrap();
+        let features = work.features(ids.address(), rows.address());
+        let mut times = Vec::new();
+        for turn in 0..16 {
+            self.meet();
+            group.shard_mut().measure(turn > 0);
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe { group.lookup(&features, Insertion::AtLookup, false, None, self.bench.stream()) }
+                .unwrap();
+            self.bench.device.synchronize().unwrap();
+            let profile = group.shard_mut().take_profile().unwrap();
+            let exchanges =
+                if peers.nccl().is_some() { profile.get(StepPart::Exchange) } else { Default::default() };
+            times.push((profile.get(StepPart::Pool).time + exchanges.time).as_secs_f32());
+        }
+        bytes as f64 / f64::from(median(&times[4..])) / 1e9
+    }
+
+    /// GB/s that leave each rank in NCCL's own exchange of this many bytes.
+    fn nccl_per_second(&mut self, nccl: &Nccl, bytes: usize) -> f64 {
+        let part = bytes / (self.ranks - 1) / 256 * 256;
+        let context = &self.bench.device.context;
+        let (from, to) = (
+            Buffer::<u8>::new(context, part * self.ranks).unwrap(),
+            Buffer::<u8>::new(context, part * self.ranks).unwrap(),
+        );
+        let transfers = |memory: &Buffer<u8>| -> Vec<Transfer> {
+            let others = (0..self.ranks).filter(|&other| other != self.rank);
+            others.map(|rank| Transfer { rank, address: memory.at(rank * part), bytes: part }).collect()
+        };
+        let (sends, receives) = (transfers(&from), transfers(&to));
+        // SAFETY: The buffers have so many bytes, and live until the device has been waited for.
+        let call = |_: &()| unsafe { nccl.exchange(&sends, &receives, self.bench.stream()) }.unwrap();
+        let times = time_in_a_row(&self.bench, &[(); 40], call);
+        (part * (self.ranks - 1)) as f64 / f64::from(median(&times[2..])) / 1e6
+    }
+}
+
 fn run(rank: usize, ranks: usize, port: usize) {
     let address = format!("127.0.0.1:{port}");
     let communicator: Arc<dyn Communicator> =
         Arc::new(TcpRank::connect(rank, ranks, &address, Duration::from_secs(120)).unwrap());
-    let mut step = 0;
-    let mut meet = || {
-        step += 1;
-        gather(&*communicator, Tag { call: Call::Barrier, layer: 9, step, round: 0 }, Ok(Vec::new()))
-            .unwrap();
-    };
     let bench = Bench::start_for(rank == 0, &format!("a training step on {ranks} GPUs that share tables"));
-    let tag = Tag { call: Call::Barrier, layer: 8, step: 0, round: 0 };
-    let peers =
-        Peers::connect(communicator.clone(), &bench.device, tag).unwrap().expect("GPUs reach each other");
-    let peers = Arc::new(peers);
+    let mut world = Ranks { bench, communicator, rank, ranks, meetings: 0, layers: 0 };
+    let memory = world.connect(Exchange::Memory, 8).expect("GPUs reach each other");
+    let nccl = world.connect(Exchange::Nccl, 6);
     if rank == 0 {
         println!(
-            "| work, per rank | one GPU, ms | ranks, ms | ratio | host, µs, one and ranks |\n|---|---|---|---|---|"
+            "| work, per rank | one GPU, ms | ranks, ms | by NCCL, ms | host, µs: one, ranks, by NCCL |"
         );
+        println!("|---|---|---|---|---|");
     }
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
-    let mut layer = 1;
-    for work in works() {
-        if !chosen.is_empty() && !chosen.iter().any(|c| work.name.contains(c.as_str())) {
-            continue;
-        }
+    let is_chosen = |name: &str| chosen.is_empty() || chosen.iter().any(|c| name.contains(c.as_str()));
+    for work in works().iter().filter(|work| is_chosen(work.name)) {
         let configs: Vec<_> = (0..work.hotness.len())
             .map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10))
             .collect();
         let mut alone = (vec![0.0], 0.0);
         if rank == 0 {
-            let group = GpuGroup::new(&bench.device, configs.clone()).unwrap();
-            let mut steps = Steps::new(&bench, &work, Tables::Alone(Box::new(group)));
+            let group = GpuGroup::new(&world.bench.device, configs.clone()).unwrap();
+            let mut steps = Steps::new(&world.bench, work, Tables::Alone(Box::new(group)));
             steps.fill(0, 1);
             alone = steps.time(0);
             keep_samples(&format!("ranks {}, one GPU", work.name), "ms", &alone.0);
         }
-        meet();
-        let configs = configs.into_iter().map(|config| (config, Placement::Distributed)).collect();
-        let group = ShardedGpuGroup::new(&bench.device, configs, &peers, layer, ranks).unwrap();
-        layer += 1;
-        let mut steps = Steps::new(&bench, &work, Tables::Shared(Box::new(group)));
-        steps.fill(rank, ranks);
-        meet();
-        let shared = steps.time(rank << 20);
-        keep_samples(&format!("ranks {}, {ranks} GPUs", work.name), "ms", &shared.0);
-        let parts = steps.parts((rank << 20) + 1000);
+        world.meet();
+        let (many, host, parts) = world.time(work, &configs, &memory, "memory");
+        let by_nccl = nccl.as_ref().ok().map(|nccl| world.time(work, &configs, nccl, "NCCL"));
         if rank == 0 {
-            let (one, many) = (median(&alone.0), median(&shared.0));
+            let (nccl, nccl_host, nccl_parts) = by_nccl.unwrap_or_default();
+            let (one, one_host) = (median(&alone.0), alone.1);
             println!(
-                "| {} | {one:.3} | {many:.3} | {:.2} | {:.0}, {:.0} |",
-                work.name,
-                many / one,
-                alone.1,
-                shared.1
+                "| {} | {one:.3} | {many:.3} | {nccl:.3} | {one_host:.0}, {host:.0}, {nccl_host:.0} |",
+                work.name
             );
             println!("  parts of a step on ranks, µs: {parts}");
+            println!("  parts of a step by NCCL, µs: {nccl_parts}");
         }
-        meet();
     }
+    if ranks > 1 && is_chosen("exchange") {
+        for bytes in [16 << 20, 64 << 20] {
+            let by_memory = world.rows_per_second(&memory, bytes);
+            let [rows, all] = match &nccl {
+                Ok(nccl) => [
+                    world.rows_per_second(nccl, bytes),
+                    world.nccl_per_second(nccl.nccl().expect("connected by it"), bytes),
+                ],
+                Err(_) => [0.0; 2],
+            };
+            if rank == 0 {
+                println!(
+                    "rows of {} MiB to other ranks, found rows to rows there: {by_memory:.0} GB/s, by NCCL {rows:.0} GB/s; \
+                     NCCL's exchange alone {all:.0} GB/s",
+                    bytes >> 20
+                );
+            }
+        }
+    }
+    world.meet();
 }
 
 fn main() {

@@ -21,11 +21,14 @@ __device__ __forceinline__ u64* flag_of(const Peers& p, u32 rank, u32 flag, u32 
   return (u64*)p.flags[rank] + flag * MAX_RANKS + by;
 }
 
+// Whether ranks set flags for each other. If NCCL moves what they exchange, its launches wait for each other.
+__device__ __forceinline__ bool has_flags(const Peers& p) { return p.flags[p.rank] != 0; }
+
 // Tells all other ranks that this one has come as far as `call`. What earlier launches and this block have written is then visible to
 // them. A block calls this.
 __device__ __forceinline__ void raise(const Peers& p, u32 flag, u64 call) {
   __syncthreads();
-  if (threadIdx.x >= p.world_size || threadIdx.x == p.rank) return;
+  if (!has_flags(p) || threadIdx.x >= p.world_size || threadIdx.x == p.rank) return;
   __threadfence_system();
   store_release_system(flag_of(p, threadIdx.x, flag, p.rank), call);
 }
@@ -43,7 +46,9 @@ __device__ __noinline__ void give_up(const Peers& p, u32 rank, u32 flag, u64 cal
 // Waits until all other ranks have come as far as `call`. Returns whether they have. A block calls this.
 __device__ __forceinline__ bool wait_for(const Peers& p, u32 flag, u64 call) {
   bool has_come = true;
-  if (threadIdx.x < p.world_size && threadIdx.x != p.rank) {
+  if (!has_flags(p)) {
+    has_come = !load_shared(&p.state->is_aborted);
+  } else if (threadIdx.x < p.world_size && threadIdx.x != p.rank) {
     const u64* at = flag_of(p, p.rank, flag, threadIdx.x);
     const u64 start = nanoseconds();
     for (u32 turn = 1; load_acquire_system(at) < call; ++turn) {

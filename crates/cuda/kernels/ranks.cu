@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) number_rows(u32* s
 
 // Tells the other ranks that this one has come as far as a call, and waits until they have, too.
 extern "C" __global__ void __launch_bounds__(MAX_RANKS) meet(const __grid_constant__ Peers p, u32 flag, u64 call) {
-  begin();
+  begin_meeting();
   raise(p, flag, call);
   wait_for(p, flag, call);
 }
@@ -241,7 +241,7 @@ __device__ __forceinline__ void complete(const Serving& s, u32 number, u32 start
 // Waits for the keys of all ranks, and completes the features that read them.
 extern "C" __global__ void __launch_bounds__(256) connect(
     const __grid_constant__ Peers p, u64 call, const __grid_constant__ Serving s) {
-  begin();
+  begin_meeting();
   raise(p, KEYS_READY, call);
   const bool have_come = wait_for(p, KEYS_READY, call);
   for (u32 k = threadIdx.x; k < s.num_tables; k += 256) {
@@ -316,19 +316,28 @@ template <u32 N> struct AgreedPushes {
   AgreedPush of[N];
 };
 
+// Writes this rank's verdict where NCCL takes it from. One block, with a thread for each row of a ticket.
+extern "C" __global__ void __launch_bounds__(RING) write_verdict(
+    const __grid_constant__ Peers p, const __grid_constant__ Agreement a) {
+  begin();
+  float* verdict = (float*)a.verdicts[p.rank] + p.rank * (RING + 1);
+  verdict[threadIdx.x] = a.resolved->weights[threadIdx.x];
+  if (threadIdx.x == 0) ((u32*)verdict)[RING] = a.resolved->is_due;
+}
+
 // Agrees with all ranks on a commit: tells them the weights of this rank's pushes, waits for theirs, and writes the ticket of the shard. A
 // push counts with the weight of all ranks. If their weights differ, the gradients of each rank are multiplied by its own. `N`: room for
 // pushes. One block, with a thread for each row of a ticket.
 template <u32 N>
 __global__ void __launch_bounds__(RING) agree(const __grid_constant__ Peers p, u64 commit, const __grid_constant__ Agreement a,
     const __grid_constant__ AgreedPushes<N> pushes) {
-  begin();
+  begin_meeting();
   const u32 thread = threadIdx.x;
   const float own = a.resolved->weights[thread];
   for (u32 r = 0; r < p.world_size; ++r) {
-    float* verdicts = (float*)a.verdicts[r];
-    store_shared(verdicts + thread * MAX_RANKS + p.rank, own);
-    if (thread == 0) store_shared((u32*)verdicts + RING * MAX_RANKS + p.rank, a.resolved->is_due);
+    float* verdict = (float*)a.verdicts[r] + p.rank * (RING + 1);
+    store_shared(verdict + thread, own);
+    if (thread == 0) store_shared((u32*)verdict + RING, a.resolved->is_due);
   }
   raise(p, GRADIENTS_READY, commit);
   bool have_come = wait_for(p, GRADIENTS_READY, commit);
@@ -339,9 +348,9 @@ __global__ void __launch_bounds__(RING) agree(const __grid_constant__ Peers p, u
   const bool is_push = thread < a.num_pushes;
 #pragma unroll
   for (u32 r = 0; r < MAX_RANKS; ++r) {
-    weights[r] = is_push && r < p.world_size ? load_shared(verdicts + push.row * MAX_RANKS + r) : 0;
+    weights[r] = is_push && r < p.world_size ? load_shared(verdicts + r * (RING + 1) + push.row) : 0;
     if (r < p.world_size) {
-      is_due &= load_shared((const u32*)verdicts + RING * MAX_RANKS + r) != 0;
+      is_due &= load_shared((const u32*)verdicts + r * (RING + 1) + RING) != 0;
       is_common &= __float_as_uint(weights[r]) == __float_as_uint(weights[0]);
     }
   }
@@ -383,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(256) send_norms(
 // Adds the squared norms of all ranks. All ranks have the same ones of a replicated table, so they count once.
 extern "C" __global__ void __launch_bounds__(1024) add_norms(
     const __grid_constant__ Peers p, u64 commit, const __grid_constant__ SharedNorms n) {
-  begin();
+  begin_meeting();
   raise(p, NORMS_READY, commit);
   if (!wait_for(p, NORMS_READY, commit)) return;
   const u32 count = n.num_tables * EXPONENTS;
@@ -394,6 +403,14 @@ extern "C" __global__ void __launch_bounds__(1024) add_norms(
     for (u32 r = 0; r < p.world_size; ++r) sum += load_shared(of_ranks + (u64)r * count + i);
     n.totals[i] = sum;
   }
+}
+
+// Copies the parts of messages. Each part is copied by `blocks` blocks.
+extern "C" __global__ void __launch_bounds__(256) copy_parts(const PartCopy* parts, u32 blocks) {
+  begin();
+  const PartCopy part = parts[blockIdx.x / blocks];
+#pragma unroll 4
+  for (u64 i = blockIdx.x % blocks * 256 + threadIdx.x; i < part.words; i += blocks * 256) part.to[i] = part.from[i];
 }
 
 // Adds this rank's part of the vectors of all ranks, in the order of the ranks, and writes the sums to all of them.

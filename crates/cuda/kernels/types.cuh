@@ -14,6 +14,14 @@ __device__ __forceinline__ void begin() {
 #endif
 }
 
+// As `begin`, for a kernel that waits for other ranks: the next launch is prepared when this one has ended. Blocks of that launch would
+// otherwise keep the multiprocessors from other streams, for whose work another rank may wait.
+__device__ __forceinline__ void begin_meeting() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Returns the hash of a key: the 64-bit finalizer of MurmurHash3, applied to the key mixed with a secret of the process. The hash is
 // a bijection. Nobody who does not know the secret can choose keys whose hashes collide in some of their bits.
 __device__ __forceinline__ u64 hash(u64 secret, u64 key) {

@@ -75,6 +75,11 @@ impl Stream {
         Stream(stream.cu_stream())
     }
 
+    /// The stream, as the driver and CUDA's libraries have it.
+    pub(crate) fn raw(self) -> *mut c_void {
+        self.0.cast()
+    }
+
     /// Waits for all work on the stream.
     ///
     /// # Errors

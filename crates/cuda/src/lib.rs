@@ -10,6 +10,7 @@ pub mod gpu_table;
 mod index;
 pub mod kernels;
 pub mod memory;
+pub mod nccl;
 pub mod nvrtc;
 pub mod peers;
 mod profiler;

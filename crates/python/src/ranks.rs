@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
@@ -21,7 +22,7 @@ use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::memory;
 use sok_cuda::device::{Device, Stream};
-use sok_cuda::peers::{PeerSum, Peers};
+use sok_cuda::peers::{Exchange, PeerSum, Peers};
 
 use crate::error::{detached, to_python};
 use crate::mpi::{self, Handles};
@@ -35,7 +36,7 @@ pub struct World {
     local_rank: usize,
     pub merge_blocks: usize,
     num_layers: AtomicU32,
-    /// The GPUs of all ranks, if they reach each other's memory; asked for at the first layer on a GPU.
+    /// The GPUs of all ranks, if they can exchange rows; asked for at the first layer on a GPU.
     peers: OnceLock<Option<Arc<Peers>>>,
     /// Adds gradients on the GPUs.
     sum: Mutex<Option<PeerSum>>,
@@ -49,24 +50,38 @@ impl World {
         self.num_layers.fetch_add(1, Relaxed) + 1
     }
 
-    /// The GPUs of all ranks, if all ranks have one for their tables, and reach each other's memory. All ranks must call it. `gpu`: this
-    /// rank's, for the layer of this number.
+    /// The GPUs of all ranks, if all ranks have one for their tables and these can exchange data. All ranks must call it. `gpu`: this
+    /// rank's, for the layer of this number. `nccl`: paths of NCCL.
     pub fn peers(
         &self,
         gpu: Result<Option<Arc<Device>>>,
+        nccl: &[PathBuf],
         layer: u32,
     ) -> Result<Option<(Arc<Peers>, Arc<Device>)>> {
         let tag = Tag { call: Call::Gather, layer, step: 0, round: 0 };
-        let has = gpu.as_ref().map(|gpu| vec![u8::from(gpu.is_some())]).map_err(Error::clone);
+        let by_nccl = std::env::var("SOK_EXCHANGE").is_ok_and(|exchange| exchange == "nccl");
+        let has = gpu.as_ref().map(|gpu| vec![gpu.is_some().into(), by_nccl.into()]).map_err(Error::clone);
         let have = collectives::gather(&*self.communicator, tag, has)?;
-        let Some(gpu) = gpu?.filter(|_| have.iter().all(|has| has == &[1])) else { return Ok(None) };
+        let Some(gpu) = gpu?.filter(|_| have.iter().all(|has| has[0] == 1)) else { return Ok(None) };
+        // As rank 0 says.
+        let exchange = if have[0][1] == 1 { Exchange::Nccl } else { Exchange::Any };
         if let Some(peers) = self.peers.get() {
             return Ok(peers.clone().map(|peers| (peers, gpu)));
         }
-        let peers = Peers::connect(self.communicator.clone(), &gpu, tag.at(1))?.map(Arc::new);
+        let connected = Peers::connect(self.communicator.clone(), &gpu, exchange, nccl, tag.at(1))?;
+        let peers = match connected {
+            Ok(peers) => Some(Arc::new(peers)),
+            Err(why) if exchange == Exchange::Any => {
+                log::warn!(
+                    "tables are in the memory of the host, since GPUs of ranks cannot exchange rows: {why}"
+                );
+                None
+            }
+            Err(why) => return Err(Error::Device(format!("GPUs of ranks cannot exchange rows: {why}"))),
+        };
         let sum = peers.as_ref().map(PeerSum::new).transpose();
         *self.sum.lock().unwrap_or_else(PoisonError::into_inner) =
-            collectives::agree(&*self.communicator, tag.at(4), sum)?;
+            collectives::agree(&*self.communicator, tag.at(6), sum)?;
         Ok(self.peers.get_or_init(|| peers).clone().map(|peers| (peers, gpu)))
     }
 
@@ -100,7 +115,7 @@ pub fn sum_gradients(floats: &mut [f32]) -> Result<()> {
     collectives::sum(&*world.communicator, world.next_tag(Call::Gradients), floats)
 }
 
-/// Whether GPUs add gradients, because all ranks reach each other's memory.
+/// Whether GPUs add gradients, because they can exchange data.
 pub fn sums_on_gpus() -> bool {
     world().is_some_and(|world| world.peers.get().is_some_and(Option::is_some))
 }

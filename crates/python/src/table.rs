@@ -49,15 +49,16 @@ pub struct Group {
 
 #[pymethods]
 impl Group {
-    /// `configs`: JSON of each table's configuration. `placements`: JSON of the place of each table among the ranks; none: distributed. `gpu`: number of the device that holds them; none: the host. `nvrtc`: where
-    /// the compiler of its kernels may be.
+    /// `configs`: JSON of each table's configuration. `gpu`: number of the device that holds them; none: the host. `nvrtc`, `nccl`: where
+    /// the compiler of its kernels and NCCL may be. `placements`: JSON of the place of each table among the ranks; none: distributed.
     #[new]
-    #[pyo3(signature = (configs, gpu=None, nvrtc=vec![], placements=vec![]))]
+    #[pyo3(signature = (configs, gpu=None, nvrtc=vec![], nccl=vec![], placements=vec![]))]
     fn new(
         py: Python<'_>,
         configs: Vec<String>,
         gpu: Option<usize>,
         nvrtc: Vec<PathBuf>,
+        nccl: Vec<PathBuf>,
         placements: Vec<String>,
     ) -> PyResult<Group> {
         let configs = configs.iter().map(|json| parse::<TableConfig>(json)).collect::<PyResult<Vec<_>>>()?;
@@ -69,7 +70,7 @@ impl Group {
                 let placements = placements.into_iter().chain(std::iter::repeat(Placement::default()));
                 let configs: Vec<_> = configs.into_iter().zip(placements).collect();
                 let open = |gpu| fork::check_gpu().and_then(|()| Device::shared(gpu, &nvrtc));
-                if let Some((peers, device)) = world.peers(gpu.map(open).transpose(), layer)? {
+                if let Some((peers, device)) = world.peers(gpu.map(open).transpose(), &nccl, layer)? {
                     let blocks = world.merge_blocks;
                     return Ok(Box::new(ShardedGpuGroup::new(&device, configs, &peers, layer, blocks)?));
                 }

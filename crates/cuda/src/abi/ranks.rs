@@ -72,7 +72,7 @@ structs! {
 
     /// How a rank reaches the others.
     pub struct Peers {
-        /// By rank: the address of its flags, `(flags, MAX_RANKS)` by `Flag` and by the rank that sets them.
+        /// By rank: the address of its flags, `(flags, MAX_RANKS)` by `Flag` and by the rank that sets them. Null with NCCL.
         pub flags: [u64; MAX_RANKS],
         pub state: u64 as "RankState*",
         /// Nanoseconds after which a rank that is waited for is taken for lost.
@@ -130,7 +130,7 @@ structs! {
     pub struct Agreement {
         /// This rank's own verdict.
         pub resolved: u64 as "const Resolved*",
-        /// By rank: where its verdicts of all ranks are, `(RING + 1, MAX_RANKS)`: weights of rows, then whether the ticket is valid.
+        /// By rank: where its verdicts of all ranks are, `(MAX_RANKS, RING + 1)`: weights of rows, then whether the ticket is valid.
         pub verdicts: [u64; MAX_RANKS],
         /// Tables of the shard.
         pub tables: u64 as "const Table*",
@@ -149,6 +149,14 @@ structs! {
         pub of_ranks: [u64; MAX_RANKS],
         pub num_tables: u32,
         pub pad: u32,
+    }
+
+    /// A copy of a part of a message.
+    pub struct PartCopy {
+        pub from: u64 as "const u64*",
+        pub to: u64 as "u64*",
+        /// Number of words of 8 bytes.
+        pub words: u64,
     }
 
     /// Vectors that all ranks add.

@@ -214,8 +214,8 @@ impl GpuGroup {
         };
         let started = self.workspace.profiler.start(stream)?;
         self.workspace.sum_squares(saved, sums, prepared, &self.totals, stream)?;
-        if let Some(SharedTotals { peers, norms, commit }) = &self.shared_totals {
-            self.workspace.share_norms(peers, norms, *commit, stream)?;
+        if let Some(SharedTotals { of, peers, norms, commit }) = &self.shared_totals {
+            self.workspace.share_norms(peers, of.nccl(), norms, *commit, stream)?;
         }
         self.workspace.finish_norms(&self.totals, &self.norms, total, stream)?;
         self.workspace.profiler.stop(StepPart::Norm, started, stream)

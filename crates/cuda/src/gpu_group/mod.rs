@@ -29,7 +29,7 @@ use crate::abi::{
 use crate::device::{Device, Stream};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
-use crate::peers::{Window, Windows};
+use crate::peers::{Peers, Window, Windows};
 use crate::step::{AbsentIds, Feature, KeyType, Remote, Saved, Workspace};
 
 use absent::{Absent, Inputs, KnownRecords};
@@ -96,6 +96,7 @@ struct Combined {
 
 /// How the squared norms of all ranks are added.
 struct SharedTotals {
+    of: Arc<Peers>,
     peers: abi::Peers,
     norms: abi::SharedNorms,
     /// Number of the commit.

@@ -1,4 +1,4 @@
-//! Ranks whose GPUs read and write each other's memory: the GPUs of one host.
+//! The GPUs of ranks that share tables. They read and write each other's memory, if they are of one host and can, or exchange data by NCCL.
 
 mod channel;
 mod sum;
@@ -6,6 +6,7 @@ mod window;
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,12 +19,24 @@ use sok_core::exchange::message::{Reader, Tag, Writer};
 use crate::abi::{self, Flag, MAX_RANKS, RankState, word_of};
 use crate::device::Device;
 use crate::memory::Shared;
+use crate::nccl::Nccl;
 
 use channel::Channel;
 pub use sum::PeerSum;
 pub use window::Mapping;
 
-/// The ranks of this process's host, and the memory that they share.
+/// What the GPUs of ranks exchange data by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// Each other's memory if all reach it, otherwise NCCL.
+    Any,
+    /// Each other's memory.
+    Memory,
+    /// NCCL.
+    Nccl,
+}
+
+/// The GPUs of all ranks, and the memory that they share.
 pub struct Peers {
     /// The connection with all ranks.
     pub communicator: Arc<dyn Communicator>,
@@ -37,6 +50,8 @@ pub struct Peers {
     freed: Freed,
     /// A `RankState`, which waiting kernels read and write.
     state: Arc<Shared>,
+    /// If they cannot reach each other's memory.
+    nccl: Option<Arc<Nccl>>,
 }
 
 /// Number of bytes of the flags that the ranks set for a rank: a `u64` by `Flag` and by the rank that sets it. There is room for 16 flags.
@@ -104,16 +119,18 @@ impl WindowName {
 }
 
 impl Peers {
-    /// Connects the ranks. `None` on all of them if a rank is on another host, cannot reach the memory of another one, or if there are too
-    /// many.
+    /// Connects the ranks, with rounds 0 to 4 of the tag. `exchange`: what they are to use. `nccl`: paths of NCCL that the caller knows.
+    /// If they cannot be connected, returns the reason on all of them.
     ///
     /// # Errors
     /// [`Error::Rank`] if another rank fails or makes another call, [`Error::Device`].
     pub fn connect(
         communicator: Arc<dyn Communicator>,
         device: &Arc<Device>,
+        exchange: Exchange,
+        nccl: &[PathBuf],
         tag: Tag,
-    ) -> Result<Option<Peers>> {
+    ) -> Result<std::result::Result<Peers, String>> {
         let no_channel = |error| Error::Device(format!("cannot share GPU memory with other ranks: {error}"));
         let opened = Channel::open(communicator.timeout()).map_err(no_channel).and_then(|channel| {
             let state = Shared::new(&device.context, size_of::<RankState>() / 4)?;
@@ -126,12 +143,14 @@ impl Peers {
         let hellos: Vec<String> = hellos.iter().map(|h| String::from_utf8_lossy(h).into_owned()).collect();
         let (hosts, channels): (Vec<&str>, Vec<&str>) =
             hellos.iter().map(|hello| hello.split_once('\n').unwrap_or_default()).unzip();
-        if hosts.iter().any(|other| *other != hosts[0]) || hosts.len() > MAX_RANKS {
-            return Ok(None);
+        if hosts.len() > MAX_RANKS {
+            return Ok(Err(format!("there are {} ranks, more than {MAX_RANKS}", hosts.len())));
         }
+        let are_together = hosts.iter().all(|other| *other == hosts[0]);
         let aborted = state.clone();
         communicator.on_failure(Box::new(move || aborted.set(word_of!(RankState, is_aborted), 1)));
-        let peers = Peers {
+        let mut peers = Peers {
+            nccl: None,
             channels: channels.into_iter().map(String::from).collect(),
             device: device.clone(),
             channel,
@@ -140,9 +159,26 @@ impl Peers {
             state,
             communicator,
         };
-        let can_share = peers.try_sharing(tag.at(1))?;
-        let all = gather(&*peers.communicator, tag.at(2), Ok(vec![u8::from(can_share)]))?;
-        Ok(all.iter().all(|can_share| can_share == &[1]).then_some(peers))
+        if are_together && exchange != Exchange::Nccl {
+            let can_share = peers.try_sharing(tag.at(1))?;
+            let all = gather(&*peers.communicator, tag.at(2), Ok(vec![u8::from(can_share)]))?;
+            if all.iter().all(|can_share| can_share == &[1]) {
+                return Ok(Ok(peers));
+            }
+        }
+        if exchange == Exchange::Memory {
+            return Ok(Err("not all GPUs reach each other's memory".into()));
+        }
+        let connected = Nccl::connect(&peers.communicator, &device.context, nccl, tag.at(3))?;
+        Ok(connected.map(|nccl| {
+            peers.nccl = Some(nccl);
+            peers
+        }))
+    }
+
+    /// NCCL, if GPUs exchange data by it.
+    pub fn nccl(&self) -> Option<&Nccl> {
+        self.nccl.as_deref()
     }
 
     /// Whether this rank can map memory of all others.
@@ -181,19 +217,29 @@ impl Peers {
         &self.device.context
     }
 
+    /// Waits for all work of this rank's device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a launch has failed.
+    pub fn device_idle(&self) -> Result<()> {
+        self.device.synchronize()
+    }
+
     /// Allocates memory that all ranks can reach once it has been sent.
     ///
     /// # Errors
     /// [`Error::Device`] if the device does not have enough memory.
     pub fn window(&self, bytes: usize) -> Result<Window> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let (mapping, descriptor) = Mapping::new(&self.device.context, bytes)?;
-        Ok(Window {
-            number: NEXT.fetch_add(1, Relaxed),
-            mapping: Arc::new(mapping),
-            descriptor: Some(descriptor),
-            freed: self.freed.clone(),
-        })
+        let context = &self.device.context;
+        let (mapping, descriptor) = if self.nccl.is_some() {
+            (Mapping::private(context, bytes)?, None)
+        } else {
+            let (mapping, descriptor) = Mapping::new(context, bytes)?;
+            (mapping, Some(descriptor))
+        };
+        let number = NEXT.fetch_add(1, Relaxed);
+        Ok(Window { number, mapping: Arc::new(mapping), descriptor, freed: self.freed.clone() })
     }
 
     /// Sends windows to all other ranks, unless they have them already. To be called before a message names the windows.
@@ -236,6 +282,20 @@ impl Peers {
         Ok(mapping)
     }
 
+    /// Returns the memory of a rank, as `address`; `None` for that of another one with NCCL.
+    ///
+    /// # Errors
+    /// As `address`.
+    pub fn memory_of(
+        &self,
+        rank: usize,
+        name: WindowName,
+        own: Option<&Window>,
+    ) -> Result<Option<Arc<Mapping>>> {
+        let is_out_of_reach = self.nccl.is_some() && rank != self.rank();
+        if is_out_of_reach { Ok(None) } else { self.address(rank, name, own).map(Some) }
+    }
+
     /// Appends the windows of this rank that were freed to a message.
     ///
     /// # Errors
@@ -261,7 +321,7 @@ impl Peers {
         Ok(())
     }
 
-    /// What kernels need. `flags`: by rank, the address of its flags.
+    /// What kernels need. `flags`: by rank, the address of its flags; none with NCCL.
     pub fn on_device(&self, flags: &[u64]) -> abi::Peers {
         let mut of_ranks = [0; MAX_RANKS];
         of_ranks[..flags.len()].copy_from_slice(flags);

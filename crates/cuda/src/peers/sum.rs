@@ -44,7 +44,8 @@ impl PeerSum {
         Ok(PeerSum { peers, flags, vectors, of_ranks, num_calls: 0, last: None, moved })
     }
 
-    /// Enqueues adding a vector of `len` floats over all ranks, in their order: the same bits on all of them. All ranks must call it.
+    /// Enqueues adding a vector of `len` floats over all ranks: the same bits on all of them. They are added in the order of the ranks,
+    /// or with NCCL in its own. All ranks must call it.
     ///
     /// # Errors
     /// [`Error::Rank`] if another rank has another number of floats, or fails; [`Error::Device`] without enough memory.
@@ -54,7 +55,8 @@ impl PeerSum {
     pub unsafe fn sum(&mut self, from: u64, to: u64, len: usize, tag: Tag, stream: Stream) -> Result<()> {
         self.peers.take_failure().map_or(Ok(()), Err)?;
         let quads = len.div_ceil(4);
-        let message = self.write(len, 32 * quads);
+        let bytes = if self.peers.nccl().is_some() { 0 } else { 32 * quads };
+        let message = self.write(len, bytes);
         let messages = gather(&*self.peers.communicator, tag, message)?;
         self.num_calls += 1;
         let done = self.read(len, &messages).and_then(|()| {
@@ -89,9 +91,11 @@ impl PeerSum {
                 return Err(Error::Rank { rank, what });
             }
             let (flags, vectors) = (WindowName::read(&mut reader)?, WindowName::read(&mut reader)?);
-            let flags = self.peers.address(rank, flags, Some(&self.flags))?;
-            of_ranks.push([flags, self.peers.address(rank, vectors, Some(&self.vectors))?]);
             reader.finish()?;
+            if self.peers.nccl().is_none() {
+                let flags = self.peers.address(rank, flags, Some(&self.flags))?;
+                of_ranks.push([flags, self.peers.address(rank, vectors, Some(&self.vectors))?]);
+            }
         }
         self.of_ranks = of_ranks;
         Ok(())
@@ -102,6 +106,10 @@ impl PeerSum {
         if let Some(last) = self.last.replace(stream).filter(|last| *last != stream) {
             last.record(&self.moved)?;
             stream.wait(&self.moved)?;
+        }
+        if let Some(nccl) = self.peers.nccl() {
+            // SAFETY: The caller guarantees it.
+            return unsafe { nccl.sum(from, to, len, stream) };
         }
         let flags: Vec<u64> = self.of_ranks.iter().map(|[flags, _]| flags.address()).collect();
         let peers = self.peers.on_device(&flags);

@@ -46,15 +46,7 @@ impl Mapping {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) if the device does not have enough memory, or cannot share memory.
     pub fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<(Mapping, OwnedFd)> {
-        context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        let properties = properties(context);
-        let bytes = bytes.max(1).next_multiple_of(granularity(&properties)?);
-        let mut handle = 0;
-        count_asking();
-        // SAFETY: The handle may be written.
-        let created = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties, 0) }.result();
-        created.map_err(|error| out_of_memory(context, bytes, "the exchange between ranks", error))?;
-        let handle = Handle(handle);
+        let (handle, bytes) = Handle::create(context, bytes, HANDLE)?;
         let mut descriptor = -1i32;
         // SAFETY: The descriptor, which is an int, may be written. The handle is of memory that may be exported.
         unsafe { sys::cuMemExportToShareableHandle((&raw mut descriptor).cast(), handle.0, HANDLE, 0) }
@@ -62,13 +54,27 @@ impl Mapping {
             .map_err(driver_error("sharing GPU memory with other ranks"))?;
         // SAFETY: The driver has just made the descriptor for this process.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-        let mapping = Mapping::of(context, &handle, bytes)?;
+        Ok((Mapping::zeros(context, &handle, bytes)?, descriptor))
+    }
+
+    /// Allocates at least this many bytes that other processes cannot map. They are zeros.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device) if the device does not have enough memory.
+    pub fn private(context: &Arc<CudaContext>, bytes: usize) -> Result<Mapping> {
+        let (handle, bytes) =
+            Handle::create(context, bytes, CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE)?;
+        Mapping::zeros(context, &handle, bytes)
+    }
+
+    fn zeros(context: &Arc<CudaContext>, handle: &Handle, bytes: usize) -> Result<Mapping> {
+        let mapping = Mapping::of(context, handle, bytes)?;
         // SAFETY: The length is that of the memory.
         unsafe { sys::cuMemsetD8_v2(mapping.address, 0, bytes) }
             .result()
             .map_err(driver_error("filling GPU memory"))?;
         crate::device::Stream::DEFAULT.synchronize()?;
-        Ok((mapping, descriptor))
+        Ok(mapping)
     }
 
     /// Maps the memory of another process. `bytes`: its length there.
@@ -125,6 +131,25 @@ impl Drop for Mapping {
 /// A handle of the driver to physical memory. Mappings keep the memory when it is dropped.
 struct Handle(CUmemGenericAllocationHandle);
 
+impl Handle {
+    /// Allocates at least this many bytes. Returns the number of bytes, too.
+    fn create(
+        context: &CudaContext,
+        bytes: usize,
+        kind: CUmemAllocationHandleType,
+    ) -> Result<(Handle, usize)> {
+        context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        let properties = properties(context, kind);
+        let bytes = bytes.max(1).next_multiple_of(granularity(&properties)?);
+        let mut handle = 0;
+        count_asking();
+        // SAFETY: The handle may be written.
+        let created = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties, 0) }.result();
+        created.map_err(|error| out_of_memory(context, bytes, "the exchange between ranks", error))?;
+        Ok((Handle(handle), bytes))
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
         // SAFETY: The driver has made the handle, and nobody else releases it.
@@ -132,12 +157,12 @@ impl Drop for Handle {
     }
 }
 
-fn properties(context: &CudaContext) -> CUmemAllocationProp {
+fn properties(context: &CudaContext, kind: CUmemAllocationHandleType) -> CUmemAllocationProp {
     // SAFETY: Zero is a valid value of each field.
     let mut properties: CUmemAllocationProp = unsafe { MaybeUninit::zeroed().assume_init() };
     properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = location(context);
-    properties.requestedHandleTypes = HANDLE;
+    properties.requestedHandleTypes = kind;
     properties
 }
 

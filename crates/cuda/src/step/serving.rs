@@ -6,9 +6,11 @@ use sok_core::contract::profile::StepPart;
 use sok_core::error::Result;
 
 use super::{Started, Workspace};
-use crate::abi::{Flag, MAX_RANKS, Peers, Serving, SharedNorms, SharedRows};
+use crate::abi::{EXPONENTS, Flag, MAX_RANKS, PartCopy, Peers, Serving, SharedNorms, SharedRows};
 use crate::device::{Stream, launch, launch_next};
 use crate::kernels::RANKS;
+use crate::memory::words;
+use crate::nccl::Nccl;
 
 /// Where the keys that all ranks ask for are. The features of the lookup are one for each table and rank, with room for all ids of a rank.
 pub struct Remote {
@@ -65,6 +67,22 @@ impl Workspace {
         self.profiler.stop(StepPart::Exchange, measured, stream)
     }
 
+    /// Enqueues copying parts of messages. `descriptors`: address of memory for the list of copies.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub fn copy_parts(&self, copies: &[PartCopy], descriptors: u64, stream: Stream) -> Result<()> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        self.deliver(descriptors, words(copies), (0, 0), None, stream)?;
+        let copy = self.device.kernel(&RANKS, "copy_parts")?;
+        let blocks = (8 * self.device.multiprocessors).div_ceil(copies.len() as u32);
+        let all = blocks as usize * copies.len();
+        // SAFETY: The arguments have the types of the kernel's parameters. Groups keep the memory that they point to.
+        unsafe { launch_next!(copy, stream, all, 256, descriptors, blocks) }
+    }
+
     /// Enqueues giving all ranks the rows of the out-of-vocabulary keys that this rank owns.
     ///
     /// # Errors
@@ -76,16 +94,29 @@ impl Workspace {
         unsafe { launch_next!(share, stream, rows.num_tables, 32, peers, rows) }
     }
 
-    /// Enqueues adding the squared norms of all ranks to this rank's, by table and exponent.
+    /// Enqueues adding the squared norms of all ranks to this rank's, by table and exponent. `nccl`: what moves them, if ranks do not reach
+    /// each other's memory.
     ///
     /// # Errors
     /// As `connect`.
-    pub fn share_norms(&self, peers: &Peers, norms: &SharedNorms, commit: u64, stream: Stream) -> Result<()> {
+    pub fn share_norms(
+        &self,
+        peers: &Peers,
+        nccl: Option<&Nccl>,
+        norms: &SharedNorms,
+        commit: u64,
+        stream: Stream,
+    ) -> Result<()> {
         let (peers, norms) = (*peers, *norms);
         let [send, add] = self.device.kernels(&RANKS, ["send_norms", "add_norms"])?;
         let blocks = norms.num_tables;
         // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
         unsafe { launch!(send, stream, blocks, 256, peers, norms) }?;
+        if let Some(nccl) = nccl {
+            let bytes = 8 * norms.num_tables as usize * EXPONENTS;
+            // SAFETY: The board of this rank has norms of each rank.
+            unsafe { nccl.all_gather(norms.of_ranks[peers.rank as usize], bytes, stream) }?;
+        }
         // SAFETY: As above.
         unsafe { launch!(add, stream, 1, 1024, peers, commit, norms) }
     }

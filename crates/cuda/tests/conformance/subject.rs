@@ -21,7 +21,7 @@ use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::{Buffer, Plain};
-use sok_cuda::peers::Peers;
+use sok_cuda::peers::{Exchange, Peers};
 use sok_cuda::step::{Bags, Feature, KeyType};
 
 use crate::common::group::{Ids, Input, Shape};
@@ -77,10 +77,12 @@ pub fn on_device<T: Plain>(values: &[T]) -> Buffer<T> {
     Buffer::from_slice(&DEVICE.context, values).unwrap()
 }
 
-/// Connects the GPUs of ranks.
+/// Connects the GPUs of ranks, by NCCL if `SOK_EXCHANGE` says so.
 pub fn peers_of(communicator: Arc<dyn Communicator>) -> Peers {
     let tag = Tag { call: Call::Barrier, layer: u32::MAX, step: 0, round: 0 };
-    Peers::connect(communicator, &DEVICE, tag).unwrap().expect("GPUs of one host reach each other")
+    let by_nccl = std::env::var("SOK_EXCHANGE").is_ok_and(|exchange| exchange == "nccl");
+    let exchange = if by_nccl { Exchange::Nccl } else { Exchange::Memory };
+    Peers::connect(communicator, &DEVICE, exchange, &[], tag).unwrap().unwrap()
 }
 
 impl GpuSubject {

@@ -100,7 +100,11 @@ impl Group for ShardedGpuGroup {
 
     fn step_bytes(&self) -> usize {
         let windows = self.front.windows.as_ref().map_or(0, |windows| windows.num_bytes());
-        self.front.step_bytes() + self.shard.step_bytes() + self.asking.num_bytes() + windows
+        self.front.step_bytes()
+            + self.shard.step_bytes()
+            + self.asking.num_bytes()
+            + self.spare_bytes()
+            + windows
     }
 
     fn measure(&mut self, is_on: bool) {

@@ -6,6 +6,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
 use sok_core::contract::ticket::{RING, mark};
 use sok_core::error::{Error, Result};
@@ -28,8 +29,8 @@ struct Pending {
     /// Number of the push, and of its lookup.
     number: u64,
     lookup: u64,
-    /// By rank: its merged gradients.
-    windows: Vec<Arc<Mapping>>,
+    /// By rank: its merged gradients, if this rank reaches them.
+    windows: Vec<Option<Arc<Mapping>>>,
 }
 
 /// Commits groups of one optimizer, as `optimizer::commit`. All ranks must call it.
@@ -150,7 +151,7 @@ fn read_pending(
                     return group.differs(rank, "applies the gradients of other lookups than this rank");
                 }
                 let name = WindowName::read(reader)?;
-                pending.windows.push(group.peers.address(rank, name, push.window.as_ref())?);
+                pending.windows.push(group.peers.memory_of(rank, name, push.window.as_ref())?);
             }
             group.peers.read_freed(rank, reader)?;
         }
@@ -217,18 +218,16 @@ impl ShardedGpuGroup {
 
     /// Gives the gradients of all ranks to the shard, as a push of its own.
     fn push_to_shard(&mut self, pending: &Pending, stream: Stream) -> Result<AgreedPush> {
+        let gradients = self.gradients_of(pending, stream)?;
         let gone = || Error::Ticket {
             tables: self.shard.names(),
             what: format!("gradients come for a lookup that is gone: older than the newest {RING}"),
         };
+        let (firsts, keep) = gradients.ok_or_else(gone)?;
         let served = self.served.iter().find(|served| served.number == pending.lookup).ok_or_else(gone)?;
         let tables = &self.shard.tables;
-        let places: Vec<Vec<usize>> =
-            served.num_ids.iter().map(|ids| gradient_layout(tables, ids).0).collect();
         let address = |(&(table, rank), begin): (&(usize, usize), &u64)| {
-            pending.windows[rank].address()
-                + places[rank][table] as u64
-                + begin * row_bytes(&tables[table]) as u64
+            firsts[rank][table].wrapping_add(begin * row_bytes(&tables[table]) as u64)
         };
         let rows: Vec<u64> = served.features.iter().zip(&served.begins).map(address).collect();
         let (begins, num_sides) = (served.begins_on_device.address(), served.features.len() as u32);
@@ -238,8 +237,7 @@ impl ShardedGpuGroup {
         let lens: Vec<usize> =
             lookup.saved.features.iter().map(|feature| feature.num_bags * feature.dim).collect();
         let number = self.shard.ring.next_number();
-        let gradients =
-            OutputGradients { rows, keep: Some(Box::new(pending.windows.clone())), check_finite: false };
+        let gradients = OutputGradients { rows, keep: Some(keep), check_finite: false };
         let unread = self.tickets.at(2 * RING as usize);
         // SAFETY: The gradients are in windows, which their ranks reuse after this rank has applied them. The ticket is of this group.
         unsafe {
@@ -253,6 +251,28 @@ impl ShardedGpuGroup {
             shard_row: (number % RING) as u32,
             shard_mark: mark(number),
         })
+    }
+
+    /// Returns, by rank and table, where the gradient of the key with place 0 is, and what keeps the gradients. `None` if the lookup is gone.
+    fn gradients_of(&mut self, pending: &Pending, stream: Stream) -> Result<Option<(Vec<Vec<u64>>, Keep)>> {
+        let own = &pending.windows[self.peers.rank()];
+        let peers = self.peers.clone();
+        if let Some(nccl) = peers.nccl() {
+            let own = own.as_ref().map_or(0, |window| window.address());
+            let received = self.receive_gradients(nccl, pending.lookup, own, stream)?;
+            let keep = |memory| -> Keep { Box::new((memory, pending.windows.clone())) };
+            return Ok(received.map(|received| (received.firsts, keep(received.memory))));
+        }
+        let Some(served) = self.served.iter().find(|served| served.number == pending.lookup) else {
+            return Ok(None);
+        };
+        let of_rank = |(window, num_ids): (&Option<Arc<Mapping>>, &Vec<usize>)| {
+            let base = window.as_ref().map_or(0, |window| window.address());
+            let (places, _) = gradient_layout(&self.shard.tables, num_ids);
+            places.into_iter().map(|place| base + place as u64).collect()
+        };
+        let firsts = pending.windows.iter().zip(&served.num_ids).map(of_rank).collect();
+        Ok(Some((firsts, Box::new(pending.windows.clone()))))
     }
 
     /// Enqueues agreeing with all ranks on the pushes, and writing the ticket of the shard.
@@ -270,6 +290,12 @@ impl ShardedGpuGroup {
             pad: 0,
         };
         let (peers, commit) = (self.on_device, self.num_commits);
+        if let Some(nccl) = self.peers.nccl() {
+            let write = self.shard.workspace.device.kernel(&RANKS, "write_verdict")?;
+            // SAFETY: As below.
+            unsafe { launch_next!(write, stream, 1, abi::RING, peers, agreement) }?;
+            self.gather_verdicts(nccl, stream)?;
+        }
         // SAFETY: The arguments have the types of the kernel's parameters. Groups and windows keep the memory that they point to.
         unsafe { launch_next!(agree, stream, 1, abi::RING, peers, commit, agreement, all[0]) }
     }

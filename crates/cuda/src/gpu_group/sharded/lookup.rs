@@ -14,6 +14,7 @@ use sok_core::exchange::placement::Placement;
 use sok_core::host::sharded::LookupMode;
 
 use super::layout::{LookupLayout, row_bytes, start_of};
+use super::transfers::Places;
 use super::{Served, ShardedGpuGroup, rows_of_board};
 use crate::abi::{Flag, MAX_RANKS, SharedRows};
 use crate::device::Stream;
@@ -32,11 +33,13 @@ struct Asked {
 const SPARE_BEGINS: usize = 4;
 
 /// What a rank asks for.
-struct RankRequest {
+pub(super) struct RankRequest {
     /// By table.
     num_ids: Vec<usize>,
-    window: Arc<Mapping>,
-    layout: LookupLayout,
+    /// By table: where its keys and rows are, in its window. With NCCL known of this rank alone.
+    pub(super) places: Vec<Places>,
+    /// The window, unless NCCL is used and it is another rank's.
+    window: Option<Arc<Mapping>>,
     /// By table: how many more rows the rank's shard has room for.
     room: Vec<u64>,
     /// Whether the rank asks for the rows of ids of weight 0.
@@ -90,8 +93,8 @@ impl ShardedGpuGroup {
         };
         let asked = asked?;
         let requests = self.read_headers(mode, &headers, &asked.window);
-        let requests = self.fatal(requests)?;
-        let number = match self.serve(&requests, mode, tag, stream) {
+        let mut requests = self.fatal(requests)?;
+        let number = match self.serve(&mut requests, mode, tag, stream) {
             Ok(number) => number,
             Err(error) => {
                 self.front.reuse_window(Some(asked.window));
@@ -205,15 +208,27 @@ impl ShardedGpuGroup {
             let name = WindowName::read(&mut reader)?;
             self.peers.read_freed(rank, &mut reader)?;
             reader.finish()?;
-            let window = self.peers.address(rank, name, Some(own))?;
+            let window = self.peers.memory_of(rank, name, Some(own))?;
             let layout = LookupLayout::new(&self.front.tables, &num_ids, self.peers.world_size());
-            Ok(RankRequest { num_ids, window, layout, room, asks_silent })
+            let base = window.as_ref().map_or(0, |window| window.address());
+            let place = |(&keys, &rows): (&usize, &usize)| Places {
+                keys: base + keys as u64,
+                rows: base + rows as u64,
+            };
+            let places = layout.keys.iter().zip(&layout.rows).map(place).collect();
+            Ok(RankRequest { num_ids, places, window, room, asks_silent })
         };
         headers.iter().enumerate().map(read).collect()
     }
 
-    /// Looks up what all ranks ask for, and writes the rows to them. Returns the number of the shard's lookup.
-    fn serve(&mut self, requests: &[RankRequest], mode: LookupMode, tag: Tag, stream: Stream) -> Result<u64> {
+    /// Looks up what all ranks ask for, and gives them the rows. Returns the number of the shard's lookup.
+    fn serve(
+        &mut self,
+        requests: &mut [RankRequest],
+        mode: LookupMode,
+        tag: Tag,
+        stream: Stream,
+    ) -> Result<u64> {
         self.check_size(requests)?;
         // A table that may refuse keys needs them in order on the host; and a commit inserts from exact copies.
         let may_refuse = |table: usize| {
@@ -222,35 +237,60 @@ impl ShardedGpuGroup {
         };
         let inserts_later = mode.insertion == Insertion::AtCommit && mode.save;
         let inserts_now = mode.insertion == Insertion::AtLookup;
-        let is_exact = inserts_later || inserts_now && (0..self.owners.len()).any(may_refuse);
-        let starts = if is_exact { Some(self.wait_for_starts(requests, stream)) } else { None };
-        let starts = self.fatal(starts.transpose())?;
+        let must_agree = inserts_later || inserts_now && (0..self.owners.len()).any(may_refuse);
+        let peers = self.peers.clone();
+        let starts = match peers.nccl() {
+            Some(nccl) => {
+                let own = requests[peers.rank()].window.as_ref().map_or(0, |window| window.address());
+                let shared = self.share_out_of_vocabulary(stream);
+                shared.and_then(|()| self.gather_starts(nccl, own, stream)).map(Some)
+            }
+            None if must_agree => self.wait_for_starts(requests, stream).map(Some),
+            None => Ok(None),
+        };
+        let starts = self.fatal(starts)?;
+        let received = match peers.nccl() {
+            None => None,
+            Some(nccl) => {
+                let received =
+                    self.receive_keys(nccl, requests, starts.as_deref().unwrap_or_default(), stream);
+                let received = self.fatal(received)?;
+                for (request, places) in requests.iter_mut().zip(&received.places) {
+                    if request.window.is_none() {
+                        request.places.clone_from(places);
+                    }
+                }
+                Some((nccl, received))
+            }
+        };
         let serving = self.serving(requests, starts.as_deref(), stream);
         let Serving { features, served, remote } = self.fatal(serving)?;
         let LookupMode { insertion, save } = mode;
-        // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call.
+        // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call, or of received keys.
         let looked_up =
             unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), stream) };
-        let number = if is_exact {
+        let looked_up = if must_agree { looked_up } else { Ok(self.fatal(looked_up)?) };
+        let agreed = if must_agree {
             let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
-            let agreed = agree(&*self.peers.communicator, tag.at(1), vote);
-            if let Err(error) = agreed {
-                if save && looked_up.is_ok() {
-                    self.shard.undo_lookup();
-                }
-                // Other ranks may have work under way that uses this rank's windows.
-                let met = self.shard.workspace.meet(&self.on_device, Flag::Rows, self.num_lookups, stream);
-                self.fatal(met)?;
-                return Err(error);
-            }
-            looked_up?
+            agree(&*peers.communicator, tag.at(1), vote)
         } else {
-            self.fatal(looked_up)?
+            Ok(())
         };
-        let met = self.shard.workspace.meet(&self.on_device, Flag::Rows, self.num_lookups, stream);
-        self.fatal(met)?;
+        if agreed.is_err() && save && looked_up.is_ok() {
+            self.shard.undo_lookup();
+        }
+        // Also if the lookup was refused, other ranks may have work under way that uses this rank's windows.
+        let returned = match received {
+            Some((nccl, received)) => {
+                self.return_rows(nccl, requests, starts.as_deref().unwrap_or_default(), received, stream)
+            }
+            None => self.shard.workspace.meet(&self.on_device, Flag::Rows, self.num_lookups, stream),
+        };
+        self.fatal(returned)?;
+        agreed?;
+        let number = looked_up?;
         if save {
-            self.served.push_back(Served { number, ..served });
+            self.served.push_back(Served { number, starts: starts.unwrap_or_default(), ..served });
             if self.served.len() as u64 > RING {
                 self.spare_begins.extend(self.served.pop_front().map(|old| old.begins_on_device));
             }
@@ -282,10 +322,13 @@ impl ShardedGpuGroup {
         self.shard.workspace.meet(&self.on_device, Flag::Keys, self.num_lookups, stream)?;
         stream.synchronize()?;
         self.peers.take_failure().map_or(Ok(()), Err)?;
-        let words = start_of(self.owners.len(), self.peers.world_size()) / 4;
-        let starts =
-            requests.iter().map(|request| read::<u32>(self.peers.context(), request.window.address(), words));
-        starts.collect()
+        let windows = requests.iter().filter_map(|request| request.window.as_ref());
+        windows.map(|window| read::<u32>(self.peers.context(), window.address(), self.num_starts())).collect()
+    }
+
+    /// Number of words that say where the keys start which a rank asks for.
+    pub(super) fn num_starts(&self) -> usize {
+        start_of(self.owners.len(), self.peers.world_size()) / 4
     }
 
     /// Enqueues giving all ranks the rows that answer for missing ones, if there are any.
@@ -303,7 +346,8 @@ impl ShardedGpuGroup {
             stride: self.row_stride as u32,
             num_tables: self.owners.len() as u32,
         };
-        self.shard.workspace.share_out_of_vocabulary(&self.on_device, &rows, stream)
+        self.shard.workspace.share_out_of_vocabulary(&self.on_device, &rows, stream)?;
+        self.peers.nccl().map_or(Ok(()), |nccl| self.broadcast_out_of_vocabulary(nccl, stream))
     }
 
     /// Returns the features of the keys of all ranks: one for each table and rank. Those of ids of weight 0 follow. `starts`: of the keys,
@@ -333,9 +377,9 @@ impl ShardedGpuGroup {
                 });
                 let (begin, len) =
                     range.map_or((0, request.num_ids[table]), |range| (range.start, range.len()));
-                let base = request.window.address();
-                let rows = request.layout.rows[table] + begin * row_bytes(&self.shard.tables[table]);
-                let address = base + (request.layout.keys[table] + 8 * begin) as u64;
+                let Places { keys, rows } = request.places[table];
+                let address = keys.wrapping_add(8 * begin as u64);
+                let rows = rows.wrapping_add((begin * row_bytes(&self.shard.tables[table])) as u64);
                 features.push(Feature {
                     name: "of other ranks",
                     table,
@@ -346,7 +390,7 @@ impl ShardedGpuGroup {
                     padding_key: None,
                     is_silent,
                     // Each rank reads its own rows of a replicated table.
-                    rows: if is_replicated && from != rank { 0 } else { base + rows as u64 },
+                    rows: if is_replicated && from != rank { 0 } else { rows },
                 });
                 of_features.push((table, from));
                 begins.push(begin as u64);
@@ -354,7 +398,9 @@ impl ShardedGpuGroup {
         }
         let begins_on_device = self.take_begins(features.len(), stream)?;
         let mut on_windows = [0; MAX_RANKS];
-        on_windows.iter_mut().zip(requests).for_each(|(to, request)| *to = request.window.address());
+        for (to, request) in on_windows.iter_mut().zip(requests) {
+            *to = request.window.as_ref().map_or(0, |window| window.address());
+        }
         let remote = Remote {
             peers: self.on_device,
             call: self.num_lookups,
@@ -368,6 +414,7 @@ impl ShardedGpuGroup {
         }
         let served = Served {
             number: 0,
+            starts: Vec::new(),
             num_ids: requests.iter().map(|request| request.num_ids.clone()).collect(),
             features: of_features,
             begins,

@@ -11,10 +11,12 @@
 
 #![allow(unsafe_code)]
 
+mod by_nccl;
 mod calls;
 mod commit;
 mod layout;
 mod lookup;
+mod transfers;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -34,6 +36,7 @@ use crate::memory::Buffer;
 use crate::peers::{FLAG_BYTES, Mapping, Peers, Window, WindowName, Windows};
 use crate::step::{Asking, Workspace};
 
+use by_nccl::Spares;
 use layout::row_bytes;
 
 pub use commit::commit;
@@ -51,6 +54,8 @@ struct Served {
     begins: Vec<u64>,
     /// By feature: the same on the device; zeros if the host knows them.
     begins_on_device: Buffer<u32>,
+    /// With NCCL, by rank: where its keys start.
+    starts: Vec<Vec<u32>>,
 }
 
 /// This rank's part of a group on GPUs.
@@ -67,8 +72,8 @@ pub struct ShardedGpuGroup {
     asking: Asking,
     /// Flags, verdicts and norms, which other ranks write.
     board: Window,
-    /// By rank: its board.
-    boards: Vec<Arc<Mapping>>,
+    /// By rank: its board, if this rank reaches it.
+    boards: Vec<Option<Arc<Mapping>>>,
     on_device: abi::Peers,
     /// The ticket of the shard's pushes, float32 `(64, 2)`, and one that is not read.
     tickets: Buffer<f32>,
@@ -76,6 +81,8 @@ pub struct ShardedGpuGroup {
     row_stride: usize,
     /// Memory of lookups that are gone, see [`Served::begins_on_device`].
     spare_begins: Vec<Buffer<u32>>,
+    /// Other memory for later calls, with NCCL.
+    spares: Spares,
     num_lookups: u64,
     num_commits: u64,
     /// Saved lookups, oldest first.
@@ -114,10 +121,11 @@ impl ShardedGpuGroup {
         let mut group = made?;
         for (rank, name) in names.iter().enumerate() {
             let name = WindowName::read(&mut Reader::new(name, rank))?;
-            let board = peers.address(rank, name, Some(&group.board));
+            let board = peers.memory_of(rank, name, Some(&group.board));
             group.boards.push(group.fatal(board)?);
         }
-        let flags: Vec<u64> = group.boards.iter().map(|board| board.address()).collect();
+        let flags: Vec<u64> = group.boards.iter().flatten().map(|board| board.address()).collect();
+        let flags = if peers.nccl().is_some() { Vec::new() } else { flags };
         group.on_device = peers.on_device(&flags);
         group.shard.shared_totals = Some(group.shared_totals());
         Ok(group)
@@ -159,6 +167,7 @@ impl ShardedGpuGroup {
             asking: Asking::new(device, num_tables, merge_blocks / world_size)?,
             row_stride: widest / 16,
             spare_begins: Vec::new(),
+            spares: Spares::default(),
             tickets: Buffer::new(&device.context, 4 * RING)?,
             on_device: abi::Peers::default(),
             boards: Vec::new(),
@@ -223,14 +232,14 @@ impl ShardedGpuGroup {
             num_tables: self.owners.len() as u32,
             pad: 0,
         };
-        SharedTotals { peers: self.on_device, norms, commit: 0 }
+        SharedTotals { of: self.peers.clone(), peers: self.on_device, norms, commit: 0 }
     }
 
-    /// By rank: the address of a part of its board.
+    /// By rank: the address of a part of its board. NCCL takes what other ranks are to have from this rank's own board.
     fn on_boards(&self, part: usize) -> [u64; MAX_RANKS] {
         let mut addresses = [0; MAX_RANKS];
         for (address, board) in addresses.iter_mut().zip(&self.boards) {
-            *address = board.address() + part as u64;
+            *address = board.as_ref().map_or(self.board.address(), |board| board.address()) + part as u64;
         }
         addresses
     }

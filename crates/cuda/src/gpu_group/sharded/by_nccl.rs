@@ -1,0 +1,303 @@
+//! What ranks exchange by NCCL, where they cannot reach each other's memory. The hosts know the numbers of keys, which they read from the
+//! devices.
+
+#![allow(unsafe_code)]
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use sok_core::contract::profile::StepPart;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::buckets::Owners;
+
+use super::layout::{gradient_layout, row_bytes};
+use super::lookup::RankRequest;
+use super::transfers::{Conversation, MessagePart, Messages, Places, What};
+use super::{ShardedGpuGroup, VERDICTS, rows_of_board};
+use crate::abi::{PartCopy, RING};
+use crate::device::Stream;
+use crate::gpu_table::GpuTable;
+use crate::memory::{Buffer, Shared};
+use crate::nccl::{Nccl, Transfer};
+
+/// For so long a wait for the device takes all of a core.
+const BRIEF: Duration = Duration::from_millis(2);
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// Keys that have come from other ranks, and room for the rows that they are answered with.
+pub(super) struct ReceivedKeys {
+    memory: Buffer<u32>,
+    /// Address of the room for rows.
+    of_rows: u64,
+    /// By rank and table.
+    pub places: Vec<Vec<Places>>,
+}
+
+/// Device memory that later calls reuse when it is dropped.
+pub(super) struct Lent {
+    memory: Option<Buffer<u32>>,
+    to: Arc<Mutex<Vec<Buffer<u32>>>>,
+}
+
+/// Maximum number of buffers that are kept for later calls.
+const SPARES: usize = 4;
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let mut spares = self.to.lock().unwrap_or_else(PoisonError::into_inner);
+        spares.extend(self.memory.take());
+        if spares.len() > SPARES {
+            let smallest = spares.iter().enumerate().min_by_key(|(_, spare)| spare.len()).map(|(i, _)| i);
+            smallest.map(|i| spares.swap_remove(i));
+        }
+    }
+}
+
+/// Gradients that come from other ranks. By rank and table: where the gradient of the key with place 0 would be.
+pub(super) struct ReceivedGradients {
+    pub firsts: Vec<Vec<u64>>,
+    pub memory: Lent,
+}
+
+/// Memory that is kept for later calls.
+#[derive(Default)]
+pub(super) struct Spares {
+    /// The starts of the keys of all ranks, on the device and the host.
+    starts: Option<(Buffer<u32>, Shared)>,
+    /// Descriptors of copies.
+    copies: Option<Buffer<u32>>,
+    gradients: Arc<Mutex<Vec<Buffer<u32>>>>,
+}
+
+impl ShardedGpuGroup {
+    /// Gives all ranks the starts of the keys of each, and reads them. Waits for the device. `own`: address of this rank's.
+    pub(super) fn gather_starts(&mut self, nccl: &Nccl, own: u64, stream: Stream) -> Result<Vec<Vec<u32>>> {
+        let (rank, world_size, words) = (self.peers.rank(), self.peers.world_size(), self.num_starts());
+        if self.spares.starts.is_none() {
+            let context = self.peers.context();
+            let on_device = Buffer::new(context, words * world_size)?;
+            self.spares.starts = Some((on_device, Shared::new(context, words * world_size)?));
+        }
+        let (on_device, on_host) = self.spares.starts.as_ref().expect("made above");
+        // SAFETY: Both have so many words.
+        unsafe { stream.copy(on_device.at(rank * words), own, 4 * words) }?;
+        // SAFETY: There is room for the starts of each rank.
+        unsafe { nccl.all_gather(on_device.address(), 4 * words, stream) }?;
+        // SAFETY: Both have so many words, and the host reads them when the copy has completed.
+        unsafe { stream.copy(on_host.address(), on_device.address(), 4 * words * world_size) }?;
+        self.wait_for(stream)?;
+        let of_rank = |rank| (0..words).map(|word| on_host.get(rank * words + word)).collect();
+        Ok((0..world_size).map(of_rank).collect())
+    }
+
+    /// Waits for the work on a stream. Launches of NCCL among it may wait for other ranks.
+    fn wait_for(&self, stream: Stream) -> Result<()> {
+        let start = Instant::now();
+        while !stream.is_idle()? {
+            if let Some(failure) = self.peers.communicator.failure() {
+                return Err(failure);
+            }
+            if start.elapsed() > self.peers.communicator.timeout() {
+                let seconds = self.peers.communicator.timeout().as_secs_f64();
+                return Err(Error::State(format!(
+                    "the GPU of rank {} has not done its work within {seconds} s. It may wait for other ranks",
+                    self.peers.rank()
+                )));
+            }
+            if start.elapsed() > BRIEF { std::thread::sleep(PAUSE) } else { std::hint::spin_loop() }
+        }
+        Ok(())
+    }
+
+    fn conversation<'a>(&'a self, starts: &'a [Vec<u32>]) -> Conversation<'a> {
+        let row_bytes = self.shard.tables.iter().map(row_bytes).collect();
+        Conversation { owners: &self.owners, starts, row_bytes }
+    }
+
+    /// Enqueues sending this rank's keys to their owners, and receiving those that this rank owns.
+    pub(super) fn receive_keys(
+        &mut self,
+        nccl: &Nccl,
+        requests: &[RankRequest],
+        starts: &[Vec<u32>],
+        stream: Stream,
+    ) -> Result<ReceivedKeys> {
+        self.shard.workspace.enter(stream)?;
+        let conversation = self.conversation(starts);
+        let (sent, keys) = (conversation.asks(What::Keys), conversation.serves(What::Keys));
+        let (rows, row_bytes) = (conversation.serves(What::Rows), conversation.row_bytes);
+        let memory = self.shard.workspace.take_memory((keys.bytes.next_multiple_of(16) + rows.bytes) / 4)?;
+        let of_rows = memory.address() + keys.bytes.next_multiple_of(16) as u64;
+        let mut places = vec![vec![Places::default(); row_bytes.len()]; starts.len()];
+        for part in &keys.parts {
+            places[part.rank][part.table].keys = first_of(part, memory.address(), 8);
+        }
+        for part in &rows.parts {
+            places[part.rank][part.table].rows = first_of(part, of_rows, row_bytes[part.table]);
+        }
+        let own = &requests[self.peers.rank()].places;
+        let own = |part: &MessagePart| own[part.table].keys + (8 * part.begin) as u64;
+        let packed = self.pack(&sent, own, stream)?;
+        // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
+        unsafe {
+            self.exchange(nccl, &sent.transfers(packed.address()), &keys.transfers(memory.address()), stream)
+        }?;
+        self.shard.workspace.give_back(packed);
+        Ok(ReceivedKeys { memory, of_rows, places })
+    }
+
+    /// Enqueues sending the rows of other ranks' keys to them, and receiving this rank's.
+    pub(super) fn return_rows(
+        &mut self,
+        nccl: &Nccl,
+        requests: &[RankRequest],
+        starts: &[Vec<u32>],
+        received: ReceivedKeys,
+        stream: Stream,
+    ) -> Result<()> {
+        let conversation = self.conversation(starts);
+        let (sent, coming) = (conversation.serves(What::Rows), conversation.asks(What::Rows));
+        let row_bytes = conversation.row_bytes;
+        let packed = self.shard.workspace.take_memory(coming.bytes / 4)?;
+        let (from, to) = (sent.transfers(received.of_rows), coming.transfers(packed.address()));
+        // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
+        unsafe { self.exchange(nccl, &from, &to, stream) }?;
+        let own = &requests[self.peers.rank()].places;
+        let copy = |part: &MessagePart| PartCopy {
+            from: packed.address() + part.offset as u64,
+            to: own[part.table].rows + (part.begin * row_bytes[part.table]) as u64,
+            words: part.bytes as u64 / 8,
+        };
+        let copies: Vec<PartCopy> = coming.parts.iter().map(copy).collect();
+        self.copy_parts(&copies, stream)?;
+        self.shard.workspace.give_back(packed);
+        self.shard.workspace.give_back(received.memory);
+        Ok(())
+    }
+
+    /// Enqueues sending the merged gradients of a push to the owners of their keys, and receiving those that this rank owns. `own`: the
+    /// address of this rank's. `None` if the lookup is gone.
+    pub(super) fn receive_gradients(
+        &mut self,
+        nccl: &Nccl,
+        lookup: u64,
+        own: u64,
+        stream: Stream,
+    ) -> Result<Option<ReceivedGradients>> {
+        let rank = self.peers.rank();
+        let Some(served) = self.served.iter().find(|served| served.number == lookup) else { return Ok(None) };
+        let conversation = self.conversation(&served.starts);
+        let (sent, coming) = (conversation.asks(What::Gradients), conversation.serves(What::Gradients));
+        let row_bytes = conversation.row_bytes;
+        let (places, _) = gradient_layout(&self.shard.tables, &served.num_ids[rank]);
+        let mut firsts = vec![vec![0u64; row_bytes.len()]; served.starts.len()];
+        firsts[rank] = places.into_iter().map(|place| own + place as u64).collect();
+        let memory = self.lend(coming.bytes / 4)?;
+        let address = memory.memory.as_ref().map_or(0, Buffer::address);
+        for part in &coming.parts {
+            firsts[part.rank][part.table] = first_of(part, address, row_bytes[part.table]);
+        }
+        let own = |part: &MessagePart| firsts[rank][part.table] + (part.begin * row_bytes[part.table]) as u64;
+        let packed = self.pack(&sent, own, stream)?;
+        // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
+        unsafe {
+            self.exchange(nccl, &sent.transfers(packed.address()), &coming.transfers(address), stream)
+        }?;
+        self.shard.workspace.give_back(packed);
+        Ok(Some(ReceivedGradients { firsts, memory }))
+    }
+
+    /// Enqueues gathering the parts of messages, which are at `from`. Returns the messages.
+    fn pack(
+        &mut self,
+        messages: &Messages,
+        from: impl Fn(&MessagePart) -> u64,
+        stream: Stream,
+    ) -> Result<Buffer<u32>> {
+        let packed = self.shard.workspace.take_memory(messages.bytes / 4)?;
+        let copy = |part: &MessagePart| PartCopy {
+            from: from(part),
+            to: packed.address() + part.offset as u64,
+            words: part.bytes as u64 / 8,
+        };
+        let copies: Vec<PartCopy> = messages.parts.iter().map(copy).collect();
+        self.copy_parts(&copies, stream)?;
+        Ok(packed)
+    }
+
+    fn copy_parts(&mut self, copies: &[PartCopy], stream: Stream) -> Result<()> {
+        let words = size_of_val(copies) / 4;
+        if self.spares.copies.as_ref().is_none_or(|memory| memory.len() < words) {
+            self.peers.device_idle()?;
+            self.spares.copies = Some(Buffer::uninit(self.peers.context(), words.next_power_of_two())?);
+        }
+        let to = self.spares.copies.as_ref().map_or(0, Buffer::address);
+        self.shard.workspace.copy_parts(copies, to, stream)
+    }
+
+    /// Enqueues an exchange, and measures it.
+    ///
+    /// # Safety
+    /// As `Nccl::exchange`.
+    unsafe fn exchange(
+        &self,
+        nccl: &Nccl,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        stream: Stream,
+    ) -> Result<()> {
+        let measured = self.shard.workspace.profiler.start(stream)?;
+        // SAFETY: The caller guarantees it.
+        unsafe { nccl.exchange(sends, receives, stream) }?;
+        self.shard.workspace.profiler.stop(StepPart::Exchange, measured, stream)
+    }
+
+    /// Gives all ranks the rows that answer for missing ones, from their owners' boards.
+    pub(super) fn broadcast_out_of_vocabulary(&self, nccl: &Nccl, stream: Stream) -> Result<()> {
+        let rows = self.board.address() + rows_of_board(self.owners.len()) as u64;
+        let part = |(number, (table, owners)): (usize, (&GpuTable, &Owners))| {
+            let key = table.config.out_of_vocabulary_key.filter(|_| !owners.is_replicated())?;
+            let address = rows + (16 * self.row_stride * number) as u64;
+            Some(Transfer { rank: owners.of(key), address, bytes: row_bytes(table) })
+        };
+        let parts = self.shard.tables.iter().zip(&self.owners).enumerate().filter_map(part);
+        // SAFETY: The board has a row for each table.
+        unsafe { nccl.broadcast(&parts.collect::<Vec<_>>(), stream) }
+    }
+
+    fn lend(&self, words: usize) -> Result<Lent> {
+        let to = self.spares.gradients.clone();
+        let spare = {
+            let mut spares = to.lock().unwrap_or_else(PoisonError::into_inner);
+            let fits = spares.iter().position(|spare| spare.len() >= words);
+            fits.map(|i| spares.swap_remove(i))
+        };
+        let memory = match spare {
+            Some(spare) => spare,
+            None => Buffer::uninit(self.peers.context(), words + words / 4)?,
+        };
+        Ok(Lent { memory: Some(memory), to })
+    }
+
+    /// Enqueues exchanging verdicts on a commit. When they have come, all ranks know it, before they go on.
+    pub(super) fn gather_verdicts(&self, nccl: &Nccl, stream: Stream) -> Result<()> {
+        let measured = self.shard.workspace.profiler.start(stream)?;
+        let verdicts = self.board.address() + VERDICTS as u64;
+        // SAFETY: The board has a verdict of each rank.
+        unsafe { nccl.all_gather(verdicts, 4 * (RING + 1), stream) }?;
+        // SAFETY: The board has flags of each rank, which are not used otherwise.
+        unsafe { nccl.all_gather(self.board.address(), 8, stream) }?;
+        self.shard.workspace.profiler.stop(StepPart::Exchange, measured, stream)
+    }
+
+    /// Number of bytes of the memory that is kept for later calls.
+    pub(super) fn spare_bytes(&self) -> usize {
+        let spares = self.spares.gradients.lock().unwrap_or_else(PoisonError::into_inner);
+        spares.iter().map(Buffer::num_bytes).sum()
+    }
+}
+
+/// Returns where what belongs to the key with place 0 would be, before the first one. `address`: of the messages. `bytes`: for a key.
+fn first_of(part: &MessagePart, address: u64, bytes: usize) -> u64 {
+    (address + part.offset as u64).wrapping_sub((part.begin * bytes) as u64)
+}
