@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         TableStats,
         dump,
         load,
+        prefetch,
         shard,
     )
     from sok_keras.manifest import Manifest, read_manifest, verify
@@ -84,6 +85,7 @@ __all__ = [
     "load",
     "local_rank",
     "optimizers",
+    "prefetch",
     "rank",
     "read_manifest",
     "shard",

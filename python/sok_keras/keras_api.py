@@ -7,6 +7,7 @@ from sok_keras.keras_extensions import extend_keras
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.layers.dynamic_embedding import DynamicEmbedding
 from sok_keras.optimizer import OptimizerWrapper
+from sok_keras.prefetching import prefetch
 from sok_keras.profile import Profile
 from sok_keras.shards import shard
 from sok_keras.table import Outcomes, Table, TableContents, TableStats
@@ -28,6 +29,7 @@ __all__ = [
     "dump",
     "load",
     "optimizers",
+    "prefetch",
     "shard",
 ]
 

@@ -34,7 +34,7 @@ LEVELS = [
         "keras_extensions",
     },
     {"profile"},
-    {"callbacks.best", "callbacks.frequency", "callbacks.progress", "shards"},
+    {"callbacks.best", "callbacks.frequency", "callbacks.progress", "prefetching", "shards"},
     {"checkpoint"},
     {"optimizer", "arrays"},
     {"layers.distributed_embedding"},

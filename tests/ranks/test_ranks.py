@@ -231,3 +231,13 @@ def test_fit_and_evaluate_tell_the_metrics_of_all_ranks(tmp_path):
 
 def test_all_ranks_skip_a_step_in_which_one_has_an_overflow(tmp_path):
     run(2, "overflow.py", tmp_path)
+
+
+def test_ids_are_told_to_a_layer_outside_of_graphs():
+    layer = sok.DynamicEmbedding(2)
+    sok.prefetch(layer, np.array([1, 2], "int32"))
+    assert len(layer.get_table()) == 0
+    with pytest.raises(ValueError, match="must be a DynamicEmbedding or a DistributedEmbedding"):
+        sok.prefetch(keras.layers.Dense(1), np.array([1], "int32"))
+    with pytest.raises(ValueError, match="outside of functions that are traced"):
+        sok.prefetch(layer, keras.Input((2,), dtype="int32"))

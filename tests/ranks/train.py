@@ -65,10 +65,15 @@ OPTIMIZERS = {
 def train(folder, case):
     keras.utils.set_random_seed(sok.rank())  # first values come from rank 0 all the same
     model, tables = make_model("float32", OPTIMIZERS[case]())
+    layers = {type(layer): layer for layer in model.layers}
+    parts = [({name: share(ids) for name, ids in inputs.items()}, share(targets)) for inputs, targets in batches()]
     losses = []
-    for inputs, targets in batches():
-        part = {name: share(ids) for name, ids in inputs.items()}
-        losses.append(float(model.train_on_batch(part, share(targets))))
+    for number, (inputs, targets) in enumerate(parts):
+        # Of the last batch other ids are told than those that come.
+        told, _ = parts[min(number + 1, len(parts) - 2)]
+        sok.prefetch(layers[sok.DistributedEmbedding], told)
+        sok.prefetch(layers[sok.DynamicEmbedding], told["user"])
+        losses.append(float(model.train_on_batch(inputs, targets)))
     dense = {
         f"dense{number}": keras.ops.convert_to_numpy(variable)
         for number, variable in enumerate(model.trainable_variables)

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::dense::Dense;
 use common::{ADAM, Bench, config, draw_row, keep_samples, key_of, median, time_in_a_row, unit};
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
@@ -131,10 +132,20 @@ struct Steps<'a> {
     norm: Buffer<f32>,
     scalars: Buffer<f32>,
     triggers: [Buffer<f32>; 2],
+    how: How<'a>,
+}
+
+/// How steps are made.
+#[derive(Clone, Copy, Default)]
+struct How<'a> {
+    /// Whether the ids of the next step are told.
+    knows_next: bool,
+    /// Work between a lookup and its gradients.
+    dense: Option<&'a Dense>,
 }
 
 impl<'a> Steps<'a> {
-    fn new(bench: &'a Bench, work: &'a Work, mut tables: Tables) -> Steps<'a> {
+    fn new(bench: &'a Bench, work: &'a Work, mut tables: Tables, how: How<'a>) -> Steps<'a> {
         let context = &bench.device.context;
         let binding = Binding { owner: 1, update: work.update, needs_norm: false };
         tables.group().bind(binding).unwrap();
@@ -150,6 +161,16 @@ impl<'a> Steps<'a> {
             norm: Buffer::new(context, 1).unwrap(),
             scalars: Buffer::from_slice(context, &[0.01, 1.0, 1.0, 1.0]).unwrap(),
             triggers: [Buffer::new(context, 128).unwrap(), Buffer::new(context, 128).unwrap()],
+            how,
+        }
+    }
+
+    /// Tells the ranks the ids of the next step.
+    fn prefetch(&mut self, ids: &Buffer<u64>) {
+        let features = self.work.features(ids.address(), 0);
+        if let Tables::Shared(group) = &mut self.tables {
+            // SAFETY: The buffer is on this device, and lives until it has been waited for.
+            unsafe { group.prefetch(&features, Box::new(()), None) }.unwrap();
         }
     }
 
@@ -163,11 +184,13 @@ impl<'a> Steps<'a> {
         let (ticket, norm) = (self.ticket.address(), self.norm.address());
         let (bindings, tickets, scalars) = ([self.binding], [ticket], self.scalars.address());
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
+        let dense = self.how.dense;
         match &mut self.tables {
             Tables::Alone(group) => {
                 // SAFETY: The buffers are on this device, and live until it has been waited for.
                 let number =
                     unsafe { group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
+                dense.iter().for_each(|dense| dense.run());
                 // SAFETY: As above.
                 unsafe { group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream) }
                     .unwrap();
@@ -181,6 +204,7 @@ impl<'a> Steps<'a> {
                 // SAFETY: The buffers are on this device, and live until it has been waited for.
                 let number =
                     unsafe { group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
+                dense.iter().for_each(|dense| dense.run());
                 // SAFETY: As above.
                 unsafe { group.push(LookupNumber::Known(number), output, &lens, &[], ticket, stream) }
                     .unwrap();
@@ -230,7 +254,16 @@ impl<'a> Steps<'a> {
         let inputs: Vec<Buffer<u64>> = (0..WARM + TIMED).map(upload).collect();
         inputs[..WARM].iter().for_each(|ids| self.step(ids));
         let bench = self.bench;
-        let times = time_in_a_row(bench, &inputs[WARM..], |ids| self.step(ids));
+        let next: Vec<_> = (WARM..inputs.len()).map(|i| (&inputs[i], inputs.get(i + 1))).collect();
+        if self.how.knows_next {
+            self.prefetch(&inputs[WARM]);
+        }
+        let times = time_in_a_row(bench, &next, |(ids, next)| {
+            if let Some(next) = next.filter(|_| self.how.knows_next) {
+                self.prefetch(next);
+            }
+            self.step(ids);
+        });
         let host: Vec<f32> = inputs
             .iter()
             .map(|ids| {
@@ -323,11 +356,12 @@ impl Ranks {
         configs: &[TableConfig],
         peers: &Arc<Peers>,
         name: &str,
+        how: How,
     ) -> (f32, f32, String) {
         let (rank, ranks) = (self.rank, self.ranks);
         let group = self.group(configs, peers);
         let bench = &self.bench;
-        let mut steps = Steps::new(bench, work, Tables::Shared(group));
+        let mut steps = Steps::new(bench, work, Tables::Shared(group), how);
         steps.fill(rank, ranks);
         let tag = Tag { call: Call::Barrier, layer: 7, step: self.layers.into(), round: 0 };
         gather(&*self.communicator, tag, Ok(Vec::new())).unwrap();
@@ -401,7 +435,8 @@ fn run(rank: usize, ranks: usize, port: usize) {
     let communicator: Arc<dyn Communicator> =
         Arc::new(TcpRank::connect(rank, ranks, &address, Duration::from_secs(120)).unwrap());
     let bench = Bench::start_for(rank == 0, &format!("a training step on {ranks} GPUs that share tables"));
-    let mut world = Ranks { bench, communicator, rank, ranks, meetings: 0, layers: 0 };
+    let dense = Dense::new(&bench, 1.0);
+    let mut world = Ranks { bench: bench.clone(), communicator, rank, ranks, meetings: 0, layers: 0 };
     let memory = world.connect(Exchange::Memory, 8).expect("GPUs reach each other");
     let nccl = world.connect(Exchange::Nccl, 6);
     if rank == 0 {
@@ -416,26 +451,47 @@ fn run(rank: usize, ranks: usize, port: usize) {
         let configs: Vec<_> = (0..work.hotness.len())
             .map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10))
             .collect();
-        let mut alone = (vec![0.0], 0.0);
-        if rank == 0 {
-            let group = GpuGroup::new(&world.bench.device, configs.clone()).unwrap();
-            let mut steps = Steps::new(&world.bench, work, Tables::Alone(Box::new(group)));
+        let alone = |how: How, name: &str| -> (f32, f32) {
+            if rank > 0 {
+                return (0.0, 0.0);
+            }
+            let group = GpuGroup::new(&bench.device, configs.clone()).unwrap();
+            let mut steps = Steps::new(&bench, work, Tables::Alone(Box::new(group)), how);
             steps.fill(0, 1);
-            alone = steps.time(0);
-            keep_samples(&format!("ranks {}, one GPU", work.name), "ms", &alone.0);
-        }
+            let (times, host) = steps.time(0);
+            keep_samples(&format!("ranks {}, one GPU, {name}", work.name), "ms", &times);
+            (median(&times), host)
+        };
+        let (next, with_dense) = (
+            How { knows_next: true, dense: None },
+            dense.as_ref().map(|dense| How { knows_next: true, dense: Some(dense) }),
+        );
+        let (one, one_host) = alone(How::default(), "alone");
+        let one_dense = with_dense.map(|how| alone(how, "dense").0);
         world.meet();
-        let (many, host, parts) = world.time(work, &configs, &memory, "memory");
-        let by_nccl = nccl.as_ref().ok().map(|nccl| world.time(work, &configs, nccl, "NCCL"));
+        let (many, host, parts) = world.time(work, &configs, &memory, "memory", How::default());
+        let (ahead, ..) = world.time(work, &configs, &memory, "next known", next);
+        let many_dense = with_dense.map(|how| world.time(work, &configs, &memory, "dense", how).0);
+        let many_dense_alone = with_dense.map(|how| {
+            world.time(work, &configs, &memory, "dense, unknown", How { knows_next: false, ..how }).0
+        });
+        let by_nccl = nccl.as_ref().ok().map(|nccl| world.time(work, &configs, nccl, "NCCL", How::default()));
         if rank == 0 {
             let (nccl, nccl_host, nccl_parts) = by_nccl.unwrap_or_default();
-            let (one, one_host) = (median(&alone.0), alone.1);
             println!(
-                "| {} | {one:.3} | {many:.3} | {nccl:.3} | {one_host:.0}, {host:.0}, {nccl_host:.0} |",
+                "| {} | {one:.3} | {many:.3} | {ahead:.3} | {nccl:.3} | {one_host:.0}, {host:.0}, {nccl_host:.0} |",
                 work.name
             );
             println!("  parts of a step on ranks, µs: {parts}");
             println!("  parts of a step by NCCL, µs: {nccl_parts}");
+            if let (Some(one), Some(many), Some(unknown)) = (one_dense, many_dense, many_dense_alone) {
+                let gain = |many: f32| ranks as f32 * one / many;
+                println!(
+                    "  beside dense work: one {one:.3} ms, ranks {many:.3} ms, {:.2} times the samples; next ids not known {unknown:.3} ms, {:.2}",
+                    gain(many),
+                    gain(unknown)
+                );
+            }
         }
     }
     if ranks > 1 && is_chosen("exchange") {

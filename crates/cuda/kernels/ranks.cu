@@ -9,7 +9,7 @@
 constexpr u64 EMPTY = ~0ull;
 // Marks an id that asks for no row, in place of its slot.
 constexpr u32 NO_SLOT = ~0u;
-// Bit of a slot's number: the id is the first one of its key.
+// Bit of a slot's number: the id is the first one of its key; until `count_firsts`, it may be.
 constexpr u32 FIRST = 1u << 31;
 constexpr u32 WARPS = REQUEST_THREADS / WARP, TURNS = REQUEST_BLOCK / REQUEST_THREADS;
 
@@ -21,13 +21,27 @@ __device__ __forceinline__ u32 owner_of(const Request& r, u32 world_size, u64 ke
   return (u32)(mixed * world_size >> 32);
 }
 
-// Sets the slots of all sets to empty. `count`: their number.
-extern "C" __global__ void __launch_bounds__(256) clear_slots(KeySlot* slots, u32 count) {
+// Whether the ids of a call were made distinct before it, so that nothing is left to do.
+__device__ __forceinline__ bool are_known(const Requests& all) { return all.differs && !load_shared(all.differs); }
+
+// Notes if the keys of a call are not those of which copies were kept. Has the grid of `find_records`.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS) compare_keys(
+    const __grid_constant__ Call call, const __grid_constant__ Requests all) {
   begin();
+  const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
+  const Feature& feature = call.features[number];
+  const u32 i = (blockIdx.x - call.first_find[number]) * FIND_THREADS + threadIdx.x;
+  if (i < feature.num_ids && key_at(feature, i) != all.copies[feature.first_id + i]) store_shared(all.differs, 1u);
+}
+
+// Sets the slots of all sets to empty. `count`: their number.
+extern "C" __global__ void __launch_bounds__(256) clear_slots(KeySlot* slots, u32 count, const __grid_constant__ Requests all) {
+  begin();
+  if (are_known(all)) return;
   for (u32 i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) *(uint4*)(slots + i) = make_uint4(~0u, ~0u, ~0u, 0);
 }
 
-// Returns the slot of a key in the set of a merge block, and notes the place of an id of the key.
+// Returns the slot of a key in the set of a merge block, and notes the place of an id of the key. Has `FIRST` if no earlier id was noted.
 __device__ __forceinline__ u32 claim(const Request& r, u64 secret, u32 block, u64 key, u32 at) {
   const u32 first_slot = block * (r.num_slots + 1);
   KeySlot* slots = r.slots + first_slot;
@@ -44,8 +58,9 @@ __device__ __forceinline__ u32 claim(const Request& r, u64 secret, u32 block, u6
       slot = slot + 1 == r.num_slots ? 0 : slot + 1;
     }
   }
-  if (load_shared(&slots[slot].first) > at) atomicMin(&slots[slot].first, at);
-  return first_slot + slot;
+  const bool may_be_first = load_shared(&slots[slot].first) > at;
+  if (may_be_first) atomicMin(&slots[slot].first, at);
+  return first_slot + slot | (may_be_first ? FIRST : 0);
 }
 
 // Returns the merge block of a bag: block b has the bags from `num_bags * b / blocks` on.
@@ -58,6 +73,7 @@ __device__ __forceinline__ u32 merge_block_of(const Feature& f, u32 bag, u32 blo
 extern "C" __global__ void __launch_bounds__(FIND_THREADS) claim_keys(
     const __grid_constant__ Call call, const __grid_constant__ Found found, const __grid_constant__ Requests all) {
   begin();
+  if (are_known(all)) return;
   for (u32 k = blockIdx.x * FIND_THREADS + threadIdx.x; k < found.num_zeros; k += gridDim.x * FIND_THREADS) found.zeros[k] = 0;
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
   const Feature& feature = call.features[number];
@@ -65,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) claim_keys(
   const u32 i = (blockIdx.x - call.first_find[number]) * FIND_THREADS + threadIdx.x, at = feature.first_id + i;
   if (i >= feature.num_ids) return;
   const u64 key = key_at(feature, i);
+  if (all.copies && !all.differs) all.copies[at] = key;
   const u32 bag = bag_of(feature, i);
   bool is_wanted = true, is_silent = false;
   if (feature.has_roles) {
@@ -105,9 +122,10 @@ __device__ __forceinline__ u32 class_of(const Requests& all, const Request& r, u
   return owner_of(r, all.world_size, key) * classes_of_owner(all) + slot / (r.num_slots + 1);
 }
 
-// Counts the first ids of each block by class, and marks them. `slots`: by place of an id, as `claim_keys` wrote them.
+// Counts the first ids of each block by class, and leaves only them marked. `slots`: by place of an id, as `claim_keys` wrote them.
 extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) count_firsts(u32* slots, const __grid_constant__ Requests all) {
   begin();
+  if (are_known(all)) return;
   __shared__ u32 counts[MAX_CLASSES];
   const Request& r = request_at(all, blockIdx.x);
   const u32 block = blockIdx.x - r.first_block, classes = all.world_size * classes_of_owner(all);
@@ -116,12 +134,11 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) count_firsts(u32* 
 #pragma unroll
   for (u32 turn = 0; turn < TURNS; ++turn) {
     const u32 i = id_at(block, turn), at = r.first + i;
-    const u32 slot = i < r.num_ids ? slots[at] : NO_SLOT;
-    if (slot == NO_SLOT) continue;
+    const u32 marked = i < r.num_ids ? slots[at] : NO_SLOT, slot = marked & ~FIRST;
+    if (marked == NO_SLOT || !(marked & FIRST)) continue;
     const KeySlot key = r.slots[slot];
-    if (key.first != at) continue;
-    slots[at] = slot | FIRST;
-    atomicAdd(&counts[class_of(all, r, slot, key.key)], 1);
+    if (key.first == at) atomicAdd(&counts[class_of(all, r, slot, key.key)], 1);
+    else slots[at] = slot;
   }
   __syncthreads();
   for (u32 c = threadIdx.x; c < classes; c += REQUEST_THREADS) r.counts[c * r.num_blocks + block] = counts[c];
@@ -139,6 +156,7 @@ __device__ __forceinline__ u32 warp_sum_to(u32 x) {
 // Turns the counts of first ids into places. One block for each table.
 extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) place_firsts(const __grid_constant__ Requests all) {
   begin();
+  if (are_known(all)) return;
   __shared__ u32 starts[MAX_CLASSES + 1];
   const Request& r = all.requests[blockIdx.x];
   const u32 warp = threadIdx.x / WARP, classes = all.world_size * classes_of_owner(all);
@@ -178,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) place_firsts(const
 // Writes the distinct keys to their places.
 extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) write_keys(const u32* slots, const __grid_constant__ Requests all) {
   begin();
+  if (are_known(all)) return;
   __shared__ u32 next[MAX_CLASSES], of_warps[WARPS][MAX_CLASSES];
   const Request& r = request_at(all, blockIdx.x);
   const u32 block = blockIdx.x - r.first_block, classes = all.world_size * classes_of_owner(all), warp = threadIdx.x / WARP;
@@ -210,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) write_keys(const u
 // Replaces the slot of each id by the place of its key plus 1, which is the number of its row among the rows that come.
 extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) number_rows(u32* slots, const __grid_constant__ Requests all) {
   begin();
+  if (are_known(all)) return;
   const Request& r = request_at(all, blockIdx.x);
 #pragma unroll
   for (u32 turn = 0; turn < TURNS; ++turn) {

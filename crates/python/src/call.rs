@@ -102,6 +102,17 @@ pub fn lookup(
     plan.group.lock()?.lookup(&features, insertion, save, number, rows, stream)
 }
 
+/// Tells the ids of a later training lookup. Tensors in: as `lookup`. `keep`: what keeps them readable until it is dropped. `stream`: on
+/// which they are ready; `None` if they are.
+pub fn prefetch(plan: i64, inputs: &[Tensor], keep: Keep, stream: Option<StreamHandle>) -> Result<()> {
+    let plan = registry::plan(plan)?;
+    let mut inputs = inputs.iter();
+    let feature =
+        |planned| feature(planned, plan.dims[planned.table], &mut inputs).map(|(feature, _)| feature);
+    let features = plan.features.iter().map(feature).collect::<Result<Vec<_>>>()?;
+    plan.group.lock()?.prefetch(&features, keep, stream)
+}
+
 /// Tensors in: the lookup's number, the output gradient of each feature, then the weights of each feature that has them
 /// (for their shape). Tensors out: 0 is the ticket, float32 `(64, 2)`; then the gradient of each feature's weights.
 ///

@@ -41,6 +41,7 @@ is_dense = framework.is_dense
 is_tracing = framework.is_tracing
 lookup = framework.lookup
 bind_gpu = framework.bind_gpu
+prefetch = framework.prefetch
 sum_gradients = framework.sum_gradients
 to_numpy = framework.to_numpy
 wait = framework.wait
@@ -73,6 +74,7 @@ __all__ = [
     "lookup",
     "name",
     "native",
+    "prefetch",
     "sum_gradients",
     "to_numpy",
     "wait",

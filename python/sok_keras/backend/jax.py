@@ -69,6 +69,14 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     return list(rows)
 
 
+def prefetch(plan, inputs):
+    """Tells the ids of a later lookup. `inputs`: as `lookup`; the plan has no weights."""
+    device = jax.local_devices()[0] if jax.config.jax_default_device is None else jax.config.jax_default_device
+    arrays = jax.block_until_ready(jax.device_put([array for ids in inputs for array in ids], device))
+    described = [(array.unsafe_buffer_pointer(), str(array.dtype), list(array.shape)) for array in arrays]
+    _native.prefetch(plan.handle, described, arrays, None)
+
+
 class _LastLookup:
     """The number of the last lookup of what is traced, if there are ranks: the next lookup depends on it.
 

@@ -285,6 +285,14 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     return list(_Lookup.apply(trigger, plan.handle, int(insertion), records, tuple(tensors), tuple(places), *given))
 
 
+def prefetch(plan, inputs):
+    """Tells the ids of a later lookup. `inputs`: as `lookup`; the plan has no weights."""
+    device = _device_of(plan.gpu)
+    tensors = _at(device, [tensor for ids in inputs for tensor in ids])
+    arrays = [(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    _native.prefetch(plan.handle, arrays, tensors, torch.cuda.current_stream(device).cuda_stream)
+
+
 def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
     call = torch.ops.sok_keras.commit if torch.compiler.is_compiling() else _commit

@@ -116,6 +116,16 @@ class DistributedEmbedding(TableLayer):
         return self._structure.feature_configs
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        features, ordered, tensors, floats = self._features(inputs, weights)
+        rows = self._lookup_in_parts(features, tensors, floats, training)
+        shaped = [
+            ids.rows_like(value, row, axis)
+            for value, row, (_, _, _, axis, *_) in zip(ordered, rows, features, strict=True)
+        ]
+        return self._structure.pack(shaped)
+
+    def _features(self, inputs: Any, weights: Any) -> tuple[list, list, list, list]:
+        """Returns, for each feature, what a plan has of it, its ids in order, their tensors, and their weights."""
         structure = self._structure
         given = structure.flatten(inputs)
         given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
@@ -140,12 +150,14 @@ class DistributedEmbedding(TableLayer):
                 ids.in_vocabulary(ids.tensors_of(value, config.name, axis), words, config.table, padding_key)
             )
             floats.append(weight)
-        rows = self._lookup_in_parts(features, tensors, floats, training)
-        shaped = [
-            ids.rows_like(value, row, axis)
-            for value, row, (_, _, _, axis, *_) in zip(ordered, rows, features, strict=True)
-        ]
-        return structure.pack(shaped)
+        return features, ordered, tensors, floats
+
+    def _calls_without_weights(self, inputs: Any) -> list[tuple[tuple, list]]:
+        features, _, tensors, weights = self._features(inputs, None)
+        trains = [number for number, config in enumerate(self._structure.features) if config.table.trainable]
+        if not trains or any(weights[number] is not None for number in trains):
+            return []
+        return [(tuple(features[number] for number in trains), [tensors[number] for number in trains])]
 
     def _lookup_in_parts(self, features: list, tensors: list, weights: list, training: bool | None) -> list:
         """Looks up all features. One native call serves the trainable tables, a second one the frozen tables."""

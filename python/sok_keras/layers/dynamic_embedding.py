@@ -167,6 +167,12 @@ class DynamicEmbedding(TableLayer):
         return self._core.seeds()[0]
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        feature, inputs, tensors, weights = self._feature(inputs, weights)
+        (rows,) = self._lookup((feature,), [tensors], [weights], training)
+        return ids.rows_like(inputs, rows, feature[3])
+
+    def _feature(self, inputs: Any, weights: Any) -> tuple[tuple, Any, tuple, Any]:
+        """Returns the feature of a plan, the ids in order, their tensors, and their weights."""
         reduces = self.combiner is not None
         inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)
         inputs, weights = ids.in_order(inputs, self.name, reduces), ids.in_order(weights, self.name, reduces)
@@ -185,8 +191,11 @@ class DynamicEmbedding(TableLayer):
             combiner,
             signed_key(self._padding_key),
         )
-        (rows,) = self._lookup((feature,), [tensors], [weights], training)
-        return ids.rows_like(inputs, rows, axis)
+        return feature, inputs, tensors, weights
+
+    def _calls_without_weights(self, inputs: Any) -> list[tuple[tuple, list]]:
+        feature, _, tensors, weights = self._feature(inputs, None)
+        return [] if weights is not None else [((feature,), [tensors])]
 
     def preprocess(self, inputs: Any, weights: Any = None, *, ragged: bool = False) -> Any:
         """Converts ids on the host to what `call` takes on this backend.

@@ -143,6 +143,20 @@ pub trait Group: Any + Send {
         stream: StreamHandle,
     ) -> Result<()>;
 
+    /// Tells the ids of a later training lookup, so that what needs no rows can be done ahead of it. No result depends on it. `keep`: what
+    /// keeps the tensors readable until it is dropped. `stream`: on which they are ready; `None` if they are.
+    ///
+    /// # Errors
+    /// [`Error::Device`]. Nothing has changed then.
+    fn prefetch(
+        &mut self,
+        _features: &[FeatureTensors<'_>],
+        _keep: Keep,
+        _stream: Option<StreamHandle>,
+    ) -> Result<()> {
+        Ok(())
+    }
+
     /// Takes the gradients of the outputs of the lookup with this `number`. `ticket`: float32 `(64, 2)`, receives the ticket.
     ///
     /// # Errors

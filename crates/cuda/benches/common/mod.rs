@@ -1,6 +1,8 @@
 //! Code that the benches share: the device, the heading of a table of figures, keys and times.
 #![allow(dead_code, reason = "each bench uses its part")]
 
+pub mod dense;
+
 use std::io::Write;
 use std::process::Command;
 use std::sync::Arc;
@@ -18,6 +20,7 @@ use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
 use sok_cuda::step::{Bags, Feature, Ids, KeyType};
 
+#[derive(Clone)]
 pub struct Bench {
     pub device: Arc<Device>,
     pub stream: Arc<CudaStream>,

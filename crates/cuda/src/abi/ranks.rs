@@ -55,6 +55,10 @@ structs! {
         pub asks_silent: u32,
         /// By place of an id: takes the number of its row if it gets a gradient, otherwise 0. Null unless `asks_silent`.
         pub active: u64 as "u32*",
+        /// By place of an id: its key, of calls that are made distinct ahead. Otherwise null.
+        pub copies: u64 as "u64*",
+        /// Whether the keys of the call are others than the copies. Null before the call, and if nothing was done ahead of it.
+        pub differs: u64 as "u32*",
     }
 
     /// A failure between ranks, in memory of the host.

@@ -160,12 +160,19 @@ pub(super) fn lookup_arguments<'a>(
     rows: &[TensorMut],
 ) -> Result<(Vec<Feature<'a>>, Option<u64>)> {
     features.iter().try_for_each(|feature| check_memory(group, feature.ids.memory()))?;
-    let features = features.iter().zip(rows).map(|(tensors, rows)| feature_of(tensors, rows));
+    let features =
+        features.iter().zip(rows).map(|(tensors, rows)| feature_of(tensors, rows.address(DType::F32)?));
     let to = match number.memory() {
         Memory::Device => Some(number.address(DType::I32)?),
         Memory::Host => None,
     };
     Ok((features.collect::<Result<_>>()?, to))
+}
+
+/// Returns the features of a lookup without memory for rows.
+pub(super) fn ids_of<'a>(group: &AnyGroup, features: &[FeatureTensors<'a>]) -> Result<Vec<Feature<'a>>> {
+    features.iter().try_for_each(|feature| check_memory(group, feature.ids.memory()))?;
+    features.iter().map(|tensors| feature_of(tensors, 0)).collect()
 }
 
 /// The addresses of the tensors of a commit.
@@ -195,8 +202,8 @@ fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
     tensor.address(DType::F32)
 }
 
-/// Returns a feature with the addresses of its tensors. `rows`: its output.
-fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feature<'a>> {
+/// Returns a feature with the addresses of its tensors. `rows`: that of its output.
+fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>> {
     let FeatureTensors { name, table, combiner, padding_key, ids, .. } = *tensors;
     if let Some(high) = tensors.high.filter(|high| high.len() != ids.len()) {
         return Err(Error::argument(format!(
@@ -227,6 +234,5 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: &TensorMut) -> Result<Feat
     };
     let what = || format!("the weights of feature `{name}`");
     let weights = tensors.weights.map(|weights| floats(weights, ids.len(), &what())).transpose()?;
-    let rows = rows.address(DType::F32)?;
     Ok(Feature { name, table, ids: ids_of, bags, combiner, weights, padding_key, is_silent: false, rows })
 }

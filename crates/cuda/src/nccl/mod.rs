@@ -24,6 +24,10 @@ use library::{BYTE, Config, FLOAT, Handle, IN_PROGRESS, Library, SUM, UniqueId};
 /// How long ranks wait for each other at least while NCCL connects them, which takes seconds.
 const CONNECTING: Duration = Duration::from_secs(60);
 
+/// For so long a wait for NCCL does not sleep.
+const BRIEF: Duration = Duration::from_millis(1);
+const PAUSE: Duration = Duration::from_micros(100);
+
 /// First byte of the message of a rank that has NCCL. Its GPU and the number of NCCL follow, else the reason.
 const HAS_NCCL: u8 = 1;
 
@@ -110,7 +114,8 @@ impl Nccl {
 
     /// Waits until what was started is enqueued. Aborts if it fails.
     fn wait(&self, connection: &mut Connection) -> Result<()> {
-        let deadline = Instant::now() + self.communicator.timeout().max(CONNECTING);
+        let start = Instant::now();
+        let timeout = self.communicator.timeout().max(CONNECTING);
         let done = loop {
             let mut state = 0;
             // SAFETY: The communicator is alive, and the number may be written.
@@ -124,12 +129,12 @@ impl Nccl {
             if let Some(failure) = self.communicator.failure() {
                 break Err(failure);
             }
-            if Instant::now() > deadline {
+            if start.elapsed() > timeout {
                 break Err(Error::State(
                     "NCCL has not connected the GPUs of all ranks within the timeout".into(),
                 ));
             }
-            std::thread::sleep(Duration::from_micros(20));
+            if start.elapsed() > BRIEF { std::thread::sleep(PAUSE) } else { std::thread::yield_now() }
         };
         if done.is_err() {
             self.abort_connection(connection);

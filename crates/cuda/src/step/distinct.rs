@@ -20,10 +20,24 @@ pub struct Asking {
     /// The sets of distinct keys, then the counts of first ids.
     sets: Option<Buffer<u32>>,
     merge_blocks: usize,
+    /// The keys of a call that are made distinct ahead of it, and whether the call has others.
+    copies: Option<Buffer<u64>>,
+    differs: Buffer<u32>,
+}
+
+/// When ids are made distinct.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// In the call.
+    Now,
+    /// Ahead of the call. Their keys are kept.
+    Ahead,
+    /// In the call, if they are not those that were made distinct ahead of it with the same memory.
+    IfOthers,
 }
 
 /// Where the keys of a table that a rank asks for are written.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct KeysTo {
     /// Address of the keys.
     pub keys: u64,
@@ -32,13 +46,16 @@ pub struct KeysTo {
 }
 
 impl Asking {
-    /// Memory for this many tables. `merge_blocks`: in how many blocks the batch of a rank is merged.
+    /// Memory for tables with these owners. `merge_blocks`: in how many blocks the batch of a rank is merged.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) without enough memory.
-    pub fn new(device: &Device, num_tables: usize, merge_blocks: usize) -> Result<Asking> {
-        let requests = Buffer::new(&device.context, num_tables * size_of::<Request>() / 4)?;
-        Ok(Asking { requests, sets: None, merge_blocks })
+    pub fn new(device: &Device, owners: &[Owners], merge_blocks: usize) -> Result<Asking> {
+        let requests: Vec<Request> =
+            owners.iter().map(|owners| parts_of(owners, &KeysTo::default()).request).collect();
+        let requests = Buffer::from_slice(&device.context, words(&requests))?;
+        let differs = Buffer::new(&device.context, 1)?;
+        Ok(Asking { requests, sets: None, merge_blocks, copies: None, differs })
     }
 
     /// Address of the `Request` of each table in the last call.
@@ -48,7 +65,8 @@ impl Asking {
 
     /// Number of bytes that are kept for later calls.
     pub fn num_bytes(&self) -> usize {
-        self.requests.num_bytes() + self.sets.as_ref().map_or(0, Buffer::num_bytes)
+        let copies = self.copies.as_ref().map_or(0, Buffer::num_bytes);
+        self.requests.num_bytes() + self.sets.as_ref().map_or(0, Buffer::num_bytes) + copies
     }
 }
 
@@ -62,10 +80,11 @@ struct Parts {
 impl Workspace {
     /// Enqueues what `find` does for records, for the places of keys among those that are asked for: writes the distinct keys of each table
     /// of a call to `to`, by owner, and gives each id the place of its key plus 1 in place of a record. `asks_silent`: also of ids of
-    /// weight 0.
+    /// weight 0, which only a call itself can.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) without enough memory, or if a kernel cannot be compiled or launched.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub fn ask(
         &self,
         asking: &mut Asking,
@@ -73,6 +92,7 @@ impl Workspace {
         owners: &[Owners],
         to: &[KeysTo],
         asks_silent: bool,
+        when: When,
         stream: Stream,
     ) -> Result<()> {
         let measured = self.profiler.start(stream)?;
@@ -86,7 +106,7 @@ impl Workspace {
             request.first = section.first;
             request.num_ids = section.count;
             request.num_blocks = section.count.div_ceil(REQUEST_BLOCK as u32);
-            request.num_slots = (section.count + section.count / 2).max(1);
+            request.num_slots = (section.count + section.count / 4).max(1);
             request.first_block = num_blocks;
             (*slots, *counts) = (num_slots, num_counts);
             num_slots += sets_of_table * (request.num_slots as usize + 1);
@@ -106,7 +126,18 @@ impl Workspace {
             ..*request
         };
         let requests: Vec<Request> = parts.iter().map(address).collect();
-        self.deliver(asking.requests.address(), words(&requests), (0, 0), None, stream)?;
+        let num_ids = started.sections.iter().map(|section| section.count as usize).sum();
+        if when == When::Ahead {
+            if asking.copies.as_ref().is_none_or(|copies| copies.len() < num_ids) {
+                asking.copies = None;
+                asking.copies = Some(Buffer::uninit(&self.device.context, num_ids + num_ids / 4)?);
+            }
+            asking.differs.zero(stream)?;
+        }
+        if when != When::IfOthers {
+            self.deliver(asking.requests.address(), words(&requests), (0, 0), None, stream)?;
+        }
+        let is_kept = when != When::Now;
         let all = Requests {
             requests: asking.requests.address(),
             num_tables: owners.len() as u32,
@@ -115,6 +146,8 @@ impl Workspace {
             asks_silent: asks_silent.into(),
             // No id overflows where there is no index.
             active: if asks_silent { started.found.overflow.ids } else { 0 },
+            copies: asking.copies.as_ref().filter(|_| is_kept).map_or(0, Buffer::address),
+            differs: if when == When::IfOthers { asking.differs.address() } else { 0 },
         };
         let names =
             ["clear_slots", "claim_keys", "count_firsts", "place_firsts", "write_keys", "number_rows"];
@@ -122,8 +155,13 @@ impl Workspace {
         let (call, found, slots, num_slots) =
             (started.call, started.found, started.found.records, num_slots as u32);
         let clear_blocks = num_slots.div_ceil(1024).min(16 * self.device.multiprocessors);
+        if when == When::IfOthers {
+            let compare = self.device.kernel(&RANKS, "compare_keys")?;
+            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
+            unsafe { launch_next!(compare, stream, started.find_blocks, FIND_THREADS, call, all) }?;
+        }
         // SAFETY: The arguments have the types of the kernel's parameters. `asking` keeps the memory that they point to.
-        unsafe { launch_next!(clear, stream, clear_blocks, 256, sets, num_slots) }?;
+        unsafe { launch_next!(clear, stream, clear_blocks, 256, sets, num_slots, all) }?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
         unsafe { launch_next!(claim, stream, started.find_blocks, FIND_THREADS, call, found, all) }?;
         // SAFETY: As above.

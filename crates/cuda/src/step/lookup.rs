@@ -56,6 +56,13 @@ pub struct Started {
     pub(super) sections: Vec<Section>,
 }
 
+impl Started {
+    /// Whether ids have coefficients of their own.
+    pub fn has_coefficients(&self) -> bool {
+        self.found.named != 0
+    }
+}
+
 impl Workspace {
     /// Enqueues the lookup of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: an
     /// address, and the number of the lookup that is written there. With `save`, returns what `push` needs.
@@ -249,6 +256,11 @@ impl Workspace {
             unsafe { launch_next!(make_rows, stream, blocks, ROWS_THREADS, call, rows, kinds) }?;
         }
         self.profiler.stop(StepPart::Pool, measured, stream)
+    }
+
+    /// Takes back the memory of a lookup that is not made.
+    pub fn forget(&mut self, started: Started) {
+        self.give_back(started.memory);
     }
 
     /// Ends a lookup. Returns what `push` needs, if it is saved.

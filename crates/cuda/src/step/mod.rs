@@ -37,7 +37,7 @@ const FEW: usize = 960;
 /// Larger payload sizes, for devices that take them. There are several, because unused words of a payload take time too.
 const MORE: [usize; 2] = [2016, 8128];
 
-pub use distinct::{Asking, KeysTo};
+pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType};
 pub use lookup::{AbsentIds, Started};
 pub use serving::Remote;
@@ -184,6 +184,35 @@ impl Workspace {
         }
         self.last = Some(stream);
         Ok(())
+    }
+
+    /// Enqueues work of a later call on another stream than the group's, beside what that one does, with scratch memory of its own.
+    ///
+    /// # Errors
+    /// Those of `enqueue`, and [`Error::Device`] if the device cannot be used.
+    pub fn aside<T>(
+        &mut self,
+        scratch: &mut Option<Buffer<u32>>,
+        enqueue: impl FnOnce(&mut Workspace) -> Result<T>,
+    ) -> Result<T> {
+        self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
+        std::mem::swap(&mut self.scratch, scratch);
+        // The sort of the last lookup is waited for by the group's stream alone.
+        let is_forked = self.is_forked.take();
+        let done = enqueue(self);
+        self.is_forked.set(is_forked);
+        std::mem::swap(&mut self.scratch, scratch);
+        done
+    }
+
+    /// Makes the scratch memory of work that was done aside that of the next call. Returns the old one in its place.
+    pub fn take_scratch(&mut self, scratch: &mut Option<Buffer<u32>>) {
+        std::mem::swap(&mut self.scratch, scratch);
+    }
+
+    /// The stream of the last call.
+    pub fn last_stream(&self) -> Option<Stream> {
+        self.last
     }
 
     /// Makes later work on the stream wait for the sort of the last lookup.

@@ -123,6 +123,29 @@ impl GpuSubject {
         address
     }
 
+    /// Tells a group of ranks the ids of the next lookup, or others, or both, or none.
+    fn prefetch(&mut self, features: &[Feature], stream: Stream) {
+        let other = |this: &mut GpuSubject, feature: &Feature| {
+            let keys: Vec<u64> = (0..feature.ids.len as u64).map(|i| i % 5).collect();
+            let (address, len) = (this.keep(&keys), keys.len());
+            let ids = sok_cuda::step::Ids { address, high: 0, key_type: KeyType::Wide, len };
+            let Feature { table, bags, combiner, weights, padding_key, is_silent, rows, .. } = *feature;
+            Feature { name: "other", table, ids, bags, combiner, weights, padding_key, is_silent, rows }
+        };
+        let others: Vec<Feature> = features.iter().map(|feature| other(self, feature)).collect();
+        let Tested::Shared(group) = &mut self.group else { return };
+        let told: &[&[Feature]] = match self.calls % 4 {
+            0 => &[],
+            1 => &[features],
+            2 => &[&others],
+            _ => &[&others, features],
+        };
+        for features in told {
+            // SAFETY: The buffers are on this device, and live until it has been waited for.
+            unsafe { group.prefetch(features, Box::new(()), Some(stream)) }.unwrap();
+        }
+    }
+
     fn ids(&mut self, ids: &Ids) -> sok_cuda::step::Ids {
         let (address, high, key_type, len) = match ids {
             Ids::I64(ids) => (self.keep(ids), 0, KeyType::Wide, ids.len()),
@@ -175,6 +198,7 @@ impl Subject for GpuSubject {
             });
         }
         let stream = self.stream();
+        self.prefetch(&features, stream);
         let number = match &mut self.group {
             // SAFETY: The buffers are on this device, and live until it has been waited for.
             Tested::One(group) => unsafe { group.lookup(&features, insertion, save, None, stream) },

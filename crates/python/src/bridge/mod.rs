@@ -1,6 +1,7 @@
 //! The four calls of [`crate::call`] in the calling convention of each framework. A bridge reads tensors in place and turns errors and
 //! panics into errors of the framework.
 
+mod arrays;
 mod dlpack;
 mod staging;
 mod tensorflow;
@@ -17,6 +18,7 @@ use crate::error::caught;
 /// Adds the functions that the Python backends use to find the bridges.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     torch::register(module)?;
+    module.add_function(wrap_pyfunction!(arrays::prefetch, module)?)?;
     module.add_function(wrap_pyfunction!(tensorflow::register_tensorflow, module)?)?;
     module.add_function(wrap_pyfunction!(tensorflow::tensorflow_has_stream, module)?)?;
     module.add_function(wrap_pyfunction!(xla::xla_targets, module)?)

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use sok_core::contract::binding::Binding;
+use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::{
     AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, together,
     write_lookup_number,
@@ -16,7 +17,7 @@ use sok_core::exchange::buckets::Owners;
 use super::ShardedGpuGroup;
 use super::commit::commit;
 use crate::device::Stream;
-use crate::gpu_group::calls::{CommitArguments, commit_arguments, lookup_arguments};
+use crate::gpu_group::calls::{CommitArguments, commit_arguments, ids_of, lookup_arguments};
 
 impl Group for ShardedGpuGroup {
     fn memory(&self) -> Memory {
@@ -57,6 +58,17 @@ impl Group for ShardedGpuGroup {
         let looked_up =
             unsafe { ShardedGpuGroup::lookup(self, &features, insertion, save, to, Stream::of(stream)) }?;
         if to.is_none() { write_lookup_number(looked_up, &mut number) } else { Ok(()) }
+    }
+
+    fn prefetch(
+        &mut self,
+        features: &[FeatureTensors<'_>],
+        keep: Keep,
+        stream: Option<StreamHandle>,
+    ) -> Result<()> {
+        let features = ids_of(self, features)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid until `keep` is dropped.
+        unsafe { ShardedGpuGroup::prefetch(self, &features, keep, stream.map(Stream::of)) }
     }
 
     fn push(
@@ -103,6 +115,7 @@ impl Group for ShardedGpuGroup {
         self.front.step_bytes()
             + self.shard.step_bytes()
             + self.asking.num_bytes()
+            + self.ahead.num_bytes()
             + self.spare_bytes()
             + windows
     }

@@ -2,7 +2,7 @@
 
 use crate::abi::quads;
 use crate::gpu_table::GpuTable;
-use crate::step::Saved;
+use crate::step::{KeysTo, Saved};
 
 /// Parts of windows begin at multiples of this number of bytes.
 const ALIGNMENT: usize = 256;
@@ -30,6 +30,16 @@ impl LookupLayout {
         let keys = num_ids.iter().map(|ids| take(&mut bytes, 8 * ids)).collect();
         let rows = take_rows(&mut bytes, tables, num_ids);
         LookupLayout { keys, rows, bytes }
+    }
+
+    /// In a window at an address: by table, where its keys are written to, and the address of its rows.
+    pub fn addresses(&self, window: u64, world_size: usize) -> (Vec<KeysTo>, Vec<u64>) {
+        let to = |(table, &keys): (usize, &usize)| KeysTo {
+            keys: window + keys as u64,
+            starts: window + start_of(table, world_size) as u64,
+        };
+        let rows = self.rows.iter().map(|&rows| window + rows as u64).collect();
+        (self.keys.iter().enumerate().map(to).collect(), rows)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::device::Stream;
 use crate::gpu_group::SavedLookup;
 use crate::memory::{Buffer, read};
 use crate::peers::{Mapping, Window, WindowName};
-use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, KeysTo, Remote, Started};
+use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, Remote, Started, When};
 
 /// This rank's side of a lookup that is under way.
 struct Asked {
@@ -104,6 +104,8 @@ impl ShardedGpuGroup {
         self.front.windows.as_mut().expect("a front has windows").end_rest();
         let answered = self.pool(asked, features, stream);
         let answered = self.fatal(answered)?;
+        // What fails there is not needed: the later lookup does all by itself.
+        drop(self.begin_ahead());
         debug_assert!(!save || answered == number, "front and shard count the same lookups");
         if save {
             number_to.map(|to| self.front.by_address.insert(to, answered));
@@ -111,7 +113,7 @@ impl ShardedGpuGroup {
         Ok(answered)
     }
 
-    fn num_ids(&self, features: &[Feature]) -> Vec<usize> {
+    pub(super) fn num_ids(&self, features: &[Feature]) -> Vec<usize> {
         let mut num_ids = vec![0; self.owners.len()];
         for feature in features.iter().filter(|feature| feature.table < self.owners.len()) {
             num_ids[feature.table] += feature.ids.len;
@@ -134,15 +136,20 @@ impl ShardedGpuGroup {
                 return Err(Error::argument("no such table in the group"));
             }
         }
-        let front = &mut self.front;
         let world_size = self.peers.world_size();
-        let layout = LookupLayout::new(&front.tables, num_ids, world_size);
-        let windows = front.windows.as_mut().expect("a front has windows");
-        let mut window = windows.take(layout.bytes)?;
-        self.peers.send(&mut [&mut window])?;
-        let at = |offset: usize| window.address() + offset as u64;
-        let rows: Vec<u64> = layout.rows.iter().map(|&rows| at(rows)).collect();
-        front.workspace.enter(stream)?;
+        let layout = LookupLayout::new(&self.front.tables, num_ids, world_size);
+        self.front.workspace.enter(stream)?;
+        let (window, asking) = match self.take_ahead(features, save, stream)? {
+            Some((window, asking)) => (window, Some(asking)),
+            None => {
+                let windows = self.front.windows.as_mut().expect("a front has windows");
+                let mut window = windows.take(layout.bytes)?;
+                self.peers.send(&mut [&mut window])?;
+                (window, None)
+            }
+        };
+        let (to, rows) = layout.addresses(window.address(), world_size);
+        let front = &mut self.front;
         let inserts = vec![true; front.tables.len()];
         let number = number_to.map(|to| (to, if save { front.next_lookup } else { 0 }));
         let mut started = front.workspace.start(
@@ -155,13 +162,17 @@ impl ShardedGpuGroup {
             Some(&rows),
             stream,
         )?;
-        let to = |(table, &keys): (usize, &usize)| KeysTo {
-            keys: at(keys),
-            starts: at(start_of(table, world_size)),
-        };
-        let to: Vec<KeysTo> = layout.keys.iter().enumerate().map(to).collect();
-        front.workspace.ask(&mut self.asking, &mut started, &self.owners, &to, asks_silent, stream)?;
-        front.workspace.sort_ids(&started, stream)?;
+        let (workspace, owners) = (&front.workspace, &self.owners);
+        match asking {
+            None => {
+                workspace.ask(&mut self.asking, &mut started, owners, &to, asks_silent, When::Now, stream)?;
+            }
+            Some(mut asking) => {
+                workspace.ask(&mut asking, &mut started, owners, &to, false, When::IfOthers, stream)?;
+                self.reuse_asking(asking);
+            }
+        }
+        self.front.workspace.sort_ids(&started, stream)?;
         Ok(Asked { started, window })
     }
 

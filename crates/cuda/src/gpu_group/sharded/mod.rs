@@ -11,6 +11,7 @@
 
 #![allow(unsafe_code)]
 
+mod ahead;
 mod by_nccl;
 mod calls;
 mod commit;
@@ -36,6 +37,7 @@ use crate::memory::Buffer;
 use crate::peers::{FLAG_BYTES, Mapping, Peers, Window, WindowName, Windows};
 use crate::step::{Asking, Workspace};
 
+use ahead::AheadLookups;
 use by_nccl::Spares;
 use layout::row_bytes;
 
@@ -70,6 +72,8 @@ pub struct ShardedGpuGroup {
     /// By table.
     owners: Vec<Owners>,
     asking: Asking,
+    /// Lookups whose ids are made distinct ahead of them.
+    ahead: AheadLookups,
     /// Flags, verdicts and norms, which other ranks write.
     board: Window,
     /// By rank: its board, if this rank reaches it.
@@ -164,7 +168,8 @@ impl ShardedGpuGroup {
             }
         }
         Ok(ShardedGpuGroup {
-            asking: Asking::new(device, num_tables, merge_blocks / world_size)?,
+            asking: Asking::new(device, &owners, merge_blocks / world_size)?,
+            ahead: AheadLookups::new(device, merge_blocks / world_size)?,
             row_stride: widest / 16,
             spare_begins: Vec::new(),
             spares: Spares::default(),
