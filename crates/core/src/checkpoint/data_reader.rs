@@ -9,7 +9,11 @@ use std::sync::Arc;
 use super::checksum::{BLOCK_BYTES, Checksum};
 use super::manifest::{DataFile, Layout};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::pool::{self, FirstError};
+
+/// Blocks that are read and hashed side by side.
+const VERIFIED_BLOCKS: usize = 8;
 
 /// One safetensors file whose entry in the manifest adds up.
 pub(super) struct DataReader<'a> {
@@ -38,20 +42,25 @@ impl DataReader<'_> {
         })
     }
 
-    /// Every byte; `buffer` is a whole number of blocks.
-    pub fn verify(&self, buffer: &mut [u8]) -> Result<()> {
+    /// Reads and checks every byte.
+    pub fn verify(&self) -> Result<()> {
         self.check_size()?;
         self.check_header()?;
-        for (tensor, place) in self.layout.tensors.iter().enumerate() {
-            for start in (0..place.end - place.start).step_by(buffer.len()) {
-                let length = (place.end - place.start - start).min(buffer.len() as u64) as usize;
-                let first = start as usize / BLOCK_BYTES;
-                let blocks = buffer[..length].chunks_mut(BLOCK_BYTES).enumerate().collect();
-                check_all(blocks, |(i, bytes): (usize, &mut [u8])| {
-                    self.read(tensor, start + (i * BLOCK_BYTES) as u64, bytes)?;
-                    self.check_block(tensor, first + i, bytes)
-                })?;
-            }
+        (0..self.layout.tensors.len()).try_for_each(|tensor| self.verify_tensor(tensor))
+    }
+
+    /// Reads and checks every byte of a tensor.
+    pub fn verify_tensor(&self, tensor: usize) -> Result<()> {
+        let place = &self.layout.tensors[tensor];
+        let bytes = (place.end - place.start) as usize;
+        let mut buffer = memory::filled(0, bytes.min(VERIFIED_BLOCKS * BLOCK_BYTES), "the blocks of a dump")?;
+        for start in (0..bytes).step_by(buffer.len().max(1)) {
+            let length = (bytes - start).min(buffer.len());
+            let blocks = buffer[..length].chunks_mut(BLOCK_BYTES).zip(start / BLOCK_BYTES..).collect();
+            check_all(blocks, |(bytes, block): (&mut [u8], usize)| {
+                self.read(tensor, (block * BLOCK_BYTES) as u64, bytes)?;
+                self.check_block(tensor, block, bytes)
+            })?;
         }
         Ok(())
     }

@@ -7,17 +7,17 @@ use std::path::Path;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::checksum::BlockHasher;
-use super::data_reader::DataReader;
-use super::manifest::{MANIFEST, TableEntry};
+use super::KEY_BYTES;
+use super::distribution::{Part, files_of_rank, for_each_chunk};
+use super::manifest::{DataFile, MANIFEST, TableEntry};
 use super::ranks::Ranks;
 use super::reader::{DumpReader, with_snapshot};
-use super::{CHUNK_BYTES, KEY_BYTES};
-use crate::contract::record::{Field, RecordLayout};
+use super::record_reader::RecordReader;
+use crate::contract::record::RecordLayout;
 use crate::contract::table::{Records, Table};
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
-use crate::exchange::collectives::{decide, gather};
+use crate::exchange::collectives::{agree, decide, gather};
 use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
@@ -132,9 +132,9 @@ impl DumpReader {
 
     /// Loads tables, each by its name in the dump, into tables of the same dim and vocabulary.
     ///
-    /// The whole dump is verified first. `Replace` loads into fresh tables and swaps them in when all are complete, so what
-    /// fails changes nothing. `Merge` writes into the tables themselves: only a disk that fails, or runs out of memory,
-    /// between verification and the last row leaves a part of the dump in them.
+    /// `Replace` loads into fresh tables and swaps them in when all are complete and every byte of the dump was verified, so what fails
+    /// changes nothing. It reads each byte once. `Merge` verifies the whole dump first and then writes into the tables themselves: only
+    /// a disk that fails, or runs out of memory, between verification and the last row leaves a part of the dump in them.
     ///
     /// The seed comes with the rows; a merge into a table with rows leaves the table's own. Initializer and hyper-parameters
     /// stay the table's. [`TargetBinding`] says whose the states are.
@@ -144,7 +144,7 @@ impl DumpReader {
     /// not fit; [`Error::CorruptDump`] as [`DumpReader::verify`]; [`Error::DumpReplaced`] if a new dump took a file away: then
     /// nothing has changed.
     ///
-    /// `ranks`: those that read the dump together. If one of them fails, none changes its tables.
+    /// `ranks`: those that read the dump together, each its part of the files. If one of them fails, none changes its tables.
     pub fn load(
         &self,
         targets: &mut [Target],
@@ -156,51 +156,143 @@ impl DumpReader {
         }
         let dump = match options.mode {
             LoadMode::Replace => Cow::Borrowed(self),
-            LoadMode::Merge => self.holding_all()?,
+            LoadMode::Merge => agreed(ranks, 4, self.holding_all())?,
         };
-        let (mut loads, mut fresh) = (Vec::new(), Vec::new());
-        let prepared = prepare(&dump, targets, options, &mut loads, &mut fresh);
-        match ranks {
+        let loads = targets.iter().map(|target| TableLoad::new(&dump, target, options)).collect();
+        let loads: Vec<TableLoad> = agreed(ranks, 5, loads)?;
+        let prepared = match options.mode {
+            LoadMode::Replace => load_fresh(&dump, &loads, targets, ranks),
+            LoadMode::Merge => check_merge(&dump, &loads, targets, ranks).map(|()| Vec::new()),
+        };
+        let fresh = match ranks {
             // The ranks that are left after one is lost all have the rows of the dump, or none.
             Some(Ranks { communicator, tag }) => decide(&**communicator, tag.at(2), prepared)?,
             None => prepared?,
-        }
+        };
         match options.mode {
             LoadMode::Replace => {
                 let mut fresh = targets.iter_mut().zip(fresh);
                 fresh.try_for_each(|(target, new)| target.table.replace_with(new))?;
             }
-            LoadMode::Merge => {
-                let mut pairs = loads.iter().zip(targets.iter_mut());
-                pairs.try_for_each(|(load, target)| load.merge_into(&mut *target.table))?;
-            }
+            LoadMode::Merge => merge(&loads, targets, ranks)?,
         }
         let tables = loads.iter().zip(targets.iter()).map(|(load, target)| load.report(&*target.table));
         Ok(LoadReport { step: dump.manifest().step, tables: tables.collect() })
     }
+
+    /// Reads every byte of the files that are not of `loads`. Ranks share them.
+    fn verify_others(&self, loads: &[TableLoad], ranks: Option<&Ranks>) -> Result<()> {
+        self.check_sizes()?;
+        let is_other = |table: &Option<&str>| {
+            table.is_none_or(|table| loads.iter().all(|load| load.entry.name != table))
+        };
+        let files: Vec<_> = self.manifest().files().filter(|(_, table)| is_other(table)).collect();
+        let sizes: Vec<u64> = files.iter().map(|(file, _)| file.bytes).collect();
+        let (rank, world_size) = place_of(ranks);
+        let own = files_of_rank(&sizes, rank, world_size);
+        files[own].iter().try_for_each(|(entry, table)| self.open_file(entry, *table)?.verify())
+    }
 }
 
-/// Does all that may fail before the first table changes.
-fn prepare<'a>(
-    dump: &'a DumpReader,
-    targets: &[Target],
-    options: &LoadOptions,
-    loads: &mut Vec<TableLoad<'a>>,
-    fresh: &mut Vec<Box<dyn Table>>,
+/// This rank, and the number of ranks.
+fn place_of(ranks: Option<&Ranks>) -> (usize, usize) {
+    ranks.map_or((0, 1), |ranks| (ranks.communicator.rank(), ranks.communicator.world_size()))
+}
+
+/// Returns `result` if it is `Ok` on all ranks. `round`: of the tag.
+fn agreed<T>(ranks: Option<&Ranks>, round: u8, result: Result<T>) -> Result<T> {
+    match ranks {
+        Some(Ranks { communicator, tag }) => agree(&**communicator, tag.at(round), result),
+        None => result,
+    }
+}
+
+/// Reads the records of all tables, and gives those that this rank owns to `take`, with the index of their table. `with_values`: whether
+/// more than keys is read.
+fn read_all<'a>(
+    loads: &'a [TableLoad<'a>],
+    with_values: bool,
+    ranks: Option<&Ranks>,
+    mut take: impl FnMut(usize, &Records) -> Result<()>,
 ) -> Result<()> {
-    for target in targets {
-        loads.push(TableLoad::new(dump, target, options)?);
+    let mut files: Vec<(usize, &'a DataFile)> = Vec::new();
+    for (table, load) in loads.iter().enumerate() {
+        files.extend(load.entry.shards.iter().map(|shard| (table, shard)));
     }
-    dump.verify()?;
-    for (load, target) in loads.iter().zip(targets) {
-        load.check_keys(&*target.table, options.mode)?;
+    let sizes: Vec<u64> = files.iter().map(|(_, shard)| shard.bytes).collect();
+    let (rank, world_size) = place_of(ranks);
+    let own = files.drain(files_of_rank(&sizes, rank, world_size)).collect::<Vec<_>>();
+    let parts = own.into_iter().map(|(table, shard)| {
+        let reader = loads[table].reader(shard, with_values)?;
+        Ok(Part { table, reader })
+    });
+    let owners: Vec<_> = loads.iter().map(|load| load.owners).collect();
+    for_each_chunk(parts, &owners, ranks, &mut take)
+}
+
+/// Loads all tables into fresh ones.
+fn load_fresh(
+    dump: &DumpReader,
+    loads: &[TableLoad],
+    targets: &[Target],
+    ranks: Option<&Ranks>,
+) -> Result<Vec<Box<dyn Table>>> {
+    let made = dump.verify_others(loads, ranks).and_then(|()| {
+        let pairs = loads.iter().zip(targets);
+        pairs.map(|(load, target)| load.fresh(&*target.table)).collect::<Result<Vec<_>>>()
+    });
+    let mut fresh = agreed(ranks, 6, made)?;
+    let mut num_rows = vec![0; fresh.len()];
+    read_all(loads, true, ranks, |table, records| {
+        num_rows[table] += records.keys.len();
+        fresh[table].restore(records)
+    })?;
+    for ((load, table), expected) in loads.iter().zip(&fresh).zip(num_rows) {
+        let got = table.len()?;
+        if got != expected {
+            return Err(load.keys_come_twice(format!("got {got}")));
+        }
     }
-    if options.mode == LoadMode::Replace {
-        for (load, target) in loads.iter().zip(targets) {
-            fresh.push(load.load_fresh(&*target.table)?);
+    Ok(fresh)
+}
+
+/// Does all that may fail before a merge changes the first table: the whole dump is verified, its keys must be different ones, and there
+/// must be room for them.
+fn check_merge(
+    dump: &DumpReader,
+    loads: &[TableLoad],
+    targets: &[Target],
+    ranks: Option<&Ranks>,
+) -> Result<()> {
+    let verified = dump
+        .verify_others(&[], ranks)
+        .and_then(|()| loads.iter().map(TableLoad::room_for_keys).collect::<Result<Vec<_>>>());
+    let mut keys = agreed(ranks, 6, verified)?;
+    let mut num_new = vec![0u64; loads.len()];
+    read_all(loads, false, ranks, |number, records| {
+        memory::reserve(&mut keys[number], records.keys.len(), BUFFER)?;
+        keys[number].extend(&records.keys);
+        num_new[number] += loads[number].num_new(&*targets[number].table, &records.keys)?;
+        Ok(())
+    })?;
+    for (((load, target), keys), num_new) in loads.iter().zip(targets).zip(&mut keys).zip(num_new) {
+        load.check_distinct(keys)?;
+        let config = target.table.config();
+        let (len, capacity) = (target.table.len()? as u64, config.capacity());
+        if len.saturating_add(num_new) > capacity {
+            let refused = len.saturating_add(num_new) - capacity;
+            return Err(Error::TableFull { table: config.name.clone(), refused, len, capacity });
         }
     }
     Ok(())
+}
+
+/// Writes the records of all tables into the targets.
+fn merge(loads: &[TableLoad], targets: &mut [Target], ranks: Option<&Ranks>) -> Result<()> {
+    let mut begun = loads.iter().zip(targets.iter_mut());
+    let begun = begun.try_for_each(|(load, target)| load.begin_merge(&mut *target.table));
+    agreed(ranks, 7, begun)?;
+    read_all(loads, true, ranks, |table, records| targets[table].table.restore(records))
 }
 
 /// What one table takes from the dump; it exists if the two go together.
@@ -211,6 +303,8 @@ struct TableLoad<'a> {
     update: Option<Update>,
     /// The layout of its records after the load.
     layout: RecordLayout,
+    /// The values of a record before its fields are read.
+    first: Vec<f32>,
     /// Whether the states come from the dump.
     states: bool,
     owners: Option<Owners>,
@@ -243,7 +337,10 @@ impl<'a> TableLoad<'a> {
         let update = own.or(dumped);
         let layout = RecordLayout::new(entry.dim, update.as_ref());
         let owners = target.owners;
-        Ok(TableLoad { dump, entry, update, layout, states: dumped.is_some(), owners })
+        // Zeros for the row, then the states' first values.
+        let mut first = vec![0.0; layout.width()];
+        layout.fill_states(&mut first, true);
+        Ok(TableLoad { dump, entry, update, layout, first, states: dumped.is_some(), owners })
     }
 
     fn report(&self, table: &dyn Table) -> LoadedTable {
@@ -255,59 +352,32 @@ impl<'a> TableLoad<'a> {
         }
     }
 
-    /// A dump's keys must be different, and have a place in the table. Reads them only if there is a doubt: a fresh table tells by
-    /// its size that keys came twice.
-    fn check_keys(&self, table: &dyn Table, mode: LoadMode) -> Result<()> {
-        let (config, dumped) = (table.config(), self.entry.num_rows);
-        let (len, capacity) = (table.len()? as u64, config.capacity());
-        // A rank's part is counted when it is loaded.
-        if mode == LoadMode::Replace && dumped > capacity && self.owners.is_none() {
-            let what =
-                format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
-            return Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)));
+    /// Number of keys that a merge into the table adds, if it may not have room for all.
+    fn num_new(&self, table: &dyn Table, keys: &[Key]) -> Result<u64> {
+        let config = table.config();
+        if (table.len()? as u64).saturating_add(self.entry.num_rows) <= config.capacity() {
+            return Ok(0);
         }
-        let is_merge = mode == LoadMode::Merge;
-        let may_overflow = is_merge && len.saturating_add(dumped) > capacity;
-        if config.vocabulary_size.is_none() && !is_merge {
-            return Ok(());
-        }
-        let (mut num_new, mut keys) = (0, self.room_for_keys(is_merge)?);
-        let (mut rows, mut found) = (Vec::new(), Vec::new());
-        self.for_each_chunk(&[], |file, records| {
-            if let Some(key) = records.keys.iter().find(|key| !config.is_in_vocabulary(**key)) {
-                let size = config.vocabulary_size.unwrap_or_default();
-                return Err(file.corrupt(
-                    self.of_table(format!("keys must be below `vocabulary_size` {size}: got {key}")),
-                ));
-            }
-            if is_merge {
-                keys.extend(&records.keys);
-            }
-            if may_overflow {
-                let own =
-                    memory::collect(records.keys.iter().copied().filter(|key| self.owns(*key)), BUFFER)?;
-                memory::resize(&mut rows, own.len() * config.dim, 0.0, BUFFER)?;
-                memory::resize(&mut found, own.len(), false, BUFFER)?;
-                table.find(&own, &mut rows, &mut found)?;
-                num_new += found.iter().filter(|found| !**found).count() as u64;
-            }
-            Ok(())
-        })?;
-        self.check_distinct(&mut keys)?;
-        if len.saturating_add(num_new) > capacity {
-            let refused = len.saturating_add(num_new) - capacity;
-            return Err(Error::TableFull { table: config.name.clone(), refused, len, capacity });
-        }
-        Ok(())
+        let mut rows = memory::filled(0.0, keys.len() * config.dim, BUFFER)?;
+        let mut found = memory::filled(false, keys.len(), BUFFER)?;
+        table.find(keys, &mut rows, &mut found)?;
+        Ok(found.iter().filter(|found| !**found).count() as u64)
     }
 
-    /// Room for all keys of the dump, if the machine has it.
-    fn room_for_keys(&self, is_needed: bool) -> Result<Vec<Key>> {
-        let (mut keys, count) = (Vec::new(), if is_needed { self.entry.num_rows as usize } else { 0 });
+    /// Room for all keys that this rank takes of the dump, if the machine has it.
+    fn room_for_keys(&self) -> Result<Vec<Key>> {
+        let mut keys = Vec::new();
+        let count = self.num_rows_of_rank();
         let no_memory =
             |_| Error::memory(count * KEY_BYTES, "the keys of a dump", io::ErrorKind::OutOfMemory.into());
         keys.try_reserve_exact(count).map_err(no_memory)?;
         Ok(keys)
+    }
+
+    fn num_rows_of_rank(&self) -> usize {
+        let world_size =
+            self.owners.filter(|owners| !owners.is_replicated()).map_or(1, |owners| owners.world_size);
+        (self.entry.num_rows as usize).div_ceil(world_size)
     }
 
     fn check_distinct(&self, keys: &mut [Key]) -> Result<()> {
@@ -323,99 +393,39 @@ impl<'a> TableLoad<'a> {
         Error::corrupt_dump(self.dump.path.join(MANIFEST), self.of_table(what))
     }
 
-    fn load_fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
-        let world_size =
-            self.owners.filter(|owners| !owners.is_replicated()).map_or(1, |owners| owners.world_size);
-        let mut fresh = table.fresh(self.update, (self.entry.num_rows as usize).div_ceil(world_size))?;
-        fresh.set_seed(self.entry.seed);
-        let expected = self.restore_into(&mut *fresh)?;
-        let got = fresh.len()?;
-        if got != expected {
-            return Err(self.keys_come_twice(format!("got {got}")));
+    /// Makes an empty table for the rows. A rank's part is counted when it is loaded.
+    fn fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
+        let (dumped, capacity) = (self.entry.num_rows, table.config().capacity());
+        if dumped > capacity && self.owners.is_none() {
+            let what =
+                format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
+            return Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)));
         }
+        let mut fresh = table.fresh(self.update, self.num_rows_of_rank())?;
+        fresh.set_seed(self.entry.seed);
         Ok(fresh)
     }
 
-    fn merge_into(&self, table: &mut dyn Table) -> Result<()> {
+    fn begin_merge(&self, table: &mut dyn Table) -> Result<()> {
         if table.is_empty()? {
             table.set_seed(self.entry.seed);
         }
         if !Update::share_states(table.update_rule(), self.update.as_ref(), self.entry.dim) {
             table.set_update_rule(self.update, true)?;
         }
-        self.restore_into(table).map(drop)
-    }
-
-    /// Returns the number of records.
-    fn restore_into(&self, table: &mut dyn Table) -> Result<usize> {
-        // Without the states of the dump, records have their first values.
-        let fields = if self.states { self.layout.fields() } else { &self.layout.fields()[..1] };
-        let mut num_records = 0;
-        self.for_each_chunk(fields, |_, records| {
-            if self.owners.is_some() {
-                records.keep(|key| self.owns(key));
-            }
-            num_records += records.keys.len();
-            table.restore(records)
-        })?;
-        Ok(num_records)
-    }
-
-    fn owns(&self, key: Key) -> bool {
-        self.owners.is_none_or(|owners| owners.of(key) == owners.rank)
-    }
-
-    /// Reads the keys and `fields` of all shards, chunk by chunk, into records of the table's layout. The fields are the dump's
-    /// tensors from tensor 1 on. Other fields get their first values. Each byte is hashed once more, so what is loaded is what was
-    /// verified.
-    fn for_each_chunk(
-        &self,
-        fields: &[Field],
-        mut then: impl FnMut(&DataReader, &mut Records) -> Result<()>,
-    ) -> Result<()> {
-        let first = self.first_record();
-        let width = if fields.is_empty() { 0 } else { first.len() };
-        let chunk_rows = (CHUNK_BYTES / (KEY_BYTES + 4 * first.len())).max(1);
-        let (mut records, mut bytes) = (Records::default(), Vec::new());
-        for shard in &self.entry.shards {
-            let file = self.dump.open_file(shard, Some(&self.entry.name))?;
-            let mut hashers: Vec<_> = (0..=fields.len()).map(|_| BlockHasher::new()).collect();
-            let num_rows = shard.num_rows() as usize;
-            for start in (0..num_rows).step_by(chunk_rows) {
-                let rows = chunk_rows.min(num_rows - start);
-                let mut read = |tensor: usize, row_bytes: usize, bytes: &mut Vec<u8>| {
-                    memory::resize(bytes, rows * row_bytes, 0, BUFFER)?;
-                    file.read(tensor, (start * row_bytes) as u64, bytes)?;
-                    hashers[tensor].update(bytes);
-                    Ok(())
-                };
-                read(0, KEY_BYTES, &mut bytes)?;
-                memory::reserve(&mut records.keys, rows, BUFFER)?;
-                memory::reserve(&mut records.values, rows * width, BUFFER)?;
-                read_keys(&bytes, &mut records.keys);
-                fill_records(&mut records.values, rows, &first[..width]);
-                for (tensor, field) in (1..).zip(fields) {
-                    read(tensor, 4 * field.columns.len(), &mut bytes)?;
-                    read_field(&bytes, width, field, &mut records.values);
-                }
-                then(&file, &mut records)?;
-            }
-            if hashers
-                .into_iter()
-                .zip(&shard.tensors)
-                .any(|(hasher, tensor)| hasher.finish() != tensor.blocks)
-            {
-                return Err(file.corrupt("it must not change while it is loaded".into()));
-            }
-        }
         Ok(())
     }
 
-    /// Zeros for the row, then the states' first values.
-    fn first_record(&self) -> Vec<f32> {
-        let mut record = vec![0.0; self.layout.width()];
-        self.layout.fill_states(&mut record, true);
-        record
+    /// Reads the records of a file of the table, in the table's layout. Without the states of the dump, records have their first ones.
+    fn reader(&'a self, shard: &'a DataFile, with_values: bool) -> Result<RecordReader<'a>> {
+        let fields = match (with_values, self.states) {
+            (false, _) => &[],
+            (true, true) => self.layout.fields(),
+            (true, false) => &self.layout.fields()[..1],
+        };
+        let file = self.dump.open_file(shard, Some(&self.entry.name))?;
+        let vocabulary = self.entry.vocabulary_size.map(|size| (size, &*self.entry.name));
+        RecordReader::new(file, fields, &self.first, vocabulary)
     }
 
     fn of_table(&self, what: String) -> String {
@@ -473,27 +483,4 @@ fn check_states(entry: &TableEntry, update: &Update, dumped: &Update) -> Result<
 
 fn list(items: &[String]) -> String {
     if items.is_empty() { "none".into() } else { items.join(", ") }
-}
-
-fn read_keys(bytes: &[u8], keys: &mut Vec<Key>) {
-    keys.clear();
-    keys.extend(bytes.as_chunks().0.iter().map(|bytes| Key::from_le_bytes(*bytes)));
-}
-
-/// As many copies of `first` as there are rows.
-fn fill_records(values: &mut Vec<f32>, rows: usize, first: &[f32]) {
-    values.clear();
-    for _ in 0..rows {
-        values.extend_from_slice(first);
-    }
-}
-
-/// Fills one field of records of `width` floats.
-fn read_field(bytes: &[u8], width: usize, field: &Field, values: &mut [f32]) {
-    let parts = bytes.as_chunks().0.chunks_exact(field.columns.len().max(1));
-    for (record, part) in values.chunks_exact_mut(width).zip(parts) {
-        for (value, bytes) in record[field.columns.clone()].iter_mut().zip(part) {
-            *value = f32::from_le_bytes(*bytes);
-        }
-    }
 }

@@ -7,12 +7,14 @@
 
 mod checksum;
 mod data_reader;
+mod distribution;
 mod files;
 mod loader;
 mod manifest;
 mod open;
 mod ranks;
 mod reader;
+mod record_reader;
 mod writer;
 
 use std::time::SystemTime;
@@ -30,6 +32,9 @@ pub const SHARD_BYTES: usize = 1 << 30;
 /// Records, or their bytes, on their way between a table and a file: long enough that calls cost nothing, short enough
 /// for a processor's cache.
 pub const CHUNK_BYTES: usize = 4 << 20;
+
+/// Records that a load reads at once: several blocks, which threads read and check side by side.
+pub const LOAD_BYTES: usize = 16 << 20;
 
 const KEY_BYTES: usize = size_of::<crate::key::Key>();
 

@@ -16,8 +16,6 @@ use super::writer::Array;
 use crate::error::{Error, Result};
 use crate::memory;
 
-/// Blocks that are read and hashed side by side.
-const VERIFIED_BLOCKS: usize = 8;
 /// Files that stay open from the first look to the last byte, well below the 1024 that a process usually may open.
 const HELD_FILES: usize = 256;
 /// How often a dump that is replaced while it is read is read anew: the next dump took all its files away.
@@ -128,10 +126,13 @@ impl DumpReader {
     /// # Errors
     /// [`Error::CorruptDump`] names the file, and the block that is not as it was written.
     pub fn verify(&self) -> Result<()> {
-        // Sizes first: a file of a wrong size is found before the bytes of all others are read.
-        self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())?;
-        let mut buffer = memory::filled(0, VERIFIED_BLOCKS * BLOCK_BYTES, "the blocks of a dump")?;
-        self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.verify(&mut buffer))
+        self.check_sizes()?;
+        self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.verify())
+    }
+
+    /// Checks the sizes of all files, before the bytes of any of them are read.
+    pub(super) fn check_sizes(&self) -> Result<()> {
+        self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())
     }
 
     /// The arrays, widest dtype first, else in the order in which they were given; their file is verified.

@@ -15,8 +15,8 @@ use std::fs::{self, File};
 use safetensors::{Dtype, SafeTensors};
 use sok_core::Error;
 use sok_core::checkpoint::{
-    Array, BLOCK_BYTES, CHUNK_BYTES, Disk, DumpOptions, LoadOptions, MANIFEST, dump, dump_with, load,
-    read_arrays, read_manifest, verify,
+    Array, BLOCK_BYTES, CHUNK_BYTES, Disk, DumpOptions, LOAD_BYTES, LoadOptions, MANIFEST, dump, dump_with,
+    load, read_arrays, read_manifest, verify,
 };
 use sok_core::contract::table::Table;
 use sok_core::formula::{Adam, Rule};
@@ -243,6 +243,6 @@ fn buffers_do_not_grow_with_the_table() {
 
     let mut back = table.empty_twin();
     load_one(&directory.dump(), "t", &mut back, &LoadOptions::default()).unwrap();
-    assert!(back.largest_chunk.get() <= CHUNK_BYTES);
+    assert!(back.largest_chunk.get() <= LOAD_BYTES);
     assert_eq!(back.records, table.records);
 }
