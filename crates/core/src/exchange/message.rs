@@ -114,6 +114,14 @@ impl fmt::Display for Tag {
 pub struct Writer(Vec<u8>);
 
 impl Writer {
+    /// Makes room for so many more bytes, so that appending them moves nothing.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn reserve(&mut self, bytes: usize) -> Result<()> {
+        crate::memory::reserve(&mut self.0, bytes, WHAT)
+    }
+
     /// Appends a number.
     ///
     /// # Errors
@@ -205,6 +213,17 @@ impl<'a> Reader<'a> {
     pub fn floats(&mut self, to: &mut [f32]) -> Result<()> {
         let bytes = self.take(size_of_val(to))?;
         to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, &bytes)| *to = f32::from_le_bytes(bytes));
+        Ok(())
+    }
+
+    /// Appends `len` floats to `to`.
+    ///
+    /// # Errors
+    /// As `numbers`.
+    pub fn append_floats(&mut self, len: usize, to: &mut Vec<f32>) -> Result<()> {
+        let bytes = self.take(len.checked_mul(4).ok_or_else(|| self.is_short())?)?;
+        crate::memory::reserve(to, len, WHAT)?;
+        to.extend(bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)));
         Ok(())
     }
 

@@ -23,8 +23,6 @@ const KIND: usize = 8 + 2;
 const MESSAGE: u8 = 0;
 const FAILURE: u8 = 1;
 const END: u8 = 2;
-/// Bytes that are read at a time, so that a length that nobody meant costs no memory.
-const PIECE: usize = 64 << 20;
 
 pub(super) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Result<()> {
     let (kind, tag, content) = match frame {
@@ -88,15 +86,13 @@ fn failure_from_bytes(bytes: &[u8]) -> Option<Frame> {
 }
 
 fn read_content(stream: &mut impl Read, length: u64) -> std::io::Result<Vec<u8>> {
-    let mut content = Vec::new();
-    while (content.len() as u64) < length {
-        let piece = (length - content.len() as u64).min(PIECE as u64) as usize;
-        let start = content.len();
-        memory::resize(&mut content, start + piece, 0, "a message of another rank")
-            .map_err(std::io::Error::other)?;
-        stream.read_exact(&mut content[start..])?;
+    // Memory that is not written to takes no pages, so a wrong length costs none.
+    let mut content =
+        memory::with_capacity(length as usize, "a message of another rank").map_err(std::io::Error::other)?;
+    if stream.take(length).read_to_end(&mut content)? as u64 == length {
+        return Ok(content);
     }
-    Ok(content)
+    Err(std::io::Error::other("its connection is closed"))
 }
 
 #[cfg(test)]

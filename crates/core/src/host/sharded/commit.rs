@@ -1,6 +1,7 @@
 //! The commit: gradients go to their owners, and all ranks agree that the step counts.
 
 use super::group::ShardedGroup;
+use super::sent::SentTable;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
@@ -12,11 +13,8 @@ use crate::exchange::message::{Call, Reader, Tag, Writer};
 use crate::host::exact_sum::ExactSum;
 use crate::host::group::ApplyScalars;
 use crate::host::group::push::gone_lookup;
-use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, merge_push};
-use crate::memory;
+use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, merge_push};
 use crate::pool::Pool;
-
-const WHAT: &str = "the gradients of other ranks";
 
 /// The gradients that all ranks have for a lookup, at the owner.
 struct LookupGradients {
@@ -220,7 +218,12 @@ impl ShardedGroup {
             writer.numbers(&[lookup.number, u64::from(weight.to_bits())])?;
             let sent = self.lookups.iter().find(|sent| sent.saved.number == lookup.number);
             let sent = sent.ok_or_else(|| gone_lookup(self))?;
-            for ((table, sent), sums) in lookup.tables.iter().zip(&sent.tables).zip(merged) {
+            let tables = || lookup.tables.iter().zip(&sent.tables);
+            let floats =
+                |(table, sent): (&SavedTable, &SentTable)| sent.request.keys.sent_to(to).len() * table.dim;
+            // With a byte for the exchange.
+            writer.reserve(8 * lookup.tables.len() + 4 * tables().map(floats).sum::<usize>() + 1)?;
+            for ((table, sent), sums) in tables().zip(merged) {
                 let keys = sent.request.keys.sent_to(to);
                 writer.number(keys.len() as u64)?;
                 writer.floats(&sums[0][keys.start * table.dim..keys.end * table.dim])?;
@@ -251,9 +254,8 @@ impl ShardedGroup {
                 }
                 gradients.weights.push(f32::from_bits(reader.number()? as u32));
                 for (table, rows) in push.lookup.tables.iter().zip(&mut gradients.rows) {
-                    let (start, keys) = (rows.len(), reader.number()? as usize);
-                    memory::resize(rows, start + keys.saturating_mul(table.dim), 0.0, WHAT)?;
-                    reader.floats(&mut rows[start..])?;
+                    let keys = reader.number()? as usize;
+                    reader.append_floats(keys.saturating_mul(table.dim), rows)?;
                     gradients.ends.push(rows.len());
                 }
             }

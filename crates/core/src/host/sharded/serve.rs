@@ -127,6 +127,14 @@ impl ShardedGroup {
     fn write_replies(&self, asked: &[Asked], rows: &[Vec<f32>]) -> Result<Vec<Vec<u8>>> {
         let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
         let mut writers: Vec<Writer> = (0..world_size).map(|_| Writer::default()).collect();
+        for (to, writer) in writers.iter_mut().enumerate() {
+            let bytes = |asked: &Asked| {
+                let (keys, silent) = asked.counts[to];
+                (keys + silent) * 4 * self.shard.tables[asked.table].config.dim + (keys + silent) / 8 + 8
+            };
+            // With a byte for the exchange.
+            writer.reserve(asked.iter().map(bytes).sum::<usize>() + 1)?;
+        }
         for (asked, rows) in asked.iter().zip(rows) {
             let (table, owners) = (&self.shard.tables[asked.table], &self.requests[asked.table].owners);
             let dim = table.config.dim;
