@@ -10,7 +10,7 @@ def prefetch(layer: TableLayer, inputs: Any) -> None:
 
     Ranks that share tables on GPUs then make these ids distinct and find their owners beside the current step. Results never depend on
     it: if other ids come, their lookup does all by itself. Up to two batches may be told ahead. It is no collective: ranks may or may
-    not call it.
+    not call it. It pays where a GPU has idle time, as with small batches or slow input; a GPU that is always busy gains nothing.
 
     It does nothing where there is nothing to gain: without ranks, for tables in the memory of the host, on TensorFlow, and for ids that are
     ragged, have weights, or are pooled with a padding id by "mean" or "sqrtn".

@@ -258,13 +258,14 @@ impl GpuGroup {
         let mut pushes = Vec::new();
         for named in named {
             let Some(push) = self.ring.get(named.number) else { continue };
-            let (lookup, rows) = (push.lookup.clone(), push.rows.clone());
+            let (lookup, rows, factors) = (push.lookup.clone(), push.rows.clone(), push.factors.clone());
             if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
                 pushes.push((
                     named.weight,
                     Push {
                         lookup,
                         rows,
+                        factors,
                         copy: None,
                         sums: None,
                         window: None,

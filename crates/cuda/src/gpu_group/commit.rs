@@ -184,7 +184,7 @@ impl GpuGroup {
     /// Writes the sides of a push to the device, if the device has others.
     pub(super) fn refresh_sides(&self, push: &Push, stream: Stream) -> Result<()> {
         let saved = &push.lookup.saved;
-        let sides = self.sides(saved, &push.rows, push.window.as_ref());
+        let sides = self.sides(saved, &push.rows, &push.factors, push.window.as_ref());
         let mut delivered = push.lookup.sides();
         if sides != *delivered {
             self.workspace.deliver_sides(saved, &sides, stream)?;

@@ -40,6 +40,8 @@ struct Push {
     lookup: Arc<SavedLookup>,
     /// By feature: address of its gradients.
     rows: Vec<u64>,
+    /// By feature: what its gradients are multiplied by. Empty if that is 1, or if the device knows it.
+    factors: Vec<f32>,
     /// The memory of `rows`, if it is not the framework's.
     copy: Option<Buffer<u32>>,
     /// The merged gradients, if they have been merged.

@@ -35,9 +35,16 @@ pub struct OutputGradients {
 }
 
 impl GpuGroup {
-    /// Returns the sides of a push. `window`: where its merged gradients go instead of sums.
-    pub(super) fn sides(&self, saved: &Saved, rows: &[u64], window: Option<&Window>) -> Vec<Side> {
+    /// Returns the sides of a push. `factors`: by feature, empty if they are 1. `window`: where its merged gradients go instead of sums.
+    pub(super) fn sides(
+        &self,
+        saved: &Saved,
+        rows: &[u64],
+        factors: &[f32],
+        window: Option<&Window>,
+    ) -> Vec<Side> {
         let mut sides = self.workspace.sides(&self.tables, saved, rows, self.nowhere.address());
+        sides.iter_mut().zip(factors).for_each(|(side, factor)| side.scale *= factor);
         if let Some(window) = window {
             let firsts = sharded::gradient_places(&self.tables, saved);
             for side in &mut sides {
@@ -143,7 +150,7 @@ impl GpuGroup {
         if gradients.check_finite {
             workspace.check_finite(&given, &self.is_bad, stream)?;
         }
-        let sides = self.sides(&saved.saved, &rows, window.as_ref());
+        let sides = self.sides(&saved.saved, &rows, &[], window.as_ref());
         let reads_rows = window.is_some() && !weight_gradients.is_empty();
         let row_sides = if reads_rows { self.row_sides(&saved, &sides) } else { sides.clone() };
         let workspace = &mut self.workspace;
@@ -172,7 +179,8 @@ impl GpuGroup {
         }
         saved.saved.generations.iter().for_each(|(t, _)| self.tables[*t].count_call());
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
-        let push = Push { lookup: saved, rows, copy, sums, window, is_merged, _keep: gradients.keep };
+        let (keep, factors) = (gradients.keep, Vec::new());
+        let push = Push { lookup: saved, rows, factors, copy, sums, window, is_merged, _keep: keep };
         if let (_, Some(fallen)) = self.ring.add(push) {
             self.reuse(fallen);
         }

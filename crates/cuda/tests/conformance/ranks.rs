@@ -127,13 +127,15 @@ fn follow(
                 let dim = configs[input.table].0.dim;
                 gradients[bags.start * dim..bags.end * dim].to_vec()
             });
+        // In some steps each rank has a weight of its own.
+        let weight = if number % 3 == 0 { step.weight * (1 + rank) as f32 } else { step.weight };
         let kept = Arc::new(gradients.collect::<Vec<_>>());
         let weighted = inputs.iter().filter(|input| input.weights.is_some());
         let ids: Vec<usize> = weighted.map(|input| input.ids.keys().len()).collect();
         let seen = subjects.each_mut().map(|subject| {
             let (lookup, outputs) = subject.lookup(&inputs, step.insertion, true).unwrap();
             let weights = subject.push(number, lookup, &kept, number % 2 == 0, &ids).unwrap();
-            let norm = subject.commit(&[(number, step.weight)], step.is_update).unwrap() as f32;
+            let norm = subject.commit(&[(number, weight)], step.is_update).unwrap() as f32;
             let scalars = UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 };
             subject.apply(scalars, step.is_update).unwrap();
             for table in 0..configs.len() {

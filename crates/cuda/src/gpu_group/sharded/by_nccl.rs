@@ -90,8 +90,8 @@ impl ShardedGpuGroup {
         Ok((0..world_size).map(of_rank).collect())
     }
 
-    /// Waits for the work on a stream. Launches of NCCL among it may wait for other ranks.
-    fn wait_for(&self, stream: Stream) -> Result<()> {
+    /// Waits for the work on a stream, which may wait for other ranks.
+    pub(super) fn wait_for(&self, stream: Stream) -> Result<()> {
         let start = Instant::now();
         while !stream.is_idle()? {
             if let Some(failure) = self.peers.communicator.failure() {

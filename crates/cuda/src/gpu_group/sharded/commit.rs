@@ -17,8 +17,10 @@ use super::layout::{gradient_layout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};
 use crate::abi::{self, AgreedPush, Agreement};
 use crate::device::{Stream, launch_next};
+use crate::gpu_group::absent::Absent;
 use crate::gpu_group::{Committed, GpuGroup, LookupNumber, OutputGradients, Push, optimizer};
 use crate::kernels::RANKS;
+use crate::memory::read;
 use crate::peers::{Mapping, WindowName};
 
 /// Numbers of pushes for which `agree` is instantiated.
@@ -185,9 +187,13 @@ unsafe fn agree_on(
                 group.learn_begins(push.lookup, stream)?;
             }
         }
+        let first = group.shard.ring.next_number();
         let pushes = pending.iter().map(|pending| group.push_to_shard(pending, stream));
         let pushes = pushes.collect::<Result<Vec<_>>>()?;
         group.agree(&pushes, stream)?;
+        if group.writes_sides_anew(pending) {
+            group.learn_factors(pending, first, stream)?;
+        }
     }
     Ok(())
 }
@@ -214,6 +220,39 @@ impl ShardedGpuGroup {
         let begins = served.begins_on_device.read(0, served.begins.len())?;
         served.begins.iter_mut().zip(begins).for_each(|(begin, more)| *begin += u64::from(more));
         served.begins_on_device.zero(stream)
+    }
+
+    /// Whether the commit of the shard writes sides of pushes to the device again, over what `agree` has written there.
+    fn writes_sides_anew(&self, pending: &[Pending]) -> bool {
+        let shares_lookup = |k: usize| pending[..k].iter().any(|other| other.lookup == pending[k].lookup);
+        let inserts = |pending: &Pending| {
+            let mut lookups = self.shard.lookups.iter();
+            let lookup = lookups.find(|lookup| lookup.number == pending.lookup);
+            lookup.is_some_and(|lookup| !matches!(*lookup.absent(), Absent::None))
+        };
+        (0..pending.len()).any(shares_lookup) || pending.iter().any(inserts)
+    }
+
+    /// Reads by what the gradients of each rank are multiplied, if the ranks' weights differ. Waits for the device. `first`: number of the
+    /// first of these pushes to the shard.
+    fn learn_factors(&mut self, pending: &[Pending], first: u64, stream: Stream) -> Result<()> {
+        let world_size = self.peers.world_size();
+        self.wait_for(stream)?;
+        let words = world_size * (RING as usize + 1);
+        let verdicts = read::<f32>(self.peers.context(), self.board.address() + VERDICTS as u64, words)?;
+        for (number, push) in (first..).zip(pending) {
+            let row = (push.number % RING) as usize;
+            let weights: Vec<f32> =
+                (0..world_size).map(|rank| verdicts[rank * (RING as usize + 1) + row]).collect();
+            let is_common = weights.iter().all(|weight| weight.to_bits() == weights[0].to_bits());
+            let served = self.served.iter().find(|served| served.number == push.lookup);
+            if let (false, Some(served), Some(of_shard)) =
+                (is_common, served, self.shard.ring.get_mut(number))
+            {
+                of_shard.factors = served.features.iter().map(|&(_, rank)| weights[rank]).collect();
+            }
+        }
+        Ok(())
     }
 
     /// Gives the gradients of all ranks to the shard, as a push of its own.
