@@ -71,7 +71,9 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
 
 def prefetch(plan, inputs):
     """Tells the ids of a later lookup. `inputs`: as `lookup`; the plan has no weights."""
-    device = jax.local_devices()[0] if jax.config.jax_default_device is None else jax.config.jax_default_device
+    device = jax.config.jax_default_device or jax.local_devices()[0]
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
     arrays = jax.block_until_ready(jax.device_put([array for ids in inputs for array in ids], device))
     described = [(array.unsafe_buffer_pointer(), str(array.dtype), list(array.shape)) for array in arrays]
     _native.prefetch(plan.handle, described, arrays, None)

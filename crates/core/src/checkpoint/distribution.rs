@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::ranks::Ranks;
 use super::record_reader::RecordReader;
 use crate::contract::table::Records;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::collectives::exchange;
 use crate::exchange::message::{Reader, Writer};
@@ -15,7 +15,7 @@ const WHAT: &str = "the rows of a dump";
 
 /// A file of the dump.
 pub(super) struct Part<'a> {
-    /// Index of its table among those that are loaded.
+    /// Number of its table, the same on all ranks.
     pub table: usize,
     pub reader: RecordReader<'a>,
 }
@@ -34,8 +34,7 @@ pub(super) fn files_of_rank(sizes: &[u64], rank: usize, world_size: usize) -> Ra
     of_file.partition_point(|&of| of < rank)..of_file.partition_point(|&of| of <= rank)
 }
 
-/// Records of a table.
-#[derive(Default)]
+/// Records of the table with a number.
 struct Chunk {
     table: usize,
     records: Records,
@@ -60,7 +59,7 @@ fn next_chunk<'a>(
     }
 }
 
-/// Reads all records of `parts`, and gives them to `take` with the index of their table. With ranks, `parts` are those that this rank reads,
+/// Reads all records of `parts`, and gives them to `take` with the number of their table. With ranks, `parts` are those that this rank reads,
 /// and `take` is given what it owns of the parts of all. A chunk is read while the one before it is taken. `owners`: by table.
 ///
 /// # Errors
@@ -76,10 +75,19 @@ pub(super) fn for_each_chunk<'a>(
     loop {
         // On another thread the next chunk is read.
         let (read, done) = std::thread::scope(|scope| {
-            let reading = (!is_last).then(|| scope.spawn(|| next_chunk(&mut parts, &mut now)));
+            let reading = (!is_last).then(|| {
+                let reader = std::thread::Builder::new().name("sok-reader".into());
+                reader.spawn_scoped(scope, || next_chunk(&mut parts, &mut now))
+            });
             let mut all = taken.iter();
             let done = all.try_for_each(|Chunk { table, records }| take(*table, records));
-            let read = reading.map_or(Ok(None), |reading| reading.join().expect("reading does not panic"));
+            let read = match reading {
+                None => Ok(None),
+                Some(Ok(reading)) => reading.join().expect("reading does not panic"),
+                Some(Err(error)) => {
+                    Err(Error::State(format!("cannot start a thread that reads a dump: {error}")))
+                }
+            };
             (read, done)
         });
         let chunk = done.and(read);

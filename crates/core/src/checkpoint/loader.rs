@@ -215,19 +215,22 @@ fn read_all<'a>(
     ranks: Option<&Ranks>,
     mut take: impl FnMut(usize, &Records) -> Result<()>,
 ) -> Result<()> {
+    // Ranks may have their targets in other orders.
+    let mut order: Vec<usize> = (0..loads.len()).collect();
+    order.sort_unstable_by_key(|&load| (&loads[load].entry.name, &loads[load].table));
     let mut files: Vec<(usize, &'a DataFile)> = Vec::new();
-    for (table, load) in loads.iter().enumerate() {
-        files.extend(load.entry.shards.iter().map(|shard| (table, shard)));
+    for (place, &load) in order.iter().enumerate() {
+        files.extend(loads[load].entry.shards.iter().map(|shard| (place, shard)));
     }
     let sizes: Vec<u64> = files.iter().map(|(_, shard)| shard.bytes).collect();
     let (rank, world_size) = place_of(ranks);
     let own = files.drain(files_of_rank(&sizes, rank, world_size)).collect::<Vec<_>>();
-    let parts = own.into_iter().map(|(table, shard)| {
-        let reader = loads[table].reader(shard, with_values)?;
-        Ok(Part { table, reader })
+    let parts = own.into_iter().map(|(place, shard)| {
+        let reader = loads[order[place]].reader(shard, with_values)?;
+        Ok(Part { table: place, reader })
     });
-    let owners: Vec<_> = loads.iter().map(|load| load.owners).collect();
-    for_each_chunk(parts, &owners, ranks, &mut take)
+    let owners: Vec<_> = order.iter().map(|&load| loads[load].owners).collect();
+    for_each_chunk(parts, &owners, ranks, &mut |place, records| take(order[place], records))
 }
 
 /// Loads all tables into fresh ones.
@@ -299,6 +302,8 @@ fn merge(loads: &[TableLoad], targets: &mut [Target], ranks: Option<&Ranks>) -> 
 struct TableLoad<'a> {
     dump: &'a DumpReader,
     entry: &'a TableEntry,
+    /// Name of the table that takes the rows.
+    table: String,
     /// The rule of the table after the load.
     update: Option<Update>,
     /// The layout of its records after the load.
@@ -340,7 +345,8 @@ impl<'a> TableLoad<'a> {
         // Zeros for the row, then the states' first values.
         let mut first = vec![0.0; layout.width()];
         layout.fill_states(&mut first, true);
-        Ok(TableLoad { dump, entry, update, layout, first, states: dumped.is_some(), owners })
+        let table = table.config().name.clone();
+        Ok(TableLoad { dump, entry, table, update, layout, first, states: dumped.is_some(), owners })
     }
 
     fn report(&self, table: &dyn Table) -> LoadedTable {

@@ -186,6 +186,7 @@ pub fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool, step: u64) -
 /// Loads the tables of a group by their names. `step`: number of the load.
 pub fn restore(group: &mut ShardedGroup, path: &Path, mode: LoadMode, step: u64) -> Result<()> {
     let ranks = ranks_of(group, Call::Load, step);
+    let rank = group.communicator().rank();
     let parts: Vec<_> = (0..group.num_tables())
         .map(|table| (group.table(table).config().name.clone(), group.owners(table)))
         .collect();
@@ -193,6 +194,9 @@ pub fn restore(group: &mut ShardedGroup, path: &Path, mode: LoadMode, step: u64)
     let mut targets: Vec<Target> = tables
         .map(|(table, (name, owners))| Target { name, table, binding: TargetBinding::Bound, owners: *owners })
         .collect();
+    // Each rank has them in an order of its own.
+    let count = targets.len();
+    targets.rotate_left(rank % count);
     DumpReader::open(path)?.load(&mut targets, &LoadOptions { mode, states: true }, Some(&ranks)).map(drop)
 }
 
