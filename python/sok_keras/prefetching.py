@@ -18,7 +18,7 @@ def prefetch(layer: TableLayer, inputs: Any) -> None:
     Example:
 
     >>> layer = sok.DynamicEmbedding(4)
-    >>> batches = [np.array([3, 5]), np.array([5, 7])]
+    >>> batches = [np.array([3, 5], "int32"), np.array([5, 7], "int32")]
     >>> sok.prefetch(layer, batches[0])
     >>> for number, batch in enumerate(batches):
     ...     if number + 1 < len(batches):
