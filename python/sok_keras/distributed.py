@@ -1,5 +1,6 @@
 """Ranks: processes that train one model together, each on its part of a batch."""
 
+import contextlib
 import json
 import os
 import re
@@ -78,7 +79,7 @@ def init(
 def _leave() -> None:
     # Ranks that do not end by themselves may be ended by MPI, with this one.
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
+        with contextlib.suppress(Exception):  # a stream may be anything that a program has put there
             stream.flush()
     native.leave_ranks()
 

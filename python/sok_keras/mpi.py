@@ -43,6 +43,8 @@ def find(own_address: Callable[[], str]) -> Found | None:
             "start the ranks by `python -m sok_keras.launch`"
         ) from error
     world = MPI.COMM_WORLD
+    if world.size == 1 and not any(name in os.environ for name in _SIZES):
+        return None  # no `mpirun`: variables may say who the ranks are
     own = (own_address() if world.rank == 0 else "", os.environ.get("SOK_EXCHANGE"), _objection(MPI))
     # All ranks see the same, so that either none raises or all do: one alone would leave the others in a call of MPI.
     told = world.allgather(own)

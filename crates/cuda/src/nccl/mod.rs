@@ -93,7 +93,10 @@ impl Nccl {
             communicator: communicator.clone(),
             handle: Mutex::new(Connection(null_mut())),
         });
-        nccl.init(UniqueId(id)).inspect_err(|error| communicator.fail(error))?;
+        nccl.init(UniqueId(id)).inspect_err(|error| {
+            communicator.fail(error);
+            nccl.abort();
+        })?;
         let to_abort = Arc::downgrade(&nccl);
         communicator.on_failure(Box::new(move || {
             to_abort.upgrade().iter().for_each(|nccl| nccl.abort());
@@ -109,14 +112,15 @@ impl Nccl {
         // SAFETY: Handle and configuration may be written.
         let result = unsafe { (self.library.init)(&mut connection.0, world_size, id, rank, &mut config) };
         self.library.check(result)?;
-        self.wait(&mut connection)
+        self.wait(&connection)
     }
 
-    /// Waits until what was started is enqueued. Aborts if it fails.
-    fn wait(&self, connection: &mut Connection) -> Result<()> {
+    /// Waits until what was started is enqueued. After an error, the failure of the communicator of the hosts aborts: kernels must see that
+    /// first.
+    fn wait(&self, connection: &Connection) -> Result<()> {
         let start = Instant::now();
         let timeout = self.communicator.timeout().max(CONNECTING);
-        let done = loop {
+        loop {
             let mut state = 0;
             // SAFETY: The communicator is alive, and the number may be written.
             let asked = unsafe { (self.library.async_error)(connection.0, &mut state) };
@@ -135,11 +139,7 @@ impl Nccl {
                 ));
             }
             if start.elapsed() > BRIEF { std::thread::sleep(PAUSE) } else { std::thread::yield_now() }
-        };
-        if done.is_err() {
-            self.abort_connection(connection);
         }
-        done
     }
 
     fn abort_connection(&self, connection: &mut Connection) {
@@ -158,7 +158,7 @@ impl Nccl {
     /// Enqueues the calls of `enqueue`, as one.
     fn group(&self, enqueue: impl FnOnce(Handle) -> c_int) -> Result<()> {
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        let mut connection = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        let connection = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         if connection.0.is_null() {
             let gone = || Error::State("the GPUs of the ranks are not connected any more".into());
             return Err(self.communicator.failure().unwrap_or_else(gone));
@@ -168,8 +168,7 @@ impl Nccl {
         let enqueued = self.library.check(started).and_then(|()| self.library.check(enqueue(connection.0)));
         // SAFETY: A group was started by this thread.
         let ended = unsafe { (self.library.group_end)() };
-        let done =
-            enqueued.and_then(|()| self.library.check(ended)).and_then(|()| self.wait(&mut connection));
+        let done = enqueued.and_then(|()| self.library.check(ended)).and_then(|()| self.wait(&connection));
         drop(connection);
         done.inspect_err(|error| self.communicator.fail(error))
     }

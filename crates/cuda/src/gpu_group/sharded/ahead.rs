@@ -152,7 +152,9 @@ impl ShardedGpuGroup {
         for i in 0..self.ahead.lookups.len() {
             if self.ahead.lookups[i].begun.is_none() {
                 let features = std::mem::take(&mut self.ahead.lookups[i].features);
-                self.ahead.lookups[i].begun = self.make_distinct(&features)?;
+                let begun = self.make_distinct(&features);
+                self.ahead.lookups[i].features = features;
+                self.ahead.lookups[i].begun = begun?;
             }
         }
         Ok(())

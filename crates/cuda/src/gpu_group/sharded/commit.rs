@@ -181,9 +181,8 @@ unsafe fn agree_on(
         front.merge_pushes(stream)?;
     }
     for (group, pending) in groups.iter_mut().zip(pending) {
-        for (k, push) in pending.iter().enumerate() {
-            // Pushes of one lookup share its sides, which are written anew for each.
-            if pending[..k].iter().any(|other| other.lookup == push.lookup) {
+        if group.writes_sides_anew(pending) {
+            for push in pending {
                 group.learn_begins(push.lookup, stream)?;
             }
         }
