@@ -9,6 +9,7 @@ pub mod gpu_group;
 pub mod gpu_table;
 mod index;
 pub mod kernels;
+mod loader;
 pub mod memory;
 pub mod nccl;
 pub mod nvrtc;

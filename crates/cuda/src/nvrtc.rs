@@ -1,6 +1,4 @@
-//! NVRTC, the compiler of kernels. The library is loaded at run time. The candidates, in this order: a copy that is already loaded;
-//! the path in `SOK_NVRTC`; the paths that the caller gives, for example in the folder of a Python package; the library of the
-//! system.
+//! NVRTC, the compiler of kernels. The library is loaded at run time. `SOK_NVRTC` is the path of the one that the user chooses.
 
 #![allow(unsafe_code)]
 
@@ -8,11 +6,11 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::PathBuf;
 use std::ptr::{null, null_mut};
 
-use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
+use libloading::os::unix::Library;
 use sok_core::error::{Error, Result};
 
-/// `RTLD_NOLOAD` of Linux: opens a library only if it is already loaded.
-const ONLY_IF_LOADED: c_int = 4;
+use crate::loader;
+
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
 type Program = *mut std::ffi::c_void;
@@ -66,30 +64,21 @@ impl Nvrtc {
     /// # Errors
     /// [`Error::Device`] with the paths that were tried if none can be loaded, or if the library lacks a function.
     pub fn load(known: &[PathBuf]) -> Result<Nvrtc> {
-        let chosen = std::env::var_os("SOK_NVRTC").map(PathBuf::from);
-        let loaded = NAMES.iter().map(|name| (PathBuf::from(name), RTLD_LAZY | RTLD_LOCAL | ONLY_IF_LOADED));
-        let named = chosen.iter().chain(known).cloned().chain(NAMES.iter().map(PathBuf::from));
-        let mut tried = Vec::new();
-        for (path, flags) in loaded.chain(named.map(|path| (path, RTLD_LAZY | RTLD_LOCAL))) {
-            // SAFETY: NVRTC's initializers only set up its own state.
-            match unsafe { Library::open(Some(&path), flags) } {
-                Ok(library) => return Nvrtc::bind(library),
-                Err(_) => tried.push(path.display().to_string()),
-            }
-        }
-        tried.dedup();
+        // SAFETY: NVRTC's initializers only set up its own state.
+        let tried = match unsafe { loader::open(&NAMES, "SOK_NVRTC", known) } {
+            Ok(library) => return Nvrtc::bind(library),
+            Err(tried) => tried,
+        };
         Err(Error::Device(format!(
-            "NVRTC, which compiles the GPU's kernels, was not found. Tried {}. Install the extra `cuda12` or `cuda13`, or set \
-             SOK_NVRTC to the path of libnvrtc.so",
-            tried.join(", ")
+            "NVRTC, which compiles the GPU's kernels, was not found. Tried {tried}. Install the extra `cuda12` or `cuda13`, or set \
+             SOK_NVRTC to the path of libnvrtc.so"
         )))
     }
 
     fn bind(library: Library) -> Result<Nvrtc> {
         fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
             // SAFETY: The caller gives the type that the function has in nvrtc.h.
-            let found = unsafe { library.get::<T>(name.as_bytes()) };
-            found.map(|s| *s).map_err(|e| Error::Device(format!("NVRTC has no {name}: {e}")))
+            unsafe { loader::symbol(library, "NVRTC", name) }
         }
         let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int =
             symbol(&library, "nvrtcVersion")?;

@@ -1,5 +1,4 @@
-//! The functions of NCCL that are called here. The library is loaded at run time. The candidates, in this order: a copy that is already
-//! loaded, as the frameworks have it; the path in `SOK_NCCL`; the paths that the caller gives; the library of the system.
+//! The functions of NCCL that are called here. The library is loaded at run time. `SOK_NCCL` is the path of the one that the user chooses.
 
 #![allow(unsafe_code)]
 
@@ -9,8 +8,8 @@ use std::path::PathBuf;
 use libloading::os::unix;
 use sok_core::error::{Error, Result};
 
-/// `RTLD_NOLOAD` of Linux: opens a library only if it is already loaded.
-const ONLY_IF_LOADED: c_int = 4;
+use crate::loader;
+
 const NAME: &str = "libnccl.so.2";
 /// The first version whose calls do not block where that is asked for.
 const OLDEST: c_int = 21400;
@@ -82,30 +81,19 @@ impl Library {
     /// # Errors
     /// [`Error::Device`] with the paths that were tried if none can be loaded, or if the library is too old.
     pub fn load(known: &[PathBuf]) -> Result<Library> {
-        let chosen = std::env::var_os("SOK_NCCL").map(PathBuf::from);
-        let local = unix::RTLD_LAZY | unix::RTLD_LOCAL;
-        let system = PathBuf::from(NAME);
-        let named = chosen.iter().chain(known).chain([&system]).map(|path| (path, local));
-        let mut tried = Vec::new();
-        for (path, flags) in std::iter::once((&system, local | ONLY_IF_LOADED)).chain(named) {
-            // SAFETY: NCCL's initializers only set up its own state.
-            match unsafe { unix::Library::open(Some(path), flags) } {
-                Ok(library) => return Library::bind(library),
-                Err(_) => tried.push(path.display().to_string()),
-            }
+        // SAFETY: NCCL's initializers only set up its own state.
+        match unsafe { loader::open(&[NAME], "SOK_NCCL", known) } {
+            Ok(library) => Library::bind(library),
+            Err(tried) => Err(Error::Device(format!(
+                "NCCL was not found. Tried {tried}. Install `nvidia-nccl-cu12` or `nvidia-nccl-cu13`, or set SOK_NCCL to the path of {NAME}"
+            ))),
         }
-        tried.dedup();
-        Err(Error::Device(format!(
-            "NCCL was not found. Tried {}. Install `nvidia-nccl-cu12` or `nvidia-nccl-cu13`, or set SOK_NCCL to the path of {NAME}",
-            tried.join(", ")
-        )))
     }
 
     fn bind(library: unix::Library) -> Result<Library> {
         fn symbol<T: Copy>(library: &unix::Library, name: &str) -> Result<T> {
             // SAFETY: The caller gives the type that the function has in nccl.h.
-            let found = unsafe { library.get::<T>(name.as_bytes()) };
-            found.map(|symbol| *symbol).map_err(|error| Error::Device(format!("NCCL has no {name}: {error}")))
+            unsafe { loader::symbol(library, "NCCL", name) }
         }
         let version: unsafe extern "C" fn(*mut c_int) -> c_int = symbol(&library, "ncclGetVersion")?;
         let mut number = 0;

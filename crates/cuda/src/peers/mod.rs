@@ -217,14 +217,6 @@ impl Peers {
         &self.device.context
     }
 
-    /// Waits for all work of this rank's device.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if a launch has failed.
-    pub fn device_idle(&self) -> Result<()> {
-        self.device.synchronize()
-    }
-
     /// Allocates memory that all ranks can reach once it has been sent.
     ///
     /// # Errors

@@ -228,7 +228,7 @@ impl ShardedGpuGroup {
     fn copy_parts(&mut self, copies: &[PartCopy], stream: Stream) -> Result<()> {
         let words = size_of_val(copies) / 4;
         if self.spares.copies.as_ref().is_none_or(|memory| memory.len() < words) {
-            self.peers.device_idle()?;
+            self.shard.workspace.device.synchronize()?;
             self.spares.copies = Some(Buffer::uninit(self.peers.context(), words.next_power_of_two())?);
         }
         let to = self.spares.copies.as_ref().map_or(0, Buffer::address);
