@@ -36,7 +36,7 @@ def step_of_rank(rank, ranks):
 
 
 def measure(runs):
-    """Prints the median of a step's milliseconds, and those of its parts."""
+    """Prints the median time of a step and the time of each of its parts, in milliseconds."""
     import sok_keras as sok
     from sok_keras.backend import native
 

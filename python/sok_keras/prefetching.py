@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from sok_keras.layers.base import TableLayer
+from sok_keras.layers.distributed_embedding import DistributedEmbedding
+from sok_keras.layers.dynamic_embedding import DynamicEmbedding
 
 
-def prefetch(layer: TableLayer, inputs: Any) -> None:
+def prefetch(layer: DynamicEmbedding | DistributedEmbedding, inputs: Any) -> None:
     """Tells a layer the ids of its next training batch, before the step on the current batch.
 
     Ranks that share tables on GPUs then make these ids distinct and find their owners beside the current step. Results never depend on
-    it: if other ids come, their lookup does all by itself. Up to two batches may be told ahead. It is no collective: ranks may or may
-    not call it. It pays where a GPU has idle time, as with small batches or slow input; a GPU that is always busy gains nothing.
+    it: if other ids come, their lookup does all by itself. Tell batches in the order in which they are trained on, at most two ahead. It is
+    not collective: ranks need not all call it. It pays where a GPU has idle time, as with small batches or slow input; a GPU that is always busy gains nothing.
 
-    It does nothing where there is nothing to gain: without ranks, for tables in the memory of the host, on TensorFlow, and for ids that are
-    ragged, have weights, or are pooled with a padding id by "mean" or "sqrtn".
+    It does nothing without ranks, for tables in the memory of the host, on TensorFlow, for static tables that raise an error for unknown
+    ids, and for ids that are ragged, have weights, or are pooled with a padding id by "mean" or "sqrtn".
 
     Example:
 
@@ -33,6 +34,6 @@ def prefetch(layer: TableLayer, inputs: Any) -> None:
         ValueError: If `layer` is another layer, or if it is called while a step is traced.
         DeviceError: If the GPU does not have enough memory.
     """
-    if not isinstance(layer, TableLayer):
+    if not isinstance(layer, DynamicEmbedding | DistributedEmbedding):
         raise ValueError(f"`layer` must be a DynamicEmbedding or a DistributedEmbedding. Received: {layer!r}")
     layer._prefetch(inputs)

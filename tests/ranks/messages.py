@@ -113,20 +113,21 @@ def other_raises():
     wait_in_vain(rank, 2 * TIMEOUT)
 
 
-def other_stops():
+def end_rank_1(sent):
+    """Rank 1 gets a signal."""
     rank = connect(TIMEOUT)
     native.barrier()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), sent)
     wait_in_vain(rank, 2 * TIMEOUT)
+
+
+def other_stops():
+    end_rank_1(signal.SIGSTOP)
 
 
 def other_is_killed():
-    rank = connect(TIMEOUT)
-    native.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    wait_in_vain(rank, 2 * TIMEOUT)
+    end_rank_1(signal.SIGKILL)
 
 
 def other_ends_late():

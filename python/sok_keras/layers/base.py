@@ -149,18 +149,13 @@ class TableLayer(backend.TableState, keras.layers.Layer):
             self._core.warn_of_refused()
         return [ops.cast(row, self.compute_dtype) for row in rows]
 
-    def _prefetch(self, inputs: Any) -> None:
-        """Tells the core the ids of a later call with `training=True`."""
-        for features, tensors in self._calls_without_weights(inputs):
-            if isinstance(tensors[0][0], keras.KerasTensor) or backend.is_tracing(tensors[0][0]):
-                raise ValueError("`prefetch` must be called outside of functions that are traced or compiled")
-            plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
-            if plan.gpu is not None and distributed.world_size() > 1:
-                backend.prefetch(plan, tensors)
-
-    def _calls_without_weights(self, inputs: Any) -> list[tuple[tuple, list]]:
-        """Returns, for each native call that trains tables, its features and the tensors of each."""
-        raise NotImplementedError
+    def _tell(self, features: tuple, tensors: list) -> None:
+        """Tells the core the ids of a later call with `training=True`. The arguments are those of `_lookup`, without weights."""
+        if isinstance(tensors[0][0], keras.KerasTensor) or backend.is_tracing(tensors[0][0]):
+            raise ValueError("`prefetch` must be called outside of functions that are traced or compiled")
+        plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
+        if plan.gpu is not None and distributed.world_size() > 1:
+            backend.prefetch(plan, tensors)
 
     # ---- saving
 

@@ -152,12 +152,11 @@ class DistributedEmbedding(TableLayer):
             floats.append(weight)
         return features, ordered, tensors, floats
 
-    def _calls_without_weights(self, inputs: Any) -> list[tuple[tuple, list]]:
+    def _prefetch(self, inputs: Any) -> None:
         features, _, tensors, weights = self._features(inputs, None)
         trains = [number for number, config in enumerate(self._structure.features) if config.table.trainable]
-        if not trains or any(weights[number] is not None for number in trains):
-            return []
-        return [(tuple(features[number] for number in trains), [tensors[number] for number in trains])]
+        if trains and all(weights[number] is None for number in trains):
+            self._tell(tuple(features[number] for number in trains), [tensors[number] for number in trains])
 
     def _lookup_in_parts(self, features: list, tensors: list, weights: list, training: bool | None) -> list:
         """Looks up all features. One native call serves the trainable tables, a second one the frozen tables."""

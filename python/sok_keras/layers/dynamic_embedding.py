@@ -193,9 +193,10 @@ class DynamicEmbedding(TableLayer):
         )
         return feature, inputs, tensors, weights
 
-    def _calls_without_weights(self, inputs: Any) -> list[tuple[tuple, list]]:
+    def _prefetch(self, inputs: Any) -> None:
         feature, _, tensors, weights = self._feature(inputs, None)
-        return [] if weights is not None else [((feature,), [tensors])]
+        if weights is None:
+            self._tell((feature,), [tensors])
 
     def preprocess(self, inputs: Any, weights: Any = None, *, ragged: bool = False) -> Any:
         """Converts ids on the host to what `call` takes on this backend.

@@ -59,11 +59,13 @@ fn next_chunk<'a>(
     }
 }
 
-/// Reads all records of `parts`, and gives them to `take` with the number of their table. With ranks, `parts` are those that this rank reads,
-/// and `take` is given what it owns of the parts of all. A chunk is read while the one before it is taken. `owners`: by table.
+/// Reads files and calls `take` with the records of each chunk and the number of their table. The next chunk is read while `take` runs.
+///
+/// Without ranks, `parts` are all files. With ranks, `parts` are the files that this rank reads. Each record is sent to its owner, and `take`
+/// is called with the records that this rank owns. `owners`: by number of a table.
 ///
 /// # Errors
-/// Those of the parts and of `take`. With ranks, if one of them fails, all do.
+/// The errors of reading and of `take`. If one rank fails, all ranks return an error.
 pub(super) fn for_each_chunk<'a>(
     parts: impl Iterator<Item = Result<Part<'a>>> + Send,
     owners: &[Option<Owners>],

@@ -144,7 +144,7 @@ impl DumpReader {
     /// not fit; [`Error::CorruptDump`] as [`DumpReader::verify`]; [`Error::DumpReplaced`] if a new dump took a file away: then
     /// nothing has changed.
     ///
-    /// `ranks`: those that read the dump together, each its part of the files. If one of them fails, none changes its tables.
+    /// `ranks`: the ranks that load together. Each reads a part of the files. If one rank fails, no rank changes its tables.
     pub fn load(
         &self,
         targets: &mut [Target],
@@ -207,8 +207,8 @@ fn agreed<T>(ranks: Option<&Ranks>, round: u8, result: Result<T>) -> Result<T> {
     }
 }
 
-/// Reads the records of all tables, and gives those that this rank owns to `take`, with the index of their table. `with_values`: whether
-/// more than keys is read.
+/// Reads the records of all tables. Calls `take` with the index of a table and records of it that this rank owns. If not `with_values`,
+/// only keys are read.
 fn read_all<'a>(
     loads: &'a [TableLoad<'a>],
     with_values: bool,

@@ -48,8 +48,9 @@ pub(super) struct RecordReader<'a> {
     first: &'a [f32],
     /// Number of ids of a static table, and its name.
     vocabulary: Option<(u64, &'a str)>,
-    /// Rows that are left, and those of a chunk.
+    /// Number of rows that were not read yet.
     left: usize,
+    /// Number of rows of a chunk.
     chunk_rows: usize,
 }
 

@@ -13,6 +13,7 @@ use sok_core::error::Result;
 use super::ShardedGpuGroup;
 use super::layout::LookupLayout;
 use crate::device::{Device, Stream, driver_error};
+use crate::gpu_table::GpuTable;
 use crate::memory::Buffer;
 use crate::peers::Window;
 use crate::step::{AbsentIds, Asking, Bags, Feature, Started, When};
@@ -126,7 +127,11 @@ impl ShardedGpuGroup {
         stream: Option<Stream>,
     ) -> Result<()> {
         let Some(forms) = forms_of(features) else { return Ok(()) };
-        if features.iter().any(|feature| feature.validate().is_err() || feature.table >= self.owners.len()) {
+        // An id outside a vocabulary is an error of the lookup itself, which it reports as it makes ids distinct.
+        let is_left_out = |feature: &Feature| {
+            feature.validate().is_err() || self.front.tables.get(feature.table).is_none_or(GpuTable::refuses)
+        };
+        if features.iter().any(is_left_out) {
             return Ok(());
         }
         if let Some(stream) = stream {
