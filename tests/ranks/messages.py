@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 
 import numpy as np
 
@@ -32,12 +33,23 @@ def address():
 
 
 def is_by_mpi():
-    """The thread that helps with messages of MPI is there."""
-    names = set()
+    """The thread that helps with messages of MPI is there. It has its name soon after it starts."""
+    for _ in range(100):
+        if "sok-messages\n" in names_of_threads():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def write_at_once(file, text):
+    """The launcher mixes lines of ranks that are written in parts."""
+    os.write(file, text.encode())
+
+
+def names_of_threads():
     for path in pathlib.Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
-            names.add(path.read_text())
-    return "sok-messages\n" in names
+            yield path.read_text()
 
 
 def sizes():
@@ -96,7 +108,7 @@ def transport():
         mpi4py.rc.thread_level = "funneled"
     rank = connect()
     native.barrier()
-    os.write(1, f"rank {rank} by mpi: {is_by_mpi()}\n".encode())  # at once, or the launcher mixes the lines of ranks
+    write_at_once(1, f"rank {rank} by mpi: {is_by_mpi()}\n")
 
 
 def wait_in_vain(rank, seconds):
@@ -173,4 +185,5 @@ def forked():
 
 
 if __name__ == "__main__":
+    sys.excepthook = lambda *error: write_at_once(2, "".join(traceback.format_exception(*error)))
     globals()[sys.argv[1]]()
