@@ -37,6 +37,10 @@ RULES = {
     "rmsprop_centered_momentum": functools.partial(
         optimizers.RMSprop, 0.02, rho=0.7, momentum=0.5, epsilon=1e-2, centered=True
     ),
+    "adadelta": functools.partial(optimizers.Adadelta, 0.8, rho=0.8, epsilon=1e-2),
+    "adamax": functools.partial(optimizers.Adamax, 0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
+    "nadam": functools.partial(optimizers.Nadam, 0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
+    "row_wise_adam": functools.partial(sok.optimizers.RowWiseAdam, 0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
     "lion": functools.partial(optimizers.Lion, 0.02, beta_1=0.8, beta_2=0.95),
     "ftrl": functools.partial(optimizers.Ftrl, 0.2, initial_accumulator_value=0.3),
     "ftrl_power": functools.partial(

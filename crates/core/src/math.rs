@@ -34,6 +34,12 @@ pub fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
+/// The absolute value. NaN stays NaN.
+#[inline(always)]
+pub fn absolute(x: f32) -> f32 {
+    x.abs()
+}
+
 /// 1 above 0, -1 below, else `x` itself: a zero or NaN.
 #[inline(always)]
 pub fn sign(x: f32) -> f32 {
@@ -56,6 +62,21 @@ pub fn raise(is_root: bool, x: f32, exponent: f32) -> f32 {
 /// `base` to the power of the count of a step.
 pub fn power_of_step(base: f32, count: u64) -> f32 {
     whole_power(f64::from(base), count) as f32
+}
+
+/// The product of `1 - 0.96^i / 2` over the steps i from 1 to `count`: of the decays of Nadam's momentum, each over beta_1.
+pub fn nadam_product(count: u64) -> f32 {
+    /// From this step on the factors are 1 as f64.
+    const LAST: u64 = 1000;
+    if count >= LAST {
+        return 9.010_186e-7;
+    }
+    let (mut product, mut power) = (1.0f64, 1.0f64);
+    for _ in 0..count {
+        power *= 0.96;
+        product *= 1.0 - 0.5 * power;
+    }
+    product as f32
 }
 
 /// The constant in two parts: the upper ends in 32 zero bits, so that its product with a binary exponent is exact.

@@ -1,7 +1,10 @@
 //! Each rule beside an independent statement of its formula in f64, every hyper-parameter off its default.
 
 use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
-use sok_core::formula::{Adagrad, Adam, Ftrl, RmsProp, RowWiseAdagrad, Rule, Sgd};
+use sok_core::formula::{
+    Adadelta, Adagrad, Adam, Adamax, Ftrl, Nadam, RmsProp, RowWiseAdagrad, RowWiseAdam, Rule, Sgd,
+};
+use sok_core::math::nadam_product;
 
 #[path = "common/record_step.rs"]
 mod record_step;
@@ -25,6 +28,11 @@ const fn ftrl_of_power(learning_rate_power: f64) -> Rule {
         beta: 0.05,
     })
 }
+
+const ROW_WISE_ADAM: Rule = Rule::RowWiseAdam(RowWiseAdam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
+const ADADELTA: Rule = Rule::Adadelta(Adadelta { rho: 0.8, epsilon: 1e-2 });
+const ADAMAX: Rule = Rule::Adamax(Adamax { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
+const NADAM: Rule = Rule::Nadam(Nadam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
 
 const DIM: usize = 11;
 const STEPS: u64 = 20;
@@ -156,6 +164,68 @@ fn row_wise_adagrad_follows_its_formula() {
     assert_close(&ROW_WISE, &record.values, &expected);
 }
 
+#[test]
+fn row_wise_adam_follows_its_formula() {
+    let mut record = Record::new(&ROW_WISE_ADAM);
+    let mut expected: Vec<f64> = record.values.iter().map(|v| f64::from(*v)).collect();
+    for step in 1..=STEPS {
+        let gradient = gradient(step);
+        update_record(&plain(ROW_WISE_ADAM), &scalars(step), &mut record.values, &gradient);
+        let mean = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>() / DIM as f64;
+        expected[2 * DIM] = 0.98 * expected[2 * DIM] + 0.02 * mean;
+        let power = |beta: f32| f64::from(beta).powi(step as i32);
+        let alpha = LR * (1.0 - power(0.98)).sqrt() / (1.0 - power(0.85));
+        for column in 0..DIM {
+            expected[DIM + column] = 0.85 * expected[DIM + column] + 0.15 * f64::from(gradient[column]);
+            expected[column] -= alpha * expected[DIM + column] / (expected[2 * DIM].sqrt() + 1e-3);
+        }
+    }
+    assert_close(&ROW_WISE_ADAM, &record.values, &expected);
+}
+
+/// Zeiler 2012, algorithm 1, with a learning rate.
+#[test]
+fn adadelta_follows_its_formula() {
+    check(ADADELTA, |x, s, g, _| {
+        s[0] = 0.8 * s[0] + 0.2 * g * g;
+        let delta = (s[1] + 1e-2).sqrt() / (s[0] + 1e-2).sqrt() * g;
+        s[1] = 0.8 * s[1] + 0.2 * delta * delta;
+        *x -= LR * delta;
+    });
+}
+
+/// Kingma and Ba, section 7.1.
+#[test]
+fn adamax_follows_its_formula() {
+    check(ADAMAX, |x, s, g, step| {
+        s[0] = 0.85 * s[0] + 0.15 * g;
+        s[1] = (0.98 * s[1]).max(g.abs());
+        *x -= LR / (1.0 - f64::from(0.85f32).powi(step)) * s[0] / (s[1] + 1e-3);
+    });
+}
+
+/// Dozat 2016, with the decay of Keras.
+#[test]
+fn nadam_follows_its_formula() {
+    check(NADAM, |x, s, g, step| {
+        let decay = |step: i32| 0.85 * (1.0 - 0.5 * 0.96f64.powi(step));
+        let product: f64 = (1..=step).map(decay).product();
+        s[0] = 0.85 * s[0] + 0.15 * g;
+        s[1] = 0.98 * s[1] + 0.02 * g * g;
+        let of_momentum = decay(step + 1) * s[0] / (1.0 - product * decay(step + 1));
+        let of_gradient = (1.0 - decay(step)) * g / (1.0 - product);
+        let velocity = s[1] / (1.0 - f64::from(0.98f32).powi(step));
+        *x -= LR * (of_momentum + of_gradient) / (velocity.sqrt() + 1e-3);
+    });
+}
+
+#[test]
+fn the_product_of_nadams_decays_ends_where_its_factors_are_one() {
+    assert_eq!((nadam_product(0), nadam_product(1)), (1.0, 0.52));
+    assert_eq!(nadam_product(999), nadam_product(1000));
+    assert_eq!(nadam_product(1000), nadam_product(u64::MAX));
+}
+
 /// Hinton's slides, with momentum on the increments and, centred, the variance instead of the second moment.
 fn rmsprop<const MOMENTUM: bool, const CENTERED: bool>(x: &mut f64, s: &mut [f64], g: f64, _: i32) {
     s[0] = 0.8 * s[0] + 0.2 * g * g;
@@ -212,6 +282,16 @@ fn row_wise_adagrad_of_one_column_is_adagrad() {
 }
 
 #[test]
+fn row_wise_adam_of_one_column_is_adam() {
+    for gradient in gradient(3) {
+        let (mut row_wise, mut adam) = ([0.7, 0.3, 0.2], [0.7, 0.3, 0.2]);
+        update_record(&plain(ROW_WISE_ADAM), &scalars(4), &mut row_wise, &[gradient]);
+        update_record(&plain(ADAM), &scalars(4), &mut adam, &[gradient]);
+        assert_eq!(row_wise, adam);
+    }
+}
+
+#[test]
 fn states_have_the_names_of_keras_variables() {
     let names = |rule: Rule| rule.states(DIM).iter().map(|s| s.name).collect::<Vec<_>>();
     assert_eq!(names(Rule::Sgd(Sgd { momentum: 0.0, nesterov: true })), [""; 0]);
@@ -224,6 +304,10 @@ fn states_have_the_names_of_keras_variables() {
     let rmsprop = Rule::RmsProp(RmsProp { rho: 0.9, momentum: 0.1, epsilon: 1e-7, centered: true });
     assert_eq!(names(rmsprop), ["velocity", "momentum", "average_gradient"]);
     assert_eq!(names(FTRL), ["accumulator", "linear"]);
+    assert_eq!(names(ADADELTA), ["accumulated_grad", "accumulated_delta_var"]);
+    assert_eq!(names(ADAMAX), ["momentum", "norm"]);
+    assert_eq!(names(NADAM), ["momentum", "velocity"]);
+    assert_eq!(names(ROW_WISE_ADAM), ["momentum", "velocity"]);
 }
 
 #[test]

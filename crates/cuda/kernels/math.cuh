@@ -16,6 +16,7 @@ __device__ __forceinline__ float clip(float x, float limit) {
   return below < -limit ? -limit : below;
 }
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
+__device__ __forceinline__ float absolute(float x) { return fabsf(x); }
 __device__ __forceinline__ float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
 
 __device__ __forceinline__ double bits_as_double(u64 bits) { return __longlong_as_double((long long)bits); }
@@ -91,4 +92,15 @@ __device__ __forceinline__ float power_of_step(float base, u64 count) {
   for (double square = base; count; count >>= 1, square *= square)
     if (count & 1) result *= square;
   return (float)result;
+}
+
+// Returns the product of 1 - 0.96^i / 2 over i from 1 to `count`, whose factors are 1 from step 1000 on.
+__device__ __noinline__ float nadam_product(u64 count) {
+  if (count >= 1000) return 9.010186e-7f;
+  double product = 1, power = 1;
+  for (u64 i = 0; i < count; ++i) {
+    power *= 0.96;
+    product *= 1.0 - 0.5 * power;
+  }
+  return (float)product;
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::body::{body, step};
-use super::checks::{check_below_one, check_not_negative};
+use super::checks::check_moments;
 use super::step::{Formula, StepVisitor};
 use crate::error::Result;
 
@@ -28,9 +28,7 @@ impl Formula for Adam {
     ];
 
     fn validate(&self) -> Result<()> {
-        check_below_one("beta_1", self.beta_1)?;
-        check_below_one("beta_2", self.beta_2)?;
-        check_not_negative("epsilon", self.epsilon)
+        check_moments(self.beta_1, self.beta_2, self.epsilon)
     }
 
     fn visit<V: StepVisitor>(&self, visitor: V) -> V::Output {

@@ -2,7 +2,7 @@
 //!
 //! The bodies in `step!` are Rust and CUDA C++ at once. They have `let`, `let mut`, `=`, `+=`, `-=`, `+ - * /`, parentheses, float
 //! literals with a point, `if (FLAG) { } else { }`, and the functions of `math.rs` that `kernels/math.cuh` has under the same names:
-//! `clip`, `larger`, `power_of_step`, `raise`, `sign`, `sqrt`.
+//! `absolute`, `clip`, `larger`, `nadam_product`, `power_of_step`, `raise`, `sign`, `sqrt`.
 
 /// Defines the step of a formula, and `SOURCE`, its text for CUDA.
 ///
@@ -54,7 +54,7 @@ macro_rules! step {
             }
 
             fn prepare(&mut self, learning_rate: f32, count: u64) {
-                use $crate::math::{clip, larger, power_of_step, raise, sign, sqrt};
+                use $crate::math::{absolute, clip, larger, nadam_product, power_of_step, raise, sign, sqrt};
                 self.learning_rate = learning_rate;
                 let Self { $(mut $scalar),+ } = *self;
                 $(
@@ -66,7 +66,7 @@ macro_rules! step {
 
             #[inline(always)]
             fn reduce(&self, state: &mut f32, mean_of_squares: f32) -> f32 {
-                use $crate::math::{clip, larger, power_of_step, raise, sign, sqrt};
+                use $crate::math::{absolute, clip, larger, nadam_product, power_of_step, raise, sign, sqrt};
                 let Self { $($scalar),+ } = *self;
                 let mut result = 0.0;
                 $(
@@ -87,7 +87,7 @@ macro_rules! step {
                 gradient: f32,
                 reduced: f32,
             ) -> f32 {
-                use $crate::math::{clip, larger, power_of_step, raise, sign, sqrt};
+                use $crate::math::{absolute, clip, larger, nadam_product, power_of_step, raise, sign, sqrt};
                 let Self { $($scalar),+ } = *self;
                 let (mut $x, $gradient) = (x, gradient);
                 $(let $reduced = reduced;)?

@@ -6,26 +6,34 @@
 //!
 //! Sources: `keras/src/optimizers/*.py` of Keras 3. A formula has the name of its file there.
 
+mod adadelta;
 mod adagrad;
 mod adam;
+mod adamax;
 mod body;
 mod checks;
 mod ftrl;
 mod lion;
+mod nadam;
 mod rmsprop;
 mod row_wise_adagrad;
+mod row_wise_adam;
 mod sgd;
 mod step;
 pub mod update;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::adadelta::Adadelta;
 pub use self::adagrad::Adagrad;
 pub use self::adam::Adam;
+pub use self::adamax::Adamax;
 pub use self::ftrl::Ftrl;
 pub use self::lion::Lion;
+pub use self::nadam::Nadam;
 pub use self::rmsprop::RmsProp;
 pub use self::row_wise_adagrad::RowWiseAdagrad;
+pub use self::row_wise_adam::RowWiseAdam;
 pub use self::sgd::Sgd;
 pub use self::step::{Formula, MAX_SCALARS, MAX_STATES, StateSpec, Step, StepVisitor};
 use crate::error::Result;
@@ -93,6 +101,10 @@ rules! {
     "rmsprop": rmsprop::RmsProp,
     "ftrl": ftrl::Ftrl,
     "lion": lion::Lion,
+    "adadelta": adadelta::Adadelta,
+    "adamax": adamax::Adamax,
+    "nadam": nadam::Nadam,
+    "row_wise_adam": row_wise_adam::RowWiseAdam,
 }
 
 impl Rule {
