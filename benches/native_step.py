@@ -22,9 +22,10 @@ RULES = {
 
 
 class NativeStep:
-    """Dynamic tables with a feature each, of `samples` bags, and all that a step needs."""
+    """Dynamic tables with a feature each, of `samples` bags, and all that a step needs. `limits`: by table, what else its configuration
+    says."""
 
-    def __init__(self, num_tables, dim, rule="adam", samples=work.BATCH):
+    def __init__(self, num_tables, dim, rule="adam", samples=work.BATCH, limits=None):
         config = {
             "dim": dim,
             "vocabulary_size": None,
@@ -36,7 +37,8 @@ class NativeStep:
             "max_capacity": None,
             "check_mode": "raise",
         }
-        self.group = native.Group([json.dumps({"name": f"t{t}", **config}) for t in range(num_tables)])
+        limits = limits or [{}] * num_tables
+        self.group = native.Group([json.dumps({"name": f"t{t}", **config, **limit}) for t, limit in enumerate(limits)])
         self.tables = [native.Table(self.group, number) for number in range(num_tables)]
         features = [(f"f{t}", t, False, "last", False, "sum", None) for t in range(num_tables)]
         self.plan = native.Plan(self.group, features)

@@ -2,27 +2,15 @@
 
 import contextlib
 import json
-import os
-import re
-import socket
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sok_keras import _native as native
-from sok_keras import mpi
+from sok_keras.startup import find_start
 
 _STATIC_BYTES = 1 << 20  # a static table of at most so many bytes of rows is replicated
-
-
-class _Start(NamedTuple):
-    """How a process finds the others."""
-
-    rank: int
-    world_size: int
-    address: str
-    mpi: tuple | None = None  # handles of the MPI that carries messages
 
 
 def init(
@@ -32,6 +20,7 @@ def init(
     address: str | None = None,
     timeout: float = 60.0,
     merge_blocks: int | None = None,
+    exchange_dtype: str = "float32",
 ) -> None:
     """Connects this process with the other ranks. Call it first, before a layer is made.
 
@@ -59,21 +48,41 @@ def init(
         merge_blocks: Number of blocks in which the gradients of the global batch are merged, a multiple of the number of ranks. With the
             same `merge_blocks`, tables that are given the same output gradients in equal shares have the same bits, whatever the
             number of ranks. None: one block for each rank.
+        exchange_dtype: Type in which rows of tables and their gradients travel between ranks: `"float32"` or `"bfloat16"`, which is half as
+            much. Tables stay float32. All ranks must give the same. GPUs that reach each other's memory use float32 in any case.
 
     Raises:
-        ValueError: If the arguments, or the variables, are wrong or incomplete.
+        ValueError: If the arguments, or the variables, are wrong or incomplete, or if the ranks differ in `merge_blocks` or
+            `exchange_dtype`.
         SokError: If `init` was called before, or if not all ranks have come within the timeout.
     """
-    start = _start(rank, world_size, address)
+    start = find_start(rank, world_size, address, float(timeout))
+    if exchange_dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f'`exchange_dtype` must be "float32" or "bfloat16". Received: exchange_dtype={exchange_dtype!r}'
+        )
     if start.world_size == 1 and merge_blocks is None:
         return
-    native.connect_ranks(start.rank, start.world_size, start.address, float(timeout), merge_blocks, start.mpi)
+    place = (start.rank, start.world_size, start.address)
+    native.connect_ranks(place, float(timeout), merge_blocks, start.mpi, exchange_dtype == "bfloat16")
     if start.world_size > 1:
         from sok_keras import backend
 
         # Steps that are under way need the others.
         backend.call_last(_leave)
+        blocks = start.world_size if merge_blocks is None else merge_blocks
+        _check_same(f"merge_blocks={blocks}, exchange_dtype={exchange_dtype!r}")
         backend.bind_gpu(local_rank())
+
+
+def _check_same(own: str) -> None:
+    """Checks that all ranks have given the same arguments to `init`."""
+    for other, given in enumerate(native.gather(own.encode())):
+        if given.decode() != own:
+            raise ValueError(
+                "all ranks must give the same `merge_blocks` and `exchange_dtype` to `init`. "
+                f"Received: {own} on rank {rank()}, {given.decode()} on rank {other}"
+            )
 
 
 def _leave() -> None:
@@ -225,116 +234,3 @@ def _from_bytes(data: bytes) -> np.ndarray:
     header, values = data.split(b"\n", 1)
     dtype, shape = header.decode().split(" ")
     return np.frombuffer(values, dtype).reshape([int(length) for length in shape.split(",") if length])
-
-
-# ---- how a process finds the others
-
-
-def _start(rank: int | None, world_size: int | None, address: str | None) -> _Start:
-    given = {"rank": rank, "world_size": world_size, "address": address}
-    if any(value is not None for value in given.values()):
-        missing = [name for name, value in given.items() if value is None]
-        if missing and world_size != 1:
-            raise ValueError(
-                f"`rank`, `world_size` and `address` must be given together. Missing: {', '.join(missing)}"
-            )
-        return _by_tcp(_checked(rank or 0, world_size, address or "", "`rank` and `world_size`"))
-    for find in (_of_torch, _of_jax, _of_mpi, _of_variables, _of_slurm):
-        start = find()
-        if start is not None:
-            return start if find is _of_mpi else _by_tcp(start)
-    return _by_tcp(_Start(0, 1, ""))
-
-
-def _by_tcp(start: _Start) -> _Start:
-    mpi.check_exchange(os.environ.get("SOK_EXCHANGE"))
-    if mpi.wants_mpi() and start.world_size > 1:
-        raise ValueError(
-            "SOK_EXCHANGE=mpi is for ranks that `mpi4py` finds. These were found by arguments of `init`, by a framework or by variables"
-        )
-    return start
-
-
-def _checked(rank: Any, world_size: Any, address: str, what: str) -> _Start:
-    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
-        raise ValueError(
-            f"{what} must be a rank from 0 and the number of ranks above it. Received: {rank!r} and {world_size!r}"
-        )
-    return _Start(rank, world_size, address)
-
-
-def _own_address() -> str:
-    """An address of this host with a free port."""
-    name = socket.gethostname()
-    try:
-        host = socket.gethostbyname(name)
-    except OSError:
-        host = "127.0.0.1"
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return f"{host}:{listener.getsockname()[1]}"
-
-
-def _of_torch() -> _Start | None:
-    torch_distributed = sys.modules.get("torch.distributed")
-    if torch_distributed is None or not torch_distributed.is_available() or not torch_distributed.is_initialized():
-        return None
-    rank, world_size = torch_distributed.get_rank(), torch_distributed.get_world_size()
-    address = [_own_address() if rank == 0 else ""]
-    torch_distributed.broadcast_object_list(address, src=0)
-    return _Start(rank, world_size, address[0])
-
-
-def _of_jax() -> _Start | None:
-    jax = sys.modules.get("jax")
-    if jax is None or not jax.distributed.is_initialized():
-        return None
-    from jax.experimental import multihost_utils
-
-    address = (_own_address() if jax.process_index() == 0 else "").encode().ljust(64)
-    address = multihost_utils.broadcast_one_to_all(np.frombuffer(address, "uint8"))
-    return _Start(jax.process_index(), jax.process_count(), bytes(np.asarray(address)).decode().strip())
-
-
-def _of_mpi() -> _Start | None:
-    found = mpi.find(_own_address)
-    return None if found is None else _Start(*found)
-
-
-def _of_variables() -> _Start | None:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    if "RANK" not in found and "WORLD_SIZE" not in found:
-        return None
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise ValueError(f"The variables {', '.join(names)} must be set together. Missing: {', '.join(missing)}")
-    numbers = {name: _number(name, found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    # torchrun itself listens at MASTER_PORT.
-    port = numbers["MASTER_PORT"] + (0 if "SOK_LAUNCH" in os.environ else 1)
-    address = f"{found['MASTER_ADDR']}:{port}"
-    return _checked(numbers["RANK"], numbers["WORLD_SIZE"], address, "RANK and WORLD_SIZE")
-
-
-def _of_slurm() -> _Start | None:
-    if "SLURM_PROCID" not in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
-        return None
-    rank = _number("SLURM_PROCID", os.environ["SLURM_PROCID"])
-    world_size = _number("SLURM_STEP_NUM_TASKS", os.environ["SLURM_STEP_NUM_TASKS"])
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "localhost")
-    job = _number("SLURM_JOB_ID", os.environ.get("SLURM_JOB_ID", "0"))
-    return _checked(
-        rank, world_size, f"{_first_node(nodes)}:{20_000 + job % 10_000}", "SLURM_PROCID and SLURM_STEP_NUM_TASKS"
-    )
-
-
-def _first_node(nodes: str) -> str:
-    """`gpu03` of `gpu[03-05,9],other`."""
-    first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    return nodes if first is None else first[1] + (first[2] or "")
-
-
-def _number(name: str, text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError(f"{name} must be an integer of at least 0. Received: {name}={text!r}")
-    return int(text)

@@ -25,6 +25,11 @@ def _core_of(variable: Any) -> Any:
     return getattr(variable, "sok_core", None)
 
 
+@backend.constant
+def _world_size() -> int:
+    return distributed.world_size()
+
+
 def _as_float(value: Any) -> Any:
     return ops.cast(ops.convert_to_tensor(value), "float32")
 
@@ -57,8 +62,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     >>> model.compile(optimizer, "binary_crossentropy")
 
     Args:
-        inner_optimizer: Keras' SGD, Adam, AdamW, Adagrad, RMSprop, Ftrl or Lion, or `sok_keras.optimizers.RowWiseAdagrad`, or its
-            Keras name.
+        inner_optimizer: Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl or Lion, or its name; or
+            `sok_keras.optimizers.RowWiseAdagrad` or `RowWiseAdam`.
         update_mode: Must be `"local"`.
         gradient_reduction: How the gradients of ranks become one: `"mean"`, `"sum"`, or None to leave dense gradients to a framework
             that reduces them; the gradients of rows are summed then. Without ranks it has no effect.
@@ -119,6 +124,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         return self.inner_optimizer.iterations
 
     def scale_loss(self, loss: Any) -> Any:
+        if self._tables.sums is not None:
+            self._tables.sums.expect()
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: list) -> None:
@@ -140,6 +147,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             distributed.equalize(dense)
         inner.build(dense)
         super().build(variables)
+        if self._sums_over_ranks() and dense:
+            self._tables.sums = backend.watch_gradients(dense, self._divisor())
         triggers = [v for v in variables if _core_of(v) is not None]
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
         updates = [self.update_for(trigger) for trigger in triggers]
@@ -227,22 +236,32 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         is_update = ops.equal(ops.mod(count + 1, inner.gradient_accumulation_steps or 1), 0)
         return ops.reshape(_as_float(is_update), (1,))
 
+    def _sums_over_ranks(self) -> bool:
+        return _world_size() > 1 and self.gradient_reduction is not None
+
+    def _divisor(self) -> int:
+        return _world_size() if self.gradient_reduction == "mean" else 1
+
     def _reduce(self, dense: list, is_update: Any) -> tuple:
         """Reduces dense gradients over the ranks. Returns them, and `is_update`, which then comes after them."""
-        if distributed.world_size() == 1 or self.gradient_reduction is None or not dense:
+        if not self._sums_over_ranks() or not dense:
             return dense, is_update
+        reduced = None if self._tables.sums is None else self._tables.sums.take(dense)
+        if reduced is None:
+            reduced, is_update = self._reduce_at_once(dense, is_update)
+        pairs = zip(reduced, dense, strict=True)
+        return [(ops.cast(part, _tensor(gradient).dtype), variable) for part, (gradient, variable) in pairs], is_update
+
+    def _reduce_at_once(self, dense: list, is_update: Any) -> tuple:
+        """Reduces gradients over the ranks as one vector."""
         gradients = [_tensor(gradient) for gradient, _ in dense]
-        shapes = [tuple(gradient.shape) for gradient in gradients]
         flat = ops.concatenate([ops.reshape(_as_float(gradient), (-1,)) for gradient in gradients])
-        sums, is_update = backend.sum_gradients(flat, is_update)
-        if self.gradient_reduction == "mean":
-            sums = sums / distributed.world_size()
-        reduced, start = [], 0
-        for gradient, shape, (_, variable) in zip(gradients, shapes, dense, strict=True):
-            size = int(np.prod(shape))
-            part = ops.reshape(sums[start : start + size], shape)
-            reduced.append((ops.cast(part, gradient.dtype), variable))
-            start += size
+        flat, is_update = backend.sum_gradients(flat, is_update)
+        flat, reduced, start = flat / self._divisor(), [], 0
+        for gradient in gradients:
+            end = start + int(np.prod(gradient.shape))
+            reduced.append(ops.reshape(flat[start:end], tuple(gradient.shape)))
+            start = end
         return reduced, is_update
 
     def _apply_to_tables(self, tickets: dict, dense: list, is_update: Any) -> tuple:
@@ -250,8 +269,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         inner, tables = self.inner_optimizer, self._tables
         # Read before the inner optimizer advances them.
         steps = inner.gradient_accumulation_steps or 1
-        ranks = distributed.world_size() if self.gradient_reduction == "mean" else 1
-        factor = ops.convert_to_tensor(1.0 / steps / ranks / (inner.loss_scale_factor or 1.0), dtype="float32")
+        factor = ops.convert_to_tensor(
+            1.0 / steps / self._divisor() / (inner.loss_scale_factor or 1.0), dtype="float32"
+        )
         step, learning_rate = _as_float(inner.iterations) + 1.0, _as_float(inner.learning_rate)
 
         given = [tickets.get(id(core)) for core in tables.cores]
@@ -362,4 +382,6 @@ class _Binding:
         self.handle = 0
         self.gpu: int | None = None
         self.cores: list = []
+        # What sums dense gradients during the backward pass, if anything does.
+        self.sums: Any = None
         self.waiting: tuple | None = None

@@ -167,6 +167,15 @@ def test_jax_says_whether_it_has_started():
     assert private_jax.backends_are_initialized()
 
 
+@of_backend["jax"]
+def test_the_group_of_jax_is_known():
+    """Else ranks of `jax.distributed` could not tell their address without computing, which takes a GPU."""
+    from sok_keras.backend import private_jax
+
+    state = private_jax.distributed_state
+    assert {"client", "process_id", "num_processes", "coordinator_address"} <= set(dir(state))
+
+
 @of_backend["tensorflow"]
 def test_tapes_are_seen():
     """Else lookups would keep nothing for their gradients, or always."""

@@ -21,7 +21,7 @@ TIMEOUT = 1.5
 
 def connect(timeout=30.0):
     found = mpi.find(address)
-    native.connect_ranks(found.rank, found.world_size, found.address, timeout, None, found.handles)
+    native.connect_ranks((found.rank, found.world_size, found.address), timeout, None, found.handles)
     atexit.register(native.leave_ranks)
     return found.rank
 

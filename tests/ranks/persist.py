@@ -5,6 +5,7 @@ import sys
 
 import keras
 import numpy as np
+from seeds import draw_seeds_from
 from train import OPTIMIZERS, batches, make_model, share
 
 import sok_keras as sok
@@ -50,7 +51,7 @@ def digest(tables, model):
 
 def main(folder, action, seed):
     sok.init(timeout=30, merge_blocks=12)
-    keras.utils.set_random_seed(0)
+    draw_seeds_from(0)
     model, tables = make_model("float32", OPTIMIZERS["adam"]())
     path = os.path.join(folder, "dump")
     if action == "tables":

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import persist
 import pytest
-from test_ranks import HERE, PACKAGES, compare, compare_ranks, environment
+from processes import HERE, PACKAGES, environment
+from test_ranks import compare, compare_ranks
 
 import sok_keras as sok
 

@@ -1,50 +1,14 @@
 """Programs that run as several ranks, beside the same program in one process."""
 
 import json
-import os
-import pathlib
-import signal
-import socket
-import subprocess
-import sys
-import time
 
 import keras
 import numpy as np
 import pytest
+from processes import alone, last_line, launch, run, start
 
 import sok_keras as sok
-
-HERE = pathlib.Path(__file__).parent
-PACKAGES = os.pathsep.join([str(pathlib.Path(sok.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-
-
-def environment(**variables):
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RANK", "WORLD_SIZE")}
-    common = {"PYTHONPATH": PACKAGES, "KERAS_BACKEND": keras.backend.backend(), "JAX_ENABLE_X64": "1"}
-    return {**kept, **common, "SOK_NUM_THREADS": "1", **variables}
-
-
-def launch(ranks, program, *arguments, timeout=240):
-    """Runs a program as ranks. Returns its exit status and what it printed."""
-    command = [sys.executable, "-m", "sok_keras.launch", "-n", str(ranks), str(HERE / program), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
-    )
-    return done.returncode, done.stdout
-
-
-def run(ranks, program, *arguments):
-    status, text = launch(ranks, program, *arguments)
-    assert status == 0, text
-
-
-def alone(program, *arguments):
-    command = [sys.executable, str(HERE / program), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout
+from reference import ON_GPU
 
 
 def compare(one, many, names):
@@ -75,6 +39,39 @@ def compare_ranks(one, ranks):
             np.testing.assert_array_equal(ranks[0][name], ranks[1][name])
 
 
+def test_tables_with_a_policy_count_the_uses_of_all_ranks_and_share_the_capacity():
+    run(2, "evict.py")
+
+
+def test_many_tables_are_trained_by_uneven_and_empty_batches_as_by_one_process(tmp_path):
+    alone("many_tables.py", tmp_path)
+    run(2, "many_tables.py", tmp_path)
+    one, *two = (np.load(tmp_path / f"rank{name}.npz") for name in ("0of1", "0of2", "1of2"))
+    assert len(one.files) == 4 + 3 * 26
+    compare(one, two[0], one.files)
+    for name in one.files:
+        np.testing.assert_array_equal(two[0][name], two[1][name], err_msg=name)
+
+
+def test_rows_and_gradients_travel_as_bfloat16(tmp_path, monkeypatch):
+    if ON_GPU:
+        monkeypatch.setenv("SOK_EXCHANGE", "nccl")  # nothing travels between GPUs that reach each other's memory
+    for dtype in ("float32", "bfloat16"):
+        run(2, "narrow.py", tmp_path, dtype)
+    exact, narrow = (np.load(tmp_path / f"{dtype}.npz") for dtype in ("float32", "bfloat16"))
+    np.testing.assert_array_equal(narrow["before"], exact["before"])
+    changes = [run["after"] - run["before"] for run in (exact, narrow)]
+    assert np.abs(changes[0]).max(axis=1).min() > 0
+    np.testing.assert_allclose(changes[1], changes[0], rtol=0.02, atol=1e-4)
+    assert (changes[1] != changes[0]).any()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="other backends sum after the backward pass")
+def test_gradients_are_summed_during_the_backward_pass_with_the_same_bits():
+    status, text = launch(2, "buckets.py")
+    assert status == 7, text
+
+
 def test_tables_answer_for_all_ranks(tmp_path):
     run(3, "persist.py", tmp_path, "tables", 0)
 
@@ -96,78 +93,6 @@ def test_a_rank_hears_of_another_that_fails(how, tmp_path):
     status, text = launch(2, "fail.py", tmp_path, how, timeout=120)
     assert status != 0, text
     assert (tmp_path / "heard.npy").exists(), text
-
-
-# ---- start-up
-
-
-def start(rank, code, **variables):
-    command = [sys.executable, "-c", f"import sok_keras as sok\n{code}"]
-    return subprocess.Popen(
-        command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def last_line(process):
-    text = process.communicate(timeout=120)[0]
-    return text.strip().splitlines()[-1] if text.strip() else ""
-
-
-def test_arguments_connect_ranks():
-    address = f"127.0.0.1:{free_port()}"
-    code = (
-        "sok.init(rank={0}, world_size=2, address='{1}', timeout=60)\n"
-        "print(sok.rank(), sok.size(), sok.local_rank(), sok.all_reduce([1.5, {0}]).tolist(), sok.all_reduce({0}, 'max'), "
-        "sok.broadcast([{0}], 1))"
-    )
-    ranks = [start(rank, code.format(rank, address)) for rank in range(2)]
-    assert [last_line(rank) for rank in ranks] == ["0 2 0 [3.0, 1.0] 1 [1]", "1 2 1 [3.0, 1.0] 1 [1]"]
-
-
-def test_a_wrong_start_is_an_error_that_says_what_is_wrong():
-    def told(code, **variables):
-        return last_line(start(0, code, **variables))
-
-    assert told("sok.init(rank=0)").startswith(
-        "ValueError: `rank`, `world_size` and `address` must be given together. Missing: "
-    )
-    assert told("sok.init(rank=2, world_size=2, address='127.0.0.1:1')").endswith("Received: 2 and 2")
-    assert told("sok.init()", RANK="0").endswith("Missing: WORLD_SIZE, MASTER_ADDR, MASTER_PORT")
-    assert "RANK must be an integer" in told("sok.init()", RANK="x", WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
-    started = time.monotonic()
-    alone = f"sok.init(rank=0, world_size=2, address='127.0.0.1:{free_port()}', timeout=1)"
-    assert told(alone).startswith("sok_keras.SokError: ")
-    assert time.monotonic() - started < 60
-    twice = "sok.init(merge_blocks=4)\nsok.init(merge_blocks=4)"
-    assert told(twice) == "sok_keras.SokError: `sok_keras.init` was called before"
-    assert (
-        told("sok.init(); print(sok.world_size())", RANK="0", WORLD_SIZE="1", MASTER_ADDR="a", MASTER_PORT="1") == "1"
-    )
-
-
-def test_without_ranks_nothing_is_asked_of_others():
-    assert (sok.rank(), sok.world_size(), sok.size(), sok.local_rank()) == (0, 1, 1, 0)
-    sok.barrier()
-    assert sok.all_reduce(3) == 3 and sok.broadcast(4) == 4
-    with pytest.raises(ValueError, match="`op` must be"):
-        sok.all_reduce(1, op="product")
-    with pytest.raises(ValueError, match="`root` must be a rank"):
-        sok.broadcast(1, root=1)
-
-
-def test_the_launcher_ends_with_the_status_of_a_rank_that_failed(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import os, sys\nsys.exit(int(sys.argv[1]) if os.environ['RANK'] == '1' else 0)\n")
-    assert launch(2, program, 7)[0] == 7
-    assert launch(2, program, 0)[0] == 0
-    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    assert launch(1, program)[0] == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("placement", ["everywhere", "localized:x", "localized:", "localized:-1", 3])

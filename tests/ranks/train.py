@@ -5,6 +5,7 @@ import sys
 
 import keras
 import numpy as np
+from seeds import draw_seeds_from
 
 import sok_keras as sok
 
@@ -63,7 +64,7 @@ OPTIMIZERS = {
 
 
 def train(folder, case):
-    keras.utils.set_random_seed(sok.rank())  # first values come from rank 0 all the same
+    draw_seeds_from(sok.rank())  # first values come from rank 0 all the same
     model, tables = make_model("float32", OPTIMIZERS[case]())
     layers = {type(layer): layer for layer in model.layers}
     parts = [({name: share(ids) for name, ids in inputs.items()}, share(targets)) for inputs, targets in batches()]

@@ -114,6 +114,7 @@ def test_two_calls_with_equal_ids_and_gradients_count_twice():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.skipif(BACKEND != "torch", reason="JAX does by default, TensorFlow goes on without (pitfall 25)")
 def test_jit_compile_true_equals_keras(monkeypatch):
     """Keras then compiles the whole `train_step`; here without Inductor, whose C++ takes a minute and knows nothing of us."""

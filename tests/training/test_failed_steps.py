@@ -267,6 +267,31 @@ def test_error_of_the_last_step_is_told_at_the_end_of_fit_and_only_there():
     fit(model, features(), 0, 1)
 
 
+class Late(layers.Layer):
+    """Gives its ids long after its rows are known."""
+
+    def call(self, rows, ids):
+        import jax
+
+        start = jax.lax.stop_gradient(ops.zeros((512, 512)) + ops.sum(rows))
+        product = jax.lax.fori_loop(0, 200, lambda _, product: product @ product, start)
+        return ids + ops.cast(0 * ops.max(ops.nan_to_num(product, posinf=0.0, neginf=0.0)), ids.dtype)
+
+
+@jax_alone
+def test_no_error_of_a_failed_step_is_left_for_the_next_fit():
+    data = features(0)
+    data[0][1][...] = data[0][0]
+    early, late = embedding("outside", "early"), embedding("outside", "late")
+    inputs = [keras.Input((2,), batch_size=None, dtype="int32") for _ in range(2)]
+    rows = early(inputs[0])
+    model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()([rows, late(Late()(rows, inputs[1]))])))
+    model.compile(sok.OptimizerWrapper(optimizers.SGD(0.1)), "mse")
+    with told(ValueError):
+        fit(model, data, BAD)
+    fit(model, data, 0, 2)
+
+
 @jax_alone
 def test_models_without_tables_are_left_alone():
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])

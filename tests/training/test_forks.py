@@ -34,6 +34,8 @@ def in_child(work):
     if child == 0:
         status = 1
         try:
+            # The handler of pytest-timeout would wait for the interpreter.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(TIMEOUT)
             work()
             status = 0
@@ -137,6 +139,21 @@ def test_a_model_is_trained_in_a_forked_child(pool):
 
     assert in_child(work) == 0
     np.testing.assert_array_equal(model.predict(x[:100], verbose=0), before)
+
+
+@on_host
+@pytest.mark.skipif(BACKEND != "jax", reason="other backends compute on the host before a call returns")
+def test_a_forked_child_does_not_wait_for_what_its_parent_computes():
+    import jax
+
+    _, table = filled()
+    matrix = jax.numpy.full((512, 512), 1 / 512)
+    products = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, product: product @ matrix, x))
+    products(matrix, 1).block_until_ready()
+    under_way = products(matrix, 2000)  # seconds
+    assert not under_way.is_ready()
+    assert in_child(lambda: use(table)) == 0
+    np.testing.assert_allclose(under_way, matrix, rtol=1e-3)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a table on a GPU")

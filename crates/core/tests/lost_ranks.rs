@@ -24,6 +24,7 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::fingerprint::fingerprint64;
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -165,17 +166,7 @@ impl Fated {
 }
 
 impl Communicator for Fated {
-    fn rank(&self) -> usize {
-        self.rank.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.rank.world_size()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.rank.timeout()
-    }
+    delegate_to_rank!();
 
     fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
         self.come_to(tag);
@@ -187,29 +178,9 @@ impl Communicator for Fated {
         self.rank.receive(from, tag)
     }
 
-    fn fail(&self, error: &Error) {
-        self.rank.fail(error);
-    }
-
     fn decide(&self, tag: Tag) -> Result<()> {
         self.come_to(tag);
         self.rank.decide(tag)
-    }
-
-    fn is_decided_by_others(&self, tag: Tag) -> bool {
-        self.rank.is_decided_by_others(tag)
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.rank.failure()
-    }
-
-    fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
-        self.rank.on_failure(hook);
-    }
-
-    fn leave(&self) {
-        self.rank.leave();
     }
 }
 
@@ -265,7 +236,7 @@ fn run(start: &Start) -> Told {
     let tcp = TcpRank::connect(start.rank, WORLD, &start.address, TIMEOUT).unwrap();
     let case = Case { lost: start.case.lost.filter(|_| start.rank == LOST), ..start.case };
     let fated = Arc::new(Fated { rank: tcp, case, num_messages: Mutex::default() });
-    let mut subject = ShardedSubject::new(&configs(), fated.clone(), WORLD, &POOLS[0]);
+    let mut subject = ShardedSubject::new(&configs(), fated.clone(), WORLD, RowType::Float32, &POOLS[0]);
     let update = Update { clipnorm: start.case.clips.then_some(0.5), ..plain_update(ADAM) };
     subject.bind(binding(OWNER, update)).unwrap();
     // A lookup inserts nothing, so that what a step leaves behind is what it has updated.

@@ -9,6 +9,7 @@ use common::strategies::plain_config;
 use sok_core::checkpoint::LoadMode;
 use sok_core::contract::group::Group;
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::host::sharded::ShardedGroup;
 
@@ -21,7 +22,9 @@ fn on_ranks(world_size: usize, work: impl Fn(&mut ShardedGroup) + Sync) {
             scope.spawn(move || {
                 let configs =
                     ["a", "b"].map(|name| (plain_config(name, 16), Placement::Distributed)).to_vec();
-                work(&mut ShardedGroup::new(configs, Arc::new(rank), 1, world_size).unwrap());
+                work(
+                    &mut ShardedGroup::new(configs, Arc::new(rank), 1, world_size, RowType::Float32).unwrap(),
+                );
             });
         }
     });

@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::group::Input;
 use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
 use common::programs::{POOLS, Program, program, thread_world};
-use common::ranks::{any_steps, any_tables};
+use common::ranks::{GlobalStep, Then, any_steps, any_tables};
 use common::sharded::{ShardedSubject, TIMEOUT};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, update};
@@ -22,12 +22,13 @@ use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::Tag;
-use sok_core::exchange::placement::Placement;
+use sok_core::exchange::placement::{Placement, owner};
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 
-const ALONE: Maker = Maker { make: alone, tells_late: false, dims: &[] };
+const ALONE: Maker = Maker { make: alone, tells_late: false, evicts: true, dims: &[] };
 
 /// One rank alone must be as a group without ranks.
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
@@ -121,6 +122,71 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 24,
+        max_shrink_iters: 0,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    })]
+
+    // That they are rounded is tested below. `run` compares the replicas of a table with each other.
+    #[test]
+    fn ranks_that_exchange_bfloat16_are_near_those_that_exchange_float32(seed in any::<u64>()) {
+        let mut dice = Dice(seed);
+        let configs = any_tables(&mut dice, 4);
+        let mut steps = any_steps(&mut dice, &configs, 24, 3);
+        steps.iter_mut().flat_map(|step| &mut step.inputs).for_each(|input| input.weights = None);
+        let program = program(&configs, plain_update(SGD), &steps);
+        let world_size = dice.pick(&[2, 3, 4]);
+        let exact = program.run(thread_world(world_size));
+        let rounded = Program { row_type: RowType::Bfloat16, ..program }.run(thread_world(world_size));
+        let outputs = exact.outputs.iter().flatten().flatten().zip(rounded.outputs.iter().flatten().flatten());
+        for (exact, rounded) in outputs {
+            prop_assert!((exact - rounded).abs() <= 0.1 * (1.0 + exact.abs()), "{exact}, rounded {rounded}");
+        }
+        for (exact, rounded) in exact.tables.iter().zip(&rounded.tables) {
+            prop_assert!(exact.keys().eq(rounded.keys()));
+        }
+    }
+}
+
+#[test]
+fn what_travels_is_rounded_and_what_stays_is_not() {
+    let configs = [(plain_config("t", 16), Placement::Distributed)];
+    let keys: Vec<Key> = (0..24).collect();
+    let mut dice = Dice(3);
+    let step = |dice: &mut Dice| GlobalStep {
+        inputs: vec![Input::plain(0, &keys)],
+        gradients: vec![dice.floats(24 * 16)],
+        insertion: Insertion::AtLookup,
+        then: Then::Commit,
+        weight: 1.0,
+        is_update: true,
+        erased: Vec::new(),
+    };
+    let steps = [step(&mut dice)];
+    let update = plain_update(SGD);
+    let two =
+        Program { row_type: RowType::Bfloat16, ..program(&configs, update, &steps) }.run(thread_world(2));
+    let one = program(&configs, update, &steps).run(thread_world(1));
+    let mut rounded_step = step(&mut Dice(3));
+    for (key, row) in rounded_step.gradients[0].chunks_exact_mut(16).enumerate() {
+        // The first half of the batch is rank 0's.
+        let travels = owner(key as Key, false, 2) != key / 12;
+        let looked_up = (&one.outputs[0][0][key * 16..][..16], &two.outputs[0][0][key * 16..][..16]);
+        let mut expected = looked_up.0.to_vec();
+        if travels {
+            RowType::Bfloat16.round(&mut expected);
+            RowType::Bfloat16.round(row);
+            assert_ne!(looked_up.0, looked_up.1, "key {key}");
+        }
+        assert_eq!(expected, looked_up.1, "key {key}");
+    }
+    let expected = program(&configs, update, &[rounded_step]).run(thread_world(1));
+    assert!(expected.tables == two.tables);
+}
+
 // ---- a rank that is lost
 
 /// A rank that is lost after some calls of its communicator.
@@ -186,7 +252,7 @@ impl Communicator for MortalRank {
 fn steps_of_rank(communicator: Arc<dyn Communicator>, clipnorm: Option<f32>) -> Vec<BTreeMap<Key, Vec<u32>>> {
     let rank = communicator.rank();
     let config = (plain_config("t", 2), Placement::Distributed);
-    let mut subject = ShardedSubject::new(&[config], communicator, 3, &POOLS[0]);
+    let mut subject = ShardedSubject::new(&[config], communicator, 3, RowType::Float32, &POOLS[0]);
     let update = Update { clipnorm, ..plain_update(SGD) };
     subject.bind(binding(OWNER, update)).unwrap();
     let mut after = vec![BTreeMap::new()];

@@ -21,6 +21,7 @@ use sok_core::exchange::collectives::gather;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::formula::update::Update;
 use sok_core::formula::{Formula, RowWiseAdagrad, Rule};
@@ -345,7 +346,14 @@ impl Ranks {
     fn group(&mut self, configs: &[TableConfig], peers: &Arc<Peers>) -> Box<ShardedGpuGroup> {
         self.layers += 1;
         let configs = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
-        let group = ShardedGpuGroup::new(&self.bench.device, configs, peers, self.layers, self.ranks);
+        let group = ShardedGpuGroup::new(
+            &self.bench.device,
+            configs,
+            peers,
+            self.layers,
+            self.ranks,
+            RowType::Float32,
+        );
         Box::new(group.unwrap())
     }
 

@@ -18,6 +18,7 @@ use sok_core::exchange::collectives;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::polled::PolledRank;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::memory;
@@ -35,6 +36,8 @@ pub struct World {
     pub communicator: Arc<dyn Communicator>,
     local_rank: usize,
     pub merge_blocks: usize,
+    /// How rows and gradients travel.
+    pub row_type: RowType,
     num_layers: AtomicU32,
     /// The GPUs of all ranks, if they can exchange rows; asked for at the first layer on a GPU.
     peers: OnceLock<Option<Arc<Peers>>>,
@@ -143,25 +146,27 @@ fn py_sums_on_gpus() -> bool {
     sums_on_gpus()
 }
 
-/// Connects this process with the other ranks. `mpi`: what carries their messages, if not TCP.
+/// Connects this process with the other ranks. `place`: its rank, the number of ranks, and the address of rank 0. `mpi`: what carries their
+/// messages, if not TCP. `narrows`: whether rows and gradients travel as bfloat16.
 #[pyfunction]
-#[pyo3(signature = (rank, world_size, address, timeout, merge_blocks, mpi=None))]
+#[pyo3(signature = (place, timeout, merge_blocks, mpi=None, narrows=false))]
 fn connect_ranks(
     py: Python<'_>,
-    rank: usize,
-    world_size: usize,
-    address: &str,
+    place: (usize, usize, String),
     timeout: f64,
     merge_blocks: Option<usize>,
     mpi: Option<Handles>,
+    narrows: bool,
 ) -> PyResult<()> {
     detached(py, || {
         if world().is_some() {
             return Err(Error::State("`sok_keras.init` was called before".into()));
         }
+        let (rank, world_size, address) = place;
         let timeout = Duration::try_from_secs_f64(timeout).ok().filter(|timeout| !timeout.is_zero());
         let timeout =
             timeout.ok_or_else(|| Error::argument("`timeout` must be a positive number of seconds"))?;
+        let row_type = if narrows { RowType::Bfloat16 } else { RowType::Float32 };
         let merge_blocks = merge_blocks.unwrap_or(world_size);
         if world_size == 0 || merge_blocks == 0 || !merge_blocks.is_multiple_of(world_size) {
             return Err(Error::argument(format!(
@@ -173,7 +178,7 @@ fn connect_ranks(
             (Arc::new(ThreadRank::world(1, timeout).remove(0)), 0)
         } else {
             let transport = mpi.map(|handles| mpi::transport(handles, rank)).transpose()?;
-            let rank = TcpRank::connect(rank, world_size, address, timeout)?;
+            let rank = TcpRank::connect(rank, world_size, &address, timeout)?;
             let local_rank = rank.local_rank();
             match transport {
                 None => (Arc::new(rank), local_rank),
@@ -182,7 +187,8 @@ fn connect_ranks(
         };
         let (num_layers, num_calls) = (AtomicU32::new(0), Mutex::default());
         let (peers, sum) = (OnceLock::new(), Mutex::default());
-        let world = World { communicator, local_rank, merge_blocks, num_layers, peers, sum, num_calls };
+        let world =
+            World { communicator, local_rank, merge_blocks, row_type, num_layers, peers, sum, num_calls };
         *WORLD.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(world));
         Ok(())
     })

@@ -1,8 +1,8 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
-Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `sum_gradients`, `bind_gpu`, `after`, `wait`, `at_hand`, `has_wide_integers`,
-`eager_scope`, `gpu`, `constant`, `is_compiling`, `is_dense`, `is_tracing`, `to_numpy` and `from_numpy`. A second module defines
-`TableState`, a base of the layers: how the framework itself saves rows.
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `sum_gradients`, `watch_gradients`, `bind_gpu`,
+`after`, `wait`, `at_hand`, `has_wide_integers`, `eager_scope`, `gpu`, `constant`, `is_compiling`, `is_dense`, `is_tracing`, `to_numpy`
+and `from_numpy`. A second module defines `TableState`, a base of the layers: how the framework itself saves rows.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
 """
 
@@ -45,6 +45,7 @@ prefetch = framework.prefetch
 sum_gradients = framework.sum_gradients
 to_numpy = framework.to_numpy
 wait = framework.wait
+watch_gradients = framework.watch_gradients
 TableState = state.TableState
 
 
@@ -78,4 +79,5 @@ __all__ = [
     "sum_gradients",
     "to_numpy",
     "wait",
+    "watch_gradients",
 ]

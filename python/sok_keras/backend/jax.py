@@ -21,6 +21,8 @@ from sok_keras.backend.jax_trainer import chosen_updates, guard_trainer, traced_
 from sok_keras.backend.leaving import note_thread, watch_exit
 from sok_keras.backend.private_jax import backends_are_initialized
 
+_process = os.getpid()
+
 guard_trainer()
 for _platform, _targets in _native.xla_targets().items():
     for _name, _target in _targets.items():
@@ -153,6 +155,11 @@ def sum_gradients(gradients, then):
     return _ffi("sok_sum_gradients", results)(gradients, then, scope=traced_scope())
 
 
+def watch_gradients(variables, divisor):
+    """Nothing can start during the backward pass: XLA runs calls in the order of one stream."""
+    del variables, divisor
+
+
 def bind_gpu(number):
     """Makes this process use one of the GPUs that it sees."""
     if jax.config.read("jax_cuda_visible_devices") not in (None, "", "all"):
@@ -247,8 +254,11 @@ def eager_scope():
 def wait(trigger):
     """Waits for all that was started; gives the error of the step that was to make `trigger`, a value or None.
 
-    A step's results are in the hands of a trainer, or of the user, so all arrays that live are waited for.
+    A step's results are in the hands of a trainer, or of the user, so all arrays that live are waited for. A forked child waits for
+    nothing: the threads that compute stay in the parent, and so do those that hold JAX's locks.
     """
+    if os.getpid() != _process:
+        return None
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # the next read of the array raises it
             array.block_until_ready()

@@ -170,7 +170,7 @@ class _Steps:
         )
 
     def _run_compiled(self, state, data):
-        _raise_failure(self._model)
+        _raise_failure(self._model, state)
         self._compiled = self._compiled or self._compile(state)
         with _uninterrupted():
             outputs, state = self._compiled(state, data)
@@ -201,12 +201,15 @@ def _raise_latched(group, cause):
         raise error from cause
 
 
-def _raise_failure(model):
-    """Raises the error of a step by its own class, once. Steps that were started after it have changed nothing."""
+def _raise_failure(model, results):
+    """Raises the error of a step by its own class, once. Steps that were started after it have changed nothing.
+
+    `results`: of the newest step. All of them are ready together, when no step runs any more.
+    """
     scope = _scopes[model]
     if scope.has_failed:
         with contextlib.suppress(Exception):  # another's
-            jax.block_until_ready(getattr(model, "_jax_state", None))
+            jax.block_until_ready(results)
         scope.raise_error()
 
 
@@ -288,17 +291,13 @@ def _settled(call):
                 with _uninterrupted():
                     model.jax_state_sync()
         if model in _scopes:
-            _wait(model)
-            _raise_failure(model)
+            triggers = [core.trigger.value for core in _cores(model)]
+            with contextlib.suppress(Exception):  # `_raise_failure` raises it
+                jax.block_until_ready(triggers)
+            _raise_failure(model, triggers)
         return result
 
     return settled
-
-
-def _wait(model):
-    """Waits for the steps that were started. The results of a step are ready together."""
-    with contextlib.suppress(Exception):  # `_raise_failure` raises it
-        jax.block_until_ready([core.trigger.value for core in _cores(model)])
 
 
 def _guarded(make_function):

@@ -18,6 +18,7 @@ from sok_keras import _native
 from sok_keras.backend.handles import optimizers, plans
 from sok_keras.backend.leaving import note_thread, watch_exit
 from sok_keras.backend.private_torch import get_device
+from sok_keras.backend.torch_sums import GradientSums
 
 _native.find_torch()
 watch_exit()
@@ -309,6 +310,11 @@ def sum_gradients(gradients, then):
     """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
     call = torch.ops.sok_keras.sum_gradients if torch.compiler.is_compiling() else _sum_gradients
     return call(gradients, then)
+
+
+def watch_gradients(variables, divisor):
+    """Returns what sums the variables' gradients over all ranks during the backward pass, and divides them."""
+    return GradientSums(variables, lambda flat: _sum_gradients(flat, flat.new_zeros(1))[0] / divisor)
 
 
 def bind_gpu(number):

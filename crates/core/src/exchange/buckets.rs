@@ -73,6 +73,11 @@ impl Buckets {
         Ok(Buckets { keys: sorted, starts, places, is_replicated: owners.is_replicated() })
     }
 
+    /// Whether they are of a replicated table.
+    pub fn is_replicated(&self) -> bool {
+        self.is_replicated
+    }
+
     /// Number of keys.
     pub fn len(&self) -> usize {
         self.keys.len()

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::error::{Error, Result};
+use crate::exchange::row_type::{RowType, from_bfloat16, to_bfloat16};
 
 /// A call that needs other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,10 +29,12 @@ pub enum Call {
     Dump = 8,
     /// The load of a dump.
     Load = 9,
+    /// A rank whose GPU waits for others asks whether theirs wait, too.
+    Wait = 10,
 }
 
 impl Call {
-    const ALL: [Call; 10] = [
+    const ALL: [Call; 11] = [
         Call::Barrier,
         Call::Broadcast,
         Call::Gather,
@@ -42,6 +45,7 @@ impl Call {
         Call::Table,
         Call::Dump,
         Call::Load,
+        Call::Wait,
     ];
 
     fn name(self) -> &'static str {
@@ -56,6 +60,7 @@ impl Call {
             Call::Table => "call of a table",
             Call::Dump => "dump",
             Call::Load => "load",
+            Call::Wait => "wait of a GPU",
         }
     }
 }
@@ -111,15 +116,23 @@ impl fmt::Display for Tag {
 
 /// Writes the parts of a message.
 #[derive(Default)]
-pub struct Writer(Vec<u8>);
+pub struct Writer {
+    bytes: Vec<u8>,
+    row_type: RowType,
+}
 
 impl Writer {
+    /// Writes a message whose rows travel in this type.
+    pub fn new(row_type: RowType) -> Writer {
+        Writer { bytes: Vec::new(), row_type }
+    }
+
     /// Makes room for so many more bytes, so that appending them moves nothing.
     ///
     /// # Errors
     /// [`Error::Memory`].
     pub fn reserve(&mut self, bytes: usize) -> Result<()> {
-        crate::memory::reserve(&mut self.0, bytes, WHAT)
+        crate::memory::reserve(&mut self.bytes, bytes, WHAT)
     }
 
     /// Appends a number.
@@ -138,6 +151,14 @@ impl Writer {
         self.all(numbers, u64::to_le_bytes)
     }
 
+    /// Appends numbers of 32 bits.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn words(&mut self, words: &[u32]) -> Result<()> {
+        self.all(words, u32::to_le_bytes)
+    }
+
     /// Appends floats.
     ///
     /// # Errors
@@ -146,16 +167,32 @@ impl Writer {
         self.all(floats, f32::to_le_bytes)
     }
 
+    /// Appends numbers of rows or gradients.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn rows(&mut self, rows: &[f32]) -> Result<()> {
+        match self.row_type {
+            RowType::Float32 => self.floats(rows),
+            RowType::Bfloat16 => self.all(rows, |x| to_bfloat16(x).to_le_bytes()),
+        }
+    }
+
     fn all<T: Copy, const N: usize>(&mut self, values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Result<()> {
-        let start = self.0.len();
-        crate::memory::resize(&mut self.0, start + values.len() * N, 0, WHAT)?;
-        self.0[start..].as_chunks_mut().0.iter_mut().zip(values).for_each(|(to, value)| *to = bytes(*value));
+        let start = self.bytes.len();
+        crate::memory::resize(&mut self.bytes, start + values.len() * N, 0, WHAT)?;
+        self.bytes[start..]
+            .as_chunks_mut()
+            .0
+            .iter_mut()
+            .zip(values)
+            .for_each(|(to, value)| *to = bytes(*value));
         Ok(())
     }
 
     /// Returns the message.
     pub fn finish(self) -> Vec<u8> {
-        self.0
+        self.bytes
     }
 }
 
@@ -165,12 +202,18 @@ const WHAT: &str = "a message to another rank";
 pub struct Reader<'a> {
     rest: &'a [u8],
     from: usize,
+    row_type: RowType,
 }
 
 impl<'a> Reader<'a> {
     /// Reads a message of rank `from`.
     pub fn new(message: &'a [u8], from: usize) -> Reader<'a> {
-        Reader { rest: message, from }
+        Reader { rest: message, from, row_type: RowType::Float32 }
+    }
+
+    /// The same message, whose rows have come in this type.
+    pub fn with_row_type(self, row_type: RowType) -> Reader<'a> {
+        Reader { row_type, ..self }
     }
 
     fn take(&mut self, bytes: usize) -> Result<&'a [u8]> {
@@ -206,6 +249,15 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
+    /// Reads `len` numbers of 32 bits.
+    ///
+    /// # Errors
+    /// As `numbers`.
+    pub fn words(&mut self, len: usize) -> Result<Vec<u32>> {
+        let bytes = self.take(len.checked_mul(4).ok_or_else(|| self.is_short())?)?;
+        crate::memory::collect(bytes.as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes)), WHAT)
+    }
+
     /// Reads as many floats as `to` has room for.
     ///
     /// # Errors
@@ -216,14 +268,35 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Appends `len` floats to `to`.
+    /// Reads as many numbers of rows or gradients as `to` has room for.
+    ///
+    /// # Errors
+    /// As `number`.
+    pub fn rows(&mut self, to: &mut [f32]) -> Result<()> {
+        if self.row_type == RowType::Float32 {
+            return self.floats(to);
+        }
+        let bytes = self.take(to.len() * self.row_type.num_bytes())?;
+        to.iter_mut()
+            .zip(bytes.as_chunks().0)
+            .for_each(|(to, &x)| *to = from_bfloat16(u16::from_le_bytes(x)));
+        Ok(())
+    }
+
+    /// Appends `len` numbers of rows or gradients to `to`.
     ///
     /// # Errors
     /// As `numbers`.
-    pub fn append_floats(&mut self, len: usize, to: &mut Vec<f32>) -> Result<()> {
-        let bytes = self.take(len.checked_mul(4).ok_or_else(|| self.is_short())?)?;
+    pub fn append_rows(&mut self, len: usize, to: &mut Vec<f32>) -> Result<()> {
+        let num_bytes = len.checked_mul(self.row_type.num_bytes()).ok_or_else(|| self.is_short())?;
+        let bytes = self.take(num_bytes)?;
         crate::memory::reserve(to, len, WHAT)?;
-        to.extend(bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)));
+        match self.row_type {
+            RowType::Float32 => to.extend(bytes.as_chunks().0.iter().map(|&x| f32::from_le_bytes(x))),
+            RowType::Bfloat16 => {
+                to.extend(bytes.as_chunks().0.iter().map(|&x| from_bfloat16(u16::from_le_bytes(x))));
+            }
+        }
         Ok(())
     }
 
@@ -257,6 +330,8 @@ mod tests {
         writer.number(3).unwrap();
         writer.numbers(&[1, u64::MAX, 5]).unwrap();
         writer.floats(&[1.5, -0.0]).unwrap();
+        writer.words(&[u32::MAX, 7]).unwrap();
+        writer.rows(&[2.5]).unwrap();
         let message = writer.finish();
         let mut reader = Reader::new(&message, 1);
         let (mut numbers, mut floats) = (Vec::new(), [9.0; 2]);
@@ -267,8 +342,31 @@ mod tests {
             (&numbers[..], floats.map(f32::to_bits)),
             (&[1, u64::MAX, 5][..], [1.5f32, -0.0].map(f32::to_bits))
         );
+        assert_eq!(reader.words(2).unwrap(), [u32::MAX, 7]);
+        reader.rows(&mut floats[1..]).unwrap();
+        assert_eq!(floats[1], 2.5);
         assert!(reader.number().unwrap_err().to_string().contains("rank 1"));
+        assert!(Reader::new(&message, 0).words(usize::MAX).is_err());
         assert!(Reader::new(&message, 0).numbers(usize::MAX, &mut numbers).is_err());
         assert!(Reader::new(&message, 0).finish().is_err());
+    }
+
+    #[test]
+    fn rows_travel_in_the_type_of_the_message() {
+        const NEAR_ONE: f32 = 1.0 + 1.0 / 256.0;
+        for (row_type, row, expected) in
+            [(RowType::Float32, NEAR_ONE, NEAR_ONE), (RowType::Bfloat16, NEAR_ONE, 1.0)]
+        {
+            let mut writer = Writer::new(row_type);
+            writer.rows(&[row, -3.0, 0.5]).unwrap();
+            let message = writer.finish();
+            assert_eq!(message.len(), 3 * row_type.num_bytes());
+            let mut reader = Reader::new(&message, 0).with_row_type(row_type);
+            let mut rows = vec![5.0, 9.0];
+            reader.rows(&mut rows[1..]).unwrap();
+            reader.append_rows(2, &mut rows).unwrap();
+            assert_eq!(rows, [5.0, expected, -3.0, 0.5]);
+            assert!(reader.append_rows(1, &mut rows).is_err());
+        }
     }
 }

@@ -57,6 +57,33 @@ pub struct SavedLookup {
     pub num_bags: Vec<usize>,
     /// The tables that took part.
     pub tables: Vec<SavedTable>,
+    /// Whether a commit has counted the use of its rows.
+    is_counted: AtomicBool,
+    /// Whether its gradients may still come and were not committed yet.
+    is_open: AtomicBool,
+}
+
+impl SavedLookup {
+    /// What a lookup of these tables remembers.
+    pub fn new(number: u64, num_bags: Vec<usize>, tables: Vec<SavedTable>) -> SavedLookup {
+        let (is_counted, is_open) = (AtomicBool::new(false), AtomicBool::new(true));
+        SavedLookup { number, num_bags, tables, is_counted, is_open }
+    }
+
+    /// Whether gradients may still come for it, or wait for a commit.
+    pub fn is_open(&self) -> bool {
+        self.is_open.load(Relaxed)
+    }
+
+    /// Sets whether gradients may still come for it, or wait for a commit.
+    pub fn set_open(&self, is_open: bool) {
+        self.is_open.store(is_open, Relaxed);
+    }
+
+    /// Whether this is the first time that a commit counts the use of its rows.
+    pub fn count_once(&self) -> bool {
+        !self.is_counted.swap(true, Relaxed)
+    }
 }
 
 /// A table's part of a lookup.
@@ -69,12 +96,20 @@ pub struct SavedTable {
     pub generation: u64,
     /// Its records and runs.
     pub looked: Looked,
+    /// Number of ids that each id of the only feature represents. Empty: each represents one.
+    pub id_counts: Vec<u32>,
 }
 
 impl SavedTable {
     /// What a lookup remembers of a table.
     pub fn new(number: usize, table: &HostTable, looked: Looked) -> SavedTable {
-        SavedTable { number, dim: table.config.dim, generation: table.generation, looked }
+        SavedTable {
+            number,
+            dim: table.config.dim,
+            generation: table.generation,
+            looked,
+            id_counts: Vec::new(),
+        }
     }
 
     /// Runs of its keys, with their records. Runs of absent keys come last.

@@ -105,6 +105,11 @@ impl Arena {
         }
     }
 
+    /// The numbers of erased records.
+    pub fn free(&self) -> &[RecordNumber] {
+        &self.free
+    }
+
     pub fn num_free(&self) -> usize {
         self.free.len()
     }

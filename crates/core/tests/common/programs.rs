@@ -10,6 +10,7 @@ use sok_core::checkpoint::LoadMode;
 use sok_core::contract::table::TableConfig;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -33,6 +34,7 @@ pub struct Program<'a> {
     /// Number of the first step.
     pub first: u64,
     pub merge_blocks: usize,
+    pub row_type: RowType,
     /// Whether the shares of a batch are equal.
     pub is_even: bool,
     pub load: Option<&'a Path>,
@@ -68,7 +70,17 @@ pub fn program<'a>(
     update: Update,
     steps: &'a [GlobalStep],
 ) -> Program<'a> {
-    Program { configs, update, steps, first: 1, merge_blocks: 12, is_even: true, load: None, dump: None }
+    Program {
+        configs,
+        update,
+        steps,
+        first: 1,
+        merge_blocks: 12,
+        row_type: RowType::Float32,
+        is_even: true,
+        load: None,
+        dump: None,
+    }
 }
 
 impl Program<'_> {
@@ -80,7 +92,8 @@ impl Program<'_> {
             placement => (config.clone(), placement),
         };
         let configs: Vec<_> = self.configs.iter().map(placed).collect();
-        let mut subject = ShardedSubject::new(&configs, communicator, self.merge_blocks, &POOLS[rank % 2]);
+        let mut subject =
+            ShardedSubject::new(&configs, communicator, self.merge_blocks, self.row_type, &POOLS[rank % 2]);
         subject.bind(binding(OWNER, self.update)).unwrap();
         if let Some(path) = self.load {
             restore(&mut subject.group, path, LoadMode::Replace, 1).unwrap();

@@ -82,7 +82,7 @@ pub fn any_tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Place
 
 /// A feature of a table, with bags of any shape.
 pub fn any_input(dice: &mut Dice, table: usize, num_bags: usize) -> Input {
-    let hotness = dice.below(4) as usize;
+    let hotness = dice.pick(&[0, 1, 2, 3, 9]);
     let (shape, num_ids) = match dice.below(3) {
         0 => (Shape::Each, num_bags),
         1 => (Shape::Fixed { num_bags, hotness }, num_bags * hotness),

@@ -16,6 +16,7 @@ use sok_core::error::Result;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::group::ApplyScalars;
@@ -44,9 +45,10 @@ impl ShardedSubject {
         configs: &[(TableConfig, Placement)],
         communicator: Arc<dyn Communicator>,
         merge_blocks: usize,
+        row_type: RowType,
         pool: &'static Pool,
     ) -> ShardedSubject {
-        let group = ShardedGroup::new(configs.to_vec(), communicator, 1, merge_blocks).unwrap();
+        let group = ShardedGroup::new(configs.to_vec(), communicator, 1, merge_blocks, row_type).unwrap();
         ShardedSubject { group, pool, tickets: Tickets::default(), held: Vec::new() }
     }
 
@@ -54,7 +56,7 @@ impl ShardedSubject {
     pub fn alone(configs: &[TableConfig], pool: &'static Pool) -> ShardedSubject {
         let rank = ThreadRank::world(1, TIMEOUT).remove(0);
         let configs: Vec<_> = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
-        ShardedSubject::new(&configs, Arc::new(rank), 1, pool)
+        ShardedSubject::new(&configs, Arc::new(rank), 1, RowType::Float32, pool)
     }
 }
 

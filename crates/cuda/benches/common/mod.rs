@@ -181,5 +181,6 @@ pub fn config(name: &str, dim: usize, initial_capacity: u64) -> TableConfig {
         initial_capacity,
         max_capacity: None,
         check_mode: CheckMode::Raise,
+        eviction: None,
     }
 }

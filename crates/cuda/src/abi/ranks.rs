@@ -159,7 +159,7 @@ structs! {
     pub struct PartCopy {
         pub from: u64 as "const u64*",
         pub to: u64 as "u64*",
-        /// Number of words of 8 bytes.
+        /// Number of words of the message, of 8 bytes each. They hold keys, two float32 or four bfloat16.
         pub words: u64,
     }
 

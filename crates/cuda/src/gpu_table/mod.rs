@@ -101,6 +101,12 @@ impl GpuTable {
     /// As `new`.
     pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
         config.validate()?;
+        if config.eviction.is_some() {
+            return Err(Error::argument(format!(
+                "table `{}`: tables with `eviction` are on the host so far. Use `storage=\"host\"`",
+                config.name
+            )));
+        }
         let layout = DeviceLayout::new(None, config.dim);
         let rows = config.initial_capacity as usize;
         let mut table = GpuTable {

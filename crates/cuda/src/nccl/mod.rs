@@ -1,10 +1,12 @@
 //! NCCL between the GPUs of ranks that cannot reach each other's memory.
 //!
-//! Its calls do not block. A rank that is lost makes the communicator of the hosts fail, which aborts that of NCCL: then its launches end.
+//! Its calls do not block. A rank that is lost, or for which a GPU waits longer than the timeout, makes the communicator of the hosts fail,
+//! which aborts that of NCCL: then its launches end.
 
 #![allow(unsafe_code)]
 
 mod library;
+mod watch;
 
 use std::ffi::c_int;
 use std::path::PathBuf;
@@ -20,6 +22,7 @@ use sok_core::exchange::message::Tag;
 
 use crate::device::{Stream, driver_error};
 use library::{BYTE, Config, FLOAT, Handle, IN_PROGRESS, Library, SUM, UniqueId};
+use watch::{Watched, watch};
 
 /// How long ranks wait for each other at least while NCCL connects them, which takes seconds.
 const CONNECTING: Duration = Duration::from_secs(60);
@@ -48,6 +51,7 @@ pub struct Nccl {
     context: Arc<CudaContext>,
     communicator: Arc<dyn Communicator>,
     handle: Mutex<Connection>,
+    watched: Mutex<Watched>,
 }
 
 /// NCCL's communicator; null after it was aborted.
@@ -92,8 +96,9 @@ impl Nccl {
             context: context.clone(),
             communicator: communicator.clone(),
             handle: Mutex::new(Connection(null_mut())),
+            watched: Mutex::new(Watched::new(context)?),
         });
-        nccl.init(UniqueId(id)).inspect_err(|error| {
+        nccl.init(UniqueId(id)).and_then(|()| watch(&nccl)).inspect_err(|error| {
             communicator.fail(error);
             nccl.abort();
         })?;
@@ -155,21 +160,24 @@ impl Nccl {
         self.abort_connection(&mut self.handle.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Enqueues the calls of `enqueue`, as one.
-    fn group(&self, enqueue: impl FnOnce(Handle) -> c_int) -> Result<()> {
+    /// Enqueues the calls of `enqueue` on a stream, as one.
+    fn group(&self, stream: Stream, enqueue: impl FnOnce(Handle) -> c_int) -> Result<()> {
         self.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         let connection = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         if connection.0.is_null() {
             let gone = || Error::State("the GPUs of the ranks are not connected any more".into());
             return Err(self.communicator.failure().unwrap_or_else(gone));
         }
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_watched = watched.begin(stream)?;
         // SAFETY: The call has no condition.
         let started = unsafe { (self.library.group_start)() };
         let enqueued = self.library.check(started).and_then(|()| self.library.check(enqueue(connection.0)));
         // SAFETY: A group was started by this thread.
         let ended = unsafe { (self.library.group_end)() };
         let done = enqueued.and_then(|()| self.library.check(ended)).and_then(|()| self.wait(&connection));
-        drop(connection);
+        let done = done.and_then(|()| if is_watched { watched.end(stream) } else { Ok(()) });
+        drop((watched, connection));
         done.inspect_err(|error| self.communicator.fail(error))
     }
 
@@ -185,7 +193,7 @@ impl Nccl {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());
         }
-        self.group(|handle| {
+        self.group(stream, |handle| {
             for &Transfer { rank, address, bytes } in sends {
                 // SAFETY: The caller guarantees it.
                 let sent = unsafe {
@@ -218,7 +226,7 @@ impl Nccl {
     pub unsafe fn all_gather(&self, of_ranks: u64, bytes: usize, stream: Stream) -> Result<()> {
         let own = of_ranks + (self.communicator.rank() * bytes) as u64;
         // SAFETY: The caller guarantees it. A rank's own part is where it belongs.
-        self.group(|handle| unsafe {
+        self.group(stream, |handle| unsafe {
             (self.library.all_gather)(own as _, of_ranks as _, bytes, BYTE, handle, stream.raw())
         })
     }
@@ -231,7 +239,7 @@ impl Nccl {
     /// # Safety
     /// As `exchange`.
     pub unsafe fn broadcast(&self, parts: &[Transfer], stream: Stream) -> Result<()> {
-        self.group(|handle| {
+        self.group(stream, |handle| {
             let mut result = 0;
             for &Transfer { rank, address, bytes } in parts {
                 // SAFETY: The caller guarantees it.
@@ -256,7 +264,7 @@ impl Nccl {
     /// As `exchange`.
     pub unsafe fn sum(&self, from: u64, to: u64, len: usize, stream: Stream) -> Result<()> {
         // SAFETY: The caller guarantees it.
-        self.group(|handle| unsafe {
+        self.group(stream, |handle| unsafe {
             (self.library.all_reduce)(from as _, to as _, len, FLOAT, SUM, handle, stream.raw())
         })
     }

@@ -40,7 +40,7 @@ const MORE: [usize; 2] = [2016, 8128];
 pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType};
 pub use lookup::{AbsentIds, Started};
-pub use serving::Remote;
+pub use serving::{CopyKernel, Remote};
 
 pub use saved::{Saved, SavedFeature};
 pub use update_once::update_once;

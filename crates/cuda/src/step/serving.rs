@@ -28,6 +28,30 @@ pub struct Remote {
     pub begins: u64,
 }
 
+/// How parts of messages are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyKernel {
+    /// Words of 8 bytes, unchanged.
+    Copy,
+    /// From float32 to bfloat16.
+    Narrow,
+    /// From bfloat16 to float32.
+    Widen,
+    /// From float32 to float32 that bfloat16 can hold.
+    Round,
+}
+
+impl CopyKernel {
+    fn name(self) -> &'static str {
+        match self {
+            CopyKernel::Copy => "copy_parts",
+            CopyKernel::Narrow => "narrow_parts",
+            CopyKernel::Widen => "widen_parts",
+            CopyKernel::Round => "round_parts",
+        }
+    }
+}
+
 impl Workspace {
     /// Enqueues waiting for the keys of all ranks, and completing the features of a lookup that read them. With `save`, also its sections.
     ///
@@ -67,16 +91,22 @@ impl Workspace {
         self.profiler.stop(StepPart::Exchange, measured, stream)
     }
 
-    /// Enqueues copying parts of messages. `descriptors`: address of memory for the list of copies.
+    /// Enqueues copying parts of messages by one of the kernels that do. `descriptors`: address of memory for the list of copies.
     ///
     /// # Errors
     /// As `connect`.
-    pub fn copy_parts(&self, copies: &[PartCopy], descriptors: u64, stream: Stream) -> Result<()> {
+    pub fn copy_parts(
+        &self,
+        kernel: CopyKernel,
+        copies: &[PartCopy],
+        descriptors: u64,
+        stream: Stream,
+    ) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
         }
         self.deliver(descriptors, words(copies), (0, 0), None, stream)?;
-        let copy = self.device.kernel(&RANKS, "copy_parts")?;
+        let copy = self.device.kernel(&RANKS, kernel.name())?;
         let blocks = (8 * self.device.multiprocessors).div_ceil(copies.len() as u32);
         let all = blocks as usize * copies.len();
         // SAFETY: The arguments have the types of the kernel's parameters. Groups keep the memory that they point to.

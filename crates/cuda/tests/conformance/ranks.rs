@@ -5,13 +5,15 @@
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sok_core::contract::table::TableConfig;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::formula::update::UpdateScalars;
+use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 use sok_cuda::peers::Peers;
 
@@ -20,10 +22,10 @@ use crate::common::ranks::{GlobalStep, any_steps, any_tables, part_of, share};
 use crate::common::sharded::ShardedSubject;
 use crate::common::subject::{Maker, OWNER, Subject, binding};
 use crate::common::{Dice, bits, scan};
-use crate::subject::{DEVICE, GpuSubject, Tested, peers_of};
+use crate::subject::{DEVICE, GpuSubject, Tested, on_device, peers_of};
 use crate::{POOL, run_all, suite};
 
-const ALONE: Maker = Maker { make: alone, tells_late: true, dims: &[3, 64] };
+const ALONE: Maker = Maker { make: alone, tells_late: true, evicts: false, dims: &[3, 64] };
 
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(GpuSubject::alone(configs))]
@@ -49,15 +51,13 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Starts this test program once for each rank.
-#[test]
-#[ignore = "needs a GPU"]
-fn ranks_have_the_bits_of_ranks_on_the_host() {
+/// Starts this test program once for each rank, to run another test.
+fn run_ranks(test: &str) {
     let (ranks, gpus) = (number("SOK_TEST_RANKS", 2), number("SOK_TEST_GPUS", 1));
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let start = |rank: usize| {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "ranks::one_rank", "--nocapture"])
+            .args(["--ignored", "--exact", test, "--nocapture"])
             .env("SOK_TEST_RANK", rank.to_string())
             .env("SOK_TEST_RANKS", ranks.to_string())
             .env("SOK_TEST_PORT", port.to_string())
@@ -71,16 +71,64 @@ fn ranks_have_the_bits_of_ranks_on_the_host() {
     assert!(all.iter().all(|is_good| *is_good), "{all:?}");
 }
 
-/// One of the ranks of the test above; nothing if the program was not started by it.
+/// Connects this process, if it is a rank that another test has started.
+fn connect(timeout: Duration) -> Option<Arc<dyn Communicator>> {
+    let rank = std::env::var("SOK_TEST_RANK").ok()?.parse().unwrap();
+    let address = format!("127.0.0.1:{}", number("SOK_TEST_PORT", 0));
+    Some(Arc::new(TcpRank::connect(rank, number("SOK_TEST_RANKS", 2), &address, timeout).unwrap()))
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn ranks_have_the_bits_of_ranks_on_the_host() {
+    run_ranks("ranks::one_rank");
+}
+
+/// NCCL alone waits without a limit, and is there with a GPU for each rank.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_gpu_that_waits_in_vain_is_an_error_of_the_rank_that_does_not_come() {
+    if number("SOK_TEST_GPUS", 1) > 1 {
+        run_ranks("ranks::one_that_waits");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn one_that_waits() {
+    const WAIT: Duration = Duration::from_secs(4);
+    let Some(communicator) = connect(WAIT) else { return };
+    let peers = peers_of(communicator.clone());
+    let Some(nccl) = peers.nccl() else { return };
+    let (from, to) = (on_device(&[1f32; 1000]), on_device(&[0f32; 1000]));
+    let stream = DEVICE.context.new_stream().unwrap();
+    // SAFETY: The buffers have 1000 floats, and live until the device is idle.
+    let sum = || unsafe { nccl.sum(from.address(), to.address(), 1000, Stream::of_cudarc(&stream)) };
+    sum().unwrap();
+    DEVICE.synchronize().unwrap();
+    // A launch that completes is no wait, however long ago it was.
+    std::thread::sleep(WAIT * 3 / 2);
+    assert!(communicator.failure().is_none());
+    let start = Instant::now();
+    if communicator.rank() == 0 {
+        sum().unwrap();
+        let _ = DEVICE.synchronize();
+    } else {
+        while communicator.failure().is_none() && start.elapsed() < 4 * WAIT {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    let failure = communicator.failure().unwrap().to_string();
+    assert!(start.elapsed() < 3 * WAIT, "{:?}", start.elapsed());
+    assert!(communicator.rank() != 0 || failure.contains("rank 1 "), "{failure}");
+    assert!(failure.contains("wait of a GPU"), "{failure}");
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn one_rank() {
-    let Ok(rank) = std::env::var("SOK_TEST_RANK") else { return };
-    let (ranks, port) = (number("SOK_TEST_RANKS", 2), number("SOK_TEST_PORT", 0));
-    let address = format!("127.0.0.1:{port}");
-    let connected =
-        TcpRank::connect(rank.parse().unwrap(), ranks, &address, Duration::from_secs(60)).unwrap();
-    let communicator: Arc<dyn Communicator> = Arc::new(connected);
+    let Some(communicator) = connect(Duration::from_secs(60)) else { return };
+    let ranks = communicator.world_size();
     let peers = Arc::new(peers_of(communicator.clone()));
     for seed in 0..number("SOK_TEST_CASES", 12) as u64 {
         let mut dice = Dice(seed);
@@ -96,10 +144,23 @@ fn one_rank() {
         let mut update = any_update(&mut dice);
         update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
         let steps = any_steps(&mut dice, &configs, 6 * ranks, 6);
-        let host = ShardedSubject::new(&configs, communicator.clone(), merge_blocks, &POOL);
-        let gpu = ShardedGpuGroup::new(&DEVICE, configs.clone(), &peers, 2, merge_blocks).unwrap();
+        // Ranks that reach each other's memory move float32. The host rounds pooled bags, and rows for missing keys where they are read.
+        let row_type = match peers.nccl() {
+            Some(_) => dice.pick(&[RowType::Float32, RowType::Bfloat16]),
+            None => RowType::Float32,
+        };
+        if row_type == RowType::Bfloat16 {
+            for (config, placement) in &mut configs {
+                config.out_of_vocabulary_key = None;
+                if matches!(placement, Placement::Localized(_)) {
+                    *placement = Placement::Distributed;
+                }
+            }
+        }
+        let host = ShardedSubject::new(&configs, communicator.clone(), merge_blocks, row_type, &POOL);
+        let gpu = ShardedGpuGroup::new(&DEVICE, configs.clone(), &peers, 2, merge_blocks, row_type).unwrap();
         let gpu = GpuSubject::of(Tested::Shared(Box::new(gpu)));
-        println!("rank {rank}, seed {seed}, {merge_blocks} blocks");
+        println!("rank {}, seed {seed}, {merge_blocks} blocks", communicator.rank());
         follow(&configs, update, &steps, Box::new(host), Box::new(gpu), &peers, is_even);
     }
 }

@@ -14,6 +14,7 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
 use sok_cuda::device::{Device, Stream};
@@ -95,7 +96,7 @@ impl GpuSubject {
         let configs = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
         let peers = Arc::new(peers_of(Arc::new(ThreadRank::world(1, TIMEOUT).remove(0))));
         GpuSubject::of(Tested::Shared(Box::new(
-            ShardedGpuGroup::new(&DEVICE, configs, &peers, 1, 1).unwrap(),
+            ShardedGpuGroup::new(&DEVICE, configs, &peers, 1, 1, RowType::Float32).unwrap(),
         )))
     }
 

@@ -44,6 +44,7 @@ impl HostGroup {
             }
         };
         saved.tables.iter().for_each(|table| self.tables[table.number].count_call());
+        saved.set_open(true);
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
         let (number, fallen) = self.ring.add(Push { lookup: saved, gradients });
         if let Some(push) = fallen {
@@ -51,6 +52,11 @@ impl HostGroup {
         }
         write_ticket(number, is_all_finite, ticket);
         Ok(number)
+    }
+
+    /// Keeps the rows of a lookup in use, because a push of it waits elsewhere.
+    pub(in crate::host) fn reopen_lookup(&self, number: u64) {
+        self.lookups.iter().filter(|lookup| lookup.number == number).for_each(|lookup| lookup.set_open(true));
     }
 
     /// Drops a push that no commit has taken.

@@ -115,13 +115,16 @@ impl Group for ShardedGroup {
         let looked = tables().map(|(saved, sent)| {
             saved.looked.num_bytes() + sent.rows.as_ref().map_or(0, |rows| rows.num_bytes())
         });
+        let pooled = self.lookups.iter().flat_map(|lookup| &lookup.pooled).flat_map(|lookup| &lookup.tables);
+        let pooled = pooled.map(|saved| saved.looked.num_bytes());
         let merged = self.ring.iter().map(|push| match &push.gradients {
             PushedGradients::Merged(tables) => tables.iter().flatten().map(Region::num_bytes).sum(),
             PushedGradients::Held { .. } => 0,
         });
         let requests = self.requests.iter().map(|requests| requests.num_bytes());
         let spare = self.spare.iter().map(|spare| spare.num_bytes());
-        looked.chain(merged).chain(requests).chain(spare).sum::<usize>() + self.shard.step_bytes()
+        looked.chain(pooled).chain(merged).chain(requests).chain(spare).sum::<usize>()
+            + self.shard.step_bytes()
     }
 
     fn measure(&mut self, is_on: bool) {

@@ -1,7 +1,8 @@
 //! The commit: gradients go to their owners, and all ranks agree that the step counts.
 
+use super::at_owner::merge_bags;
 use super::group::ShardedGroup;
-use super::sent::SentTable;
+use super::push::merge_sent;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
@@ -13,7 +14,8 @@ use crate::exchange::message::{Call, Reader, Tag, Writer};
 use crate::host::exact_sum::ExactSum;
 use crate::host::group::ApplyScalars;
 use crate::host::group::push::gone_lookup;
-use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, merge_push};
+use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, Spare};
+use crate::memory;
 use crate::pool::Pool;
 
 /// The gradients that all ranks have for a lookup, at the owner.
@@ -32,6 +34,37 @@ impl LookupGradients {
     fn of(lookup: &SavedLookup) -> LookupGradients {
         let rows = lookup.tables.iter().map(|_| Vec::new()).collect();
         LookupGradients { lookup: lookup.number, weights: Vec::new(), rows, ends: Vec::new() }
+    }
+
+    /// Reads the gradients of the next rank, and merges those of `pooled`, the bags that were pooled for it.
+    fn read(
+        &mut self,
+        lookup: &SavedLookup,
+        pooled: &SavedLookup,
+        spare: &mut [Spare],
+        reader: &mut Reader,
+        pool: &Pool,
+    ) -> Result<()> {
+        for (table, rows) in lookup.tables.iter().zip(&mut self.rows) {
+            let keys = reader.number()? as usize;
+            reader.append_rows(keys.saturating_mul(table.dim), rows)?;
+        }
+        let merged = merge_bags(pooled, reader, spare, pool)?;
+        for (table, sums) in pooled.tables.iter().zip(merged) {
+            let of_table = lookup
+                .tables
+                .iter()
+                .zip(&mut self.rows)
+                .find(|(of_lookup, _)| of_lookup.number == table.number);
+            let num_keys: usize = table.runs().map(|(runs, _)| runs.num_keys()).sum();
+            if let Some((_, rows)) = of_table {
+                memory::reserve(rows, num_keys * table.dim, "the gradients of other ranks")?;
+                rows.extend_from_slice(&sums[0][..num_keys * table.dim]);
+            }
+            spare[table.number].keep_sums(sums);
+        }
+        self.ends.extend(self.rows.iter().map(Vec::len));
+        Ok(())
     }
 
     /// Returns the factor of all gradients. If the ranks have different ones, multiplies the rows of each.
@@ -93,7 +126,7 @@ pub(super) fn commit(
         return Err(error);
     }
     for (group, prepared) in groups.iter_mut().zip(&prepared) {
-        group.take_pushes(prepared)?;
+        group.take_pushes(prepared, pool)?;
     }
     if !needs_norm {
         return Ok(0.0);
@@ -132,7 +165,7 @@ fn write_gradients(
     pool: &Pool,
 ) -> Result<Vec<Vec<u8>>> {
     let world_size = groups[0].communicator.world_size();
-    let mut writers: Vec<Writer> = (0..world_size).map(|_| Writer::default()).collect();
+    let mut writers: Vec<Writer> = (0..world_size).map(|to| groups[0].writer_to(to)).collect();
     for (((group, binding), ticket), prepared) in groups.iter_mut().zip(bindings).zip(tickets).zip(prepared) {
         group.check_owner(binding)?;
         prepared.named = group.resolve(ticket)?;
@@ -153,10 +186,10 @@ fn push_to_shards(
     pool: &Pool,
 ) -> Result<()> {
     let mut readers: Vec<Reader> =
-        received.iter().enumerate().map(|(from, message)| Reader::new(message, from)).collect();
+        received.iter().enumerate().map(|(from, message)| groups[0].reader_of(message, from)).collect();
     for ((group, binding), prepared) in groups.iter_mut().zip(bindings).zip(prepared) {
         group.take_over(binding)?;
-        let lookups = group.read_pushes(&prepared.named, &mut readers)?;
+        let lookups = group.read_pushes(&prepared.named, &mut readers, pool)?;
         for gradients in lookups {
             let named = group.push_to_shard(gradients, pool)?;
             prepared.of_shard.push(named);
@@ -197,10 +230,14 @@ impl ShardedGroup {
     fn merge_held(&mut self, named: &[Named], pool: &Pool) -> Result<()> {
         let start = self.shard.stopwatch.start();
         for named in named {
-            let Some(push) = self.ring.get_mut(named.number) else { continue };
+            let Some(push) = self.ring.get(named.number) else { continue };
             if let PushedGradients::Held { rows, .. } = &push.gradients {
-                let merged = merge_push(&push.lookup, rows, &mut self.spare, pool)?;
-                push.gradients = PushedGradients::Merged(merged);
+                let sent = self.lookups.iter().find(|sent| sent.saved.number == push.lookup.number);
+                let sent = sent.ok_or_else(|| gone_lookup(self))?;
+                let merged = merge_sent(sent, rows, self.row_type, &mut self.spare, pool)?;
+                if let Some(push) = self.ring.get_mut(named.number) {
+                    push.gradients = PushedGradients::Merged(merged);
+                }
             }
         }
         self.shard.stopwatch.stop(StepPart::Merge, start);
@@ -218,22 +255,27 @@ impl ShardedGroup {
             writer.numbers(&[lookup.number, u64::from(weight.to_bits())])?;
             let sent = self.lookups.iter().find(|sent| sent.saved.number == lookup.number);
             let sent = sent.ok_or_else(|| gone_lookup(self))?;
-            let tables = || lookup.tables.iter().zip(&sent.tables);
-            let floats =
-                |(table, sent): (&SavedTable, &SentTable)| sent.request.keys.sent_to(to).len() * table.dim;
+            let of_tables = || sent.gradients_of_keys(to, merged);
+            let of_bags = || sent.gradients_of_bags(to, merged);
+            let num_floats: usize = of_tables().chain(of_bags()).map(<[f32]>::len).sum();
             // With a byte for the exchange.
-            writer.reserve(8 * lookup.tables.len() + 4 * tables().map(floats).sum::<usize>() + 1)?;
-            for ((table, sent), sums) in tables().zip(merged) {
-                let keys = sent.request.keys.sent_to(to);
-                writer.number(keys.len() as u64)?;
-                writer.floats(&sums[0][keys.start * table.dim..keys.end * table.dim])?;
+            writer.reserve(8 * lookup.tables.len() + 4 * num_floats + 1)?;
+            for (table, gradients) in lookup.tables.iter().zip(of_tables()) {
+                writer.number((gradients.len() / table.dim) as u64)?;
+                writer.rows(gradients)?;
             }
+            of_bags().try_for_each(|gradients| writer.rows(gradients))?;
         }
         Ok(())
     }
 
     /// Reads the gradients of all ranks for this group. `named`: this rank's pushes.
-    fn read_pushes(&self, named: &[Named], readers: &mut [Reader]) -> Result<Vec<LookupGradients>> {
+    fn read_pushes(
+        &mut self,
+        named: &[Named],
+        readers: &mut [Reader],
+        pool: &Pool,
+    ) -> Result<Vec<LookupGradients>> {
         let differs = |rank: usize| Error::Rank {
             rank,
             what: "applies the gradients of other lookups than this rank. All ranks must make the same calls"
@@ -244,7 +286,8 @@ impl ShardedGroup {
                 return Err(differs(from));
             }
         }
-        let pushes = || named.iter().filter_map(|named| self.ring.get(named.number));
+        let ShardedGroup { ring, lookups: sent, spare, shard, .. } = self;
+        let pushes = || named.iter().filter_map(|named| ring.get(named.number));
         let mut lookups: Vec<LookupGradients> =
             pushes().map(|push| LookupGradients::of(&push.lookup)).collect();
         for (from, reader) in readers.iter_mut().enumerate() {
@@ -253,11 +296,9 @@ impl ShardedGroup {
                     return Err(differs(from));
                 }
                 gradients.weights.push(f32::from_bits(reader.number()? as u32));
-                for (table, rows) in push.lookup.tables.iter().zip(&mut gradients.rows) {
-                    let keys = reader.number()? as usize;
-                    reader.append_floats(keys.saturating_mul(table.dim), rows)?;
-                    gradients.ends.push(rows.len());
-                }
+                let sent = sent.iter().find(|sent| sent.saved.number == gradients.lookup);
+                let pooled = &sent.ok_or_else(|| gone_lookup(shard))?.pooled[from];
+                gradients.read(&push.lookup, pooled, spare, reader, pool)?;
             }
         }
         Ok(lookups)
@@ -272,10 +313,12 @@ impl ShardedGroup {
         Ok(Named { number, weight })
     }
 
-    fn take_pushes(&mut self, prepared: &Prepared) -> Result<()> {
+    fn take_pushes(&mut self, prepared: &Prepared, pool: &Pool) -> Result<()> {
         let (taken, dropped) = self.ring.take(&prepared.named);
         self.shard.oldest_needed = self.oldest_needed();
-        self.shard.take_named(&prepared.of_shard)?;
+        self.shard.take_named(&prepared.of_shard, pool)?;
+        // The shard does not know the pushes that wait in this group's ring.
+        self.ring.iter().for_each(|push| self.shard.reopen_lookup(push.lookup.number));
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
         taken.into_iter().map(|(_, push)| push).chain(dropped).for_each(|push| self.reuse(push));
         if let Some(oldest) = oldest {

@@ -7,8 +7,9 @@ use crate::contract::table::TableConfig;
 use crate::contract::ticket::PushRing;
 use crate::error::Result;
 use crate::exchange::communicator::Communicator;
-use crate::exchange::message::{Call, Tag};
+use crate::exchange::message::{Call, Reader, Tag, Writer};
 use crate::exchange::placement::Placement;
+use crate::exchange::row_type::RowType;
 use crate::host::group::HostGroup;
 use crate::host::push::{Push, Spare};
 use crate::host::sharded::requests::Requests;
@@ -24,6 +25,8 @@ pub struct ShardedGroup {
     pub(super) layer: u32,
     /// Fingerprint of the tables. Ranks whose tables differ must not exchange rows.
     pub(super) tables: u64,
+    /// How rows and gradients travel to other ranks.
+    pub(super) row_type: RowType,
     /// By table.
     pub(super) requests: Vec<Requests>,
     pub(super) num_lookups: u64,
@@ -39,6 +42,7 @@ impl ShardedGroup {
     /// Makes this rank's part of a group of empty tables. All ranks must call it with the same arguments, except for their communicator.
     ///
     /// `merge_blocks`: in how many blocks of whole samples the batch of all ranks is merged, a multiple of the number of ranks.
+    /// `row_type`: how rows and gradients travel to other ranks.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid configuration, placement or number of blocks, [`Error::Memory`].
@@ -47,9 +51,10 @@ impl ShardedGroup {
         communicator: Arc<dyn Communicator>,
         layer: u32,
         merge_blocks: usize,
+        row_type: RowType,
     ) -> Result<ShardedGroup> {
         let Shards { owners, configs, fingerprint } =
-            Shards::new(configs, communicator.rank(), communicator.world_size(), merge_blocks)?;
+            Shards::new(configs, communicator.rank(), communicator.world_size(), merge_blocks, row_type)?;
         let blocks = merge_blocks / communicator.world_size();
         let requests = owners.into_iter().map(|owners| Requests::new(owners, blocks));
         Ok(ShardedGroup {
@@ -58,6 +63,7 @@ impl ShardedGroup {
             communicator,
             layer,
             tables: fingerprint,
+            row_type,
             requests: requests.collect::<Result<_>>()?,
             num_lookups: 0,
             num_commits: 0,
@@ -70,6 +76,21 @@ impl ShardedGroup {
     /// The communicator with the other ranks.
     pub fn communicator(&self) -> &Arc<dyn Communicator> {
         &self.communicator
+    }
+
+    /// Returns the type of rows in messages between this rank and `rank`: float32 if it is this rank itself.
+    fn row_type_with(&self, rank: usize) -> RowType {
+        if rank == self.communicator.rank() { RowType::Float32 } else { self.row_type }
+    }
+
+    /// Begins a message to a rank.
+    pub(super) fn writer_to(&self, rank: usize) -> Writer {
+        Writer::new(self.row_type_with(rank))
+    }
+
+    /// Reads a message of a rank.
+    pub(super) fn reader_of<'a>(&self, message: &'a [u8], rank: usize) -> Reader<'a> {
+        Reader::new(message, rank).with_row_type(self.row_type_with(rank))
     }
 
     pub(super) fn tag(&self, call: Call, step: u64) -> Tag {

@@ -2,15 +2,18 @@
 
 use super::group::ShardedGroup;
 use super::sent::SentLookup;
+use crate::contract::gradients::GradientRows;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
 use crate::contract::ticket::write_ticket;
 use crate::error::{Error, Result};
+use crate::exchange::row_type::RowType;
 use crate::host::group::push::{check_gradients, gone_lookup};
 use crate::host::pooling::MissingRow;
-use crate::host::push::{OutputGradients, Push, PushedGradients, SavedTable, merge_push};
+use crate::host::push::{OutputGradients, Push, PushedGradients, SavedTable, Spare, merge_push};
 use crate::host::weight_gradient::WeightTrace;
 use crate::pool::Pool;
+use crate::store::region::Region;
 
 impl ShardedGroup {
     /// Takes the gradients of a lookup's outputs, as [`HostGroup::push`](crate::host::group::HostGroup::push).
@@ -39,12 +42,13 @@ impl ShardedGroup {
             Some(keep) => PushedGradients::Held { rows, _keep: keep },
             None => {
                 let start = self.shard.stopwatch.start();
-                let merged = merge_push(&saved, &rows, &mut self.spare, pool)?;
+                let merged = merge_sent(sent, &rows, self.row_type, &mut self.spare, pool)?;
                 self.shard.stopwatch.stop(StepPart::Merge, start);
                 PushedGradients::Merged(merged)
             }
         };
         self.pushes_without_optimizer += u32::from(self.binding().is_none());
+        self.shard.reopen_lookup(lookup);
         let (number, fallen) = self.ring.add(Push { lookup: saved, gradients });
         if let Some(push) = fallen {
             self.reuse(push);
@@ -96,4 +100,32 @@ impl ShardedGroup {
         }
         self.reuse_lookup(push.lookup);
     }
+}
+
+/// Merges the gradients of a lookup, by table. Gradients of bags that an owner pools are copied instead, one region for each feature,
+/// because the owner merges them.
+pub(super) fn merge_sent(
+    sent: &SentLookup,
+    rows: &[GradientRows],
+    row_type: RowType,
+    spare: &mut [Spare],
+    pool: &Pool,
+) -> Result<Vec<Vec<Region<f32>>>> {
+    let mut merged = merge_push(&sent.saved, rows, spare, pool)?;
+    for ((saved, sent), merged) in sent.saved.tables.iter().zip(&sent.tables).zip(&mut merged) {
+        if sent.request.keys.is_replicated() {
+            // All ranks must get the same gradients, also this one.
+            row_type.round(&mut merged[0][..sent.request.keys.len() * saved.dim]);
+        }
+        if sent.pooling_owner.is_none() {
+            continue;
+        }
+        for &feature in &saved.looked.features {
+            let (rows, mut copy) = (rows[feature].get(), spare[saved.number].sums.pop().unwrap_or_default());
+            copy.grow_amortized(rows.len())?;
+            copy[..rows.len()].copy_from_slice(rows);
+            merged.push(copy);
+        }
+    }
+    Ok(merged)
 }

@@ -9,6 +9,7 @@ use crate::store::rows::{RecordNumber, Rows, RowsWithDim};
 const WHAT: &str = "the rows of other ranks";
 
 /// Rows by number, from 1. Row 0 is zeros.
+#[derive(Default)]
 pub struct ReceivedRows {
     values: Vec<f32>,
     dim: usize,
@@ -32,6 +33,14 @@ impl ReceivedRows {
         Ok(ReceivedRows { values: memory::filled(0.0, (request.num_rows() + 1) * dim, WHAT)?, dim })
     }
 
+    /// Copies rows, one part after the other.
+    pub fn copied(parts: [&[f32]; 2], dim: usize) -> Result<ReceivedRows> {
+        let mut values = memory::filled(0.0, dim, WHAT)?;
+        memory::reserve(&mut values, parts[0].len() + parts[1].len(), WHAT)?;
+        parts.iter().for_each(|part| values.extend_from_slice(part));
+        Ok(ReceivedRows { values, dim })
+    }
+
     pub fn num_bytes(&self) -> usize {
         self.values.len() * 4
     }
@@ -43,7 +52,7 @@ impl ReceivedRows {
         let parts =
             [request.keys.received_from(from), first_silent + silent.start..first_silent + silent.end];
         for part in &parts {
-            reader.floats(&mut self.values[(part.start + 1) * self.dim..(part.end + 1) * self.dim])?;
+            reader.rows(&mut self.values[(part.start + 1) * self.dim..(part.end + 1) * self.dim])?;
         }
         if request.out_of_vocabulary.is_none() {
             return Ok(Vec::new());

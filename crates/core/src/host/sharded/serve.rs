@@ -1,15 +1,15 @@
 //! The owner's side of a lookup: the rows that all ranks ask for.
 
 use super::group::ShardedGroup;
-use crate::contract::batch::{Bags, Combiner, Feature, Keys};
-use crate::contract::table::{Insertion, Table};
+use super::owned::{Asked, OwnedRows};
+use crate::contract::batch::Feature;
+use crate::contract::profile::StepPart;
+use crate::contract::table::Insertion;
 use crate::error::{Error, Result};
 use crate::exchange::message::{Reader, Writer};
-use crate::key::Key;
+use crate::host::push::SavedLookup;
 use crate::memory;
-use crate::pool::Pool;
-
-const WHAT: &str = "the keys of other ranks";
+use crate::pool::{FirstError, Pool, run_if_large};
 
 /// What all ranks must say alike about a lookup.
 #[derive(Clone, Copy, PartialEq)]
@@ -32,14 +32,13 @@ impl LookupMode {
     }
 }
 
-/// What the ranks ask of a table.
-struct Asked {
-    table: usize,
-    /// One rank after the other.
-    keys: Vec<Key>,
-    silent: Vec<Key>,
-    /// By rank: number of keys, and of silent ones.
-    counts: Vec<(usize, usize)>,
+/// What the owner keeps of a lookup.
+#[derive(Default)]
+pub(super) struct Served {
+    /// Number of the shard's lookup.
+    pub number: u64,
+    /// By rank: the bags that were pooled for it.
+    pub pooled: Vec<SavedLookup>,
 }
 
 impl ShardedGroup {
@@ -79,108 +78,91 @@ impl ShardedGroup {
         Ok(())
     }
 
-    /// Looks up what all ranks ask for. `tables`: those of the call. Returns the message to each rank, and the number of the shard's
-    /// lookup.
+    /// Looks up the keys of all ranks. `tables`: numbers of the call's tables. Returns the message to each rank.
     pub(super) fn serve(
         &mut self,
         requests: &[Vec<u8>],
         tables: &[usize],
         mode: LookupMode,
         pool: &Pool,
-    ) -> Result<(Vec<Vec<u8>>, u64)> {
+    ) -> Result<(Vec<Vec<u8>>, Served)> {
         let asked = self.read_requests(requests, tables, mode)?;
         let dim = |asked: &Asked| self.shard.tables[asked.table].config.dim;
-        let rows = asked.iter().map(|asked| memory::filled(0.0, asked.keys.len() * dim(asked), WHAT));
+        let rows = asked
+            .iter()
+            .map(|asked| memory::filled(0.0, asked.keys.len() * dim(asked), "the rows of all ranks"));
         let mut rows = rows.collect::<Result<Vec<_>>>()?;
-        let features: Vec<Feature> = asked.iter().map(feature_of).collect();
+        let features: Vec<Feature> = asked.iter().map(Asked::feature).collect();
         let outputs = rows.iter_mut().map(|rows| &mut rows[..]).collect();
         let before = self.shard.stats_before_lookup();
         self.shard.oldest_needed = self.oldest_needed();
         let number = self.shard.lookup(&features, mode.insertion, mode.save, outputs, pool)?;
-        let replies = self.write_replies(&asked, &rows);
-        if replies.is_err() {
+        let answered = self.answer(&asked, rows, mode.save, pool);
+        if answered.is_err() {
             self.shard.undo_lookup(&before, mode.save);
         }
-        Ok((replies?, number))
+        let (replies, pooled) = answered?;
+        Ok((replies, Served { number, pooled }))
+    }
+
+    /// Pools bags for other ranks, and writes the message to each rank. `rows`: rows of the keys of all ranks, by table.
+    fn answer(
+        &mut self,
+        asked: &[Asked],
+        rows: Vec<Vec<f32>>,
+        save: bool,
+        pool: &Pool,
+    ) -> Result<(Vec<Vec<u8>>, Vec<SavedLookup>)> {
+        let tables = asked.iter().map(|asked| &self.shard.tables[asked.table]).zip(rows).zip(asked);
+        let owned = tables.map(|((table, rows), asked)| OwnedRows::new(asked, table, rows));
+        let owned = owned.collect::<Result<Vec<_>>>()?;
+        let (mut tasks, mut num_ids) = (Vec::new(), 0);
+        for owned in &owned {
+            for rank in owned.asked.pooled_ranks() {
+                let runs = save.then(|| self.spare[owned.asked.table].runs.pop().unwrap_or_default());
+                tasks.push((owned, rank, runs));
+                num_ids += owned.asked.num_pooled_ids(rank);
+            }
+        }
+        let (error, start) = (FirstError::default(), self.shard.stopwatch.start());
+        run_if_large(num_ids, tasks, pool, |(owned, rank, runs)| error.note(owned.pool(rank, runs)));
+        self.shard.stopwatch.stop(StepPart::Pool, start);
+        error.into_result()?;
+        let replies = self.write_replies(&owned)?;
+        let none = || SavedLookup::new(0, Vec::new(), Vec::new());
+        let mut saved: Vec<SavedLookup> = (0..self.communicator.world_size()).map(|_| none()).collect();
+        if save {
+            owned.into_iter().for_each(|owned| owned.save(&mut saved));
+        }
+        Ok((replies, saved))
     }
 
     fn read_requests(&self, requests: &[Vec<u8>], tables: &[usize], mode: LookupMode) -> Result<Vec<Asked>> {
-        let mut asked: Vec<Asked> = tables
-            .iter()
-            .map(|&table| Asked { table, keys: Vec::new(), silent: Vec::new(), counts: Vec::new() })
-            .collect();
+        let mut asked: Vec<Asked> =
+            tables.iter().map(|&table| Asked::new(table, &self.shard.tables[table].config)).collect();
         for (from, request) in requests.iter().enumerate() {
             let mut reader = Reader::new(request, from);
             self.check_header(mode, tables, from, &mut reader)?;
-            for asked in &mut asked {
-                let (keys, silent) = (reader.number()? as usize, reader.number()? as usize);
-                reader.numbers(keys, &mut asked.keys)?;
-                reader.numbers(silent, &mut asked.silent)?;
-                asked.counts.push((keys, silent));
-            }
+            asked.iter_mut().try_for_each(|asked| asked.read(from, &mut reader))?;
             reader.finish()?;
         }
         Ok(asked)
     }
 
-    /// `rows`: those of the keys, by table.
-    fn write_replies(&self, asked: &[Asked], rows: &[Vec<f32>]) -> Result<Vec<Vec<u8>>> {
-        let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
-        let mut writers: Vec<Writer> = (0..world_size).map(|_| Writer::default()).collect();
-        for (to, writer) in writers.iter_mut().enumerate() {
-            let bytes = |asked: &Asked| {
-                let (keys, silent) = asked.counts[to];
-                (keys + silent) * 4 * self.shard.tables[asked.table].config.dim + (keys + silent) / 8 + 8
-            };
+    fn write_replies(&self, owned: &[OwnedRows]) -> Result<Vec<Vec<u8>>> {
+        let rank = self.communicator.rank();
+        let reply = |to: usize| {
+            let mut writer = self.writer_to(to);
             // With a byte for the exchange.
-            writer.reserve(asked.iter().map(bytes).sum::<usize>() + 1)?;
-        }
-        for (asked, rows) in asked.iter().zip(rows) {
-            let (table, owners) = (&self.shard.tables[asked.table], &self.requests[asked.table].owners);
-            let dim = table.config.dim;
-            let mut silent_rows = memory::filled(0.0, asked.silent.len() * dim, WHAT)?;
-            let mut is_found = memory::filled(true, asked.silent.len(), WHAT)?;
-            table.find(&asked.silent, &mut silent_rows, &mut is_found)?;
-            let tells_missing = table.config.out_of_vocabulary_key.is_some();
-            let (mut start, mut silent_start) = (0, 0);
-            for (to, (&(keys, silent), writer)) in asked.counts.iter().zip(&mut writers).enumerate() {
-                let (keys, silent) = (start..start + keys, silent_start..silent_start + silent);
-                (start, silent_start) = (keys.end, silent.end);
-                if owners.is_replicated() && to != rank {
-                    continue; // It reads its own rows.
-                }
-                writer.floats(&rows[keys.start * dim..keys.end * dim])?;
-                writer.floats(&silent_rows[silent.start * dim..silent.end * dim])?;
-                if tells_missing {
-                    let keys = asked.keys[keys].iter().map(|&key| table.is_absent(key));
-                    write_bits(keys.chain(is_found[silent].iter().map(|found| !found)), writer)?;
+            writer.reserve(owned.iter().map(|owned| owned.num_bytes(to)).sum::<usize>() + 1)?;
+            for owned in owned {
+                // Each rank reads its own rows of a replicated table.
+                if to == rank || !self.requests[owned.asked.table].owners.is_replicated() {
+                    owned.write(to, &mut writer)?;
                 }
             }
-        }
-        Ok(writers.into_iter().map(Writer::finish).collect())
+            Ok(writer.finish())
+        };
+        (0..self.communicator.world_size()).map(reply).collect()
     }
-}
-
-fn feature_of(asked: &Asked) -> Feature<'_> {
-    Feature {
-        name: "of other ranks",
-        table: asked.table,
-        keys: Keys::U64(&asked.keys),
-        bags: Bags::Each,
-        combiner: Combiner::Sum,
-        weights: None,
-        padding_key: None,
-    }
-}
-
-fn write_bits(bits: impl Iterator<Item = bool>, writer: &mut Writer) -> Result<()> {
-    let (mut word, mut len) = (0u64, 0);
-    for bit in bits {
-        word |= u64::from(bit) << (len % 64);
-        len += 1;
-        if len % 64 == 0 {
-            writer.number(std::mem::take(&mut word))?;
-        }
-    }
-    if len % 64 == 0 { Ok(()) } else { writer.number(word) }
 }

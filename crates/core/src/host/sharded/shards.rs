@@ -4,6 +4,7 @@ use crate::contract::table::TableConfig;
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::placement::Placement;
+use crate::exchange::row_type::RowType;
 use crate::fingerprint::fingerprint64;
 
 /// This rank's shards of the tables of a group.
@@ -17,7 +18,8 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// Shares tables among ranks. `merge_blocks`: in how many blocks of whole samples the batch of all ranks is merged.
+    /// Shares tables among ranks. `merge_blocks`: in how many blocks of whole samples the batch of all ranks is merged. `row_type`: how
+    /// rows travel.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid configuration or placement, or if `merge_blocks` is no multiple of the number of ranks.
@@ -26,6 +28,7 @@ impl Shards {
         rank: usize,
         world_size: usize,
         merge_blocks: usize,
+        row_type: RowType,
     ) -> Result<Shards> {
         if merge_blocks == 0 || !merge_blocks.is_multiple_of(world_size) {
             return Err(Error::argument(format!(
@@ -42,7 +45,8 @@ impl Shards {
             shards.push(shard_of(config, &of_table));
             owners.push(of_table);
         }
-        let fingerprint = fingerprint64(format!("{merge_blocks} {}", description.join(" ")).as_bytes());
+        let fingerprint =
+            fingerprint64(format!("{merge_blocks} {row_type:?} {}", description.join(" ")).as_bytes());
         Ok(Shards { owners, configs: shards, fingerprint })
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
+use sok_core::exchange::row_type::RowType;
 
 use super::layout::{gradient_layout, row_bytes};
 use super::lookup::RankRequest;
@@ -19,6 +20,7 @@ use crate::device::Stream;
 use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, Shared};
 use crate::nccl::{Nccl, Transfer};
+use crate::step::CopyKernel;
 
 /// For so long a wait for the device takes all of a core.
 const BRIEF: Duration = Duration::from_millis(2);
@@ -110,8 +112,26 @@ impl ShardedGpuGroup {
     }
 
     fn conversation<'a>(&'a self, starts: &'a [Vec<u32>]) -> Conversation<'a> {
-        let row_bytes = self.shard.tables.iter().map(row_bytes).collect();
-        Conversation { owners: &self.owners, starts, row_bytes }
+        let row_bytes = self.shard.tables.iter().map(|table| row_bytes(table) / self.narrowing());
+        Conversation { owners: &self.owners, starts, row_bytes: row_bytes.collect() }
+    }
+
+    /// How many times a float32 is as large as a number of a row in a message.
+    fn narrowing(&self) -> usize {
+        RowType::Float32.num_bytes() / self.row_type.num_bytes()
+    }
+
+    /// How rows and gradients are copied to messages, and from there.
+    fn copies_of_rows(&self) -> (CopyKernel, CopyKernel) {
+        match self.row_type {
+            RowType::Float32 => (CopyKernel::Copy, CopyKernel::Copy),
+            RowType::Bfloat16 => (CopyKernel::Narrow, CopyKernel::Widen),
+        }
+    }
+
+    /// By table: number of bytes of a row in memory.
+    fn row_bytes(&self) -> Vec<usize> {
+        self.shard.tables.iter().map(row_bytes).collect()
     }
 
     /// Enqueues sending this rank's keys to their owners, and receiving those that this rank owns.
@@ -125,7 +145,8 @@ impl ShardedGpuGroup {
         self.shard.workspace.enter(stream)?;
         let conversation = self.conversation(starts);
         let (sent, keys) = (conversation.asks(What::Keys), conversation.serves(What::Keys));
-        let (rows, row_bytes) = (conversation.serves(What::Rows), conversation.row_bytes);
+        let rows = conversation.serves(What::Rows).widened(self.narrowing());
+        let row_bytes = self.row_bytes();
         let memory = self.shard.workspace.take_memory((keys.bytes.next_multiple_of(16) + rows.bytes) / 4)?;
         let of_rows = memory.address() + keys.bytes.next_multiple_of(16) as u64;
         let mut places = vec![vec![Places::default(); row_bytes.len()]; starts.len()];
@@ -137,7 +158,7 @@ impl ShardedGpuGroup {
         }
         let own = &requests[self.peers.rank()].places;
         let own = |part: &MessagePart| own[part.table].keys + (8 * part.begin) as u64;
-        let packed = self.pack(&sent, own, stream)?;
+        let packed = self.pack(CopyKernel::Copy, &sent, own, stream)?;
         // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
         unsafe {
             self.exchange(nccl, &sent.transfers(packed.address()), &keys.transfers(memory.address()), stream)
@@ -157,9 +178,14 @@ impl ShardedGpuGroup {
     ) -> Result<()> {
         let conversation = self.conversation(starts);
         let (sent, coming) = (conversation.serves(What::Rows), conversation.asks(What::Rows));
-        let row_bytes = conversation.row_bytes;
+        let (row_bytes, (to_message, from_message)) = (self.row_bytes(), self.copies_of_rows());
         let packed = self.shard.workspace.take_memory(coming.bytes / 4)?;
-        let (from, to) = (sent.transfers(received.of_rows), coming.transfers(packed.address()));
+        let narrowed = match to_message {
+            CopyKernel::Copy => None,
+            _ => Some(self.convert(to_message, received.of_rows, sent.bytes, stream)?),
+        };
+        let from = narrowed.as_ref().map_or(received.of_rows, Buffer::address);
+        let (from, to) = (sent.transfers(from), coming.transfers(packed.address()));
         // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
         unsafe { self.exchange(nccl, &from, &to, stream) }?;
         let own = &requests[self.peers.rank()].places;
@@ -169,8 +195,9 @@ impl ShardedGpuGroup {
             words: part.bytes as u64 / 8,
         };
         let copies: Vec<PartCopy> = coming.parts.iter().map(copy).collect();
-        self.copy_parts(&copies, stream)?;
+        self.copy_parts(from_message, &copies, stream)?;
         self.shard.workspace.give_back(packed);
+        narrowed.into_iter().for_each(|memory| self.shard.workspace.give_back(memory));
         self.shard.workspace.give_back(received.memory);
         Ok(())
     }
@@ -188,28 +215,41 @@ impl ShardedGpuGroup {
         let Some(served) = self.served.iter().find(|served| served.number == lookup) else { return Ok(None) };
         let conversation = self.conversation(&served.starts);
         let (sent, coming) = (conversation.asks(What::Gradients), conversation.serves(What::Gradients));
-        let row_bytes = conversation.row_bytes;
+        let (row_bytes, (to_message, from_message)) = (self.row_bytes(), self.copies_of_rows());
         let (places, _) = gradient_layout(&self.shard.tables, &served.num_ids[rank]);
         let mut firsts = vec![vec![0u64; row_bytes.len()]; served.starts.len()];
         firsts[rank] = places.into_iter().map(|place| own + place as u64).collect();
-        let memory = self.lend(coming.bytes / 4)?;
+        let widened = coming.widened(self.narrowing());
+        let memory = self.lend(widened.bytes / 4)?;
         let address = memory.memory.as_ref().map_or(0, Buffer::address);
-        for part in &coming.parts {
+        for part in &widened.parts {
             firsts[part.rank][part.table] = first_of(part, address, row_bytes[part.table]);
         }
         let own = |part: &MessagePart| firsts[rank][part.table] + (part.begin * row_bytes[part.table]) as u64;
-        let packed = self.pack(&sent, own, stream)?;
+        if to_message == CopyKernel::Narrow {
+            self.round_replicated(&sent, own, stream)?;
+        }
+        let packed = self.pack(to_message, &sent, own, stream)?;
+        let narrow = match from_message {
+            CopyKernel::Copy => None,
+            _ => Some(self.shard.workspace.take_memory(coming.bytes / 4)?),
+        };
+        let to = narrow.as_ref().map_or(address, Buffer::address);
         // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
-        unsafe {
-            self.exchange(nccl, &sent.transfers(packed.address()), &coming.transfers(address), stream)
-        }?;
+        unsafe { self.exchange(nccl, &sent.transfers(packed.address()), &coming.transfers(to), stream) }?;
         self.shard.workspace.give_back(packed);
+        if let Some(narrow) = narrow {
+            let all = PartCopy { from: narrow.address(), to: address, words: coming.bytes as u64 / 8 };
+            self.copy_parts(from_message, &[all], stream)?;
+            self.shard.workspace.give_back(narrow);
+        }
         Ok(Some(ReceivedGradients { firsts, memory }))
     }
 
     /// Enqueues gathering the parts of messages, which are at `from`. Returns the messages.
     fn pack(
         &mut self,
+        kernel: CopyKernel,
         messages: &Messages,
         from: impl Fn(&MessagePart) -> u64,
         stream: Stream,
@@ -221,18 +261,48 @@ impl ShardedGpuGroup {
             words: part.bytes as u64 / 8,
         };
         let copies: Vec<PartCopy> = messages.parts.iter().map(copy).collect();
-        self.copy_parts(&copies, stream)?;
+        self.copy_parts(kernel, &copies, stream)?;
         Ok(packed)
     }
 
-    fn copy_parts(&mut self, copies: &[PartCopy], stream: Stream) -> Result<()> {
+    /// Enqueues copying all messages, of `bytes` bytes in the end. Returns the copies.
+    fn convert(
+        &mut self,
+        kernel: CopyKernel,
+        from: u64,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<Buffer<u32>> {
+        let memory = self.shard.workspace.take_memory(bytes / 4)?;
+        let all = PartCopy { from, to: memory.address(), words: bytes as u64 / 8 };
+        self.copy_parts(kernel, &[all], stream)?;
+        Ok(memory)
+    }
+
+    /// Enqueues rounding this rank's own gradients of replicated tables: all ranks must get the same ones. They are at `own`.
+    fn round_replicated(
+        &mut self,
+        sent: &Messages,
+        own: impl Fn(&MessagePart) -> u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let first = sent.parts.first().map(|part| part.rank);
+        let parts = sent.parts.iter().filter(|part| Some(part.rank) == first);
+        let replicated = parts.filter(|part| self.owners[part.table].is_replicated());
+        let round =
+            |part: &MessagePart| PartCopy { from: own(part), to: own(part), words: part.bytes as u64 / 8 };
+        let copies: Vec<PartCopy> = replicated.map(round).collect();
+        self.copy_parts(CopyKernel::Round, &copies, stream)
+    }
+
+    fn copy_parts(&mut self, kernel: CopyKernel, copies: &[PartCopy], stream: Stream) -> Result<()> {
         let words = size_of_val(copies) / 4;
         if self.spares.copies.as_ref().is_none_or(|memory| memory.len() < words) {
             self.shard.workspace.device.synchronize()?;
             self.spares.copies = Some(Buffer::uninit(self.peers.context(), words.next_power_of_two())?);
         }
         let to = self.spares.copies.as_ref().map_or(0, Buffer::address);
-        self.shard.workspace.copy_parts(copies, to, stream)
+        self.shard.workspace.copy_parts(kernel, copies, to, stream)
     }
 
     /// Enqueues an exchange, and measures it.

@@ -28,6 +28,7 @@ use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::collectives::gather;
 use sok_core::exchange::message::{Call, Reader, Tag, Writer};
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::host::sharded::Shards;
 
 use super::{GpuGroup, LookupNumber, OutputGradients, SharedTotals};
@@ -69,6 +70,8 @@ pub struct ShardedGpuGroup {
     layer: u32,
     /// Fingerprint of the tables.
     tables: u64,
+    /// How NCCL moves rows and gradients. Ranks that reach each other's memory move float32.
+    row_type: RowType,
     /// By table.
     owners: Vec<Owners>,
     asking: Asking,
@@ -102,7 +105,8 @@ fn rows_of_board(num_tables: usize) -> usize {
 }
 
 impl ShardedGpuGroup {
-    /// Makes this rank's part of a group of empty tables. All ranks must call it with the same arguments.
+    /// Makes this rank's part of a group of empty tables. All ranks must call it with the same arguments. `row_type`: how NCCL moves rows
+    /// and gradients; ranks that reach each other's memory move float32.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid configuration, placement or number of blocks, [`Error::Device`] without enough memory,
@@ -113,9 +117,10 @@ impl ShardedGpuGroup {
         peers: &Arc<Peers>,
         layer: u32,
         merge_blocks: usize,
+        row_type: RowType,
     ) -> Result<ShardedGpuGroup> {
         let tag = Tag { call: Call::Lookup, layer, step: 0, round: 0 };
-        let made = ShardedGpuGroup::alone(device, configs, peers, layer, merge_blocks);
+        let made = ShardedGpuGroup::alone(device, configs, peers, layer, merge_blocks, row_type);
         let name = made.as_ref().map_err(Error::clone).and_then(|group| {
             let mut writer = Writer::default();
             group.board.name().write(&mut writer)?;
@@ -142,6 +147,7 @@ impl ShardedGpuGroup {
         peers: &Arc<Peers>,
         layer: u32,
         merge_blocks: usize,
+        row_type: RowType,
     ) -> Result<ShardedGpuGroup> {
         let world_size = peers.world_size();
         if merge_blocks + world_size > MAX_CLASSES {
@@ -151,7 +157,7 @@ impl ShardedGpuGroup {
             )));
         }
         let Shards { owners, configs, fingerprint } =
-            Shards::new(configs, peers.rank(), world_size, merge_blocks)?;
+            Shards::new(configs, peers.rank(), world_size, merge_blocks, row_type)?;
         let without_rows = |config: &TableConfig| TableConfig { initial_capacity: 0, ..config.clone() };
         let mut front = GpuGroup::new(device, configs.iter().map(without_rows).collect())?;
         front.windows = Some(Windows::new(peers));
@@ -177,6 +183,7 @@ impl ShardedGpuGroup {
             on_device: abi::Peers::default(),
             boards: Vec::new(),
             peers: peers.clone(),
+            row_type,
             tables: fingerprint,
             num_lookups: 0,
             num_commits: 0,

@@ -38,7 +38,7 @@ pub(super) struct Conversation<'a> {
     pub owners: &'a [Owners],
     /// By rank: the starts of the keys that it asks for.
     pub starts: &'a [Vec<u32>],
-    /// By table: number of bytes of a row.
+    /// By table: number of bytes of a row in a message.
     pub row_bytes: Vec<usize>,
 }
 
@@ -77,6 +77,13 @@ pub(super) struct Messages {
 }
 
 impl Messages {
+    /// Returns where the parts are once all numbers are so many times as large.
+    pub fn widened(&self, by: usize) -> Messages {
+        let wide =
+            |part: &MessagePart| MessagePart { offset: by * part.offset, bytes: by * part.bytes, ..*part };
+        Messages { parts: self.parts.iter().map(wide).collect(), bytes: by * self.bytes }
+    }
+
     /// Returns the transfers of messages that lie at an address.
     pub fn transfers(&self, address: u64) -> Vec<Transfer> {
         let of_rank = |parts: &[MessagePart]| Transfer {
