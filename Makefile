@@ -9,6 +9,8 @@ BIN = $(VENV)/bin
 # Sources of the native module, which is built anew when they change.
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 QUIET = TF_CPP_MIN_LOG_LEVEL=3
+# Each process imports a framework, which takes up to a gigabyte of memory.
+IN_PARALLEL = -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: help demo test test-rust test-python check sanitize sanitize-core sanitize-bridges soak bench format clean
 
@@ -27,7 +29,7 @@ test-rust: $(VENV)/nvrtc.done ## the tests of the Rust crates; every GPU kernel 
 
 test-python: $(BACKENDS:%=$(VENV)/%.done) $(MPIS:%=$(VENV)/%.done) $(VENV)/dev.done ## the package's tests, on the three backends
 	for backend in $(BACKENDS); do \
-	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q || exit 1; done
+	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(IN_PARALLEL) || exit 1; done
 
 check: $(VENV)/dev.done ## formats, lints, licenses of dependencies, types of the public API
 	cargo fmt --all --check
@@ -73,7 +75,7 @@ soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a 
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m soak --timeout 7200 || exit 1; done
 
-BENCHES = step bridge model growth dump scaling ranks $(if $(PEERS),peers)
+BENCHES = step bridge model growth dump scaling ranks policies $(if $(PEERS),peers)
 
 bench: $(BACKENDS:%=$(VENV)/%.done) ## what a step costs and beside what, into benches/results (PEERS=1: the frameworks' own embeddings too)
 	for bench in $(BENCHES); do \

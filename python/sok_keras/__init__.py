@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sok_keras.whole_package import WholePackage
 
 if TYPE_CHECKING:
-    from sok_keras import callbacks, optimizers
+    from sok_keras import callbacks, optimizers, policies
     from sok_keras.distributed import (
         all_reduce,
         barrier,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from sok_keras.keras_api import (
         DistributedEmbedding,
         DynamicEmbedding,
+        EvictedRows,
+        Explanation,
         FeatureConfig,
         LoadReport,
         OptimizerWrapper,
@@ -60,6 +62,8 @@ __all__ = [
     "DumpError",
     "DumpMismatchError",
     "DynamicEmbedding",
+    "EvictedRows",
+    "Explanation",
     "FeatureConfig",
     "LoadReport",
     "Manifest",
@@ -85,6 +89,7 @@ __all__ = [
     "load",
     "local_rank",
     "optimizers",
+    "policies",
     "prefetch",
     "rank",
     "read_manifest",

@@ -1,6 +1,6 @@
 """What of the package needs Keras. Importing it registers the layers with Keras, so that saved models find them."""
 
-from sok_keras import callbacks, optimizers
+from sok_keras import callbacks, optimizers, policies
 from sok_keras.checkpoint import LoadReport, dump, load
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.keras_extensions import extend_keras
@@ -10,12 +10,14 @@ from sok_keras.optimizer import OptimizerWrapper
 from sok_keras.prefetching import prefetch
 from sok_keras.profile import Profile
 from sok_keras.shards import shard
-from sok_keras.table import Outcomes, Table, TableContents, TableStats
+from sok_keras.table import EvictedRows, Explanation, Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
 
 __all__ = [
     "DistributedEmbedding",
     "DynamicEmbedding",
+    "EvictedRows",
+    "Explanation",
     "FeatureConfig",
     "LoadReport",
     "OptimizerWrapper",
@@ -29,6 +31,7 @@ __all__ = [
     "dump",
     "load",
     "optimizers",
+    "policies",
     "prefetch",
     "shard",
 ]

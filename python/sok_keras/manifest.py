@@ -21,6 +21,7 @@ class TableEntry:
         num_rows: Number of rows.
         states: Names of its optimizer states.
         optimizer: Name of the optimizer's formula; None if the table had none.
+        score: What the scores of its rows count, `"lru"` or `"lfu"`; None if it has none.
     """
 
     name: str
@@ -29,6 +30,7 @@ class TableEntry:
     num_rows: int
     states: tuple[str, ...]
     optimizer: str | None
+    score: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,10 @@ def verify(path: Path) -> None:
     native.verify(os.fspath(path))
 
 
+def _name_of(score: str | dict[str, Any]) -> str:
+    return score if isinstance(score, str) else next(iter(score))
+
+
 def manifest_of(path: Path, body: dict[str, Any]) -> Manifest:
     """Returns the manifest of a dump. `body`: the JSON of the core."""
     entries = tuple(
@@ -82,6 +88,7 @@ def manifest_of(path: Path, body: dict[str, Any]) -> Manifest:
             num_rows=table["num_rows"],
             states=tuple(state["name"] for state in table["states"]),
             optimizer=table["update"]["rule"]["name"] if table["update"] else None,
+            score=_name_of(table["scores"]["score"]) if table.get("scores") else None,
         )
         for table in body["tables"]
     )

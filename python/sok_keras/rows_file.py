@@ -18,11 +18,13 @@ _CHUNK_FLOATS = 1 << 21
 
 
 class _Stored(NamedTuple):
-    """Description of a table in a file. Old files have neither seed nor number of rows."""
+    """Description of a table in a file. Old files have neither seed nor number of rows. `score`: the kind of its scores, if any."""
 
     update_rule: str | None
     seed: int | None = None
     num_rows: int | None = None
+    score: str | None = None
+    step: int = 1
 
 
 def has_rows(store: Store) -> bool:
@@ -32,17 +34,21 @@ def has_rows(store: Store) -> bool:
 
 
 def save(core: Any, store: Store) -> None:
-    """Writes a description of each table, and its keys and records in pieces."""
+    """Writes a description of each table, and its keys, records and scores in pieces."""
     described = []
     for number, table in enumerate(core.tables):
-        contents = table.export(states=True)
-        stored = _Stored(table._native.update_rule, table._native.seed, len(contents.keys))
+        score = _kind_of_score(core.configs[number])
+        contents = table.export(states=True, scores=score is not None)
+        native_table = table._native
+        stored = _Stored(native_table.update_rule, native_table.seed, len(contents.keys), score, native_table.step)
         described.append(stored._asdict())
         values = np.concatenate([contents.rows, *contents.states.values()], axis=1)
         step = max(1, _CHUNK_FLOATS // values.shape[1])
         for piece, start in enumerate(range(0, max(1, len(values)), step)):
             store[f"{number}.keys.{piece:06d}"] = contents.keys[start : start + step]
             store[f"{number}.values.{piece:06d}"] = values[start : start + step]
+            if contents.scores is not None:
+                store[f"{number}.scores.{piece:06d}"] = contents.scores[start : start + step]
     store["tables"] = np.frombuffer(json.dumps(described).encode(), "uint8")
 
 
@@ -66,7 +72,10 @@ def load(core: Any, store: Store) -> None:
     lost = []
     for table, names, of_table, update in zip(core.tables, pieces, stored, updates, strict=True):
         keeps_states = same_states(of_table.update_rule, update, table.dim)
-        _fill(fresh, store, names, table, keeps_states)
+        keeps_scores = of_table.score is not None and of_table.score == _kind_of_score(core.configs[table._number])
+        if keeps_scores:
+            fresh.set_step(table._number, of_table.step)
+        _fill(fresh, store, names, table, keeps_states, keeps_scores)
         if not keeps_states and states_of(of_table.update_rule, table.dim)[1]:
             lost.append(f"{table.name!r}: {states_of(of_table.update_rule, table.dim)[0]}")
     core.trigger.keep_rows()  # if the trigger of other tables was set, these are its rows
@@ -77,6 +86,12 @@ def load(core: Any, store: Store) -> None:
             "alone, and states start anew.",
             stacklevel=3,
         )
+
+
+def _kind_of_score(config):
+    """Returns `"lru"`, `"lfu"`, or None for a table without scores."""
+    score = (config["eviction"] or {}).get("score")
+    return next(iter(score)) if isinstance(score, dict) else score
 
 
 def states_of(update: str | None, dim: int) -> tuple[str | None, list[tuple[str, int]]]:
@@ -150,19 +165,34 @@ def _check_shapes(store, names, table, config, stored):
         )
 
 
-def _fill(fresh, store, names, table, keeps_states):
+def _fill(fresh, store, names, table, keeps_states, keeps_scores):
     num_rows = 0
     for of_keys, of_values in names:
         keys, values = np.asarray(store[of_keys]), np.asarray(store[of_values])
         _check_keys(keys, values, table)
         values = values if keeps_states else values[:, : table.dim]
-        fresh.add(table._number, np.ascontiguousarray(keys), np.ascontiguousarray(values))
+        scores = _scores_of(store, of_keys, table, len(keys)) if keeps_scores else None
+        fresh.add(table._number, np.ascontiguousarray(keys), np.ascontiguousarray(values), scores)
         num_rows += len(keys)
     num_loaded = _num_loaded(fresh, table)
     if num_loaded != num_rows:
         raise ValueError(
             f"Keys of table {table.name!r} must be different. Received: {num_loaded} different ones among {num_rows}"
         )
+
+
+def _scores_of(store, of_keys, table, num_rows):
+    """The scores beside a dataset of keys, `(num_rows,)` uint64."""
+    try:
+        scores = np.asarray(store[of_keys.replace(".keys.", ".scores.")])
+    except KeyError:
+        scores = np.empty(0)
+    if scores.dtype != np.uint64 or scores.shape != (num_rows,):
+        raise ValueError(
+            f"The file must have a uint64 score for each of {num_rows} keys of table {table.name!r}. Received: {scores.dtype} of shape "
+            f"{scores.shape}"
+        )
+    return np.ascontiguousarray(scores)
 
 
 def _num_loaded(fresh, table):

@@ -50,22 +50,37 @@ class ShardedTable:
         return own if self.is_replicated else np.sort(np.concatenate([part[0] for part in _gather([own])]))
 
     def export(self, states: bool) -> tuple:
-        keys, rows, named = self._shard.export(states)
+        keys, rows, named, scores = self._shard.export(states)
         if self.is_replicated:
-            return keys, rows, named
+            return keys, rows, named, scores
         names = [name for name, _ in named]
-        parts = _gather([keys, rows, *(values for _, values in named)])
+        parts = _gather([keys, rows, *([] if scores is None else [scores]), *(values for _, values in named)])
         keys, *arrays = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort(keys)
         rows, *values = (array[order] for array in arrays)
-        return keys[order], rows, list(zip(names, values, strict=True))
+        scores = None if scores is None else values.pop(0)
+        return keys[order], rows, list(zip(names, values, strict=True)), scores
+
+    def explain(self, key: int) -> tuple:
+        def explain(keys: np.ndarray) -> tuple:
+            known = [self._shard.explain(key) for key in keys.tolist()]
+            numbers = [(number is not None, number or 0) for _, number in known]
+            return np.array([state for state, _ in known], "U8"), np.array(numbers, "uint64").reshape(-1, 2)
+
+        (state,), ((is_number, number),) = self._ask(np.array([key], "int64"), [], explain, writes=False)
+        return str(state), int(number) if is_number else None
+
+    def take_evicted(self) -> tuple:
+        """Those of rank 0 first."""
+        parts = _gather(list(self._shard.take_evicted()))
+        return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
     def scan(self, cursor: Any, num_rows: int, states: bool) -> tuple:
         """Up to `num_rows` rows, those of rank 0 first, and the next cursor."""
         if self.is_replicated:
             return self._shard.scan(cursor, num_rows, states)
         rank, within = cursor or (0, 0)
-        (keys, rows, named), then = (
+        (keys, rows, named, _), then = (
             self._shard.scan(within, num_rows, states) if rank == distributed.rank() else _NOTHING
         )
         arrays = [keys, rows, *(values for _, values in named)]
@@ -73,7 +88,7 @@ class ShardedTable:
         then = np.array(-1 if then is None else then, "int64")
         (then, names, keys, rows, *values) = _unpack(native.broadcast(_pack([then, names, *arrays]), rank))
         follows = (rank, int(then)) if then >= 0 else (rank + 1, 0)
-        contents = keys, rows, list(zip(names.tolist(), values, strict=True))
+        contents = keys, rows, list(zip(names.tolist(), values, strict=True)), None
         return contents, follows if follows[0] < distributed.world_size() else None
 
     def stats(self, waits: bool) -> tuple:
@@ -119,7 +134,7 @@ class ShardedTable:
         ]
 
 
-_NOTHING: tuple = (np.empty(0, "int64"), np.empty((0, 0), "float32"), []), None
+_NOTHING: tuple = (np.empty(0, "int64"), np.empty((0, 0), "float32"), [], None), None
 
 
 def _pack(arrays: Any) -> bytes:

@@ -18,7 +18,7 @@ class Outcomes(NamedTuple):
         hit: Keys that had a row.
         inserted: Keys that got a row.
         filtered: Keys that an admission policy kept out; 0, there is none yet.
-        evicted: Keys whose row made room for another; 0, there is no eviction yet.
+        evicted: Rows that were removed to make room.
         refused: Keys without a row that did not fit.
     """
 
@@ -29,6 +29,35 @@ class Outcomes(NamedTuple):
     refused: int
 
 
+class EvictedRows(NamedTuple):
+    """Rows that a table has removed to make room, in the order in which they went.
+
+    Attributes:
+        keys: `(n,)` int64.
+        rows: `(n, dim)` float32, as they were when they went.
+        scores: `(n,)` uint64.
+    """
+
+    keys: np.ndarray
+    rows: np.ndarray
+    scores: np.ndarray
+
+
+class Explanation(NamedTuple):
+    """What a table knows about a key.
+
+    Attributes:
+        state: `"present"` if the key has a row; `"evicted"` if its row was removed to make room; `"absent"` if it has never had one, was
+            erased, or went longer ago than the table remembers.
+        score: The score of its row; None without a row or a policy.
+        step: The step in which its row was evicted, else None.
+    """
+
+    state: str
+    score: int | None = None
+    step: int | None = None
+
+
 class TableContents(NamedTuple):
     """A copy of a table.
 
@@ -36,7 +65,7 @@ class TableContents(NamedTuple):
         keys: `(n,)` int64, ascending.
         rows: `(n, dim)` float32.
         states: Optimizer states by name, each `(n, width)` float32; empty unless asked for.
-        scores: None: there is no eviction yet.
+        scores: `(n,)` uint64, what the table's `eviction` policy counts; None unless asked for.
     """
 
     keys: np.ndarray
@@ -56,7 +85,7 @@ class TableStats(NamedTuple):
         hits: Distinct keys of training lookups that had a row.
         inserted: Distinct keys that got a row.
         filtered: Distinct keys that an admission policy kept out; 0, there is none yet.
-        evicted: Rows that made room for others; 0, there is no eviction yet.
+        evicted: Rows that were removed to make room for others.
         refused: Distinct keys that did not fit.
         dropped_gradients: Ids whose gradient was dropped because their key has no row. Equal ids count each.
         pending_pushes: Backward passes of the layer that no optimizer has applied.
@@ -146,6 +175,7 @@ class Table:
         self.vocabulary_size: int | None = config["vocabulary_size"]
         self._max_capacity: int | None = config["max_capacity"]
         self._raises_when_full = config["check_mode"] == "raise"
+        self._evicts = config["eviction"] is not None
 
     @property
     def _is_whole(self) -> bool:
@@ -237,7 +267,7 @@ class Table:
     def _pieces(self, num_rows: int, states: bool) -> Iterator[TableContents]:
         before, cursor = self._changes(), 0
         while cursor is not None:
-            (keys, rows, named), cursor = self._ready().scan(cursor, num_rows, states)
+            (keys, rows, named, _), cursor = self._ready().scan(cursor, num_rows, states)
             if self._changes() != before:
                 raise RuntimeError(f"Table {self.name!r} must not gain or lose rows while it is copied in pieces")
             if len(keys):
@@ -349,22 +379,55 @@ class Table:
 
         Args:
             states: Whether optimizer states are copied too.
-            scores: Must be False: tables have no scores, because there is no eviction yet.
+            scores: Whether the scores of an `eviction` policy are copied too.
             local: Whether only the rows of this rank are copied.
 
         Returns:
             The `TableContents`.
 
         Raises:
-            ValueError: If `scores` is True.
+            ValueError: If `scores` is True and the table has no `eviction` policy.
             MemoryError: If there is no memory for the copy.
         """
-        if scores:
+        if scores and not self._evicts:
             raise ValueError(
-                "`scores` must be False: tables keep none as long as no row is evicted. Received: scores=True"
+                f"`scores` must be False, because table {self.name!r} has no `eviction` policy. Received: scores=True"
             )
-        keys, rows, named = self._ready(local).export(states)
-        return TableContents(keys, rows, dict(named), None)
+        keys, rows, named, of_rows = self._ready(local).export(states)
+        return TableContents(keys, rows, dict(named), of_rows if scores else None)
+
+    @property
+    def step(self) -> int:
+        """Number of the step in progress, which an `eviction` policy counts from 1: one more than the steps that were made."""
+        self._ready(local=True)
+        return self._native.step
+
+    def explain(self, key: Any, *, local: bool = False) -> Explanation:
+        """Says whether a key has a row and, if not, why. A table with an `eviction` policy remembers the last 2^20 keys that it removed.
+
+        Args:
+            key: An integer.
+            local: Whether only this rank is asked.
+
+        Raises:
+            TypeError: If it is not one integer.
+        """
+        keys = as_keys(key)
+        if len(keys) != 1:
+            raise TypeError(f"`explain` takes one key. Received: {key!r:.100}")
+        state, number = self._ready(local).explain(int(keys[0]))
+        return Explanation(state, step=number) if state == "evicted" else Explanation(state, score=number)
+
+    def take_evicted(self, *, local: bool = False) -> EvictedRows:
+        """Returns the rows that the table has removed since the last call, and forgets them. They take memory until then.
+
+        Args:
+            local: Whether only the rows of this rank are taken. If not, those of rank 0 come first.
+
+        Raises:
+            SokError: If the policy of the table is not one with `keep_evicted=True`.
+        """
+        return EvictedRows(*self._ready(local).take_evicted())
 
     def stats(self, *, wait: bool = True, local: bool = False) -> TableStats:
         """Returns the `TableStats`.

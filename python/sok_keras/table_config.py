@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from sok_keras.policies import Eviction, check_eviction, get_eviction
+
 _CHOICES = {
     "combiner": ("mean", "sum", "sqrtn"),
     "missing": ("initial", "zeros"),
@@ -81,8 +83,11 @@ class TableConfig:
         max_capacity: Maximal number of rows. None: as many as fit into memory.
         check_mode: What happens to a batch whose new ids do not fit. `"raise"` raises `TableFullError` and changes nothing.
             `"warn"` and `"count"` insert the ids that fit.
+        eviction: Which rows a dynamic table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of
+            `sok_keras.policies`. None: it removes none.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
-            `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
+            `"hbm"` where there is a GPU and no table of the layer has an `eviction` policy, which tables on a GPU cannot have yet. If
+            the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
 
     name: str
@@ -104,6 +109,7 @@ class TableConfig:
     max_capacity: int | None = None
     check_mode: str = "raise"
     storage: str = "auto"
+    eviction: Eviction | str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -118,6 +124,8 @@ class TableConfig:
             if argument != "combiner" or self.combiner is not None:
                 check_choice(argument, getattr(self, argument))
 
+        self.eviction = get_eviction(self.eviction)
+        check_eviction(self.eviction, self.vocabulary_size, self.max_capacity)
         self._check_out_of_vocabulary_key()
 
     def _check_out_of_vocabulary_key(self) -> None:
@@ -136,7 +144,8 @@ class TableConfig:
 
     def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        config["initializer"] = keras.saving.serialize_keras_object(self.initializer)
+        for name in ("initializer", "eviction"):
+            config[name] = keras.saving.serialize_keras_object(getattr(self, name))
         return config
 
     @classmethod

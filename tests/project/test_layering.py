@@ -45,11 +45,13 @@ LEVELS = [
     {"export_guard"},
     {"rows_file", "table", "feature_config", "optimizers", "initializers", "ragged"},
     {"table_config", "sharded_table"},
+    {"policies"},
     {"distributed"},
+    {"startup"},
     {"backend"},
     {"backend.tensorflow", "backend.jax", "backend.torch"},
     STATES,
-    {"backend.jax_trainer"},
+    {"backend.jax_trainer", "backend.torch_sums"},
     {"backend.private_keras", "backend.private_tensorflow", "backend.private_jax", "backend.private_torch"},
     {"backend.tensorflow_data", "backend.torch_data"},
     {
@@ -70,7 +72,6 @@ LEVELS = [
 
 # Imports of a framework in functions, where its own kinds of tensors or strategies are at hand: module -> framework -> functions.
 IN_FUNCTIONS = {
-    "distributed": {"jax": {"_of_jax"}},
     "layers.base": {"tensorflow": {"check_one_device"}},
     "strings": {"tensorflow": {"_keys_of_tensor"}},
     "ragged": {

@@ -128,8 +128,8 @@ def test_pieces_of_no_rows_are_refused(table, num_rows):
         table.pieces(num_rows)
 
 
-def test_export_of_scores_is_refused_until_tables_keep_them(table):
-    with pytest.raises(ValueError, match=r"`scores` must be False.*Received: scores=True"):
+def test_export_of_scores_is_refused_without_a_policy(table):
+    with pytest.raises(ValueError, match=r"`scores` must be False, because table .* has no `eviction` policy"):
         table.export(scores=True)
     assert table.export().scores is None
 

@@ -17,6 +17,7 @@ pub mod initializer;
 pub mod key;
 pub mod math;
 pub mod memory;
+pub mod policy;
 pub mod pool;
 mod simd;
 mod store;

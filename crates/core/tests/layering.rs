@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const ROOMS: [&[&str]; 6] = [
     &["checkpoint", "host"],
     &["store", "contract"],
-    &["formula", "exchange"],
+    &["formula", "exchange", "policy"],
     &["initializer", "pool"],
     &["math", "memory", "simd", "fork", "key", "fingerprint"],
     &["error"],

@@ -81,6 +81,7 @@ fn config(name: &str) -> TableConfig {
         initial_capacity: 0,
         max_capacity: None,
         check_mode: CheckMode::Raise,
+        eviction: None,
     }
 }
 
@@ -192,6 +193,7 @@ impl Steps {
             combiner: Combiner::Sum,
             weights: Some(&self.ones[..self.ids.len()]),
             padding_key: None,
+            id_counts: None,
         };
         self.group.lookup(&[feature], insertion, true, vec![&mut self.rows], &self.pool)
     }

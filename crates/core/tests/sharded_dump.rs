@@ -14,22 +14,29 @@ use sok_core::contract::group::Group;
 use sok_core::contract::table::TableConfig;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::placement::Placement;
+use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::Update;
 use sok_core::formula::{Adam, Formula, Rule};
 use sok_core::host::sharded::ShardedGroup;
 use sok_core::key::Key;
+use sok_core::policy::eviction::{Eviction, Score};
 
 const ADAM: Update =
     Update { rule: Rule::Adam(Adam::VARIANTS[0]), weight_decay: None, clipvalue: None, clipnorm: None };
 
 fn configs() -> Vec<(TableConfig, Placement)> {
+    let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false });
     let fixed = |name| TableConfig { vocabulary_size: Some(300), ..plain_config(name, 3) };
     vec![
         (plain_config("dynamic", 4), Placement::Distributed),
         (fixed("static"), Placement::Distributed),
         (plain_config("one", 2), Placement::Localized(0)),
         (fixed("everywhere"), Placement::Replicated),
+        (
+            TableConfig { max_capacity: Some(500), eviction, ..plain_config("scored", 3) },
+            Placement::Distributed,
+        ),
     ]
 }
 
@@ -41,7 +48,8 @@ fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&mut ShardedGroup) -> T + 
     let world = ThreadRank::world(world_size, TIMEOUT);
     let ranks: Vec<(T, Contents)> = std::thread::scope(|scope| {
         let run = |rank: ThreadRank| {
-            let mut group = ShardedGroup::new(configs(), Arc::new(rank), 1, world_size).unwrap();
+            let mut group =
+                ShardedGroup::new(configs(), Arc::new(rank), 1, world_size, RowType::Float32).unwrap();
             group.bind(Binding { owner: 1, update: ADAM, needs_norm: false }).unwrap();
             let done = work(&mut group);
             (done, (0..group.num_tables()).map(|table| scan(group.table(table), 100)).collect())

@@ -4,7 +4,6 @@ mod common;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use common::Dice;
 use common::large::{ADAM, any_update, plain_update};
@@ -15,13 +14,14 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::TableConfig;
-use sok_core::error::{Error, Result};
+use sok_core::error::Result;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::Tag;
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::Rule;
 use sok_core::formula::update::Update;
+use sok_core::policy::eviction::{Eviction, Score};
 
 const NUM_TABLES: usize = 26;
 
@@ -36,9 +36,16 @@ fn updates() -> impl Iterator<Item = Update> {
 /// Random tables. Localized tables are assigned to the ranks in turn.
 fn tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
     let mut tables = any_tables(dice, num_tables);
-    for (number, (_, placement)) in tables.iter_mut().enumerate() {
+    for (number, (config, placement)) in tables.iter_mut().enumerate() {
         if let Placement::Localized(home) = placement {
             *home = number;
+        }
+        if config.vocabulary_size.is_none() && dice.below(2) == 0 {
+            // There is room for all keys, so scores do not depend on the number of ranks.
+            let scores = [Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(3) }];
+            let (score, counts_inference) = (dice.pick(&scores), dice.below(2) == 0);
+            config.max_capacity = Some(1000);
+            config.eviction = Some(Eviction { score, counts_inference, keeps_evicted: false });
         }
     }
     tables
@@ -159,17 +166,7 @@ impl LateRank {
 }
 
 impl Communicator for LateRank {
-    fn rank(&self) -> usize {
-        self.rank.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.rank.world_size()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.rank.timeout()
-    }
+    delegate_to_rank!();
 
     fn send(&self, to: usize, tag: Tag, message: Vec<u8>) -> Result<()> {
         let mut late = self.state.lock().unwrap();
@@ -189,28 +186,8 @@ impl Communicator for LateRank {
         self.rank.receive(from, tag)
     }
 
-    fn fail(&self, error: &Error) {
-        self.rank.fail(error);
-    }
-
     fn decide(&self, tag: Tag) -> Result<()> {
         self.rank.decide(tag)
-    }
-
-    fn is_decided_by_others(&self, tag: Tag) -> bool {
-        self.rank.is_decided_by_others(tag)
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.rank.failure()
-    }
-
-    fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
-        self.rank.on_failure(hook);
-    }
-
-    fn leave(&self) {
-        self.rank.leave();
     }
 }
 

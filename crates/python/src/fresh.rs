@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use numpy::{PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
+use sok_core::contract::record::RecordLayout;
 use sok_core::contract::table::{Records, Table};
 use sok_core::error::Result;
 use sok_core::formula::update::Update;
@@ -60,17 +61,34 @@ impl FreshTables {
         })
     }
 
-    /// Inserts complete records, `(len(keys), dim + states)`; or rows, `(len(keys), dim)`, with states at their first values.
+    /// Sets the number of the step in progress, from which the scores of a table count.
+    fn set_step(&self, py: Python<'_>, number: i64, step: u64) -> PyResult<()> {
+        detached(py, || {
+            let mut tables = self.tables();
+            let number = check_table(number, tables.len())?;
+            tables[number].set_step(step);
+            Ok(())
+        })
+    }
+
+    /// Inserts complete records, `(len(keys), dim + states)`; or rows, `(len(keys), dim)`, with states at their first values. `scores`:
+    /// `(len(keys),)`; none: those of new rows.
+    #[pyo3(signature = (number, keys, values, scores=None))]
     fn add(
         &self,
         py: Python<'_>,
         number: i64,
         keys: PyReadonlyArray1<'_, i64>,
         values: PyReadonlyArray2<'_, f32>,
+        scores: Option<PyReadonlyArray1<'_, u64>>,
     ) -> PyResult<()> {
         let numbers = values.as_slice()?.iter().copied();
         let values = memory::collect(numbers, "the records of a call").map_err(to_python)?;
-        let mut records = Records { keys: as_keys(&keys)?, values };
+        let scores = match &scores {
+            Some(scores) => memory::copied(scores.as_slice()?, "the records of a call").map_err(to_python)?,
+            None => Vec::new(),
+        };
+        let mut records = Records { keys: as_keys(&keys)?, values, scores };
         detached(py, || {
             if let Some(owners) = self.group.lock()?.owners(check_table(number, usize::MAX)?) {
                 records.keep(|key| owners.of(key) == owners.rank);
@@ -78,11 +96,11 @@ impl FreshTables {
             let mut tables = self.tables();
             let number = check_table(number, tables.len())?;
             let table = &mut tables[number];
-            if records.values.len() == records.keys.len() * table.layout().width() {
-                table.restore(&records)
-            } else {
-                table.assign(&records.keys, &records.values, true).map(drop)
+            let layout = table.layout();
+            if records.values.len() == records.keys.len() * layout.dim() {
+                with_first_states(&mut records, &layout)?;
             }
+            table.restore(&records)
         })
     }
 
@@ -95,6 +113,18 @@ impl FreshTables {
             numbered.try_for_each(|(number, table)| group.table_mut(number).replace_with(table))
         })
     }
+}
+
+/// Gives records of rows alone the first values of their states.
+fn with_first_states(records: &mut Records, layout: &RecordLayout) -> Result<()> {
+    let (dim, width) = (layout.dim(), layout.width());
+    let mut values = memory::filled(0.0, records.keys.len() * width, "the records of a call")?;
+    for (record, row) in values.chunks_exact_mut(width).zip(records.values.chunks_exact(dim)) {
+        record[..dim].copy_from_slice(row);
+        layout.fill_states(record, true);
+    }
+    records.values = values;
+    Ok(())
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

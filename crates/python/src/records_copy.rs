@@ -14,14 +14,19 @@ const COPY: &str = "a copy of a table";
 /// Records that are copied at once.
 const AT_ONCE: usize = 1 << 16;
 
-/// Keys in ascending order, their rows, and their states by name.
-pub type Exported<'py> =
-    (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Vec<(String, Bound<'py, PyArray2<f32>>)>);
+/// Keys in ascending order, their rows, their states by name, and their scores if the table has some.
+pub type Exported<'py> = (
+    Bound<'py, PyArray1<i64>>,
+    Bound<'py, PyArray2<f32>>,
+    Vec<(String, Bound<'py, PyArray2<f32>>)>,
+    Option<Bound<'py, PyArray1<u64>>>,
+);
 
 /// A copy of records.
 pub struct RecordsCopy {
     records: Records,
     layout: RecordLayout,
+    has_scores: bool,
     /// Indices into `records`, by ascending signed keys.
     order: Vec<u32>,
 }
@@ -52,13 +57,15 @@ impl RecordsCopy {
         Ok(Records {
             keys: memory::with_capacity(num_rows, COPY)?,
             values: memory::with_capacity(num_rows.saturating_mul(width), COPY)?,
+            scores: Vec::new(),
         })
     }
 
     fn sorted(table: &dyn Table, records: Records) -> Result<RecordsCopy> {
         let mut order = memory::collect(0..records.keys.len() as u32, COPY)?;
         order.sort_unstable_by_key(|&i| records.keys[i as usize] as i64);
-        Ok(RecordsCopy { records, layout: table.layout(), order })
+        let has_scores = table.config().eviction.is_some();
+        Ok(RecordsCopy { records, layout: table.layout(), has_scores, order })
     }
 
     /// The copy as arrays, with states if `states`.
@@ -73,7 +80,17 @@ impl RecordsCopy {
         let rows = field(&self.layout.fields()[0])?;
         let states = self.layout.states().iter().filter(|_| states);
         let states = states.map(|state| Ok((state.name.to_string(), field(state)?)));
-        Ok((keys, rows, states.collect::<PyResult<_>>()?))
+        Ok((keys, rows, states.collect::<PyResult<_>>()?, self.scores(py)?))
+    }
+
+    fn scores<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<u64>>>> {
+        if !self.has_scores {
+            return Ok(None);
+        }
+        let mut scores = vector(py, self.order.len())?;
+        let ordered = self.order.iter().map(|&at| self.records.scores[at as usize]);
+        values(&mut scores)?.iter_mut().zip(ordered).for_each(|(to, score)| *to = score);
+        Ok(Some(scores))
     }
 
     fn write_keys(&self, keys: &mut [i64]) {

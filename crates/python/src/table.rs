@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::profile::StepPart;
-use sok_core::contract::table::{Cursor, Outcomes, TableConfig};
+use sok_core::contract::table::{Cursor, Explanation, Outcomes, TableConfig};
 use sok_core::contract::tensor::Memory;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::placement::Placement;
@@ -69,12 +69,13 @@ impl Group {
                 let (communicator, layer) = (world.communicator.clone(), world.next_layer());
                 let placements = placements.into_iter().chain(std::iter::repeat(Placement::default()));
                 let configs: Vec<_> = configs.into_iter().zip(placements).collect();
+                let (blocks, row_type) = (world.merge_blocks, world.row_type);
                 let open = |gpu| fork::check_gpu().and_then(|()| Device::shared(gpu, &nvrtc));
                 if let Some((peers, device)) = world.peers(gpu.map(open).transpose(), &nccl, layer)? {
-                    let blocks = world.merge_blocks;
-                    return Ok(Box::new(ShardedGpuGroup::new(&device, configs, &peers, layer, blocks)?));
+                    let group = ShardedGpuGroup::new(&device, configs, &peers, layer, blocks, row_type)?;
+                    return Ok(Box::new(group));
                 }
-                return Ok(Box::new(ShardedGroup::new(configs, communicator, layer, world.merge_blocks)?));
+                return Ok(Box::new(ShardedGroup::new(configs, communicator, layer, blocks, row_type)?));
             }
             let Some(gpu) = gpu else { return Ok(Box::new(HostGroup::new(configs)?)) };
             fork::check_gpu()?;
@@ -130,6 +131,9 @@ pub struct Table {
     pub number: usize,
     dim: usize,
 }
+
+/// Keys, rows and scores.
+type Evicted<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<u64>>);
 
 /// Rows and whether each was there.
 type Found<'py> = (Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<bool>>);
@@ -225,7 +229,34 @@ impl Table {
         Ok(array)
     }
 
-    /// Keys in ascending order, their rows, and with `states` their states by name.
+    /// What the table knows about a key: `("present", score or None)`, `("evicted", step)` or `("absent", None)`.
+    fn explain(&self, py: Python<'_>, key: i64) -> PyResult<(&'static str, Option<u64>)> {
+        let explanation = detached(py, || self.group.lock()?.table(self.number).explain(key as u64))?;
+        Ok(match explanation {
+            Explanation::Present { score } => ("present", score),
+            Explanation::Evicted { step } => ("evicted", Some(step)),
+            Explanation::Absent => ("absent", None),
+        })
+    }
+
+    /// Keys, rows and scores of the rows that the table has removed since the last call, in the order in which they went.
+    fn take_evicted<'py>(&self, py: Python<'py>) -> PyResult<Evicted<'py>> {
+        let records = detached(py, || self.group.lock()?.table_mut(self.number).take_evicted())?;
+        let (mut keys, mut scores) = (vector(py, records.keys.len())?, vector(py, records.keys.len())?);
+        let mut rows = matrix(py, records.keys.len(), self.dim)?;
+        values(&mut keys)?.iter_mut().zip(&records.keys).for_each(|(to, key)| *to = *key as i64);
+        values(&mut rows)?.copy_from_slice(&records.values);
+        values(&mut scores)?.copy_from_slice(&records.scores);
+        Ok((keys, rows, scores))
+    }
+
+    /// Number of the step in progress.
+    #[getter]
+    fn step(&self, py: Python<'_>) -> PyResult<u64> {
+        detached(py, || Ok(self.group.lock()?.table(self.number).step()))
+    }
+
+    /// Keys in ascending order, their rows, with `states` their states by name, and their scores if the table has some.
     fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
         detached(py, || RecordsCopy::of_all(self.group.lock()?.table(self.number)))?.export(py, states)
     }

@@ -15,6 +15,7 @@ from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
 from sok_keras.export_guard import check_format
 from sok_keras.initializers import core_initializer, core_seed, mixed_seed
+from sok_keras.policies import core_eviction, get_eviction
 from sok_keras.table_config import TableConfig
 
 _ROWS = "rows.npz"
@@ -46,6 +47,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "initial_capacity": config.initial_capacity,
         "max_capacity": config.max_capacity,
         "check_mode": config.check_mode,
+        "eviction": core_eviction(get_eviction(config.eviction)),
         "placement": distributed.core_placement(config),
     }
 

@@ -8,6 +8,7 @@ import numpy as np
 from sok_keras import ids, preprocessing
 from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
+from sok_keras.policies import Eviction, get_eviction
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
@@ -71,9 +72,12 @@ class DynamicEmbedding(TableLayer):
         max_capacity: Maximal number of rows. None: as many as fit into memory.
         check_mode: What happens to a batch whose new ids do not fit. `"raise"` raises `TableFullError` and changes nothing.
             `"warn"` and `"count"` insert the ids that fit.
+        eviction: Which rows a table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of `sok_keras.policies`. None:
+            it removes none.
         placement: Which ranks have the rows: `"distributed"`, `"localized:r"` or `"auto"`, as in `TableConfig`.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
-            `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
+            `"hbm"` where there is a GPU and no `eviction` policy, which tables on a GPU cannot have yet. If the model runs on a GPU,
+            ids and rows of a table on the host are copied in each step.
         save_rows: Whether `.keras` files, weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows. For large
             tables use `sok_keras.dump`.
 
@@ -114,6 +118,7 @@ class DynamicEmbedding(TableLayer):
         initial_capacity: int = 0,
         max_capacity: int | None = None,
         check_mode: str = "raise",
+        eviction: Eviction | str | None = None,
         storage: str = "auto",
         placement: str = "auto",
         save_rows: bool = True,
@@ -143,6 +148,7 @@ class DynamicEmbedding(TableLayer):
         self.initial_capacity = initial_capacity
         self.max_capacity = max_capacity
         self.check_mode = check_mode
+        self.eviction = get_eviction(eviction)
         self.storage = storage
         self.placement = placement
         table = TableConfig(
@@ -156,6 +162,7 @@ class DynamicEmbedding(TableLayer):
             initial_capacity=initial_capacity,
             max_capacity=max_capacity,
             check_mode=check_mode,
+            eviction=self.eviction,
             storage=storage,
             placement=placement,
         )
@@ -281,6 +288,7 @@ class DynamicEmbedding(TableLayer):
             "initial_capacity": self.initial_capacity,
             "max_capacity": self.max_capacity,
             "check_mode": self.check_mode,
+            "eviction": keras.saving.serialize_keras_object(self.eviction),
             "storage": self.storage,
             "placement": self.placement,
             "save_rows": self.save_rows,

@@ -8,8 +8,8 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::KEY_BYTES;
-use super::distribution::{Part, files_of_rank, for_each_chunk};
-use super::manifest::{DataFile, MANIFEST, TableEntry};
+use super::distribution::{Chunk, Chunks, Part, RawChunk, files_of_rank, for_each_chunk};
+use super::manifest::{DataFile, MANIFEST, ScoreEntry, TableEntry};
 use super::ranks::Ranks;
 use super::reader::{DumpReader, with_snapshot};
 use super::record_reader::RecordReader;
@@ -230,7 +230,8 @@ fn read_all<'a>(
         Ok(Part { table: place, reader })
     });
     let owners: Vec<_> = order.iter().map(|&load| loads[load].owners).collect();
-    for_each_chunk(parts, &owners, ranks, &mut |place, records| take(order[place], records))
+    let mut take = |chunk: &Chunk| take(order[chunk.table], &chunk.records);
+    for_each_chunk(Chunks::of(parts), RawChunk::decode, &owners, ranks, &mut take)
 }
 
 /// Loads all tables into fresh ones.
@@ -312,6 +313,8 @@ struct TableLoad<'a> {
     first: Vec<f32>,
     /// Whether the states come from the dump.
     states: bool,
+    /// The scores that come from the dump.
+    scores: Option<&'a ScoreEntry>,
     owners: Option<Owners>,
 }
 
@@ -345,8 +348,14 @@ impl<'a> TableLoad<'a> {
         // Zeros for the row, then the states' first values.
         let mut first = vec![0.0; layout.width()];
         layout.fill_states(&mut first, true);
-        let table = table.config().name.clone();
-        Ok(TableLoad { dump, entry, table, update, layout, first, states: dumped.is_some(), owners })
+        let (table, eviction) = (table.config().name.clone(), table.config().eviction);
+        // Scores count steps or uses of the dumped table, so they cannot be compared with the scores of rows that stay.
+        let is_same = |scores: &&ScoreEntry| {
+            replaces_all && eviction.is_some_and(|eviction| eviction.score.is_same_kind(scores.score))
+        };
+        let scores = entry.scores.as_ref().filter(is_same);
+        let states = dumped.is_some();
+        Ok(TableLoad { dump, entry, table, update, layout, first, states, scores, owners })
     }
 
     fn report(&self, table: &dyn Table) -> LoadedTable {
@@ -409,12 +418,21 @@ impl<'a> TableLoad<'a> {
         }
         let mut fresh = table.fresh(self.update, self.num_rows_of_rank())?;
         fresh.set_seed(self.entry.seed);
+        self.set_step(&mut *fresh);
         Ok(fresh)
+    }
+
+    /// Sets the step that the scores of the dump count from.
+    fn set_step(&self, table: &mut dyn Table) {
+        if let Some(scores) = self.scores {
+            table.set_step(scores.step);
+        }
     }
 
     fn begin_merge(&self, table: &mut dyn Table) -> Result<()> {
         if table.is_empty()? {
             table.set_seed(self.entry.seed);
+            self.set_step(table);
         }
         if !Update::share_states(table.update_rule(), self.update.as_ref(), self.entry.dim) {
             table.set_update_rule(self.update, true)?;
@@ -431,7 +449,8 @@ impl<'a> TableLoad<'a> {
         };
         let file = self.dump.open_file(shard, Some(&self.entry.name))?;
         let vocabulary = self.entry.vocabulary_size.map(|size| (size, &*self.entry.name));
-        RecordReader::new(file, fields, &self.first, vocabulary)
+        let with_scores = with_values && self.scores.is_some();
+        RecordReader::new(file, fields, &self.first, with_scores, vocabulary)
     }
 
     fn of_table(&self, what: String) -> String {

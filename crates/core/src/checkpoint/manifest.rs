@@ -15,11 +15,12 @@ use crate::contract::table::Table;
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
+use crate::policy::eviction::Score;
 
 /// The file that makes a directory a dump.
 pub const MANIFEST: &str = "manifest.json";
-/// The version that this code writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
+/// The newest version that this code reads and writes. A dump has the oldest version that holds all of it.
+pub const VERSION: u32 = 2;
 const FORMAT: &str = "sok_keras dump";
 
 /// What the stock reader of safetensors takes at most.
@@ -71,10 +72,23 @@ pub struct TableEntry {
     pub update: Option<Update>,
     /// States of a record, in order.
     pub states: Vec<StateEntry>,
+    /// The scores of the rows, from version 2 on; `None` if the table has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scores: Option<ScoreEntry>,
     /// Number of rows.
     pub num_rows: u64,
     /// Files with the rows.
     pub shards: Vec<DataFile>,
+}
+
+/// The score of each row: the tensor `scores` of each shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScoreEntry {
+    /// What they count.
+    pub score: Score,
+    /// Number of the step in progress, from 1.
+    pub step: u64,
 }
 
 /// A state beside each row: the tensor `state.<name>` of each shard.
@@ -239,17 +253,19 @@ impl TableEntry {
                 .iter()
                 .map(|s| StateEntry { name: s.name.into(), width: s.columns.len() })
                 .collect(),
+            scores: config.eviction.map(|eviction| ScoreEntry { score: eviction.score, step: table.step() }),
             num_rows: table.len()? as u64,
             shards: Vec::new(),
         })
     }
 
-    /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order.
+    /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order, then scores.
     pub(super) fn tensors(&self, num_rows: usize) -> Vec<Tensor> {
         let states = self.states.iter().map(|s| (format!("state.{}", s.name), s.width));
         let columns = std::iter::once(("rows".to_owned(), self.dim)).chain(states);
         std::iter::once(Tensor::new("keys", Dtype::I64, vec![num_rows]))
             .chain(columns.map(|(name, width)| Tensor::new(name, Dtype::F32, vec![num_rows, width])))
+            .chain(self.scores.iter().map(|_| Tensor::new("scores", Dtype::U64, vec![num_rows])))
             .collect()
     }
 
@@ -286,7 +302,8 @@ impl Manifest {
         tables: Vec<TableEntry>,
         arrays: Option<DataFile>,
     ) -> Manifest {
-        Manifest { format: FORMAT.into(), version: VERSION, step, created, tables, arrays }
+        let version = oldest_version(&tables);
+        Manifest { format: FORMAT.into(), version, step, created, tables, arrays }
     }
 
     /// Every file of the dump, with the name of its table.
@@ -317,14 +334,18 @@ impl Manifest {
         if head.format != FORMAT {
             return Err(mismatch(format!("`format` must be `{FORMAT}`: got `{}`", head.format)));
         }
-        if head.version != u64::from(VERSION) {
+        if !(1..=u64::from(VERSION)).contains(&head.version) {
             let got = head.version;
             return Err(mismatch(format!(
-                "this release reads dumps of version {VERSION}: got version {got}"
+                "this release reads dumps of versions 1 to {VERSION}: got version {got}"
             )));
         }
+        let version = head.version;
         let manifest: Manifest = serde_json::from_slice(body)
-            .map_err(|e| mismatch(format!("not as version {VERSION} has it: {e}")))?;
+            .map_err(|e| mismatch(format!("not as version {version} has it: {e}")))?;
+        if oldest_version(&manifest.tables) > manifest.version {
+            return Err(mismatch(format!("not as version {version} has it: `scores` came later")));
+        }
         if let Some(table) = manifest.tables.iter().find(|t| t.dtype != "float32") {
             let (name, dtype) = (&table.name, &table.dtype);
             return Err(mismatch(format!("`dtype` of table `{name}` must be float32: got {dtype}")));
@@ -345,6 +366,11 @@ impl Manifest {
         self.tables.iter().try_for_each(TableEntry::check)?;
         self.arrays.iter().try_for_each(|a| a.check(None))
     }
+}
+
+/// The oldest version that holds these tables.
+fn oldest_version(tables: &[TableEntry]) -> u32 {
+    if tables.iter().any(|table| table.scores.is_some()) { 2 } else { 1 }
 }
 
 /// The bytes of a manifest. A large file of another kind is recognised by its first bytes.

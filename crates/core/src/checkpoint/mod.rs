@@ -22,7 +22,7 @@ use std::time::SystemTime;
 pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
 pub use files::{Disk, Files};
 pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, Target, TargetBinding, load};
-pub use manifest::{DataFile, MANIFEST, Manifest, StateEntry, TableEntry, Tensor, VERSION};
+pub use manifest::{DataFile, MANIFEST, Manifest, ScoreEntry, StateEntry, TableEntry, Tensor, VERSION};
 pub use ranks::{Ranks, dump_of_ranks};
 pub use reader::{DumpReader, read_arrays, read_manifest, verify};
 pub use writer::{Array, DumpOptions, dump, dump_with};
@@ -37,6 +37,8 @@ pub const CHUNK_BYTES: usize = 4 << 20;
 pub const LOAD_BYTES: usize = 16 << 20;
 
 const KEY_BYTES: usize = size_of::<crate::key::Key>();
+/// Bytes of a score.
+const SCORE_BYTES: usize = 8;
 
 /// `2026-01-31T23:59:59Z`, by the proleptic Gregorian calendar; 1970 for a clock before it.
 fn utc(time: SystemTime) -> String {

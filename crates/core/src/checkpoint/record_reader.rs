@@ -2,11 +2,10 @@
 
 use super::checksum::BLOCK_BYTES;
 use super::data_reader::{DataReader, check_all};
-use super::{KEY_BYTES, LOAD_BYTES};
+use super::{KEY_BYTES, LOAD_BYTES, SCORE_BYTES};
 use crate::contract::record::Field;
 use crate::contract::table::Records;
 use crate::error::Result;
-use crate::key::Key;
 use crate::memory;
 
 const BUFFER: &str = "the rows of a dump";
@@ -36,13 +35,54 @@ impl Stream {
         let blocks = self.bytes[start..].chunks_mut(BLOCK_BYTES).enumerate();
         memory::collect(blocks.map(|(i, block)| (first + i, block)), BUFFER)
     }
+
+    /// Takes the bytes of the next rows, which have been read.
+    fn take(&mut self, rows: usize) -> Result<Vec<u8>> {
+        let end = rows * self.row_bytes;
+        let rest = memory::copied(&self.bytes[end..], BUFFER)?;
+        let mut bytes = std::mem::replace(&mut self.bytes, rest);
+        bytes.truncate(end);
+        Ok(bytes)
+    }
+}
+
+/// Records that are not decoded: the bytes of each tensor.
+pub(super) struct RawRecords<'a> {
+    /// Of the keys, then of the fields, then of the scores if there are any.
+    bytes: Vec<Vec<u8>>,
+    fields: &'a [Field],
+    /// Values of a record before its fields are read.
+    first: &'a [f32],
+}
+
+impl RawRecords<'_> {
+    /// Returns the records.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn decode(&self) -> Result<Records> {
+        let (mut records, width) = (Records::default(), self.first.len());
+        let rows = self.bytes[0].len() / KEY_BYTES;
+        memory::reserve(&mut records.keys, rows, BUFFER)?;
+        memory::reserve(&mut records.values, rows * width, BUFFER)?;
+        records.keys.extend(numbers_of(&self.bytes[0]));
+        (0..rows).for_each(|_| records.values.extend_from_slice(self.first));
+        for (bytes, field) in self.bytes[1..].iter().zip(self.fields) {
+            read_field(bytes, field, width, &mut records.values);
+        }
+        if let Some(scores) = self.bytes.get(1 + self.fields.len()) {
+            memory::reserve(&mut records.scores, rows, BUFFER)?;
+            records.scores.extend(numbers_of(scores));
+        }
+        Ok(records)
+    }
 }
 
 /// Reads the records of a file in their order.
 pub(super) struct RecordReader<'a> {
     file: DataReader<'a>,
     fields: &'a [Field],
-    /// Of the keys, then of the fields.
+    /// Of the keys, then of the fields, then of the scores if they are read.
     streams: Vec<Stream>,
     /// Values of a record before its fields are read.
     first: &'a [f32],
@@ -56,7 +96,8 @@ pub(super) struct RecordReader<'a> {
 
 impl<'a> RecordReader<'a> {
     /// Reads the keys and `fields`, which are the tensors of the file from tensor 1 on. `first`: a record; its other fields stay as they
-    /// are. Without fields, keys alone are read. `vocabulary`: number of ids of a static table, and its name.
+    /// are. Without fields, keys alone are read. `with_scores`: whether to read the last tensor, the scores. `vocabulary`: number of ids
+    /// of a static table, and its name.
     ///
     /// # Errors
     /// [`Error::CorruptDump`](crate::Error::CorruptDump) if size or header of the file are wrong.
@@ -64,6 +105,7 @@ impl<'a> RecordReader<'a> {
         file: DataReader<'a>,
         fields: &'a [Field],
         first: &'a [f32],
+        with_scores: bool,
         vocabulary: Option<(u64, &'a str)>,
     ) -> Result<RecordReader<'a>> {
         file.check_size()?;
@@ -74,23 +116,25 @@ impl<'a> RecordReader<'a> {
             let len = (place.end - place.start) as usize;
             Stream { tensor, row_bytes, bytes: Vec::new(), next: 0, len }
         };
-        let streams = memory::collect(row_bytes.enumerate().map(stream), BUFFER)?;
+        let scores = with_scores.then(|| (file.layout.tensors.len() - 1, SCORE_BYTES));
+        let streams = memory::collect(row_bytes.enumerate().chain(scores).map(stream), BUFFER)?;
         let left = file.entry.num_rows() as usize;
         let first = if fields.is_empty() { &[] } else { first };
         let chunk_rows = (LOAD_BYTES / (KEY_BYTES + 4 * first.len())).max(1);
         Ok(RecordReader { file, fields, streams, first, vocabulary, left, chunk_rows })
     }
 
-    /// Reads the next records. Returns whether there are any; after the last ones, checks what was not read of the file.
+    /// Reads the next records, `None` after the last ones, when what was not read of the file is checked.
     ///
     /// # Errors
     /// [`Error::CorruptDump`](crate::Error::CorruptDump) names the block that is not as it was written, or a key that a static table has
     /// not.
-    pub fn next(&mut self, records: &mut Records) -> Result<bool> {
-        records.keys.clear();
-        records.values.clear();
+    pub fn next(&mut self) -> Result<Option<RawRecords<'a>>> {
         if self.left == 0 {
-            return Ok(false);
+            let is_read = |tensor: &usize| self.streams.iter().any(|stream| stream.tensor == *tensor);
+            let mut rest = (0..self.file.layout.tensors.len()).filter(|tensor| !is_read(tensor));
+            rest.try_for_each(|tensor| self.file.verify_tensor(tensor))?;
+            return Ok(None);
         }
         let rows = self.chunk_rows.min(self.left);
         self.left -= rows;
@@ -106,43 +150,23 @@ impl<'a> RecordReader<'a> {
             file.read(tensor, (number * BLOCK_BYTES) as u64, bytes)?;
             file.check_block(tensor, number, bytes)
         })?;
-        let width = self.first.len();
-        memory::reserve(&mut records.keys, rows, BUFFER)?;
-        memory::reserve(&mut records.values, rows * width, BUFFER)?;
-        read_keys(&self.streams[0].bytes[..rows * KEY_BYTES], &mut records.keys);
+        let bytes = self.streams.iter_mut().map(|stream| stream.take(rows)).collect::<Result<Vec<_>>>()?;
         if let Some((size, table)) = self.vocabulary
-            && let Some(key) = records.keys.iter().find(|key| **key >= size)
+            && let Some(key) = numbers_of(&bytes[0]).find(|key| *key >= size)
         {
             let what = format!("table `{table}`: keys must be below `vocabulary_size` {size}: got {key}");
             return Err(self.file.corrupt(what));
         }
-        fill_records(&mut records.values, rows, self.first);
-        for (stream, field) in self.streams[1..].iter().zip(self.fields) {
-            read_field(&stream.bytes[..rows * stream.row_bytes], width, field, &mut records.values);
-        }
-        self.streams.iter_mut().for_each(|stream| drop(stream.bytes.drain(..rows * stream.row_bytes)));
-        if self.left == 0 {
-            let num_read = self.streams.len();
-            let rest = num_read..self.file.layout.tensors.len();
-            rest.into_iter().try_for_each(|tensor| self.file.verify_tensor(tensor))?;
-        }
-        Ok(true)
+        Ok(Some(RawRecords { bytes, fields: self.fields, first: self.first }))
     }
 }
 
-fn read_keys(bytes: &[u8], keys: &mut Vec<Key>) {
-    keys.extend(bytes.as_chunks().0.iter().map(|bytes| Key::from_le_bytes(*bytes)));
-}
-
-/// As many copies of `first` as there are rows.
-fn fill_records(values: &mut Vec<f32>, rows: usize, first: &[f32]) {
-    for _ in 0..rows {
-        values.extend_from_slice(first);
-    }
+fn numbers_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
 }
 
 /// Fills one field of records of `width` floats.
-fn read_field(bytes: &[u8], width: usize, field: &Field, values: &mut [f32]) {
+fn read_field(bytes: &[u8], field: &Field, width: usize, values: &mut [f32]) {
     let parts = bytes.as_chunks().0.chunks_exact(field.columns.len().max(1));
     for (record, part) in values.chunks_exact_mut(width).zip(parts) {
         for (value, bytes) in record[field.columns.clone()].iter_mut().zip(part) {

@@ -17,7 +17,7 @@ use super::manifest::{
     DataFile, Layout, MANIFEST, Manifest, TableEntry, Tensor, check_distinct, data_file_name, is_own_name,
     manifest_aside_name,
 };
-use super::{CHUNK_BYTES, KEY_BYTES, SHARD_BYTES, utc};
+use super::{CHUNK_BYTES, KEY_BYTES, SCORE_BYTES, SHARD_BYTES, utc};
 use crate::contract::record::Field;
 use crate::contract::table::{Cursor, Records, Table};
 use crate::error::{Error, Result};
@@ -233,7 +233,8 @@ impl<'a> Writer<'a> {
         let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
         let layout = table.layout();
         let width = layout.width();
-        let record_bytes = KEY_BYTES + 4 * width;
+        let score_bytes = entry.scores.as_ref().map_or(0, |_| SCORE_BYTES);
+        let record_bytes = KEY_BYTES + 4 * width + score_bytes;
         let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
         let shard_rows = (options.shard_bytes / record_bytes).max(1);
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
@@ -242,6 +243,7 @@ impl<'a> Writer<'a> {
         let mut records = Records {
             keys: memory::with_capacity(room, BUFFER)?,
             values: memory::with_capacity(room * width, BUFFER)?,
+            scores: Vec::new(),
         };
         let mut bytes = Vec::new();
         let mut shards = Vec::new();
@@ -249,10 +251,13 @@ impl<'a> Writer<'a> {
         let mut rows_left = table.len()?;
         let mut cursor = Some(Cursor::default());
         while let Some(here) = cursor {
-            records.keys.clear();
-            records.values.clear();
+            records.truncate(0);
             cursor = table.scan(here, chunk_rows, &mut records)?;
-            if records.keys.len() > rows_left || records.values.len() != records.keys.len() * width {
+            let num_scores = if entry.scores.is_some() { records.keys.len() } else { 0 };
+            if records.keys.len() > rows_left
+                || records.values.len() != records.keys.len() * width
+                || records.scores.len() != num_scores
+            {
                 return Err(changed());
             }
             rows_left -= records.keys.len();
@@ -267,11 +272,15 @@ impl<'a> Writer<'a> {
                     }
                 };
                 let end = records.keys.len().min(start + *shard_left);
-                write_keys(&records.keys[start..end], &mut bytes)?;
+                write_numbers(&records.keys[start..end], &mut bytes)?;
                 shard.write(0, &bytes)?;
                 for (tensor, field) in (1..).zip(fields) {
                     write_field(&records.values[start * width..end * width], width, field, &mut bytes)?;
                     shard.write(tensor, &bytes)?;
+                }
+                if entry.scores.is_some() {
+                    write_numbers(&records.scores[start..end], &mut bytes)?;
+                    shard.write(1 + fields.len(), &bytes)?;
                 }
                 *shard_left -= end - start;
                 start = end;
@@ -366,10 +375,11 @@ impl DataWriter<'_> {
     }
 }
 
-fn write_keys(keys: &[u64], bytes: &mut Vec<u8>) -> Result<()> {
-    memory::resize(bytes, keys.len() * KEY_BYTES, 0, BUFFER)?;
-    for (key, bytes) in keys.iter().zip(bytes.as_chunks_mut().0) {
-        *bytes = key.to_le_bytes();
+/// Replaces `bytes` with keys or scores.
+fn write_numbers(numbers: &[u64], bytes: &mut Vec<u8>) -> Result<()> {
+    memory::resize(bytes, size_of_val(numbers), 0, BUFFER)?;
+    for (number, bytes) in numbers.iter().zip(bytes.as_chunks_mut().0) {
+        *bytes = number.to_le_bytes();
     }
     Ok(())
 }

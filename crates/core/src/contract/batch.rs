@@ -182,6 +182,8 @@ pub struct Feature<'a> {
     pub weights: Option<&'a [f32]>,
     /// The key that means "no id", if there is one.
     pub padding_key: Option<Key>,
+    /// Number of ids that each id represents: a rank that sends its distinct ids counts them. `None`: each represents one. LFU reads it.
+    pub id_counts: Option<&'a [u32]>,
 }
 
 impl Feature<'_> {
@@ -272,6 +274,7 @@ mod tests {
             combiner: Combiner::Sum,
             weights: None,
             padding_key: None,
+            id_counts: None,
         }
     }
 

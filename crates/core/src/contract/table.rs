@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
 use crate::initializer::Initializer;
 use crate::key::Key;
+use crate::memory;
+use crate::policy::eviction::Eviction;
 
 /// What happens to a batch with more new keys than a table may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,6 +98,9 @@ pub struct TableConfig {
     pub max_capacity: Option<u64>,
     /// What happens to a batch with more new keys than fit.
     pub check_mode: CheckMode,
+    /// How a table at `max_capacity` makes room. `None`: it removes no rows by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eviction: Option<Eviction>,
 }
 
 impl TableConfig {
@@ -142,7 +147,14 @@ impl TableConfig {
                 "`out_of_vocabulary_key` must be in the vocabulary. Received: {}",
                 self.out_of_vocabulary_key.unwrap_or_default() as i64
             )),
-            _ => self.initializer.validate(),
+            _ if self.eviction.is_some() && self.vocabulary_size.is_some() => {
+                fail("`eviction` is for dynamic tables, without a `vocabulary_size`".into())
+            }
+            None if self.eviction.is_some() => fail("`eviction` needs `max_capacity`".into()),
+            _ => {
+                self.eviction.map_or(Ok(()), |eviction| eviction.validate())?;
+                self.initializer.validate()
+            }
         }
     }
 
@@ -158,7 +170,7 @@ impl TableConfig {
     }
 }
 
-/// What happened to the distinct keys of a call. The numbers add up to the number of distinct keys.
+/// What happened to the distinct keys of a call: hit, inserted, filtered and refused add up to their number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Outcomes {
     /// Keys that had a row.
@@ -167,7 +179,7 @@ pub struct Outcomes {
     pub inserted: u64,
     /// Keys that an admission policy kept out. Always 0: no table has such a policy.
     pub filtered: u64,
-    /// Rows that were removed to make room. Always 0: no table removes rows by itself.
+    /// Rows that were removed to make room.
     pub evicted: u64,
     /// Keys without room, because the table has `max_capacity` rows; and keys without a row in a call that does not insert.
     pub refused: u64,
@@ -212,6 +224,8 @@ pub struct Records {
     pub keys: Vec<Key>,
     /// `(keys.len(), width)`, row-major.
     pub values: Vec<f32>,
+    /// `(keys.len(),)`, or empty if the table has no scores.
+    pub scores: Vec<u64>,
 }
 
 impl Records {
@@ -223,12 +237,69 @@ impl Records {
             if is_kept(self.keys[record]) {
                 self.keys[kept] = self.keys[record];
                 self.values.copy_within(record * width..(record + 1) * width, kept * width);
+                if !self.scores.is_empty() {
+                    self.scores[kept] = self.scores[record];
+                }
                 kept += 1;
             }
         }
-        self.keys.truncate(kept);
-        self.values.truncate(kept * width);
+        self.truncate(kept);
     }
+
+    /// Drops all records after the first `len`.
+    pub fn truncate(&mut self, len: usize) {
+        let width = self.values.len().checked_div(self.keys.len()).unwrap_or(0);
+        self.keys.truncate(len);
+        self.values.truncate(len * width);
+        self.scores.truncate(len);
+    }
+
+    /// Makes room for `more` records of `width` floats.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub(crate) fn reserve(
+        &mut self,
+        more: usize,
+        width: usize,
+        with_scores: bool,
+        what: &'static str,
+    ) -> Result<()> {
+        memory::reserve(&mut self.keys, more, what)?;
+        memory::reserve(&mut self.values, more.saturating_mul(width), what)?;
+        memory::reserve(&mut self.scores, if with_scores { more } else { 0 }, what)
+    }
+
+    /// Number of bytes of memory.
+    pub fn num_bytes(&self) -> usize {
+        8 * (self.keys.capacity() + self.scores.capacity()) + 4 * self.values.capacity()
+    }
+}
+
+/// A key that a table has removed by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Departure {
+    /// The key.
+    pub key: Key,
+    /// The step in which it went, from 1.
+    pub step: u64,
+}
+
+/// What a table knows about a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Explanation {
+    /// It has a row.
+    Present {
+        /// Its score, if the table has scores.
+        score: Option<u64>,
+    },
+    /// Its row was removed to make room, in this step, and it has not come again.
+    Evicted {
+        /// The step.
+        step: u64,
+    },
+    /// It has never had a row, or was erased, or went longer ago than the table remembers.
+    Absent,
 }
 
 /// Position of a scan. `Cursor::default()` is its start.
@@ -307,6 +378,33 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn clear(&mut self) -> Result<()>;
 
+    /// Says whether a key has a row and, if not, why. The last 2^20 keys that the table has removed by itself are remembered.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn explain(&self, key: Key) -> Result<Explanation> {
+        let (mut row, mut found) = (vec![0.0; self.config().dim], [false]);
+        self.find(&[key], &mut row, &mut found)?;
+        Ok(if found[0] { Explanation::Present { score: None } } else { Explanation::Absent })
+    }
+
+    /// Returns the rows that the table has removed since the last call, in the order in which they went, with the scores that they had.
+    /// `values` holds rows without states.
+    ///
+    /// # Errors
+    /// [`Error::State`] if the table does not keep such rows ([`Eviction::keeps_evicted`]).
+    fn take_evicted(&mut self) -> Result<Records> {
+        Err(not_kept(&self.config().name))
+    }
+
+    /// Returns the number of the step in progress, from 1, which scores count. A table without a policy does not count steps.
+    fn step(&self) -> u64 {
+        1
+    }
+
+    /// Goes on counting steps from a number. A load sets it to the step of the dump.
+    fn set_step(&mut self, _step: u64) {}
+
     /// Returns the counts since the table was made. A device completes its steps first.
     ///
     /// # Errors
@@ -339,7 +437,8 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn keys(&self) -> Result<Vec<Key>>;
 
-    /// Inserts complete records. A record with the same key is overwritten.
+    /// Inserts complete records. A record with the same key is overwritten. If there are no scores, each
+    /// new record gets the score of a new row.
     ///
     /// # Errors
     /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
@@ -361,4 +460,11 @@ pub trait Table: Send {
 
     /// Returns the concrete table, for `replace_with`.
     fn into_any(self: Box<Self>) -> Box<dyn std::any::Any>;
+}
+
+/// The error for a table that does not keep the rows that it removes.
+pub(crate) fn not_kept(table: &str) -> Error {
+    Error::State(format!(
+        "table `{table}` does not keep the rows that it removes. Ask for that in its eviction policy"
+    ))
 }

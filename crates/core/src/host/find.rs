@@ -5,7 +5,7 @@
 //! resolve the few keys that are in a later bucket or absent; use the rows.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering::Relaxed};
 
 use crate::contract::batch::Keys;
 use crate::contract::record::RecordLayout;
@@ -48,7 +48,7 @@ impl FirstRecord {
 pub trait Source {
     /// Addresses of rows, for prefetches. Valid until a record is added.
     fn addresses(&self) -> Addresses;
-    /// Makes a record for a key that has none.
+    /// Makes a record for a key that has none. Returns [`NO_RECORD`] if there is no room for it.
     fn add(&mut self, key: Key) -> Result<RecordNumber>;
 }
 
@@ -69,6 +69,13 @@ impl Whole<'_> {
         self.journal.push(key, number);
         Ok((number, number == unused))
     }
+
+    /// Makes a record with its first values.
+    pub fn make(&mut self, key: Key) -> Result<RecordNumber> {
+        let (number, is_zero) = self.allocate(key)?;
+        self.first.fill(key, self.arena.record_mut(number), is_zero);
+        Ok(number)
+    }
 }
 
 impl Source for Whole<'_> {
@@ -79,9 +86,7 @@ impl Source for Whole<'_> {
 
     #[inline(never)]
     fn add(&mut self, key: Key) -> Result<RecordNumber> {
-        let (number, is_zero) = self.allocate(key)?;
-        self.first.fill(key, self.arena.record_mut(number), is_zero);
-        Ok(number)
+        if self.journal.take_room() { self.make(key) } else { Ok(NO_RECORD) }
     }
 }
 
@@ -94,6 +99,8 @@ pub struct Part<'a> {
     /// Unused numbers, taken in runs from a counter that all parts share.
     pub unused: Range<RecordNumber>,
     pub counter: &'a AtomicU32,
+    /// Number of keys that all parts together may still insert, if that may not be enough. Negative if keys found no room.
+    pub room: Option<&'a AtomicI64>,
     pub log: Log,
 }
 
@@ -111,6 +118,9 @@ impl Source for Part<'_> {
     #[allow(unsafe_code)]
     #[inline(never)]
     fn add(&mut self, key: Key) -> Result<RecordNumber> {
+        if self.room.is_some_and(|room| room.fetch_sub(1, Relaxed) <= 0) {
+            return Ok(NO_RECORD);
+        }
         memory::reserve(&mut self.log, 1, journal::WHAT)?;
         let (number, is_zero) = match self.free.pop() {
             Some(number) => (number, false),
@@ -360,16 +370,16 @@ impl<S: Source, C: Consumer<S>> Search<'_, S, C> {
         let hash = hash(key);
         let (record, mark) = match self.index.find_mut(hash, key) {
             Some(found) => found,
-            None if self.insert => {
-                let record = self.source.add(key)?;
-                (record, self.index.insert(hash, key, record)?)
-            }
             None => {
-                if MARK {
-                    self.marks[index] = NO_MARK;
+                let record = if self.insert { self.source.add(key)? } else { NO_RECORD };
+                if record == NO_RECORD {
+                    if MARK {
+                        self.marks[index] = NO_MARK;
+                    }
+                    self.records[index] = NO_RECORD;
+                    return Ok(false);
                 }
-                self.records[index] = NO_RECORD;
-                return Ok(false);
+                (record, self.index.insert(hash, key, record)?)
             }
         };
         if MARK {

@@ -5,7 +5,7 @@
 //! back into the order of its ids. All three steps read and write memory sequentially.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicI64, AtomicU32};
 
 use crate::contract::batch::{Bags, Feature, Keys};
 use crate::contract::table::Outcomes;
@@ -396,12 +396,16 @@ fn give_back(table: &mut HostTable, index: Index, left: &mut [Left]) -> usize {
 
 fn find_in_parts(table: &mut HostTable, call: &Call, parts: &mut [PartWork], pool: &Pool) -> Result<()> {
     let counter = AtomicU32::new(table.arena.next_unused());
+    let room = AtomicI64::new(table.journal.room as i64);
+    let num_ids: usize = parts.iter().flat_map(|part| &part.active).map(|piece| piece.keys.len()).sum();
+    // Threads that count the same number would slow each other down.
+    let room_of_parts = (table.journal.room < num_ids as u64).then_some(&room);
     let arena = table.arena.share();
     let (first, error) = (&table.first, FirstError::default());
     pool.run(parts.iter_mut().collect(), |part: &mut PartWork| {
         let (free, unused) = (std::mem::take(&mut part.left.free), part.left.unused.clone());
         let log = std::mem::take(&mut part.left.log);
-        let mut source = Part { arena, first, free, unused, counter: &counter, log };
+        let mut source = Part { arena, first, free, unused, counter: &counter, room: room_of_parts, log };
         error.note(find_in_part(call.mode, part, &mut source));
         if call.mode.save && !call.is_weighted {
             // Done now, while the marks are in the cache.
@@ -410,6 +414,7 @@ fn find_in_parts(table: &mut HostTable, call: &Call, parts: &mut [PartWork], poo
         (part.left.free, part.left.unused, part.left.log) = (source.free, source.unused, source.log);
     });
     table.arena.advance(counter.into_inner());
+    table.journal.is_full |= room.into_inner() < 0;
     error.into_result()
 }
 

@@ -3,6 +3,7 @@
 mod absent;
 mod accumulator;
 mod admission;
+mod eviction;
 mod exact_sum;
 mod features;
 mod find;
@@ -18,4 +19,5 @@ mod stopwatch;
 pub mod table;
 mod table_contract;
 mod update;
+mod uses;
 mod weight_gradient;

@@ -338,6 +338,7 @@ mod tests {
             combiner: Combiner::Mean,
             weights: None,
             padding_key: None,
+            id_counts: None,
         };
         let initializer = Initializer::Constant { value: 1.0 };
         let first = FirstRecord { seed: 0, initializer, layout: RecordLayout::new(DIM, None) };

@@ -1,14 +1,19 @@
 //! The table in the memory of the host. It is the default, and the reference for tables on other devices.
 
+use crate::contract::batch::Feature;
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{CheckMode, Missing, Outcomes, TableConfig, TableStats};
 use crate::error::Result;
 use crate::formula::update::Update;
-use crate::host::find::{FirstRecord, Source, Whole};
+use crate::host::eviction::{Evictor, Removable};
+use crate::host::features::{Role, role};
+use crate::host::find::{FirstRecord, Whole};
 use crate::key::{Key, hash};
+use crate::memory;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::index::Index;
 use crate::store::journal::Journal;
+use crate::store::record_set::RecordSet;
 
 /// A table in the memory of the host.
 pub struct HostTable {
@@ -20,6 +25,8 @@ pub struct HostTable {
     /// Erased records that steps may still refer to, each with the number of the newest lookup that may do so.
     pub(crate) retired: Vec<(u64, RecordNumber)>,
     pub(crate) newest_lookup: u64,
+    /// Scores of the rows, if the table has an eviction policy.
+    pub(crate) evictor: Option<Box<Evictor>>,
     /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
     pub(crate) generation: u64,
     pub(crate) stats: TableStats,
@@ -53,15 +60,16 @@ impl HostTable {
         let mut table = HostTable {
             index: Index::new(room)?,
             arena: Arena::new(config.dim)?,
-            config,
             first,
             update: None,
             retired: Vec::new(),
             newest_lookup: 0,
+            evictor: config.eviction.map(|policy| Box::new(Evictor::new(policy))),
             generation: 0,
             stats: TableStats::default(),
             journal: Journal::default(),
             refused_to_warn: 0,
+            config,
         };
         table.arena.reserve(table.config.initial_capacity as usize)?;
         Ok(table)
@@ -71,17 +79,83 @@ impl HostTable {
     pub(crate) fn insert_absent(&mut self, key: Key, fills: bool) -> Result<RecordNumber> {
         let (arena, first, journal) = (&mut self.arena, &self.first, &mut self.journal);
         let mut whole = Whole { arena, first, journal };
-        let record = if fills { whole.add(key)? } else { whole.allocate(key)?.0 };
+        let record = if fills { whole.make(key)? } else { whole.allocate(key)?.0 };
         self.index.insert(hash(key), key, record)?;
         Ok(record)
     }
 
     /// Starts a call that may insert.
     pub(crate) fn begin(&mut self) {
-        self.journal.begin(self.arena.next_unused());
+        self.journal.begin(self.arena.next_unused(), self.room());
+        if let Some(evictor) = &mut self.evictor {
+            evictor.begin();
+        }
+        if self.newest_lookup == 0 {
+            self.release_retired(1);
+        }
     }
 
-    /// Removes the keys that the call has inserted.
+    /// Number of rows that the table has room for.
+    pub(crate) fn room(&self) -> u64 {
+        self.config.capacity().saturating_sub(self.index.len() as u64)
+    }
+
+    /// Gives the rows that the call has inserted their first scores.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub(crate) fn score_new_rows(&mut self) -> Result<()> {
+        let Some(evictor) = &mut self.evictor else { return Ok(()) };
+        evictor.start(self.arena.next_unused(), self.journal.iter())
+    }
+
+    /// The rows that a sweep may remove: all but the row of the out-of-vocabulary key, those of lookups whose gradients were not applied
+    /// yet, and those that `used` adds. `None` without an eviction policy.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub(crate) fn removable(&self, used: &dyn Fn(&mut RecordSet)) -> Result<Option<Removable<'_>>> {
+        let Some(evictor) = &self.evictor else { return Ok(None) };
+        let next = self.arena.next_unused();
+        let mut excluded = RecordSet::new(next)?;
+        let retired = self.retired.iter().map(|(_, record)| record);
+        self.arena.free().iter().chain(retired).for_each(|&record| excluded.insert(record));
+        if let Some(key) = self.config.out_of_vocabulary_key {
+            excluded.insert(self.index.find(hash(key), key));
+        }
+        evictor.add_rows_in_progress(self.generation, &mut excluded);
+        used(&mut excluded);
+        Ok(Some(Removable { evictor, excluded, next }))
+    }
+
+    /// Removes rows until there is room for `num_new` more, as far as the eviction policy allows. Returns how many went.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub(crate) fn make_room(
+        &mut self,
+        num_new: u64,
+        used: &dyn Fn(&HostTable, &mut RecordSet),
+    ) -> Result<u64> {
+        let needed = num_new.saturating_sub(self.room());
+        if needed == 0 {
+            return Ok(0);
+        }
+        let Some(removable) = self.removable(&|set| used(self, set))? else { return Ok(0) };
+        let going = removable.lowest(needed, self.config.capacity())?;
+        self.arena.reserve_free(self.retired.len() + going.len())?;
+        memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
+        let Some(evictor) = &mut self.evictor else { return Ok(0) };
+        evictor.remember(&going, &self.arena, self.config.dim)?;
+        for (rank, record) in &going {
+            self.index.remove(hash(rank.key), rank.key);
+            self.retired.push((self.newest_lookup, *record));
+        }
+        self.journal.room += going.len() as u64;
+        Ok(going.len() as u64)
+    }
+
+    /// Removes the keys that the call has inserted, and brings back those that it has removed.
     pub(crate) fn undo(&mut self) {
         let unused = self.journal.unused;
         for (key, record) in self.journal.take() {
@@ -91,6 +165,9 @@ impl HostTable {
             }
         }
         self.arena.rewind(unused);
+        if let Some(evictor) = &mut self.evictor {
+            evictor.undo(&mut self.index, &mut self.retired);
+        }
     }
 
     /// Returns the row that lookups return for every key without a record. `None`: each key has its own first values.
@@ -134,6 +211,22 @@ impl HostTable {
     /// Counts ids without a row, of a lookup outside of training.
     pub(crate) fn note_unknown(&mut self, ids: u64) {
         self.stats.unknown_ids += ids;
+    }
+
+    /// Counts a use by each id of a feature that is not looked up for training, if the policy asks for that.
+    pub(crate) fn count_inference(&mut self, feature: &Feature) {
+        let HostTable { evictor: Some(evictor), config, index, .. } = self else { return };
+        if evictor.policy.counts_inference {
+            let is_active = |position: &usize| matches!(role(feature, config, *position), Role::Active);
+            let uses = (0..feature.keys.len()).filter(is_active).map(|position| {
+                let key = feature.keys.get(position);
+                (
+                    index.find(hash(key), key),
+                    feature.id_counts.map_or(1, |counts| u64::from(counts[position])),
+                )
+            });
+            evictor.count_ids(uses);
+        }
     }
 
     /// Counts a call of a step.

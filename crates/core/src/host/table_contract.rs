@@ -4,17 +4,21 @@ use std::any::Any;
 
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::record::RecordLayout;
-use crate::contract::table::{Cursor, Insertion, Outcomes, Records, Table, TableConfig, TableStats};
+use crate::contract::table::{
+    Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+};
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
-use crate::host::admission::{admit, check_capacity, distinct, new_keys};
+use crate::host::admission::{add_used, admit, check_capacity, distinct, lookup_with_room};
 use crate::host::features::{FeatureOutput, Mode};
 use crate::host::lookup::lookup_whole;
 use crate::host::merge::{HeldGradients, RecordGradients};
 use crate::host::pooling::MissingRow;
+use crate::host::push::SavedTable;
 use crate::host::runs::{KeyRuns, RowCode};
 use crate::host::table::HostTable;
 use crate::host::update::UpdateTask;
+use crate::host::uses::count_uses;
 use crate::key::{Key, hash};
 use crate::memory;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
@@ -27,7 +31,8 @@ impl HostTable {
     /// Runs a call. Undoes its insertions if it fails.
     fn whole_or_nothing<T>(&mut self, call: impl FnOnce(&mut HostTable) -> Result<T>) -> Result<T> {
         self.begin();
-        call(self).inspect_err(|_| self.undo())
+        let result = call(self).and_then(|value| self.score_new_rows().map(|()| value));
+        result.inspect_err(|_| self.undo())
     }
 
     fn check_len(&self, what: &str, len: usize, num_keys: usize) -> Result<()> {
@@ -77,8 +82,9 @@ impl HostTable {
         let found = records.iter().copied().filter(|&r| r != NO_RECORD);
         let num_hits = distinct(found)?.len() as u64;
         if insert {
-            check_capacity(self, &new)?;
-            outcomes = self.whole_or_nothing(|table| admit(table, &new))?;
+            let used = |table: &HostTable, set: &mut _| add_used(table, keys.iter().copied(), set);
+            check_capacity(self, new.len(), used)?;
+            outcomes = self.whole_or_nothing(|table| admit(table, &new, used))?;
             for (record, &key) in records.iter_mut().zip(keys).filter(|(r, _)| **r == NO_RECORD) {
                 *record = self.index.find(hash(key), key);
             }
@@ -148,22 +154,17 @@ impl Table for HostTable {
         self.check_len("rows", rows.len(), keys.len())?;
         self.check_keys(keys)?;
         let feature = plain_feature(keys);
-        let new = new_keys(self, &[&feature])?;
-        let mut outcomes = Outcomes::default();
-        let insertion = if new.is_none() { Insertion::AtLookup } else { Insertion::Never };
-        let mode = Mode { insertion, save: true, stream: false };
+        let mode = Mode { insertion: Insertion::AtLookup, save: true, stream: false };
         let looked = self.whole_or_nothing(|table| {
-            if let Some(new) = &new {
-                check_capacity(table, new)?;
-                outcomes = admit(table, new)?;
-            }
             let outputs = &mut [FeatureOutput { number: 0, feature, rows }];
-            lookup_whole(table, outputs, mode, KeyRuns::default())
+            lookup_with_room(table, outputs, mode, |table, outputs, mode| {
+                lookup_whole(table, outputs, mode, KeyRuns::default())
+            })
         })?;
-        // Keys that the call has just inserted count as hits in the lookup.
-        outcomes.hit = looked.outcomes.hit - outcomes.inserted;
-        outcomes.inserted += looked.outcomes.inserted;
+        let outcomes = looked.outcomes;
         self.note(outcomes, 0);
+        let saved = SavedTable::new(0, self, looked);
+        count_uses(self, &saved, 0);
         Ok(outcomes)
     }
 
@@ -219,6 +220,9 @@ impl Table for HostTable {
     }
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.forget(keys)?;
+        }
         self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
         let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
         memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
@@ -239,8 +243,38 @@ impl Table for HostTable {
     fn clear(&mut self) -> Result<()> {
         (self.index, self.arena) = (Index::new(0)?, Arena::new(self.arena.width())?);
         self.retired.clear();
+        if let Some(evictor) = &mut self.evictor {
+            evictor.clear();
+        }
         self.generation += 1;
         Ok(())
+    }
+
+    fn explain(&self, key: Key) -> Result<Explanation> {
+        let record = self.index.find(hash(key), key);
+        if record != NO_RECORD {
+            let score = self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score);
+            return Ok(Explanation::Present { score });
+        }
+        let departure = self.evictor.as_ref().and_then(|evictor| evictor.departure(key));
+        Ok(departure.map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step }))
+    }
+
+    fn take_evicted(&mut self) -> Result<Records> {
+        match &mut self.evictor {
+            Some(evictor) if evictor.policy.keeps_evicted => Ok(evictor.take_kept()),
+            _ => Err(not_kept(&self.config.name)),
+        }
+    }
+
+    fn step(&self) -> u64 {
+        self.evictor.as_ref().map_or(1, |evictor| evictor.step)
+    }
+
+    fn set_step(&mut self, step: u64) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.step = step;
+        }
     }
 
     fn stats(&self) -> Result<TableStats> {
@@ -248,7 +282,8 @@ impl Table for HostTable {
     }
 
     fn recent_stats(&self) -> TableStats {
-        let bytes = (self.index.num_bytes() + self.arena.num_bytes()) as u64;
+        let scores = self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes());
+        let bytes = (self.index.num_bytes() + self.arena.num_bytes() + scores) as u64;
         TableStats {
             size: self.index.len() as u64,
             capacity: self.index.capacity() as u64,
@@ -280,8 +315,7 @@ impl Table for HostTable {
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
         let num = max.min(self.index.len());
-        memory::reserve(&mut out.keys, num, "the records of a scan")?;
-        memory::reserve(&mut out.values, num.saturating_mul(self.arena.width()), "the records of a scan")?;
+        out.reserve(num, self.arena.width(), self.evictor.is_some(), "the records of a scan")?;
         let mut left = max;
         let next = self.index.scan(cursor.0, |key, record| {
             if left == 0 {
@@ -290,6 +324,7 @@ impl Table for HostTable {
             left -= 1;
             out.keys.push(key);
             out.values.extend_from_slice(self.arena.record(record));
+            out.scores.extend(self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score));
             true
         });
         Ok(next.map(Cursor))
@@ -313,18 +348,30 @@ impl Table for HostTable {
                 records.values.len()
             )));
         }
+        if !records.scores.is_empty() && records.scores.len() != num_keys {
+            return Err(Error::argument(format!(
+                "table `{}`: `scores` must hold a score a key, or none. Received: {} for {num_keys} keys",
+                self.config.name,
+                records.scores.len()
+            )));
+        }
         let located = if self.fits(num_keys) {
             self.check_keys(&records.keys)?;
             self.whole_or_nothing(|table| table.locate_unfilled(&records.keys))?
         } else {
             let (located, outcomes) = self.locate(&records.keys, true)?;
-            self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() }, 0);
+            let Outcomes { refused, evicted, .. } = outcomes;
+            self.note(Outcomes { refused, evicted, ..Outcomes::default() }, 0);
             located
         };
         for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
             if record != NO_RECORD {
                 self.arena.record_mut(record).copy_from_slice(values);
             }
+        }
+        if let Some(evictor) = &mut self.evictor {
+            let scored = located.iter().zip(&records.scores).filter(|(record, _)| **record != NO_RECORD);
+            scored.for_each(|(&record, &score)| evictor.scores.set_score(record, score));
         }
         Ok(())
     }
@@ -340,9 +387,10 @@ impl Table for HostTable {
         let other = other.into_any().downcast::<HostTable>().map_err(|_| {
             Error::State(format!("table `{}` takes records of a host table alone", self.config.name))
         })?;
-        let HostTable { config, index, arena, first, update, .. } = *other;
+        let HostTable { config, index, arena, first, update, evictor, .. } = *other;
         self.config.seed = config.seed;
         (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
+        self.evictor = evictor;
         self.retired.clear();
         self.generation += 1;
         Ok(())
@@ -363,5 +411,6 @@ fn plain_feature(keys: &[Key]) -> Feature<'_> {
         combiner: Combiner::Sum,
         weights: None,
         padding_key: None,
+        id_counts: None,
     }
 }

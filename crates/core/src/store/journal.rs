@@ -19,14 +19,18 @@ pub struct Journal {
     others: Vec<Log>,
     /// Smallest unused record number at the start of the call.
     pub unused: RecordNumber,
+    /// Number of keys that the call may still insert one by one.
+    pub room: u64,
+    /// Whether a key found no room.
+    pub is_full: bool,
 }
 
 impl Journal {
-    pub fn begin(&mut self, unused: RecordNumber) {
+    pub fn begin(&mut self, unused: RecordNumber, room: u64) {
         self.others.clear();
         self.log.clear();
         self.log.shrink_to(KEPT);
-        self.unused = unused;
+        (self.unused, self.room, self.is_full) = (unused, room, false);
     }
 
     /// Reserves room for an entry. It must be called before the key gets a record.
@@ -46,6 +50,18 @@ impl Journal {
 
     pub fn append(&mut self, log: Log) {
         self.others.push(log);
+    }
+
+    /// Takes the room of one key. Returns false if no room is left.
+    #[inline]
+    pub fn take_room(&mut self) -> bool {
+        self.is_full |= self.room == 0;
+        self.room = self.room.saturating_sub(1);
+        !self.is_full
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (Key, RecordNumber)> {
+        self.others.iter().chain([&self.log]).flatten().copied()
     }
 
     /// Removes and returns all entries. The entries of one thread come in reverse order.

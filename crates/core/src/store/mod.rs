@@ -3,5 +3,7 @@
 pub mod arena;
 pub mod index;
 pub mod journal;
+pub mod record_set;
 pub mod region;
 pub mod rows;
+pub mod scores;

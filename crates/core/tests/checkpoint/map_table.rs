@@ -35,6 +35,7 @@ impl MapTable {
             initial_capacity: 0,
             max_capacity: None,
             check_mode: CheckMode::Raise,
+            eviction: None,
         };
         MapTable { config, update, records: BTreeMap::new(), largest_chunk: Cell::new(0) }
     }

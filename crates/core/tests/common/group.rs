@@ -1,6 +1,6 @@
 //! The model of a group: lookup, push, commit and apply in words that are easy to believe.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -112,6 +112,7 @@ impl Input {
             combiner: self.combiner,
             weights: self.weights.as_deref(),
             padding_key: self.padding_key,
+            id_counts: None,
         }
     }
 
@@ -179,6 +180,25 @@ struct Absent {
     births: RefCell<Option<BTreeMap<Key, Option<u64>>>>,
 }
 
+impl Absent {
+    /// The birth of a life of a lookup, if it had a row or has got one.
+    fn birth(&self, (key, birth): (Key, u64)) -> Option<u64> {
+        match birth {
+            UNBORN => self.births.borrow().as_ref().and_then(|births| births[&key]),
+            birth => Some(birth),
+        }
+    }
+}
+
+/// How many ids used each life of a key, by table, in a lookup that a commit counts once.
+#[derive(Default)]
+struct Uses {
+    ids: Vec<BTreeMap<(Key, u64), u64>>,
+    is_counted: Cell<bool>,
+    /// Whether gradients may still come, or wait for a commit.
+    is_open: Cell<bool>,
+}
+
 /// What a lookup is remembered by.
 pub struct Looked {
     pub number: u64,
@@ -187,6 +207,7 @@ pub struct Looked {
     terms: Vec<Vec<Term>>,
     /// By table.
     absent: Rc<Vec<Absent>>,
+    uses: Rc<Uses>,
     /// By feature and position: which life the key lived, `clears` of the table and birth of the row.
     lives: Vec<Vec<(u64, Option<u64>)>>,
 }
@@ -198,6 +219,7 @@ pub struct Push {
     pub number: u64,
     lookup: u64,
     absent: Rc<Vec<Absent>>,
+    uses: Rc<Uses>,
     gradients: Gradients,
 }
 
@@ -212,6 +234,8 @@ pub struct Model {
     next_lookup: u64,
     next_push: u64,
     committed: Gradients,
+    /// The newest lookup of which a commit has taken a push.
+    committed_lookup: u64,
     owner: u64,
 }
 
@@ -228,6 +252,7 @@ impl Model {
             next_lookup: 1,
             next_push: 1,
             committed: vec![BTreeMap::new(); configs.len()],
+            committed_lookup: 0,
             owner: 0,
         }
     }
@@ -239,8 +264,26 @@ impl Model {
         (self.owner, self.update) = (owner, Some(update));
     }
 
+    /// Tells each table which of its rows lookups use whose gradients were not committed yet.
+    pub fn find_rows_in_progress(&mut self) {
+        let of_lookups = self.lookups.iter().map(|looked| (&looked.uses, &looked.absent));
+        let of_pushes = self.pushes.iter().map(|push| (&push.uses, &push.absent));
+        let open = of_lookups.chain(of_pushes).filter(|(uses, _)| uses.is_open.get());
+        self.tables.iter_mut().for_each(|table| table.in_progress.clear());
+        for (uses, absent) in open {
+            for ((table, ids), absent) in self.tables.iter_mut().zip(&uses.ids).zip(absent.iter()) {
+                for &life in ids.keys().filter(|_| absent.clears == table.clears) {
+                    if absent.birth(life).is_some_and(|birth| table.birth(life.0) == Some(birth)) {
+                        table.in_progress.insert(life.0);
+                    }
+                }
+            }
+        }
+    }
+
     /// Rows of each feature. With `save` the lookup is remembered.
     pub fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<Vec<Vec<f32>>> {
+        self.find_rows_in_progress();
         for input in inputs {
             let table = &self.tables[input.table];
             let keys: Vec<Key> =
@@ -253,7 +296,7 @@ impl Model {
         let active: Vec<Vec<Key>> = (0..self.tables.len()).map(|t| self.active_keys(inputs, t)).collect();
         if insert {
             for (table, keys) in self.tables.iter().zip(&active) {
-                table.full_error(&table.absent(keys))?;
+                table.full_error(&table.absent(keys), keys)?;
             }
         }
         for (number, keys) in active.iter().enumerate() {
@@ -267,6 +310,11 @@ impl Model {
         }
         if save {
             self.remember(inputs, insertion == Insertion::AtCommit);
+        }
+        for (table, keys) in self.tables.iter_mut().zip(&active) {
+            if !save && table.config.eviction.is_some_and(|policy| policy.counts_inference) {
+                table.count_uses(keys);
+            }
         }
         Ok(inputs.iter().map(|input| self.pool(input)).collect())
     }
@@ -348,8 +396,14 @@ impl Model {
                 }
             }
         }
-        let (number, inputs, absent) = (self.next_lookup, inputs.to_vec(), Rc::new(absent));
-        self.lookups.push(Looked { number, inputs, terms, absent, lives });
+        let mut ids: Vec<BTreeMap<(Key, u64), u64>> = self.tables.iter().map(|_| BTreeMap::new()).collect();
+        for (ids, terms) in ids.iter_mut().zip(&terms) {
+            terms.iter().for_each(|term| *ids.entry(term.life).or_default() += 1);
+        }
+        let number = self.next_lookup;
+        let uses = Rc::new(Uses { ids, is_counted: Cell::new(false), is_open: Cell::new(true) });
+        let (inputs, absent) = (inputs.to_vec(), Rc::new(absent));
+        self.lookups.push(Looked { number, inputs, terms, absent, uses, lives });
         self.next_lookup += 1;
         if self.lookups.len() > 64 {
             self.lookups.remove(0);
@@ -371,8 +425,9 @@ impl Model {
         }
         let number = self.next_push;
         self.next_push += 1;
-        let (lookup, absent) = (looked.number, looked.absent.clone());
-        self.pushes.push(Push { number, lookup, absent, gradients: merged });
+        let (lookup, absent, uses) = (looked.number, looked.absent.clone(), looked.uses.clone());
+        uses.is_open.set(true);
+        self.pushes.push(Push { number, lookup, absent, uses, gradients: merged });
         if self.pushes.len() > 64 || self.pushes[0].number + 64 <= number {
             self.pushes.remove(0);
         }
@@ -393,15 +448,20 @@ impl Model {
         for (number, table) in self.tables.iter().enumerate() {
             let absent = self.absent(named, number);
             let keys: Vec<Key> = absent.iter().flat_map(|a| a[number].keys.clone()).collect();
-            table.full_error(&table.absent(&keys))?;
+            table.full_error(&table.absent(&keys), &[])?;
         }
         for number in 0..self.tables.len() {
+            let keys = self.absent(named, number);
+            let keys: Vec<Key> = keys.iter().flat_map(|a| a[number].keys.clone()).collect();
+            let num_new = self.tables[number].absent(&keys).len();
+            let evicted = self.tables[number].evict(num_new, &[]);
+            self.outcomes[number] += Outcomes { evicted, ..Outcomes::default() };
             for absent in self.absent(named, number) {
                 let (absent, table) = (&absent[number], &mut self.tables[number]);
                 if absent.births.borrow().is_some() {
                     continue; // named twice
                 }
-                let Outcomes { inserted, refused, .. } = table.insert(&absent.keys);
+                let Outcomes { inserted, refused, .. } = table.insert_fitting(&absent.keys);
                 self.outcomes[number] += Outcomes { inserted, refused, ..Outcomes::default() };
                 let births: BTreeMap<_, _> = absent.keys.iter().map(|k| (*k, table.birth(*k))).collect();
                 self.dropped[number] += absent.keys.iter().filter(|k| births[k].is_none()).count() as u64;
@@ -413,7 +473,11 @@ impl Model {
 
     /// Takes the named pushes, makes the rows that they missed, and drops what is older than the oldest of them.
     pub fn commit(&mut self, named: &[(u64, f32)]) -> Result<()> {
-        let Some(&(oldest, _)) = named.first() else { return Ok(()) };
+        self.find_rows_in_progress();
+        let Some(&(oldest, _)) = named.first() else {
+            self.tables.iter_mut().for_each(ModelTable::end_step);
+            return Ok(());
+        };
         self.insert_absent(named)?;
         self.pushes.retain(|push| push.number >= oldest);
         let mut oldest_lookup = u64::MAX;
@@ -421,13 +485,10 @@ impl Model {
             let at = self.pushes.iter().position(|push| push.number == number).unwrap();
             let push = self.pushes.remove(at);
             oldest_lookup = oldest_lookup.min(push.lookup);
+            self.count_uses(&push);
             let of_tables = self.committed.iter_mut().zip(push.gradients).zip(push.absent.iter());
             for ((sums, gradients), absent) in of_tables {
-                let births = absent.births.borrow();
-                let born = |(key, birth): (Key, u64)| match birth {
-                    UNBORN => births.as_ref().and_then(|births| births[&key]).map(|birth| (key, birth)),
-                    birth => Some((key, birth)),
-                };
+                let born = |life: (Key, u64)| absent.birth(life).map(|birth| (life.0, birth));
                 let gradients = gradients.into_iter().filter_map(|(life, g)| Some((born(life)?, g)));
                 for (life, gradient) in gradients {
                     let weighted: Vec<f32> = gradient.iter().map(|g| g * weight).collect();
@@ -436,7 +497,28 @@ impl Model {
             }
         }
         self.lookups.retain(|looked| looked.number >= oldest_lookup);
+        self.pushes.iter().for_each(|push| push.uses.is_open.set(true));
+        self.tables.iter_mut().for_each(ModelTable::end_step);
         Ok(())
+    }
+
+    /// Counts the uses of the rows of a push, once for each lookup.
+    fn count_uses(&mut self, push: &Push) {
+        self.committed_lookup = self.committed_lookup.max(push.lookup);
+        push.uses.is_open.set(false);
+        if push.uses.is_counted.replace(true) {
+            return;
+        }
+        for ((table, ids), absent) in self.tables.iter_mut().zip(&push.uses.ids).zip(push.absent.iter()) {
+            for (&(key, birth), &num_ids) in ids {
+                let birth = absent.birth((key, birth));
+                if absent.clears == table.clears && birth.is_some() && table.birth(key) == birth {
+                    table.count_use(key, num_ids);
+                    let record = table.rows.get_mut(&key).unwrap();
+                    record.lookup = record.lookup.max(push.lookup);
+                }
+            }
+        }
     }
 
     /// Of all that is committed to a table.
@@ -454,6 +536,7 @@ impl Model {
         if !is_update {
             return;
         }
+        self.tables.iter_mut().for_each(|table| table.settled_lookup = self.committed_lookup);
         let update = self.update.unwrap();
         for ((table, sums), scalars) in self.tables.iter_mut().zip(&mut self.committed).zip(scalars) {
             for ((key, birth), gradient) in std::mem::take(sums) {

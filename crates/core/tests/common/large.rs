@@ -5,6 +5,7 @@ use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, 
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adagrad, Adam, Formula, Rule, Sgd};
 use sok_core::key::Key;
+use sok_core::policy::eviction::{Eviction, Score};
 
 use super::Dice;
 use super::group::{Ids, Input, KeyType, Shape};
@@ -13,12 +14,19 @@ use super::strategies::{DIMS, WEIGHTS, plain_config};
 use super::table::TableOp;
 
 pub fn large_config(dice: &mut Dice) -> TableConfig {
+    let vocabulary_size = dice.pick(&[None, None, None, Some(700)]);
+    let max_capacity = dice.pick(&[None, None, Some(500), Some(3000)]);
+    let score = dice.pick(&[Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(2) }]);
+    let eviction =
+        Eviction { score, counts_inference: dice.below(2) == 0, keeps_evicted: dice.below(2) == 0 };
+    let may_evict = vocabulary_size.is_none() && max_capacity.is_some() && dice.below(3) > 0;
     TableConfig {
-        vocabulary_size: dice.pick(&[None, None, None, Some(700)]),
+        vocabulary_size,
         out_of_vocabulary: OutOfVocabulary::Zeros,
         out_of_vocabulary_key: dice.pick(&[None, None, Some(0), Some(3)]),
         missing: dice.pick(&[Missing::Initial, Missing::Zeros]),
-        max_capacity: dice.pick(&[None, None, Some(500)]),
+        max_capacity,
+        eviction: may_evict.then_some(eviction),
         check_mode: CheckMode::Count,
         ..plain_config("large", dice.pick(&DIMS))
     }

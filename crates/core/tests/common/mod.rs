@@ -54,14 +54,23 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { f32::NAN } else { *v }.to_bits()).collect()
 }
 
-/// All records of a table, read `max` at a time; each comes once.
+/// The bits of a record, followed by those of its score if the table has scores.
+pub fn record_bits(values: &[f32], score: Option<u64>) -> Vec<u32> {
+    let score = score.into_iter().flat_map(|score| [score as u32, (score >> 32) as u32]);
+    bits(values).into_iter().chain(score).collect()
+}
+
+/// All records of a table as [`record_bits`], read `max` at a time; each comes once.
 pub fn scan(table: &dyn Table, max: usize) -> BTreeMap<Key, Vec<u32>> {
     let (mut records, mut cursor) = (Records::default(), Some(Cursor::default()));
     while let Some(at) = cursor {
         cursor = table.scan(at, max, &mut records).unwrap();
     }
     assert_eq!(records.values.len(), records.keys.len() * table.layout().width());
-    let values = records.values.chunks_exact(table.layout().width()).map(bits);
+    let num_scores = if table.config().eviction.is_some() { records.keys.len() } else { 0 };
+    assert_eq!(records.scores.len(), num_scores);
+    let values = records.values.chunks_exact(table.layout().width()).enumerate();
+    let values = values.map(|(i, values)| record_bits(values, records.scores.get(i).copied()));
     let by_key: BTreeMap<_, _> = records.keys.iter().copied().zip(values).collect();
     assert_eq!(by_key.len(), records.keys.len(), "a record came twice");
     assert_eq!(by_key.len(), table.len().unwrap());
@@ -71,6 +80,44 @@ pub fn scan(table: &dyn Table, max: usize) -> BTreeMap<Key, Vec<u32>> {
 /// Room for output, full of what must not stay.
 pub fn unwritten(len: usize) -> Vec<f32> {
     vec![123456.0; len]
+}
+
+/// The methods of a `Communicator` that a wrapper leaves to the one in its field `rank`: all but `send`, `receive` and `decide`.
+#[macro_export]
+macro_rules! delegate_to_rank {
+    () => {
+        fn rank(&self) -> usize {
+            self.rank.rank()
+        }
+
+        fn world_size(&self) -> usize {
+            self.rank.world_size()
+        }
+
+        fn timeout(&self) -> std::time::Duration {
+            self.rank.timeout()
+        }
+
+        fn fail(&self, error: &sok_core::error::Error) {
+            self.rank.fail(error);
+        }
+
+        fn is_decided_by_others(&self, tag: sok_core::exchange::message::Tag) -> bool {
+            self.rank.is_decided_by_others(tag)
+        }
+
+        fn failure(&self) -> Option<sok_core::error::Error> {
+            self.rank.failure()
+        }
+
+        fn on_failure(&self, hook: Box<dyn Fn() + Send + Sync>) {
+            self.rank.on_failure(hook);
+        }
+
+        fn leave(&self) {
+            self.rank.leave();
+        }
+    };
 }
 
 /// A test of each function of [`suite`], on what `$maker` makes.

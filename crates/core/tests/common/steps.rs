@@ -38,6 +38,9 @@ impl Bench {
         if maker.tells_late {
             configs.iter_mut().for_each(|c| c.out_of_vocabulary = OutOfVocabulary::Zeros);
         }
+        if !maker.evicts {
+            configs.iter_mut().for_each(|c| c.eviction = None);
+        }
         if !maker.dims.is_empty() && configs.iter().all(|c| DIMS.contains(&c.dim)) {
             configs.iter_mut().for_each(|c| c.dim = maker.dims[c.dim % maker.dims.len()]);
         }
@@ -56,6 +59,7 @@ impl Bench {
             Op::Bind { is_other, update } => self.bind(*is_other, *update),
             Op::Table { number, op } => {
                 let number = number % self.model.tables.len();
+                self.model.find_rows_in_progress();
                 let mut tables: Vec<&mut dyn Table> =
                     self.subjects.iter_mut().map(|s| s.table_mut(number)).collect();
                 op.run(&mut self.model.tables[number], &mut tables);

@@ -8,6 +8,7 @@ use sok_core::formula::Rule;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
+use sok_core::policy::eviction::{Eviction, Score};
 
 use super::group::{Ids, Input, KeyType, Shape};
 use super::table::TableOp;
@@ -29,6 +30,7 @@ pub fn plain_config(name: &str, dim: usize) -> TableConfig {
         initial_capacity: 0,
         max_capacity: None,
         check_mode: CheckMode::Raise,
+        eviction: None,
     }
 }
 
@@ -53,6 +55,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
         select(vec![OutOfVocabulary::Zeros, OutOfVocabulary::Zeros, OutOfVocabulary::Raise]),
         select(vec![CheckMode::Warn, CheckMode::Count, CheckMode::Raise]),
         prop_oneof![2 => Just(None), 1 => key().prop_map(Some)],
+        prop_oneof![1 => Just(None), 1 => eviction().prop_map(Some)],
     );
     (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
         |(
@@ -60,7 +63,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
             initializer,
             seed,
             (vocabulary_size, max_capacity, initial),
-            (missing, oov, check_mode, oov_key),
+            (missing, oov, check_mode, oov_key, eviction),
         )| {
             TableConfig {
                 name: format!("d{dim}"),
@@ -74,9 +77,22 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
                 initial_capacity: initial.min(max_capacity.unwrap_or(initial)),
                 max_capacity,
                 check_mode,
+                eviction: eviction.filter(|_| vocabulary_size.is_none() && max_capacity.is_some()),
             }
         },
     )
+}
+
+/// Any policy.
+pub fn eviction() -> impl Strategy<Value = Eviction> {
+    let half_lives = vec![None, Some(1), Some(3)];
+    let score =
+        prop_oneof![Just(Score::Lru), select(half_lives).prop_map(|half_life| Score::Lfu { half_life })];
+    (score, any::<bool>(), any::<bool>()).prop_map(|(score, counts_inference, keeps_evicted)| Eviction {
+        score,
+        counts_inference,
+        keeps_evicted,
+    })
 }
 
 /// Few, so that they come again and again; the ends of all integer types; and patterns that hurt weak hashes.
@@ -119,6 +135,7 @@ pub fn table_op() -> impl Strategy<Value = TableOp> {
         1 => Just(TableOp::Clear),
         1 => (keys(30), any::<u64>()).prop_map(|(keys, seed)| TableOp::Restore { keys, seed }),
         1 => Just(TableOp::Reload),
+        1 => Just(TableOp::TakeEvicted),
     ]
 }
 

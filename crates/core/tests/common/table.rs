@@ -2,18 +2,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use sok_core::contract::table::{CheckMode, Cursor, Missing, Outcomes, Records, Table, TableConfig};
+use sok_core::contract::table::{
+    CheckMode, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig,
+};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
+use sok_core::policy::eviction::Score;
 
 use super::record_step::update_record;
-use super::{Dice, bits, scan, unwritten};
+use super::{Dice, bits, record_bits, scan, unwritten};
 
 /// A key's row and states. `birth` tells it from a record that the key had before it was erased.
 pub struct Record {
     pub birth: u64,
     pub values: Vec<f32>,
+    pub score: u64,
+    /// The newest lookup whose use of the row was counted.
+    pub lookup: u64,
 }
 
 pub struct ModelTable {
@@ -23,6 +29,15 @@ pub struct ModelTable {
     births: u64,
     /// How often all records went at once.
     pub clears: u64,
+    /// The step in progress.
+    pub step: u64,
+    /// Commits of later lookups were not applied yet.
+    pub settled_lookup: u64,
+    /// Keys of lookups whose gradients were not committed yet.
+    pub in_progress: BTreeSet<Key>,
+    /// Keys that were evicted, with the step.
+    departures: Vec<(Key, u64)>,
+    kept: Records,
 }
 
 /// What a method of a table answers; what it does not answer is empty.
@@ -32,13 +47,25 @@ pub struct Answer {
     found: Vec<bool>,
     outcomes: Outcomes,
     erased: usize,
+    evicted: Records,
 }
 
 pub type Answered = Result<Answer, String>;
 
 impl ModelTable {
     pub fn new(config: TableConfig) -> ModelTable {
-        ModelTable { config, update: None, rows: BTreeMap::new(), births: 0, clears: 0 }
+        ModelTable {
+            config,
+            update: None,
+            rows: BTreeMap::new(),
+            births: 0,
+            clears: 0,
+            step: 1,
+            settled_lookup: 0,
+            in_progress: BTreeSet::new(),
+            departures: Vec::new(),
+            kept: Records::default(),
+        }
     }
 
     fn first_states(&self) -> Vec<f32> {
@@ -99,18 +126,93 @@ impl ModelTable {
         keys.iter().copied().filter(|key| !self.rows.contains_key(key) && seen.insert(*key)).collect()
     }
 
-    /// Rows that do not fit, if that is an error here.
-    pub fn full_error(&self, new: &[Key]) -> Result<()> {
+    /// Rows that do not fit, if that is an error here. `used`: keys that the call itself uses.
+    pub fn full_error(&self, new: &[Key], used: &[Key]) -> Result<()> {
         let (len, capacity) = (self.rows.len() as u64, self.config.capacity());
-        let refused = (len + new.len() as u64).saturating_sub(capacity);
+        let needed = (len + new.len() as u64).saturating_sub(capacity);
+        let refused = needed.saturating_sub(self.removable(used).len() as u64);
         if refused == 0 || self.config.check_mode != CheckMode::Raise {
             return Ok(());
         }
         Err(Error::TableFull { table: self.config.name.clone(), refused, len, capacity })
     }
 
-    /// One after the other until the table is full. How all `keys` ended.
+    /// Score and key of the rows that may go, in the order in which they would.
+    fn removable(&self, used: &[Key]) -> Vec<(u64, Key)> {
+        if self.config.eviction.is_none() {
+            return Vec::new();
+        }
+        let may_go = |(key, record): &(&Key, &Record)| {
+            record.lookup <= self.settled_lookup
+                && !self.in_progress.contains(key)
+                && !used.contains(key)
+                && self.config.out_of_vocabulary_key != Some(**key)
+        };
+        let rows = self.rows.iter().filter(may_go).map(|(key, record)| (record.score, *key));
+        rows.collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// Makes room for so many new keys, as far as the policy allows. Returns how many rows went.
+    pub fn evict(&mut self, num_new: usize, used: &[Key]) -> u64 {
+        let capacity = self.config.capacity();
+        let needed = (self.rows.len() as u64 + num_new as u64).saturating_sub(capacity);
+        if needed == 0 {
+            return 0;
+        }
+        let mut going = self.removable(used);
+        going.truncate(needed.max(capacity / 64) as usize);
+        for &(score, key) in &going {
+            let record = self.rows.remove(&key).unwrap();
+            self.departures.push((key, self.step));
+            if self.config.eviction.is_some_and(|policy| policy.keeps_evicted) {
+                self.kept.keys.push(key);
+                self.kept.values.extend(&record.values[..self.config.dim]);
+                self.kept.scores.push(score);
+            }
+        }
+        going.len() as u64
+    }
+
+    /// Counts a use by `num_ids` ids of a key.
+    pub fn count_use(&mut self, key: Key, num_ids: u64) {
+        let Some(policy) = self.config.eviction else { return };
+        if let Some(record) = self.rows.get_mut(&key) {
+            match policy.score {
+                Score::Lru => record.score = self.step,
+                Score::Lfu { .. } => record.score += num_ids,
+            }
+        }
+    }
+
+    pub fn count_uses(&mut self, keys: &[Key]) {
+        keys.iter().for_each(|key| self.count_use(*key, 1));
+    }
+
+    pub fn end_step(&mut self) {
+        let Some(policy) = self.config.eviction else { return };
+        if let Score::Lfu { half_life: Some(every) } = policy.score
+            && self.step.is_multiple_of(every)
+        {
+            self.rows.values_mut().for_each(|record| record.score /= 2);
+        }
+        self.step += 1;
+    }
+
+    /// Makes room, then inserts as `insert_fitting`.
     pub fn insert(&mut self, keys: &[Key]) -> Outcomes {
+        let evicted = self.evict(self.absent(keys).len(), keys);
+        Outcomes { evicted, ..self.insert_fitting(keys) }
+    }
+
+    fn first_score(&self) -> u64 {
+        match self.config.eviction.map(|policy| policy.score) {
+            Some(Score::Lru) => self.step,
+            _ => 0,
+        }
+    }
+
+    /// One after the other until the table is full. How all `keys` ended.
+    pub fn insert_fitting(&mut self, keys: &[Key]) -> Outcomes {
         let distinct: BTreeSet<Key> = keys.iter().copied().collect();
         let mut outcomes = Outcomes::default();
         let new = self.absent(keys);
@@ -123,14 +225,15 @@ impl ModelTable {
             outcomes.inserted += 1;
             self.births += 1;
             let values = [self.first_row(key), self.first_states()].concat();
-            self.rows.insert(key, Record { birth: self.births, values });
+            let record = Record { birth: self.births, values, score: self.first_score(), lookup: 0 };
+            self.rows.insert(key, record);
         }
         outcomes
     }
 
     fn check_insert(&self, keys: &[Key], insert: bool) -> Result<()> {
         self.outside_error(None, keys)?;
-        self.full_error(if insert { self.absent(keys) } else { vec![] }.as_slice())
+        self.full_error(if insert { self.absent(keys) } else { vec![] }.as_slice(), keys)
     }
 
     /// `insert`, or how the keys end where none may be inserted.
@@ -165,6 +268,11 @@ impl ModelTable {
                 record.values.copy_from_slice(values);
             }
         }
+        for (key, score) in records.keys.iter().zip(&records.scores) {
+            if let Some(record) = self.rows.get_mut(key) {
+                record.score = *score;
+            }
+        }
         Ok(())
     }
 
@@ -189,6 +297,12 @@ impl ModelTable {
         update_record(update, scalars, &mut record.values, gradient);
     }
 
+    /// Forgets the rows that went.
+    fn forget(&mut self) {
+        self.departures.clear();
+        self.kept = Records::default();
+    }
+
     pub fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) {
         let states = |u: Option<Update>| u.map(|u| (u.rule.name(), u.rule.states(self.config.dim)));
         let is_same = states(self.update) == states(update);
@@ -205,7 +319,7 @@ impl ModelTable {
 
     pub fn check(&self, table: &dyn Table) {
         let expected: BTreeMap<Key, Vec<u32>> =
-            self.rows.iter().map(|(k, r)| (*k, bits(&r.values))).collect();
+            self.rows.iter().map(|(key, record)| (*key, self.bits_of(record))).collect();
         let got = scan(table, 7.max(expected.len() / 3));
         if got != expected {
             let wrong = expected.iter().find(|(k, v)| got.get(k) != Some(v)).map(|(k, v)| (k, v, got.get(k)));
@@ -216,6 +330,23 @@ impl ModelTable {
             );
         }
         assert_eq!(table.stats().unwrap().size, expected.len() as u64);
+        assert_eq!(table.step(), self.step);
+        for key in self.departures.iter().rev().take(5).map(|gone| gone.0).chain(0..3) {
+            assert_eq!(table.explain(key).unwrap(), self.explain(key), "key {key}");
+        }
+    }
+
+    fn bits_of(&self, record: &Record) -> Vec<u32> {
+        record_bits(&record.values, self.config.eviction.map(|_| record.score))
+    }
+
+    fn explain(&self, key: Key) -> Explanation {
+        let gone = self.departures.iter().rev().find(|gone| gone.0 == key);
+        match (self.rows.get(&key), gone) {
+            (Some(record), _) => Explanation::Present { score: self.config.eviction.map(|_| record.score) },
+            (None, Some(&(_, step))) => Explanation::Evicted { step },
+            (None, None) => Explanation::Absent,
+        }
     }
 }
 
@@ -258,6 +389,7 @@ pub enum TableOp {
     },
     /// All records through `scan`, `fresh`, `restore` and `replace_with`.
     Reload,
+    TakeEvicted,
     Rule {
         update: Option<Update>,
         keep_states: bool,
@@ -276,9 +408,12 @@ impl TableOp {
     }
 
     /// Of positive numbers, as accumulators are.
-    fn records(keys: &[Key], width: usize, seed: u64) -> Records {
-        let values = Dice(seed).floats(keys.len() * width).into_iter().map(f32::abs).collect();
-        Records { keys: keys.to_vec(), values }
+    fn records(keys: &[Key], width: usize, seed: u64, config: &TableConfig) -> Records {
+        let mut dice = Dice(seed);
+        let values = dice.floats(keys.len() * width).into_iter().map(f32::abs).collect();
+        let has_scores = config.eviction.is_some() && dice.below(2) == 0;
+        let scores = if has_scores { keys.iter().map(|_| dice.below(9)).collect() } else { Vec::new() };
+        Records { keys: keys.to_vec(), values, scores }
     }
 
     fn on_model(&self, model: &mut ModelTable) -> Result<Answer> {
@@ -291,6 +426,7 @@ impl TableOp {
             }
             TableOp::FindOrInsert(keys) => {
                 answer.outcomes = model.locate(keys, true)?;
+                model.count_uses(keys);
                 answer.rows = keys.iter().flat_map(|k| bits(&model.answer(*k))).collect();
             }
             TableOp::Assign { keys, seed, insert } => {
@@ -301,20 +437,33 @@ impl TableOp {
             }
             TableOp::Erase(keys) => {
                 answer.erased = keys.iter().filter(|k| model.rows.remove(k).is_some()).count();
+                model.departures.retain(|gone| !keys.contains(&gone.0));
+                model.kept.keep(|key| !keys.contains(&key));
             }
             TableOp::Clear => {
                 model.rows.clear();
                 model.clears += 1;
+                model.forget();
             }
             TableOp::Restore { keys, seed } => {
-                model.restore(&Self::records(keys, model.width(), *seed))?;
+                model.restore(&Self::records(keys, model.width(), *seed, &model.config))?;
             }
             TableOp::Reload => {
                 model.clears += 1;
+                model.forget();
                 for record in model.rows.values_mut() {
                     model.births += 1;
-                    record.birth = model.births;
+                    (record.birth, record.lookup) = (model.births, 0);
                 }
+            }
+            TableOp::TakeEvicted => {
+                if !model.config.eviction.is_some_and(|policy| policy.keeps_evicted) {
+                    return Err(Error::State(format!(
+                        "table `{}` does not keep the rows that it removes. Ask for that in its eviction policy",
+                        model.config.name
+                    )));
+                }
+                answer.evicted = std::mem::take(&mut model.kept);
             }
             TableOp::Rule { update, keep_states } => model.set_update_rule(*update, *keep_states),
         }
@@ -345,9 +494,11 @@ impl TableOp {
             TableOp::Erase(keys) => answer.erased = table.erase(keys)?,
             TableOp::Clear => table.clear()?,
             TableOp::Restore { keys, seed } => {
-                table.restore(&Self::records(keys, table.layout().width(), *seed))?;
+                let config = table.config().clone();
+                table.restore(&Self::records(keys, table.layout().width(), *seed, &config))?;
             }
             TableOp::Reload => reload(table)?,
+            TableOp::TakeEvicted => answer.evicted = table.take_evicted()?,
             TableOp::Rule { update, keep_states } => table.set_update_rule(*update, *keep_states)?,
         }
         Ok(answer)
@@ -358,6 +509,7 @@ fn reload(table: &mut dyn Table) -> Result<()> {
     let mut records = Records::default();
     assert_eq!(table.scan(Cursor::default(), usize::MAX, &mut records)?, None);
     let mut fresh = table.fresh(table.update_rule().copied(), 0)?;
+    fresh.set_step(table.step());
     fresh.restore(&records)?;
     table.replace_with(fresh)
 }

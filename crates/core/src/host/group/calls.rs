@@ -116,6 +116,7 @@ impl Group for HostGroup {
 
     fn drop_committed(&mut self) {
         std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
+        self.settle_lookups();
     }
 
     fn set_binding(&mut self, binding: Binding) {
@@ -177,7 +178,7 @@ pub(in crate::host) fn feature_of<'a>(tensors: &FeatureTensors<'a>) -> Result<Fe
     };
     let FeatureTensors { name, table, combiner, padding_key, .. } = *tensors;
     let weights = tensors.weights.map(Tensor::slice).transpose()?;
-    let feature = Feature { name, table, keys, bags, combiner, weights, padding_key };
+    let feature = Feature { name, table, keys, bags, combiner, weights, padding_key, id_counts: None };
     feature.validate()?;
     Ok(feature)
 }

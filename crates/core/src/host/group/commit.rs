@@ -3,14 +3,16 @@
 use super::HostGroup;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
+use crate::contract::table::Outcomes;
 use crate::contract::ticket::{Named, PushRing};
 use crate::error::{Error, Result};
 use crate::host::absent::Absent;
 use crate::host::admission::{check_capacity, distinct, insert};
 use crate::host::exact_sum::ExactSum;
 use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
-use crate::host::push::{Push, PushedGradients, merge_push};
+use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable, merge_push};
 use crate::host::table::HostTable;
+use crate::host::uses::count_uses;
 use crate::math::sum_of_squares;
 use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::store::arena::NO_RECORD;
@@ -32,21 +34,22 @@ impl HostGroup {
         self.tables.iter().enumerate().try_for_each(|(number, table)| {
             let absent = absent_of(&self.ring, named, number, table.generation);
             let keys = absent.iter().flat_map(|a| &a.keys).filter(|key| table.is_absent(**key));
-            check_capacity(table, &distinct(keys.copied())?)
+            check_capacity(table, distinct(keys.copied())?.len(), |_, _| ())
         })
     }
 
     /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room. Returns whether there were any.
     fn insert_absent(&mut self, named: &[Named]) -> Result<bool> {
         self.tables.iter_mut().for_each(HostTable::begin);
-        let (mut inserted, mut done) = (Vec::new(), Ok(()));
+        let (mut inserted, mut evicted, mut done) = (Vec::new(), Vec::new(), Ok(()));
         for (number, table) in self.tables.iter_mut().enumerate() {
             let absent = absent_of(&self.ring, named, number, table.generation);
-            let mut absent = absent.into_iter().filter(|absent| !absent.is_settled());
             done = done.and_then(|()| {
-                absent.try_for_each(|absent| {
-                    insert(table, absent).map(|new| inserted.push((number, absent, new)))
-                })
+                evicted.push(make_room_for(table, &absent)?);
+                for absent in absent {
+                    inserted.push((number, absent, insert(table, absent)?));
+                }
+                table.score_new_rows()
             });
         }
         if done.is_err() {
@@ -54,6 +57,9 @@ impl HostGroup {
             return done.map(|()| false);
         }
         let were_any = !inserted.is_empty();
+        for (table, evicted) in self.tables.iter_mut().zip(evicted) {
+            table.note(Outcomes { evicted, ..Outcomes::default() }, 0);
+        }
         for (number, absent, (records, outcomes)) in inserted {
             if !absent.is_settled() {
                 absent.settle(records);
@@ -69,7 +75,7 @@ impl HostGroup {
     /// # Errors
     /// [`Error::Memory`].
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
-        self.take_named(named)?;
+        self.take_named(named, pool)?;
         if !(is_update && self.binding.is_some_and(|b| b.needs_norm)) {
             return Ok(0.0);
         }
@@ -81,13 +87,14 @@ impl HostGroup {
     ///
     /// # Errors
     /// [`Error::Memory`].
-    pub(in crate::host) fn take_named(&mut self, named: &[Named]) -> Result<()> {
+    pub(in crate::host) fn take_named(&mut self, named: &[Named], pool: &Pool) -> Result<()> {
         let start = self.stopwatch.start();
         if self.insert_absent(named)? {
             self.stopwatch.stop(StepPart::Insert, start);
         }
         let (taken, dropped) = self.ring.take(named);
         dropped.into_iter().for_each(|push| self.reuse(push));
+        self.count_uses(&taken, pool);
         let oldest = taken.iter().map(|(_, push)| push.lookup.number).min();
         self.committed.extend(taken);
         if let Some(oldest) = oldest {
@@ -95,6 +102,40 @@ impl HostGroup {
         }
         self.tables.iter_mut().for_each(HostTable::count_call);
         Ok(())
+    }
+
+    /// Counts the uses of rows in the step that a commit ends, and ends it.
+    fn count_uses(&mut self, taken: &[(f32, Push)], pool: &Pool) {
+        if self.tables.iter().all(|table| table.evictor.is_none()) {
+            return;
+        }
+        let lookups: Vec<&SavedLookup> =
+            taken.iter().map(|(_, push)| &*push.lookup).filter(|lookup| lookup.count_once()).collect();
+        let ids_of = |lookup: &&SavedLookup| lookup.tables.iter().map(|t| t.looked.num_ids()).sum::<usize>();
+        let num_ids = lookups.iter().map(ids_of).sum();
+        let tables = self.tables.iter_mut().enumerate().collect();
+        run_if_large(num_ids, tables, pool, |(number, table): (usize, &mut HostTable)| {
+            let generation = table.generation;
+            for lookup in &lookups {
+                let is_own = |saved: &&SavedTable| saved.number == number && saved.generation == generation;
+                let own = lookup.tables.iter().filter(is_own);
+                own.for_each(|saved| count_uses(table, saved, lookup.number));
+            }
+            if let Some(evictor) = &mut table.evictor {
+                evictor.end_step();
+            }
+        });
+        taken.iter().for_each(|(_, push)| push.lookup.set_open(false));
+        // Another push of the same lookup may still wait.
+        self.ring.iter().for_each(|push| push.lookup.set_open(true));
+        let newest = taken.iter().map(|(_, push)| push.lookup.number).max().unwrap_or(0);
+        self.committed_lookup = self.committed_lookup.max(newest);
+    }
+
+    /// Lets sweeps remove the rows of the lookups that were committed: their gradients were applied, or dropped.
+    pub(super) fn settle_lookups(&mut self) {
+        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
+        evictors.for_each(|evictor| evictor.settled_lookup = self.committed_lookup);
     }
 
     /// Returns the sum of the squared gradients of each table, all that is to be applied.
@@ -208,6 +249,13 @@ impl HostGroup {
         all.extend(self.accumulators[number].stored(generation));
         all
     }
+}
+
+/// Makes room for keys that the table is to insert. Returns how many rows went.
+fn make_room_for(table: &mut HostTable, absent: &[&Absent]) -> Result<u64> {
+    let keys = absent.iter().flat_map(|absent| &absent.keys).filter(|key| table.is_absent(**key));
+    let num_new = if table.evictor.is_some() { distinct(keys.copied())?.len() } else { 0 };
+    table.make_room(num_new as u64, &|_, _| ())
 }
 
 /// The keys that a table of this generation is to insert for the named pushes.

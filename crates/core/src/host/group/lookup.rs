@@ -1,6 +1,6 @@
 //! The lookup of a group, and the lookups that it remembers for pushes.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::HostGroup;
 use crate::contract::batch::Feature;
@@ -9,7 +9,7 @@ use crate::contract::table::{Insertion, Outcomes, TableStats};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
 use crate::host::accumulator::Accumulator;
-use crate::host::admission::{admit, check_capacity, check_vocabulary, new_keys};
+use crate::host::admission::{check_vocabulary, lookup_with_room};
 use crate::host::features::{FeatureOutput, Mode};
 use crate::host::lookup::lookup_whole;
 use crate::host::lookup_split::lookup_split;
@@ -74,10 +74,6 @@ impl HostGroup {
         outputs: Vec<&mut [f32]>,
         pool: &Pool,
     ) -> Result<u64> {
-        let admitted = match insertion {
-            Insertion::AtLookup => self.admit_new_keys(features)?,
-            Insertion::AtCommit | Insertion::Never => vec![None; self.tables.len()],
-        };
         let stream = outputs.iter().map(|o| size_of_val(&**o)).sum::<usize>() > STREAM_BYTES;
         let mut by_table: Vec<Vec<FeatureOutput>> = self.tables.iter().map(|_| Vec::new()).collect();
         for (number, (feature, rows)) in features.iter().zip(outputs).enumerate() {
@@ -86,17 +82,13 @@ impl HostGroup {
         let number = if save { self.next_lookup } else { 0 };
         let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
         let start = self.stopwatch.start();
-        let looked = self.lookup_tables(by_table, &admitted, Mode { insertion, save, stream }, pool)?;
+        let mut looked = self.lookup_tables(by_table, Mode { insertion, save, stream }, pool)?;
+        self.tables.iter_mut().try_for_each(HostTable::score_new_rows)?;
         self.stopwatch.stop(StepPart::Find, start);
         let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
         for SavedTable { number, looked, .. } in &looked {
-            let mut outcomes = looked.outcomes;
-            if let Some(admitted) = &admitted[*number] {
-                outcomes.hit = outcomes.hit.saturating_sub(admitted.inserted);
-                outcomes += *admitted;
-            }
             let table = &mut self.tables[*number];
-            let outcomes = if save { outcomes } else { Outcomes { hit: 0, ..outcomes } };
+            let outcomes = Outcomes { hit: if save { looked.outcomes.hit } else { 0 }, ..looked.outcomes };
             table.note(outcomes, if save { looked.absent_ids } else { 0 });
             if insertion == Insertion::Never {
                 table.note_unknown(looked.absent_ids);
@@ -104,7 +96,10 @@ impl HostGroup {
             table.count_call();
         }
         if save {
-            self.save(SavedLookup { number, num_bags, tables: looked });
+            keep_id_counts(features, &mut looked)?;
+            self.save(SavedLookup::new(number, num_bags, looked));
+        } else {
+            features.iter().for_each(|feature| self.tables[feature.table].count_inference(feature));
         }
         Ok(number)
     }
@@ -135,23 +130,9 @@ impl HostGroup {
         Ok(())
     }
 
-    /// If a batch might not fit, inserts the keys that do, so that the lookup inserts none. Checks all tables first.
-    fn admit_new_keys(&mut self, features: &[Feature]) -> Result<Vec<Option<Outcomes>>> {
-        let of_table = |table: usize| features.iter().filter(|f| f.table == table).collect::<Vec<_>>();
-        let tables = self.tables.iter().enumerate();
-        let new = tables.map(|(number, table)| new_keys(table, &of_table(number)));
-        let new = new.collect::<Result<Vec<_>>>()?;
-        for (table, new) in self.tables.iter().zip(&new) {
-            check_capacity(table, new.as_deref().unwrap_or_default())?;
-        }
-        let tables = self.tables.iter_mut().zip(new);
-        tables.map(|(table, new)| new.map(|new| admit(table, &new)).transpose()).collect()
-    }
-
     fn lookup_tables(
         &mut self,
         by_table: Vec<Vec<FeatureOutput>>,
-        admitted: &[Option<Outcomes>],
         mode: Mode,
         pool: &Pool,
     ) -> Result<Vec<SavedTable>> {
@@ -165,37 +146,44 @@ impl HostGroup {
             if outputs.is_empty() {
                 continue;
             }
-            // The keys that fit have been inserted.
-            let insertion = if admitted[number].is_some() { Insertion::Never } else { mode.insertion };
-            let mode = Mode { insertion, ..mode };
             // A table that is larger than its share of the call would leave other threads idle.
             if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
-                let looked = lookup_split(table, &mut outputs, mode, &mut self.split, &mut spare.runs, pool)?;
-                results.push(SavedTable::new(number, table, looked));
+                let looked = lookup_with_room(table, &mut outputs, mode, |table, outputs, mode| {
+                    lookup_split(table, outputs, mode, &mut self.split, &mut spare.runs, pool)
+                });
+                results.push((number, looked.map(|looked| SavedTable::new(number, table, looked))));
             } else {
-                whole.push((number, table, outputs, mode, spare.runs.pop().unwrap_or_default()));
+                whole.push((number, table, outputs, spare.runs.pop().unwrap_or_default()));
             }
         }
         // The largest first, so that the last thread to finish has a small task.
         whole.sort_by_key(|(_, _, outputs, ..)| std::cmp::Reverse(num_ids(outputs)));
-        let mut looked: Vec<Option<Result<SavedTable>>> = whole.iter().map(|_| None).collect();
+        let mut looked: Vec<Option<(usize, Result<SavedTable>)>> = whole.iter().map(|_| None).collect();
         let tasks: Vec<_> = whole.into_iter().zip(&mut looked).collect();
-        run_if_large(total, tasks, pool, |((number, table, mut outputs, mode, runs), result)| {
-            let looked = lookup_whole(table, &mut outputs, mode, runs);
-            *result = Some(looked.map(|looked| SavedTable::new(number, table, looked)));
+        run_if_large(total, tasks, pool, |((number, table, mut outputs, mut runs), result)| {
+            let looked = lookup_with_room(table, &mut outputs, mode, |table, outputs, mode| {
+                lookup_whole(table, outputs, mode, std::mem::take(&mut runs))
+            });
+            *result = Some((number, looked.map(|looked| SavedTable::new(number, table, looked))));
         });
-        for looked in looked.into_iter().flatten() {
-            results.push(looked?);
-        }
-        Ok(results)
+        results.extend(looked.into_iter().flatten());
+        // If several tables fail, the error of the first one is returned, whichever thread was faster.
+        results.sort_by_key(|(number, _)| *number);
+        results.into_iter().map(|(_, looked)| looked).collect()
     }
 
     fn save(&mut self, saved: SavedLookup) {
         self.next_lookup += 1;
-        for table in &saved.tables {
-            self.tables[table.number].newest_lookup = saved.number;
+        let saved = Arc::new(saved);
+        for SavedTable { number, .. } in &saved.tables {
+            let table = &mut self.tables[*number];
+            table.newest_lookup = saved.number;
+            if let Some(evictor) = &mut table.evictor {
+                let lookup: Weak<SavedLookup> = Arc::downgrade(&saved);
+                evictor.add_lookup(*number, lookup);
+            }
         }
-        self.lookups.push_back(Arc::new(saved));
+        self.lookups.push_back(saved);
         if self.lookups.len() as u64 > RING {
             self.forget_lookups(self.lookups[1].number);
         }
@@ -230,4 +218,15 @@ impl HostGroup {
             tables.for_each(|table| self.spare[table.number].keep_runs(table.looked.runs));
         }
     }
+}
+
+/// Copies the `id_counts` of features to the saved tables.
+fn keep_id_counts(features: &[Feature], looked: &mut [SavedTable]) -> Result<()> {
+    for feature in features {
+        let saved = looked.iter_mut().find(|saved| saved.number == feature.table);
+        if let (Some(counts), Some(saved)) = (feature.id_counts, saved) {
+            saved.id_counts = memory::copied(counts, "the ids of a call")?;
+        }
+    }
+    Ok(())
 }

@@ -1,0 +1,211 @@
+//! Scores of a table's rows, and the rows that it removes to make room.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::Weak;
+
+use crate::contract::table::{Departure, Records};
+use crate::error::Result;
+use crate::key::{Key, hash};
+use crate::memory;
+use crate::policy::eviction::{Eviction, sweep_size};
+use crate::policy::sweep::{Rank, lowest};
+use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::index::Index;
+use crate::store::record_set::RecordSet;
+use crate::store::scores::Scores;
+
+/// Maximum number of departures that are remembered.
+const MAX_DEPARTURES: usize = 1 << 20;
+const WHAT: &str = "the rows that a full table removes";
+
+/// A lookup of training.
+pub(crate) trait InProgress: Send + Sync {
+    /// Adds the rows that it uses of a table, if their gradients may still come and were not committed yet. `number`: of the table in its
+    /// group.
+    fn add_rows(&self, number: usize, generation: u64, rows: &mut RecordSet);
+}
+
+/// The scores of a table, and what it has removed.
+pub(crate) struct Evictor {
+    pub policy: Eviction,
+    pub scores: Scores,
+    /// Number of the step in progress, from 1. A commit ends it.
+    pub step: u64,
+    /// The newest lookup that was committed when gradients were last applied.
+    pub settled_lookup: u64,
+    /// Number of the table in its group.
+    number: usize,
+    /// The saved lookups of the table. The group owns them, so references to lookups that it has forgotten are dead.
+    lookups: Vec<Weak<dyn InProgress>>,
+    departures: VecDeque<Departure>,
+    /// Rows that this call has removed, which an undo brings back.
+    removed: Vec<(Key, RecordNumber)>,
+    /// Rows that were removed and not taken yet.
+    kept: Records,
+}
+
+impl Evictor {
+    pub fn new(policy: Eviction) -> Evictor {
+        Evictor {
+            policy,
+            scores: Scores::default(),
+            step: 1,
+            settled_lookup: 0,
+            number: 0,
+            lookups: Vec::new(),
+            departures: VecDeque::new(),
+            removed: Vec::new(),
+            kept: Records::default(),
+        }
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        let departures = self.departures.capacity() * size_of::<Departure>();
+        self.scores.num_bytes() + departures + self.kept.num_bytes()
+    }
+
+    /// Starts a call that may remove rows.
+    pub fn begin(&mut self) {
+        self.removed.clear();
+        let too_many = self.departures.len().saturating_sub(MAX_DEPARTURES);
+        self.departures.drain(..too_many);
+    }
+
+    /// Brings back the rows that the call has removed. If the index has no memory to grow, a row is lost.
+    pub fn undo(&mut self, index: &mut Index, retired: &mut Vec<(u64, RecordNumber)>) {
+        retired.truncate(retired.len() - self.removed.len());
+        self.departures.truncate(self.departures.len() - self.removed.len());
+        if self.policy.keeps_evicted {
+            self.kept.truncate(self.kept.keys.len() - self.removed.len());
+        }
+        for (key, record) in self.removed.drain(..) {
+            let _ = index.insert(hash(key), key, record);
+        }
+    }
+
+    /// Remembers the rows that are about to go.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn remember(&mut self, going: &[(Rank, RecordNumber)], arena: &Arena, dim: usize) -> Result<()> {
+        let count = going.len();
+        memory::reserve(&mut self.removed, count, WHAT)?;
+        self.departures.try_reserve(count).map_err(|_| memory::missing::<Departure>(count, WHAT))?;
+        if self.policy.keeps_evicted {
+            self.kept.reserve(count, dim, true, WHAT)?;
+            for (rank, record) in going {
+                self.kept.keys.push(rank.key);
+                self.kept.values.extend_from_slice(&arena.record(*record)[..dim]);
+                self.kept.scores.push(rank.score);
+            }
+        }
+        self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
+        self.departures.extend(going.iter().map(|(rank, _)| Departure { key: rank.key, step: self.step }));
+        Ok(())
+    }
+
+    /// Gives new records their first scores.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn start(
+        &mut self,
+        next: RecordNumber,
+        new: impl Iterator<Item = (Key, RecordNumber)>,
+    ) -> Result<()> {
+        self.scores.reserve(next)?;
+        let score = self.policy.first_score(self.step);
+        new.for_each(|(key, record)| self.scores.start(record, key, score));
+        Ok(())
+    }
+
+    /// Counts a use of each record by a number of ids.
+    pub fn count_ids(&mut self, uses: impl Iterator<Item = (RecordNumber, u64)>) {
+        for (record, num_ids) in uses.filter(|(record, _)| *record != NO_RECORD) {
+            let score = self.policy.score_after_use(self.scores.get(record).score, self.step, num_ids);
+            self.scores.set_score(record, score);
+        }
+    }
+
+    /// Adds a lookup, whose rows stay until their gradients are applied or dropped.
+    pub fn add_lookup(&mut self, number: usize, lookup: Weak<dyn InProgress>) {
+        self.lookups.retain(|lookup| lookup.strong_count() > 0);
+        self.number = number;
+        self.lookups.push(lookup);
+    }
+
+    /// Adds the rows that lookups use whose gradients were not committed yet.
+    pub fn add_rows_in_progress(&self, generation: u64, rows: &mut RecordSet) {
+        let lookups = self.lookups.iter().filter_map(Weak::upgrade);
+        lookups.for_each(|lookup| lookup.add_rows(self.number, generation, rows));
+    }
+
+    /// Ends the step in progress.
+    pub fn end_step(&mut self) {
+        if self.policy.halves_after(self.step) {
+            self.scores.uses_mut().iter_mut().for_each(|u| u.score /= 2);
+        }
+        // A damaged dump may bring any number.
+        self.step = self.step.saturating_add(1);
+    }
+
+    /// Returns why a key went, unless that was too long ago.
+    pub fn departure(&self, key: Key) -> Option<Departure> {
+        self.departures.iter().rev().find(|departure| departure.key == key).copied()
+    }
+
+    /// Forgets that these keys were ever there.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn forget(&mut self, keys: &[Key]) -> Result<()> {
+        if self.departures.is_empty() && self.kept.keys.is_empty() {
+            return Ok(());
+        }
+        let mut forgotten: HashSet<Key> = HashSet::new();
+        forgotten.try_reserve(keys.len()).map_err(|_| memory::missing::<Key>(2 * keys.len(), WHAT))?;
+        forgotten.extend(keys);
+        self.departures.retain(|departure| !forgotten.contains(&departure.key));
+        self.kept.keep(|key| !forgotten.contains(&key));
+        Ok(())
+    }
+
+    /// Forgets all rows. Steps go on.
+    pub fn clear(&mut self) {
+        self.scores = Scores::default();
+        self.departures.clear();
+        self.kept = Records::default();
+    }
+
+    pub fn take_kept(&mut self) -> Records {
+        std::mem::take(&mut self.kept)
+    }
+}
+
+/// The records that a sweep may remove.
+pub(crate) struct Removable<'a> {
+    pub evictor: &'a Evictor,
+    /// Records that a sweep must not remove: free ones, and those in use.
+    pub excluded: RecordSet,
+    pub next: RecordNumber,
+}
+
+impl Removable<'_> {
+    fn rows(&self) -> impl Iterator<Item = (Rank, RecordNumber)> {
+        let scores = &self.evictor.scores;
+        let uses = scores.uses().iter().zip(0..self.next).skip(1);
+        uses.filter(|(used, record)| {
+            used.lookup <= self.evictor.settled_lookup && !self.excluded.contains(*record)
+        })
+        .map(|(used, record)| (Rank { score: used.score, key: scores.key(record) }, record))
+    }
+
+    pub fn len(&self) -> u64 {
+        self.rows().count() as u64
+    }
+
+    /// The rows to remove for `needed` new ones, in their order.
+    pub fn lowest(&self, needed: u64, capacity: u64) -> Result<Vec<(Rank, RecordNumber)>> {
+        lowest(sweep_size(needed, capacity), || self.rows())
+    }
+}

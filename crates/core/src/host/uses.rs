@@ -1,0 +1,58 @@
+//! Uses of rows by lookups.
+
+use std::ops::Range;
+
+use crate::host::eviction::{Evictor, InProgress};
+use crate::host::push::{SavedLookup, SavedTable};
+use crate::host::table::HostTable;
+use crate::simd::prefetch;
+use crate::store::arena::NO_RECORD;
+use crate::store::record_set::RecordSet;
+use crate::store::scores::{Scores, Use};
+
+/// How many uses are prefetched ahead.
+const AHEAD: usize = 16;
+
+impl InProgress for SavedLookup {
+    fn add_rows(&self, number: usize, generation: u64, rows: &mut RecordSet) {
+        let is_own = |saved: &&SavedTable| saved.number == number && saved.generation == generation;
+        let own = self.tables.iter().filter(|_| self.is_open()).filter(is_own);
+        own.flat_map(SavedTable::runs)
+            .flat_map(|(_, records)| records)
+            .for_each(|&record| rows.insert(record));
+    }
+}
+
+/// Counts a use of the rows of a lookup in the step in progress. They stay in use until the step is applied.
+pub(crate) fn count_uses(table: &mut HostTable, saved: &SavedTable, lookup: u64) {
+    if let Some(evictor) = &mut table.evictor {
+        let Evictor { policy, scores, step, .. } = &mut **evictor;
+        for_each_use(scores, saved, |used, num_ids| {
+            used.score = policy.score_after_use(used.score, *step, num_ids);
+            used.lookup = used.lookup.max(lookup);
+        });
+    }
+}
+
+fn for_each_use(scores: &mut Scores, saved: &SavedTable, mut visit: impl FnMut(&mut Use, u64)) {
+    for (runs, records) in saved.runs() {
+        // With `id_counts` there is one feature, with a bag for each id. So a row code is the index of an id.
+        let num_ids = |ids: Range<u32>| match &saved.id_counts[..] {
+            [] => u64::from(ids.end - ids.start),
+            counts => {
+                let ids = &runs.rows()[ids.start as usize..ids.end as usize];
+                ids.iter().map(|&id| u64::from(counts[id as usize])).sum()
+            }
+        };
+        let mut start = 0;
+        for (i, (&record, &end)) in records.iter().zip(runs.ends()).enumerate() {
+            if let Some(later) = records.get(i + AHEAD).and_then(|&later| scores.uses().get(later as usize)) {
+                prefetch(later);
+            }
+            if record != NO_RECORD {
+                visit(scores.use_mut(record), num_ids(start..end));
+            }
+            start = end;
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Rows that a full table removes.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::Dice;
+use common::sharded::Directory;
+use common::strategies::plain_config;
+use sok_core::checkpoint::{DumpOptions, LoadOptions, dump, load, read_manifest};
+use sok_core::contract::table::{CheckMode, Cursor, Explanation, Outcomes, Records, Table, TableConfig};
+use sok_core::error::Error;
+use sok_core::host::table::HostTable;
+use sok_core::key::Key;
+use sok_core::policy::eviction::{Eviction, Score};
+
+fn evicting(score: Score, max_capacity: u64) -> TableConfig {
+    let eviction = Some(Eviction { score, counts_inference: false, keeps_evicted: true });
+    TableConfig { max_capacity: Some(max_capacity), eviction, ..plain_config("t", 2) }
+}
+
+fn insert(table: &mut HostTable, keys: &[Key]) -> Outcomes {
+    table.find_or_insert(keys, &mut vec![0.0; keys.len() * 2]).unwrap()
+}
+
+fn sorted_keys(table: &HostTable) -> Vec<Key> {
+    let mut keys = table.keys().unwrap();
+    keys.sort_unstable();
+    keys
+}
+
+#[test]
+fn the_least_used_rows_go_first_and_of_equal_ones_those_with_the_lowest_key() {
+    let mut table = HostTable::new(evicting(Score::Lfu { half_life: None }, 4)).unwrap();
+    insert(&mut table, &[9, 8, 7, 7, 1, 1, 1]);
+    let outcomes = insert(&mut table, &[3, 4]);
+    assert_eq!(outcomes, Outcomes { inserted: 2, evicted: 2, ..Outcomes::default() });
+    assert_eq!(sorted_keys(&table), [1, 3, 4, 7]);
+    assert_eq!(table.explain(7).unwrap(), Explanation::Present { score: Some(2) });
+    assert_eq!(table.explain(8).unwrap(), Explanation::Evicted { step: 1 });
+    assert_eq!(table.explain(5).unwrap(), Explanation::Absent);
+    let evicted = table.take_evicted().unwrap();
+    assert_eq!((evicted.keys, evicted.scores), (vec![8, 9], vec![1, 1]));
+    assert!(table.take_evicted().unwrap().keys.is_empty());
+}
+
+#[test]
+fn rows_that_the_call_itself_uses_stay_and_what_does_not_fit_is_an_error() {
+    let mut table = HostTable::new(evicting(Score::Lru, 3)).unwrap();
+    insert(&mut table, &[1, 2, 3]);
+    insert(&mut table, &[1, 4, 3]);
+    assert_eq!(sorted_keys(&table), [1, 3, 4]);
+    let refused = table.find_or_insert(&[1, 5, 6, 7], &mut [0.0; 8]).unwrap_err();
+    assert!(matches!(refused, Error::TableFull { refused: 1, len: 3, capacity: 3, .. }), "{refused}");
+    assert_eq!(sorted_keys(&table), [1, 3, 4]);
+}
+
+#[test]
+fn without_an_error_the_first_new_keys_fit() {
+    let config = TableConfig { check_mode: CheckMode::Count, ..evicting(Score::Lru, 3) };
+    let mut table = HostTable::new(config).unwrap();
+    insert(&mut table, &[1, 2, 3]);
+    let outcomes = insert(&mut table, &[9, 1, 8, 7]);
+    assert_eq!(outcomes, Outcomes { hit: 1, inserted: 2, evicted: 2, refused: 1, ..Outcomes::default() });
+    assert_eq!(sorted_keys(&table), [1, 8, 9]);
+}
+
+#[test]
+fn an_erased_key_was_never_there() {
+    let mut table = HostTable::new(evicting(Score::Lru, 2)).unwrap();
+    insert(&mut table, &[1, 2]);
+    insert(&mut table, &[3]);
+    assert_eq!(table.explain(1).unwrap(), Explanation::Evicted { step: 1 });
+    table.erase(&[1]).unwrap();
+    assert_eq!(table.explain(1).unwrap(), Explanation::Absent);
+    assert!(table.take_evicted().unwrap().keys.is_empty());
+}
+
+#[test]
+fn a_policy_needs_a_dynamic_table_with_a_limit() {
+    let without_limit = TableConfig { max_capacity: None, ..evicting(Score::Lru, 2) };
+    let fixed = TableConfig { vocabulary_size: Some(9), ..evicting(Score::Lru, 2) };
+    let never = evicting(Score::Lfu { half_life: Some(0) }, 2);
+    let errors =
+        [without_limit, fixed, never].map(|config| HostTable::new(config).err().unwrap().to_string());
+    assert_eq!(errors[0], "table `t`: `eviction` needs `max_capacity`");
+    assert!(errors[1].contains("`eviction` is for dynamic tables"), "{}", errors[1]);
+    assert!(errors[2].contains("`half_life` must be at least 1 step"), "{}", errors[2]);
+    let table_without = || HostTable::new(plain_config("t", 2)).unwrap();
+    assert!(table_without().take_evicted().unwrap_err().to_string().contains("does not keep the rows"));
+    assert_eq!(table_without().explain(3).unwrap(), Explanation::Absent);
+}
+
+/// A continuous form of Zipf's law with exponent 1.05: key k is drawn where k + 1 is the whole part of a number with the density
+/// x^-1.05 between 1 and `num_keys + 1`.
+struct Zipf {
+    num_keys: u64,
+}
+
+impl Zipf {
+    const POWER: f64 = 1.0 - 1.05;
+
+    fn below(&self, x: f64) -> f64 {
+        (x.powf(Self::POWER) - 1.0) / ((self.num_keys as f64 + 1.0).powf(Self::POWER) - 1.0)
+    }
+
+    fn share(&self, key: Key) -> f64 {
+        self.below(key as f64 + 2.0) - self.below(key as f64 + 1.0)
+    }
+
+    fn draw(&self, dice: &mut Dice) -> Key {
+        let uniform = (dice.next() >> 11) as f64 / (1u64 << 53) as f64;
+        let most = (self.num_keys as f64 + 1.0).powf(Self::POWER) - 1.0;
+        ((1.0 + uniform * most).powf(1.0 / Self::POWER) as u64).min(self.num_keys) - 1
+    }
+}
+
+#[test]
+fn a_table_of_a_fifth_of_the_keys_keeps_the_hot_ones() {
+    const KEYS: u64 = 50_000;
+    const CALLS: usize = 5000;
+    const IDS: usize = 1000;
+    let zipf = Zipf { num_keys: KEYS };
+    // Else the order of keys would be that of their shares.
+    let scattered = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let number_of: BTreeMap<Key, u64> = (0..KEYS).map(|number| (scattered(number), number)).collect();
+    for (score, least) in [(Score::Lfu { half_life: None }, 0.965), (Score::Lru, 0.93)] {
+        let mut table = HostTable::new(evicting(score, KEYS / 5)).unwrap();
+        let mut dice = Dice(5);
+        let mut evicted = 0;
+        for _ in 0..CALLS {
+            let keys: Vec<Key> = (0..IDS).map(|_| scattered(zipf.draw(&mut dice))).collect();
+            evicted += insert(&mut table, &keys).evicted;
+            // As the commit of a step.
+            let step = table.step() + 1;
+            table.set_step(step);
+        }
+        assert!(evicted > KEYS, "{evicted}");
+        let kept: f64 = table.keys().unwrap().into_iter().map(|key| zipf.share(number_of[&key])).sum();
+        let best = zipf.below(table.len().unwrap() as f64 + 1.0);
+        assert!(kept >= least * best, "{score:?}: {} of {best}", kept / best);
+    }
+}
+
+#[test]
+fn scores_go_with_a_dump() {
+    let directory = Directory::new("scores");
+    let path = &directory.0;
+    let options = |overwrite| DumpOptions { overwrite, ..DumpOptions::default() };
+    let plain = HostTable::new(plain_config("t", 2)).unwrap();
+    dump(path, &[&plain], &[], &options(true)).unwrap();
+    assert_eq!(read_manifest(path).unwrap().version, 1);
+
+    let mut table = HostTable::new(evicting(Score::Lfu { half_life: None }, 100)).unwrap();
+    table.set_step(7);
+    insert(&mut table, &[1, 1, 2, 3, 3, 3]);
+    dump(path, &[&table], &[], &options(true)).unwrap();
+    assert_eq!(read_manifest(path).unwrap().version, 2);
+
+    let scores = |table: &HostTable| {
+        let mut records = Records::default();
+        table.scan(Cursor::default(), 10, &mut records).unwrap();
+        let mut scores: Vec<_> = records.keys.into_iter().zip(records.scores).collect();
+        scores.sort_unstable();
+        (scores, table.step())
+    };
+    let loaded = |score| {
+        let mut loaded = HostTable::new(evicting(score, 3)).unwrap();
+        load(path, &mut [("t", &mut loaded)], &LoadOptions::default()).unwrap();
+        scores(&loaded)
+    };
+    assert_eq!(loaded(Score::Lfu { half_life: Some(5) }), (vec![(1, 2), (2, 1), (3, 3)], 7));
+    assert_eq!(loaded(Score::Lru), (vec![(1, 1), (2, 1), (3, 1)], 1), "another kind of score");
+    let mut without = HostTable::new(plain_config("t", 2)).unwrap();
+    load(path, &mut [("t", &mut without)], &LoadOptions::default()).unwrap();
+    assert_eq!((without.len().unwrap(), scores(&without).0), (3, vec![]));
+}
