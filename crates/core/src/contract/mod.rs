@@ -2,6 +2,7 @@
 
 pub mod batch;
 pub mod binding;
+pub mod departures;
 pub mod gradients;
 pub mod group;
 pub mod profile;

@@ -1,9 +1,8 @@
 //! Scores of a table's rows, and the rows that it removes to make room.
 
-use std::collections::{HashSet, VecDeque};
 use std::sync::Weak;
 
-use crate::contract::table::{Departure, Records};
+use crate::contract::departures::Departures;
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
@@ -14,8 +13,6 @@ use crate::store::index::Index;
 use crate::store::record_set::RecordSet;
 use crate::store::scores::Scores;
 
-/// Maximum number of departures that are remembered.
-const MAX_DEPARTURES: usize = 1 << 20;
 const WHAT: &str = "the rows that a full table removes";
 
 /// A lookup of training.
@@ -31,17 +28,15 @@ pub(crate) struct Evictor {
     pub scores: Scores,
     /// Number of the step in progress, from 1. A commit ends it.
     pub step: u64,
-    /// The newest lookup that was committed when gradients were last applied.
-    pub settled_lookup: u64,
+    /// The newest commit of the group whose gradients were applied or dropped.
+    pub settled_commit: u64,
     /// Number of the table in its group.
     number: usize,
     /// The saved lookups of the table. The group owns them, so references to lookups that it has forgotten are dead.
     lookups: Vec<Weak<dyn InProgress>>,
-    departures: VecDeque<Departure>,
+    pub departures: Departures,
     /// Rows that this call has removed, which an undo brings back.
     removed: Vec<(Key, RecordNumber)>,
-    /// Rows that were removed and not taken yet.
-    kept: Records,
 }
 
 impl Evictor {
@@ -50,34 +45,28 @@ impl Evictor {
             policy,
             scores: Scores::default(),
             step: 1,
-            settled_lookup: 0,
+            settled_commit: 0,
             number: 0,
             lookups: Vec::new(),
-            departures: VecDeque::new(),
+            departures: Departures::default(),
             removed: Vec::new(),
-            kept: Records::default(),
         }
     }
 
     pub fn num_bytes(&self) -> usize {
-        let departures = self.departures.capacity() * size_of::<Departure>();
-        self.scores.num_bytes() + departures + self.kept.num_bytes()
+        self.scores.num_bytes() + self.departures.num_bytes()
     }
 
     /// Starts a call that may remove rows.
     pub fn begin(&mut self) {
         self.removed.clear();
-        let too_many = self.departures.len().saturating_sub(MAX_DEPARTURES);
-        self.departures.drain(..too_many);
+        self.departures.trim();
     }
 
     /// Brings back the rows that the call has removed. If the index has no memory to grow, a row is lost.
     pub fn undo(&mut self, index: &mut Index, retired: &mut Vec<(u64, RecordNumber)>) {
         retired.truncate(retired.len() - self.removed.len());
-        self.departures.truncate(self.departures.len() - self.removed.len());
-        if self.policy.keeps_evicted {
-            self.kept.truncate(self.kept.keys.len() - self.removed.len());
-        }
+        self.departures.take_back(self.removed.len(), self.policy.keeps_evicted);
         for (key, record) in self.removed.drain(..) {
             let _ = index.insert(hash(key), key, record);
         }
@@ -88,19 +77,11 @@ impl Evictor {
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn remember(&mut self, going: &[(Rank, RecordNumber)], arena: &Arena, dim: usize) -> Result<()> {
-        let count = going.len();
-        memory::reserve(&mut self.removed, count, WHAT)?;
-        self.departures.try_reserve(count).map_err(|_| memory::missing::<Departure>(count, WHAT))?;
-        if self.policy.keeps_evicted {
-            self.kept.reserve(count, dim, true, WHAT)?;
-            for (rank, record) in going {
-                self.kept.keys.push(rank.key);
-                self.kept.values.extend_from_slice(&arena.record(*record)[..dim]);
-                self.kept.scores.push(rank.score);
-            }
-        }
+        memory::reserve(&mut self.removed, going.len(), WHAT)?;
+        let rows = going.iter().map(|(_, record)| &arena.record(*record)[..dim]);
+        let rows = self.policy.keeps_evicted.then_some(rows);
+        self.departures.remember(self.step, going.iter().map(|(rank, _)| *rank), dim, rows)?;
         self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
-        self.departures.extend(going.iter().map(|(rank, _)| Departure { key: rank.key, step: self.step }));
         Ok(())
     }
 
@@ -149,36 +130,10 @@ impl Evictor {
         self.step = self.step.saturating_add(1);
     }
 
-    /// Returns why a key went, unless that was too long ago.
-    pub fn departure(&self, key: Key) -> Option<Departure> {
-        self.departures.iter().rev().find(|departure| departure.key == key).copied()
-    }
-
-    /// Forgets that these keys were ever there.
-    ///
-    /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory).
-    pub fn forget(&mut self, keys: &[Key]) -> Result<()> {
-        if self.departures.is_empty() && self.kept.keys.is_empty() {
-            return Ok(());
-        }
-        let mut forgotten: HashSet<Key> = HashSet::new();
-        forgotten.try_reserve(keys.len()).map_err(|_| memory::missing::<Key>(2 * keys.len(), WHAT))?;
-        forgotten.extend(keys);
-        self.departures.retain(|departure| !forgotten.contains(&departure.key));
-        self.kept.keep(|key| !forgotten.contains(&key));
-        Ok(())
-    }
-
     /// Forgets all rows. Steps go on.
     pub fn clear(&mut self) {
         self.scores = Scores::default();
-        self.departures.clear();
-        self.kept = Records::default();
-    }
-
-    pub fn take_kept(&mut self) -> Records {
-        std::mem::take(&mut self.kept)
+        self.departures = Departures::default();
     }
 }
 
@@ -195,7 +150,7 @@ impl Removable<'_> {
         let scores = &self.evictor.scores;
         let uses = scores.uses().iter().zip(0..self.next).skip(1);
         uses.filter(|(used, record)| {
-            used.lookup <= self.evictor.settled_lookup && !self.excluded.contains(*record)
+            used.commit <= self.evictor.settled_commit && !self.excluded.contains(*record)
         })
         .map(|(used, record)| (Rank { score: used.score, key: scores.key(record) }, record))
     }

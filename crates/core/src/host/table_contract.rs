@@ -164,7 +164,7 @@ impl Table for HostTable {
         let outcomes = looked.outcomes;
         self.note(outcomes, 0);
         let saved = SavedTable::new(0, self, looked);
-        count_uses(self, &saved, 0);
+        count_uses(self, &saved);
         Ok(outcomes)
     }
 
@@ -221,7 +221,7 @@ impl Table for HostTable {
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
         if let Some(evictor) = &mut self.evictor {
-            evictor.forget(keys)?;
+            evictor.departures.forget(keys)?;
         }
         self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
         let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
@@ -256,13 +256,13 @@ impl Table for HostTable {
             let score = self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score);
             return Ok(Explanation::Present { score });
         }
-        let departure = self.evictor.as_ref().and_then(|evictor| evictor.departure(key));
+        let departure = self.evictor.as_ref().and_then(|evictor| evictor.departures.find(key));
         Ok(departure.map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step }))
     }
 
     fn take_evicted(&mut self) -> Result<Records> {
         match &mut self.evictor {
-            Some(evictor) if evictor.policy.keeps_evicted => Ok(evictor.take_kept()),
+            Some(evictor) if evictor.policy.keeps_evicted => Ok(evictor.departures.take_kept()),
             _ => Err(not_kept(&self.config.name)),
         }
     }

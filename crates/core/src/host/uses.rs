@@ -23,13 +23,26 @@ impl InProgress for SavedLookup {
     }
 }
 
-/// Counts a use of the rows of a lookup in the step in progress. They stay in use until the step is applied.
-pub(crate) fn count_uses(table: &mut HostTable, saved: &SavedTable, lookup: u64) {
+/// Counts a use of the rows of a lookup in the step in progress.
+pub(crate) fn count_uses(table: &mut HostTable, saved: &SavedTable) {
     if let Some(evictor) = &mut table.evictor {
         let Evictor { policy, scores, step, .. } = &mut **evictor;
         for_each_use(scores, saved, |used, num_ids| {
             used.score = policy.score_after_use(used.score, *step, num_ids);
-            used.lookup = used.lookup.max(lookup);
+        });
+    }
+}
+
+/// As a commit with this number takes a push of a lookup: keeps its rows in use until the gradients are applied. `is_first`: whether
+/// their use is counted, because no commit has taken a push of the lookup before.
+pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, is_first: bool) {
+    if let Some(evictor) = &mut table.evictor {
+        let Evictor { policy, scores, step, .. } = &mut **evictor;
+        for_each_use(scores, saved, |used, num_ids| {
+            if is_first {
+                used.score = policy.score_after_use(used.score, *step, num_ids);
+            }
+            used.commit = commit;
         });
     }
 }

@@ -1,4 +1,4 @@
 //! Rules for rows that come and go. Tables on all devices share these functions.
 
 pub mod eviction;
-pub(crate) mod sweep;
+pub mod sweep;

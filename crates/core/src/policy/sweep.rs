@@ -12,7 +12,9 @@ const SMALL: u64 = 1 << 14;
 /// A row's place in the order of removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rank {
+    /// Its score.
     pub score: u64,
+    /// Its key, which decides between equal scores.
     pub key: u64,
 }
 

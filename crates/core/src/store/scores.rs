@@ -6,13 +6,13 @@ use crate::key::Key;
 use crate::store::arena::RecordNumber;
 use crate::store::region::{Plain, Region};
 
-/// The score of a record, and the newest lookup whose use of it was counted.
+/// The score of a record, and the newest commit that took gradients of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Use {
     pub score: u64,
-    /// Number of the lookup. 0: none.
-    pub lookup: u64,
+    /// Number of the commit in its group. 0: none.
+    pub commit: u64,
 }
 
 // SAFETY: two numbers: every bit pattern is a value, nothing to drop.
@@ -42,7 +42,7 @@ impl Scores {
     /// Starts the life of a record.
     pub fn start(&mut self, record: RecordNumber, key: Key, score: u64) {
         self.keys[record as usize] = key;
-        self.uses[record as usize] = Use { score, lookup: 0 };
+        self.uses[record as usize] = Use { score, commit: 0 };
     }
 
     pub fn key(&self, record: RecordNumber) -> Key {

@@ -234,8 +234,7 @@ pub struct Model {
     next_lookup: u64,
     next_push: u64,
     committed: Gradients,
-    /// The newest lookup of which a commit has taken a push.
-    committed_lookup: u64,
+    num_commits: u64,
     owner: u64,
 }
 
@@ -252,7 +251,7 @@ impl Model {
             next_lookup: 1,
             next_push: 1,
             committed: vec![BTreeMap::new(); configs.len()],
-            committed_lookup: 0,
+            num_commits: 0,
             owner: 0,
         }
     }
@@ -473,6 +472,7 @@ impl Model {
 
     /// Takes the named pushes, makes the rows that they missed, and drops what is older than the oldest of them.
     pub fn commit(&mut self, named: &[(u64, f32)]) -> Result<()> {
+        self.num_commits += 1;
         self.find_rows_in_progress();
         let Some(&(oldest, _)) = named.first() else {
             self.tables.iter_mut().for_each(ModelTable::end_step);
@@ -504,18 +504,16 @@ impl Model {
 
     /// Counts the uses of the rows of a push, once for each lookup.
     fn count_uses(&mut self, push: &Push) {
-        self.committed_lookup = self.committed_lookup.max(push.lookup);
         push.uses.is_open.set(false);
-        if push.uses.is_counted.replace(true) {
-            return;
-        }
+        let is_first = !push.uses.is_counted.replace(true);
         for ((table, ids), absent) in self.tables.iter_mut().zip(&push.uses.ids).zip(push.absent.iter()) {
             for (&(key, birth), &num_ids) in ids {
                 let birth = absent.birth((key, birth));
                 if absent.clears == table.clears && birth.is_some() && table.birth(key) == birth {
-                    table.count_use(key, num_ids);
-                    let record = table.rows.get_mut(&key).unwrap();
-                    record.lookup = record.lookup.max(push.lookup);
+                    if is_first {
+                        table.count_use(key, num_ids);
+                    }
+                    table.rows.get_mut(&key).unwrap().commit = self.num_commits;
                 }
             }
         }
@@ -536,7 +534,7 @@ impl Model {
         if !is_update {
             return;
         }
-        self.tables.iter_mut().for_each(|table| table.settled_lookup = self.committed_lookup);
+        self.tables.iter_mut().for_each(|table| table.settled_commit = self.num_commits);
         let update = self.update.unwrap();
         for ((table, sums), scalars) in self.tables.iter_mut().zip(&mut self.committed).zip(scalars) {
             for ((key, birth), gradient) in std::mem::take(sums) {

@@ -18,8 +18,8 @@ pub struct Record {
     pub birth: u64,
     pub values: Vec<f32>,
     pub score: u64,
-    /// The newest lookup whose use of the row was counted.
-    pub lookup: u64,
+    /// The newest commit that took gradients of the row.
+    pub commit: u64,
 }
 
 pub struct ModelTable {
@@ -31,8 +31,8 @@ pub struct ModelTable {
     pub clears: u64,
     /// The step in progress.
     pub step: u64,
-    /// Commits of later lookups were not applied yet.
-    pub settled_lookup: u64,
+    /// Later commits were not applied yet.
+    pub settled_commit: u64,
     /// Keys of lookups whose gradients were not committed yet.
     pub in_progress: BTreeSet<Key>,
     /// Keys that were evicted, with the step.
@@ -61,7 +61,7 @@ impl ModelTable {
             births: 0,
             clears: 0,
             step: 1,
-            settled_lookup: 0,
+            settled_commit: 0,
             in_progress: BTreeSet::new(),
             departures: Vec::new(),
             kept: Records::default(),
@@ -143,7 +143,7 @@ impl ModelTable {
             return Vec::new();
         }
         let may_go = |(key, record): &(&Key, &Record)| {
-            record.lookup <= self.settled_lookup
+            record.commit <= self.settled_commit
                 && !self.in_progress.contains(key)
                 && !used.contains(key)
                 && self.config.out_of_vocabulary_key != Some(**key)
@@ -225,7 +225,7 @@ impl ModelTable {
             outcomes.inserted += 1;
             self.births += 1;
             let values = [self.first_row(key), self.first_states()].concat();
-            let record = Record { birth: self.births, values, score: self.first_score(), lookup: 0 };
+            let record = Record { birth: self.births, values, score: self.first_score(), commit: 0 };
             self.rows.insert(key, record);
         }
         outcomes
@@ -453,7 +453,7 @@ impl TableOp {
                 model.forget();
                 for record in model.rows.values_mut() {
                     model.births += 1;
-                    (record.birth, record.lookup) = (model.births, 0);
+                    (record.birth, record.commit) = (model.births, 0);
                 }
             }
             TableOp::TakeEvicted => {

@@ -116,7 +116,7 @@ impl Group for HostGroup {
 
     fn drop_committed(&mut self) {
         std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
-        self.settle_lookups();
+        self.settle_commits();
     }
 
     fn set_binding(&mut self, binding: Binding) {

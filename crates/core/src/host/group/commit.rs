@@ -10,9 +10,9 @@ use crate::host::absent::Absent;
 use crate::host::admission::{check_capacity, distinct, insert};
 use crate::host::exact_sum::ExactSum;
 use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
-use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable, merge_push};
+use crate::host::push::{Push, PushedGradients, SavedTable, merge_push};
 use crate::host::table::HostTable;
-use crate::host::uses::count_uses;
+use crate::host::uses::take_uses;
 use crate::math::sum_of_squares;
 use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::store::arena::NO_RECORD;
@@ -109,17 +109,18 @@ impl HostGroup {
         if self.tables.iter().all(|table| table.evictor.is_none()) {
             return;
         }
-        let lookups: Vec<&SavedLookup> =
-            taken.iter().map(|(_, push)| &*push.lookup).filter(|lookup| lookup.count_once()).collect();
-        let ids_of = |lookup: &&SavedLookup| lookup.tables.iter().map(|t| t.looked.num_ids()).sum::<usize>();
-        let num_ids = lookups.iter().map(ids_of).sum();
+        self.num_commits += 1;
+        let commit = self.num_commits;
+        let lookups: Vec<_> =
+            taken.iter().map(|(_, push)| (&*push.lookup, push.lookup.count_once())).collect();
+        let num_ids = lookups.iter().flat_map(|(lookup, _)| &lookup.tables).map(|t| t.looked.num_ids()).sum();
         let tables = self.tables.iter_mut().enumerate().collect();
         run_if_large(num_ids, tables, pool, |(number, table): (usize, &mut HostTable)| {
             let generation = table.generation;
-            for lookup in &lookups {
+            for (lookup, is_first) in &lookups {
                 let is_own = |saved: &&SavedTable| saved.number == number && saved.generation == generation;
                 let own = lookup.tables.iter().filter(is_own);
-                own.for_each(|saved| count_uses(table, saved, lookup.number));
+                own.for_each(|saved| take_uses(table, saved, commit, *is_first));
             }
             if let Some(evictor) = &mut table.evictor {
                 evictor.end_step();
@@ -128,14 +129,12 @@ impl HostGroup {
         taken.iter().for_each(|(_, push)| push.lookup.set_open(false));
         // Another push of the same lookup may still wait.
         self.ring.iter().for_each(|push| push.lookup.set_open(true));
-        let newest = taken.iter().map(|(_, push)| push.lookup.number).max().unwrap_or(0);
-        self.committed_lookup = self.committed_lookup.max(newest);
     }
 
-    /// Lets sweeps remove the rows of the lookups that were committed: their gradients were applied, or dropped.
-    pub(super) fn settle_lookups(&mut self) {
+    /// Lets sweeps remove the rows whose gradients were committed: they were applied, or dropped.
+    pub(super) fn settle_commits(&mut self) {
         let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
-        evictors.for_each(|evictor| evictor.settled_lookup = self.committed_lookup);
+        evictors.for_each(|evictor| evictor.settled_commit = self.num_commits);
     }
 
     /// Returns the sum of the squared gradients of each table, all that is to be applied.

@@ -34,8 +34,8 @@ pub struct HostGroup {
     pub(in crate::host) oldest_needed: Option<u64>,
     ring: PushRing<Push>,
     committed: Vec<(f32, Push)>,
-    /// The newest lookup of which a commit has taken a push.
-    committed_lookup: u64,
+    /// Number of commits that tables with eviction policies have seen.
+    num_commits: u64,
     accumulators: Vec<Accumulator>,
     /// Squared norm of the committed gradients, by table.
     norms: Vec<f32>,
@@ -62,7 +62,7 @@ impl HostGroup {
             oldest_needed: None,
             ring: PushRing::default(),
             committed: Vec::new(),
-            committed_lookup: 0,
+            num_commits: 0,
             pushes_without_optimizer: 0,
             spare: tables.iter().map(|_| Spare::default()).collect(),
             split: SplitScratch::default(),
