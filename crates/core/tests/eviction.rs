@@ -132,8 +132,8 @@ fn a_table_of_a_fifth_of_the_keys_keeps_the_hot_ones() {
             let keys: Vec<Key> = (0..IDS).map(|_| scattered(zipf.draw(&mut dice))).collect();
             evicted += insert(&mut table, &keys).evicted;
             // As the commit of a step.
-            let step = table.step() + 1;
-            table.set_step(step);
+            let step = table.step().unwrap() + 1;
+            table.set_step(step).unwrap();
         }
         assert!(evicted > KEYS, "{evicted}");
         let kept: f64 = table.keys().unwrap().into_iter().map(|key| zipf.share(number_of[&key])).sum();
@@ -152,7 +152,7 @@ fn scores_go_with_a_dump() {
     assert_eq!(read_manifest(path).unwrap().version, 1);
 
     let mut table = HostTable::new(evicting(Score::Lfu { half_life: None }, 100)).unwrap();
-    table.set_step(7);
+    table.set_step(7).unwrap();
     insert(&mut table, &[1, 1, 2, 3, 3, 3]);
     dump(path, &[&table], &[], &options(true)).unwrap();
     assert_eq!(read_manifest(path).unwrap().version, 2);
@@ -162,7 +162,7 @@ fn scores_go_with_a_dump() {
         table.scan(Cursor::default(), 10, &mut records).unwrap();
         let mut scores: Vec<_> = records.keys.into_iter().zip(records.scores).collect();
         scores.sort_unstable();
-        (scores, table.step())
+        (scores, table.step().unwrap())
     };
     let loaded = |score| {
         let mut loaded = HostTable::new(evicting(score, 3)).unwrap();

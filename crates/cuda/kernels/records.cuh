@@ -101,6 +101,13 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
   }
 }
 
+// Starts the score of a new record, if the table has scores.
+__device__ __forceinline__ void start_score(const Table& t, u64 key, u32 record) {
+  if (!t.uses) return;
+  t.uses[record] = {t.has_steps ? *t.step : 0, 0};
+  t.keys[record] = key;
+}
+
 // Inserts the keys that the warp's find has missed, and writes the initial values of their records. All lanes of a warp must call
 // this. Returns the record number of the lane's key if it was missing, or NO_RECORD if both buckets of the key are full.
 __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index, bool is_missing, u64 key, u64 h, LaneList& list) {
@@ -115,7 +122,10 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   const bool is_new = claim.is_mine;
   const u32 taken = take(&t.index.counters->taken, is_new);
   u32 record = NO_RECORD;
-  if (is_new) store_shared(claim.record, record = number_of(t, taken));
+  if (is_new) {
+    store_shared(claim.record, record = number_of(t, taken));
+    start_score(t, key, record);
+  }
   write_first(t, is_new, key, record, list);
   // The warp has already written all record numbers of its own claims. A warp that waits here therefore never waits for a warp that
   // waits for it.
@@ -157,8 +167,10 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
   if (lane() == 0) {
     const Claim claim = settle(t.index, key, hint);
     is_new = claim.is_mine;
-    if (is_new) store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
-    else if (claim.record)
+    if (is_new) {
+      store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
+      start_score(t, key, record);
+    } else if (claim.record)
       while ((record = load_shared(claim.record)) == CLAIMED) {}
   }
   record = __shfl_sync(ALL, record, 0);

@@ -39,6 +39,8 @@ pub const FORWARD: Source =
 /// The backward pass: merges gradients and updates records.
 pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers };
+/// Scores of records: their uses, and which records have the lowest.
+pub const SCORES: Source = Source { name: "scores.cu", text: include_str!("../kernels/scores.cu"), headers };
 /// Gradients of the weights of ids.
 pub const WEIGHTS: Source =
     Source { name: "weights.cu", text: include_str!("../kernels/weights.cu"), headers };

@@ -1,7 +1,7 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
 use sok_core::formula::Rule;
-use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, RANKS, SORT, TABLE, WEIGHTS};
+use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS};
 use sok_cuda::nvrtc::{Cubin, Nvrtc};
 use sok_cuda::rule::type_name;
 
@@ -144,7 +144,21 @@ fn all_kernels_compile_for_all_architectures() {
         "add_norms",
         "add_vectors",
     ]);
+    let scores = own(&[
+        "take_uses",
+        "count_records",
+        "end_steps",
+        "halve_scores",
+        "read_scores",
+        "write_scores",
+        "end_records",
+        "mark_records",
+        "measure_rows",
+        "count_ranks",
+        "list_lowest",
+    ]);
     let kernels = [
+        (&SCORES, scores),
         (&TABLE, table),
         (&SORT, sort),
         (&KEYS, own(&["list_keys"])),

@@ -66,8 +66,7 @@ impl FreshTables {
         detached(py, || {
             let mut tables = self.tables();
             let number = check_table(number, tables.len())?;
-            tables[number].set_step(step);
-            Ok(())
+            tables[number].set_step(step)
         })
     }
 

@@ -253,7 +253,7 @@ impl Table {
     /// Number of the step in progress.
     #[getter]
     fn step(&self, py: Python<'_>) -> PyResult<u64> {
-        detached(py, || Ok(self.group.lock()?.table(self.number).step()))
+        detached(py, || self.group.lock()?.table(self.number).step())
     }
 
     /// Keys in ascending order, their rows, with `states` their states by name, and their scores if the table has some.

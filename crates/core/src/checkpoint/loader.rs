@@ -418,21 +418,19 @@ impl<'a> TableLoad<'a> {
         }
         let mut fresh = table.fresh(self.update, self.num_rows_of_rank())?;
         fresh.set_seed(self.entry.seed);
-        self.set_step(&mut *fresh);
+        self.set_step(&mut *fresh)?;
         Ok(fresh)
     }
 
     /// Sets the step that the scores of the dump count from.
-    fn set_step(&self, table: &mut dyn Table) {
-        if let Some(scores) = self.scores {
-            table.set_step(scores.step);
-        }
+    fn set_step(&self, table: &mut dyn Table) -> Result<()> {
+        self.scores.map_or(Ok(()), |scores| table.set_step(scores.step))
     }
 
     fn begin_merge(&self, table: &mut dyn Table) -> Result<()> {
         if table.is_empty()? {
             table.set_seed(self.entry.seed);
-            self.set_step(table);
+            self.set_step(table)?;
         }
         if !Update::share_states(table.update_rule(), self.update.as_ref(), self.entry.dim) {
             table.set_update_rule(self.update, true)?;

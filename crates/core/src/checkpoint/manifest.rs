@@ -253,7 +253,10 @@ impl TableEntry {
                 .iter()
                 .map(|s| StateEntry { name: s.name.into(), width: s.columns.len() })
                 .collect(),
-            scores: config.eviction.map(|eviction| ScoreEntry { score: eviction.score, step: table.step() }),
+            scores: match config.eviction {
+                Some(eviction) => Some(ScoreEntry { score: eviction.score, step: table.step()? }),
+                None => None,
+            },
             num_rows: table.len()? as u64,
             shards: Vec::new(),
         })

@@ -398,12 +398,20 @@ pub trait Table: Send {
     }
 
     /// Returns the number of the step in progress, from 1, which scores count. A table without a policy does not count steps.
-    fn step(&self) -> u64 {
-        1
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails.
+    fn step(&self) -> Result<u64> {
+        Ok(1)
     }
 
     /// Goes on counting steps from a number. A load sets it to the step of the dump.
-    fn set_step(&mut self, _step: u64) {}
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails.
+    fn set_step(&mut self, _step: u64) -> Result<()> {
+        Ok(())
+    }
 
     /// Returns the counts since the table was made. A device completes its steps first.
     ///
@@ -463,7 +471,7 @@ pub trait Table: Send {
 }
 
 /// The error for a table that does not keep the rows that it removes.
-pub(crate) fn not_kept(table: &str) -> Error {
+pub fn not_kept(table: &str) -> Error {
     Error::State(format!(
         "table `{table}` does not keep the rows that it removes. Ask for that in its eviction policy"
     ))

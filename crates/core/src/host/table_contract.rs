@@ -267,14 +267,15 @@ impl Table for HostTable {
         }
     }
 
-    fn step(&self) -> u64 {
-        self.evictor.as_ref().map_or(1, |evictor| evictor.step)
+    fn step(&self) -> Result<u64> {
+        Ok(self.evictor.as_ref().map_or(1, |evictor| evictor.step))
     }
 
-    fn set_step(&mut self, step: u64) {
+    fn set_step(&mut self, step: u64) -> Result<()> {
         if let Some(evictor) = &mut self.evictor {
             evictor.step = step;
         }
+        Ok(())
     }
 
     fn stats(&self) -> Result<TableStats> {

@@ -330,7 +330,7 @@ impl ModelTable {
             );
         }
         assert_eq!(table.stats().unwrap().size, expected.len() as u64);
-        assert_eq!(table.step(), self.step);
+        assert_eq!(table.step().unwrap(), self.step);
         for key in self.departures.iter().rev().take(5).map(|gone| gone.0).chain(0..3) {
             assert_eq!(table.explain(key).unwrap(), self.explain(key), "key {key}");
         }
@@ -509,7 +509,7 @@ fn reload(table: &mut dyn Table) -> Result<()> {
     let mut records = Records::default();
     assert_eq!(table.scan(Cursor::default(), usize::MAX, &mut records)?, None);
     let mut fresh = table.fresh(table.update_rule().copied(), 0)?;
-    fresh.set_step(table.step());
+    fresh.set_step(table.step().unwrap()).unwrap();
     fresh.restore(&records)?;
     table.replace_with(fresh)
 }

@@ -27,6 +27,8 @@ constants! {
     pub const HOT: usize = 16;
     /// Threads of a block of `list_keys`.
     pub const LIST_THREADS: usize = 256;
+    /// Number of sorted ids that a block of `list_keys` processes.
+    pub const LIST_BLOCK: usize = 2048;
     /// Threads of a block that finds records.
     pub const FIND_THREADS: usize = 64;
     /// Threads of a block of `make_rows`, and of `weight_gradients`, which has the same grid.
@@ -51,6 +53,8 @@ constants! {
     pub const REQUEST_BLOCK: usize = 1024;
     /// Maximum number of classes of distinct keys: by owner and merge block.
     pub const MAX_CLASSES: usize = 256;
+    /// Bins in which a sweep counts rows by score and key.
+    pub const RANK_BINS: usize = 4096;
     /// Maximum number of scalars of a formula's step.
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }
@@ -65,8 +69,6 @@ pub const MAX_BITS: u32 = 11;
 pub const SORT_ITEMS: [usize; 4] = [4, 8, 10, 13];
 /// Number of blocks of the sort for which a multiprocessor has registers.
 pub const SORT_BLOCKS: usize = 2;
-/// Number of sorted ids that a block of `list_keys` processes.
-pub const LIST_BLOCK: usize = 2048;
 
 enums! {
     /// Integer types of ids.

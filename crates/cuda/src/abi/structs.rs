@@ -66,6 +66,14 @@ structs! {
         pub pad: u32,
     }
 
+    /// The score of a record, and the newest commit that took gradients of it.
+    #[repr(align(16))]
+    pub struct Use {
+        pub score: u64,
+        /// Number of the commit in its group. 0: none; the largest number: no key has the record.
+        pub commit: u64,
+    }
+
     /// Distribution of the initial values of rows.
     pub struct Initializer {
         pub seed: u64,
@@ -106,6 +114,45 @@ structs! {
         pub out_of_vocabulary_key: u64,
         /// Of a table that ranks share: the row of `out_of_vocabulary_key`, which another rank may own; null otherwise.
         pub out_of_vocabulary_row: u64 as "const float4*",
+        /// By record. Null without an eviction policy, as the next two.
+        pub uses: u64 as "Use*",
+        /// By record: its key.
+        pub keys: u64 as "u64*",
+        /// Number of the step in progress.
+        pub step: u64 as "u64*",
+        /// Whether a score is the number of a step. If not, it is a number of ids.
+        pub has_steps: u32,
+        pub pad: u32,
+    }
+
+    /// The records among which a sweep chooses.
+    pub struct Sweep {
+        pub uses: u64 as "const Use*",
+        pub keys: u64 as "const u64*",
+        /// A bit for each record that must stay.
+        pub marks: u64 as "const u32*",
+        /// Rows that later commits took gradients of must stay, too.
+        pub settled_commit: u64,
+        /// A number above those of all records.
+        pub numbers: u32,
+        pub pad: u32,
+    }
+
+    /// The rows that a sweep may remove.
+    pub struct Removable {
+        pub count: u64,
+        /// Lowest score.
+        pub lowest: u64,
+        /// Highest score.
+        pub highest: u64,
+    }
+
+    /// Takes the rows with the lowest scores, in any order.
+    pub struct Lowest {
+        pub count: u64 as "u32*",
+        pub scores: u64 as "u64*",
+        pub keys: u64 as "u64*",
+        pub records: u64 as "u32*",
     }
 
     /// Descriptor of a feature of a call.

@@ -8,12 +8,13 @@ use std::sync::Arc;
 
 use sok_core::contract::group::Group;
 use sok_core::contract::table::Outcomes;
-use sok_core::contract::ticket::{Named, TICKET_LEN};
+use sok_core::contract::ticket::{Named, RING, TICKET_LEN};
 use sok_core::error::{Error, Result};
 
 use super::{GpuGroup, Push, SavedLookup};
 use crate::device::Stream;
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::eviction::UsedRecords;
 use crate::memory::{Buffer, read};
 use crate::step::{AbsentIds, Bags, Feature, KeyType, Workspace};
 
@@ -212,20 +213,40 @@ impl GpuGroup {
     pub(crate) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for table in 0..self.tables.len() {
-            if !self.tables[table].may_refuse(self.max_absent(named, table)?) {
-                continue;
+            let num_new = self.num_new(named, table)?;
+            let candidates = self.tables[table].candidates(num_new, UsedRecords::NONE)?;
+            self.tables[table].check_capacity(num_new, candidates.as_ref())?;
+        }
+        Ok(())
+    }
+
+    /// Returns how many keys of a table these pushes would insert, or 0 if the table has room for all of them in any case.
+    fn num_new(&self, named: &[Named], table: usize) -> Result<u64> {
+        if !self.tables[table].may_refuse(self.max_absent(named, table)?) {
+            return Ok(0);
+        }
+        let (mut keys, mut seen) = (Vec::new(), HashSet::new());
+        for lookup in self.lookups_of(named) {
+            let Absent::Waiting(inputs) = &*lookup.absent() else { continue };
+            if self.has_records_of(&lookup, table) {
+                keys.extend(self.active_keys(&inputs.features, Some(&inputs.known_records()?), table)?);
             }
-            let (mut keys, mut seen) = (Vec::new(), HashSet::new());
-            for lookup in self.lookups_of(named) {
-                let Absent::Waiting(inputs) = &*lookup.absent() else { continue };
-                if self.has_records_of(&lookup, table) {
-                    keys.extend(self.active_keys(&inputs.features, Some(&inputs.known_records()?), table)?);
-                }
+        }
+        keys.retain(|key| seen.insert(*key));
+        let room = self.tables[table].room(keys.len(), 0)?;
+        Ok(self.tables[table].absent(&room, &keys)?.len() as u64)
+    }
+
+    /// Removes rows to make room for the absent keys of these pushes.
+    fn make_room_for_absent(&mut self, named: &[Named]) -> Result<()> {
+        for number in 0..self.tables.len() {
+            if self.tables[number].evictor.is_some() {
+                let num_new = self.num_new(named, number)?;
+                let table = &mut self.tables[number];
+                let candidates = table.candidates(num_new, UsedRecords::NONE)?;
+                let evicted = table.sweep(num_new, candidates.as_ref())?;
+                table.note(Outcomes { evicted, ..Outcomes::default() });
             }
-            keys.retain(|key| seen.insert(*key));
-            let room = self.tables[table].room(keys.len(), 0)?;
-            let new = self.tables[table].absent(&room, &keys)?;
-            self.tables[table].check_capacity(new.len() as u64)?;
         }
         Ok(())
     }
@@ -255,11 +276,13 @@ impl GpuGroup {
     /// `carried`, so they count in the commit that follows. The device must be idle, and `check_absent` must have succeeded.
     pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
         self.workspace.enter(stream)?;
+        self.make_room_for_absent(named)?;
         let mut pushes = Vec::new();
         for named in named {
             let Some(push) = self.ring.get(named.number) else { continue };
             let (lookup, rows, factors) = (push.lookup.clone(), push.rows.clone(), push.factors.clone());
             if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
+                self.take_uses(&lookup, RING as u32, self.next_commit, stream)?;
                 pushes.push((
                     named.weight,
                     Push {

@@ -34,10 +34,12 @@ impl Group for GpuGroup {
     }
 
     fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.settle_for_tables();
         &mut self.tables[number]
     }
 
     fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.settle_for_tables();
         self.tables.iter_mut().map(|table| table as &mut dyn Table).collect()
     }
 

@@ -1,6 +1,7 @@
 //! Commit and apply of one group: from the pushes that a ticket names to updated records.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::StepPart;
@@ -12,8 +13,10 @@ use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals};
 use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, TableCounts, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::eviction::Evictor;
 use crate::memory::Buffer;
 use crate::rule;
+use crate::step::Taking;
 
 impl GpuGroup {
     // ---- commit
@@ -24,7 +27,12 @@ impl GpuGroup {
     /// # Errors
     /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
     pub fn settle(&mut self) -> Result<()> {
+        if let Some(error) = self.unheard.take() {
+            return Err(error);
+        }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        // The device has counted their uses.
+        taken.iter().for_each(|(_, push)| push.lookup.is_counted.store(true, Relaxed));
         if matches!(self.committed, Committed::Alone(_)) {
             self.carried.extend(taken);
         } else {
@@ -67,6 +75,11 @@ impl GpuGroup {
             .collect();
         let (taken, dropped) = self.ring.take(&named);
         dropped.into_iter().for_each(|push| self.reuse(push));
+        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
+        evictors.for_each(|evictor| evictor.step = evictor.step.saturating_add(1));
+        taken.iter().for_each(|(_, push)| push.lookup.is_open.store(false, Relaxed));
+        // Another push of the same lookup may still wait.
+        self.ring.iter().for_each(|push| push.lookup.is_open.store(true, Relaxed));
         if let Some(oldest) = taken.iter().map(|(_, push)| push.lookup.number).min() {
             self.forget_lookups(oldest);
         }
@@ -136,8 +149,44 @@ impl GpuGroup {
             return Ok(());
         }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        for (_, push) in &taken {
+            self.take_uses(&push.lookup, RING as u32, self.next_commit - 1, stream)?;
+        }
         self.carried.extend(taken);
         self.combine_carried(stream)
+    }
+
+    /// Enqueues counting the uses of the rows of a lookup, and noting that a commit takes their gradients. `row`: of the ticket that names
+    /// its push, or `RING` if it is known to be named.
+    pub(super) fn take_uses(
+        &self,
+        lookup: &SavedLookup,
+        row: u32,
+        commit: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let is_named = row == RING as u32;
+        let is_first = if is_named { lookup.count_once() } else { !lookup.is_counted.load(Relaxed) };
+        let taking = Taking { commit, resolved: self.resolved.address(), row, is_first };
+        self.workspace.take_uses(&self.tables, &lookup.saved, taking, stream)
+    }
+
+    /// Enqueues what a commit does with scores: counts the uses of the step, and ends it. Called after `combine`.
+    pub(crate) fn end_step(&self, stream: Stream) -> Result<()> {
+        if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
+            self.take_uses(&push.lookup, (number % RING) as u32, self.next_commit - 1, stream)?;
+        }
+        // With its report the host learns that the step has ended.
+        let is_seen = u64::from(self.unseen.is_none());
+        let ended = |evictor: &Evictor| evictor.step - is_seen;
+        self.workspace.end_steps(&self.tables, self.resolved.address(), ended, stream)
+    }
+
+    /// Reads the report of the last commit, as `settle`, which will return the error.
+    pub(super) fn settle_for_tables(&mut self) {
+        if self.tables.iter().any(|table| table.evictor.is_some()) {
+            self.unheard = self.settle().err();
+        }
     }
 
     /// Accumulates the committed gradients, in a step that does not update. Called after `commit`.
@@ -271,6 +320,8 @@ impl GpuGroup {
     pub(crate) fn update(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
         let prepared = self.prepared.address();
         let committed = std::mem::take(&mut self.committed);
+        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
+        evictors.for_each(|evictor| evictor.settled_commit = self.next_commit - 1);
         let factors = if update.clipnorm.is_some() { self.factors.address() } else { 0 };
         if let Some(clipnorm) = update.clipnorm {
             self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;

@@ -13,7 +13,8 @@ mod push;
 pub mod sharded;
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::Keep;
@@ -27,6 +28,7 @@ use crate::abi::{
     Side, word_of,
 };
 use crate::device::{Device, Stream};
+use crate::gpu_table::eviction::{InProgress, SortedIds};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
 use crate::peers::{Peers, Window, Windows};
@@ -62,11 +64,28 @@ struct SavedLookup {
     absent: Mutex<Absent>,
     /// The keys that other ranks read, and the rows that they write.
     window: Option<Window>,
+    /// Whether a commit has counted the use of its rows.
+    is_counted: AtomicBool,
+    /// Whether its gradients may still come and were not committed yet.
+    is_open: AtomicBool,
 }
 
 impl SavedLookup {
     fn new(number: u64, saved: Saved) -> SavedLookup {
-        SavedLookup { number, saved, sides: Mutex::default(), absent: Mutex::default(), window: None }
+        SavedLookup {
+            number,
+            saved,
+            sides: Mutex::default(),
+            absent: Mutex::default(),
+            window: None,
+            is_counted: AtomicBool::new(false),
+            is_open: AtomicBool::new(true),
+        }
+    }
+
+    /// Whether this is the first time that a commit counts the use of its rows.
+    fn count_once(&self) -> bool {
+        !self.is_counted.swap(true, Relaxed)
     }
 
     fn absent(&self) -> MutexGuard<'_, Absent> {
@@ -75,6 +94,24 @@ impl SavedLookup {
 
     fn sides(&self) -> MutexGuard<'_, Vec<Side>> {
         self.sides.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl InProgress for SavedLookup {
+    fn ids(&self, number: usize, generation: u64) -> Vec<SortedIds> {
+        let mut ids = Vec::new();
+        let mut add = |saved: &Saved| {
+            if saved.generations.contains(&(number, generation)) {
+                ids.extend(saved.sorted_of(number).map(|(address, count)| SortedIds { address, count }));
+            }
+        };
+        if self.is_open.load(Relaxed) {
+            add(&self.saved);
+            if let Absent::Inserted(lookup) = &*self.absent() {
+                add(&lookup.saved);
+            }
+        }
+        ids
     }
 }
 
@@ -125,6 +162,8 @@ pub struct GpuGroup {
     combined: Option<Combined>,
     /// Number of the last commit, if the host has not read its report yet.
     unseen: Option<u64>,
+    /// An error of that report which nobody has heard of.
+    unheard: Option<Error>,
     next_commit: u64,
     /// By table: number of ids looked up to insert since the last commit.
     ids_since: Vec<u64>,
@@ -181,6 +220,7 @@ impl GpuGroup {
             carried: Vec::new(),
             combined: None,
             unseen: None,
+            unheard: None,
             next_commit: 1,
             ids_since: vec![0; num_tables],
             report: Shared::new(context, REPORT_WORDS + COUNTS_WORDS * num_tables)?,
@@ -323,6 +363,9 @@ impl GpuGroup {
         }
         workspace.sort_ids(&started, stream)?;
         workspace.write_rows(&started, features, stream)?;
+        if !save {
+            workspace.count_inference(tables, &started, stream)?;
+        }
         let saved = workspace.end(started, tables, features);
         if let Some(inputs) = &inputs {
             inputs.keep_records(self.workspace.found_records(), stream)?;
@@ -415,11 +458,16 @@ impl GpuGroup {
             let keys = self.active_keys(features, known, t)?;
             let room = self.tables[t].room(keys.len(), 0)?;
             let absent = self.tables[t].absent(&room, &keys)?;
-            self.tables[t].check_capacity(absent.len() as u64)?;
-            new.push((room, absent));
+            let num_new = absent.len() as u64;
+            // A commit has removed rows before.
+            let evicts = known.is_none();
+            let candidates =
+                if evicts { self.tables[t].candidates(num_new, room.used(keys.len()))? } else { None };
+            self.tables[t].check_capacity(num_new, candidates.as_ref())?;
+            new.push((room, absent, candidates));
         }
-        for (t, (room, new)) in full.into_iter().zip(new) {
-            let outcomes = self.tables[t].admit(&room, &new)?;
+        for (t, (room, new, candidates)) in full.into_iter().zip(new) {
+            let outcomes = self.tables[t].admit(&room, &new, candidates.as_ref())?;
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);
@@ -478,10 +526,16 @@ impl GpuGroup {
     /// Adds a saved lookup, and drops the oldest one if there are too many.
     fn save(&mut self, saved: SavedLookup) {
         self.next_lookup += 1;
-        for (table, _) in &saved.saved.generations {
-            self.tables[*table].newest_lookup = saved.number;
+        let saved = Arc::new(saved);
+        for (number, _) in &saved.saved.generations {
+            let table = &mut self.tables[*number];
+            table.newest_lookup = saved.number;
+            if let Some(evictor) = &mut table.evictor {
+                let lookup: Weak<SavedLookup> = Arc::downgrade(&saved);
+                evictor.add_lookup(*number, lookup);
+            }
         }
-        self.lookups.push_back(Arc::new(saved));
+        self.lookups.push_back(saved);
         if self.lookups.len() as u64 > RING {
             self.forget_lookups(self.lookups[1].number);
         }

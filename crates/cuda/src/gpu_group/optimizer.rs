@@ -102,6 +102,7 @@ pub(crate) unsafe fn commit_together(
     unsafe { resolve(groups, tickets, is_update_at.is_some(), no_norm_to, stream) }?;
     for group in groups.iter_mut() {
         group.combine(stream)?;
+        group.end_step(stream)?;
     }
     if !needs_norm {
         return Ok(());

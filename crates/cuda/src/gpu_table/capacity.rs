@@ -4,12 +4,14 @@ use sok_core::contract::table::CheckMode;
 use sok_core::error::{Error, Result};
 
 use super::GpuTable;
+use super::eviction::Candidates;
 use crate::device::Stream;
 
 impl GpuTable {
     /// Returns for how many record numbers, record 0 included, there is memory.
     pub(crate) fn num_numbers(&self) -> u64 {
-        (self.arena.num_bytes() / (16 * self.layout.stride)) as u64
+        let records = (self.arena.num_bytes() / (16 * self.layout.stride)) as u64;
+        self.evictor.as_ref().map_or(records, |evictor| records.min(evictor.num_numbers()))
     }
 
     /// Returns a number above all record numbers that are in use, or that work in progress on the device may take.
@@ -35,6 +37,9 @@ impl GpuTable {
                 "a table on a GPU has at most {} records. Received: room for {numbers}",
                 u32::MAX
             )));
+        }
+        if let Some(evictor) = &mut self.evictor {
+            evictor.reserve_numbers(numbers as usize, spare)?;
         }
         self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)
     }
@@ -130,13 +135,13 @@ impl GpuTable {
         self.index.num_bytes() as f64 * self.index.load() / self.index.capacity() as f64
     }
 
-    /// Checks that this many new keys fit.
+    /// Checks that this many new keys fit when rows of `candidates` have gone.
     ///
     /// # Errors
     /// [`Error::TableFull`] if they do not, and the check mode is `Raise`.
-    pub(crate) fn check_capacity(&self, new_keys: u64) -> Result<()> {
+    pub(crate) fn check_capacity(&self, new_keys: u64, candidates: Option<&Candidates>) -> Result<()> {
         let (len, capacity) = (self.rows(), self.config.capacity());
-        let refused = (len + new_keys).saturating_sub(capacity);
+        let refused = (len + new_keys).saturating_sub(capacity + candidates.map_or(0, Candidates::len));
         if refused == 0 || self.config.check_mode != CheckMode::Raise {
             return Ok(());
         }

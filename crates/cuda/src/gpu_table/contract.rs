@@ -3,14 +3,16 @@
 use std::any::Any;
 use std::collections::HashSet;
 
-use sok_core::contract::table::{Cursor, Outcomes, Records, Table, TableConfig, TableStats};
+use sok_core::contract::table::{
+    Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 use sok_core::memory;
 
 use super::record::DeviceLayout;
-use super::{GpuTable, WAITING, arena};
+use super::{GpuTable, WAITING, arena, evictor};
 use crate::abi::TAKEN;
 use crate::index::Index;
 use crate::memory::Buffer;
@@ -55,6 +57,9 @@ impl Table for GpuTable {
         let room = self.room(keys.len(), self.config.dim)?;
         let (records, outcomes) = self.locate(&room, keys, true)?;
         self.note(outcomes);
+        // SAFETY: The room has the records of the keys, and the call below waits.
+        unsafe { self.count_records(room.used(keys.len()).address, keys.len(), WAITING) }?;
+        self.device.synchronize()?;
         self.read_rows(&room, keys, &records, rows)?;
         Ok(outcomes)
     }
@@ -85,15 +90,55 @@ impl Table for GpuTable {
     }
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
-        if keys.is_empty() { Ok(0) } else { self.erase_waiting(keys) }
+        if let Some(evictor) = &mut self.evictor {
+            evictor.departures.forget(keys)?;
+        }
+        if keys.is_empty() {
+            return Ok(0);
+        }
+        self.wait()?;
+        self.remove(keys)
     }
 
     fn clear(&mut self) -> Result<()> {
         self.wait()?;
         let index = Index::new(&self.device, 0, self.index.load(), WAITING)?;
         let arena = arena(&self.device, &self.config, self.layout.stride)?;
-        self.reset(index, arena);
+        let mut empty = evictor(&self.device, &self.config)?;
+        if let (Some(empty), Some(evictor)) = (&mut empty, &self.evictor) {
+            empty.set_step(evictor.read_step()?)?;
+        }
+        self.reset(index, arena, empty);
         Ok(())
+    }
+
+    fn explain(&self, key: Key) -> Result<Explanation> {
+        self.device.synchronize()?;
+        let room = self.room(1, 0)?;
+        let records = self.look_up(&room, &[key], false)?;
+        if records[0] != 0 {
+            return Ok(Explanation::Present { score: self.read_scores(&records)?.first().copied() });
+        }
+        let departure = self.evictor.as_ref().and_then(|evictor| evictor.departures.find(key));
+        Ok(departure.map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step }))
+    }
+
+    fn take_evicted(&mut self) -> Result<Records> {
+        match &mut self.evictor {
+            Some(evictor) if evictor.policy.keeps_evicted => Ok(evictor.departures.take_kept()),
+            _ => Err(not_kept(&self.config.name)),
+        }
+    }
+
+    fn step(&self) -> Result<u64> {
+        let Some(evictor) = &self.evictor else { return Ok(1) };
+        self.device.synchronize()?;
+        evictor.read_step()
+    }
+
+    fn set_step(&mut self, step: u64) -> Result<()> {
+        self.wait()?;
+        self.evictor.as_mut().map_or(Ok(()), |evictor| evictor.set_step(step))
     }
 
     fn stats(&self) -> Result<TableStats> {
@@ -137,6 +182,7 @@ impl Table for GpuTable {
             records.push(record);
         })?;
         let values = if records.is_empty() { Vec::new() } else { self.read_records(&records)? };
+        out.scores.extend(self.read_scores(&records)?);
         out.keys.extend(keys);
         out.values.extend(values);
         Ok(next.map(|next| Cursor(next as u64)))
@@ -156,13 +202,16 @@ impl Table for GpuTable {
             records.keys.len(),
             self.layout.fields.width as usize,
         )?;
+        if !records.scores.is_empty() {
+            self.check_len("scores", records.scores.len(), records.keys.len(), 1)?;
+        }
         self.wait()?;
         let room = self.room(records.keys.len(), self.layout.fields.width as usize)?;
         let (located, outcomes) = self.locate(&room, &records.keys, true)?;
-        if outcomes.refused > 0 {
-            self.note(Outcomes { refused: outcomes.refused, ..Outcomes::default() });
-        }
-        self.write(&room, self.layout.fields, &located, &records.values)
+        let Outcomes { refused, evicted, .. } = outcomes;
+        self.note(Outcomes { refused, evicted, ..Outcomes::default() });
+        self.write(&room, self.layout.fields, &located, &records.values)?;
+        self.write_scores(&located, &records.scores)
     }
 
     fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
@@ -190,9 +239,10 @@ impl Table for GpuTable {
             released_on_device,
             fresh,
             len_before,
+            evictor,
             ..
         } = other;
-        self.reset(index, arena);
+        self.reset(index, arena, evictor);
         self.config.seed = config.seed;
         (self.layout, self.update, self.released, self.released_on_device) =
             (layout, update, released, released_on_device);

@@ -105,8 +105,10 @@ impl GpuTable {
         let mut stats = TableStats {
             size: (self.len_before + i64::from(counts.taken)) as u64,
             capacity: self.index.capacity() as u64,
-            bytes: (self.index.num_bytes() + self.arena.num_bytes() + self.released_on_device.num_bytes())
-                as u64,
+            bytes: (self.index.num_bytes()
+                + self.arena.num_bytes()
+                + self.released_on_device.num_bytes()
+                + self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes())) as u64,
             ..self.stats
         };
         stats.outcomes.inserted += inserted;

@@ -8,6 +8,7 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
+use super::eviction::{Candidates, UsedRecords};
 use super::{GpuTable, Room, WAITING, no_place};
 use crate::abi::{FIND_THREADS, NEW, Overflow, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
@@ -15,6 +16,13 @@ use crate::kernels::TABLE;
 
 /// Maximum number of times that the index grows for keys which find no slot.
 const INDEX_TRIES: usize = 8;
+
+impl Room {
+    /// The records that the last `look_up` of this many keys has found.
+    pub(crate) fn used(&self, num_keys: usize) -> UsedRecords {
+        UsedRecords { address: self.records.address(), count: num_keys }
+    }
+}
 
 impl GpuTable {
     /// Returns the record numbers of keys; 0 for a key without a record. With `insert`, keys without a record get one, and its
@@ -111,13 +119,20 @@ impl GpuTable {
         Ok(absent.filter(|key| seen.insert(*key)).collect())
     }
 
-    /// Inserts as many of the new keys as fit, in their order. The device must be idle.
-    pub(crate) fn admit(&mut self, room: &Room, new_keys: &[Key]) -> Result<Outcomes> {
+    /// Removes rows of `candidates` to make room for new keys, and inserts as many of them as fit, in their order. The device must be
+    /// idle.
+    pub(crate) fn admit(
+        &mut self,
+        room: &Room,
+        new_keys: &[Key],
+        candidates: Option<&Candidates>,
+    ) -> Result<Outcomes> {
+        let evicted = self.sweep(new_keys.len() as u64, candidates)?;
         let left = self.config.capacity().saturating_sub(self.rows()) as usize;
         let admitted = new_keys.len().min(left);
         self.insert(room, &new_keys[..admitted])?;
         let refused = (new_keys.len() - admitted) as u64;
-        Ok(Outcomes { inserted: admitted as u64, refused, ..Outcomes::default() })
+        Ok(Outcomes { inserted: admitted as u64, refused, evicted, ..Outcomes::default() })
     }
 
     /// Inserts keys without a record. The index grows if keys find no slot.
@@ -149,8 +164,9 @@ impl GpuTable {
         let new = self.absent(room, keys)?;
         let mut outcomes = Outcomes::default();
         if insert {
-            self.check_capacity(new.len() as u64)?;
-            outcomes = self.admit(room, &new)?;
+            let candidates = self.candidates(new.len() as u64, room.used(keys.len()))?;
+            self.check_capacity(new.len() as u64, candidates.as_ref())?;
+            outcomes = self.admit(room, &new, candidates.as_ref())?;
         } else {
             outcomes.refused = new.len() as u64;
         }

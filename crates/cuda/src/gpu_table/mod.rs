@@ -5,6 +5,7 @@
 mod capacity;
 mod contract;
 mod counts;
+pub(crate) mod eviction;
 mod keys;
 mod record;
 mod records;
@@ -22,6 +23,7 @@ use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
 use crate::memory::{Arena, Buffer};
 
+use eviction::Evictor;
 use record::DeviceLayout;
 
 /// The stream of operations that wait for their results: the default stream of the device.
@@ -71,6 +73,8 @@ pub struct GpuTable {
     pub(crate) has_moved: bool,
     /// Of a table that ranks share: address of the row of the out-of-vocabulary key; 0 otherwise.
     pub(crate) out_of_vocabulary_row: u64,
+    /// Scores of the rows, if the table has an eviction policy.
+    pub(crate) evictor: Option<Box<Evictor>>,
 }
 
 /// Device memory of a call that waits for its results.
@@ -101,12 +105,6 @@ impl GpuTable {
     /// As `new`.
     pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
         config.validate()?;
-        if config.eviction.is_some() {
-            return Err(Error::argument(format!(
-                "table `{}`: tables with `eviction` are on the host so far. Use `storage=\"host\"`",
-                config.name
-            )));
-        }
         let layout = DeviceLayout::new(None, config.dim);
         let rows = config.initial_capacity as usize;
         let mut table = GpuTable {
@@ -114,6 +112,7 @@ impl GpuTable {
             arena: arena(device, &config, layout.stride)?,
             released: Vec::new(),
             released_on_device: Buffer::new(&device.context, 1)?,
+            evictor: evictor(device, &config)?,
             device: device.clone(),
             config,
             update: None,
@@ -142,7 +141,7 @@ impl GpuTable {
 
     /// Returns the descriptor of the table for kernels. `kind`: index of the table's dim among the distinct dims of the group.
     pub(crate) fn descriptor(&self, kind: u32) -> abi::Table {
-        abi::Table {
+        let mut table = abi::Table {
             index: self.index.descriptor(),
             initializer: initializer(&self.config),
             records: self.arena.address(),
@@ -158,7 +157,12 @@ impl GpuTable {
             has_out_of_vocabulary_key: u32::from(self.config.out_of_vocabulary_key.is_some()),
             out_of_vocabulary_key: self.config.out_of_vocabulary_key.unwrap_or_default(),
             out_of_vocabulary_row: self.out_of_vocabulary_row,
+            ..abi::Table::default()
+        };
+        if let Some(evictor) = &self.evictor {
+            evictor.describe(&mut table);
         }
+        table
     }
 
     /// Returns the descriptor for kernels of a single table.
@@ -210,6 +214,12 @@ fn arena(device: &Arc<Device>, config: &TableConfig, stride: usize) -> Result<Ar
     // Numbers of erased records are not reused while steps may refer to them, so there may be more records than rows.
     let most = (rows.saturating_mul(2) + 2).saturating_mul(16 * stride);
     Arena::new(&device.context, most, format!("table `{}`", config.name))
+}
+
+/// The scores of an empty table.
+fn evictor(device: &Arc<Device>, config: &TableConfig) -> Result<Option<Box<Evictor>>> {
+    let evictor = config.eviction.map(|policy| Evictor::new(device, config, policy));
+    Ok(evictor.transpose()?.map(Box::new))
 }
 
 fn initializer(config: &TableConfig) -> abi::Initializer {

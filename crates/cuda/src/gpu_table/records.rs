@@ -8,12 +8,13 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::key::Key;
 
+use super::eviction::Evictor;
 use super::record::DeviceLayout;
 use super::{GpuTable, Room, WAITING, arena};
 use crate::abi::{self, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
 use crate::device::{Stream, launch, launch_next};
 use crate::index::Index;
-use crate::kernels::TABLE;
+use crate::kernels::{SCORES, TABLE};
 use crate::memory::{Arena, Buffer};
 
 impl GpuTable {
@@ -160,8 +161,11 @@ impl GpuTable {
         self.index.counters.write(TAKEN, &[0])
     }
 
-    pub(super) fn erase_waiting(&mut self, keys: &[Key]) -> Result<usize> {
-        self.wait()?;
+    /// Removes keys. Returns how many there were. The device must be idle, and its counts known.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub(super) fn remove(&mut self, keys: &[Key]) -> Result<usize> {
         let context = &self.device.context;
         let on_device = Buffer::from_slice(context, keys)?;
         let erased = Buffer::<u32>::uninit(context, keys.len())?;
@@ -169,10 +173,15 @@ impl GpuTable {
         let erase = self.device.kernel(&TABLE, "erase_keys")?;
         let (index, from, to, n) =
             (self.index.descriptor(), on_device.address(), erased.address(), keys.len() as u32);
+        let blocks = keys.len().div_ceil(TABLE_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
-        unsafe {
-            launch!(erase, WAITING, keys.len().div_ceil(TABLE_THREADS), TABLE_THREADS, index, from, to, n)
-        }?;
+        unsafe { launch!(erase, WAITING, blocks, TABLE_THREADS, index, from, to, n) }?;
+        if self.evictor.is_some() {
+            let end = self.device.kernel(&SCORES, "end_records")?;
+            let table = self.alone();
+            // SAFETY: As above.
+            unsafe { launch!(end, WAITING, blocks, TABLE_THREADS, table, to, n) }?;
+        }
         let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
         self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
         self.release(room)?;
@@ -221,9 +230,9 @@ impl GpuTable {
         Ok(())
     }
 
-    /// Empties the table, which takes over this index and this memory.
-    pub(super) fn reset(&mut self, index: Index, arena: Arena) {
-        (self.index, self.arena) = (index, arena);
+    /// Empties the table, which takes over this index, this memory and these scores.
+    pub(super) fn reset(&mut self, index: Index, arena: Arena, evictor: Option<Box<Evictor>>) {
+        (self.index, self.arena, self.evictor) = (index, arena, evictor);
         self.released.clear();
         self.retired.clear();
         (self.fresh, self.len_before, self.max_taken, self.counted) = (1, 0, 0, 0);

@@ -425,6 +425,7 @@ impl Workspace {
             memory,
             sides: 0,
             sorted: places.sorted,
+            sections: (places.sections, Vec::new()),
             named: 0,
             kept: Kept::default(),
             entries,

@@ -265,7 +265,8 @@ impl Workspace {
 
     /// Ends a lookup. Returns what `push` needs, if it is saved.
     pub fn end(&mut self, started: Started, tables: &[GpuTable], features: &[Feature]) -> Option<Saved> {
-        let Started { memory, places, plan, call, rows_blocks, ids_by_kind, is_bounded, .. } = started;
+        let Started { memory, places, plan, call, rows_blocks, ids_by_kind, is_bounded, sections, .. } =
+            started;
         if plan.is_none() {
             self.give_back(memory);
             return None;
@@ -284,6 +285,7 @@ impl Workspace {
             memory,
             sides: places.sides,
             sorted: places.sorted,
+            sections: (places.sections, sections),
             named: places.named,
             kept: places.kept,
             entries: 0,

@@ -15,6 +15,7 @@ mod serving;
 mod sort;
 mod sort_plan;
 mod update_once;
+mod uses;
 
 use std::cell::{Cell, OnceCell};
 use std::ops::Range;
@@ -44,6 +45,7 @@ pub use serving::{CopyKernel, Remote};
 
 pub use saved::{Saved, SavedFeature};
 pub use update_once::update_once;
+pub use uses::Taking;
 
 use places::BumpAllocator;
 use sort::SortKernels;

@@ -15,6 +15,8 @@ pub struct Saved {
     /// for each feature the address that takes the gradients of its weights.
     pub(super) sides: u64,
     pub(super) sorted: u64,
+    /// Address of the sections of the sort, and the sections.
+    pub(super) sections: (u64, Vec<Section>),
     pub(super) named: u64,
     pub(super) kept: Kept,
     pub(super) entries: u64,
@@ -58,6 +60,13 @@ impl Saved {
     /// Returns whether a table has lost its records since the lookup.
     pub fn is_stale(&self, tables: &[GpuTable]) -> bool {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
+    }
+
+    /// Address and number of the sorted ids of a table.
+    pub fn sorted_of(&self, table: usize) -> Option<(u64, usize)> {
+        let section = self.sections.1.iter().find(|section| section.table as usize == table)?;
+        let first = self.sorted + u64::from(section.first) * size_of::<Sorted>() as u64;
+        Some((first, section.count as usize))
     }
 
     /// Address of the `Side` of each feature.

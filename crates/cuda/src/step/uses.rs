@@ -1,0 +1,144 @@
+//! The launches that count uses of rows.
+
+#![allow(unsafe_code)]
+
+use sok_core::error::Result;
+
+use super::{Saved, Started, Workspace};
+use crate::abi::{LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
+use crate::device::{Stream, launch};
+use crate::gpu_table::GpuTable;
+use crate::gpu_table::eviction::Evictor;
+use crate::kernels::SCORES;
+
+/// A commit that takes a push of a lookup.
+#[derive(Clone, Copy)]
+pub struct Taking {
+    /// Number of the commit.
+    pub commit: u64,
+    /// Address of its `Resolved`.
+    pub resolved: u64,
+    /// Row of the ticket that names the push, or `RING` if it is known to be named.
+    pub row: u32,
+    /// Whether no commit has taken a push of the lookup before.
+    pub is_first: bool,
+}
+
+impl Workspace {
+    /// Enqueues counting the uses of the rows of a lookup, and noting that a commit takes their gradients.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
+    pub fn take_uses(
+        &self,
+        tables: &[GpuTable],
+        saved: &Saved,
+        taking: Taking,
+        stream: Stream,
+    ) -> Result<()> {
+        let (address, sections) = &saved.sections;
+        let is_gone = |section: &Section| {
+            let of_table =
+                |&(table, g): &(usize, u64)| table == section.table as usize && tables[table].generation != g;
+            saved.generations.iter().any(of_table)
+        };
+        let counts = |section: &Section| tables[section.table as usize].evictor.is_some();
+        if !sections.iter().any(counts) {
+            return Ok(());
+        }
+        self.join(stream)?;
+        if !sections.iter().any(is_gone) {
+            return self.take_uses_of(saved, *address, sections, taking, stream);
+        }
+        for (number, section) in sections.iter().enumerate() {
+            if counts(section) && !is_gone(section) {
+                let at = *address + (number * size_of::<Section>()) as u64;
+                self.take_uses_of(saved, at, std::slice::from_ref(section), taking, stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// `address`: of these sections.
+    fn take_uses_of(
+        &self,
+        saved: &Saved,
+        address: u64,
+        sections: &[Section],
+        taking: Taking,
+        stream: Stream,
+    ) -> Result<()> {
+        let take = self.device.kernel(&SCORES, "take_uses")?;
+        let blocks: u32 = sections.iter().map(|section| section.count.div_ceil(LIST_BLOCK as u32)).sum();
+        let Taking { commit, resolved, row, is_first } = taking;
+        let (tables, num, first_block, sorted, is_first) = (
+            self.tables(),
+            sections.len() as u32,
+            sections.first().map_or(0, |section| section.first_list),
+            saved.sorted,
+            u32::from(is_first),
+        );
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
+        unsafe {
+            launch!(
+                take,
+                stream,
+                blocks,
+                LIST_THREADS,
+                tables,
+                address,
+                num,
+                first_block,
+                sorted,
+                resolved,
+                row,
+                is_first,
+                commit
+            )
+        }
+    }
+
+    /// Enqueues counting a use by each id of a lookup that is not one of training, where the policy of a table asks for that.
+    ///
+    /// # Errors
+    /// As `take_uses`.
+    pub fn count_inference(&self, tables: &[GpuTable], started: &Started, stream: Stream) -> Result<()> {
+        for section in &started.sections {
+            let table = &tables[section.table as usize];
+            if table.evictor.as_ref().is_some_and(|evictor| evictor.policy.counts_inference) {
+                let records = started.found.records + 4 * u64::from(section.first);
+                // SAFETY: The scratch memory has a record for each id.
+                unsafe { table.count_records(records, section.count as usize, stream) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues ending the step of each table. `resolved`: address of the `Resolved` of the commit. `ended`: returns the number of the step
+    /// that it ends.
+    ///
+    /// # Errors
+    /// As `take_uses`.
+    pub(crate) fn end_steps(
+        &self,
+        tables: &[GpuTable],
+        resolved: u64,
+        ended: impl Fn(&Evictor) -> u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let mut evictors =
+            tables.iter().filter_map(|table| Some((table, table.evictor.as_deref()?))).peekable();
+        if evictors.peek().is_none() {
+            return Ok(());
+        }
+        for (table, evictor) in evictors {
+            if evictor.policy.halves_after(ended(evictor)) {
+                table.halve_scores(resolved, stream)?;
+            }
+        }
+        let end = self.device.kernel(&SCORES, "end_steps")?;
+        let (on_device, n) = (self.tables(), tables.len() as u32);
+        // SAFETY: The arguments have the types of the kernel's parameters. The workspace keeps the memory that they point to.
+        unsafe { launch!(end, stream, 1, TABLE_THREADS, on_device, n, resolved) }
+    }
+}
