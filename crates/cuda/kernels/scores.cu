@@ -114,10 +114,34 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) mark_records(
   if (record) atomicOr(marks + record / WARP, 1u << record % WARP);
 }
 
-// Returns whether a sweep may remove the row of a record.
-__device__ __forceinline__ bool may_go(const Sweep& s, u32 record, const Use& use) {
-  return has_row(use) && use.commit <= s.settled_commit && !(s.marks[record / WARP] >> record % WARP & 1);
+// A number of 128 bits: a score and a key.
+struct Rank {
+  u64 score, key;
+};
+__device__ __forceinline__ bool operator<(const Rank& a, const Rank& b) {
+  return a.score < b.score || (a.score == b.score && a.key < b.key);
 }
+// Returns `bin << shift`.
+__device__ __forceinline__ Rank start_of(u64 bin, u32 shift) {
+  if (shift >= 64) return {bin << (shift - 64), 0};
+  return {shift ? bin >> (64 - shift) : 0, bin << shift};
+}
+__device__ __forceinline__ Rank sum(const Rank& a, const Rank& b) {
+  const u64 key = a.key + b.key;
+  return {a.score + b.score + (key < a.key), key};
+}
+__device__ __forceinline__ Rank difference(const Rank& a, const Rank& b) {
+  return {a.score - b.score - (a.key < b.key), a.key - b.key};
+}
+// Returns the bin of a rank that is not below `low`, or RANK_BINS if it is beyond the last one.
+__device__ __forceinline__ u32 bin_of(const Rank& rank, const Rank& low, u32 shift) {
+  const Rank d = difference(rank, low);
+  const u64 high = shift >= 64 ? 0 : d.score >> shift;
+  const u64 bin = shift >= 64 ? d.score >> (shift - 64) : shift ? d.score << (64 - shift) | d.key >> shift : d.key;
+  return high || bin >= RANK_BINS ? RANK_BINS : (u32)bin;
+}
+// Returns the rank below the start of bin 1, if `low` is that of bin 0.
+__device__ __forceinline__ Rank end_of(const Rank& low, u32 shift) { return difference(sum(low, start_of(1, shift)), {0, 1}); }
 
 // Calls `body` with the number and the use of each record whose row may go.
 template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, const Body& body) {
@@ -125,64 +149,102 @@ template <class Body> __device__ __forceinline__ void for_each_removable(const S
   for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < s.numbers; record += stride) {
     const Pair pair = load_pair(s.uses + record);
     const Use use = {pair.low, pair.high};
-    if (may_go(s, (u32)record, use)) body((u32)record, use);
+    const bool may_go = has_row(use) && use.commit <= s.settled_commit && !(s.marks[record / WARP] >> record % WARP & 1);
+    if (may_go) body((u32)record, use);
   }
 }
 
-// Counts the rows that may go, and finds their lowest and highest score.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const __grid_constant__ Sweep s, Removable* all) {
+// Returns whether this is the last block of a launch to come here. Threads of that block see what all blocks wrote before.
+__device__ __forceinline__ bool is_last_block(u32* done) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == gridDim.x - 1;
+  __syncthreads();
+  __threadfence();
+  if (is_last && threadIdx.x == 0) *done = 0;
+  return is_last;
+}
+
+// Begins the choice of the rows with the lowest ranks: counts those that may go, and divides the range of their ranks into bins.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const __grid_constant__ Sweep s) {
   begin();
+  Choice* choice = s.choice;
   u64 count = 0, lowest = ~0ull, highest = 0;
   for_each_removable(s, [&](u32, const Use& use) { ++count, lowest = min(lowest, use.score), highest = max(highest, use.score); });
   for (u32 by = WARP / 2; by; by /= 2) {
     count += __shfl_down_sync(ALL, count, by);
     lowest = min(lowest, __shfl_down_sync(ALL, lowest, by)), highest = max(highest, __shfl_down_sync(ALL, highest, by));
   }
-  if (lane() != 0 || !count) return;
-  atomicAdd(&all->count, count), atomicMin(&all->lowest, lowest), atomicMax(&all->highest, highest);
+  if (lane() == 0 && count) {
+    atomicAdd(&choice->count, count), atomicMax(&choice->highest, highest);
+    // Zeros are the first values of all fields, so this one is kept inverted.
+    atomicMax(&choice->inverse_of_lowest, ~lowest);
+  }
+  if (!is_last_block(&choice->blocks_done) || threadIdx.x != 0) return;
+  lowest = ~load_shared(&choice->inverse_of_lowest), highest = load_shared(&choice->highest);
+  choice->high_score = highest, choice->high_key = ~0ull;
+  choice->is_done = load_shared(&choice->count) <= s.wanted;
+  const u32 bits = 64 + (highest > lowest ? 64 - __clzll(highest - lowest) : 0);
+  choice->low_score = lowest, choice->low_key = 0, choice->shift = bits - RANK_BITS;
 }
 
-// A number of 128 bits: a score and a key.
-struct Rank {
-  u64 score, key;
-};
-// Returns `a - b`, shifted right.
-__device__ __forceinline__ Rank distance(const Rank& a, const Rank& b, u32 shift) {
-  Rank d = {a.score - b.score - (a.key < b.key), a.key - b.key};
-  if (shift >= 64) return {0, shift == 64 ? d.score : d.score >> (shift - 64)};
-  if (shift > 0) d = {d.score >> shift, d.score << (64 - shift) | d.key >> shift};
-  return d;
-}
-
-// Counts the rows that may go by their rank: bin b has the ranks from `low + (b << shift)` on. Ranks beyond the last bin are not counted.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(
-    const __grid_constant__ Sweep s, u64 low_score, u64 low_key, u32 shift, u32* bins) {
+// Counts the rows that may go by their bins. The last block finds the bin with the row that is number `wanted` of them, and divides it.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(const __grid_constant__ Sweep s) {
   begin();
+  constexpr u32 PER_THREAD = RANK_BINS / TABLE_THREADS;
+  Choice* choice = s.choice;
+  if (choice->is_done) return;
   __shared__ u32 counts[RANK_BINS];
   for (u32 b = threadIdx.x; b < RANK_BINS; b += TABLE_THREADS) counts[b] = 0;
   __syncthreads();
-  const Rank low = {low_score, low_key};
+  const Rank low = {choice->low_score, choice->low_key};
+  const u32 shift = choice->shift;
   for_each_removable(s, [&](u32 record, const Use& use) {
-    // Where bins are wider than all keys of a score, `low_key` is 0.
+    // Where bins are wider than all keys of a score, the key of `low` is 0.
     const Rank rank = {use.score, shift < 64 ? s.keys[record] : 0};
-    if (rank.score < low.score || (rank.score == low.score && rank.key < low.key)) return;
-    const Rank bin = distance(rank, low, shift);
-    if (bin.score == 0 && bin.key < RANK_BINS) atomicAdd(counts + bin.key, 1);
+    if (rank < low) return;
+    const u32 bin = bin_of(rank, low, shift);
+    if (bin < RANK_BINS) atomicAdd(counts + bin, 1);
   });
   __syncthreads();
   for (u32 b = threadIdx.x; b < RANK_BINS; b += TABLE_THREADS)
-    if (counts[b]) atomicAdd(bins + b, counts[b]);
+    if (counts[b]) atomicAdd(s.bins + b, counts[b]);
+  if (!is_last_block(&choice->blocks_done)) return;
+  __shared__ u32 of_threads[TABLE_THREADS];
+  u32 mine[PER_THREAD], all = 0;
+  for (u32 k = 0; k < PER_THREAD; ++k) {
+    u32* bin = s.bins + threadIdx.x * PER_THREAD + k;
+    all += mine[k] = load_shared(bin);
+    *bin = 0;
+  }
+  of_threads[threadIdx.x] = all;
+  __syncthreads();
+  u64 below = choice->below;
+  for (u32 t = 0; t < threadIdx.x; ++t) below += of_threads[t];
+  __syncthreads();
+  for (u32 k = 0; k < PER_THREAD; ++k, below += mine[k - 1]) {
+    // True for one bin of one thread.
+    if (below >= s.wanted || below + mine[k] < s.wanted) continue;
+    const Rank start = sum(low, start_of(threadIdx.x * PER_THREAD + k, shift)), high = end_of(start, shift);
+    choice->low_score = start.score, choice->low_key = start.key;
+    choice->high_score = high.score, choice->high_key = high.key;
+    choice->below = below;
+    choice->is_done = shift == 0 || below + mine[k] == s.wanted;
+    choice->shift = shift > RANK_BITS ? shift - RANK_BITS : 0;
+  }
 }
 
-// Lists the rows that may go whose rank is not above the highest. `out`: has room for all of them.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_lowest(
-    const __grid_constant__ Sweep s, u64 highest_score, u64 highest_key, const __grid_constant__ Lowest out) {
+// Lists the chosen rows.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_chosen(const __grid_constant__ Sweep s) {
   begin();
+  const Rank high = {s.choice->high_score, s.choice->high_key};
   for_each_removable(s, [&](u32 record, const Use& use) {
-    if (use.score > highest_score) return;
+    if (use.score > high.score) return;
     const u64 key = s.keys[record];
-    if (use.score == highest_score && key > highest_key) return;
-    const u32 at = atomicAdd(out.count, 1);
-    out.scores[at] = use.score, out.keys[at] = key, out.records[at] = record;
+    if (use.score == high.score && key > high.key) return;
+    const u32 at = atomicAdd(&s.choice->num_listed, 1);
+    s.listed_keys[at] = key, s.listed_records[at] = record;
+    if (s.listed_scores) s.listed_scores[at] = use.score;
   });
 }

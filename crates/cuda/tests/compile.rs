@@ -155,7 +155,7 @@ fn all_kernels_compile_for_all_architectures() {
         "mark_records",
         "measure_rows",
         "count_ranks",
-        "list_lowest",
+        "list_chosen",
     ]);
     let kernels = [
         (&SCORES, scores),

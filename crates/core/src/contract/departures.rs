@@ -31,38 +31,44 @@ impl Departures {
         self.recent.drain(..too_many);
     }
 
-    /// Remembers rows that go in a step. `going`: their ranks, in the order in which they go. `rows`: returns the rows, of `dim` floats,
-    /// in the same order, if they are kept until they are taken.
+    /// Remembers keys that go in a step.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
-    pub fn remember<'a, I: Iterator<Item = &'a [f32]>>(
-        &mut self,
-        step: u64,
-        going: impl ExactSizeIterator<Item = Rank> + Clone,
-        dim: usize,
-        rows: Option<I>,
-    ) -> Result<()> {
-        let count = going.len();
+    pub fn remember(&mut self, step: u64, keys: impl ExactSizeIterator<Item = Key>) -> Result<()> {
+        let count = keys.len();
         self.recent.try_reserve(count).map_err(|_| memory::missing::<Departure>(count, WHAT))?;
-        if let Some(rows) = rows {
-            self.kept.reserve(count, dim, true, WHAT)?;
-            for (rank, row) in going.clone().zip(rows) {
-                self.kept.keys.push(rank.key);
-                self.kept.values.extend_from_slice(row);
-                self.kept.scores.push(rank.score);
-            }
-        }
-        self.recent.extend(going.map(|rank| Departure { key: rank.key, step }));
+        self.recent.extend(keys.map(|key| Departure { key, step }));
         Ok(())
     }
 
-    /// Forgets the last rows that were remembered. `were_kept`: whether they were also kept.
-    pub fn take_back(&mut self, count: usize, were_kept: bool) {
-        self.recent.truncate(self.recent.len() - count);
-        if were_kept {
-            self.kept.truncate(self.kept.keys.len() - count);
+    /// Keeps rows of `dim` floats that go, in the order in which they go, until they are taken.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
+    pub fn keep<'a>(
+        &mut self,
+        rows: impl ExactSizeIterator<Item = (Rank, &'a [f32])>,
+        dim: usize,
+    ) -> Result<()> {
+        self.kept.reserve(rows.len(), dim, true, WHAT)?;
+        for (rank, row) in rows {
+            self.kept.keys.push(rank.key);
+            self.kept.values.extend_from_slice(row);
+            self.kept.scores.push(rank.score);
         }
+        Ok(())
+    }
+
+    /// Numbers of keys and rows, for `take_back`.
+    pub fn lens(&self) -> [usize; 2] {
+        [self.recent.len(), self.kept.keys.len()]
+    }
+
+    /// Forgets what was remembered and kept since there were so many keys and rows.
+    pub fn take_back(&mut self, [recent, kept]: [usize; 2]) {
+        self.recent.truncate(recent);
+        self.kept.truncate(kept);
     }
 
     /// Returns when a key went last, unless that was too long ago.

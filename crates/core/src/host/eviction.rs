@@ -37,6 +37,8 @@ pub(crate) struct Evictor {
     pub departures: Departures,
     /// Rows that this call has removed, which an undo brings back.
     removed: Vec<(Key, RecordNumber)>,
+    /// `departures.lens()` at the start of the call.
+    lens: [usize; 2],
 }
 
 impl Evictor {
@@ -50,6 +52,7 @@ impl Evictor {
             lookups: Vec::new(),
             departures: Departures::default(),
             removed: Vec::new(),
+            lens: [0; 2],
         }
     }
 
@@ -61,12 +64,13 @@ impl Evictor {
     pub fn begin(&mut self) {
         self.removed.clear();
         self.departures.trim();
+        self.lens = self.departures.lens();
     }
 
     /// Brings back the rows that the call has removed. If the index has no memory to grow, a row is lost.
     pub fn undo(&mut self, index: &mut Index, retired: &mut Vec<(u64, RecordNumber)>) {
         retired.truncate(retired.len() - self.removed.len());
-        self.departures.take_back(self.removed.len(), self.policy.keeps_evicted);
+        self.departures.take_back(self.lens);
         for (key, record) in self.removed.drain(..) {
             let _ = index.insert(hash(key), key, record);
         }
@@ -78,9 +82,11 @@ impl Evictor {
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn remember(&mut self, going: &[(Rank, RecordNumber)], arena: &Arena, dim: usize) -> Result<()> {
         memory::reserve(&mut self.removed, going.len(), WHAT)?;
-        let rows = going.iter().map(|(_, record)| &arena.record(*record)[..dim]);
-        let rows = self.policy.keeps_evicted.then_some(rows);
-        self.departures.remember(self.step, going.iter().map(|(rank, _)| *rank), dim, rows)?;
+        if self.policy.keeps_evicted {
+            let rows = going.iter().map(|(rank, record)| (*rank, &arena.record(*record)[..dim]));
+            self.departures.keep(rows, dim)?;
+        }
+        self.departures.remember(self.step, going.iter().map(|(rank, _)| rank.key))?;
         self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
         Ok(())
     }

@@ -54,7 +54,9 @@ constants! {
     /// Maximum number of classes of distinct keys: by owner and merge block.
     pub const MAX_CLASSES: usize = 256;
     /// Bins in which a sweep counts rows by score and key.
-    pub const RANK_BINS: usize = 4096;
+    pub const RANK_BINS: usize = 1 << RANK_BITS;
+    /// Bits of the number of a bin.
+    pub const RANK_BITS: usize = 12;
     /// Maximum number of scalars of a formula's step.
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }

@@ -125,34 +125,54 @@ structs! {
         pub pad: u32,
     }
 
-    /// The records among which a sweep chooses.
+    /// A sweep: it chooses the rows with the lowest scores, and of equal scores those with the lowest keys.
     pub struct Sweep {
+        /// By record.
         pub uses: u64 as "const Use*",
+        /// By record.
         pub keys: u64 as "const u64*",
         /// A bit for each record that must stay.
         pub marks: u64 as "const u32*",
+        pub choice: u64 as "Choice*",
+        /// `RANK_BINS` zeros.
+        pub bins: u64 as "u32*",
+        /// Takes the keys of the chosen rows, in any order, as the next two.
+        pub listed_keys: u64 as "u64*",
+        /// Null if nobody needs the scores.
+        pub listed_scores: u64 as "u64*",
+        pub listed_records: u64 as "u32*",
         /// Rows that later commits took gradients of must stay, too.
         pub settled_commit: u64,
+        /// Number of rows to choose.
+        pub wanted: u64,
         /// A number above those of all records.
         pub numbers: u32,
         pub pad: u32,
     }
 
-    /// The rows that a sweep may remove.
-    pub struct Removable {
+    /// The state of a sweep. It starts as zeros.
+    pub struct Choice {
+        /// Number of rows that may go.
         pub count: u64,
-        /// Lowest score.
-        pub lowest: u64,
-        /// Highest score.
+        /// Their lowest score, with all bits inverted.
+        pub inverse_of_lowest: u64,
+        /// Their highest score.
         pub highest: u64,
-    }
-
-    /// Takes the rows with the lowest scores, in any order.
-    pub struct Lowest {
-        pub count: u64 as "u32*",
-        pub scores: u64 as "u64*",
-        pub keys: u64 as "u64*",
-        pub records: u64 as "u32*",
+        /// The lowest rank of bin 0.
+        pub low_score: u64,
+        pub low_key: u64,
+        /// The highest rank that is known to be high enough.
+        pub high_score: u64,
+        pub high_key: u64,
+        /// Number of rows with ranks below `low`.
+        pub below: u64,
+        /// A bin has `1 << shift` ranks.
+        pub shift: u32,
+        /// Whether `wanted` rows have no higher ranks than `high`.
+        pub is_done: u32,
+        pub num_listed: u32,
+        /// Blocks of the launch that have ended.
+        pub blocks_done: u32,
     }
 
     /// Descriptor of a feature of a call.

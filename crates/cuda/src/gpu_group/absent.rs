@@ -214,8 +214,9 @@ impl GpuGroup {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for table in 0..self.tables.len() {
             let num_new = self.num_new(named, table)?;
-            let candidates = self.tables[table].candidates(num_new, UsedRecords::NONE)?;
-            self.tables[table].check_capacity(num_new, candidates.as_ref())?;
+            let table = &mut self.tables[table];
+            let sweeping = table.start_sweep(num_new, UsedRecords::NONE, Stream::DEFAULT)?;
+            table.check_capacity(num_new, table.num_removable(sweeping.as_ref())?)?;
         }
         Ok(())
     }
@@ -243,8 +244,10 @@ impl GpuGroup {
             if self.tables[number].evictor.is_some() {
                 let num_new = self.num_new(named, number)?;
                 let table = &mut self.tables[number];
-                let candidates = table.candidates(num_new, UsedRecords::NONE)?;
-                let evicted = table.sweep(num_new, candidates.as_ref())?;
+                let sweeping = table.start_sweep(num_new, UsedRecords::NONE, Stream::DEFAULT)?;
+                self.workspace.device.synchronize()?;
+                let evicted = table.end_sweep(sweeping, Stream::DEFAULT)?;
+                self.workspace.device.synchronize()?;
                 table.note(Outcomes { evicted, ..Outcomes::default() });
             }
         }

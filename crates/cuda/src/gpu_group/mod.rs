@@ -460,14 +460,16 @@ impl GpuGroup {
             let absent = self.tables[t].absent(&room, &keys)?;
             let num_new = absent.len() as u64;
             // A commit has removed rows before.
-            let evicts = known.is_none();
-            let candidates =
-                if evicts { self.tables[t].candidates(num_new, room.used(keys.len()))? } else { None };
-            self.tables[t].check_capacity(num_new, candidates.as_ref())?;
-            new.push((room, absent, candidates));
+            let table = &mut self.tables[t];
+            let sweeping = match known {
+                None => table.start_sweep(num_new, room.used(keys.len()), Stream::DEFAULT)?,
+                Some(_) => None,
+            };
+            table.check_capacity(num_new, table.num_removable(sweeping.as_ref())?)?;
+            new.push((room, absent, sweeping));
         }
-        for (t, (room, new, candidates)) in full.into_iter().zip(new) {
-            let outcomes = self.tables[t].admit(&room, &new, candidates.as_ref())?;
+        for (t, (room, new, sweeping)) in full.into_iter().zip(new) {
+            let outcomes = self.tables[t].admit(&room, &new, sweeping)?;
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);

@@ -4,7 +4,6 @@ use sok_core::contract::table::CheckMode;
 use sok_core::error::{Error, Result};
 
 use super::GpuTable;
-use super::eviction::Candidates;
 use crate::device::Stream;
 
 impl GpuTable {
@@ -135,13 +134,13 @@ impl GpuTable {
         self.index.num_bytes() as f64 * self.index.load() / self.index.capacity() as f64
     }
 
-    /// Checks that this many new keys fit when rows of `candidates` have gone.
+    /// Checks that this many new keys fit when `removable` rows have gone.
     ///
     /// # Errors
     /// [`Error::TableFull`] if they do not, and the check mode is `Raise`.
-    pub(crate) fn check_capacity(&self, new_keys: u64, candidates: Option<&Candidates>) -> Result<()> {
+    pub(crate) fn check_capacity(&self, new_keys: u64, removable: u64) -> Result<()> {
         let (len, capacity) = (self.rows(), self.config.capacity());
-        let refused = (len + new_keys).saturating_sub(capacity + candidates.map_or(0, Candidates::len));
+        let refused = (len + new_keys).saturating_sub(capacity.saturating_add(removable));
         if refused == 0 || self.config.check_mode != CheckMode::Raise {
             return Ok(());
         }

@@ -10,16 +10,13 @@ use sok_core::contract::table::TableConfig;
 use sok_core::error::Result;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score, sweep_size};
-use sok_core::policy::sweep::{Rank, lowest};
+use sok_core::policy::sweep::Rank;
 
 use super::{GpuTable, WAITING};
-use crate::abi::{self, Lowest, RANK_BINS, Removable, Sweep, TABLE_THREADS, Use};
+use crate::abi::{self, Choice, RANK_BINS, RANK_BITS, Sorted, Sweep, TABLE_THREADS, Use};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
-use crate::memory::{Arena, Buffer, words};
-
-/// So many rows are ranked by the host, beside those that go.
-const FEW: u64 = 1 << 14;
+use crate::memory::{Arena, Buffer, read};
 
 /// Sorted ids of a lookup, on the device.
 #[derive(Clone, Copy)]
@@ -54,6 +51,8 @@ pub(crate) struct Evictor {
     /// The saved lookups of the table. References to those that the group has forgotten are dead.
     lookups: Vec<Weak<dyn InProgress>>,
     pub departures: Departures,
+    /// Memory of a sweep, for the next one.
+    scratch: Option<Buffer<u32>>,
 }
 
 /// Records that a call uses.
@@ -64,22 +63,14 @@ pub(crate) struct UsedRecords {
     pub count: usize,
 }
 
-/// The rows that a sweep may remove.
-pub(crate) struct Candidates {
-    /// Memory of `Sweep::marks`.
-    _marks: Buffer<u32>,
-    sweep: Sweep,
-    all: Removable,
-}
-
 impl UsedRecords {
     pub const NONE: UsedRecords = UsedRecords { address: 0, count: 0 };
 }
 
-impl Candidates {
-    pub fn len(&self) -> u64 {
-        self.all.count
-    }
+/// A sweep that has been enqueued: the device chooses rows.
+pub(crate) struct Sweeping {
+    memory: Buffer<u32>,
+    sweep: Sweep,
 }
 
 impl Evictor {
@@ -97,6 +88,7 @@ impl Evictor {
             number: 0,
             lookups: Vec::new(),
             departures: Departures::default(),
+            scratch: None,
         })
     }
 
@@ -112,7 +104,8 @@ impl Evictor {
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes()
+        let scratch = self.scratch.as_ref().map_or(0, Buffer::num_bytes);
+        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + scratch
     }
 
     /// Fills in the fields of a descriptor.
@@ -142,172 +135,125 @@ impl Evictor {
 }
 
 impl GpuTable {
-    /// The rows that a sweep may remove to make room for new keys: all but the row of the out-of-vocabulary key, those of lookups whose
-    /// gradients were not applied yet, and the used ones. `None` without an eviction policy, or if no room is needed. The device must be
-    /// idle, and its counts known.
+    /// Enqueues choosing the rows with the lowest scores, to make room for new keys. The row of the out-of-vocabulary key stays, and so do
+    /// those of lookups whose gradients were not applied yet, and the used ones. `None` without an eviction policy, or if no room is
+    /// needed. The device must be idle, and its counts known.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
-    pub(crate) fn candidates(&self, new_keys: u64, used: UsedRecords) -> Result<Option<Candidates>> {
-        let Some(evictor) = self.evictor.as_ref().filter(|_| self.needed(new_keys) > 0) else {
-            return Ok(None);
+    pub(crate) fn start_sweep(
+        &mut self,
+        new_keys: u64,
+        used: UsedRecords,
+        stream: Stream,
+    ) -> Result<Option<Sweeping>> {
+        let needed = (self.rows() + new_keys).saturating_sub(self.config.capacity());
+        let wanted = sweep_size(needed, self.config.capacity()).min(self.rows());
+        let numbers =
+            u64::from(self.fresh) + u64::from(self.counted).saturating_sub(self.released.len() as u64);
+        let Some(evictor) = self.evictor.as_mut().filter(|_| needed > 0) else { return Ok(None) };
+        let keeps = evictor.policy.keeps_evicted;
+        let (_, words) = sweep_places(0, numbers, wanted, keeps);
+        let memory = match evictor.scratch.take().filter(|memory| memory.len() >= words) {
+            Some(memory) => memory,
+            None => Buffer::uninit(&self.device.context, words + words / 4)?,
         };
-        let context = &self.device.context;
-        let numbers = self.numbers_in_use();
-        let marks = Buffer::<u32>::new(context, numbers.div_ceil(32) as usize)?;
-        if let Some(key) = self.config.out_of_vocabulary_key {
-            let record = Buffer::<u32>::new(context, 2)?;
-            let key = Buffer::from_slice(context, &[key])?;
-            // SAFETY: The buffers live until the wait below.
-            unsafe { self.launch_look_up(key.address(), record.address(), 1, false, record.at(1), WAITING) }?;
-            // SAFETY: As above.
-            unsafe { self.mark(record.address(), 1, 1, &marks) }?;
-            self.device.synchronize()?;
-        }
-        // SAFETY: The caller has memory for the records.
-        unsafe { self.mark(used.address, 1, used.count, &marks) }?;
-        for lookup in evictor.lookups.iter().filter_map(Weak::upgrade) {
-            for SortedIds { address, count } in lookup.ids(evictor.number, self.generation) {
-                // SAFETY: The lookup keeps the memory until the wait below. The record comes first in a `Sorted`.
-                unsafe { self.mark(address, 2, count, &marks) }?;
-            }
-            self.device.synchronize()?;
-        }
+        let (places, _) = sweep_places(memory.address(), numbers, wanted, keeps);
         let sweep = Sweep {
             uses: evictor.uses.address(),
             keys: evictor.keys.address(),
-            marks: marks.address(),
             settled_commit: evictor.settled_commit,
+            wanted,
             numbers: numbers as u32,
-            pad: 0,
+            ..places
         };
-        let all = Removable { count: 0, lowest: u64::MAX, highest: 0 };
-        let on_device = Buffer::from_slice(context, words(&[all]))?;
-        let measure = self.device.kernel(&SCORES, "measure_rows")?;
-        let (blocks, to) = (self.sweep_blocks(), on_device.address());
-        // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below.
-        unsafe { launch_next!(measure, WAITING, blocks, TABLE_THREADS, sweep, to) }?;
-        let found: Vec<u64> = wide(&on_device.to_vec()?);
-        let all = Removable { count: found[0], lowest: found[1], highest: found[2] };
-        Ok(Some(Candidates { _marks: marks, sweep, all }))
-    }
-
-    /// Number of rows that must go before so many new keys fit.
-    fn needed(&self, new_keys: u64) -> u64 {
-        (self.rows() + new_keys).saturating_sub(self.config.capacity())
-    }
-
-    /// A number above those of all records that have been in use. The counts of the device must be known.
-    fn numbers_in_use(&self) -> u64 {
-        u64::from(self.fresh) + u64::from(self.counted).saturating_sub(self.released.len() as u64)
-    }
-
-    fn sweep_blocks(&self) -> usize {
-        (self.numbers_in_use() as usize)
-            .div_ceil(TABLE_THREADS)
-            .clamp(1, 8 * self.device.multiprocessors as usize)
-    }
-
-    /// Enqueues marking records. `stride`: of their numbers, in words.
-    ///
-    /// # Safety
-    /// The addresses are of memory on this device that lives until the call has completed.
-    unsafe fn mark(&self, records: u64, stride: u32, count: usize, marks: &Buffer<u32>) -> Result<()> {
-        let mark = self.device.kernel(&SCORES, "mark_records")?;
-        let (n, to) = (count as u32, marks.address());
-        // SAFETY: The arguments have the types of the kernel's parameters. The caller keeps the memory.
-        unsafe {
-            launch!(mark, WAITING, count.div_ceil(TABLE_THREADS), TABLE_THREADS, records, stride, n, to)
+        // SAFETY: The first parts of the memory, up to the listed keys, are within it.
+        unsafe { stream.fill(memory.address(), 0, (sweep.listed_keys - memory.address()) as usize) }?;
+        self.mark_used(&sweep, used, stream)?;
+        let names = ["measure_rows", "count_ranks", "list_chosen"];
+        let [measure, count, list] = self.device.kernels(&SCORES, names)?;
+        let blocks = (numbers as usize).div_ceil(TABLE_THREADS).min(8 * self.device.multiprocessors as usize);
+        // SAFETY: The arguments have the types of the kernel's parameters. Table and `Sweeping` keep the memory that they point to.
+        unsafe { launch_next!(measure, stream, blocks, TABLE_THREADS, sweep) }?;
+        for _ in 0..u128::BITS.div_ceil(RANK_BITS as u32) {
+            // SAFETY: As above.
+            unsafe { launch_next!(count, stream, blocks, TABLE_THREADS, sweep) }?;
         }
+        // SAFETY: As above.
+        unsafe { launch_next!(list, stream, blocks, TABLE_THREADS, sweep) }?;
+        Ok(Some(Sweeping { memory, sweep }))
     }
 
-    /// Removes the rows with the lowest scores of these, to make room for new keys. Returns how many went. The device must be idle, and
-    /// its counts known.
+    /// Enqueues marking the rows that must stay.
+    fn mark_used(&self, sweep: &Sweep, used: UsedRecords, stream: Stream) -> Result<()> {
+        let kernel = self.device.kernel(&SCORES, "mark_records")?;
+        let mark = |records: u64, stride: u32, count: usize| {
+            let (n, to) = (count as u32, sweep.marks);
+            let blocks = count.div_ceil(TABLE_THREADS);
+            // SAFETY: The arguments have the types of the kernel's parameters. Caller or lookup keep the memory of the records.
+            unsafe { launch!(kernel, stream, blocks, TABLE_THREADS, records, stride, n, to) }
+        };
+        mark(used.address, 1, used.count)?;
+        if let Some(key) = self.config.out_of_vocabulary_key {
+            let room = self.room(1, 0)?;
+            let found = self.look_up(&room, &[key], false)?;
+            mark(room.used(1).address, 1, found.len())?;
+            self.device.synchronize()?;
+        }
+        let Some(evictor) = &self.evictor else { return Ok(()) };
+        for lookup in evictor.lookups.iter().filter_map(Weak::upgrade) {
+            // A group gives the memory of a lookup to later work of the same stream alone. The number comes first in a `Sorted`.
+            for SortedIds { address, count } in lookup.ids(evictor.number, self.generation) {
+                mark(address, (size_of::<Sorted>() / 4) as u32, count)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns how many rows may go. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device).
+    pub(crate) fn num_removable(&self, sweeping: Option<&Sweeping>) -> Result<u64> {
+        let Some(Sweeping { sweep, .. }) = sweeping else { return Ok(0) };
+        self.device.synchronize()?;
+        Ok(read::<u64>(&self.device.context, sweep.choice, 1)?[0])
+    }
+
+    /// Removes the rows that a sweep has chosen. Returns how many went. The device must be idle, and its counts known.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). Nothing has changed then, unless a device
     /// has failed.
-    pub(crate) fn sweep(&mut self, new_keys: u64, candidates: Option<&Candidates>) -> Result<u64> {
-        let Some(candidates) = candidates else { return Ok(0) };
-        let count = sweep_size(self.needed(new_keys), self.config.capacity());
-        let going = self.lowest(candidates, count)?;
-        let dim = self.config.dim;
-        let keeps = self.evictor.as_ref().is_some_and(|evictor| evictor.policy.keeps_evicted);
-        let records: Vec<u32> = going.iter().map(|(_, record)| *record).collect();
-        let values = if keeps && !records.is_empty() { self.read_records(&records)? } else { Vec::new() };
-        let keys: Vec<Key> = going.iter().map(|(rank, _)| rank.key).collect();
+    pub(crate) fn end_sweep(&mut self, sweeping: Option<Sweeping>, stream: Stream) -> Result<u64> {
+        let Some(Sweeping { memory, sweep }) = sweeping else { return Ok(0) };
+        let context = self.device.context.clone();
+        let count = read::<u64>(&context, sweep.choice, 1)?[0].min(sweep.wanted) as usize;
+        let keys = read::<Key>(&context, sweep.listed_keys, count)?;
+        let records = read::<u32>(&context, sweep.listed_records, count)?;
+        let (dim, width) = (self.config.dim, self.layout.fields.width as usize);
+        let mut kept = Vec::new();
+        if sweep.listed_scores != 0 {
+            let scores = read::<u64>(&context, sweep.listed_scores, count)?;
+            let ranks = scores.into_iter().zip(&keys).map(|(score, &key)| Rank { score, key });
+            kept = ranks.zip(records.iter().copied()).collect();
+            kept.sort_unstable();
+        }
+        let of_kept: Vec<u32> = kept.iter().map(|(_, record)| *record).collect();
+        let values = if kept.is_empty() { Vec::new() } else { self.read_records(&of_kept)? };
+        let room = self.room_to_release(count)?;
+        let Some(evictor) = &mut self.evictor else { return Ok(0) };
+        let rows = kept.iter().map(|(rank, _)| *rank).zip(values.chunks_exact(width).map(|v| &v[..dim]));
+        evictor.departures.trim();
+        evictor.departures.keep(rows, dim)?;
+        evictor.departures.remember(evictor.step, keys.into_iter())?;
+        // The numbers of the records are known. So the kernel may write them anywhere.
+        self.launch_erase(sweep.listed_keys, sweep.listed_records, count, stream)?;
+        self.retire(&records, room)?;
         if let Some(evictor) = &mut self.evictor {
-            let width = self.layout.fields.width as usize;
-            let rows = keeps.then(|| values.chunks_exact(width).map(|record| &record[..dim]));
-            evictor.departures.trim();
-            evictor.departures.remember(evictor.step, going.iter().map(|(rank, _)| *rank), dim, rows)?;
+            evictor.scratch = Some(memory);
         }
-        let removed = if keys.is_empty() { Ok(0) } else { self.remove(&keys) };
-        if let (Err(_), Some(evictor)) = (&removed, &mut self.evictor) {
-            evictor.departures.take_back(keys.len(), keeps);
-        }
-        Ok(removed? as u64)
-    }
-
-    /// The candidates with the lowest ranks, in their order.
-    fn lowest(&self, candidates: &Candidates, count: u64) -> Result<Vec<(Rank, u32)>> {
-        let Candidates { sweep, all, .. } = candidates;
-        let count = count.min(all.count);
-        if count == 0 {
-            return Ok(Vec::new());
-        }
-        let (highest, listed) = self.highest_of(candidates, count)?;
-        let context = &self.device.context;
-        let listed = listed as usize;
-        let number = Buffer::<u32>::new(context, 1)?;
-        let (scores, keys) =
-            (Buffer::<u64>::uninit(context, listed)?, Buffer::<u64>::uninit(context, listed)?);
-        let records = Buffer::<u32>::uninit(context, listed)?;
-        let out = Lowest {
-            count: number.address(),
-            scores: scores.address(),
-            keys: keys.address(),
-            records: records.address(),
-        };
-        let list = self.device.kernel(&SCORES, "list_lowest")?;
-        let (blocks, sweep) = (self.sweep_blocks(), *sweep);
-        let (score, key) = ((highest >> 64) as u64, highest as u64);
-        // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below, and have room for all
-        // rows up to the highest rank.
-        unsafe { launch!(list, WAITING, blocks, TABLE_THREADS, sweep, score, key, out) }?;
-        self.device.synchronize()?;
-        let ranks = scores.read(0, listed)?.into_iter().zip(keys.read(0, listed)?);
-        let rows: Vec<(Rank, u32)> =
-            ranks.map(|(score, key)| Rank { score, key }).zip(records.read(0, listed)?).collect();
-        lowest(count, || rows.iter().copied())
-    }
-
-    /// Returns a rank up to which there are at least `count` candidates, and few more; and their number.
-    fn highest_of(&self, candidates: &Candidates, count: u64) -> Result<(u128, u64)> {
-        let Candidates { sweep, all, .. } = candidates;
-        let mut low = u128::from(all.lowest) << 64;
-        let mut high = u128::from(all.highest) << 64 | u128::from(u64::MAX);
-        let (mut below, mut inside) = (0, all.count);
-        let kernel = self.device.kernel(&SCORES, "count_ranks")?;
-        let bins = Buffer::<u32>::new(&self.device.context, RANK_BINS)?;
-        while below + inside > count + FEW && low < high {
-            let shift = (u128::BITS - (high - low).leading_zeros()).saturating_sub(RANK_BINS.ilog2());
-            bins.zero(WAITING)?;
-            let (blocks, sweep, to) = (self.sweep_blocks(), *sweep, bins.address());
-            let (score, key) = ((low >> 64) as u64, low as u64);
-            // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below.
-            unsafe { launch!(kernel, WAITING, blocks, TABLE_THREADS, sweep, score, key, shift, to) }?;
-            for (bin, num_rows) in bins.to_vec()?.into_iter().enumerate() {
-                if below + u64::from(num_rows) >= count {
-                    low += (bin as u128) << shift;
-                    high = low + ((1 << shift) - 1);
-                    inside = num_rows.into();
-                    break;
-                }
-                below += u64::from(num_rows);
-            }
-        }
-        Ok((high, below + inside))
+        Ok(count as u64)
     }
 
     /// Counts a use of the record of each id. `records`: their address, u32; ids with 0 are passed over.
@@ -377,7 +323,23 @@ impl GpuTable {
     }
 }
 
-/// Pairs of words as numbers of 64 bits.
-fn wide(words: &[u32]) -> Vec<u64> {
-    words.chunks_exact(2).map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 32).collect()
+/// Divides the memory of a sweep, which begins at `base`, into parts. Those before the listed keys start as zeros. Returns them, and the
+/// number of words.
+fn sweep_places(base: u64, numbers: u64, wanted: u64, keeps: bool) -> (Sweep, usize) {
+    let mut at = 0;
+    let mut take = |words: u64| {
+        let start = at;
+        at += words.next_multiple_of(32);
+        base + 4 * start
+    };
+    let sweep = Sweep {
+        choice: take(size_of::<Choice>() as u64 / 4),
+        bins: take(RANK_BINS as u64),
+        marks: take(numbers.div_ceil(32)),
+        listed_keys: take(2 * wanted),
+        listed_records: take(wanted),
+        listed_scores: if keeps { take(2 * wanted) } else { 0 },
+        ..Sweep::default()
+    };
+    (sweep, at as usize)
 }

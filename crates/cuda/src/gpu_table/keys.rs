@@ -8,7 +8,7 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-use super::eviction::{Candidates, UsedRecords};
+use super::eviction::{Sweeping, UsedRecords};
 use super::{GpuTable, Room, WAITING, no_place};
 use crate::abi::{FIND_THREADS, NEW, Overflow, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
@@ -119,15 +119,16 @@ impl GpuTable {
         Ok(absent.filter(|key| seen.insert(*key)).collect())
     }
 
-    /// Removes rows of `candidates` to make room for new keys, and inserts as many of them as fit, in their order. The device must be
+    /// Removes the rows that a sweep has chosen for new keys, and inserts as many of the keys as fit, in their order. The device must be
     /// idle.
     pub(crate) fn admit(
         &mut self,
         room: &Room,
         new_keys: &[Key],
-        candidates: Option<&Candidates>,
+        sweeping: Option<Sweeping>,
     ) -> Result<Outcomes> {
-        let evicted = self.sweep(new_keys.len() as u64, candidates)?;
+        let evicted = self.end_sweep(sweeping, WAITING)?;
+        self.device.synchronize()?;
         let left = self.config.capacity().saturating_sub(self.rows()) as usize;
         let admitted = new_keys.len().min(left);
         self.insert(room, &new_keys[..admitted])?;
@@ -164,9 +165,9 @@ impl GpuTable {
         let new = self.absent(room, keys)?;
         let mut outcomes = Outcomes::default();
         if insert {
-            let candidates = self.candidates(new.len() as u64, room.used(keys.len()))?;
-            self.check_capacity(new.len() as u64, candidates.as_ref())?;
-            outcomes = self.admit(room, &new, candidates.as_ref())?;
+            let sweeping = self.start_sweep(new.len() as u64, room.used(keys.len()), WAITING)?;
+            self.check_capacity(new.len() as u64, self.num_removable(sweeping.as_ref())?)?;
+            outcomes = self.admit(room, &new, sweeping)?;
         } else {
             outcomes.refused = new.len() as u64;
         }

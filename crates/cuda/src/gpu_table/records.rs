@@ -170,23 +170,32 @@ impl GpuTable {
         let on_device = Buffer::from_slice(context, keys)?;
         let erased = Buffer::<u32>::uninit(context, keys.len())?;
         let room = self.room_to_release(keys.len())?;
+        self.launch_erase(on_device.address(), erased.address(), keys.len(), WAITING)?;
+        let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
+        self.retire(&erased, room)?;
+        Ok(erased.len())
+    }
+
+    /// Enqueues removing keys from the index. `erased`: address that takes their record numbers, u32; 0 for a key that is not there.
+    pub(super) fn launch_erase(&self, keys: u64, erased: u64, count: usize, stream: Stream) -> Result<()> {
         let erase = self.device.kernel(&TABLE, "erase_keys")?;
-        let (index, from, to, n) =
-            (self.index.descriptor(), on_device.address(), erased.address(), keys.len() as u32);
-        let blocks = keys.len().div_ceil(TABLE_THREADS);
+        let (index, n, blocks) = (self.index.descriptor(), count as u32, count.div_ceil(TABLE_THREADS));
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
-        unsafe { launch!(erase, WAITING, blocks, TABLE_THREADS, index, from, to, n) }?;
+        unsafe { launch!(erase, stream, blocks, TABLE_THREADS, index, keys, erased, n) }?;
         if self.evictor.is_some() {
             let end = self.device.kernel(&SCORES, "end_records")?;
             let table = self.alone();
             // SAFETY: As above.
-            unsafe { launch!(end, WAITING, blocks, TABLE_THREADS, table, to, n) }?;
+            unsafe { launch!(end, stream, blocks, TABLE_THREADS, table, erased, n) }?;
         }
-        let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
+        Ok(())
+    }
+
+    /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.
+    pub(super) fn retire(&mut self, erased: &[u32], room: Buffer<u32>) -> Result<()> {
         self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
-        self.release(room)?;
         self.len_before -= erased.len() as i64;
-        Ok(erased.len())
+        self.release(room)
     }
 
     pub(super) fn read_records(&self, records: &[u32]) -> Result<Vec<f32>> {
