@@ -12,56 +12,16 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::{ADAM, Bench, Shape, config, draw_row, fill, keep_samples, key_of, median, time_in_a_row, unit};
+use common::training::{Gpu, Work, ids, normal, scalars, work};
+use common::{Bench, config, fill, keep_samples, median, time_in_a_row};
 use sok_core::contract::batch::{self, Combiner};
-use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::GradientRows;
 use sok_core::contract::group::Group;
 use sok_core::contract::table::Insertion;
-use sok_core::formula::update::UpdateScalars;
 use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::key::Key;
 use sok_core::pool::Pool;
-use sok_cuda::gpu_group::optimizer;
-use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::Buffer;
-
-struct Work {
-    name: &'static str,
-    tables: usize,
-    samples: usize,
-    hotness: usize,
-    vocabulary: u64,
-    dim: usize,
-    zipf: bool,
-    /// Whether ids have weights, which get gradients too.
-    weighted: bool,
-    /// FBGEMM's milliseconds; 0 if unknown.
-    fbgemm: f32,
-    /// Milliseconds that we want to reach, with held and with merged gradients.
-    goals: [f32; 2],
-}
-
-const fn work(name: &'static str, tables: usize, samples: usize, hotness: usize, vocabulary: u64) -> Work {
-    Work {
-        name,
-        tables,
-        samples,
-        hotness,
-        vocabulary,
-        dim: 64,
-        zipf: true,
-        weighted: false,
-        fbgemm: 0.0,
-        goals: [0.0; 2],
-    }
-}
-
-impl Work {
-    fn shape(&self) -> Shape {
-        Shape { tables: self.tables, samples: self.samples, hotness: self.hotness, dim: self.dim }
-    }
-}
 
 const WORKS: [Work; 6] = [
     Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
@@ -92,115 +52,6 @@ const WORKS: [Work; 6] = [
 const WARM: usize = 5;
 const TIMED: usize = 20;
 const HOST_TIMED: usize = 200;
-
-/// Returns the ids of a step, one table after the other. One in a hundred belongs to a row that no earlier step used.
-fn ids(work: &Work, step: usize) -> Vec<Key> {
-    let of_table = work.samples * work.hotness;
-    let draw = |i: usize| {
-        if i % 100 == 7 {
-            return key_of(work.vocabulary + (step * of_table + i % of_table) as u64);
-        }
-        let u = unit((step as u64 + 1) << 32 | i as u64);
-        key_of(draw_row(u, work.vocabulary, work.zipf))
-    };
-    (0..of_table * work.tables).map(draw).collect()
-}
-
-fn normal(n: usize) -> Vec<f32> {
-    let pair = |i: usize| (unit(2 * i as u64 + 77), unit(2 * i as u64 + 78));
-    let draw = |i| ((-2.0 * pair(i).0.ln()).sqrt() * (std::f64::consts::TAU * pair(i).1).cos()) as f32;
-    let some: Vec<f32> = (0..n.min(1 << 20)).map(draw).collect();
-    some.into_iter().cycle().take(n).collect()
-}
-
-struct Gpu<'a> {
-    bench: &'a Bench,
-    work: &'a Work,
-    group: GpuGroup,
-    binding: Binding,
-    rows: Buffer<f32>,
-    gradients: Buffer<f32>,
-    weights: Buffer<f32>,
-    weight_gradients: Buffer<f32>,
-    ticket: Buffer<f32>,
-    norm: Buffer<f32>,
-    triggers: [Buffer<f32>; 2],
-}
-
-impl<'a> Gpu<'a> {
-    fn new(bench: &'a Bench, work: &'a Work, gradients: &[f32]) -> Gpu<'a> {
-        let context = &bench.device.context;
-        let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10));
-        let mut group = GpuGroup::new(&bench.device, configs.collect()).unwrap();
-        let weights = normal(if work.weighted { work.samples * work.hotness * work.tables } else { 0 });
-        let binding = Binding { owner: 1, update: ADAM, needs_norm: false };
-        group.bind(binding).unwrap();
-        Gpu {
-            group,
-            binding,
-            rows: Buffer::new(context, gradients.len()).unwrap(),
-            gradients: Buffer::from_slice(context, gradients).unwrap(),
-            weights: Buffer::from_slice(context, &weights).unwrap(),
-            weight_gradients: Buffer::new(context, weights.len()).unwrap(),
-            ticket: Buffer::new(context, 128).unwrap(),
-            norm: Buffer::new(context, 1).unwrap(),
-            triggers: [Buffer::new(context, 128).unwrap(), Buffer::new(context, 128).unwrap()],
-            bench,
-            work,
-        }
-    }
-
-    fn step(&mut self, ids: &Buffer<u64>, scalars: &Buffer<f32>, hold: bool) {
-        let stream = self.bench.stream();
-        let weights = self.work.weighted.then(|| self.weights.address());
-        let features = self.work.shape().features(ids.address(), weights, self.rows.address());
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        let number =
-            unsafe { self.group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
-        let len = self.work.samples * self.work.dim;
-        let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * len)).collect();
-        let keep = hold.then(|| Box::new(()) as _);
-        let gradients = OutputGradients { rows, keep, check_finite: false };
-        let lens = vec![len; self.work.tables];
-        let of_table = self.work.samples * self.work.hotness;
-        let weighted = (0..self.work.tables).filter(|_| self.work.weighted);
-        let weight_gradients: Vec<_> =
-            weighted.map(|t| (t, self.weight_gradients.at(t * of_table))).collect();
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe {
-            self.group.push(
-                LookupNumber::Known(number),
-                gradients,
-                &lens,
-                &weight_gradients,
-                self.ticket.address(),
-                stream,
-            )
-        }
-        .unwrap();
-        let groups = &mut [&mut self.group];
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe {
-            optimizer::commit(
-                groups,
-                &[self.binding],
-                &[self.ticket.address()],
-                None,
-                self.norm.address(),
-                stream,
-            )
-        }
-        .unwrap();
-        let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
-        // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe { optimizer::apply(groups, &[self.binding], scalars.address(), false, &triggers, stream) }
-            .unwrap();
-    }
-}
-
-fn scalars(step: usize) -> UpdateScalars {
-    UpdateScalars { learning_rate: 0.01, step: step as u64 + 1, factor: 1.0 }
-}
 
 /// Runs the same steps on the host and compares the rows.
 fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {

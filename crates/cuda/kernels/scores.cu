@@ -53,6 +53,15 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   }
 }
 
+// Copies the counts of each table. One block.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) note_counts(const Table* tables, u32 n, TableCounts* to) {
+  begin();
+  for (u32 t = threadIdx.x; t < n; t += TABLE_THREADS) {
+    const Counters* counters = tables[t].index.counters;
+    to[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown};
+  }
+}
+
 // Counts a use of the record of each id. Bits that mark records as new are ignored.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_records(
     const __grid_constant__ Table t, const u32* __restrict__ records, u32 n) {

@@ -146,6 +146,7 @@ fn all_kernels_compile_for_all_architectures() {
     ]);
     let scores = own(&[
         "take_uses",
+        "note_counts",
         "count_records",
         "end_steps",
         "halve_scores",

@@ -407,6 +407,21 @@ pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
     assert_eq!(moved(&*subject), [(3, -0.5)]);
 }
 
+/// The first push of the key is the one whose lookup came first. The sum in another order is 0.
+pub fn pushes_are_added_in_their_order_also_if_a_lookup_was_without_the_key(maker: &Maker) {
+    let mut subject = zeros_group(maker);
+    let inputs = [Input::plain(0, &[9])];
+    let (without, _) = subject.lookup(&inputs, Insertion::AtCommit, true).unwrap();
+    subject.table_mut(0).assign(&[9], &[0.0], true).unwrap();
+    let (with, _) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
+    for (number, lookup, gradient) in [(1, with, 1e8), (2, with, -1e8), (3, without, 1.0)] {
+        subject.push(number, lookup, &Arc::new(vec![vec![gradient]]), true, &[]).unwrap();
+    }
+    subject.commit(&[(1, 1.0), (2, 1.0), (3, 1.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(moved(&*subject), [(9, -0.5)]);
+}
+
 /// What a step has told of the table's size is older than what was inserted since.
 pub fn rows_assigned_between_steps_learn_in_later_ones(maker: &Maker) {
     let mut subject = zeros_group(maker);

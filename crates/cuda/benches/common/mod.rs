@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each bench uses its part")]
 
 pub mod dense;
+pub mod training;
 
 use std::io::Write;
 use std::process::Command;

@@ -275,33 +275,30 @@ impl GpuGroup {
         lookup.saved.generations.iter().any(|&(t, g)| t == table && self.tables[t].generation == g)
     }
 
-    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room. Their gradients are added to
-    /// `carried`, so they count in the commit that follows. The device must be idle, and `check_absent` must have succeeded.
+    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room. Their gradients count in the commit that
+    /// follows. The device must be idle, and `check_absent` must have succeeded.
     pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
         self.workspace.enter(stream)?;
         self.make_room_for_absent(named)?;
-        let mut pushes = Vec::new();
-        for named in named {
+        self.inserted.clear();
+        for (index, named) in named.iter().enumerate() {
             let Some(push) = self.ring.get(named.number) else { continue };
             let (lookup, rows, factors) = (push.lookup.clone(), push.rows.clone(), push.factors.clone());
             if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
                 self.take_uses(&lookup, RING as u32, self.next_commit, stream)?;
-                pushes.push((
-                    named.weight,
-                    Push {
-                        lookup,
-                        rows,
-                        factors,
-                        copy: None,
-                        sums: None,
-                        window: None,
-                        is_merged: false,
-                        _keep: None,
-                    },
-                ));
+                let push = Push {
+                    lookup,
+                    rows,
+                    factors,
+                    copy: None,
+                    sums: None,
+                    window: None,
+                    is_merged: false,
+                    _keep: None,
+                };
+                self.inserted.push((index, named.weight, push));
             }
         }
-        self.carried.extend(pushes);
         Ok(())
     }
 
@@ -341,7 +338,7 @@ impl GpuGroup {
         let known = inputs.known_records()?;
         let mut inserts: Vec<bool> =
             (0..self.tables.len()).map(|table| self.has_records_of(lookup, table)).collect();
-        self.make_room(&inputs.features, Some(&known), &mut inserts, false, stream)?;
+        self.make_room(&inputs.features, Some(&known), &mut inserts, false, false, stream)?;
         // `make_rows` computes the coefficients of weighted ids, so it needs memory for rows.
         let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
         let absent = AbsentIds { known: inputs.known_address(), ..AbsentIds::default() };

@@ -9,8 +9,8 @@ use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
-use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals};
-use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, TableCounts, word_of};
+use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, table_counts};
+use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
@@ -47,14 +47,7 @@ impl GpuGroup {
         let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
         self.wait_for_report(commit)?;
         for (t, table) in self.tables.iter_mut().enumerate() {
-            let first = REPORT_WORDS + COUNTS_WORDS * t;
-            let counts = TableCounts {
-                taken: self.report.get(first + word_of!(TableCounts, taken)),
-                distinct: self.report.get_wide(first + word_of!(TableCounts, distinct)),
-                dropped: self.report.get_wide(first + word_of!(TableCounts, dropped)),
-                unknown: self.report.get_wide(first + word_of!(TableCounts, unknown)),
-                pad: 0,
-            };
+            let counts = table_counts(&self.report, REPORT_WORDS + COUNTS_WORDS * t);
             table.learn_from(counts, self.ids_since[t]);
         }
         if self.report.get(word_of!(ReportHead, is_due)) == 0 {
@@ -121,7 +114,8 @@ impl GpuGroup {
         let oldest = self.ring.numbers().next().unwrap_or(0);
         let pending = self.ring.numbers().fold(0u64, |bits, number| bits | 1 << (number - oldest));
         self.committed = match self.ring.numbers().next() {
-            _ if self.combined.is_some() || !self.carried.is_empty() => Committed::Combined,
+            _ if self.combined.is_some() => Committed::Combined,
+            _ if !self.carried.is_empty() || !self.inserted.is_empty() => Committed::Combined,
             None => Committed::Nothing,
             Some(number) if self.ring.len() == 1 && !accumulates => Committed::Alone(number),
             Some(_) => Committed::Combined,
@@ -152,7 +146,13 @@ impl GpuGroup {
         for (_, push) in &taken {
             self.take_uses(&push.lookup, RING as u32, self.next_commit - 1, stream)?;
         }
-        self.carried.extend(taken);
+        let mut inserted = std::mem::take(&mut self.inserted).into_iter().peekable();
+        for (index, (weight, push)) in taken.into_iter().enumerate() {
+            // It comes first, since its gradients are in the memory of the other. No key is in both.
+            let of_push = inserted.next_if(|(of, ..)| *of == index);
+            self.carried.extend(of_push.map(|(_, weight, push)| (weight, push)));
+            self.carried.push((weight, push));
+        }
         self.combine_carried(stream)
     }
 

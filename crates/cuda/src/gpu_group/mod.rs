@@ -25,14 +25,14 @@ use sok_core::error::{Error, Result};
 
 use crate::abi::{
     self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, PREPARED_WORDS, REPORT_WORDS, RESOLVED_WORDS,
-    Side, word_of,
+    Side, TableCounts, word_of,
 };
 use crate::device::{Device, Stream};
 use crate::gpu_table::eviction::{InProgress, SortedIds};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
 use crate::peers::{Peers, Window, Windows};
-use crate::step::{AbsentIds, Feature, KeyType, Remote, Saved, Workspace};
+use crate::step::{AbsentIds, Feature, KeyType, Remote, Saved, Started, Workspace};
 
 use absent::{Absent, Inputs, KnownRecords};
 pub use push::{LookupNumber, OutputGradients};
@@ -133,6 +133,17 @@ struct Combined {
     sums: Buffer<u32>,
 }
 
+/// Reads the counts of a table that a kernel has written, from a word on.
+fn table_counts(from: &Shared, first: usize) -> TableCounts {
+    TableCounts {
+        taken: from.get(first + word_of!(TableCounts, taken)),
+        pad: 0,
+        distinct: from.get_wide(first + word_of!(TableCounts, distinct)),
+        dropped: from.get_wide(first + word_of!(TableCounts, dropped)),
+        unknown: from.get_wide(first + word_of!(TableCounts, unknown)),
+    }
+}
+
 /// How the squared norms of all ranks are added.
 struct SharedTotals {
     of: Arc<Peers>,
@@ -158,6 +169,9 @@ pub struct GpuGroup {
     committed: Committed,
     /// Pushes, with their weights, that a ticket is known to have named, and that are not applied yet.
     carried: Vec<(f32, Push)>,
+    /// Pushes of the keys that the commit in progress has inserted: the index of the push among those that are named, its weight, and the
+    /// push of its absent keys.
+    inserted: Vec<(usize, f32, Push)>,
     /// The accumulated gradients of earlier steps, and of the last commit of several pushes.
     combined: Option<Combined>,
     /// Number of the last commit, if the host has not read its report yet.
@@ -167,6 +181,8 @@ pub struct GpuGroup {
     next_commit: u64,
     /// By table: number of ids looked up to insert since the last commit.
     ids_since: Vec<u64>,
+    /// `TableCounts` of each table before the last lookup that might insert too many keys; then those after it.
+    counts: Shared,
     /// `Report` of the last commit.
     report: Shared,
     /// `Resolved` of the last commit.
@@ -218,11 +234,13 @@ impl GpuGroup {
             pushes_without_optimizer: 0,
             committed: Committed::Nothing,
             carried: Vec::new(),
+            inserted: Vec::new(),
             combined: None,
             unseen: None,
             unheard: None,
             next_commit: 1,
             ids_since: vec![0; num_tables],
+            counts: Shared::new(context, 2 * COUNTS_WORDS * num_tables.max(1))?,
             report: Shared::new(context, REPORT_WORDS + COUNTS_WORDS * num_tables)?,
             resolved: Buffer::new(context, RESOLVED_WORDS)?,
             prepared: Buffer::new(context, PREPARED_WORDS)?,
@@ -307,13 +325,15 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<u64> {
         // SAFETY: The caller guarantees it.
-        unsafe { self.look_up(features, insertion, save, number_to, None, stream) }
+        unsafe { self.look_up(features, insertion, save, number_to, None, true, stream) }
     }
 
     /// As `lookup`. `remote`: completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
+    /// `exceeds`: whether tables that remove rows may insert first.
     ///
     /// # Safety
     /// As `lookup`.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     unsafe fn look_up(
         &mut self,
         features: &[Feature],
@@ -321,6 +341,7 @@ impl GpuGroup {
         save: bool,
         number_to: Option<u64>,
         remote: Option<&Remote>,
+        exceeds: bool,
         stream: Stream,
     ) -> Result<u64> {
         self.check_own_fault()?;
@@ -333,8 +354,9 @@ impl GpuGroup {
         self.workspace.enter(stream)?;
         let insert = insertion == Insertion::AtLookup;
         let mut inserts = vec![insert; self.tables.len()];
+        let mut exceeding = Vec::new();
         if insert {
-            self.make_room(features, None, &mut inserts, save, stream)?;
+            exceeding = self.make_room(features, None, &mut inserts, save, exceeds, stream)?;
         }
         // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
         let counts_apart = insert && !save;
@@ -357,12 +379,26 @@ impl GpuGroup {
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }
+        if !exceeding.is_empty() {
+            workspace.note_counts(self.counts.address(), stream)?;
+        }
         workspace.find(&started, tables, &inserts, stream)?;
+        if !exceeding.is_empty() {
+            let after = (4 * COUNTS_WORDS * tables.len()) as u64;
+            workspace.note_counts(self.counts.address() + after, stream)?;
+        }
         if features.iter().any(|f| f.is_silent) {
             workspace.find_silent(&started, stream)?;
         }
         workspace.sort_ids(&started, stream)?;
         workspace.write_rows(&started, features, stream)?;
+        if !exceeding.is_empty() && !self.remove_excess(&started, &exceeding, save, stream)? {
+            self.undo_insertions(features, &inserts, save)?;
+            self.workspace.forget(started);
+            // SAFETY: The caller guarantees it.
+            return unsafe { self.look_up(features, insertion, save, number_to, remote, false, stream) };
+        }
+        let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         if !save {
             workspace.count_inference(tables, &started, stream)?;
         }
@@ -393,22 +429,26 @@ impl GpuGroup {
     }
 
     /// Makes room for all keys that the call may insert. If a table might have to refuse keys, waits for the device, inserts the
-    /// keys that fit, in their order, and resets `inserts` of the table, so that the lookup inserts none.
+    /// keys that fit, in their order, and resets `inserts` of the table, so that the lookup inserts none. Returns the tables of which the
+    /// lookup may insert too many keys.
     ///
-    /// `known`: ids that have a record there are not inserted.
+    /// `known`: ids that have a record there are not inserted. `exceeds`: whether tables that remove rows may insert first.
     fn make_room(
         &mut self,
         features: &[Feature],
         known: Option<&KnownRecords>,
         inserts: &mut [bool],
         save: bool,
+        exceeds: bool,
         stream: Stream,
-    ) -> Result<()> {
+    ) -> Result<Vec<usize>> {
         let mut ids = vec![0u64; self.tables.len()];
         features.iter().filter(|f| !f.is_silent).for_each(|f| ids[f.table] += f.ids.len as u64);
         let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
         let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
-        let refuses = |tables: &[GpuTable], t: usize| tables[t].may_refuse(new(tables, t));
+        let may_exceed: Vec<bool> =
+            self.tables.iter().zip(&ids).map(|(table, ids)| exceeds && table.may_exceed(*ids)).collect();
+        let refuses = |tables: &[GpuTable], t: usize| !may_exceed[t] && tables[t].may_refuse(new(tables, t));
         let all = 0..self.tables.len();
         let is_tight =
             |tables: &[GpuTable], t: usize| !tables[t].has_room(new(tables, t)) || refuses(tables, t);
@@ -422,19 +462,83 @@ impl GpuGroup {
                 for t in all.clone() {
                     let (most, soon) = (new(&self.tables, t), soon(&self.tables, t));
                     if !self.tables[t].has_room(soon) && !refuses(&self.tables, t) {
-                        self.tables[t].make_room(most, soon, stream)?;
+                        match self.tables[t].make_room(most, soon, stream) {
+                            // There may be memory for fewer rows.
+                            Err(_) if may_exceed[t] => {
+                                return self.make_room(features, known, inserts, save, false, stream);
+                            }
+                            made => made?,
+                        }
                     }
                 }
-                self.admit(features, known, &ids, inserts, save)?;
+                let full: Vec<usize> =
+                    all.clone().filter(|&t| ids[t] > 0 && refuses(&self.tables, t)).collect();
+                if !full.is_empty() && may_exceed.contains(&true) {
+                    // What `admit` does could not be undone.
+                    return self.make_room(features, known, inserts, save, false, stream);
+                }
+                self.admit(features, known, &full, inserts, save)?;
             }
         }
+        let mut exceeding = Vec::new();
         for t in all {
             if inserts[t] {
+                if may_exceed[t] && ids[t] > 0 && self.tables[t].may_refuse(new(&self.tables, t)) {
+                    exceeding.push(t);
+                }
                 self.tables[t].expect(ids[t]);
                 self.ids_since[t] += ids[t];
             }
         }
+        Ok(exceeding)
+    }
+
+    /// Removes rows of tables of which a lookup has inserted too many keys. Returns whether enough may go; if not, none goes. Waits for
+    /// the device.
+    fn remove_excess(
+        &mut self,
+        started: &Started,
+        exceeding: &[usize],
+        save: bool,
+        stream: Stream,
+    ) -> Result<bool> {
+        self.workspace.device.synchronize()?;
+        let mut sweeps = Vec::new();
+        for &t in exceeding {
+            let taken = self.counts_noted(self.tables.len() + t).taken;
+            let table = &mut self.tables[t];
+            let excess = table.excess(taken);
+            if excess > 0 {
+                table.count_taken(taken, save);
+                sweeps.push((t, excess, table.start_sweep(0, started.records_of(t), stream)?));
+            } else {
+                table.max_taken = taken.into();
+            }
+        }
+        for (t, excess, sweeping) in &sweeps {
+            if self.tables[*t].num_removable(sweeping.as_ref())? < *excess {
+                return Ok(false);
+            }
+        }
+        for (t, _, sweeping) in sweeps {
+            let evicted = self.tables[t].end_sweep(sweeping, stream)?;
+            self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
+        }
+        Ok(true)
+    }
+
+    /// Removes the keys that the last lookup has inserted. The device must be idle.
+    fn undo_insertions(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
+        for (t, _) in inserts.iter().enumerate().filter(|(_, inserts)| **inserts) {
+            let keys = self.active_keys(features, None, t)?;
+            let (before, after) = (self.counts_noted(t), self.counts_noted(self.tables.len() + t));
+            self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
+        }
         Ok(())
+    }
+
+    fn counts_noted(&self, number: usize) -> TableCounts {
+        table_counts(&self.counts, number * COUNTS_WORDS)
     }
 
     /// For tables that might have to refuse keys: inserts the keys that fit, and resets `inserts`. The device must be idle.
@@ -442,19 +546,16 @@ impl GpuGroup {
         &mut self,
         features: &[Feature],
         known: Option<&KnownRecords>,
-        ids: &[u64],
+        full: &[usize],
         inserts: &mut [bool],
         save: bool,
     ) -> Result<()> {
-        let full: Vec<usize> = (0..self.tables.len())
-            .filter(|&t| ids[t] > 0 && self.tables[t].may_refuse(self.tables[t].max_new(ids[t])))
-            .collect();
         if full.is_empty() {
             return Ok(());
         }
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         let mut new = Vec::new();
-        for &t in &full {
+        for &t in full {
             let keys = self.active_keys(features, known, t)?;
             let room = self.tables[t].room(keys.len(), 0)?;
             let absent = self.tables[t].absent(&room, &keys)?;
@@ -468,7 +569,7 @@ impl GpuGroup {
             table.check_capacity(num_new, table.num_removable(sweeping.as_ref())?)?;
             new.push((room, absent, sweeping));
         }
-        for (t, (room, new, sweeping)) in full.into_iter().zip(new) {
+        for (&t, (room, new, sweeping)) in full.iter().zip(new) {
             let outcomes = self.tables[t].admit(&room, &new, sweeping)?;
             self.tables[t].note(outcomes);
             if save {

@@ -3,7 +3,7 @@
 use sok_core::contract::table::CheckMode;
 use sok_core::error::{Error, Result};
 
-use super::GpuTable;
+use super::{GpuTable, SPARE_NUMBERS};
 use crate::device::Stream;
 
 impl GpuTable {
@@ -63,6 +63,17 @@ impl GpuTable {
     /// Returns whether this many new keys might exceed the maximum capacity.
     pub(crate) fn may_refuse(&self, new_keys: u64) -> bool {
         self.max_rows() + new_keys > self.config.capacity()
+    }
+
+    /// Returns whether a call with this many ids may insert first and then remove as many rows as are too many. The memory for both is
+    /// there for a while.
+    pub(crate) fn may_exceed(&self, ids: u64) -> bool {
+        self.evictor.is_some() && ids <= self.config.capacity() / 2 + SPARE_NUMBERS as u64
+    }
+
+    /// Returns how many rows are too many, if the device has given out so many record numbers.
+    pub(crate) fn excess(&self, taken: u32) -> u64 {
+        ((self.len_before + i64::from(taken)) as u64).saturating_sub(self.config.capacity())
     }
 
     /// Returns the number of new keys that the maximum capacity certainly allows; the largest number without a maximum.

@@ -75,6 +75,19 @@ impl GpuTable {
         Ok(u64::from(inserted))
     }
 
+    /// Takes over that the device has given out so many record numbers. `are_hits`: whether the lookups that inserted count their new keys as
+    /// found.
+    pub(crate) fn count_taken(&mut self, taken: u32, are_hits: bool) {
+        let inserted = u64::from(taken - self.counted);
+        self.stats.outcomes.inserted += inserted;
+        if are_hits {
+            self.admitted += inserted;
+        }
+        (self.counted, self.max_taken) = (taken, taken.into());
+        self.reported = TableCounts { taken, ..TableCounts::default() };
+        self.is_recounted = true;
+    }
+
     /// Adds outcomes to the statistics.
     pub(crate) fn note(&mut self, outcomes: Outcomes) {
         self.stats.outcomes += outcomes;

@@ -12,7 +12,7 @@ use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score, sweep_size};
 use sok_core::policy::sweep::Rank;
 
-use super::{GpuTable, WAITING};
+use super::{GpuTable, SPARE_NUMBERS, WAITING};
 use crate::abi::{self, Choice, RANK_BINS, RANK_BITS, Sorted, Sweep, TABLE_THREADS, Use};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
@@ -75,7 +75,7 @@ pub(crate) struct Sweeping {
 
 impl Evictor {
     pub fn new(device: &Arc<Device>, config: &TableConfig, policy: Eviction) -> Result<Evictor> {
-        let numbers = (config.capacity() as usize).saturating_mul(2).saturating_add(2);
+        let numbers = (config.capacity() as usize).saturating_mul(2).saturating_add(SPARE_NUMBERS);
         let what = || format!("the scores of table `{}`", config.name);
         let arena = |bytes: usize| Arena::new(&device.context, numbers.saturating_mul(bytes), what());
         Ok(Evictor {

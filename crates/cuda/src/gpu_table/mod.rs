@@ -32,6 +32,9 @@ const WAITING: Stream = Stream::DEFAULT;
 /// Maximum number of floats that are copied to or from the device at once.
 const PIECE: usize = 1 << 24;
 
+/// Addresses of so many records are reserved beside those of twice the maximum number of rows.
+const SPARE_NUMBERS: usize = 4096;
+
 /// An embedding table in the memory of a GPU.
 pub struct GpuTable {
     pub(crate) config: TableConfig,
@@ -212,7 +215,8 @@ pub(crate) fn no_place(table: &str) -> Error {
 fn arena(device: &Arc<Device>, config: &TableConfig, stride: usize) -> Result<Arena> {
     let rows = config.capacity().min(config.vocabulary_size.unwrap_or(u64::MAX)) as usize;
     // Numbers of erased records are not reused while steps may refer to them, so there may be more records than rows.
-    let most = (rows.saturating_mul(2) + 2).saturating_mul(16 * stride);
+    let numbers = rows.saturating_mul(2).saturating_add(SPARE_NUMBERS);
+    let most = numbers.saturating_mul(16 * stride);
     Arena::new(&device.context, most, format!("table `{}`", config.name))
 }
 

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
@@ -11,7 +11,7 @@ use sok_core::key::Key;
 use super::eviction::Evictor;
 use super::record::DeviceLayout;
 use super::{GpuTable, Room, WAITING, arena};
-use crate::abi::{self, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
+use crate::abi::{self, DISTINCT, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
 use crate::device::{Stream, launch, launch_next};
 use crate::index::Index;
 use crate::kernels::{SCORES, TABLE};
@@ -189,6 +189,34 @@ impl GpuTable {
             unsafe { launch!(end, stream, blocks, TABLE_THREADS, table, erased, n) }?;
         }
         Ok(())
+    }
+
+    /// Undoes the insertions of the last lookup. `keys`: among others, those that it has inserted. `before`: the counts before it. `taken`:
+    /// how many record numbers were given out after it. `were_hits`: as `are_hits` of `count_taken`. The device must be idle.
+    pub(crate) fn undo_insertions(
+        &mut self,
+        keys: &[Key],
+        before: TableCounts,
+        taken: u32,
+        were_hits: bool,
+    ) -> Result<()> {
+        self.count_taken(taken, were_hits);
+        let inserted = u64::from(taken - before.taken);
+        self.stats.outcomes.inserted -= inserted;
+        if were_hits {
+            self.admitted -= inserted;
+        }
+        let released = self.released.len() as u32;
+        let number =
+            |at: u32| self.released.get(at as usize).copied().unwrap_or_else(|| self.fresh + (at - released));
+        let numbers: HashSet<u32> = (before.taken..taken).map(number).collect();
+        let room = self.room(keys.len(), 0)?;
+        let records = self.look_up(&room, keys, false)?;
+        let new = keys.iter().zip(records).filter(|(_, record)| numbers.contains(record));
+        let new: Vec<Key> = new.map(|(key, _)| *key).collect();
+        self.remove(&new)?;
+        let distinct = [before.distinct as u32, (before.distinct >> 32) as u32];
+        self.index.counters.write(DISTINCT, &distinct)
     }
 
     /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.

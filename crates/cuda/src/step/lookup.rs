@@ -11,6 +11,7 @@ use super::{Bags, Feature, Saved, SavedFeature, Workspace};
 use crate::abi::{self, *};
 use crate::device::{Stream, launch_next};
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::eviction::UsedRecords;
 use crate::kernels::{FORWARD, RANKS};
 use crate::memory::{Buffer, words};
 
@@ -57,6 +58,15 @@ pub struct Started {
 }
 
 impl Started {
+    /// The records of all ids of a table, as far as they were found or inserted.
+    pub(crate) fn records_of(&self, table: usize) -> UsedRecords {
+        let section = self.sections.iter().find(|section| section.table as usize == table);
+        section.map_or(UsedRecords::NONE, |section| UsedRecords {
+            address: self.found.records + 4 * u64::from(section.first),
+            count: section.count as usize,
+        })
+    }
+
     /// Whether ids have coefficients of their own.
     pub fn has_coefficients(&self) -> bool {
         self.found.named != 0

@@ -6,9 +6,9 @@ use sok_core::error::Result;
 
 use super::{Saved, Started, Workspace};
 use crate::abi::{LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
-use crate::device::{Stream, launch};
+use crate::device::{Stream, launch, launch_next};
 use crate::gpu_table::GpuTable;
-use crate::gpu_table::eviction::Evictor;
+use crate::gpu_table::eviction::{Evictor, UsedRecords};
 use crate::kernels::SCORES;
 
 /// A commit that takes a push of a lookup.
@@ -98,17 +98,27 @@ impl Workspace {
         }
     }
 
+    /// Enqueues copying the counts of each table. `to`: address that takes a `TableCounts` for each.
+    ///
+    /// # Errors
+    /// As `take_uses`.
+    pub fn note_counts(&self, to: u64, stream: Stream) -> Result<()> {
+        let note = self.device.kernel(&SCORES, "note_counts")?;
+        let (tables, n) = (self.tables(), self.kinds.len() as u32);
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
+        unsafe { launch_next!(note, stream, 1, TABLE_THREADS, tables, n, to) }
+    }
+
     /// Enqueues counting a use by each id of a lookup that is not one of training, where the policy of a table asks for that.
     ///
     /// # Errors
     /// As `take_uses`.
     pub fn count_inference(&self, tables: &[GpuTable], started: &Started, stream: Stream) -> Result<()> {
-        for section in &started.sections {
-            let table = &tables[section.table as usize];
+        for (number, table) in tables.iter().enumerate() {
             if table.evictor.as_ref().is_some_and(|evictor| evictor.policy.counts_inference) {
-                let records = started.found.records + 4 * u64::from(section.first);
+                let UsedRecords { address, count } = started.records_of(number);
                 // SAFETY: The scratch memory has a record for each id.
-                unsafe { table.count_records(records, section.count as usize, stream) }?;
+                unsafe { table.count_records(address, count, stream) }?;
             }
         }
         Ok(())

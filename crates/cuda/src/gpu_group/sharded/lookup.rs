@@ -279,7 +279,7 @@ impl ShardedGpuGroup {
         let LookupMode { insertion, save } = mode;
         // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call, or of received keys.
         let looked_up =
-            unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), stream) };
+            unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), false, stream) };
         let looked_up = if must_agree { looked_up } else { Ok(self.fatal(looked_up)?) };
         let agreed = if must_agree {
             let vote = looked_up.as_ref().map(drop).map_err(Error::clone);

@@ -1,0 +1,112 @@
+//! Training steps over tables with eviction policies, beside the same steps without one, in turns: with scores alone, and over full tables,
+//! which remove rows. One id in a hundred is new. Times are means, since sweeps are rare: of rounds in which each full table sweeps.
+//! Then sweeps of one table.
+//!
+//!     policies
+
+mod common;
+
+use std::time::Instant;
+
+use common::training::{Gpu, Work, ids, normal, scalars, work};
+use common::{Bench, config, fill, median, nth_key};
+use sok_core::contract::group::Group;
+use sok_core::contract::table::{Table, TableConfig};
+use sok_core::policy::eviction::{Eviction, Score};
+use sok_cuda::gpu_table::GpuTable;
+use sok_cuda::memory::Buffer;
+
+const WORKS: [Work; 2] = [
+    work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 400_000),
+    work("26 x 16,384, dim 64, Zipf", 26, 16_384, 1, 400_000),
+];
+const LRU: Score = Score::Lru;
+const LFU: Score = Score::Lfu { half_life: None };
+/// Name, policy, and whether the tables are full.
+const POLICIES: [(&str, Option<Score>, bool); 4] = [
+    ("none", None, false),
+    ("LRU, scores alone", Some(LRU), false),
+    ("LRU, full", Some(LRU), true),
+    ("LFU, full", Some(LFU), true),
+];
+const ROUNDS: usize = 5;
+
+fn table(name: &str, work: &Work, score: Option<Score>, is_full: bool) -> TableConfig {
+    let eviction = score.map(|score| Eviction { score, counts_inference: false, keeps_evicted: false });
+    let capacity = if is_full { work.vocabulary } else { 4 * work.vocabulary };
+    TableConfig { max_capacity: score.map(|_| capacity), eviction, ..config(name, work.dim, work.vocabulary) }
+}
+
+fn time(bench: &Bench, work: &Work) {
+    let gradients = normal(work.samples * work.dim * work.tables);
+    // As many as a full table takes between two sweeps.
+    let steps = (work.vocabulary as usize / 64).div_ceil(work.samples / 100) + 1;
+    let batches: Vec<Vec<u64>> = std::thread::scope(|scope| {
+        let threads = (0..(ROUNDS + 1) * steps).map(|step| scope.spawn(move || ids(work, step)));
+        threads.collect::<Vec<_>>().into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let upload = |batch: &Vec<u64>| Buffer::from_slice(&bench.device.context, batch).unwrap();
+    let numbers = scalars(0);
+    let numbers = [numbers.learning_rate, numbers.step as f32, 1.0, numbers.factor];
+    let numbers = Buffer::from_slice(&bench.device.context, &numbers).unwrap();
+    let inputs: Vec<_> = batches.iter().map(upload).collect();
+    let mut subjects = POLICIES.map(|(_, score, is_full)| {
+        let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, score, is_full));
+        let mut gpu = Gpu::with_tables(bench, work, configs.collect(), &gradients);
+        fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
+        gpu
+    });
+    let mut times = POLICIES.map(|_| Vec::new());
+    for (round, inputs) in inputs.chunks(steps).enumerate() {
+        for (gpu, times) in subjects.iter_mut().zip(&mut times) {
+            bench.device.synchronize().unwrap();
+            let start = bench.mark();
+            inputs.iter().for_each(|ids| gpu.step(ids, &numbers, true));
+            let end = bench.mark();
+            bench.device.synchronize().unwrap();
+            if round > 0 {
+                times.push(start.elapsed_ms(&end).unwrap() / steps as f32);
+            }
+        }
+    }
+    for (((name, ..), gpu), times_of) in POLICIES.iter().zip(&subjects).zip(&times) {
+        let ratios: Vec<f32> = times_of.iter().zip(&times[0]).map(|(mine, plain)| mine / plain).collect();
+        let removed: u64 =
+            (0..work.tables).map(|t| gpu.group.table(t).stats().unwrap().outcomes.evicted).sum();
+        println!("| {} | {name} | {:.3} | {:.3} | {removed} |", work.name, median(times_of), median(&ratios));
+    }
+}
+
+/// Times `find_or_insert` of one new key in a full table, which sweeps.
+fn time_sweeps(bench: &Bench, rows: u64) {
+    for (name, score) in [("LRU", LRU), ("LFU", LFU)] {
+        let work = Work { dim: 4, vocabulary: rows, ..WORKS[0].clone() };
+        let mut table = GpuTable::new(&bench.device, table("t", &work, Some(score), true)).unwrap();
+        let keys: Vec<u64> = (0..rows).map(nth_key).collect();
+        for some in keys.chunks(1 << 22) {
+            table.assign(some, &vec![0.0; 4 * some.len()], true).unwrap();
+        }
+        let mut new = rows;
+        let mut times = Vec::new();
+        for _ in 0..5 {
+            // Fill the room that the last sweep has made.
+            let room = rows - table.len().unwrap() as u64;
+            let more: Vec<u64> = (new..new + room).map(nth_key).collect();
+            table.assign(&more, &vec![0.0; 4 * more.len()], true).unwrap();
+            new += room;
+            let start = Instant::now();
+            table.assign(&[nth_key(new)], &[0.0; 4], true).unwrap();
+            times.push(start.elapsed().as_secs_f32() * 1e3);
+            new += 1;
+        }
+        println!("| {rows} | {name} | {:.2} |", median(&times[1..]));
+    }
+}
+
+fn main() {
+    let bench = Bench::start("a training step of Adam over tables with policies");
+    println!("| work | policy | ms | over none | rows removed |\n|---|---|---|---|---|");
+    WORKS.iter().for_each(|work| time(&bench, work));
+    println!("\n| rows of the table | policy | ms of a call that sweeps |\n|---|---|---|");
+    [1 << 20, 1 << 24].into_iter().for_each(|rows| time_sweeps(&bench, rows));
+}
