@@ -101,6 +101,9 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
   }
 }
 
+// `Use::commit` of a record without a row.
+constexpr u64 NO_ROW = ~0ull;
+
 // Starts the score of a new record, if the table has scores.
 __device__ __forceinline__ void start_score(const Table& t, u64 key, u32 record) {
   if (!t.uses) return;

@@ -1,10 +1,9 @@
 // Scores of records: their uses, and which records have the lowest.
+#include "records.cuh"
 #include "sort.cuh"
 
 // Number of sorted ids that a thread of `take_uses` examines.
 constexpr u32 PER_THREAD = LIST_BLOCK / LIST_THREADS;
-// `Use::commit` of a record without a row.
-constexpr u64 NO_ROW = ~0ull;
 
 __device__ __forceinline__ bool has_row(const Use& use) { return use.commit != NO_ROW; }
 
@@ -42,24 +41,43 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   if (!t.uses) return;
   const u64 step = *t.step;
   const u32 end = section.first + section.count, at = section.first + (block - section.first_list) * LIST_BLOCK + threadIdx.x;
+  u32 record[PER_THREAD], ids[PER_THREAD];
+  Pair use[PER_THREAD];
+#pragma unroll
   for (u32 k = 0; k < PER_THREAD; ++k) {
-    const u32 i = at + k * LIST_THREADS, record = i < end ? sorted[i].record : 0;
-    const u32 ids = same_from(record);
-    if (record == 0 || ids == 0) continue;
-    Use* use = t.uses + record;
-    if (use->commit == NO_ROW) continue;
-    if (is_first) count_use(t, use, step, ids);
-    use->commit = commit;
+    const u32 i = at + k * LIST_THREADS;
+    record[k] = i < end ? sorted[i].record : 0;
+  }
+#pragma unroll
+  for (u32 k = 0; k < PER_THREAD; ++k) {
+    ids[k] = same_from(record[k]);
+    if (record[k] == 0) ids[k] = 0;
+    if (ids[k]) use[k] = load_pair_shared(t.uses + record[k]);
+  }
+#pragma unroll
+  for (u32 k = 0; k < PER_THREAD; ++k) {
+    if (ids[k] == 0 || use[k].high == NO_ROW) continue;
+    Use* to = t.uses + record[k];
+    if (is_first && t.has_steps) {
+      *to = {step, commit};
+    } else {
+      if (is_first) add_ids(&to->score, ids[k]);
+      to->commit = commit;
+    }
   }
 }
 
-// Copies the counts of each table. One block.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) note_counts(const Table* tables, u32 n, TableCounts* to) {
+// Copies the counts of each table to memory that the host reads, then the number of this call to `flag`, if it is not null. One block.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) note_counts(
+    const Table* tables, u32 n, TableCounts* to, u64* flag, u64 call) {
   begin();
   for (u32 t = threadIdx.x; t < n; t += TABLE_THREADS) {
     const Counters* counters = tables[t].index.counters;
     to[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown};
   }
+  __threadfence_system();
+  __syncthreads();
+  if (flag && threadIdx.x == 0) *(volatile u64*)flag = call;
 }
 
 // Counts a use of the record of each id. Bits that mark records as new are ignored.
@@ -103,24 +121,23 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_scores(
   if (i < n) t.uses[records[i]].score = scores[i];
 }
 
-// Notes that records have no row any more. Record 0 is passed over.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) end_records(
-    const __grid_constant__ Table t, const u32* __restrict__ records, u32 n) {
-  begin();
-  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i < n && records[i]) t.uses[records[i]].commit = NO_ROW;
-}
-
 // ---- the rows with the lowest scores
 
-// Marks records. `stride`: of their numbers, in words. Bits that mark records as new are ignored.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) mark_records(
-    const u32* __restrict__ records, u32 stride, u32 n, u32* __restrict__ marks) {
+// A launch for several sweeps has `blocks` blocks for each. Returns the number of the sweep, and of the block among its blocks.
+struct BlockOfSweep {
+  u32 sweep, block;
+  __device__ __forceinline__ explicit BlockOfSweep(u32 blocks) : sweep(blockIdx.x / blocks), block(blockIdx.x % blocks) {}
+};
+
+// Marks records that must stay. Bits that mark records as new are ignored.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) mark_used(const Used* all, u32 blocks) {
   begin();
-  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i >= n) return;
-  const u32 record = records[(u64)i * stride] & ~NEW;
-  if (record) atomicOr(marks + record / WARP, 1u << record % WARP);
+  const BlockOfSweep at(blocks);
+  const Used used = all[at.sweep];
+  for (u32 i = at.block * TABLE_THREADS + threadIdx.x; i < used.count; i += blocks * TABLE_THREADS) {
+    const u32 record = used.records[(u64)i * used.stride] & ~NEW;
+    if (record) atomicOr(used.marks + record / WARP, 1u << record % WARP);
+  }
 }
 
 // A number of 128 bits: a score and a key.
@@ -153,9 +170,9 @@ __device__ __forceinline__ u32 bin_of(const Rank& rank, const Rank& low, u32 shi
 __device__ __forceinline__ Rank end_of(const Rank& low, u32 shift) { return difference(sum(low, start_of(1, shift)), {0, 1}); }
 
 // Calls `body` with the number and the use of each record whose row may go.
-template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, const Body& body) {
-  const u64 stride = (u64)gridDim.x * TABLE_THREADS;
-  for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < s.numbers; record += stride) {
+template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, u32 block, u32 blocks, const Body& body) {
+  const u64 stride = (u64)blocks * TABLE_THREADS;
+  for (u64 record = 1 + (u64)block * TABLE_THREADS + threadIdx.x; record < s.numbers; record += stride) {
     const Pair pair = load_pair(s.uses + record);
     const Use use = {pair.low, pair.high};
     const bool may_go = has_row(use) && use.commit <= s.settled_commit && !(s.marks[record / WARP] >> record % WARP & 1);
@@ -163,12 +180,12 @@ template <class Body> __device__ __forceinline__ void for_each_removable(const S
   }
 }
 
-// Returns whether this is the last block of a launch to come here. Threads of that block see what all blocks wrote before.
-__device__ __forceinline__ bool is_last_block(u32* done) {
+// Returns whether this is the last of a sweep's blocks to come here. Threads of that block see what the others wrote before.
+__device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == gridDim.x - 1;
+  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
   __syncthreads();
   __threadfence();
   if (is_last && threadIdx.x == 0) *done = 0;
@@ -176,11 +193,14 @@ __device__ __forceinline__ bool is_last_block(u32* done) {
 }
 
 // Begins the choice of the rows with the lowest ranks: counts those that may go, and divides the range of their ranks into bins.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const __grid_constant__ Sweep s) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const Sweep* sweeps, u32 blocks) {
   begin();
+  const BlockOfSweep at(blocks);
+  const Sweep& s = sweeps[at.sweep];
   Choice* choice = s.choice;
   u64 count = 0, lowest = ~0ull, highest = 0;
-  for_each_removable(s, [&](u32, const Use& use) { ++count, lowest = min(lowest, use.score), highest = max(highest, use.score); });
+  for_each_removable(s, at.block, blocks,
+      [&](u32, const Use& use) { ++count, lowest = min(lowest, use.score), highest = max(highest, use.score); });
   for (u32 by = WARP / 2; by; by /= 2) {
     count += __shfl_down_sync(ALL, count, by);
     lowest = min(lowest, __shfl_down_sync(ALL, lowest, by)), highest = max(highest, __shfl_down_sync(ALL, highest, by));
@@ -190,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const _
     // Zeros are the first values of all fields, so this one is kept inverted.
     atomicMax(&choice->inverse_of_lowest, ~lowest);
   }
-  if (!is_last_block(&choice->blocks_done) || threadIdx.x != 0) return;
+  if (!is_last_block(&choice->blocks_done, blocks) || threadIdx.x != 0) return;
   lowest = ~load_shared(&choice->inverse_of_lowest), highest = load_shared(&choice->highest);
   choice->high_score = highest, choice->high_key = ~0ull;
   choice->is_done = load_shared(&choice->count) <= s.wanted;
@@ -199,8 +219,10 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const _
 }
 
 // Counts the rows that may go by their bins. The last block finds the bin with the row that is number `wanted` of them, and divides it.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(const __grid_constant__ Sweep s) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(const Sweep* sweeps, u32 blocks) {
   begin();
+  const BlockOfSweep at(blocks);
+  const Sweep& s = sweeps[at.sweep];
   constexpr u32 PER_THREAD = RANK_BINS / TABLE_THREADS;
   Choice* choice = s.choice;
   if (choice->is_done) return;
@@ -209,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(const __
   __syncthreads();
   const Rank low = {choice->low_score, choice->low_key};
   const u32 shift = choice->shift;
-  for_each_removable(s, [&](u32 record, const Use& use) {
+  for_each_removable(s, at.block, blocks, [&](u32 record, const Use& use) {
     // Where bins are wider than all keys of a score, the key of `low` is 0.
     const Rank rank = {use.score, shift < 64 ? s.keys[record] : 0};
     if (rank < low) return;
@@ -219,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(const __
   __syncthreads();
   for (u32 b = threadIdx.x; b < RANK_BINS; b += TABLE_THREADS)
     if (counts[b]) atomicAdd(s.bins + b, counts[b]);
-  if (!is_last_block(&choice->blocks_done)) return;
+  if (!is_last_block(&choice->blocks_done, blocks)) return;
   __shared__ u32 of_threads[TABLE_THREADS];
   u32 mine[PER_THREAD], all = 0;
   for (u32 k = 0; k < PER_THREAD; ++k) {
@@ -245,15 +267,17 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_ranks(const __
 }
 
 // Lists the chosen rows.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_chosen(const __grid_constant__ Sweep s) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_chosen(const Sweep* sweeps, u32 blocks) {
   begin();
+  const BlockOfSweep at(blocks);
+  const Sweep& s = sweeps[at.sweep];
   const Rank high = {s.choice->high_score, s.choice->high_key};
-  for_each_removable(s, [&](u32 record, const Use& use) {
+  for_each_removable(s, at.block, blocks, [&](u32 record, const Use& use) {
     if (use.score > high.score) return;
     const u64 key = s.keys[record];
     if (use.score == high.score && key > high.key) return;
-    const u32 at = atomicAdd(&s.choice->num_listed, 1);
-    s.listed_keys[at] = key, s.listed_records[at] = record;
-    if (s.listed_scores) s.listed_scores[at] = use.score;
+    const u32 place = atomicAdd(&s.choice->num_listed, 1);
+    s.listed_keys[place] = key, s.listed_records[place] = record;
+    if (s.listed_scores) s.listed_scores[place] = use.score;
   });
 }

@@ -147,14 +147,10 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) lay_out(Table from, 
 
 // ---- entries of the index
 
-// Erases keys. `erased`: takes the record numbers that they had, 0 for a key that was not there. Of equal keys, one gets the number. Only
-// erasures may run in the launch.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
-    Index index, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
-  begin();
-  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i >= n) return;
-  const u64 key = keys[i], h = hash(index, key);
+// Erases a key. Returns the record number that it had, 0 if it was not there. Of equal keys, one gets the number. Only erasures may run in
+// the launch.
+__device__ __forceinline__ u32 erase_key(const Index& index, u64 key) {
+  const u64 h = hash(index, key);
   Bucket* first = index.buckets + first_of(h, index.num_buckets);
   Bucket* second = index.buckets + second_of(h, index.num_buckets);
   u32 record = NO_RECORD;
@@ -179,7 +175,28 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
     release(&first->word, word & ~LOCKED);
     is_done = true;
   }
-  erased[i] = record;
+  return record;
+}
+
+// Erases keys. `erased`: takes what `erase_key` returns.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
+    const __grid_constant__ Table t, const u64* __restrict__ keys, u32* __restrict__ erased, u32 n) {
+  begin();
+  const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
+  if (i >= n) return;
+  erased[i] = erase_key(t.index, keys[i]);
+  if (t.uses && erased[i] != NO_RECORD) t.uses[erased[i]].commit = NO_ROW;
+}
+
+// Erases the rows that sweeps have chosen. The launch has `blocks` blocks for each sweep.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_chosen(const Sweep* sweeps, u32 blocks) {
+  begin();
+  const Sweep& s = sweeps[blockIdx.x / blocks];
+  const u32 n = s.choice->num_listed;
+  for (u32 i = blockIdx.x % blocks * TABLE_THREADS + threadIdx.x; i < n; i += blocks * TABLE_THREADS) {
+    erase_key(s.index, s.listed_keys[i]);
+    s.uses[s.listed_records[i]].commit = NO_ROW;
+  }
 }
 
 // Inserts an entry into an index. All keys are different, so no lock is needed. An entry without room goes to `overflow`.

@@ -40,6 +40,8 @@ pub struct Device {
     pub shared_bytes: usize,
     /// Maximum number of bytes of the parameters of a launch.
     pub parameter_bytes: usize,
+    /// A stream for copies beside the work of other streams.
+    pub(crate) copies: Arc<CudaStream>,
     nvrtc: Nvrtc,
     kernels: Mutex<Kernels>,
 }
@@ -101,6 +103,20 @@ impl Stream {
         unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.0) }
             .result()
             .map_err(driver_error("copying to the GPU"))
+    }
+
+    /// Enqueues a copy of bytes from the device to host memory.
+    ///
+    /// # Errors
+    /// As `copy_to_device`.
+    ///
+    /// # Safety
+    /// As `copy_to_device`, and `to` may be written until the copy has completed.
+    pub unsafe fn copy_to_host(self, to: *mut u8, from: u64, bytes: usize) -> Result<()> {
+        // SAFETY: The caller guarantees it.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.0) }
+            .result()
+            .map_err(driver_error("copying from the GPU"))
     }
 
     /// Records the event after all work that is on the stream so far.
@@ -196,6 +212,7 @@ impl Device {
         // Large parameters exist since CUDA 12.1, from Volta on.
         let takes_many = major >= 7 && driver >= 12010 && nvrtc.version >= (12, 1);
         Ok(Device {
+            copies: context.new_stream().map_err(&failed)?,
             context,
             arch: (10 * major + minor) as u32,
             multiprocessors: multiprocessors as u32,

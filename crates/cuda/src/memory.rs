@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 use cudarc::driver::{CudaContext, DriverError, result};
 use sok_core::error::{Error, Result};
 
-use crate::device::{Stream, driver_error};
+use crate::device::{Device, Stream, driver_error};
 
 /// A type whose values are plain numbers, with the same bytes on host and device.
 ///
@@ -210,6 +210,23 @@ pub fn read<T: Plain>(context: &CudaContext, address: CUdeviceptr, len: usize) -
         let room = unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr(), len) };
         // SAFETY: The device has `len` values at this address, because each caller reads an array that it knows.
         unsafe { result::memcpy_dtoh_sync(room, address) }.map_err(driver_error("copying from the GPU"))?;
+        // SAFETY: All values are written, and every bit pattern is a value.
+        unsafe { values.set_len(len) };
+    }
+    Ok(values)
+}
+
+/// As `read`, but waits for no other work on the device.
+///
+/// # Errors
+/// [`Error::Device`] if the copy fails.
+pub(crate) fn read_beside<T: Plain>(device: &Device, address: CUdeviceptr, len: usize) -> Result<Vec<T>> {
+    let mut values = Vec::<T>::with_capacity(len);
+    if len > 0 {
+        let stream = Stream::of_cudarc(&device.copies);
+        // SAFETY: The vector has room for the values, as the device has, and lives until the wait below.
+        unsafe { stream.copy_to_host(values.as_mut_ptr().cast(), address, len * size_of::<T>()) }?;
+        stream.synchronize()?;
         // SAFETY: All values are written, and every bit pattern is a value.
         unsafe { values.set_len(len) };
     }

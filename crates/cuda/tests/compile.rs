@@ -79,6 +79,7 @@ fn all_kernels_compile_for_all_architectures() {
         "write_records",
         "lay_out",
         "erase_keys",
+        "erase_chosen",
         "move_entries",
         "settle_entries",
     ]);
@@ -152,8 +153,7 @@ fn all_kernels_compile_for_all_architectures() {
         "halve_scores",
         "read_scores",
         "write_scores",
-        "end_records",
-        "mark_records",
+        "mark_used",
         "measure_rows",
         "count_ranks",
         "list_chosen",

@@ -127,8 +127,9 @@ structs! {
 
     /// A sweep: it chooses the rows with the lowest scores, and of equal scores those with the lowest keys.
     pub struct Sweep {
+        pub index: Index,
         /// By record.
-        pub uses: u64 as "const Use*",
+        pub uses: u64 as "Use*",
         /// By record.
         pub keys: u64 as "const u64*",
         /// A bit for each record that must stay.
@@ -148,6 +149,15 @@ structs! {
         /// A number above those of all records.
         pub numbers: u32,
         pub pad: u32,
+    }
+
+    /// Records that a sweep must leave.
+    pub struct Used {
+        pub records: u64 as "const u32*",
+        pub marks: u64 as "u32*",
+        /// Words from one number to the next.
+        pub stride: u32,
+        pub count: u32,
     }
 
     /// The state of a sweep. It starts as zeros.

@@ -215,8 +215,8 @@ impl GpuGroup {
         for table in 0..self.tables.len() {
             let num_new = self.num_new(named, table)?;
             let table = &mut self.tables[table];
-            let sweeping = table.start_sweep(num_new, UsedRecords::NONE, Stream::DEFAULT)?;
-            table.check_capacity(num_new, table.num_removable(sweeping.as_ref())?)?;
+            let sweeps = table.sweep_for(num_new, UsedRecords::NONE)?;
+            table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
         }
         Ok(())
     }
@@ -244,10 +244,8 @@ impl GpuGroup {
             if self.tables[number].evictor.is_some() {
                 let num_new = self.num_new(named, number)?;
                 let table = &mut self.tables[number];
-                let sweeping = table.start_sweep(num_new, UsedRecords::NONE, Stream::DEFAULT)?;
-                self.workspace.device.synchronize()?;
-                let evicted = table.end_sweep(sweeping, Stream::DEFAULT)?;
-                self.workspace.device.synchronize()?;
+                let sweeps = table.sweep_for(num_new, UsedRecords::NONE)?;
+                let evicted = table.end_own_sweep(sweeps)?;
                 table.note(Outcomes { evicted, ..Outcomes::default() });
             }
         }

@@ -14,7 +14,7 @@ use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Shared};
 use crate::rule;
 use crate::step::Taking;
 
@@ -45,7 +45,7 @@ impl GpuGroup {
     /// report.
     fn take_named(&mut self) -> Result<Vec<(f32, Push)>> {
         let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
-        self.wait_for_report(commit)?;
+        self.wait_for(&self.report, word_of!(ReportHead, commit), commit)?;
         for (t, table) in self.tables.iter_mut().enumerate() {
             let counts = table_counts(&self.report, REPORT_WORDS + COUNTS_WORDS * t);
             table.learn_from(counts, self.ids_since[t]);
@@ -79,15 +79,15 @@ impl GpuGroup {
         Ok(taken)
     }
 
-    /// Waits until the report of this commit is written.
-    fn wait_for_report(&self, commit: u64) -> Result<()> {
+    /// Waits until a kernel has written this number, from a word of the memory on.
+    pub(super) fn wait_for(&self, memory: &Shared, word: usize, number: u64) -> Result<()> {
         let mut tries = 0u32;
-        while self.report.get_wide(word_of!(ReportHead, commit)) != commit {
+        while memory.get_wide(word) != number {
             tries += 1;
             std::hint::spin_loop();
             if tries.is_multiple_of(1 << 14) {
                 // A launch may have failed. Only a call of the driver returns that.
-                if self.workspace.is_idle()? && self.report.get_wide(word_of!(ReportHead, commit)) != commit {
+                if self.workspace.is_idle()? && memory.get_wide(word) != number {
                     return Err(Error::Device("a step was lost on the GPU".into()));
                 }
                 std::thread::yield_now();

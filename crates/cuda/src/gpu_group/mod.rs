@@ -16,6 +16,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
+use cudarc::driver::CudaEvent;
+use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
@@ -27,8 +29,9 @@ use crate::abi::{
     self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, PREPARED_WORDS, REPORT_WORDS, RESOLVED_WORDS,
     Side, TableCounts, word_of,
 };
-use crate::device::{Device, Stream};
+use crate::device::{Device, Stream, driver_error};
 use crate::gpu_table::eviction::{InProgress, SortedIds};
+use crate::gpu_table::sweep::Sweeps;
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
 use crate::peers::{Peers, Window, Windows};
@@ -133,6 +136,13 @@ struct Combined {
     sums: Buffer<u32>,
 }
 
+/// Sweeps of the tables of which a lookup has inserted too many keys.
+struct SweepsOfTables {
+    /// Index of each table, and how many rows are too many.
+    tables: Vec<(usize, u64)>,
+    sweeps: Sweeps,
+}
+
 /// Reads the counts of a table that a kernel has written, from a word on.
 fn table_counts(from: &Shared, first: usize) -> TableCounts {
     TableCounts {
@@ -181,8 +191,14 @@ pub struct GpuGroup {
     next_commit: u64,
     /// By table: number of ids looked up to insert since the last commit.
     ids_since: Vec<u64>,
-    /// `TableCounts` of each table before the last lookup that might insert too many keys; then those after it.
+    /// `TableCounts` of each table before the last lookup that might insert too many keys; then those after it; then the number of such
+    /// lookups so far.
     counts: Shared,
+    num_noted: u64,
+    /// Memory of sweeps, for later ones.
+    sweep_memory: Option<Buffer<u32>>,
+    /// Recorded after the sweeps of a lookup.
+    swept: CudaEvent,
     /// `Report` of the last commit.
     report: Shared,
     /// `Resolved` of the last commit.
@@ -240,7 +256,12 @@ impl GpuGroup {
             unheard: None,
             next_commit: 1,
             ids_since: vec![0; num_tables],
-            counts: Shared::new(context, 2 * COUNTS_WORDS * num_tables.max(1))?,
+            counts: Shared::new(context, 2 * COUNTS_WORDS * num_tables + 2)?,
+            num_noted: 0,
+            sweep_memory: None,
+            swept: context
+                .new_event(Some(CU_EVENT_DISABLE_TIMING))
+                .map_err(driver_error("making an event"))?,
             report: Shared::new(context, REPORT_WORDS + COUNTS_WORDS * num_tables)?,
             resolved: Buffer::new(context, RESOLVED_WORDS)?,
             prepared: Buffer::new(context, PREPARED_WORDS)?,
@@ -380,19 +401,24 @@ impl GpuGroup {
             workspace.connect(&mut started, remote, save, stream)?;
         }
         if !exceeding.is_empty() {
-            workspace.note_counts(self.counts.address(), stream)?;
+            workspace.note_counts(self.counts.address(), 0, 0, stream)?;
         }
         workspace.find(&started, tables, &inserts, stream)?;
         if !exceeding.is_empty() {
-            let after = (4 * COUNTS_WORDS * tables.len()) as u64;
-            workspace.note_counts(self.counts.address() + after, stream)?;
+            self.num_noted += 1;
+            let [after, flag] =
+                [1, 2].map(|n| self.counts.address() + (4 * n * COUNTS_WORDS * tables.len()) as u64);
+            workspace.note_counts(after, flag, self.num_noted, stream)?;
         }
         if features.iter().any(|f| f.is_silent) {
             workspace.find_silent(&started, stream)?;
         }
-        workspace.sort_ids(&started, stream)?;
-        workspace.write_rows(&started, features, stream)?;
-        if !exceeding.is_empty() && !self.remove_excess(&started, &exceeding, save, stream)? {
+        let sweeps = self.start_sweeps(&started, &exceeding, save, stream)?;
+        // The host removes rows meanwhile.
+        self.workspace.sort_ids(&started, stream)?;
+        self.workspace.write_rows(&started, features, stream)?;
+        if !self.end_sweeps(sweeps, stream)? {
+            self.workspace.device.synchronize()?;
             self.undo_insertions(features, &inserts, save)?;
             self.workspace.forget(started);
             // SAFETY: The caller guarantees it.
@@ -493,38 +519,55 @@ impl GpuGroup {
         Ok(exceeding)
     }
 
-    /// Removes rows of tables of which a lookup has inserted too many keys. Returns whether enough may go; if not, none goes. Waits for
-    /// the device.
-    fn remove_excess(
+    /// Enqueues choosing the rows to remove from tables of which a lookup has inserted too many keys. Waits until they are inserted.
+    fn start_sweeps(
         &mut self,
         started: &Started,
         exceeding: &[usize],
         save: bool,
         stream: Stream,
-    ) -> Result<bool> {
-        self.workspace.device.synchronize()?;
-        let mut sweeps = Vec::new();
+    ) -> Result<Option<SweepsOfTables>> {
+        if exceeding.is_empty() {
+            return Ok(None);
+        }
+        self.wait_for(&self.counts, 2 * COUNTS_WORDS * self.tables.len(), self.num_noted)?;
+        let (mut tables, mut planned) = (Vec::new(), Vec::new());
         for &t in exceeding {
             let taken = self.counts_noted(self.tables.len() + t).taken;
             let table = &mut self.tables[t];
             let excess = table.excess(taken);
             if excess > 0 {
                 table.count_taken(taken, save);
-                sweeps.push((t, excess, table.start_sweep(0, started.records_of(t), stream)?));
+                tables.push((t, excess));
+                planned.extend(table.plan_sweep(0, started.records_of(t))?);
             } else {
                 table.max_taken = taken.into();
             }
         }
-        for (t, excess, sweeping) in &sweeps {
-            if self.tables[*t].num_removable(sweeping.as_ref())? < *excess {
-                return Ok(false);
+        if planned.is_empty() {
+            return Ok(None);
+        }
+        let sweeps = Sweeps::start(&self.workspace.device, self.sweep_memory.take(), planned, stream)?;
+        stream.record(&self.swept)?;
+        Ok(Some(SweepsOfTables { tables, sweeps }))
+    }
+
+    /// Removes the chosen rows. Returns whether enough may go; if not, none goes.
+    fn end_sweeps(&mut self, sweeps: Option<SweepsOfTables>, stream: Stream) -> Result<bool> {
+        let Some(SweepsOfTables { tables, mut sweeps }) = sweeps else { return Ok(true) };
+        self.swept.synchronize().map_err(driver_error("waiting for the GPU"))?;
+        sweeps.read()?;
+        let mut all = tables.iter().enumerate();
+        let may_go = all.all(|(number, (_, excess))| sweeps.num_removable(number) >= *excess);
+        if may_go {
+            sweeps.erase(stream)?;
+            for (number, (t, _)) in tables.into_iter().enumerate() {
+                let evicted = self.tables[t].end_sweep(&sweeps, number, stream)?;
+                self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
             }
         }
-        for (t, _, sweeping) in sweeps {
-            let evicted = self.tables[t].end_sweep(sweeping, stream)?;
-            self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
-        }
-        Ok(true)
+        self.sweep_memory = Some(sweeps.into_memory());
+        Ok(may_go)
     }
 
     /// Removes the keys that the last lookup has inserted. The device must be idle.
@@ -562,15 +605,15 @@ impl GpuGroup {
             let num_new = absent.len() as u64;
             // A commit has removed rows before.
             let table = &mut self.tables[t];
-            let sweeping = match known {
-                None => table.start_sweep(num_new, room.used(keys.len()), Stream::DEFAULT)?,
+            let sweeps = match known {
+                None => table.sweep_for(num_new, room.used(keys.len()))?,
                 Some(_) => None,
             };
-            table.check_capacity(num_new, table.num_removable(sweeping.as_ref())?)?;
-            new.push((room, absent, sweeping));
+            table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
+            new.push((room, absent, sweeps));
         }
-        for (&t, (room, new, sweeping)) in full.iter().zip(new) {
-            let outcomes = self.tables[t].admit(&room, &new, sweeping)?;
+        for (&t, (room, new, sweeps)) in full.iter().zip(new) {
+            let outcomes = self.tables[t].admit(&room, &new, sweeps)?;
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);

@@ -165,6 +165,8 @@ impl GpuGroup {
             workspace.copy_gradients(&saved.saved, stream)?;
         }
         if !weight_gradients.is_empty() {
+            // The row of that key may have come or gone since the lookup.
+            workspace.find_out_of_vocabulary(&self.tables, stream)?;
             workspace.weight_gradients(&saved.saved, copied.len(), stream)?;
         }
         if reads_rows {

@@ -228,7 +228,8 @@ impl Table for GpuTable {
         self.wait()?;
         other.wait()?;
         let room = other.room_to_release(0)?;
-        other.release(room)?;
+        other.release(room, WAITING)?;
+        other.device.synchronize()?;
         let GpuTable {
             config,
             index,

@@ -1,4 +1,4 @@
-//! Scores of a table's rows, and the rows that it removes to make room.
+//! Scores of a table's rows.
 
 #![allow(unsafe_code)]
 
@@ -9,14 +9,13 @@ use sok_core::contract::departures::Departures;
 use sok_core::contract::table::TableConfig;
 use sok_core::error::Result;
 use sok_core::key::Key;
-use sok_core::policy::eviction::{Eviction, Score, sweep_size};
-use sok_core::policy::sweep::Rank;
+use sok_core::policy::eviction::{Eviction, Score};
 
 use super::{GpuTable, SPARE_NUMBERS, WAITING};
-use crate::abi::{self, Choice, RANK_BINS, RANK_BITS, Sorted, Sweep, TABLE_THREADS, Use};
+use crate::abi::{self, Sweep, TABLE_THREADS, Use};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
-use crate::memory::{Arena, Buffer, read};
+use crate::memory::{Arena, Buffer};
 
 /// Sorted ids of a lookup, on the device.
 #[derive(Clone, Copy)]
@@ -47,12 +46,12 @@ pub(crate) struct Evictor {
     /// The newest commit of the group whose gradients were applied or dropped.
     pub settled_commit: u64,
     /// Number of the table in its group.
-    number: usize,
+    pub number: usize,
     /// The saved lookups of the table. References to those that the group has forgotten are dead.
-    lookups: Vec<Weak<dyn InProgress>>,
+    pub lookups: Vec<Weak<dyn InProgress>>,
     pub departures: Departures,
     /// Memory of a sweep, for the next one.
-    scratch: Option<Buffer<u32>>,
+    pub scratch: Option<Buffer<u32>>,
 }
 
 /// Records that a call uses.
@@ -65,12 +64,6 @@ pub(crate) struct UsedRecords {
 
 impl UsedRecords {
     pub const NONE: UsedRecords = UsedRecords { address: 0, count: 0 };
-}
-
-/// A sweep that has been enqueued: the device chooses rows.
-pub(crate) struct Sweeping {
-    memory: Buffer<u32>,
-    sweep: Sweep,
 }
 
 impl Evictor {
@@ -115,6 +108,16 @@ impl Evictor {
         table.has_steps = matches!(self.policy.score, Score::Lru).into();
     }
 
+    /// A sweep of the table's records, without what depends on the call.
+    pub fn sweep(&self) -> Sweep {
+        Sweep {
+            uses: self.uses.address(),
+            keys: self.keys.address(),
+            settled_commit: self.settled_commit,
+            ..Sweep::default()
+        }
+    }
+
     /// Reads the number of the step in progress. The device must be idle.
     pub fn read_step(&self) -> Result<u64> {
         Ok(self.on_device.read(0, 1)?[0])
@@ -135,127 +138,6 @@ impl Evictor {
 }
 
 impl GpuTable {
-    /// Enqueues choosing the rows with the lowest scores, to make room for new keys. The row of the out-of-vocabulary key stays, and so do
-    /// those of lookups whose gradients were not applied yet, and the used ones. `None` without an eviction policy, or if no room is
-    /// needed. The device must be idle, and its counts known.
-    ///
-    /// # Errors
-    /// [`Error::Device`](sok_core::Error::Device).
-    pub(crate) fn start_sweep(
-        &mut self,
-        new_keys: u64,
-        used: UsedRecords,
-        stream: Stream,
-    ) -> Result<Option<Sweeping>> {
-        let needed = (self.rows() + new_keys).saturating_sub(self.config.capacity());
-        let wanted = sweep_size(needed, self.config.capacity()).min(self.rows());
-        let numbers =
-            u64::from(self.fresh) + u64::from(self.counted).saturating_sub(self.released.len() as u64);
-        let Some(evictor) = self.evictor.as_mut().filter(|_| needed > 0) else { return Ok(None) };
-        let keeps = evictor.policy.keeps_evicted;
-        let (_, words) = sweep_places(0, numbers, wanted, keeps);
-        let memory = match evictor.scratch.take().filter(|memory| memory.len() >= words) {
-            Some(memory) => memory,
-            None => Buffer::uninit(&self.device.context, words + words / 4)?,
-        };
-        let (places, _) = sweep_places(memory.address(), numbers, wanted, keeps);
-        let sweep = Sweep {
-            uses: evictor.uses.address(),
-            keys: evictor.keys.address(),
-            settled_commit: evictor.settled_commit,
-            wanted,
-            numbers: numbers as u32,
-            ..places
-        };
-        // SAFETY: The first parts of the memory, up to the listed keys, are within it.
-        unsafe { stream.fill(memory.address(), 0, (sweep.listed_keys - memory.address()) as usize) }?;
-        self.mark_used(&sweep, used, stream)?;
-        let names = ["measure_rows", "count_ranks", "list_chosen"];
-        let [measure, count, list] = self.device.kernels(&SCORES, names)?;
-        let blocks = (numbers as usize).div_ceil(TABLE_THREADS).min(8 * self.device.multiprocessors as usize);
-        // SAFETY: The arguments have the types of the kernel's parameters. Table and `Sweeping` keep the memory that they point to.
-        unsafe { launch_next!(measure, stream, blocks, TABLE_THREADS, sweep) }?;
-        for _ in 0..u128::BITS.div_ceil(RANK_BITS as u32) {
-            // SAFETY: As above.
-            unsafe { launch_next!(count, stream, blocks, TABLE_THREADS, sweep) }?;
-        }
-        // SAFETY: As above.
-        unsafe { launch_next!(list, stream, blocks, TABLE_THREADS, sweep) }?;
-        Ok(Some(Sweeping { memory, sweep }))
-    }
-
-    /// Enqueues marking the rows that must stay.
-    fn mark_used(&self, sweep: &Sweep, used: UsedRecords, stream: Stream) -> Result<()> {
-        let kernel = self.device.kernel(&SCORES, "mark_records")?;
-        let mark = |records: u64, stride: u32, count: usize| {
-            let (n, to) = (count as u32, sweep.marks);
-            let blocks = count.div_ceil(TABLE_THREADS);
-            // SAFETY: The arguments have the types of the kernel's parameters. Caller or lookup keep the memory of the records.
-            unsafe { launch!(kernel, stream, blocks, TABLE_THREADS, records, stride, n, to) }
-        };
-        mark(used.address, 1, used.count)?;
-        if let Some(key) = self.config.out_of_vocabulary_key {
-            let room = self.room(1, 0)?;
-            let found = self.look_up(&room, &[key], false)?;
-            mark(room.used(1).address, 1, found.len())?;
-            self.device.synchronize()?;
-        }
-        let Some(evictor) = &self.evictor else { return Ok(()) };
-        for lookup in evictor.lookups.iter().filter_map(Weak::upgrade) {
-            // A group gives the memory of a lookup to later work of the same stream alone. The number comes first in a `Sorted`.
-            for SortedIds { address, count } in lookup.ids(evictor.number, self.generation) {
-                mark(address, (size_of::<Sorted>() / 4) as u32, count)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns how many rows may go. Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::Device`](sok_core::Error::Device).
-    pub(crate) fn num_removable(&self, sweeping: Option<&Sweeping>) -> Result<u64> {
-        let Some(Sweeping { sweep, .. }) = sweeping else { return Ok(0) };
-        self.device.synchronize()?;
-        Ok(read::<u64>(&self.device.context, sweep.choice, 1)?[0])
-    }
-
-    /// Removes the rows that a sweep has chosen. Returns how many went. The device must be idle, and its counts known.
-    ///
-    /// # Errors
-    /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). Nothing has changed then, unless a device
-    /// has failed.
-    pub(crate) fn end_sweep(&mut self, sweeping: Option<Sweeping>, stream: Stream) -> Result<u64> {
-        let Some(Sweeping { memory, sweep }) = sweeping else { return Ok(0) };
-        let context = self.device.context.clone();
-        let count = read::<u64>(&context, sweep.choice, 1)?[0].min(sweep.wanted) as usize;
-        let keys = read::<Key>(&context, sweep.listed_keys, count)?;
-        let records = read::<u32>(&context, sweep.listed_records, count)?;
-        let (dim, width) = (self.config.dim, self.layout.fields.width as usize);
-        let mut kept = Vec::new();
-        if sweep.listed_scores != 0 {
-            let scores = read::<u64>(&context, sweep.listed_scores, count)?;
-            let ranks = scores.into_iter().zip(&keys).map(|(score, &key)| Rank { score, key });
-            kept = ranks.zip(records.iter().copied()).collect();
-            kept.sort_unstable();
-        }
-        let of_kept: Vec<u32> = kept.iter().map(|(_, record)| *record).collect();
-        let values = if kept.is_empty() { Vec::new() } else { self.read_records(&of_kept)? };
-        let room = self.room_to_release(count)?;
-        let Some(evictor) = &mut self.evictor else { return Ok(0) };
-        let rows = kept.iter().map(|(rank, _)| *rank).zip(values.chunks_exact(width).map(|v| &v[..dim]));
-        evictor.departures.trim();
-        evictor.departures.keep(rows, dim)?;
-        evictor.departures.remember(evictor.step, keys.into_iter())?;
-        // The numbers of the records are known. So the kernel may write them anywhere.
-        self.launch_erase(sweep.listed_keys, sweep.listed_records, count, stream)?;
-        self.retire(&records, room)?;
-        if let Some(evictor) = &mut self.evictor {
-            evictor.scratch = Some(memory);
-        }
-        Ok(count as u64)
-    }
-
     /// Counts a use of the record of each id. `records`: their address, u32; ids with 0 are passed over.
     ///
     /// # Errors
@@ -321,25 +203,4 @@ impl GpuTable {
         unsafe { launch!(write, WAITING, blocks, TABLE_THREADS, table, at, from, n) }?;
         self.device.synchronize()
     }
-}
-
-/// Divides the memory of a sweep, which begins at `base`, into parts. Those before the listed keys start as zeros. Returns them, and the
-/// number of words.
-fn sweep_places(base: u64, numbers: u64, wanted: u64, keeps: bool) -> (Sweep, usize) {
-    let mut at = 0;
-    let mut take = |words: u64| {
-        let start = at;
-        at += words.next_multiple_of(32);
-        base + 4 * start
-    };
-    let sweep = Sweep {
-        choice: take(size_of::<Choice>() as u64 / 4),
-        bins: take(RANK_BINS as u64),
-        marks: take(numbers.div_ceil(32)),
-        listed_keys: take(2 * wanted),
-        listed_records: take(wanted),
-        listed_scores: if keeps { take(2 * wanted) } else { 0 },
-        ..Sweep::default()
-    };
-    (sweep, at as usize)
 }

@@ -8,7 +8,8 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-use super::eviction::{Sweeping, UsedRecords};
+use super::eviction::UsedRecords;
+use super::sweep::Sweeps;
 use super::{GpuTable, Room, WAITING, no_place};
 use crate::abi::{FIND_THREADS, NEW, Overflow, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
@@ -119,16 +120,15 @@ impl GpuTable {
         Ok(absent.filter(|key| seen.insert(*key)).collect())
     }
 
-    /// Removes the rows that a sweep has chosen for new keys, and inserts as many of the keys as fit, in their order. The device must be
+    /// Removes the rows that a sweep of this table alone has chosen for new keys, and inserts as many of the keys as fit, in their order. The device must be
     /// idle.
     pub(crate) fn admit(
         &mut self,
         room: &Room,
         new_keys: &[Key],
-        sweeping: Option<Sweeping>,
+        sweeps: Option<Sweeps>,
     ) -> Result<Outcomes> {
-        let evicted = self.end_sweep(sweeping, WAITING)?;
-        self.device.synchronize()?;
+        let evicted = self.end_own_sweep(sweeps)?;
         let left = self.config.capacity().saturating_sub(self.rows()) as usize;
         let admitted = new_keys.len().min(left);
         self.insert(room, &new_keys[..admitted])?;
@@ -165,9 +165,12 @@ impl GpuTable {
         let new = self.absent(room, keys)?;
         let mut outcomes = Outcomes::default();
         if insert {
-            let sweeping = self.start_sweep(new.len() as u64, room.used(keys.len()), WAITING)?;
-            self.check_capacity(new.len() as u64, self.num_removable(sweeping.as_ref())?)?;
-            outcomes = self.admit(room, &new, sweeping)?;
+            let sweeps = self.sweep_for(new.len() as u64, room.used(keys.len()))?;
+            self.check_capacity(
+                new.len() as u64,
+                sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)),
+            )?;
+            outcomes = self.admit(room, &new, sweeps)?;
         } else {
             outcomes.refused = new.len() as u64;
         }

@@ -9,6 +9,7 @@ pub(crate) mod eviction;
 mod keys;
 mod record;
 mod records;
+pub(crate) mod sweep;
 
 use std::sync::Arc;
 
@@ -46,6 +47,8 @@ pub struct GpuTable {
     /// Record numbers that are given out again, before those from `fresh` on.
     released: Vec<u32>,
     released_on_device: Buffer<u32>,
+    /// The list before that one, whose memory the next one takes.
+    spare_released: Option<Buffer<u32>>,
     fresh: u32,
     /// Number of rows minus `Counters::taken`.
     len_before: i64,
@@ -115,6 +118,7 @@ impl GpuTable {
             arena: arena(device, &config, layout.stride)?,
             released: Vec::new(),
             released_on_device: Buffer::new(&device.context, 1)?,
+            spare_released: None,
             evictor: evictor(device, &config)?,
             device: device.clone(),
             config,

@@ -14,7 +14,7 @@ use super::{GpuTable, Room, WAITING, arena};
 use crate::abi::{self, DISTINCT, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
 use crate::device::{Stream, launch, launch_next};
 use crate::index::Index;
-use crate::kernels::{SCORES, TABLE};
+use crate::kernels::TABLE;
 use crate::memory::{Arena, Buffer};
 
 impl GpuTable {
@@ -140,12 +140,17 @@ impl GpuTable {
     }
 
     /// Allocates device memory for the numbers that may be given out again after `more` records are erased.
-    pub(super) fn room_to_release(&self, more: usize) -> Result<Buffer<u32>> {
-        Buffer::uninit(&self.device.context, (self.released.len() + self.retired.len() + more).max(1))
+    pub(super) fn room_to_release(&mut self, more: usize) -> Result<Buffer<u32>> {
+        let len = self.released.len() + self.retired.len() + more;
+        match self.spare_released.take().filter(|spare| spare.len() >= len) {
+            Some(spare) => Ok(spare),
+            None => Buffer::uninit(&self.device.context, (len + len / 2).max(1)),
+        }
     }
 
-    /// Writes to the device which numbers may be given out again, and resets `Counters::taken`. The device must be idle.
-    pub(super) fn release(&mut self, room: Buffer<u32>) -> Result<()> {
+    /// Enqueues writing to the device which numbers may be given out again, and resetting `Counters::taken`. The counts of the device must
+    /// be known.
+    pub(super) fn release(&mut self, room: Buffer<u32>, stream: Stream) -> Result<()> {
         let taken = self.counted as usize;
         let given_out = taken.min(self.released.len());
         let mut released = self.released.split_off(given_out);
@@ -156,9 +161,13 @@ impl GpuTable {
         self.len_before += taken as i64;
         (self.counted, self.max_taken, self.reported) = (0, 0, TableCounts::default());
         (self.released, self.retired, self.has_moved) = (released, needed, true);
-        room.write(0, &self.released)?;
-        self.released_on_device = room;
-        self.index.counters.write(TAKEN, &[0])
+        // SAFETY: The room has a word for each number, and the driver copies what is in pageable memory before it returns.
+        unsafe {
+            stream.copy_to_device(room.address(), self.released.as_ptr().cast(), 4 * self.released.len())
+        }?;
+        self.spare_released = Some(std::mem::replace(&mut self.released_on_device, room));
+        // SAFETY: The word is one of the counters.
+        unsafe { stream.fill(self.index.counters.at(TAKEN), 0, 4) }
     }
 
     /// Removes keys. Returns how many there were. The device must be idle, and its counts known.
@@ -166,29 +175,23 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`].
     pub(super) fn remove(&mut self, keys: &[Key]) -> Result<usize> {
-        let context = &self.device.context;
-        let on_device = Buffer::from_slice(context, keys)?;
-        let erased = Buffer::<u32>::uninit(context, keys.len())?;
+        let context = self.device.context.clone();
+        let on_device = Buffer::from_slice(&context, keys)?;
+        let erased = Buffer::<u32>::uninit(&context, keys.len())?;
         let room = self.room_to_release(keys.len())?;
         self.launch_erase(on_device.address(), erased.address(), keys.len(), WAITING)?;
         let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
-        self.retire(&erased, room)?;
+        self.retire(&erased, room, WAITING)?;
+        self.device.synchronize()?;
         Ok(erased.len())
     }
 
     /// Enqueues removing keys from the index. `erased`: address that takes their record numbers, u32; 0 for a key that is not there.
     pub(super) fn launch_erase(&self, keys: u64, erased: u64, count: usize, stream: Stream) -> Result<()> {
         let erase = self.device.kernel(&TABLE, "erase_keys")?;
-        let (index, n, blocks) = (self.index.descriptor(), count as u32, count.div_ceil(TABLE_THREADS));
+        let (table, n, blocks) = (self.alone(), count as u32, count.div_ceil(TABLE_THREADS));
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
-        unsafe { launch!(erase, stream, blocks, TABLE_THREADS, index, keys, erased, n) }?;
-        if self.evictor.is_some() {
-            let end = self.device.kernel(&SCORES, "end_records")?;
-            let table = self.alone();
-            // SAFETY: As above.
-            unsafe { launch!(end, stream, blocks, TABLE_THREADS, table, erased, n) }?;
-        }
-        Ok(())
+        unsafe { launch!(erase, stream, blocks, TABLE_THREADS, table, keys, erased, n) }
     }
 
     /// Undoes the insertions of the last lookup. `keys`: among others, those that it has inserted. `before`: the counts before it. `taken`:
@@ -220,10 +223,10 @@ impl GpuTable {
     }
 
     /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.
-    pub(super) fn retire(&mut self, erased: &[u32], room: Buffer<u32>) -> Result<()> {
+    pub(super) fn retire(&mut self, erased: &[u32], room: Buffer<u32>, stream: Stream) -> Result<()> {
         self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
         self.len_before -= erased.len() as i64;
-        self.release(room)
+        self.release(room, stream)
     }
 
     pub(super) fn read_records(&self, records: &[u32]) -> Result<Vec<f32>> {

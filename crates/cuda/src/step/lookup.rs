@@ -205,13 +205,22 @@ impl Workspace {
                 launch_next!(settle, stream, 8 * self.device.multiprocessors, FIND_THREADS, call, found)
             }?;
         }
-        if tables.iter().any(|table| table.config.out_of_vocabulary_key.is_some()) {
-            let [find] = self.device.kernels(&FORWARD, ["find_out_of_vocabulary"])?;
-            let (blocks, n) = (tables.len().div_ceil(FIND_THREADS), tables.len() as u32);
-            // SAFETY: The arguments have the types of the kernel's parameters. The workspace keeps the memory that they point to.
-            unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call.tables, n) }?;
-        }
+        self.find_out_of_vocabulary(tables, stream)?;
         self.profiler.stop(StepPart::Find, measured, stream)
+    }
+
+    /// Enqueues finding the records of the out-of-vocabulary keys.
+    ///
+    /// # Errors
+    /// As `find`.
+    pub fn find_out_of_vocabulary(&self, tables: &[GpuTable], stream: Stream) -> Result<()> {
+        if tables.iter().all(|table| table.config.out_of_vocabulary_key.is_none()) {
+            return Ok(());
+        }
+        let find = self.device.kernel(&FORWARD, "find_out_of_vocabulary")?;
+        let (at, blocks, n) = (self.tables(), tables.len().div_ceil(FIND_THREADS), tables.len() as u32);
+        // SAFETY: The arguments have the types of the kernel's parameters. The workspace keeps the memory that they point to.
+        unsafe { launch_next!(find, stream, blocks, FIND_THREADS, at, n) }
     }
 
     /// Enqueues finding the records of the ids of silent features.
