@@ -74,7 +74,7 @@ benches() {
   rm -f "$OUT"/*.part.md
   {
     echo "# On a GPU"
-    for bench in find step lookup growth; do ./$bench; done
+    for bench in find step lookup growth policies; do ./$bench; done
   } | print benches
 }
 
