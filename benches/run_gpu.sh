@@ -38,7 +38,7 @@ faults() {
 
 sanitizer() {
   for tool in memcheck initcheck synccheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 --skip ranks:: a_key_that a_subset a_batch a_commit_ rows_made an_id_of any_bags \
+    SOK_TEST_CASES=10 compute-sanitizer --tool "$tool" --error-exitcode 9 ./conformance --ignored --test-threads=1 --skip ranks:: any_list a_key_that a_subset a_batch a_commit_ rows_made an_id_of any_bags \
       accumulated the_norm calls_on > "$OUT/$tool.log" 2>&1 &
   done
   SOK_TEST_CASES=2 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 ./conformance --ignored --nocapture --exact \

@@ -137,7 +137,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_records(const 
 // Copies records to a layout with other states. Rows are kept. States get their initial values.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) lay_out(Table from, Table to, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * to.stride; at += (u64)gridDim.x * TABLE_THREADS) {
+  // Record 0 belongs to no key.
+  const u64 first = to.stride + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x;
+  for (u64 at = first; at < (u64)n * to.stride; at += (u64)gridDim.x * TABLE_THREADS) {
     const u64 record = at / to.stride;
     const u32 quad = (u32)(at % to.stride);
     const float x = quad < 2 * to.quads ? to.first_state : 0;

@@ -216,23 +216,6 @@ pub fn read<T: Plain>(context: &CudaContext, address: CUdeviceptr, len: usize) -
     Ok(values)
 }
 
-/// As `read`, but waits for no other work on the device.
-///
-/// # Errors
-/// [`Error::Device`] if the copy fails.
-pub(crate) fn read_beside<T: Plain>(device: &Device, address: CUdeviceptr, len: usize) -> Result<Vec<T>> {
-    let mut values = Vec::<T>::with_capacity(len);
-    if len > 0 {
-        let stream = Stream::of_cudarc(&device.copies);
-        // SAFETY: The vector has room for the values, as the device has, and lives until the wait below.
-        unsafe { stream.copy_to_host(values.as_mut_ptr().cast(), address, len * size_of::<T>()) }?;
-        stream.synchronize()?;
-        // SAFETY: All values are written, and every bit pattern is a value.
-        unsafe { values.set_len(len) };
-    }
-    Ok(values)
-}
-
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
@@ -422,6 +405,27 @@ impl Shared {
     /// Address of the first word, on the device.
     pub fn address(&self) -> CUdeviceptr {
         self.address
+    }
+
+    /// Copies words from device memory, and waits for the copy alone. They must have been written.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the copy fails.
+    pub(crate) fn copy_beside(&mut self, device: &Device, from: CUdeviceptr, len: usize) -> Result<()> {
+        assert!(len <= self.len);
+        let stream = Stream::of_cudarc(&device.copies);
+        // SAFETY: The memory has room for the words, and the call waits.
+        unsafe { stream.copy_to_host(self.host.cast(), from, 4 * len) }?;
+        stream.synchronize()
+    }
+
+    /// All words.
+    ///
+    /// # Safety
+    /// No kernel or copy writes to them meanwhile.
+    pub(crate) unsafe fn words(&self) -> &[u32] {
+        // SAFETY: The memory has so many words, and the caller guarantees the rest.
+        unsafe { std::slice::from_raw_parts(self.host, self.len) }
     }
 
     /// Reads the word with this index. Panics if it is out of bounds, as do the methods below.

@@ -12,33 +12,50 @@ use crate::policy::sweep::Rank;
 const MAX_DEPARTURES: usize = 1 << 20;
 const WHAT: &str = "the rows that a full table removes";
 
+/// Keys that went in the same step.
+struct Sweep {
+    step: u64,
+    keys: Vec<Key>,
+}
+
 /// The keys that went last, and the rows that nobody has taken yet.
 #[derive(Default)]
 pub struct Departures {
-    recent: VecDeque<Departure>,
+    sweeps: VecDeque<Sweep>,
+    /// Number of keys of all sweeps.
+    num_keys: usize,
     kept: Records,
 }
 
 impl Departures {
     /// Number of bytes of memory.
     pub fn num_bytes(&self) -> usize {
-        self.recent.capacity() * size_of::<Departure>() + self.kept.num_bytes()
+        let keys: usize = self.sweeps.iter().map(|sweep| sweep.keys.capacity()).sum();
+        size_of::<Key>() * keys + size_of::<Sweep>() * self.sweeps.capacity() + self.kept.num_bytes()
     }
 
     /// Forgets the oldest keys if there are too many.
     pub fn trim(&mut self) {
-        let too_many = self.recent.len().saturating_sub(MAX_DEPARTURES);
-        self.recent.drain(..too_many);
+        let mut too_many = self.num_keys.saturating_sub(MAX_DEPARTURES);
+        self.num_keys -= too_many;
+        while let Some(oldest) = self.sweeps.front_mut().filter(|_| too_many > 0) {
+            let going = too_many.min(oldest.keys.len());
+            oldest.keys.drain(..going);
+            too_many -= going;
+            if oldest.keys.is_empty() {
+                self.sweeps.pop_front();
+            }
+        }
     }
 
     /// Remembers keys that go in a step.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
-    pub fn remember(&mut self, step: u64, keys: impl ExactSizeIterator<Item = Key>) -> Result<()> {
-        let count = keys.len();
-        self.recent.try_reserve(count).map_err(|_| memory::missing::<Departure>(count, WHAT))?;
-        self.recent.extend(keys.map(|key| Departure { key, step }));
+    pub fn remember(&mut self, step: u64, keys: Vec<Key>) -> Result<()> {
+        self.sweeps.try_reserve(1).map_err(|_| memory::missing::<Sweep>(1, WHAT))?;
+        self.num_keys += keys.len();
+        self.sweeps.push_back(Sweep { step, keys });
         Ok(())
     }
 
@@ -60,20 +77,22 @@ impl Departures {
         Ok(())
     }
 
-    /// Numbers of keys and rows, for `take_back`.
+    /// Numbers of sweeps and of kept rows, for `take_back`.
     pub fn lens(&self) -> [usize; 2] {
-        [self.recent.len(), self.kept.keys.len()]
+        [self.sweeps.len(), self.kept.keys.len()]
     }
 
-    /// Forgets what was remembered and kept since there were so many keys and rows.
-    pub fn take_back(&mut self, [recent, kept]: [usize; 2]) {
-        self.recent.truncate(recent);
+    /// Forgets what was remembered and kept since there were so many sweeps and rows.
+    pub fn take_back(&mut self, [sweeps, kept]: [usize; 2]) {
+        let going = self.sweeps.drain(sweeps..).map(|sweep| sweep.keys.len());
+        self.num_keys -= going.sum::<usize>();
         self.kept.truncate(kept);
     }
 
     /// Returns when a key went last, unless that was too long ago.
     pub fn find(&self, key: Key) -> Option<Departure> {
-        self.recent.iter().rev().find(|departure| departure.key == key).copied()
+        let sweep = self.sweeps.iter().rev().find(|sweep| sweep.keys.contains(&key))?;
+        Some(Departure { key, step: sweep.step })
     }
 
     /// Forgets that these keys were ever there.
@@ -81,13 +100,16 @@ impl Departures {
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn forget(&mut self, keys: &[Key]) -> Result<()> {
-        if self.recent.is_empty() && self.kept.keys.is_empty() {
+        if self.num_keys == 0 && self.kept.keys.is_empty() {
             return Ok(());
         }
         let mut forgotten: HashSet<Key> = HashSet::new();
         forgotten.try_reserve(keys.len()).map_err(|_| memory::missing::<Key>(2 * keys.len(), WHAT))?;
         forgotten.extend(keys);
-        self.recent.retain(|departure| !forgotten.contains(&departure.key));
+        for sweep in &mut self.sweeps {
+            sweep.keys.retain(|key| !forgotten.contains(key));
+        }
+        self.num_keys = self.sweeps.iter().map(|sweep| sweep.keys.len()).sum();
         self.kept.keep(|key| !forgotten.contains(&key));
         Ok(())
     }
@@ -95,5 +117,31 @@ impl Departures {
     /// Returns the rows that were kept, and keeps them no longer.
     pub fn take_kept(&mut self) -> Records {
         std::mem::take(&mut self.kept)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_keys_are_forgotten_first_also_within_a_sweep() {
+        let mut departures = Departures::default();
+        let last = MAX_DEPARTURES as u64;
+        departures.remember(1, vec![7, 8, 9]).unwrap();
+        departures.remember(2, (100..98 + last).collect()).unwrap();
+        departures.trim();
+        assert_eq!([7, 8, 9].map(|key| departures.find(key).is_some()), [false, true, true]);
+        assert_eq!(departures.find(100), Some(Departure { key: 100, step: 2 }));
+        let lens = departures.lens();
+        departures.remember(3, vec![8]).unwrap();
+        assert_eq!(departures.find(8), Some(Departure { key: 8, step: 3 }));
+        departures.take_back(lens);
+        assert_eq!(departures.find(8), Some(Departure { key: 8, step: 1 }));
+        departures.forget(&[8]).unwrap();
+        assert_eq!(departures.find(8), None);
+        departures.remember(4, vec![1, 2]).unwrap();
+        departures.trim();
+        assert_eq!([9, 100].map(|key| departures.find(key).is_some()), [false, true]);
     }
 }

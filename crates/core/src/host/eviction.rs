@@ -86,7 +86,8 @@ impl Evictor {
             let rows = going.iter().map(|(rank, record)| (*rank, &arena.record(*record)[..dim]));
             self.departures.keep(rows, dim)?;
         }
-        self.departures.remember(self.step, going.iter().map(|(rank, _)| rank.key))?;
+        let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT)?;
+        self.departures.remember(self.step, keys)?;
         self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
         Ok(())
     }

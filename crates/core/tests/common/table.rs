@@ -47,7 +47,14 @@ pub struct Answer {
     found: Vec<bool>,
     outcomes: Outcomes,
     erased: usize,
-    evicted: Records,
+    /// Keys, the bits of rows, and scores.
+    evicted: (Vec<Key>, Vec<u32>, Vec<u64>),
+}
+
+impl Answer {
+    fn set_evicted(&mut self, gone: Records) {
+        self.evicted = (gone.keys, bits(&gone.values), gone.scores);
+    }
 }
 
 pub type Answered = Result<Answer, String>;
@@ -463,7 +470,7 @@ impl TableOp {
                         model.config.name
                     )));
                 }
-                answer.evicted = std::mem::take(&mut model.kept);
+                answer.set_evicted(std::mem::take(&mut model.kept));
             }
             TableOp::Rule { update, keep_states } => model.set_update_rule(*update, *keep_states),
         }
@@ -498,7 +505,7 @@ impl TableOp {
                 table.restore(&Self::records(keys, table.layout().width(), *seed, &config))?;
             }
             TableOp::Reload => reload(table)?,
-            TableOp::TakeEvicted => answer.evicted = table.take_evicted()?,
+            TableOp::TakeEvicted => answer.set_evicted(table.take_evicted()?),
             TableOp::Rule { update, keep_states } => table.set_update_rule(*update, *keep_states)?,
         }
         Ok(answer)

@@ -31,7 +31,7 @@ use crate::abi::{
 };
 use crate::device::{Device, Stream, driver_error};
 use crate::gpu_table::eviction::{InProgress, SortedIds};
-use crate::gpu_table::sweep::Sweeps;
+use crate::gpu_table::sweep::{SweepMemory, Sweeps};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
 use crate::peers::{Peers, Window, Windows};
@@ -196,7 +196,7 @@ pub struct GpuGroup {
     counts: Shared,
     num_noted: u64,
     /// Memory of sweeps, for later ones.
-    sweep_memory: Option<Buffer<u32>>,
+    sweep_memory: Option<SweepMemory>,
     /// Recorded after the sweeps of a lookup.
     swept: CudaEvent,
     /// `Report` of the last commit.

@@ -11,6 +11,7 @@ use sok_core::error::Result;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 
+use super::sweep::SweepMemory;
 use super::{GpuTable, SPARE_NUMBERS, WAITING};
 use crate::abi::{self, Sweep, TABLE_THREADS, Use};
 use crate::device::{Device, Stream, launch, launch_next};
@@ -51,7 +52,7 @@ pub(crate) struct Evictor {
     pub lookups: Vec<Weak<dyn InProgress>>,
     pub departures: Departures,
     /// Memory of a sweep, for the next one.
-    pub scratch: Option<Buffer<u32>>,
+    pub scratch: Option<SweepMemory>,
 }
 
 /// Records that a call uses.
@@ -97,7 +98,7 @@ impl Evictor {
     }
 
     pub fn num_bytes(&self) -> usize {
-        let scratch = self.scratch.as_ref().map_or(0, Buffer::num_bytes);
+        let scratch = self.scratch.as_ref().map_or(0, SweepMemory::num_bytes);
         self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + scratch
     }
 

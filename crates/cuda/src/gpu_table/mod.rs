@@ -67,8 +67,8 @@ pub struct GpuTable {
     is_recounted: bool,
     /// Keys that were admitted for steps, which count them as found.
     admitted: u64,
-    /// Erased records that a step may still refer to, each with the number of the newest lookup that may refer to it; 0: none does.
-    retired: Vec<(u64, u32)>,
+    /// Erased records that a step may still refer to, with the number of the newest lookup that may refer to them; 0: none does.
+    retired: Vec<(u64, Vec<u32>)>,
     pub(crate) newest_lookup: u64,
     /// Increases when all record numbers become invalid. Gradients of earlier lookups are then dropped.
     pub(crate) generation: u64,

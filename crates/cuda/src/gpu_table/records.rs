@@ -141,7 +141,8 @@ impl GpuTable {
 
     /// Allocates device memory for the numbers that may be given out again after `more` records are erased.
     pub(super) fn room_to_release(&mut self, more: usize) -> Result<Buffer<u32>> {
-        let len = self.released.len() + self.retired.len() + more;
+        let retired: usize = self.retired.iter().map(|(_, records)| records.len()).sum();
+        let len = self.released.len() + retired + more;
         match self.spare_released.take().filter(|spare| spare.len() >= len) {
             Some(spare) => Ok(spare),
             None => Buffer::uninit(&self.device.context, (len + len / 2).max(1)),
@@ -156,7 +157,7 @@ impl GpuTable {
         let mut released = self.released.split_off(given_out);
         let retired = std::mem::take(&mut self.retired);
         let (free, needed): (Vec<_>, Vec<_>) = retired.into_iter().partition(|(lookup, _)| *lookup == 0);
-        released.extend(free.into_iter().map(|(_, record)| record));
+        free.into_iter().for_each(|(_, records)| released.extend(records));
         self.fresh += (taken - given_out) as u32;
         self.len_before += taken as i64;
         (self.counted, self.max_taken, self.reported) = (0, 0, TableCounts::default());
@@ -224,7 +225,7 @@ impl GpuTable {
 
     /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.
     pub(super) fn retire(&mut self, erased: &[u32], room: Buffer<u32>, stream: Stream) -> Result<()> {
-        self.retired.extend(erased.iter().map(|&record| (self.newest_lookup, record)));
+        self.retired.push((self.newest_lookup, erased.to_vec()));
         self.len_before -= erased.len() as i64;
         self.release(room, stream)
     }

@@ -14,7 +14,7 @@ use super::{GpuTable, WAITING};
 use crate::abi::{Choice, RANK_BINS, RANK_BITS, Sorted, Sweep, TABLE_THREADS, Used};
 use crate::device::{Device, Stream, launch_next};
 use crate::kernels::{SCORES, TABLE};
-use crate::memory::{Buffer, read_beside, words};
+use crate::memory::{Buffer, Shared, words};
 
 /// Words of a `Choice` in the memory of sweeps.
 const CHOICE_WORDS: usize = size_of::<Choice>().div_ceil(128) * 32;
@@ -29,6 +29,24 @@ pub(crate) struct PlannedSweep {
     _out_of_vocabulary: Option<Buffer<u32>>,
 }
 
+/// Memory of sweeps.
+pub(crate) struct SweepMemory {
+    on_device: Buffer<u32>,
+    /// As many words, which the host reads.
+    results: Shared,
+}
+
+impl SweepMemory {
+    fn new(device: &Device, num_words: usize) -> Result<SweepMemory> {
+        let on_device = Buffer::uninit(&device.context, num_words)?;
+        Ok(SweepMemory { on_device, results: Shared::new(&device.context, num_words)? })
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.on_device.num_bytes()
+    }
+}
+
 /// Sweeps of several tables that have been enqueued together.
 pub(crate) struct Sweeps {
     device: Arc<Device>,
@@ -36,7 +54,7 @@ pub(crate) struct Sweeps {
     sweeps: Vec<Sweep>,
     /// Address of what the host reads: the choices, then the listed rows.
     results_at: u64,
-    results: Vec<u32>,
+    results: Shared,
     /// Blocks of a launch for each sweep.
     blocks: u32,
     _out_of_vocabulary: Vec<Buffer<u32>>,
@@ -84,29 +102,31 @@ impl Places {
 }
 
 impl Sweeps {
-    /// Enqueues choosing the rows. `scratch`: memory of earlier sweeps.
+    /// Enqueues choosing the rows. `spare`: memory of earlier sweeps.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
     pub fn start(
         device: &Arc<Device>,
-        scratch: Option<Buffer<u32>>,
+        spare: Option<SweepMemory>,
         planned: Vec<PlannedSweep>,
         stream: Stream,
     ) -> Result<Sweeps> {
         let num_words = Places::new(0, &planned).num_words;
-        let memory = match scratch.filter(|memory| memory.len() >= num_words) {
-            Some(memory) => memory,
-            None => Buffer::uninit(&device.context, num_words + num_words / 4)?,
-        };
+        let SweepMemory { on_device: memory, results: on_host } =
+            match spare.filter(|spare| spare.on_device.len() >= num_words) {
+                Some(spare) => spare,
+                None => SweepMemory::new(device, num_words + num_words / 4)?,
+            };
         let Places { sweeps, used, zeros, results, .. } = Places::new(memory.address(), &planned);
         let descriptors = [words(&sweeps), words(&used)].concat();
         // SAFETY: The memory begins with room for the descriptors, and the driver copies what is in pageable memory before it returns.
         unsafe {
             stream.copy_to_device(memory.address(), descriptors.as_ptr().cast(), 4 * descriptors.len())
         }?;
-        let num_zeros = (results - zeros) as usize + 4 * CHOICE_WORDS * sweeps.len();
-        // SAFETY: Bins, marks and choices follow each other.
+        // The lists are read whole, whatever their lengths.
+        let num_zeros = 4 * num_words - (zeros - memory.address()) as usize;
+        // SAFETY: The memory has so many words.
         unsafe { stream.fill(zeros, 0, num_zeros) }?;
         let most = 8 * device.multiprocessors as usize / sweeps.len().max(1);
         let numbers = sweeps.iter().map(|sweep| sweep.numbers as usize).max().unwrap_or(0);
@@ -131,7 +151,7 @@ impl Sweeps {
             memory,
             sweeps,
             results_at: results,
-            results: Vec::new(),
+            results: on_host,
             blocks,
             _out_of_vocabulary: planned
                 .into_iter()
@@ -150,12 +170,13 @@ impl Sweeps {
             scores => scores + 8 * sweep.wanted,
         });
         let num_words = last.saturating_sub(self.results_at) as usize / 4;
-        self.results = read_beside(&self.device, self.results_at, num_words)?;
-        Ok(())
+        self.results.copy_beside(&self.device, self.results_at, num_words)
     }
 
     fn words_at(&self, address: u64) -> &[u32] {
-        &self.results[((address - self.results_at) / 4) as usize..]
+        // SAFETY: Only `read` has words written, and it waits.
+        let words = unsafe { self.results.words() };
+        &words[((address - self.results_at) / 4) as usize..]
     }
 
     /// Returns how many rows of a table may go. `number`: that of its sweep.
@@ -175,8 +196,8 @@ impl Sweeps {
     }
 
     /// Returns the memory, for later sweeps on the same stream.
-    pub fn into_memory(self) -> Buffer<u32> {
-        self.memory
+    pub fn into_memory(self) -> SweepMemory {
+        SweepMemory { on_device: self.memory, results: self.results }
     }
 }
 
@@ -262,16 +283,16 @@ impl GpuTable {
     pub(crate) fn end_sweep(&mut self, sweeps: &Sweeps, number: usize, stream: Stream) -> Result<u64> {
         let sweep = sweeps.sweeps[number];
         let count = sweeps.num_removable(number).min(sweep.wanted) as usize;
-        let keys = wide(&sweeps.words_at(sweep.listed_keys)[..2 * count]);
+        let keys = wide(&sweeps.words_at(sweep.listed_keys)[..2 * count]).to_vec();
         let records = &sweeps.words_at(sweep.listed_records)[..count];
         if sweep.listed_scores != 0 {
             let scores = wide(&sweeps.words_at(sweep.listed_scores)[..2 * count]);
-            self.keep_rows(keys.iter().copied().zip(scores), records)?;
+            self.keep_rows(keys.iter().copied().zip(scores.iter().copied()), records)?;
         }
         let room = self.room_to_release(count)?;
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.trim();
-            evictor.departures.remember(evictor.step, keys.into_iter())?;
+            evictor.departures.remember(evictor.step, keys)?;
         }
         self.retire(records, room, stream)?;
         Ok(count as u64)
@@ -292,6 +313,9 @@ impl GpuTable {
 }
 
 /// Pairs of words as numbers of 64 bits.
-fn wide(words: &[u32]) -> Vec<u64> {
-    words.chunks_exact(2).map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 32).collect()
+fn wide(words: &[u32]) -> &[u64] {
+    // SAFETY: Every pair of words is a number.
+    let (before, numbers, after) = unsafe { words.align_to() };
+    assert!(before.is_empty() && after.is_empty(), "parts of the memory begin at multiples of 32 words");
+    numbers
 }

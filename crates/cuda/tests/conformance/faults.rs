@@ -8,9 +8,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
 
 use libloading::Library;
-use sok_core::contract::table::{Cursor, Insertion, Records, Table};
+use sok_core::contract::table::{Cursor, Insertion, Records, Table, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::UpdateScalars;
+use sok_core::policy::eviction::{Eviction, Score};
 use sok_cuda::gpu_table::GpuTable;
 
 use crate::common::group::{Input, Shape};
@@ -95,6 +96,19 @@ fn filled() -> GpuTable {
     table
 }
 
+fn evicting(name: &str, dim: usize, max_capacity: u64) -> TableConfig {
+    let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: true });
+    TableConfig { max_capacity: Some(max_capacity), eviction, ..plain_config(name, dim) }
+}
+
+/// A table that must remove rows to insert others.
+fn full() -> GpuTable {
+    let mut table = GpuTable::new(&DEVICE, evicting("t", 3, KEYS)).unwrap();
+    let keys: Vec<u64> = (0..KEYS).collect();
+    table.assign(&keys, &vec![1.0; keys.len() * 3], true).unwrap();
+    table
+}
+
 fn contents(table: &dyn Table) -> Result<Vec<(u64, Vec<u32>)>> {
     let (mut records, mut cursor) = (Records::default(), Some(Cursor::default()));
     while let Some(at) = cursor {
@@ -126,6 +140,11 @@ fn a_driver_that_fails_is_told_by_every_method_of_a_table() {
             Ok((outcomes, bits(&rows), table.len()?))
         });
     }
+    fail_each_call("find_or_insert in a full table", full, |table| {
+        let mut rows = unwritten(3 * keys.len());
+        let outcomes = table.find_or_insert(&keys, &mut rows)?;
+        Ok((outcomes, bits(&rows), contents(table)?, table.take_evicted()?.keys))
+    });
     fail_each_call("assign", filled, |table| {
         table.assign(&keys, &vec![5.0; 3 * keys.len()], true)?;
         contents(table)
@@ -163,16 +182,28 @@ fn a_driver_that_fails_is_told_by_every_call_of_a_step() {
         subject.lookup(&[Input::plain(0, &[1, 2])], Insertion::AtLookup, false).unwrap();
         subject
     };
+    let make_full = || {
+        let mut subject = GpuSubject::new(&[evicting("a", 3, 500), evicting("b", 64, 600)]);
+        subject.bind(binding(OWNER, plain_update(ADAM))).unwrap();
+        let keys: Vec<u64> = (1000..1500).collect();
+        let inputs = [Input::plain(0, &keys), Input::plain(1, &keys)];
+        subject.lookup(&inputs, Insertion::AtLookup, false).unwrap();
+        subject
+    };
     let keys: Vec<u64> = (0..3000).map(|i| i * i % 701).collect();
     let bags = Shape::Fixed { num_bags: 1000, hotness: 3 };
     let inputs = [Input { shape: bags, ..Input::plain(0, &keys) }, Input::plain(1, &keys)];
-    for (insertion, hold, is_update) in [
+    let makers: [(_, &dyn Fn() -> GpuSubject); 2] = [("step", &make), ("step of full tables", &make_full)];
+    let kinds = [
         (Insertion::AtLookup, true, true),
         (Insertion::AtLookup, false, true),
         (Insertion::AtCommit, true, true),
         (Insertion::AtCommit, false, false),
-    ] {
-        fail_each_call(&format!("step, {insertion:?}, {hold}, {is_update}"), make, |subject| {
+    ];
+    for ((what, make), (insertion, hold, is_update)) in
+        makers.into_iter().flat_map(|made| kinds.map(|kind| (made, kind)))
+    {
+        fail_each_call(&format!("{what}, {insertion:?}, {hold}, {is_update}"), make, |subject| {
             let (lookup, rows) = subject.lookup(&inputs, insertion, true)?;
             let gradients = rows.iter().map(|rows| vec![1.0; rows.len()]).collect();
             subject.push(1, lookup, &std::sync::Arc::new(gradients), hold, &[])?;

@@ -49,7 +49,7 @@ suite!(GPU, #[ignore = "needs a GPU"]);
 table_suite!(table_on_gpu, #[ignore = "needs a GPU"]);
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 120, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ranks::number("SOK_TEST_CASES", 120) as u32, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     #[ignore = "needs a GPU"]

@@ -47,7 +47,7 @@ fn large_calls_leave_one_rank_as_its_model() {
     }
 }
 
-fn number(name: &str, default: usize) -> usize {
+pub fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
