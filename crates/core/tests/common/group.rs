@@ -447,13 +447,13 @@ impl Model {
         for (number, table) in self.tables.iter().enumerate() {
             let absent = self.absent(named, number);
             let keys: Vec<Key> = absent.iter().flat_map(|a| a[number].keys.clone()).collect();
-            table.full_error(&table.absent(&keys), &[])?;
+            table.full_error(&table.absent(&keys), &keys)?;
         }
         for number in 0..self.tables.len() {
             let keys = self.absent(named, number);
             let keys: Vec<Key> = keys.iter().flat_map(|a| a[number].keys.clone()).collect();
             let num_new = self.tables[number].absent(&keys).len();
-            let evicted = self.tables[number].evict(num_new, &[]);
+            let evicted = self.tables[number].evict(num_new, &keys);
             self.outcomes[number] += Outcomes { evicted, ..Outcomes::default() };
             for absent in self.absent(named, number) {
                 let (absent, table) = (&absent[number], &mut self.tables[number]);

@@ -12,6 +12,7 @@ use sok_core::error::Error;
 use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
 use sok_core::formula::{Rule, Sgd};
 use sok_core::key::Key;
+use sok_core::policy::eviction::{Eviction, Score};
 
 use super::group::{Input, Model, Shape};
 use super::large::{ADAGRAD, ADAM, SGD, huge_inputs, large_steps, plain_update};
@@ -405,6 +406,23 @@ pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
     subject.apply(SCALARS, true).unwrap();
     refuse_ticket(&mut *subject, &[(2, 1.0)]);
     assert_eq!(moved(&*subject), [(3, -0.5)]);
+}
+
+/// Key 1 had no row at the lookup, and has the lowest rank of all rows at the commit.
+pub fn a_commit_does_not_evict_the_rows_of_its_own_keys(maker: &Maker) {
+    if !maker.evicts {
+        return;
+    }
+    let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false });
+    let mut subject =
+        group(&[TableConfig { max_capacity: Some(2), eviction, ..plain_config("t", 1) }], maker);
+    let inputs = [Input::plain(0, &[1, 2])];
+    let (lookup, _) = subject.lookup(&inputs, Insertion::AtCommit, true).unwrap();
+    subject.table_mut(0).assign(&[1, 3], &[0.0; 2], true).unwrap();
+    subject.push(1, lookup, &Arc::new(vec![vec![1.0; 2]]), true, &[]).unwrap();
+    subject.commit(&[(1, 1.0)], true).unwrap();
+    subject.apply(SCALARS, true).unwrap();
+    assert_eq!(contents(&*subject)[0].keys().copied().collect::<Vec<_>>(), [1, 2]);
 }
 
 /// The first push of the key is the one whose lookup came first. The sum in another order is 0.

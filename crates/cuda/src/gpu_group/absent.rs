@@ -13,8 +13,7 @@ use sok_core::error::{Error, Result};
 
 use super::{GpuGroup, Push, SavedLookup};
 use crate::device::Stream;
-use crate::gpu_table::GpuTable;
-use crate::gpu_table::eviction::UsedRecords;
+use crate::gpu_table::{GpuTable, Room};
 use crate::memory::{Buffer, read};
 use crate::step::{AbsentIds, Bags, Feature, KeyType, Workspace};
 
@@ -49,6 +48,15 @@ pub(super) struct Inputs {
     /// By feature: the place of its first id in the call.
     first_ids: Vec<usize>,
     num_ids: usize,
+}
+
+/// The keys of a table that pushes may insert.
+struct AbsentKeys {
+    /// The records that they have meanwhile.
+    room: Room,
+    num_keys: usize,
+    /// How many of them have none.
+    num_new: u64,
 }
 
 /// The record numbers that a lookup found, on the host; 0 for none.
@@ -213,18 +221,20 @@ impl GpuGroup {
     pub(crate) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for table in 0..self.tables.len() {
-            let num_new = self.num_new(named, table)?;
+            let Some(AbsentKeys { room, num_keys, num_new }) = self.absent_keys(named, table)? else {
+                continue;
+            };
             let table = &mut self.tables[table];
-            let sweeps = table.sweep_for(num_new, UsedRecords::NONE)?;
+            let sweeps = table.sweep_for(num_new, room.used(num_keys))?;
             table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
         }
         Ok(())
     }
 
-    /// Returns how many keys of a table these pushes would insert, or 0 if the table has room for all of them in any case.
-    fn num_new(&self, named: &[Named], table: usize) -> Result<u64> {
+    /// Looks up the keys of a table that these pushes may insert. `None` if the table has room for all of them in any case.
+    fn absent_keys(&self, named: &[Named], table: usize) -> Result<Option<AbsentKeys>> {
         if !self.tables[table].may_refuse(self.max_absent(named, table)?) {
-            return Ok(0);
+            return Ok(None);
         }
         let (mut keys, mut seen) = (Vec::new(), HashSet::new());
         for lookup in self.lookups_of(named) {
@@ -235,19 +245,23 @@ impl GpuGroup {
         }
         keys.retain(|key| seen.insert(*key));
         let room = self.tables[table].room(keys.len(), 0)?;
-        Ok(self.tables[table].absent(&room, &keys)?.len() as u64)
+        let num_new = self.tables[table].absent(&room, &keys)?.len() as u64;
+        Ok(Some(AbsentKeys { room, num_keys: keys.len(), num_new }))
     }
 
     /// Removes rows to make room for the absent keys of these pushes.
     fn make_room_for_absent(&mut self, named: &[Named]) -> Result<()> {
         for number in 0..self.tables.len() {
-            if self.tables[number].evictor.is_some() {
-                let num_new = self.num_new(named, number)?;
-                let table = &mut self.tables[number];
-                let sweeps = table.sweep_for(num_new, UsedRecords::NONE)?;
-                let evicted = table.end_own_sweep(sweeps)?;
-                table.note(Outcomes { evicted, ..Outcomes::default() });
+            if self.tables[number].evictor.is_none() {
+                continue;
             }
+            let Some(AbsentKeys { room, num_keys, num_new }) = self.absent_keys(named, number)? else {
+                continue;
+            };
+            let table = &mut self.tables[number];
+            let sweeps = table.sweep_for(num_new, room.used(num_keys))?;
+            let evicted = table.end_own_sweep(sweeps)?;
+            table.note(Outcomes { evicted, ..Outcomes::default() });
         }
         Ok(())
     }

@@ -173,13 +173,18 @@ impl GpuGroup {
 
     /// Enqueues what a commit does with scores: counts the uses of the step, and ends it. Called after `combine`.
     pub(crate) fn end_step(&self, stream: Stream) -> Result<()> {
-        if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
-            self.take_uses(&push.lookup, (number % RING) as u32, self.next_commit - 1, stream)?;
+        if self.tables.iter().all(|table| table.evictor.is_none()) {
+            return Ok(());
         }
         // With its report the host learns that the step has ended.
         let is_seen = u64::from(self.unseen.is_none());
         let ended = |evictor: &Evictor| evictor.step - is_seen;
-        self.workspace.end_steps(&self.tables, self.resolved.address(), ended, stream)
+        self.workspace.beside(stream, |side| {
+            if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
+                self.take_uses(&push.lookup, (number % RING) as u32, self.next_commit - 1, side)?;
+            }
+            self.workspace.end_steps(&self.tables, self.resolved.address(), ended, side)
+        })
     }
 
     /// Reads the report of the last commit, as `settle`, which will return the error.
@@ -191,6 +196,7 @@ impl GpuGroup {
 
     /// Accumulates the committed gradients, in a step that does not update. Called after `commit`.
     pub(crate) fn accumulate(&mut self, stream: Stream) -> Result<()> {
+        self.workspace.join_uses(stream)?;
         self.settle()?;
         self.committed = Committed::Nothing;
         self.combine_carried(stream)
@@ -318,6 +324,11 @@ impl GpuGroup {
 
     /// Enqueues updating the records of all committed gradients. Called after `prepare`.
     pub(crate) fn update(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
+        self.update_records(update, scalars, stream)?;
+        self.workspace.join_uses(stream)
+    }
+
+    fn update_records(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
         let prepared = self.prepared.address();
         let committed = std::mem::take(&mut self.committed);
         let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
@@ -362,7 +373,7 @@ impl GpuGroup {
     /// Begins an apply on this stream.
     pub(crate) fn enter(&mut self, stream: Stream) -> Result<()> {
         self.tables.iter_mut().for_each(GpuTable::count_call);
-        self.workspace.enter(stream)?;
+        self.workspace.enter_apply(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
         self.drop_stale(stream)
     }

@@ -72,6 +72,10 @@ pub struct Workspace {
     moved: CudaEvent,
     /// Whether a sort is on the second stream that the framework's stream has not waited for.
     is_forked: Cell<bool>,
+    /// Recorded on the second stream after uses of rows were counted there.
+    counted: CudaEvent,
+    /// Whether the framework's stream has not waited for that.
+    is_counting: Cell<bool>,
     /// By index in `SORT_ITEMS`.
     sort_kernels: [OnceCell<SortKernels>; SORT_ITEMS.len()],
     /// The stream of the last call.
@@ -119,6 +123,8 @@ impl Workspace {
             join: event()?,
             moved: event()?,
             is_forked: Cell::new(false),
+            counted: event()?,
+            is_counting: Cell::new(false),
             sort_kernels: Default::default(),
             last: None,
             memories: Vec::new(),
@@ -179,6 +185,15 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`] if the streams cannot be ordered.
     pub fn enter(&mut self, stream: Stream) -> Result<()> {
+        self.enter_apply(stream)?;
+        self.join_uses(stream)
+    }
+
+    /// As `enter`, for an apply. It runs beside the count of uses of its commit.
+    ///
+    /// # Errors
+    /// As `enter`.
+    pub fn enter_apply(&mut self, stream: Stream) -> Result<()> {
         self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
         if let Some(last) = self.last.filter(|last| *last != stream) {
             last.record(&self.moved)?;
@@ -215,6 +230,14 @@ impl Workspace {
     /// The stream of the last call.
     pub fn last_stream(&self) -> Option<Stream> {
         self.last
+    }
+
+    /// Makes later work on the stream wait for the count of uses.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the streams cannot be ordered.
+    pub fn join_uses(&self, stream: Stream) -> Result<()> {
+        if self.is_counting.take() { stream.wait(&self.counted) } else { Ok(()) }
     }
 
     /// Makes later work on the stream wait for the sort of the last lookup.

@@ -98,6 +98,21 @@ impl Workspace {
         }
     }
 
+    /// Enqueues work on scores beside later work on the stream, up to `join_uses`.
+    ///
+    /// # Errors
+    /// Those of `enqueue`, and [`Error::Device`](sok_core::Error::Device) if the streams cannot be ordered.
+    pub(crate) fn beside(&self, stream: Stream, enqueue: impl FnOnce(Stream) -> Result<()>) -> Result<()> {
+        self.join(stream)?;
+        let side = Stream::of_cudarc(&self.side);
+        stream.record(&self.fork)?;
+        side.wait(&self.fork)?;
+        enqueue(side)?;
+        side.record(&self.counted)?;
+        self.is_counting.set(true);
+        Ok(())
+    }
+
     /// Enqueues copying the counts of each table. `to`: address that takes a `TableCounts` for each. `flag`: address that then takes the
     /// number of the call; or 0.
     ///

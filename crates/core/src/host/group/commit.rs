@@ -7,7 +7,7 @@ use crate::contract::table::Outcomes;
 use crate::contract::ticket::{Named, PushRing};
 use crate::error::{Error, Result};
 use crate::host::absent::Absent;
-use crate::host::admission::{check_capacity, distinct, insert};
+use crate::host::admission::{add_used, check_capacity, distinct, insert};
 use crate::host::exact_sum::ExactSum;
 use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
 use crate::host::push::{Push, PushedGradients, SavedTable, merge_push};
@@ -33,8 +33,9 @@ impl HostGroup {
     pub fn check_absent(&self, named: &[Named]) -> Result<()> {
         self.tables.iter().enumerate().try_for_each(|(number, table)| {
             let absent = absent_of(&self.ring, named, number, table.generation);
-            let keys = absent.iter().flat_map(|a| &a.keys).filter(|key| table.is_absent(**key));
-            check_capacity(table, distinct(keys.copied())?.len(), |_, _| ())
+            let keys = || absent.iter().flat_map(|absent| &absent.keys).copied();
+            let num_new = distinct(keys().filter(|key| table.is_absent(*key)))?.len();
+            check_capacity(table, num_new, |table, used| add_used(table, keys(), used))
         })
     }
 
@@ -252,9 +253,12 @@ impl HostGroup {
 
 /// Makes room for keys that the table is to insert. Returns how many rows went.
 fn make_room_for(table: &mut HostTable, absent: &[&Absent]) -> Result<u64> {
-    let keys = absent.iter().flat_map(|absent| &absent.keys).filter(|key| table.is_absent(**key));
-    let num_new = if table.evictor.is_some() { distinct(keys.copied())?.len() } else { 0 };
-    table.make_room(num_new as u64, &|_, _| ())
+    if table.evictor.is_none() {
+        return Ok(0);
+    }
+    let keys = || absent.iter().flat_map(|absent| &absent.keys).copied();
+    let num_new = distinct(keys().filter(|key| table.is_absent(*key)))?.len();
+    table.make_room(num_new as u64, &|table, used| add_used(table, keys(), used))
 }
 
 /// The keys that a table of this generation is to insert for the named pushes.
