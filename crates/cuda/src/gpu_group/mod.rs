@@ -30,8 +30,8 @@ use crate::abi::{
     Side, TableCounts, word_of,
 };
 use crate::device::{Device, Stream, driver_error};
-use crate::gpu_table::eviction::{InProgress, SortedIds};
 use crate::gpu_table::sweep::{SweepMemory, Sweeps};
+use crate::gpu_table::uses::{InProgress, SortedIds};
 use crate::gpu_table::{GpuTable, no_place};
 use crate::memory::{Buffer, Shared, read};
 use crate::peers::{Peers, Window, Windows};

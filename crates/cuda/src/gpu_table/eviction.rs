@@ -12,26 +12,12 @@ use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 
 use super::sweep::SweepMemory;
+use super::uses::InProgress;
 use super::{GpuTable, SPARE_NUMBERS, WAITING};
 use crate::abi::{self, Sweep, TABLE_THREADS, Use};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
 use crate::memory::{Arena, Buffer};
-
-/// Sorted ids of a lookup, on the device.
-#[derive(Clone, Copy)]
-pub(crate) struct SortedIds {
-    /// Address of the first `Sorted`.
-    pub address: u64,
-    pub count: usize,
-}
-
-/// A lookup of training.
-pub(crate) trait InProgress: Send + Sync {
-    /// The ids that it looked up in a table, if their gradients may still come and were not committed yet. `number`: of the table in
-    /// its group.
-    fn ids(&self, number: usize, generation: u64) -> Vec<SortedIds>;
-}
 
 /// The scores of a table, and what it has removed.
 pub(crate) struct Evictor {
@@ -53,18 +39,6 @@ pub(crate) struct Evictor {
     pub departures: Departures,
     /// Memory of a sweep, for the next one.
     pub scratch: Option<SweepMemory>,
-}
-
-/// Records that a call uses.
-#[derive(Clone, Copy)]
-pub(crate) struct UsedRecords {
-    /// Address of their numbers, u32.
-    pub address: u64,
-    pub count: usize,
-}
-
-impl UsedRecords {
-    pub const NONE: UsedRecords = UsedRecords { address: 0, count: 0 };
 }
 
 impl Evictor {

@@ -8,8 +8,8 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-use super::eviction::UsedRecords;
 use super::sweep::Sweeps;
+use super::uses::UsedRecords;
 use super::{GpuTable, Room, WAITING, no_place};
 use crate::abi::{FIND_THREADS, NEW, Overflow, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};

@@ -10,6 +10,7 @@ mod keys;
 mod record;
 mod records;
 pub(crate) mod sweep;
+pub(crate) mod uses;
 
 use std::sync::Arc;
 

@@ -9,7 +9,7 @@ use sok_core::key::Key;
 use sok_core::policy::eviction::sweep_size;
 use sok_core::policy::sweep::Rank;
 
-use super::eviction::{SortedIds, UsedRecords};
+use super::uses::{SortedIds, UsedRecords};
 use super::{GpuTable, WAITING};
 use crate::abi::{Choice, RANK_BINS, RANK_BITS, Sorted, Sweep, TABLE_THREADS, Used};
 use crate::device::{Device, Stream, launch_next};

@@ -11,7 +11,7 @@ use super::{Bags, Feature, Saved, SavedFeature, Workspace};
 use crate::abi::{self, *};
 use crate::device::{Stream, launch_next};
 use crate::gpu_table::GpuTable;
-use crate::gpu_table::eviction::UsedRecords;
+use crate::gpu_table::uses::UsedRecords;
 use crate::kernels::{FORWARD, RANKS};
 use crate::memory::{Buffer, words};
 

@@ -8,7 +8,8 @@ use super::{Saved, Started, Workspace};
 use crate::abi::{LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
 use crate::gpu_table::GpuTable;
-use crate::gpu_table::eviction::{Evictor, UsedRecords};
+use crate::gpu_table::eviction::Evictor;
+use crate::gpu_table::uses::UsedRecords;
 use crate::kernels::SCORES;
 
 /// A commit that takes a push of a lookup.

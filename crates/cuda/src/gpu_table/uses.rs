@@ -1,0 +1,28 @@
+//! What uses rows of a table: calls, and lookups of training.
+
+/// Sorted ids of a lookup, on the device.
+#[derive(Clone, Copy)]
+pub(crate) struct SortedIds {
+    /// Address of the first `Sorted`.
+    pub address: u64,
+    pub count: usize,
+}
+
+/// A lookup of training.
+pub(crate) trait InProgress: Send + Sync {
+    /// The ids that it looked up in a table, if their gradients may still come and were not committed yet. `number`: of the table in
+    /// its group.
+    fn ids(&self, number: usize, generation: u64) -> Vec<SortedIds>;
+}
+
+/// Records that a call uses.
+#[derive(Clone, Copy)]
+pub(crate) struct UsedRecords {
+    /// Address of their numbers, u32.
+    pub address: u64,
+    pub count: usize,
+}
+
+impl UsedRecords {
+    pub const NONE: UsedRecords = UsedRecords { address: 0, count: 0 };
+}
