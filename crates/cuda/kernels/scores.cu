@@ -5,8 +5,6 @@
 // Number of sorted ids that a thread of `take_uses` examines.
 constexpr u32 PER_THREAD = LIST_BLOCK / LIST_THREADS;
 
-__device__ __forceinline__ bool has_row(const Use& use) { return use.commit != NO_ROW; }
-
 // Adds ids to a number of ids, which stays at its maximum. Wherever an addition passes it, the maximum is written after that.
 __device__ __forceinline__ void add_ids(u64* score, u64 ids) {
   if (atomicAdd(score, ids) + ids < ids) atomicExch(score, ~0ull);
@@ -102,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
     const __grid_constant__ Table t, u32 numbers, const Resolved* resolved) {
   begin();
   if (!resolved->is_due) return;
-  for (u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) t.uses[i].score /= 2;
+  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) t.uses[i].score /= 2;
 }
 
 // Copies the scores of records.
@@ -175,7 +173,8 @@ template <class Body> __device__ __forceinline__ void for_each_removable(const S
   for (u64 record = 1 + (u64)block * TABLE_THREADS + threadIdx.x; record < s.numbers; record += stride) {
     const Pair pair = load_pair(s.uses + record);
     const Use use = {pair.low, pair.high};
-    const bool may_go = has_row(use) && use.commit <= s.settled_commit && !(s.marks[record / WARP] >> record % WARP & 1);
+    // A record without a row has the largest number of a commit.
+    const bool may_go = use.commit <= s.settled_commit && !(s.marks[record / WARP] >> record % WARP & 1);
     if (may_go) body((u32)record, use);
   }
 }

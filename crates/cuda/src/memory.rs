@@ -375,7 +375,8 @@ pub struct Shared {
     context: Arc<CudaContext>,
 }
 
-// SAFETY: The memory is only accessed by volatile loads and stores of words.
+// SAFETY: The memory belongs to no thread. Through a shared reference it is accessed by volatile loads and stores of words, or read
+// while nothing writes to it.
 unsafe impl Send for Shared {}
 // SAFETY: As above.
 unsafe impl Sync for Shared {}
@@ -417,6 +418,23 @@ impl Shared {
         // SAFETY: The memory has room for the words, and the call waits.
         unsafe { stream.copy_to_host(self.host.cast(), from, 4 * len) }?;
         stream.synchronize()
+    }
+
+    /// Enqueues a copy of words to the device, from the first words of this memory. Nobody may write to these until it has completed.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the copy cannot be enqueued.
+    pub(crate) fn copy_to(&mut self, to: CUdeviceptr, words: &[u32], stream: Stream) -> Result<()> {
+        assert!(words.len() <= self.len);
+        // SAFETY: The memory has room for the words, and `&mut self` is the only reference to it on the host.
+        unsafe { self.host.copy_from_nonoverlapping(words.as_ptr(), words.len()) };
+        // SAFETY: The caller guarantees that the words stay, and knows the address.
+        unsafe { stream.copy_to_device(to, self.host.cast(), 4 * words.len()) }
+    }
+
+    /// Number of words.
+    pub(crate) fn len(&self) -> usize {
+        self.len
     }
 
     /// All words.

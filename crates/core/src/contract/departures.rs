@@ -53,6 +53,9 @@ impl Departures {
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
     pub fn remember(&mut self, step: u64, keys: Vec<Key>) -> Result<()> {
+        if keys.is_empty() {
+            return Ok(());
+        }
         self.sweeps.try_reserve(1).map_err(|_| memory::missing::<Sweep>(1, WHAT))?;
         self.num_keys += keys.len();
         self.sweeps.push_back(Sweep { step, keys });
@@ -109,6 +112,7 @@ impl Departures {
         for sweep in &mut self.sweeps {
             sweep.keys.retain(|key| !forgotten.contains(key));
         }
+        self.sweeps.retain(|sweep| !sweep.keys.is_empty());
         self.num_keys = self.sweeps.iter().map(|sweep| sweep.keys.len()).sum();
         self.kept.keep(|key| !forgotten.contains(&key));
         Ok(())

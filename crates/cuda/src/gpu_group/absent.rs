@@ -226,7 +226,9 @@ impl GpuGroup {
             };
             let table = &mut self.tables[table];
             let sweeps = table.sweep_for(num_new, room.used(num_keys))?;
-            table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
+            let removable = sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0));
+            table.forget_sweep(sweeps);
+            table.check_capacity(num_new, removable)?;
         }
         Ok(())
     }
@@ -292,7 +294,6 @@ impl GpuGroup {
     pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
         self.workspace.enter(stream)?;
         self.make_room_for_absent(named)?;
-        self.inserted.clear();
         for (index, named) in named.iter().enumerate() {
             let Some(push) = self.ring.get(named.number) else { continue };
             let (lookup, rows, factors) = (push.lookup.clone(), push.rows.clone(), push.factors.clone());

@@ -17,6 +17,7 @@ use super::{GpuGroup, LookupNumber, OutputGradients};
 use crate::device::Stream;
 use crate::gpu_group::optimizer;
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::sweep::SweepMemory;
 use crate::memory::Buffer;
 use crate::step::{Bags, Feature, Ids, KeyType};
 
@@ -127,7 +128,8 @@ impl Group for GpuGroup {
         let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes() + l.absent().num_bytes());
         let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
-        lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes()
+        let sweeps = self.sweep_memory.as_ref().map_or(0, SweepMemory::num_bytes);
+        lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes() + sweeps
     }
 
     fn measure(&mut self, is_on: bool) {

@@ -136,9 +136,9 @@ impl GpuGroup {
         })
     }
 
-    /// Combines the committed pushes into one, if there may be several. Called after `resolve`. Waits for the device if it
-    /// combines.
-    pub(crate) fn combine(&mut self, stream: Stream) -> Result<()> {
+    /// Takes the committed pushes, if there may be several, and counts the uses of their rows. Called after `resolve`. Waits for the report
+    /// then.
+    pub(crate) fn take_committed(&mut self, stream: Stream) -> Result<()> {
         if self.committed != Committed::Combined {
             return Ok(());
         }
@@ -153,7 +153,17 @@ impl GpuGroup {
             self.carried.extend(of_push.map(|(_, weight, push)| (weight, push)));
             self.carried.push((weight, push));
         }
-        self.combine_carried(stream)
+        Ok(())
+    }
+
+    /// Combines the taken pushes into one, if there may be several. Waits for the device if it combines.
+    pub(crate) fn combine(&mut self, stream: Stream) -> Result<()> {
+        if self.committed == Committed::Combined { self.combine_carried(stream) } else { Ok(()) }
+    }
+
+    /// Forgets what a commit has inserted that failed after that.
+    pub(crate) fn forget_inserted(&mut self) {
+        self.inserted.clear();
     }
 
     /// Enqueues counting the uses of the rows of a lookup, and noting that a commit takes their gradients. `row`: of the ticket that names
@@ -171,7 +181,7 @@ impl GpuGroup {
         self.workspace.take_uses(&self.tables, &lookup.saved, taking, stream)
     }
 
-    /// Enqueues what a commit does with scores: counts the uses of the step, and ends it. Called after `combine`.
+    /// Enqueues what a commit does with scores: counts the uses of the step, and ends it. Called after `take_committed`.
     pub(crate) fn end_step(&self, stream: Stream) -> Result<()> {
         if self.tables.iter().all(|table| table.evictor.is_none()) {
             return Ok(());

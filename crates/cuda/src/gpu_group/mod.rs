@@ -531,6 +531,8 @@ impl GpuGroup {
             return Ok(None);
         }
         self.wait_for(&self.counts, 2 * COUNTS_WORDS * self.tables.len(), self.num_noted)?;
+        // The report of the last commit has come before: which lookups are closed, and the step.
+        self.settle_for_tables();
         let (mut tables, mut planned) = (Vec::new(), Vec::new());
         for &t in exceeding {
             let taken = self.counts_noted(self.tables.len() + t).taken;
@@ -539,7 +541,11 @@ impl GpuGroup {
             if excess > 0 {
                 table.count_taken(taken, save);
                 tables.push((t, excess));
-                planned.extend(table.plan_sweep(0, started.records_of(t))?);
+                planned.extend(table.plan_sweep(
+                    0,
+                    started.records_of(t),
+                    Some(table.found_out_of_vocabulary()),
+                )?);
             } else {
                 table.max_taken = taken.into();
             }
@@ -560,9 +566,20 @@ impl GpuGroup {
         let mut all = tables.iter().enumerate();
         let may_go = all.all(|(number, (_, excess))| sweeps.num_removable(number) >= *excess);
         if may_go {
+            let mut going = Vec::new();
+            for (number, (t, _)) in tables.iter().enumerate() {
+                match self.tables[*t].begin_going(&sweeps, number) {
+                    Ok(of_table) => going.push(of_table),
+                    Err(error) => {
+                        let begun = tables.iter().zip(&going);
+                        begun.for_each(|((t, _), going)| self.tables[*t].cancel_going(going));
+                        return Err(error);
+                    }
+                }
+            }
             sweeps.erase(stream)?;
-            for (number, (t, _)) in tables.into_iter().enumerate() {
-                let evicted = self.tables[t].end_sweep(&sweeps, number, stream)?;
+            for (number, ((t, _), going)) in tables.into_iter().zip(going).enumerate() {
+                let evicted = self.tables[t].end_going(&sweeps, number, going, stream)?;
                 self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
             }
         }

@@ -94,6 +94,7 @@ pub(crate) unsafe fn commit_together(
     for (group, binding) in groups.iter_mut().zip(bindings) {
         group.take_over(binding)?;
     }
+    groups.iter_mut().for_each(|group| group.forget_inserted());
     insert_absent(groups, tickets, vote, stream)?;
     let updates = is_update(groups, is_update_at)?;
     let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.update.clipnorm.is_some());
@@ -101,8 +102,11 @@ pub(crate) unsafe fn commit_together(
     // SAFETY: The caller guarantees it.
     unsafe { resolve(groups, tickets, is_update_at.is_some(), no_norm_to, stream) }?;
     for group in groups.iter_mut() {
-        group.combine(stream)?;
+        group.take_committed(stream)?;
         group.end_step(stream)?;
+    }
+    for group in groups.iter_mut() {
+        group.combine(stream)?;
     }
     if !needs_norm {
         return Ok(());

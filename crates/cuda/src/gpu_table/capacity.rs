@@ -65,8 +65,8 @@ impl GpuTable {
         self.max_rows() + new_keys > self.config.capacity()
     }
 
-    /// Returns whether a call with this many ids may insert first and then remove as many rows as are too many. The memory for both is
-    /// there for a while.
+    /// Returns whether a call with this many ids may insert first and then remove as many rows as are too many. For a while there must be
+    /// memory for both.
     pub(crate) fn may_exceed(&self, ids: u64) -> bool {
         self.evictor.is_some() && ids <= self.config.capacity() / 2 + SPARE_NUMBERS as u64
     }
@@ -104,7 +104,8 @@ impl GpuTable {
         let rows = self.max_rows();
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {
-            let larger = (rows + soon).max(2 * keys) as usize;
+            let most = self.config.capacity().saturating_add(soon);
+            let larger = (rows + soon).max((2 * keys).min(most)) as usize;
             match self.index.grown(larger, rows as usize, stream) {
                 Ok(grown) => (self.index, self.has_moved) = (grown, true),
                 Err(_) => {

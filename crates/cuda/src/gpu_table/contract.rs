@@ -181,7 +181,8 @@ impl Table for GpuTable {
             keys.push(key);
             records.push(record);
         })?;
-        let values = if records.is_empty() { Vec::new() } else { self.read_records(&records)? };
+        let values =
+            if records.is_empty() { Vec::new() } else { self.read_records(self.layout.fields, &records)? };
         out.scores.extend(self.read_scores(&records)?);
         out.keys.extend(keys);
         out.values.extend(values);

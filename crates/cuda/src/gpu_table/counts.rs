@@ -5,6 +5,7 @@ use sok_core::error::Result;
 
 use super::GpuTable;
 use crate::abi::{COUNTERS_WORDS, DISTINCT, DROPPED, TAKEN, TableCounts, UNKNOWN};
+use crate::memory::Buffer;
 
 impl GpuTable {
     /// Reads from the device how many numbers are taken. The device must be idle.
@@ -121,6 +122,7 @@ impl GpuTable {
             bytes: (self.index.num_bytes()
                 + self.arena.num_bytes()
                 + self.released_on_device.num_bytes()
+                + self.spare_released.as_ref().map_or(0, Buffer::num_bytes)
                 + self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes())) as u64,
             ..self.stats
         };

@@ -38,7 +38,7 @@ pub(crate) struct Evictor {
     pub lookups: Vec<Weak<dyn InProgress>>,
     pub departures: Departures,
     /// Memory of a sweep, for the next one.
-    pub scratch: Option<SweepMemory>,
+    pub sweep_memory: Option<SweepMemory>,
 }
 
 impl Evictor {
@@ -56,7 +56,7 @@ impl Evictor {
             number: 0,
             lookups: Vec::new(),
             departures: Departures::default(),
-            scratch: None,
+            sweep_memory: None,
         })
     }
 
@@ -72,8 +72,8 @@ impl Evictor {
     }
 
     pub fn num_bytes(&self) -> usize {
-        let scratch = self.scratch.as_ref().map_or(0, SweepMemory::num_bytes);
-        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + scratch
+        let sweeps = self.sweep_memory.as_ref().map_or(0, SweepMemory::num_bytes);
+        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + sweeps
     }
 
     /// Fills in the fields of a descriptor.

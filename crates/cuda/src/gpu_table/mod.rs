@@ -19,7 +19,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::initializer::Initializer;
 
-use crate::abi::{self, InitializerKind, TableCounts};
+use crate::abi::{self, InitializerKind, TableCounts, word_of};
 use crate::device::{Device, Stream};
 use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
@@ -48,8 +48,10 @@ pub struct GpuTable {
     /// Record numbers that are given out again, before those from `fresh` on.
     released: Vec<u32>,
     released_on_device: Buffer<u32>,
-    /// The list before that one, whose memory the next one takes.
+    /// The list before that one, whose memory the next one takes. Tables without an eviction policy keep none.
     spare_released: Option<Buffer<u32>>,
+    /// The numbers that were last copied there.
+    released_copy: Vec<u32>,
     fresh: u32,
     /// Number of rows minus `Counters::taken`.
     len_before: i64,
@@ -120,6 +122,7 @@ impl GpuTable {
             released: Vec::new(),
             released_on_device: Buffer::new(&device.context, 1)?,
             spare_released: None,
+            released_copy: Vec::new(),
             evictor: evictor(device, &config)?,
             device: device.clone(),
             config,
@@ -171,6 +174,11 @@ impl GpuTable {
             evictor.describe(&mut table);
         }
         table
+    }
+
+    /// Address of the record number of the out-of-vocabulary key, as the last lookup has found it.
+    pub(crate) fn found_out_of_vocabulary(&self) -> u64 {
+        self.index.counters.at(word_of!(Counters, out_of_vocabulary))
     }
 
     /// Returns the descriptor for kernels of a single table.

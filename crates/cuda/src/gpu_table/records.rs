@@ -7,10 +7,11 @@ use std::collections::{HashMap, HashSet};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::key::Key;
+use sok_core::memory;
 
 use super::eviction::Evictor;
 use super::record::DeviceLayout;
-use super::{GpuTable, Room, WAITING, arena};
+use super::{GpuTable, PIECE, Room, WAITING, arena};
 use crate::abi::{self, DISTINCT, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
 use crate::device::{Stream, launch, launch_next};
 use crate::index::Index;
@@ -143,9 +144,10 @@ impl GpuTable {
     pub(super) fn room_to_release(&mut self, more: usize) -> Result<Buffer<u32>> {
         let retired: usize = self.retired.iter().map(|(_, records)| records.len()).sum();
         let len = self.released.len() + retired + more;
+        let spare = if self.evictor.is_some() { len / 2 } else { 0 };
         match self.spare_released.take().filter(|spare| spare.len() >= len) {
             Some(spare) => Ok(spare),
-            None => Buffer::uninit(&self.device.context, (len + len / 2).max(1)),
+            None => Buffer::uninit(&self.device.context, (len + spare).max(1)),
         }
     }
 
@@ -162,11 +164,17 @@ impl GpuTable {
         self.len_before += taken as i64;
         (self.counted, self.max_taken, self.reported) = (0, 0, TableCounts::default());
         (self.released, self.retired, self.has_moved) = (released, needed, true);
-        // SAFETY: The room has a word for each number, and the driver copies what is in pageable memory before it returns.
+        self.released_copy.clone_from(&self.released);
+        // SAFETY: The room has a word for each number. The list stays as it is until the next call, which follows a wait.
         unsafe {
-            stream.copy_to_device(room.address(), self.released.as_ptr().cast(), 4 * self.released.len())
+            stream.copy_to_device(
+                room.address(),
+                self.released_copy.as_ptr().cast(),
+                4 * self.released_copy.len(),
+            )
         }?;
-        self.spare_released = Some(std::mem::replace(&mut self.released_on_device, room));
+        let before = std::mem::replace(&mut self.released_on_device, room);
+        self.spare_released = self.evictor.is_some().then_some(before);
         // SAFETY: The word is one of the counters.
         unsafe { stream.fill(self.index.counters.at(TAKEN), 0, 4) }
     }
@@ -180,19 +188,15 @@ impl GpuTable {
         let on_device = Buffer::from_slice(&context, keys)?;
         let erased = Buffer::<u32>::uninit(&context, keys.len())?;
         let room = self.room_to_release(keys.len())?;
-        self.launch_erase(on_device.address(), erased.address(), keys.len(), WAITING)?;
+        let erase = self.device.kernel(&TABLE, "erase_keys")?;
+        let (table, from, to, n) = (self.alone(), on_device.address(), erased.address(), keys.len() as u32);
+        let blocks = keys.len().div_ceil(TABLE_THREADS);
+        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+        unsafe { launch!(erase, WAITING, blocks, TABLE_THREADS, table, from, to, n) }?;
         let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
         self.retire(&erased, room, WAITING)?;
         self.device.synchronize()?;
         Ok(erased.len())
-    }
-
-    /// Enqueues removing keys from the index. `erased`: address that takes their record numbers, u32; 0 for a key that is not there.
-    pub(super) fn launch_erase(&self, keys: u64, erased: u64, count: usize, stream: Stream) -> Result<()> {
-        let erase = self.device.kernel(&TABLE, "erase_keys")?;
-        let (table, n, blocks) = (self.alone(), count as u32, count.div_ceil(TABLE_THREADS));
-        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
-        unsafe { launch!(erase, stream, blocks, TABLE_THREADS, table, keys, erased, n) }
     }
 
     /// Undoes the insertions of the last lookup. `keys`: among others, those that it has inserted. `before`: the counts before it. `taken`:
@@ -225,22 +229,34 @@ impl GpuTable {
 
     /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.
     pub(super) fn retire(&mut self, erased: &[u32], room: Buffer<u32>, stream: Stream) -> Result<()> {
-        self.retired.push((self.newest_lookup, erased.to_vec()));
+        if !erased.is_empty() {
+            self.retired.push((self.newest_lookup, erased.to_vec()));
+        }
         self.len_before -= erased.len() as i64;
         self.release(room, stream)
     }
 
-    pub(super) fn read_records(&self, records: &[u32]) -> Result<Vec<f32>> {
-        let (fields, n) = (self.layout.fields, records.len() as u32);
-        let on_device = Buffer::from_slice(&self.device.context, records)?;
-        let values = Buffer::<f32>::uninit(&self.device.context, records.len() * fields.width as usize)?;
+    /// Returns these fields of records, dense. Waits for the device.
+    pub(super) fn read_records(&self, fields: DeviceFields, records: &[u32]) -> Result<Vec<f32>> {
+        let width = fields.width as usize;
+        let piece = (PIECE / width).max(1);
+        let context = &self.device.context;
+        let on_device = Buffer::uninit(context, piece.min(records.len()))?;
+        let values = Buffer::<f32>::uninit(context, piece.min(records.len()) * width)?;
         let read = self.device.kernel(&TABLE, "read_records")?;
-        let (table, from, to) = (self.alone(), on_device.address(), values.address());
-        // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
-        unsafe {
-            launch!(read, WAITING, records.len().min(8192), TABLE_THREADS, table, fields, from, to, n)
-        }?;
-        values.to_vec()
+        let mut all = memory::with_capacity(records.len() * width, "the records of a table")?;
+        for records in records.chunks(piece) {
+            on_device.write(0, records)?;
+            let (table, from, to, n) =
+                (self.alone(), on_device.address(), values.address(), records.len() as u32);
+            // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
+            unsafe {
+                launch!(read, WAITING, records.len().min(8192), TABLE_THREADS, table, fields, from, to, n)
+            }?;
+            self.device.synchronize()?;
+            all.extend(values.read(0, records.len() * width)?);
+        }
+        Ok(all)
     }
 
     /// Copies all records to the layout of another update. Rows are kept, and states get their initial values.

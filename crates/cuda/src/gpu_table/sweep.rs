@@ -26,42 +26,60 @@ pub(crate) struct PlannedSweep {
     /// Without `Used::marks`.
     used: Vec<Used>,
     keeps: bool,
-    _out_of_vocabulary: Option<Buffer<u32>>,
+    /// Memory that `used` refers to.
+    lent: Option<Buffer<u32>>,
 }
 
 /// Memory of sweeps.
 pub(crate) struct SweepMemory {
     on_device: Buffer<u32>,
-    /// As many words, which the host reads.
-    results: Shared,
+    /// First the descriptors that are copied to the device, then the results that come from there.
+    on_host: Shared,
 }
 
 impl SweepMemory {
-    fn new(device: &Device, num_words: usize) -> Result<SweepMemory> {
-        let on_device = Buffer::uninit(&device.context, num_words)?;
-        Ok(SweepMemory { on_device, results: Shared::new(&device.context, num_words)? })
+    /// Memory for these numbers of words on the device and on the host.
+    fn new(device: &Device, [on_device, on_host]: [usize; 2]) -> Result<SweepMemory> {
+        Ok(SweepMemory {
+            on_device: Buffer::uninit(&device.context, on_device + on_device / 4)?,
+            on_host: Shared::new(&device.context, on_host + on_host / 4)?,
+        })
+    }
+
+    fn holds(&self, [on_device, on_host]: [usize; 2]) -> bool {
+        self.on_device.len() >= on_device && self.on_host.len() >= on_host
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.on_device.num_bytes()
+        self.on_device.num_bytes() + 4 * self.on_host.len()
     }
 }
 
 /// Sweeps of several tables that have been enqueued together.
 pub(crate) struct Sweeps {
     device: Arc<Device>,
-    memory: Buffer<u32>,
+    memory: SweepMemory,
     sweeps: Vec<Sweep>,
     /// Address of what the host reads: the choices, then the listed rows.
     results_at: u64,
-    results: Shared,
+    /// Number of its words.
+    num_results: usize,
     /// Blocks of a launch for each sweep.
     blocks: u32,
-    _out_of_vocabulary: Vec<Buffer<u32>>,
+    _lent: Vec<Buffer<u32>>,
+}
+
+/// What a table has to do when its chosen rows are erased.
+pub(crate) struct Going {
+    /// Memory for the numbers that are given out again.
+    room: Buffer<u32>,
+    /// `Departures::lens` before these rows were added.
+    lens: [usize; 2],
 }
 
 /// Parts of the memory of sweeps.
 struct Places {
+    base: u64,
     sweeps: Vec<Sweep>,
     used: Vec<Used>,
     /// Address of the first word that starts as zero.
@@ -71,6 +89,16 @@ struct Places {
 }
 
 impl Places {
+    /// Words on the device, and on the host.
+    fn sizes(&self) -> [usize; 2] {
+        let descriptors = (size_of_val(&self.sweeps[..]) + size_of_val(&self.used[..])) / 4;
+        [self.num_words, descriptors.max(self.num_results())]
+    }
+
+    fn num_results(&self) -> usize {
+        self.num_words - ((self.results - self.base) / 4) as usize
+    }
+
     /// Divides the memory, which begins at `base`: descriptors; bins and marks; choices; listed rows.
     fn new(base: u64, planned: &[PlannedSweep]) -> Places {
         let mut at = 0;
@@ -97,7 +125,7 @@ impl Places {
             sweep.listed_records = take(wanted);
             sweep.listed_scores = if planned.keeps { take(2 * wanted) } else { 0 };
         }
-        Places { sweeps, used, zeros, results, num_words: at }
+        Places { base, sweeps, used, zeros, results, num_words: at }
     }
 }
 
@@ -112,20 +140,18 @@ impl Sweeps {
         planned: Vec<PlannedSweep>,
         stream: Stream,
     ) -> Result<Sweeps> {
-        let num_words = Places::new(0, &planned).num_words;
-        let SweepMemory { on_device: memory, results: on_host } =
-            match spare.filter(|spare| spare.on_device.len() >= num_words) {
-                Some(spare) => spare,
-                None => SweepMemory::new(device, num_words + num_words / 4)?,
-            };
-        let Places { sweeps, used, zeros, results, .. } = Places::new(memory.address(), &planned);
-        let descriptors = [words(&sweeps), words(&used)].concat();
-        // SAFETY: The memory begins with room for the descriptors, and the driver copies what is in pageable memory before it returns.
-        unsafe {
-            stream.copy_to_device(memory.address(), descriptors.as_ptr().cast(), 4 * descriptors.len())
-        }?;
+        let sizes = Places::new(0, &planned).sizes();
+        let mut memory = match spare.filter(|spare| spare.holds(sizes)) {
+            Some(spare) => spare,
+            None => SweepMemory::new(device, sizes)?,
+        };
+        let at = memory.on_device.address();
+        let places = Places::new(at, &planned);
+        let num_results = places.num_results();
+        let Places { sweeps, used, zeros, results, num_words, .. } = places;
+        memory.on_host.copy_to(at, &[words(&sweeps), words(&used)].concat(), stream)?;
         // The lists are read whole, whatever their lengths.
-        let num_zeros = 4 * num_words - (zeros - memory.address()) as usize;
+        let num_zeros = 4 * num_words - (zeros - at) as usize;
         // SAFETY: The memory has so many words.
         unsafe { stream.fill(zeros, 0, num_zeros) }?;
         let most = 8 * device.multiprocessors as usize / sweeps.len().max(1);
@@ -133,7 +159,6 @@ impl Sweeps {
         let blocks = numbers.div_ceil(TABLE_THREADS).clamp(1, most.max(1)) as u32;
         let names = ["mark_used", "measure_rows", "count_ranks", "list_chosen"];
         let [mark, measure, count, list] = device.kernels(&SCORES, names)?;
-        let at = memory.address();
         let used_at = at + size_of_val(&sweeps[..]) as u64;
         let launched = sweeps.len() * blocks as usize;
         // SAFETY: The arguments have the types of the kernel's parameters. Tables, lookups and `Sweeps` keep the memory that they point to.
@@ -151,12 +176,9 @@ impl Sweeps {
             memory,
             sweeps,
             results_at: results,
-            results: on_host,
+            num_results,
             blocks,
-            _out_of_vocabulary: planned
-                .into_iter()
-                .filter_map(|planned| planned._out_of_vocabulary)
-                .collect(),
+            _lent: planned.into_iter().filter_map(|planned| planned.lent).collect(),
         })
     }
 
@@ -165,17 +187,12 @@ impl Sweeps {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
     pub fn read(&mut self) -> Result<()> {
-        let last = self.sweeps.last().map_or(0, |sweep| match sweep.listed_scores {
-            0 => sweep.listed_records + 4 * sweep.wanted,
-            scores => scores + 8 * sweep.wanted,
-        });
-        let num_words = last.saturating_sub(self.results_at) as usize / 4;
-        self.results.copy_beside(&self.device, self.results_at, num_words)
+        self.memory.on_host.copy_beside(&self.device, self.results_at, self.num_results)
     }
 
     fn words_at(&self, address: u64) -> &[u32] {
         // SAFETY: Only `read` has words written, and it waits.
-        let words = unsafe { self.results.words() };
+        let words = unsafe { self.memory.on_host.words() };
         &words[((address - self.results_at) / 4) as usize..]
     }
 
@@ -184,31 +201,49 @@ impl Sweeps {
         wide(&self.words_at(self.sweeps[number].choice)[..2])[0]
     }
 
+    /// Keys and records of the chosen rows of a table, and their scores if somebody needs them.
+    fn listed(&self, number: usize) -> (&[Key], &[u32], &[u64]) {
+        let sweep = self.sweeps[number];
+        let count = self.num_removable(number).min(sweep.wanted) as usize;
+        let keys = wide(&self.words_at(sweep.listed_keys)[..2 * count]);
+        let records = &self.words_at(sweep.listed_records)[..count];
+        match sweep.listed_scores {
+            0 => (keys, records, &[]),
+            scores => (keys, records, wide(&self.words_at(scores)[..2 * count])),
+        }
+    }
+
     /// Enqueues erasing the chosen rows.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
     pub fn erase(&self, stream: Stream) -> Result<()> {
         let erase = self.device.kernel(&TABLE, "erase_chosen")?;
-        let (at, blocks) = (self.memory.address(), self.blocks);
+        let (at, blocks) = (self.memory.on_device.address(), self.blocks);
         // SAFETY: The arguments have the types of the kernel's parameters. Tables and `Sweeps` keep the memory that they point to.
         unsafe { launch_next!(erase, stream, self.sweeps.len() * blocks as usize, TABLE_THREADS, at, blocks) }
     }
 
     /// Returns the memory, for later sweeps on the same stream.
     pub fn into_memory(self) -> SweepMemory {
-        SweepMemory { on_device: self.memory, results: self.results }
+        self.memory
     }
 }
 
 impl GpuTable {
     /// Returns a sweep that chooses the rows with the lowest scores, to make room for new keys. The row of the out-of-vocabulary key stays,
     /// and so do those of lookups whose gradients were not applied yet, and the used ones. `None` without an eviction policy, or if no
-    /// room is needed. The counts of the device must be known.
+    /// room is needed. The counts of the device must be known. `out_of_vocabulary`: address of the record number of that key, if work on the
+    /// stream has found it; otherwise the device must be idle.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
-    pub(crate) fn plan_sweep(&self, new_keys: u64, used: UsedRecords) -> Result<Option<PlannedSweep>> {
+    pub(crate) fn plan_sweep(
+        &self,
+        new_keys: u64,
+        used: UsedRecords,
+        out_of_vocabulary: Option<u64>,
+    ) -> Result<Option<PlannedSweep>> {
         let needed = (self.rows() + new_keys).saturating_sub(self.config.capacity());
         let Some(evictor) = self.evictor.as_ref().filter(|_| needed > 0) else { return Ok(None) };
         let numbers =
@@ -220,13 +255,14 @@ impl GpuTable {
             ..Used::default()
         };
         let mut all_used = vec![numbers_at(used.address, 1, used.count)];
-        let mut out_of_vocabulary = None;
-        if let Some(key) = self.config.out_of_vocabulary_key {
+        let mut lent = None;
+        if let (Some(key), None) = (self.config.out_of_vocabulary_key, out_of_vocabulary) {
             let found = self.look_up(&self.room(1, 0)?, &[key], false)?;
-            let record = Buffer::from_slice(&self.device.context, &found)?;
-            all_used.push(numbers_at(record.address(), 1, 1));
-            out_of_vocabulary = Some(record);
+            lent = Some(Buffer::from_slice(&self.device.context, &found)?);
         }
+        let of_lent = lent.as_ref().map(Buffer::address);
+        let address = out_of_vocabulary.filter(|_| self.config.out_of_vocabulary_key.is_some()).or(of_lent);
+        all_used.extend(address.map(|address| numbers_at(address, 1, 1)));
         for lookup in evictor.lookups.iter().filter_map(Weak::upgrade) {
             // A group gives the memory of a lookup to later work of the same stream alone. The number comes first in a `Sorted`.
             for SortedIds { address, count } in lookup.ids(evictor.number, self.generation) {
@@ -239,76 +275,94 @@ impl GpuTable {
             numbers: numbers as u32,
             ..evictor.sweep()
         };
-        Ok(Some(PlannedSweep {
-            sweep,
-            used: all_used,
-            keeps: evictor.policy.keeps_evicted,
-            _out_of_vocabulary: out_of_vocabulary,
-        }))
+        Ok(Some(PlannedSweep { sweep, used: all_used, keeps: evictor.policy.keeps_evicted, lent }))
     }
 
-    /// Chooses rows to make room for new keys, as `plan_sweep`. The device must be idle.
+    /// Chooses rows to make room for new keys, as `plan_sweep`. Gets the memory for those that may fit. The device must be idle.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
     pub(crate) fn sweep_for(&mut self, new_keys: u64, used: UsedRecords) -> Result<Option<Sweeps>> {
-        let Some(planned) = self.plan_sweep(new_keys, used)? else { return Ok(None) };
-        let scratch = self.evictor.as_mut().and_then(|evictor| evictor.scratch.take());
-        let mut sweeps = Sweeps::start(&self.device, scratch, vec![planned], WAITING)?;
+        if self.evictor.is_none() || !self.may_refuse(new_keys) {
+            return Ok(None);
+        }
+        // The index may grow, and a sweep erases from the one that it has seen.
+        let most = new_keys.min(self.config.capacity());
+        self.make_room(most, most, WAITING)?;
+        let Some(planned) = self.plan_sweep(new_keys, used, None)? else { return Ok(None) };
+        let spare = self.evictor.as_mut().and_then(|evictor| evictor.sweep_memory.take());
+        let mut sweeps = Sweeps::start(&self.device, spare, vec![planned], WAITING)?;
         self.device.synchronize()?;
         sweeps.read()?;
         Ok(Some(sweeps))
     }
 
+    /// Takes back the memory of `sweep_for`.
+    pub(crate) fn forget_sweep(&mut self, sweeps: Option<Sweeps>) {
+        if let (Some(evictor), Some(sweeps)) = (&mut self.evictor, sweeps) {
+            evictor.sweep_memory = Some(sweeps.into_memory());
+        }
+    }
+
     /// Removes the rows that `sweep_for` has chosen. Returns how many went. The device must be idle.
     ///
     /// # Errors
-    /// As `end_sweep`.
+    /// As `begin_going`.
     pub(crate) fn end_own_sweep(&mut self, sweeps: Option<Sweeps>) -> Result<u64> {
         let Some(sweeps) = sweeps else { return Ok(0) };
-        let evicted = self.end_sweep(&sweeps, 0, WAITING)?;
+        let going = self.begin_going(&sweeps, 0)?;
         sweeps.erase(WAITING)?;
+        let evicted = self.end_going(&sweeps, 0, going, WAITING)?;
         self.device.synchronize()?;
-        if let Some(evictor) = &mut self.evictor {
-            evictor.scratch = Some(sweeps.into_memory());
-        }
+        self.forget_sweep(Some(sweeps));
         Ok(evicted)
     }
 
-    /// Takes over that the chosen rows are erased. Returns how many went. `number`: of the table's sweep, which was read. Only work on the
-    /// stream may use the table meanwhile.
+    /// Remembers the chosen rows, which are to be erased. `number`: of the table's sweep, which was read.
     ///
     /// # Errors
-    /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory).
-    pub(crate) fn end_sweep(&mut self, sweeps: &Sweeps, number: usize, stream: Stream) -> Result<u64> {
-        let sweep = sweeps.sweeps[number];
-        let count = sweeps.num_removable(number).min(sweep.wanted) as usize;
-        let keys = wide(&sweeps.words_at(sweep.listed_keys)[..2 * count]).to_vec();
-        let records = &sweeps.words_at(sweep.listed_records)[..count];
-        if sweep.listed_scores != 0 {
-            let scores = wide(&sweeps.words_at(sweep.listed_scores)[..2 * count]);
-            self.keep_rows(keys.iter().copied().zip(scores.iter().copied()), records)?;
-        }
-        let room = self.room_to_release(count)?;
+    /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). Nothing has changed then.
+    pub(crate) fn begin_going(&mut self, sweeps: &Sweeps, number: usize) -> Result<Going> {
+        let (keys, records, scores) = sweeps.listed(number);
+        let room = self.room_to_release(records.len())?;
+        let values =
+            if scores.is_empty() { Vec::new() } else { self.read_records(self.layout.row(), records)? };
+        let dim = self.config.dim;
+        let mut lens = [0; 2];
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.trim();
-            evictor.departures.remember(evictor.step, keys)?;
+            lens = evictor.departures.lens();
+            let ranks = scores.iter().zip(keys).map(|(&score, &key)| Rank { score, key });
+            let mut rows: Vec<(Rank, &[f32])> = ranks.zip(values.chunks_exact(dim)).collect();
+            rows.sort_unstable_by_key(|(rank, _)| *rank);
+            evictor.departures.keep(rows.into_iter(), dim)?;
+            let remembered = evictor.departures.remember(evictor.step, keys.to_vec());
+            remembered.inspect_err(|_| evictor.departures.take_back(lens))?;
         }
-        self.retire(records, room, stream)?;
-        Ok(count as u64)
+        Ok(Going { room, lens })
     }
 
-    /// Keeps rows that go, until they are taken.
-    fn keep_rows(&mut self, rows: impl Iterator<Item = (Key, u64)>, records: &[u32]) -> Result<()> {
-        let ranks = rows.map(|(key, score)| Rank { score, key });
-        let mut going: Vec<(Rank, u32)> = ranks.zip(records.iter().copied()).collect();
-        going.sort_unstable();
-        let records: Vec<u32> = going.iter().map(|(_, record)| *record).collect();
-        let values = if records.is_empty() { Vec::new() } else { self.read_records(&records)? };
-        let (dim, width) = (self.config.dim, self.layout.fields.width as usize);
-        let values = values.chunks_exact(width).map(|values| &values[..dim]);
-        let rows = going.iter().map(|(rank, _)| *rank).zip(values);
-        self.evictor.as_mut().map_or(Ok(()), |evictor| evictor.departures.keep(rows, dim))
+    /// Undoes `begin_going`.
+    pub(crate) fn cancel_going(&mut self, going: &Going) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.departures.take_back(going.lens);
+        }
+    }
+
+    /// Takes over that the chosen rows are erased. Returns how many went. Only work on the stream may use the table meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device).
+    pub(crate) fn end_going(
+        &mut self,
+        sweeps: &Sweeps,
+        number: usize,
+        going: Going,
+        stream: Stream,
+    ) -> Result<u64> {
+        let (_, records, _) = sweeps.listed(number);
+        self.retire(records, going.room, stream)?;
+        Ok(records.len() as u64)
     }
 }
 

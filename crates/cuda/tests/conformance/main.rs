@@ -12,20 +12,21 @@ mod subject;
 use std::sync::{Arc, LazyLock};
 
 use common::group::{Input, Shape};
-use common::large::{any_update, large_config, large_ops, skewed_keys};
+use common::large::{SGD, any_update, large_config, large_ops, plain_update, skewed_keys};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, table_or_rule_op, update};
-use common::subject::{HostSubject, Maker, Subject};
+use common::subject::{HostSubject, Maker, Subject, binding};
 use common::table::ModelTable;
 use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
-use sok_core::contract::table::{Insertion, OutOfVocabulary, Table, TableConfig};
+use sok_core::contract::table::{Explanation, Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_core::error::Error;
 use sok_core::formula::Rule;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::table::HostTable;
+use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::pool::Pool;
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
@@ -85,6 +86,32 @@ fn large_calls_leave_a_group_as_its_model() {
         let ops = large_ops(&mut dice, configs.len());
         run_all(&configs, update, &ops, &GPU);
     }
+}
+
+/// The host has not read the report of that commit: nobody asks it to.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
+    let eviction = Some(Eviction {
+        score: Score::Lfu { half_life: None },
+        counts_inference: false,
+        keeps_evicted: false,
+    });
+    let config = TableConfig { max_capacity: Some(4), eviction, ..plain_config("t", 1) };
+    let mut subject = GpuSubject::new(&[config]);
+    subject.settles = false;
+    subject.bind(binding(1, plain_update(SGD))).unwrap();
+    for (step, keys) in (1..).zip([[3, 4], [3, 4], [3, 4], [1, 2], [1, 2]]) {
+        let (lookup, _) = subject.lookup(&[Input::plain(0, &keys)], Insertion::AtLookup, true).unwrap();
+        subject.push(step, lookup, &Arc::new(vec![vec![1.0; 2]]), true, &[]).unwrap();
+        subject.commit(&[(step, 1.0)], true).unwrap();
+        subject.apply(UpdateScalars { learning_rate: 0.05, step, factor: 1.0 }, true).unwrap();
+    }
+    subject.lookup(&[Input::plain(0, &[9])], Insertion::AtLookup, true).unwrap();
+    let mut keys = subject.table(0).keys().unwrap();
+    keys.sort_unstable();
+    assert_eq!(keys, [2, 3, 4, 9]);
+    assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
 }
 
 /// Sorts of two and three passes, with every tile size, and with so many tiles that the look-back goes over several groups. Also
