@@ -1,0 +1,383 @@
+//! The lookup of a group: room for new keys, insertion, and the rows that go for them.
+
+#![allow(unsafe_code)]
+
+use sok_core::contract::table::{Insertion, Outcomes};
+use sok_core::error::{Error, Result};
+
+use super::absent::{Absent, Inputs, KnownRecords};
+use super::{GpuGroup, SavedLookup, table_counts};
+use crate::abi::{COUNTS_WORDS, TableCounts};
+use crate::device::{Stream, driver_error};
+use crate::gpu_table::GpuTable;
+use crate::gpu_table::sweep::Sweeps;
+use crate::memory::read;
+use crate::step::{AbsentIds, Feature, KeyType, Remote, Started};
+
+/// Sweeps of the tables of which a lookup has inserted too many keys.
+struct SweepsOfTables {
+    /// Index of each table, and how many rows are too many.
+    tables: Vec<(usize, u64)>,
+    sweeps: Sweeps,
+}
+
+impl GpuGroup {
+    /// Enqueues the lookup of all features of a layer's call. Returns the number of the lookup for `push`, or 0 without `save`.
+    /// `number_to`: address on the device that takes the number.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for lengths that do not agree, and [`Error::TableFull`] if the check mode is `Raise`: nothing has
+    /// changed. [`Error::Device`] without enough memory: no row has changed, but a table that is near its `max_capacity` may have
+    /// inserted the new keys. Errors that the device has found in earlier calls.
+    ///
+    /// # Safety
+    /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
+    pub unsafe fn lookup(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        number_to: Option<u64>,
+        stream: Stream,
+    ) -> Result<u64> {
+        // SAFETY: The caller guarantees it.
+        unsafe { self.look_up(features, insertion, save, number_to, None, true, stream) }
+    }
+
+    /// As `lookup`. `remote`: completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
+    /// `exceeds`: whether tables that remove rows may insert first.
+    ///
+    /// # Safety
+    /// As `lookup`.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
+    pub(super) unsafe fn look_up(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        number_to: Option<u64>,
+        remote: Option<&Remote>,
+        exceeds: bool,
+        stream: Stream,
+    ) -> Result<u64> {
+        self.check_own_fault()?;
+        for feature in features {
+            feature.validate()?;
+            if feature.table >= self.tables.len() {
+                return Err(Error::argument("no such table in the group"));
+            }
+        }
+        self.workspace.enter(stream)?;
+        let insert = insertion == Insertion::AtLookup;
+        let mut inserts = vec![insert; self.tables.len()];
+        let mut exceeding = Vec::new();
+        if insert {
+            exceeding = self.make_room(features, None, &mut inserts, save, exceeds, stream)?;
+        }
+        // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
+        let counts_apart = insert && !save;
+        if counts_apart {
+            self.workspace.device.synchronize()?;
+            self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        }
+        let number = if save { self.next_lookup } else { 0 };
+        let to = number_to.map(|to| (to, number));
+        let inputs = (insertion == Insertion::AtCommit && save)
+            .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, stream))
+            .transpose()?;
+        let absent = AbsentIds {
+            count: inputs.as_ref().map_or(0, Inputs::count_address),
+            known: 0,
+            are_unknown: inputs.is_none() && !insert,
+        };
+        let (workspace, tables) = (&mut self.workspace, &mut self.tables);
+        let mut started = workspace.start(tables, features, &inserts, absent, save, to, None, stream)?;
+        if let Some(remote) = remote {
+            workspace.connect(&mut started, remote, save, stream)?;
+        }
+        if !exceeding.is_empty() {
+            workspace.note_counts(self.counts.address(), 0, 0, stream)?;
+        }
+        workspace.find(&started, tables, &inserts, stream)?;
+        if !exceeding.is_empty() {
+            self.num_noted += 1;
+            let [after, flag] =
+                [1, 2].map(|n| self.counts.address() + (4 * n * COUNTS_WORDS * tables.len()) as u64);
+            workspace.note_counts(after, flag, self.num_noted, stream)?;
+        }
+        if features.iter().any(|f| f.is_silent) {
+            workspace.find_silent(&started, stream)?;
+        }
+        let sweeps = self.start_sweeps(&started, &exceeding, save, stream)?;
+        // The host removes rows meanwhile.
+        self.workspace.sort_ids(&started, stream)?;
+        self.workspace.write_rows(&started, features, stream)?;
+        if !self.end_sweeps(sweeps, stream)? {
+            self.workspace.device.synchronize()?;
+            self.undo_insertions(features, &inserts, save)?;
+            self.workspace.forget(started);
+            // SAFETY: The caller guarantees it.
+            return unsafe { self.look_up(features, insertion, save, number_to, remote, false, stream) };
+        }
+        let (workspace, tables) = (&mut self.workspace, &mut self.tables);
+        if !save {
+            workspace.count_inference(tables, &started, stream)?;
+        }
+        let saved = workspace.end(started, tables, features);
+        if let Some(inputs) = &inputs {
+            inputs.keep_records(self.workspace.found_records(), stream)?;
+        }
+        self.tables.iter_mut().for_each(GpuTable::reserve_soon);
+        let mut takes_part = vec![false; self.tables.len()];
+        features.iter().for_each(|f| takes_part[f.table] = true);
+        self.tables.iter_mut().zip(takes_part).filter(|(_, takes)| *takes).for_each(|(t, _)| t.count_call());
+        if counts_apart {
+            self.workspace.device.synchronize()?;
+            for table in &mut self.tables {
+                let inserted = table.count_inserted()?;
+                table.note(Outcomes { inserted, ..Outcomes::default() });
+            }
+        }
+        if let Some(saved) = saved {
+            let lookup = SavedLookup::new(number, saved);
+            if let Some(inputs) = inputs {
+                *lookup.absent() = Absent::Waiting(inputs);
+            }
+            self.save(lookup);
+            number_to.map(|to| self.by_address.insert(to, number));
+        }
+        Ok(number)
+    }
+
+    /// Makes room for all keys that the call may insert. If a table might have to refuse keys, waits for the device, inserts the
+    /// keys that fit, in their order, and resets `inserts` of the table, so that the lookup inserts none. Returns the tables of which the
+    /// lookup may insert too many keys.
+    ///
+    /// `known`: ids that have a record there are not inserted. `exceeds`: whether tables that remove rows may insert first.
+    pub(super) fn make_room(
+        &mut self,
+        features: &[Feature],
+        known: Option<&KnownRecords>,
+        inserts: &mut [bool],
+        save: bool,
+        exceeds: bool,
+        stream: Stream,
+    ) -> Result<Vec<usize>> {
+        let mut ids = vec![0u64; self.tables.len()];
+        features.iter().filter(|f| !f.is_silent).for_each(|f| ids[f.table] += f.ids.len as u64);
+        let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
+        let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
+        let may_exceed: Vec<bool> =
+            self.tables.iter().zip(&ids).map(|(table, ids)| exceeds && table.may_exceed(*ids)).collect();
+        let refuses = |tables: &[GpuTable], t: usize| !may_exceed[t] && tables[t].may_refuse(new(tables, t));
+        let all = 0..self.tables.len();
+        let is_tight =
+            |tables: &[GpuTable], t: usize| !tables[t].has_room(new(tables, t)) || refuses(tables, t);
+        if all.clone().any(|t| is_tight(&self.tables, t)) {
+            self.settle()?;
+            let is_tight_soon =
+                |t: usize| !self.tables[t].has_room(soon(&self.tables, t)) || refuses(&self.tables, t);
+            if all.clone().any(is_tight_soon) {
+                self.workspace.device.synchronize()?;
+                self.tables.iter_mut().try_for_each(GpuTable::learn)?;
+                for t in all.clone() {
+                    let (most, soon) = (new(&self.tables, t), soon(&self.tables, t));
+                    if !self.tables[t].has_room(soon) && !refuses(&self.tables, t) {
+                        match self.tables[t].make_room(most, soon, stream) {
+                            // There may be memory for fewer rows.
+                            Err(_) if may_exceed[t] => {
+                                return self.make_room(features, known, inserts, save, false, stream);
+                            }
+                            made => made?,
+                        }
+                    }
+                }
+                let full: Vec<usize> =
+                    all.clone().filter(|&t| ids[t] > 0 && refuses(&self.tables, t)).collect();
+                if !full.is_empty() && may_exceed.contains(&true) {
+                    // What `admit` does could not be undone.
+                    return self.make_room(features, known, inserts, save, false, stream);
+                }
+                self.admit(features, known, &full, inserts, save)?;
+            }
+        }
+        let mut exceeding = Vec::new();
+        for t in all {
+            if inserts[t] {
+                if may_exceed[t] && ids[t] > 0 && self.tables[t].may_refuse(new(&self.tables, t)) {
+                    exceeding.push(t);
+                }
+                self.tables[t].expect(ids[t]);
+                self.ids_since[t] += ids[t];
+            }
+        }
+        Ok(exceeding)
+    }
+
+    /// Enqueues choosing the rows to remove from tables of which a lookup has inserted too many keys. Waits until they are inserted.
+    fn start_sweeps(
+        &mut self,
+        started: &Started,
+        exceeding: &[usize],
+        save: bool,
+        stream: Stream,
+    ) -> Result<Option<SweepsOfTables>> {
+        if exceeding.is_empty() {
+            return Ok(None);
+        }
+        self.wait_for(&self.counts, 2 * COUNTS_WORDS * self.tables.len(), self.num_noted)?;
+        // The report of the last commit has come before: which lookups are closed, and the step.
+        self.settle_for_tables();
+        let (mut tables, mut planned) = (Vec::new(), Vec::new());
+        for &t in exceeding {
+            let taken = self.counts_noted(self.tables.len() + t).taken;
+            let table = &mut self.tables[t];
+            let excess = table.excess(taken);
+            if excess > 0 {
+                table.count_taken(taken, save);
+                tables.push((t, excess));
+                planned.extend(table.plan_sweep(
+                    0,
+                    started.records_of(t),
+                    Some(table.found_out_of_vocabulary()),
+                )?);
+            } else {
+                table.max_taken = taken.into();
+            }
+        }
+        if planned.is_empty() {
+            return Ok(None);
+        }
+        let sweeps = Sweeps::start(&self.workspace.device, self.sweep_memory.take(), planned, stream)?;
+        stream.record(&self.swept)?;
+        Ok(Some(SweepsOfTables { tables, sweeps }))
+    }
+
+    /// Removes the chosen rows. Returns whether enough may go; if not, none goes.
+    fn end_sweeps(&mut self, sweeps: Option<SweepsOfTables>, stream: Stream) -> Result<bool> {
+        let Some(SweepsOfTables { tables, mut sweeps }) = sweeps else { return Ok(true) };
+        self.swept.synchronize().map_err(driver_error("waiting for the GPU"))?;
+        sweeps.read()?;
+        let mut all = tables.iter().enumerate();
+        let may_go = all.all(|(number, (_, excess))| sweeps.num_removable(number) >= *excess);
+        if may_go {
+            let mut going = Vec::new();
+            for (number, (t, _)) in tables.iter().enumerate() {
+                match self.tables[*t].begin_going(&sweeps, number) {
+                    Ok(of_table) => going.push(of_table),
+                    Err(error) => {
+                        let begun = tables.iter().zip(&going);
+                        begun.for_each(|((t, _), going)| self.tables[*t].cancel_going(going));
+                        return Err(error);
+                    }
+                }
+            }
+            sweeps.erase(stream)?;
+            for (number, ((t, _), going)) in tables.into_iter().zip(going).enumerate() {
+                let evicted = self.tables[t].end_going(&sweeps, number, going, stream)?;
+                self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
+            }
+        }
+        self.sweep_memory = Some(sweeps.into_memory());
+        Ok(may_go)
+    }
+
+    /// Removes the keys that the last lookup has inserted. The device must be idle.
+    fn undo_insertions(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
+        for (t, _) in inserts.iter().enumerate().filter(|(_, inserts)| **inserts) {
+            let keys = self.active_keys(features, None, t)?;
+            let (before, after) = (self.counts_noted(t), self.counts_noted(self.tables.len() + t));
+            self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
+        }
+        Ok(())
+    }
+
+    fn counts_noted(&self, number: usize) -> TableCounts {
+        table_counts(&self.counts, number * COUNTS_WORDS)
+    }
+
+    /// For tables that might have to refuse keys: inserts the keys that fit, and resets `inserts`. The device must be idle.
+    fn admit(
+        &mut self,
+        features: &[Feature],
+        known: Option<&KnownRecords>,
+        full: &[usize],
+        inserts: &mut [bool],
+        save: bool,
+    ) -> Result<()> {
+        if full.is_empty() {
+            return Ok(());
+        }
+        self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        let mut new = Vec::new();
+        for &t in full {
+            let keys = self.active_keys(features, known, t)?;
+            let room = self.tables[t].room(keys.len(), 0)?;
+            let absent = self.tables[t].absent(&room, &keys)?;
+            let num_new = absent.len() as u64;
+            // A commit has removed rows before.
+            let table = &mut self.tables[t];
+            let sweeps = match known {
+                None => table.sweep_for(num_new, room.used(keys.len()))?,
+                Some(_) => None,
+            };
+            table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
+            new.push((room, absent, sweeps));
+        }
+        for (&t, (room, new, sweeps)) in full.iter().zip(new) {
+            let outcomes = self.tables[t].admit(&room, &new, sweeps)?;
+            self.tables[t].note(outcomes);
+            if save {
+                self.tables[t].take_hits(outcomes.inserted);
+            }
+            inserts[t] = false;
+        }
+        Ok(())
+    }
+
+    /// Returns the keys of a table that a lookup with insertion would insert if they are missing, in the order of the ids. `known`:
+    /// ids with a record there are left out. The device must be idle.
+    pub(super) fn active_keys(
+        &self,
+        features: &[Feature],
+        known: Option<&KnownRecords>,
+        table: usize,
+    ) -> Result<Vec<u64>> {
+        let mut keys = Vec::new();
+        let of_table = |f: &Feature| f.table == table && !f.is_silent;
+        for (number, feature) in features.iter().enumerate().filter(|(_, f)| of_table(f)) {
+            let records = known.map(|known| known.of_feature(number));
+            let is_known = |i: usize| records.is_some_and(|records| records[i] != 0);
+            let active = self.active_keys_of(feature)?.into_iter();
+            keys.extend(active.filter(|(i, _)| !is_known(*i)).map(|(_, key)| key));
+        }
+        Ok(keys)
+    }
+
+    /// Returns the keys of a feature that a lookup with insertion would insert if they are missing, with their positions.
+    fn active_keys_of(&self, feature: &Feature) -> Result<Vec<(usize, u64)>> {
+        let (context, ids) = (&self.workspace.device.context, feature.ids);
+        let keys: Vec<u64> = match ids.key_type {
+            KeyType::Wide => read::<u64>(context, ids.address, ids.len)?,
+            KeyType::Signed => {
+                read::<i32>(context, ids.address, ids.len)?.into_iter().map(|k| i64::from(k) as u64).collect()
+            }
+            KeyType::Unsigned => {
+                read::<u32>(context, ids.address, ids.len)?.into_iter().map(u64::from).collect()
+            }
+            KeyType::Words => {
+                let (low, high) =
+                    (read::<u32>(context, ids.address, ids.len)?, read::<u32>(context, ids.high, ids.len)?);
+                low.into_iter().zip(high).map(|(l, h)| u64::from(l) | u64::from(h) << 32).collect()
+            }
+        };
+        let weights = feature.weights.map(|w| read::<f32>(context, w, ids.len)).transpose()?;
+        let config = &self.tables[feature.table].config;
+        let is_active = |&(i, key): &(usize, u64)| {
+            feature.padding_key != Some(key)
+                && config.is_in_vocabulary(key)
+                && weights.as_ref().is_none_or(|w| w[i] != 0.0)
+        };
+        Ok(keys.into_iter().enumerate().filter(is_active).collect())
+    }
+}
