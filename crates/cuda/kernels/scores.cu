@@ -191,7 +191,7 @@ __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
   return is_last;
 }
 
-// Begins the choice of the rows with the lowest ranks: counts those that may go, and divides the range of their ranks into bins.
+// Counts the rows that may go, and divides the range of their ranks into bins.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) measure_rows(const Sweep* sweeps, u32 blocks) {
   begin();
   const BlockOfSweep at(blocks);

@@ -2,7 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use crate::contract::table::{Departure, Records};
+use crate::contract::table::{Departure, Explanation, Records};
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
@@ -92,8 +92,13 @@ impl Departures {
         self.kept.truncate(kept);
     }
 
+    /// Says why a key without a row has none.
+    pub fn explain(&self, key: Key) -> Explanation {
+        self.find(key).map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step })
+    }
+
     /// Returns when a key went last, unless that was too long ago.
-    pub fn find(&self, key: Key) -> Option<Departure> {
+    fn find(&self, key: Key) -> Option<Departure> {
         let sweep = self.sweeps.iter().rev().find(|sweep| sweep.keys.contains(&key))?;
         Some(Departure { key, step: sweep.step })
     }

@@ -109,8 +109,8 @@ impl HostTable {
         evictor.start(self.arena.next_unused(), self.journal.iter())
     }
 
-    /// The rows that a sweep may remove: all but the row of the out-of-vocabulary key, those of lookups whose gradients were not applied
-    /// yet, and those that `used` adds. `None` without an eviction policy.
+    /// Returns the rows that a sweep may remove; `None` without an eviction policy. These rows stay: that of the out-of-vocabulary key, the
+    /// rows of lookups whose gradients were not applied, and the rows that `used` adds.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
@@ -155,7 +155,7 @@ impl HostTable {
         Ok(going.len() as u64)
     }
 
-    /// Removes the keys that the call has inserted, and brings back those that it has removed.
+    /// Undoes a call: removes the keys that it inserted, and inserts those that it removed.
     pub(crate) fn undo(&mut self) {
         let unused = self.journal.unused;
         for (key, record) in self.journal.take() {

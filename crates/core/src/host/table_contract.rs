@@ -256,8 +256,7 @@ impl Table for HostTable {
             let score = self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score);
             return Ok(Explanation::Present { score });
         }
-        let departure = self.evictor.as_ref().and_then(|evictor| evictor.departures.find(key));
-        Ok(departure.map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step }))
+        Ok(self.evictor.as_ref().map_or(Explanation::Absent, |evictor| evictor.departures.explain(key)))
     }
 
     fn take_evicted(&mut self) -> Result<Records> {

@@ -54,7 +54,7 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { f32::NAN } else { *v }.to_bits()).collect()
 }
 
-/// The bits of a record, followed by those of its score if the table has scores.
+/// Returns the bits of a record. Those of its score follow, if the table has scores.
 pub fn record_bits(values: &[f32], score: Option<u64>) -> Vec<u32> {
     let score = score.into_iter().flat_map(|score| [score as u32, (score >> 32) as u32]);
     bits(values).into_iter().chain(score).collect()

@@ -119,8 +119,7 @@ impl Table for GpuTable {
         if records[0] != 0 {
             return Ok(Explanation::Present { score: self.read_scores(&records)?.first().copied() });
         }
-        let departure = self.evictor.as_ref().and_then(|evictor| evictor.departures.find(key));
-        Ok(departure.map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step }))
+        Ok(self.evictor.as_ref().map_or(Explanation::Absent, |evictor| evictor.departures.explain(key)))
     }
 
     fn take_evicted(&mut self) -> Result<Records> {

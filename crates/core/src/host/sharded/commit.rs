@@ -36,7 +36,7 @@ impl LookupGradients {
         LookupGradients { lookup: lookup.number, weights: Vec::new(), rows, ends: Vec::new() }
     }
 
-    /// Reads the gradients of the next rank, and merges those of `pooled`, the bags that were pooled for it.
+    /// Reads the gradients that the next rank has sent. `pooled`: the bags that this rank has pooled for it, whose gradients are merged here.
     fn read(
         &mut self,
         lookup: &SavedLookup,
