@@ -41,6 +41,8 @@ struct Work {
     dim: usize,
     vocabulary: u64,
     update: Update,
+    /// Whether each table is on one rank.
+    is_localized: bool,
 }
 
 /// Ids of a sample in each table of MLPerf's DCNv2.
@@ -55,18 +57,22 @@ fn works() -> Vec<Work> {
         dim: 64,
         vocabulary: 1_000_000,
         update: ADAM,
+        is_localized: false,
+    };
+    let dcn = |name, is_localized| Work {
+        name,
+        hotness: &DCN,
+        samples: 6912,
+        dim: 128,
+        vocabulary: 1_000_000,
+        update: row_wise,
+        is_localized,
     };
     vec![
         zipf("26 x 65,536, dim 64, Zipf, Adam", 65_536),
         zipf("26 x 16,384, dim 64, Zipf, Adam", 16_384),
-        Work {
-            name: "DCNv2: 26 tables, 214 ids x 6,912, dim 128, Zipf, row-wise Adagrad",
-            hotness: &DCN,
-            samples: 6912,
-            dim: 128,
-            vocabulary: 1_000_000,
-            update: row_wise,
-        },
+        dcn("DCNv2: 26 tables, 214 ids x 6,912, dim 128, Zipf, row-wise Adagrad", false),
+        dcn("DCNv2, each table on one rank", true),
     ]
 }
 
@@ -76,6 +82,22 @@ const TIMED: usize = 20;
 impl Work {
     fn num_ids(&self) -> usize {
         self.samples * self.hotness.iter().sum::<usize>()
+    }
+
+    /// By table. Tables on one rank are dealt out so that ranks have about as many ids each.
+    fn placements(&self, ranks: usize) -> Vec<Placement> {
+        if !self.is_localized {
+            return vec![Placement::Distributed; self.hotness.len()];
+        }
+        let mut tables: Vec<usize> = (0..self.hotness.len()).collect();
+        tables.sort_by_key(|&table| std::cmp::Reverse(self.hotness[table]));
+        let (mut loads, mut placements) = (vec![0; ranks], vec![Placement::Distributed; tables.len()]);
+        for table in tables {
+            let rank = (0..ranks).min_by_key(|&rank| loads[rank]).unwrap();
+            loads[rank] += self.hotness[table];
+            placements[table] = Placement::Localized(rank);
+        }
+        placements
     }
 
     fn num_floats(&self) -> usize {
@@ -108,6 +130,7 @@ impl Work {
                 weights: None,
                 padding_key: None,
                 is_silent: false,
+                at_owner: false,
                 rows: rows + (4 * table * self.samples * self.dim) as u64,
             });
             first += len;
@@ -343,9 +366,9 @@ impl Ranks {
         peers.unwrap().map(Arc::new)
     }
 
-    fn group(&mut self, configs: &[TableConfig], peers: &Arc<Peers>) -> Box<ShardedGpuGroup> {
+    fn group(&mut self, work: &Work, configs: &[TableConfig], peers: &Arc<Peers>) -> Box<ShardedGpuGroup> {
         self.layers += 1;
-        let configs = configs.iter().map(|config| (config.clone(), Placement::Distributed)).collect();
+        let configs = configs.iter().cloned().zip(work.placements(self.ranks)).collect();
         let group = ShardedGpuGroup::new(
             &self.bench.device,
             configs,
@@ -367,7 +390,7 @@ impl Ranks {
         how: How,
     ) -> (f32, f32, String) {
         let (rank, ranks) = (self.rank, self.ranks);
-        let group = self.group(configs, peers);
+        let group = self.group(work, configs, peers);
         let bench = &self.bench;
         let mut steps = Steps::new(bench, work, Tables::Shared(group), how);
         steps.fill(rank, ranks);
@@ -393,10 +416,11 @@ impl Ranks {
             dim: 64,
             vocabulary: (samples * ranks) as u64,
             update: ADAM,
+            is_localized: false,
         };
         let configs: Vec<_> =
             (0..8).map(|t| config(&format!("t{t}"), 64, work.vocabulary * 11 / 10)).collect();
-        let mut group = self.group(&configs, peers);
+        let mut group = self.group(&work, &configs, peers);
         let context = &self.bench.device.context;
         let keys: Vec<Key> = (0..samples).map(|i| key_of((i * ranks + rank) as u64)).collect();
         let ids = Buffer::from_slice(context, &keys.repeat(8)).unwrap();

@@ -103,6 +103,7 @@ impl Shape {
             weights: weights.map(|weights| weights + (t * len * 4) as u64),
             padding_key: None,
             is_silent: false,
+            at_owner: false,
             rows: rows + (t * num_bags * dim * 4) as u64,
         };
         (0..tables).map(feature).collect()
