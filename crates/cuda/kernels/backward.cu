@@ -13,13 +13,9 @@ extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(cons
   begin();
   const u32 feature = blockIdx.x % num_features;
   const Gradients of = ((const Gradients*)(sides + num_features))[feature];
-  float* to = (float*)sides[feature].gradients;
   const u64 stride = (u64)gridDim.x / num_features * UPDATE_THREADS,
             first = (u64)(blockIdx.x / num_features) * UPDATE_THREADS + threadIdx.x;
-  const u64 quads = (u64)of.from % sizeof(float4) == 0 ? of.count / 4 : 0;
-#pragma unroll 4
-  for (u64 i = first; i < quads; i += stride) ((float4*)to)[i] = __ldcs((const float4*)of.from + i);
-  for (u64 i = 4 * quads + first; i < of.count; i += stride) to[i] = of.from[i];
+  copy_words(of.from, (float*)sides[feature].gradients, of.count, first, stride);
 }
 
 // Number of keys of several ids that a group of lanes processes.

@@ -243,15 +243,6 @@ __device__ __forceinline__ void pool(
   if (rows.named) keep_bag<LANES>(f, rows, bag, begin, end, scale);
 }
 
-// Reports splits that do not begin at 0, that fall, or that do not end at the number of ids.
-__device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u32 number, u32 bag) {
-  const bool wide = f.wide_splits;
-  const long long begin = wide ? ((const long long*)f.splits)[bag] : ((const int*)f.splits)[bag];
-  const long long end = wide ? ((const long long*)f.splits)[bag + 1] : ((const int*)f.splits)[bag + 1];
-  if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids))
-    report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
-}
-
 // Pools the rows of the bags of a block.
 template <u32 DIM, u32 ROWS, bool ROLES>
 __device__ __forceinline__ void combine(

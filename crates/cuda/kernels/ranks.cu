@@ -82,6 +82,8 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) claim_keys(
   if (i >= feature.num_ids) return;
   const u64 key = key_at(feature, i);
   if (all.copies && !all.differs) all.copies[at] = key;
+  const Request& r = all.requests[feature.table];
+  if (r.ids) r.ids[at - r.first] = key;
   const u32 bag = bag_of(feature, i);
   bool is_wanted = true, is_silent = false;
   if (feature.has_roles) {
@@ -92,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) claim_keys(
   }
   // If splits are wrong, an id may be in no bag. It is then taken for one of the last.
   const u32 block = is_silent ? all.merge_blocks : merge_block_of(feature, min(bag, feature.num_bags - 1), all.merge_blocks);
-  found.records[at] = is_wanted ? claim(all.requests[feature.table], t.index.secret, block, key, at) : NO_SLOT;
+  found.records[at] = is_wanted ? claim(r, t.index.secret, block, key, at) : NO_SLOT;
   if (!found.values) return;
   const u32 name = number << call.shift | bag;
   found.values[at] = found.named ? at : name;
@@ -175,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) place_firsts(const
       starts[c] = start, start += count;
     }
     starts[classes] = start;
+    if (r.num_ids) store_shared(r.distinct, (u64)start << 32 | r.num_ids);
   }
   __syncthreads();
   for (u32 rank = threadIdx.x; rank <= all.world_size; rank += REQUEST_THREADS) {
@@ -237,6 +240,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) number_rows(u32* s
     if (i >= r.num_ids) continue;
     const u32 marked = slots[r.first + i], slot = marked & ~FIRST, row = marked == NO_SLOT ? 0 : r.slots[slot].place + 1;
     slots[r.first + i] = row;
+    if (r.numbers) r.numbers[i] = row;
     if (all.active) all.active[r.first + i] = row && slot / (r.num_slots + 1) < all.merge_blocks ? row : 0;
   }
 }
@@ -251,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(MAX_RANKS) meet(const __grid_consta
 // Completes a feature whose keys are those from `start` to `end` that a rank asks for. `first`: place of its first id in the call.
 __device__ __forceinline__ void complete(const Serving& s, u32 number, u32 start, u32 end, u32 first) {
   Feature& f = s.features[number];
-  if (s.begins) s.begins[number] = start;
+  if (s.begins) s.begins[number] = start, s.firsts[number] = first;
   f.ids = (const u64*)f.ids + start;
   if (f.rows) f.rows += (u64)start * 4 * s.tables[f.table].quads;
   f.num_ids = f.num_bags = end - start;

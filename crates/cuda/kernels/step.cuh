@@ -66,3 +66,20 @@ __device__ __noinline__ void report(Fault* fault, u32 kind, u32 feature, u32 tab
   __threadfence_system();
   *(volatile u32*)&fault->kind = kind;
 }
+
+// Reports splits that do not begin at 0, that fall, or that do not end at the number of ids.
+__device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u32 number, u32 bag) {
+  const bool wide = f.wide_splits;
+  const long long begin = wide ? ((const long long*)f.splits)[bag] : ((const int*)f.splits)[bag];
+  const long long end = wide ? ((const long long*)f.splits)[bag + 1] : ((const int*)f.splits)[bag + 1];
+  if (begin > end || (bag == 0 && begin != 0) || (bag + 1 == f.num_bags && end != f.num_ids))
+    report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
+}
+
+// Copies numbers of four bytes. The threads of a copy have the numbers from `first` on, with `stride` between them.
+__device__ __forceinline__ void copy_words(const float* from, float* to, u64 count, u64 first, u64 stride) {
+  const u64 quads = ((u64)from | (u64)to) % sizeof(float4) == 0 ? count / 4 : 0;
+#pragma unroll 4
+  for (u64 i = first; i < quads; i += stride) ((float4*)to)[i] = __ldcs((const float4*)from + i);
+  for (u64 i = 4 * quads + first; i < count; i += stride) to[i] = from[i];
+}

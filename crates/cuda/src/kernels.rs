@@ -49,3 +49,6 @@ pub const CONTROL: Source =
     Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers };
 /// What ranks that share tables do for each other, in each other's memory.
 pub const RANKS: Source = Source { name: "ranks.cu", text: include_str!("../kernels/ranks.cu"), headers };
+/// What the owner of a table does for bags of other ranks.
+pub const AT_OWNER: Source =
+    Source { name: "at_owner.cu", text: include_str!("../kernels/at_owner.cu"), headers };

@@ -1,7 +1,7 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
 use sok_core::formula::Rule;
-use sok_cuda::kernels::{BACKWARD, CONTROL, FORWARD, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS};
+use sok_cuda::kernels::{AT_OWNER, BACKWARD, CONTROL, FORWARD, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS};
 use sok_cuda::nvrtc::{Cubin, Nvrtc};
 use sok_cuda::rule::type_name;
 
@@ -11,7 +11,7 @@ const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 /// A launch may be prepared while the previous one runs, so every kernel must call `begin` first.
 #[test]
 fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
-    for source in [&BACKWARD, &CONTROL, &FORWARD, &KEYS, &RANKS, &SORT, &TABLE, &WEIGHTS] {
+    for source in [&AT_OWNER, &BACKWARD, &CONTROL, &FORWARD, &KEYS, &RANKS, &SORT, &TABLE, &WEIGHTS] {
         let kernels = source.text.split("__global__").skip(1);
         for kernel in kernels {
             let body = kernel.split_once(") {\n").expect("a kernel has a body").1;
@@ -159,6 +159,7 @@ fn all_kernels_compile_for_all_architectures() {
         "list_chosen",
     ]);
     let kernels = [
+        (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
         (&SCORES, scores),
         (&TABLE, table),
         (&SORT, sort),

@@ -29,6 +29,12 @@ structs! {
         pub starts: u64 as "u32*",
         /// `(classes, blocks)`: number of first ids of a block by class, later the place of the first one.
         pub counts: u64 as "u32*",
+        /// Output: a copy of the ids, for an owner that pools their rows. Otherwise null, as `numbers`.
+        pub ids: u64 as "u64*",
+        /// Output, by id: the place of its key plus 1; 0 if it asks for no row.
+        pub numbers: u64 as "u32*",
+        /// Output, in memory that the host reads: number of distinct keys << 32 | number of ids.
+        pub distinct: u64 as "u64*",
         /// Place of the table's first id in the call.
         pub first: u32,
         pub num_ids: u32,
@@ -99,10 +105,40 @@ structs! {
         pub starts: [u64; MAX_RANKS],
         /// Output, by feature: where its keys begin among those of the rank.
         pub begins: u64 as "u32*",
+        /// Output, by feature: the place of its first key in the call.
+        pub firsts: u64 as "u32*",
         /// Number of tables of the call.
         pub num_tables: u32,
         /// Whether the features of ids of weight 0 follow, one for each table and rank.
         pub has_silent: u32,
+    }
+
+    /// A feature of another rank whose bags this rank pools.
+    pub struct PooledFeature {
+        /// By id: as `Request::numbers`, in memory of the other rank.
+        pub numbers: u64 as "const u32*",
+        /// Place of the rank's first key of the table among the keys that this rank looks up; or null if the host knows it.
+        pub first_key: u64 as "const u32*",
+        /// That place, if the host knows it.
+        pub known_first_key: u32,
+        /// Number of rows of the table that are before those of the rank.
+        pub first_row: u32,
+    }
+
+    /// What `number_pooled` reads and writes besides the features.
+    pub struct Pooled {
+        pub features: u64 as "const PooledFeature*",
+        /// By place of a key that this rank looks up: its record number.
+        pub records: u64 as "const u32*",
+        /// Output, by place of an id: the number of the row that its gradient is added to; 0 if there is none.
+        pub rows: u64 as "u32*",
+    }
+
+    /// A copy of numbers of four bytes.
+    pub struct WordCopy {
+        pub from: u64 as "const float*",
+        pub to: u64 as "float*",
+        pub count: u64,
     }
 
     /// The out-of-vocabulary rows that all ranks have.

@@ -179,7 +179,18 @@ fn copy_feature(
         bags => bags,
     };
     let Feature { table, combiner, padding_key, is_silent, .. } = *feature;
-    Ok(Feature { name: "of a lookup", table, ids, bags, combiner, weights, padding_key, is_silent, rows: 0 })
+    Ok(Feature {
+        name: "of a lookup",
+        table,
+        ids,
+        bags,
+        combiner,
+        weights,
+        padding_key,
+        is_silent,
+        at_owner: false,
+        rows: 0,
+    })
 }
 
 #[allow(unsafe_code)]

@@ -238,5 +238,16 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>
     };
     let what = || format!("the weights of feature `{name}`");
     let weights = tensors.weights.map(|weights| floats(weights, ids.len(), &what())).transpose()?;
-    Ok(Feature { name, table, ids: ids_of, bags, combiner, weights, padding_key, is_silent: false, rows })
+    Ok(Feature {
+        name,
+        table,
+        ids: ids_of,
+        bags,
+        combiner,
+        weights,
+        padding_key,
+        is_silent: false,
+        at_owner: false,
+        rows,
+    })
 }

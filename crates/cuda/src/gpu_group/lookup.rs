@@ -12,7 +12,7 @@ use crate::device::{Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::sweep::Sweeps;
 use crate::memory::read;
-use crate::step::{AbsentIds, Feature, KeyType, Remote, Started};
+use crate::step::{AbsentIds, Feature, KeyType, Remote, RowSource, Started};
 
 /// Sweeps of the tables of which a lookup has inserted too many keys.
 struct SweepsOfTables {
@@ -91,7 +91,8 @@ impl GpuGroup {
             are_unknown: inputs.is_none() && !insert,
         };
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
-        let mut started = workspace.start(tables, features, &inserts, absent, save, to, None, stream)?;
+        let mut started =
+            workspace.start(tables, features, &inserts, absent, save, to, RowSource::Records, stream)?;
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }

@@ -11,11 +11,11 @@ use sok_core::error::{Error, Result};
 
 use super::absent::Absent;
 use super::{GpuGroup, Push, SavedLookup, sharded};
-use crate::abi::{self, Gradients, NewTicket, Side};
+use crate::abi::{self, Gradients, NewTicket, Side, WordCopy};
 use crate::device::Stream;
 use crate::memory::{Buffer, read};
 use crate::peers::Window;
-use crate::step::Saved;
+use crate::step::{Saved, SavedFeature};
 
 /// The number of a lookup, as the caller of a push has it.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +48,7 @@ impl GpuGroup {
         let mut sides = self.workspace.sides(&self.tables, saved, rows, self.nowhere.address());
         sides.iter_mut().zip(factors).for_each(|(side, factor)| side.scale *= factor);
         if let Some(window) = window {
-            let firsts = sharded::gradient_places(&self.tables, saved);
+            let firsts = sharded::GradientLayout::of(&self.tables, saved).merged;
             for side in &mut sides {
                 let quads = abi::quads(self.tables[side.table as usize].config.dim);
                 // The first row is that of record 1.
@@ -122,7 +122,7 @@ impl GpuGroup {
         }
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
-        let bytes = || sharded::gradient_bytes(&self.tables, &saved.saved);
+        let bytes = || sharded::GradientLayout::of(&self.tables, &saved.saved).bytes;
         let window = self.windows.as_mut().map(|windows| windows.take(bytes())).transpose()?;
         let workspace = &mut self.workspace;
         let is_bad = if gradients.check_finite { self.is_bad.address() } else { 0 };
@@ -169,6 +169,10 @@ impl GpuGroup {
             workspace.find_out_of_vocabulary(&self.tables, stream)?;
             workspace.weight_gradients(&saved.saved, copied.len(), stream)?;
         }
+        if let Some(window) = &window {
+            self.share_bags(&saved.saved, &given, window, stream)?;
+        }
+        let workspace = &mut self.workspace;
         if reads_rows {
             workspace.deliver_sides(&saved.saved, &sides, stream)?;
         }
@@ -190,6 +194,25 @@ impl GpuGroup {
             self.reuse(fallen);
         }
         Ok(())
+    }
+
+    /// Enqueues copying the gradients of bags to a window, if the owner of their table merges them. `given`: by feature.
+    fn share_bags(
+        &mut self,
+        saved: &Saved,
+        given: &[Gradients],
+        window: &Window,
+        stream: Stream,
+    ) -> Result<()> {
+        let places = sharded::GradientLayout::of(&self.tables, saved).bags;
+        let mut places: Vec<_> = places.into_iter().map(Vec::into_iter).collect();
+        let pooled = saved.features.iter().zip(given).filter(|(feature, _)| feature.at_owner);
+        let copy = |(feature, from): (&SavedFeature, &Gradients)| {
+            let place = places[feature.table].next().expect("a window has room for each feature");
+            WordCopy { from: from.from, to: window.address() + place as u64, count: from.count }
+        };
+        let copies: Vec<WordCopy> = pooled.map(copy).collect();
+        self.workspace.copy_all(&copies, stream)
     }
 
     fn check_gradients(&self, saved: &Saved, lens: &[usize]) -> Result<()> {

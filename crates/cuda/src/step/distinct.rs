@@ -43,6 +43,12 @@ pub struct KeysTo {
     pub keys: u64,
     /// Address of where the keys of each owner start.
     pub starts: u64,
+    /// Address that takes a copy of the ids, for an owner that pools their bags; otherwise 0.
+    pub ids: u64,
+    /// Address that takes the number of each id's row, for the same owner; otherwise 0.
+    pub numbers: u64,
+    /// Address of a u64 in memory of the host. It takes the number of distinct keys in its high half, and the number of ids.
+    pub distinct: u64,
 }
 
 impl Asking {
@@ -188,6 +194,9 @@ fn parts_of(owners: &Owners, to: &KeysTo) -> Parts {
     let request = Request {
         keys: to.keys,
         starts: to.starts,
+        ids: to.ids,
+        numbers: to.numbers,
+        distinct: to.distinct,
         num_slots: 1,
         owner: owner as u32,
         home: home as u32,

@@ -59,6 +59,8 @@ pub struct Feature<'a> {
     pub weights: Option<u64>,
     /// Whether ids are looked up after all others, without insertion and without gradients. Such features come last.
     pub is_silent: bool,
+    /// Whether the rank that owns the table pools the bags, and merges their gradients. The ids have places, but no part in the sort.
+    pub at_owner: bool,
     /// The key that means "no id".
     pub padding_key: Option<Key>,
     /// Address of the output, float32 `(bags, dim)`. Every element is written.
@@ -136,6 +138,7 @@ mod tests {
             weights: weights.then_some(1),
             padding_key,
             is_silent: false,
+            at_owner: false,
             rows: 0,
         }
     }

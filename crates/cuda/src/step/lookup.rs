@@ -27,6 +27,17 @@ pub struct AbsentIds {
     pub are_unknown: bool,
 }
 
+/// Where the rows of ids come from.
+#[derive(Clone, Copy)]
+pub enum RowSource<'a> {
+    /// The records of the ids, which are looked up.
+    Records,
+    /// Other ranks. By table: the address of row 1. Ids have the numbers of their rows.
+    Ranks(&'a [u64]),
+    /// Records, for other ranks: these have numbered the rows of their ids.
+    NumberedRecords,
+}
+
 /// Descriptors and grids for the launches of a lookup.
 struct Payload {
     /// Descriptors of the features; then the first block of each in `find_records`; then the first block of each in `make_rows`.
@@ -35,6 +46,15 @@ struct Payload {
     rows_blocks: usize,
     /// The instantiation of `make_rows`.
     bags: BagKind,
+}
+
+/// The places of the ids of a call.
+struct Planned {
+    sort: SortPlan,
+    /// Those of the sort; then those of tables whose ids are not sorted.
+    sections: Vec<Section>,
+    /// By feature: the place of its first id.
+    first_ids: Vec<usize>,
 }
 
 /// A lookup whose descriptors are on their way to the device.
@@ -93,15 +113,15 @@ impl Workspace {
         number: Option<(u64, u64)>,
         stream: Stream,
     ) -> Result<Option<Saved>> {
-        let started = self.start(tables, features, inserts, absent, save, number, None, stream)?;
+        let started =
+            self.start(tables, features, inserts, absent, save, number, RowSource::Records, stream)?;
         self.find(&started, tables, inserts, stream)?;
         self.sort_ids(&started, stream)?;
         self.write_rows(&started, features, stream)?;
         Ok(self.end(started, tables, features))
     }
 
-    /// Enqueues the descriptors of a lookup. `rows`: by table, the address of row 1, if rows do not come from records. The other
-    /// arguments are those of `lookup`.
+    /// Enqueues the descriptors of a lookup. The other arguments are those of `lookup`.
     ///
     /// # Errors
     /// As `lookup`.
@@ -114,7 +134,7 @@ impl Workspace {
         absent: AbsentIds,
         save: bool,
         number: Option<(u64, u64)>,
-        rows: Option<&[u64]>,
+        rows: RowSource,
         stream: Stream,
     ) -> Result<Started> {
         self.join(stream)?;
@@ -130,9 +150,8 @@ impl Workspace {
                 features.len()
             )));
         }
-        let (plan, first_ids) = self.plan(tables, features, rows.is_some());
-        let sections = plan.sections.clone();
-        let plan = save.then_some(plan);
+        let Planned { sort, sections, first_ids } = self.plan(tables, features, rows);
+        let plan = save.then_some(sort);
         let num_words = self.places(0, features, &ids_by_kind, plan.as_ref()).words;
         let memory = self.take_memory(num_words)?;
         let places = self.places(memory.address(), features, &ids_by_kind, plan.as_ref());
@@ -239,9 +258,9 @@ impl Workspace {
     /// # Errors
     /// As `find`.
     pub fn sort_ids(&self, started: &Started, stream: Stream) -> Result<()> {
-        let Started { places, plan, scratch, found, ids_by_kind, .. } = started;
+        let Started { places, plan, scratch, found, .. } = started;
         match plan {
-            Some(plan) if ids_by_kind.iter().any(|ids| *ids > 0) => {
+            Some(plan) if !plan.sections.is_empty() => {
                 let records = started.active.unwrap_or(found.records);
                 self.sort_beside(plan, places, [records, found.values], *scratch, stream)
             }
@@ -298,6 +317,7 @@ impl Workspace {
             num_bags: f.num_bags(),
             num_ids: f.ids.len,
             dim: tables[f.table].config.dim,
+            at_owner: f.at_owner,
             scale: f.scale(),
         };
         Some(Saved {
@@ -328,7 +348,7 @@ impl Workspace {
         features: &[Feature],
         first_ids: &[usize],
         inserts: &[bool],
-        rows: Option<&[u64]>,
+        rows: RowSource,
     ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
         let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, BagKind::Each);
@@ -350,17 +370,20 @@ impl Workspace {
                 (false, true) => BagKind::Any,
             });
             let num_bags = feature.num_bags();
-            let row_bytes = 16 * quads(table.config.dim);
+            let quads = quads(table.config.dim);
+            let (records, stride) = match rows {
+                RowSource::Ranks(rows) => (rows[feature.table] - 16 * quads as u64, quads),
+                _ => (table.descriptor(0).records, table.layout.stride),
+            };
             descriptors.push(abi::Feature {
                 ids: feature.ids.address,
                 high: feature.ids.high,
                 splits,
                 weights: feature.weights.unwrap_or(0),
-                rows: feature.rows,
-                records: rows
-                    .map_or(table.descriptor(0).records, |rows| rows[feature.table] - row_bytes as u64),
+                rows: if feature.at_owner { 0 } else { feature.rows },
+                records,
                 padding_key: feature.padding_key.unwrap_or(0),
-                stride: rows.map_or(table.layout.stride, |_| quads(table.config.dim)) as u32,
+                stride: stride as u32,
                 table: feature.table as u32,
                 kind: self.kinds[feature.table] as u32,
                 num_ids: feature.ids.len as u32,
@@ -394,25 +417,36 @@ impl Workspace {
         Payload { words, find_blocks, rows_blocks, bags }
     }
 
-    /// Returns the sort of a call, with a section for each table in order, and for each feature the place of its first id. `by_row`:
-    /// whether ids have the numbers of rows that come, in place of records.
-    fn plan(&self, tables: &[GpuTable], features: &[Feature], by_row: bool) -> (SortPlan, Vec<usize>) {
-        let mut ids = vec![0; tables.len()];
-        features.iter().filter(|f| !f.is_silent).for_each(|f| ids[f.table] += f.ids.len);
+    /// Returns where the ids of a call have their places, by table in order, and their sort.
+    fn plan(&self, tables: &[GpuTable], features: &[Feature], rows: RowSource) -> Planned {
+        let (mut ids, mut at_owner) = (vec![0; tables.len()], vec![false; tables.len()]);
+        for feature in features.iter().filter(|feature| !feature.is_silent) {
+            ids[feature.table] += feature.ids.len;
+            at_owner[feature.table] |= feature.at_owner;
+        }
         let mut next = vec![0; tables.len()];
-        let (mut sections, mut at, mut max_records, mut likely_records) = (Vec::new(), 0, 0, 0);
-        for t in (0..tables.len()).filter(|&t| ids[t] > 0) {
-            next[t] = at;
-            at += ids[t];
-            let numbers = |of_table: u64| if by_row { ids[t] as u64 + 1 } else { of_table };
-            max_records = max_records.max(numbers(tables[t].max_numbers()));
-            likely_records = likely_records.max(numbers(tables[t].known_numbers()));
-            sections.push(Section {
-                count: ids[t] as u32,
-                kind: self.kinds[t] as u32,
-                table: t as u32,
-                ..Section::default()
-            });
+        let (mut at, mut max_records, mut likely_records) = (0, 0, 0);
+        let mut sections = [Vec::new(), Vec::new()];
+        // Ids that are not sorted come after the others.
+        for (place, is_sorted) in [true, false].into_iter().enumerate() {
+            for t in (0..tables.len()).filter(|&t| ids[t] > 0 && at_owner[t] != is_sorted) {
+                next[t] = at;
+                let numbers = |of_table: u64| match rows {
+                    RowSource::Records => of_table,
+                    _ => ids[t] as u64 + 1,
+                };
+                max_records = max_records.max(numbers(tables[t].max_numbers()));
+                likely_records = likely_records.max(numbers(tables[t].known_numbers()));
+                sections[place].push(Section {
+                    first: at as u32,
+                    count: ids[t] as u32,
+                    kind: self.kinds[t] as u32,
+                    // The lookup of the keys has counted the distinct ones.
+                    table: if matches!(rows, RowSource::NumberedRecords) { NO_TABLE } else { t as u32 },
+                    ..Section::default()
+                });
+                at += ids[t];
+            }
         }
         let mut after = at;
         let place = |f: &Feature| {
@@ -421,7 +455,10 @@ impl Workspace {
             *next - f.ids.len
         };
         let first_ids = features.iter().map(place).collect();
-        (self.sort_plan(sections, max_records, likely_records), first_ids)
+        let [sorted, others] = sections;
+        let sort = self.sort_plan(sorted, max_records, likely_records);
+        let sections = [&sort.sections[..], &others].concat();
+        Planned { sort, sections, first_ids }
     }
 
     pub(super) fn sort_plan(
@@ -441,7 +478,7 @@ impl Workspace {
 
     /// Returns, for each feature, the place of its first id in the call.
     pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Vec<usize> {
-        self.plan(tables, features, false).1
+        self.plan(tables, features, RowSource::Records).first_ids
     }
 
     /// Sorts ids by their records and lists the distinct ones, on the second stream, after the work that is on `stream` so far.

@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code)]
 
+mod at_owner;
 mod backward;
 mod distinct;
 mod feature;
@@ -38,9 +39,10 @@ const FEW: usize = 960;
 /// Larger payload sizes, for devices that take them. There are several, because unused words of a payload take time too.
 const MORE: [usize; 2] = [2016, 8128];
 
+pub use at_owner::{PooledGradients, shares_splits};
 pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType};
-pub use lookup::{AbsentIds, Started};
+pub use lookup::{AbsentIds, RowSource, Started};
 pub use serving::{CopyKernel, Remote};
 
 pub use saved::{Saved, SavedFeature};

@@ -47,6 +47,8 @@ pub struct SavedFeature {
     pub num_ids: usize,
     /// Number of columns of a gradient row.
     pub dim: usize,
+    /// As `Feature::at_owner`.
+    pub at_owner: bool,
     /// As `abi::Feature::scale`.
     pub(super) scale: f32,
 }

@@ -26,6 +26,8 @@ pub struct Remote {
     pub has_silent: bool,
     /// Address that takes, by feature, where its keys begin among those of the rank.
     pub begins: u64,
+    /// Address that takes, by feature, the place of its first key among all keys.
+    pub firsts: u64,
 }
 
 /// How parts of messages are copied.
@@ -66,6 +68,7 @@ impl Workspace {
             requests: remote.requests,
             starts: remote.starts,
             begins: remote.begins,
+            firsts: remote.firsts,
             num_tables: started.sections.len() as u32,
             has_silent: remote.has_silent.into(),
         };

@@ -42,6 +42,7 @@ pub fn update_once(
         weights: None,
         padding_key: None,
         is_silent: false,
+        at_owner: false,
         rows: rows.address(),
     };
     workspace.enter(stream)?;

@@ -94,6 +94,7 @@ impl Flight {
                 weights: None,
                 padding_key: None,
                 is_silent: false,
+                at_owner: false,
                 rows: self.rows[table].address(),
             }
         };

@@ -1,6 +1,7 @@
 //! A group of GPU tables, as a subject of the test suites.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
 
 use cudarc::driver::CudaStream;
@@ -60,6 +61,9 @@ impl Tested {
         }
     }
 }
+
+/// Whether this rank has pooled bags for others.
+pub static HAS_POOLED: AtomicBool = AtomicBool::new(false);
 
 /// A group, whose calls go to several streams in turn.
 pub struct GpuSubject {
@@ -133,8 +137,20 @@ impl GpuSubject {
             let keys: Vec<u64> = (0..feature.ids.len as u64).map(|i| i % 5).collect();
             let (address, len) = (this.keep(&keys), keys.len());
             let ids = sok_cuda::step::Ids { address, high: 0, key_type: KeyType::Wide, len };
-            let Feature { table, bags, combiner, weights, padding_key, is_silent, rows, .. } = *feature;
-            Feature { name: "other", table, ids, bags, combiner, weights, padding_key, is_silent, rows }
+            let Feature { table, bags, combiner, weights, padding_key, is_silent, at_owner, rows, .. } =
+                *feature;
+            Feature {
+                name: "other",
+                table,
+                ids,
+                bags,
+                combiner,
+                weights,
+                padding_key,
+                is_silent,
+                at_owner,
+                rows,
+            }
         };
         let others: Vec<Feature> = features.iter().map(|feature| other(self, feature)).collect();
         let Tested::Shared(group) = &mut self.group else { return };
@@ -198,6 +214,7 @@ impl Subject for GpuSubject {
                 weights: input.weights.as_ref().map(|w| self.keep(w)),
                 padding_key: input.padding_key,
                 is_silent: false,
+                at_owner: false,
                 rows: rows.address(),
             });
         }
@@ -207,7 +224,11 @@ impl Subject for GpuSubject {
             // SAFETY: The buffers are on this device, and live until it has been waited for.
             Tested::One(group) => unsafe { group.lookup(&features, insertion, save, None, stream) },
             // SAFETY: As above.
-            Tested::Shared(group) => unsafe { group.lookup(&features, insertion, save, None, stream) },
+            Tested::Shared(group) => unsafe {
+                let number = group.lookup(&features, insertion, save, None, stream);
+                HAS_POOLED.fetch_or(group.has_pooled(), Relaxed);
+                number
+            },
         }?;
         DEVICE.synchronize()?;
         self.inputs.clear();

@@ -11,12 +11,13 @@ use sok_core::contract::gradients::Keep;
 use sok_core::error::Result;
 
 use super::ShardedGpuGroup;
+use super::at_owner::requests_of;
 use super::layout::LookupLayout;
 use crate::device::{Device, Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::memory::Buffer;
 use crate::peers::Window;
-use crate::step::{AbsentIds, Asking, Bags, Feature, Started, When};
+use crate::step::{AbsentIds, Asking, Bags, Feature, RowSource, Started, When};
 
 /// A lookup whose ids are known.
 struct AheadLookup {
@@ -32,6 +33,8 @@ struct AheadLookup {
 struct Begun {
     window: Window,
     asking: Asking,
+    /// By table: whether its owner pools its bags.
+    at_owner: Vec<bool>,
     started: Started,
     scratch: Option<Buffer<u32>>,
     /// Recorded when they are distinct.
@@ -57,6 +60,14 @@ pub(super) struct AheadLookups {
     before: CudaEvent,
     spare_askings: Vec<Asking>,
     spare_scratches: Vec<Buffer<u32>>,
+}
+
+/// A lookup whose ids were made distinct.
+pub(super) struct KnownIds {
+    pub window: Window,
+    pub asking: Asking,
+    /// By table: whether its owner pools its bags.
+    pub at_owner: Vec<bool>,
 }
 
 /// Maximum number of lookups that are known ahead. One more drops the oldest.
@@ -143,9 +154,11 @@ impl ShardedGpuGroup {
             self.end_ahead(old)?;
         }
         let named = |feature: &Feature| {
-            let Feature { table, ids, bags, combiner, weights, padding_key, is_silent, rows, .. } = *feature;
+            let Feature {
+                table, ids, bags, combiner, weights, padding_key, is_silent, at_owner, rows, ..
+            } = *feature;
             let name = "of a later call";
-            Feature { name, table, ids, bags, combiner, weights, padding_key, is_silent, rows }
+            Feature { name, table, ids, bags, combiner, weights, padding_key, is_silent, at_owner, rows }
         };
         let features = features.iter().map(named).collect();
         self.ahead.lookups.push_back(AheadLookup { forms, features, begun: None, _keep: keep });
@@ -175,9 +188,13 @@ impl ShardedGpuGroup {
             stream.record(&self.ahead.before)?;
             aside.wait(&self.ahead.before)?;
         }
-        let num_ids = self.num_ids(features);
+        let mut features = features.to_vec();
+        self.choose_at_owner(&mut features, true);
+        let mut at_owner = vec![false; self.owners.len()];
+        features.iter().for_each(|feature| at_owner[feature.table] |= feature.at_owner);
+        let requests = requests_of(self.owners.len(), &features);
         let world_size = self.peers.world_size();
-        let layout = LookupLayout::new(&self.front.tables, &num_ids, world_size);
+        let layout = LookupLayout::new(&self.front.tables, &requests, world_size);
         let windows = self.front.windows.as_mut().expect("a front has windows");
         let mut window = windows.take(layout.bytes)?;
         self.peers.send(&mut [&mut window])?;
@@ -186,14 +203,22 @@ impl ShardedGpuGroup {
             Some(asking) => asking,
             None => Asking::new(&self.front.workspace.device, &self.owners, self.ahead.merge_blocks)?,
         };
-        let (to, rows) = layout.addresses(window.address(), world_size);
+        let (to, rows) = layout.addresses(window.address(), self.distinct.address(), world_size);
         let mut scratch = self.ahead.spare_scratches.pop();
         let (owners, front) = (&self.owners, &mut self.front);
         let (tables, inserts) = (&mut front.tables, vec![true; owners.len()]);
         let started = front.workspace.aside(&mut scratch, |workspace| {
             let absent = AbsentIds::default();
-            let mut started =
-                workspace.start(tables, features, &inserts, absent, true, None, Some(&rows), aside)?;
+            let mut started = workspace.start(
+                tables,
+                &features,
+                &inserts,
+                absent,
+                true,
+                None,
+                RowSource::Ranks(&rows),
+                aside,
+            )?;
             if !started.has_coefficients() {
                 workspace.ask(&mut asking, &mut started, owners, &to, false, When::Ahead, aside)?;
             }
@@ -202,7 +227,7 @@ impl ShardedGpuGroup {
         let has_coefficients = started.has_coefficients();
         let done = event(&self.front.workspace.device)?;
         aside.record(&done)?;
-        let begun = Some(Begun { window, asking, started, scratch, done });
+        let begun = Some(Begun { window, asking, at_owner, started, scratch, done });
         if has_coefficients {
             // They are in memory of the lookup itself.
             self.end_ahead(begun)?;
@@ -218,7 +243,7 @@ impl ShardedGpuGroup {
         features: &[Feature],
         save: bool,
         stream: Stream,
-    ) -> Result<Option<(Window, Asking)>> {
+    ) -> Result<Option<KnownIds>> {
         if self.ahead.lookups.is_empty() || !save {
             return Ok(None);
         }
@@ -228,14 +253,14 @@ impl ShardedGpuGroup {
                 self.end_ahead(lookup.begun)?;
                 continue;
             }
-            let Some(Begun { window, asking, started, mut scratch, done }) = lookup.begun else {
+            let Some(Begun { window, asking, at_owner, started, mut scratch, done }) = lookup.begun else {
                 return Ok(None);
             };
             stream.wait(&done)?;
             self.front.workspace.take_scratch(&mut scratch);
             self.front.workspace.forget(started);
             self.ahead.spare_scratches.extend(scratch);
-            return Ok(Some((window, asking)));
+            return Ok(Some(KnownIds { window, asking, at_owner }));
         }
         Ok(None)
     }
@@ -247,7 +272,7 @@ impl ShardedGpuGroup {
 
     /// Takes back the memory of a lookup that is not made.
     fn end_ahead(&mut self, begun: Option<Begun>) -> Result<()> {
-        let Some(Begun { window, asking, started, scratch, done }) = begun else { return Ok(()) };
+        let Some(Begun { window, asking, started, scratch, done, .. }) = begun else { return Ok(()) };
         if let Some(stream) = self.front.workspace.last_stream() {
             // Later work there reuses its memory.
             stream.wait(&done)?;

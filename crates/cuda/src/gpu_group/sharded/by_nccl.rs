@@ -11,7 +11,8 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::row_type::RowType;
 
-use super::layout::{gradient_layout, row_bytes};
+use super::at_owner::TableRequest;
+use super::layout::{GradientLayout, row_bytes};
 use super::lookup::RankRequest;
 use super::transfers::{Conversation, MessagePart, Messages, Places, What};
 use super::{ShardedGpuGroup, VERDICTS, rows_of_board};
@@ -39,6 +40,12 @@ pub(super) struct ReceivedKeys {
 pub(super) struct Lent {
     memory: Option<Buffer<u32>>,
     to: Arc<Mutex<Vec<Buffer<u32>>>>,
+}
+
+impl Lent {
+    pub fn address(&self) -> u64 {
+        self.memory.as_ref().map_or(0, Buffer::address)
+    }
 }
 
 /// Maximum number of buffers that are kept for later calls.
@@ -216,12 +223,13 @@ impl ShardedGpuGroup {
         let conversation = self.conversation(&served.starts);
         let (sent, coming) = (conversation.asks(What::Gradients), conversation.serves(What::Gradients));
         let (row_bytes, (to_message, from_message)) = (self.row_bytes(), self.copies_of_rows());
-        let (places, _) = gradient_layout(&self.shard.tables, &served.num_ids[rank]);
+        let sizes: Vec<_> = served.requests[rank].iter().map(TableRequest::sizes).collect();
+        let places = GradientLayout::new(&self.shard.tables, &sizes).merged;
         let mut firsts = vec![vec![0u64; row_bytes.len()]; served.starts.len()];
         firsts[rank] = places.into_iter().map(|place| own + place as u64).collect();
         let widened = coming.widened(self.narrowing());
         let memory = self.lend(widened.bytes / 4)?;
-        let address = memory.memory.as_ref().map_or(0, Buffer::address);
+        let address = memory.address();
         for part in &widened.parts {
             firsts[part.rank][part.table] = first_of(part, address, row_bytes[part.table]);
         }
@@ -335,7 +343,7 @@ impl ShardedGpuGroup {
         unsafe { nccl.broadcast(&parts.collect::<Vec<_>>(), stream) }
     }
 
-    fn lend(&self, words: usize) -> Result<Lent> {
+    pub(super) fn lend(&self, words: usize) -> Result<Lent> {
         let to = self.spares.gradients.clone();
         let spare = {
             let mut spares = to.lock().unwrap_or_else(PoisonError::into_inner);

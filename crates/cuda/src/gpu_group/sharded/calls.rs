@@ -18,6 +18,7 @@ use super::ShardedGpuGroup;
 use super::commit::commit;
 use crate::device::Stream;
 use crate::gpu_group::calls::{CommitArguments, commit_arguments, ids_of, lookup_arguments};
+use crate::step::Workspace;
 
 impl Group for ShardedGpuGroup {
     fn memory(&self) -> Memory {
@@ -117,12 +118,14 @@ impl Group for ShardedGpuGroup {
             + self.asking.num_bytes()
             + self.ahead.num_bytes()
             + self.spare_bytes()
+            + self.pooling.as_ref().map_or(0, Workspace::num_bytes)
             + windows
     }
 
     fn measure(&mut self, is_on: bool) {
         self.front.measure(is_on);
         self.shard.measure(is_on);
+        self.pooling.iter_mut().for_each(|pooling| pooling.profiler.switch(is_on));
     }
 
     fn is_measured(&self) -> bool {
@@ -132,6 +135,9 @@ impl Group for ShardedGpuGroup {
     fn take_profile(&mut self) -> Result<Profile> {
         let mut profile = self.front.take_profile()?;
         profile.add_all(&self.shard.take_profile()?);
+        if let Some(pooling) = &mut self.pooling {
+            profile.add_all(&pooling.profiler.take()?);
+        }
         Ok(profile)
     }
 

@@ -13,7 +13,9 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::{agree, gather};
 use sok_core::exchange::message::{Call, Reader, Writer};
 
-use super::layout::{gradient_layout, row_bytes};
+use super::at_owner::{PooledMerge, TableRequest};
+use super::by_nccl::ReceivedGradients;
+use super::layout::{GradientLayout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};
 use crate::abi::{self, AgreedPush, Agreement};
 use crate::device::{Stream, launch_next};
@@ -33,6 +35,16 @@ struct Pending {
     lookup: u64,
     /// By rank: its merged gradients, if this rank reaches them.
     windows: Vec<Option<Arc<Mapping>>>,
+}
+
+/// The gradients of a push of all ranks.
+struct GradientsOfRanks {
+    /// By rank and table: where the gradient of the key with place 0 is.
+    firsts: Vec<Vec<u64>>,
+    /// Keeps the gradients.
+    keep: Keep,
+    /// Those of pooled bags are merged as soon as all ranks have come.
+    merge: Option<PooledMerge>,
 }
 
 /// Commits groups of one optimizer, as `optimizer::commit`. All ranks must call it.
@@ -187,9 +199,16 @@ unsafe fn agree_on(
             }
         }
         let first = group.shard.ring.next_number();
-        let pushes = pending.iter().map(|pending| group.push_to_shard(pending, stream));
-        let pushes = pushes.collect::<Result<Vec<_>>>()?;
+        let (mut pushes, mut merges) = (Vec::new(), Vec::new());
+        for pending in pending {
+            let (push, merge) = group.push_to_shard(pending, stream)?;
+            pushes.push(push);
+            merges.extend(merge);
+        }
         group.agree(&pushes, stream)?;
+        for merge in &merges {
+            group.merge_pooled(merge, stream)?;
+        }
         if group.writes_sides_anew(pending) {
             group.learn_factors(pending, first, stream)?;
         }
@@ -255,13 +274,17 @@ impl ShardedGpuGroup {
     }
 
     /// Gives the gradients of all ranks to the shard, as a push of its own.
-    fn push_to_shard(&mut self, pending: &Pending, stream: Stream) -> Result<AgreedPush> {
+    fn push_to_shard(
+        &mut self,
+        pending: &Pending,
+        stream: Stream,
+    ) -> Result<(AgreedPush, Option<PooledMerge>)> {
         let gradients = self.gradients_of(pending, stream)?;
         let gone = || Error::Ticket {
             tables: self.shard.names(),
             what: format!("gradients come for a lookup that is gone: older than the newest {RING}"),
         };
-        let (firsts, keep) = gradients.ok_or_else(gone)?;
+        let GradientsOfRanks { firsts, keep, merge } = gradients.ok_or_else(gone)?;
         let served = self.served.iter().find(|served| served.number == pending.lookup).ok_or_else(gone)?;
         let tables = &self.shard.tables;
         let address = |(&(table, rank), begin): (&(usize, usize), &u64)| {
@@ -281,36 +304,47 @@ impl ShardedGpuGroup {
         unsafe {
             self.shard.push(LookupNumber::Known(pending.lookup), gradients, &lens, &[], unread, stream)
         }?;
-        Ok(AgreedPush {
+        let push = AgreedPush {
             sides,
             begins,
             num_sides,
             row: (pending.number % RING) as u32,
             shard_row: (number % RING) as u32,
             shard_mark: mark(number),
-        })
+        };
+        Ok((push, merge))
     }
 
-    /// Returns, by rank and table, where the gradient of the key with place 0 is, and what keeps the gradients. `None` if the lookup is gone.
-    fn gradients_of(&mut self, pending: &Pending, stream: Stream) -> Result<Option<(Vec<Vec<u64>>, Keep)>> {
+    /// Returns the gradients of a push. `None` if the lookup is gone.
+    fn gradients_of(&mut self, pending: &Pending, stream: Stream) -> Result<Option<GradientsOfRanks>> {
         let own = &pending.windows[self.peers.rank()];
         let peers = self.peers.clone();
         if let Some(nccl) = peers.nccl() {
             let own = own.as_ref().map_or(0, |window| window.address());
             let received = self.receive_gradients(nccl, pending.lookup, own, stream)?;
-            let keep = |memory| -> Keep { Box::new((memory, pending.windows.clone())) };
-            return Ok(received.map(|received| (received.firsts, keep(received.memory))));
+            let of_ranks = |received: ReceivedGradients| {
+                let keep = Box::new((received.memory, pending.windows.clone()));
+                GradientsOfRanks { firsts: received.firsts, keep, merge: None }
+            };
+            return Ok(received.map(of_ranks));
         }
         let Some(served) = self.served.iter().find(|served| served.number == pending.lookup) else {
             return Ok(None);
         };
-        let of_rank = |(window, num_ids): (&Option<Arc<Mapping>>, &Vec<usize>)| {
-            let base = window.as_ref().map_or(0, |window| window.address());
-            let (places, _) = gradient_layout(&self.shard.tables, num_ids);
-            places.into_iter().map(|place| base + place as u64).collect()
+        let address = |window: &Option<Arc<Mapping>>| window.as_ref().map_or(0, |window| window.address());
+        let windows: Vec<u64> = pending.windows.iter().map(address).collect();
+        let of_rank = |requests: &Vec<TableRequest>| {
+            let sizes: Vec<_> = requests.iter().map(TableRequest::sizes).collect();
+            GradientLayout::new(&self.shard.tables, &sizes)
         };
-        let firsts = pending.windows.iter().zip(&served.num_ids).map(of_rank).collect();
-        Ok(Some((firsts, Box::new(pending.windows.clone()))))
+        let layouts: Vec<GradientLayout> = served.requests.iter().map(of_rank).collect();
+        let of_rank = |(layout, window): (&GradientLayout, &u64)| {
+            layout.merged.iter().map(|place| window + *place as u64).collect()
+        };
+        let mut firsts: Vec<Vec<u64>> = layouts.iter().zip(&windows).map(of_rank).collect();
+        let pooled = self.pooled_merge(served, &layouts, &windows, &mut firsts)?;
+        let (merge, memory) = pooled.unzip();
+        Ok(Some(GradientsOfRanks { firsts, keep: Box::new((memory, pending.windows.clone())), merge }))
     }
 
     /// Enqueues agreeing with all ranks on the pushes, and writing the ticket of the shard.

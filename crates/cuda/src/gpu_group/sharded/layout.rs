@@ -1,5 +1,6 @@
 //! Where things are in the windows of ranks. A rank computes from the numbers of ids of another one where these are in its windows.
 
+use super::at_owner::TableRequest;
 use crate::abi::quads;
 use crate::gpu_table::GpuTable;
 use crate::step::{KeysTo, Saved};
@@ -13,8 +14,20 @@ pub(super) struct LookupLayout {
     pub keys: Vec<usize>,
     /// By table: where its rows are.
     pub rows: Vec<usize>,
+    /// By table: what its owner needs to pool its bags. Places are unused for tables whose owners give rows.
+    pub pooled: Vec<PooledPlaces>,
     /// Number of bytes.
     pub bytes: usize,
+}
+
+/// Places of what the owner of a table pools, in bytes from the start of a lookup's window.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PooledPlaces {
+    /// Of the ids, and of the numbers of their rows.
+    pub ids: usize,
+    pub numbers: usize,
+    /// By feature: of the row splits and of the pooled rows.
+    pub features: Vec<(usize, usize)>,
 }
 
 /// The starts of the keys of each owner, `(tables, 2 * ranks + 1)`, are at the beginning of a lookup's window.
@@ -23,23 +36,43 @@ pub(super) fn start_of(table: usize, world_size: usize) -> usize {
 }
 
 impl LookupLayout {
-    /// The layout for these numbers of ids of each table.
-    pub fn new(tables: &[GpuTable], num_ids: &[usize], world_size: usize) -> LookupLayout {
+    /// The layout for what a rank asks for, by table.
+    pub fn new(tables: &[GpuTable], requests: &[TableRequest], world_size: usize) -> LookupLayout {
         let mut bytes = 0;
-        take(&mut bytes, start_of(tables.len(), world_size));
-        let keys = num_ids.iter().map(|ids| take(&mut bytes, 8 * ids)).collect();
-        let rows = take_rows(&mut bytes, tables, num_ids);
-        LookupLayout { keys, rows, bytes }
+        let sizes = requests.iter().map(|request| (request.num_ids, request.is_pooled()));
+        let (keys, rows) = take_keys_and_rows(&mut bytes, tables, sizes, world_size);
+        let place = |(table, request): (&GpuTable, &TableRequest)| {
+            if !request.is_pooled() {
+                return PooledPlaces::default();
+            }
+            let (ids, numbers) =
+                (take(&mut bytes, 8 * request.num_ids), take(&mut bytes, 4 * request.num_ids));
+            let features = request.bags.iter().map(|bags| {
+                let splits = take(&mut bytes, 4 * bags.num_splits());
+                (splits, take(&mut bytes, 4 * table.config.dim * bags.num_bags))
+            });
+            let features = features.collect();
+            PooledPlaces { ids, numbers, features }
+        };
+        let pooled = tables.iter().zip(requests).map(place).collect();
+        LookupLayout { keys, rows, pooled, bytes }
     }
 
-    /// In a window at an address: by table, where its keys are written to, and the address of its rows.
-    pub fn addresses(&self, window: u64, world_size: usize) -> (Vec<KeysTo>, Vec<u64>) {
-        let to = |(table, &keys): (usize, &usize)| KeysTo {
-            keys: window + keys as u64,
-            starts: window + start_of(table, world_size) as u64,
+    /// In a window at an address: by table, where its keys are written to, and the address of its rows. `distinct`: address of a number
+    /// for each table, see [`KeysTo`].
+    pub fn addresses(&self, window: u64, distinct: u64, world_size: usize) -> (Vec<KeysTo>, Vec<u64>) {
+        let to = |(table, (&keys, pooled)): (usize, (&usize, &PooledPlaces))| {
+            let of_owner = |place: usize| if pooled.features.is_empty() { 0 } else { window + place as u64 };
+            KeysTo {
+                keys: window + keys as u64,
+                starts: window + start_of(table, world_size) as u64,
+                ids: of_owner(pooled.ids),
+                numbers: of_owner(pooled.numbers),
+                distinct: distinct + 8 * table as u64,
+            }
         };
         let rows = self.rows.iter().map(|&rows| window + rows as u64).collect();
-        (self.keys.iter().enumerate().map(to).collect(), rows)
+        (self.keys.iter().zip(&self.pooled).enumerate().map(to).collect(), rows)
     }
 }
 
@@ -55,35 +88,71 @@ fn take(bytes: &mut usize, size: usize) -> usize {
     begin
 }
 
-/// Appends a row for each id of each table. Returns where those of each table begin.
-fn take_rows(bytes: &mut usize, tables: &[GpuTable], num_ids: &[usize]) -> Vec<usize> {
-    tables.iter().zip(num_ids).map(|(table, ids)| take(bytes, row_bytes(table) * ids)).collect()
+/// Appends the starts of keys, keys and rows. `sizes`: by table, its number of ids, and whether its bags are pooled at the owner.
+fn take_keys_and_rows(
+    bytes: &mut usize,
+    tables: &[GpuTable],
+    sizes: impl Iterator<Item = (usize, bool)> + Clone,
+    world_size: usize,
+) -> (Vec<usize>, Vec<usize>) {
+    take(bytes, start_of(tables.len(), world_size));
+    let keys = sizes.clone().map(|(ids, _)| take(bytes, 8 * ids)).collect();
+    (keys, take_rows(bytes, tables, sizes))
 }
 
-/// By table: where its merged gradients are in the window of a push, and the number of bytes of the window.
-pub(super) fn gradient_layout(tables: &[GpuTable], num_ids: &[usize]) -> (Vec<usize>, usize) {
-    let mut bytes = 0;
-    (take_rows(&mut bytes, tables, num_ids), bytes)
+/// Appends a row for each id of each table whose bags are not pooled at the owner. Returns where those of each table begin.
+fn take_rows(
+    bytes: &mut usize,
+    tables: &[GpuTable],
+    sizes: impl Iterator<Item = (usize, bool)>,
+) -> Vec<usize> {
+    let rows = |(table, (ids, is_pooled)): (&GpuTable, (usize, bool))| {
+        take(bytes, if is_pooled { 0 } else { row_bytes(table) * ids })
+    };
+    tables.iter().zip(sizes).map(rows).collect()
 }
 
-/// By table: the number of ids of a lookup.
-fn num_ids_of(tables: &[GpuTable], saved: &Saved) -> Vec<usize> {
-    let mut num_ids = vec![0; tables.len()];
-    saved.features.iter().for_each(|feature| num_ids[feature.table] += feature.num_ids);
-    num_ids
+/// The parts of a push's window, in bytes from its start.
+pub(in crate::gpu_group) struct GradientLayout {
+    /// By table: where its merged gradients are.
+    pub merged: Vec<usize>,
+    /// By table, and by feature whose bags its owner pools: where their gradients are.
+    pub bags: Vec<Vec<usize>>,
+    /// Number of bytes.
+    pub bytes: usize,
 }
 
-/// By table: where the merged gradients of a lookup are in the window of a push.
-pub(in crate::gpu_group) fn gradient_places(tables: &[GpuTable], saved: &Saved) -> Vec<usize> {
-    gradient_layout(tables, &num_ids_of(tables, saved)).0
+impl GradientLayout {
+    /// `sizes`: by table, its number of ids, and the number of bags of each feature that its owner pools.
+    pub fn new(tables: &[GpuTable], sizes: &[(usize, Vec<usize>)]) -> GradientLayout {
+        let mut bytes = 0;
+        let of_rows = sizes.iter().map(|(ids, bags)| (*ids, !bags.is_empty()));
+        let merged = take_rows(&mut bytes, tables, of_rows);
+        let of_table = |(table, (_, bags)): (&GpuTable, &(usize, Vec<usize>))| {
+            bags.iter().map(|bags| take(&mut bytes, 4 * table.config.dim * bags)).collect()
+        };
+        let bags = tables.iter().zip(sizes).map(of_table).collect();
+        GradientLayout { merged, bags, bytes }
+    }
+
+    /// The layout for the gradients of a lookup.
+    pub fn of(tables: &[GpuTable], saved: &Saved) -> GradientLayout {
+        let mut sizes = vec![(0, Vec::new()); tables.len()];
+        for feature in &saved.features {
+            let (ids, bags) = &mut sizes[feature.table];
+            *ids += feature.num_ids;
+            bags.extend(feature.at_owner.then_some(feature.num_bags));
+        }
+        GradientLayout::new(tables, &sizes)
+    }
 }
 
 /// By table: where the rows of a lookup are in its window.
 pub(in crate::gpu_group) fn row_places(tables: &[GpuTable], saved: &Saved, world_size: usize) -> Vec<usize> {
-    LookupLayout::new(tables, &num_ids_of(tables, saved), world_size).rows
-}
-
-/// Number of bytes of the merged gradients of a lookup.
-pub(in crate::gpu_group) fn gradient_bytes(tables: &[GpuTable], saved: &Saved) -> usize {
-    gradient_layout(tables, &num_ids_of(tables, saved)).1
+    let mut sizes = vec![(0, false); tables.len()];
+    for feature in &saved.features {
+        sizes[feature.table].0 += feature.num_ids;
+        sizes[feature.table].1 |= feature.at_owner;
+    }
+    take_keys_and_rows(&mut 0, tables, sizes.into_iter(), world_size).1
 }

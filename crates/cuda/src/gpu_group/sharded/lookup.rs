@@ -13,7 +13,8 @@ use sok_core::exchange::message::{Call, Reader, Tag, Writer};
 use sok_core::exchange::placement::Placement;
 use sok_core::host::sharded::LookupMode;
 
-use super::layout::{LookupLayout, row_bytes, start_of};
+use super::at_owner::{FirstKeys, TableRequest, read_bags, requests_of, write_bags};
+use super::layout::{LookupLayout, PooledPlaces, row_bytes, start_of};
 use super::transfers::Places;
 use super::{Served, ShardedGpuGroup, rows_of_board};
 use crate::abi::{Flag, MAX_RANKS, SharedRows};
@@ -21,10 +22,14 @@ use crate::device::Stream;
 use crate::gpu_group::SavedLookup;
 use crate::memory::{Buffer, read};
 use crate::peers::{Mapping, Window, WindowName};
-use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, Remote, Started, When};
+use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, Remote, RowSource, Started, When};
 
 /// This rank's side of a lookup that is under way.
-struct Asked {
+struct Asked<'a> {
+    /// The features, of which those are marked that the owners of their tables pool.
+    features: Vec<Feature<'a>>,
+    requests: Vec<TableRequest>,
+    layout: LookupLayout,
     started: Started,
     window: Window,
 }
@@ -35,15 +40,35 @@ const SPARE_BEGINS: usize = 4;
 /// What a rank asks for.
 pub(super) struct RankRequest {
     /// By table.
-    num_ids: Vec<usize>,
+    pub(super) tables: Vec<TableRequest>,
     /// By table: where its keys and rows are, in its window. With NCCL known of this rank alone.
     pub(super) places: Vec<Places>,
+    /// By table: the addresses of what its owner pools.
+    pub(super) pooled: Vec<PooledAddresses>,
     /// The window, unless NCCL is used and it is another rank's.
     window: Option<Arc<Mapping>>,
     /// By table: how many more rows the rank's shard has room for.
     room: Vec<u64>,
     /// Whether the rank asks for the rows of ids of weight 0.
     asks_silent: bool,
+}
+
+/// Addresses in the window of a rank, see [`PooledPlaces`].
+pub(super) struct PooledAddresses {
+    pub ids: u64,
+    pub numbers: u64,
+    pub features: Vec<(u64, u64)>,
+}
+
+impl PooledAddresses {
+    fn of(places: &PooledPlaces, window: u64) -> PooledAddresses {
+        let of_feature = |&(splits, rows): &(usize, usize)| (window + splits as u64, window + rows as u64);
+        PooledAddresses {
+            ids: window + places.ids as u64,
+            numbers: window + places.numbers as u64,
+            features: places.features.iter().map(of_feature).collect(),
+        }
+    }
 }
 
 /// The features that this rank serves.
@@ -74,14 +99,12 @@ impl ShardedGpuGroup {
         self.num_lookups += 1;
         let tag = self.tag(Call::Lookup, self.num_lookups);
         let mode = LookupMode { insertion, save };
-        let num_ids = self.num_ids(features);
         // The gradients of weights need the rows of ids of weight 0, too.
         let asks_silent = save && features.iter().any(|feature| feature.weights.is_some());
         self.follow_generations();
-        let asked =
-            checked.and_then(|()| self.ask(features, &num_ids, (save, asks_silent), number_to, stream));
+        let asked = checked.and_then(|()| self.ask(features, (save, asks_silent), number_to, stream));
         let header = match &asked {
-            Ok(asked) => self.write_header(mode, &num_ids, asks_silent, &asked.window),
+            Ok(asked) => self.write_header(mode, asked, asks_silent),
             Err(error) => Err(error.clone()),
         };
         let headers = match gather(&*self.peers.communicator, tag, header) {
@@ -102,7 +125,7 @@ impl ShardedGpuGroup {
             }
         };
         self.front.windows.as_mut().expect("a front has windows").end_rest();
-        let answered = self.pool(asked, features, stream);
+        let answered = self.pool(asked, stream);
         let answered = self.fatal(answered)?;
         // What fails there is not needed: the later lookup does all by itself.
         drop(self.begin_ahead());
@@ -113,23 +136,14 @@ impl ShardedGpuGroup {
         Ok(answered)
     }
 
-    pub(super) fn num_ids(&self, features: &[Feature]) -> Vec<usize> {
-        let mut num_ids = vec![0; self.owners.len()];
-        for feature in features.iter().filter(|feature| feature.table < self.owners.len()) {
-            num_ids[feature.table] += feature.ids.len;
-        }
-        num_ids
-    }
-
     /// Enqueues making the ids of this rank distinct.
-    fn ask(
+    fn ask<'a>(
         &mut self,
-        features: &[Feature],
-        num_ids: &[usize],
+        features: &[Feature<'a>],
         (save, asks_silent): (bool, bool),
         number_to: Option<u64>,
         stream: Stream,
-    ) -> Result<Asked> {
+    ) -> Result<Asked<'a>> {
         for feature in features {
             feature.validate()?;
             if feature.table >= self.owners.len() {
@@ -137,10 +151,17 @@ impl ShardedGpuGroup {
             }
         }
         let world_size = self.peers.world_size();
-        let layout = LookupLayout::new(&self.front.tables, num_ids, world_size);
         self.front.workspace.enter(stream)?;
-        let (window, asking) = match self.take_ahead(features, save, stream)? {
-            Some((window, asking)) => (window, Some(asking)),
+        let ahead = self.take_ahead(features, save, stream)?;
+        let mut features = features.to_vec();
+        match &ahead {
+            Some(ahead) => features.iter_mut().for_each(|f| f.at_owner = ahead.at_owner[f.table]),
+            None => self.choose_at_owner(&mut features, save),
+        }
+        let requests = requests_of(self.owners.len(), &features);
+        let layout = LookupLayout::new(&self.front.tables, &requests, world_size);
+        let (window, asking) = match ahead {
+            Some(ahead) => (ahead.window, Some(ahead.asking)),
             None => {
                 let windows = self.front.windows.as_mut().expect("a front has windows");
                 let mut window = windows.take(layout.bytes)?;
@@ -148,20 +169,22 @@ impl ShardedGpuGroup {
                 (window, None)
             }
         };
-        let (to, rows) = layout.addresses(window.address(), world_size);
+        let (to, rows) = layout.addresses(window.address(), self.distinct.address(), world_size);
         let front = &mut self.front;
         let inserts = vec![true; front.tables.len()];
         let number = number_to.map(|to| (to, if save { front.next_lookup } else { 0 }));
         let mut started = front.workspace.start(
             &mut front.tables,
-            features,
+            &features,
             &inserts,
             AbsentIds::default(),
             save,
             number,
-            Some(&rows),
+            RowSource::Ranks(&rows),
             stream,
         )?;
+        let splits_to = ShardedGpuGroup::splits_to(&features, &layout, window.address());
+        front.workspace.share_splits(&started, &splits_to, stream)?;
         let (workspace, owners) = (&front.workspace, &self.owners);
         match asking {
             None => {
@@ -173,24 +196,19 @@ impl ShardedGpuGroup {
             }
         }
         self.front.workspace.sort_ids(&started, stream)?;
-        Ok(Asked { started, window })
+        Ok(Asked { features, requests, layout, started, window })
     }
 
-    fn write_header(
-        &mut self,
-        mode: LookupMode,
-        num_ids: &[usize],
-        asks_silent: bool,
-        window: &Window,
-    ) -> Result<Vec<u8>> {
+    fn write_header(&mut self, mode: LookupMode, asked: &Asked, asks_silent: bool) -> Result<Vec<u8>> {
         let mut writer = Writer::default();
         writer.numbers(&[self.tables, mode.code(), self.shard.next_lookup, asks_silent.into()])?;
-        for ((table, owners), ids) in self.shard.tables.iter().zip(&self.owners).zip(num_ids) {
+        for ((table, owners), request) in self.shard.tables.iter().zip(&self.owners).zip(&asked.requests) {
             let is_elsewhere = matches!(owners.placement, Placement::Localized(rank) if rank != owners.rank);
             let room = if is_elsewhere { u64::MAX } else { table.room_left() };
-            writer.numbers(&[*ids as u64, room])?;
+            writer.numbers(&[request.num_ids as u64, room])?;
+            write_bags(&request.bags, &mut writer)?;
         }
-        window.name().write(&mut writer)?;
+        asked.window.name().write(&mut writer)?;
         self.peers.write_freed(&mut writer)?;
         Ok(writer.finish())
     }
@@ -211,23 +229,25 @@ impl ShardedGpuGroup {
                 return self.differs(rank, "has saved other lookups than this rank");
             }
             let asks_silent = reader.number()? != 0;
-            let (mut num_ids, mut room) = (Vec::new(), Vec::new());
+            let (mut tables, mut room) = (Vec::new(), Vec::new());
             for _ in 0..self.owners.len() {
-                num_ids.push(reader.number()? as usize);
+                let num_ids = reader.number()? as usize;
                 room.push(reader.number()?);
+                tables.push(TableRequest { num_ids, bags: read_bags(num_ids, rank, &mut reader)? });
             }
             let name = WindowName::read(&mut reader)?;
             self.peers.read_freed(rank, &mut reader)?;
             reader.finish()?;
             let window = self.peers.memory_of(rank, name, Some(own))?;
-            let layout = LookupLayout::new(&self.front.tables, &num_ids, self.peers.world_size());
+            let layout = LookupLayout::new(&self.front.tables, &tables, self.peers.world_size());
             let base = window.as_ref().map_or(0, |window| window.address());
             let place = |(&keys, &rows): (&usize, &usize)| Places {
                 keys: base + keys as u64,
                 rows: base + rows as u64,
             };
             let places = layout.keys.iter().zip(&layout.rows).map(place).collect();
-            Ok(RankRequest { num_ids, places, window, room, asks_silent })
+            let pooled = layout.pooled.iter().map(|places| PooledAddresses::of(places, base)).collect();
+            Ok(RankRequest { tables, places, pooled, window, room, asks_silent })
         };
         headers.iter().enumerate().map(read).collect()
     }
@@ -243,7 +263,7 @@ impl ShardedGpuGroup {
         self.check_size(requests)?;
         // A table that may refuse keys needs them in order on the host; and a commit inserts from exact copies.
         let may_refuse = |table: usize| {
-            let ids: u64 = requests.iter().map(|request| request.num_ids[table] as u64).sum();
+            let ids: u64 = requests.iter().map(|request| request.tables[table].num_ids as u64).sum();
             requests.iter().any(|request| ids > request.room[table])
         };
         let inserts_later = mode.insertion == Insertion::AtCommit && mode.save;
@@ -290,6 +310,18 @@ impl ShardedGpuGroup {
         if agreed.is_err() && save && looked_up.is_ok() {
             self.shard.undo_lookup();
         }
+        let mut served = served;
+        if agreed.is_ok() && looked_up.is_ok() {
+            let first_keys = match remote {
+                Some(remote) => FirstKeys::OnDevice(remote.firsts),
+                None => FirstKeys::Known(self.shard.workspace.first_ids(&self.shard.tables, &features)),
+            };
+            // The features of ids of weight 0 come last.
+            let num_others = features.iter().filter(|feature| !feature.is_silent).count();
+            let others = &served.features[..num_others];
+            let pooled = self.pool_for_ranks(requests, others, &first_keys, save, stream);
+            served.pooled = self.fatal(pooled)?;
+        }
         // Also if the lookup was refused, other ranks may have work under way that uses this rank's windows.
         let returned = match received {
             Some((nccl, received)) => {
@@ -303,7 +335,7 @@ impl ShardedGpuGroup {
         if save {
             self.served.push_back(Served { number, starts: starts.unwrap_or_default(), ..served });
             if self.served.len() as u64 > RING {
-                self.spare_begins.extend(self.served.pop_front().map(|old| old.begins_on_device));
+                self.reuse_oldest_served();
             }
         } else {
             self.spare_begins.push(served.begins_on_device);
@@ -311,10 +343,20 @@ impl ShardedGpuGroup {
         Ok(number)
     }
 
+    /// Drops the oldest lookup that was served. Later ones use its memory.
+    fn reuse_oldest_served(&mut self) {
+        let Some(Served { begins_on_device, pooled, .. }) = self.served.pop_front() else { return };
+        self.spare_begins.push(begins_on_device);
+        if let (Some(pooling), Some(pooled)) = (&mut self.pooling, pooled) {
+            pooling.give_back(pooled.into_memory());
+        }
+    }
+
     /// Checks that the keys of all ranks are not too many for one call. All ranks find the same.
     fn check_size(&self, requests: &[RankRequest]) -> Result<()> {
         let num_features = 2 * (self.owners.len() * requests.len()) as u64;
-        let num_ids = || requests.iter().flat_map(|request| &request.num_ids).map(|&ids| ids as u64);
+        let tables = || requests.iter().flat_map(|request| &request.tables);
+        let num_ids = || tables().map(|table| table.num_ids as u64);
         let (largest, all) = (num_ids().max().unwrap_or(0), 2 * num_ids().sum::<u64>());
         let shift = u64::BITS - largest.leading_zeros();
         if all <= u64::from(u32::MAX / 4) && num_features << shift <= 1 << 32 {
@@ -371,9 +413,8 @@ impl ShardedGpuGroup {
     ) -> Result<Serving> {
         let (rank, world_size) = (self.peers.rank(), self.peers.world_size());
         let has_silent = requests.iter().any(|request| request.asks_silent);
-        let tables =
-            (0..self.owners.len()).filter(|&t| requests.iter().any(|request| request.num_ids[t] > 0));
-        let tables: Vec<usize> = tables.collect();
+        let takes_part = |&t: &usize| requests.iter().any(|request| request.tables[t].num_ids > 0);
+        let tables: Vec<usize> = (0..self.owners.len()).filter(takes_part).collect();
         let (mut features, mut of_features, mut begins) = (Vec::new(), Vec::new(), Vec::new());
         for is_silent in [false, true].into_iter().filter(|is_silent| has_silent || !is_silent) {
             for (&table, (from, request)) in tables
@@ -387,7 +428,7 @@ impl ShardedGpuGroup {
                     starts[from][first] as usize..starts[from][first + 1] as usize
                 });
                 let (begin, len) =
-                    range.map_or((0, request.num_ids[table]), |range| (range.start, range.len()));
+                    range.map_or((0, request.tables[table].num_ids), |range| (range.start, range.len()));
                 let Places { keys, rows } = request.places[table];
                 let address = keys.wrapping_add(8 * begin as u64);
                 let rows = rows.wrapping_add((begin * row_bytes(&self.shard.tables[table])) as u64);
@@ -400,8 +441,13 @@ impl ShardedGpuGroup {
                     weights: None,
                     padding_key: None,
                     is_silent,
-                    // Each rank reads its own rows of a replicated table.
-                    rows: if is_replicated && from != rank { 0 } else { rows },
+                    at_owner: false,
+                    // Each rank reads its own rows of a replicated table. Pooled bags need no rows.
+                    rows: if is_replicated && from != rank || request.tables[table].is_pooled() {
+                        0
+                    } else {
+                        rows
+                    },
                 });
                 of_features.push((table, from));
                 begins.push(begin as u64);
@@ -419,6 +465,7 @@ impl ShardedGpuGroup {
             starts: on_windows,
             has_silent,
             begins: begins_on_device.address(),
+            firsts: begins_on_device.at(features.len()),
         };
         if starts.is_none() {
             self.share_out_of_vocabulary(stream)?;
@@ -426,20 +473,22 @@ impl ShardedGpuGroup {
         let served = Served {
             number: 0,
             starts: Vec::new(),
-            num_ids: requests.iter().map(|request| request.num_ids.clone()).collect(),
+            requests: requests.iter().map(|request| request.tables.clone()).collect(),
             features: of_features,
             begins,
             begins_on_device,
+            pooled: None,
         };
         Ok(Serving { features, served, remote: starts.is_none().then_some(remote) })
     }
 
-    /// Returns device memory for a word for each feature, zeros.
+    /// Returns device memory for two words for each feature, zeros.
     fn take_begins(&mut self, num_features: usize, stream: Stream) -> Result<Buffer<u32>> {
-        let fits = self.spare_begins.iter().position(|spare| spare.len() >= num_features);
+        let num_words = 2 * num_features;
+        let fits = self.spare_begins.iter().position(|spare| spare.len() >= num_words);
         let begins = match fits {
             Some(i) => self.spare_begins.swap_remove(i),
-            None => Buffer::new(self.peers.context(), num_features.next_power_of_two())?,
+            None => Buffer::new(self.peers.context(), num_words.next_power_of_two())?,
         };
         self.spare_begins.truncate(SPARE_BEGINS);
         begins.zero(stream)?;
@@ -447,11 +496,12 @@ impl ShardedGpuGroup {
     }
 
     /// Enqueues pooling the rows that have come. Returns the number of the lookup, or 0 if it is not saved.
-    fn pool(&mut self, asked: Asked, features: &[Feature], stream: Stream) -> Result<u64> {
-        let Asked { started, window } = asked;
+    fn pool(&mut self, asked: Asked, stream: Stream) -> Result<u64> {
+        let Asked { features, layout, started, window, .. } = asked;
+        self.take_pooled_rows(&features, &layout, window.address(), stream)?;
         let front = &mut self.front;
-        front.workspace.write_rows(&started, features, stream)?;
-        let saved = front.workspace.end(started, &front.tables, features);
+        front.workspace.write_rows(&started, &features, stream)?;
+        let saved = front.workspace.end(started, &front.tables, &features);
         let Some(saved) = saved else {
             front.reuse_window(Some(window));
             return Ok(0);

@@ -12,6 +12,7 @@
 #![allow(unsafe_code)]
 
 mod ahead;
+mod at_owner;
 mod by_nccl;
 mod calls;
 mod commit;
@@ -34,29 +35,32 @@ use sok_core::host::sharded::Shards;
 use super::{GpuGroup, LookupNumber, OutputGradients, SharedTotals};
 use crate::abi::{self, EXPONENTS, MAX_CLASSES, MAX_RANKS, RING};
 use crate::device::{Device, Stream};
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Shared};
 use crate::peers::{FLAG_BYTES, Mapping, Peers, Window, WindowName, Windows};
 use crate::step::{Asking, Workspace};
 
 use ahead::AheadLookups;
+use at_owner::{PooledBags, TableRequest};
 use by_nccl::Spares;
 use layout::row_bytes;
 
 pub use commit::commit;
-pub(super) use layout::{gradient_bytes, gradient_places, row_places};
+pub(super) use layout::{GradientLayout, row_places};
 
 /// What this rank serves of a saved lookup.
 struct Served {
     /// Number of the lookup.
     number: u64,
-    /// By rank and table: number of ids.
-    num_ids: Vec<Vec<usize>>,
+    /// By rank and table.
+    requests: Vec<Vec<TableRequest>>,
     /// By table and rank, as the features of the shard's lookup.
     features: Vec<(usize, usize)>,
     /// By feature: where its keys begin among those of the rank, as the host knows them.
     begins: Vec<u64>,
-    /// By feature: the same on the device; zeros if the host knows them.
+    /// By feature: the same on the device, zeros if the host knows them; then the place of its first key among all keys.
     begins_on_device: Buffer<u32>,
+    /// What this rank has pooled for others.
+    pooled: Option<PooledBags>,
     /// With NCCL, by rank: where its keys start.
     starts: Vec<Vec<u32>>,
 }
@@ -77,6 +81,10 @@ pub struct ShardedGpuGroup {
     asking: Asking,
     /// Lookups whose ids are made distinct ahead of them.
     ahead: AheadLookups,
+    /// By table: as `KeysTo::distinct`.
+    distinct: Shared,
+    /// Where this rank pools bags for others, as soon as it does.
+    pooling: Option<Workspace>,
     /// Flags, verdicts and norms, which other ranks write.
     board: Window,
     /// By rank: its board, if this rank reaches it.
@@ -183,6 +191,8 @@ impl ShardedGpuGroup {
             asking: Asking::new(device, &owners, merge_blocks / world_size)?,
             ahead: AheadLookups::new(device, merge_blocks / world_size)?,
             row_stride: widest / 16,
+            distinct: Shared::new(&device.context, 2 * num_tables.max(1))?,
+            pooling: None,
             spare_begins: Vec::new(),
             spares: Spares::default(),
             tickets: Buffer::new(&device.context, 4 * RING)?,

@@ -1,0 +1,525 @@
+//! Bags of a localized table that its owner pools for another rank, where pooled bags are fewer bytes than rows.
+//!
+//! The rank that asks makes its ids distinct as always, and gives each the number of its row. The owner finds the records of the distinct
+//! keys, and does by these numbers what the other rank would do with the rows: it pools the bags, and in a commit merges their gradients.
+//! The order of additions is the same, so the results have the same bits.
+
+#![allow(unsafe_code)]
+
+use sok_core::contract::batch::Combiner;
+use sok_core::error::{Error, Result};
+use sok_core::exchange::buckets::Owners;
+use sok_core::exchange::message::{Reader, Writer};
+use sok_core::exchange::placement::Placement;
+use sok_core::key::Key;
+
+use super::by_nccl::Lent;
+use super::layout::{GradientLayout, LookupLayout, row_bytes};
+use super::lookup::RankRequest;
+use super::{Served, ShardedGpuGroup};
+use crate::abi::{PooledFeature, WordCopy};
+use crate::device::Stream;
+use crate::memory::{Buffer, Shared};
+use crate::step::{
+    AbsentIds, Bags, Feature, Ids, KeyType, PooledGradients, RowSource, Saved, Workspace, shares_splits,
+};
+
+/// What a rank asks for of a table.
+#[derive(Clone, Debug, Default)]
+pub(super) struct TableRequest {
+    pub num_ids: usize,
+    /// By feature, if the owner pools the bags; otherwise empty.
+    pub bags: Vec<AskedBags>,
+}
+
+impl TableRequest {
+    pub fn is_pooled(&self) -> bool {
+        !self.bags.is_empty()
+    }
+
+    /// Number of ids, and of bags of each feature that the owner pools.
+    pub fn sizes(&self) -> (usize, Vec<usize>) {
+        (self.num_ids, self.bags.iter().map(|bags| bags.num_bags).collect())
+    }
+}
+
+/// The bags of a feature that the owner of its table pools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AskedBags {
+    pub num_bags: usize,
+    num_ids: usize,
+    kind: BagsKind,
+    combiner: Combiner,
+    padding_key: Option<Key>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BagsKind {
+    Each,
+    Fixed,
+    Ragged,
+}
+
+impl AskedBags {
+    fn of(feature: &Feature) -> AskedBags {
+        AskedBags {
+            num_bags: feature.num_bags(),
+            num_ids: feature.ids.len,
+            kind: match feature.bags {
+                Bags::Each => BagsKind::Each,
+                Bags::Fixed { .. } => BagsKind::Fixed,
+                Bags::Ragged { .. } => BagsKind::Ragged,
+            },
+            combiner: feature.combiner,
+            padding_key: feature.padding_key,
+        }
+    }
+
+    /// Number of row splits.
+    pub fn num_splits(&self) -> usize {
+        if self.kind == BagsKind::Ragged && self.num_bags > 0 { self.num_bags + 1 } else { 0 }
+    }
+
+    fn write(&self, writer: &mut Writer) -> Result<()> {
+        let padding = [u64::from(self.padding_key.is_some()), self.padding_key.unwrap_or(0)];
+        let sizes = [self.num_bags as u64, self.num_ids as u64];
+        writer.numbers(&[self.kind as u64, self.combiner as u64, sizes[0], sizes[1], padding[0], padding[1]])
+    }
+
+    fn read(from: usize, reader: &mut Reader) -> Result<AskedBags> {
+        let is_wrong =
+            || Error::Rank { rank: from, what: "asks for bags with an invalid combiner or number".into() };
+        let [kind, combiner] = [reader.number()?, reader.number()?];
+        let [num_bags, num_ids] = [reader.number()? as usize, reader.number()? as usize];
+        let [has_padding, padding_key] = [reader.number()?, reader.number()?];
+        let kinds = [BagsKind::Each, BagsKind::Fixed, BagsKind::Ragged];
+        let kind = kinds.into_iter().find(|known| *known as u64 == kind).ok_or_else(is_wrong)?;
+        let combiners = [Combiner::Sum, Combiner::Mean, Combiner::Sqrtn];
+        let combiner = combiners.into_iter().find(|known| *known as u64 == combiner).ok_or_else(is_wrong)?;
+        let bags = AskedBags {
+            num_bags,
+            num_ids,
+            kind,
+            combiner,
+            padding_key: (has_padding != 0).then_some(padding_key),
+        };
+        let is_valid =
+            bags.feature(0, [0; 3]).validate().is_ok() && (kind != BagsKind::Each || num_bags == num_ids);
+        if is_valid { Ok(bags) } else { Err(is_wrong()) }
+    }
+
+    /// The feature that the owner pools. The addresses are those of its ids, row splits and pooled rows.
+    fn feature(&self, table: usize, [ids, splits, rows]: [u64; 3]) -> Feature<'static> {
+        let num_bags = self.num_bags;
+        Feature {
+            name: "of another rank",
+            table,
+            ids: Ids { address: ids, high: 0, key_type: KeyType::Wide, len: self.num_ids },
+            bags: match self.kind {
+                BagsKind::Each => Bags::Each,
+                BagsKind::Fixed => {
+                    Bags::Fixed { num_bags, hotness: self.num_ids.checked_div(num_bags).unwrap_or(0) }
+                }
+                BagsKind::Ragged => Bags::Ragged { splits, wide: false, num_bags },
+            },
+            combiner: self.combiner,
+            weights: None,
+            padding_key: self.padding_key,
+            is_silent: false,
+            at_owner: false,
+            rows,
+        }
+    }
+}
+
+/// Writes which bags of a table its owner is to pool.
+pub(super) fn write_bags(bags: &[AskedBags], writer: &mut Writer) -> Result<()> {
+    writer.numbers(&[bags.len() as u64])?;
+    bags.iter().try_for_each(|bags| bags.write(writer))
+}
+
+/// Reads what `write_bags` has written. `num_ids`: of the table.
+pub(super) fn read_bags(num_ids: usize, from: usize, reader: &mut Reader) -> Result<Vec<AskedBags>> {
+    let num_features = reader.number()?;
+    let bags = (0..num_features).map(|_| AskedBags::read(from, reader)).collect::<Result<Vec<_>>>()?;
+    let is_whole = bags.iter().try_fold(0usize, |sum, bags| sum.checked_add(bags.num_ids)) == Some(num_ids);
+    if !bags.is_empty() && !is_whole {
+        let what = "asks for bags that do not hold all ids of their table".into();
+        return Err(Error::Rank { rank: from, what });
+    }
+    Ok(bags)
+}
+
+/// What this rank asks for, by table.
+pub(super) fn requests_of(num_tables: usize, features: &[Feature]) -> Vec<TableRequest> {
+    let mut requests = vec![TableRequest::default(); num_tables];
+    for feature in features.iter().filter(|feature| feature.table < num_tables) {
+        let request = &mut requests[feature.table];
+        request.num_ids += feature.ids.len;
+        request.bags.extend(feature.at_owner.then(|| AskedBags::of(feature)));
+    }
+    requests
+}
+
+/// Numbers of bags and ids of the features of a table.
+#[derive(Clone, Copy, Default)]
+struct Asked {
+    num_bags: usize,
+    num_ids: usize,
+}
+
+impl Asked {
+    /// Whether pooled bags are fewer bytes than rows. `distinct`: likely number of distinct keys. `passes`: how often rows or gradients
+    /// travel.
+    fn pays(self, row_bytes: usize, distinct: usize, passes: usize) -> bool {
+        let of_numbers = size_of::<u32>() * (self.num_ids + self.num_bags);
+        passes * row_bytes * self.num_bags + of_numbers < passes * row_bytes * distinct
+    }
+}
+
+/// The features of other ranks whose bags this rank pools.
+#[derive(Default)]
+struct BagsToPool {
+    features: Vec<Feature<'static>>,
+    /// By feature: address and number of its row splits, in the window of the other rank.
+    splits: Vec<(u64, usize)>,
+    pooled: Vec<PooledFeature>,
+    of_ranks: Vec<OfRank>,
+}
+
+/// Returns the bags to pool. `features`: as `pool_for_ranks` takes them.
+fn bags_to_pool(requests: &[RankRequest], features: &[(usize, usize)], first_keys: &FirstKeys) -> BagsToPool {
+    let mut all = BagsToPool::default();
+    let mut num_rows = vec![0; requests.first().map_or(0, |request| request.tables.len())];
+    for (number, &(table, rank)) in features.iter().enumerate() {
+        let (request, places) = (&requests[rank].tables[table], &requests[rank].pooled[table]);
+        if !request.is_pooled() {
+            continue;
+        }
+        let (first_row, num_ids) = (num_rows[table], request.num_ids);
+        num_rows[table] += num_ids;
+        let (first_key, known_first_key) = match first_keys {
+            FirstKeys::OnDevice(address) => (address + 4 * number as u64, 0),
+            FirstKeys::Known(places) => (0, places[number] as u32),
+        };
+        let (mut ids, mut numbers) = (places.ids, places.numbers);
+        for (index, asked) in request.bags.iter().enumerate() {
+            let (splits, rows) = places.features[index];
+            all.splits.push((splits, asked.num_splits()));
+            all.features.push(asked.feature(table, [ids, 0, rows]));
+            let first_row_number = first_row as u32;
+            all.pooled.push(PooledFeature {
+                numbers,
+                first_key,
+                known_first_key,
+                first_row: first_row_number,
+            });
+            all.of_ranks.push(OfRank { rank, table, index, first_row, num_ids });
+            ids += 8 * asked.num_ids as u64;
+            numbers += 4 * asked.num_ids as u64;
+        }
+    }
+    all
+}
+
+/// Bags that this rank has pooled for others in a lookup.
+pub(super) struct PooledBags {
+    saved: Saved,
+    features: Vec<OfRank>,
+}
+
+/// A feature of another rank.
+struct OfRank {
+    rank: usize,
+    table: usize,
+    /// Its index among the features of the table that are pooled for the rank.
+    index: usize,
+    /// Number of rows of the table before those of the rank.
+    first_row: usize,
+    /// Number of ids of the table in the rank.
+    num_ids: usize,
+}
+
+impl PooledBags {
+    /// Memory of the lookup, for later ones.
+    pub fn into_memory(self) -> Buffer<u32> {
+        self.saved.memory
+    }
+}
+
+/// The merge of pooled bags in a commit.
+pub(super) struct PooledMerge {
+    /// Number of the lookup.
+    lookup: u64,
+    copies: Vec<WordCopy>,
+    /// By feature.
+    gradients: Vec<PooledGradients>,
+}
+
+impl ShardedGpuGroup {
+    /// Marks the features of a call that the owners of their tables pool.
+    ///
+    /// Which these are is a question of speed alone. The numbers of distinct keys are those of the last calls that the device has reported.
+    pub(super) fn choose_at_owner(&self, features: &mut [Feature], save: bool) {
+        if self.peers.nccl().is_some() {
+            return;
+        }
+        let mut asked = vec![Some(Asked::default()); self.owners.len()];
+        for feature in features.iter() {
+            let of_table = &mut asked[feature.table];
+            if feature.weights.is_some() {
+                *of_table = None;
+            }
+            if let Some(asked) = of_table {
+                asked.num_bags += feature.num_bags();
+                asked.num_ids += feature.ids.len;
+            }
+        }
+        let is_pooled = |(table, (owners, asked)): (usize, (&Owners, Option<Asked>))| {
+            let is_elsewhere =
+                matches!(owners.placement, Placement::Localized(owner) if owner != owners.rank);
+            let distinct = |ids| likely_distinct(&self.distinct, table, ids);
+            let row_bytes = row_bytes(&self.shard.tables[table]);
+            let passes = 1 + usize::from(save);
+            is_elsewhere && asked.is_some_and(|asked| asked.pays(row_bytes, distinct(asked.num_ids), passes))
+        };
+        let is_pooled: Vec<bool> = self.owners.iter().zip(asked).enumerate().map(is_pooled).collect();
+        features.iter_mut().for_each(|feature| feature.at_owner = is_pooled[feature.table]);
+    }
+
+    /// By feature: the address that takes its row splits for the owner of its table.
+    pub(super) fn splits_to(features: &[Feature], layout: &LookupLayout, window: u64) -> Vec<u64> {
+        let mut next = vec![0; layout.pooled.len()];
+        let to = |feature: &Feature| {
+            if !feature.at_owner {
+                return 0;
+            }
+            let (splits, _) = layout.pooled[feature.table].features[next[feature.table]];
+            next[feature.table] += 1;
+            if shares_splits(feature) { window + splits as u64 } else { 0 }
+        };
+        features.iter().map(to).collect()
+    }
+
+    /// Enqueues copying the rows that owners have pooled from the window of a lookup to the outputs.
+    pub(super) fn take_pooled_rows(
+        &mut self,
+        features: &[Feature],
+        layout: &LookupLayout,
+        window: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let mut next = vec![0; layout.pooled.len()];
+        let mut copies = Vec::new();
+        for feature in features.iter().filter(|feature| feature.at_owner) {
+            let (_, rows) = layout.pooled[feature.table].features[next[feature.table]];
+            next[feature.table] += 1;
+            let count = (feature.num_bags() * self.front.tables[feature.table].config.dim) as u64;
+            if feature.rows != 0 {
+                copies.push(WordCopy { from: window + rows as u64, to: feature.rows, count });
+            }
+        }
+        self.front.workspace.copy_all(&copies, stream)
+    }
+
+    /// Enqueues pooling the bags that other ranks ask for. The shard has looked up their keys. `features`: by table and rank, those of the
+    /// shard's lookup, without those of ids of weight 0, which no bag has that is pooled here. Returns what a commit needs, with `save`.
+    pub(super) fn pool_for_ranks(
+        &mut self,
+        requests: &[RankRequest],
+        features: &[(usize, usize)],
+        first_keys: &FirstKeys,
+        save: bool,
+        stream: Stream,
+    ) -> Result<Option<PooledBags>> {
+        let BagsToPool { mut features, splits, pooled, of_ranks } =
+            bags_to_pool(requests, features, first_keys);
+        if features.is_empty() {
+            return Ok(None);
+        }
+        self.enter_pooling(stream)?;
+        let near = self.fetch_splits(&splits, &mut features, stream)?;
+        let Self { shard, pooling, .. } = self;
+        let pooling = pooling.as_mut().expect("made above");
+        // The lookup may have moved a table to larger memory. The workspace of the shard is the one that has the descriptors.
+        shard.workspace.describe(&mut shard.tables, stream)?;
+        let inserts = vec![false; shard.tables.len()];
+        let mut started = pooling.start(
+            &mut shard.tables,
+            &features,
+            &inserts,
+            AbsentIds::default(),
+            save,
+            None,
+            RowSource::NumberedRecords,
+            stream,
+        )?;
+        let records = shard.workspace.found_records();
+        pooling.number_pooled(&shard.workspace, &mut started, &pooled, records, stream)?;
+        pooling.sort_ids(&started, stream)?;
+        pooling.write_rows(&started, &features, stream)?;
+        let saved = pooling.end(started, &shard.tables, &features);
+        pooling.give_back(near);
+        Ok(saved.map(|saved| PooledBags { saved, features: of_ranks }))
+    }
+
+    /// Whether this rank has pooled bags for others.
+    pub fn has_pooled(&self) -> bool {
+        self.pooling.is_some()
+    }
+
+    /// Makes the workspace in which bags are pooled, and selects its stream.
+    fn enter_pooling(&mut self, stream: Stream) -> Result<()> {
+        if self.pooling.is_none() {
+            let mut pooling = Workspace::new(&self.shard.workspace.device, &self.shard.tables)?;
+            pooling.profiler.switch(self.shard.workspace.profiler.is_on());
+            self.pooling = Some(pooling);
+        }
+        self.pooling.as_mut().expect("made above").enter(stream)
+    }
+
+    /// Enqueues copying row splits from other ranks, since a search reads them many times. Returns the memory of the copies.
+    fn fetch_splits(
+        &mut self,
+        splits: &[(u64, usize)],
+        bags: &mut [Feature],
+        stream: Stream,
+    ) -> Result<Buffer<u32>> {
+        let pooling = self.pooling.as_mut().expect("entered before");
+        let num_words: usize = splits.iter().map(|(_, count)| count.next_multiple_of(4)).sum();
+        let near = pooling.take_memory(num_words.max(1))?;
+        let (mut to, mut copies) = (near.address(), Vec::new());
+        for (&(from, count), feature) in splits.iter().zip(bags) {
+            if let Bags::Ragged { splits, .. } = &mut feature.bags {
+                *splits = to;
+            }
+            if count > 0 {
+                copies.push(WordCopy { from, to, count: count as u64 });
+            }
+            to += 4 * count.next_multiple_of(4) as u64;
+        }
+        pooling.copy_all(&copies, stream)?;
+        Ok(near)
+    }
+
+    /// Returns the merge of the bags that were pooled in a lookup, if any were, and its memory. Enters in `firsts` where the sums go, by
+    /// rank and table. `windows`: by rank, the address of its gradients, which `layouts` place there.
+    pub(super) fn pooled_merge(
+        &self,
+        served: &Served,
+        layouts: &[GradientLayout],
+        windows: &[u64],
+        firsts: &mut [Vec<u64>],
+    ) -> Result<Option<(PooledMerge, Lent)>> {
+        let Some(bags) = &served.pooled else { return Ok(None) };
+        let tables = &self.shard.tables;
+        let mut num_rows = vec![0; tables.len()];
+        bags.features.iter().for_each(|of| num_rows[of.table] = of.first_row + of.num_ids);
+        let sum_words: Vec<usize> =
+            tables.iter().zip(&num_rows).map(|(table, rows)| row_bytes(table) / 4 * rows).collect();
+        let floats = |of: &OfRank| {
+            let bags = &served.requests[of.rank][of.table].bags[of.index];
+            bags.num_bags * tables[of.table].config.dim
+        };
+        let gradient_words: usize = bags.features.iter().map(|of| floats(of).next_multiple_of(4)).sum();
+        let memory = self.lend(sum_words.iter().sum::<usize>() + gradient_words)?;
+        let mut at = memory.address();
+        let mut take = |words: usize| {
+            at += 4 * words as u64;
+            at - 4 * words as u64
+        };
+        let sums: Vec<u64> = sum_words.into_iter().map(&mut take).collect();
+        let (mut copies, mut gradients) = (Vec::new(), Vec::new());
+        for of in &bags.features {
+            let place = layouts[of.rank].bags[of.table][of.index] as u64;
+            let to = take(floats(of).next_multiple_of(4));
+            copies.push(WordCopy { from: windows[of.rank] + place, to, count: floats(of) as u64 });
+            gradients.push(PooledGradients { bags: to, sums: sums[of.table] });
+            firsts[of.rank][of.table] = sums[of.table] + (of.first_row * row_bytes(&tables[of.table])) as u64;
+        }
+        Ok(Some((PooledMerge { lookup: served.number, copies, gradients }, memory)))
+    }
+
+    /// Enqueues merging the gradients of pooled bags, which all ranks have written by now.
+    pub(super) fn merge_pooled(&mut self, merge: &PooledMerge, stream: Stream) -> Result<()> {
+        self.enter_pooling(stream)?;
+        let Self { shard, pooling, served, .. } = self;
+        let served = served.iter().find(|served| served.number == merge.lookup);
+        let bags = served.and_then(|served| served.pooled.as_ref()).expect("the merge is of these bags");
+        let pooling = pooling.as_mut().expect("made above");
+        pooling.copy_all(&merge.copies, stream)?;
+        pooling.merge_pooled(&shard.tables, &bags.saved, &merge.gradients, stream)
+    }
+}
+
+/// Where the first key of each feature of a lookup is among all keys.
+pub(super) enum FirstKeys {
+    /// Address of the places.
+    OnDevice(u64),
+    /// The places.
+    Known(Vec<usize>),
+}
+
+/// Returns how many of a table's ids are likely to be distinct. `reported`: see `KeysTo::distinct`.
+fn likely_distinct(reported: &Shared, table: usize, num_ids: usize) -> usize {
+    let report = reported.get_wide(2 * table);
+    let (distinct, of_ids) = ((report >> 32) as usize, report as u32 as usize);
+    // Before the first report, each id is taken for another one.
+    (num_ids * distinct).checked_div(of_ids).unwrap_or(num_ids)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bags(kind: BagsKind, num_bags: usize, num_ids: usize, padding_key: Option<Key>) -> AskedBags {
+        AskedBags { num_bags, num_ids, kind, combiner: Combiner::Mean, padding_key }
+    }
+
+    fn sent(bags: &[AskedBags], num_ids: usize) -> Result<Vec<AskedBags>> {
+        let mut writer = Writer::default();
+        write_bags(bags, &mut writer).unwrap();
+        let message = writer.finish();
+        read_bags(num_ids, 1, &mut Reader::new(&message, 1))
+    }
+
+    #[test]
+    fn bags_are_read_as_they_were_written() {
+        let all = [
+            bags(BagsKind::Each, 3, 3, None),
+            bags(BagsKind::Fixed, 2, 8, Some(0)),
+            bags(BagsKind::Ragged, 4, 5, Some(u64::MAX)),
+            bags(BagsKind::Ragged, 0, 0, None),
+        ];
+        assert_eq!(sent(&all, 16).unwrap(), all);
+        assert_eq!(sent(&[], 16).unwrap(), []);
+        assert_eq!(all.map(|bags| bags.num_splits()), [0, 0, 5, 0]);
+        let of_features =
+            all.map(|bags| bags.feature(0, [64, 128, 256])).map(|feature| AskedBags::of(&feature));
+        assert_eq!(of_features, all);
+    }
+
+    #[test]
+    fn invalid_bags_are_errors_that_name_the_rank() {
+        let invalid = [
+            (bags(BagsKind::Each, 3, 4, None), 4),
+            (bags(BagsKind::Fixed, 3, 4, None), 4),
+            (bags(BagsKind::Ragged, 0, 4, None), 4),
+            (bags(BagsKind::Ragged, 2, 4, None), 5),
+            (bags(BagsKind::Ragged, 1, usize::MAX, None), usize::MAX),
+        ];
+        for (number, (bags, num_ids)) in invalid.into_iter().enumerate() {
+            let error = sent(&[bags], num_ids).err().unwrap_or_else(|| panic!("bags {number} are read"));
+            assert!(error.to_string().contains("rank 1"), "{error}");
+        }
+    }
+
+    #[test]
+    fn bags_are_pooled_at_the_owner_where_that_is_fewer_bytes() {
+        let asked = Asked { num_bags: 10, num_ids: 1000 };
+        assert!(asked.pays(256, 900, 2));
+        assert!(!asked.pays(256, 10, 2), "as many rows as bags");
+        assert!(!asked.pays(16, 200, 1), "the numbers of rows are more bytes than the rows");
+        assert!(asked.pays(16, 300, 1));
+    }
+}
