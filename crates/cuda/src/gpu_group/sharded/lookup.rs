@@ -413,7 +413,12 @@ impl ShardedGpuGroup {
     ) -> Result<Serving> {
         let (rank, world_size) = (self.peers.rank(), self.peers.world_size());
         let has_silent = requests.iter().any(|request| request.asks_silent);
-        let takes_part = |&t: &usize| requests.iter().any(|request| request.tables[t].num_ids > 0);
+        let takes_part = |&t: &usize| {
+            // A table on another rank must not get features here, whose bounds would be those of that rank.
+            let is_elsewhere =
+                matches!(self.owners[t].placement, Placement::Localized(owner) if owner != rank);
+            !is_elsewhere && requests.iter().any(|request| request.tables[t].num_ids > 0)
+        };
         let tables: Vec<usize> = (0..self.owners.len()).filter(takes_part).collect();
         let (mut features, mut of_features, mut begins) = (Vec::new(), Vec::new(), Vec::new());
         for is_silent in [false, true].into_iter().filter(|is_silent| has_silent || !is_silent) {
