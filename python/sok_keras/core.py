@@ -37,10 +37,6 @@ class Core:
         backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        has_policy = any(config["eviction"] is not None for config in configs)
-        # Ranks cannot share such tables on GPUs yet.
-        if storage == "auto" and has_policy and distributed.world_size() > 1:
-            storage = "host"
         gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")
         if storage == "hbm" and gpu is None:
             raise native.DeviceError(

@@ -86,8 +86,7 @@ class TableConfig:
         eviction: Which rows a dynamic table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of
             `sok_keras.policies`. None: it removes none.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
-            `"hbm"` where there is a GPU. Tables with an `eviction` policy that ranks share are on the host so far. If the model runs on
-            a GPU, ids and rows of a table on the host are copied in each step.
+            `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
 
     name: str

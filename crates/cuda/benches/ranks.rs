@@ -131,6 +131,7 @@ impl Work {
                 padding_key: None,
                 is_silent: false,
                 at_owner: false,
+                id_counts: 0,
                 rows: rows + (4 * table * self.samples * self.dim) as u64,
             });
             first += len;

@@ -221,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) write_keys(const u
       u32 place = next[of_key] + rank;
       for (u32 w = 0; w < warp; ++w) place += of_warps[w][of_key];
       r.keys[place] = key;
+      if (r.id_counts) r.id_counts[place] = 0;
       r.slots[slot].place = place;
     }
     __syncthreads();
@@ -241,7 +242,9 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) number_rows(u32* s
     const u32 marked = slots[r.first + i], slot = marked & ~FIRST, row = marked == NO_SLOT ? 0 : r.slots[slot].place + 1;
     slots[r.first + i] = row;
     if (r.numbers) r.numbers[i] = row;
-    if (all.active) all.active[r.first + i] = row && slot / (r.num_slots + 1) < all.merge_blocks ? row : 0;
+    const bool is_active = row && slot / (r.num_slots + 1) < all.merge_blocks;
+    if (r.id_counts && is_active) atomicAdd(r.id_counts + row - 1, 1ull);
+    if (all.active) all.active[r.first + i] = is_active ? row : 0;
   }
 }
 
@@ -305,6 +308,19 @@ extern "C" __global__ void __launch_bounds__(256) connect(
     if (number < num_features) s.first_find[number] = before + sum - blocks;
     before += __shfl_sync(ALL, sum, WARP - 1);
   }
+}
+
+// Copies how many ids each key stands for. `from`: by feature, where that is, before `begins`; null for tables whose policy does not count
+// ids. `begins`: by feature, or null. Has the grid of `find_records`.
+extern "C" __global__ void __launch_bounds__(FIND_THREADS) keep_id_counts(
+    const __grid_constant__ Call call, const u64* const* from, const u32* begins, u32* counts) {
+  begin();
+  const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x);
+  const Feature& feature = call.features[number];
+  const u32 i = (blockIdx.x - call.first_find[number]) * FIND_THREADS + threadIdx.x;
+  if (i >= feature.num_ids || !from[number]) return;
+  const u64 count = load_once(from[number] + (begins ? begins[number] : 0) + i);
+  counts[feature.first_id + i] = (u32)count;
 }
 
 // Finds the records of the keys of ids of weight 0, after all insertions. Has the grid of `find_records`.

@@ -25,11 +25,18 @@ __device__ __forceinline__ u32 same_from(u32 record) {
   return is_first ? count : 0;
 }
 
+// Returns the number of ids of a key that ranks ask for. `value`: its sorted value.
+__device__ __forceinline__ u32 num_ids_at(const IdCounts& of_keys, u32 value) {
+  const Feature& f = of_keys.features[value >> of_keys.shift];
+  return of_keys.counts[f.first_id + (value & ((1u << of_keys.shift) - 1))];
+}
+
 // As a commit takes a push of a lookup: counts the uses of its rows if `is_first`, and notes the commit. `row`: of the ticket that names the
-// push; RING: it is known to be named. Erased records are passed over. Block b is block `first_block` + b of `list_keys`.
+// push; RING: it is known to be named. Erased records are passed over. Block b is block `first_block` + b of `list_keys`. `of_keys`: how many
+// ids a sorted one stands for.
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table* __restrict__ tables,
     const Section* __restrict__ sections, u32 num_sections, u32 first_block, const Sorted* __restrict__ sorted,
-    const Resolved* __restrict__ resolved, u32 row, u32 is_first, u64 commit) {
+    const Resolved* __restrict__ resolved, u32 row, u32 is_first, u64 commit, const __grid_constant__ IdCounts of_keys) {
   begin();
   if (row < RING && (!resolved->is_due || resolved->weights[row] == 0)) return;
   u32 number;
@@ -49,6 +56,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
 #pragma unroll
   for (u32 k = 0; k < PER_THREAD; ++k) {
     ids[k] = same_from(record[k]);
+    // Only a score that is a number of ids needs the ids of each key.
+    if (of_keys.counts && !t.has_steps && record[k]) ids[k] = num_ids_at(of_keys, sorted[at + k * LIST_THREADS].value);
     if (record[k] == 0) ids[k] = 0;
     if (ids[k]) use[k] = load_pair_shared(t.uses + record[k]);
   }
@@ -78,12 +87,12 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) note_counts(
   if (flag && threadIdx.x == 0) *(volatile u64*)flag = call;
 }
 
-// Counts a use of the record of each id. Bits that mark records as new are ignored.
+// Counts a use of the record of each id. Bits that mark records as new are ignored. `counts`: how many ids each stands for; or null.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_records(
-    const __grid_constant__ Table t, const u32* __restrict__ records, u32 n) {
+    const __grid_constant__ Table t, const u32* __restrict__ records, const u32* __restrict__ counts, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x, record = i < n ? records[i] & ~NEW : 0;
-  const u32 ids = same_from(record);
+  const u32 same = same_from(record), ids = counts && record && !t.has_steps ? counts[i] : same;
   if (record && ids) count_use(t, t.uses + record, *t.step, ids);
 }
 
@@ -132,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) mark_used(const Used
   begin();
   const BlockOfSweep at(blocks);
   const Used used = all[at.sweep];
-  for (u32 i = at.block * TABLE_THREADS + threadIdx.x; i < used.count; i += blocks * TABLE_THREADS) {
+  const u32 count = used.counted ? *used.counted : used.count;
+  for (u32 i = at.block * TABLE_THREADS + threadIdx.x; i < count; i += blocks * TABLE_THREADS) {
     const u32 record = used.records[(u64)i * used.stride] & ~NEW;
     if (record) atomicOr(used.marks + record / WARP, 1u << record % WARP);
   }

@@ -134,6 +134,7 @@ fn all_kernels_compile_for_all_architectures() {
         "meet",
         "connect",
         "find_silent",
+        "keep_id_counts",
         "share_out_of_vocabulary",
         "copy_parts",
         "narrow_parts",

@@ -76,8 +76,7 @@ class DynamicEmbedding(TableLayer):
             it removes none.
         placement: Which ranks have the rows: `"distributed"`, `"localized:r"` or `"auto"`, as in `TableConfig`.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
-            `"hbm"` where there is a GPU. Tables with an `eviction` policy that ranks share are on the host so far. If the model runs on
-            a GPU, ids and rows of a table on the host are copied in each step.
+            `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
         save_rows: Whether `.keras` files, weights files, PyTorch's state dicts and TensorFlow's checkpoints hold the rows. For large
             tables use `sok_keras.dump`.
 

@@ -104,6 +104,7 @@ impl Shape {
             padding_key: None,
             is_silent: false,
             at_owner: false,
+            id_counts: 0,
             rows: rows + (t * num_bags * dim * 4) as u64,
         };
         (0..tables).map(feature).collect()

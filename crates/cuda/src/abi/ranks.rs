@@ -33,6 +33,8 @@ structs! {
         pub ids: u64 as "u64*",
         /// Output, by id: the place of its key plus 1; 0 if it asks for no row.
         pub numbers: u64 as "u32*",
+        /// Output, by place of a key: the number of its ids that get gradients. Null unless the table's policy counts ids.
+        pub id_counts: u64 as "u64*",
         /// Output, in memory that the host reads: number of distinct keys << 32 | number of ids.
         pub distinct: u64 as "u64*",
         /// Place of the table's first id in the call.
@@ -132,6 +134,17 @@ structs! {
         pub records: u64 as "const u32*",
         /// Output, by place of an id: the number of the row that its gradient is added to; 0 if there is none.
         pub rows: u64 as "u32*",
+    }
+
+    /// How many ids each key stands for, where a lookup has the distinct keys of ranks.
+    pub struct IdCounts {
+        /// Features of the call.
+        pub features: u64 as "const Feature*",
+        /// By place of a key in the call; null if each id comes by itself.
+        pub counts: u64 as "const u32*",
+        /// `Call::shift` of the call.
+        pub shift: u32,
+        pub pad: u32,
     }
 
     /// A copy of numbers of four bytes.

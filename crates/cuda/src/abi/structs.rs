@@ -155,8 +155,11 @@ structs! {
     pub struct Used {
         pub records: u64 as "const u32*",
         pub marks: u64 as "u32*",
+        /// The number of records, if the device alone knows it; otherwise null.
+        pub counted: u64 as "const u32*",
         /// Words from one number to the next.
         pub stride: u32,
+        /// The number of records, or an upper bound.
         pub count: u32,
     }
 

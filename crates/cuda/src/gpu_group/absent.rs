@@ -146,8 +146,9 @@ fn num_input_words(feature: &Feature) -> usize {
     let wide = |words: usize| words.next_multiple_of(2);
     let id_words = if feature.ids.key_type == KeyType::Wide { 2 } else { 1 };
     let high = if feature.ids.high == 0 { 0 } else { wide(feature.ids.len) };
+    let id_counts = if feature.id_counts == 0 { 0 } else { 2 * feature.ids.len };
     let weights = if feature.weights.is_none() { 0 } else { wide(feature.ids.len) };
-    wide(id_words * feature.ids.len) + high + weights + wide(split_words(feature))
+    wide(id_words * feature.ids.len) + high + id_counts + weights + wide(split_words(feature))
 }
 
 fn split_words(feature: &Feature) -> usize {
@@ -171,6 +172,7 @@ fn copy_feature(
     if ids.high != 0 {
         ids.high = copy(ids.high, ids.len)?;
     }
+    let id_counts = if feature.id_counts == 0 { 0 } else { copy(feature.id_counts, 2 * ids.len)? };
     let weights = feature.weights.map(|weights| copy(weights, ids.len)).transpose()?;
     let bags = match feature.bags {
         Bags::Ragged { splits, wide, num_bags } => {
@@ -189,6 +191,7 @@ fn copy_feature(
         padding_key,
         is_silent,
         at_owner: false,
+        id_counts,
         rows: 0,
     })
 }

@@ -248,6 +248,7 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>
         padding_key,
         is_silent: false,
         at_owner: false,
+        id_counts: 0,
         rows,
     })
 }

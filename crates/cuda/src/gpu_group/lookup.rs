@@ -100,25 +100,35 @@ impl GpuGroup {
             workspace.note_counts(self.counts.address(), 0, 0, stream)?;
         }
         workspace.find(&started, tables, &inserts, stream)?;
+        workspace.keep_id_counts(&started, features, remote.map(|remote| remote.begins), stream)?;
         if !exceeding.is_empty() {
             self.num_noted += 1;
             let [after, flag] =
                 [1, 2].map(|n| self.counts.address() + (4 * n * COUNTS_WORDS * tables.len()) as u64);
             workspace.note_counts(after, flag, self.num_noted, stream)?;
         }
-        if features.iter().any(|f| f.is_silent) {
+        let has_silent = features.iter().any(|f| f.is_silent);
+        // Their keys may be among those that go.
+        let finds_silent_last = has_silent && !exceeding.is_empty();
+        if has_silent && !finds_silent_last {
             workspace.find_silent(&started, stream)?;
         }
         let sweeps = self.start_sweeps(&started, &exceeding, save, stream)?;
         // The host removes rows meanwhile.
         self.workspace.sort_ids(&started, stream)?;
-        self.workspace.write_rows(&started, features, stream)?;
+        if !finds_silent_last {
+            self.workspace.write_rows(&started, features, stream)?;
+        }
         if !self.end_sweeps(sweeps, stream)? {
             self.workspace.device.synchronize()?;
             self.undo_insertions(features, &inserts, save)?;
             self.workspace.forget(started);
             // SAFETY: The caller guarantees it.
             return unsafe { self.look_up(features, insertion, save, number_to, remote, false, stream) };
+        }
+        if finds_silent_last {
+            self.workspace.find_silent(&started, stream)?;
+            self.workspace.write_rows(&started, features, stream)?;
         }
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         if !save {

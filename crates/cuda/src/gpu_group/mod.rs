@@ -106,7 +106,7 @@ impl InProgress for SavedLookup {
         let mut ids = Vec::new();
         let mut add = |saved: &Saved| {
             if saved.generations.contains(&(number, generation)) {
-                ids.extend(saved.sorted_of(number).map(|(address, count)| SortedIds { address, count }));
+                ids.extend(saved.sorted_of(number));
             }
         };
         if self.is_open.load(Relaxed) {

@@ -58,7 +58,7 @@ impl Table for GpuTable {
         let (records, outcomes) = self.locate(&room, keys, true)?;
         self.note(outcomes);
         // SAFETY: The room has the records of the keys, and the call below waits.
-        unsafe { self.count_records(room.used(keys.len()).address, keys.len(), WAITING) }?;
+        unsafe { self.count_records(room.used(keys.len()).address, 0, keys.len(), WAITING) }?;
         self.device.synchronize()?;
         self.read_rows(&room, keys, &records, rows)?;
         Ok(outcomes)

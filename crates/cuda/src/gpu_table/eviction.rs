@@ -113,21 +113,30 @@ impl Evictor {
 }
 
 impl GpuTable {
-    /// Counts a use of the record of each id. `records`: their address, u32; ids with 0 are passed over.
+    /// Counts a use of the record of each id. `records`: their address, u32; ids with 0 are passed over. `counts`: address of how many ids
+    /// each stands for, u32; or 0.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
     ///
     /// # Safety
     /// The address is of memory on this device, with this many numbers, that lives until the stream has completed the call.
-    pub(crate) unsafe fn count_records(&self, records: u64, count: usize, stream: Stream) -> Result<()> {
+    pub(crate) unsafe fn count_records(
+        &self,
+        records: u64,
+        counts: u64,
+        count: usize,
+        stream: Stream,
+    ) -> Result<()> {
         if self.evictor.is_none() {
             return Ok(());
         }
         let kernel = self.device.kernel(&SCORES, "count_records")?;
         let (table, n) = (self.alone(), count as u32);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory.
-        unsafe { launch!(kernel, stream, count.div_ceil(TABLE_THREADS), TABLE_THREADS, table, records, n) }
+        unsafe {
+            launch!(kernel, stream, count.div_ceil(TABLE_THREADS), TABLE_THREADS, table, records, counts, n)
+        }
     }
 
     /// Enqueues halving all scores. `resolved`: address of the `Resolved` of a commit, which must have been valid.

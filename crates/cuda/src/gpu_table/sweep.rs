@@ -265,8 +265,9 @@ impl GpuTable {
         all_used.extend(address.map(|address| numbers_at(address, 1, 1)));
         for lookup in evictor.lookups.iter().filter_map(Weak::upgrade) {
             // A group gives the memory of a lookup to later work of the same stream alone. The number comes first in a `Sorted`.
-            for SortedIds { address, count } in lookup.ids(evictor.number, self.generation) {
-                all_used.push(numbers_at(address, size_of::<Sorted>() / 4, count));
+            for SortedIds { address, count, counted } in lookup.ids(evictor.number, self.generation) {
+                let used = numbers_at(address, size_of::<Sorted>() / 4, count);
+                all_used.push(Used { counted, ..used });
             }
         }
         let sweep = Sweep {

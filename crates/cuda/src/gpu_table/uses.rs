@@ -5,7 +5,10 @@
 pub(crate) struct SortedIds {
     /// Address of the first `Sorted`.
     pub address: u64,
+    /// Their number, or an upper bound.
     pub count: usize,
+    /// Address of their number, if the device alone knows it; otherwise 0.
+    pub counted: u64,
 }
 
 /// A lookup of training.

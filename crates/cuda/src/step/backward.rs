@@ -428,6 +428,7 @@ impl Workspace {
             sections: (places.sections, Vec::new()),
             named: 0,
             kept: Kept::default(),
+            id_counts: 0,
             entries,
             call: Call::default(),
             rows_blocks: 0,

@@ -47,6 +47,8 @@ pub struct KeysTo {
     pub ids: u64,
     /// Address that takes the number of each id's row, for the same owner; otherwise 0.
     pub numbers: u64,
+    /// Address that takes the number of ids of each key, u64, for a table whose policy counts ids; otherwise 0.
+    pub id_counts: u64,
     /// Address of a u64 in memory of the host. It takes the number of distinct keys in its high half, and the number of ids.
     pub distinct: u64,
 }
@@ -196,6 +198,7 @@ fn parts_of(owners: &Owners, to: &KeysTo) -> Parts {
         starts: to.starts,
         ids: to.ids,
         numbers: to.numbers,
+        id_counts: to.id_counts,
         distinct: to.distinct,
         num_slots: 1,
         owner: owner as u32,

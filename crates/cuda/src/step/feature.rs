@@ -61,6 +61,8 @@ pub struct Feature<'a> {
     pub is_silent: bool,
     /// Whether the rank that owns the table pools the bags, and merges their gradients. The ids have places, but no part in the sort.
     pub at_owner: bool,
+    /// Address of a u64 for each id: how many ids it stands for. 0 if each stands for itself.
+    pub id_counts: u64,
     /// The key that means "no id".
     pub padding_key: Option<Key>,
     /// Address of the output, float32 `(bags, dim)`. Every element is written.
@@ -139,6 +141,7 @@ mod tests {
             padding_key,
             is_silent: false,
             at_owner: false,
+            id_counts: 0,
             rows: 0,
         }
     }

@@ -87,6 +87,15 @@ impl Started {
         })
     }
 
+    /// Address of how many ids each id of a table stands for; 0 if each stands for itself.
+    pub(crate) fn id_counts_of(&self, table: usize) -> u64 {
+        let section = self.sections.iter().find(|section| section.table as usize == table);
+        match (section, self.places.id_counts) {
+            (Some(section), counts) if counts != 0 => counts + 4 * u64::from(section.first),
+            _ => 0,
+        }
+    }
+
     /// Whether ids have coefficients of their own.
     pub fn has_coefficients(&self) -> bool {
         self.found.named != 0
@@ -116,6 +125,7 @@ impl Workspace {
         let started =
             self.start(tables, features, inserts, absent, save, number, RowSource::Records, stream)?;
         self.find(&started, tables, inserts, stream)?;
+        self.keep_id_counts(&started, features, None, stream)?;
         self.sort_ids(&started, stream)?;
         self.write_rows(&started, features, stream)?;
         Ok(self.end(started, tables, features))
@@ -327,6 +337,7 @@ impl Workspace {
             sections: (places.sections, sections),
             named: places.named,
             kept: places.kept,
+            id_counts: places.id_counts,
             entries: 0,
             call,
             rows_blocks,

@@ -38,6 +38,8 @@ pub(super) struct Places {
     pub(super) named: u64,
     pub(super) kinds: Vec<Keys>,
     pub(super) kept: Kept,
+    /// How many ids each stands for; 0 if each stands for itself.
+    pub(super) id_counts: u64,
     pub(super) num_zeros: usize,
     pub(super) words: usize,
 }
@@ -77,6 +79,8 @@ impl Workspace {
             splits: 0,
         };
         kept.splits = parts.take(features.iter().filter(|_| save).map(Feature::num_kept_splits).sum());
+        let has_counts = features.iter().any(|feature| feature.id_counts != 0);
+        let id_counts = parts.take(if has_counts { n } else { 0 });
         let mut kinds = Vec::new();
         for ((ids, dim), lists) in ids_by_kind.iter().zip(&self.dims).zip(&lists) {
             let ids = if save { *ids } else { 0 };
@@ -106,6 +110,7 @@ impl Workspace {
             named: if is_weighted { named } else { 0 },
             kinds,
             kept,
+            id_counts: if has_counts { id_counts } else { 0 },
             num_zeros,
             words: parts.at,
         }

@@ -1,10 +1,12 @@
 //! What a lookup keeps for the gradients of its rows.
 
+use std::mem::offset_of;
 use std::ops::Range;
 
 use super::Workspace;
 use crate::abi::*;
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::uses::SortedIds;
 use crate::memory::{Buffer, words};
 
 /// What a lookup keeps for its gradients. Fields of type `u64` are addresses in `memory`.
@@ -19,6 +21,7 @@ pub struct Saved {
     pub(super) sections: (u64, Vec<Section>),
     pub(super) named: u64,
     pub(super) kept: Kept,
+    pub(super) id_counts: u64,
     pub(super) entries: u64,
     pub(super) call: Call,
     pub(super) rows_blocks: usize,
@@ -64,11 +67,17 @@ impl Saved {
         self.generations.iter().any(|&(table, generation)| tables[table].generation != generation)
     }
 
-    /// Address and number of the sorted ids of a table.
-    pub fn sorted_of(&self, table: usize) -> Option<(u64, usize)> {
-        let section = self.sections.1.iter().find(|section| section.table as usize == table)?;
-        let first = self.sorted + u64::from(section.first) * size_of::<Sorted>() as u64;
-        Some((first, section.count as usize))
+    /// The sorted ids of a table.
+    pub(crate) fn sorted_of(&self, table: usize) -> Option<SortedIds> {
+        let (at, sections) = &self.sections;
+        let number = sections.iter().position(|section| section.table as usize == table)?;
+        let section = &sections[number];
+        let counted = at + (number * size_of::<Section>() + offset_of!(Section, count)) as u64;
+        Some(SortedIds {
+            address: self.sorted + u64::from(section.first) * size_of::<Sorted>() as u64,
+            count: section.count as usize,
+            counted: if self.is_bounded { counted } else { 0 },
+        })
     }
 
     /// Address of the `Side` of each feature.

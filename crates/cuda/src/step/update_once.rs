@@ -43,6 +43,7 @@ pub fn update_once(
         padding_key: None,
         is_silent: false,
         at_owner: false,
+        id_counts: 0,
         rows: rows.address(),
     };
     workspace.enter(stream)?;

@@ -4,13 +4,14 @@
 
 use sok_core::error::Result;
 
-use super::{Saved, Started, Workspace};
-use crate::abi::{LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
+use super::{Feature, Saved, Started, Workspace};
+use crate::abi::{FIND_THREADS, IdCounts, LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
 use crate::gpu_table::uses::UsedRecords;
-use crate::kernels::SCORES;
+use crate::kernels::{RANKS, SCORES};
+use crate::memory::words;
 
 /// A commit that takes a push of a lookup.
 #[derive(Clone, Copy)]
@@ -79,6 +80,12 @@ impl Workspace {
             saved.sorted,
             u32::from(is_first),
         );
+        let of_keys = IdCounts {
+            features: saved.call.features,
+            counts: saved.id_counts,
+            shift: saved.call.shift,
+            pad: 0,
+        };
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
         unsafe {
             launch!(
@@ -94,9 +101,42 @@ impl Workspace {
                 resolved,
                 row,
                 is_first,
-                commit
+                commit,
+                of_keys
             )
         }
+    }
+
+    /// Enqueues copying how many ids each id stands for, where features tell. `begins`: address, by feature, of where its ids begin there;
+    /// otherwise they begin at `Feature::id_counts`.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device) without enough memory, or if a kernel cannot be compiled or launched.
+    pub fn keep_id_counts(
+        &mut self,
+        started: &Started,
+        features: &[Feature],
+        begins: Option<u64>,
+        stream: Stream,
+    ) -> Result<()> {
+        if started.places.id_counts == 0 {
+            return Ok(());
+        }
+        let from: Vec<u64> = features.iter().map(|feature| feature.id_counts).collect();
+        let list = self.take_memory(words(&from).len())?;
+        self.deliver(list.address(), words(&from), (0, 0), None, stream)?;
+        let keep = self.device.kernel(&RANKS, "keep_id_counts")?;
+        let (call, blocks, from, begins, to) = (
+            started.call,
+            started.find_blocks,
+            list.address(),
+            begins.unwrap_or(0),
+            started.places.id_counts,
+        );
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace and windows keep the memory that they point to.
+        unsafe { launch_next!(keep, stream, blocks, FIND_THREADS, call, from, begins, to) }?;
+        self.give_back(list);
+        Ok(())
     }
 
     /// Enqueues work on scores beside later work on the stream, up to `join_uses`.
@@ -134,8 +174,8 @@ impl Workspace {
         for (number, table) in tables.iter().enumerate() {
             if table.evictor.as_ref().is_some_and(|evictor| evictor.policy.counts_inference) {
                 let UsedRecords { address, count } = started.records_of(number);
-                // SAFETY: The scratch memory has a record for each id.
-                unsafe { table.count_records(address, count, stream) }?;
+                // SAFETY: The scratch memory has a record for each id, and the memory of the lookup a count.
+                unsafe { table.count_records(address, started.id_counts_of(number), count, stream) }?;
             }
         }
         Ok(())

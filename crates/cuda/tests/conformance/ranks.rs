@@ -6,15 +6,16 @@
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use sok_core::contract::table::TableConfig;
+use sok_core::contract::table::{CheckMode, Insertion, TableConfig};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::formula::update::UpdateScalars;
+use sok_core::policy::eviction::{Eviction, Score};
 use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 use sok_cuda::peers::Peers;
@@ -27,7 +28,7 @@ use crate::common::{Dice, bits, scan};
 use crate::subject::{DEVICE, GpuSubject, HAS_POOLED, Tested, on_device, peers_of};
 use crate::{POOL, run_all, suite};
 
-const ALONE: Maker = Maker { make: alone, tells_late: true, evicts: false, dims: &[3, 64] };
+const ALONE: Maker = Maker { make: alone, tells_late: true, evicts: true, dims: &[3, 64] };
 
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(GpuSubject::alone(configs))]
@@ -138,11 +139,13 @@ fn one_rank() {
         let is_even = seed % 3 != 2;
         let merge_blocks = ranks * if is_even { dice.pick(&[1, 2, 3]) } else { 1 };
         let mut configs = any_tables(&mut dice, 4);
-        if seed % 4 == 3 {
-            configs.iter_mut().for_each(|(config, _)| config.max_capacity = Some(40));
-            configs
-                .iter_mut()
-                .for_each(|(config, _)| config.check_mode = sok_core::contract::table::CheckMode::Count);
+        if seed % 2 == 1 {
+            // Half of these tables are full soon.
+            let capacity = if seed % 4 == 3 { 40 } else { 1000 };
+            for (config, _) in &mut configs {
+                (config.max_capacity, config.check_mode) = (Some(capacity), CheckMode::Count);
+                config.eviction = any_eviction(&mut dice).filter(|_| config.vocabulary_size.is_none());
+            }
         }
         let mut update = any_update(&mut dice);
         update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
@@ -169,7 +172,17 @@ fn one_rank() {
     // Localized tables are on rank 0. A few cases may have none with bags.
     let pools = communicator.rank() == 0 && ranks > 1 && peers.nccl().is_none();
     assert!(HAS_POOLED.load(Relaxed) == pools || number("SOK_TEST_CASES", 24) < 12);
+    assert!(HAS_EVICTED.load(Relaxed) || number("SOK_TEST_CASES", 24) < 12);
 }
+
+fn any_eviction(dice: &mut Dice) -> Option<Eviction> {
+    let score = dice.pick(&[Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(2) }]);
+    let (counts_inference, keeps_evicted) = (dice.below(2) == 0, false);
+    (dice.below(4) > 0).then_some(Eviction { score, counts_inference, keeps_evicted })
+}
+
+/// Whether rows of this rank had to go.
+static HAS_EVICTED: AtomicBool = AtomicBool::new(false);
 
 /// Runs steps on this rank's share of each batch, on the host and on the GPU.
 fn follow(
@@ -200,7 +213,13 @@ fn follow(
         let weighted = inputs.iter().filter(|input| input.weights.is_some());
         let ids: Vec<usize> = weighted.map(|input| input.ids.keys().len()).collect();
         let seen = subjects.each_mut().map(|subject| {
-            let (lookup, outputs) = subject.lookup(&inputs, step.insertion, true).unwrap();
+            let (lookup, mut outputs) = subject.lookup(&inputs, step.insertion, true).unwrap();
+            if let Some(insertion) =
+                [Some(Insertion::Never), Some(Insertion::AtLookup), None][number as usize % 3]
+            {
+                // Nothing is saved, while a lookup waits for its gradients.
+                outputs.extend(subject.lookup(&inputs, insertion, false).unwrap().1);
+            }
             let weights = subject.push(number, lookup, &kept, number % 2 == 0, &ids).unwrap();
             let norm = subject.commit(&[(number, weight)], step.is_update).unwrap() as f32;
             let scalars = UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 };
@@ -208,7 +227,11 @@ fn follow(
             for table in 0..configs.len() {
                 subject.table_mut(table).erase(&step.erased).unwrap();
             }
-            let tables: Vec<_> = (0..configs.len()).map(|table| scan(subject.table(table), 100)).collect();
+            let of_table = |table| {
+                let table = subject.table(table);
+                (scan(table, 100), table.stats().unwrap().outcomes, table.step().unwrap())
+            };
+            let tables: Vec<_> = (0..configs.len()).map(of_table).collect();
             (outputs, weights, norm, tables)
         });
         let [host, gpu] = seen;
@@ -222,6 +245,7 @@ fn follow(
         assert_eq!(host.2.to_bits(), gpu.2.to_bits(), "rank {rank}, step {number}, norm");
         for (table, (host, gpu)) in host.3.iter().zip(&gpu.3).enumerate() {
             assert!(host == gpu, "rank {rank}, step {number}, table {table}");
+            HAS_EVICTED.fetch_or(gpu.1.evicted > 0, Relaxed);
         }
     }
 }

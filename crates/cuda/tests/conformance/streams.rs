@@ -95,6 +95,7 @@ impl Flight {
                 padding_key: None,
                 is_silent: false,
                 at_owner: false,
+                id_counts: 0,
                 rows: self.rows[table].address(),
             }
         };

@@ -1,5 +1,6 @@
 //! A group of GPU tables, as a subject of the test suites.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
@@ -75,7 +76,7 @@ pub struct GpuSubject {
     tickets: BTreeMap<u64, Vec<f32>>,
     held: Vec<Kept>,
     /// Inputs of calls that may not have completed.
-    inputs: Vec<Box<dyn std::any::Any>>,
+    inputs: Vec<Arc<dyn Any + Send + Sync>>,
     /// Whether a commit waits for its report.
     pub settles: bool,
 }
@@ -127,7 +128,7 @@ impl GpuSubject {
     fn keep<T: Plain + 'static>(&mut self, values: &[T]) -> u64 {
         let buffer = on_device(values);
         let address = buffer.address();
-        self.inputs.push(Box::new(buffer));
+        self.inputs.push(Arc::new(buffer));
         address
     }
 
@@ -137,8 +138,18 @@ impl GpuSubject {
             let keys: Vec<u64> = (0..feature.ids.len as u64).map(|i| i % 5).collect();
             let (address, len) = (this.keep(&keys), keys.len());
             let ids = sok_cuda::step::Ids { address, high: 0, key_type: KeyType::Wide, len };
-            let Feature { table, bags, combiner, weights, padding_key, is_silent, at_owner, rows, .. } =
-                *feature;
+            let Feature {
+                table,
+                bags,
+                combiner,
+                weights,
+                padding_key,
+                is_silent,
+                at_owner,
+                id_counts,
+                rows,
+                ..
+            } = *feature;
             Feature {
                 name: "other",
                 table,
@@ -149,6 +160,7 @@ impl GpuSubject {
                 padding_key,
                 is_silent,
                 at_owner,
+                id_counts,
                 rows,
             }
         };
@@ -161,8 +173,8 @@ impl GpuSubject {
             _ => &[&others, features],
         };
         for features in told {
-            // SAFETY: The buffers are on this device, and live until it has been waited for.
-            unsafe { group.prefetch(features, Box::new(()), Some(stream)) }.unwrap();
+            // SAFETY: The buffers are on this device.
+            unsafe { group.prefetch(features, Box::new(self.inputs.clone()), Some(stream)) }.unwrap();
         }
     }
 
@@ -215,6 +227,7 @@ impl Subject for GpuSubject {
                 padding_key: input.padding_key,
                 is_silent: false,
                 at_owner: false,
+                id_counts: 0,
                 rows: rows.address(),
             });
         }

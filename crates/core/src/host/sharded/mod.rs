@@ -20,5 +20,6 @@ mod serve;
 mod shards;
 
 pub use self::group::ShardedGroup;
+pub use self::owned::counts_ids;
 pub use self::serve::LookupMode;
 pub use self::shards::Shards;

@@ -155,10 +155,32 @@ impl ShardedGpuGroup {
         }
         let named = |feature: &Feature| {
             let Feature {
-                table, ids, bags, combiner, weights, padding_key, is_silent, at_owner, rows, ..
+                table,
+                ids,
+                bags,
+                combiner,
+                weights,
+                padding_key,
+                is_silent,
+                at_owner,
+                id_counts,
+                rows,
+                ..
             } = *feature;
             let name = "of a later call";
-            Feature { name, table, ids, bags, combiner, weights, padding_key, is_silent, at_owner, rows }
+            Feature {
+                name,
+                table,
+                ids,
+                bags,
+                combiner,
+                weights,
+                padding_key,
+                is_silent,
+                at_owner,
+                id_counts,
+                rows,
+            }
         };
         let features = features.iter().map(named).collect();
         self.ahead.lookups.push_back(AheadLookup { forms, features, begun: None, _keep: keep });
@@ -194,7 +216,7 @@ impl ShardedGpuGroup {
         features.iter().for_each(|feature| at_owner[feature.table] |= feature.at_owner);
         let requests = requests_of(self.owners.len(), &features);
         let world_size = self.peers.world_size();
-        let layout = LookupLayout::new(&self.front.tables, &requests, world_size);
+        let layout = LookupLayout::new(&self.shard.tables, &requests, world_size);
         let windows = self.front.windows.as_mut().expect("a front has windows");
         let mut window = windows.take(layout.bytes)?;
         self.peers.send(&mut [&mut window])?;

@@ -127,6 +127,7 @@ impl AskedBags {
             padding_key: self.padding_key,
             is_silent: false,
             at_owner: false,
+            id_counts: 0,
             rows,
         }
     }

@@ -10,6 +10,7 @@ use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::row_type::RowType;
+use sok_core::host::sharded::counts_ids;
 
 use super::at_owner::TableRequest;
 use super::layout::{GradientLayout, row_bytes};
@@ -120,7 +121,8 @@ impl ShardedGpuGroup {
 
     fn conversation<'a>(&'a self, starts: &'a [Vec<u32>]) -> Conversation<'a> {
         let row_bytes = self.shard.tables.iter().map(|table| row_bytes(table) / self.narrowing());
-        Conversation { owners: &self.owners, starts, row_bytes: row_bytes.collect() }
+        let counts_ids = self.shard.tables.iter().map(|table| counts_ids(&table.config)).collect();
+        Conversation { owners: &self.owners, starts, row_bytes: row_bytes.collect(), counts_ids }
     }
 
     /// How many times a float32 is as large as a number of a row in a message.
@@ -154,11 +156,17 @@ impl ShardedGpuGroup {
         let (sent, keys) = (conversation.asks(What::Keys), conversation.serves(What::Keys));
         let rows = conversation.serves(What::Rows).widened(self.narrowing());
         let row_bytes = self.row_bytes();
-        let memory = self.shard.workspace.take_memory((keys.bytes.next_multiple_of(16) + rows.bytes) / 4)?;
-        let of_rows = memory.address() + keys.bytes.next_multiple_of(16) as u64;
+        let (sent_counts, counts) = (conversation.asks(What::IdCounts), conversation.serves(What::IdCounts));
+        let [key_bytes, count_bytes] = [keys.bytes, counts.bytes].map(|bytes| bytes.next_multiple_of(16));
+        let memory = self.shard.workspace.take_memory((key_bytes + count_bytes + rows.bytes) / 4)?;
+        let of_counts = memory.address() + key_bytes as u64;
+        let of_rows = of_counts + count_bytes as u64;
         let mut places = vec![vec![Places::default(); row_bytes.len()]; starts.len()];
         for part in &keys.parts {
             places[part.rank][part.table].keys = first_of(part, memory.address(), 8);
+        }
+        for part in &counts.parts {
+            places[part.rank][part.table].id_counts = first_of(part, of_counts, 8);
         }
         for part in &rows.parts {
             places[part.rank][part.table].rows = first_of(part, of_rows, row_bytes[part.table]);
@@ -171,6 +179,15 @@ impl ShardedGpuGroup {
             self.exchange(nccl, &sent.transfers(packed.address()), &keys.transfers(memory.address()), stream)
         }?;
         self.shard.workspace.give_back(packed);
+        if self.shard.tables.iter().any(|table| counts_ids(&table.config)) {
+            let own = &requests[self.peers.rank()].places;
+            let own = |part: &MessagePart| own[part.table].id_counts + (8 * part.begin) as u64;
+            let packed = self.pack(CopyKernel::Copy, &sent_counts, own, stream)?;
+            let (from, to) = (sent_counts.transfers(packed.address()), counts.transfers(of_counts));
+            // SAFETY: As above.
+            unsafe { self.exchange(nccl, &from, &to, stream) }?;
+            self.shard.workspace.give_back(packed);
+        }
         Ok(ReceivedKeys { memory, of_rows, places })
     }
 

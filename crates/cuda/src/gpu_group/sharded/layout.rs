@@ -4,6 +4,7 @@ use super::at_owner::TableRequest;
 use crate::abi::quads;
 use crate::gpu_table::GpuTable;
 use crate::step::{KeysTo, Saved};
+use sok_core::host::sharded::counts_ids;
 
 /// Parts of windows begin at multiples of this number of bytes.
 const ALIGNMENT: usize = 256;
@@ -16,6 +17,8 @@ pub(super) struct LookupLayout {
     pub rows: Vec<usize>,
     /// By table: what its owner needs to pool its bags. Places are unused for tables whose owners give rows.
     pub pooled: Vec<PooledPlaces>,
+    /// By table whose policy counts ids: where the number of ids of each of its keys is.
+    pub id_counts: Vec<Option<usize>>,
     /// Number of bytes.
     pub bytes: usize,
 }
@@ -55,7 +58,11 @@ impl LookupLayout {
             PooledPlaces { ids, numbers, features }
         };
         let pooled = tables.iter().zip(requests).map(place).collect();
-        LookupLayout { keys, rows, pooled, bytes }
+        let counts = |(table, request): (&GpuTable, &TableRequest)| {
+            counts_ids(&table.config).then(|| take(&mut bytes, 8 * request.num_ids))
+        };
+        let id_counts = tables.iter().zip(requests).map(counts).collect();
+        LookupLayout { keys, rows, pooled, id_counts, bytes }
     }
 
     /// In a window at an address: by table, where its keys are written to, and the address of its rows. `distinct`: address of a number
@@ -68,6 +75,7 @@ impl LookupLayout {
                 starts: window + start_of(table, world_size) as u64,
                 ids: of_owner(pooled.ids),
                 numbers: of_owner(pooled.numbers),
+                id_counts: self.id_counts[table].map_or(0, |place| window + place as u64),
                 distinct: distinct + 8 * table as u64,
             }
         };

@@ -20,6 +20,7 @@ use super::{Served, ShardedGpuGroup, rows_of_board};
 use crate::abi::{Flag, MAX_RANKS, SharedRows};
 use crate::device::Stream;
 use crate::gpu_group::SavedLookup;
+use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
 use crate::peers::{Mapping, Window, WindowName};
 use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, Remote, RowSource, Started, When};
@@ -159,7 +160,7 @@ impl ShardedGpuGroup {
             None => self.choose_at_owner(&mut features, save),
         }
         let requests = requests_of(self.owners.len(), &features);
-        let layout = LookupLayout::new(&self.front.tables, &requests, world_size);
+        let layout = LookupLayout::new(&self.shard.tables, &requests, world_size);
         let (window, asking) = match ahead {
             Some(ahead) => (ahead.window, Some(ahead.asking)),
             None => {
@@ -239,13 +240,14 @@ impl ShardedGpuGroup {
             self.peers.read_freed(rank, &mut reader)?;
             reader.finish()?;
             let window = self.peers.memory_of(rank, name, Some(own))?;
-            let layout = LookupLayout::new(&self.front.tables, &tables, self.peers.world_size());
+            let layout = LookupLayout::new(&self.shard.tables, &tables, self.peers.world_size());
             let base = window.as_ref().map_or(0, |window| window.address());
-            let place = |(&keys, &rows): (&usize, &usize)| Places {
-                keys: base + keys as u64,
-                rows: base + rows as u64,
+            let place = |table: usize| Places {
+                keys: base + layout.keys[table] as u64,
+                rows: base + layout.rows[table] as u64,
+                id_counts: layout.id_counts[table].map_or(0, |place| base + place as u64),
             };
-            let places = layout.keys.iter().zip(&layout.rows).map(place).collect();
+            let places = (0..tables.len()).map(place).collect();
             let pooled = layout.pooled.iter().map(|places| PooledAddresses::of(places, base)).collect();
             Ok(RankRequest { tables, places, pooled, window, room, asks_silent })
         };
@@ -268,7 +270,13 @@ impl ShardedGpuGroup {
         };
         let inserts_later = mode.insertion == Insertion::AtCommit && mode.save;
         let inserts_now = mode.insertion == Insertion::AtLookup;
-        let must_agree = inserts_later || inserts_now && (0..self.owners.len()).any(may_refuse);
+        // Uses are counted of the keys that come, and the device counts those only of lookups that are saved.
+        let counts_uses = |table: &GpuTable| {
+            !mode.save && table.config.eviction.is_some_and(|policy| policy.counts_inference)
+        };
+        let must_agree = inserts_later
+            || inserts_now && (0..self.owners.len()).any(may_refuse)
+            || self.shard.tables.iter().any(counts_uses);
         let peers = self.peers.clone();
         let starts = match peers.nccl() {
             Some(nccl) => {
@@ -298,8 +306,9 @@ impl ShardedGpuGroup {
         let Serving { features, served, remote } = self.fatal(serving)?;
         let LookupMode { insertion, save } = mode;
         // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call, or of received keys.
-        let looked_up =
-            unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), false, stream) };
+        let looked_up = unsafe {
+            self.shard.look_up(&features, insertion, save, None, remote.as_ref(), must_agree, stream)
+        };
         let looked_up = if must_agree { looked_up } else { Ok(self.fatal(looked_up)?) };
         let agreed = if must_agree {
             let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
@@ -434,7 +443,7 @@ impl ShardedGpuGroup {
                 });
                 let (begin, len) =
                     range.map_or((0, request.tables[table].num_ids), |range| (range.start, range.len()));
-                let Places { keys, rows } = request.places[table];
+                let Places { keys, rows, id_counts } = request.places[table];
                 let address = keys.wrapping_add(8 * begin as u64);
                 let rows = rows.wrapping_add((begin * row_bytes(&self.shard.tables[table])) as u64);
                 features.push(Feature {
@@ -447,6 +456,7 @@ impl ShardedGpuGroup {
                     padding_key: None,
                     is_silent,
                     at_owner: false,
+                    id_counts: if id_counts == 0 { 0 } else { id_counts.wrapping_add(8 * begin as u64) },
                     // Each rank reads its own rows of a replicated table. Pooled bags need no rows.
                     rows: if is_replicated && from != rank || request.tables[table].is_pooled() {
                         0

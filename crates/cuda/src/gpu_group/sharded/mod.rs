@@ -164,15 +164,10 @@ impl ShardedGpuGroup {
                 MAX_CLASSES - world_size
             )));
         }
-        if let Some((config, _)) = configs.iter().find(|(config, _)| config.eviction.is_some()) {
-            return Err(Error::argument(format!(
-                "table `{}`: tables with `eviction` that ranks share are on the host so far. Use `storage=\"host\"` or \"auto\"",
-                config.name
-            )));
-        }
         let Shards { owners, configs, fingerprint } =
             Shards::new(configs, peers.rank(), world_size, merge_blocks, row_type)?;
-        let without_rows = |config: &TableConfig| TableConfig { initial_capacity: 0, ..config.clone() };
+        let without_rows =
+            |config: &TableConfig| TableConfig { initial_capacity: 0, eviction: None, ..config.clone() };
         let mut front = GpuGroup::new(device, configs.iter().map(without_rows).collect())?;
         front.windows = Some(Windows::new(peers));
         let mut shard = GpuGroup::new(device, configs)?;

@@ -21,6 +21,8 @@ struct AskedKeys {
 pub(super) struct Places {
     pub keys: u64,
     pub rows: u64,
+    /// Of the number of ids of each key; 0 if the table's policy does not count ids.
+    pub id_counts: u64,
 }
 
 /// Returns what rank `from` asks rank `to` for. `starts`: of the keys that `from` asks for.
@@ -40,6 +42,8 @@ pub(super) struct Conversation<'a> {
     pub starts: &'a [Vec<u32>],
     /// By table: number of bytes of a row in a message.
     pub row_bytes: Vec<usize>,
+    /// By table: whether ranks tell how many ids each key stands for.
+    pub counts_ids: Vec<bool>,
 }
 
 /// What is exchanged.
@@ -47,6 +51,8 @@ pub(super) struct Conversation<'a> {
 pub(super) enum What {
     /// Keys, which go to their owners.
     Keys,
+    /// How many ids each key stands for, where the table's policy counts ids.
+    IdCounts,
     /// Rows, which come from there.
     Rows,
     /// Merged gradients, which go to the owners of their keys.
@@ -115,6 +121,7 @@ impl Conversation<'_> {
                 let keys = asked_keys(&self.starts[from], table, owners, (from, to));
                 let bytes = match what {
                     What::Keys => 8 * keys.all,
+                    What::IdCounts => 8 * keys.all * usize::from(self.counts_ids[table]),
                     // Each rank has its own rows of a replicated table.
                     What::Rows if owners.is_replicated() => 0,
                     What::Rows => self.row_bytes[table] * keys.all,
@@ -158,10 +165,11 @@ mod tests {
         let starts: Vec<Vec<u32>> = (0..world_size).map(|rank| starts(rank, 3, world_size)).collect();
         let owners =
             |rank| placements.map(|placement| Owners { placement, is_static: true, rank, world_size });
-        for what in [What::Keys, What::Rows, What::Gradients] {
+        for what in [What::Keys, What::IdCounts, What::Rows, What::Gradients] {
             let of_rank = |rank| {
                 let (owners, row_bytes) = (owners(rank), vec![16, 32, 48]);
-                let conversation = Conversation { owners: &owners, starts: &starts, row_bytes };
+                let counts_ids = vec![true, false, true];
+                let conversation = Conversation { owners: &owners, starts: &starts, row_bytes, counts_ids };
                 (conversation.asks(what), conversation.serves(what))
             };
             let all: Vec<_> = (0..world_size).map(of_rank).collect();
@@ -187,7 +195,8 @@ mod tests {
     fn keys_of_a_replicated_table_go_to_all_and_its_rows_to_none() {
         let starts: Vec<Vec<u32>> = vec![vec![0, 5, 7, 7, 7], vec![0, 0, 0, 2, 3]];
         let owners = [Owners { placement: Placement::Replicated, is_static: true, rank: 0, world_size: 2 }];
-        let conversation = Conversation { owners: &owners, starts: &starts, row_bytes: vec![16] };
+        let (row_bytes, counts_ids) = (vec![16], vec![false]);
+        let conversation = Conversation { owners: &owners, starts: &starts, row_bytes, counts_ids };
         let part = |begin, bytes| MessagePart { rank: 1, table: 0, begin, offset: 0, bytes };
         assert_eq!(conversation.asks(What::Keys).parts, [part(0, 56)]);
         assert_eq!(conversation.serves(What::Keys).parts, [part(0, 24)]);
