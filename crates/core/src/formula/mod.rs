@@ -13,6 +13,7 @@ mod adamax;
 mod body;
 mod checks;
 mod ftrl;
+mod general;
 mod lion;
 mod nadam;
 mod rmsprop;
@@ -29,6 +30,7 @@ pub use self::adagrad::Adagrad;
 pub use self::adam::Adam;
 pub use self::adamax::Adamax;
 pub use self::ftrl::Ftrl;
+pub use self::general::{General, GeneralState};
 pub use self::lion::Lion;
 pub use self::nadam::Nadam;
 pub use self::rmsprop::RmsProp;
@@ -50,13 +52,17 @@ macro_rules! rules {
                 #[serde(rename = $name)]
                 $formula($formula),
             )+
+            /// Any other optimizer, whose own code computes the step.
+            #[serde(rename = "general")]
+            General(General),
         }
 
         impl Rule {
-            /// The name in configurations and dumps.
+            /// The name of the formula, or of the optimizer's class if there is none here.
             pub fn name(&self) -> &'static str {
                 match self {
                     $(Rule::$formula(_) => $name,)+
+                    Rule::General(general) => general.class,
                 }
             }
 
@@ -65,6 +71,7 @@ macro_rules! rules {
             pub fn validate(&self) -> Result<()> {
                 match self {
                     $(Rule::$formula(formula) => formula.validate(),)+
+                    Rule::General(general) => general.validate(),
                 }
             }
 
@@ -72,12 +79,13 @@ macro_rules! rules {
             pub fn visit<V: StepVisitor>(&self, visitor: V) -> V::Output {
                 match self {
                     $(Rule::$formula(formula) => formula.visit(visitor),)+
+                    Rule::General(general) => general.visit(visitor),
                 }
             }
         }
 
         impl Rule {
-            /// A rule for each type of step.
+            /// A rule for each type of step that the core makes.
             pub fn variants() -> Vec<Rule> {
                 let mut rules = Vec::new();
                 $(rules.extend($formula::VARIANTS.iter().map(|formula| Rule::$formula(*formula)));)+
@@ -118,5 +126,10 @@ impl Rule {
             }
         }
         self.visit(StatesOf(dim))
+    }
+
+    /// The optimizer's own code computes the step.
+    pub fn is_general(&self) -> bool {
+        matches!(self, Rule::General(_))
     }
 }
