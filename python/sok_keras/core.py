@@ -64,6 +64,8 @@ class Core:
         # Kept alive here: under JAX a step may still run when the user drops the optimizer.
         self.optimizer = None
         self._plans = {}
+        # Most floats in the rows of a traced call so far, counting equal ids; None if a call did not tell.
+        self.most_floats = 0
         self.tables = [Table(self, number, config) for number, config in enumerate(configs)]
 
     @staticmethod
@@ -90,6 +92,12 @@ class Core:
         if key not in self._plans:
             self._plans[key] = Plan(self, list(features), check_finite)
         return self._plans[key]
+
+    def note_traced_call(self, plan, inputs):
+        """Notes how many rows a call looks up, for updates that are traced after it. `inputs`: a tuple of tensors for each feature."""
+        num_floats = plan.num_floats(inputs)
+        if self.most_floats is not None:
+            self.most_floats = None if num_floats is None else max(self.most_floats, num_floats)
 
     def synchronize(self):
         """Waits for the steps that were started, and raises their errors."""

@@ -17,6 +17,7 @@ from sok_keras.backend.private_keras import (
     steps_of,
     uses_weight_decay,
 )
+from sok_keras.general import GeneralUpdate
 from sok_keras.optimizers import core_rule
 
 
@@ -52,6 +53,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     The wrapped optimizer updates the dense variables. The core updates the rows of a batch by the same formula, after it has summed
     the gradients of equal ids. Rows that are not in the batch do not change, and neither do their states ("lazy" updates).
 
+    The core has the formulas of Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl and Lion, and those of
+    `sok_keras.optimizers`. Any other optimizer, such as a subclass of your own, works if it computes each element of a variable by itself:
+    from its gradient, states of the variable's shape that start at a constant, and `self.iterations`. Then its own `update_step` is
+    called with the rows of the batch, cut into flat pieces. That takes several times as long, and tables must be in the memory of the
+    host (`storage="host"`).
+
     Learning rate, schedules, clipping, weight decay, loss scale and gradient accumulation are those of the wrapped optimizer.
     Clipping by global norm counts the summed gradients of rows and the dense gradients together. Decoupled weight decay applies to
     the rows of the batch. `use_ema` averages dense variables only.
@@ -62,16 +69,17 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     >>> model.compile(optimizer, "binary_crossentropy")
 
     Args:
-        inner_optimizer: Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl or Lion, or its name; or
-            `sok_keras.optimizers.RowWiseAdagrad` or `RowWiseAdam`.
+        inner_optimizer: A Keras optimizer, or its name.
         update_mode: Must be `"local"`.
         gradient_reduction: How the gradients of ranks become one: `"mean"`, `"sum"`, or None to leave dense gradients to a framework
             that reduces them; the gradients of rows are summed then. Without ranks it has no effect.
         name: Name of the optimizer.
 
     Raises:
-        ValueError: If `gradient_reduction` is another value. If `inner_optimizer` is another optimizer, an `OptimizerWrapper`, or a `LossScaleOptimizer`. A loss scale goes
-            around the wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
+        ValueError: If `gradient_reduction` is another value. If the formula of `inner_optimizer` needs the whole variable (Muon,
+            Adafactor), or it keeps other states. If it is an `OptimizerWrapper` or a `LossScaleOptimizer`. A loss scale goes around the
+            wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
+        DeviceError: At the first step, for an optimizer that the core has no formula for, if the tables are on a GPU.
     """
 
     def __init__(
@@ -95,12 +103,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 f'`gradient_reduction` must be "mean", "sum" or None. Received: gradient_reduction={gradient_reduction!r}'
             )
         rule = core_rule(inner)
+        general = GeneralUpdate(inner) if rule is None else None
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
         self.update_mode = update_mode
         self.gradient_reduction = gradient_reduction
-        self._rule = json.dumps(rule)
+        self._rule = json.dumps(general.rule if general else rule)
         self._tables = _Binding()
+        self._tables.general = general
         # All variables are saved under this optimizer, so that a file can wait until it is built.
         inner.save_own_variables = lambda store: None
         inner.load_own_variables = lambda store: None
@@ -156,6 +166,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         with backend.eager_scope():
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way
+            if self._tables.general:
+                self._tables.general.build()
         for core, update in zip(cores, updates, strict=True):
             core.warn_of_lost_states(update)
         if cores:
@@ -283,6 +295,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             clip = self._global_clip(ops.sqrt(total))
             factor = factor * clip
         scalars = ops.stack([learning_rate, step, ops.reshape(is_update, ()), factor])
+        if tables.general:
+            sum_of_squares = tables.general.run(tables, scalars, sum_of_squares, is_update)
         triggers = [core.trigger.variable for core in tables.cores]
         values = [ops.convert_to_tensor(trigger.value) for trigger in triggers]
         new = backend.apply(tables, scalars, sum_of_squares, values)
@@ -353,7 +367,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             variable.assign(values[name])
 
     def _rule_name(self) -> str:
-        return json.loads(self._rule)["name"]
+        rule = json.loads(self._rule)
+        return rule.get("class", rule["name"])
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
@@ -382,6 +397,8 @@ class _Binding:
         self.handle = 0
         self.gpu: int | None = None
         self.cores: list = []
+        # What updates rows if the core has no formula for the optimizer.
+        self.general: GeneralUpdate | None = None
         # What sums dense gradients during the backward pass, if anything does.
         self.sums: Any = None
         self.waiting: tuple | None = None

@@ -142,21 +142,18 @@ _FORMULAS = {
     "Adamax": ("adamax", ["beta_1", "beta_2", "epsilon"]),
     "Nadam": ("nadam", ["beta_1", "beta_2", "epsilon"]),
     "RowWiseAdam": ("row_wise_adam", ["beta_1", "beta_2", "epsilon"]),
+    "Lamb": ("lamb", ["beta_1", "beta_2", "epsilon"]),
 }
 
 
 def core_rule(optimizer):
-    """Returns the core's formula for a Keras optimizer, with its hyper-parameters.
+    """Returns the core's formula for a Keras optimizer, with its hyper-parameters. None: the core has none for it.
 
-    Raises:
-        ValueError: If the core has no formula for the optimizer, or for a subclass of one of Keras' optimizers.
+    A subclass of one of Keras' optimizers may have another formula.
     """
     cls = type(optimizer)
     is_known = cls in (RowWiseAdagrad, RowWiseAdam) or cls.__module__.startswith("keras.")
     if not is_known or cls.__name__ not in _FORMULAS:
-        raise ValueError(
-            f"`inner_optimizer` must be one whose formula the core has: {', '.join(sorted(_FORMULAS))}. "
-            f"Received: {cls.__module__}.{cls.__name__}"
-        )
+        return None
     name, hyper_parameters = _FORMULAS[cls.__name__]
     return {"name": name, **{each: getattr(optimizer, each) for each in hyper_parameters}}

@@ -1,5 +1,7 @@
 """The plan of a layer's calls."""
 
+import math
+
 from sok_keras.backend import native
 from sok_keras.backend.handles import plans
 
@@ -23,6 +25,13 @@ class Plan:
     def shapes_of(self, tensors):
         """Shape of each feature's rows. `tensors`: for each feature its ids, then its row splits and its weights if it has them."""
         return [_rows_shape(axis, dim, tensors[ids], tensors[splits]) for axis, dim, ids, splits in self._places]
+
+    def num_floats(self, inputs):
+        """Number of floats in the rows of all ids; None if a shape is not known."""
+        sizes = [tensors[0].shape for tensors in inputs]
+        if any(length is None for shape in sizes for length in shape):
+            return None
+        return sum(dim * math.prod(shape) for shape, (_, dim, _, _) in zip(sizes, self._places, strict=True))
 
     def output_shapes(self, inputs):
         """Static shape of each feature's rows. Unknown axes are None."""

@@ -37,6 +37,7 @@ LEVELS = [
     {"callbacks.best", "callbacks.frequency", "callbacks.progress", "prefetching", "shards"},
     {"checkpoint"},
     {"optimizer", "arrays"},
+    {"general"},
     {"layers.distributed_embedding"},
     {"layers.dynamic_embedding"},
     {"layers.base", "preprocessing"},

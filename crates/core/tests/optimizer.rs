@@ -2,7 +2,7 @@
 
 use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
 use sok_core::formula::{
-    Adadelta, Adagrad, Adam, Adamax, Ftrl, Nadam, RmsProp, RowWiseAdagrad, RowWiseAdam, Rule, Sgd,
+    Adadelta, Adagrad, Adam, Adamax, Ftrl, Lamb, Nadam, RmsProp, RowWiseAdagrad, RowWiseAdam, Rule, Sgd,
 };
 use sok_core::math::nadam_product;
 
@@ -32,6 +32,7 @@ const fn ftrl_of_power(learning_rate_power: f64) -> Rule {
 const ROW_WISE_ADAM: Rule = Rule::RowWiseAdam(RowWiseAdam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
 const ADADELTA: Rule = Rule::Adadelta(Adadelta { rho: 0.8, epsilon: 1e-2 });
 const ADAMAX: Rule = Rule::Adamax(Adamax { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
+const LAMB: Rule = Rule::Lamb(Lamb { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
 const NADAM: Rule = Rule::Nadam(Nadam { beta_1: 0.85, beta_2: 0.98, epsilon: 1e-3 });
 
 const DIM: usize = 11;
@@ -217,6 +218,42 @@ fn nadam_follows_its_formula() {
         let velocity = s[1] / (1.0 - f64::from(0.98f32).powi(step));
         *x -= LR * (of_momentum + of_gradient) / (velocity.sqrt() + 1e-3);
     });
+}
+
+/// You et al., algorithm 2: the step of a row is as long as the row, times the learning rate.
+#[test]
+fn lamb_follows_its_formula() {
+    let mut record = Record::new(&LAMB);
+    let mut expected: Vec<f64> = record.values.iter().map(|v| f64::from(*v)).collect();
+    let norm = |values: &[f64]| values.iter().map(|v| v * v).sum::<f64>().sqrt();
+    for step in 1..=STEPS {
+        let gradient = gradient(step);
+        update_record(&plain(LAMB), &scalars(step), &mut record.values, &gradient);
+        let (row, states) = expected.split_at_mut(DIM);
+        let (momentum, velocity) = states.split_at_mut(DIM);
+        let correction = |beta: f32| 1.0 - f64::from(beta).powi(step as i32);
+        let mut directions = Vec::new();
+        for column in 0..DIM {
+            let g = f64::from(gradient[column]);
+            momentum[column] = 0.85 * momentum[column] + 0.15 * g;
+            velocity[column] = 0.98 * velocity[column] + 0.02 * g * g;
+            let root = (velocity[column] / correction(0.98)).sqrt();
+            directions.push(momentum[column] / correction(0.85) / (root + 1e-3));
+        }
+        let ratio = norm(row) / norm(&directions);
+        row.iter_mut().zip(&directions).for_each(|(x, direction)| *x -= ratio * LR * direction);
+    }
+    assert_close(&LAMB, &record.values, &expected);
+}
+
+#[test]
+fn lamb_takes_a_step_of_its_own_length_where_a_row_or_its_gradient_is_zero() {
+    let mut zero_row = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+    update_record(&plain(LAMB), &scalars(1), &mut zero_row, &[3.0, -2.0]);
+    assert!((zero_row[0] + LEARNING_RATE).abs() < 1e-4 && (zero_row[1] - LEARNING_RATE).abs() < 1e-4);
+    let mut no_gradient = [1.0, 2.0, 0.0, 0.0, 0.0, 0.0];
+    update_record(&plain(LAMB), &scalars(1), &mut no_gradient, &[0.0, 0.0]);
+    assert_eq!(no_gradient[..2], [1.0, 2.0]);
 }
 
 #[test]

@@ -98,6 +98,7 @@ __device__ __forceinline__ float start_gradient(const S& stage, u32 turn, u32 k,
 struct NoRule {
   static constexpr u32 STATES = 0;
   static constexpr bool REDUCES = false;
+  static constexpr bool DIRECTS = false;
 };
 
 // A group of lanes that processes one key. Each lane has four columns of the row. In a row that is wider than a warp, it has four columns
@@ -183,21 +184,30 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) sum[chunk] = scaled(sum[chunk], now.weight);
   }
 
-  // For a rule whose columns depend on each other: reduces the gradient of the whole row to a number, and updates the state that a row
-  // has once. The squares are added in eight partial sums, as in crates/core/src/math.rs.
-  __device__ __forceinline__ float reduce(float4* at) {
+  // Returns the sum of the squares of a row whose columns the lanes have, in eight partial sums, as in crates/core/src/math.rs.
+  __device__ __forceinline__ float sum_of_squares(const float4 (&columns)[CHUNKS]) const {
     float lanes[8] = {};
 #pragma unroll
     for (u32 quad = 0; quad < QUADS; ++quad) {
-      const float4& mine = sum[quad / LANES];
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
-        const float g = conditioned(now.conditioning, ((const float*)&mine)[c], factor),
-                    x = __shfl_sync(mask, g, quad % LANES, LANES);
+        const float x = __shfl_sync(mask, ((const float*)&columns[quad / LANES])[c], quad % LANES, LANES);
         if (4 * quad + c < DIM) lanes[4 * (quad % 2) + c] += x * x;
       }
     }
-    const float squares = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+  }
+
+  // For a rule whose columns depend on each other: reduces the gradient of the whole row to a number, and updates the state that a row
+  // has once.
+  __device__ __forceinline__ float reduce(float4* at) {
+    float4 gradient[CHUNKS];
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
+#pragma unroll
+      for (u32 c = 0; c < 4; ++c)
+        ((float*)&gradient[chunk])[c] = conditioned(now.conditioning, ((const float*)&sum[chunk])[c], factor);
+    const float squares = sum_of_squares(gradient);
     float* row_state = (float*)(at + PARTS * QUADS);
     float state = *row_state;
     const float reduced = RULE::reduce(now.scalars, state, squares / (float)width);
@@ -206,7 +216,50 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
     return reduced;
   }
 
+  // Makes directions of the gradient of four columns, and updates their states. `x`: receives the values after weight decay.
+  __device__ __forceinline__ void direct_columns(float4* at, u32 quad, float4& gradient, const Ahead& before, float4& x) {
+    float4 after[PARTS];
+#pragma unroll
+    for (u32 c = 0; c < 4; ++c) {
+      float states[3];
+#pragma unroll
+      for (u32 k = 0; k < RULE::STATES; ++k) states[k] = ((const float*)&before.parts[1 + k])[c];
+      float& g = ((float*)&gradient)[c];
+      g = RULE::direct(now.scalars, states, conditioned(now.conditioning, g, factor));
+      ((float*)&x)[c] = decayed(now.conditioning, ((const float*)&before.parts[0])[c]);
+#pragma unroll
+      for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
+    }
+#pragma unroll
+    for (u32 p = 1; p < PARTS; ++p) __stcs(at + p * QUADS + quad, after[p]);
+  }
+
+  // For a rule that makes a direction of the gradient first: the length of the step depends on the row and on the direction.
+  __device__ __forceinline__ void update_directed(float4* at, const Ahead& first) {
+    float4 x[CHUNKS];
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+      Ahead later;
+      if (chunk) load(at, chunk, later);
+      if (is_mine(chunk)) direct_columns(at, chunk * LANES + column, sum[chunk], chunk ? later : first, x[chunk]);
+    }
+    const float ratio = RULE::ratio(now.scalars, sum_of_squares(x), sum_of_squares(sum));
+#pragma unroll
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (!is_mine(chunk)) continue;
+      float4 after;
+#pragma unroll
+      for (u32 c = 0; c < 4; ++c) {
+        float states[3];
+        ((float*)&after)[c] =
+            RULE::step(now.scalars, ((const float*)&x[chunk])[c], states, ((const float*)&sum[chunk])[c], ratio);
+      }
+      __stcs(at + chunk * LANES + column, after);
+    }
+  }
+
   __device__ __forceinline__ void update(float4* at, const Ahead& first) {
+    if constexpr (RULE::DIRECTS) return update_directed(at, first);
     float reduced = 0;
     if constexpr (RULE::REDUCES) reduced = reduce(at);
 #pragma unroll

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use sok_core::contract::binding::Binding;
+use sok_core::contract::general::{Gather, Scatter};
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::{
     AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, WeightGradient, write_trigger,
@@ -238,6 +239,49 @@ pub fn apply(
     let (first, others) = locked.first()?;
     let accumulates = optimizer.accumulates;
     first.apply(others, Apply { bindings: &bindings, accumulates, scalars, triggers, stream })
+}
+
+/// Writes a piece of the rows that an optimizer without a formula is to change.
+///
+/// Tensors in: the scalars of `apply`; what `commit` gave, for its data dependency; the number of the piece, int32 `(1,)`, from 1. Tensors
+/// out, float32 `(size,)`: gradients, rows, and each state; `num_arrays` together.
+pub fn gather(
+    optimizer: i64,
+    num_arrays: usize,
+    size: usize,
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    stream: StreamHandle,
+) -> Result<()> {
+    let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut locked = Locked::new(&optimizer)?;
+    let mut inputs = inputs.iter();
+    let (scalars, _, piece) = (take(&mut inputs)?, take(&mut inputs)?, take(&mut inputs)?);
+    let array = |index| outputs.output(index, DType::F32, &[size as i64]);
+    let to = (0..num_arrays).map(array).collect::<Result<Vec<_>>>()?;
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let (first, others) = locked.first()?;
+    first.gather(others, Gather { bindings: &bindings, scalars, piece, to, stream })
+}
+
+/// Takes the new values of a piece. They are written to the records by `apply`.
+///
+/// Tensors in: the number of the piece, int32 `(1,)`; the rows, and each state, float32 `(size,)`. Tensors out: 0 is the number of the next
+/// piece, int32 `(1,)`; 0 after the last one.
+pub fn scatter(
+    optimizer: i64,
+    inputs: &[Tensor],
+    outputs: &mut dyn Outputs,
+    stream: StreamHandle,
+) -> Result<()> {
+    let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
+    let mut locked = Locked::new(&optimizer)?;
+    let mut inputs = inputs.iter();
+    let piece = take(&mut inputs)?;
+    let next = outputs.output(0, DType::I32, &[1])?;
+    let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
+    let (first, others) = locked.first()?;
+    first.scatter(others, Scatter { bindings: &bindings, piece, from: inputs.collect(), next, stream })
 }
 
 /// The trigger of each layer, and the place of its new value.

@@ -21,6 +21,7 @@ use sok_cuda::device::Device;
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 
+use crate::call;
 use crate::error::{SokError, detached, guarded, to_python};
 use crate::fork;
 use crate::numpy_out::{matrix, values, vector};
@@ -438,6 +439,12 @@ fn check_groups(groups: &[Arc<SharedGroup>], num_updates: usize) -> Result<()> {
     Ok(())
 }
 
+/// Drops committed pushes of an optimizer whose step has failed.
+#[pyfunction]
+fn drop_committed(py: Python<'_>, handle: i64) -> PyResult<()> {
+    detached(py, || call::drop_committed(handle))
+}
+
 impl Drop for Optimizer {
     fn drop(&mut self) {
         registry::remove_optimizer(self.handle);
@@ -487,6 +494,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Optimizer>()?;
     module.add_function(wrap_pyfunction!(check_plan, module)?)?;
     module.add_function(wrap_pyfunction!(check_optimizer, module)?)?;
+    module.add_function(wrap_pyfunction!(drop_committed, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(states_of, module)?)
 }

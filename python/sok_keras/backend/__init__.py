@@ -1,6 +1,6 @@
 """One module for the framework behind Keras: the four calls of a training step in its own terms.
 
-Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `sum_gradients`, `watch_gradients`, `bind_gpu`,
+Each defines `lookup`, `commit` and `apply` (the push is the gradient of the lookup), `gather`, `scatter`, `sum_gradients`, `watch_gradients`, `bind_gpu`,
 `after`, `wait`, `at_hand`, `has_wide_integers`, `eager_scope`, `gpu`, `constant`, `is_compiling`, `is_dense`, `is_tracing`, `to_numpy`
 and `from_numpy`. A second module defines `TableState`, a base of the layers: how the framework itself saves rows.
 `_native` is imported here and below alone: TensorFlow must load the library before Python does, to see its ops.
@@ -34,6 +34,7 @@ commit = framework.commit
 constant = framework.constant
 eager_scope = framework.eager_scope
 from_numpy = framework.from_numpy
+gather = framework.gather
 gpu = framework.gpu
 has_wide_integers = framework.has_wide_integers
 is_compiling = framework.is_compiling
@@ -42,6 +43,7 @@ is_tracing = framework.is_tracing
 lookup = framework.lookup
 bind_gpu = framework.bind_gpu
 prefetch = framework.prefetch
+scatter = framework.scatter
 sum_gradients = framework.sum_gradients
 to_numpy = framework.to_numpy
 wait = framework.wait
@@ -66,6 +68,7 @@ __all__ = [
     "constant",
     "eager_scope",
     "from_numpy",
+    "gather",
     "gpu",
     "has_wide_integers",
     "is_compiling",
@@ -76,6 +79,7 @@ __all__ = [
     "name",
     "native",
     "prefetch",
+    "scatter",
     "sum_gradients",
     "to_numpy",
     "wait",

@@ -143,6 +143,21 @@ def commit(tables, is_update, tickets):
     return sum_of_squares
 
 
+def gather(tables, size, num_arrays, scalars, after, piece):
+    """Arrays `(size,)` of a piece of the rows to update: gradients, rows, and each state. `after`: what must be computed before."""
+    call = _ffi("sok_gather", [_float32(size) for _ in range(num_arrays)])
+    return call(
+        scalars, after, piece, optimizer=np.int64(tables.handle), size=np.int64(size), scope=traced_scope()
+    )
+
+
+def scatter(tables, piece, arrays):
+    """Takes the new rows and states of a piece; gives the number of the next one, `(1,)` int32, or 0."""
+    call = _ffi("sok_scatter", [jax.ShapeDtypeStruct((1,), "int32")])
+    (following,) = call(piece, *arrays, optimizer=np.int64(tables.handle), scope=traced_scope())
+    return following
+
+
 def apply(tables, scalars, sum_of_squares, triggers):
     """Updates the rows; gives the new value of each trigger."""
     call = _ffi("sok_apply", [_float32(64, 2) for _ in triggers])

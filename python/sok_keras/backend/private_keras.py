@@ -4,11 +4,13 @@
 """
 
 import contextlib
+import types
 
 import keras
 from keras import ops
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 __all__ = [
     "EXPORTERS",
@@ -20,6 +22,8 @@ __all__ = [
     "forget_epoch",
     "get_stateless_scope",
     "in_symbolic_scope",
+    "make_stateless",
+    "rate_of",
     "resume_fit",
     "start_epoch",
     "steps_of",
@@ -54,6 +58,19 @@ def uses_weight_decay(optimizer, variable):
 def steps_of(optimizer):
     """The variable that counts the calls of an optimizer. `iterations` counts its updates, where gradients are accumulated."""
     return optimizer._iterations
+
+
+def rate_of(optimizer):
+    """The variable of a constant learning rate; otherwise a schedule or a function."""
+    return optimizer._learning_rate
+
+
+def make_stateless(optimizer):
+    """Lets an optimizer that is not built yet run in a `StatelessScope`. TensorFlow's looks for its own variables in those of Keras, which
+    have none there."""
+    for name in ("_var_key", "assign", "assign_add", "assign_sub"):
+        if getattr(type(optimizer), name) is getattr(keras.optimizers.Optimizer, name):
+            setattr(optimizer, name, types.MethodType(getattr(BaseOptimizer, name), optimizer))
 
 
 def count_step(optimizer):

@@ -30,7 +30,7 @@ def _load_ops():
 def _late_ops():
     """Does the same for a native module that was imported before. TensorFlow has no public API for that."""
     importlib.import_module(NATIVE).register_tensorflow()
-    calls = ("Lookup", "Push", "Commit", "Apply", "SumGradients")
+    calls = ("Lookup", "Push", "Commit", "Gather", "Scatter", "Apply", "SumGradients")
     names = [f"Sok{device}{call}" for device in ("", "Gpu") for call in calls]
     ops = types.ModuleType("sok_keras_ops")
     exec(op_wrappers(names), ops.__dict__)
@@ -109,6 +109,23 @@ def commit(tables, is_update, tickets):
     sum_of_squares = op(is_update=is_update, tickets=tickets, optimizer=tables.handle)
     sum_of_squares.set_shape(())
     return sum_of_squares
+
+
+def gather(tables, size, num_arrays, scalars, after, piece):
+    """Arrays `(size,)` of a piece of the rows to update: gradients, rows, and each state. `after`: what must be computed before."""
+    op = _ops.sok_gpu_gather if tables.gpu is not None else _ops.sok_gather
+    arrays = op(scalars=scalars, after=after, piece=piece, N=num_arrays, optimizer=tables.handle, size=size)
+    for array in arrays:
+        array.set_shape((size,))
+    return list(arrays)
+
+
+def scatter(tables, piece, arrays):
+    """Takes the new rows and states of a piece; gives the number of the next one, `(1,)` int32, or 0."""
+    op = _ops.sok_gpu_scatter if tables.gpu is not None else _ops.sok_scatter
+    following = op(piece=piece, arrays=arrays, optimizer=tables.handle)
+    following.set_shape((1,))
+    return following
 
 
 def apply(tables, scalars, sum_of_squares, triggers):

@@ -162,6 +162,20 @@ def _commit(is_update, tickets, optimizer):
     return _back([norm], tickets[0])[0]
 
 
+def _gather(scalars, after, piece, optimizer, size, num_arrays):
+    device = _device_of(_optimizer(optimizer).gpu)
+    arrays = [_new(device, (size,)) for _ in range(num_arrays)]
+    _native.gather(optimizer, size, _at(device, [scalars, after, piece]), arrays, device.index)
+    return _back(arrays, scalars)
+
+
+def _scatter(piece, arrays, optimizer):
+    device = _device_of(_optimizer(optimizer).gpu)
+    following = torch.empty(1, dtype=torch.int32, device=device)
+    _native.scatter(optimizer, _at(device, [piece, *arrays]), [following], device.index)
+    return _back([following], piece)[0]
+
+
 def _apply(scalars, sum_of_squares, triggers, optimizer):
     device = _device_of(_optimizer(optimizer).gpu)
     new = [_new(device, _TICKET) for _ in triggers]
@@ -298,6 +312,16 @@ def commit(tables, is_update, tickets):
     """Squared norm of all merged gradients that `tickets` name: a float32 scalar."""
     call = torch.ops.sok_keras.commit if torch.compiler.is_compiling() else _commit
     return call(is_update, list(tickets), tables.handle)
+
+
+def gather(tables, size, num_arrays, scalars, after, piece):
+    """Arrays `(size,)` of a piece of the rows to update: gradients, rows, and each state. `after`: what must be computed before."""
+    return _gather(scalars, after, piece, tables.handle, size, num_arrays)
+
+
+def scatter(tables, piece, arrays):
+    """Takes the new rows and states of a piece; gives the number of the next one, `(1,)` int32, or 0."""
+    return _scatter(piece, list(arrays), tables.handle)
 
 
 def apply(tables, scalars, sum_of_squares, triggers):

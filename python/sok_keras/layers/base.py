@@ -142,10 +142,13 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         """
         learns = self.trainable and self.trigger.trainable and not frozen
         insertion = _insertion(training, learns)
-        if backend.is_tracing(inputs[0][0]):
+        is_tracing = backend.is_tracing(inputs[0][0])
+        if is_tracing:
             check_format(self.name)
         self._core.trigger.check()
         plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
+        if is_tracing and not backend.is_compiling():
+            self._core.note_traced_call(plan, inputs)
         rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insertion)
         if not backend.is_compiling():
             self._core.warn_of_refused()

@@ -6,6 +6,7 @@ use std::any::Any;
 
 use crate::contract::batch::Combiner;
 use crate::contract::binding::{Binding, check_owner};
+use crate::contract::general::{Gather, Scatter};
 use crate::contract::gradients::Keep;
 use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
@@ -184,6 +185,24 @@ pub trait Group: Any + Send {
     /// As [`check_owner`](Group::check_owner), for any of the groups. Nothing has changed then, and the committed pushes are dropped.
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()>;
 
+    /// Writes a piece of the rows that an optimizer without a formula is to change. Changes no row. `others`: the other groups of the
+    /// optimizer.
+    ///
+    /// # Errors
+    /// [`Error::State`] for an optimizer with a formula, or one that may not update the tables; [`Error::Argument`] for other lengths;
+    /// [`Error::Memory`]; [`Error::Device`] for tables on a GPU, which have no such update.
+    fn gather(&mut self, _others: Vec<&mut AnyGroup>, _gather: Gather<'_>) -> Result<()> {
+        Err(no_general_update(&self.names()))
+    }
+
+    /// Takes the new values of a piece, for the apply. `others`: the other groups of the optimizer.
+    ///
+    /// # Errors
+    /// As `gather`.
+    fn scatter(&mut self, _others: Vec<&mut AnyGroup>, _scatter: Scatter<'_>) -> Result<()> {
+        Err(no_general_update(&self.names()))
+    }
+
     /// Drops committed pushes, because their step has failed. A device has nothing to drop, because its calls run in the order of
     /// its stream.
     fn drop_committed(&mut self) {}
@@ -300,6 +319,14 @@ pub fn check_memory(group: &AnyGroup, tensor: Memory) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// The error for an optimizer without a formula, of tables on a GPU.
+pub fn no_general_update(tables: &str) -> Error {
+    Error::Device(format!(
+        "an optimizer whose formula the core does not have updates tables on the host alone: use `storage=\"host\"`. The tables {tables} \
+         are on a GPU"
+    ))
 }
 
 /// Message for a lookup without `save`. When a `tf.function` is traced, it is not known whether its results will be differentiated.

@@ -1,7 +1,7 @@
 //! A formula for both devices from one text.
 //!
 //! The bodies in `step!` are Rust and CUDA C++ at once. They have `let`, `let mut`, `=`, `+=`, `-=`, `+ - * /`, parentheses, float
-//! literals with a point, `if (FLAG) { } else { }`, and the functions of `math.rs` that `kernels/math.cuh` has under the same names:
+//! literals with a point, `if (FLAG) { } else { }`, `if (a > b && c > d) { }`, and the functions of `math.rs` that `kernels/math.cuh` has under the same names:
 //! `absolute`, `clip`, `larger`, `nadam_product`, `power_of_step`, `raise`, `sign`, `sqrt`.
 
 /// Defines the step of a formula, and `SOURCE`, its text for CUDA.
@@ -11,6 +11,8 @@
 /// - `row_state`: a float of the whole row, which `reduce` updates from the mean of the squares of its gradient. What `reduce` computes
 ///   under the name behind the arrow, `step` may read.
 /// - `prepare`: computes scalars from others and the 1-based count of updates, once for each step of training.
+/// - `direct`: makes a direction of a column's gradient and updates its states. `ratio` then computes a number of the whole row from the sums
+///   of the squares of its values and of its directions. `step` takes the direction as its gradient, and may read the ratio.
 /// - `step`: computes the new `x` of a column, and its states, from its gradient.
 macro_rules! step {
     (
@@ -21,6 +23,8 @@ macro_rules! step {
             $(row_state: $row_state:ident = $row_initial:ident,)?
             $(prepare($count:ident) { $($prepare:tt)* })?
             $(reduce($mean_of_squares:ident) -> $reduced:ident { $($reduce:tt)* })?
+            $(direct($given:ident) -> $direction:ident { $($direct:tt)* })?
+            $(ratio($of_row:ident, $of_direction:ident) -> $ratio:ident { $($compare:tt)* })?
             step($x:ident, $gradient:ident) { $($body:tt)* }
         }
     ) => {
@@ -33,7 +37,8 @@ macro_rules! step {
         #[allow(unused_assignments, unused_imports, unused_mut, unused_parens, unused_variables)]
         impl $(<$(const $flag: bool),+>)? $crate::formula::step::Step for $name $(<$($flag),+>)? {
             const STATES: usize = 0 $(+ body!(@is_present $($present)?) as usize)*;
-            const REDUCES: bool = body!(@reduces $($row_state)?);
+            const REDUCES: bool = body!(@has $($row_state)?);
+            const DIRECTS: bool = body!(@has $($direction)?);
 
             fn device_type() -> String {
                 $crate::formula::body::device_type(stringify!($name), &[$($($flag),+)?])
@@ -80,6 +85,45 @@ macro_rules! step {
             }
 
             #[inline(always)]
+            fn direct(&self, states: &mut [f32; $crate::formula::step::MAX_STATES], gradient: f32) -> f32 {
+                use $crate::math::{absolute, clip, larger, nadam_product, power_of_step, raise, sign, sqrt};
+                let Self { $($scalar),+ } = *self;
+                let mut place = 0;
+                $(
+                    let mut $state = 0.0;
+                    if body!(@is_present $($present)?) {
+                        $state = states[place];
+                        place += 1;
+                    }
+                )*
+                let mut result = gradient;
+                $(
+                    let $given = gradient;
+                    $($direct)*
+                    result = $direction;
+                )?
+                let mut place = 0;
+                $(if body!(@is_present $($present)?) {
+                    states[place] = $state;
+                    place += 1;
+                })*
+                result
+            }
+
+            #[inline(always)]
+            fn ratio(&self, of_row: f32, of_direction: f32) -> f32 {
+                use $crate::math::{absolute, clip, larger, nadam_product, power_of_step, raise, sign, sqrt};
+                let Self { $($scalar),+ } = *self;
+                let mut result = 1.0;
+                $(
+                    let ($of_row, $of_direction) = (of_row, of_direction);
+                    $($compare)*
+                    result = $ratio;
+                )?
+                result
+            }
+
+            #[inline(always)]
             fn step(
                 &self,
                 x: f32,
@@ -91,6 +135,7 @@ macro_rules! step {
                 let Self { $($scalar),+ } = *self;
                 let (mut $x, $gradient) = (x, gradient);
                 $(let $reduced = reduced;)?
+                $(let $ratio = reduced;)?
                 let mut place = 0;
                 $(
                     let mut $state = 0.0;
@@ -118,6 +163,10 @@ macro_rules! step {
             reduce: body!(@reduction $(
                 stringify!($row_state), stringify!($mean_of_squares), stringify!($reduced), stringify!($($reduce)*)
             )?),
+            direct: body!(@text $(stringify!($given), stringify!($direction), stringify!($($direct)*))?),
+            ratio: body!(@reduction $(
+                stringify!($of_row), stringify!($of_direction), stringify!($ratio), stringify!($($compare)*)
+            )?),
             step: [stringify!($x), stringify!($gradient), stringify!($($body)*)],
         };
     };
@@ -131,10 +180,10 @@ macro_rules! body {
     (@is_present $flag:ident) => {
         $flag
     };
-    (@reduces) => {
+    (@has) => {
         false
     };
-    (@reduces $row_state:ident) => {
+    (@has $name:ident) => {
         true
     };
     (@presence) => {
@@ -148,6 +197,9 @@ macro_rules! body {
     };
     (@text $name:expr, $text:expr) => {
         Some([$name, $text])
+    };
+    (@text $from:expr, $to:expr, $text:expr) => {
+        Some([$from, $to, $text])
     };
     (@reduction) => {
         None
@@ -170,6 +222,10 @@ pub(super) struct Source {
     pub prepare: Option<[&'static str; 2]>,
     /// Names of the row's state, of the mean of squares and of what is computed; body.
     pub reduce: Option<[&'static str; 4]>,
+    /// Names of the gradient and of the direction; body.
+    pub direct: Option<[&'static str; 3]>,
+    /// Names of the sums of squares of the row and of its directions, and of what is computed; body.
+    pub ratio: Option<[&'static str; 4]>,
     /// Names of the value and of the gradient; body.
     pub step: [&'static str; 3],
 }
@@ -199,12 +255,18 @@ impl Source {
         let [x, gradient, step] = self.step;
         let [row_state, mean, reduced, reduce] =
             self.reduce.unwrap_or(["state", "mean", "reduced", "let reduced = 0.0;"]);
+        let [given, direction, direct] = self.direct.unwrap_or(["gradient", "gradient", ""]);
+        let [of_row, of_direction, ratio, compare] =
+            self.ratio.unwrap_or(["row", "direction", "ratio", "let ratio = 1.0;"]);
+        // What a step may read of its whole row: only one of the two has a name.
+        let of_whole = if self.ratio.is_some() { ratio } else { reduced };
         let [number, prepare] = self.prepare.unwrap_or(["count", ""]);
         format!(
             "\
 {template}struct {name} {{
   static constexpr u32 STATES = {num_states};
   static constexpr bool REDUCES = {reduces};
+  static constexpr bool DIRECTS = {directs};
   static __device__ __forceinline__ void prepare(float* scalars, float rate, u64 {number}) {{
 {all_scalars}    learning_rate = rate;
     {prepare}
@@ -213,7 +275,15 @@ impl Source {
 {const_scalars}    {reduce}
     return {reduced};
   }}
-  static __device__ __forceinline__ float step(const float* scalars, float {x}, float* states, float {gradient}, float {reduced}) {{
+  static __device__ __forceinline__ float direct(const float* scalars, float* states, float {given}) {{
+{const_scalars}{states}    {direct}
+    return {direction};
+  }}
+  static __device__ __forceinline__ float ratio(const float* scalars, float {of_row}, float {of_direction}) {{
+{const_scalars}    {compare}
+    return {ratio};
+  }}
+  static __device__ __forceinline__ float step(const float* scalars, float {x}, float* states, float {gradient}, float {of_whole}) {{
 {const_scalars}{states}    {step}
     return {x};
   }}
@@ -222,10 +292,13 @@ impl Source {
             name = self.name,
             num_states = count(&presence),
             reduces = self.reduce.is_some(),
+            directs = self.direct.is_some(),
             all_scalars = scalars(""),
             const_scalars = scalars("const "),
             prepare = in_cuda(prepare),
             reduce = in_cuda(reduce),
+            direct = in_cuda(direct),
+            compare = in_cuda(compare),
             step = in_cuda(step),
         )
     }

@@ -124,6 +124,7 @@ struct ForeignStep {
 impl Step for ForeignStep {
     const STATES: usize = 0;
     const REDUCES: bool = false;
+    const DIRECTS: bool = false;
 
     fn device_type() -> String {
         "Foreign".into()
@@ -142,6 +143,14 @@ impl Step for ForeignStep {
 
     fn reduce(&self, _state: &mut f32, _mean_of_squares: f32) -> f32 {
         0.0
+    }
+
+    fn direct(&self, _states: &mut [f32; MAX_STATES], gradient: f32) -> f32 {
+        gradient
+    }
+
+    fn ratio(&self, _of_row: f32, _of_direction: f32) -> f32 {
+        1.0
     }
 
     fn step(&self, x: f32, _states: &mut [f32; MAX_STATES], _gradient: f32, _reduced: f32) -> f32 {

@@ -14,6 +14,7 @@ mod body;
 mod checks;
 mod ftrl;
 mod general;
+mod lamb;
 mod lion;
 mod nadam;
 mod rmsprop;
@@ -31,6 +32,7 @@ pub use self::adam::Adam;
 pub use self::adamax::Adamax;
 pub use self::ftrl::Ftrl;
 pub use self::general::{General, GeneralState};
+pub use self::lamb::Lamb;
 pub use self::lion::Lion;
 pub use self::nadam::Nadam;
 pub use self::rmsprop::RmsProp;
@@ -113,6 +115,7 @@ rules! {
     "adamax": adamax::Adamax,
     "nadam": nadam::Nadam,
     "row_wise_adam": row_wise_adam::RowWiseAdam,
+    "lamb": lamb::Lamb,
 }
 
 impl Rule {

@@ -42,6 +42,10 @@ pub trait Step: Copy + Send + Sync {
     /// state of the whole row.
     const REDUCES: bool;
 
+    /// Whether the columns of a row depend on each other in another way: `direct` goes over the row first, then `ratio` compares the row
+    /// with what that has made of its gradient.
+    const DIRECTS: bool;
+
     /// The type in the CUDA header with its template arguments.
     fn device_type() -> String;
 
@@ -56,6 +60,12 @@ pub trait Step: Copy + Send + Sync {
 
     /// Updates the state of a row from the mean of the squares of its gradient. Returns what `step` takes as `reduced`.
     fn reduce(&self, state: &mut f32, mean_of_squares: f32) -> f32;
+
+    /// Makes a direction of a column's gradient, and updates its states. `step` takes it as the gradient, and leaves the states.
+    fn direct(&self, states: &mut [f32; MAX_STATES], gradient: f32) -> f32;
+
+    /// Returns what `step` takes as `reduced`, from the sums of the squares of a row's values and of its directions.
+    fn ratio(&self, of_row: f32, of_direction: f32) -> f32;
 
     /// The new value of a column, from its value `x`, its states, and the merged and conditioned gradient.
     fn step(&self, x: f32, states: &mut [f32; MAX_STATES], gradient: f32, reduced: f32) -> f32;

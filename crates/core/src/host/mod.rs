@@ -11,6 +11,7 @@ pub mod group;
 mod lookup;
 mod lookup_split;
 mod merge;
+mod new_values;
 mod pooling;
 pub mod push;
 mod runs;

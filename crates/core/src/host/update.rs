@@ -102,36 +102,72 @@ impl<const D: usize, S: Step, G> RecordUpdate<'_, D, S, G> {
         let (first, rest) = rest.split_at_mut(if S::STATES > 0 { dim } else { 0 });
         let (second, rest) = rest.split_at_mut(if S::STATES > 1 { dim } else { 0 });
         let (third, rest) = rest.split_at_mut(if S::STATES > 2 { dim } else { 0 });
+        let mut states = States { first, second, third };
         let mut reduced = 0.0;
         if S::REDUCES {
             gradient.iter_mut().for_each(|g| *g = self.conditioning.gradient(*g));
             reduced = self.step.reduce(&mut rest[0], sum_of_squares(gradient) / dim as f32);
         }
+        if S::DIRECTS {
+            for column in 0..dim {
+                let mut of_column = states.get::<S>(column);
+                let conditioned = self.conditioning.gradient(gradient[column]);
+                gradient[column] = self.step.direct(&mut of_column, conditioned);
+                states.set::<S>(column, of_column);
+                row[column] = self.conditioning.value(row[column]);
+            }
+            let ratio = self.step.ratio(sum_of_squares(row), sum_of_squares(gradient));
+            for column in 0..dim {
+                row[column] = self.step.step(row[column], &mut [0.0; MAX_STATES], gradient[column], ratio);
+            }
+            return;
+        }
         for column in 0..dim {
-            let mut states = [0f32; MAX_STATES];
-            let mut each = |i: usize, values: &[f32]| {
-                if S::STATES > i {
-                    states[i] = values[column];
-                }
-            };
-            each(0, first);
-            each(1, second);
-            each(2, third);
+            let mut of_column = states.get::<S>(column);
             let mut gradient = gradient[column];
             if !S::REDUCES {
                 gradient = self.conditioning.gradient(gradient);
             }
             let value = self.conditioning.value(row[column]);
-            row[column] = self.step.step(value, &mut states, gradient, reduced);
-            if S::STATES > 0 {
-                first[column] = states[0];
-            }
-            if S::STATES > 1 {
-                second[column] = states[1];
-            }
-            if S::STATES > 2 {
-                third[column] = states[2];
-            }
+            row[column] = self.step.step(value, &mut of_column, gradient, reduced);
+            states.set::<S>(column, of_column);
+        }
+    }
+}
+
+/// The states of a record, each as wide as the row; those that the step does not have are empty.
+struct States<'a> {
+    first: &'a mut [f32],
+    second: &'a mut [f32],
+    third: &'a mut [f32],
+}
+
+impl States<'_> {
+    #[inline(always)]
+    fn get<S: Step>(&self, column: usize) -> [f32; MAX_STATES] {
+        let mut states = [0f32; MAX_STATES];
+        if S::STATES > 0 {
+            states[0] = self.first[column];
+        }
+        if S::STATES > 1 {
+            states[1] = self.second[column];
+        }
+        if S::STATES > 2 {
+            states[2] = self.third[column];
+        }
+        states
+    }
+
+    #[inline(always)]
+    fn set<S: Step>(&mut self, column: usize, states: [f32; MAX_STATES]) {
+        if S::STATES > 0 {
+            self.first[column] = states[0];
+        }
+        if S::STATES > 1 {
+            self.second[column] = states[1];
+        }
+        if S::STATES > 2 {
+            self.third[column] = states[2];
         }
     }
 }

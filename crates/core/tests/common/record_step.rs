@@ -9,6 +9,30 @@ pub fn update_record(update: &Update, scalars: &UpdateScalars, record: &mut [f32
     update.rule.visit(RecordStep { update, scalars, record, gradient });
 }
 
+impl RecordStep<'_> {
+    /// A step whose length depends on the row and on what is made of its gradient.
+    fn directed<S: Step>(self, step: &S, gradient: Vec<f32>) {
+        let dim = gradient.len();
+        let conditioning = self.update.conditioning(self.scalars);
+        let mut directions = Vec::new();
+        for (column, gradient) in gradient.into_iter().enumerate() {
+            let mut states = [f32::NAN; MAX_STATES];
+            for i in 0..S::STATES {
+                states[i] = self.record[(1 + i) * dim + column];
+            }
+            directions.push(step.direct(&mut states, gradient));
+            for i in 0..S::STATES {
+                self.record[(1 + i) * dim + column] = states[i];
+            }
+            self.record[column] = conditioning.value(self.record[column]);
+        }
+        let ratio = step.ratio(sum_of_squares(&self.record[..dim]), sum_of_squares(&directions));
+        for (x, direction) in self.record.iter_mut().zip(directions) {
+            *x = step.step(*x, &mut [f32::NAN; MAX_STATES], direction, ratio);
+        }
+    }
+}
+
 struct RecordStep<'a> {
     update: &'a Update,
     scalars: &'a UpdateScalars,
@@ -29,6 +53,9 @@ impl StepVisitor for RecordStep<'_> {
         if S::REDUCES {
             let mean_of_squares = sum_of_squares(&gradient) / dim as f32;
             reduced = step.reduce(self.record.last_mut().unwrap(), mean_of_squares);
+        }
+        if S::DIRECTS {
+            return self.directed(&step, gradient);
         }
         for (column, gradient) in gradient.into_iter().enumerate() {
             let mut states = [f32::NAN; MAX_STATES];

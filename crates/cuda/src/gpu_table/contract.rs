@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::HashSet;
 
+use sok_core::contract::group::no_general_update;
 use sok_core::contract::table::{
     Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
 };
@@ -156,6 +157,9 @@ impl Table for GpuTable {
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         if let Some(update) = &update {
             update.validate()?;
+            if update.rule.is_general() {
+                return Err(no_general_update(&format!("`{}`", self.config.name)));
+            }
         }
         self.wait()?;
         let names = |update: &Option<Update>| {

@@ -99,7 +99,7 @@ struct Op {
 }
 
 /// Stateful, so that TensorFlow neither drops, merges nor reorders them. Tensors come in the order of [`crate::call`].
-const OPS: [Op; 5] = [
+const OPS: [Op; 7] = [
     Op {
         names: [c"SokLookup", c"SokGpuLookup"],
         attrs: &[
@@ -126,6 +126,20 @@ const OPS: [Op; 5] = [
         inputs: &[c"is_update: float", c"tickets: N * float"],
         outputs: &[c"sum_of_squares: float"],
         create: [create_commit::<false>, create_commit::<true>],
+    },
+    Op {
+        names: [c"SokGather", c"SokGpuGather"],
+        attrs: &[c"N: int >= 2", c"optimizer: int", c"size: int"],
+        inputs: &[c"scalars: float", c"after: float", c"piece: int32"],
+        outputs: &[c"arrays: N * float"],
+        create: [create_gather::<false>, create_gather::<true>],
+    },
+    Op {
+        names: [c"SokScatter", c"SokGpuScatter"],
+        attrs: &[c"N: int >= 1", c"optimizer: int"],
+        inputs: &[c"piece: int32", c"arrays: N * float"],
+        outputs: &[c"next: int32"],
+        create: [create_scatter::<false>, create_scatter::<true>],
     },
     Op {
         names: [c"SokApply", c"SokGpuApply"],
@@ -286,6 +300,8 @@ enum Call {
     Lookup { plan: i64, insertion: Insertion, save: bool },
     Push { plan: i64, num_gradients: usize },
     Commit { optimizer: i64 },
+    Gather { optimizer: i64, num_arrays: usize, size: usize },
+    Scatter { optimizer: i64 },
     Apply { optimizer: i64 },
     SumGradients,
 }
@@ -308,6 +324,20 @@ extern "C" fn create_push<const GPU: bool>(construction: Object) -> Object {
 
 extern "C" fn create_commit<const GPU: bool>(construction: Object) -> Object {
     create(construction, GPU, |attrs| Ok(Call::Commit { optimizer: attrs.int(c"optimizer")? }))
+}
+
+extern "C" fn create_gather<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |attrs| {
+        Ok(Call::Gather {
+            optimizer: attrs.int(c"optimizer")?,
+            num_arrays: attrs.int(c"N")? as usize,
+            size: attrs.int(c"size")? as usize,
+        })
+    })
+}
+
+extern "C" fn create_scatter<const GPU: bool>(construction: Object) -> Object {
+    create(construction, GPU, |attrs| Ok(Call::Scatter { optimizer: attrs.int(c"optimizer")? }))
 }
 
 extern "C" fn create_apply<const GPU: bool>(construction: Object) -> Object {
@@ -372,6 +402,10 @@ impl Kernel {
                 call::push(plan, &tensors, Some(Box::new(gradients)), outputs, stream)
             }
             Call::Commit { optimizer } => call::commit(optimizer, &tensors, outputs, stream),
+            Call::Gather { optimizer, num_arrays, size } => {
+                call::gather(optimizer, num_arrays, size, &tensors, outputs, stream)
+            }
+            Call::Scatter { optimizer } => call::scatter(optimizer, &tensors, outputs, stream),
             Call::Apply { optimizer } => call::apply(optimizer, &tensors, outputs, stream),
             Call::SumGradients => call::sum_gradients(&tensors, outputs, stream),
         }

@@ -154,6 +154,45 @@ fn commit(
 }
 
 #[pyfunction]
+#[pyo3(signature = (optimizer, size, inputs, outputs, gpu))]
+fn gather(
+    py: Python<'_>,
+    optimizer: i64,
+    size: usize,
+    inputs: Vec<Bound<'_, PyAny>>,
+    outputs: Vec<Bound<'_, PyAny>>,
+    gpu: Option<i32>,
+) -> PyResult<()> {
+    guarded(|| {
+        let (device, stream) = device_and_stream(py, gpu)?;
+        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
+        detached(py, move || {
+            let (inputs, mut outputs) = (inputs, outputs);
+            call::gather(optimizer, outputs.0.len(), size, &inputs.0, &mut outputs, stream)
+        })
+    })
+}
+
+#[pyfunction]
+#[pyo3(signature = (optimizer, inputs, outputs, gpu))]
+fn scatter(
+    py: Python<'_>,
+    optimizer: i64,
+    inputs: Vec<Bound<'_, PyAny>>,
+    outputs: Vec<Bound<'_, PyAny>>,
+    gpu: Option<i32>,
+) -> PyResult<()> {
+    guarded(|| {
+        let (device, stream) = device_and_stream(py, gpu)?;
+        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
+        detached(py, move || {
+            let (inputs, mut outputs) = (inputs, outputs);
+            call::scatter(optimizer, &inputs.0, &mut outputs, stream)
+        })
+    })
+}
+
+#[pyfunction]
 #[pyo3(signature = (optimizer, inputs, outputs, gpu))]
 fn apply(
     py: Python<'_>,
@@ -198,6 +237,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(lookup, module)?)?;
     module.add_function(wrap_pyfunction!(push, module)?)?;
     module.add_function(wrap_pyfunction!(commit, module)?)?;
+    module.add_function(wrap_pyfunction!(gather, module)?)?;
+    module.add_function(wrap_pyfunction!(scatter, module)?)?;
     module.add_function(wrap_pyfunction!(sum_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(apply, module)?)
 }

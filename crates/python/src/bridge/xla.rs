@@ -157,19 +157,23 @@ struct CallFrame {
 
 // ---- handlers ----------------------------------------------------------------------------------------------------
 
-const ON_CPU: [(&str, Handler); 7] = [
+const ON_CPU: [(&str, Handler); 9] = [
     ("sok_lookup", lookup::<false>),
     ("sok_push", push::<false>),
     ("sok_commit", commit::<false>),
+    ("sok_gather", gather::<false>),
+    ("sok_scatter", scatter::<false>),
     ("sok_apply", apply::<false>),
     ("sok_sum_gradients", sum_gradients::<false>),
     ("sok_verdict", verdict),
     ("sok_finish", finish),
 ];
-const ON_GPU: [(&str, Handler); 5] = [
+const ON_GPU: [(&str, Handler); 7] = [
     ("sok_lookup", lookup::<true>),
     ("sok_push", push::<true>),
     ("sok_commit", commit::<true>),
+    ("sok_gather", gather::<true>),
+    ("sok_scatter", scatter::<true>),
     ("sok_apply", apply::<true>),
     ("sok_sum_gradients", sum_gradients::<true>),
 ];
@@ -253,6 +257,42 @@ unsafe extern "C" fn commit<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
                 let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
                 execution.run(tensors, memory, |tensors, outputs, stream| {
                     call::commit(optimizer, tensors, outputs, stream)
+                })
+            };
+            execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
+        })
+    }
+}
+
+/// Operands: scalars, what comes before, number of the piece. Results: gradients, rows, states.
+unsafe extern "C" fn gather<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, GPU, |execution| {
+            let optimizer = execution.attribute("optimizer")?;
+            let call = |execution: &mut Execution, _: Option<&Scope>| {
+                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
+                let num_arrays = execution.frame.results.size as usize;
+                let size = execution.attribute("size")? as usize;
+                execution.run(tensors, memory, |tensors, outputs, stream| {
+                    call::gather(optimizer, num_arrays, size, tensors, outputs, stream)
+                })
+            };
+            execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
+        })
+    }
+}
+
+/// Operands: number of the piece, rows, states. Result: number of the next piece. Where the scope has failed it is 0, which ends the loop.
+unsafe extern "C" fn scatter<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
+    // SAFETY: XLA's frame, passed on.
+    unsafe {
+        handle(frame, GPU, |execution| {
+            let optimizer = execution.attribute("optimizer")?;
+            let call = |execution: &mut Execution, _: Option<&Scope>| {
+                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
+                execution.run(tensors, memory, |tensors, outputs, stream| {
+                    call::scatter(optimizer, tensors, outputs, stream)
                 })
             };
             execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))

@@ -4,7 +4,8 @@ use super::HostGroup;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
-use crate::error::Result;
+use crate::contract::tensor::Tensor;
+use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars, clipnorm_factor};
 use crate::host::accumulator::Accumulator;
 use crate::host::merge::{MergedGradients, RecordGradients};
@@ -22,16 +23,38 @@ pub struct ApplyScalars {
     pub is_update: bool,
 }
 
+impl ApplyScalars {
+    /// Reads learning rate, step, is_update and factor from host memory.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of them.
+    pub(in crate::host) fn read(scalars: &Tensor) -> Result<ApplyScalars> {
+        let &[learning_rate, step, is_update, factor] = scalars.slice::<f32>()? else {
+            return Err(Error::argument("apply takes four scalars"));
+        };
+        let update = UpdateScalars { learning_rate, step: step as u64, factor };
+        Ok(ApplyScalars { update, is_update: is_update != 0.0 })
+    }
+}
+
 impl HostGroup {
     /// Updates the records of the committed pushes, or only accumulates their gradients.
     ///
     /// # Errors
-    /// The same as `take_over`.
+    /// The same as `take_over`. [`Error::State`] if an optimizer without a formula has not brought all new values; the gradients are
+    /// dropped then.
     pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
         self.take_over(binding)?;
         self.tables.iter_mut().for_each(HostTable::count_call);
         if !scalars.is_update {
             return self.accumulate(pool);
+        }
+        if binding.update.rule.is_general() {
+            let start = self.stopwatch.start();
+            let done = self.apply_new_values(pool);
+            self.stopwatch.stop(StepPart::Update, start);
+            self.end_update();
+            return done;
         }
         let is_single = self.committed.len() == 1 && self.accumulators.iter().all(Accumulator::is_empty);
         let is_held = is_single
@@ -47,9 +70,14 @@ impl HostGroup {
             self.apply_stored(binding, &scalars.update, pool);
         }
         self.stopwatch.stop(StepPart::Update, start);
+        self.end_update();
+        Ok(())
+    }
+
+    /// Forgets the gradients that were applied.
+    fn end_update(&mut self) {
         self.drop_committed();
         self.accumulators.iter_mut().for_each(Accumulator::clear);
-        Ok(())
     }
 
     fn apply_held(&mut self, update: &Update, scalars: &UpdateScalars, pool: &Pool) {
@@ -69,21 +97,23 @@ impl HostGroup {
         let mut tables = std::mem::take(&mut self.tables);
         // `stored` reads the generations of the tables, so the arenas are borrowed separately.
         let generations: Vec<u64> = tables.iter().map(|t| t.generation).collect();
-        let mut scaled = Vec::new();
-        for number in 0..tables.len() {
-            let mut scalars = *scalars;
-            if let Some(clipnorm) = binding.update.clipnorm {
-                scalars.factor *=
-                    clipnorm_factor(self.norms[number] * scalars.factor * scalars.factor, clipnorm);
-            }
-            scaled.push(scalars);
-        }
+        let scaled: Vec<_> =
+            (0..tables.len()).map(|number| self.clipped(number, &binding.update, scalars)).collect();
         let work = tables.iter_mut().enumerate().map(|(number, table)| {
             let stored = self.stored(number, generations[number]);
             (table, stored, &binding.update, &scaled[number])
         });
         run_updates(work.collect(), pool);
         self.tables = tables;
+    }
+
+    /// The scalars of a table, whose factor clips its gradients by their norm.
+    pub(super) fn clipped(&self, number: usize, update: &Update, scalars: &UpdateScalars) -> UpdateScalars {
+        let mut scalars = *scalars;
+        if let Some(clipnorm) = update.clipnorm {
+            scalars.factor *= clipnorm_factor(self.norms[number] * scalars.factor * scalars.factor, clipnorm);
+        }
+        scalars
     }
 }
 

@@ -1,8 +1,9 @@
 //! The four calls on the tensors of a framework.
 
-use super::{ApplyScalars, HostGroup};
+use super::{ApplyScalars, HostGroup, general};
 use crate::contract::batch::{Bags, Feature, Keys, Splits};
 use crate::contract::binding::Binding;
+use crate::contract::general::{Gather, Scatter};
 use crate::contract::group::{
     AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
     check_memory, lookup_number, together, write_lookup_number, write_trigger,
@@ -11,7 +12,6 @@ use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::{Error, Result};
-use crate::formula::update::UpdateScalars;
 use crate::host::accumulator::Accumulator;
 use crate::host::push::{OutputGradients, PushedGradients, Spare};
 use crate::host::table::HostTable;
@@ -96,9 +96,7 @@ impl Group for HostGroup {
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
         check_memory(self, apply.scalars.memory())?;
         let mut groups = together(self, others)?;
-        let &[learning_rate, step, is_update, factor] = apply.scalars.slice::<f32>()? else {
-            return Err(Error::argument("apply takes four scalars"));
-        };
+        let scalars = ApplyScalars::read(apply.scalars)?;
         let mut checked = groups.iter().zip(apply.bindings);
         if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(binding)) {
             groups.iter_mut().for_each(|group| group.drop_committed());
@@ -107,14 +105,23 @@ impl Group for HostGroup {
         for (trigger, mut new) in apply.triggers {
             write_trigger(trigger, &mut new)?;
         }
-        let update = UpdateScalars { learning_rate, step: step as u64, factor };
-        let scalars = ApplyScalars { update, is_update: is_update != 0.0 };
         let pool = pool::global()?;
         let mut groups = groups.iter_mut().zip(apply.bindings);
         groups.try_for_each(|(group, binding)| HostGroup::apply(group, binding, &scalars, &pool))
     }
 
+    fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()> {
+        check_memory(self, gather.scalars.memory())?;
+        general::gather(&mut together(self, others)?, gather, &*pool::global()?)
+    }
+
+    fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()> {
+        check_memory(self, scatter.piece.memory())?;
+        general::scatter(&mut together(self, others)?, scatter)
+    }
+
     fn drop_committed(&mut self) {
+        self.new_values.forget();
         std::mem::take(&mut self.committed).into_iter().for_each(|(_, push)| self.reuse(push));
         self.settle_commits();
     }
@@ -141,7 +148,8 @@ impl Group for HostGroup {
         });
         let accumulated = self.accumulators.iter().map(Accumulator::num_bytes);
         let spare = self.spare.iter().map(Spare::num_bytes);
-        looked.chain(merged).chain(accumulated).chain(spare).sum::<usize>() + self.split.num_bytes()
+        let scratch = self.split.num_bytes() + self.new_values.num_bytes();
+        looked.chain(merged).chain(accumulated).chain(spare).sum::<usize>() + scratch
     }
 
     fn measure(&mut self, is_on: bool) {

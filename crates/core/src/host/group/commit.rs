@@ -89,6 +89,7 @@ impl HostGroup {
     /// # Errors
     /// [`Error::Memory`].
     pub(in crate::host) fn take_named(&mut self, named: &[Named], pool: &Pool) -> Result<()> {
+        self.new_values.forget();
         let start = self.stopwatch.start();
         if self.insert_absent(named)? {
             self.stopwatch.stop(StepPart::Insert, start);

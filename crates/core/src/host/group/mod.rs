@@ -6,6 +6,7 @@
 mod apply;
 pub(in crate::host) mod calls;
 mod commit;
+mod general;
 mod lookup;
 pub(in crate::host) mod push;
 
@@ -18,6 +19,7 @@ use crate::contract::ticket::PushRing;
 use crate::error::Result;
 use crate::host::accumulator::Accumulator;
 use crate::host::lookup_split::SplitScratch;
+use crate::host::new_values::NewValues;
 use crate::host::push::{Push, SavedLookup, Spare};
 use crate::host::stopwatch::Stopwatch;
 use crate::host::table::HostTable;
@@ -40,6 +42,8 @@ pub struct HostGroup {
     /// Squared norm of the committed gradients, by table.
     norms: Vec<f32>,
     pushes_without_optimizer: u32,
+    /// Of an optimizer without a formula.
+    new_values: NewValues,
     /// By table.
     spare: Vec<Spare>,
     split: SplitScratch,
@@ -64,6 +68,7 @@ impl HostGroup {
             committed: Vec::new(),
             num_commits: 0,
             pushes_without_optimizer: 0,
+            new_values: NewValues::default(),
             spare: tables.iter().map(|_| Spare::default()).collect(),
             split: SplitScratch::default(),
             stopwatch: Stopwatch::default(),

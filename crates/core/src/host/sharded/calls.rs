@@ -4,6 +4,7 @@ use super::commit::commit;
 use super::group::ShardedGroup;
 use crate::contract::batch::Feature;
 use crate::contract::binding::Binding;
+use crate::contract::general::{Gather, Scatter};
 use crate::contract::group::{
     AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, check_memory,
     lookup_number, together, write_lookup_number,
@@ -91,6 +92,18 @@ impl Group for ShardedGroup {
         let mut groups = together(self, others)?.into_iter().map(|group| &mut group.shard);
         let Some(first) = groups.next() else { return Ok(()) };
         Group::apply(first, groups.map(|shard| shard as &mut AnyGroup).collect(), apply)
+    }
+
+    fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()> {
+        let mut shards = together(self, others)?.into_iter().map(|group| &mut group.shard);
+        let Some(first) = shards.next() else { return Ok(()) };
+        Group::gather(first, shards.map(|shard| shard as &mut AnyGroup).collect(), gather)
+    }
+
+    fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()> {
+        let mut shards = together(self, others)?.into_iter().map(|group| &mut group.shard);
+        let Some(first) = shards.next() else { return Ok(()) };
+        Group::scatter(first, shards.map(|shard| shard as &mut AnyGroup).collect(), scatter)
     }
 
     fn drop_committed(&mut self) {
