@@ -178,7 +178,8 @@ def _states_of(optimizer: Any) -> list[_State]:
         name = _name_of(state, len(states))
         if tuple(state.shape) != _SHAPE:
             raise _refused(
-                optimizer, f"whose formula needs the whole variable: its state `{name}` has the shape {tuple(state.shape)}"
+                optimizer,
+                f"whose formula needs the whole variable: its state `{name}` has the shape {tuple(state.shape)}",
             )
         values = backend.to_numpy(state.value)
         if (values != values.flat[0]).any():
@@ -198,6 +199,12 @@ def _name_of(state: Any, number: int) -> str:
 
 def _check_is_elementwise(optimizer: Any) -> None:
     """Raises a `ValueError` unless parts of a variable move as the whole variable does, and its elements in any order."""
+    flat = keras.Variable(np.zeros(_SHAPE, "float32").ravel(), dtype="float32", name="rows")
+    if len(_built(_copied(optimizer), flat)) != len(_states_of(optimizer)):
+        raise _refused(
+            optimizer,
+            "whose formula needs the whole variable: a variable of one dimension has other states than one of two",
+        )
     random = np.random.default_rng(1)
     start, *gradients = random.normal(size=(1 + _NUM_STEPS, *_SHAPE)).astype("float32")
     try:

@@ -193,6 +193,21 @@ def test_row_wise_adagrad_of_a_dim_of_one_is_adagrad():
     assert_close(*moved)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_lamb_takes_a_row_as_a_variable_of_one_row(dim):
+    """Without weight decay, and with it: the norm is that of the row after the decay."""
+    for decay in (None, 0.2):
+        make = functools.partial(optimizers.Lamb, 0.05, beta_1=0.8, beta_2=0.95, epsilon=1e-3, weight_decay=decay)
+        start, *gradients = normal(np.random.default_rng(2), *[(NUM_KEYS, dim)] * (1 + STEPS))
+        layer, theirs = tables_of([start]), [keras.Variable(row[None]) for row in start]
+        ours, plain = apply_of(sok.OptimizerWrapper(make()), [layer.trigger]), apply_of(make(), theirs)
+        push = push_of(layer)
+        for gradient in gradients:
+            ours([push([np.arange(NUM_KEYS, dtype="int32")], [gradient])])
+            plain(tensors([row[None] for row in gradient]))
+        assert_close(layer.get_tables()[f"dim_{dim}"].export().rows, np.concatenate([to_numpy(row) for row in theirs]))
+
+
 def test_learning_rate_of_a_schedule_is_read_before_the_step():
     assert_rows_move_as_variables(
         lambda: optimizers.SGD(optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.5, 0.1, 0.02])), steps=8

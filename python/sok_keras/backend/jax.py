@@ -146,9 +146,7 @@ def commit(tables, is_update, tickets):
 def gather(tables, size, num_arrays, scalars, after, piece):
     """Arrays `(size,)` of a piece of the rows to update: gradients, rows, and each state. `after`: what must be computed before."""
     call = _ffi("sok_gather", [_float32(size) for _ in range(num_arrays)])
-    return call(
-        scalars, after, piece, optimizer=np.int64(tables.handle), size=np.int64(size), scope=traced_scope()
-    )
+    return call(scalars, after, piece, optimizer=np.int64(tables.handle), size=np.int64(size), scope=traced_scope())
 
 
 def scatter(tables, piece, arrays):
