@@ -77,12 +77,12 @@ def _torch_step(layer, optimizer):
     return train
 
 
-def our_step(case, dim):
-    """The same step as `native_step.criteo_step`, by layer and wrapper."""
+def our_step(case, dim, optimizer=None):
+    """The same step as `native_step.criteo_step`, by layer and wrapper. `optimizer`: Adam, if none is given."""
     initializer = keras.initializers.RandomUniform(seed=1)
     tables = [sok.TableConfig(f"t{t}", None, dim, initializer, combiner="sum") for t in range(len(work.sizes()))]
     layer = sok.DistributedEmbedding([sok.FeatureConfig(table.name, table) for table in tables])
-    optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(1e-3))
+    optimizer = sok.OptimizerWrapper(optimizer or keras.optimizers.Adam(1e-3))
     batches = [[work.raw(ids) for ids in work.features_of(batch)] for batch in work.batches(case)]
     step = step_of(layer, optimizer, batches, dim)
     for table, start, count in zip(layer.get_tables().values(), work.offsets(), work.sizes(), strict=True):

@@ -6,6 +6,17 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops, optimizers
+from test_formulas import (
+    AROUND,
+    NUM_KEYS,
+    apply_of,
+    assert_rows_move_as_variables,
+    digest_of,
+    normal,
+    push_of,
+    tables_of,
+    threads,  # noqa: F401 (a fixture)
+)
 
 import sok_keras as sok
 from reference import (
@@ -24,17 +35,6 @@ from reference import (
     small_model,
     table_of,
     to_numpy,
-)
-from test_formulas import (
-    AROUND,
-    NUM_KEYS,
-    apply_of,
-    assert_rows_move_as_variables,
-    digest_of,
-    normal,
-    push_of,
-    tables_of,
-    threads,  # noqa: F401 (a fixture)
 )
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="tables on a GPU take formulas of the core alone")

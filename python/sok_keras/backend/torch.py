@@ -165,14 +165,14 @@ def _commit(is_update, tickets, optimizer):
 def _gather(scalars, after, piece, optimizer, size, num_arrays):
     device = _device_of(_optimizer(optimizer).gpu)
     arrays = [_new(device, (size,)) for _ in range(num_arrays)]
-    _native.gather(optimizer, size, _at(device, [scalars, after, piece]), arrays, device.index)
+    _native.gather_piece(optimizer, size, _at(device, [scalars, after, piece]), arrays, device.index)
     return _back(arrays, scalars)
 
 
 def _scatter(piece, arrays, optimizer):
     device = _device_of(_optimizer(optimizer).gpu)
     following = torch.empty(1, dtype=torch.int32, device=device)
-    _native.scatter(optimizer, _at(device, [piece, *arrays]), [following], device.index)
+    _native.scatter_piece(optimizer, _at(device, [piece, *arrays]), [following], device.index)
     return _back([following], piece)[0]
 
 

@@ -155,7 +155,7 @@ fn commit(
 
 #[pyfunction]
 #[pyo3(signature = (optimizer, size, inputs, outputs, gpu))]
-fn gather(
+fn gather_piece(
     py: Python<'_>,
     optimizer: i64,
     size: usize,
@@ -175,7 +175,7 @@ fn gather(
 
 #[pyfunction]
 #[pyo3(signature = (optimizer, inputs, outputs, gpu))]
-fn scatter(
+fn scatter_piece(
     py: Python<'_>,
     optimizer: i64,
     inputs: Vec<Bound<'_, PyAny>>,
@@ -237,8 +237,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(lookup, module)?)?;
     module.add_function(wrap_pyfunction!(push, module)?)?;
     module.add_function(wrap_pyfunction!(commit, module)?)?;
-    module.add_function(wrap_pyfunction!(gather, module)?)?;
-    module.add_function(wrap_pyfunction!(scatter, module)?)?;
+    module.add_function(wrap_pyfunction!(gather_piece, module)?)?;
+    module.add_function(wrap_pyfunction!(scatter_piece, module)?)?;
     module.add_function(wrap_pyfunction!(sum_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(apply, module)?)
 }
