@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use common::Dice;
+use common::general::rules;
 use common::large::{ADAM, any_update, plain_update};
 use common::programs::{Program, Seen, program, tcp_world, thread_world};
 use common::ranks::{GlobalStep, Then, any_input, any_step, any_steps, any_tables};
@@ -19,7 +20,6 @@ use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::Tag;
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
-use sok_core::formula::Rule;
 use sok_core::formula::update::Update;
 use sok_core::policy::eviction::{Eviction, Score};
 
@@ -27,7 +27,7 @@ const NUM_TABLES: usize = 26;
 
 /// Clips by the norm every other rule, and lets the others decay and clip by value.
 fn updates() -> impl Iterator<Item = Update> {
-    Rule::variants().into_iter().enumerate().map(|(number, rule)| match number % 2 {
+    rules().into_iter().enumerate().map(|(number, rule)| match number % 2 {
         0 => Update { clipnorm: Some(0.5), ..plain_update(rule) },
         _ => Update { weight_decay: Some(0.1), clipvalue: Some(0.5), ..plain_update(rule) },
     })

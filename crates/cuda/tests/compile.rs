@@ -98,6 +98,15 @@ fn all_kernels_compile_for_all_architectures() {
         backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
     }
     backward.extend(own(&[
+        "count_rows<8, 257>",
+        "gather_piece<0, 8, 257>",
+        "gather_piece<1, 64>",
+        "gather_piece<2, 64>",
+        "scatter_piece<0, 8, 257>",
+        "scatter_piece<1, 64>",
+        "scatter_piece<2, 64>",
+        "fill_piece",
+        "next_piece",
         "copy_gradients",
         "list_entries<0, 8, 64>",
         "list_entries<1, 64>",
@@ -118,6 +127,8 @@ fn all_kernels_compile_for_all_architectures() {
         "give_norm",
         "clip_factors",
     ]);
+    control.push("prepare<1, Foreign>".into());
+    control.push("prepare<40, Foreign>".into());
     control.extend(rules.iter().flat_map(|rule| [1, 40].map(|groups| format!("prepare<{groups}, {rule}>"))));
     let passes = [4, 8, 10, 13].into_iter().flat_map(|items| (9..=11).map(move |bits| (items, bits)));
     let sort = passes

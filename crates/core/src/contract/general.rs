@@ -2,7 +2,7 @@
 //!
 //! All rows that a step is to change, of all tables of the optimizer, are one long row of floats. It is cut into pieces of equal size,
 //! wherever that cuts: each element of a row is updated by itself. `gather` writes a piece, the optimizer computes on it, `scatter` takes
-//! the new values. The records change in the apply, when all pieces have come.
+//! the new values. On the host the records change in the apply, when all pieces have come; a device writes each piece to them at once.
 
 use crate::contract::binding::Binding;
 use crate::contract::tensor::{StreamHandle, Tensor, TensorMut};

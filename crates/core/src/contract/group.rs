@@ -190,18 +190,14 @@ pub trait Group: Any + Send {
     ///
     /// # Errors
     /// [`Error::State`] for an optimizer with a formula, or one that may not update the tables; [`Error::Argument`] for other lengths;
-    /// [`Error::Memory`]; [`Error::Device`] for tables on a GPU, which have no such update.
-    fn gather(&mut self, _others: Vec<&mut AnyGroup>, _gather: Gather<'_>) -> Result<()> {
-        Err(no_general_update(&self.names()))
-    }
+    /// [`Error::Memory`], [`Error::Device`].
+    fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()>;
 
-    /// Takes the new values of a piece, for the apply. `others`: the other groups of the optimizer.
+    /// Takes the new values of a piece. They are in the records after the apply; a device writes them at once. `others`: the other groups of the optimizer.
     ///
     /// # Errors
     /// As `gather`.
-    fn scatter(&mut self, _others: Vec<&mut AnyGroup>, _scatter: Scatter<'_>) -> Result<()> {
-        Err(no_general_update(&self.names()))
-    }
+    fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()>;
 
     /// Drops committed pushes, because their step has failed. A device has nothing to drop, because its calls run in the order of
     /// its stream.
@@ -319,14 +315,6 @@ pub fn check_memory(group: &AnyGroup, tensor: Memory) -> Result<()> {
         }
         _ => Ok(()),
     }
-}
-
-/// The error for an optimizer without a formula, of tables on a GPU.
-pub fn no_general_update(tables: &str) -> Error {
-    Error::Device(format!(
-        "an optimizer whose formula the core does not have updates tables on the host alone: use `storage=\"host\"`. The tables {tables} \
-         are on a GPU"
-    ))
 }
 
 /// Message for a lookup without `save`. When a `tf.function` is traced, it is not known whether its results will be differentiated.

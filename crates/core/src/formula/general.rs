@@ -102,6 +102,13 @@ impl Description {
     }
 }
 
+/// The step type in the CUDA header, for kernels that prepare the scalars of any rule.
+pub(super) const CUDA: &str = "\
+struct Foreign {
+  static __device__ __forceinline__ void prepare(float*, float, u64) {}
+};
+";
+
 impl Formula for General {
     // No device has a loop for it.
     const VARIANTS: &'static [General] = &[];

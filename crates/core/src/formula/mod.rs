@@ -97,7 +97,7 @@ macro_rules! rules {
 
         /// Returns a CUDA header with the steps of all formulas. It includes `kernels/math.cuh`, whose functions they call.
         pub fn device_header() -> String {
-            let formulas = [$($module::SOURCE.cuda(),)+];
+            let formulas = [$($module::SOURCE.cuda(),)+ general::CUDA.to_string()];
             format!("#pragma once\n#include \"math.cuh\"\n\n{}", formulas.join("\n"))
         }
     };

@@ -8,6 +8,7 @@ use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 
 use super::Dice;
+use super::general::rules;
 use super::group::{Ids, Input, KeyType, Shape};
 use super::steps::Op;
 use super::strategies::{DIMS, WEIGHTS, plain_config};
@@ -34,7 +35,7 @@ pub fn large_config(dice: &mut Dice) -> TableConfig {
 
 pub fn any_update(dice: &mut Dice) -> Update {
     let (weight_decay, clipvalue) = (dice.pick(&[None, Some(0.1)]), dice.pick(&[None, Some(0.5)]));
-    Update { rule: dice.pick(&Rule::variants()), weight_decay, clipvalue, clipnorm: None }
+    Update { rule: dice.pick(&rules()), weight_decay, clipvalue, clipnorm: None }
 }
 
 /// Ids of which some come thousands of times.

@@ -2,6 +2,7 @@
 //! configurations and operations; and the comparison of a table with its model, bit for bit.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod general;
 pub mod group;
 pub mod large;
 pub mod programs;

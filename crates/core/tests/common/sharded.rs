@@ -112,6 +112,10 @@ impl Subject for ShardedSubject {
     }
 
     fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
+        if binding.update.rule.is_general() && is_update {
+            let scalars = [update.learning_rate, update.step as f32, 1.0, update.factor];
+            super::general::update_pieces(&mut self.group, binding, &scalars, 37)?;
+        }
         self.group.apply(binding, &ApplyScalars { update, is_update }, self.pool)
     }
 

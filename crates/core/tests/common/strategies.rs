@@ -4,12 +4,12 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::{CheckMode, Missing, OutOfVocabulary, TableConfig};
-use sok_core::formula::Rule;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 
+use super::general::rules;
 use super::group::{Ids, Input, KeyType, Shape};
 use super::table::TableOp;
 
@@ -111,7 +111,7 @@ pub fn keys(most: usize) -> impl Strategy<Value = Vec<Key>> {
 /// Any rule, with and without decay and clipping by value.
 pub fn update() -> impl Strategy<Value = Update> {
     let limits = (select(vec![None, Some(0.1)]), select(vec![None, Some(0.5)]));
-    (select(Rule::variants()), limits).prop_map(|(rule, (weight_decay, clipvalue))| Update {
+    (select(rules()), limits).prop_map(|(rule, (weight_decay, clipvalue))| Update {
         rule,
         weight_decay,
         clipvalue,

@@ -15,6 +15,7 @@ use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::host::push::OutputGradients;
 use sok_core::pool::Pool;
 
+use super::general::update_pieces;
 use super::group::Input;
 use super::unwritten;
 
@@ -172,6 +173,12 @@ impl Subject for HostSubject {
     }
 
     fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
+        if binding.update.rule.is_general() && is_update {
+            let scalars = [update.learning_rate, update.step as f32, 1.0, update.factor];
+            // A size that cuts rows, and one for all of them.
+            let size = if self.pool.threads() > 1 { 37 } else { 1 << 16 };
+            update_pieces(&mut self.group, binding, &scalars, size)?;
+        }
         self.group.apply(binding, &ApplyScalars { update, is_update }, self.pool)
     }
 

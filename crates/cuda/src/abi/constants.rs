@@ -39,6 +39,8 @@ constants! {
     pub const PER_SINGLE: usize = 8;
     /// Number of merged gradients that a group of lanes processes in `update_sums`.
     pub const PER_SUM: usize = 4;
+    /// Maximum number of arrays of a piece: gradients, rows, and as many states as a record has room for.
+    pub const PIECE_ARRAYS: usize = 5;
     /// Threads of a block of the other operations on a table.
     pub const TABLE_THREADS: usize = 256;
     /// Number of exponents of a float32. An exact sum has a total for each.

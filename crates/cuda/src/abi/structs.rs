@@ -618,6 +618,21 @@ structs! {
         pub row: u32,
     }
 
+    /// A piece of the rows that an optimizer without a formula is to change.
+    pub struct Piece {
+        /// Number of the piece, from 1; 0: none.
+        pub number: u64 as "const int*",
+        /// By launch: its first row among those of all launches, in groups of four columns. The end of the last launch follows.
+        pub starts: u64 as "u64*",
+        /// Addresses of gradients (not in a scatter), rows, and each state.
+        pub arrays: [u64; PIECE_ARRAYS],
+        /// Groups of four columns of a piece.
+        pub quads: u64,
+        pub num_arrays: u32,
+        /// Number of the launch; in a launch for the whole piece, the number of launches.
+        pub launch: u32,
+    }
+
     /// A field of a record: its row, or one of its states.
     pub struct DeviceField {
         /// Number of columns.

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use sok_core::contract::binding::Binding;
+use sok_core::contract::general::{Gather, Scatter};
 use sok_core::contract::group::{
     AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
     check_memory, lookup_number, together, write_lookup_number,
@@ -13,7 +14,7 @@ use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut}
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};
 
-use super::{GpuGroup, LookupNumber, OutputGradients};
+use super::{GpuGroup, LookupNumber, OutputGradients, general};
 use crate::device::Stream;
 use crate::gpu_group::optimizer;
 use crate::gpu_table::GpuTable;
@@ -106,6 +107,28 @@ impl Group for GpuGroup {
         unsafe {
             optimizer::apply(&mut groups, bindings, scalars, accumulates, &triggers, Stream::of(stream))
         }
+    }
+
+    fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()> {
+        let Gather { bindings, scalars, piece, to, stream } = gather;
+        check_memory(self, scalars.memory())?;
+        let (scalars, number) = (floats(scalars, 4, "the scalars of a step")?, piece.address(DType::I32)?);
+        let size = to.first().map_or(0, TensorMut::num_bytes) / size_of::<f32>();
+        let to = to.iter().map(|to| to.address(DType::F32)).collect::<Result<Vec<_>>>()?;
+        let mut groups = together(self, others)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid. They have one length.
+        unsafe { general::gather(&mut groups, bindings, scalars, number, &to, size, Stream::of(stream)) }
+    }
+
+    fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()> {
+        let Scatter { bindings, piece, from, next, stream } = scatter;
+        check_memory(self, piece.memory())?;
+        let (number, size) = (piece.address(DType::I32)?, from.first().map_or(0, |from| from.len()));
+        let from = from.iter().map(|from| floats(from, size, "new values")).collect::<Result<Vec<_>>>()?;
+        let next = next.address(DType::I32)?;
+        let mut groups = together(self, others)?;
+        // SAFETY: Whoever created the tensors guarantees that their memory is valid. They have one length.
+        unsafe { general::scatter(&mut groups, bindings, number, &from, size, next, Stream::of(stream)) }
     }
 
     fn set_binding(&mut self, binding: Binding) {

@@ -287,7 +287,7 @@ impl GpuGroup {
     }
 
     /// Enqueues merging the push of `Committed::Alone`, if it has not been merged.
-    fn merge_alone(&mut self, stream: Stream) -> Result<()> {
+    pub(super) fn merge_alone(&mut self, stream: Stream) -> Result<()> {
         let Some(push) = self.alone().filter(|push| push.sums.is_none()) else { return Ok(()) };
         self.refresh_sides(push, stream)?;
         let lookup = push.lookup.clone();
@@ -300,7 +300,7 @@ impl GpuGroup {
     }
 
     /// The push of `Committed::Alone`.
-    fn alone(&self) -> Option<&Push> {
+    pub(super) fn alone(&self) -> Option<&Push> {
         self.carried.iter().map(|(_, push)| push).chain(self.ring.iter()).next()
     }
 
@@ -339,6 +339,7 @@ impl GpuGroup {
     }
 
     fn update_records(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
+        self.forget_pieces();
         let prepared = self.prepared.address();
         let committed = std::mem::take(&mut self.committed);
         let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
@@ -353,6 +354,8 @@ impl GpuGroup {
                 self.refresh_sides(push, stream)?;
                 let saved = &push.lookup.saved;
                 match &push.sums {
+                    // The new values have come.
+                    _ if update.rule.is_general() => {}
                     Some(sums) => {
                         self.workspace.update_sums(
                             saved,
@@ -372,7 +375,9 @@ impl GpuGroup {
             Committed::Nothing | Committed::Combined => {
                 let Some(combined) = self.combined.take() else { return Ok(()) };
                 let sums = combined.sums.address();
-                self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
+                if !update.rule.is_general() {
+                    self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
+                }
                 self.workspace.give_back(combined.sums);
                 self.workspace.give_back(combined.saved.memory);
             }
@@ -389,7 +394,7 @@ impl GpuGroup {
     }
 
     /// Drops the combined gradients of records that are gone.
-    fn drop_stale(&mut self, stream: Stream) -> Result<()> {
+    pub(super) fn drop_stale(&mut self, stream: Stream) -> Result<()> {
         let Some(combined) = self.combined.take_if(|c| c.saved.is_stale(&self.tables)) else { return Ok(()) };
         let part = (1.0, &combined.saved, combined.sums.address());
         let (saved, sums) = self.workspace.combine(&self.tables, &[part], stream)?;

@@ -8,6 +8,7 @@
 mod absent;
 mod calls;
 mod commit;
+pub mod general;
 mod lookup;
 pub mod optimizer;
 mod push;
@@ -209,6 +210,8 @@ pub struct GpuGroup {
     factors: Buffer<f32>,
     /// The squared norm of all gradients of an optimizer, in its first group.
     norm: Buffer<f64>,
+    /// Of an optimizer without a formula.
+    pieces: general::Pieces,
     /// Memory of one record, for updates of records that are gone.
     nowhere: Buffer<u32>,
     /// Of ranks that share tables: where merged gradients go, which their owners read.
@@ -243,6 +246,7 @@ impl GpuGroup {
             ring: PushRing::default(),
             pushes_without_optimizer: 0,
             committed: Committed::Nothing,
+            pieces: general::Pieces::default(),
             carried: Vec::new(),
             inserted: Vec::new(),
             combined: None,

@@ -94,7 +94,10 @@ pub(crate) unsafe fn commit_together(
     for (group, binding) in groups.iter_mut().zip(bindings) {
         group.take_over(binding)?;
     }
-    groups.iter_mut().for_each(|group| group.forget_inserted());
+    groups.iter_mut().for_each(|group| {
+        group.forget_inserted();
+        group.forget_pieces();
+    });
     insert_absent(groups, tickets, vote, stream)?;
     let updates = is_update(groups, is_update_at)?;
     let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.update.clipnorm.is_some());

@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::collections::HashSet;
 
-use sok_core::contract::group::no_general_update;
 use sok_core::contract::table::{
     Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
 };
@@ -14,10 +13,26 @@ use sok_core::memory;
 
 use super::record::DeviceLayout;
 use super::{GpuTable, WAITING, arena, evictor};
-use crate::abi::TAKEN;
+use crate::abi::{DeviceFields, TAKEN};
 use crate::index::Index;
 use crate::memory::Buffer;
 use crate::step;
+
+/// Checks that records on a GPU can have the states of an update: three at most, of which all but the first start at 0.
+fn check_states(update: &Update, table: &str) -> Result<()> {
+    let states = update.rule.states(1);
+    if states.len() < DeviceFields::default().fields.len() && states.iter().skip(1).all(|s| s.initial == 0.0)
+    {
+        return Ok(());
+    }
+    let rule = "on a GPU a row has at most three states, and all but the first start at 0";
+    let names: Vec<String> = states.iter().map(|s| format!("`{}` from {}", s.name, s.initial)).collect();
+    Err(Error::Device(format!(
+        "{rule}: use `storage=\"host\"` for table `{table}`. Received: {} with the states {}",
+        update.rule.name(),
+        names.join(", ")
+    )))
+}
 
 impl Table for GpuTable {
     fn config(&self) -> &TableConfig {
@@ -157,9 +172,7 @@ impl Table for GpuTable {
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         if let Some(update) = &update {
             update.validate()?;
-            if update.rule.is_general() {
-                return Err(no_general_update(&format!("`{}`", self.config.name)));
-            }
+            check_states(update, &self.config.name)?;
         }
         self.wait()?;
         let names = |update: &Option<Update>| {

@@ -9,6 +9,7 @@ mod at_owner;
 mod backward;
 mod distinct;
 mod feature;
+pub mod general;
 mod lookup;
 mod places;
 mod saved;
@@ -164,6 +165,11 @@ impl Workspace {
         let parts = starts.map(|start| start..self.dims.len().min(start + DIMS_OF_A_KERNEL));
         let names: Vec<String> = parts.clone().map(|kinds| name(&self.dim_list(kinds))).collect();
         Ok(self.device.kernels_apart(source, &names)?.into_iter().zip(parts).collect())
+    }
+
+    /// Returns the number of launches that `kernels_by_kinds` returns.
+    pub fn num_launches(&self) -> usize {
+        self.dims.len().div_ceil(DIMS_OF_A_KERNEL)
     }
 
     /// Returns the parameter of a launch that processes these kinds.

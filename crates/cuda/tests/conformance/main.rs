@@ -11,6 +11,7 @@ mod subject;
 
 use std::sync::{Arc, LazyLock};
 
+use common::general::rules;
 use common::group::{Input, Shape};
 use common::large::{SGD, any_update, large_config, large_ops, plain_update, skewed_keys};
 use common::steps::{op, run_all};
@@ -23,7 +24,6 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::table::{Explanation, Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_core::error::Error;
-use sok_core::formula::Rule;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::table::HostTable;
 use sok_core::policy::eviction::{Eviction, Score};
@@ -259,7 +259,7 @@ fn an_id_outside_a_static_table_is_told_at_the_next_call() {
 #[test]
 #[ignore = "needs a GPU"]
 fn every_dim_and_rule_gives_the_hosts_bits() {
-    for (i, rule) in Rule::variants().into_iter().enumerate() {
+    for (i, rule) in rules().into_iter().enumerate() {
         let chosen = if i == 3 { &EVERY_DIM[..] } else { &[EVERY_DIM[i % 9], 64][..] };
         let configs: Vec<TableConfig> =
             chosen.iter().map(|dim| plain_config(&format!("d{dim}"), *dim)).collect();

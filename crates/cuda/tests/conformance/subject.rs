@@ -20,13 +20,14 @@ use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
 use sok_cuda::device::{Device, Stream};
-use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
+use sok_cuda::gpu_group::{general, optimizer};
 use sok_cuda::memory::{Buffer, Plain};
 use sok_cuda::peers::{Exchange, Peers};
 use sok_cuda::step::{Bags, Feature, KeyType};
 
+use crate::common::general::{NUM_STATES, step_piece};
 use crate::common::group::{Ids, Input, Shape};
 use crate::common::sharded::TIMEOUT;
 use crate::common::subject::{Kept, Subject, sum_of_tickets};
@@ -190,6 +191,35 @@ impl GpuSubject {
     }
 }
 
+/// Computes the new values of all rows of a group by the tests' optimizer without a formula. `size`: floats of a piece.
+fn update_pieces(
+    group: &mut GpuGroup,
+    binding: &Binding,
+    scalars: u64,
+    size: usize,
+    stream: Stream,
+) -> Result<()> {
+    let learning_rate = sok_cuda::memory::read::<f32>(&DEVICE.context, scalars, 1)?[0];
+    let (mut number, next) = (1, on_device(&[u32::MAX]));
+    while number != 0 {
+        let piece = on_device(&[number]);
+        let to: Vec<Buffer<f32>> = (0..2 + NUM_STATES).map(|_| on_device(&unwritten(size))).collect();
+        let addresses: Vec<u64> = to.iter().map(Buffer::address).collect();
+        let (groups, bindings) = (&mut [&mut *group], &[*binding]);
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { general::gather(groups, bindings, scalars, piece.address(), &addresses, size, stream) }?;
+        let mut arrays = to.iter().map(Buffer::to_vec).collect::<Result<Vec<_>>>()?;
+        step_piece(&mut arrays, learning_rate);
+        let from: Vec<Buffer<f32>> = arrays[1..].iter().map(|array| on_device(array)).collect();
+        let addresses: Vec<u64> = from.iter().map(Buffer::address).collect();
+        let to_next = next.address();
+        // SAFETY: The buffers are on this device, and live until it has been waited for.
+        unsafe { general::scatter(groups, bindings, piece.address(), &addresses, size, to_next, stream) }?;
+        number = next.to_vec()?[0];
+    }
+    Ok(())
+}
+
 impl Subject for GpuSubject {
     fn name(&self) -> String {
         "GPU".into()
@@ -333,6 +363,10 @@ impl Subject for GpuSubject {
             Tested::One(group) => group,
             Tested::Shared(group) => group.shard_mut(),
         };
+        if binding.update.rule.is_general() && is_update {
+            // A size that cuts rows.
+            update_pieces(group, binding, scalars.address(), 64, stream)?;
+        }
         // SAFETY: The buffers are on this device, and live until it has been waited for.
         unsafe { optimizer::apply(&mut [group], &[*binding], scalars.address(), true, &triggers, stream) }?;
         let new = new.to_vec()?;

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use sok_core::contract::binding::Binding;
+use sok_core::contract::general::{Gather, Scatter};
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::{
     AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, together,
@@ -96,6 +97,18 @@ impl Group for ShardedGpuGroup {
         let mut groups = together(self, others)?.into_iter().map(|group| &mut group.shard);
         let Some(first) = groups.next() else { return Ok(()) };
         Group::apply(first, groups.map(|shard| shard as &mut AnyGroup).collect(), apply)
+    }
+
+    fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()> {
+        let mut shards = together(self, others)?.into_iter().map(|group| &mut group.shard);
+        let Some(first) = shards.next() else { return Ok(()) };
+        Group::gather(first, shards.map(|shard| shard as &mut AnyGroup).collect(), gather)
+    }
+
+    fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()> {
+        let mut shards = together(self, others)?.into_iter().map(|group| &mut group.shard);
+        let Some(first) = shards.next() else { return Ok(()) };
+        Group::scatter(first, shards.map(|shard| shard as &mut AnyGroup).collect(), scatter)
     }
 
     fn set_binding(&mut self, binding: Binding) {
