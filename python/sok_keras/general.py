@@ -1,8 +1,8 @@
 """Optimizers that the core has no formula for: their own `update_step` updates the rows.
 
 The rows that a step is to change, of all tables, are one long row of floats. It is cut into pieces of one size, so that a compiler sees
-fixed shapes whatever the number of rows. `gather` gives a piece, `update_step` computes on it, `scatter` takes the new values, and the
-core's `apply` writes them to the records. So an optimizer must compute each element of a variable by itself.
+fixed shapes whatever the number of rows. `gather` gives a piece, `update_step` computes on it, `scatter` takes the new values; they are in
+the records after the core's `apply`. So an optimizer must compute each element of a variable by itself.
 """
 
 import re
@@ -18,8 +18,10 @@ from sok_keras.backend.private_keras import make_stateless, rate_of, steps_of
 # Floats of a piece, in a step of few rows and in any other. A call costs as much as some thousand floats of arithmetic, and arrays should
 # fit into the caches of a core.
 _SIZES = (1 << 12, 1 << 16)
-# Floats in the rows of a step from which on the larger pieces pay. Either size is right for any number of rows.
-_MANY = 4 * _SIZES[0]
+# The same on a GPU, where the host asks after each piece whether there is another one.
+_SIZES_ON_GPU = (1 << 18, 1 << 24)
+# So many times the smaller size, the larger pieces pay. Either size is right for any number of rows.
+_MANY = 4
 
 # Those of Keras' arguments that the wrapper sees to. Two of them would give a copy of the optimizer more states.
 _OF_WRAPPER = {
@@ -64,9 +66,10 @@ class GeneralUpdate:
         name = keras.saving.get_registered_name(type(self._optimizer))
         return {"name": "general", "class": name, "states": [state._asdict() for state in self.states]}
 
-    def build(self) -> None:
-        """Makes the variables that stand for a piece of the rows and its states."""
-        self._pieces = [_Piece(self._optimizer, size) for size in _SIZES]
+    def build(self, gpu: int | None) -> None:
+        """Makes the variables that stand for a piece of the rows and its states. `gpu`: where the tables are; None: on the host."""
+        sizes = _SIZES if gpu is None else _SIZES_ON_GPU
+        self._pieces = [_Piece(self._optimizer, size) for size in sizes]
 
     def run(self, tables: Any, scalars: Any, after: Any, is_update: Any) -> Any:
         """Computes the new values of all rows that the commit has named. They are written to the records by `apply`.
@@ -81,7 +84,8 @@ class GeneralUpdate:
             A float32 scalar that is there when all pieces have been computed.
         """
         is_traced = backend.is_tracing(scalars)
-        piece = self._pieces[_may_have_many_rows(tables) if is_traced else self._had_many_rows]
+        most = _MANY * self._pieces[0].size
+        piece = self._pieces[_may_have_more_floats(tables, most) if is_traced else self._had_many_rows]
 
         def step(number):
             gradients, *arrays = backend.gather(tables, piece.size, 2 + len(self.states), scalars, after, number)
@@ -99,14 +103,14 @@ class GeneralUpdate:
         except BaseException:
             backend.native.drop_committed(tables.handle)  # the step ends here, and its gradients with it
             raise
-        self._had_many_rows = num_pieces * piece.size > _MANY
+        self._had_many_rows = num_pieces * piece.size > most
         return ops.cast(number[0], "float32")
 
 
-def _may_have_many_rows(tables: Any) -> bool:
-    """Whether a step may have many rows, as far as the calls that were traced tell."""
+def _may_have_more_floats(tables: Any, most: int) -> bool:
+    """Whether the rows of a step may have more floats, as far as the calls that were traced tell."""
     counts = [core.most_floats for core in tables.cores]
-    return None in counts or sum(counts) > _MANY
+    return None in counts or sum(counts) > most
 
 
 class _Piece:

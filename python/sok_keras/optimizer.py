@@ -56,8 +56,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     The core has the formulas of Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl and Lion, and those of
     `sok_keras.optimizers`. Any other optimizer, such as a subclass of your own, works if it computes each element of a variable by itself:
     from its gradient, states of the variable's shape that start at a constant, and `self.iterations`. Then its own `update_step` is
-    called with the rows of the batch, cut into flat pieces. That takes several times as long, and tables must be in the memory of the
-    host (`storage="host"`).
+    called with the rows of the batch, cut into flat pieces, which takes several times as long. On a GPU such an optimizer may have three
+    states, of which all but the first start at 0.
 
     Learning rate, schedules, clipping, weight decay, loss scale and gradient accumulation are those of the wrapped optimizer.
     Clipping by global norm counts the summed gradients of rows and the dense gradients together. Decoupled weight decay applies to
@@ -79,7 +79,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         ValueError: If `gradient_reduction` is another value. If the formula of `inner_optimizer` needs the whole variable (Muon,
             Adafactor), or it keeps other states. If it is an `OptimizerWrapper` or a `LossScaleOptimizer`. A loss scale goes around the
             wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
-        DeviceError: At the first step, for an optimizer that the core has no formula for, if the tables are on a GPU.
+        DeviceError: At the first step, for an optimizer whose states tables on a GPU have no room for. `storage="host"` has it.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         with backend.eager_scope():
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way
-            if self._tables.general:
-                self._tables.general.build()
+            if self._tables.general and cores:
+                self._tables.general.build(cores[0].gpu)
         for core, update in zip(cores, updates, strict=True):
             core.warn_of_lost_states(update)
         if cores:

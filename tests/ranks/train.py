@@ -64,9 +64,8 @@ OPTIMIZERS = {
     "adam": lambda: sok.OptimizerWrapper(keras.optimizers.Adam(0.01)),
     "clipped": lambda: sok.OptimizerWrapper(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)),
     "accumulated": lambda: sok.OptimizerWrapper(keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2)),
+    "general": lambda: sok.OptimizerWrapper(Momentum(0.05, global_clipnorm=0.5)),
 }
-if sok.backend.gpu() is None:
-    OPTIMIZERS["general"] = lambda: sok.OptimizerWrapper(Momentum(0.05, global_clipnorm=0.5))
 
 
 def train(folder, case):

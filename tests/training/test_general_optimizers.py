@@ -22,7 +22,6 @@ import sok_keras as sok
 from reference import (
     BACKEND,
     FAST,
-    ON_GPU,
     apply_gradients,
     assert_close,
     assert_trains_alike,
@@ -37,12 +36,10 @@ from reference import (
     to_numpy,
 )
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="tables on a GPU take formulas of the core alone")
-
 
 @keras.saving.register_keras_serializable(package="tests")
 class TwoStates(optimizers.Optimizer):
-    """A momentum, and a sum of absolute values that starts above 0."""
+    """A sum of absolute values that starts above 0, and a momentum."""
 
     def __init__(self, learning_rate=0.05, decay_of_momentum=0.7, first_sum=0.25, name="two_states", **kwargs):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
@@ -53,9 +50,9 @@ class TwoStates(optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        self.momentums = self.add_optimizer_variables(variables, "momentum")
         constant = keras.initializers.Constant(self.first_sum)
         self.sums = self.add_optimizer_variables(variables, "sum", initializer=constant)
+        self.momentums = self.add_optimizer_variables(variables, "momentum")
 
     def update_step(self, gradient, variable, learning_rate):
         number = self._get_variable_index(variable)
@@ -126,7 +123,7 @@ def test_a_step_without_a_graph_trains_as_with_a_dense_embedding(name):
 def pieces(monkeypatch, small, large):
     """Makes pieces so small that steps have many, which cut rows."""
     monkeypatch.setattr("sok_keras.general._SIZES", (small, large))
-    monkeypatch.setattr("sok_keras.general._MANY", 4 * small)
+    monkeypatch.setattr("sok_keras.general._SIZES_ON_GPU", (4 * small, 4 * large))  # whole groups of four floats
 
 
 @pytest.mark.parametrize("sizes", [(1, 7), (16, 48), (1024, 4096)])

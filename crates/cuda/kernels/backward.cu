@@ -251,8 +251,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
         float states[3];
-        ((float*)&after)[c] =
-            RULE::step(now.scalars, ((const float*)&x[chunk])[c], states, ((const float*)&sum[chunk])[c], ratio);
+        ((float*)&after)[c] = RULE::step(now.scalars, ((const float*)&x[chunk])[c], states, ((const float*)&sum[chunk])[c], ratio);
       }
       __stcs(at + chunk * LANES + column, after);
     }

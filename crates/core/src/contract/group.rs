@@ -199,9 +199,8 @@ pub trait Group: Any + Send {
     /// As `gather`.
     fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()>;
 
-    /// Drops committed pushes, because their step has failed. A device has nothing to drop, because its calls run in the order of
-    /// its stream.
-    fn drop_committed(&mut self) {}
+    /// Drops committed pushes, because their step has failed.
+    fn drop_committed(&mut self);
 
     /// Binds an optimizer. The records get its states. States of another optimizer are reset. States that were loaded and have no
     /// optimizer yet are kept.

@@ -131,6 +131,10 @@ impl Group for GpuGroup {
         unsafe { general::scatter(&mut groups, bindings, number, &from, size, next, Stream::of(stream)) }
     }
 
+    fn drop_committed(&mut self) {
+        self.drop_alone();
+    }
+
     fn set_binding(&mut self, binding: Binding) {
         self.binding = Some(binding);
         self.pushes_without_optimizer = 0;

@@ -299,6 +299,18 @@ impl GpuGroup {
         Ok(())
     }
 
+    /// Drops the push of `Committed::Alone`, because the step has failed on the host after its commit. The sums of several pushes stay, as
+    /// accumulated gradients do.
+    pub(super) fn drop_alone(&mut self) {
+        // The next call raises its error.
+        self.unheard = self.settle().err();
+        let carried = std::mem::take(&mut self.carried);
+        carried.into_iter().for_each(|(_, push)| self.reuse(push));
+        self.committed = Committed::Nothing;
+        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
+        evictors.for_each(|evictor| evictor.settled_commit = self.next_commit - 1);
+    }
+
     /// The push of `Committed::Alone`.
     pub(super) fn alone(&self) -> Option<&Push> {
         self.carried.iter().map(|(_, push)| push).chain(self.ring.iter()).next()

@@ -111,6 +111,10 @@ impl Group for ShardedGpuGroup {
         Group::scatter(first, shards.map(|shard| shard as &mut AnyGroup).collect(), scatter)
     }
 
+    fn drop_committed(&mut self) {
+        self.shard.drop_committed();
+    }
+
     fn set_binding(&mut self, binding: Binding) {
         self.shard.set_binding(binding);
         self.front.set_binding(binding);
