@@ -362,7 +362,7 @@ pub trait Table: Send {
     /// record is updated once. Keys without a row count as refused, and their gradients are dropped.
     ///
     /// # Errors
-    /// [`Error::Argument`] for lengths that do not agree, [`Error::State`] without an optimizer, [`Error::Memory`], [`Error::Device`].
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::State`] without an optimizer or its formula, [`Error::Memory`], [`Error::Device`].
     fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes>;
 
     /// Removes rows and returns their number. Gradients that were not applied yet are dropped. If a device fails, some rows may have
@@ -468,6 +468,21 @@ pub trait Table: Send {
 
     /// Returns the concrete table, for `replace_with`.
     fn into_any(self: Box<Self>) -> Box<dyn std::any::Any>;
+}
+
+/// Returns the update of a table by which the core itself can make a step.
+///
+/// # Errors
+/// [`Error::State`] without an optimizer, or if the optimizer's own code makes the step.
+pub fn update_with_formula(update: Option<Update>, table: &str) -> Result<Update> {
+    let update = update.ok_or_else(|| Error::State(format!("table `{table}` has no optimizer yet")))?;
+    if update.rule.is_general() {
+        let name = update.rule.name();
+        return Err(Error::State(format!(
+            "the core has no formula of {name}, the optimizer of table `{table}`"
+        )));
+    }
+    Ok(update)
 }
 
 /// The error for a table that does not keep the rows that it removes.

@@ -6,6 +6,7 @@ use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{
     Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+    update_with_formula,
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
@@ -184,9 +185,7 @@ impl Table for HostTable {
     #[allow(unsafe_code)]
     fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
         self.check_len("gradients", gradients.len(), keys.len())?;
-        let Some(update) = self.update else {
-            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
-        };
+        let update = update_with_formula(self.update, &self.config.name)?;
         let absent = keys.iter().copied().filter(|key| self.is_absent(*key));
         let refused = distinct(absent)?.len() as u64;
         let mut rows = memory::filled(0.0, gradients.len(), "the rows of a call")?;

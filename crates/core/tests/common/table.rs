@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use sok_core::contract::table::{
-    CheckMode, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig,
+    CheckMode, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig, update_with_formula,
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -284,9 +284,7 @@ impl ModelTable {
     }
 
     fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
-        let Some(update) = self.update else {
-            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
-        };
+        let update = update_with_formula(self.update, &self.config.name)?;
         let mut terms: BTreeMap<Key, Vec<Vec<f32>>> = BTreeMap::new();
         for (key, gradient) in keys.iter().zip(gradients.chunks_exact(self.config.dim)) {
             terms.entry(*key).or_default().push(gradient.to_vec());

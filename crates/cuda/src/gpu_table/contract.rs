@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::HashSet;
 
 use sok_core::contract::table::{
-    Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+    Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept, update_with_formula,
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -92,9 +92,7 @@ impl Table for GpuTable {
 
     fn update(&mut self, keys: &[Key], gradients: &[f32], scalars: &UpdateScalars) -> Result<Outcomes> {
         self.check_len("gradients", gradients.len(), keys.len(), self.config.dim)?;
-        let Some(update) = self.update else {
-            return Err(Error::State(format!("table `{}` has no optimizer yet", self.config.name)));
-        };
+        let update = update_with_formula(self.update, &self.config.name)?;
         self.wait()?;
         let refused = self.absent(&self.room(keys.len(), 0)?, keys)?.len() as u64;
         let context = self.device.context.clone();
