@@ -115,6 +115,26 @@ def test_clip_of_an_optimizer_is_replaced():
     np.testing.assert_allclose(ops.convert_to_numpy(variable), -0.75)
 
 
+def test_an_optimizer_runs_in_a_stateless_scope():
+    """Else optimizers that the core has no formula for could not update rows on TensorFlow."""
+    optimizer = optimizers.SGD(0.5, momentum=0.5)
+    private_keras.make_stateless(optimizer)
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer.build([variable])
+    momentum = optimizer.variables[-1]
+    given = [ops.convert_to_tensor(np.full(2, x, "float32")) for x in (1.0, 2.0)]
+    mapping = [
+        *zip((variable, momentum), given, strict=True),
+        (private_keras.rate_of(optimizer), ops.convert_to_tensor(0.25)),
+    ]
+    with keras.StatelessScope(mapping) as scope:
+        optimizer.update_step(ops.ones(2), variable, 0.25)
+        assert float(optimizer.learning_rate) == 0.25
+    new = [ops.convert_to_numpy(scope.get_current_value(each)) for each in (variable, momentum)]
+    np.testing.assert_allclose(new, [[1.75] * 2, [0.75] * 2])
+    assert not ops.convert_to_numpy(variable.value).any() and float(optimizer.learning_rate) == 0.5
+
+
 @pytest.mark.parametrize("module", private_keras.EXPORTERS)
 def test_exporters_have_these_names(module):
     """Else an export would succeed whose graph cannot run."""
