@@ -15,12 +15,12 @@ from keras import ops
 from sok_keras import backend
 from sok_keras.backend.private_keras import make_stateless, rate_of, steps_of
 
-# Floats of a piece, in a step of few rows and in any other. A call costs as much as some thousand floats of arithmetic, and arrays should
-# fit into the caches of a core.
-_SIZES = (1 << 12, 1 << 16)
+# Floats of a piece. Any size is right for any number of rows. A piece costs as much as some thousand floats of arithmetic, and places without
+# rows cost as much as others.
+_SIZES = tuple(1 << bits for bits in (12, 14, 16, 18, 20))
 # The same on a GPU, where the host asks after each piece whether there is another one.
-_SIZES_ON_GPU = (1 << 18, 1 << 24)
-# So many times the smaller size, the larger pieces pay. Either size is right for any number of rows.
+_SIZES_ON_GPU = tuple(1 << bits for bits in (18, 20, 22, 24))
+# Pieces in which a step may come before larger ones pay.
 _MANY = 4
 
 # Those of Keras' arguments that the wrapper sees to. Two of them would give a copy of the optimizer more states.
@@ -57,8 +57,8 @@ class GeneralUpdate:
         self.states = _states_of(optimizer)
         _check_is_elementwise(optimizer)
         self._pieces: list = []
-        # In the last step that was not traced.
-        self._had_many_rows = False
+        # Floats of the rows, at most, in the last step that was not traced.
+        self._last_floats = 0
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -84,8 +84,7 @@ class GeneralUpdate:
             A float32 scalar that is there when all pieces have been computed.
         """
         is_traced = backend.is_tracing(scalars)
-        most = _MANY * self._pieces[0].size
-        piece = self._pieces[_may_have_more_floats(tables, most) if is_traced else self._had_many_rows]
+        piece = self._piece_for(_traced_floats(tables) if is_traced else self._last_floats)
 
         def step(number):
             gradients, *arrays = backend.gather(tables, piece.size, 2 + len(self.states), scalars, after, number)
@@ -103,14 +102,20 @@ class GeneralUpdate:
         except BaseException:
             backend.native.drop_committed(tables.handle)  # the step ends here, and its gradients with it
             raise
-        self._had_many_rows = num_pieces * piece.size > most
+        self._last_floats = num_pieces * piece.size
         return ops.cast(number[0], "float32")
 
+    def _piece_for(self, num_floats: int | None) -> Any:
+        """The piece for a step whose rows have so many floats. None: nobody knows."""
+        if num_floats is None:
+            return self._pieces[-2]
+        return next((piece for piece in self._pieces if num_floats <= _MANY * piece.size), self._pieces[-1])
 
-def _may_have_more_floats(tables: Any, most: int) -> bool:
-    """Whether the rows of a step may have more floats, as far as the calls that were traced tell."""
+
+def _traced_floats(tables: Any) -> int | None:
+    """How many floats the rows of a step have at most, as far as the calls that were traced tell."""
     counts = [core.most_floats for core in tables.cores]
-    return None in counts or sum(counts) > most
+    return None if None in counts else sum(counts)
 
 
 class _Piece:

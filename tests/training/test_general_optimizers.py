@@ -120,15 +120,11 @@ def test_a_step_without_a_graph_trains_as_with_a_dense_embedding(name):
     assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(RULES[name]()), **FAST))
 
 
-def pieces(monkeypatch, small, large):
-    """Makes pieces so small that steps have many, which cut rows."""
-    monkeypatch.setattr("sok_keras.general._SIZES", (small, large))
-    monkeypatch.setattr("sok_keras.general._SIZES_ON_GPU", (4 * small, 4 * large))  # whole groups of four floats
-
-
 @pytest.mark.parametrize("sizes", [(1, 7), (16, 48), (1024, 4096)])
 def test_size_of_the_pieces_does_not_matter(monkeypatch, sizes):
-    pieces(monkeypatch, *sizes)
+    """Also if steps have many pieces, which cut rows."""
+    monkeypatch.setattr("sok_keras.general._SIZES", sizes)
+    monkeypatch.setattr("sok_keras.general._SIZES_ON_GPU", [4 * size for size in sizes])  # whole groups of four floats
     assert_rows_move_as_variables(RULES["two_states"], steps=4)
 
 
