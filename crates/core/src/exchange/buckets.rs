@@ -33,6 +33,11 @@ impl Owners {
         }
     }
 
+    /// Whether another rank has all keys.
+    pub fn is_elsewhere(&self) -> bool {
+        matches!(self.placement, Placement::Localized(rank) if rank != self.rank)
+    }
+
     /// Whether each rank has all keys.
     pub fn is_replicated(&self) -> bool {
         self.placement == Placement::Replicated

@@ -78,7 +78,7 @@ impl Workspace {
         let list = self.take_memory(words(features).len())?;
         self.deliver(list.address(), words(features), (0, 0), None, stream)?;
         let number = self.device.kernel(&AT_OWNER, "number_pooled")?;
-        // No id overflows where there is no index.
+        // No key is inserted here, so the list of those that found no room is free.
         let rows = started.found.overflow.ids;
         started.call.tables = owner.tables();
         started.active = Some(rows);

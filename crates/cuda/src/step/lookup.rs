@@ -71,7 +71,8 @@ pub struct Started {
     ids_by_kind: Vec<usize>,
     /// Whether the numbers of ids of the features are upper bounds, see [`Workspace::connect`].
     pub(super) is_bounded: bool,
-    /// Address of the records of ids that get gradients, if others have records too.
+    /// Address of the numbers by which ids are sorted, if these are not their records: those of ids that get gradients alone, or those of the
+    /// rows that another rank has numbered.
     pub(super) active: Option<u64>,
     /// By table of the call: its section of the sort.
     pub(super) sections: Vec<Section>,

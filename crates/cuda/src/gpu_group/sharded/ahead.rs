@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use cudarc::driver::{CudaEvent, CudaStream};
+use sok_core::contract::batch::Combiner;
 use sok_core::contract::gradients::Keep;
 use sok_core::error::Result;
 
@@ -46,8 +47,10 @@ struct Begun {
 struct Form {
     table: usize,
     num_ids: usize,
+    num_bags: usize,
     /// Number of ids of a bag.
     hotness: usize,
+    combiner: Combiner,
     padding_key: Option<u64>,
 }
 
@@ -113,8 +116,9 @@ fn forms_of(features: &[Feature]) -> Option<Vec<Form>> {
             Bags::Fixed { hotness, .. } => hotness,
             Bags::Ragged { .. } => return None,
         };
-        let (table, num_ids, padding_key) = (feature.table, feature.ids.len, feature.padding_key);
-        feature.weights.is_none().then_some(Form { table, num_ids, hotness, padding_key })
+        let (table, num_ids, num_bags) = (feature.table, feature.ids.len, feature.num_bags());
+        let (combiner, padding_key) = (feature.combiner, feature.padding_key);
+        feature.weights.is_none().then_some(Form { table, num_ids, num_bags, hotness, combiner, padding_key })
     };
     features.iter().map(form).collect()
 }

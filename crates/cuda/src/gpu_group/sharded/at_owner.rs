@@ -10,7 +10,6 @@ use sok_core::contract::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::message::{Reader, Writer};
-use sok_core::exchange::placement::Placement;
 use sok_core::key::Key;
 
 use super::by_nccl::Lent;
@@ -208,13 +207,8 @@ fn bags_to_pool(requests: &[RankRequest], features: &[(usize, usize)], first_key
             let (splits, rows) = places.features[index];
             all.splits.push((splits, asked.num_splits()));
             all.features.push(asked.feature(table, [ids, 0, rows]));
-            let first_row_number = first_row as u32;
-            all.pooled.push(PooledFeature {
-                numbers,
-                first_key,
-                known_first_key,
-                first_row: first_row_number,
-            });
+            let first_row_here = first_row as u32;
+            all.pooled.push(PooledFeature { numbers, first_key, known_first_key, first_row: first_row_here });
             all.of_ranks.push(OfRank { rank, table, index, first_row, num_ids });
             ids += 8 * asked.num_ids as u64;
             numbers += 4 * asked.num_ids as u64;
@@ -242,6 +236,10 @@ struct OfRank {
 }
 
 impl PooledBags {
+    pub fn num_bytes(&self) -> usize {
+        self.saved.memory.num_bytes()
+    }
+
     /// Memory of the lookup, for later ones.
     pub fn into_memory(self) -> Buffer<u32> {
         self.saved.memory
@@ -277,12 +275,11 @@ impl ShardedGpuGroup {
             }
         }
         let is_pooled = |(table, (owners, asked)): (usize, (&Owners, Option<Asked>))| {
-            let is_elsewhere =
-                matches!(owners.placement, Placement::Localized(owner) if owner != owners.rank);
             let distinct = |ids| likely_distinct(&self.distinct, table, ids);
             let row_bytes = row_bytes(&self.shard.tables[table]);
             let passes = 1 + usize::from(save);
-            is_elsewhere && asked.is_some_and(|asked| asked.pays(row_bytes, distinct(asked.num_ids), passes))
+            owners.is_elsewhere()
+                && asked.is_some_and(|asked| asked.pays(row_bytes, distinct(asked.num_ids), passes))
         };
         let is_pooled: Vec<bool> = self.owners.iter().zip(asked).enumerate().map(is_pooled).collect();
         features.iter_mut().for_each(|feature| feature.at_owner = is_pooled[feature.table]);

@@ -16,6 +16,7 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 
 use super::ShardedGpuGroup;
+use super::at_owner::PooledBags;
 use super::commit::commit;
 use crate::device::Stream;
 use crate::gpu_group::calls::{CommitArguments, commit_arguments, ids_of, lookup_arguments};
@@ -136,6 +137,12 @@ impl Group for ShardedGpuGroup {
             + self.ahead.num_bytes()
             + self.spare_bytes()
             + self.pooling.as_ref().map_or(0, Workspace::num_bytes)
+            + self
+                .served
+                .iter()
+                .filter_map(|served| served.pooled.as_ref())
+                .map(PooledBags::num_bytes)
+                .sum::<usize>()
             + windows
     }
 

@@ -6,11 +6,9 @@ use std::sync::Arc;
 
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::Insertion;
-use sok_core::contract::ticket::RING;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::{agree, gather};
 use sok_core::exchange::message::{Call, Reader, Tag, Writer};
-use sok_core::exchange::placement::Placement;
 use sok_core::host::sharded::LookupMode;
 
 use super::at_owner::{FirstKeys, TableRequest, read_bags, requests_of, write_bags};
@@ -204,8 +202,7 @@ impl ShardedGpuGroup {
         let mut writer = Writer::default();
         writer.numbers(&[self.tables, mode.code(), self.shard.next_lookup, asks_silent.into()])?;
         for ((table, owners), request) in self.shard.tables.iter().zip(&self.owners).zip(&asked.requests) {
-            let is_elsewhere = matches!(owners.placement, Placement::Localized(rank) if rank != owners.rank);
-            let room = if is_elsewhere { u64::MAX } else { table.room_left() };
+            let room = if owners.is_elsewhere() { u64::MAX } else { table.room_left() };
             writer.numbers(&[request.num_ids as u64, room])?;
             write_bags(&request.bags, &mut writer)?;
         }
@@ -305,10 +302,11 @@ impl ShardedGpuGroup {
         let serving = self.serving(requests, starts.as_deref(), stream);
         let Serving { features, served, remote } = self.fatal(serving)?;
         let LookupMode { insertion, save } = mode;
+        // A table that removes rows may insert first only if the numbers of keys are known, since the host reads the keys if it must undo.
+        let exceeds = must_agree;
         // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call, or of received keys.
-        let looked_up = unsafe {
-            self.shard.look_up(&features, insertion, save, None, remote.as_ref(), must_agree, stream)
-        };
+        let looked_up =
+            unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), exceeds, stream) };
         let looked_up = if must_agree { looked_up } else { Ok(self.fatal(looked_up)?) };
         let agreed = if must_agree {
             let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
@@ -342,22 +340,25 @@ impl ShardedGpuGroup {
         agreed?;
         let number = looked_up?;
         if save {
+            self.forget_served();
             self.served.push_back(Served { number, starts: starts.unwrap_or_default(), ..served });
-            if self.served.len() as u64 > RING {
-                self.reuse_oldest_served();
-            }
         } else {
             self.spare_begins.push(served.begins_on_device);
         }
         Ok(number)
     }
 
-    /// Drops the oldest lookup that was served. Later ones use its memory.
-    fn reuse_oldest_served(&mut self) {
-        let Some(Served { begins_on_device, pooled, .. }) = self.served.pop_front() else { return };
-        self.spare_begins.push(begins_on_device);
-        if let (Some(pooling), Some(pooled)) = (&mut self.pooling, pooled) {
-            pooling.give_back(pooled.into_memory());
+    /// Drops the lookups that were served and to which no gradients may come any more. Later ones use their memory.
+    fn forget_served(&mut self) {
+        let pushed = self.front.ring.iter().map(|push| push.lookup.number);
+        let saved = self.front.lookups.iter().map(|lookup| lookup.number);
+        let oldest = pushed.chain(saved).min().unwrap_or(u64::MAX);
+        while self.served.front().is_some_and(|served| served.number < oldest) {
+            let Some(Served { begins_on_device, pooled, .. }) = self.served.pop_front() else { return };
+            self.spare_begins.push(begins_on_device);
+            if let (Some(pooling), Some(pooled)) = (&mut self.pooling, pooled) {
+                pooling.give_back(pooled.into_memory());
+            }
         }
     }
 
@@ -368,7 +369,14 @@ impl ShardedGpuGroup {
         let num_ids = || tables().map(|table| table.num_ids as u64);
         let (largest, all) = (num_ids().max().unwrap_or(0), 2 * num_ids().sum::<u64>());
         let shift = u64::BITS - largest.leading_zeros();
-        if all <= u64::from(u32::MAX / 4) && num_features << shift <= 1 << 32 {
+        let bags = || tables().flat_map(|table| &table.bags);
+        let bag_shift =
+            bags().map(|bags| u64::BITS - (bags.num_bags as u64).leading_zeros()).max().unwrap_or(0);
+        let fits = |features: u64, shift: u32| features << shift <= 1 << 32;
+        if all <= u64::from(u32::MAX / 4)
+            && fits(num_features, shift)
+            && fits(bags().count() as u64, bag_shift)
+        {
             return Ok(());
         }
         Err(Error::argument(format!(
@@ -423,10 +431,8 @@ impl ShardedGpuGroup {
         let (rank, world_size) = (self.peers.rank(), self.peers.world_size());
         let has_silent = requests.iter().any(|request| request.asks_silent);
         let takes_part = |&t: &usize| {
-            // A table on another rank must not get features here, whose bounds would be those of that rank.
-            let is_elsewhere =
-                matches!(self.owners[t].placement, Placement::Localized(owner) if owner != rank);
-            !is_elsewhere && requests.iter().any(|request| request.tables[t].num_ids > 0)
+            // A rank has no room for rows of a table on another rank, and the bounds of what others ask for would exceed it.
+            !self.owners[t].is_elsewhere() && requests.iter().any(|request| request.tables[t].num_ids > 0)
         };
         let tables: Vec<usize> = (0..self.owners.len()).filter(takes_part).collect();
         let (mut features, mut of_features, mut begins) = (Vec::new(), Vec::new(), Vec::new());

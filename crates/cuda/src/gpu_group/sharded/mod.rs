@@ -4,7 +4,7 @@
 //! this rank's lookups and pushes; its tables have no rows.
 //!
 //! A lookup of the front makes ids distinct and orders the keys by owner. The owners read the keys where they are, look them up as one
-//! feature for each table and rank, and write the rows to the memory of the rank that asked, which pools them. A push merges gradients
+//! feature for each table and rank, and write the rows to the memory of the rank that asked, which pools them; or they pool the bags themselves. A push merges gradients
 //! to one for each key. The commit is agreed on by the devices; then the owners update their records, and read the gradients of all ranks
 //! where they are. The host exchanges what it knows before each lookup and each commit: numbers of ids, windows and pending pushes. So
 //! in a steady step the host reads nothing from a device.
@@ -96,7 +96,7 @@ pub struct ShardedGpuGroup {
     row_stride: usize,
     /// Memory of lookups that are gone, see [`Served::begins_on_device`].
     spare_begins: Vec<Buffer<u32>>,
-    /// Other memory for later calls, with NCCL.
+    /// Other memory for later calls.
     spares: Spares,
     num_lookups: u64,
     num_commits: u64,
