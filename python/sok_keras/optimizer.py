@@ -56,8 +56,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     The core has the formulas of Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl and Lion, and those of
     `sok_keras.optimizers`. Any other optimizer, such as a subclass of your own, works if it computes each element of a variable by itself:
     from its gradient, states of the variable's shape that start at a constant, and `self.iterations`. Then its own `update_step` is
-    called with the rows of the batch, cut into flat pieces, which takes several times as long. On a GPU such an optimizer may have three
-    states, of which all but the first start at 0.
+    called with the rows of the batch, cut into flat pieces, which takes several times as long. Such an optimizer, and Lamb, update tables
+    on the host alone so far.
 
     Learning rate, schedules, clipping, weight decay, loss scale and gradient accumulation are those of the wrapped optimizer.
     Clipping by global norm counts the summed gradients of rows and the dense gradients together. Decoupled weight decay applies to
@@ -79,7 +79,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         ValueError: If `gradient_reduction` is another value. If the formula of `inner_optimizer` needs the whole variable (Muon,
             Adafactor), or it keeps other states. If it is an `OptimizerWrapper` or a `LossScaleOptimizer`. A loss scale goes around the
             wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
-        DeviceError: At the first step, for an optimizer whose states tables on a GPU have no room for. `storage="host"` has it.
+        DeviceError: At the first step, for an optimizer that does not update tables on a GPU.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if self._sums_over_ranks() and dense:
             self._tables.sums = backend.watch_gradients(dense, self._divisor())
         triggers = [v for v in variables if _core_of(v) is not None]
+        self._check_tables_are_updated(triggers)
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
         updates = [self.update_for(trigger) for trigger in triggers]
         cores = [_core_of(trigger) for trigger in triggers]
@@ -184,6 +185,16 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if waiting is not None:
             with backend.eager_scope():  # TensorFlow builds while it traces: else each step would load them again
                 self._take(*waiting)
+
+    def _check_tables_are_updated(self, triggers: list) -> None:
+        """Refuses what has not been tried on a GPU."""
+        name = json.loads(self._rule)["name"]
+        for trigger in triggers:
+            if _core_of(trigger).gpu is not None and name in ("general", "lamb"):
+                raise backend.native.DeviceError(
+                    f"{type(self.inner_optimizer).__name__} does not update tables on a GPU yet. Give tables "
+                    f'{_core_of(trigger).names} `storage="host"`'
+                )
 
     def update_for(self, trigger: Any) -> str:
         """Returns the update of the rows of a trigger as JSON. `trigger` is None for a layer that is not built yet."""

@@ -20,9 +20,11 @@ def test_two_ranks_train_as_one_process(tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    alone("train.py", folders[0])
-    run(2, "train.py", folders[1])
-    for case in ("adam", "clipped", "accumulated", "general"):
+    # Optimizers without a formula do not update tables on a GPU yet.
+    cases = ["adam", "clipped", "accumulated", *([] if ON_GPU else ["general"])]
+    alone("train.py", folders[0], *cases)
+    run(2, "train.py", folders[1], *cases)
+    for case in cases:
         one = np.load(folders[0] / f"{case}0.npz")
         compare_ranks(one, [np.load(folders[1] / f"{case}{rank}.npz") for rank in range(2)])
 

@@ -94,5 +94,5 @@ def train(folder, case):
 
 if __name__ == "__main__":
     sok.init(timeout=30)
-    for each in OPTIMIZERS:
+    for each in sys.argv[2:] or OPTIMIZERS:
         train(sys.argv[1], each)

@@ -12,7 +12,7 @@ use sok_core::contract::gradients::Keep;
 use sok_core::error::Result;
 
 use super::ShardedGpuGroup;
-use super::at_owner::requests_of;
+use super::asked::requests_of;
 use super::layout::LookupLayout;
 use crate::device::{Device, Stream, driver_error};
 use crate::gpu_table::GpuTable;

@@ -3,7 +3,6 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use sok_core::contract::profile::StepPart;
@@ -12,9 +11,10 @@ use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::row_type::RowType;
 use sok_core::host::sharded::counts_ids;
 
-use super::at_owner::TableRequest;
+use super::asked::TableRequest;
 use super::layout::{GradientLayout, row_bytes};
-use super::lookup::RankRequest;
+use super::lent::Lent;
+use super::request::RankRequest;
 use super::transfers::{Conversation, MessagePart, Messages, Places, What};
 use super::{ShardedGpuGroup, VERDICTS, rows_of_board};
 use crate::abi::{PartCopy, RING};
@@ -37,32 +37,6 @@ pub(super) struct ReceivedKeys {
     pub places: Vec<Vec<Places>>,
 }
 
-/// Device memory that later calls reuse when it is dropped.
-pub(super) struct Lent {
-    memory: Option<Buffer<u32>>,
-    to: Arc<Mutex<Vec<Buffer<u32>>>>,
-}
-
-impl Lent {
-    pub fn address(&self) -> u64 {
-        self.memory.as_ref().map_or(0, Buffer::address)
-    }
-}
-
-/// Maximum number of buffers that are kept for later calls.
-const SPARES: usize = 4;
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        let mut spares = self.to.lock().unwrap_or_else(PoisonError::into_inner);
-        spares.extend(self.memory.take());
-        if spares.len() > SPARES {
-            let smallest = spares.iter().enumerate().min_by_key(|(_, spare)| spare.len()).map(|(i, _)| i);
-            smallest.map(|i| spares.swap_remove(i));
-        }
-    }
-}
-
 /// Gradients that come from other ranks. By rank and table: where the gradient of the key with place 0 would be.
 pub(super) struct ReceivedGradients {
     pub firsts: Vec<Vec<u64>>,
@@ -76,7 +50,6 @@ pub(super) struct Spares {
     starts: Option<(Buffer<u32>, Shared)>,
     /// Descriptors of copies.
     copies: Option<Buffer<u32>>,
-    gradients: Arc<Mutex<Vec<Buffer<u32>>>>,
 }
 
 impl ShardedGpuGroup {
@@ -245,7 +218,7 @@ impl ShardedGpuGroup {
         let mut firsts = vec![vec![0u64; row_bytes.len()]; served.starts.len()];
         firsts[rank] = places.into_iter().map(|place| own + place as u64).collect();
         let widened = coming.widened(self.narrowing());
-        let memory = self.lend(widened.bytes / 4)?;
+        let memory = self.lending.lend(self.peers.context(), widened.bytes / 4)?;
         let address = memory.address();
         for part in &widened.parts {
             firsts[part.rank][part.table] = first_of(part, address, row_bytes[part.table]);
@@ -360,20 +333,6 @@ impl ShardedGpuGroup {
         unsafe { nccl.broadcast(&parts.collect::<Vec<_>>(), stream) }
     }
 
-    pub(super) fn lend(&self, words: usize) -> Result<Lent> {
-        let to = self.spares.gradients.clone();
-        let spare = {
-            let mut spares = to.lock().unwrap_or_else(PoisonError::into_inner);
-            let fits = spares.iter().position(|spare| spare.len() >= words);
-            fits.map(|i| spares.swap_remove(i))
-        };
-        let memory = match spare {
-            Some(spare) => spare,
-            None => Buffer::uninit(self.peers.context(), words + words / 4)?,
-        };
-        Ok(Lent { memory: Some(memory), to })
-    }
-
     /// Enqueues exchanging verdicts on a commit. When they have come, all ranks know it, before they go on.
     pub(super) fn gather_verdicts(&self, nccl: &Nccl, stream: Stream) -> Result<()> {
         let measured = self.shard.workspace.profiler.start(stream)?;
@@ -383,12 +342,6 @@ impl ShardedGpuGroup {
         // SAFETY: The board has flags of each rank, which are not used otherwise.
         unsafe { nccl.all_gather(self.board.address(), 8, stream) }?;
         self.shard.workspace.profiler.stop(StepPart::Exchange, measured, stream)
-    }
-
-    /// Number of bytes of the memory that is kept for later calls.
-    pub(super) fn spare_bytes(&self) -> usize {
-        let spares = self.spares.gradients.lock().unwrap_or_else(PoisonError::into_inner);
-        spares.iter().map(Buffer::num_bytes).sum()
     }
 }
 

@@ -135,7 +135,7 @@ impl Group for ShardedGpuGroup {
             + self.shard.step_bytes()
             + self.asking.num_bytes()
             + self.ahead.num_bytes()
-            + self.spare_bytes()
+            + self.lending.num_bytes()
             + self.pooling.as_ref().map_or(0, Workspace::num_bytes)
             + self
                 .served

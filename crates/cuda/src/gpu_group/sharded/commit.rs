@@ -13,7 +13,8 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::{agree, gather};
 use sok_core::exchange::message::{Call, Reader, Writer};
 
-use super::at_owner::{PooledMerge, TableRequest};
+use super::asked::TableRequest;
+use super::at_owner::PooledMerge;
 use super::by_nccl::ReceivedGradients;
 use super::layout::{GradientLayout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};

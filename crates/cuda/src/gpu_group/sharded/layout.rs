@@ -1,10 +1,11 @@
 //! Where things are in the windows of ranks. A rank computes from the numbers of ids of another one where these are in its windows.
 
-use super::at_owner::TableRequest;
+use sok_core::host::sharded::counts_ids;
+
+use super::asked::TableRequest;
 use crate::abi::quads;
 use crate::gpu_table::GpuTable;
 use crate::step::{KeysTo, Saved};
-use sok_core::host::sharded::counts_ids;
 
 /// Parts of windows begin at multiples of this number of bytes.
 const ALIGNMENT: usize = 256;
@@ -31,6 +32,24 @@ pub(super) struct PooledPlaces {
     pub numbers: usize,
     /// By feature: of the row splits and of the pooled rows.
     pub features: Vec<(usize, usize)>,
+}
+
+/// Addresses in the window of a rank, see [`PooledPlaces`].
+pub(super) struct PooledAddresses {
+    pub ids: u64,
+    pub numbers: u64,
+    pub features: Vec<(u64, u64)>,
+}
+
+impl PooledAddresses {
+    pub fn of(places: &PooledPlaces, window: u64) -> PooledAddresses {
+        let of_feature = |&(splits, rows): &(usize, usize)| (window + splits as u64, window + rows as u64);
+        PooledAddresses {
+            ids: window + places.ids as u64,
+            numbers: window + places.numbers as u64,
+            features: places.features.iter().map(of_feature).collect(),
+        }
+    }
 }
 
 /// The starts of the keys of each owner, `(tables, 2 * ranks + 1)`, are at the beginning of a lookup's window.

@@ -2,8 +2,6 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
-
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::Insertion;
 use sok_core::error::{Error, Result};
@@ -11,8 +9,10 @@ use sok_core::exchange::collectives::{agree, gather};
 use sok_core::exchange::message::{Call, Reader, Tag, Writer};
 use sok_core::host::sharded::LookupMode;
 
-use super::at_owner::{FirstKeys, TableRequest, read_bags, requests_of, write_bags};
-use super::layout::{LookupLayout, PooledPlaces, row_bytes, start_of};
+use super::asked::{TableRequest, read_bags, requests_of, write_bags};
+use super::at_owner::FirstKeys;
+use super::layout::{LookupLayout, PooledAddresses, row_bytes, start_of};
+use super::request::RankRequest;
 use super::transfers::Places;
 use super::{Served, ShardedGpuGroup, rows_of_board};
 use crate::abi::{Flag, MAX_RANKS, SharedRows};
@@ -20,7 +20,7 @@ use crate::device::Stream;
 use crate::gpu_group::SavedLookup;
 use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
-use crate::peers::{Mapping, Window, WindowName};
+use crate::peers::{Window, WindowName};
 use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, Remote, RowSource, Started, When};
 
 /// This rank's side of a lookup that is under way.
@@ -35,40 +35,6 @@ struct Asked<'a> {
 
 /// Maximum number of small buffers that are kept for later lookups.
 const SPARE_BEGINS: usize = 4;
-
-/// What a rank asks for.
-pub(super) struct RankRequest {
-    /// By table.
-    pub(super) tables: Vec<TableRequest>,
-    /// By table: where its keys and rows are, in its window. With NCCL known of this rank alone.
-    pub(super) places: Vec<Places>,
-    /// By table: the addresses of what its owner pools.
-    pub(super) pooled: Vec<PooledAddresses>,
-    /// The window, unless NCCL is used and it is another rank's.
-    window: Option<Arc<Mapping>>,
-    /// By table: how many more rows the rank's shard has room for.
-    room: Vec<u64>,
-    /// Whether the rank asks for the rows of ids of weight 0.
-    asks_silent: bool,
-}
-
-/// Addresses in the window of a rank, see [`PooledPlaces`].
-pub(super) struct PooledAddresses {
-    pub ids: u64,
-    pub numbers: u64,
-    pub features: Vec<(u64, u64)>,
-}
-
-impl PooledAddresses {
-    fn of(places: &PooledPlaces, window: u64) -> PooledAddresses {
-        let of_feature = |&(splits, rows): &(usize, usize)| (window + splits as u64, window + rows as u64);
-        PooledAddresses {
-            ids: window + places.ids as u64,
-            numbers: window + places.numbers as u64,
-            features: places.features.iter().map(of_feature).collect(),
-        }
-    }
-}
 
 /// The features that this rank serves.
 struct Serving {

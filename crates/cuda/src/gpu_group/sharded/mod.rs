@@ -12,12 +12,15 @@
 #![allow(unsafe_code)]
 
 mod ahead;
+mod asked;
 mod at_owner;
 mod by_nccl;
 mod calls;
 mod commit;
 mod layout;
+mod lent;
 mod lookup;
+mod request;
 mod transfers;
 
 use std::collections::VecDeque;
@@ -40,9 +43,11 @@ use crate::peers::{FLAG_BYTES, Mapping, Peers, Window, WindowName, Windows};
 use crate::step::{Asking, Workspace};
 
 use ahead::AheadLookups;
-use at_owner::{PooledBags, TableRequest};
+use asked::TableRequest;
+use at_owner::PooledBags;
 use by_nccl::Spares;
 use layout::row_bytes;
+use lent::Lending;
 
 pub use commit::commit;
 pub(super) use layout::{GradientLayout, row_places};
@@ -96,8 +101,10 @@ pub struct ShardedGpuGroup {
     row_stride: usize,
     /// Memory of lookups that are gone, see [`Served::begins_on_device`].
     spare_begins: Vec<Buffer<u32>>,
-    /// Other memory for later calls.
+    /// Other memory for later calls, with NCCL.
     spares: Spares,
+    /// Memory for gradients of other ranks.
+    lending: Lending,
     num_lookups: u64,
     num_commits: u64,
     /// Saved lookups, oldest first.
@@ -190,6 +197,7 @@ impl ShardedGpuGroup {
             pooling: None,
             spare_begins: Vec::new(),
             spares: Spares::default(),
+            lending: Lending::default(),
             tickets: Buffer::new(&device.context, 4 * RING)?,
             on_device: abi::Peers::default(),
             boards: Vec::new(),
