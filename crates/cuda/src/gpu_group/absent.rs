@@ -180,20 +180,7 @@ fn copy_feature(
         }
         bags => bags,
     };
-    let Feature { table, combiner, padding_key, is_silent, .. } = *feature;
-    Ok(Feature {
-        name: "of a lookup",
-        table,
-        ids,
-        bags,
-        combiner,
-        weights,
-        padding_key,
-        is_silent,
-        at_owner: false,
-        id_counts,
-        rows: 0,
-    })
+    Ok(Feature { ids, bags, weights, id_counts, at_owner: false, rows: 0, ..feature.named("of a lookup") })
 }
 
 #[allow(unsafe_code)]

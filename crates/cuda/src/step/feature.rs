@@ -70,6 +70,25 @@ pub struct Feature<'a> {
 }
 
 impl Feature<'_> {
+    /// Returns the feature under another name.
+    pub fn named<'a>(&self, name: &'a str) -> Feature<'a> {
+        let Feature { table, ids, bags, combiner, weights, padding_key, .. } = *self;
+        let Feature { is_silent, at_owner, id_counts, rows, .. } = *self;
+        Feature {
+            name,
+            table,
+            ids,
+            bags,
+            combiner,
+            weights,
+            is_silent,
+            at_owner,
+            id_counts,
+            padding_key,
+            rows,
+        }
+    }
+
     /// Number of output rows. Without bags, it is the number of ids.
     pub fn num_bags(&self) -> usize {
         match self.bags {

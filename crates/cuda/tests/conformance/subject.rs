@@ -139,31 +139,7 @@ impl GpuSubject {
             let keys: Vec<u64> = (0..feature.ids.len as u64).map(|i| i % 5).collect();
             let (address, len) = (this.keep(&keys), keys.len());
             let ids = sok_cuda::step::Ids { address, high: 0, key_type: KeyType::Wide, len };
-            let Feature {
-                table,
-                bags,
-                combiner,
-                weights,
-                padding_key,
-                is_silent,
-                at_owner,
-                id_counts,
-                rows,
-                ..
-            } = *feature;
-            Feature {
-                name: "other",
-                table,
-                ids,
-                bags,
-                combiner,
-                weights,
-                padding_key,
-                is_silent,
-                at_owner,
-                id_counts,
-                rows,
-            }
+            Feature { ids, ..feature.named("other") }
         };
         let others: Vec<Feature> = features.iter().map(|feature| other(self, feature)).collect();
         let Tested::Shared(group) = &mut self.group else { return };

@@ -157,36 +157,7 @@ impl ShardedGpuGroup {
             let old = self.ahead.lookups.pop_front().and_then(|old| old.begun);
             self.end_ahead(old)?;
         }
-        let named = |feature: &Feature| {
-            let Feature {
-                table,
-                ids,
-                bags,
-                combiner,
-                weights,
-                padding_key,
-                is_silent,
-                at_owner,
-                id_counts,
-                rows,
-                ..
-            } = *feature;
-            let name = "of a later call";
-            Feature {
-                name,
-                table,
-                ids,
-                bags,
-                combiner,
-                weights,
-                padding_key,
-                is_silent,
-                at_owner,
-                id_counts,
-                rows,
-            }
-        };
-        let features = features.iter().map(named).collect();
+        let features = features.iter().map(|feature| feature.named("of a later call")).collect();
         self.ahead.lookups.push_back(AheadLookup { forms, features, begun: None, _keep: keep });
         if self.ahead.lookups.len() == 1 { self.begin_ahead() } else { Ok(()) }
     }
