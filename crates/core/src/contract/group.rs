@@ -298,6 +298,20 @@ pub fn together<'a, G: Group>(first: &'a mut G, others: Vec<&'a mut AnyGroup>) -
     Ok(groups)
 }
 
+/// Returns a part of each group of an optimizer: that of the first one, and those of the others. `part`: returns it.
+///
+/// # Errors
+/// As [`together`].
+pub fn parts_together<'a, G: Group, P: Group>(
+    first: &'a mut G,
+    others: Vec<&'a mut AnyGroup>,
+    part: impl Fn(&'a mut G) -> &'a mut P,
+) -> Result<(&'a mut P, Vec<&'a mut AnyGroup>)> {
+    let mut parts = together(first, others)?.into_iter().map(part);
+    let first = parts.next().expect("the first group is among them");
+    Ok((first, parts.map(|part| part as &mut AnyGroup).collect()))
+}
+
 /// Checks that a tensor is in the same memory as the tables of a group.
 ///
 /// # Errors

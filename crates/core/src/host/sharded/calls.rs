@@ -7,7 +7,7 @@ use crate::contract::binding::Binding;
 use crate::contract::general::{Gather, Scatter};
 use crate::contract::group::{
     AnyGroup, Apply, Commit, FeatureTensors, GradientTensors, Group, WeightGradient, check_memory,
-    lookup_number, together, write_lookup_number,
+    lookup_number, parts_together, together, write_lookup_number,
 };
 use crate::contract::profile::Profile;
 use crate::contract::table::{Insertion, Table};
@@ -89,21 +89,18 @@ impl Group for ShardedGroup {
     }
 
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
-        let mut groups = together(self, others)?.into_iter().map(|group| &mut group.shard);
-        let Some(first) = groups.next() else { return Ok(()) };
-        Group::apply(first, groups.map(|shard| shard as &mut AnyGroup).collect(), apply)
+        let (first, others) = parts_together(self, others, |group| &mut group.shard)?;
+        Group::apply(first, others, apply)
     }
 
     fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()> {
-        let mut shards = together(self, others)?.into_iter().map(|group| &mut group.shard);
-        let Some(first) = shards.next() else { return Ok(()) };
-        Group::gather(first, shards.map(|shard| shard as &mut AnyGroup).collect(), gather)
+        let (first, others) = parts_together(self, others, |group| &mut group.shard)?;
+        Group::gather(first, others, gather)
     }
 
     fn scatter(&mut self, others: Vec<&mut AnyGroup>, scatter: Scatter<'_>) -> Result<()> {
-        let mut shards = together(self, others)?.into_iter().map(|group| &mut group.shard);
-        let Some(first) = shards.next() else { return Ok(()) };
-        Group::scatter(first, shards.map(|shard| shard as &mut AnyGroup).collect(), scatter)
+        let (first, others) = parts_together(self, others, |group| &mut group.shard)?;
+        Group::scatter(first, others, scatter)
     }
 
     fn drop_committed(&mut self) {
