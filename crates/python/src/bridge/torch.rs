@@ -44,6 +44,25 @@ fn device_and_stream(py: Python<'_>, gpu: Option<i32>) -> PyResult<(Device, Stre
     Ok((device_of(gpu), stream.unwrap_or(StreamHandle::NONE)))
 }
 
+/// Runs a call of the core on tensors of PyTorch, without the GIL.
+fn on_tensors(
+    py: Python<'_>,
+    inputs: &[Bound<'_, PyAny>],
+    outputs: &[Bound<'_, PyAny>],
+    gpu: Option<i32>,
+    call: impl FnOnce(&[Tensor], &mut Tensors, StreamHandle) -> Result<()> + Send,
+) -> PyResult<()> {
+    guarded(|| {
+        let (device, stream) = device_and_stream(py, gpu)?;
+        let (inputs, mut outputs) = (tensors_at(device, inputs)?, tensors_at(device, outputs)?);
+        detached(py, move || {
+            // The whole wrapper moves to the call, which may run on another thread.
+            let inputs = inputs;
+            call(&inputs.0, &mut outputs, stream)
+        })
+    })
+}
+
 /// Whether tensors are dense and on this GPU (None: the host), so that a call may be given them.
 #[pyfunction]
 #[pyo3(signature = (tensors, gpu))]
@@ -143,13 +162,8 @@ fn commit(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    guarded(|| {
-        let (device, stream) = device_and_stream(py, gpu)?;
-        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-        detached(py, move || {
-            let (inputs, mut outputs) = (inputs, outputs);
-            call::commit(optimizer, &inputs.0, &mut outputs, stream)
-        })
+    on_tensors(py, &inputs, &outputs, gpu, |inputs, outputs, stream| {
+        call::commit(optimizer, inputs, outputs, stream)
     })
 }
 
@@ -163,13 +177,8 @@ fn gather_piece(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    guarded(|| {
-        let (device, stream) = device_and_stream(py, gpu)?;
-        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-        detached(py, move || {
-            let (inputs, mut outputs) = (inputs, outputs);
-            call::gather(optimizer, outputs.0.len(), size, &inputs.0, &mut outputs, stream)
-        })
+    on_tensors(py, &inputs, &outputs, gpu, |inputs, outputs, stream| {
+        call::gather(optimizer, outputs.0.len(), size, inputs, outputs, stream)
     })
 }
 
@@ -182,13 +191,8 @@ fn scatter_piece(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    guarded(|| {
-        let (device, stream) = device_and_stream(py, gpu)?;
-        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-        detached(py, move || {
-            let (inputs, mut outputs) = (inputs, outputs);
-            call::scatter(optimizer, &inputs.0, &mut outputs, stream)
-        })
+    on_tensors(py, &inputs, &outputs, gpu, |inputs, outputs, stream| {
+        call::scatter(optimizer, inputs, outputs, stream)
     })
 }
 
@@ -201,13 +205,8 @@ fn apply(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    guarded(|| {
-        let (device, stream) = device_and_stream(py, gpu)?;
-        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-        detached(py, move || {
-            let (inputs, mut outputs) = (inputs, outputs);
-            call::apply(optimizer, &inputs.0, &mut outputs, stream)
-        })
+    on_tensors(py, &inputs, &outputs, gpu, |inputs, outputs, stream| {
+        call::apply(optimizer, inputs, outputs, stream)
     })
 }
 
@@ -220,13 +219,8 @@ fn sum_gradients(
     outputs: Vec<Bound<'_, PyAny>>,
     gpu: Option<i32>,
 ) -> PyResult<()> {
-    guarded(|| {
-        let (device, stream) = device_and_stream(py, gpu)?;
-        let (inputs, outputs) = (tensors_at(device, &inputs)?, tensors_at(device, &outputs)?);
-        detached(py, move || {
-            let (inputs, mut outputs) = (inputs, outputs);
-            call::sum_gradients(&inputs.0, &mut outputs, stream)
-        })
+    on_tensors(py, &inputs, &outputs, gpu, |inputs, outputs, stream| {
+        call::sum_gradients(inputs, outputs, stream)
     })
 }
 

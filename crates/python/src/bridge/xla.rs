@@ -250,18 +250,7 @@ unsafe extern "C" fn push<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
 /// Operands: is_update, tickets. Result: sum of squares.
 unsafe extern "C" fn commit<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
-    unsafe {
-        handle(frame, GPU, |execution| {
-            let optimizer = execution.attribute("optimizer")?;
-            let call = |execution: &mut Execution, _: Option<&Scope>| {
-                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
-                execution.run(tensors, memory, |tensors, outputs, stream| {
-                    call::commit(optimizer, tensors, outputs, stream)
-                })
-            };
-            execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
-        })
-    }
+    unsafe { handle(frame, GPU, |execution| execution.of_optimizer(call::commit)) }
 }
 
 /// Operands: scalars, what comes before, number of the piece. Results: gradients, rows, states.
@@ -269,16 +258,11 @@ unsafe extern "C" fn gather<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
     // SAFETY: XLA's frame, passed on.
     unsafe {
         handle(frame, GPU, |execution| {
-            let optimizer = execution.attribute("optimizer")?;
-            let call = |execution: &mut Execution, _: Option<&Scope>| {
-                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
-                let num_arrays = execution.frame.results.size as usize;
-                let size = execution.attribute("size")? as usize;
-                execution.run(tensors, memory, |tensors, outputs, stream| {
-                    call::gather(optimizer, num_arrays, size, tensors, outputs, stream)
-                })
-            };
-            execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
+            let num_arrays = execution.frame.results.size as usize;
+            let size = execution.attribute("size")? as usize;
+            execution.of_optimizer(|optimizer, tensors, outputs, stream| {
+                call::gather(optimizer, num_arrays, size, tensors, outputs, stream)
+            })
         })
     }
 }
@@ -286,18 +270,7 @@ unsafe extern "C" fn gather<const GPU: bool>(frame: *mut CallFrame) -> XlaError 
 /// Operands: number of the piece, rows, states. Result: number of the next piece. Where the scope has failed it is 0, which ends the loop.
 unsafe extern "C" fn scatter<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
-    unsafe {
-        handle(frame, GPU, |execution| {
-            let optimizer = execution.attribute("optimizer")?;
-            let call = |execution: &mut Execution, _: Option<&Scope>| {
-                let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
-                execution.run(tensors, memory, |tensors, outputs, stream| {
-                    call::scatter(optimizer, tensors, outputs, stream)
-                })
-            };
-            execution.in_scope(call, || (), |error| latch_optimizer(optimizer, error))
-        })
-    }
+    unsafe { handle(frame, GPU, |execution| execution.of_optimizer(call::scatter)) }
 }
 
 /// Operands: scalars, sum of squares, triggers. Results: new triggers. In a scope `sok_finish` makes the update.
@@ -505,6 +478,20 @@ impl Execution<'_> {
         }
         skipped();
         self.write_zeros()
+    }
+
+    /// A call of an optimizer, as `in_scope`.
+    fn of_optimizer(
+        &mut self,
+        call: impl FnOnce(i64, &[Tensor], &mut dyn Outputs, StreamHandle) -> Result<()>,
+    ) -> Result<()> {
+        let optimizer = self.attribute("optimizer")?;
+        let run = |execution: &mut Execution, _: Option<&Scope>| {
+            let (tensors, memory) = (execution.tensors()?, memory_of(optimizer)?);
+            execution
+                .run(tensors, memory, |tensors, outputs, stream| call(optimizer, tensors, outputs, stream))
+        };
+        self.in_scope(run, || (), |error| latch_optimizer(optimizer, error))
     }
 
     fn write_zeros(&mut self) -> Result<()> {
