@@ -14,6 +14,7 @@ fn headers() -> &'static [(&'static str, String)] {
             ("math.cuh", include_str!("../kernels/math.cuh")),
             ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
             ("index.cuh", include_str!("../kernels/index.cuh")),
+            ("merged.cuh", include_str!("../kernels/merged.cuh")),
             ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
             ("peers.cuh", include_str!("../kernels/peers.cuh")),
             ("records.cuh", include_str!("../kernels/records.cuh")),
@@ -49,6 +50,9 @@ pub const CONTROL: Source =
     Source { name: "control.cu", text: include_str!("../kernels/control.cu"), headers };
 /// What ranks that share tables do for each other, in each other's memory.
 pub const RANKS: Source = Source { name: "ranks.cu", text: include_str!("../kernels/ranks.cu"), headers };
+/// The update of an optimizer without a formula: copies rows and states to arrays of the framework and back.
+pub const GENERAL: Source =
+    Source { name: "general.cu", text: include_str!("../kernels/general.cu"), headers };
 /// What the owner of a table does for bags of other ranks.
 pub const AT_OWNER: Source =
     Source { name: "at_owner.cu", text: include_str!("../kernels/at_owner.cu"), headers };

@@ -1,7 +1,9 @@
 //! Every kernel compiles for each generation of devices; needs NVRTC, no GPU.
 
 use sok_core::formula::Rule;
-use sok_cuda::kernels::{AT_OWNER, BACKWARD, CONTROL, FORWARD, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS};
+use sok_cuda::kernels::{
+    AT_OWNER, BACKWARD, CONTROL, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
+};
 use sok_cuda::nvrtc::{Cubin, Nvrtc};
 use sok_cuda::rule::type_name;
 
@@ -11,7 +13,8 @@ const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 /// A launch may be prepared while the previous one runs, so every kernel must call `begin` first.
 #[test]
 fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
-    for source in [&AT_OWNER, &BACKWARD, &CONTROL, &FORWARD, &KEYS, &RANKS, &SORT, &TABLE, &WEIGHTS] {
+    for source in [&AT_OWNER, &BACKWARD, &CONTROL, &FORWARD, &GENERAL, &KEYS, &RANKS, &SORT, &TABLE, &WEIGHTS]
+    {
         let kernels = source.text.split("__global__").skip(1);
         for kernel in kernels {
             let body = kernel.split_once(") {\n").expect("a kernel has a body").1;
@@ -98,15 +101,6 @@ fn all_kernels_compile_for_all_architectures() {
         backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
     }
     backward.extend(own(&[
-        "count_rows<8, 257>",
-        "gather_piece<0, 8, 257>",
-        "gather_piece<1, 64>",
-        "gather_piece<2, 64>",
-        "scatter_piece<0, 8, 257>",
-        "scatter_piece<1, 64>",
-        "scatter_piece<2, 64>",
-        "fill_piece",
-        "next_piece",
         "copy_gradients",
         "list_entries<0, 8, 64>",
         "list_entries<1, 64>",
@@ -127,8 +121,8 @@ fn all_kernels_compile_for_all_architectures() {
         "give_norm",
         "clip_factors",
     ]);
-    control.push("prepare<1, Foreign>".into());
-    control.push("prepare<40, Foreign>".into());
+    control.push("prepare<1, GeneralStep>".into());
+    control.push("prepare<40, GeneralStep>".into());
     control.extend(rules.iter().flat_map(|rule| [1, 40].map(|groups| format!("prepare<{groups}, {rule}>"))));
     let passes = [4, 8, 10, 13].into_iter().flat_map(|items| (9..=11).map(move |bits| (items, bits)));
     let sort = passes
@@ -170,6 +164,17 @@ fn all_kernels_compile_for_all_architectures() {
         "count_ranks",
         "list_chosen",
     ]);
+    let general = own(&[
+        "count_rows<8, 257>",
+        "gather_piece<0, 8, 257>",
+        "gather_piece<1, 64>",
+        "gather_piece<2, 64>",
+        "scatter_piece<0, 8, 257>",
+        "scatter_piece<1, 64>",
+        "scatter_piece<2, 64>",
+        "fill_piece",
+        "next_piece",
+    ]);
     let kernels = [
         (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
         (&SCORES, scores),
@@ -178,6 +183,7 @@ fn all_kernels_compile_for_all_architectures() {
         (&KEYS, own(&["list_keys"])),
         (&FORWARD, forward),
         (&BACKWARD, backward),
+        (&GENERAL, general),
         (&WEIGHTS, weights),
         (&CONTROL, control),
         (&RANKS, ranks),

@@ -8,7 +8,7 @@ use sok_core::error::Result;
 use super::{Saved, Workspace};
 use crate::abi::{Piece, UPDATE_THREADS};
 use crate::device::{Stream, launch};
-use crate::kernels::BACKWARD;
+use crate::kernels::GENERAL;
 
 /// Blocks of a launch for each multiprocessor.
 const BLOCKS: u32 = 8;
@@ -35,7 +35,7 @@ impl Workspace {
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn count_rows(&self, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let mut launch = piece.launch;
-        for (kernel, kinds) in self.kernels_by_kinds(&BACKWARD, |dims| format!("count_rows<{dims}>"))? {
+        for (kernel, kinds) in self.kernels_by_kinds(&GENERAL, |dims| format!("count_rows<{dims}>"))? {
             let work = merged.saved.work(self, kinds, merged.prepared, merged.factors, merged.sums);
             let piece = Piece { launch, ..piece };
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
@@ -51,7 +51,7 @@ impl Workspace {
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn visit_piece(&self, kernel: &str, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let name = |dims: &str| format!("{kernel}<{}, {dims}>", merged.saved.source as u32);
-        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
+        let kernels = self.kernels_by_kinds(&GENERAL, name)?;
         let started = self.profiler.start(stream)?;
         let mut launch = piece.launch;
         for (kernel, kinds) in kernels {
@@ -71,7 +71,7 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`](sok_core::error::Error::Device) if the kernel cannot be compiled or launched.
     pub fn fill_piece(&self, piece: Piece, first_state: f32, stream: Stream) -> Result<()> {
-        let fill = self.device.kernel(&BACKWARD, "fill_piece")?;
+        let fill = self.device.kernel(&GENERAL, "fill_piece")?;
         let blocks = BLOCKS * self.device.multiprocessors;
         // SAFETY: The arguments have the types of the kernel's parameters. The caller keeps their memory.
         unsafe { launch!(fill, stream, blocks, UPDATE_THREADS, piece, first_state) }
@@ -82,7 +82,7 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`](sok_core::error::Error::Device) if the kernel cannot be compiled or launched.
     pub fn next_piece(&self, piece: Piece, next: u64, stream: Stream) -> Result<()> {
-        let write = self.device.kernel(&BACKWARD, "next_piece")?;
+        let write = self.device.kernel(&GENERAL, "next_piece")?;
         // SAFETY: The arguments have the types of the kernel's parameters. The caller keeps their memory.
         unsafe { launch!(write, stream, 1, 1, piece, next) }
     }

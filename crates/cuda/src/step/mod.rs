@@ -275,9 +275,8 @@ impl Workspace {
         let deliver = self.device.kernel(&CONTROL, &format!("deliver<{room}>"))?;
         let mut payload = vec![0u32; room];
         // Without values there may be words to set to 0, or a number.
-        let chunks: &mut dyn Iterator<Item = &[u32]> =
-            if values.is_empty() { &mut std::iter::once(values) } else { &mut values.chunks(room) };
-        for (i, chunk) in chunks.enumerate() {
+        let empty = values.is_empty().then_some(values);
+        for (i, chunk) in values.chunks(room).chain(empty).enumerate() {
             payload[..chunk.len()].copy_from_slice(chunk);
             let (number_to, number) = number.filter(|_| i == 0).unwrap_or_default();
             let (zeros, num_zeros) = if i == 0 { zeros } else { (0, 0) };
