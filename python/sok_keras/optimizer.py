@@ -187,7 +187,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 self._take(*waiting)
 
     def _check_tables_are_updated(self, triggers: list) -> None:
-        """Refuses what has not been tried on a GPU."""
+        """Raises a `DeviceError` if tables on a GPU are to be updated by an optimizer that updates tables on the host alone."""
         name = json.loads(self._rule)["name"]
         for trigger in triggers:
             if _core_of(trigger).gpu is not None and name in ("general", "lamb"):

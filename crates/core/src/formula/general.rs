@@ -104,7 +104,7 @@ impl Description {
 
 /// The step type in the CUDA header, for kernels that prepare the scalars of any rule.
 pub(super) const CUDA: &str = "\
-struct Foreign {
+struct GeneralStep {
   static __device__ __forceinline__ void prepare(float*, float, u64) {}
 };
 ";
@@ -118,23 +118,23 @@ impl Formula for General {
     }
 
     fn visit<V: StepVisitor>(&self, visitor: V) -> V::Output {
-        visitor.visit(ForeignStep { states: self.states })
+        visitor.visit(GeneralStep { states: self.states })
     }
 }
 
 /// Stands for a step that the core does not make. It changes nothing: the update of a group gathers and scatters records instead.
 #[derive(Clone, Copy)]
-struct ForeignStep {
+struct GeneralStep {
     states: &'static [GeneralState],
 }
 
-impl Step for ForeignStep {
+impl Step for GeneralStep {
     const STATES: usize = 0;
     const REDUCES: bool = false;
     const DIRECTS: bool = false;
 
     fn device_type() -> String {
-        "Foreign".into()
+        "GeneralStep".into()
     }
 
     fn scalars(&self) -> [f32; MAX_SCALARS] {

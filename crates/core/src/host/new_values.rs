@@ -68,7 +68,7 @@ impl NewValues {
         self.ends.as_ref().and_then(|ends| ends.last().copied()).unwrap_or(0)
     }
 
-    /// The floats of a table among those of all.
+    /// Returns which floats of all rows a table has.
     pub fn of_table(&self, number: usize) -> Range<usize> {
         let ends = self.ends.as_deref().unwrap_or_default();
         let end = |number: usize| ends.get(number).copied().unwrap_or(0);

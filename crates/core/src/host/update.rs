@@ -135,7 +135,7 @@ impl<const D: usize, S: Step, G> RecordUpdate<'_, D, S, G> {
     }
 }
 
-/// The states of a record, each as wide as the row; those that the step does not have are empty.
+/// The states of a record. Each has as many columns as the row, or none if the step has no such state.
 struct States<'a> {
     first: &'a mut [f32],
     second: &'a mut [f32],

@@ -123,7 +123,7 @@ structs! {
         pub first_key: u64 as "const u32*",
         /// That place, if the host knows it.
         pub known_first_key: u32,
-        /// Number of rows of the table that are before those of the rank.
+        /// Number of rows that earlier ranks have of the table. The rank's rows follow them.
         pub first_row: u32,
     }
 

@@ -102,14 +102,14 @@ fn check_lengths(mut lengths: impl Iterator<Item = usize>) -> Result<usize> {
     }
 }
 
-/// The floats of a piece among those of all rows.
+/// Returns which floats of all rows are in a piece.
 fn floats_of(number: usize, size: usize) -> Range<usize> {
     // Number 0 means none: a range that no row reaches.
     let start = number.checked_sub(1).map_or(usize::MAX - size, |place| place * size);
     start..start + size
 }
 
-/// What a piece and a group have in common: floats of the group, and their places in the piece.
+/// Returns the floats that are in a piece and in a group: which of the group's rows, and which of the piece.
 fn common(piece: &Range<usize>, group: Range<usize>) -> Option<(Range<usize>, Range<usize>)> {
     let (start, end) = (piece.start.max(group.start), piece.end.min(group.end));
     let from = |start_of: usize| start - start_of..end - start_of;
@@ -209,7 +209,7 @@ struct TableRows<'a> {
     table: &'a HostTable,
     gradients: Vec<RecordGradients<'a, StoredGradients<'a>>>,
     conditioning: Conditioning,
-    /// Their floats among those of the group.
+    /// Which floats of the group's rows they have.
     floats: Range<usize>,
 }
 
@@ -227,7 +227,7 @@ impl TableRows<'_> {
         }
     }
 
-    /// `place`: of the first float in `to`.
+    /// Writes `floats` of one set of gradients. `place`: where the first one goes in `to`.
     fn gather_floats(
         &self,
         RecordGradients { records, gradients }: &RecordGradients<StoredGradients>,
@@ -272,7 +272,7 @@ fn prefetch_record(arena: &Arena, record: u32) {
     (0..bytes).step_by(64).for_each(|offset| prefetch(start.wrapping_add(offset)));
 }
 
-/// Writes new values to records. `start`: of their floats among those of the group.
+/// Writes new values to records. `start`: number of floats of the group's rows before those of the first record.
 ///
 /// # Safety
 /// Until it returns, no other thread reads or writes the records.

@@ -20,12 +20,12 @@ use crate::step::{AbsentIds, Bags, Feature, PooledGradients, RowSource, Saved, W
 
 /// Numbers of bags and ids of the features of a table.
 #[derive(Clone, Copy, Default)]
-struct Asked {
+struct BagCounts {
     num_bags: usize,
     num_ids: usize,
 }
 
-impl Asked {
+impl BagCounts {
     /// Whether pooled bags are fewer bytes than rows. `distinct`: likely number of distinct keys. `passes`: how often rows or gradients
     /// travel.
     fn pays(self, row_bytes: usize, distinct: usize, passes: usize) -> bool {
@@ -64,8 +64,12 @@ fn bags_to_pool(requests: &[RankRequest], features: &[(usize, usize)], first_key
             let (splits, rows) = places.features[index];
             all.splits.push((splits, asked.num_splits()));
             all.features.push(asked.feature(table, [ids, 0, rows]));
-            let first_row_here = first_row as u32;
-            all.pooled.push(PooledFeature { numbers, first_key, known_first_key, first_row: first_row_here });
+            all.pooled.push(PooledFeature {
+                numbers,
+                first_key,
+                known_first_key,
+                first_row: first_row as u32,
+            });
             all.of_ranks.push(OfRank { rank, table, index, first_row, num_ids });
             ids += 8 * asked.num_ids as u64;
             numbers += 4 * asked.num_ids as u64;
@@ -86,7 +90,7 @@ struct OfRank {
     table: usize,
     /// Its index among the features of the table that are pooled for the rank.
     index: usize,
-    /// Number of rows of the table before those of the rank.
+    /// As `PooledFeature::first_row`.
     first_row: usize,
     /// Number of ids of the table in the rank.
     num_ids: usize,
@@ -120,7 +124,7 @@ impl ShardedGpuGroup {
         if self.peers.nccl().is_some() {
             return;
         }
-        let mut asked = vec![Some(Asked::default()); self.owners.len()];
+        let mut asked = vec![Some(BagCounts::default()); self.owners.len()];
         for feature in features.iter() {
             let of_table = &mut asked[feature.table];
             if feature.weights.is_some() {
@@ -131,7 +135,7 @@ impl ShardedGpuGroup {
                 asked.num_ids += feature.ids.len;
             }
         }
-        let is_pooled = |(table, (owners, asked)): (usize, (&Owners, Option<Asked>))| {
+        let is_pooled = |(table, (owners, asked)): (usize, (&Owners, Option<BagCounts>))| {
             let distinct = |ids| likely_distinct(&self.distinct, table, ids);
             let row_bytes = row_bytes(&self.shard.tables[table]);
             let passes = 1 + usize::from(save);
@@ -144,16 +148,13 @@ impl ShardedGpuGroup {
 
     /// By feature: the address that takes its row splits for the owner of its table.
     pub(super) fn splits_to(features: &[Feature], layout: &LookupLayout, window: u64) -> Vec<u64> {
-        let mut next = vec![0; layout.pooled.len()];
-        let to = |feature: &Feature| {
-            if !feature.at_owner {
-                return 0;
+        let mut to = vec![0; features.len()];
+        for (number, feature, (splits, _)) in pooled_places(features, layout) {
+            if shares_splits(feature) {
+                to[number] = window + splits as u64;
             }
-            let (splits, _) = layout.pooled[feature.table].features[next[feature.table]];
-            next[feature.table] += 1;
-            if shares_splits(feature) { window + splits as u64 } else { 0 }
-        };
-        features.iter().map(to).collect()
+        }
+        to
     }
 
     /// Enqueues copying the rows that owners have pooled from the window of a lookup to the outputs.
@@ -164,11 +165,8 @@ impl ShardedGpuGroup {
         window: u64,
         stream: Stream,
     ) -> Result<()> {
-        let mut next = vec![0; layout.pooled.len()];
         let mut copies = Vec::new();
-        for feature in features.iter().filter(|feature| feature.at_owner) {
-            let (_, rows) = layout.pooled[feature.table].features[next[feature.table]];
-            next[feature.table] += 1;
+        for (_, feature, (_, rows)) in pooled_places(features, layout) {
             let count = (feature.num_bags() * self.front.tables[feature.table].config.dim) as u64;
             if feature.rows != 0 {
                 copies.push(WordCopy { from: window + rows as u64, to: feature.rows, count });
@@ -308,6 +306,19 @@ impl ShardedGpuGroup {
     }
 }
 
+/// Returns the features that owners pool: the number of each, and the places of its row splits and pooled rows in the window.
+fn pooled_places<'a, 'b>(
+    features: &'a [Feature<'b>],
+    layout: &'a LookupLayout,
+) -> impl Iterator<Item = (usize, &'a Feature<'b>, (usize, usize))> {
+    let mut next: Vec<_> = layout.pooled.iter().map(|places| places.features.iter()).collect();
+    let pooled = features.iter().enumerate().filter(|(_, feature)| feature.at_owner);
+    pooled.map(move |(number, feature)| {
+        let places = next[feature.table].next().expect("the layout has places for each feature");
+        (number, feature, *places)
+    })
+}
+
 /// Where the first key of each feature of a lookup is among all keys.
 pub(super) enum FirstKeys {
     /// Address of the places.
@@ -330,7 +341,7 @@ mod tests {
 
     #[test]
     fn bags_are_pooled_at_the_owner_where_that_is_fewer_bytes() {
-        let asked = Asked { num_bags: 10, num_ids: 1000 };
+        let asked = BagCounts { num_bags: 10, num_ids: 1000 };
         assert!(asked.pays(256, 900, 2));
         assert!(!asked.pays(256, 10, 2), "as many rows as bags");
         assert!(!asked.pays(16, 200, 1), "the numbers of rows are more bytes than the rows");

@@ -266,7 +266,7 @@ impl ShardedGpuGroup {
             }
         };
         let serving = self.serving(requests, starts.as_deref(), stream);
-        let Serving { features, served, remote } = self.fatal(serving)?;
+        let Serving { features, mut served, remote } = self.fatal(serving)?;
         let LookupMode { insertion, save } = mode;
         // A table that removes rows may insert first only if the numbers of keys are known, since the host reads the keys if it must undo.
         let exceeds = must_agree;
@@ -283,7 +283,6 @@ impl ShardedGpuGroup {
         if agreed.is_err() && save && looked_up.is_ok() {
             self.shard.undo_lookup();
         }
-        let mut served = served;
         if agreed.is_ok() && looked_up.is_ok() {
             let first_keys = match remote {
                 Some(remote) => FirstKeys::OnDevice(remote.firsts),
