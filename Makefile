@@ -67,7 +67,7 @@ sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done
 	cp target/asan/x86_64-unknown-linux-gnu/debug/lib_native.so $(ADDRESS_PACKAGE)/sok_keras/_native.abi3.so
 	PYTHONPATH=$(ADDRESS_PACKAGE) $(BIN)/python -c "from importlib.util import find_spec; assert 'asan' in find_spec('sok_keras').origin"
 	for backend in $(BACKENDS); do \
-	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(BRIDGE_TESTS) || exit 1; done
+	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(IN_PARALLEL) $(BRIDGE_TESTS) || exit 1; done
 
 # An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
 soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a change should wait: long fuzzing, kills, races

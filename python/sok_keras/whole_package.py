@@ -11,6 +11,7 @@ WHOLE = "sok_keras.keras_api"
 WITHOUT_KERAS = {
     "sok_keras._native",
     "sok_keras.errors",
+    "sok_keras.launch",
     "sok_keras.manifest",
     "sok_keras.mpi",
     "sok_keras.strings",

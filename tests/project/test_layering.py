@@ -13,6 +13,7 @@ import pytest
 
 import sok_keras
 import sok_keras.backend
+from once import once_on
 from reference import BACKEND
 
 ROOT = pathlib.Path(sok_keras.__file__).parent
@@ -263,6 +264,7 @@ print(len(layer(np.array([7, 8], "int32"), training=True)), layer.get_table().st
     assert (rows, error, loaded, looked_up) == (f"5 {sok_keras.__version__}", "FileNotFoundError", "", "2 2")
 
 
+@once_on("jax")
 @pytest.mark.parametrize(
     "imports",
     [
@@ -279,6 +281,11 @@ def test_saved_models_find_the_layers_whichever_is_imported_first(imports, tmp_p
     model.save(tmp_path / "m.keras")
     code = f"{imports}\nimport keras\nprint(len(keras.models.load_model({str(tmp_path / 'm.keras')!r}).layers))"
     assert in_a_fresh_process(code) == ["1"]
+
+
+def test_ranks_are_started_without_keras_or_a_framework():
+    code = f"import sys, sok_keras.launch\nprint(*({FRAMEWORKS | {'keras'}!r} & sys.modules.keys()))"
+    assert in_a_fresh_process(code) == [""]
 
 
 def test_a_module_is_the_same_whichever_way_it_is_imported():
@@ -302,9 +309,9 @@ def test_names_that_are_not_there_are_no_attributes():
     ("setting", "does", "kept"),
     [
         ({}, "sok_keras.DynamicEmbedding(2)", BACKEND != "torch"),
-        ({}, "", False),
-        ({"SOK_KEEP_FREED_MEMORY": "0"}, "sok_keras.DynamicEmbedding(2)", False),
-        ({"MALLOC_TOP_PAD_": "0"}, "sok_keras.DynamicEmbedding(2)", False),
+        pytest.param({}, "", False, marks=once_on("jax")),
+        pytest.param({"SOK_KEEP_FREED_MEMORY": "0"}, "sok_keras.DynamicEmbedding(2)", False, marks=once_on("jax")),
+        pytest.param({"MALLOC_TOP_PAD_": "0"}, "sok_keras.DynamicEmbedding(2)", False, marks=once_on("jax")),
     ],
 )
 def test_memory_of_a_step_is_kept_for_the_next_unless_somebody_said_otherwise(setting, does, kept):

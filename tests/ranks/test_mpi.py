@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import time
 
-import keras
 import numpy as np
 import persist
 import pytest
@@ -16,10 +15,9 @@ from processes import HERE, PACKAGES, environment
 from test_ranks import compare, compare_ranks
 
 import sok_keras as sok
+from once import once_on
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="of the core: the same on each backend, and checked on one"
-)
+pytestmark = once_on("jax")
 
 # Open MPI refuses to start as root, and to start more ranks than there are cores.
 SETTINGS = {

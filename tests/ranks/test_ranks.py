@@ -8,6 +8,7 @@ import pytest
 from processes import alone, last_line, launch, run, start
 
 import sok_keras as sok
+from once import once_on
 from reference import ON_GPU
 
 
@@ -41,6 +42,7 @@ def compare_ranks(one, ranks):
             np.testing.assert_array_equal(ranks[0][name], ranks[1][name])
 
 
+@once_on("jax")
 def test_tables_with_a_policy_count_the_uses_of_all_ranks_and_share_the_capacity():
     run(2, "evict.py")
 
@@ -55,6 +57,7 @@ def test_many_tables_are_trained_by_uneven_and_empty_batches_as_by_one_process(t
         np.testing.assert_array_equal(two[0][name], two[1][name], err_msg=name)
 
 
+@once_on("jax")
 def test_rows_and_gradients_travel_as_bfloat16(tmp_path, monkeypatch):
     if ON_GPU:
         monkeypatch.setenv("SOK_EXCHANGE", "nccl")  # nothing travels between GPUs that reach each other's memory
@@ -74,6 +77,7 @@ def test_gradients_are_summed_during_the_backward_pass_with_the_same_bits():
     assert status == 7, text
 
 
+@once_on("jax")
 def test_tables_answer_for_all_ranks(tmp_path):
     run(3, "persist.py", tmp_path, "tables", 0)
 
@@ -87,11 +91,11 @@ def test_a_dump_of_three_ranks_goes_on_in_one_and_in_two(tmp_path):
     compare(one, two, one.files)
 
 
-@pytest.mark.parametrize("how", ["kill", "stop", "raise", "other"])
+@pytest.mark.parametrize(
+    "how", ["kill", *[pytest.param(how, marks=once_on("jax")) for how in ("stop", "raise", "other")]]
+)
 def test_a_rank_hears_of_another_that_fails(how, tmp_path):
     """`stop`: the launcher must end a rank that does nothing any more."""
-    if how != "kill" and keras.backend.backend() != "torch":
-        pytest.skip("heard of by the core, in the same way on each backend")
     status, text = launch(2, "fail.py", tmp_path, how, timeout=120)
     assert status != 0, text
     assert (tmp_path / "heard.npy").exists(), text

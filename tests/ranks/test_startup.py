@@ -10,6 +10,7 @@ import pytest
 from processes import environment, free_port, last_line, launch, start
 
 import sok_keras as sok
+from once import once_on
 from sok_keras import startup
 
 BACKEND = keras.backend.backend()
@@ -26,6 +27,7 @@ def test_arguments_connect_ranks():
     assert [last_line(rank) for rank in ranks] == ["0 2 0 [3.0, 1.0] 1 [1]", "1 2 1 [3.0, 1.0] 1 [1]"]
 
 
+@once_on("jax")
 @pytest.mark.parametrize("options", [("", "exchange_dtype='bfloat16'"), ("merge_blocks=4", "merge_blocks=6")])
 def test_ranks_with_other_arguments_are_told_so(options):
     address = f"127.0.0.1:{free_port()}"
@@ -36,6 +38,7 @@ def test_ranks_with_other_arguments_are_told_so(options):
         assert f"on rank {rank}, merge_blocks=" in line, line
 
 
+@once_on("jax")
 def test_a_wrong_start_is_an_error_that_says_what_is_wrong():
     def told(code, **variables):
         return last_line(start(0, code, **variables))
@@ -68,6 +71,7 @@ def test_without_ranks_nothing_is_asked_of_others():
         sok.broadcast(1, root=1)
 
 
+@once_on("jax")
 def test_the_launcher_ends_with_the_status_of_a_rank_that_failed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, sys\nsys.exit(int(sys.argv[1]) if os.environ['RANK'] == '1' else 0)\n")
@@ -86,6 +90,7 @@ TOLD = (
 )
 
 
+@once_on("jax")
 def test_variables_of_slurm_connect_ranks():
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(free_port())}
     ranks = [start(rank, f"sok.init(timeout=60)\n{TOLD}", SLURM_PROCID=str(rank), **common) for rank in range(2)]

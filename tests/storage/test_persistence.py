@@ -28,6 +28,7 @@ from dumped import (
     run,
     two_tables,
 )
+from once import once_on
 from reference import (
     BACKEND,
     DIM,
@@ -350,8 +351,6 @@ def test_dump_of_one_backend_goes_on_in_another():
     assert run(LOAD_AND_DIGEST.format(str(path / "dump")), OTHER_BACKEND) == digest(model)
 
 
-of_the_core = pytest.mark.skipif(BACKEND != "torch", reason="the core's alone: on one backend it is run")
-
 FULL_DISK = """
 import resource, numpy as np, sok_keras as sok
 layer = sok.DynamicEmbedding(8, seed=1, name="layer")
@@ -366,7 +365,7 @@ except OSError as error:
 """
 
 
-@of_the_core
+@once_on("jax")
 def test_full_disk_leaves_the_old_dump(tmp_path):
     """A limit on the size of files stands in for it."""
     told = run(FULL_DISK.format(path=str(tmp_path)))
@@ -391,7 +390,7 @@ print(peak() - before, table.stats().bytes)
 """
 
 
-@of_the_core
+@once_on("jax")
 def test_dump_takes_little_memory_beside_the_table(tmp_path):
     grown, size = map(int, run(PEAK_OF_DUMP.format(path=str(tmp_path / "d"), small=str(tmp_path / "s"))).split())
     assert size > 200 * 10**6
