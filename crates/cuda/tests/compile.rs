@@ -4,11 +4,14 @@ use sok_core::formula::Rule;
 use sok_cuda::kernels::{
     AT_OWNER, BACKWARD, CONTROL, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
 };
-use sok_cuda::nvrtc::{Cubin, Nvrtc};
+use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
+/// Kernels of all formulas are compiled for the second. Formulas have no code of an architecture, so those of `SHAPES` do for the others.
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
+/// Formulas of each shape that kernels tell apart: one state or two, a direction that is scaled, a sum over the row.
+const SHAPES: [&str; 4] = ["AdamStep<false>", "LambStep", "RowWiseAdamStep", "SgdStep"];
 
 /// A launch may be prepared while the previous one runs, so every kernel must call `begin` first.
 #[test]
@@ -68,6 +71,30 @@ fn kernels_compile_for_older_devices() {
 #[test]
 fn all_kernels_compile_for_all_architectures() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
+    let all: Vec<String> = Rule::variants().iter().map(type_name).collect();
+    let of_shapes: Vec<String> = all.iter().filter(|rule| SHAPES.contains(&rule.as_str())).cloned().collect();
+    assert_eq!(of_shapes.len(), SHAPES.len(), "{all:?}");
+    std::thread::scope(|threads| {
+        for (arch, rules) in ARCHITECTURES.into_iter().zip([&of_shapes, &all, &of_shapes]) {
+            for (source, names) in kernels(rules) {
+                let nvrtc = &nvrtc;
+                threads.spawn(move || {
+                    let cubin = nvrtc
+                        .compile(source, arch, &names)
+                        .unwrap_or_else(|error| panic!("sm_{arch}: {error}"));
+                    assert!(cubin.code.starts_with(b"\x7fELF"));
+                    assert_eq!(cubin.symbols.len(), names.len());
+                    if let Some(folder) = std::env::var_os("SOK_CUBINS") {
+                        keep(folder.as_ref(), &format!("{}.{arch}", source.name), &names, &cubin);
+                    }
+                });
+            }
+        }
+    });
+}
+
+/// Returns the names of all kernels by source, with some sizes of rows and with these formulas.
+fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
     let mut forward =
         own(&["find_records", "settle_records", "make_rows<0, 8, 64, 1024>", "make_rows<2, 8, 64, 1024>"]);
@@ -93,8 +120,7 @@ fn all_kernels_compile_for_all_architectures() {
         backward.extend([format!("merge<1, false, {dim}>"), format!("merge<2, false, {dim}>")]);
         table.extend([format!("find_rows<{dim}, 4>"), format!("gather_rows<{dim}, 4>")]);
     }
-    let rules: Vec<String> = Rule::variants().iter().map(type_name).collect();
-    for rule in &rules {
+    for rule in rules {
         backward.push(format!("update<1, {rule}, true, 64>"));
         backward.push(format!("update<0, {rule}, false, 8, 257>"));
         backward.push(format!("update_in_turns<0, {rule}, false, 8, 260>"));
@@ -175,7 +201,7 @@ fn all_kernels_compile_for_all_architectures() {
         "fill_piece",
         "next_piece",
     ]);
-    let kernels = [
+    vec![
         (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
         (&SCORES, scores),
         (&TABLE, table),
@@ -187,24 +213,7 @@ fn all_kernels_compile_for_all_architectures() {
         (&WEIGHTS, weights),
         (&CONTROL, control),
         (&RANKS, ranks),
-    ];
-    std::thread::scope(|threads| {
-        for (source, names) in &kernels {
-            for arch in ARCHITECTURES {
-                let nvrtc = &nvrtc;
-                threads.spawn(move || {
-                    let cubin = nvrtc
-                        .compile(source, arch, names)
-                        .unwrap_or_else(|error| panic!("sm_{arch}: {error}"));
-                    assert!(cubin.code.starts_with(b"\x7fELF"));
-                    assert_eq!(cubin.symbols.len(), names.len());
-                    if let Some(folder) = std::env::var_os("SOK_CUBINS") {
-                        keep(folder.as_ref(), &format!("{}.{arch}", source.name), names, &cubin);
-                    }
-                });
-            }
-        }
-    });
+    ]
 }
 
 /// Writes the machine code, and which symbol in it is which kernel, for `benches/same_code.py`.
