@@ -1,10 +1,10 @@
-"""A training step over tables that are full and remove rows, beside the same step over tables that grow.
+"""A training step over tables with policies, beside the same step over tables that grow.
 
     make bench                              # or: python benches/policies.py [--rounds 5] [--threads 2]
 
 Work: 26 features x 16,384 samples, one id each, dim 64, Adam, Zipf 1.05, as in `benches/step.py`. In each step, 1 % of the ids of the
-tables with at least 65,536 rows are new. Tables with a policy have room for the rows that they begin with, so they remove rows to make
-room for the new ones. Steps take turns; a cell is the median over rounds.
+tables with at least 65,536 rows are new. Tables with an eviction policy have room for the rows that they begin with, so they remove rows to
+make room for the new ones. An admission policy counts the new ids, and keeps them out. Steps take turns; a cell is the median over rounds.
 """
 
 import numpy as np
@@ -13,7 +13,12 @@ import work
 from native_step import NativeStep, native
 
 DIM, LARGE, NEW = 64, 65_536, 0.01
-POLICIES = {"none": None, "lru": "lru", "lfu": {"lfu": {"half_life": None}}}
+POLICIES = {
+    "none": None,
+    "lru": "lru",
+    "lfu": {"lfu": {"half_life": None}},
+    "frequency": {"frequency": {"threshold": 3}},
+}
 
 
 def batches(count):
@@ -31,10 +36,12 @@ def batches(count):
         yield batch
 
 
-def make_step(score, num_steps):
+def make_step(policy, num_steps):
     limits = [{}] * len(work.sizes())
-    if score is not None:
-        eviction = {"score": score, "counts_inference": False, "keeps_evicted": False}
+    if isinstance(policy, dict) and "frequency" in policy:
+        limits = [{"admission": policy}] * len(work.sizes())
+    elif policy is not None:
+        eviction = {"score": policy, "counts_inference": False, "keeps_evicted": False}
         # Small tables have room for any batch.
         limits = [{"max_capacity": max(size, 2 * work.BATCH), "eviction": eviction} for size in work.sizes()]
     step = NativeStep(len(work.sizes()), DIM, "adam", limits=limits)
@@ -47,14 +54,14 @@ def main():
     arguments = work.parser(__doc__, rounds=5, runs=7).parse_args()
     native.set_num_threads(arguments.threads)
     num_steps = work.NUM_BATCHES + arguments.rounds * arguments.runs
-    steps = {name: make_step(score, num_steps) for name, score in POLICIES.items()}
+    steps = {name: make_step(policy, num_steps) for name, policy in POLICIES.items()}
     times = work.in_turns({name: step.run for name, step in steps.items()}, arguments.rounds, arguments.runs)
     rows = []
     for name, step in steps.items():
-        evicted = sum(table.stats(True)[2][3] for table in step.tables)
-        rows.append([name, work.ms(times[name]), *work.ratio(times[name], times["none"]), evicted])
-    table = work.table(["policy", "ms", "over none", "range", "rows removed"], rows)
-    work.report("A training step over tables that remove rows", arguments, table)
+        _, _, filtered, evicted, _ = np.sum([table.stats(True)[2] for table in step.tables], axis=0)
+        rows.append([name, work.ms(times[name]), *work.ratio(times[name], times["none"]), evicted, filtered])
+    table = work.table(["policy", "ms", "over none", "range", "rows removed", "ids kept out"], rows)
+    work.report("A training step over tables with policies", arguments, table)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,12 @@ class Core:
         backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
+        if any(config["admission"] for config in configs):
+            if storage == "hbm":
+                raise native.DeviceError(
+                    'Tables with an `admission` policy are in the memory of the host. Received: storage="hbm". Use "auto" or "host"'
+                )
+            storage = "host"
         gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")
         if storage == "hbm" and gpu is None:
             raise native.DeviceError(

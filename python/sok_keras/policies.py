@@ -6,25 +6,41 @@ from typing import Any
 import keras
 
 
+class _Policy:
+    """What policies have in common: they are made of their arguments."""
+
+    def get_config(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return cls(**config)
+
+    def _check_flags(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
+
+    def _check_half_life(self) -> None:
+        half_life = self.half_life  # type: ignore[attr-defined]
+        if half_life is not None and not _is_positive(half_life):
+            raise ValueError(f"`half_life` must be a positive integer or None. Received: half_life={half_life!r}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eviction:
+class Eviction(_Policy):
     """Base of the eviction policies."""
 
     count_inference: bool = False
     keep_evicted: bool = False
 
     def __post_init__(self) -> None:
-        for argument in ("count_inference", "keep_evicted"):
-            value = getattr(self, argument)
-            if not isinstance(value, bool):
-                raise ValueError(f"`{argument}` must be True or False. Received: {argument}={value!r}")
-
-    def get_config(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Eviction":
-        return cls(**config)
+        self._check_flags("count_inference", "keep_evicted")
 
     def _core_score(self) -> Any:
         """Returns what the score of a row counts, as the core names it."""
@@ -81,12 +97,86 @@ class LFU(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_number = isinstance(self.half_life, int) and not isinstance(self.half_life, bool)
-        if self.half_life is not None and not (is_number and self.half_life > 0):
-            raise ValueError(f"`half_life` must be a positive integer or None. Received: half_life={self.half_life!r}")
+        self._check_half_life()
 
     def _core_score(self) -> Any:
         return {"lfu": {"half_life": self.half_life}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission(_Policy):
+    """Base of the admission policies."""
+
+    def _core_policy(self) -> Any:
+        """Returns the policy as the core names it."""
+        raise NotImplementedError
+
+
+@keras.saving.register_keras_serializable(package="sok_keras")
+@dataclasses.dataclass(frozen=True)
+class Frequency(Admission):
+    """Admission of the ids that have come often enough.
+
+    An id gets its row in the step in which it has come for the `threshold`-th time; its row learns from that step already. Until then a
+    lookup answers what `missing` says, and the gradient of the id is dropped. Sights are counted when the optimizer applies a step, so a
+    step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
+
+    The counts of ids without a row take about 20 bytes each. An id whose row is erased or evicted starts anew. Dumps do not hold the
+    counts: after a load, counting starts anew.
+
+    Example:
+
+    >>> import sok_keras as sok
+    >>> layer = sok.DynamicEmbedding(8, admission=sok.policies.Frequency(2))
+    >>> ids = keras.Input((), dtype="int32")
+    >>> model = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
+    >>> model.compile(sok.OptimizerWrapper("sgd"), "mse")
+    >>> loss = model.train_on_batch(np.array([1, 1, 2], "int32"), np.zeros(3))
+    >>> layer.get_table().keys().tolist(), layer.get_table().explain(2)
+    ([1], Explanation(state='filtered', score=None, step=None, sights=1))
+
+    Args:
+        threshold: Number of sights from which on an id gets a row.
+        once_per_step: Whether all ids of a key in a step are one sight. If not, each of them is one.
+        half_life: Number of steps after which all counts are halved and rounded down. None: never.
+    """
+
+    threshold: int
+    _: dataclasses.KW_ONLY
+    once_per_step: bool = False
+    half_life: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_positive(self.threshold) or self.threshold >= 2**32:
+            raise ValueError(f"`threshold` must be from 1 to {2**32 - 1}. Received: threshold={self.threshold!r}")
+        self._check_flags("once_per_step")
+        self._check_half_life()
+
+    def _core_policy(self) -> Any:
+        return {"frequency": dataclasses.asdict(self)}
+
+
+@keras.saving.register_keras_serializable(package="sok_keras")
+@dataclasses.dataclass(frozen=True)
+class Probability(Admission):
+    """Admission by chance: an id without a row gets one with this probability in each step in which it comes.
+
+    The draw is a function of the seed of the table, the id and the step, so that each run admits the same ids. Nothing is counted. All
+    else is as in `Frequency`.
+
+    Args:
+        probability: A number from 0 to 1.
+    """
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.probability, int | float) and not isinstance(self.probability, bool)
+        if not (is_number and 0 <= self.probability <= 1):
+            raise ValueError(f"`probability` must be from 0 to 1. Received: probability={self.probability!r}")
+
+    def _core_policy(self) -> Any:
+        return {"probability": {"probability": float(self.probability)}}
 
 
 _BY_NAME = {"lru": LRU, "lfu": LFU}
@@ -124,6 +214,39 @@ def check_eviction(eviction: Eviction | None, vocabulary_size: int | None, max_c
         )
     if max_capacity is None:
         raise ValueError("`eviction` needs `max_capacity`, the number of rows to keep. Received: max_capacity=None")
+
+
+def get_admission(identifier: Any) -> Admission | None:
+    """Returns the policy that an argument `admission` names.
+
+    Args:
+        identifier: A policy, what `keras.saving.serialize_keras_object` made of one, or None.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if identifier is None or isinstance(identifier, Frequency | Probability):
+        return identifier
+    raise ValueError(
+        "`admission` must be `sok_keras.policies.Frequency(...)`, `Probability(...)` or None. "
+        f"Received: admission={identifier!r}"
+    )
+
+
+def check_admission(admission: Admission | None, vocabulary_size: int | None) -> None:
+    """Raises a `ValueError` unless a table with this vocabulary can have the policy."""
+    if admission is not None and vocabulary_size is not None:
+        raise ValueError(
+            "`admission` is for dynamic tables, since the ids of a static table are counted already. Received: "
+            f"vocabulary_size={vocabulary_size!r}"
+        )
+
+
+def core_admission(admission: Admission | None) -> Any:
+    """Converts a policy for the core."""
+    return None if admission is None else admission._core_policy()
 
 
 def core_eviction(eviction: Eviction | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ class Outcomes(NamedTuple):
     Attributes:
         hit: Keys that had a row.
         inserted: Keys that got a row.
-        filtered: Keys that an admission policy kept out; 0, there is none yet.
+        filtered: Keys that the admission policy kept out.
         evicted: Rows that were removed to make room.
         refused: Keys without a row that did not fit.
     """
@@ -47,15 +47,17 @@ class Explanation(NamedTuple):
     """What a table knows about a key.
 
     Attributes:
-        state: `"present"` if the key has a row; `"evicted"` if its row was removed to make room; `"absent"` if it has never had one, was
-            erased, or went longer ago than the table remembers.
+        state: `"present"` if the key has a row; `"filtered"` if it has come, but not often enough for a row; `"evicted"` if its row was
+            removed to make room; `"absent"` if it has never had one, was erased, or went longer ago than the table remembers.
         score: The score of its row; None without a row or a policy.
         step: The step in which its row was evicted, else None.
+        sights: How often it has come without getting a row, if it is filtered, else None.
     """
 
     state: str
     score: int | None = None
     step: int | None = None
+    sights: int | None = None
 
 
 class TableContents(NamedTuple):
@@ -84,7 +86,7 @@ class TableStats(NamedTuple):
         capacity: Number of rows at which the index grows.
         hits: Distinct keys of training lookups that had a row.
         inserted: Distinct keys that got a row.
-        filtered: Distinct keys that an admission policy kept out; 0, there is none yet.
+        filtered: Distinct keys that the admission policy kept out, added up over the steps.
         evicted: Rows that were removed to make room for others.
         refused: Distinct keys that did not fit.
         dropped_gradients: Ids whose gradient was dropped because their key has no row. Equal ids count each.
@@ -416,7 +418,8 @@ class Table:
         if len(keys) != 1:
             raise TypeError(f"`explain` takes one key. Received: {key!r:.100}")
         state, number = self._ready(local).explain(int(keys[0]))
-        return Explanation(state, step=number) if state == "evicted" else Explanation(state, score=number)
+        field = {"evicted": "step", "filtered": "sights"}.get(state, "score")
+        return Explanation(state, **{field: number})
 
     def take_evicted(self, *, local: bool = False) -> EvictedRows:
         """Returns the rows that the table has removed since the last call, and forgets them. They take memory until then.

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from sok_keras.policies import Eviction, check_eviction, get_eviction
+from sok_keras.policies import Admission, Eviction, check_admission, check_eviction, get_admission, get_eviction
 
 _CHOICES = {
     "combiner": ("mean", "sum", "sqrtn"),
@@ -85,6 +85,7 @@ class TableConfig:
             `"warn"` and `"count"` insert the ids that fit.
         eviction: Which rows a dynamic table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of
             `sok_keras.policies`. None: it removes none.
+        admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
@@ -109,6 +110,7 @@ class TableConfig:
     check_mode: str = "raise"
     storage: str = "auto"
     eviction: Eviction | str | None = None
+    admission: Admission | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -125,6 +127,8 @@ class TableConfig:
 
         self.eviction = get_eviction(self.eviction)
         check_eviction(self.eviction, self.vocabulary_size, self.max_capacity)
+        self.admission = get_admission(self.admission)
+        check_admission(self.admission, self.vocabulary_size)
         self._check_out_of_vocabulary_key()
 
     def _check_out_of_vocabulary_key(self) -> None:
@@ -143,7 +147,7 @@ class TableConfig:
 
     def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("initializer", "eviction"):
+        for name in ("initializer", "eviction", "admission"):
             config[name] = keras.saving.serialize_keras_object(getattr(self, name))
         return config
 

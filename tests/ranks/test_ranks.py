@@ -43,8 +43,8 @@ def compare_ranks(one, ranks):
 
 
 @once_on("jax")
-def test_tables_with_a_policy_count_the_uses_of_all_ranks_and_share_the_capacity():
-    run(2, "evict.py")
+def test_policies_count_the_ids_of_all_ranks():
+    run(2, "policies.py")
 
 
 def test_many_tables_are_trained_by_uneven_and_empty_batches_as_by_one_process(tmp_path):

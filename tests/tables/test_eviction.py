@@ -108,7 +108,7 @@ def test_a_key_is_explained_and_its_row_can_be_taken():
     table.find_or_insert([100, -1])
     assert table.explain(0) == sok.Explanation("evicted", step=1)
     assert table.explain(2) == sok.Explanation("present", score=1)
-    assert table.explain(55) == ("absent", None, None)
+    assert table.explain(55) == sok.Explanation("absent")
     evicted = table.take_evicted()
     assert evicted.keys.tolist() == [0, 1] and evicted.scores.tolist() == [1, 1]
     assert evicted.rows.tolist() == [[0.0] * DIM, [1.0] * DIM]

@@ -82,6 +82,7 @@ fn config(name: &str) -> TableConfig {
         max_capacity: None,
         check_mode: CheckMode::Raise,
         eviction: None,
+        admission: None,
     }
 }
 

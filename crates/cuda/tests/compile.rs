@@ -11,7 +11,7 @@ const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
 /// Kernels of all formulas are compiled for the second. Formulas have no code of an architecture, so those of `SHAPES` do for the others.
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 /// Formulas of each shape that kernels tell apart: one state or two, a direction that is scaled, a sum over the row.
-const SHAPES: [&str; 4] = ["AdamStep<false>", "LambStep", "RowWiseAdamStep", "SgdStep"];
+const SHAPES: [&str; 4] = ["AdamStep<false>", "LambStep", "RowWiseAdamStep", "SgdStep<false, false>"];
 
 /// A launch may be prepared while the previous one runs, so every kernel must call `begin` first.
 #[test]

@@ -230,11 +230,12 @@ impl Table {
         Ok(array)
     }
 
-    /// What the table knows about a key: `("present", score or None)`, `("evicted", step)` or `("absent", None)`.
+    /// What the table knows about a key: `("present", score or None)`, `("filtered", sights)`, `("evicted", step)` or `("absent", None)`.
     fn explain(&self, py: Python<'_>, key: i64) -> PyResult<(&'static str, Option<u64>)> {
         let explanation = detached(py, || self.group.lock()?.table(self.number).explain(key as u64))?;
         Ok(match explanation {
             Explanation::Present { score } => ("present", score),
+            Explanation::Filtered { sights } => ("filtered", Some(sights.into())),
             Explanation::Evicted { step } => ("evicted", Some(step)),
             Explanation::Absent => ("absent", None),
         })

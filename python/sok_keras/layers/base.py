@@ -15,7 +15,7 @@ from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
 from sok_keras.export_guard import check_format
 from sok_keras.initializers import core_initializer, core_seed, mixed_seed
-from sok_keras.policies import core_eviction, get_eviction
+from sok_keras.policies import core_admission, core_eviction, get_admission, get_eviction
 from sok_keras.table_config import TableConfig
 
 _ROWS = "rows.npz"
@@ -48,6 +48,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "max_capacity": config.max_capacity,
         "check_mode": config.check_mode,
         "eviction": core_eviction(get_eviction(config.eviction)),
+        "admission": core_admission(get_admission(config.admission)),
         "placement": distributed.core_placement(config),
     }
 

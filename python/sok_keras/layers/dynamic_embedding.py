@@ -8,7 +8,7 @@ import numpy as np
 from sok_keras import ids, preprocessing
 from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
-from sok_keras.policies import Eviction, get_eviction
+from sok_keras.policies import Admission, Eviction, get_admission, get_eviction
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
@@ -74,6 +74,7 @@ class DynamicEmbedding(TableLayer):
             `"warn"` and `"count"` insert the ids that fit.
         eviction: Which rows a table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of `sok_keras.policies`. None:
             it removes none.
+        admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
         placement: Which ranks have the rows: `"distributed"`, `"localized:r"` or `"auto"`, as in `TableConfig`.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
@@ -118,6 +119,7 @@ class DynamicEmbedding(TableLayer):
         max_capacity: int | None = None,
         check_mode: str = "raise",
         eviction: Eviction | str | None = None,
+        admission: Admission | None = None,
         storage: str = "auto",
         placement: str = "auto",
         save_rows: bool = True,
@@ -148,6 +150,7 @@ class DynamicEmbedding(TableLayer):
         self.max_capacity = max_capacity
         self.check_mode = check_mode
         self.eviction = get_eviction(eviction)
+        self.admission = get_admission(admission)
         self.storage = storage
         self.placement = placement
         table = TableConfig(
@@ -162,6 +165,7 @@ class DynamicEmbedding(TableLayer):
             max_capacity=max_capacity,
             check_mode=check_mode,
             eviction=self.eviction,
+            admission=self.admission,
             storage=storage,
             placement=placement,
         )
@@ -288,6 +292,7 @@ class DynamicEmbedding(TableLayer):
             "max_capacity": self.max_capacity,
             "check_mode": self.check_mode,
             "eviction": keras.saving.serialize_keras_object(self.eviction),
+            "admission": keras.saving.serialize_keras_object(self.admission),
             "storage": self.storage,
             "placement": self.placement,
             "save_rows": self.save_rows,

@@ -8,6 +8,7 @@ use crate::formula::update::{Update, UpdateScalars};
 use crate::initializer::Initializer;
 use crate::key::Key;
 use crate::memory;
+use crate::policy::admission::Admission;
 use crate::policy::eviction::Eviction;
 
 /// What happens to a batch with more new keys than a table may hold.
@@ -101,6 +102,9 @@ pub struct TableConfig {
     /// How a table at `max_capacity` makes room. `None`: it removes no rows by itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eviction: Option<Eviction>,
+    /// Which new keys of training get a row. `None`: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub admission: Option<Admission>,
 }
 
 impl TableConfig {
@@ -151,7 +155,11 @@ impl TableConfig {
                 fail("`eviction` is for dynamic tables, without a `vocabulary_size`".into())
             }
             None if self.eviction.is_some() => fail("`eviction` needs `max_capacity`".into()),
+            _ if self.admission.is_some() && self.vocabulary_size.is_some() => {
+                fail("`admission` is for dynamic tables, without a `vocabulary_size`".into())
+            }
             _ => {
+                self.admission.map_or(Ok(()), |admission| admission.validate())?;
                 self.eviction.map_or(Ok(()), |eviction| eviction.validate())?;
                 self.initializer.validate()
             }
@@ -177,7 +185,7 @@ pub struct Outcomes {
     pub hit: u64,
     /// Keys that got a row.
     pub inserted: u64,
-    /// Keys that an admission policy kept out. Always 0: no table has such a policy.
+    /// Keys that the admission policy kept out.
     pub filtered: u64,
     /// Rows that were removed to make room.
     pub evicted: u64,
@@ -297,6 +305,11 @@ pub enum Explanation {
     Evicted {
         /// The step.
         step: u64,
+    },
+    /// It has no row, because it has not come often enough.
+    Filtered {
+        /// How often it has come.
+        sights: u32,
     },
     /// It has never had a row, or was erased, or went longer ago than the table remembers.
     Absent,

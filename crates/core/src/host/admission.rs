@@ -1,150 +1,103 @@
-//! Which ids a table takes, and which new keys it has room for.
+//! Which new keys of training get a row, and the counts of those that have none yet.
 
-use crate::contract::batch::Feature;
-use crate::contract::table::{CheckMode, Insertion, OutOfVocabulary, Outcomes};
-use crate::error::{Error, Result};
-use crate::host::absent::Absent;
-use crate::host::features::{FeatureOutput, Mode, Role, role};
-use crate::host::lookup::Looked;
-use crate::host::table::HostTable;
-use crate::key::{Key, hash};
+use crate::error::Result;
+use crate::key::Key;
 use crate::memory;
-use crate::store::arena::RecordNumber;
-use crate::store::record_set::RecordSet;
+use crate::policy::admission::Admission;
+use crate::store::sights::Sights;
 
-/// # Errors
-/// [`Error::OutOfVocabulary`] for an id outside a static table. Changes nothing.
-pub fn check_vocabulary(table: &HostTable, feature: &Feature) -> Result<()> {
-    let config = &table.config;
-    let Some(size) = config.vocabulary_size else { return Ok(()) };
-    if config.out_of_vocabulary == OutOfVocabulary::Zeros {
-        return Ok(());
+const WHAT: &str = "the sights of keys without a row";
+
+/// Decides which keys without a row get one.
+pub(crate) struct Admitter {
+    pub policy: Admission,
+    /// Number of the step in progress, from 1. A commit ends it.
+    pub step: u64,
+    sights: Sights,
+    /// Keys that this call has counted, with their counts before it.
+    counted: Vec<(Key, u32)>,
+}
+
+impl Admitter {
+    pub fn new(policy: Admission) -> Result<Admitter> {
+        Ok(Admitter { policy, step: 1, sights: Sights::new()?, counted: Vec::new() })
     }
-    let outside = |&position: &usize| {
-        let key = feature.keys.get(position);
-        key >= size && feature.padding_key != Some(key)
-    };
-    match (0..feature.keys.len()).find(outside) {
-        None => Ok(()),
-        Some(position) => Err(Error::OutOfVocabulary {
-            table: config.name.clone(),
-            feature: Some(feature.name.to_string()),
-            id: feature.keys.get(position) as i64,
-            last: size - 1,
-        }),
+
+    pub fn num_bytes(&self) -> usize {
+        self.sights.num_bytes()
     }
-}
 
-/// The ids of features that insert and get gradients.
-fn active_keys<'a>(table: &'a HostTable, features: &'a [Feature]) -> impl Iterator<Item = Key> + 'a {
-    features.iter().flat_map(move |feature| {
-        let positions = 0..feature.keys.len();
-        let is_active = |&position: &usize| matches!(role(feature, &table.config, position), Role::Active);
-        positions.filter(is_active).map(|position| feature.keys.get(position))
-    })
-}
-
-/// Distinct keys that a training batch would insert, in order of first occurrence.
-fn new_keys(table: &HostTable, features: &[Feature]) -> Result<Vec<Key>> {
-    distinct(active_keys(table, features).filter(|key| table.is_absent(*key)))
-}
-
-/// Adds the records of keys to `used`, the records that a sweep must not remove.
-pub fn add_used(table: &HostTable, keys: impl Iterator<Item = Key>, used: &mut RecordSet) {
-    keys.for_each(|key| used.insert(table.index.find(hash(key), key)));
-}
-
-/// Checks that a table has room for this number of new keys, or can make it. `used`: adds the records that a sweep must not remove.
-/// Changes nothing.
-///
-/// # Errors
-/// [`Error::TableFull`] if the table's check mode is to raise.
-pub fn check_capacity(
-    table: &HostTable,
-    num_new: usize,
-    used: impl Fn(&HostTable, &mut RecordSet),
-) -> Result<()> {
-    let needed = (num_new as u64).saturating_sub(table.room());
-    if needed == 0 || table.config.check_mode != CheckMode::Raise {
-        return Ok(());
+    /// The number of sights of a key without a row, or 0.
+    pub fn sights(&self, key: Key) -> u32 {
+        self.sights.get(key)
     }
-    let removable = table.removable(&|set| used(table, set))?;
-    let refused = needed.saturating_sub(removable.map_or(0, |removable| removable.len()));
-    if refused == 0 {
-        return Ok(());
-    }
-    let (len, capacity) = (table.index.len() as u64, table.config.capacity());
-    Err(Error::TableFull { table: table.config.name.clone(), refused, len, capacity })
-}
 
-/// Calls `lookup` for a table. If the new keys do not fit, undoes the lookup, removes rows, and calls `lookup` again. Most calls fit, so
-/// the new keys are not listed first.
-pub fn lookup_with_room(
-    table: &mut HostTable,
-    outputs: &mut [FeatureOutput],
-    mode: Mode,
-    mut lookup: impl FnMut(&mut HostTable, &mut [FeatureOutput], Mode) -> Result<Looked>,
-) -> Result<Looked> {
-    if !mode.inserts() || table.room() > 0 {
-        let looked = lookup(table, outputs, mode)?;
-        if !table.journal.is_full {
-            return Ok(looked);
+    /// Starts a call that may count.
+    pub fn begin(&mut self) {
+        self.counted.clear();
+    }
+
+    /// Whether a key without a row gets one now, after so many more sights. `seed`: of the table.
+    pub fn admits(&self, seed: u64, key: Key, more: u64) -> bool {
+        self.policy.admits(sum(self.sights.get(key), more), seed, key, self.step)
+    }
+
+    /// Adds sights of keys.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn count(&mut self, seen: impl Iterator<Item = (Key, u64)>) -> Result<()> {
+        for (key, sights) in seen {
+            let before = self.sights.get(key);
+            memory::push(&mut self.counted, (key, before), WHAT)?;
+            self.sights.reserve(key)?;
+            self.sights.set(key, sum(before, sights));
         }
-        table.undo();
-        table.begin();
+        Ok(())
     }
-    let features: Vec<Feature> = outputs.iter().map(|output| output.feature).collect();
-    let new = new_keys(table, &features)?;
-    let used = |table: &HostTable, used: &mut _| add_used(table, active_keys(table, &features), used);
-    check_capacity(table, new.len(), used)?;
-    let admitted = admit(table, &new, used)?;
-    let mut looked = lookup(table, outputs, Mode { insertion: Insertion::Never, ..mode })?;
-    // Keys that the call has just inserted are hits of the lookup.
-    looked.outcomes.hit = looked.outcomes.hit.saturating_sub(admitted.inserted);
-    looked.outcomes += admitted;
-    Ok(looked)
-}
 
-/// Removes rows to make room for new keys, then inserts the keys that fit, as [`insert_fitting`].
-pub fn admit(
-    table: &mut HostTable,
-    new_keys: &[Key],
-    used: impl Fn(&HostTable, &mut RecordSet),
-) -> Result<Outcomes> {
-    let evicted = table.make_room(new_keys.len() as u64, &used)?;
-    Ok(Outcomes { evicted, ..insert_fitting(table, new_keys)? })
-}
-
-/// Inserts the new keys that fit, and counts the others as refused.
-pub fn insert_fitting(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcomes> {
-    let admitted = new_keys.len().min(table.room() as usize);
-    for &key in &new_keys[..admitted] {
-        table.insert_absent(key, true)?;
-    }
-    Ok(Outcomes {
-        inserted: admitted as u64,
-        refused: (new_keys.len() - admitted) as u64,
-        ..Outcomes::default()
-    })
-}
-
-/// Inserts keys that a lookup did not find, as far as there is room. Returns the record of each.
-pub fn insert(table: &mut HostTable, absent: &Absent) -> Result<(Vec<RecordNumber>, Outcomes)> {
-    let what = "the keys of a step";
-    let new = memory::collect(absent.keys.iter().copied().filter(|key| table.is_absent(*key)), what)?;
-    let mut records = memory::with_capacity(absent.keys.len(), what)?;
-    let outcomes = insert_fitting(table, &new)?;
-    records.extend(absent.keys.iter().map(|&key| table.index.find(hash(key), key)));
-    Ok((records, outcomes))
-}
-
-/// Distinct values, in order of first occurrence.
-pub fn distinct<T: Copy + Eq + std::hash::Hash>(values: impl Iterator<Item = T>) -> Result<Vec<T>> {
-    let (mut seen, mut all) = (memory::Seen::default(), Vec::new());
-    for value in values {
-        if seen.insert(value)? {
-            memory::push(&mut all, value, "the keys of a call")?;
+    /// Takes back what the call has counted.
+    pub fn undo(&mut self) {
+        for (key, before) in self.counted.drain(..).rev() {
+            match before {
+                0 => self.sights.remove(key),
+                before => self.sights.set(key, before),
+            }
         }
     }
-    Ok(all)
+
+    /// Forgets the counts of keys that the call has inserted.
+    pub fn forget_inserted(&mut self, has_row: impl Fn(Key) -> bool) {
+        let Admitter { sights, counted, .. } = self;
+        counted.drain(..).filter(|(key, _)| has_row(*key)).for_each(|(key, _)| sights.remove(key));
+    }
+
+    /// Forgets the counts of keys.
+    pub fn forget(&mut self, keys: &[Key]) {
+        keys.iter().for_each(|&key| self.sights.remove(key));
+    }
+
+    /// Forgets all counts. Steps go on.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
+    pub fn clear(&mut self) -> Result<()> {
+        self.sights = Sights::new()?;
+        Ok(())
+    }
+
+    /// Ends the step in progress.
+    pub fn end_step(&mut self) {
+        if self.policy.halves_after(self.step) {
+            // Without memory for it the counts stay as they are.
+            let _ = self.sights.halve();
+        }
+        // A damaged dump may bring any number.
+        self.step = self.step.saturating_add(1);
+    }
+}
+
+/// A count with more sights.
+fn sum(count: u32, sights: u64) -> u32 {
+    count.saturating_add(u32::try_from(sights).unwrap_or(u32::MAX))
 }

@@ -1,5 +1,6 @@
 //! What a lookup keeps for its backward pass, and the gradients of a push.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -9,6 +10,7 @@ use crate::host::lookup::Looked;
 use crate::host::merge::{HeldGradients, MergedGradients, RecordGradients, is_finite, merge};
 use crate::host::runs::KeyRuns;
 use crate::host::table::HostTable;
+use crate::key::Key;
 use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::store::arena::RecordNumber;
 use crate::store::region::Region;
@@ -101,6 +103,27 @@ pub struct SavedTable {
 }
 
 impl SavedTable {
+    /// Number of ids in a range of sorted ids.
+    pub fn num_ids(&self, runs: &KeyRuns, ids: Range<u32>) -> u64 {
+        match &self.id_counts[..] {
+            [] => u64::from(ids.end - ids.start),
+            // There is one feature then, with a bag for each id. So a row code is the index of an id.
+            counts => {
+                let ids = &runs.rows()[ids.start as usize..ids.end as usize];
+                ids.iter().map(|&id| u64::from(counts[id as usize])).sum()
+            }
+        }
+    }
+
+    /// The keys that a commit is to insert, each with the number of its ids.
+    pub fn absent_keys(&self) -> impl Iterator<Item = (Key, u64)> {
+        self.looked.absent.iter().flat_map(|absent| {
+            let starts = std::iter::once(&0).chain(absent.runs.ends());
+            let ids = starts.zip(absent.runs.ends()).map(|(&start, &end)| start..end);
+            absent.keys.iter().zip(ids).map(|(&key, ids)| (key, self.num_ids(&absent.runs, ids)))
+        })
+    }
+
     /// What a lookup remembers of a table.
     pub fn new(number: usize, table: &HostTable, looked: Looked) -> SavedTable {
         SavedTable {

@@ -2,11 +2,12 @@
 
 use crate::contract::batch::Feature;
 use crate::contract::record::RecordLayout;
-use crate::contract::table::{CheckMode, Missing, Outcomes, TableConfig, TableStats};
+use crate::contract::table::{CheckMode, Insertion, Missing, Outcomes, TableConfig, TableStats};
 use crate::error::Result;
 use crate::formula::update::Update;
+use crate::host::admission::Admitter;
 use crate::host::eviction::{Evictor, Removable};
-use crate::host::features::{Role, role};
+use crate::host::features::{Mode, Role, role};
 use crate::host::find::{FirstRecord, Whole};
 use crate::key::{Key, hash};
 use crate::memory;
@@ -27,6 +28,8 @@ pub struct HostTable {
     pub(crate) newest_lookup: u64,
     /// Scores of the rows, if the table has an eviction policy.
     pub(crate) evictor: Option<Box<Evictor>>,
+    /// Counts of keys without a row, if the table has an admission policy.
+    pub(crate) admitter: Option<Box<Admitter>>,
     /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
     pub(crate) generation: u64,
     pub(crate) stats: TableStats,
@@ -65,6 +68,7 @@ impl HostTable {
             retired: Vec::new(),
             newest_lookup: 0,
             evictor: config.eviction.map(|policy| Box::new(Evictor::new(policy))),
+            admitter: config.admission.map(Admitter::new).transpose()?.map(Box::new),
             generation: 0,
             stats: TableStats::default(),
             journal: Journal::default(),
@@ -89,6 +93,9 @@ impl HostTable {
         self.journal.begin(self.arena.next_unused(), self.room());
         if let Some(evictor) = &mut self.evictor {
             evictor.begin();
+        }
+        if let Some(admitter) = &mut self.admitter {
+            admitter.begin();
         }
         if self.newest_lookup == 0 {
             self.release_retired(1);
@@ -168,6 +175,9 @@ impl HostTable {
         if let Some(evictor) = &mut self.evictor {
             evictor.undo(&mut self.index, &mut self.retired);
         }
+        if let Some(admitter) = &mut self.admitter {
+            admitter.undo();
+        }
     }
 
     /// Returns the row that lookups return for every key without a record. `None`: each key has its own first values.
@@ -182,6 +192,18 @@ impl HostTable {
             record => row.copy_from_slice(&self.arena.record(record)[..self.config.dim]),
         }
         Some(row)
+    }
+
+    /// Whether a key without a row gets one now, after so many more sights.
+    pub(crate) fn admits(&self, key: Key, more: u64) -> bool {
+        self.admitter.as_ref().is_none_or(|admitter| admitter.admits(self.config.seed, key, more))
+    }
+
+    /// Forgets the sights of keys that this call has inserted.
+    pub(crate) fn forget_inserted(&mut self) {
+        if let Some(admitter) = &mut self.admitter {
+            admitter.forget_inserted(|key| self.index.find(hash(key), key) != NO_RECORD);
+        }
     }
 
     pub(crate) fn is_absent(&self, key: Key) -> bool {
@@ -211,6 +233,16 @@ impl HostTable {
     /// Counts ids without a row, of a lookup outside of training.
     pub(crate) fn note_unknown(&mut self, ids: u64) {
         self.stats.unknown_ids += ids;
+    }
+
+    /// Returns how this table takes part in a lookup. With an admission policy a commit inserts, since it knows all sights of a step.
+    pub(crate) fn mode(&self, mode: Mode) -> Mode {
+        match mode.insertion {
+            Insertion::AtLookup if self.admitter.is_some() => {
+                Mode { insertion: if mode.save { Insertion::AtCommit } else { Insertion::Never }, ..mode }
+            }
+            _ => mode,
+        }
     }
 
     /// Counts a use by each id of a feature that is not looked up for training, if the policy asks for that.

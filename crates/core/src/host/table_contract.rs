@@ -10,12 +10,12 @@ use crate::contract::table::{
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
-use crate::host::admission::{add_used, admit, check_capacity, distinct, lookup_with_room};
 use crate::host::features::{FeatureOutput, Mode};
 use crate::host::lookup::lookup_whole;
 use crate::host::merge::{HeldGradients, RecordGradients};
 use crate::host::pooling::MissingRow;
 use crate::host::push::SavedTable;
+use crate::host::room::{add_used, check_capacity, distinct, insert_with_room, lookup_with_room};
 use crate::host::runs::{KeyRuns, RowCode};
 use crate::host::table::HostTable;
 use crate::host::update::UpdateTask;
@@ -85,7 +85,7 @@ impl HostTable {
         if insert {
             let used = |table: &HostTable, set: &mut _| add_used(table, keys.iter().copied(), set);
             check_capacity(self, new.len(), used)?;
-            outcomes = self.whole_or_nothing(|table| admit(table, &new, used))?;
+            outcomes = self.whole_or_nothing(|table| insert_with_room(table, &new, used))?;
             for (record, &key) in records.iter_mut().zip(keys).filter(|(r, _)| **r == NO_RECORD) {
                 *record = self.index.find(hash(key), key);
             }
@@ -222,6 +222,9 @@ impl Table for HostTable {
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
+        if let Some(admitter) = &mut self.admitter {
+            admitter.forget(keys);
+        }
         self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
         let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
         memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
@@ -245,6 +248,9 @@ impl Table for HostTable {
         if let Some(evictor) = &mut self.evictor {
             evictor.clear();
         }
+        if let Some(admitter) = &mut self.admitter {
+            admitter.clear()?;
+        }
         self.generation += 1;
         Ok(())
     }
@@ -255,7 +261,13 @@ impl Table for HostTable {
             let score = self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score);
             return Ok(Explanation::Present { score });
         }
-        Ok(self.evictor.as_ref().map_or(Explanation::Absent, |evictor| evictor.departures.explain(key)))
+        match self.admitter.as_ref().map_or(0, |admitter| admitter.sights(key)) {
+            0 => Ok(self
+                .evictor
+                .as_ref()
+                .map_or(Explanation::Absent, |evictor| evictor.departures.explain(key))),
+            sights => Ok(Explanation::Filtered { sights }),
+        }
     }
 
     fn take_evicted(&mut self) -> Result<Records> {
@@ -266,12 +278,16 @@ impl Table for HostTable {
     }
 
     fn step(&self) -> Result<u64> {
-        Ok(self.evictor.as_ref().map_or(1, |evictor| evictor.step))
+        let of_admitter = self.admitter.as_ref().map(|admitter| admitter.step);
+        Ok(self.evictor.as_ref().map(|evictor| evictor.step).or(of_admitter).unwrap_or(1))
     }
 
     fn set_step(&mut self, step: u64) -> Result<()> {
         if let Some(evictor) = &mut self.evictor {
             evictor.step = step;
+        }
+        if let Some(admitter) = &mut self.admitter {
+            admitter.step = step;
         }
         Ok(())
     }
@@ -282,7 +298,8 @@ impl Table for HostTable {
 
     fn recent_stats(&self) -> TableStats {
         let scores = self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes());
-        let bytes = (self.index.num_bytes() + self.arena.num_bytes() + scores) as u64;
+        let sights = self.admitter.as_ref().map_or(0, |admitter| admitter.num_bytes());
+        let bytes = (self.index.num_bytes() + self.arena.num_bytes() + scores + sights) as u64;
         TableStats {
             size: self.index.len() as u64,
             capacity: self.index.capacity() as u64,
@@ -386,10 +403,10 @@ impl Table for HostTable {
         let other = other.into_any().downcast::<HostTable>().map_err(|_| {
             Error::State(format!("table `{}` takes records of a host table alone", self.config.name))
         })?;
-        let HostTable { config, index, arena, first, update, evictor, .. } = *other;
+        let HostTable { config, index, arena, first, update, evictor, admitter, .. } = *other;
         self.config.seed = config.seed;
         (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
-        self.evictor = evictor;
+        (self.evictor, self.admitter) = (evictor, admitter);
         self.retired.clear();
         self.generation += 1;
         Ok(())

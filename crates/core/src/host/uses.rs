@@ -1,7 +1,5 @@
 //! Uses of rows by lookups.
 
-use std::ops::Range;
-
 use crate::host::eviction::{Evictor, InProgress};
 use crate::host::push::{SavedLookup, SavedTable};
 use crate::host::table::HostTable;
@@ -49,21 +47,13 @@ pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, 
 
 fn for_each_use(scores: &mut Scores, saved: &SavedTable, mut visit: impl FnMut(&mut Use, u64)) {
     for (runs, records) in saved.runs() {
-        // With `id_counts` there is one feature, with a bag for each id. So a row code is the index of an id.
-        let num_ids = |ids: Range<u32>| match &saved.id_counts[..] {
-            [] => u64::from(ids.end - ids.start),
-            counts => {
-                let ids = &runs.rows()[ids.start as usize..ids.end as usize];
-                ids.iter().map(|&id| u64::from(counts[id as usize])).sum()
-            }
-        };
         let mut start = 0;
         for (i, (&record, &end)) in records.iter().zip(runs.ends()).enumerate() {
             if let Some(later) = records.get(i + AHEAD).and_then(|&later| scores.uses().get(later as usize)) {
                 prefetch(later);
             }
             if record != NO_RECORD {
-                visit(scores.use_mut(record), num_ids(start..end));
+                visit(scores.use_mut(record), saved.num_ids(runs, start..end));
             }
             start = end;
         }

@@ -7,3 +7,4 @@ pub mod record_set;
 pub mod region;
 pub mod rows;
 pub mod scores;
+pub mod sights;

@@ -291,15 +291,21 @@ impl Model {
                 table.outside_error(Some(&input.name), &keys)?;
             }
         }
-        let insert = insertion == Insertion::AtLookup;
+        let insertion_of = |table: &ModelTable| match insertion {
+            Insertion::AtLookup if table.config.admission.is_some() && save => Insertion::AtCommit,
+            Insertion::AtLookup if table.config.admission.is_some() => Insertion::Never,
+            insertion => insertion,
+        };
+        let insertions: Vec<Insertion> = self.tables.iter().map(insertion_of).collect();
         let active: Vec<Vec<Key>> = (0..self.tables.len()).map(|t| self.active_keys(inputs, t)).collect();
-        if insert {
-            for (table, keys) in self.tables.iter().zip(&active) {
+        for ((table, keys), insertion) in self.tables.iter().zip(&active).zip(&insertions) {
+            if *insertion == Insertion::AtLookup {
                 table.full_error(&table.absent(keys), keys)?;
             }
         }
         for (number, keys) in active.iter().enumerate() {
-            let outcomes = self.insert_or_find(number, keys, insert);
+            let insertion = insertions[number];
+            let outcomes = self.insert_or_find(number, keys, insertion == Insertion::AtLookup);
             let hit = if save { outcomes.hit } else { 0 };
             self.outcomes[number] += Outcomes { hit, ..outcomes };
             if insertion == Insertion::Never || (insertion == Insertion::AtCommit && !save) {
@@ -308,7 +314,8 @@ impl Model {
             }
         }
         if save {
-            self.remember(inputs, insertion == Insertion::AtCommit);
+            let at_commit = |insertion: &Insertion| *insertion == Insertion::AtCommit;
+            self.remember(inputs, &insertions.iter().map(at_commit).collect::<Vec<_>>());
         }
         for (table, keys) in self.tables.iter_mut().zip(&active) {
             if !save && table.config.eviction.is_some_and(|policy| policy.counts_inference) {
@@ -364,13 +371,13 @@ impl Model {
         rows
     }
 
-    fn remember(&mut self, inputs: &[Input], at_commit: bool) {
+    fn remember(&mut self, inputs: &[Input], at_commit: &[bool]) {
         let mut terms: Vec<Vec<Term>> = self.tables.iter().map(|_| Vec::new()).collect();
         let mut lives = Vec::new();
         let mut absent: Vec<Absent> =
             self.tables.iter().map(|t| Absent { clears: t.clears, ..Absent::default() }).collect();
         for (feature, input) in inputs.iter().enumerate() {
-            let keys = input.ids.keys();
+            let (keys, at_commit) = (input.ids.keys(), at_commit[input.table]);
             lives.push(keys.iter().map(|k| self.tables[input.table].life(*k)).collect());
             for (bag, positions) in input.bags().into_iter().enumerate() {
                 let weights: Vec<f32> = input.there(&keys, &positions).map(|p| input.weight(p)).collect();
@@ -447,12 +454,13 @@ impl Model {
         for (number, table) in self.tables.iter().enumerate() {
             let absent = self.absent(named, number);
             let keys: Vec<Key> = absent.iter().flat_map(|a| a[number].keys.clone()).collect();
-            table.full_error(&table.absent(&keys), &keys)?;
+            table.full_error(&table.admitted(&keys, &table.sights_after(&absent, number)), &keys)?;
         }
         for number in 0..self.tables.len() {
-            let keys = self.absent(named, number);
-            let keys: Vec<Key> = keys.iter().flat_map(|a| a[number].keys.clone()).collect();
-            let num_new = self.tables[number].absent(&keys).len();
+            let absent = self.absent(named, number);
+            let keys: Vec<Key> = absent.iter().flat_map(|a| a[number].keys.clone()).collect();
+            let sights = self.tables[number].sights_after(&absent, number);
+            let num_new = self.tables[number].admitted(&keys, &sights).len();
             let evicted = self.tables[number].evict(num_new, &keys);
             self.outcomes[number] += Outcomes { evicted, ..Outcomes::default() };
             for absent in self.absent(named, number) {
@@ -460,12 +468,19 @@ impl Model {
                 if absent.births.borrow().is_some() {
                     continue; // named twice
                 }
-                let Outcomes { inserted, refused, .. } = table.insert_fitting(&absent.keys);
-                self.outcomes[number] += Outcomes { inserted, refused, ..Outcomes::default() };
+                let new = table.admitted(&absent.keys, &sights);
+                let filtered = (table.absent(&absent.keys).len() - new.len()) as u64;
+                let Outcomes { inserted, refused, .. } = table.insert_fitting(&new);
+                self.outcomes[number] += Outcomes { inserted, refused, filtered, ..Outcomes::default() };
                 let births: BTreeMap<_, _> = absent.keys.iter().map(|k| (*k, table.birth(*k))).collect();
                 self.dropped[number] += absent.keys.iter().filter(|k| births[k].is_none()).count() as u64;
                 *absent.births.borrow_mut() = Some(births);
             }
+            let table = &mut self.tables[number];
+            table.sights = sights
+                .into_iter()
+                .filter(|(key, _)| !keys.contains(key) || table.birth(*key).is_none())
+                .collect();
         }
         Ok(())
     }
@@ -565,6 +580,33 @@ impl Model {
             }
         }
         gradients
+    }
+}
+
+impl ModelTable {
+    /// How often keys without a row have come, after these lookups too.
+    fn sights_after(&self, lookups: &[Rc<Vec<Absent>>], number: usize) -> BTreeMap<Key, u32> {
+        let mut sights = self.sights.clone();
+        let Some(policy) = self.config.admission.filter(|policy| policy.counts()) else { return sights };
+        let (mut seen, mut counted) = (BTreeSet::new(), Vec::new());
+        for absent in lookups {
+            if counted.iter().any(|other| Rc::ptr_eq(other, absent)) {
+                continue; // named twice
+            }
+            counted.push(absent.clone());
+            for &key in absent[number].keys.iter().filter(|key| self.birth(**key).is_none()) {
+                if policy.counts_ids() || seen.insert(key) {
+                    *sights.entry(key).or_default() += 1;
+                }
+            }
+        }
+        sights
+    }
+
+    /// Keys without a row that get one, each once.
+    fn admitted(&self, keys: &[Key], sights: &BTreeMap<Key, u32>) -> Vec<Key> {
+        let count = |key: &Key| sights.get(key).copied().unwrap_or(0);
+        self.absent(keys).into_iter().filter(|key| self.admits(*key, count(key))).collect()
     }
 }
 

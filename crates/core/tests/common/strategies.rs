@@ -7,6 +7,7 @@ use sok_core::contract::table::{CheckMode, Missing, OutOfVocabulary, TableConfig
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
+use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
 
 use super::general::rules;
@@ -31,6 +32,7 @@ pub fn plain_config(name: &str, dim: usize) -> TableConfig {
         max_capacity: None,
         check_mode: CheckMode::Raise,
         eviction: None,
+        admission: None,
     }
 }
 
@@ -56,6 +58,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
         select(vec![CheckMode::Warn, CheckMode::Count, CheckMode::Raise]),
         prop_oneof![2 => Just(None), 1 => key().prop_map(Some)],
         prop_oneof![1 => Just(None), 1 => eviction().prop_map(Some)],
+        prop_oneof![3 => Just(None), 1 => admission().prop_map(Some)],
     );
     (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
         |(
@@ -63,7 +66,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
             initializer,
             seed,
             (vocabulary_size, max_capacity, initial),
-            (missing, oov, check_mode, oov_key, eviction),
+            (missing, oov, check_mode, oov_key, eviction, admission),
         )| {
             TableConfig {
                 name: format!("d{dim}"),
@@ -78,6 +81,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
                 max_capacity,
                 check_mode,
                 eviction: eviction.filter(|_| vocabulary_size.is_none() && max_capacity.is_some()),
+                admission: admission.filter(|_| vocabulary_size.is_none()),
             }
         },
     )
@@ -93,6 +97,14 @@ pub fn eviction() -> impl Strategy<Value = Eviction> {
         counts_inference,
         keeps_evicted,
     })
+}
+
+/// Any policy of admission.
+pub fn admission() -> impl Strategy<Value = Admission> {
+    let frequency = (1..6u32, any::<bool>(), select(vec![None, Some(1), Some(3)])).prop_map(
+        |(threshold, once_per_step, half_life)| Admission::Frequency { threshold, once_per_step, half_life },
+    );
+    prop_oneof![3 => frequency, 1 => select(vec![0.0, 0.3, 1.0]).prop_map(|probability| Admission::Probability { probability })]
 }
 
 /// Few, so that they come again and again; the ends of all integer types; and patterns that hurt weak hashes.

@@ -83,8 +83,8 @@ pub struct Maker {
     pub make: fn(&[TableConfig]) -> Vec<Box<dyn Subject>>,
     /// An id outside a static table is told by the next call.
     pub tells_late: bool,
-    /// Whether tables may have an eviction policy.
-    pub evicts: bool,
+    /// Whether tables may have an admission policy.
+    pub admits: bool,
     /// Dims that stand for all others, where each has to be compiled; empty: none do.
     pub dims: &'static [usize],
 }

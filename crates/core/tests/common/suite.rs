@@ -410,9 +410,6 @@ pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
 
 /// Key 1 had no row at the lookup, and has the lowest rank of all rows at the commit.
 pub fn a_commit_does_not_evict_the_rows_of_its_own_keys(maker: &Maker) {
-    if !maker.evicts {
-        return;
-    }
     let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false });
     let mut subject =
         group(&[TableConfig { max_capacity: Some(2), eviction, ..plain_config("t", 1) }], maker);

@@ -37,6 +37,8 @@ pub struct ModelTable {
     pub in_progress: BTreeSet<Key>,
     /// Keys that were evicted, with the step.
     departures: Vec<(Key, u64)>,
+    /// How often keys without a row have come.
+    pub sights: BTreeMap<Key, u32>,
     kept: Records,
 }
 
@@ -71,6 +73,7 @@ impl ModelTable {
             settled_commit: 0,
             in_progress: BTreeSet::new(),
             departures: Vec::new(),
+            sights: BTreeMap::new(),
             kept: Records::default(),
         }
     }
@@ -195,14 +198,25 @@ impl ModelTable {
         keys.iter().for_each(|key| self.count_use(*key, 1));
     }
 
+    /// Whether a key gets a row that has come so often, with this step.
+    pub fn admits(&self, key: Key, sights: u32) -> bool {
+        self.config.admission.is_none_or(|policy| policy.admits(sights, self.config.seed, key, self.step))
+    }
+
     pub fn end_step(&mut self) {
-        let Some(policy) = self.config.eviction else { return };
-        if let Score::Lfu { half_life: Some(every) } = policy.score
+        if self.config.admission.is_some_and(|policy| policy.halves_after(self.step)) {
+            self.sights.values_mut().for_each(|count| *count /= 2);
+            self.sights.retain(|_, count| *count > 0);
+        }
+        let score = self.config.eviction.map(|policy| policy.score);
+        if let Some(Score::Lfu { half_life: Some(every) }) = score
             && self.step.is_multiple_of(every)
         {
             self.rows.values_mut().for_each(|record| record.score /= 2);
         }
-        self.step += 1;
+        if self.config.eviction.is_some() || self.config.admission.is_some() {
+            self.step += 1;
+        }
     }
 
     /// Makes room, then inserts as `insert_fitting`.
@@ -305,6 +319,7 @@ impl ModelTable {
     /// Forgets the rows that went.
     fn forget(&mut self) {
         self.departures.clear();
+        self.sights.clear();
         self.kept = Records::default();
     }
 
@@ -336,7 +351,7 @@ impl ModelTable {
         }
         assert_eq!(table.stats().unwrap().size, expected.len() as u64);
         assert_eq!(table.step().unwrap(), self.step);
-        for key in self.departures.iter().rev().take(5).map(|gone| gone.0).chain(0..3) {
+        for key in self.departures.iter().rev().take(5).map(|gone| gone.0).chain(0..8) {
             assert_eq!(table.explain(key).unwrap(), self.explain(key), "key {key}");
         }
     }
@@ -349,6 +364,9 @@ impl ModelTable {
         let gone = self.departures.iter().rev().find(|gone| gone.0 == key);
         match (self.rows.get(&key), gone) {
             (Some(record), _) => Explanation::Present { score: self.config.eviction.map(|_| record.score) },
+            (None, _) if self.sights.contains_key(&key) => {
+                Explanation::Filtered { sights: self.sights[&key] }
+            }
             (None, Some(&(_, step))) => Explanation::Evicted { step },
             (None, None) => Explanation::Absent,
         }
@@ -443,6 +461,7 @@ impl TableOp {
             TableOp::Erase(keys) => {
                 answer.erased = keys.iter().filter(|k| model.rows.remove(k).is_some()).count();
                 model.departures.retain(|gone| !keys.contains(&gone.0));
+                model.sights.retain(|key, _| !keys.contains(key));
                 model.kept.keep(|key| !keys.contains(&key));
             }
             TableOp::Clear => {

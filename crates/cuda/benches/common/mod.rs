@@ -185,5 +185,6 @@ pub fn config(name: &str, dim: usize, initial_capacity: u64) -> TableConfig {
         max_capacity: None,
         check_mode: CheckMode::Raise,
         eviction: None,
+        admission: None,
     }
 }

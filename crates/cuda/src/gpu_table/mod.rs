@@ -114,6 +114,12 @@ impl GpuTable {
     /// As `new`.
     pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
         config.validate()?;
+        if config.admission.is_some() {
+            return Err(Error::Device(format!(
+                "table `{}` has an admission policy, which tables on a GPU do not have yet",
+                config.name
+            )));
+        }
         let layout = DeviceLayout::new(None, config.dim);
         let rows = config.initial_capacity as usize;
         let mut table = GpuTable {

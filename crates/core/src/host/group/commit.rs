@@ -6,13 +6,14 @@ use crate::contract::profile::StepPart;
 use crate::contract::table::Outcomes;
 use crate::contract::ticket::{Named, PushRing};
 use crate::error::{Error, Result};
-use crate::host::absent::Absent;
-use crate::host::admission::{add_used, check_capacity, distinct, insert};
 use crate::host::exact_sum::ExactSum;
 use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
 use crate::host::push::{Push, PushedGradients, SavedTable, merge_push};
+use crate::host::room::{add_used, check_capacity, distinct, insert};
+use crate::host::sights::{count_sights, num_admitted};
 use crate::host::table::HostTable;
 use crate::host::uses::take_uses;
+use crate::key::Key;
 use crate::math::sum_of_squares;
 use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::store::arena::NO_RECORD;
@@ -32,22 +33,26 @@ impl HostGroup {
     /// [`Error::TableFull`] if a table would refuse some, and its check mode is to raise.
     pub fn check_absent(&self, named: &[Named]) -> Result<()> {
         self.tables.iter().enumerate().try_for_each(|(number, table)| {
-            let absent = absent_of(&self.ring, named, number, table.generation);
-            let keys = || absent.iter().flat_map(|absent| &absent.keys).copied();
-            let num_new = distinct(keys().filter(|key| table.is_absent(*key)))?.len();
-            check_capacity(table, num_new, |table, used| add_used(table, keys(), used))
+            let lookups = absent_of(&self.ring, named, number, table.generation);
+            if surely_fit(table, &lookups) {
+                return Ok(());
+            }
+            let num_new = num_admitted(table, &lookups)?;
+            check_capacity(table, num_new, |table, used| add_used(table, keys_of(&lookups), used))
         })
     }
 
-    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as there is room. Returns whether there were any.
+    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as they are admitted and there is room. Returns whether
+    /// there were any.
     fn insert_absent(&mut self, named: &[Named]) -> Result<bool> {
         self.tables.iter_mut().for_each(HostTable::begin);
         let (mut inserted, mut evicted, mut done) = (Vec::new(), Vec::new(), Ok(()));
         for (number, table) in self.tables.iter_mut().enumerate() {
-            let absent = absent_of(&self.ring, named, number, table.generation);
+            let lookups = absent_of(&self.ring, named, number, table.generation);
             done = done.and_then(|()| {
-                evicted.push(make_room_for(table, &absent)?);
-                for absent in absent {
+                count_sights(table, &lookups)?;
+                evicted.push(make_room_for(table, &lookups)?);
+                for absent in lookups.iter().filter_map(|saved| saved.looked.absent.as_ref()) {
                     inserted.push((number, absent, insert(table, absent)?));
                 }
                 table.score_new_rows()
@@ -60,12 +65,11 @@ impl HostGroup {
         let were_any = !inserted.is_empty();
         for (table, evicted) in self.tables.iter_mut().zip(evicted) {
             table.note(Outcomes { evicted, ..Outcomes::default() }, 0);
+            table.forget_inserted();
         }
         for (number, absent, (records, outcomes)) in inserted {
-            if !absent.is_settled() {
-                absent.settle(records);
-                self.tables[number].note(outcomes, absent.num_refused_ids());
-            }
+            absent.settle(records);
+            self.tables[number].note(outcomes, absent.num_refused_ids());
         }
         Ok(were_any)
     }
@@ -108,7 +112,7 @@ impl HostGroup {
 
     /// Counts the uses of rows in the step that a commit ends, and ends it.
     fn count_uses(&mut self, taken: &[(f32, Push)], pool: &Pool) {
-        if self.tables.iter().all(|table| table.evictor.is_none()) {
+        if self.tables.iter().all(|table| table.evictor.is_none() && table.admitter.is_none()) {
             return;
         }
         self.num_commits += 1;
@@ -126,6 +130,9 @@ impl HostGroup {
             }
             if let Some(evictor) = &mut table.evictor {
                 evictor.end_step();
+            }
+            if let Some(admitter) = &mut table.admitter {
+                admitter.end_step();
             }
         });
         taken.iter().for_each(|(_, push)| push.lookup.set_open(false));
@@ -252,24 +259,45 @@ impl HostGroup {
     }
 }
 
-/// Makes room for keys that the table is to insert. Returns how many rows went.
-fn make_room_for(table: &mut HostTable, absent: &[&Absent]) -> Result<u64> {
-    if table.evictor.is_none() {
-        return Ok(0);
-    }
-    let keys = || absent.iter().flat_map(|absent| &absent.keys).copied();
-    let num_new = distinct(keys().filter(|key| table.is_absent(*key)))?.len();
-    table.make_room(num_new as u64, &|table, used| add_used(table, keys(), used))
+/// Whether a table has room for all absent keys of these lookups, also if none of them is filtered.
+fn surely_fit(table: &HostTable, lookups: &[&SavedTable]) -> bool {
+    keys_of(lookups).count() as u64 <= table.room()
 }
 
-/// The keys that a table of this generation is to insert for the named pushes.
+/// The absent keys of lookups.
+fn keys_of<'a>(lookups: &'a [&SavedTable]) -> impl Iterator<Item = Key> + 'a {
+    lookups.iter().filter_map(|saved| saved.looked.absent.as_ref()).flat_map(|absent| &absent.keys).copied()
+}
+
+/// Makes room for keys that the table is to insert. Returns how many rows went.
+fn make_room_for(table: &mut HostTable, lookups: &[&SavedTable]) -> Result<u64> {
+    if table.evictor.is_none() || surely_fit(table, lookups) {
+        return Ok(0);
+    }
+    let is_new = |key: &Key| table.is_absent(*key) && table.admits(*key, 0);
+    let num_new = distinct(keys_of(lookups).filter(is_new))?.len();
+    table.make_room(num_new as u64, &|table, used| add_used(table, keys_of(lookups), used))
+}
+
+/// The lookups of the named pushes whose absent keys a table of this generation is to insert, each once.
 fn absent_of<'a>(
     ring: &'a PushRing<Push>,
     named: &[Named],
     number: usize,
     generation: u64,
-) -> Vec<&'a Absent> {
+) -> Vec<&'a SavedTable> {
     let tables = named.iter().filter_map(|n| ring.get(n.number)).flat_map(|push| &push.lookup.tables);
-    let of_table = tables.filter(|t| t.number == number && t.generation == generation);
-    of_table.filter_map(|t| t.looked.absent.as_ref()).filter(|absent| !absent.is_settled()).collect()
+    let is_own = |saved: &&SavedTable| {
+        let absent = &saved.looked.absent;
+        saved.number == number
+            && saved.generation == generation
+            && absent.as_ref().is_some_and(|absent| !absent.is_settled())
+    };
+    let mut lookups: Vec<&SavedTable> = Vec::new();
+    for saved in tables.filter(is_own) {
+        if !lookups.iter().any(|other| std::ptr::eq(*other, saved)) {
+            lookups.push(saved);
+        }
+    }
+    lookups
 }

@@ -9,11 +9,11 @@ use crate::contract::table::{Insertion, Outcomes, TableStats};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
 use crate::host::accumulator::Accumulator;
-use crate::host::admission::{check_vocabulary, lookup_with_room};
 use crate::host::features::{FeatureOutput, Mode};
 use crate::host::lookup::lookup_whole;
 use crate::host::lookup_split::lookup_split;
 use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable};
+use crate::host::room::{check_vocabulary, lookup_with_room};
 use crate::host::table::HostTable;
 use crate::memory;
 use crate::pool::{Pool, SMALL_CALL, run_if_large};
@@ -82,7 +82,8 @@ impl HostGroup {
         let number = if save { self.next_lookup } else { 0 };
         let insertion = if save || insertion == Insertion::AtLookup { insertion } else { Insertion::Never };
         let start = self.stopwatch.start();
-        let mut looked = self.lookup_tables(by_table, Mode { insertion, save, stream }, pool)?;
+        let mode = Mode { insertion, save, stream };
+        let mut looked = self.lookup_tables(by_table, mode, pool)?;
         self.tables.iter_mut().try_for_each(HostTable::score_new_rows)?;
         self.stopwatch.stop(StepPart::Find, start);
         let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
@@ -90,7 +91,7 @@ impl HostGroup {
             let table = &mut self.tables[*number];
             let outcomes = Outcomes { hit: if save { looked.outcomes.hit } else { 0 }, ..looked.outcomes };
             table.note(outcomes, if save { looked.absent_ids } else { 0 });
-            if insertion == Insertion::Never {
+            if table.mode(mode).insertion == Insertion::Never {
                 table.note_unknown(looked.absent_ids);
             }
             table.count_call();
@@ -148,6 +149,7 @@ impl HostGroup {
             }
             // A table that is larger than its share of the call would leave other threads idle.
             if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
+                let mode = table.mode(mode);
                 let looked = lookup_with_room(table, &mut outputs, mode, |table, outputs, mode| {
                     lookup_split(table, outputs, mode, &mut self.split, &mut spare.runs, pool)
                 });
@@ -161,6 +163,7 @@ impl HostGroup {
         let mut looked: Vec<Option<(usize, Result<SavedTable>)>> = whole.iter().map(|_| None).collect();
         let tasks: Vec<_> = whole.into_iter().zip(&mut looked).collect();
         run_if_large(total, tasks, pool, |((number, table, mut outputs, mut runs), result)| {
+            let mode = table.mode(mode);
             let looked = lookup_with_room(table, &mut outputs, mode, |table, outputs, mode| {
                 lookup_whole(table, outputs, mode, std::mem::take(&mut runs))
             });

@@ -20,6 +20,7 @@ const WHAT: &str = "the keys of other ranks";
 /// Whether ranks send the number of ids of each key that they ask for.
 pub fn counts_ids(config: &TableConfig) -> bool {
     config.eviction.is_some_and(|policy| policy.score.counts_ids())
+        || config.admission.is_some_and(|policy| policy.counts_ids())
 }
 
 /// What the ranks ask of a table.
@@ -27,7 +28,7 @@ pub struct Asked {
     pub table: usize,
     /// One rank after the other.
     pub keys: Vec<Key>,
-    /// Number of ids of each key, if the policy of the table counts ids.
+    /// Number of ids of each key, if a policy of the table counts ids.
     id_counts: Option<Vec<u32>>,
     silent: Vec<Key>,
     /// By rank: where its keys end, and its silent ones.

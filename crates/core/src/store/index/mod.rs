@@ -190,6 +190,13 @@ impl Index {
         segment.find(hash, key).map_or(NO_RECORD, |slot| segment.record(slot))
     }
 
+    /// Mark of a key.
+    #[inline]
+    pub fn mark(&self, hash: u64, key: Key) -> Option<u32> {
+        let segment = &self.segments[self.segment_of(hash)];
+        segment.find(hash, key).map(|slot| segment.mark(slot))
+    }
+
     /// Record and mark of a key.
     #[inline]
     pub fn find_mut(&mut self, hash: u64, key: Key) -> Option<(RecordNumber, &mut u32)> {

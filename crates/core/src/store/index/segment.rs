@@ -132,6 +132,11 @@ impl Segment {
     }
 
     #[inline]
+    pub fn mark(&self, at: Slot) -> u32 {
+        self.buckets[at.bucket as usize].marks[at.slot as usize]
+    }
+
+    #[inline]
     pub fn mark_mut(&mut self, at: Slot) -> &mut u32 {
         &mut self.buckets[at.bucket as usize].marks[at.slot as usize]
     }

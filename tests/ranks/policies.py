@@ -1,4 +1,4 @@
-"""A rank that trains tables with a policy. The ranks check what they see against all batches."""
+"""A rank that trains tables with policies. The ranks check what they see against all batches."""
 
 import collections
 
@@ -52,7 +52,14 @@ explained = table.explain(gone[rank])
 assert explained.state == "evicted" and 1 <= explained.step <= STEPS, explained
 present = table.explain(int(keys[-1 - rank]))
 assert present.state == "present" and 1 <= present.score <= STEPS, present
-assert table.explain(-5) == ("absent", None, None)
+assert table.explain(-5).state == "absent"
+
+# The ids of all ranks count for admission.
+filtering = sok.DynamicEmbedding(DIM, admission=sok.policies.Frequency(5))
+train(filtering, batches)
+assert filtering.get_table().keys().tolist() == sorted(key for key, count in counts.items() if count >= 5)
+rare = sorted(key for key, count in counts.items() if count < 5)
+assert filtering.get_table().explain(rare[rank]).sights == counts[rare[rank]]
 
 # The same rows go in each run: all ranks agree on what is left.
 digest = int(np.bitwise_xor.reduce(keys)) + int(table.export(scores=True).scores.sum())
