@@ -37,10 +37,12 @@ class Core:
         backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        if any(config["admission"] for config in configs):
+        admitting = [config["name"] for config in configs if config["admission"]]
+        if admitting:
             if storage == "hbm":
                 raise native.DeviceError(
-                    'Tables with an `admission` policy are in the memory of the host. Received: storage="hbm". Use "auto" or "host"'
+                    'Layers with an `admission` policy have their tables in the memory of the host. Received: storage="hbm" and a policy '
+                    f'of {", ".join(map(repr, admitting))}. Use "auto" or "host"'
                 )
             storage = "host"
         gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")

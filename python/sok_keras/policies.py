@@ -121,8 +121,8 @@ class Frequency(Admission):
     lookup answers what `missing` says, and the gradient of the id is dropped. Sights are counted when the optimizer applies a step, so a
     step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
 
-    The counts of ids without a row take about 20 bytes each. An id whose row is erased or evicted starts anew. Dumps do not hold the
-    counts: after a load, counting starts anew.
+    The counts of ids without a row take 27 to 40 bytes each. An id whose row is erased or evicted starts anew. Dumps do not hold the
+    counts: after a load, counting starts anew. The tables of the layer are in the memory of the host.
 
     Example:
 
@@ -148,7 +148,9 @@ class Frequency(Admission):
 
     def __post_init__(self) -> None:
         if not _is_positive(self.threshold) or self.threshold >= 2**32:
-            raise ValueError(f"`threshold` must be from 1 to {2**32 - 1}. Received: threshold={self.threshold!r}")
+            raise ValueError(
+                f"`threshold` must be an int from 1 to {2**32 - 1}. Received: threshold={self.threshold!r}"
+            )
         self._check_flags("once_per_step")
         self._check_half_life()
 
@@ -173,7 +175,7 @@ class Probability(Admission):
     def __post_init__(self) -> None:
         is_number = isinstance(self.probability, int | float) and not isinstance(self.probability, bool)
         if not (is_number and 0 <= self.probability <= 1):
-            raise ValueError(f"`probability` must be from 0 to 1. Received: probability={self.probability!r}")
+            raise ValueError(f"`probability` must be a float from 0 to 1. Received: probability={self.probability!r}")
 
     def _core_policy(self) -> Any:
         return {"probability": {"probability": float(self.probability)}}

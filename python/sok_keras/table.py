@@ -47,7 +47,7 @@ class Explanation(NamedTuple):
     """What a table knows about a key.
 
     Attributes:
-        state: `"present"` if the key has a row; `"filtered"` if it has come, but not often enough for a row; `"evicted"` if its row was
+        state: `"present"` if the key has a row; `"filtered"` if it has come in training without getting one; `"evicted"` if its row was
             removed to make room; `"absent"` if it has never had one, was erased, or went longer ago than the table remembers.
         score: The score of its row; None without a row or a policy.
         step: The step in which its row was evicted, else None.
@@ -400,7 +400,7 @@ class Table:
 
     @property
     def step(self) -> int:
-        """Number of the step in progress, which an `eviction` policy counts from 1: one more than the steps that were made."""
+        """Number of the step in progress, which the policies of a table count from 1: one more than the steps that were made."""
         self._ready(local=True)
         return self._native.step
 

@@ -141,6 +141,8 @@ def test_erased_keys_start_anew_and_explicit_keys_are_inserted():
     table.assign([5], np.ones((1, DIM), "float32"))
     table.find_or_insert([7])
     assert table.keys().tolist() == [5, 7]
+    table.erase([5])
+    assert table.explain(5).state == "absent", "its count went when it got a row"
     table.clear()
     assert table.explain(6).state == "absent"
 
@@ -157,10 +159,14 @@ def test_filtered_ids_neither_fill_a_table_nor_evict_rows():
 
 
 def test_frozen_and_served_models_count_nothing():
-    layer = make_layer(Frequency(1))
-    model = make_model(layer)
+    layer = make_layer(Frequency(2))
+    model, table = make_model(layer), layer.get_table()
     model.predict(np.array([[1, 2]], "int32"), verbose=0)
-    assert len(layer.get_table()) == 0 and layer.get_table().stats().filtered == 0
+    assert table.explain(1).state == "absent" and table.stats().unknown_ids == 2
+    layer.trainable = False
+    model.compile(sok.OptimizerWrapper("sgd"), "mse", **FAST)
+    train(model, [1, 1, 2])
+    assert table.explain(1).state == table.explain(2).state == "absent" and table.stats().filtered == 0
 
 
 @pytest.mark.parametrize("admission", [Frequency(3, half_life=5), Probability(0.5)])
@@ -189,13 +195,13 @@ def test_a_step_goes_on_with_many_tables_of_which_some_admit():
 
 @pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "3", 2**32, None])
 def test_thresholds_are_checked(threshold):
-    with pytest.raises(ValueError, match="`threshold` must be from 1"):
+    with pytest.raises(ValueError, match="`threshold` must be an int from 1"):
         Frequency(threshold)
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan"), True, "0.5", None])
 def test_probabilities_are_checked(probability):
-    with pytest.raises(ValueError, match="`probability` must be from 0 to 1"):
+    with pytest.raises(ValueError, match="`probability` must be a float from 0 to 1"):
         Probability(probability)
 
 
@@ -215,3 +221,21 @@ def test_tables_that_admit_are_on_the_host():
         make_layer(Frequency(2), storage="hbm")
     if ON_GPU:
         assert make_layer(Frequency(2))._core.gpu is None
+
+
+def test_statistics_count_the_ids_that_were_kept_out():
+    model = make_model(make_layer(Frequency(2)))
+    history = model.fit(
+        np.array([[1, 1, 2]], "int32"), np.ones((1, 1)), verbose=0, callbacks=[sok.callbacks.TableStatistics()]
+    )
+    assert (history.history["new_rows"], history.history["filtered_rows"]) == ([1], [1])
+
+
+def test_a_weights_file_brings_the_step(tmp_path):
+    layer = make_layer(Probability(0.5))
+    model = make_model(layer)
+    train(model, [1, 2])
+    model.save_weights(tmp_path / "m.weights.h5")
+    other = make_model(make_layer(Probability(0.5)))
+    other.load_weights(tmp_path / "m.weights.h5")
+    assert other.layers[1].get_table().step == layer.get_table().step == 2

@@ -11,7 +11,7 @@ use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::GradientRows;
 use sok_core::contract::group::Group;
 use sok_core::contract::table::{
-    CheckMode, Cursor, Insertion, Missing, OutOfVocabulary, Records, Table, TableConfig,
+    CheckMode, Cursor, Explanation, Insertion, Missing, OutOfVocabulary, Records, Table, TableConfig,
 };
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};
@@ -21,6 +21,7 @@ use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::host::push::OutputGradients;
 use sok_core::host::table::HostTable;
 use sok_core::initializer::Initializer;
+use sok_core::policy::admission::Admission;
 use sok_core::pool::Pool;
 
 /// Smaller ones do not fail on Linux. Those of a step are larger than what it keeps for each of its parts, whatever its batch.
@@ -171,8 +172,8 @@ struct Steps {
 const SCALARS: UpdateScalars = UpdateScalars { learning_rate: 0.1, step: 1, factor: 1.0 };
 
 impl Steps {
-    fn new(threads: usize) -> Steps {
-        let mut group = HostGroup::new(vec![config("t")]).unwrap();
+    fn new(threads: usize, admission: Option<Admission>) -> Steps {
+        let mut group = HostGroup::new(vec![TableConfig { admission, ..config("t") }]).unwrap();
         let rule = Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false });
         let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: Some(0.5) };
         group.bind(Binding { owner: 1, update, needs_norm: true }).unwrap();
@@ -224,13 +225,15 @@ fn a_step_without_memory_changes_nothing_and_the_next_one_goes_on() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     SMALLEST.store(LARGE_IN_STEP, SeqCst);
     for (round, insertion) in
-        [Insertion::AtLookup, Insertion::AtCommit].into_iter().cycle().take(8).enumerate()
+        [Insertion::AtLookup, Insertion::AtCommit].into_iter().cycle().take(12).enumerate()
     {
         let (mut start, is_update) = (0, round % 4 < 2);
+        let frequency = Admission::Frequency { threshold: 3, once_per_step: false, half_life: None };
+        let admission = (round >= 8).then_some(frequency);
         for call in 0..4 {
             let mut failures = 0;
             loop {
-                let mut steps = Steps::new(1 + round / 4);
+                let mut steps = Steps::new(1 + round % 8 / 4, admission);
                 start += 10_000;
                 let mut ticket = vec![0.0; TICKET_LEN];
                 // An earlier step, so that gradients are there to be added to.
@@ -259,7 +262,12 @@ fn a_step_without_memory_changes_nothing_and_the_next_one_goes_on() {
                 // What a lookup or a commit made before the call that failed stays, with its first value.
                 let after = contents(steps.group.table(0));
                 assert!(before.iter().all(|(key, record)| after.get(key) == Some(record)), "call {call}");
-                let makes = if insertion == Insertion::AtLookup { 0 } else { 2 };
+                let at_lookup = insertion == Insertion::AtLookup && admission.is_none();
+                let makes = if at_lookup { 0 } else { 2 };
+                if call <= makes {
+                    let explained = |id: &u64| steps.group.table(0).explain(*id).unwrap();
+                    assert!(steps.ids.iter().all(|id| explained(id) == Explanation::Absent), "call {call}");
+                }
                 assert_eq!(after.len() > before.len(), call > makes, "call {call}, allocation {failures}");
                 let lookup = steps.lookup(start, insertion).unwrap();
                 steps.push(lookup, &mut ticket).unwrap();

@@ -74,8 +74,8 @@ class DistributedEmbedding(TableLayer):
     Call arguments:
         inputs: Ids, nested as `feature_configs`.
         weights: Floats, nested as `feature_configs`, one for each id. None: every id has weight 1.
-        training: When ids without a row get one. True: at once. None: when the optimizer applies a gradient of this call. False:
-            never.
+        training: When ids without a row get one. True: at once; with an `admission` policy as for None. None: when the optimizer applies
+            a gradient of this call. False: never.
 
     Input shape:
         Nested as `feature_configs`: for each feature ids and weights of any form that `DynamicEmbedding` takes.

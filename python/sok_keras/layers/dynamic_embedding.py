@@ -84,8 +84,8 @@ class DynamicEmbedding(TableLayer):
     Call arguments:
         inputs: Ids.
         weights: Floats, one for each id. None: every id has weight 1.
-        training: When ids without a row get one. True: at once. None: when the optimizer applies a gradient of this call. False:
-            never.
+        training: When ids without a row get one. True: at once; with an `admission` policy as for None. None: when the optimizer applies
+            a gradient of this call. False: never.
 
     Input shape:
         Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`:

@@ -288,7 +288,7 @@ pub fn together<'a, G: Group>(first: &'a mut G, others: Vec<&'a mut AnyGroup>) -
     for other in others {
         let what = (groups[0] as &AnyGroup, &*other);
         let differs = format!(
-            "an optimizer updates tables of the host or of one GPU. Received: the tables {} and {}",
+            "an optimizer updates tables of the host or of one GPU. Received: the tables {} and {}. Give the layers one `storage`",
             what.0.names(),
             what.1.names()
         );

@@ -19,7 +19,7 @@ pub struct Absent {
     pub keys: Vec<Key>,
     /// Their ids.
     pub runs: KeyRuns,
-    /// Record of each key after the commit, or [`NO_RECORD`] if the table refused it.
+    /// Record of each key after the commit, or [`NO_RECORD`] if it got none.
     records: OnceLock<Vec<RecordNumber>>,
 }
 
@@ -77,8 +77,8 @@ impl Absent {
         self.records.get_or_init(|| records);
     }
 
-    /// Ids of keys that the table refused.
-    pub fn num_refused_ids(&self) -> u64 {
+    /// Number of ids of keys that got no record.
+    pub fn num_dropped_ids(&self) -> u64 {
         let starts = std::iter::once(&0).chain(self.runs.ends());
         let lengths = starts.zip(self.runs.ends()).map(|(start, end)| u64::from(end - start));
         self.records().iter().zip(lengths).filter(|(record, _)| **record == NO_RECORD).map(|(_, n)| n).sum()

@@ -4,9 +4,11 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
 use crate::policy::admission::Admission;
-use crate::store::sights::Sights;
+use crate::store::sights::{Sights, sum};
 
 const WHAT: &str = "the sights of keys without a row";
+/// Keys of a call whose memory is kept for the next one.
+const KEPT: usize = 1 << 16;
 
 /// Decides which keys without a row get one.
 pub(crate) struct Admitter {
@@ -24,7 +26,7 @@ impl Admitter {
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.sights.num_bytes()
+        self.sights.num_bytes() + self.counted.capacity() * size_of::<(Key, u32)>()
     }
 
     /// The number of sights of a key without a row, or 0.
@@ -35,6 +37,7 @@ impl Admitter {
     /// Starts a call that may count.
     pub fn begin(&mut self) {
         self.counted.clear();
+        self.counted.shrink_to(KEPT);
     }
 
     /// Whether a key without a row gets one now, after so many more sights. `seed`: of the table.
@@ -42,62 +45,40 @@ impl Admitter {
         self.policy.admits(sum(self.sights.get(key), more), seed, key, self.step)
     }
 
-    /// Adds sights of keys.
+    /// Adds sights of distinct keys.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
-    pub fn count(&mut self, seen: impl Iterator<Item = (Key, u64)>) -> Result<()> {
+    pub fn count(&mut self, seen: Vec<(Key, u64)>) -> Result<()> {
+        memory::reserve(&mut self.counted, seen.len(), WHAT)?;
         for (key, sights) in seen {
-            let before = self.sights.get(key);
-            memory::push(&mut self.counted, (key, before), WHAT)?;
-            self.sights.reserve(key)?;
-            self.sights.set(key, sum(before, sights));
+            let before = self.sights.add(key, sights)?;
+            self.counted.push((key, before));
         }
         Ok(())
     }
 
     /// Takes back what the call has counted.
     pub fn undo(&mut self) {
-        for (key, before) in self.counted.drain(..).rev() {
-            match before {
-                0 => self.sights.remove(key),
-                before => self.sights.set(key, before),
-            }
-        }
-    }
-
-    /// Forgets the counts of keys that the call has inserted.
-    pub fn forget_inserted(&mut self, has_row: impl Fn(Key) -> bool) {
-        let Admitter { sights, counted, .. } = self;
-        counted.drain(..).filter(|(key, _)| has_row(*key)).for_each(|(key, _)| sights.remove(key));
+        self.counted.drain(..).for_each(|(key, before)| self.sights.set(key, before));
     }
 
     /// Forgets the counts of keys.
-    pub fn forget(&mut self, keys: &[Key]) {
-        keys.iter().for_each(|&key| self.sights.remove(key));
+    pub fn forget(&mut self, keys: impl Iterator<Item = Key>) {
+        keys.for_each(|key| self.sights.remove(key));
     }
 
-    /// Forgets all counts. Steps go on.
-    ///
-    /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
-    pub fn clear(&mut self) -> Result<()> {
-        self.sights = Sights::new()?;
-        Ok(())
+    /// Takes the empty `sights` in place of its own. Steps go on.
+    pub fn clear(&mut self, sights: Sights) {
+        (self.sights, self.counted) = (sights, Vec::new());
     }
 
     /// Ends the step in progress.
     pub fn end_step(&mut self) {
         if self.policy.halves_after(self.step) {
-            // Without memory for it the counts stay as they are.
-            let _ = self.sights.halve();
+            self.sights.halve();
         }
-        // A damaged dump may bring any number.
+        // A damaged file may bring any number.
         self.step = self.step.saturating_add(1);
     }
-}
-
-/// A count with more sights.
-fn sum(count: u32, sights: u64) -> u32 {
-    count.saturating_add(u32::try_from(sights).unwrap_or(u32::MAX))
 }

@@ -1,4 +1,4 @@
-//! Which ids a table takes, and which new keys it has room for.
+//! Which ids are in a table's vocabulary, and which new keys it has room for.
 
 use crate::contract::batch::Feature;
 use crate::contract::table::{CheckMode, Insertion, OutOfVocabulary, Outcomes};
@@ -97,11 +97,11 @@ pub fn lookup_with_room(
     let new = new_keys(table, &features)?;
     let used = |table: &HostTable, used: &mut _| add_used(table, active_keys(table, &features), used);
     check_capacity(table, new.len(), used)?;
-    let admitted = insert_with_room(table, &new, used)?;
+    let inserted = insert_with_room(table, &new, used)?;
     let mut looked = lookup(table, outputs, Mode { insertion: Insertion::Never, ..mode })?;
     // Keys that the call has just inserted are hits of the lookup.
-    looked.outcomes.hit = looked.outcomes.hit.saturating_sub(admitted.inserted);
-    looked.outcomes += admitted;
+    looked.outcomes.hit = looked.outcomes.hit.saturating_sub(inserted.inserted);
+    looked.outcomes += inserted;
     Ok(looked)
 }
 
@@ -117,13 +117,13 @@ pub fn insert_with_room(
 
 /// Inserts the new keys that fit, and counts the others as refused.
 pub fn insert_fitting(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcomes> {
-    let admitted = new_keys.len().min(table.room() as usize);
-    for &key in &new_keys[..admitted] {
+    let num_fitting = new_keys.len().min(table.room() as usize);
+    for &key in &new_keys[..num_fitting] {
         table.insert_absent(key, true)?;
     }
     Ok(Outcomes {
-        inserted: admitted as u64,
-        refused: (new_keys.len() - admitted) as u64,
+        inserted: num_fitting as u64,
+        refused: (new_keys.len() - num_fitting) as u64,
         ..Outcomes::default()
     })
 }

@@ -199,10 +199,10 @@ impl HostTable {
         self.admitter.as_ref().is_none_or(|admitter| admitter.admits(self.config.seed, key, more))
     }
 
-    /// Forgets the sights of keys that this call has inserted.
+    /// Forgets the counts of the keys that this call has inserted.
     pub(crate) fn forget_inserted(&mut self) {
         if let Some(admitter) = &mut self.admitter {
-            admitter.forget_inserted(|key| self.index.find(hash(key), key) != NO_RECORD);
+            admitter.forget(self.journal.iter().map(|(key, _)| key));
         }
     }
 
@@ -235,8 +235,9 @@ impl HostTable {
         self.stats.unknown_ids += ids;
     }
 
-    /// Returns how this table takes part in a lookup. With an admission policy a commit inserts, since it knows all sights of a step.
-    pub(crate) fn mode(&self, mode: Mode) -> Mode {
+    /// Returns the mode in which this table takes part in a lookup. With an admission policy a commit inserts, since it knows all sights of
+    /// a step.
+    pub(crate) fn own_mode(&self, mode: Mode) -> Mode {
         match mode.insertion {
             Insertion::AtLookup if self.admitter.is_some() => {
                 Mode { insertion: if mode.save { Insertion::AtCommit } else { Insertion::Never }, ..mode }

@@ -24,6 +24,7 @@ use crate::key::{Key, hash};
 use crate::memory;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::index::Index;
+use crate::store::sights::Sights;
 
 /// How many keys are prefetched ahead.
 const AHEAD: usize = 32;
@@ -33,7 +34,11 @@ impl HostTable {
     fn whole_or_nothing<T>(&mut self, call: impl FnOnce(&mut HostTable) -> Result<T>) -> Result<T> {
         self.begin();
         let result = call(self).and_then(|value| self.score_new_rows().map(|()| value));
-        result.inspect_err(|_| self.undo())
+        match &result {
+            Ok(_) => self.forget_inserted(),
+            Err(_) => self.undo(),
+        }
+        result
     }
 
     fn check_len(&self, what: &str, len: usize, num_keys: usize) -> Result<()> {
@@ -222,12 +227,12 @@ impl Table for HostTable {
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
-        if let Some(admitter) = &mut self.admitter {
-            admitter.forget(keys);
-        }
         self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
         let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
         memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
+        if let Some(admitter) = &mut self.admitter {
+            admitter.forget(keys.iter().copied());
+        }
         let mut erased = 0;
         for &key in keys {
             if let Some(record) = self.index.remove(hash(key), key) {
@@ -243,13 +248,14 @@ impl Table for HostTable {
     }
 
     fn clear(&mut self) -> Result<()> {
-        (self.index, self.arena) = (Index::new(0)?, Arena::new(self.arena.width())?);
+        let (index, arena, sights) = (Index::new(0)?, Arena::new(self.arena.width())?, Sights::new()?);
+        (self.index, self.arena) = (index, arena);
         self.retired.clear();
         if let Some(evictor) = &mut self.evictor {
             evictor.clear();
         }
         if let Some(admitter) = &mut self.admitter {
-            admitter.clear()?;
+            admitter.clear(sights);
         }
         self.generation += 1;
         Ok(())

@@ -29,21 +29,27 @@ impl Sights {
         self.index.mark(hash(key), key).unwrap_or(0)
     }
 
-    /// Makes room for the count of a key.
+    /// Adds to the count of a key. Returns the count before.
     ///
     /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory).
-    pub fn reserve(&mut self, key: Key) -> Result<()> {
-        if self.index.mark(hash(key), key).is_none() {
-            self.index.insert(hash(key), key, COUNTED)?;
+    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
+    pub fn add(&mut self, key: Key, more: u64) -> Result<u32> {
+        let hash = hash(key);
+        if let Some((_, count)) = self.index.find_mut(hash, key) {
+            let before = *count;
+            *count = sum(before, more);
+            return Ok(before);
         }
-        Ok(())
+        *self.index.insert(hash, key, COUNTED)? = sum(0, more);
+        Ok(0)
     }
 
-    /// Sets the count of a key that has one, or room for one.
+    /// Sets the count of a key that has one. 0 forgets it.
     pub fn set(&mut self, key: Key, count: u32) {
-        if let Some((_, mark)) = self.index.find_mut(hash(key), key) {
-            *mark = count;
+        match self.index.find_mut(hash(key), key) {
+            Some((_, to)) if count > 0 => *to = count,
+            Some(_) => self.remove(key),
+            None => {}
         }
     }
 
@@ -52,22 +58,66 @@ impl Sights {
         self.index.remove(hash(key), key);
     }
 
-    /// Halves all counts, and forgets those that become 0.
-    ///
-    /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
-    pub fn halve(&mut self) -> Result<()> {
-        let mut keys = memory::with_capacity(self.index.len(), "the counts of keys without a row")?;
-        self.index.scan(0, |key, _| {
-            keys.push(key);
-            true
+    /// Halves all counts, rounded down. Without memory for a list of those that become 0, they take room until they count again.
+    pub fn halve(&mut self) {
+        let mut num_zeros = 0;
+        self.index.for_each_mark(|_, count| {
+            *count /= 2;
+            num_zeros += usize::from(*count == 0);
         });
-        for key in keys {
-            match self.get(key) / 2 {
-                0 => self.remove(key),
-                count => self.set(key, count),
+        let Ok(mut zeros) = memory::with_capacity(num_zeros, "the counts that became 0") else { return };
+        self.index.for_each_mark(|key, count| {
+            if *count == 0 {
+                zeros.push(key);
             }
+        });
+        zeros.into_iter().for_each(|key| self.remove(key));
+    }
+}
+
+/// A count with more sights.
+pub fn sum(count: u32, more: u64) -> u32 {
+    count.saturating_add(u32::try_from(more).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    #[test]
+    fn counts_are_those_of_a_map() {
+        let (mut sights, mut map) = (Sights::new().unwrap(), BTreeMap::<Key, u32>::new());
+        for step in 0..5u64 {
+            for key in (0..20_000).filter(|key| key % (step + 1) == 0) {
+                let before = map.get(&key).copied().unwrap_or(0);
+                assert_eq!(sights.add(key, step + 1).unwrap(), before);
+                map.insert(key, before + step as u32 + 1);
+            }
+            for key in (0..20_000).step_by(7) {
+                sights.remove(key);
+                map.remove(&key);
+            }
+            sights.halve();
+            map.values_mut().for_each(|count| *count /= 2);
+            map.retain(|_, count| *count > 0);
+            assert_eq!(sights.index.len(), map.len());
+            assert!((0..20_001).all(|key| sights.get(key) == map.get(&key).copied().unwrap_or(0)));
         }
-        Ok(())
+        sights.set(1, 9);
+        sights.set(2, 0);
+        sights.set(1 << 40, 3);
+        assert_eq!(
+            [1, 2, 1 << 40].map(|key| sights.get(key)),
+            [if map.contains_key(&1) { 9 } else { 0 }, 0, 0]
+        );
+    }
+
+    #[test]
+    fn a_count_stays_at_its_end() {
+        let mut sights = Sights::new().unwrap();
+        sights.add(3, u64::MAX).unwrap();
+        assert_eq!((sights.add(3, 1).unwrap(), sights.get(3)), (u32::MAX, u32::MAX));
     }
 }

@@ -460,6 +460,7 @@ impl Model {
             let absent = self.absent(named, number);
             let keys: Vec<Key> = absent.iter().flat_map(|a| a[number].keys.clone()).collect();
             let sights = self.tables[number].sights_after(&absent, number);
+            self.tables[number].sights = sights.clone();
             let num_new = self.tables[number].admitted(&keys, &sights).len();
             let evicted = self.tables[number].evict(num_new, &keys);
             self.outcomes[number] += Outcomes { evicted, ..Outcomes::default() };
@@ -476,11 +477,6 @@ impl Model {
                 self.dropped[number] += absent.keys.iter().filter(|k| births[k].is_none()).count() as u64;
                 *absent.births.borrow_mut() = Some(births);
             }
-            let table = &mut self.tables[number];
-            table.sights = sights
-                .into_iter()
-                .filter(|(key, _)| !keys.contains(key) || table.birth(*key).is_none())
-                .collect();
         }
         Ok(())
     }

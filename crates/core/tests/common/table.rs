@@ -248,6 +248,7 @@ impl ModelTable {
             let values = [self.first_row(key), self.first_states()].concat();
             let record = Record { birth: self.births, values, score: self.first_score(), commit: 0 };
             self.rows.insert(key, record);
+            self.sights.remove(&key);
         }
         outcomes
     }

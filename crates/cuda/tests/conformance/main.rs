@@ -58,6 +58,7 @@ proptest! {
         config in config(),
         ops in prop::collection::vec(table_or_rule_op(), 1..25),
     ) {
+        let config = TableConfig { admission: None, ..config };
         let (mut table, mut model) = (table_on_gpu(config.clone()), ModelTable::new(config));
         for op in ops {
             op.run(&mut model, &mut [&mut *table]);

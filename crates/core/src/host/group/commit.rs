@@ -69,7 +69,7 @@ impl HostGroup {
         }
         for (number, absent, (records, outcomes)) in inserted {
             absent.settle(records);
-            self.tables[number].note(outcomes, absent.num_refused_ids());
+            self.tables[number].note(outcomes, absent.num_dropped_ids());
         }
         Ok(were_any)
     }

@@ -91,7 +91,7 @@ impl HostGroup {
             let table = &mut self.tables[*number];
             let outcomes = Outcomes { hit: if save { looked.outcomes.hit } else { 0 }, ..looked.outcomes };
             table.note(outcomes, if save { looked.absent_ids } else { 0 });
-            if table.mode(mode).insertion == Insertion::Never {
+            if table.own_mode(mode).insertion == Insertion::Never {
                 table.note_unknown(looked.absent_ids);
             }
             table.count_call();
@@ -149,7 +149,7 @@ impl HostGroup {
             }
             // A table that is larger than its share of the call would leave other threads idle.
             if !alone && num_ids(&outputs) * pool.threads() * 4 > total * 5 {
-                let mode = table.mode(mode);
+                let mode = table.own_mode(mode);
                 let looked = lookup_with_room(table, &mut outputs, mode, |table, outputs, mode| {
                     lookup_split(table, outputs, mode, &mut self.split, &mut spare.runs, pool)
                 });
@@ -163,7 +163,7 @@ impl HostGroup {
         let mut looked: Vec<Option<(usize, Result<SavedTable>)>> = whole.iter().map(|_| None).collect();
         let tasks: Vec<_> = whole.into_iter().zip(&mut looked).collect();
         run_if_large(total, tasks, pool, |((number, table, mut outputs, mut runs), result)| {
-            let mode = table.mode(mode);
+            let mode = table.own_mode(mode);
             let looked = lookup_with_room(table, &mut outputs, mode, |table, outputs, mode| {
                 lookup_whole(table, outputs, mode, std::mem::take(&mut runs))
             });

@@ -36,7 +36,7 @@ pub struct HostGroup {
     pub(in crate::host) oldest_needed: Option<u64>,
     ring: PushRing<Push>,
     committed: Vec<(f32, Push)>,
-    /// Number of commits that tables with eviction policies have seen.
+    /// Number of commits that tables with policies have seen.
     num_commits: u64,
     accumulators: Vec<Accumulator>,
     /// Squared norm of the committed gradients, by table.

@@ -197,6 +197,11 @@ impl Index {
         segment.find(hash, key).map(|slot| segment.mark(slot))
     }
 
+    /// Calls `visit` for each key and its mark.
+    pub fn for_each_mark(&mut self, mut visit: impl FnMut(Key, &mut u32)) {
+        self.segments.iter_mut().for_each(|segment| segment.for_each_mark(&mut visit));
+    }
+
     /// Record and mark of a key.
     #[inline]
     pub fn find_mut(&mut self, hash: u64, key: Key) -> Option<(RecordNumber, &mut u32)> {

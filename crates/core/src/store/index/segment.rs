@@ -269,6 +269,13 @@ impl Segment {
         (bucket.keys[last], bucket.records[last], bucket.marks[last]) = (0, NO_RECORD, 0);
     }
 
+    /// Calls `visit` for each key and its mark.
+    pub fn for_each_mark(&mut self, mut visit: impl FnMut(Key, &mut u32)) {
+        for bucket in self.buckets.iter_mut() {
+            (0..bucket.len()).for_each(|slot| visit(bucket.keys[slot], &mut bucket.marks[slot]));
+        }
+    }
+
     fn entries(&self) -> impl Iterator<Item = (Key, RecordNumber, u32)> {
         self.buckets.iter().flat_map(|b| (0..b.len()).map(|s| (b.keys[s], b.records[s], b.marks[s])))
     }
