@@ -59,10 +59,10 @@ def main(folder, action, seed):
             model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
         check_tables(tables)
         return
-    if action == "load":
+    if action in ("load", "read"):
         report = sok.load(path, model)
         assert report.variables
-    for inputs, targets in batches(int(seed)):
+    for inputs, targets in batches(int(seed)) if action != "read" else ():
         model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
     if action == "dump":
         sok.dump(path, model)
