@@ -193,16 +193,32 @@ def get_eviction(identifier: Any) -> Eviction | None:
     Raises:
         ValueError: If it is none of these.
     """
-    if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if identifier is None or isinstance(identifier, LRU | LFU):
-        return identifier
     if isinstance(identifier, str) and identifier in _BY_NAME:
         return _BY_NAME[identifier]()
-    raise ValueError(
-        '`eviction` must be "lru", "lfu", `sok_keras.policies.LRU(...)`, `LFU(...)` or None. '
-        f"Received: eviction={identifier!r}"
-    )
+    known = '"lru", "lfu", `sok_keras.policies.LRU(...)`, `LFU(...)`'
+    return _get("eviction", identifier, LRU | LFU, known)
+
+
+def get_admission(identifier: Any) -> Admission | None:
+    """Returns the policy that an argument `admission` names.
+
+    Args:
+        identifier: A policy, what `keras.saving.serialize_keras_object` made of one, or None.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    known = "`sok_keras.policies.Frequency(...)`, `Probability(...)`"
+    return _get("admission", identifier, Frequency | Probability, known)
+
+
+def _get(argument: str, identifier: Any, kinds: Any, known: str) -> Any:
+    """Returns a policy of one of these kinds, or None."""
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if identifier is None or isinstance(identifier, kinds):
+        return identifier
+    raise ValueError(f"`{argument}` must be {known} or None. Received: {argument}={identifier!r}")
 
 
 def check_eviction(eviction: Eviction | None, vocabulary_size: int | None, max_capacity: int | None) -> None:
@@ -216,25 +232,6 @@ def check_eviction(eviction: Eviction | None, vocabulary_size: int | None, max_c
         )
     if max_capacity is None:
         raise ValueError("`eviction` needs `max_capacity`, the number of rows to keep. Received: max_capacity=None")
-
-
-def get_admission(identifier: Any) -> Admission | None:
-    """Returns the policy that an argument `admission` names.
-
-    Args:
-        identifier: A policy, what `keras.saving.serialize_keras_object` made of one, or None.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
-    if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if identifier is None or isinstance(identifier, Frequency | Probability):
-        return identifier
-    raise ValueError(
-        "`admission` must be `sok_keras.policies.Frequency(...)`, `Probability(...)` or None. "
-        f"Received: admission={identifier!r}"
-    )
 
 
 def check_admission(admission: Admission | None, vocabulary_size: int | None) -> None:
