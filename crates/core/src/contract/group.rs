@@ -298,7 +298,7 @@ pub fn together<'a, G: Group>(first: &'a mut G, others: Vec<&'a mut AnyGroup>) -
     Ok(groups)
 }
 
-/// Returns a part of each group of an optimizer: that of the first one, and those of the others. `part`: returns it.
+/// Returns the part that `part` returns of each group of an optimizer. The part of the first group comes by itself.
 ///
 /// # Errors
 /// As [`together`].

@@ -214,8 +214,8 @@ pub struct TableStats {
     pub outcomes: Outcomes,
     /// Number of gradients that were dropped because their key has no row.
     pub dropped_gradients: u64,
-    /// Number of ids without a row in lookups that are not of training: those with [`Insertion::Never`], and those that leave insertion to
-    /// a commit and are not saved. Padding, ids outside the vocabulary and ids of weight 0 are not counted.
+    /// Number of ids without a row in lookups outside of training. These are lookups that insert nothing, and lookups that leave insertion
+    /// to a commit but save nothing for it. Padding, ids outside the vocabulary and ids of weight 0 are not counted.
     pub unknown_ids: u64,
     /// Number of pushes that no ticket has named yet.
     pub pending_pushes: u64,
@@ -306,7 +306,7 @@ pub enum Explanation {
         /// The step.
         step: u64,
     },
-    /// It has come in training and has no row: not often enough, or the table was full when it had.
+    /// It has come in training and got no row: it has not come often enough, or the table was full.
     Filtered {
         /// How often it has come.
         sights: u32,

@@ -1,4 +1,4 @@
-//! Which new keys of training get a row, and the counts of those that have none yet.
+//! Decides which new keys get a row in training, and counts the keys that have none yet.
 
 use crate::error::Result;
 use crate::key::Key;

@@ -128,7 +128,7 @@ pub fn insert_fitting(table: &mut HostTable, new_keys: &[Key]) -> Result<Outcome
     })
 }
 
-/// Inserts keys that a lookup did not find, as far as they are admitted and there is room. Returns the record of each.
+/// Inserts keys that a lookup did not find. Keys that the table does not admit or has no room for get no row. Returns the record of each key.
 pub fn insert(table: &mut HostTable, absent: &Absent) -> Result<(Vec<RecordNumber>, Outcomes)> {
     let what = "the keys of a step";
     let mut new = memory::collect(absent.keys.iter().copied().filter(|key| table.is_absent(*key)), what)?;

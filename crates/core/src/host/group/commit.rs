@@ -42,8 +42,8 @@ impl HostGroup {
         })
     }
 
-    /// Inserts the absent keys of these pushes, in the order of the pushes, as far as they are admitted and there is room. Returns whether
-    /// there were any.
+    /// Inserts the absent keys of these pushes, in the order of the pushes. Keys that the table does not admit or has no room for get no
+    /// row. Returns whether there were absent keys.
     fn insert_absent(&mut self, named: &[Named]) -> Result<bool> {
         self.tables.iter_mut().for_each(HostTable::begin);
         let (mut inserted, mut evicted, mut done) = (Vec::new(), Vec::new(), Ok(()));

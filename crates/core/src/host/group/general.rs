@@ -272,7 +272,7 @@ fn prefetch_record(arena: &Arena, record: u32) {
     (0..bytes).step_by(64).for_each(|offset| prefetch(start.wrapping_add(offset)));
 }
 
-/// Writes new values to records. `start`: number of floats of the group's rows before those of the first record.
+/// Writes new values to records. `start`: index of the first record's first value in `new`.
 ///
 /// # Safety
 /// Until it returns, no other thread reads or writes the records.
