@@ -79,9 +79,9 @@ impl Absent {
 
     /// Number of ids of keys that got no record.
     pub fn num_dropped_ids(&self) -> u64 {
-        let starts = std::iter::once(&0).chain(self.runs.ends());
-        let lengths = starts.zip(self.runs.ends()).map(|(start, end)| u64::from(end - start));
-        self.records().iter().zip(lengths).filter(|(record, _)| **record == NO_RECORD).map(|(_, n)| n).sum()
+        let dropped =
+            self.records().iter().zip(self.runs.ranges()).filter(|(record, _)| **record == NO_RECORD);
+        dropped.map(|(_, ids)| u64::from(ids.end - ids.start)).sum()
     }
 
     pub fn num_bytes(&self) -> usize {

@@ -118,9 +118,11 @@ impl SavedTable {
     /// The keys that a commit is to insert, each with the number of its ids.
     pub fn absent_keys(&self) -> impl Iterator<Item = (Key, u64)> {
         self.looked.absent.iter().flat_map(|absent| {
-            let starts = std::iter::once(&0).chain(absent.runs.ends());
-            let ids = starts.zip(absent.runs.ends()).map(|(&start, &end)| start..end);
-            absent.keys.iter().zip(ids).map(|(&key, ids)| (key, self.num_ids(&absent.runs, ids)))
+            absent
+                .keys
+                .iter()
+                .zip(absent.runs.ranges())
+                .map(|(&key, ids)| (key, self.num_ids(&absent.runs, ids)))
         })
     }
 

@@ -1,5 +1,7 @@
 //! The distinct keys of a lookup: their records, and the gradient rows that will be merged for each.
 
+use std::ops::Range;
+
 use crate::contract::batch::{Bags, Feature};
 use crate::error::Result;
 use crate::host::find::NO_MARK;
@@ -74,6 +76,13 @@ impl KeyRuns {
     /// Ends of the keys' ids.
     pub fn ends(&self) -> &[u32] {
         &self.ends[..self.num_keys]
+    }
+
+    /// By key: which of the sorted ids are its own.
+    #[inline(always)]
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u32>> {
+        let mut start = 0;
+        self.ends().iter().map(move |&end| std::mem::replace(&mut start, end)..end)
     }
 
     #[inline(always)]
