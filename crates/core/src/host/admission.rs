@@ -13,8 +13,6 @@ const KEPT: usize = 1 << 16;
 /// Decides which keys without a row get one.
 pub(crate) struct Admitter {
     pub policy: Admission,
-    /// Number of the step in progress, from 1. A commit ends it.
-    pub step: u64,
     sights: Sights,
     /// Keys that this call has counted, with their counts before it.
     counted: Vec<(Key, u32)>,
@@ -22,7 +20,7 @@ pub(crate) struct Admitter {
 
 impl Admitter {
     pub fn new(policy: Admission) -> Result<Admitter> {
-        Ok(Admitter { policy, step: 1, sights: Sights::new()?, counted: Vec::new() })
+        Ok(Admitter { policy, sights: Sights::new()?, counted: Vec::new() })
     }
 
     pub fn num_bytes(&self) -> usize {
@@ -40,9 +38,9 @@ impl Admitter {
         self.counted.shrink_to(KEPT);
     }
 
-    /// Whether a key without a row gets one now, after so many more sights. `seed`: of the table.
-    pub fn admits(&self, seed: u64, key: Key, more: u64) -> bool {
-        self.policy.admits(sum(self.sights.get(key), more), seed, key, self.step)
+    /// Whether a key without a row gets one in a step, after so many more sights. `seed`: of the table.
+    pub fn admits(&self, seed: u64, key: Key, more: u64, step: u64) -> bool {
+        self.policy.admits(sum(self.sights.get(key), more), seed, key, step)
     }
 
     /// Adds sights of distinct keys.
@@ -68,17 +66,15 @@ impl Admitter {
         keys.for_each(|key| self.sights.remove(key));
     }
 
-    /// Takes the empty `sights` in place of its own. Steps go on.
+    /// Takes the empty `sights` in place of its own.
     pub fn clear(&mut self, sights: Sights) {
         (self.sights, self.counted) = (sights, Vec::new());
     }
 
-    /// Ends the step in progress.
-    pub fn end_step(&mut self) {
-        if self.policy.halves_after(self.step) {
+    /// Halves all counts if that is due after so many steps.
+    pub fn end_step(&mut self, step: u64) {
+        if self.policy.halves_after(step) {
             self.sights.halve();
         }
-        // A damaged file may bring any number.
-        self.step = self.step.saturating_add(1);
     }
 }

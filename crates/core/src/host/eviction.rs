@@ -26,8 +26,6 @@ pub(crate) trait InProgress: Send + Sync {
 pub(crate) struct Evictor {
     pub policy: Eviction,
     pub scores: Scores,
-    /// Number of the step in progress, from 1. A commit ends it.
-    pub step: u64,
     /// The newest commit of the group whose gradients were applied or dropped.
     pub settled_commit: u64,
     /// Number of the table in its group.
@@ -46,7 +44,6 @@ impl Evictor {
         Evictor {
             policy,
             scores: Scores::default(),
-            step: 1,
             settled_commit: 0,
             number: 0,
             lookups: Vec::new(),
@@ -76,41 +73,48 @@ impl Evictor {
         }
     }
 
-    /// Remembers the rows that are about to go.
+    /// Remembers the rows that are about to go in a step.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
-    pub fn remember(&mut self, going: &[(Rank, RecordNumber)], arena: &Arena, dim: usize) -> Result<()> {
+    pub fn remember(
+        &mut self,
+        step: u64,
+        going: &[(Rank, RecordNumber)],
+        arena: &Arena,
+        dim: usize,
+    ) -> Result<()> {
         memory::reserve(&mut self.removed, going.len(), WHAT)?;
         if self.policy.keeps_evicted {
             let rows = going.iter().map(|(rank, record)| (*rank, &arena.record(*record)[..dim]));
             self.departures.keep(rows, dim)?;
         }
         let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT)?;
-        self.departures.remember(self.step, keys)?;
+        self.departures.remember(step, keys)?;
         self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
         Ok(())
     }
 
-    /// Gives new records their first scores.
+    /// Gives new records the first scores of a step.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn start(
         &mut self,
+        step: u64,
         next: RecordNumber,
         new: impl Iterator<Item = (Key, RecordNumber)>,
     ) -> Result<()> {
         self.scores.reserve(next)?;
-        let score = self.policy.first_score(self.step);
+        let score = self.policy.first_score(step);
         new.for_each(|(key, record)| self.scores.start(record, key, score));
         Ok(())
     }
 
-    /// Counts a use of each record by a number of ids.
-    pub fn count_ids(&mut self, uses: impl Iterator<Item = (RecordNumber, u64)>) {
+    /// Counts a use of each record by a number of ids in a step.
+    pub fn count_ids(&mut self, step: u64, uses: impl Iterator<Item = (RecordNumber, u64)>) {
         for (record, num_ids) in uses.filter(|(record, _)| *record != NO_RECORD) {
-            let score = self.policy.score_after_use(self.scores.get(record).score, self.step, num_ids);
+            let score = self.policy.score_after_use(self.scores.get(record).score, step, num_ids);
             self.scores.set_score(record, score);
         }
     }
@@ -128,16 +132,14 @@ impl Evictor {
         lookups.for_each(|lookup| lookup.add_rows(self.number, generation, rows));
     }
 
-    /// Ends the step in progress.
-    pub fn end_step(&mut self) {
-        if self.policy.halves_after(self.step) {
+    /// Halves all scores if that is due after so many steps.
+    pub fn end_step(&mut self, step: u64) {
+        if self.policy.halves_after(step) {
             self.scores.uses_mut().iter_mut().for_each(|u| u.score /= 2);
         }
-        // A damaged dump may bring any number.
-        self.step = self.step.saturating_add(1);
     }
 
-    /// Forgets all rows. Steps go on.
+    /// Forgets all rows.
     pub fn clear(&mut self) {
         self.scores = Scores::default();
         self.departures = Departures::default();

@@ -26,6 +26,8 @@ pub struct HostTable {
     /// Erased records that steps may still refer to, each with the number of the newest lookup that may do so.
     pub(crate) retired: Vec<(u64, RecordNumber)>,
     pub(crate) newest_lookup: u64,
+    /// Number of the step in progress, from 1, which policies count. A commit ends it.
+    pub(crate) step: u64,
     /// Scores of the rows, if the table has an eviction policy.
     pub(crate) evictor: Option<Box<Evictor>>,
     /// Counts of keys without a row, if the table has an admission policy.
@@ -67,6 +69,7 @@ impl HostTable {
             update: None,
             retired: Vec::new(),
             newest_lookup: 0,
+            step: 1,
             evictor: config.eviction.map(|policy| Box::new(Evictor::new(policy))),
             admitter: config.admission.map(Admitter::new).transpose()?.map(Box::new),
             generation: 0,
@@ -86,6 +89,25 @@ impl HostTable {
         let record = if fills { whole.make(key)? } else { whole.allocate(key)?.0 };
         self.index.insert(hash(key), key, record)?;
         Ok(record)
+    }
+
+    /// Whether the table has a policy. Others do not count steps.
+    pub(crate) fn has_policy(&self) -> bool {
+        self.evictor.is_some() || self.admitter.is_some()
+    }
+
+    /// Ends the step in progress.
+    pub(crate) fn end_step(&mut self) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.end_step(self.step);
+        }
+        if let Some(admitter) = &mut self.admitter {
+            admitter.end_step(self.step);
+        }
+        if self.has_policy() {
+            // A damaged file may bring any number.
+            self.step = self.step.saturating_add(1);
+        }
     }
 
     /// Starts a call that may insert.
@@ -113,7 +135,7 @@ impl HostTable {
     /// [`Error::Memory`](crate::Error::Memory).
     pub(crate) fn score_new_rows(&mut self) -> Result<()> {
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
-        evictor.start(self.arena.next_unused(), self.journal.iter())
+        evictor.start(self.step, self.arena.next_unused(), self.journal.iter())
     }
 
     /// Returns the rows that a sweep may remove; `None` without an eviction policy. These rows stay: that of the out-of-vocabulary key, the
@@ -153,7 +175,7 @@ impl HostTable {
         self.arena.reserve_free(self.retired.len() + going.len())?;
         memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
         let Some(evictor) = &mut self.evictor else { return Ok(0) };
-        evictor.remember(&going, &self.arena, self.config.dim)?;
+        evictor.remember(self.step, &going, &self.arena, self.config.dim)?;
         for (rank, record) in &going {
             self.index.remove(hash(rank.key), rank.key);
             self.retired.push((self.newest_lookup, *record));
@@ -196,7 +218,7 @@ impl HostTable {
 
     /// Whether a key without a row gets one now, after so many more sights.
     pub(crate) fn admits(&self, key: Key, more: u64) -> bool {
-        self.admitter.as_ref().is_none_or(|admitter| admitter.admits(self.config.seed, key, more))
+        self.admitter.as_ref().is_none_or(|admitter| admitter.admits(self.config.seed, key, more, self.step))
     }
 
     /// Forgets the counts of the keys that this call has inserted.
@@ -248,7 +270,7 @@ impl HostTable {
 
     /// Counts a use by each id of a feature that is not looked up for training, if the policy asks for that.
     pub(crate) fn count_inference(&mut self, feature: &Feature) {
-        let HostTable { evictor: Some(evictor), config, index, .. } = self else { return };
+        let HostTable { evictor: Some(evictor), step, config, index, .. } = self else { return };
         if evictor.policy.counts_inference {
             let is_active = |position: &usize| matches!(role(feature, config, *position), Role::Active);
             let uses = (0..feature.keys.len()).filter(is_active).map(|position| {
@@ -258,7 +280,7 @@ impl HostTable {
                     feature.id_counts.map_or(1, |counts| u64::from(counts[position])),
                 )
             });
-            evictor.count_ids(uses);
+            evictor.count_ids(*step, uses);
         }
     }
 

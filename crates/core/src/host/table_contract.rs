@@ -284,16 +284,12 @@ impl Table for HostTable {
     }
 
     fn step(&self) -> Result<u64> {
-        let of_admitter = self.admitter.as_ref().map(|admitter| admitter.step);
-        Ok(self.evictor.as_ref().map(|evictor| evictor.step).or(of_admitter).unwrap_or(1))
+        Ok(self.step)
     }
 
     fn set_step(&mut self, step: u64) -> Result<()> {
-        if let Some(evictor) = &mut self.evictor {
-            evictor.step = step;
-        }
-        if let Some(admitter) = &mut self.admitter {
-            admitter.step = step;
+        if self.has_policy() {
+            self.step = step;
         }
         Ok(())
     }
@@ -409,10 +405,10 @@ impl Table for HostTable {
         let other = other.into_any().downcast::<HostTable>().map_err(|_| {
             Error::State(format!("table `{}` takes records of a host table alone", self.config.name))
         })?;
-        let HostTable { config, index, arena, first, update, evictor, admitter, .. } = *other;
+        let HostTable { config, index, arena, first, update, step, evictor, admitter, .. } = *other;
         self.config.seed = config.seed;
         (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
-        (self.evictor, self.admitter) = (evictor, admitter);
+        (self.step, self.evictor, self.admitter) = (step, evictor, admitter);
         self.retired.clear();
         self.generation += 1;
         Ok(())

@@ -23,10 +23,11 @@ impl InProgress for SavedLookup {
 
 /// Counts a use of the rows of a lookup in the step in progress.
 pub(crate) fn count_uses(table: &mut HostTable, saved: &SavedTable) {
+    let step = table.step;
     if let Some(evictor) = &mut table.evictor {
-        let Evictor { policy, scores, step, .. } = &mut **evictor;
+        let Evictor { policy, scores, .. } = &mut **evictor;
         for_each_use(scores, saved, |used, num_ids| {
-            used.score = policy.score_after_use(used.score, *step, num_ids);
+            used.score = policy.score_after_use(used.score, step, num_ids);
         });
     }
 }
@@ -34,11 +35,12 @@ pub(crate) fn count_uses(table: &mut HostTable, saved: &SavedTable) {
 /// As a commit with this number takes a push of a lookup: keeps its rows in use until the gradients are applied. `is_first`: whether
 /// their use is counted, because no commit has taken a push of the lookup before.
 pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, is_first: bool) {
+    let step = table.step;
     if let Some(evictor) = &mut table.evictor {
-        let Evictor { policy, scores, step, .. } = &mut **evictor;
+        let Evictor { policy, scores, .. } = &mut **evictor;
         for_each_use(scores, saved, |used, num_ids| {
             if is_first {
-                used.score = policy.score_after_use(used.score, *step, num_ids);
+                used.score = policy.score_after_use(used.score, step, num_ids);
             }
             used.commit = commit;
         });
@@ -47,15 +49,13 @@ pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, 
 
 fn for_each_use(scores: &mut Scores, saved: &SavedTable, mut visit: impl FnMut(&mut Use, u64)) {
     for (runs, records) in saved.runs() {
-        let mut start = 0;
-        for (i, (&record, &end)) in records.iter().zip(runs.ends()).enumerate() {
+        for (i, (&record, ids)) in records.iter().zip(runs.ranges()).enumerate() {
             if let Some(later) = records.get(i + AHEAD).and_then(|&later| scores.uses().get(later as usize)) {
                 prefetch(later);
             }
             if record != NO_RECORD {
-                visit(scores.use_mut(record), saved.num_ids(runs, start..end));
+                visit(scores.use_mut(record), saved.num_ids(runs, ids));
             }
-            start = end;
         }
     }
 }

@@ -112,7 +112,7 @@ impl HostGroup {
 
     /// Counts the uses of rows in the step that a commit ends, and ends it.
     fn count_uses(&mut self, taken: &[(f32, Push)], pool: &Pool) {
-        if self.tables.iter().all(|table| table.evictor.is_none() && table.admitter.is_none()) {
+        if !self.tables.iter().any(HostTable::has_policy) {
             return;
         }
         self.num_commits += 1;
@@ -128,12 +128,7 @@ impl HostGroup {
                 let own = lookup.tables.iter().filter(is_own);
                 own.for_each(|saved| take_uses(table, saved, commit, *is_first));
             }
-            if let Some(evictor) = &mut table.evictor {
-                evictor.end_step();
-            }
-            if let Some(admitter) = &mut table.admitter {
-                admitter.end_step();
-            }
+            table.end_step();
         });
         taken.iter().for_each(|(_, push)| push.lookup.set_open(false));
         // Another push of the same lookup may still wait.
