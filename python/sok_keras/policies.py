@@ -6,11 +6,12 @@ from typing import Any
 import keras
 
 
+@dataclasses.dataclass(frozen=True)
 class _Policy:
-    """What policies have in common: they are made of their arguments."""
+    """Base of all policies. The fields of a policy are its configuration."""
 
     def get_config(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -22,10 +23,10 @@ class _Policy:
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
 
-    def _check_half_life(self) -> None:
-        half_life = self.half_life  # type: ignore[attr-defined]
-        if half_life is not None and not _is_positive(half_life):
-            raise ValueError(f"`half_life` must be a positive integer or None. Received: half_life={half_life!r}")
+
+def _check_half_life(half_life: Any) -> None:
+    if half_life is not None and not _is_positive(half_life):
+        raise ValueError(f"`half_life` must be a positive integer or None. Received: half_life={half_life!r}")
 
 
 def _is_positive(value: Any) -> bool:
@@ -97,7 +98,7 @@ class LFU(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_half_life()
+        _check_half_life(self.half_life)
 
     def _core_score(self) -> Any:
         return {"lfu": {"half_life": self.half_life}}
@@ -106,10 +107,6 @@ class LFU(Eviction):
 @dataclasses.dataclass(frozen=True)
 class Admission(_Policy):
     """Base of the admission policies."""
-
-    def _core_policy(self) -> Any:
-        """Returns the policy as the core names it."""
-        raise NotImplementedError
 
 
 @keras.saving.register_keras_serializable(package="sok_keras")
@@ -137,7 +134,7 @@ class Frequency(Admission):
 
     Args:
         threshold: Number of sights from which on an id gets a row.
-        once_per_step: Whether all ids of a key in a step are one sight. If not, each of them is one.
+        once_per_step: Whether an id counts once a step, however often it comes in it.
         half_life: Number of steps after which all counts are halved and rounded down. None: never.
     """
 
@@ -152,10 +149,7 @@ class Frequency(Admission):
                 f"`threshold` must be an int from 1 to {2**32 - 1}. Received: threshold={self.threshold!r}"
             )
         self._check_flags("once_per_step")
-        self._check_half_life()
-
-    def _core_policy(self) -> Any:
-        return {"frequency": dataclasses.asdict(self)}
+        _check_half_life(self.half_life)
 
 
 @keras.saving.register_keras_serializable(package="sok_keras")
@@ -176,9 +170,6 @@ class Probability(Admission):
         is_number = isinstance(self.probability, int | float) and not isinstance(self.probability, bool)
         if not (is_number and 0 <= self.probability <= 1):
             raise ValueError(f"`probability` must be a float from 0 to 1. Received: probability={self.probability!r}")
-
-    def _core_policy(self) -> Any:
-        return {"probability": {"probability": float(self.probability)}}
 
 
 _BY_NAME = {"lru": LRU, "lfu": LFU}
@@ -244,8 +235,8 @@ def check_admission(admission: Admission | None, vocabulary_size: int | None) ->
 
 
 def core_admission(admission: Admission | None) -> Any:
-    """Converts a policy for the core."""
-    return None if admission is None else admission._core_policy()
+    """Converts a policy for the core, whose policies have the same names and fields."""
+    return None if admission is None else {type(admission).__name__.lower(): admission.get_config()}
 
 
 def core_eviction(eviction: Eviction | None) -> dict[str, Any] | None:
