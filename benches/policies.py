@@ -13,11 +13,12 @@ import work
 from native_step import NativeStep, native
 
 DIM, LARGE, NEW = 64, 65_536, 0.01
+EVICTION = {"counts_inference": False, "keeps_evicted": False}
 POLICIES = {
-    "none": None,
-    "lru": "lru",
-    "lfu": {"lfu": {"half_life": None}},
-    "frequency": {"frequency": {"threshold": 3}},
+    "none": {},
+    "lru": {"eviction": {"score": "lru", **EVICTION}},
+    "lfu": {"eviction": {"score": {"lfu": {"half_life": None}}, **EVICTION}},
+    "frequency": {"admission": {"frequency": {"threshold": 3}}},
 }
 
 
@@ -37,13 +38,10 @@ def batches(count):
 
 
 def make_step(policy, num_steps):
-    limits = [{}] * len(work.sizes())
-    if isinstance(policy, dict) and "frequency" in policy:
-        limits = [{"admission": policy}] * len(work.sizes())
-    elif policy is not None:
-        eviction = {"score": policy, "counts_inference": False, "keeps_evicted": False}
+    limits = [policy] * len(work.sizes())
+    if "eviction" in policy:
         # Small tables have room for any batch.
-        limits = [{"max_capacity": max(size, 2 * work.BATCH), "eviction": eviction} for size in work.sizes()]
+        limits = [{"max_capacity": max(size, 2 * work.BATCH), **policy} for size in work.sizes()]
     step = NativeStep(len(work.sizes()), DIM, "adam", limits=limits)
     step.fill(work.sizes())
     step.take(map(work.features_of, batches(num_steps)))
