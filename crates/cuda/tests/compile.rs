@@ -8,16 +8,16 @@ use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
-/// Kernels of all formulas are compiled for the second. Formulas have no code of an architecture, so those of `SHAPES` do for the others.
+/// The second one is compiled with all formulas. No formula has code that depends on the architecture, so the others are compiled with those
+/// in `SHAPES`.
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
-/// Formulas of each shape that kernels tell apart: one state or two, a direction that is scaled, a sum over the row.
+/// One formula for each kind of step: two states, a step scaled by norms of the row, a mean over the row, no state.
 const SHAPES: [&str; 4] = ["AdamStep<false>", "LambStep", "RowWiseAdamStep", "SgdStep<false, false>"];
 
 /// A launch may be prepared while the previous one runs, so every kernel must call `begin` first.
 #[test]
 fn every_kernel_begins_by_waiting_for_the_launch_before_it() {
-    for source in [&AT_OWNER, &BACKWARD, &CONTROL, &FORWARD, &GENERAL, &KEYS, &RANKS, &SORT, &TABLE, &WEIGHTS]
-    {
+    for (source, _) in kernels(&[]) {
         let kernels = source.text.split("__global__").skip(1);
         for kernel in kernels {
             let body = kernel.split_once(") {\n").expect("a kernel has a body").1;
