@@ -160,7 +160,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if self._sums_over_ranks() and dense:
             self._tables.sums = backend.watch_gradients(dense, self._divisor())
         triggers = [v for v in variables if _core_of(v) is not None]
-        self._check_tables_are_updated(triggers)
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
         updates = [self.update_for(trigger) for trigger in triggers]
         cores = [_core_of(trigger) for trigger in triggers]
@@ -185,16 +184,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if waiting is not None:
             with backend.eager_scope():  # TensorFlow builds while it traces: else each step would load them again
                 self._take(*waiting)
-
-    def _check_tables_are_updated(self, triggers: list) -> None:
-        """Raises a `DeviceError` if tables on a GPU are to be updated by an optimizer that updates tables on the host alone."""
-        name = json.loads(self._rule)["name"]
-        for trigger in triggers:
-            if _core_of(trigger).gpu is not None and name in ("general", "lamb"):
-                raise backend.native.DeviceError(
-                    f"{type(self.inner_optimizer).__name__} does not update tables on a GPU yet. Give tables "
-                    f'{_core_of(trigger).names} `storage="host"`'
-                )
 
     def update_for(self, trigger: Any) -> str:
         """Returns the update of the rows of a trigger as JSON. `trigger` is None for a layer that is not built yet."""

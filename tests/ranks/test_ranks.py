@@ -21,8 +21,7 @@ def test_two_ranks_train_as_one_process(tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    # Optimizers without a formula do not update tables on a GPU yet.
-    cases = ["adam", "clipped", "accumulated", *([] if ON_GPU else ["general"])]
+    cases = ["adam", "clipped", "accumulated", "general"]
     alone("train.py", folders[0], *cases)
     run(2, "train.py", folders[1], *cases)
     for case in cases:

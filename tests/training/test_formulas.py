@@ -10,7 +10,7 @@ import pytest
 from keras import ops, optimizers
 
 import sok_keras as sok
-from reference import BACKEND, ON_GPU, apply_gradients, assert_close, to_numpy
+from reference import BACKEND, apply_gradients, assert_close, to_numpy
 
 STEPS, NUM_KEYS = 20, 5
 # A whole number of vector units, and one with a rest.
@@ -193,7 +193,6 @@ def test_row_wise_adagrad_of_a_dim_of_one_is_adagrad():
     assert_close(*moved)
 
 
-@pytest.mark.skipif(ON_GPU, reason="does not update tables on a GPU yet")
 @pytest.mark.parametrize("dim", DIMS)
 def test_lamb_takes_a_row_as_a_variable_of_one_row(dim):
     """Without weight decay, and with it: the norm is that of the row after the decay."""

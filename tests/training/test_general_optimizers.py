@@ -22,7 +22,6 @@ import sok_keras as sok
 from reference import (
     BACKEND,
     FAST,
-    ON_GPU,
     apply_gradients,
     assert_close,
     assert_trains_alike,
@@ -36,8 +35,6 @@ from reference import (
     table_of,
     to_numpy,
 )
-
-pytestmark = pytest.mark.skipif(ON_GPU, reason="such optimizers do not update tables on a GPU yet")
 
 
 @keras.saving.register_keras_serializable(package="tests")
