@@ -10,7 +10,7 @@ use super::{GpuGroup, SavedLookup, table_counts};
 use crate::abi::{COUNTS_WORDS, TableCounts};
 use crate::device::{Stream, driver_error};
 use crate::gpu_table::GpuTable;
-use crate::gpu_table::sweep::Sweeps;
+use crate::gpu_table::sweep::{Going, Sweeps};
 use crate::memory::read;
 use crate::step::{AbsentIds, Feature, KeyType, Remote, RowSource, Started};
 
@@ -19,6 +19,17 @@ struct SweepsOfTables {
     /// Index of each table, and how many rows are too many.
     tables: Vec<(usize, u64)>,
     sweeps: Sweeps,
+    /// By table, once it has remembered the rows that are to be erased.
+    going: Vec<Going>,
+}
+
+/// What a lookup has of the other ranks.
+#[derive(Default)]
+pub(super) struct OfRanks<'a> {
+    /// Completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
+    pub remote: Option<&'a Remote>,
+    /// Asks once whether all ranks can do their part. Afterwards the lookup removes rows. It is not asked if this rank cannot.
+    pub vote: Option<&'a mut dyn FnMut() -> Result<()>>,
 }
 
 impl GpuGroup {
@@ -41,11 +52,13 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<u64> {
         // SAFETY: The caller guarantees it.
-        unsafe { self.look_up(features, insertion, save, number_to, None, true, stream) }
+        unsafe { self.look_up(features, insertion, save, number_to, OfRanks::default(), true, stream) }
     }
 
-    /// As `lookup`. `remote`: completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
-    /// `exceeds`: whether tables that remove rows may insert first.
+    /// As `lookup`. `exceeds`: whether tables that remove rows may insert first.
+    ///
+    /// # Errors
+    /// As `lookup`, and the error of the vote: no row has changed then, and the keys that were inserted are gone.
     ///
     /// # Safety
     /// As `lookup`.
@@ -56,10 +69,11 @@ impl GpuGroup {
         insertion: Insertion,
         save: bool,
         number_to: Option<u64>,
-        remote: Option<&Remote>,
+        of_ranks: OfRanks,
         exceeds: bool,
         stream: Stream,
     ) -> Result<u64> {
+        let OfRanks { remote, vote } = of_ranks;
         self.check_own_fault()?;
         for feature in features {
             feature.validate()?;
@@ -76,7 +90,7 @@ impl GpuGroup {
         }
         // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
         let counts_apart = insert && !save;
-        if counts_apart {
+        if counts_apart || insert && vote.is_some() {
             self.workspace.device.synchronize()?;
             self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         }
@@ -96,12 +110,14 @@ impl GpuGroup {
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }
-        if !exceeding.is_empty() {
+        // The insertions may have to be undone.
+        let notes_counts = insert && (!exceeding.is_empty() || vote.is_some());
+        if notes_counts {
             workspace.note_counts(self.counts.address(), 0, 0, stream)?;
         }
         workspace.find(&started, tables, &inserts, stream)?;
         workspace.keep_id_counts(&started, features, remote.map(|remote| remote.begins), stream)?;
-        if !exceeding.is_empty() {
+        if notes_counts {
             self.num_noted += 1;
             let [after, flag] =
                 [1, 2].map(|n| self.counts.address() + (4 * n * COUNTS_WORDS * tables.len()) as u64);
@@ -119,13 +135,28 @@ impl GpuGroup {
         if !finds_silent_last {
             self.workspace.write_rows(&started, features, stream)?;
         }
-        if !self.end_sweeps(sweeps, stream)? {
-            self.workspace.device.synchronize()?;
-            self.undo_insertions(features, &inserts, save)?;
+        let sweeps = match sweeps.map(|sweeps| self.read_sweeps(sweeps)).transpose()? {
+            Some(None) => {
+                self.undo_insertions(features, &inserts, save)?;
+                self.workspace.forget(started);
+                let of_ranks = OfRanks { remote, vote };
+                // SAFETY: The caller guarantees it.
+                return unsafe {
+                    self.look_up(features, insertion, save, number_to, of_ranks, false, stream)
+                };
+            }
+            sweeps => sweeps.flatten(),
+        };
+        if let Some(Err(refused)) = vote.map(|vote| vote()) {
+            self.cancel_sweeps(sweeps);
+            if notes_counts {
+                self.undo_insertions(features, &inserts, save)?;
+            }
             self.workspace.forget(started);
-            // SAFETY: The caller guarantees it.
-            return unsafe { self.look_up(features, insertion, save, number_to, remote, false, stream) };
+            inputs.into_iter().for_each(|inputs| self.workspace.give_back(inputs.memory));
+            return Err(refused);
         }
+        self.end_sweeps(sweeps, stream)?;
         if finds_silent_last {
             self.workspace.find_silent(&started, stream)?;
             self.workspace.write_rows(&started, features, stream)?;
@@ -261,40 +292,52 @@ impl GpuGroup {
         }
         let sweeps = Sweeps::start(&self.workspace.device, self.sweep_memory.take(), planned, stream)?;
         stream.record(&self.swept)?;
-        Ok(Some(SweepsOfTables { tables, sweeps }))
+        Ok(Some(SweepsOfTables { tables, sweeps, going: Vec::new() }))
     }
 
-    /// Removes the chosen rows. Returns whether enough may go; if not, none goes.
-    fn end_sweeps(&mut self, sweeps: Option<SweepsOfTables>, stream: Stream) -> Result<bool> {
-        let Some(SweepsOfTables { tables, mut sweeps }) = sweeps else { return Ok(true) };
+    /// Waits for the sweeps, and remembers the chosen rows. `None` if too few may go.
+    fn read_sweeps(&mut self, mut sweeps: SweepsOfTables) -> Result<Option<SweepsOfTables>> {
         self.swept.synchronize().map_err(driver_error("waiting for the GPU"))?;
-        sweeps.read()?;
-        let mut all = tables.iter().enumerate();
-        let may_go = all.all(|(number, (_, excess))| sweeps.num_removable(number) >= *excess);
-        if may_go {
-            let mut going = Vec::new();
-            for (number, (t, _)) in tables.iter().enumerate() {
-                match self.tables[*t].begin_going(&sweeps, number) {
-                    Ok(of_table) => going.push(of_table),
-                    Err(error) => {
-                        let begun = tables.iter().zip(&going);
-                        begun.for_each(|((t, _), going)| self.tables[*t].cancel_going(going));
-                        return Err(error);
-                    }
+        sweeps.sweeps.read()?;
+        let mut all = sweeps.tables.iter().enumerate();
+        if !all.all(|(number, (_, excess))| sweeps.sweeps.num_removable(number) >= *excess) {
+            self.sweep_memory = Some(sweeps.sweeps.into_memory());
+            return Ok(None);
+        }
+        for (number, (t, _)) in sweeps.tables.iter().enumerate() {
+            match self.tables[*t].begin_going(&sweeps.sweeps, number) {
+                Ok(going) => sweeps.going.push(going),
+                Err(error) => {
+                    self.cancel_sweeps(Some(sweeps));
+                    return Err(error);
                 }
             }
-            sweeps.erase(stream)?;
-            for (number, ((t, _), going)) in tables.into_iter().zip(going).enumerate() {
-                let evicted = self.tables[t].end_going(&sweeps, number, going, stream)?;
-                self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
-            }
         }
-        self.sweep_memory = Some(sweeps.into_memory());
-        Ok(may_go)
+        Ok(Some(sweeps))
     }
 
-    /// Removes the keys that the last lookup has inserted. The device must be idle.
+    /// Leaves the chosen rows where they are.
+    fn cancel_sweeps(&mut self, sweeps: Option<SweepsOfTables>) {
+        let Some(SweepsOfTables { tables, sweeps, going }) = sweeps else { return };
+        tables.iter().zip(&going).for_each(|((t, _), going)| self.tables[*t].cancel_going(going));
+        self.sweep_memory = Some(sweeps.into_memory());
+    }
+
+    /// Removes the chosen rows.
+    fn end_sweeps(&mut self, sweeps: Option<SweepsOfTables>, stream: Stream) -> Result<()> {
+        let Some(SweepsOfTables { tables, sweeps, going }) = sweeps else { return Ok(()) };
+        sweeps.erase(stream)?;
+        for (number, ((t, _), going)) in tables.into_iter().zip(going).enumerate() {
+            let evicted = self.tables[t].end_going(&sweeps, number, going, stream)?;
+            self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
+        }
+        self.sweep_memory = Some(sweeps.into_memory());
+        Ok(())
+    }
+
+    /// Removes the keys that the last lookup has inserted. Waits for the device.
     fn undo_insertions(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
+        self.workspace.device.synchronize()?;
         for (t, _) in inserts.iter().enumerate().filter(|(_, inserts)| **inserts) {
             let keys = self.active_keys(features, None, t)?;
             let (before, after) = (self.counts_noted(t), self.counts_noted(self.tables.len() + t));

@@ -375,14 +375,6 @@ impl GpuGroup {
         }
     }
 
-    /// Forgets the newest saved lookup, because other ranks have refused it.
-    fn undo_lookup(&mut self) {
-        if let Some(lookup) = self.lookups.pop_back() {
-            self.next_lookup = lookup.number;
-            self.reuse_lookup(lookup);
-        }
-    }
-
     fn reuse_window(&mut self, window: Option<Window>) {
         if let (Some(windows), Some(window)) = (&mut self.windows, window) {
             windows.give_back(window);

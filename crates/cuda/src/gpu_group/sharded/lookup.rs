@@ -18,6 +18,7 @@ use super::{Served, ShardedGpuGroup, rows_of_board};
 use crate::abi::{Flag, MAX_RANKS, SharedRows};
 use crate::device::Stream;
 use crate::gpu_group::SavedLookup;
+use crate::gpu_group::lookup::OfRanks;
 use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
 use crate::peers::{Window, WindowName};
@@ -270,20 +271,20 @@ impl ShardedGpuGroup {
         let LookupMode { insertion, save } = mode;
         // A table that removes rows may insert first only if the numbers of keys are known, since the host reads the keys if it must undo.
         let exceeds = must_agree;
+        let mut agreed = None;
+        let mut vote = || agreed.insert(agree(&*peers.communicator, tag.at(1), Ok(()))).clone();
+        let vote: Option<&mut dyn FnMut() -> Result<()>> = if must_agree { Some(&mut vote) } else { None };
+        let of_ranks = OfRanks { remote: remote.as_ref(), vote };
         // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call, or of received keys.
         let looked_up =
-            unsafe { self.shard.look_up(&features, insertion, save, None, remote.as_ref(), exceeds, stream) };
-        let looked_up = if must_agree { looked_up } else { Ok(self.fatal(looked_up)?) };
-        let agreed = if must_agree {
-            let vote = looked_up.as_ref().map(drop).map_err(Error::clone);
-            agree(&*peers.communicator, tag.at(1), vote)
-        } else {
-            Ok(())
+            unsafe { self.shard.look_up(&features, insertion, save, None, of_ranks, exceeds, stream) };
+        let looked_up = match (looked_up, agreed) {
+            // This rank tells the others of its error.
+            (Err(error), None) if must_agree => agree(&*peers.communicator, tag.at(1), Err(error)),
+            (Err(error), Some(Err(_))) => Err(error),
+            (looked_up, _) => Ok(self.fatal(looked_up)?),
         };
-        if agreed.is_err() && save && looked_up.is_ok() {
-            self.shard.undo_lookup();
-        }
-        if agreed.is_ok() && looked_up.is_ok() {
+        if looked_up.is_ok() {
             let first_keys = match remote {
                 Some(remote) => FirstKeys::OnDevice(remote.firsts),
                 None => FirstKeys::Known(self.shard.workspace.first_ids(&self.shard.tables, &features)),
@@ -302,7 +303,6 @@ impl ShardedGpuGroup {
             None => self.shard.workspace.meet(&self.on_device, Flag::Rows, self.num_lookups, stream),
         };
         self.fatal(returned)?;
-        agreed?;
         let number = looked_up?;
         if save {
             self.forget_served();
