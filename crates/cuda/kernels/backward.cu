@@ -146,13 +146,15 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 
   // Returns the sum of the squares of a row whose columns the lanes have, in eight partial sums, as in crates/core/src/math.rs.
   __device__ __forceinline__ float sum_of_squares(const float4 (&columns)[CHUNKS]) const {
+    // DIM may contain columns that fill the last group of four. Those of a row hold first values.
+    const u32 num_last = width - 4 * (QUADS - 1);
     float lanes[8] = {};
 #pragma unroll
     for (u32 quad = 0; quad < QUADS; ++quad) {
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
         const float x = __shfl_sync(mask, ((const float*)&columns[quad / LANES])[c], quad % LANES, LANES);
-        if (4 * quad + c < DIM) lanes[4 * (quad % 2) + c] += x * x;
+        if (quad + 1 < QUADS || c < num_last) lanes[4 * (quad % 2) + c] += x * x;
       }
     }
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
