@@ -218,7 +218,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
             )
         self._leave_tables_of_others(tickets)
-        dense, is_update = self._reduce(dense, self._is_update())
+        dense, is_update = self._reduce(dense, self._is_update(), [_tensor(ticket) for ticket, _ in tickets.values()])
         clip, done = self._apply_to_tables(tickets, dense, is_update) if tickets else (None, [])
         with backend.after(done, [gradient for gradient, _ in dense]):
             self._apply_to_variables(dense, clip)
@@ -254,21 +254,24 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def _divisor(self) -> int:
         return _world_size() if self.gradient_reduction == "mean" else 1
 
-    def _reduce(self, dense: list, is_update: Any) -> tuple:
-        """Reduces dense gradients over the ranks. Returns them, and `is_update`, which then comes after them."""
+    def _reduce(self, dense: list, is_update: Any, tickets: list) -> tuple:
+        """Reduces dense gradients over the ranks, after all tickets are there, so that all ranks make their calls in the same order.
+
+        Returns the gradients, and `is_update`, which comes after them.
+        """
         if not self._sums_over_ranks() or not dense:
             return dense, is_update
         reduced = None if self._tables.sums is None else self._tables.sums.take(dense)
         if reduced is None:
-            reduced, is_update = self._reduce_at_once(dense, is_update)
+            reduced, is_update = self._reduce_at_once(dense, is_update, tickets)
         pairs = zip(reduced, dense, strict=True)
         return [(ops.cast(part, _tensor(gradient).dtype), variable) for part, (gradient, variable) in pairs], is_update
 
-    def _reduce_at_once(self, dense: list, is_update: Any) -> tuple:
+    def _reduce_at_once(self, dense: list, is_update: Any, tickets: list) -> tuple:
         """Reduces gradients over the ranks as one vector."""
         gradients = [_tensor(gradient) for gradient, _ in dense]
         flat = ops.concatenate([ops.reshape(_as_float(gradient), (-1,)) for gradient in gradients])
-        flat, is_update = backend.sum_gradients(flat, is_update)
+        flat, is_update = backend.sum_gradients(flat, is_update, tickets)
         flat, reduced, start = flat / self._divisor(), [], 0
         for gradient in gradients:
             end = start + int(np.prod(gradient.shape))

@@ -9,6 +9,7 @@ import sys
 import keras
 
 import sok_keras as sok
+from reference import ON_GPU
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = os.pathsep.join([str(pathlib.Path(sok.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
@@ -17,6 +18,9 @@ PACKAGES = os.pathsep.join([str(pathlib.Path(sok.__file__).parent.parent), os.en
 def environment(**variables):
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RANK", "WORLD_SIZE")}
     common = {"PYTHONPATH": PACKAGES, "KERAS_BACKEND": keras.backend.backend(), "JAX_ENABLE_X64": "1"}
+    if ON_GPU:
+        # Each process would choose its kernels by timing them, and round as these do.
+        common["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     return {**kept, **common, "SOK_NUM_THREADS": "1", **variables}
 
 

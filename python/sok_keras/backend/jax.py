@@ -162,10 +162,13 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(call(scalars, sum_of_squares, *triggers, optimizer=np.int64(tables.handle), scope=traced_scope()))
 
 
-def sum_gradients(gradients, then):
-    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
+def sum_gradients(gradients, then, after=()):
+    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them. `after`: what must be computed before.
+
+    XLA knows the gradients of an empty batch without its lookup, and would sum them before it. Other ranks wait in that lookup.
+    """
     results = [_float32(*gradients.shape), _float32(*then.shape)]
-    return _ffi("sok_sum_gradients", results)(gradients, then, scope=traced_scope())
+    return _ffi("sok_sum_gradients", results)(gradients, then, *after, scope=traced_scope())
 
 
 def watch_gradients(variables, divisor):

@@ -137,11 +137,12 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(new_triggers)
 
 
-def sum_gradients(gradients, then):
-    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
+def sum_gradients(gradients, then, after=()):
+    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them. `after`: what must be computed before."""
     on_gpus = importlib.import_module(NATIVE).sums_on_gpus()
     op = _ops.sok_gpu_sum_gradients if on_gpus else _ops.sok_sum_gradients
-    sums, later = op(gradients=gradients, after=then)
+    with tf.control_dependencies(after):
+        sums, later = op(gradients=gradients, after=then)
     sums.set_shape(gradients.shape)
     later.set_shape(then.shape)
     return sums, later

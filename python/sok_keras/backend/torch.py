@@ -330,8 +330,9 @@ def apply(tables, scalars, sum_of_squares, triggers):
     return list(call(scalars, sum_of_squares, list(triggers), tables.handle))
 
 
-def sum_gradients(gradients, then):
-    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them."""
+def sum_gradients(gradients, then, after=()):
+    """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them. `after`: what must be computed before."""
+    del after  # calls are made in the order of the program
     call = torch.ops.sok_keras.sum_gradients if torch.compiler.is_compiling() else _sum_gradients
     return call(gradients, then)
 

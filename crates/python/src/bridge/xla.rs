@@ -295,13 +295,14 @@ unsafe extern "C" fn apply<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     }
 }
 
-/// Operands: vector, a tensor to pass on. Results: sums over all ranks, the other tensor.
+/// Operands: vector, a tensor to pass on, and whatever must be computed before. Results: sums over all ranks, the other tensor.
 unsafe extern "C" fn sum_gradients<const GPU: bool>(frame: *mut CallFrame) -> XlaError {
     // SAFETY: XLA's frame, passed on.
     unsafe {
         handle(frame, GPU, |execution| {
             let call = |execution: &mut Execution, _: Option<&Scope>| {
-                let tensors = execution.tensors()?;
+                let mut tensors = execution.tensors()?;
+                tensors.truncate(2);
                 let memory = if ranks::sums_on_gpus() { Memory::Device } else { Memory::Host };
                 execution.run(tensors, memory, |tensors, outputs, stream| {
                     call::sum_gradients(tensors, outputs, stream)
