@@ -11,6 +11,7 @@ use common::group::Input;
 use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
 use common::programs::{POOLS, Program, program, thread_world};
 use common::ranks::{GlobalStep, Then, any_steps, any_tables};
+use common::refusal;
 use common::sharded::{ShardedSubject, TIMEOUT};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, update};
@@ -72,7 +73,26 @@ proptest! {
     }
 }
 
-// ---- many ranks beside one
+// ---- many ranks
+
+#[test]
+fn a_lookup_that_one_rank_refuses_changes_no_rank() {
+    for world_size in 1..=4 {
+        let configs = refusal::configs(world_size);
+        std::thread::scope(|scope| {
+            for communicator in thread_world(world_size) {
+                let configs = &configs;
+                scope.spawn(move || {
+                    let rank = communicator.rank();
+                    let row_type = RowType::Float32;
+                    let mut subject =
+                        ShardedSubject::new(configs, communicator, world_size, row_type, &POOLS[0]);
+                    refusal::run(&mut subject, rank);
+                });
+            }
+        });
+    }
+}
 
 proptest! {
     #![proptest_config(ProptestConfig {

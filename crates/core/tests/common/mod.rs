@@ -8,6 +8,7 @@ pub mod large;
 pub mod programs;
 pub mod ranks;
 pub mod record_step;
+pub mod refusal;
 pub mod sharded;
 pub mod steps;
 pub mod strategies;

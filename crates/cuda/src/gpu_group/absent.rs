@@ -352,7 +352,7 @@ impl GpuGroup {
         let known = inputs.known_records()?;
         let mut inserts: Vec<bool> =
             (0..self.tables.len()).map(|table| self.has_records_of(lookup, table)).collect();
-        self.make_room(&inputs.features, Some(&known), &mut inserts, false, false, stream)?;
+        self.make_room(&inputs.features, Some(&known), &mut inserts, false, false, &mut None, stream)?;
         // `make_rows` computes the coefficients of weighted ids, so it needs memory for rows.
         let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
         let absent = AbsentIds { known: inputs.known_address(), ..AbsentIds::default() };

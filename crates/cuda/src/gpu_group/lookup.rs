@@ -28,9 +28,12 @@ struct SweepsOfTables {
 pub(super) struct OfRanks<'a> {
     /// Completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
     pub remote: Option<&'a Remote>,
-    /// Asks once whether all ranks can do their part. Afterwards the lookup removes rows. It is not asked if this rank cannot.
-    pub vote: Option<&'a mut dyn FnMut() -> Result<()>>,
+    /// Is asked once, if this rank can do its part, before the lookup does what cannot be undone.
+    pub vote: Vote<'a>,
 }
+
+/// Returns whether all ranks can do their part.
+type Vote<'a> = Option<&'a mut dyn FnMut() -> Result<()>>;
 
 impl GpuGroup {
     /// Enqueues the lookup of all features of a layer's call. Returns the number of the lookup for `push`, or 0 without `save`.
@@ -73,7 +76,7 @@ impl GpuGroup {
         exceeds: bool,
         stream: Stream,
     ) -> Result<u64> {
-        let OfRanks { remote, vote } = of_ranks;
+        let OfRanks { remote, mut vote } = of_ranks;
         self.check_own_fault()?;
         for feature in features {
             feature.validate()?;
@@ -85,14 +88,17 @@ impl GpuGroup {
         let insert = insertion == Insertion::AtLookup;
         let mut inserts = vec![insert; self.tables.len()];
         let mut exceeding = Vec::new();
+        if insert && vote.is_some() {
+            // What is counted from here on can be undone.
+            self.count_steps()?;
+        }
         if insert {
-            exceeding = self.make_room(features, None, &mut inserts, save, exceeds, stream)?;
+            exceeding = self.make_room(features, None, &mut inserts, save, exceeds, &mut vote, stream)?;
         }
         // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
         let counts_apart = insert && !save;
-        if counts_apart || insert && vote.is_some() {
-            self.workspace.device.synchronize()?;
-            self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        if counts_apart {
+            self.count_steps()?;
         }
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
@@ -196,6 +202,7 @@ impl GpuGroup {
     /// lookup may insert too many keys.
     ///
     /// `known`: ids that have a record there are not inserted. `exceeds`: whether tables that remove rows may insert first.
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub(super) fn make_room(
         &mut self,
         features: &[Feature],
@@ -203,6 +210,7 @@ impl GpuGroup {
         inserts: &mut [bool],
         save: bool,
         exceeds: bool,
+        vote: &mut Vote,
         stream: Stream,
     ) -> Result<Vec<usize>> {
         let mut ids = vec![0u64; self.tables.len()];
@@ -228,7 +236,7 @@ impl GpuGroup {
                         match self.tables[t].make_room(most, soon, stream) {
                             // There may be memory for fewer rows.
                             Err(_) if may_exceed[t] => {
-                                return self.make_room(features, known, inserts, save, false, stream);
+                                return self.make_room(features, known, inserts, save, false, vote, stream);
                             }
                             made => made?,
                         }
@@ -238,9 +246,9 @@ impl GpuGroup {
                     all.clone().filter(|&t| ids[t] > 0 && refuses(&self.tables, t)).collect();
                 if !full.is_empty() && may_exceed.contains(&true) {
                     // What `admit` does could not be undone.
-                    return self.make_room(features, known, inserts, save, false, stream);
+                    return self.make_room(features, known, inserts, save, false, vote, stream);
                 }
-                self.admit(features, known, &full, inserts, save)?;
+                self.admit(features, known, &full, inserts, save, vote)?;
             }
         }
         let mut exceeding = Vec::new();
@@ -346,6 +354,12 @@ impl GpuGroup {
         Ok(())
     }
 
+    /// Adds the counts of steps to the statistics of the tables. Waits for the device.
+    fn count_steps(&mut self) -> Result<()> {
+        self.workspace.device.synchronize()?;
+        self.tables.iter_mut().try_for_each(GpuTable::count_steps)
+    }
+
     fn counts_noted(&self, number: usize) -> TableCounts {
         table_counts(&self.counts, number * COUNTS_WORDS)
     }
@@ -358,11 +372,12 @@ impl GpuGroup {
         full: &[usize],
         inserts: &mut [bool],
         save: bool,
+        vote: &mut Vote,
     ) -> Result<()> {
         if full.is_empty() {
             return Ok(());
         }
-        self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
+        self.count_steps()?;
         let mut new = Vec::new();
         for &t in full {
             let keys = self.active_keys(features, known, t)?;
@@ -377,6 +392,10 @@ impl GpuGroup {
             };
             table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
             new.push((room, absent, sweeps));
+        }
+        if let Some(Err(refused)) = vote.take().map(|vote| vote()) {
+            full.iter().zip(new).for_each(|(&t, (_, _, sweeps))| self.tables[t].forget_sweep(sweeps));
+            return Err(refused);
         }
         for (&t, (room, new, sweeps)) in full.iter().zip(new) {
             let outcomes = self.tables[t].admit(&room, &new, sweeps)?;

@@ -20,11 +20,10 @@ use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 use sok_cuda::peers::Peers;
 
-use crate::common::group::Input;
-use crate::common::large::{SGD, any_update, plain_update};
+use crate::common::large::any_update;
 use crate::common::ranks::{GlobalStep, any_steps, any_tables, part_of, share};
+use crate::common::refusal;
 use crate::common::sharded::ShardedSubject;
-use crate::common::strategies::plain_config;
 use crate::common::subject::{Maker, OWNER, Subject, binding};
 use crate::common::{Dice, bits, scan};
 use crate::subject::{DEVICE, GpuSubject, HAS_POOLED, Tested, on_device, peers_of};
@@ -187,52 +186,14 @@ fn a_lookup_that_one_rank_refuses_changes_no_rank() {
 #[ignore = "needs a GPU"]
 fn one_of_which_one_refuses() {
     let Some(communicator) = connect(Duration::from_secs(60)) else { return };
-    let (rank, ranks) = (communicator.rank() as u64, communicator.world_size());
+    let (rank, ranks) = (communicator.rank(), communicator.world_size());
     let peers = Arc::new(peers_of(communicator.clone()));
-    let lru = Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: true };
-    let roomy = TableConfig {
-        max_capacity: Some(100 * ranks as u64),
-        check_mode: CheckMode::Count,
-        eviction: Some(lru),
-        ..plain_config("roomy", 3)
-    };
-    let small =
-        TableConfig { max_capacity: Some(8), check_mode: CheckMode::Raise, ..plain_config("small", 5) };
-    let configs = [(roomy, Placement::Distributed), (small, Placement::Localized(ranks - 1))];
-    let host = ShardedSubject::new(&configs, communicator, ranks, RowType::Float32, &POOL);
+    let configs = refusal::configs(ranks);
+    let mut host = ShardedSubject::new(&configs, communicator, ranks, RowType::Float32, &POOL);
     let gpu = ShardedGpuGroup::new(&DEVICE, configs.to_vec(), &peers, 2, ranks, RowType::Float32).unwrap();
-    let mut subjects: [Box<dyn Subject>; 2] =
-        [Box::new(host), Box::new(GpuSubject::of(Tested::Shared(Box::new(gpu))))];
-    subjects.iter_mut().for_each(|subject| subject.bind(binding(OWNER, plain_update(SGD))).unwrap());
-    for number in 1..=6 {
-        // Each rank has keys of its own.
-        let keys = |from: u64, count: u64| -> Vec<u64> {
-            (0..count).map(|key| rank << 40 | number << 20 | (from + key)).collect()
-        };
-        let few = [Input::plain(0, &keys(0, 50)), Input::plain(1, &[1, 2, 3])];
-        let many = [Input::plain(0, &keys(1000, 70)), Input::plain(1, &keys(0, 9))];
-        let gradients = Arc::new(vec![vec![0.5; 50 * 3], vec![0.25; 3 * 5]]);
-        let seen = subjects.each_mut().map(|subject| {
-            let contents = |subject: &dyn Subject| [0, 1].map(|table| scan(subject.table(table), 100));
-            let (lookup, rows) = subject.lookup(&few, Insertion::AtLookup, true).unwrap();
-            let before = (contents(&**subject), subject.table(0).stats().unwrap().outcomes.evicted);
-            for save in [true, false] {
-                let refused = subject.lookup(&many, Insertion::AtLookup, save);
-                assert!(refused.is_err(), "rank {rank}, step {number}");
-            }
-            let after = (contents(&**subject), subject.table(0).stats().unwrap().outcomes.evicted);
-            assert!(before == after, "rank {rank}, step {number}");
-            subject.push(number, lookup, &gradients, true, &[]).unwrap();
-            subject.commit(&[(number, 1.0)], true).unwrap();
-            subject.apply(UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 }, true).unwrap();
-            let evicted = subject.table(0).stats().unwrap().outcomes.evicted;
-            let evicted = (evicted, subject.table_mut(0).take_evicted().unwrap().keys);
-            (rows.iter().map(|rows| bits(rows)).collect::<Vec<_>>(), contents(&**subject), evicted)
-        });
-        let [host, gpu] = seen;
-        assert!(host == gpu, "rank {rank}, step {number}");
-        assert!(number < 5 || gpu.2.0 > 0, "no row had to go");
-    }
+    let mut gpu = GpuSubject::of(Tested::Shared(Box::new(gpu)));
+    // The ranks make the steps of the host first, then those of the GPU.
+    assert_eq!(refusal::run(&mut host, rank), refusal::run(&mut gpu, rank), "rank {rank}");
 }
 
 fn any_eviction(dice: &mut Dice) -> Option<Eviction> {
@@ -289,7 +250,7 @@ fn follow(
             }
             let of_table = |table| {
                 let table = subject.table(table);
-                (scan(table, 100), table.stats().unwrap().outcomes, table.step().unwrap())
+                (table.stats().unwrap().outcomes, table.step().unwrap(), scan(table, 100))
             };
             let tables: Vec<_> = (0..configs.len()).map(of_table).collect();
             (outputs, weights, norm, tables)
@@ -304,8 +265,8 @@ fn follow(
         }
         assert_eq!(host.2.to_bits(), gpu.2.to_bits(), "rank {rank}, step {number}, norm");
         for (table, (host, gpu)) in host.3.iter().zip(&gpu.3).enumerate() {
-            assert!(host == gpu, "rank {rank}, step {number}, table {table}");
-            HAS_EVICTED.fetch_or(gpu.1.evicted > 0, Relaxed);
+            assert_eq!(host, gpu, "rank {rank}, step {number}, table {table}");
+            HAS_EVICTED.fetch_or(gpu.0.evicted > 0, Relaxed);
         }
     }
 }

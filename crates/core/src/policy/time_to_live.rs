@@ -1,0 +1,175 @@
+//! When rows go that training no longer uses.
+
+use std::collections::VecDeque;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::key::hash;
+
+/// How long a row stays after the last step that has trained it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TimeToLive {
+    /// The time.
+    pub lifetime: Lifetime,
+    /// Whether rows that went are kept until they are taken.
+    #[serde(default)]
+    pub keeps_expired: bool,
+}
+
+/// A number of steps, or a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Lifetime {
+    /// So many steps.
+    Steps(u64),
+    /// So many milliseconds.
+    Milliseconds(u64),
+}
+
+/// All parts of the keys take at most `1 << CYCLE_BITS` steps, and there are at most `1 << PART_BITS` parts. A part of 64 Mi rows has
+/// 262,144, which the host sweeps in some milliseconds.
+const CYCLE_BITS: u32 = 12;
+const PART_BITS: u32 = 8;
+
+/// The keys that one sweep looks at: those whose hashes begin with the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The first bits of the hashes.
+    pub number: u64,
+    /// How many these are.
+    pub bits: u32,
+}
+
+impl Part {
+    /// Whether a key with this hash belongs to the part.
+    pub fn contains(self, hash: u64) -> bool {
+        self.bits == 0 || hash >> (u64::BITS - self.bits) == self.number
+    }
+}
+
+impl Lifetime {
+    /// Checks that the time is not 0.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn validate(self) -> Result<()> {
+        match self {
+            Lifetime::Steps(0) | Lifetime::Milliseconds(0) => {
+                Err(Error::argument("`time_to_live` must be at least one step, or a millisecond"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the keys that are swept at the end of a step of a table with this seed. All keys have their turn within a quarter of the
+    /// lifetime if that is a number of steps, else within 4096 steps. Tables with other seeds are swept in other steps.
+    pub fn part_due(self, step: u64, seed: u64) -> Option<Part> {
+        let cycle_bits = match self {
+            Lifetime::Steps(steps) => (steps / 4).max(1).ilog2().min(CYCLE_BITS),
+            Lifetime::Milliseconds(_) => CYCLE_BITS,
+        };
+        let bits = cycle_bits.min(PART_BITS);
+        let (turn, idle_bits) = (step.wrapping_add(hash(seed)), cycle_bits - bits);
+        let is_due = turn & low_bits(idle_bits) == 0;
+        is_due.then_some(Part { number: turn >> idle_bits & low_bits(bits), bits })
+    }
+}
+
+fn low_bits(count: u32) -> u64 {
+    (1 << count) - 1
+}
+
+/// When commits were made, as exactly as a lifetime needs it: a list that does not grow with their number.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct CommitTimes {
+    /// Times in milliseconds, each with the newest commit that was made until then. Both increase.
+    entries: VecDeque<(u64, u64)>,
+}
+
+/// Commits within this fraction of the lifetime may share an entry, and count as made at the time of the last one.
+const RESOLUTION: u64 = 1024;
+
+impl CommitTimes {
+    /// Notes that a commit is made now. A clock that was set back counts on from the latest time. Returns the newest commit that was made
+    /// at least `lifetime` milliseconds before.
+    pub fn note(&mut self, commit: u64, now: u64, lifetime: u64) -> Option<u64> {
+        let now = self.entries.back().map_or(now, |last| last.0.max(now));
+        let before_last = self.entries.len().checked_sub(2).map(|at| self.entries[at].0);
+        match self.entries.back_mut() {
+            Some(last) if before_last.is_some_and(|before| now - before < lifetime / RESOLUTION) => {
+                *last = (now, commit);
+            }
+            _ => self.entries.push_back((now, commit)),
+        }
+        let is_past = |entry: &(u64, u64)| now - entry.0 >= lifetime;
+        while self.entries.get(1).is_some_and(is_past) {
+            self.entries.pop_front();
+        }
+        self.entries.front().filter(|entry| is_past(entry)).map(|entry| entry.1)
+    }
+
+    /// Times in milliseconds, each with the number of a commit.
+    pub fn entries(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.entries.iter().copied()
+    }
+
+    /// Takes entries that `entries` gave.
+    pub fn set(&mut self, entries: impl Iterator<Item = (u64, u64)>) {
+        self.entries = entries.collect();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_has_its_turn_once_in_a_cycle() {
+        for (lifetime, cycle, parts) in [
+            (Lifetime::Steps(1), 1, 1),
+            (Lifetime::Steps(7), 1, 1),
+            (Lifetime::Steps(100), 16, 16),
+            (Lifetime::Steps(5000), 1024, 256),
+            (Lifetime::Steps(u64::MAX), 4096, 256),
+            (Lifetime::Milliseconds(1), 4096, 256),
+        ] {
+            for seed in [0, 1, u64::MAX] {
+                let due: Vec<Part> = (77..77 + cycle).filter_map(|s| lifetime.part_due(s, seed)).collect();
+                assert_eq!(due.len(), parts, "{lifetime:?}");
+                for key in 0..1000 {
+                    assert_eq!(due.iter().filter(|part| part.contains(hash(key))).count(), 1);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_commit_is_past_after_its_time_and_the_list_stays_short() {
+        let mut times = CommitTimes::default();
+        let made = |commit: u64| 1_000_000 + 3 * commit;
+        for commit in 1..20_000 {
+            let past = times.note(commit, made(commit), 30_000);
+            let exact = (made(commit) - 30_000).checked_sub(1_000_000).map(|since| since / 3).filter(|&c| c > 0);
+            // Never too early, and late by a thousandth of the time and a commit at most.
+            assert!(past <= exact, "{commit}: {past:?}, {exact:?}");
+            assert!(past.unwrap_or(0) + 12 >= exact.unwrap_or(0), "{commit}: {past:?}, {exact:?}");
+            assert!(times.entries.len() <= 1100);
+        }
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_makes_no_commit_older() {
+        let mut times = CommitTimes::default();
+        assert_eq!(times.note(1, 1000, 50), None);
+        assert_eq!(times.note(2, 1049, 50), None);
+        assert_eq!(times.note(3, 10, 50), None);
+        assert_eq!(times.note(4, 1050, 50), Some(1));
+        assert_eq!(times.note(5, 900, 50), Some(1));
+        assert_eq!(times.note(6, 5000, 50), Some(5));
+        let mut other = CommitTimes::default();
+        other.set(times.entries());
+        assert_eq!(other, times);
+    }
+}
