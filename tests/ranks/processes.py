@@ -19,8 +19,8 @@ def environment(**variables):
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RANK", "WORLD_SIZE")}
     common = {"PYTHONPATH": PACKAGES, "KERAS_BACKEND": keras.backend.backend(), "JAX_ENABLE_X64": "1"}
     if ON_GPU:
-        # Each process would choose its kernels by timing them, and round as these do.
-        common["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+        # Each process would choose XLA's kernels by timing them, and round as these do. TensorFlow rounds products to TF32.
+        common |= {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "NVIDIA_TF32_OVERRIDE": "0"}
     return {**kept, **common, "SOK_NUM_THREADS": "1", **variables}
 
 
