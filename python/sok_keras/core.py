@@ -37,14 +37,14 @@ class Core:
         backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        admitting = [config["name"] for config in configs if config["admission"]]
-        if admitting:
-            if storage == "hbm":
+        for policy in ("admission", "time_to_live"):
+            having = [config["name"] for config in configs if config[policy]]
+            if having and storage == "hbm":
                 raise native.DeviceError(
-                    'Layers with an `admission` policy have their tables in the memory of the host. Received: storage="hbm" and a policy '
-                    f'of {", ".join(map(repr, admitting))}. Use "auto" or "host"'
+                    f'Layers with `{policy}` have their tables in the memory of the host. Received: storage="hbm" and `{policy}` '
+                    f'of {", ".join(map(repr, having))}. Use "auto" or "host"'
                 )
-            storage = "host"
+            storage = "host" if having else storage
         gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")
         if storage == "hbm" and gpu is None:
             raise native.DeviceError(

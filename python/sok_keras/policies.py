@@ -1,9 +1,12 @@
 """Policies of tables whose rows come and go."""
 
 import dataclasses
+import datetime
 from typing import Any
 
 import keras
+
+from sok_keras import _native as native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +175,82 @@ class Probability(Admission):
             raise ValueError(f"`probability` must be a float from 0 to 1. Received: probability={self.probability!r}")
 
 
+@keras.saving.register_keras_serializable(package="sok_keras")
+@dataclasses.dataclass(frozen=True)
+class TimeToLive(_Policy):
+    """How long a row stays after the last step that has trained it.
+
+    A row that training has not used for so long goes at the end of a step, with its optimizer states. A step is a call of the optimizer; a
+    row that is inserted outside of steps is as old as the last one. Rows whose gradients were not applied yet stay, and so does the row of
+    `out_of_vocabulary_key`. Each step looks at a part of the keys, so that none takes long: all parts have their turn within a quarter of
+    `time_to_live` if that is a number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers.
+
+    Times are those of the clock of the system, as exactly as a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps
+    and files do not hold the ages of rows: a load makes all rows as old as the last step. The tables of the layer are in the memory of the
+    host.
+
+    Example:
+
+    >>> import datetime
+    >>> import sok_keras as sok
+    >>> layer = sok.DynamicEmbedding(8, time_to_live=datetime.timedelta(days=30))
+    >>> layer = sok.DynamicEmbedding(8, time_to_live=10_000)
+    >>> layer.time_to_live
+    TimeToLive(time_to_live=10000, keep_expired=False)
+
+    Args:
+        time_to_live: A `datetime.timedelta` in whole milliseconds, of which there is at least one, or a number of steps.
+        keep_expired: Whether the table keeps the rows that it removes until `Table.take_evicted` takes them.
+    """
+
+    time_to_live: datetime.timedelta | int
+    _: dataclasses.KW_ONLY
+    keep_expired: bool = False
+
+    def __post_init__(self) -> None:
+        time = self.time_to_live
+        if not (_is_positive(time) or (isinstance(time, datetime.timedelta) and time >= _MILLISECOND)):
+            raise ValueError(
+                "`time_to_live` must be a positive number of steps or a `datetime.timedelta` of at least a millisecond. Received: "
+                f"time_to_live={time!r}"
+            )
+        self._check_flags("keep_expired")
+        if isinstance(time, datetime.timedelta):
+            object.__setattr__(self, "time_to_live", time - time % _MILLISECOND)
+
+    def get_config(self) -> dict[str, Any]:
+        time: Any = self.time_to_live
+        if isinstance(time, datetime.timedelta):
+            time = {"milliseconds": time // _MILLISECOND}
+        return {"time_to_live": time, "keep_expired": self.keep_expired}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "TimeToLive":
+        time = config["time_to_live"]
+        if isinstance(time, dict):
+            config = {**config, "time_to_live": datetime.timedelta(**time)}
+        return cls(**config)
+
+
+def set_clock(now: datetime.datetime | None) -> None:
+    """Stops the clock of the process by which rows expire, for tests.
+
+    Args:
+        now: The time at which it stands, with a time zone. None: it follows the clock of the system again.
+
+    Raises:
+        ValueError: If it is before 1970, or without a time zone.
+    """
+    if now is None:
+        native.set_clock(None)
+        return
+    since = None if now.tzinfo is None else now - datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
+    if since is None or since < datetime.timedelta(0):
+        raise ValueError(f"`now` must have a time zone and not be before 1970. Received: now={now!r}")
+    native.set_clock(since // _MILLISECOND)
+
+
+_MILLISECOND = datetime.timedelta(milliseconds=1)
 _BY_NAME = {"lru": LRU, "lfu": LFU}
 
 
@@ -203,6 +282,22 @@ def get_admission(identifier: Any) -> Admission | None:
     return _get("admission", identifier, Frequency | Probability, known)
 
 
+def get_time_to_live(identifier: Any) -> TimeToLive | None:
+    """Returns the policy that an argument `time_to_live` names.
+
+    Args:
+        identifier: A number of steps, a `datetime.timedelta`, a policy, what `keras.saving.serialize_keras_object` made of one, or None.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if identifier is None or isinstance(identifier, TimeToLive):
+        return identifier
+    return TimeToLive(identifier)
+
+
 def _get(argument: str, identifier: Any, kinds: Any, known: str) -> Any:
     """Returns a policy of one of these kinds, or None."""
     if isinstance(identifier, dict):
@@ -232,6 +327,24 @@ def check_admission(admission: Admission | None, vocabulary_size: int | None) ->
             "`admission` is for dynamic tables, since the ids of a static table are counted already. Received: "
             f"vocabulary_size={vocabulary_size!r}"
         )
+
+
+def check_time_to_live(time_to_live: TimeToLive | None, vocabulary_size: int | None) -> None:
+    """Raises a `ValueError` unless a table with this vocabulary can have the policy."""
+    if time_to_live is not None and vocabulary_size is not None:
+        raise ValueError(
+            "`time_to_live` is for dynamic tables, since a static table has room for all of its ids. Received: "
+            f"vocabulary_size={vocabulary_size!r}"
+        )
+
+
+def core_time_to_live(time_to_live: TimeToLive | None) -> dict[str, Any] | None:
+    """Converts a policy for the core."""
+    if time_to_live is None:
+        return None
+    time = time_to_live.get_config()["time_to_live"]
+    lifetime = time if isinstance(time, dict) else {"steps": time}
+    return {"lifetime": lifetime, "keeps_expired": time_to_live.keep_expired}
 
 
 def core_admission(admission: Admission | None) -> Any:

@@ -19,6 +19,7 @@ class Outcomes(NamedTuple):
         inserted: Keys that got a row.
         filtered: Keys that the admission policy kept out.
         evicted: Rows that were removed to make room.
+        expired: Rows that were removed because their time to live was over.
         refused: Keys without a row that did not fit.
     """
 
@@ -26,16 +27,17 @@ class Outcomes(NamedTuple):
     inserted: int
     filtered: int
     evicted: int
+    expired: int
     refused: int
 
 
 class EvictedRows(NamedTuple):
-    """Rows that a table has removed to make room, in the order in which they went.
+    """Rows that a table has removed by itself, in the order in which they went.
 
     Attributes:
         keys: `(n,)` int64.
         rows: `(n, dim)` float32, as they were when they went.
-        scores: `(n,)` uint64.
+        scores: `(n,)` uint64: what the `eviction` policy counts, or the step of the last use without one.
     """
 
     keys: np.ndarray
@@ -48,9 +50,10 @@ class Explanation(NamedTuple):
 
     Attributes:
         state: `"present"` if the key has a row; `"filtered"` if it has come in training without getting one; `"evicted"` if its row was
-            removed to make room; `"absent"` if it has never had one, was erased, or went longer ago than the table remembers.
+            removed to make room; `"expired"` if its row was removed because its time to live was over; `"absent"` if it has never had
+            one, was erased, or went longer ago than the table remembers.
         score: The score of its row; None without a row or a policy.
-        step: The step in which its row was evicted, else None.
+        step: The step in which its row was evicted or expired, else None.
         sights: How often it has come without getting a row, if it is filtered, else None.
     """
 
@@ -88,6 +91,7 @@ class TableStats(NamedTuple):
         inserted: Distinct keys that got a row.
         filtered: Distinct keys that the admission policy kept out, added up over the steps.
         evicted: Rows that were removed to make room for others.
+        expired: Rows that were removed because their time to live was over.
         refused: Distinct keys that did not fit.
         dropped_gradients: Ids whose gradient was dropped because their key has no row. Equal ids count each.
         pending_pushes: Backward passes of the layer that no optimizer has applied.
@@ -103,6 +107,7 @@ class TableStats(NamedTuple):
     inserted: int
     filtered: int
     evicted: int
+    expired: int
     refused: int
     dropped_gradients: int
     pending_pushes: int
@@ -405,7 +410,8 @@ class Table:
         return self._native.step
 
     def explain(self, key: Any, *, local: bool = False) -> Explanation:
-        """Says whether a key has a row and, if not, why. A table with an `eviction` policy remembers the last 2^20 keys that it removed.
+        """Says whether a key has a row and, if not, why. A table with an `eviction` policy or a `time_to_live` remembers the
+        last 2^20 keys that it removed.
 
         Args:
             key: An integer.
@@ -418,7 +424,7 @@ class Table:
         if len(keys) != 1:
             raise TypeError(f"`explain` takes one key. Received: {key!r:.100}")
         state, number = self._ready(local).explain(int(keys[0]))
-        field = {"evicted": "step", "filtered": "sights"}.get(state, "score")
+        field = {"evicted": "step", "expired": "step", "filtered": "sights"}.get(state, "score")
         return Explanation(state, **{field: number})
 
     def take_evicted(self, *, local: bool = False) -> EvictedRows:
@@ -428,7 +434,7 @@ class Table:
             local: Whether only the rows of this rank are taken. If not, those of rank 0 come first.
 
         Raises:
-            SokError: If the policy of the table is not one with `keep_evicted=True`.
+            SokError: If the policies of the table are not ones with `keep_evicted=True` or `keep_expired=True`.
         """
         return EvictedRows(*self._ready(local).take_evicted())
 

@@ -1,11 +1,22 @@
 """Configuration of a table."""
 
 import dataclasses
+import datetime
 from typing import Any
 
 import keras
 
-from sok_keras.policies import Admission, Eviction, check_admission, check_eviction, get_admission, get_eviction
+from sok_keras.policies import (
+    Admission,
+    Eviction,
+    TimeToLive,
+    check_admission,
+    check_eviction,
+    check_time_to_live,
+    get_admission,
+    get_eviction,
+    get_time_to_live,
+)
 
 _CHOICES = {
     "combiner": ("mean", "sum", "sqrtn"),
@@ -86,6 +97,8 @@ class TableConfig:
         eviction: Which rows a dynamic table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of
             `sok_keras.policies`. None: it removes none.
         admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
+        time_to_live: After which time without training a row of a dynamic table goes: a number of steps, a `datetime.timedelta`, or
+            `sok_keras.policies.TimeToLive(...)`. None: it stays.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
@@ -111,6 +124,7 @@ class TableConfig:
     storage: str = "auto"
     eviction: Eviction | str | None = None
     admission: Admission | None = None
+    time_to_live: TimeToLive | datetime.timedelta | int | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -129,6 +143,8 @@ class TableConfig:
         check_eviction(self.eviction, self.vocabulary_size, self.max_capacity)
         self.admission = get_admission(self.admission)
         check_admission(self.admission, self.vocabulary_size)
+        self.time_to_live = get_time_to_live(self.time_to_live)
+        check_time_to_live(self.time_to_live, self.vocabulary_size)
         self._check_out_of_vocabulary_key()
 
     def _check_out_of_vocabulary_key(self) -> None:
@@ -147,7 +163,7 @@ class TableConfig:
 
     def get_config(self) -> dict[str, Any]:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("initializer", "eviction", "admission"):
+        for name in ("initializer", "eviction", "admission", "time_to_live"):
             config[name] = keras.saving.serialize_keras_object(getattr(self, name))
         return config
 

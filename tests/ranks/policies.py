@@ -61,6 +61,13 @@ assert filtering.get_table().keys().tolist() == sorted(key for key, count in cou
 rare = sorted(key for key, count in counts.items() if count < 5)
 assert filtering.get_table().explain(rare[rank]).sights == counts[rare[rank]]
 
+# A row stays while any rank trains it.
+expiring = sok.DynamicEmbedding(DIM, time_to_live=3)
+train(expiring, batches)
+recent = sorted(set(np.concatenate(batches[-3:]).ravel().tolist()))
+assert expiring.get_table().keys().tolist() == recent
+assert expiring.get_table().stats().expired > 0
+
 # The same rows go in each run: all ranks agree on what is left.
 digest = int(np.bitwise_xor.reduce(keys)) + int(table.export(scores=True).scores.sum())
 assert sok.all_reduce(digest) == world_size * digest

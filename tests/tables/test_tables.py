@@ -26,7 +26,7 @@ def test_find_never_inserts(table):
 
 def test_find_or_insert_counts_distinct_keys(table):
     rows, outcomes = table.find_or_insert([5, 6, 6, 5, 7])
-    assert outcomes == sok.Outcomes(hit=1, inserted=2, filtered=0, evicted=0, refused=0)
+    assert outcomes == sok.Outcomes(hit=1, inserted=2, filtered=0, evicted=0, expired=0, refused=0)
     np.testing.assert_array_equal(rows[1], rows[2])
     assert len(table) == 5
 
@@ -146,7 +146,7 @@ def test_clear_empties_a_table(table):
 
 def test_empty_lists_of_keys_pass(table):
     assert table.find([])[0].shape == (0, DIM)
-    assert table.find_or_insert([])[1] == table.assign([], []) == sok.Outcomes(0, 0, 0, 0, 0)
+    assert table.find_or_insert([])[1] == table.assign([], []) == sok.Outcomes(0, 0, 0, 0, 0, 0)
     assert table.erase([]) == 0
 
 

@@ -83,6 +83,7 @@ fn config(name: &str) -> TableConfig {
         max_capacity: None,
         check_mode: CheckMode::Raise,
         eviction: None,
+        time_to_live: None,
         admission: None,
     }
 }

@@ -16,6 +16,7 @@ use sok_core::formula::update::Update;
 use sok_core::host::group::HostGroup;
 use sok_core::host::sharded::ShardedGroup;
 use sok_core::memory;
+use sok_core::policy::clock;
 use sok_core::pool;
 use sok_cuda::device::Device;
 use sok_cuda::gpu_group::GpuGroup;
@@ -34,12 +35,13 @@ pub fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
     serde_json::from_str(json).map_err(|e| to_python(Error::argument(format!("{e} in {json}"))))
 }
 
-/// `(hit, inserted, filtered, evicted, refused)`
-type OutcomesTuple = (u64, u64, u64, u64, u64);
+/// `(hit, inserted, filtered, evicted, expired, refused)`
+type OutcomesTuple = (u64, u64, u64, u64, u64, u64);
 type StatsTuple = (u64, u64, OutcomesTuple, u64, u64, u64, u64, u64);
 
 fn outcomes_tuple(outcomes: Outcomes) -> OutcomesTuple {
-    (outcomes.hit, outcomes.inserted, outcomes.filtered, outcomes.evicted, outcomes.refused)
+    let Outcomes { hit, inserted, filtered, evicted, expired, refused } = outcomes;
+    (hit, inserted, filtered, evicted, expired, refused)
 }
 
 /// The tables of one layer.
@@ -230,13 +232,15 @@ impl Table {
         Ok(array)
     }
 
-    /// What the table knows about a key: `("present", score or None)`, `("filtered", sights)`, `("evicted", step)` or `("absent", None)`.
+    /// What the table knows about a key: `("present", score or None)`, `("filtered", sights)`, `("evicted", step)`,
+    /// `("expired", step)` or `("absent", None)`.
     fn explain(&self, py: Python<'_>, key: i64) -> PyResult<(&'static str, Option<u64>)> {
         let explanation = detached(py, || self.group.lock()?.table(self.number).explain(key as u64))?;
         Ok(match explanation {
             Explanation::Present { score } => ("present", score),
             Explanation::Filtered { sights } => ("filtered", Some(sights.into())),
             Explanation::Evicted { step } => ("evicted", Some(step)),
+            Explanation::Expired { step } => ("expired", Some(step)),
             Explanation::Absent => ("absent", None),
         })
     }
@@ -290,7 +294,7 @@ impl Table {
         update.map(|u| serde_json::to_string(&u).map_err(|e| SokError::new_err(e.to_string()))).transpose()
     }
 
-    /// `size, capacity, (hit, inserted, filtered, evicted, refused), dropped_gradients, pending_pushes, native_calls, bytes, unknown_ids`
+    /// `size, capacity, (hit, inserted, filtered, evicted, expired, refused), dropped_gradients, pending_pushes, native_calls, bytes, unknown_ids`
     /// Without `waits`, the counts are those of the last step that the device has reported.
     fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<StatsTuple> {
         detached(py, || {
@@ -488,7 +492,14 @@ fn states_of(update: &str, dim: usize) -> PyResult<(&'static str, Vec<(&'static 
     })
 }
 
+/// Stops the clock of policies at a time in milliseconds since 1970. None: it follows that of the system again.
+#[pyfunction]
+fn set_clock(now: Option<u64>) {
+    clock::set(now);
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(set_clock, module)?)?;
     module.add_class::<Group>()?;
     module.add_class::<Table>()?;
     module.add_class::<Plan>()?;

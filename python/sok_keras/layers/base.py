@@ -15,7 +15,14 @@ from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
 from sok_keras.export_guard import check_format
 from sok_keras.initializers import core_initializer, core_seed, mixed_seed
-from sok_keras.policies import core_admission, core_eviction, get_admission, get_eviction
+from sok_keras.policies import (
+    core_admission,
+    core_eviction,
+    core_time_to_live,
+    get_admission,
+    get_eviction,
+    get_time_to_live,
+)
 from sok_keras.table_config import TableConfig
 
 _ROWS = "rows.npz"
@@ -49,6 +56,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "check_mode": config.check_mode,
         "eviction": core_eviction(get_eviction(config.eviction)),
         "admission": core_admission(get_admission(config.admission)),
+        "time_to_live": core_time_to_live(get_time_to_live(config.time_to_live)),
         "placement": distributed.core_placement(config),
     }
 

@@ -1,5 +1,6 @@
 """A layer over one table of any 64-bit ids."""
 
+import datetime
 from typing import Any
 
 import keras
@@ -8,7 +9,7 @@ import numpy as np
 from sok_keras import ids, preprocessing
 from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
-from sok_keras.policies import Admission, Eviction, get_admission, get_eviction
+from sok_keras.policies import Admission, Eviction, TimeToLive, get_admission, get_eviction, get_time_to_live
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 
@@ -75,6 +76,8 @@ class DynamicEmbedding(TableLayer):
         eviction: Which rows a table at `max_capacity` removes to make room: `"lru"`, `"lfu"`, or a policy of `sok_keras.policies`. None:
             it removes none.
         admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
+        time_to_live: After which time without training a row goes: a number of steps, a `datetime.timedelta`, or
+            `sok_keras.policies.TimeToLive(...)`. None: it stays.
         placement: Which ranks have the rows: `"distributed"`, `"localized:r"` or `"auto"`, as in `TableConfig`.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
@@ -120,6 +123,7 @@ class DynamicEmbedding(TableLayer):
         check_mode: str = "raise",
         eviction: Eviction | str | None = None,
         admission: Admission | None = None,
+        time_to_live: TimeToLive | datetime.timedelta | int | None = None,
         storage: str = "auto",
         placement: str = "auto",
         save_rows: bool = True,
@@ -151,6 +155,7 @@ class DynamicEmbedding(TableLayer):
         self.check_mode = check_mode
         self.eviction = get_eviction(eviction)
         self.admission = get_admission(admission)
+        self.time_to_live = get_time_to_live(time_to_live)
         self.storage = storage
         self.placement = placement
         table = TableConfig(
@@ -166,6 +171,7 @@ class DynamicEmbedding(TableLayer):
             check_mode=check_mode,
             eviction=self.eviction,
             admission=self.admission,
+            time_to_live=self.time_to_live,
             storage=storage,
             placement=placement,
         )
@@ -293,6 +299,7 @@ class DynamicEmbedding(TableLayer):
             "check_mode": self.check_mode,
             "eviction": keras.saving.serialize_keras_object(self.eviction),
             "admission": keras.saving.serialize_keras_object(self.admission),
+            "time_to_live": keras.saving.serialize_keras_object(self.time_to_live),
             "storage": self.storage,
             "placement": self.placement,
             "save_rows": self.save_rows,

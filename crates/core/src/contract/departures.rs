@@ -2,7 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use crate::contract::table::{Departure, Explanation, Records};
+use crate::contract::table::{Explanation, Records};
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
@@ -12,8 +12,18 @@ use crate::policy::sweep::Rank;
 const MAX_DEPARTURES: usize = 1 << 20;
 const WHAT: &str = "the rows that a full table removes";
 
-/// Keys that went in the same step.
+/// Why rows went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// To make room.
+    Evicted,
+    /// Training had not used them for long.
+    Expired,
+}
+
+/// Keys that went in the same step, for the same reason.
 struct Sweep {
+    reason: Reason,
     step: u64,
     keys: Vec<Key>,
 }
@@ -52,13 +62,13 @@ impl Departures {
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
-    pub fn remember(&mut self, step: u64, keys: Vec<Key>) -> Result<()> {
+    pub fn remember(&mut self, reason: Reason, step: u64, keys: Vec<Key>) -> Result<()> {
         if keys.is_empty() {
             return Ok(());
         }
         self.sweeps.try_reserve(1).map_err(|_| memory::missing::<Sweep>(1, WHAT))?;
         self.num_keys += keys.len();
-        self.sweeps.push_back(Sweep { step, keys });
+        self.sweeps.push_back(Sweep { reason, step, keys });
         Ok(())
     }
 
@@ -94,13 +104,11 @@ impl Departures {
 
     /// Says why a key without a row has none.
     pub fn explain(&self, key: Key) -> Explanation {
-        self.find(key).map_or(Explanation::Absent, |gone| Explanation::Evicted { step: gone.step })
-    }
-
-    /// Returns when a key went last, unless that was too long ago.
-    fn find(&self, key: Key) -> Option<Departure> {
-        let sweep = self.sweeps.iter().rev().find(|sweep| sweep.keys.contains(&key))?;
-        Some(Departure { key, step: sweep.step })
+        match self.sweeps.iter().rev().find(|sweep| sweep.keys.contains(&key)) {
+            Some(&Sweep { reason: Reason::Evicted, step, .. }) => Explanation::Evicted { step },
+            Some(&Sweep { reason: Reason::Expired, step, .. }) => Explanation::Expired { step },
+            None => Explanation::Absent,
+        }
     }
 
     /// Forgets that these keys were ever there.
@@ -137,20 +145,22 @@ mod tests {
     fn the_oldest_keys_are_forgotten_first_also_within_a_sweep() {
         let mut departures = Departures::default();
         let last = MAX_DEPARTURES as u64;
-        departures.remember(1, vec![7, 8, 9]).unwrap();
-        departures.remember(2, (100..98 + last).collect()).unwrap();
+        let evicted = |step| Explanation::Evicted { step };
+        departures.remember(Reason::Evicted, 1, vec![7, 8, 9]).unwrap();
+        departures.remember(Reason::Expired, 2, (100..98 + last).collect()).unwrap();
         departures.trim();
-        assert_eq!([7, 8, 9].map(|key| departures.find(key).is_some()), [false, true, true]);
-        assert_eq!(departures.find(100), Some(Departure { key: 100, step: 2 }));
+        let known = |departures: &Departures, key| departures.explain(key) != Explanation::Absent;
+        assert_eq!([7, 8, 9].map(|key| known(&departures, key)), [false, true, true]);
+        assert_eq!(departures.explain(100), Explanation::Expired { step: 2 });
         let lens = departures.lens();
-        departures.remember(3, vec![8]).unwrap();
-        assert_eq!(departures.find(8), Some(Departure { key: 8, step: 3 }));
+        departures.remember(Reason::Evicted, 3, vec![8]).unwrap();
+        assert_eq!(departures.explain(8), evicted(3));
         departures.take_back(lens);
-        assert_eq!(departures.find(8), Some(Departure { key: 8, step: 1 }));
+        assert_eq!(departures.explain(8), evicted(1));
         departures.forget(&[8]).unwrap();
-        assert_eq!(departures.find(8), None);
-        departures.remember(4, vec![1, 2]).unwrap();
+        assert_eq!(departures.explain(8), Explanation::Absent);
+        departures.remember(Reason::Evicted, 4, vec![1, 2]).unwrap();
         departures.trim();
-        assert_eq!([9, 100].map(|key| departures.find(key).is_some()), [false, true]);
+        assert_eq!([9, 100].map(|key| known(&departures, key)), [false, true]);
     }
 }

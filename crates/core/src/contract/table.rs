@@ -9,7 +9,8 @@ use crate::initializer::Initializer;
 use crate::key::Key;
 use crate::memory;
 use crate::policy::admission::Admission;
-use crate::policy::eviction::Eviction;
+use crate::policy::eviction::{Eviction, Score};
+use crate::policy::time_to_live::TimeToLive;
 
 /// What happens to a batch with more new keys than a table may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,6 +106,9 @@ pub struct TableConfig {
     /// Which new keys of training get a row. `None`: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub admission: Option<Admission>,
+    /// After which time without training a row goes. `None`: it stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_to_live: Option<TimeToLive>,
 }
 
 impl TableConfig {
@@ -158,7 +162,11 @@ impl TableConfig {
             _ if self.admission.is_some() && self.vocabulary_size.is_some() => {
                 fail("`admission` is for dynamic tables, without a `vocabulary_size`".into())
             }
+            _ if self.time_to_live.is_some() && self.vocabulary_size.is_some() => {
+                fail("`time_to_live` is for dynamic tables, without a `vocabulary_size`".into())
+            }
             _ => {
+                self.time_to_live.map_or(Ok(()), |time_to_live| time_to_live.lifetime.validate())?;
                 self.admission.map_or(Ok(()), |admission| admission.validate())?;
                 self.eviction.map_or(Ok(()), |eviction| eviction.validate())?;
                 self.initializer.validate()
@@ -176,6 +184,18 @@ impl TableConfig {
     pub fn capacity(&self) -> u64 {
         self.max_capacity.unwrap_or(Self::MAX_ROWS)
     }
+
+    /// Whether rows that the table removes by itself are kept until they are taken.
+    pub fn keeps_removed(&self) -> bool {
+        self.eviction.is_some_and(|eviction| eviction.keeps_evicted)
+            || self.time_to_live.is_some_and(|time_to_live| time_to_live.keeps_expired)
+    }
+
+    /// How uses of rows are counted, if the table has a policy that needs it. A time to live alone needs the step of the last use.
+    pub fn counting(&self) -> Option<Eviction> {
+        let lru = Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false };
+        self.eviction.or(self.time_to_live.map(|_| lru))
+    }
 }
 
 /// What happened to the distinct keys of a call: hit, inserted, filtered and refused add up to their number.
@@ -189,6 +209,8 @@ pub struct Outcomes {
     pub filtered: u64,
     /// Rows that were removed to make room.
     pub evicted: u64,
+    /// Rows that were removed because training had not used them for long.
+    pub expired: u64,
     /// Keys without room, because the table has `max_capacity` rows; and keys without a row in a call that does not insert.
     pub refused: u64,
 }
@@ -199,6 +221,7 @@ impl std::ops::AddAssign for Outcomes {
         self.inserted += other.inserted;
         self.filtered += other.filtered;
         self.evicted += other.evicted;
+        self.expired += other.expired;
         self.refused += other.refused;
     }
 }
@@ -284,15 +307,6 @@ impl Records {
     }
 }
 
-/// A key that a table has removed by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Departure {
-    /// The key.
-    pub key: Key,
-    /// The step in which it went, from 1.
-    pub step: u64,
-}
-
 /// What a table knows about a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Explanation {
@@ -303,6 +317,11 @@ pub enum Explanation {
     },
     /// Its row was removed to make room, in this step, and it has not come again.
     Evicted {
+        /// The step.
+        step: u64,
+    },
+    /// Its row was removed in this step because training had not used it for long, and it has not come again.
+    Expired {
         /// The step.
         step: u64,
     },
@@ -501,6 +520,6 @@ pub fn update_with_formula(update: Option<Update>, table: &str) -> Result<Update
 /// The error for a table that does not keep the rows that it removes.
 pub fn not_kept(table: &str) -> Error {
     Error::State(format!(
-        "table `{table}` does not keep the rows that it removes. Ask for that in its eviction policy"
+        "table `{table}` does not keep the rows that it removes. Ask for that in its eviction policy or its time to live"
     ))
 }

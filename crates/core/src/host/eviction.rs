@@ -2,12 +2,13 @@
 
 use std::sync::Weak;
 
-use crate::contract::departures::Departures;
+use crate::contract::departures::{Departures, Reason};
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
 use crate::policy::eviction::{Eviction, sweep_size};
 use crate::policy::sweep::{Rank, lowest};
+use crate::policy::time_to_live::CommitTimes;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::index::Index;
 use crate::store::record_set::RecordSet;
@@ -22,12 +23,17 @@ pub(crate) trait InProgress: Send + Sync {
     fn add_rows(&self, number: usize, generation: u64, rows: &mut RecordSet);
 }
 
-/// The scores of a table, and what it has removed.
+/// The uses of a table's rows, and what it has removed.
 pub(crate) struct Evictor {
+    /// How uses are counted.
     pub policy: Eviction,
+    /// Whether rows that go are kept until they are taken.
+    keeps_removed: bool,
     pub scores: Scores,
     /// The newest commit of the group whose gradients were applied or dropped.
     pub settled_commit: u64,
+    /// When commits were made, if rows have a time to live in milliseconds.
+    pub times: CommitTimes,
     /// Number of the table in its group.
     number: usize,
     /// The saved lookups of the table. The group owns them, so references to lookups that it has forgotten are dead.
@@ -40,17 +46,24 @@ pub(crate) struct Evictor {
 }
 
 impl Evictor {
-    pub fn new(policy: Eviction) -> Evictor {
+    pub fn new(policy: Eviction, keeps_removed: bool) -> Evictor {
         Evictor {
             policy,
+            keeps_removed,
             scores: Scores::default(),
             settled_commit: 0,
+            times: CommitTimes::default(),
             number: 0,
             lookups: Vec::new(),
             departures: Departures::default(),
             removed: Vec::new(),
             lens: [0; 2],
         }
+    }
+
+    /// Takes over the numbers of commits from the scores that these will replace.
+    pub fn go_on_from(&mut self, other: &Evictor) {
+        (self.settled_commit, self.times) = (other.settled_commit, other.times.clone());
     }
 
     pub fn num_bytes(&self) -> usize {
@@ -79,18 +92,19 @@ impl Evictor {
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn remember(
         &mut self,
+        reason: Reason,
         step: u64,
         going: &[(Rank, RecordNumber)],
         arena: &Arena,
         dim: usize,
     ) -> Result<()> {
         memory::reserve(&mut self.removed, going.len(), WHAT)?;
-        if self.policy.keeps_evicted {
+        if self.keeps_removed {
             let rows = going.iter().map(|(rank, record)| (*rank, &arena.record(*record)[..dim]));
             self.departures.keep(rows, dim)?;
         }
         let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT)?;
-        self.departures.remember(step, keys)?;
+        self.departures.remember(reason, step, keys)?;
         self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
         Ok(())
     }
@@ -106,8 +120,8 @@ impl Evictor {
         new: impl Iterator<Item = (Key, RecordNumber)>,
     ) -> Result<()> {
         self.scores.reserve(next)?;
-        let score = self.policy.first_score(step);
-        new.for_each(|(key, record)| self.scores.start(record, key, score));
+        let (score, commit) = (self.policy.first_score(step), self.settled_commit);
+        new.for_each(|(key, record)| self.scores.start(record, key, score, commit));
         Ok(())
     }
 

@@ -5,6 +5,7 @@ mod accumulator;
 mod admission;
 mod eviction;
 mod exact_sum;
+mod expiry;
 mod features;
 mod find;
 pub mod group;

@@ -1,6 +1,7 @@
 //! The table in the memory of the host. It is the default, and the reference for tables on other devices.
 
 use crate::contract::batch::Feature;
+use crate::contract::departures::Reason;
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{CheckMode, Insertion, Missing, Outcomes, TableConfig, TableStats};
 use crate::error::Result;
@@ -28,7 +29,7 @@ pub struct HostTable {
     pub(crate) newest_lookup: u64,
     /// Number of the step in progress, from 1, which policies count. A commit ends it.
     pub(crate) step: u64,
-    /// Scores of the rows, if the table has an eviction policy.
+    /// Uses of the rows, if the table has an eviction policy or a time to live.
     pub(crate) evictor: Option<Box<Evictor>>,
     /// Counts of keys without a row, if the table has an admission policy.
     pub(crate) admitter: Option<Box<Admitter>>,
@@ -70,7 +71,7 @@ impl HostTable {
             retired: Vec::new(),
             newest_lookup: 0,
             step: 1,
-            evictor: config.eviction.map(|policy| Box::new(Evictor::new(policy))),
+            evictor: config.counting().map(|policy| Box::new(Evictor::new(policy, config.keeps_removed()))),
             admitter: config.admission.map(Admitter::new).transpose()?.map(Box::new),
             generation: 0,
             stats: TableStats::default(),
@@ -96,8 +97,9 @@ impl HostTable {
         self.evictor.is_some() || self.admitter.is_some()
     }
 
-    /// Ends the step in progress.
-    pub(crate) fn end_step(&mut self) {
+    /// Ends the step in progress, by this commit of the group.
+    pub(crate) fn end_step(&mut self, commit: u64) {
+        self.expire(commit);
         if let Some(evictor) = &mut self.evictor {
             evictor.end_step(self.step);
         }
@@ -144,7 +146,9 @@ impl HostTable {
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
     pub(crate) fn removable(&self, used: &dyn Fn(&mut RecordSet)) -> Result<Option<Removable<'_>>> {
-        let Some(evictor) = &self.evictor else { return Ok(None) };
+        let Some(evictor) = self.evictor.as_ref().filter(|_| self.config.eviction.is_some()) else {
+            return Ok(None);
+        };
         let next = self.arena.next_unused();
         let mut excluded = RecordSet::new(next)?;
         let retired = self.retired.iter().map(|(_, record)| record);
@@ -175,7 +179,7 @@ impl HostTable {
         self.arena.reserve_free(self.retired.len() + going.len())?;
         memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
         let Some(evictor) = &mut self.evictor else { return Ok(0) };
-        evictor.remember(self.step, &going, &self.arena, self.config.dim)?;
+        evictor.remember(Reason::Evicted, self.step, &going, &self.arena, self.config.dim)?;
         for (rank, record) in &going {
             self.index.remove(hash(rank.key), rank.key);
             self.retired.push((self.newest_lookup, *record));

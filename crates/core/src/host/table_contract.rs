@@ -24,6 +24,7 @@ use crate::key::{Key, hash};
 use crate::memory;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::index::Index;
+use crate::store::scores::Scores;
 use crate::store::sights::Sights;
 
 /// How many keys are prefetched ahead.
@@ -39,6 +40,12 @@ impl HostTable {
             Err(_) => self.undo(),
         }
         result
+    }
+
+    /// The scores of the rows, if the table has an eviction policy.
+    fn scores(&self) -> Option<&Scores> {
+        let evictor = self.evictor.as_ref().filter(|_| self.config.eviction.is_some());
+        evictor.map(|evictor| &evictor.scores)
     }
 
     fn check_len(&self, what: &str, len: usize, num_keys: usize) -> Result<()> {
@@ -264,7 +271,7 @@ impl Table for HostTable {
     fn explain(&self, key: Key) -> Result<Explanation> {
         let record = self.index.find(hash(key), key);
         if record != NO_RECORD {
-            let score = self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score);
+            let score = self.scores().map(|scores| scores.get(record).score);
             return Ok(Explanation::Present { score });
         }
         match self.admitter.as_ref().map_or(0, |admitter| admitter.sights(key)) {
@@ -278,7 +285,7 @@ impl Table for HostTable {
 
     fn take_evicted(&mut self) -> Result<Records> {
         match &mut self.evictor {
-            Some(evictor) if evictor.policy.keeps_evicted => Ok(evictor.departures.take_kept()),
+            Some(evictor) if self.config.keeps_removed() => Ok(evictor.departures.take_kept()),
             _ => Err(not_kept(&self.config.name)),
         }
     }
@@ -333,7 +340,8 @@ impl Table for HostTable {
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
         let num = max.min(self.index.len());
-        out.reserve(num, self.arena.width(), self.evictor.is_some(), "the records of a scan")?;
+        let scores = self.scores();
+        out.reserve(num, self.arena.width(), scores.is_some(), "the records of a scan")?;
         let mut left = max;
         let next = self.index.scan(cursor.0, |key, record| {
             if left == 0 {
@@ -342,7 +350,7 @@ impl Table for HostTable {
             left -= 1;
             out.keys.push(key);
             out.values.extend_from_slice(self.arena.record(record));
-            out.scores.extend(self.evictor.as_ref().map(|evictor| evictor.scores.get(record).score));
+            out.scores.extend(scores.map(|scores| scores.get(record).score));
             true
         });
         Ok(next.map(Cursor))
@@ -398,6 +406,9 @@ impl Table for HostTable {
         let mut table = HostTable::with_room(self.config.clone(), num_rows)?;
         table.set_update_rule(update, false)?;
         table.arena.reserve(num_rows)?;
+        if let (Some(evictor), Some(own)) = (&mut table.evictor, &self.evictor) {
+            evictor.go_on_from(own);
+        }
         Ok(Box::new(table))
     }
 

@@ -1,5 +1,7 @@
 //! Rules for rows that come and go. Tables on all devices share these functions.
 
 pub mod admission;
+pub mod clock;
 pub mod eviction;
 pub mod sweep;
+pub mod time_to_live;

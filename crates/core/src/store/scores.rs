@@ -6,12 +6,12 @@ use crate::key::Key;
 use crate::store::arena::RecordNumber;
 use crate::store::region::{Plain, Region};
 
-/// The score of a record, and the newest commit that took gradients of it.
+/// The score of a record, and the newest commit that took gradients of it, or that was settled when the record's life began.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Use {
     pub score: u64,
-    /// Number of the commit in its group. 0: none.
+    /// Number of the commit in its group.
     pub commit: u64,
 }
 
@@ -40,9 +40,9 @@ impl Scores {
     }
 
     /// Starts the life of a record.
-    pub fn start(&mut self, record: RecordNumber, key: Key, score: u64) {
+    pub fn start(&mut self, record: RecordNumber, key: Key, score: u64, commit: u64) {
         self.keys[record as usize] = key;
-        self.uses[record as usize] = Use { score, commit: 0 };
+        self.uses[record as usize] = Use { score, commit };
     }
 
     pub fn key(&self, record: RecordNumber) -> Key {

@@ -36,6 +36,7 @@ impl MapTable {
             max_capacity: None,
             check_mode: CheckMode::Raise,
             eviction: None,
+            time_to_live: None,
             admission: None,
         };
         MapTable { config, update, records: BTreeMap::new(), largest_chunk: Cell::new(0) }

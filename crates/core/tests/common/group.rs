@@ -483,13 +483,14 @@ impl Model {
 
     /// Takes the named pushes, makes the rows that they missed, and drops what is older than the oldest of them.
     pub fn commit(&mut self, named: &[(u64, f32)]) -> Result<()> {
-        self.num_commits += 1;
         self.find_rows_in_progress();
         let Some(&(oldest, _)) = named.first() else {
-            self.tables.iter_mut().for_each(ModelTable::end_step);
+            self.num_commits += 1;
+            self.end_step();
             return Ok(());
         };
         self.insert_absent(named)?;
+        self.num_commits += 1;
         self.pushes.retain(|push| push.number >= oldest);
         let mut oldest_lookup = u64::MAX;
         for &(number, weight) in named {
@@ -509,8 +510,14 @@ impl Model {
         }
         self.lookups.retain(|looked| looked.number >= oldest_lookup);
         self.pushes.iter().for_each(|push| push.uses.is_open.set(true));
-        self.tables.iter_mut().for_each(ModelTable::end_step);
+        self.end_step();
         Ok(())
+    }
+
+    fn end_step(&mut self) {
+        for (table, outcomes) in self.tables.iter_mut().zip(&mut self.outcomes) {
+            *outcomes += Outcomes { expired: table.end_step(self.num_commits), ..Outcomes::default() };
+        }
     }
 
     /// Counts the uses of the rows of a push, once for each lookup.

@@ -9,6 +9,7 @@ use sok_core::initializer::Initializer;
 use sok_core::key::Key;
 use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 
 use super::general::rules;
 use super::group::{Ids, Input, KeyType, Shape};
@@ -32,6 +33,7 @@ pub fn plain_config(name: &str, dim: usize) -> TableConfig {
         max_capacity: None,
         check_mode: CheckMode::Raise,
         eviction: None,
+        time_to_live: None,
         admission: None,
     }
 }
@@ -59,6 +61,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
         prop_oneof![2 => Just(None), 1 => key().prop_map(Some)],
         prop_oneof![1 => Just(None), 1 => eviction().prop_map(Some)],
         prop_oneof![3 => Just(None), 1 => admission().prop_map(Some)],
+        prop_oneof![2 => Just(None), 1 => time_to_live().prop_map(Some)],
     );
     (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
         |(
@@ -66,7 +69,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
             initializer,
             seed,
             (vocabulary_size, max_capacity, initial),
-            (missing, oov, check_mode, oov_key, eviction, admission),
+            (missing, oov, check_mode, oov_key, eviction, admission, time_to_live),
         )| {
             TableConfig {
                 name: format!("d{dim}"),
@@ -82,6 +85,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
                 check_mode,
                 eviction: eviction.filter(|_| vocabulary_size.is_none() && max_capacity.is_some()),
                 admission: admission.filter(|_| vocabulary_size.is_none()),
+                time_to_live: time_to_live.filter(|_| vocabulary_size.is_none()),
             }
         },
     )
@@ -97,6 +101,12 @@ pub fn eviction() -> impl Strategy<Value = Eviction> {
         counts_inference,
         keeps_evicted,
     })
+}
+
+/// Any time to live in steps, of which some keys have their turn in each.
+pub fn time_to_live() -> impl Strategy<Value = TimeToLive> {
+    (select(vec![1, 2, 5, 9]), any::<bool>())
+        .prop_map(|(steps, keeps_expired)| TimeToLive { lifetime: Lifetime::Steps(steps), keeps_expired })
 }
 
 /// Any policy of admission.

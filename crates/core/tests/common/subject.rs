@@ -83,8 +83,8 @@ pub struct Maker {
     pub make: fn(&[TableConfig]) -> Vec<Box<dyn Subject>>,
     /// An id outside a static table is told by the next call.
     pub tells_late: bool,
-    /// Whether tables may have an admission policy.
-    pub admits: bool,
+    /// Whether tables may have the policies that tables on a GPU do not have yet: admission, time to live.
+    pub is_on_host: bool,
     /// Dims that stand for all others, where each has to be compiled; empty: none do.
     pub dims: &'static [usize],
 }

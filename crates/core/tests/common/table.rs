@@ -7,8 +7,9 @@ use sok_core::contract::table::{
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
-use sok_core::key::Key;
+use sok_core::key::{Key, hash};
 use sok_core::policy::eviction::Score;
+use sok_core::policy::time_to_live::Lifetime;
 
 use super::record_step::update_record;
 use super::{Dice, bits, record_bits, scan, unwritten};
@@ -35,8 +36,8 @@ pub struct ModelTable {
     pub settled_commit: u64,
     /// Keys of lookups whose gradients were not committed yet.
     pub in_progress: BTreeSet<Key>,
-    /// Keys that were evicted, with the step.
-    departures: Vec<(Key, u64)>,
+    /// Keys that went by themselves, with what is told of them.
+    departures: Vec<(Key, Explanation)>,
     /// How often keys without a row have come.
     pub sights: BTreeMap<Key, u32>,
     kept: Records,
@@ -171,10 +172,15 @@ impl ModelTable {
         }
         let mut going = self.removable(used);
         going.truncate(needed.max(capacity / 64) as usize);
-        for &(score, key) in &going {
+        self.remove(&going, Explanation::Evicted { step: self.step })
+    }
+
+    /// Removes rows, scores and keys in their order. Returns their number.
+    fn remove(&mut self, going: &[(u64, Key)], why: Explanation) -> u64 {
+        for &(score, key) in going {
             let record = self.rows.remove(&key).unwrap();
-            self.departures.push((key, self.step));
-            if self.config.eviction.is_some_and(|policy| policy.keeps_evicted) {
+            self.departures.push((key, why));
+            if self.config.keeps_removed() {
                 self.kept.keys.push(key);
                 self.kept.values.extend(&record.values[..self.config.dim]);
                 self.kept.scores.push(score);
@@ -183,9 +189,27 @@ impl ModelTable {
         going.len() as u64
     }
 
+    /// Removes the rows whose time is over at the end of a step that this commit ends.
+    fn expire(&mut self, commit: u64) -> u64 {
+        let Some(lifetime) = self.config.time_to_live.map(|time_to_live| time_to_live.lifetime) else {
+            return 0;
+        };
+        let Lifetime::Steps(steps) = lifetime else { panic!("models have no clock") };
+        let Some(part) = lifetime.part_due(self.step, self.config.seed) else { return 0 };
+        let is_over = |(key, record): &(&Key, &Record)| {
+            record.commit + steps <= commit
+                && record.commit <= self.settled_commit
+                && part.contains(hash(**key))
+                && self.config.out_of_vocabulary_key != Some(**key)
+        };
+        let rows = self.rows.iter().filter(is_over).map(|(key, record)| (record.score, *key));
+        let going: Vec<_> = rows.collect::<BTreeSet<_>>().into_iter().collect();
+        self.remove(&going, Explanation::Expired { step: self.step })
+    }
+
     /// Counts a use by `num_ids` ids of a key.
     pub fn count_use(&mut self, key: Key, num_ids: u64) {
-        let Some(policy) = self.config.eviction else { return };
+        let Some(policy) = self.config.counting() else { return };
         if let Some(record) = self.rows.get_mut(&key) {
             match policy.score {
                 Score::Lru => record.score = self.step,
@@ -203,7 +227,9 @@ impl ModelTable {
         self.config.admission.is_none_or(|policy| policy.admits(sights, self.config.seed, key, self.step))
     }
 
-    pub fn end_step(&mut self) {
+    /// Ends the step in progress by a commit. Returns how many rows went.
+    pub fn end_step(&mut self, commit: u64) -> u64 {
+        let expired = self.expire(commit);
         if self.config.admission.is_some_and(|policy| policy.halves_after(self.step)) {
             self.sights.values_mut().for_each(|count| *count /= 2);
             self.sights.retain(|_, count| *count > 0);
@@ -214,9 +240,10 @@ impl ModelTable {
         {
             self.rows.values_mut().for_each(|record| record.score /= 2);
         }
-        if self.config.eviction.is_some() || self.config.admission.is_some() {
+        if self.config.counting().is_some() || self.config.admission.is_some() {
             self.step += 1;
         }
+        expired
     }
 
     /// Makes room, then inserts as `insert_fitting`.
@@ -226,7 +253,7 @@ impl ModelTable {
     }
 
     fn first_score(&self) -> u64 {
-        match self.config.eviction.map(|policy| policy.score) {
+        match self.config.counting().map(|policy| policy.score) {
             Some(Score::Lru) => self.step,
             _ => 0,
         }
@@ -246,7 +273,8 @@ impl ModelTable {
             outcomes.inserted += 1;
             self.births += 1;
             let values = [self.first_row(key), self.first_states()].concat();
-            let record = Record { birth: self.births, values, score: self.first_score(), commit: 0 };
+            let record =
+                Record { birth: self.births, values, score: self.first_score(), commit: self.settled_commit };
             self.rows.insert(key, record);
             self.sights.remove(&key);
         }
@@ -368,7 +396,7 @@ impl ModelTable {
             (None, _) if self.sights.contains_key(&key) => {
                 Explanation::Filtered { sights: self.sights[&key] }
             }
-            (None, Some(&(_, step))) => Explanation::Evicted { step },
+            (None, Some(&(_, why))) => why,
             (None, None) => Explanation::Absent,
         }
     }
@@ -478,13 +506,13 @@ impl TableOp {
                 model.forget();
                 for record in model.rows.values_mut() {
                     model.births += 1;
-                    (record.birth, record.commit) = (model.births, 0);
+                    (record.birth, record.commit) = (model.births, model.settled_commit);
                 }
             }
             TableOp::TakeEvicted => {
-                if !model.config.eviction.is_some_and(|policy| policy.keeps_evicted) {
+                if !model.config.keeps_removed() {
                     return Err(Error::State(format!(
-                        "table `{}` does not keep the rows that it removes. Ask for that in its eviction policy",
+                        "table `{}` does not keep the rows that it removes. Ask for that in its eviction policy or its time to live",
                         model.config.name
                     )));
                 }

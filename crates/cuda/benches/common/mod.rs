@@ -186,5 +186,6 @@ pub fn config(name: &str, dim: usize, initial_capacity: u64) -> TableConfig {
         check_mode: CheckMode::Raise,
         eviction: None,
         admission: None,
+        time_to_live: None,
     }
 }

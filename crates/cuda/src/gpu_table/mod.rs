@@ -114,9 +114,13 @@ impl GpuTable {
     /// As `new`.
     pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
         config.validate()?;
-        if config.admission.is_some() {
+        let on_host = [
+            ("an admission policy", config.admission.is_some()),
+            ("a time to live", config.time_to_live.is_some()),
+        ];
+        if let Some((what, _)) = on_host.iter().find(|(_, is_there)| *is_there) {
             return Err(Error::Device(format!(
-                "table `{}` has an admission policy, which tables on a GPU do not have yet",
+                "table `{}` has {what}, which tables on a GPU do not have yet",
                 config.name
             )));
         }

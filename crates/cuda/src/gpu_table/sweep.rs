@@ -4,6 +4,7 @@
 
 use std::sync::{Arc, Weak};
 
+use sok_core::contract::departures::Reason;
 use sok_core::error::Result;
 use sok_core::key::Key;
 use sok_core::policy::eviction::sweep_size;
@@ -337,7 +338,7 @@ impl GpuTable {
             let mut rows: Vec<(Rank, &[f32])> = ranks.zip(values.chunks_exact(dim)).collect();
             rows.sort_unstable_by_key(|(rank, _)| *rank);
             evictor.departures.keep(rows.into_iter(), dim)?;
-            let remembered = evictor.departures.remember(evictor.step, keys.to_vec());
+            let remembered = evictor.departures.remember(Reason::Evicted, evictor.step, keys.to_vec());
             remembered.inspect_err(|_| evictor.departures.take_back(lens))?;
         }
         Ok(Going { room, lens })

@@ -128,7 +128,7 @@ impl HostGroup {
                 let own = lookup.tables.iter().filter(is_own);
                 own.for_each(|saved| take_uses(table, saved, commit, *is_first));
             }
-            table.end_step();
+            table.end_step(commit);
         });
         taken.iter().for_each(|(_, push)| push.lookup.set_open(false));
         // Another push of the same lookup may still wait.
@@ -266,7 +266,7 @@ fn keys_of<'a>(lookups: &'a [&SavedTable]) -> impl Iterator<Item = Key> + 'a {
 
 /// Makes room for keys that the table is to insert. Returns how many rows went.
 fn make_room_for(table: &mut HostTable, lookups: &[&SavedTable]) -> Result<u64> {
-    if table.evictor.is_none() || surely_fit(table, lookups) {
+    if table.config.eviction.is_none() || surely_fit(table, lookups) {
         return Ok(0);
     }
     let is_new = |key: &Key| table.is_absent(*key) && table.admits(*key, 0);

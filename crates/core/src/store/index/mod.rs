@@ -383,6 +383,13 @@ impl Index {
     }
 }
 
+impl Index {
+    /// Calls `visit` for the entries whose hashes end with these bits, in no order.
+    pub fn for_each_ending(&self, ending: u64, bits: u32, mut visit: impl FnMut(Key, RecordNumber)) {
+        self.segments.iter().for_each(|segment| segment.for_each_ending(ending, bits, &mut visit));
+    }
+}
+
 /// Memory in which the parts of an index become one again. It is allocated while an error can still be returned.
 pub struct Joint {
     segments: Vec<Segment>,

@@ -302,6 +302,32 @@ impl Segment {
         (start..self.len as usize).find(|&place| !goes_on(order.slots[place] as usize))
     }
 
+    /// Calls `visit` for the entries whose hashes end with these bits.
+    pub fn for_each_ending(&self, ending: u64, bits: u32, mut visit: impl FnMut(Key, RecordNumber)) {
+        let (num_buckets, step) = (self.buckets.len(), 1usize << bits);
+        if self.is_keyed() || num_buckets < step {
+            let entries = self.entries();
+            let wanted = entries.filter(|(key, _, _)| hash(*key) & (step as u64 - 1) == ending);
+            return wanted.for_each(|(key, record, _)| visit(key, record));
+        }
+        for home in (ending as usize..num_buckets).step_by(step) {
+            let mut at = home;
+            loop {
+                let bucket = &self.buckets[at];
+                for slot in 0..bucket.len() {
+                    // A bucket of the way may be the home of others that end with these bits.
+                    if self.home(hash(bucket.keys[slot])) == home {
+                        visit(bucket.keys[slot], bucket.records[slot]);
+                    }
+                }
+                at = (at + 1) & (num_buckets - 1);
+                if !bucket.is_full() || at == home {
+                    break;
+                }
+            }
+        }
+    }
+
     #[inline(always)]
     fn forget_order(&mut self) {
         if let Some(order) = &mut self.order {

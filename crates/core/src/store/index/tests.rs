@@ -256,3 +256,23 @@ fn chance_makes_no_excess() {
         assert!(most < 1_000, "{num_buckets} buckets: {most}");
     }
 }
+
+#[test]
+fn keys_whose_hashes_end_with_some_bits_are_each_visited_once() {
+    let mut index = Index::new(0).unwrap();
+    for num_keys in [0u64, 1, 50, 3000, 100_000, 400_000] {
+        let keys = index.len() as u64..num_keys;
+        keys.for_each(|key| _ = index.insert(hash(key * 7), key * 7, key as u32 + 1).unwrap());
+        for bits in [0, 1, 3, 8] {
+            let mut all = Vec::new();
+            for ending in 0..1 << bits {
+                index.for_each_ending(ending, bits, |key, record| {
+                    assert_eq!((hash(key) & ((1 << bits) - 1), u64::from(record)), (ending, key / 7 + 1));
+                    all.push(key);
+                });
+            }
+            all.sort_unstable();
+            assert!(all.into_iter().eq((0..num_keys).map(|key| key * 7)), "{num_keys} keys, {bits} bits");
+        }
+    }
+}

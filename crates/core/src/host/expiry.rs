@@ -1,0 +1,65 @@
+//! Rows that go because training has not used them for long.
+
+use super::table::HostTable;
+use crate::contract::departures::Reason;
+use crate::contract::table::Outcomes;
+use crate::error::Result;
+use crate::key::hash;
+use crate::memory;
+use crate::policy::clock;
+use crate::policy::sweep::Rank;
+use crate::policy::time_to_live::{Lifetime, Part};
+use crate::store::arena::RecordNumber;
+
+const WHAT: &str = "the rows whose time to live is over";
+
+impl HostTable {
+    /// At the end of a step, which this commit ends: removes the rows of the part that is due whose time is over.
+    pub(crate) fn expire(&mut self, commit: u64) {
+        let Some(time_to_live) = self.config.time_to_live else { return };
+        let Some(evictor) = &mut self.evictor else { return };
+        let newest = match time_to_live.lifetime {
+            Lifetime::Steps(steps) => commit.checked_sub(steps),
+            Lifetime::Milliseconds(lifetime) => evictor.times.note(commit, clock::now(), lifetime),
+        };
+        let due = time_to_live.lifetime.part_due(self.step, self.config.seed);
+        let (Some(newest), Some(part)) = (newest, due) else { return };
+        // Rows of commits whose gradients were not applied yet stay.
+        let newest = newest.min(evictor.settled_commit);
+        // Without memory for a list of them the rows stay until their part is due again.
+        if let Ok(expired) = self.remove_older(part, newest) {
+            self.note(Outcomes { expired, ..Outcomes::default() }, 0);
+        }
+    }
+
+    /// Removes the rows of a part that no commit after `newest` has trained. Returns how many went.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
+    fn remove_older(&mut self, part: Part, newest: u64) -> Result<u64> {
+        let Some(evictor) = &mut self.evictor else { return Ok(0) };
+        let out_of_vocabulary = self.config.out_of_vocabulary_key;
+        let mut going: Vec<(Rank, RecordNumber)> = Vec::new();
+        let mut listed = Ok(());
+        self.index.for_each_ending(part.ending, part.bits, |key, record| {
+            let used = evictor.scores.get(record);
+            if used.commit <= newest && Some(key) != out_of_vocabulary && listed.is_ok() {
+                listed = memory::push(&mut going, (Rank { score: used.score, key }, record), WHAT);
+            }
+        });
+        listed?;
+        if going.is_empty() {
+            return Ok(0);
+        }
+        going.sort_unstable_by_key(|(rank, _)| *rank);
+        self.arena.reserve_free(self.retired.len() + going.len())?;
+        memory::reserve(&mut self.retired, going.len(), WHAT)?;
+        evictor.begin();
+        evictor.remember(Reason::Expired, self.step, &going, &self.arena, self.config.dim)?;
+        for (rank, record) in &going {
+            self.index.remove(hash(rank.key), rank.key);
+            self.retired.push((self.newest_lookup, *record));
+        }
+        Ok(going.len() as u64)
+    }
+}
