@@ -186,8 +186,8 @@ class TimeToLive(_Policy):
     `time_to_live` if that is a number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers.
 
     Times are those of the clock of the system, as exactly as a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps
-    and files do not hold the ages of rows: a load makes all rows as old as the last step. The tables of the layer are in the memory of the
-    host.
+    hold the ages of rows; weights files do not, so that the rows which they bring are as old as the last step. The tables of the layer are
+    in the memory of the host.
 
     Example:
 

@@ -97,20 +97,24 @@ def test_a_model_comes_back_from_its_file(tmp_path):
     assert layer.get_table().keys().tolist() == [3]
 
 
-def test_loaded_rows_are_as_old_as_the_last_step(tmp_path):
-    layer = sok.DynamicEmbedding(4, time_to_live=3)
-    model = model_of(layer)
-    train(model, 1)
+def test_ages_go_with_a_dump(tmp_path):
+    model = model_of(sok.DynamicEmbedding(4, time_to_live=3, name="ids"))
+    train(model, 1, 2)
+    train(model, 2)
     sok.dump(tmp_path / "d", model)
-    for _ in range(3):
-        train(model, 2)
-    assert layer.get_table().keys().tolist() == [2]
-    sok.load(tmp_path / "d", model)
-    train(model, 2)
-    train(model, 2)
-    assert layer.get_table().keys().tolist() == [1, 2]
-    train(model, 2)
-    assert layer.get_table().keys().tolist() == [2]
+    assert sok.read_manifest(tmp_path / "d").version == 3
+    layer = sok.DynamicEmbedding(4, time_to_live=3, name="ids")
+    again = model_of(layer)
+    for _ in range(5):
+        train(again, 9)
+    sok.load(tmp_path / "d", again)
+    assert layer.get_table().keys().tolist() == [1, 2] and layer.get_table().step == 3
+    train(again, 3)
+    assert layer.get_table().keys().tolist() == [1, 2, 3]
+    train(again, 3)
+    assert layer.get_table().keys().tolist() == [2, 3]
+    train(again, 3)
+    assert layer.get_table().keys().tolist() == [3]
 
 
 def test_statistics_have_expired_rows():

@@ -2,14 +2,19 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use common::group::Input;
 use common::large::{SGD, plain_update};
 use common::programs::POOLS;
+use common::sharded::Directory;
 use common::strategies::plain_config;
 use common::subject::{HostSubject, OWNER, Subject, binding};
-use sok_core::contract::table::{Explanation, Insertion, Outcomes, Table, TableConfig};
+use sok_core::checkpoint::{
+    DumpOptions, DumpReader, LoadMode, LoadOptions, Target, TargetBinding, dump, read_manifest,
+};
+use sok_core::contract::table::{Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig};
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::table::HostTable;
 use sok_core::key::Key;
@@ -21,42 +26,71 @@ fn expiring(lifetime: Lifetime) -> TableConfig {
     TableConfig { time_to_live: Some(TimeToLive { lifetime, keeps_expired: true }), ..plain_config("t", 2) }
 }
 
-fn subject(config: TableConfig) -> HostSubject {
-    let mut subject = HostSubject::new(&[config], &POOLS[0]);
-    subject.bind(binding(OWNER, plain_update(SGD))).unwrap();
-    subject
+/// A group of one table that is trained.
+struct Trained {
+    subject: HostSubject,
+    num_steps: u64,
 }
 
-/// Trains the rows of keys.
-fn train(subject: &mut HostSubject, number: u64, keys: &[Key]) {
-    let (lookup, _) = subject.lookup(&[Input::plain(0, keys)], Insertion::AtLookup, true).unwrap();
-    let gradients = Arc::new(vec![vec![1.0; 2 * keys.len()]]);
-    subject.push(number, lookup, &gradients, true, &[]).unwrap();
-    subject.commit(&[(number, 1.0)], true).unwrap();
-    subject.apply(UpdateScalars { learning_rate: 0.1, step: number, factor: 1.0 }, true).unwrap();
-}
+impl Trained {
+    fn new(config: TableConfig) -> Trained {
+        let mut subject = HostSubject::new(&[config], &POOLS[0]);
+        subject.bind(binding(OWNER, plain_update(SGD))).unwrap();
+        Trained { subject, num_steps: 0 }
+    }
 
-fn keys(subject: &HostSubject) -> Vec<Key> {
-    let mut keys = subject.table(0).keys().unwrap();
-    keys.sort_unstable();
-    keys
+    /// Makes a step with these keys that is committed, and applied if it is an update.
+    fn commit(&mut self, keys: &[Key], is_update: bool) {
+        self.num_steps += 1;
+        let number = self.num_steps;
+        let (lookup, _) = self.subject.lookup(&[Input::plain(0, keys)], Insertion::AtLookup, true).unwrap();
+        let gradients = Arc::new(vec![vec![1.0; 2 * keys.len()]]);
+        self.subject.push(number, lookup, &gradients, true, &[]).unwrap();
+        self.subject.commit(&[(number, 1.0)], is_update).unwrap();
+    }
+
+    fn apply(&mut self) {
+        let scalars = UpdateScalars { learning_rate: 0.1, step: self.num_steps, factor: 1.0 };
+        self.subject.apply(scalars, true).unwrap();
+    }
+
+    fn train(&mut self, keys: &[Key]) {
+        self.commit(keys, true);
+        self.apply();
+    }
+
+    fn table(&mut self) -> &mut dyn Table {
+        self.subject.table_mut(0)
+    }
+
+    fn keys(&self) -> Vec<Key> {
+        let mut keys = self.subject.table(0).keys().unwrap();
+        keys.sort_unstable();
+        keys
+    }
+
+    fn ages(&self) -> BTreeMap<Key, u64> {
+        let mut records = Records::default();
+        assert_eq!(self.subject.table(0).scan(Cursor::default(), 99, &mut records).unwrap(), None);
+        records.keys.into_iter().zip(records.ages).collect()
+    }
 }
 
 #[test]
 fn a_row_goes_at_the_end_of_the_step_that_is_so_many_after_its_last_one() {
-    let mut subject = subject(expiring(Lifetime::Steps(3)));
-    train(&mut subject, 1, &[1, 2, 3]);
-    train(&mut subject, 2, &[2]);
-    train(&mut subject, 3, &[3]);
+    let mut trained = Trained::new(expiring(Lifetime::Steps(3)));
+    trained.train(&[1, 2, 3]);
+    trained.train(&[2]);
+    trained.train(&[3]);
     // What is inserted outside of steps is as old as the last step.
-    subject.table_mut(0).assign(&[9], &[0.5, 0.5], true).unwrap();
-    train(&mut subject, 4, &[4]);
-    assert_eq!(keys(&subject), [2, 3, 4, 9]);
-    train(&mut subject, 5, &[4]);
-    assert_eq!(keys(&subject), [3, 4, 9]);
-    train(&mut subject, 6, &[4]);
-    assert_eq!(keys(&subject), [4]);
-    let table = subject.table_mut(0);
+    trained.table().assign(&[9], &[0.5, 0.5], true).unwrap();
+    trained.train(&[4]);
+    assert_eq!(trained.keys(), [2, 3, 4, 9]);
+    trained.train(&[4]);
+    assert_eq!(trained.keys(), [3, 4, 9]);
+    trained.train(&[4]);
+    assert_eq!(trained.keys(), [4]);
+    let table = trained.table();
     let told = [1, 2, 3, 9].map(|key| table.explain(key).unwrap());
     assert_eq!(told, [4, 5, 6, 6].map(|step| Explanation::Expired { step }));
     let outcomes = Outcomes { hit: 4, inserted: 5, expired: 4, ..Outcomes::default() };
@@ -66,76 +100,75 @@ fn a_row_goes_at_the_end_of_the_step_that_is_so_many_after_its_last_one() {
     assert_eq!(gone.values[6..], [0.5, 0.5]);
     assert!(table.take_evicted().unwrap().keys.is_empty());
     // A key that comes again starts anew, and an erased one is forgotten.
-    train(&mut subject, 7, &[1]);
-    assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Present { score: None });
-    subject.table_mut(0).erase(&[2]).unwrap();
-    assert_eq!(subject.table(0).explain(2).unwrap(), Explanation::Absent);
+    trained.train(&[1]);
+    assert_eq!(trained.table().explain(1).unwrap(), Explanation::Present { score: None });
+    trained.table().erase(&[2]).unwrap();
+    assert_eq!(trained.table().explain(2).unwrap(), Explanation::Absent);
 }
 
 #[test]
 fn many_rows_go_part_by_part() {
     const STEPS: u64 = 64;
-    let mut subject = subject(expiring(Lifetime::Steps(STEPS)));
+    let mut trained = Trained::new(expiring(Lifetime::Steps(STEPS)));
     let all: Vec<Key> = (0..20_000).collect();
-    train(&mut subject, 1, &all);
+    trained.train(&all);
     let mut before = all.len();
     for number in 2..=STEPS + 16 {
-        train(&mut subject, number, &[1 << 40]);
-        let len = subject.table(0).len().unwrap() - 1;
+        trained.train(&[1 << 40]);
+        let len = trained.table().len().unwrap() - 1;
         let expected = if number <= STEPS { before } else { before - before.min(1) };
         assert!(len <= expected && before - len < 2 * all.len() / 16, "step {number}: {before} to {len}");
         before = len;
     }
-    assert_eq!(keys(&subject), [1 << 40]);
+    assert_eq!(trained.keys(), [1 << 40]);
 }
 
 #[test]
 fn rows_of_pending_commits_and_the_row_of_unknown_keys_stay() {
     let config = TableConfig { out_of_vocabulary_key: Some(7), ..expiring(Lifetime::Steps(1)) };
-    let mut subject = subject(config);
-    train(&mut subject, 1, &[1, 7]);
-    let (lookup, _) = subject.lookup(&[Input::plain(0, &[1])], Insertion::AtLookup, true).unwrap();
-    subject.push(2, lookup, &Arc::new(vec![vec![1.0; 2]]), true, &[]).unwrap();
-    subject.commit(&[(2, 1.0)], false).unwrap();
+    let mut trained = Trained::new(config);
+    trained.train(&[1, 7]);
+    trained.commit(&[1], false);
     // Not applied yet.
-    let (lookup, _) = subject.lookup(&[Input::plain(0, &[2])], Insertion::AtLookup, true).unwrap();
-    subject.push(3, lookup, &Arc::new(vec![vec![1.0; 2]]), true, &[]).unwrap();
-    subject.commit(&[(3, 1.0)], true).unwrap();
-    assert_eq!(keys(&subject), [1, 2, 7]);
-    subject.apply(UpdateScalars { learning_rate: 0.1, step: 3, factor: 1.0 }, true).unwrap();
-    train(&mut subject, 4, &[3]);
-    assert_eq!(keys(&subject), [3, 7]);
+    trained.commit(&[2], true);
+    assert_eq!(trained.keys(), [1, 2, 7]);
+    trained.apply();
+    trained.train(&[3]);
+    assert_eq!(trained.keys(), [3, 7]);
 }
 
 /// The clock belongs to the process, so one test uses it.
 #[test]
 fn a_row_goes_when_its_time_is_over_by_a_clock_that_never_goes_back() {
     const DAY: u64 = 86_400_000;
-    let mut subject = subject(expiring(Lifetime::Milliseconds(30 * DAY)));
-    let mut number = 0;
-    let mut train_for = |subject: &mut HostSubject, steps: u64, keys: &[Key]| {
-        for _ in 0..steps {
-            number += 1;
-            train(subject, number, keys);
-        }
+    let mut trained = Trained::new(expiring(Lifetime::Milliseconds(30 * DAY)));
+    let train_for = |trained: &mut Trained, steps: u64, keys: &[Key]| {
+        (0..steps).for_each(|_| trained.train(keys));
     };
     clock::set(Some(1000 * DAY));
-    train_for(&mut subject, 1, &[1, 2]);
+    train_for(&mut trained, 1, &[1, 2]);
     clock::set(Some(1020 * DAY));
-    train_for(&mut subject, 1, &[2]);
+    train_for(&mut trained, 1, &[2]);
     // All parts have their turn.
     clock::set(Some(1029 * DAY));
-    train_for(&mut subject, 4096, &[3]);
-    assert_eq!(keys(&subject), [1, 2, 3]);
+    train_for(&mut trained, 4096, &[3]);
+    assert_eq!(trained.keys(), [1, 2, 3]);
     clock::set(Some(900 * DAY));
-    train_for(&mut subject, 4096, &[3]);
-    assert_eq!(keys(&subject), [1, 2, 3]);
+    train_for(&mut trained, 4096, &[3]);
+    assert_eq!(trained.keys(), [1, 2, 3]);
     clock::set(Some(1031 * DAY));
-    train_for(&mut subject, 4096, &[3]);
-    assert_eq!(keys(&subject), [2, 3]);
+    train_for(&mut trained, 4096, &[3]);
+    assert_eq!(trained.keys(), [2, 3]);
+    // The times of commits go with a dump.
+    let directory = Directory::new("times");
+    dump_of(&trained, &directory);
+    let mut again = loaded(&directory, expiring(Lifetime::Milliseconds(30 * DAY)));
+    assert_eq!(again.table().commit_times(), trained.table().commit_times());
     clock::set(Some(1051 * DAY));
-    train_for(&mut subject, 4096, &[4]);
-    assert_eq!(keys(&subject), [3, 4]);
+    for trained in [&mut trained, &mut again] {
+        train_for(trained, 4096, &[4]);
+        assert_eq!(trained.keys(), [3, 4]);
+    }
     clock::set(None);
 }
 
@@ -145,16 +178,60 @@ fn a_table_with_both_policies_removes_by_both() {
         Eviction { score: Score::Lfu { half_life: None }, counts_inference: false, keeps_evicted: true };
     let config =
         TableConfig { max_capacity: Some(3), eviction: Some(eviction), ..expiring(Lifetime::Steps(4)) };
-    let mut subject = subject(config);
-    train(&mut subject, 1, &[1, 1, 2]);
-    train(&mut subject, 2, &[3, 3]);
-    train(&mut subject, 3, &[4]);
-    assert_eq!(subject.table(0).explain(2).unwrap(), Explanation::Evicted { step: 3 });
-    train(&mut subject, 4, &[4]);
-    train(&mut subject, 5, &[4]);
-    assert_eq!(keys(&subject), [3, 4]);
-    let gone = subject.table_mut(0).take_evicted().unwrap();
+    let mut trained = Trained::new(config);
+    trained.train(&[1, 1, 2]);
+    trained.train(&[3, 3]);
+    trained.train(&[4]);
+    assert_eq!(trained.table().explain(2).unwrap(), Explanation::Evicted { step: 3 });
+    trained.train(&[4]);
+    trained.train(&[4]);
+    assert_eq!(trained.keys(), [3, 4]);
+    let gone = trained.table().take_evicted().unwrap();
     assert_eq!((gone.keys, gone.scores), (vec![2, 1], vec![1, 2]));
+}
+
+fn dump_of(trained: &Trained, directory: &Directory) {
+    let options = DumpOptions { overwrite: true, ..DumpOptions::default() };
+    dump(&directory.0, &[trained.subject.table(0)], &[], &options).unwrap();
+}
+
+/// What a table of another process loads of a dump.
+fn loaded(directory: &Directory, config: TableConfig) -> Trained {
+    let mut trained = Trained::new(config);
+    trained.train(&[1 << 50]); // it has made other steps
+    let mut targets =
+        [Target { name: "t", table: trained.table(), binding: TargetBinding::Bound, owners: None }];
+    let options = LoadOptions { mode: LoadMode::Replace, states: true };
+    DumpReader::open(&directory.0).unwrap().load(&mut targets, &options, None).unwrap();
+    trained
+}
+
+#[test]
+fn ages_go_with_a_dump() {
+    let directory = Directory::new("ages");
+    let mut trained = Trained::new(expiring(Lifetime::Steps(6)));
+    for keys in [&[1u64, 2, 3][..], &[2], &[3], &[4]] {
+        trained.train(keys);
+    }
+    dump_of(&trained, &directory);
+    assert_eq!(read_manifest(&directory.0).unwrap().version, 3);
+    let mut again = loaded(&directory, expiring(Lifetime::Steps(6)));
+    assert_eq!(again.ages(), BTreeMap::from([(1, 3), (2, 2), (3, 1), (4, 0)]));
+    assert_eq!(again.ages(), trained.ages());
+    assert_eq!(again.table().step().unwrap(), 5);
+    for number in 5..12 {
+        trained.train(&[9]);
+        again.train(&[9]);
+        assert_eq!(trained.keys(), again.keys(), "step {number}");
+    }
+    assert_eq!(again.keys(), [9]);
+    // A table without a time to live takes the rows alone, and one with a time takes rows without ages as trained by the last step.
+    let without = TableConfig { time_to_live: None, ..expiring(Lifetime::Steps(6)) };
+    assert_eq!(loaded(&directory, without.clone()).keys(), [1, 2, 3, 4]);
+    let plain = Directory::new("no-ages");
+    dump_of(&loaded(&directory, without), &plain);
+    let again = loaded(&plain, expiring(Lifetime::Steps(6)));
+    assert!(again.ages().into_values().eq([0; 4]));
 }
 
 #[test]

@@ -21,12 +21,14 @@ use sok_core::formula::{Adam, Formula, Rule};
 use sok_core::host::sharded::ShardedGroup;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 
 const ADAM: Update =
     Update { rule: Rule::Adam(Adam::VARIANTS[0]), weight_decay: None, clipvalue: None, clipnorm: None };
 
 fn configs() -> Vec<(TableConfig, Placement)> {
     let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false });
+    let time_to_live = Some(TimeToLive { lifetime: Lifetime::Steps(1000), keeps_expired: false });
     let fixed = |name| TableConfig { vocabulary_size: Some(300), ..plain_config(name, 3) };
     vec![
         (plain_config("dynamic", 4), Placement::Distributed),
@@ -37,6 +39,7 @@ fn configs() -> Vec<(TableConfig, Placement)> {
             TableConfig { max_capacity: Some(500), eviction, ..plain_config("scored", 3) },
             Placement::Distributed,
         ),
+        (TableConfig { time_to_live, ..plain_config("expiring", 2) }, Placement::Distributed),
     ]
 }
 

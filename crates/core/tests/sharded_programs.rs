@@ -23,6 +23,7 @@ use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::Update;
 use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 
 const NUM_TABLES: usize = 26;
 
@@ -47,6 +48,10 @@ fn tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
             let (score, counts_inference) = (dice.pick(&scores), dice.below(2) == 0);
             config.max_capacity = Some(1000);
             config.eviction = Some(Eviction { score, counts_inference, keeps_evicted: false });
+        }
+        if config.vocabulary_size.is_none() && dice.below(3) == 0 {
+            let lifetime = Lifetime::Steps(dice.pick(&[1, 2, 5, 9]));
+            config.time_to_live = Some(TimeToLive { lifetime, keeps_expired: false });
         }
         if config.vocabulary_size.is_none() && dice.below(3) == 0 {
             let (threshold, once_per_step) = (1 + dice.below(4) as u32, dice.below(2) == 0);

@@ -87,7 +87,7 @@ impl FreshTables {
             Some(scores) => memory::copied(scores.as_slice()?, "the records of a call").map_err(to_python)?,
             None => Vec::new(),
         };
-        let mut records = Records { keys: as_keys(&keys)?, values, scores };
+        let mut records = Records { keys: as_keys(&keys)?, values, scores, ..Records::default() };
         detached(py, || {
             if let Some(owners) = self.group.lock()?.owners(check_table(number, usize::MAX)?) {
                 records.keep(|key| owners.of(key) == owners.rank);

@@ -57,7 +57,7 @@ impl RecordsCopy {
         Ok(Records {
             keys: memory::with_capacity(num_rows, COPY)?,
             values: memory::with_capacity(num_rows.saturating_mul(width), COPY)?,
-            scores: Vec::new(),
+            ..Records::default()
         })
     }
 

@@ -7,7 +7,7 @@ use std::thread::{Builder, Scope};
 
 use super::ranks::Ranks;
 use super::record_reader::{RawRecords, RecordReader};
-use crate::contract::table::Records;
+use crate::contract::table::{Column, Records};
 use crate::error::{Error, Result};
 use crate::exchange::buckets::{Buckets, Owners};
 use crate::exchange::collectives::{agree, exchange};
@@ -187,13 +187,16 @@ fn split(chunk: Chunk, owners: &Owners) -> Result<Split> {
         let of_rank = buckets.sent_to(to);
         let mut writer = Writer::default();
         if to != owners.rank {
-            let has_scores = !records.scores.is_empty();
-            writer.reserve(32 + of_rank.len() * (8 + 4 * width + if has_scores { 8 } else { 0 }))?;
-            writer.numbers(&[*table as u64, of_rank.len() as u64, width as u64, u64::from(has_scores)])?;
+            let columns = Column::ALL.map(|column| !records.column(column).is_empty());
+            let num_columns = columns.iter().filter(|is_there| **is_there).count();
+            writer.reserve(40 + of_rank.len() * (8 + 4 * width + 8 * num_columns))?;
+            writer.numbers(&[*table as u64, of_rank.len() as u64, width as u64])?;
+            writer.numbers(&columns.map(u64::from))?;
             writer.numbers(&buckets.keys()[of_rank.clone()])?;
             sorted[of_rank.clone()].iter().try_for_each(|&index| writer.rows(values_of(index)))?;
-            if has_scores {
-                sorted[of_rank].iter().try_for_each(|&index| writer.number(records.scores[index]))?;
+            for (column, _) in Column::ALL.into_iter().zip(columns).filter(|(_, is_there)| *is_there) {
+                let numbers = records.column(column);
+                sorted[of_rank.clone()].iter().try_for_each(|&index| writer.number(numbers[index]))?;
             }
         }
         Ok(writer.finish())
@@ -206,9 +209,13 @@ fn split(chunk: Chunk, owners: &Owners) -> Result<Split> {
     let keys = memory::copied(&buckets.keys()[own.clone()], WHAT)?;
     let mut values = memory::with_capacity(own.len() * width, WHAT)?;
     sorted[own.clone()].iter().for_each(|&index| values.extend_from_slice(values_of(index)));
-    let scores = sorted[own].iter().filter_map(|&index| records.scores.get(index).copied());
-    let scores = memory::collect(scores, WHAT)?;
-    Ok(Split { own: Chunk { table: *table, records: Records { keys, values, scores } }, messages })
+    let mut own_records = Records { keys, values, ..Records::default() };
+    for column in Column::ALL {
+        let numbers =
+            sorted[own.clone()].iter().filter_map(|&index| records.column(column).get(index).copied());
+        *own_records.column_mut(column) = memory::collect(numbers, WHAT)?;
+    }
+    Ok(Split { own: Chunk { table: *table, records: own_records }, messages })
 }
 
 /// Exchanges chunks between ranks until no rank has more.
@@ -250,11 +257,14 @@ impl Iterator for Exchanges<'_> {
 fn read_chunk(message: &[u8], from: usize) -> Result<Chunk> {
     let mut reader = Reader::new(message, from);
     let mut number = || reader.number().map(|number| number as usize);
-    let (table, count, width, has_scores) = (number()?, number()?, number()?, number()? == 1);
+    let (table, count, width) = (number()?, number()?, number()?);
+    let columns = [number()? == 1, number()? == 1];
     let mut records = Records::default();
     reader.numbers(count, &mut records.keys)?;
     reader.append_rows(count.saturating_mul(width), &mut records.values)?;
-    reader.numbers(if has_scores { count } else { 0 }, &mut records.scores)?;
+    for (column, is_there) in Column::ALL.into_iter().zip(columns) {
+        reader.numbers(if is_there { count } else { 0 }, records.column_mut(column))?;
+    }
     reader.finish()?;
     Ok(Chunk { table, records })
 }
@@ -282,7 +292,8 @@ mod tests {
         let values = keys.iter().flat_map(|&key| [key as f32, 1.0, 2.0]).collect();
         let scores =
             if number.is_multiple_of(2) { keys.iter().map(|&key| score(key)).collect() } else { vec![] };
-        Chunk { table: number % TABLES.len(), records: Records { keys, values, scores } }
+        let ages = scores.iter().map(|score| score + 1).collect();
+        Chunk { table: number % TABLES.len(), records: Records { keys, values, scores, ages } }
     }
 
     fn score(key: Key) -> u64 {
@@ -324,6 +335,14 @@ mod tests {
                 for_each_chunk(chunks, Ok, &owners, Some(&ranks), &mut |Chunk { table, records }| {
                     let mut scores = records.scores.iter();
                     assert_eq!(scores.len(), if table.is_multiple_of(2) { records.keys.len() } else { 0 });
+                    assert!(
+                        records.ages.iter().eq(records
+                            .scores
+                            .iter()
+                            .map(|score| score + 1)
+                            .collect::<Vec<_>>()
+                            .iter())
+                    );
                     for (key, values) in records.keys.iter().zip(records.values.chunks(WIDTH)) {
                         assert_eq!(values, [*key as f32, 1.0, 2.0]);
                         assert!(scores.next().is_none_or(|found| *found == score(*key)));

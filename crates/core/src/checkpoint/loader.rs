@@ -14,7 +14,7 @@ use super::ranks::Ranks;
 use super::reader::{DumpReader, with_snapshot};
 use super::record_reader::RecordReader;
 use crate::contract::record::RecordLayout;
-use crate::contract::table::{Records, Table};
+use crate::contract::table::{Column, Records, Table};
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::collectives::{agree, decide, gather};
@@ -313,8 +313,8 @@ struct TableLoad<'a> {
     first: Vec<f32>,
     /// Whether the states come from the dump.
     states: bool,
-    /// The scores that come from the dump.
-    scores: Option<&'a ScoreEntry>,
+    /// The columns that come from the dump.
+    columns: Vec<Column>,
     owners: Option<Owners>,
 }
 
@@ -348,14 +348,19 @@ impl<'a> TableLoad<'a> {
         // Zeros for the row, then the states' first values.
         let mut first = vec![0.0; layout.width()];
         layout.fill_states(&mut first, true);
-        let (table, eviction) = (table.config().name.clone(), table.config().eviction);
-        // Scores count steps or uses of the dumped table, so they cannot be compared with the scores of rows that stay.
-        let is_same = |scores: &&ScoreEntry| {
-            replaces_all && eviction.is_some_and(|eviction| eviction.score.is_same_kind(scores.score))
+        let (table, config) = (table.config().name.clone(), table.config());
+        let is_same = |scores: &ScoreEntry| {
+            config.eviction.is_some_and(|eviction| eviction.score.is_same_kind(scores.score))
         };
-        let scores = entry.scores.as_ref().filter(is_same);
+        // They count steps of the dumped table, so they cannot be compared with those of rows that stay.
+        let is_taken = |column: &Column| match column {
+            _ if !replaces_all => false,
+            Column::Scores => entry.scores.as_ref().is_some_and(is_same),
+            Column::Ages => config.time_to_live.is_some(),
+        };
+        let columns = entry.columns().into_iter().filter(is_taken).collect();
         let states = dumped.is_some();
-        Ok(TableLoad { dump, entry, table, update, layout, first, states, scores, owners })
+        Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, owners })
     }
 
     fn report(&self, table: &dyn Table) -> LoadedTable {
@@ -422,9 +427,14 @@ impl<'a> TableLoad<'a> {
         Ok(fresh)
     }
 
-    /// Sets the step that the scores of the dump count from.
+    /// Sets the step that the columns of the dump count from, and the times of its commits.
     fn set_step(&self, table: &mut dyn Table) -> Result<()> {
-        self.scores.map_or(Ok(()), |scores| table.set_step(scores.step))
+        let ages = self.entry.ages.as_ref().filter(|_| self.columns.contains(&Column::Ages));
+        if let Some(ages) = ages {
+            table.set_commit_times(&ages.times);
+        }
+        let step = self.entry.step().filter(|_| !self.columns.is_empty());
+        step.map_or(Ok(()), |step| table.set_step(step))
     }
 
     fn begin_merge(&self, table: &mut dyn Table) -> Result<()> {
@@ -447,8 +457,8 @@ impl<'a> TableLoad<'a> {
         };
         let file = self.dump.open_file(shard, Some(&self.entry.name))?;
         let vocabulary = self.entry.vocabulary_size.map(|size| (size, &*self.entry.name));
-        let with_scores = with_values && self.scores.is_some();
-        RecordReader::new(file, fields, &self.first, with_scores, vocabulary)
+        let columns = if with_values { self.columns.clone() } else { Vec::new() };
+        RecordReader::new(file, fields, &self.first, columns, vocabulary)
     }
 
     fn of_table(&self, what: String) -> String {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::checksum::{BLOCK_BYTES, Blocks, Checksum, DIGITS};
 use super::open::open_regular;
-use crate::contract::table::Table;
+use crate::contract::table::{Column, Table};
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
@@ -20,7 +20,7 @@ use crate::policy::eviction::Score;
 /// The file that makes a directory a dump.
 pub const MANIFEST: &str = "manifest.json";
 /// The newest version that this code reads and writes. A dump has the oldest version that holds all of it.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 const FORMAT: &str = "sok_keras dump";
 
 /// What the stock reader of safetensors takes at most.
@@ -75,6 +75,9 @@ pub struct TableEntry {
     /// The scores of the rows, from version 2 on; `None` if the table has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scores: Option<ScoreEntry>,
+    /// The ages of the rows, from version 3 on; `None` if they have no time to live.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ages: Option<AgeEntry>,
     /// Number of rows.
     pub num_rows: u64,
     /// Files with the rows.
@@ -89,6 +92,16 @@ pub struct ScoreEntry {
     pub score: Score,
     /// Number of the step in progress, from 1.
     pub step: u64,
+}
+
+/// The age of each row: the tensor `ages` of each shard, how many commits ago it was trained last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AgeEntry {
+    /// Number of the step in progress, from 1.
+    pub step: u64,
+    /// When commits were made, if that counts: milliseconds since 1970, each with how many commits ago the newest commit until then was made.
+    pub times: Vec<(u64, u64)>,
 }
 
 /// A state beside each row: the tensor `state.<name>` of each shard.
@@ -257,22 +270,43 @@ impl TableEntry {
                 Some(eviction) => Some(ScoreEntry { score: eviction.score, step: table.step()? }),
                 None => None,
             },
+            ages: match config.time_to_live {
+                Some(_) => Some(AgeEntry { step: table.step()?, times: table.commit_times() }),
+                None => None,
+            },
             num_rows: table.len()? as u64,
             shards: Vec::new(),
         })
     }
 
-    /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order, then scores.
+    /// What its records have beside their values.
+    pub(super) fn columns(&self) -> Vec<Column> {
+        let are_there = [(Column::Scores, self.scores.is_some()), (Column::Ages, self.ages.is_some())];
+        are_there.into_iter().filter(|(_, is_there)| *is_there).map(|(column, _)| column).collect()
+    }
+
+    /// The step in progress, if the table counts steps.
+    pub(super) fn step(&self) -> Option<u64> {
+        self.scores.as_ref().map(|scores| scores.step).or(self.ages.as_ref().map(|ages| ages.step))
+    }
+
+    /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order, then its columns.
     pub(super) fn tensors(&self, num_rows: usize) -> Vec<Tensor> {
         let states = self.states.iter().map(|s| (format!("state.{}", s.name), s.width));
         let columns = std::iter::once(("rows".to_owned(), self.dim)).chain(states);
         std::iter::once(Tensor::new("keys", Dtype::I64, vec![num_rows]))
             .chain(columns.map(|(name, width)| Tensor::new(name, Dtype::F32, vec![num_rows, width])))
-            .chain(self.scores.iter().map(|_| Tensor::new("scores", Dtype::U64, vec![num_rows])))
+            .chain(self.columns().into_iter().map(|c| Tensor::new(c.name(), Dtype::U64, vec![num_rows])))
             .collect()
     }
 
     fn check(&self) -> Result<(), String> {
+        let times = self.ages.iter().flat_map(|ages| ages.times.windows(2));
+        for pair in times {
+            if pair[0].0 > pair[1].0 || pair[0].1 < pair[1].1 {
+                return Err(format!("the times of commits of table `{}` must ascend", self.name));
+            }
+        }
         let mut num_rows = 0u64;
         for shard in &self.shards {
             let rows = usize::try_from(shard.num_rows()).map_err(|e| e.to_string())?;
@@ -347,7 +381,7 @@ impl Manifest {
         let manifest: Manifest = serde_json::from_slice(body)
             .map_err(|e| mismatch(format!("not as version {version} has it: {e}")))?;
         if oldest_version(&manifest.tables) > manifest.version {
-            return Err(mismatch(format!("not as version {version} has it: `scores` came later")));
+            return Err(mismatch(format!("not as version {version} has it: `scores` and `ages` came later")));
         }
         if let Some(table) = manifest.tables.iter().find(|t| t.dtype != "float32") {
             let (name, dtype) = (&table.name, &table.dtype);
@@ -373,7 +407,12 @@ impl Manifest {
 
 /// The oldest version that holds these tables.
 fn oldest_version(tables: &[TableEntry]) -> u32 {
-    if tables.iter().any(|table| table.scores.is_some()) { 2 } else { 1 }
+    let version_of = |table: &TableEntry| match (&table.ages, &table.scores) {
+        (Some(_), _) => 3,
+        (None, Some(_)) => 2,
+        (None, None) => 1,
+    };
+    tables.iter().map(version_of).max().unwrap_or(1)
 }
 
 /// The bytes of a manifest. A large file of another kind is recognised by its first bytes.

@@ -37,8 +37,8 @@ pub const CHUNK_BYTES: usize = 4 << 20;
 pub const LOAD_BYTES: usize = 16 << 20;
 
 const KEY_BYTES: usize = size_of::<crate::key::Key>();
-/// Bytes of a score.
-const SCORE_BYTES: usize = 8;
+/// Bytes of a number of a column.
+const NUMBER_BYTES: usize = 8;
 
 /// `2026-01-31T23:59:59Z`, by the proleptic Gregorian calendar; 1970 for a clock before it.
 fn utc(time: SystemTime) -> String {

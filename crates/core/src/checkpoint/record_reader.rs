@@ -2,9 +2,9 @@
 
 use super::checksum::BLOCK_BYTES;
 use super::data_reader::{DataReader, check_all};
-use super::{KEY_BYTES, LOAD_BYTES, SCORE_BYTES};
+use super::{KEY_BYTES, LOAD_BYTES, NUMBER_BYTES};
 use crate::contract::record::Field;
-use crate::contract::table::Records;
+use crate::contract::table::{Column, Records};
 use crate::error::Result;
 use crate::memory;
 
@@ -48,9 +48,10 @@ impl Stream {
 
 /// Records that are not decoded: the bytes of each tensor.
 pub(super) struct RawRecords<'a> {
-    /// Of the keys, then of the fields, then of the scores if there are any.
+    /// Of the keys, then of the fields, then of the columns.
     bytes: Vec<Vec<u8>>,
     fields: &'a [Field],
+    columns: Vec<Column>,
     /// Values of a record before its fields are read.
     first: &'a [f32],
 }
@@ -70,9 +71,9 @@ impl RawRecords<'_> {
         for (bytes, field) in self.bytes[1..].iter().zip(self.fields) {
             read_field(bytes, field, width, &mut records.values);
         }
-        if let Some(scores) = self.bytes.get(1 + self.fields.len()) {
-            memory::reserve(&mut records.scores, rows, BUFFER)?;
-            records.scores.extend(numbers_of(scores));
+        for (bytes, &column) in self.bytes[1 + self.fields.len()..].iter().zip(&self.columns) {
+            memory::reserve(records.column_mut(column), rows, BUFFER)?;
+            records.column_mut(column).extend(numbers_of(bytes));
         }
         Ok(records)
     }
@@ -82,7 +83,8 @@ impl RawRecords<'_> {
 pub(super) struct RecordReader<'a> {
     file: DataReader<'a>,
     fields: &'a [Field],
-    /// Of the keys, then of the fields, then of the scores if they are read.
+    columns: Vec<Column>,
+    /// Of the keys, then of the fields, then of the columns.
     streams: Vec<Stream>,
     /// Values of a record before its fields are read.
     first: &'a [f32],
@@ -96,8 +98,7 @@ pub(super) struct RecordReader<'a> {
 
 impl<'a> RecordReader<'a> {
     /// Reads the keys and `fields`, which are the tensors of the file from tensor 1 on. `first`: a record; its other fields stay as they
-    /// are. Without fields, keys alone are read. `with_scores`: whether to read the last tensor, the scores. `vocabulary`: number of ids
-    /// of a static table, and its name.
+    /// are. Without fields, keys alone are read. `columns`: which columns to read. `vocabulary`: number of ids of a static table, and its name.
     ///
     /// # Errors
     /// [`Error::CorruptDump`](crate::Error::CorruptDump) if size or header of the file are wrong.
@@ -105,7 +106,7 @@ impl<'a> RecordReader<'a> {
         file: DataReader<'a>,
         fields: &'a [Field],
         first: &'a [f32],
-        with_scores: bool,
+        columns: Vec<Column>,
         vocabulary: Option<(u64, &'a str)>,
     ) -> Result<RecordReader<'a>> {
         file.check_size()?;
@@ -116,12 +117,16 @@ impl<'a> RecordReader<'a> {
             let len = (place.end - place.start) as usize;
             Stream { tensor, row_bytes, bytes: Vec::new(), next: 0, len }
         };
-        let scores = with_scores.then(|| (file.layout.tensors.len() - 1, SCORE_BYTES));
-        let streams = memory::collect(row_bytes.enumerate().chain(scores).map(stream), BUFFER)?;
+        let place_of = |column: &Column| {
+            let tensors = &file.entry.tensors;
+            tensors.iter().position(|tensor| tensor.name == column.name()).map(|place| (place, NUMBER_BYTES))
+        };
+        let of_columns = columns.iter().filter_map(place_of);
+        let streams = memory::collect(row_bytes.enumerate().chain(of_columns).map(stream), BUFFER)?;
         let left = file.entry.num_rows() as usize;
         let first = if fields.is_empty() { &[] } else { first };
         let chunk_rows = (LOAD_BYTES / (KEY_BYTES + 4 * first.len())).max(1);
-        Ok(RecordReader { file, fields, streams, first, vocabulary, left, chunk_rows })
+        Ok(RecordReader { file, fields, columns, streams, first, vocabulary, left, chunk_rows })
     }
 
     /// Reads the next records, `None` after the last ones, when what was not read of the file is checked.
@@ -157,7 +162,7 @@ impl<'a> RecordReader<'a> {
             let what = format!("table `{table}`: keys must be below `vocabulary_size` {size}: got {key}");
             return Err(self.file.corrupt(what));
         }
-        Ok(Some(RawRecords { bytes, fields: self.fields, first: self.first }))
+        Ok(Some(RawRecords { bytes, fields: self.fields, columns: self.columns.clone(), first: self.first }))
     }
 }
 

@@ -17,9 +17,9 @@ use super::manifest::{
     DataFile, Layout, MANIFEST, Manifest, TableEntry, Tensor, check_distinct, data_file_name, is_own_name,
     manifest_aside_name,
 };
-use super::{CHUNK_BYTES, KEY_BYTES, SCORE_BYTES, SHARD_BYTES, utc};
+use super::{CHUNK_BYTES, KEY_BYTES, NUMBER_BYTES, SHARD_BYTES, utc};
 use crate::contract::record::Field;
-use crate::contract::table::{Cursor, Records, Table};
+use crate::contract::table::{Column, Cursor, Records, Table};
 use crate::error::{Error, Result};
 use crate::memory;
 
@@ -233,8 +233,8 @@ impl<'a> Writer<'a> {
         let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
         let layout = table.layout();
         let width = layout.width();
-        let score_bytes = entry.scores.as_ref().map_or(0, |_| SCORE_BYTES);
-        let record_bytes = KEY_BYTES + 4 * width + score_bytes;
+        let columns = entry.columns();
+        let record_bytes = KEY_BYTES + 4 * width + NUMBER_BYTES * columns.len();
         let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
         let shard_rows = (options.shard_bytes / record_bytes).max(1);
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
@@ -243,7 +243,7 @@ impl<'a> Writer<'a> {
         let mut records = Records {
             keys: memory::with_capacity(room, BUFFER)?,
             values: memory::with_capacity(room * width, BUFFER)?,
-            scores: Vec::new(),
+            ..Records::default()
         };
         let mut bytes = Vec::new();
         let mut shards = Vec::new();
@@ -253,10 +253,10 @@ impl<'a> Writer<'a> {
         while let Some(here) = cursor {
             records.truncate(0);
             cursor = table.scan(here, chunk_rows, &mut records)?;
-            let num_scores = if entry.scores.is_some() { records.keys.len() } else { 0 };
+            let is_whole = |column: &Column| records.column(*column).len() == records.keys.len();
             if records.keys.len() > rows_left
                 || records.values.len() != records.keys.len() * width
-                || records.scores.len() != num_scores
+                || !columns.iter().all(is_whole)
             {
                 return Err(changed());
             }
@@ -278,9 +278,9 @@ impl<'a> Writer<'a> {
                     write_field(&records.values[start * width..end * width], width, field, &mut bytes)?;
                     shard.write(tensor, &bytes)?;
                 }
-                if entry.scores.is_some() {
-                    write_numbers(&records.scores[start..end], &mut bytes)?;
-                    shard.write(1 + fields.len(), &bytes)?;
+                for (tensor, column) in (1 + fields.len()..).zip(&columns) {
+                    write_numbers(&records.column(*column)[start..end], &mut bytes)?;
+                    shard.write(tensor, &bytes)?;
                 }
                 *shard_left -= end - start;
                 start = end;
@@ -375,7 +375,7 @@ impl DataWriter<'_> {
     }
 }
 
-/// Replaces `bytes` with keys or scores.
+/// Replaces `bytes` with keys, or the numbers of a column.
 fn write_numbers(numbers: &[u64], bytes: &mut Vec<u8>) -> Result<()> {
     memory::resize(bytes, size_of_val(numbers), 0, BUFFER)?;
     for (number, bytes) in numbers.iter().zip(bytes.as_chunks_mut().0) {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use crate::contract::table::{Explanation, Records};
+use crate::contract::table::{Column, Explanation, Records};
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
@@ -81,7 +81,7 @@ impl Departures {
         rows: impl ExactSizeIterator<Item = (Rank, &'a [f32])>,
         dim: usize,
     ) -> Result<()> {
-        self.kept.reserve(rows.len(), dim, true, WHAT)?;
+        self.kept.reserve(rows.len(), dim, &[Column::Scores], WHAT)?;
         for (rank, row) in rows {
             self.kept.keys.push(rank.key);
             self.kept.values.extend_from_slice(row);

@@ -185,6 +185,16 @@ impl TableConfig {
         self.max_capacity.unwrap_or(Self::MAX_ROWS)
     }
 
+    /// What its records have beside their values.
+    pub fn columns(&self) -> &'static [Column] {
+        match (self.eviction.is_some(), self.time_to_live.is_some()) {
+            (true, true) => &Column::ALL,
+            (true, false) => &[Column::Scores],
+            (false, true) => &[Column::Ages],
+            (false, false) => &[],
+        }
+    }
+
     /// Whether rows that the table removes by itself are kept until they are taken.
     pub fn keeps_removed(&self) -> bool {
         self.eviction.is_some_and(|eviction| eviction.keeps_evicted)
@@ -257,9 +267,49 @@ pub struct Records {
     pub values: Vec<f32>,
     /// `(keys.len(),)`, or empty if the table has no scores.
     pub scores: Vec<u64>,
+    /// `(keys.len(),)`: how many commits ago each row was trained last; or empty if rows have no time to live.
+    pub ages: Vec<u64>,
+}
+
+/// Numbers that records have beside their values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Column {
+    /// [`Records::scores`].
+    Scores,
+    /// [`Records::ages`].
+    Ages,
+}
+
+impl Column {
+    /// All of them.
+    pub const ALL: [Column; 2] = [Column::Scores, Column::Ages];
+
+    /// Its name in dumps.
+    pub fn name(self) -> &'static str {
+        match self {
+            Column::Scores => "scores",
+            Column::Ages => "ages",
+        }
+    }
 }
 
 impl Records {
+    /// The numbers of a column.
+    pub fn column(&self, column: Column) -> &Vec<u64> {
+        match column {
+            Column::Scores => &self.scores,
+            Column::Ages => &self.ages,
+        }
+    }
+
+    /// The numbers of a column.
+    pub fn column_mut(&mut self, column: Column) -> &mut Vec<u64> {
+        match column {
+            Column::Scores => &mut self.scores,
+            Column::Ages => &mut self.ages,
+        }
+    }
+
     /// Keeps the records of the keys that `is_kept` names.
     pub fn keep(&mut self, is_kept: impl Fn(Key) -> bool) {
         let width = self.values.len().checked_div(self.keys.len()).unwrap_or(0);
@@ -268,8 +318,8 @@ impl Records {
             if is_kept(self.keys[record]) {
                 self.keys[kept] = self.keys[record];
                 self.values.copy_within(record * width..(record + 1) * width, kept * width);
-                if !self.scores.is_empty() {
-                    self.scores[kept] = self.scores[record];
+                for column in [&mut self.scores, &mut self.ages].into_iter().filter(|c| !c.is_empty()) {
+                    column[kept] = column[record];
                 }
                 kept += 1;
             }
@@ -283,6 +333,7 @@ impl Records {
         self.keys.truncate(len);
         self.values.truncate(len * width);
         self.scores.truncate(len);
+        self.ages.truncate(len);
     }
 
     /// Makes room for `more` records of `width` floats.
@@ -293,17 +344,18 @@ impl Records {
         &mut self,
         more: usize,
         width: usize,
-        with_scores: bool,
+        columns: &[Column],
         what: &'static str,
     ) -> Result<()> {
         memory::reserve(&mut self.keys, more, what)?;
         memory::reserve(&mut self.values, more.saturating_mul(width), what)?;
-        memory::reserve(&mut self.scores, if with_scores { more } else { 0 }, what)
+        columns.iter().try_for_each(|column| memory::reserve(self.column_mut(*column), more, what))
     }
 
     /// Number of bytes of memory.
     pub fn num_bytes(&self) -> usize {
-        8 * (self.keys.capacity() + self.scores.capacity()) + 4 * self.values.capacity()
+        let numbers = self.keys.capacity() + self.scores.capacity() + self.ages.capacity();
+        8 * numbers + 4 * self.values.capacity()
     }
 }
 
@@ -444,6 +496,15 @@ pub trait Table: Send {
     fn set_step(&mut self, _step: u64) -> Result<()> {
         Ok(())
     }
+
+    /// Returns when commits were made, if rows have a time to live in milliseconds: times since 1970, in ascending order, each with how many
+    /// commits ago the newest commit until then was made.
+    fn commit_times(&self) -> Vec<(u64, u64)> {
+        Vec::new()
+    }
+
+    /// Takes the times that `commit_times` of another table gave. A load sets those of the dump.
+    fn set_commit_times(&mut self, _times: &[(u64, u64)]) {}
 
     /// Returns the counts since the table was made. A device completes its steps first.
     ///

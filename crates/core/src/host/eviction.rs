@@ -3,6 +3,7 @@
 use std::sync::Weak;
 
 use crate::contract::departures::{Departures, Reason};
+use crate::contract::table::Column;
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
@@ -15,6 +16,8 @@ use crate::store::record_set::RecordSet;
 use crate::store::scores::Scores;
 
 const WHAT: &str = "the rows that a full table removes";
+/// Commits are counted from here on, because a dump may bring rows that are older than all commits of a process.
+pub(crate) const BEFORE_FIRST_COMMIT: u64 = 1 << 40;
 
 /// A lookup of training.
 pub(crate) trait InProgress: Send + Sync {
@@ -51,7 +54,7 @@ impl Evictor {
             policy,
             keeps_removed,
             scores: Scores::default(),
-            settled_commit: 0,
+            settled_commit: BEFORE_FIRST_COMMIT,
             times: CommitTimes::default(),
             number: 0,
             lookups: Vec::new(),
@@ -123,6 +126,45 @@ impl Evictor {
         let (score, commit) = (self.policy.first_score(step), self.settled_commit);
         new.for_each(|(key, record)| self.scores.start(record, key, score, commit));
         Ok(())
+    }
+
+    /// A number of a record.
+    pub fn number(&self, column: Column, record: RecordNumber) -> u64 {
+        let used = self.scores.get(record);
+        match column {
+            Column::Scores => used.score,
+            Column::Ages => self.age(used.commit),
+        }
+    }
+
+    /// Sets a number of a record.
+    pub fn set_number(&mut self, column: Column, record: RecordNumber, number: u64) {
+        let commit = self.commit_before(number);
+        let used = self.scores.use_mut(record);
+        match column {
+            Column::Scores => used.score = number,
+            Column::Ages => used.commit = commit,
+        }
+    }
+
+    /// Times in milliseconds, each with how many commits ago the newest commit until then was made.
+    pub fn commit_times(&self) -> Vec<(u64, u64)> {
+        self.times.entries().map(|(time, commit)| (time, self.age(commit))).collect()
+    }
+
+    /// Takes times that `commit_times` gave.
+    pub fn set_commit_times(&mut self, times: &[(u64, u64)]) {
+        let commits = times.iter().map(|&(time, age)| (time, self.commit_before(age)));
+        self.times.set(commits.collect());
+    }
+
+    fn age(&self, commit: u64) -> u64 {
+        self.settled_commit.saturating_sub(commit)
+    }
+
+    /// The number of the commit that was made so many commits ago.
+    fn commit_before(&self, age: u64) -> u64 {
+        self.settled_commit.saturating_sub(age)
     }
 
     /// Counts a use of each record by a number of ids in a step.

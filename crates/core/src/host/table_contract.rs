@@ -5,7 +5,7 @@ use std::any::Any;
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{
-    Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+    Column, Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
     update_with_formula,
 };
 use crate::error::{Error, Result};
@@ -301,6 +301,16 @@ impl Table for HostTable {
         Ok(())
     }
 
+    fn commit_times(&self) -> Vec<(u64, u64)> {
+        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commit_times())
+    }
+
+    fn set_commit_times(&mut self, times: &[(u64, u64)]) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.set_commit_times(times);
+        }
+    }
+
     fn stats(&self) -> Result<TableStats> {
         Ok(self.recent_stats())
     }
@@ -340,8 +350,8 @@ impl Table for HostTable {
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
         let num = max.min(self.index.len());
-        let scores = self.scores();
-        out.reserve(num, self.arena.width(), scores.is_some(), "the records of a scan")?;
+        let columns = self.config.columns();
+        out.reserve(num, self.arena.width(), columns, "the records of a scan")?;
         let mut left = max;
         let next = self.index.scan(cursor.0, |key, record| {
             if left == 0 {
@@ -350,7 +360,9 @@ impl Table for HostTable {
             left -= 1;
             out.keys.push(key);
             out.values.extend_from_slice(self.arena.record(record));
-            out.scores.extend(scores.map(|scores| scores.get(record).score));
+            for (&column, evictor) in columns.iter().zip(self.evictor.iter().cycle()) {
+                out.column_mut(column).push(evictor.number(column, record));
+            }
             true
         });
         Ok(next.map(Cursor))
@@ -374,12 +386,14 @@ impl Table for HostTable {
                 records.values.len()
             )));
         }
-        if !records.scores.is_empty() && records.scores.len() != num_keys {
-            return Err(Error::argument(format!(
-                "table `{}`: `scores` must hold a score a key, or none. Received: {} for {num_keys} keys",
-                self.config.name,
-                records.scores.len()
-            )));
+        for column in Column::ALL {
+            let (name, len) = (column.name(), records.column(column).len());
+            if len != 0 && len != num_keys {
+                return Err(Error::argument(format!(
+                    "table `{}`: `{name}` must hold a number a key, or none. Received: {len} for {num_keys} keys",
+                    self.config.name
+                )));
+            }
         }
         let located = if self.fits(num_keys) {
             self.check_keys(&records.keys)?;
@@ -396,8 +410,11 @@ impl Table for HostTable {
             }
         }
         if let Some(evictor) = &mut self.evictor {
-            let scored = located.iter().zip(&records.scores).filter(|(record, _)| **record != NO_RECORD);
-            scored.for_each(|(&record, &score)| evictor.scores.set_score(record, score));
+            for column in Column::ALL {
+                let numbers = located.iter().zip(records.column(column));
+                let of_rows = numbers.filter(|(record, _)| **record != NO_RECORD);
+                of_rows.for_each(|(&record, &number)| evictor.set_number(column, record, number));
+            }
         }
         Ok(())
     }

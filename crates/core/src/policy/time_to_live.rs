@@ -116,8 +116,8 @@ impl CommitTimes {
     }
 
     /// Takes entries that `entries` gave.
-    pub fn set(&mut self, entries: impl Iterator<Item = (u64, u64)>) {
-        self.entries = entries.collect();
+    pub fn set(&mut self, entries: VecDeque<(u64, u64)>) {
+        self.entries = entries;
     }
 }
 
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(times.note(5, 900, 50), Some(1));
         assert_eq!(times.note(6, 5000, 50), Some(5));
         let mut other = CommitTimes::default();
-        other.set(times.entries());
+        other.set(times.entries().collect());
         assert_eq!(other, times);
     }
 }

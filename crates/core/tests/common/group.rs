@@ -11,7 +11,7 @@ use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 use sok_core::math::sum_of_squares;
 
-use super::table::{ModelTable, add, merge};
+use super::table::{BEFORE_FIRST_COMMIT, ModelTable, add, merge};
 
 #[derive(Clone, Copy, Debug)]
 pub enum KeyType {
@@ -251,7 +251,7 @@ impl Model {
             next_lookup: 1,
             next_push: 1,
             committed: vec![BTreeMap::new(); configs.len()],
-            num_commits: 0,
+            num_commits: BEFORE_FIRST_COMMIT,
             owner: 0,
         }
     }

@@ -19,7 +19,7 @@ pub mod table_suite;
 
 use std::collections::BTreeMap;
 
-use sok_core::contract::table::{Cursor, Records, Table};
+use sok_core::contract::table::{Column, Cursor, Records, Table};
 use sok_core::key::Key;
 
 /// Random numbers from a seed, the same on every run (SplitMix64 of Steele, Lea and Flood).
@@ -56,10 +56,10 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { f32::NAN } else { *v }.to_bits()).collect()
 }
 
-/// Returns the bits of a record. Those of its score follow, if the table has scores.
-pub fn record_bits(values: &[f32], score: Option<u64>) -> Vec<u32> {
-    let score = score.into_iter().flat_map(|score| [score as u32, (score >> 32) as u32]);
-    bits(values).into_iter().chain(score).collect()
+/// Returns the bits of a record. Those of its numbers follow: score and age, if the table has them.
+pub fn record_bits(values: &[f32], numbers: impl Iterator<Item = u64>) -> Vec<u32> {
+    let numbers = numbers.flat_map(|number| [number as u32, (number >> 32) as u32]);
+    bits(values).into_iter().chain(numbers).collect()
 }
 
 /// All records of a table as [`record_bits`], read `max` at a time; each comes once.
@@ -69,10 +69,13 @@ pub fn scan(table: &dyn Table, max: usize) -> BTreeMap<Key, Vec<u32>> {
         cursor = table.scan(at, max, &mut records).unwrap();
     }
     assert_eq!(records.values.len(), records.keys.len() * table.layout().width());
-    let num_scores = if table.config().eviction.is_some() { records.keys.len() } else { 0 };
-    assert_eq!(records.scores.len(), num_scores);
+    for column in Column::ALL {
+        let is_there = table.config().columns().contains(&column);
+        assert_eq!(records.column(column).len(), if is_there { records.keys.len() } else { 0 });
+    }
     let values = records.values.chunks_exact(table.layout().width()).enumerate();
-    let values = values.map(|(i, values)| record_bits(values, records.scores.get(i).copied()));
+    let numbers = |i: usize| Column::ALL.map(|column| records.column(column).get(i).copied());
+    let values = values.map(|(i, values)| record_bits(values, numbers(i).into_iter().flatten()));
     let by_key: BTreeMap<_, _> = records.keys.iter().copied().zip(values).collect();
     assert_eq!(by_key.len(), records.keys.len(), "a record came twice");
     assert_eq!(by_key.len(), table.len().unwrap());

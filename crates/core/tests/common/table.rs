@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use sok_core::contract::table::{
-    CheckMode, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig, update_with_formula,
+    CheckMode, Column, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig,
+    update_with_formula,
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -13,6 +14,9 @@ use sok_core::policy::time_to_live::Lifetime;
 
 use super::record_step::update_record;
 use super::{Dice, bits, record_bits, scan, unwritten};
+
+/// The number of the commit before the first one, as the host counts commits. Loaded rows may be older.
+pub const BEFORE_FIRST_COMMIT: u64 = 1 << 40;
 
 /// A key's row and states. `birth` tells it from a record that the key had before it was erased.
 pub struct Record {
@@ -71,7 +75,7 @@ impl ModelTable {
             births: 0,
             clears: 0,
             step: 1,
-            settled_commit: 0,
+            settled_commit: BEFORE_FIRST_COMMIT,
             in_progress: BTreeSet::new(),
             departures: Vec::new(),
             sights: BTreeMap::new(),
@@ -323,6 +327,11 @@ impl ModelTable {
                 record.score = *score;
             }
         }
+        for (key, age) in records.keys.iter().zip(&records.ages) {
+            if let Some(record) = self.rows.get_mut(key) {
+                record.commit = self.settled_commit - age;
+            }
+        }
         Ok(())
     }
 
@@ -386,7 +395,11 @@ impl ModelTable {
     }
 
     fn bits_of(&self, record: &Record) -> Vec<u32> {
-        record_bits(&record.values, self.config.eviction.map(|_| record.score))
+        let number = |column: &Column| match column {
+            Column::Scores => record.score,
+            Column::Ages => self.settled_commit.saturating_sub(record.commit),
+        };
+        record_bits(&record.values, self.config.columns().iter().map(number))
     }
 
     fn explain(&self, key: Key) -> Explanation {
@@ -465,7 +478,9 @@ impl TableOp {
         let values = dice.floats(keys.len() * width).into_iter().map(f32::abs).collect();
         let has_scores = config.eviction.is_some() && dice.below(2) == 0;
         let scores = if has_scores { keys.iter().map(|_| dice.below(9)).collect() } else { Vec::new() };
-        Records { keys: keys.to_vec(), values, scores }
+        let has_ages = config.time_to_live.is_some() && dice.below(2) == 0;
+        let ages = if has_ages { keys.iter().map(|_| dice.below(9)).collect() } else { Vec::new() };
+        Records { keys: keys.to_vec(), values, scores, ages }
     }
 
     fn on_model(&self, model: &mut ModelTable) -> Result<Answer> {
@@ -506,7 +521,13 @@ impl TableOp {
                 model.forget();
                 for record in model.rows.values_mut() {
                     model.births += 1;
-                    (record.birth, record.commit) = (model.births, model.settled_commit);
+                    record.birth = model.births;
+                    // A dump holds ages of rows with a time to live.
+                    let age = model
+                        .config
+                        .time_to_live
+                        .map_or(0, |_| model.settled_commit.saturating_sub(record.commit));
+                    record.commit = model.settled_commit - age;
                 }
             }
             TableOp::TakeEvicted => {

@@ -78,7 +78,7 @@ pub fn a_scan_gives_each_record_once_however_it_is_cut(make: MakeTable) {
 /// Texts of calls that must fail and change nothing.
 fn failures(table: &mut dyn Table) -> Vec<String> {
     let mut rows = [0.0; 7];
-    let records = Records { keys: vec![1, 2, 9], values: vec![0.5; 7], scores: vec![] };
+    let records = Records { keys: vec![1, 2, 9], values: vec![0.5; 7], ..Records::default() };
     let results = [
         table.find(&[1, 2], &mut rows, &mut [false; 2]),
         table.find(&[1, 2], &mut rows[..6], &mut [false; 1]),
@@ -104,7 +104,7 @@ pub fn a_fresh_table_takes_the_records_over_with_their_states(make: MakeTable) {
     let update = adam();
     let mut fresh = table.fresh(Some(update), 1000).unwrap();
     assert_eq!((fresh.len().unwrap(), fresh.layout().width()), (0, 6));
-    let records = Records { keys: vec![5], values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0], scores: vec![] };
+    let records = Records { keys: vec![5], values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0], ..Records::default() };
     fresh.restore(&records).unwrap();
     table.replace_with(fresh).unwrap();
     assert_eq!(table.update_rule(), Some(&update));

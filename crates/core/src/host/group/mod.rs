@@ -18,6 +18,7 @@ use crate::contract::table::TableConfig;
 use crate::contract::ticket::PushRing;
 use crate::error::Result;
 use crate::host::accumulator::Accumulator;
+use crate::host::eviction::BEFORE_FIRST_COMMIT;
 use crate::host::lookup_split::SplitScratch;
 use crate::host::new_values::NewValues;
 use crate::host::push::{Push, SavedLookup, Spare};
@@ -66,7 +67,7 @@ impl HostGroup {
             oldest_needed: None,
             ring: PushRing::default(),
             committed: Vec::new(),
-            num_commits: 0,
+            num_commits: BEFORE_FIRST_COMMIT,
             pushes_without_optimizer: 0,
             new_values: NewValues::default(),
             spare: tables.iter().map(|_| Spare::default()).collect(),
