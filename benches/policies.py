@@ -4,7 +4,8 @@
 
 Work: 26 features x 16,384 samples, one id each, dim 64, Adam, Zipf 1.05, as in `benches/step.py`. In each step, 1 % of the ids of the
 tables with at least 65,536 rows are new. Tables with an eviction policy have room for the rows that they begin with, so they remove rows to
-make room for the new ones. An admission policy counts the new ids, and keeps them out. Steps take turns; a cell is the median over rounds.
+make room for the new ones. An admission policy counts the new ids, and keeps them out. Rows with a time to live stay
+for 400 steps, so that each step examines a 64th of them. Steps take turns; a cell is the median over rounds.
 """
 
 import numpy as np
@@ -13,12 +14,14 @@ import work
 from native_step import NativeStep, native
 
 DIM, LARGE, NEW = 64, 65_536, 0.01
+LIFETIME = 400
 EVICTION = {"counts_inference": False, "keeps_evicted": False}
 POLICIES = {
     "none": {},
     "lru": {"eviction": {"score": "lru", **EVICTION}},
     "lfu": {"eviction": {"score": {"lfu": {"half_life": None}}, **EVICTION}},
     "frequency": {"admission": {"frequency": {"threshold": 3}}},
+    "time to live": {"time_to_live": {"lifetime": {"steps": LIFETIME}}},
 }
 
 
@@ -56,8 +59,8 @@ def main():
     times = work.in_turns({name: step.run for name, step in steps.items()}, arguments.rounds, arguments.runs)
     rows = []
     for name, step in steps.items():
-        _, _, filtered, evicted, _ = np.sum([table.stats(True)[2] for table in step.tables], axis=0)
-        rows.append([name, work.ms(times[name]), *work.ratio(times[name], times["none"]), evicted, filtered])
+        _, _, filtered, evicted, expired, _ = np.sum([table.stats(True)[2] for table in step.tables], axis=0)
+        rows.append([name, work.ms(times[name]), *work.ratio(times[name], times["none"]), evicted + expired, filtered])
     table = work.table(["policy", "ms", "over none", "range", "rows removed", "ids kept out"], rows)
     work.report("A training step over tables with policies", arguments, table)
 

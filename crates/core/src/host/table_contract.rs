@@ -360,8 +360,8 @@ impl Table for HostTable {
             left -= 1;
             out.keys.push(key);
             out.values.extend_from_slice(self.arena.record(record));
-            for (&column, evictor) in columns.iter().zip(self.evictor.iter().cycle()) {
-                out.column_mut(column).push(evictor.number(column, record));
+            if let Some(evictor) = &self.evictor {
+                columns.iter().for_each(|&c| out.column_mut(c).push(evictor.number(c, record)));
             }
             true
         });
