@@ -123,6 +123,13 @@ pub fn sums_on_gpus() -> bool {
     world().is_some_and(|world| world.peers.get().is_some_and(Option::is_some))
 }
 
+/// Whether a rank may start sums while another thread makes other calls. NCCL needs all calls in the same order on all ranks.
+#[pyfunction]
+fn sums_beside_calls() -> bool {
+    let peers = world().and_then(|world| world.peers.get().cloned().flatten());
+    peers.is_none_or(|peers| peers.nccl().is_none())
+}
+
 /// Enqueues adding a vector on the GPUs of all ranks.
 pub fn sum_on_gpus(from: u64, to: u64, len: usize, stream: StreamHandle) -> Result<()> {
     let world = required()?;
@@ -282,6 +289,7 @@ fn sum<'py>(py: Python<'py>, floats: PyReadonlyArray1<'_, f32>) -> PyResult<Boun
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(sums_beside_calls, module)?)?;
     module.add_function(wrap_pyfunction!(connect_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(py_sums_on_gpus, module)?)?;
     module.add_function(wrap_pyfunction!(leave_ranks, module)?)?;
