@@ -56,8 +56,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     The core has the formulas of Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl and Lion, and those of
     `sok_keras.optimizers`. Any other optimizer, such as a subclass of your own, works if it computes each element of a variable by itself:
     from its gradient, states of the variable's shape that start at a constant, and `self.iterations`. Then its own `update_step` is
-    called with the rows of the batch, cut into flat pieces, which takes several times as long. Such an optimizer, and Lamb, update tables
-    on the host alone so far.
+    called with the rows of the batch, cut into flat pieces, which takes several times as long.
 
     Learning rate, schedules, clipping, weight decay, loss scale and gradient accumulation are those of the wrapped optimizer.
     Clipping by global norm counts the summed gradients of rows and the dense gradients together. Decoupled weight decay applies to
@@ -79,7 +78,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         ValueError: If `gradient_reduction` is another value. If the formula of `inner_optimizer` needs the whole variable (Muon,
             Adafactor), or it keeps other states. If it is an `OptimizerWrapper` or a `LossScaleOptimizer`. A loss scale goes around the
             wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
-        DeviceError: At the first step, for an optimizer that does not update tables on a GPU.
     """
 
     def __init__(

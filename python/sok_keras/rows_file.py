@@ -73,7 +73,8 @@ def load(core: Any, store: Store) -> None:
     for table, names, of_table, update in zip(core.tables, pieces, stored, updates, strict=True):
         keeps_states = same_states(of_table.update_rule, update, table.dim)
         keeps_scores = of_table.score is not None and of_table.score == _kind_of_score(core.configs[table._number])
-        if keeps_scores or core.configs[table._number]["admission"] is not None:
+        config = core.configs[table._number]
+        if keeps_scores or config["admission"] is not None or config["time_to_live"] is not None:
             fresh.set_step(table._number, of_table.step)
         _fill(fresh, store, names, table, keeps_states, keeps_scores)
         if not keeps_states and states_of(of_table.update_rule, table.dim)[1]:

@@ -195,10 +195,14 @@ impl TableConfig {
         }
     }
 
-    /// Whether rows that the table removes by itself are kept until they are taken.
+    /// Whether rows whose time to live is over are kept until they are taken.
+    pub fn keeps_expired(&self) -> bool {
+        self.time_to_live.is_some_and(|time_to_live| time_to_live.keeps_expired)
+    }
+
+    /// Whether any rows that the table removes by itself are kept until they are taken.
     pub fn keeps_removed(&self) -> bool {
-        self.eviction.is_some_and(|eviction| eviction.keeps_evicted)
-            || self.time_to_live.is_some_and(|time_to_live| time_to_live.keeps_expired)
+        self.eviction.is_some_and(|eviction| eviction.keeps_evicted) || self.keeps_expired()
     }
 
     /// How uses of rows are counted, if the table has a policy that needs it. A time to live alone needs the step of the last use.
@@ -476,7 +480,7 @@ pub trait Table: Send {
     /// `values` holds rows without states.
     ///
     /// # Errors
-    /// [`Error::State`] if the table does not keep such rows ([`Eviction::keeps_evicted`]).
+    /// [`Error::State`] if the table does not keep such rows ([`Eviction::keeps_evicted`], [`TimeToLive::keeps_expired`]).
     fn take_evicted(&mut self) -> Result<Records> {
         Err(not_kept(&self.config().name))
     }

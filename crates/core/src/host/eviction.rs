@@ -30,9 +30,11 @@ pub(crate) trait InProgress: Send + Sync {
 pub(crate) struct Evictor {
     /// How uses are counted.
     pub policy: Eviction,
-    /// Whether rows that go are kept until they are taken.
-    keeps_removed: bool,
+    /// Whether rows whose time to live is over are kept until they are taken. `policy` says it for the others.
+    keeps_expired: bool,
     pub scores: Scores,
+    /// The newest commit of the group.
+    pub newest_commit: u64,
     /// The newest commit of the group whose gradients were applied or dropped.
     pub settled_commit: u64,
     /// When commits were made, if rows have a time to live in milliseconds.
@@ -49,11 +51,12 @@ pub(crate) struct Evictor {
 }
 
 impl Evictor {
-    pub fn new(policy: Eviction, keeps_removed: bool) -> Evictor {
+    pub fn new(policy: Eviction, keeps_expired: bool) -> Evictor {
         Evictor {
             policy,
-            keeps_removed,
+            keeps_expired,
             scores: Scores::default(),
+            newest_commit: BEFORE_FIRST_COMMIT,
             settled_commit: BEFORE_FIRST_COMMIT,
             times: CommitTimes::default(),
             number: 0,
@@ -64,9 +67,10 @@ impl Evictor {
         }
     }
 
-    /// Takes over the numbers of commits from the scores that these will replace.
+    /// Takes over the numbers of commits from the scores that these will replace. When these were made is forgotten, so that rows which are
+    /// loaded after a pause do not go at once.
     pub fn go_on_from(&mut self, other: &Evictor) {
-        (self.settled_commit, self.times) = (other.settled_commit, other.times.clone());
+        (self.newest_commit, self.settled_commit) = (other.newest_commit, other.settled_commit);
     }
 
     pub fn num_bytes(&self) -> usize {
@@ -89,10 +93,10 @@ impl Evictor {
         }
     }
 
-    /// Remembers the rows that are about to go in a step.
+    /// Remembers the rows that are about to go in a step, in a call that has begun.
     ///
     /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory).
+    /// [`Error::Memory`](crate::Error::Memory). The call has removed nothing then.
     pub fn remember(
         &mut self,
         reason: Reason,
@@ -102,12 +106,17 @@ impl Evictor {
         dim: usize,
     ) -> Result<()> {
         memory::reserve(&mut self.removed, going.len(), WHAT)?;
-        if self.keeps_removed {
+        let keeps = match reason {
+            Reason::Evicted => self.policy.keeps_evicted,
+            Reason::Expired => self.keeps_expired,
+        };
+        if keeps {
             let rows = going.iter().map(|(rank, record)| (*rank, &arena.record(*record)[..dim]));
             self.departures.keep(rows, dim)?;
         }
-        let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT)?;
-        self.departures.remember(reason, step, keys)?;
+        let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT);
+        let remembered = keys.and_then(|keys| self.departures.remember(reason, step, keys));
+        remembered.inspect_err(|_| self.departures.take_back(self.lens))?;
         self.removed.extend(going.iter().map(|(rank, record)| (rank.key, *record)));
         Ok(())
     }
@@ -159,12 +168,18 @@ impl Evictor {
     }
 
     fn age(&self, commit: u64) -> u64 {
-        self.settled_commit.saturating_sub(commit)
+        self.newest_commit.saturating_sub(commit)
     }
 
     /// The number of the commit that was made so many commits ago.
     fn commit_before(&self, age: u64) -> u64 {
-        self.settled_commit.saturating_sub(age)
+        self.newest_commit.saturating_sub(age)
+    }
+
+    /// Makes a row as old as one that is new.
+    pub fn renew(&mut self, record: RecordNumber) {
+        let used = self.scores.use_mut(record);
+        used.commit = used.commit.max(self.settled_commit);
     }
 
     /// Counts a use of each record by a number of ids in a step.

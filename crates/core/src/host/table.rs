@@ -71,7 +71,7 @@ impl HostTable {
             retired: Vec::new(),
             newest_lookup: 0,
             step: 1,
-            evictor: config.counting().map(|policy| Box::new(Evictor::new(policy, config.keeps_removed()))),
+            evictor: config.counting().map(|policy| Box::new(Evictor::new(policy, config.keeps_expired()))),
             admitter: config.admission.map(Admitter::new).transpose()?.map(Box::new),
             generation: 0,
             stats: TableStats::default(),
@@ -99,6 +99,9 @@ impl HostTable {
 
     /// Ends the step in progress, by this commit of the group.
     pub(crate) fn end_step(&mut self, commit: u64) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.newest_commit = commit;
+        }
         self.expire(commit);
         if let Some(evictor) = &mut self.evictor {
             evictor.end_step(self.step);

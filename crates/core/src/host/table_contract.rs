@@ -410,6 +410,8 @@ impl Table for HostTable {
             }
         }
         if let Some(evictor) = &mut self.evictor {
+            let rows = located.iter().filter(|record| **record != NO_RECORD);
+            rows.for_each(|&record| evictor.renew(record));
             for column in Column::ALL {
                 let numbers = located.iter().zip(records.column(column));
                 let of_rows = numbers.filter(|(record, _)| **record != NO_RECORD);

@@ -92,13 +92,13 @@ pub struct CommitTimes {
 const RESOLUTION: u64 = 1024;
 
 impl CommitTimes {
-    /// Notes that a commit is made now. A clock that was set back counts on from the latest time. Returns the newest commit that was made
+    /// Notes that a commit is made now. A clock that was set back counts as standing still until it has passed its latest time. Returns the newest commit that was made
     /// at least `lifetime` milliseconds before.
     pub fn note(&mut self, commit: u64, now: u64, lifetime: u64) -> Option<u64> {
         let now = self.entries.back().map_or(now, |last| last.0.max(now));
         let before_last = self.entries.len().checked_sub(2).map(|at| self.entries[at].0);
         match self.entries.back_mut() {
-            Some(last) if before_last.is_some_and(|before| now - before < lifetime / RESOLUTION) => {
+            Some(last) if before_last.is_some_and(|before| now - before <= lifetime / RESOLUTION) => {
                 *last = (now, commit);
             }
             _ => self.entries.push_back((now, commit)),

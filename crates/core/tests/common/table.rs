@@ -38,6 +38,7 @@ pub struct ModelTable {
     pub step: u64,
     /// Later commits were not applied yet.
     pub settled_commit: u64,
+    newest_commit: u64,
     /// Keys of lookups whose gradients were not committed yet.
     pub in_progress: BTreeSet<Key>,
     /// Keys that went by themselves, with what is told of them.
@@ -76,6 +77,7 @@ impl ModelTable {
             clears: 0,
             step: 1,
             settled_commit: BEFORE_FIRST_COMMIT,
+            newest_commit: BEFORE_FIRST_COMMIT,
             in_progress: BTreeSet::new(),
             departures: Vec::new(),
             sights: BTreeMap::new(),
@@ -184,7 +186,11 @@ impl ModelTable {
         for &(score, key) in going {
             let record = self.rows.remove(&key).unwrap();
             self.departures.push((key, why));
-            if self.config.keeps_removed() {
+            let keeps = match why {
+                Explanation::Expired { .. } => self.config.keeps_expired(),
+                _ => self.config.eviction.is_some_and(|policy| policy.keeps_evicted),
+            };
+            if keeps {
                 self.kept.keys.push(key);
                 self.kept.values.extend(&record.values[..self.config.dim]);
                 self.kept.scores.push(score);
@@ -233,6 +239,7 @@ impl ModelTable {
 
     /// Ends the step in progress by a commit. Returns how many rows went.
     pub fn end_step(&mut self, commit: u64) -> u64 {
+        self.newest_commit = commit;
         let expired = self.expire(commit);
         if self.config.admission.is_some_and(|policy| policy.halves_after(self.step)) {
             self.sights.values_mut().for_each(|count| *count /= 2);
@@ -320,6 +327,7 @@ impl ModelTable {
         for (key, values) in records.keys.iter().zip(records.values.chunks_exact(self.width())) {
             if let Some(record) = self.rows.get_mut(key) {
                 record.values.copy_from_slice(values);
+                record.commit = record.commit.max(self.settled_commit);
             }
         }
         for (key, score) in records.keys.iter().zip(&records.scores) {
@@ -329,7 +337,7 @@ impl ModelTable {
         }
         for (key, age) in records.keys.iter().zip(&records.ages) {
             if let Some(record) = self.rows.get_mut(key) {
-                record.commit = self.settled_commit - age;
+                record.commit = self.newest_commit - age;
             }
         }
         Ok(())
@@ -397,7 +405,7 @@ impl ModelTable {
     fn bits_of(&self, record: &Record) -> Vec<u32> {
         let number = |column: &Column| match column {
             Column::Scores => record.score,
-            Column::Ages => self.settled_commit.saturating_sub(record.commit),
+            Column::Ages => self.newest_commit.saturating_sub(record.commit),
         };
         record_bits(&record.values, self.config.columns().iter().map(number))
     }
@@ -522,12 +530,10 @@ impl TableOp {
                 for record in model.rows.values_mut() {
                     model.births += 1;
                     record.birth = model.births;
-                    // A dump holds ages of rows with a time to live.
-                    let age = model
-                        .config
-                        .time_to_live
-                        .map_or(0, |_| model.settled_commit.saturating_sub(record.commit));
-                    record.commit = model.settled_commit - age;
+                    // A dump holds the ages of rows with a time to live.
+                    if model.config.time_to_live.is_none() {
+                        record.commit = model.settled_commit;
+                    }
                 }
             }
             TableOp::TakeEvicted => {
