@@ -185,7 +185,7 @@ class TimeToLive(_Policy):
     `out_of_vocabulary_key`. Each step looks at a part of the keys, so that none takes long: all parts have their turn within a quarter of
     `time_to_live` if that is a number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers.
 
-    Times are those of the clock of the system, as exactly as a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps
+    Times are those of the system's clock, and exact to a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps
     hold the ages of rows; weights files do not, so that the rows which they bring are as old as the last step. The tables of the layer are
     in the memory of the host.
 
@@ -233,7 +233,7 @@ class TimeToLive(_Policy):
 
 
 def set_clock(now: datetime.datetime | None) -> None:
-    """Stops the clock of the process by which rows expire, for tests.
+    """Stops the clock by which rows of this process expire. It is meant for tests.
 
     Args:
         now: The time at which it stands, with a time zone. None: it follows the clock of the system again.
@@ -291,11 +291,9 @@ def get_time_to_live(identifier: Any) -> TimeToLive | None:
     Raises:
         ValueError: If it is none of these.
     """
-    if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if identifier is None or isinstance(identifier, TimeToLive):
-        return identifier
-    return TimeToLive(identifier)
+    if identifier is not None and not isinstance(identifier, dict | TimeToLive):
+        return TimeToLive(identifier)
+    return _get("time_to_live", identifier, TimeToLive, "`sok_keras.policies.TimeToLive(...)`")
 
 
 def _get(argument: str, identifier: Any, kinds: Any, known: str) -> Any:
@@ -307,35 +305,19 @@ def _get(argument: str, identifier: Any, kinds: Any, known: str) -> Any:
     raise ValueError(f"`{argument}` must be {known} or None. Received: {argument}={identifier!r}")
 
 
-def check_eviction(eviction: Eviction | None, vocabulary_size: int | None, max_capacity: int | None) -> None:
-    """Raises a `ValueError` unless a table with these limits can have the policy."""
-    if eviction is None:
-        return
-    if vocabulary_size is not None:
+def check_is_dynamic(argument: str, policy: Any, vocabulary_size: int | None) -> None:
+    """Raises a `ValueError` if a policy is given for a static table."""
+    if policy is not None and vocabulary_size is not None:
         raise ValueError(
-            "`eviction` is for dynamic tables, since a static table has room for all of its ids. Received: "
+            f"`{argument}` is for dynamic tables, since a static table has room for all of its ids. Received: "
             f"vocabulary_size={vocabulary_size!r}"
         )
-    if max_capacity is None:
+
+
+def check_eviction(eviction: Eviction | None, max_capacity: int | None) -> None:
+    """Raises a `ValueError` unless a table with this capacity can have the policy."""
+    if eviction is not None and max_capacity is None:
         raise ValueError("`eviction` needs `max_capacity`, the number of rows to keep. Received: max_capacity=None")
-
-
-def check_admission(admission: Admission | None, vocabulary_size: int | None) -> None:
-    """Raises a `ValueError` unless a table with this vocabulary can have the policy."""
-    if admission is not None and vocabulary_size is not None:
-        raise ValueError(
-            "`admission` is for dynamic tables, since the ids of a static table are counted already. Received: "
-            f"vocabulary_size={vocabulary_size!r}"
-        )
-
-
-def check_time_to_live(time_to_live: TimeToLive | None, vocabulary_size: int | None) -> None:
-    """Raises a `ValueError` unless a table with this vocabulary can have the policy."""
-    if time_to_live is not None and vocabulary_size is not None:
-        raise ValueError(
-            "`time_to_live` is for dynamic tables, since a static table has room for all of its ids. Received: "
-            f"vocabulary_size={vocabulary_size!r}"
-        )
 
 
 def core_time_to_live(time_to_live: TimeToLive | None) -> dict[str, Any] | None:

@@ -10,9 +10,8 @@ from sok_keras.policies import (
     Admission,
     Eviction,
     TimeToLive,
-    check_admission,
     check_eviction,
-    check_time_to_live,
+    check_is_dynamic,
     get_admission,
     get_eviction,
     get_time_to_live,
@@ -140,11 +139,11 @@ class TableConfig:
                 check_choice(argument, getattr(self, argument))
 
         self.eviction = get_eviction(self.eviction)
-        check_eviction(self.eviction, self.vocabulary_size, self.max_capacity)
         self.admission = get_admission(self.admission)
-        check_admission(self.admission, self.vocabulary_size)
         self.time_to_live = get_time_to_live(self.time_to_live)
-        check_time_to_live(self.time_to_live, self.vocabulary_size)
+        for policy in ("eviction", "admission", "time_to_live"):
+            check_is_dynamic(policy, getattr(self, policy), self.vocabulary_size)
+        check_eviction(self.eviction, self.max_capacity)
         self._check_out_of_vocabulary_key()
 
     def _check_out_of_vocabulary_key(self) -> None:

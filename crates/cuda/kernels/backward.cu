@@ -146,7 +146,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 
   // Returns the sum of the squares of a row whose columns the lanes have, in eight partial sums, as in crates/core/src/math.rs.
   __device__ __forceinline__ float sum_of_squares(const float4 (&columns)[CHUNKS]) const {
-    // DIM may contain columns that fill the last group of four. Those of a row hold first values.
+    // DIM may be rounded up to a multiple of four. The padding columns of a row hold first values, so they must not count.
     const u32 num_last = width - 4 * (QUADS - 1);
     float lanes[8] = {};
 #pragma unroll

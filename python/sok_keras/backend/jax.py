@@ -165,7 +165,7 @@ def apply(tables, scalars, sum_of_squares, triggers):
 def sum_gradients(gradients, then, after=()):
     """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them. `after`: what must be computed before.
 
-    XLA knows the gradients of an empty batch without its lookup, and would sum them before it. Other ranks wait in that lookup.
+    XLA computes the gradients of an empty batch without its lookup. If it summed them first, other ranks would wait in that lookup for ever.
     """
     results = [_float32(*gradients.shape), _float32(*then.shape)]
     return _ffi("sok_sum_gradients", results)(gradients, then, *after, scope=traced_scope())

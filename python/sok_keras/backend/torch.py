@@ -338,7 +338,7 @@ def sum_gradients(gradients, then, after=()):
 
 
 def watch_gradients(variables, divisor):
-    """Returns what sums the variables' gradients over all ranks during the backward pass, and divides them; or None if nothing may."""
+    """Returns what sums the variables' gradients over all ranks during the backward pass, and divides them. None over NCCL."""
     if not _native.sums_beside_calls():
         return None
     return GradientSums(variables, lambda flat: _sum_gradients(flat, flat.new_zeros(1))[0] / divisor)

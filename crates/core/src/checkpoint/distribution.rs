@@ -335,14 +335,8 @@ mod tests {
                 for_each_chunk(chunks, Ok, &owners, Some(&ranks), &mut |Chunk { table, records }| {
                     let mut scores = records.scores.iter();
                     assert_eq!(scores.len(), if table.is_multiple_of(2) { records.keys.len() } else { 0 });
-                    assert!(
-                        records.ages.iter().eq(records
-                            .scores
-                            .iter()
-                            .map(|score| score + 1)
-                            .collect::<Vec<_>>()
-                            .iter())
-                    );
+                    let ages: Vec<u64> = records.scores.iter().map(|score| score + 1).collect();
+                    assert_eq!(records.ages, ages);
                     for (key, values) in records.keys.iter().zip(records.values.chunks(WIDTH)) {
                         assert_eq!(values, [*key as f32, 1.0, 2.0]);
                         assert!(scores.next().is_none_or(|found| *found == score(*key)));

@@ -352,7 +352,7 @@ impl<'a> TableLoad<'a> {
         let is_same = |scores: &ScoreEntry| {
             config.eviction.is_some_and(|eviction| eviction.score.is_same_kind(scores.score))
         };
-        // They count steps of the dumped table, so they cannot be compared with those of rows that stay.
+        // Scores and ages count the steps of the dumped table. Rows that stay in a merge count other steps.
         let is_taken = |column: &Column| match column {
             _ if !replaces_all => false,
             Column::Scores => entry.scores.as_ref().is_some_and(is_same),

@@ -100,7 +100,7 @@ pub struct ScoreEntry {
 pub struct AgeEntry {
     /// Number of the step in progress, from 1.
     pub step: u64,
-    /// When commits were made, if that counts: milliseconds since 1970, each with how many commits ago the newest commit until then was made.
+    /// When commits were made, as `Table::commit_times` returns it. Empty if the time to live is a number of steps.
     pub times: Vec<(u64, u64)>,
 }
 
@@ -279,13 +279,13 @@ impl TableEntry {
         })
     }
 
-    /// What its records have beside their values.
+    /// Returns the columns of its records.
     pub(super) fn columns(&self) -> Vec<Column> {
         let are_there = [(Column::Scores, self.scores.is_some()), (Column::Ages, self.ages.is_some())];
         are_there.into_iter().filter(|(_, is_there)| *is_there).map(|(column, _)| column).collect()
     }
 
-    /// The step in progress, if the table counts steps.
+    /// Returns the number of the step in progress, if the table counted steps.
     pub(super) fn step(&self) -> Option<u64> {
         self.scores.as_ref().map(|scores| scores.step).or(self.ages.as_ref().map(|ages| ages.step))
     }

@@ -185,7 +185,7 @@ impl TableConfig {
         self.max_capacity.unwrap_or(Self::MAX_ROWS)
     }
 
-    /// What its records have beside their values.
+    /// Returns the columns of its records.
     pub fn columns(&self) -> &'static [Column] {
         match (self.eviction.is_some(), self.time_to_live.is_some()) {
             (true, true) => &Column::ALL,
@@ -205,7 +205,7 @@ impl TableConfig {
         self.eviction.is_some_and(|eviction| eviction.keeps_evicted) || self.keeps_expired()
     }
 
-    /// How uses of rows are counted, if the table has a policy that needs it. A time to live alone needs the step of the last use.
+    /// Returns how uses of rows are counted, if the table has an eviction policy or a time to live. A time to live alone counts as LRU.
     pub fn counting(&self) -> Option<Eviction> {
         let lru = Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false };
         self.eviction.or(self.time_to_live.map(|_| lru))
@@ -275,7 +275,7 @@ pub struct Records {
     pub ages: Vec<u64>,
 }
 
-/// Numbers that records have beside their values.
+/// A number that each record has beside its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Column {
     /// [`Records::scores`].
@@ -285,10 +285,10 @@ pub enum Column {
 }
 
 impl Column {
-    /// All of them.
+    /// All columns.
     pub const ALL: [Column; 2] = [Column::Scores, Column::Ages];
 
-    /// Its name in dumps.
+    /// Returns the name of its tensor in dumps.
     pub fn name(self) -> &'static str {
         match self {
             Column::Scores => "scores",
@@ -298,7 +298,7 @@ impl Column {
 }
 
 impl Records {
-    /// The numbers of a column.
+    /// Returns the numbers of a column.
     pub fn column(&self, column: Column) -> &Vec<u64> {
         match column {
             Column::Scores => &self.scores,
@@ -306,7 +306,7 @@ impl Records {
         }
     }
 
-    /// The numbers of a column.
+    /// Returns the numbers of a column.
     pub fn column_mut(&mut self, column: Column) -> &mut Vec<u64> {
         match column {
             Column::Scores => &mut self.scores,
@@ -501,13 +501,13 @@ pub trait Table: Send {
         Ok(())
     }
 
-    /// Returns when commits were made, if rows have a time to live in milliseconds: times since 1970, in ascending order, each with how many
-    /// commits ago the newest commit until then was made.
+    /// Returns when commits were made, if rows have a time to live in milliseconds. Each entry is a time in milliseconds since 1970, and the
+    /// number of commits that were made after it. Times ascend.
     fn commit_times(&self) -> Vec<(u64, u64)> {
         Vec::new()
     }
 
-    /// Takes the times that `commit_times` of another table gave. A load sets those of the dump.
+    /// Replaces the times of commits by those of a dump. `times`: as `commit_times` returns them.
     fn set_commit_times(&mut self, _times: &[(u64, u64)]) {}
 
     /// Returns the counts since the table was made. A device completes its steps first.

@@ -16,7 +16,7 @@ use crate::store::record_set::RecordSet;
 use crate::store::scores::Scores;
 
 const WHAT: &str = "the rows that a full table removes";
-/// Commits are counted from here on, because a dump may bring rows that are older than all commits of a process.
+/// The first commit has the next number. A row of a dump may be older than all commits of the process, and gets a smaller number.
 pub(crate) const BEFORE_FIRST_COMMIT: u64 = 1 << 40;
 
 /// A lookup of training.
@@ -30,7 +30,7 @@ pub(crate) trait InProgress: Send + Sync {
 pub(crate) struct Evictor {
     /// How uses are counted.
     pub policy: Eviction,
-    /// Whether rows whose time to live is over are kept until they are taken. `policy` says it for the others.
+    /// Whether expired rows are kept until they are taken. For evicted rows, `policy` says so.
     keeps_expired: bool,
     pub scores: Scores,
     /// The newest commit of the group.
@@ -67,8 +67,8 @@ impl Evictor {
         }
     }
 
-    /// Takes over the numbers of commits from the scores that these will replace. When these were made is forgotten, so that rows which are
-    /// loaded after a pause do not go at once.
+    /// Continues the numbers of commits of the table that this one will replace, but not their times: otherwise rows that are loaded after a
+    /// pause would expire at once.
     pub fn go_on_from(&mut self, other: &Evictor) {
         (self.newest_commit, self.settled_commit) = (other.newest_commit, other.settled_commit);
     }
@@ -137,7 +137,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// A number of a record.
+    /// Returns the number that a record has in a column.
     pub fn number(&self, column: Column, record: RecordNumber) -> u64 {
         let used = self.scores.get(record);
         match column {
@@ -146,37 +146,36 @@ impl Evictor {
         }
     }
 
-    /// Sets a number of a record.
+    /// Sets the number that a record has in a column.
     pub fn set_number(&mut self, column: Column, record: RecordNumber, number: u64) {
-        let commit = self.commit_before(number);
-        let used = self.scores.use_mut(record);
         match column {
-            Column::Scores => used.score = number,
-            Column::Ages => used.commit = commit,
+            Column::Scores => self.scores.set_score(record, number),
+            Column::Ages => self.scores.use_mut(record).commit = self.commit_before(number),
         }
     }
 
-    /// Times in milliseconds, each with how many commits ago the newest commit until then was made.
+    /// Returns the times of commits, as `Table::commit_times`.
     pub fn commit_times(&self) -> Vec<(u64, u64)> {
         self.times.entries().map(|(time, commit)| (time, self.age(commit))).collect()
     }
 
-    /// Takes times that `commit_times` gave.
+    /// Replaces the times of commits. `times`: as `commit_times` returns them.
     pub fn set_commit_times(&mut self, times: &[(u64, u64)]) {
         let commits = times.iter().map(|&(time, age)| (time, self.commit_before(age)));
         self.times.set(commits.collect());
     }
 
+    /// Returns the number of commits that were made after this one.
     fn age(&self, commit: u64) -> u64 {
         self.newest_commit.saturating_sub(commit)
     }
 
-    /// The number of the commit that was made so many commits ago.
+    /// Returns the commit after which so many others were made.
     fn commit_before(&self, age: u64) -> u64 {
         self.newest_commit.saturating_sub(age)
     }
 
-    /// Makes a row as old as one that is new.
+    /// Makes a row as young as a new one, unless it is younger.
     pub fn renew(&mut self, record: RecordNumber) {
         let used = self.scores.use_mut(record);
         used.commit = used.commit.max(self.settled_commit);

@@ -4,7 +4,6 @@ use super::table::HostTable;
 use crate::contract::departures::Reason;
 use crate::contract::table::Outcomes;
 use crate::error::Result;
-use crate::key::hash;
 use crate::memory;
 use crate::policy::clock;
 use crate::policy::sweep::Rank;
@@ -14,10 +13,11 @@ use crate::store::arena::RecordNumber;
 const WHAT: &str = "the rows whose time to live is over";
 
 impl HostTable {
-    /// At the end of a step, which this commit ends: removes the rows of the part that is due whose time is over.
+    /// Ends a step by a commit: removes the rows whose time to live is over, of the part of the keys that is due.
     pub(crate) fn expire(&mut self, commit: u64) {
-        let Some(time_to_live) = self.config.time_to_live else { return };
         let Some(evictor) = &mut self.evictor else { return };
+        evictor.newest_commit = commit;
+        let Some(time_to_live) = self.config.time_to_live else { return };
         let newest = match time_to_live.lifetime {
             Lifetime::Steps(steps) => commit.checked_sub(steps),
             Lifetime::Milliseconds(lifetime) => evictor.times.note(commit, clock::now(), lifetime),
@@ -26,7 +26,7 @@ impl HostTable {
         let (Some(newest), Some(part)) = (newest, due) else { return };
         // Rows of commits whose gradients were not applied yet stay.
         let newest = newest.min(evictor.settled_commit);
-        // Without memory for a list of them the rows stay until their part is due again.
+        // Without memory for a list of these rows, they stay until their part is due again.
         if let Ok(expired) = self.remove_older(part, newest) {
             self.note(Outcomes { expired, ..Outcomes::default() }, 0);
         }
@@ -38,6 +38,7 @@ impl HostTable {
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
     fn remove_older(&mut self, part: Part, newest: u64) -> Result<u64> {
         let Some(evictor) = &mut self.evictor else { return Ok(0) };
+        evictor.begin();
         let out_of_vocabulary = self.config.out_of_vocabulary_key;
         let mut going: Vec<(Rank, RecordNumber)> = Vec::new();
         let mut listed = Ok(());
@@ -52,14 +53,7 @@ impl HostTable {
             return Ok(0);
         }
         going.sort_unstable_by_key(|(rank, _)| *rank);
-        self.arena.reserve_free(self.retired.len() + going.len())?;
-        memory::reserve(&mut self.retired, going.len(), WHAT)?;
-        evictor.begin();
-        evictor.remember(Reason::Expired, self.step, &going, &self.arena, self.config.dim)?;
-        for (rank, record) in &going {
-            self.index.remove(hash(rank.key), rank.key);
-            self.retired.push((self.newest_lookup, *record));
-        }
+        self.remove(Reason::Expired, &going)?;
         Ok(going.len() as u64)
     }
 }

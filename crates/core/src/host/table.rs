@@ -12,6 +12,7 @@ use crate::host::features::{Mode, Role, role};
 use crate::host::find::{FirstRecord, Whole};
 use crate::key::{Key, hash};
 use crate::memory;
+use crate::policy::sweep::Rank;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::index::Index;
 use crate::store::journal::Journal;
@@ -99,9 +100,6 @@ impl HostTable {
 
     /// Ends the step in progress, by this commit of the group.
     pub(crate) fn end_step(&mut self, commit: u64) {
-        if let Some(evictor) = &mut self.evictor {
-            evictor.newest_commit = commit;
-        }
         self.expire(commit);
         if let Some(evictor) = &mut self.evictor {
             evictor.end_step(self.step);
@@ -179,16 +177,25 @@ impl HostTable {
         }
         let Some(removable) = self.removable(&|set| used(self, set))? else { return Ok(0) };
         let going = removable.lowest(needed, self.config.capacity())?;
+        self.remove(Reason::Evicted, &going)?;
+        self.journal.room += going.len() as u64;
+        Ok(going.len() as u64)
+    }
+
+    /// Removes rows of a table that counts their uses, and remembers them, in their order.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
+    pub(crate) fn remove(&mut self, reason: Reason, going: &[(Rank, RecordNumber)]) -> Result<()> {
+        let Some(evictor) = &mut self.evictor else { return Ok(()) };
         self.arena.reserve_free(self.retired.len() + going.len())?;
         memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
-        let Some(evictor) = &mut self.evictor else { return Ok(0) };
-        evictor.remember(Reason::Evicted, self.step, &going, &self.arena, self.config.dim)?;
-        for (rank, record) in &going {
+        evictor.remember(reason, self.step, going, &self.arena, self.config.dim)?;
+        for (rank, record) in going {
             self.index.remove(hash(rank.key), rank.key);
             self.retired.push((self.newest_lookup, *record));
         }
-        self.journal.room += going.len() as u64;
-        Ok(going.len() as u64)
+        Ok(())
     }
 
     /// Undoes a call: removes the keys that it inserted, and inserts those that it removed.

@@ -22,14 +22,14 @@ pub struct TimeToLive {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lifetime {
-    /// So many steps.
+    /// A number of steps.
     Steps(u64),
-    /// So many milliseconds.
+    /// A number of milliseconds.
     Milliseconds(u64),
 }
 
-/// All parts of the keys take at most `1 << CYCLE_BITS` steps, and there are at most `1 << PART_BITS` parts. A part of 64 Mi rows has
-/// 262,144, which the host sweeps in some milliseconds.
+/// A cycle, in which each part of the keys is swept once, has at most `1 << CYCLE_BITS` steps and `1 << PART_BITS` parts. So a sweep of a table
+/// of 64 Mi rows examines 262,144 rows.
 const CYCLE_BITS: u32 = 12;
 const PART_BITS: u32 = 8;
 
@@ -81,10 +81,10 @@ fn low_bits(count: u32) -> u64 {
     (1 << count) - 1
 }
 
-/// When commits were made, as exactly as a lifetime needs it: a list that does not grow with their number.
+/// When commits were made, to within two 1024ths of a lifetime. The number of entries does not grow with that of the commits.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct CommitTimes {
-    /// Times in milliseconds, each with the newest commit that was made until then. Both increase.
+    /// Times in milliseconds, each with the newest commit that was made until then. Neither decreases.
     entries: VecDeque<(u64, u64)>,
 }
 
@@ -92,8 +92,8 @@ pub struct CommitTimes {
 const RESOLUTION: u64 = 1024;
 
 impl CommitTimes {
-    /// Notes that a commit is made now. A clock that was set back counts as standing still until it has passed its latest time. Returns the newest commit that was made
-    /// at least `lifetime` milliseconds before.
+    /// Notes that a commit is made now. Returns the newest commit that was made at least `lifetime` milliseconds before. A clock that was set
+    /// back counts as standing still until it has passed its latest time.
     pub fn note(&mut self, commit: u64, now: u64, lifetime: u64) -> Option<u64> {
         let now = self.entries.back().map_or(now, |last| last.0.max(now));
         let before_last = self.entries.len().checked_sub(2).map(|at| self.entries[at].0);

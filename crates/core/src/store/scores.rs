@@ -6,7 +6,7 @@ use crate::key::Key;
 use crate::store::arena::RecordNumber;
 use crate::store::region::{Plain, Region};
 
-/// The score of a record, and the newest commit that took gradients of it, or that was settled when the record's life began.
+/// The score of a record, and the newest commit that took gradients of it. A new record has the newest commit that was settled.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Use {

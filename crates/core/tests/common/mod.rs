@@ -56,7 +56,7 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { f32::NAN } else { *v }.to_bits()).collect()
 }
 
-/// Returns the bits of a record. Those of its numbers follow: score and age, if the table has them.
+/// Returns the bits of a record's values, then those of its score and of its age, as far as the table has them.
 pub fn record_bits(values: &[f32], numbers: impl Iterator<Item = u64>) -> Vec<u32> {
     let numbers = numbers.flat_map(|number| [number as u32, (number >> 32) as u32]);
     bits(values).into_iter().chain(numbers).collect()

@@ -23,16 +23,16 @@ struct SweepsOfTables {
     going: Vec<Going>,
 }
 
-/// What a lookup has of the other ranks.
+/// What a lookup needs if ranks share the tables.
 #[derive(Default)]
 pub(super) struct OfRanks<'a> {
     /// Completes the features on the device, if their numbers of ids are upper bounds. Then no table may refuse keys.
     pub remote: Option<&'a Remote>,
-    /// Is asked once, if this rank can do its part, before the lookup does what cannot be undone.
+    /// Called once, before the first change that cannot be undone, unless the lookup has failed on this rank before.
     pub vote: Vote<'a>,
 }
 
-/// Returns whether all ranks can do their part.
+/// Returns an error if the lookup has failed on another rank.
 type Vote<'a> = Option<&'a mut dyn FnMut() -> Result<()>>;
 
 impl GpuGroup {
@@ -88,11 +88,11 @@ impl GpuGroup {
         let insert = insertion == Insertion::AtLookup;
         let mut inserts = vec![insert; self.tables.len()];
         let mut exceeding = Vec::new();
-        if insert && vote.is_some() {
-            // What is counted from here on can be undone.
-            self.count_steps()?;
-        }
         if insert {
+            if vote.is_some() {
+                // Earlier counts must not be undone with those of this lookup.
+                self.count_steps()?;
+            }
             exceeding = self.make_room(features, None, &mut inserts, save, exceeds, &mut vote, stream)?;
         }
         // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
@@ -116,7 +116,7 @@ impl GpuGroup {
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }
-        // The insertions may have to be undone.
+        // Counts before and after the insertions are needed to undo these.
         let notes_counts = insert && (!exceeding.is_empty() || vote.is_some());
         if notes_counts {
             workspace.note_counts(self.counts.address(), 0, 0, stream)?;

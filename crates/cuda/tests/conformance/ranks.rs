@@ -192,7 +192,7 @@ fn one_of_which_one_refuses() {
     let mut host = ShardedSubject::new(&configs, communicator, ranks, RowType::Float32, &POOL);
     let gpu = ShardedGpuGroup::new(&DEVICE, configs.to_vec(), &peers, 2, ranks, RowType::Float32).unwrap();
     let mut gpu = GpuSubject::of(Tested::Shared(Box::new(gpu)));
-    // The ranks make the steps of the host first, then those of the GPU.
+    // All ranks run the steps on the host, then on the GPU.
     assert_eq!(refusal::run(&mut host, rank), refusal::run(&mut gpu, rank), "rank {rank}");
 }
 
