@@ -196,7 +196,7 @@ fn configs() -> Vec<(TableConfig, Placement)> {
     ]
 }
 
-fn digest(subject: &ShardedSubject) -> u64 {
+fn digest(subject: &mut ShardedSubject) -> u64 {
     let tables: Vec<_> = (0..subject.num_tables()).map(|table| scan(subject.table(table), 10)).collect();
     fingerprint64(format!("{tables:?}").as_bytes())
 }
@@ -242,7 +242,7 @@ fn run(start: &Start) -> Told {
     // A lookup inserts nothing, so that what a step leaves behind is what it has updated.
     fill(&mut subject.group, 40);
     save(&mut subject.group, &Path::new(&start.folder).join("base"), true, 1).unwrap();
-    let (mut digests, mut lookup) = (vec![digest(&subject)], 0);
+    let (mut digests, mut lookup) = (vec![digest(&mut subject)], 0);
     let (mut error, mut seconds, mut dumped) = (None, 0.0, 0);
     'steps: for step in 1..=3 {
         for part in Part::ALL {
@@ -252,7 +252,7 @@ fn run(start: &Start) -> Told {
                 break 'steps;
             }
             match part {
-                Part::Apply | Part::Load => digests.push(digest(&subject)),
+                Part::Apply | Part::Load => digests.push(digest(&mut subject)),
                 Part::Dump => dumped = step + 1,
                 _ => {}
             }
@@ -267,7 +267,7 @@ fn run(start: &Start) -> Told {
     let num_messages = fated.num_messages.lock().unwrap().clone();
     Told {
         digests,
-        now: digest(&subject),
+        now: digest(&mut subject),
         error: error.map(|e| e.to_string()),
         seconds,
         dumped,

@@ -29,7 +29,7 @@ use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 
-const ALONE: Maker = Maker { make: alone, tells_late: false, is_on_host: true, dims: &[] };
+const ALONE: Maker = Maker { make: alone, tells_late: false, admits: true, dims: &[] };
 
 /// One rank alone must be as a group without ranks.
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {

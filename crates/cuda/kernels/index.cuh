@@ -357,3 +357,34 @@ __device__ __noinline__ Claim settle(Index index, u64 key, u32 hint) {
     return claim;
   }
 }
+
+// Erases a key. Returns the record number that it had, 0 if it was not there. Of equal keys, one gets the number. Only erasures may run in
+// the launch.
+__device__ __forceinline__ u32 erase_key(const Index& index, u64 key) {
+  const u64 h = hash(index, key);
+  Bucket* first = index.buckets + first_of(h, index.num_buckets);
+  Bucket* second = index.buckets + second_of(h, index.num_buckets);
+  u32 record = NO_RECORD;
+  for (bool is_done = false; !is_done;) {
+    const u32 word = acquire_or(&first->word, LOCKED);
+    if (word & LOCKED) {
+      __nanosleep(32);
+      continue;
+    }
+    for (u32 side = 0; side < 2 && record == NO_RECORD; ++side) {
+      Bucket* bucket = side ? second : first;
+      const u32 place = place_of(load_line(bucket), key);
+      if (place == SLOTS) continue;
+      record = load_shared(&bucket->records[place]);
+      store_shared(&bucket->keys[place], empty_key(index, (u32)(bucket - index.buckets)));
+      __threadfence();
+      store_shared(&bucket->records[place], NO_RECORD);
+    }
+    if (record == NO_RECORD && (word & STASHED)) {
+      if (u32* at = find_stashed(index.stash, &index.counters->stashed, key)) record = *at, store_shared(at, NO_RECORD);
+    }
+    release(&first->word, word & ~LOCKED);
+    is_done = true;
+  }
+  return record;
+}

@@ -103,11 +103,13 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
 
 // `Use::commit` of a record without a row.
 constexpr u64 NO_ROW = ~0ull;
+// The same, if the host does not know yet that the row has expired, because the list of expired rows was full. No commit has a larger number.
+constexpr u64 UNLISTED = ~0ull - 1;
 
 // Starts the score of a new record, if the table has scores.
 __device__ __forceinline__ void start_score(const Table& t, u64 key, u32 record) {
   if (!t.uses) return;
-  t.uses[record] = {t.has_steps ? *t.step : 0, 0};
+  t.uses[record] = {t.has_steps ? t.progress->step : 0, t.progress->settled_commit};
   t.keys[record] = key;
 }
 

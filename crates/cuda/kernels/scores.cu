@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   const Section section = section_at(sections, num_sections, block, number, [](const Section& s) { return s.first_list; });
   const Table& t = tables[section.table];
   if (!t.uses) return;
-  const u64 step = *t.step;
+  const u64 step = t.progress->step;
   const u32 end = section.first + section.count, at = section.first + (block - section.first_list) * LIST_BLOCK + threadIdx.x;
   u32 record[PER_THREAD], ids[PER_THREAD];
   Pair use[PER_THREAD];
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   }
 #pragma unroll
   for (u32 k = 0; k < PER_THREAD; ++k) {
-    if (ids[k] == 0 || use[k].high == NO_ROW) continue;
+    if (ids[k] == 0 || use[k].high >= UNLISTED) continue;
     Use* to = t.uses + record[k];
     if (is_first && t.has_steps) {
       *to = {step, commit};
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_records(
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x, record = i < n ? records[i] & ~NEW : 0;
   const u32 same = same_from(record), ids = counts && record && !t.has_steps ? counts[i] : same;
-  if (record && ids) count_use(t, t.uses + record, *t.step, ids);
+  if (record && ids) count_use(t, t.uses + record, t.progress->step, ids);
 }
 
 // Ends the step of each table, if the tickets were valid. One block.
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) end_steps(const Tabl
   begin();
   if (!resolved->is_due) return;
   for (u32 t = threadIdx.x; t < n; t += TABLE_THREADS)
-    if (tables[t].uses && *tables[t].step != ~0ull) ++*tables[t].step;
+    if (tables[t].uses && tables[t].progress->step != ~0ull) ++tables[t].progress->step;
 }
 
 // Halves all scores, if the tickets were valid.
@@ -112,20 +112,20 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) t.uses[i].score /= 2;
 }
 
-// Copies the scores of records.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_scores(
-    const __grid_constant__ Table t, const u32* __restrict__ records, u64* __restrict__ scores, u32 n) {
+// Copies the uses of records.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_uses(
+    const __grid_constant__ Table t, const u32* __restrict__ records, Use* __restrict__ uses, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i < n) scores[i] = t.uses[records[i]].score;
+  if (i < n) uses[i] = t.uses[records[i]];
 }
 
-// Sets the scores of records, which are distinct.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_scores(
-    const __grid_constant__ Table t, const u32* __restrict__ records, const u64* __restrict__ scores, u32 n) {
+// Sets the uses of records, which are distinct.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_uses(
+    const __grid_constant__ Table t, const u32* __restrict__ records, const Use* __restrict__ uses, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i < n) t.uses[records[i]].score = scores[i];
+  if (i < n) t.uses[records[i]] = uses[i];
 }
 
 // ---- the rows with the lowest scores
@@ -187,18 +187,6 @@ template <class Body> __device__ __forceinline__ void for_each_removable(const S
     const bool may_go = use.commit <= s.settled_commit && !(s.marks[record / WARP] >> record % WARP & 1);
     if (may_go) body((u32)record, use);
   }
-}
-
-// Returns whether this is the last of a sweep's blocks to come here. Threads of that block see what the others wrote before.
-__device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
-  __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
-  __syncthreads();
-  __threadfence();
-  if (is_last && threadIdx.x == 0) *done = 0;
-  return is_last;
 }
 
 // Counts the rows that may go, and divides the range of their ranks into bins.

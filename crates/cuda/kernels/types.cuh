@@ -97,3 +97,15 @@ struct LaneList {
     return __popc(mask);
   }
 };
+
+// Returns whether this is the last of a number of blocks to come here. Threads of that block see what the others wrote before.
+__device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
+  __syncthreads();
+  __threadfence();
+  if (is_last && threadIdx.x == 0) *done = 0;
+  return is_last;
+}

@@ -42,6 +42,8 @@ pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers };
 /// Scores of records: their uses, and which records have the lowest.
 pub const SCORES: Source = Source { name: "scores.cu", text: include_str!("../kernels/scores.cu"), headers };
+/// Rows that go because training has not used them for long.
+pub const EXPIRY: Source = Source { name: "expiry.cu", text: include_str!("../kernels/expiry.cu"), headers };
 /// Gradients of the weights of ids.
 pub const WEIGHTS: Source =
     Source { name: "weights.cu", text: include_str!("../kernels/weights.cu"), headers };

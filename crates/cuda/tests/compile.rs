@@ -2,7 +2,7 @@
 
 use sok_core::formula::Rule;
 use sok_cuda::kernels::{
-    AT_OWNER, BACKWARD, CONTROL, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
+    AT_OWNER, BACKWARD, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
 };
 use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
@@ -183,8 +183,8 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         "count_records",
         "end_steps",
         "halve_scores",
-        "read_scores",
-        "write_scores",
+        "read_uses",
+        "write_uses",
         "mark_used",
         "measure_rows",
         "count_ranks",
@@ -204,6 +204,16 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
     vec![
         (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
         (&SCORES, scores),
+        (
+            &EXPIRY,
+            own(&[
+                "expire_rows<1>",
+                "expire_rows<32>",
+                "give_expired<1>",
+                "give_expired<32>",
+                "list_unlisted",
+            ]),
+        ),
         (&TABLE, table),
         (&SORT, sort),
         (&KEYS, own(&["list_keys"])),

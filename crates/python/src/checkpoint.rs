@@ -36,7 +36,7 @@ fn groups(tables: &[PyRef<'_, PyTable>]) -> Vec<Arc<SharedGroup>> {
 }
 
 fn lock(groups: &[Arc<SharedGroup>]) -> Result<Vec<GroupGuard<'_>>> {
-    groups.iter().map(|group| group.lock()).collect()
+    groups.iter().map(|group| group.settled()).collect()
 }
 
 /// Index of a table's group in `groups`, and its index there.

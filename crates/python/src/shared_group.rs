@@ -53,6 +53,13 @@ impl SharedGroup {
         Ok(self.tables.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
+    /// As `lock`, for a call that reads tables, which know all steps so far then.
+    pub fn settled(&self) -> Result<GroupGuard<'_>> {
+        let mut tables = self.lock()?;
+        tables.settle_tables();
+        Ok(tables)
+    }
+
     pub fn lose(&self) {
         self.is_lost.store(true, Relaxed);
     }

@@ -160,7 +160,7 @@ impl Table {
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        detached(py, || self.group.lock()?.table(self.number).len())
+        detached(py, || self.group.settled()?.table(self.number).len())
     }
 
     /// Rows `(len(keys), dim)` and whether each was there.
@@ -223,7 +223,7 @@ impl Table {
     /// Keys in ascending order.
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let keys = detached(py, || {
-            let mut keys = self.group.lock()?.table(self.number).keys()?;
+            let mut keys = self.group.settled()?.table(self.number).keys()?;
             keys.sort_unstable_by_key(|&key| key as i64);
             Ok(keys)
         })?;
@@ -235,7 +235,7 @@ impl Table {
     /// What the table knows about a key: `("present", score or None)`, `("filtered", sights)`, `("evicted", step)`,
     /// `("expired", step)` or `("absent", None)`.
     fn explain(&self, py: Python<'_>, key: i64) -> PyResult<(&'static str, Option<u64>)> {
-        let explanation = detached(py, || self.group.lock()?.table(self.number).explain(key as u64))?;
+        let explanation = detached(py, || self.group.settled()?.table(self.number).explain(key as u64))?;
         Ok(match explanation {
             Explanation::Present { score } => ("present", score),
             Explanation::Filtered { sights } => ("filtered", Some(sights.into())),
@@ -264,7 +264,7 @@ impl Table {
 
     /// Keys in ascending order, their rows, with `states` their states by name, and their scores if the table has some.
     fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
-        detached(py, || RecordsCopy::of_all(self.group.lock()?.table(self.number)))?.export(py, states)
+        detached(py, || RecordsCopy::of_all(self.group.settled()?.table(self.number)))?.export(py, states)
     }
 
     /// Up to `num_rows` rows from `cursor` on, as `export` returns them, and where the next piece begins; None at the end.
@@ -276,7 +276,7 @@ impl Table {
         states: bool,
     ) -> PyResult<(Exported<'py>, Option<u64>)> {
         let (copy, next) = detached(py, || {
-            RecordsCopy::of_piece(self.group.lock()?.table(self.number), Cursor(cursor), num_rows)
+            RecordsCopy::of_piece(self.group.settled()?.table(self.number), Cursor(cursor), num_rows)
         })?;
         Ok((copy.export(py, states)?, next.map(|Cursor(next)| next)))
     }
@@ -298,7 +298,7 @@ impl Table {
     /// Without `waits`, the counts are those of the last step that the device has reported.
     fn stats(&self, py: Python<'_>, waits: bool) -> PyResult<StatsTuple> {
         detached(py, || {
-            let mut group = self.group.lock()?;
+            let mut group = if waits { self.group.settled() } else { self.group.lock() }?;
             let table = group.table(self.number);
             let stats = if waits { table.stats()? } else { table.recent_stats() };
             Ok((

@@ -111,6 +111,10 @@ pub trait Group: Any + Send {
     /// Number of tables.
     fn num_tables(&self) -> usize;
 
+    /// Takes over what the device has reported of the tables' rows. Until then, tables may not know which rows have expired in the last
+    /// commit. Waits for that commit.
+    fn settle_tables(&mut self) {}
+
     /// Returns the table with this index.
     fn table(&self, number: usize) -> &dyn Table;
 

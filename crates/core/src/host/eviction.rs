@@ -7,17 +7,15 @@ use crate::contract::table::Column;
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
+use crate::policy::commits::Commits;
 use crate::policy::eviction::{Eviction, sweep_size};
 use crate::policy::sweep::{Rank, lowest};
-use crate::policy::time_to_live::CommitTimes;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::index::Index;
 use crate::store::record_set::RecordSet;
 use crate::store::scores::Scores;
 
 const WHAT: &str = "the rows that a full table removes";
-/// The first commit has the next number. A row of a dump may be older than all commits of the process, and gets a smaller number.
-pub(crate) const BEFORE_FIRST_COMMIT: u64 = 1 << 40;
 
 /// A lookup of training.
 pub(crate) trait InProgress: Send + Sync {
@@ -33,12 +31,7 @@ pub(crate) struct Evictor {
     /// Whether expired rows are kept until they are taken. For evicted rows, `policy` says so.
     keeps_expired: bool,
     pub scores: Scores,
-    /// The newest commit of the group.
-    pub newest_commit: u64,
-    /// The newest commit of the group whose gradients were applied or dropped.
-    pub settled_commit: u64,
-    /// When commits were made, if rows have a time to live in milliseconds.
-    pub times: CommitTimes,
+    pub commits: Commits,
     /// Number of the table in its group.
     number: usize,
     /// The saved lookups of the table. The group owns them, so references to lookups that it has forgotten are dead.
@@ -56,21 +49,13 @@ impl Evictor {
             policy,
             keeps_expired,
             scores: Scores::default(),
-            newest_commit: BEFORE_FIRST_COMMIT,
-            settled_commit: BEFORE_FIRST_COMMIT,
-            times: CommitTimes::default(),
+            commits: Commits::default(),
             number: 0,
             lookups: Vec::new(),
             departures: Departures::default(),
             removed: Vec::new(),
             lens: [0; 2],
         }
-    }
-
-    /// Continues the numbers of commits of the table that this one will replace, but not their times: otherwise rows that are loaded after a
-    /// pause would expire at once.
-    pub fn go_on_from(&mut self, other: &Evictor) {
-        (self.newest_commit, self.settled_commit) = (other.newest_commit, other.settled_commit);
     }
 
     pub fn num_bytes(&self) -> usize {
@@ -132,7 +117,7 @@ impl Evictor {
         new: impl Iterator<Item = (Key, RecordNumber)>,
     ) -> Result<()> {
         self.scores.reserve(next)?;
-        let (score, commit) = (self.policy.first_score(step), self.settled_commit);
+        let (score, commit) = (self.policy.first_score(step), self.commits.settled);
         new.for_each(|(key, record)| self.scores.start(record, key, score, commit));
         Ok(())
     }
@@ -142,7 +127,7 @@ impl Evictor {
         let used = self.scores.get(record);
         match column {
             Column::Scores => used.score,
-            Column::Ages => self.age(used.commit),
+            Column::Ages => self.commits.age(used.commit),
         }
     }
 
@@ -150,35 +135,14 @@ impl Evictor {
     pub fn set_number(&mut self, column: Column, record: RecordNumber, number: u64) {
         match column {
             Column::Scores => self.scores.set_score(record, number),
-            Column::Ages => self.scores.use_mut(record).commit = self.commit_before(number),
+            Column::Ages => self.scores.use_mut(record).commit = self.commits.before(number),
         }
-    }
-
-    /// Returns the times of commits, as `Table::commit_times`.
-    pub fn commit_times(&self) -> Vec<(u64, u64)> {
-        self.times.entries().map(|(time, commit)| (time, self.age(commit))).collect()
-    }
-
-    /// Replaces the times of commits. `times`: as `commit_times` returns them.
-    pub fn set_commit_times(&mut self, times: &[(u64, u64)]) {
-        let commits = times.iter().map(|&(time, age)| (time, self.commit_before(age)));
-        self.times.set(commits.collect());
-    }
-
-    /// Returns the number of commits that were made after this one.
-    fn age(&self, commit: u64) -> u64 {
-        self.newest_commit.saturating_sub(commit)
-    }
-
-    /// Returns the commit after which so many others were made.
-    fn commit_before(&self, age: u64) -> u64 {
-        self.newest_commit.saturating_sub(age)
     }
 
     /// Makes a row as young as a new one, unless it is younger.
     pub fn renew(&mut self, record: RecordNumber) {
         let used = self.scores.use_mut(record);
-        used.commit = used.commit.max(self.settled_commit);
+        used.commit = used.commit.max(self.commits.settled);
     }
 
     /// Counts a use of each record by a number of ids in a step.
@@ -229,7 +193,7 @@ impl Removable<'_> {
         let scores = &self.evictor.scores;
         let uses = scores.uses().iter().zip(0..self.next).skip(1);
         uses.filter(|(used, record)| {
-            used.commit <= self.evictor.settled_commit && !self.excluded.contains(*record)
+            used.commit <= self.evictor.commits.settled && !self.excluded.contains(*record)
         })
         .map(|(used, record)| (Rank { score: used.score, key: scores.key(record) }, record))
     }

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::memory;
 use crate::policy::clock;
 use crate::policy::sweep::Rank;
-use crate::policy::time_to_live::{Lifetime, Part};
+use crate::policy::time_to_live::Part;
 use crate::store::arena::RecordNumber;
 
 const WHAT: &str = "the rows whose time to live is over";
@@ -16,16 +16,15 @@ impl HostTable {
     /// Ends a step by a commit: removes the rows whose time to live is over, of the part of the keys that is due.
     pub(crate) fn expire(&mut self, commit: u64) {
         let Some(evictor) = &mut self.evictor else { return };
-        evictor.newest_commit = commit;
+        evictor.commits.newest = commit;
         let Some(time_to_live) = self.config.time_to_live else { return };
-        let newest = match time_to_live.lifetime {
-            Lifetime::Steps(steps) => commit.checked_sub(steps),
-            Lifetime::Milliseconds(lifetime) => evictor.times.note(commit, clock::now(), lifetime),
-        };
-        let due = time_to_live.lifetime.part_due(self.step, self.config.seed);
+        let (lifetime, now) = (time_to_live.lifetime, clock::now());
+        let newest = lifetime.newest_past(commit, now, &evictor.commits.times);
+        lifetime.note(commit, now, &mut evictor.commits.times);
+        let due = lifetime.part_due(self.step, self.config.seed);
         let (Some(newest), Some(part)) = (newest, due) else { return };
         // Rows of commits whose gradients were not applied yet stay.
-        let newest = newest.min(evictor.settled_commit);
+        let newest = newest.min(evictor.commits.settled);
         // Without memory for a list of these rows, they stay until their part is due again.
         if let Ok(expired) = self.remove_older(part, newest) {
             self.note(Outcomes { expired, ..Outcomes::default() }, 0);

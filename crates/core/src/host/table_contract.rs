@@ -302,12 +302,12 @@ impl Table for HostTable {
     }
 
     fn commit_times(&self) -> Vec<(u64, u64)> {
-        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commit_times())
+        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
     }
 
     fn set_commit_times(&mut self, times: &[(u64, u64)]) {
         if let Some(evictor) = &mut self.evictor {
-            evictor.set_commit_times(times);
+            evictor.commits.set_ages_by_time(times);
         }
     }
 
@@ -426,7 +426,7 @@ impl Table for HostTable {
         table.set_update_rule(update, false)?;
         table.arena.reserve(num_rows)?;
         if let (Some(evictor), Some(own)) = (&mut table.evictor, &self.evictor) {
-            evictor.go_on_from(own);
+            evictor.commits.go_on_from(&own.commits);
         }
         Ok(Box::new(table))
     }

@@ -2,6 +2,7 @@
 
 pub mod admission;
 pub mod clock;
+pub mod commits;
 pub mod eviction;
 pub mod sweep;
 pub mod time_to_live;

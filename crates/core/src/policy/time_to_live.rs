@@ -43,9 +43,14 @@ pub struct Part {
 }
 
 impl Part {
+    /// The bits of a hash that `ending` is compared with.
+    pub fn mask(self) -> u64 {
+        low_bits(self.bits)
+    }
+
     /// Whether a key with this hash belongs to the part.
     pub fn contains(self, hash: u64) -> bool {
-        hash & low_bits(self.bits) == self.ending
+        hash & self.mask() == self.ending
     }
 }
 
@@ -60,6 +65,21 @@ impl Lifetime {
                 Err(Error::argument("`time_to_live` must be at least one step, or a millisecond"))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Returns the newest commit since which this time has passed, as a commit is made now. `now`: in milliseconds.
+    pub fn newest_past(self, commit: u64, now: u64, times: &CommitTimes) -> Option<u64> {
+        match self {
+            Lifetime::Steps(steps) => commit.checked_sub(steps),
+            Lifetime::Milliseconds(lifetime) => times.newest_past(now, lifetime),
+        }
+    }
+
+    /// Notes that a commit is made now, if times of commits are needed.
+    pub fn note(self, commit: u64, now: u64, times: &mut CommitTimes) {
+        if let Lifetime::Milliseconds(lifetime) = self {
+            times.note(commit, now, lifetime);
         }
     }
 
@@ -92,10 +112,16 @@ pub struct CommitTimes {
 const RESOLUTION: u64 = 1024;
 
 impl CommitTimes {
-    /// Notes that a commit is made now. Returns the newest commit that was made at least `lifetime` milliseconds before. A clock that was set
-    /// back counts as standing still until it has passed its latest time.
-    pub fn note(&mut self, commit: u64, now: u64, lifetime: u64) -> Option<u64> {
-        let now = self.entries.back().map_or(now, |last| last.0.max(now));
+    /// Returns the newest commit that was made at least `lifetime` milliseconds before. A clock that was set back counts as standing still
+    /// until it has passed its latest time.
+    pub fn newest_past(&self, now: u64, lifetime: u64) -> Option<u64> {
+        let now = self.latest(now);
+        self.entries.iter().take_while(|entry| now - entry.0 >= lifetime).last().map(|entry| entry.1)
+    }
+
+    /// Notes that a commit is made now, and forgets commits that `newest_past` will not return.
+    pub fn note(&mut self, commit: u64, now: u64, lifetime: u64) {
+        let now = self.latest(now);
         let before_last = self.entries.len().checked_sub(2).map(|at| self.entries[at].0);
         match self.entries.back_mut() {
             Some(last) if before_last.is_some_and(|before| now - before <= lifetime / RESOLUTION) => {
@@ -103,11 +129,13 @@ impl CommitTimes {
             }
             _ => self.entries.push_back((now, commit)),
         }
-        let is_past = |entry: &(u64, u64)| now - entry.0 >= lifetime;
-        while self.entries.get(1).is_some_and(is_past) {
+        while self.entries.get(1).is_some_and(|entry| now - entry.0 >= lifetime) {
             self.entries.pop_front();
         }
-        self.entries.front().filter(|entry| is_past(entry)).map(|entry| entry.1)
+    }
+
+    fn latest(&self, now: u64) -> u64 {
+        self.entries.back().map_or(now, |last| last.0.max(now))
     }
 
     /// Times in milliseconds, each with the number of a commit.
@@ -145,12 +173,20 @@ mod tests {
         }
     }
 
+    /// Makes a commit. Returns the newest one that is past then.
+    fn note(times: &mut CommitTimes, commit: u64, now: u64, lifetime: u64) -> Option<u64> {
+        let past = times.newest_past(now, lifetime);
+        times.note(commit, now, lifetime);
+        assert_eq!(times.newest_past(now, lifetime), past);
+        past
+    }
+
     #[test]
     fn a_commit_is_past_after_its_time_and_the_list_stays_short() {
         let mut times = CommitTimes::default();
         let made = |commit: u64| 1_000_000 + 3 * commit;
         for commit in 1..20_000 {
-            let past = times.note(commit, made(commit), 30_000);
+            let past = note(&mut times, commit, made(commit), 30_000);
             let exact =
                 (made(commit) - 30_000).checked_sub(1_000_000).map(|since| since / 3).filter(|&c| c > 0);
             // Never too early, and late by two thousandths of the time at most.
@@ -163,12 +199,13 @@ mod tests {
     #[test]
     fn a_clock_that_is_set_back_makes_no_commit_older() {
         let mut times = CommitTimes::default();
-        assert_eq!(times.note(1, 1000, 50), None);
-        assert_eq!(times.note(2, 1049, 50), None);
-        assert_eq!(times.note(3, 10, 50), None);
-        assert_eq!(times.note(4, 1050, 50), Some(1));
-        assert_eq!(times.note(5, 900, 50), Some(1));
-        assert_eq!(times.note(6, 5000, 50), Some(5));
+        let mut note = |commit, now| note(&mut times, commit, now, 50);
+        assert_eq!(note(1, 1000), None);
+        assert_eq!(note(2, 1049), None);
+        assert_eq!(note(3, 10), None);
+        assert_eq!(note(4, 1050), Some(1));
+        assert_eq!(note(5, 900), Some(1));
+        assert_eq!(note(6, 5000), Some(5));
         let mut other = CommitTimes::default();
         other.set(times.entries().collect());
         assert_eq!(other, times);

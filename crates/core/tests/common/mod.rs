@@ -2,6 +2,7 @@
 //! configurations and operations; and the comparison of a table with its model, bit for bit.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod expiry;
 pub mod general;
 pub mod group;
 pub mod large;
@@ -153,6 +154,22 @@ macro_rules! table_suite {
         $(#[$attribute])?
         fn $name() {
             common::table_suite::$name($make);
+        }
+    };
+}
+
+/// A test of each function of [`expiry`], on what `$maker` makes.
+#[macro_export]
+macro_rules! expiry_suite {
+    ($maker:expr $(, #[$attribute:meta])?) => {
+        $crate::expiry_suite!(@ $maker, [$(#[$attribute])?] a_row_goes_at_the_end_of_the_step_that_is_so_many_after_its_last_one many_rows_go_part_by_part many_rows_of_one_part_go_at_once rows_of_pending_commits_and_the_row_of_unknown_keys_stay a_row_goes_when_its_time_is_over_by_a_clock_that_never_goes_back a_table_with_both_policies_removes_by_both ages_go_with_a_dump);
+    };
+    (@ $maker:expr, $attributes:tt $($name:ident)*) => { $($crate::expiry_suite!(@one $maker, $attributes $name);)* };
+    (@one $maker:expr, [$(#[$attribute:meta])?] $name:ident) => {
+        #[test]
+        $(#[$attribute])?
+        fn $name() {
+            $crate::common::expiry::$name(&$maker);
         }
     };
 }

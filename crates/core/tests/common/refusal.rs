@@ -56,8 +56,8 @@ fn step(subject: &mut dyn Subject, rank: u64, number: u64) -> Seen {
     let few = [Input::plain(0, &keys(0, 50)), Input::plain(1, &[1, 2, 3])];
     let many = [Input::plain(0, &keys(1000, 70)), Input::plain(1, &keys(0, 9))];
     let gradients = Arc::new(vec![vec![0.5; 50 * 3], vec![0.25; 3 * 5]]);
-    let contents = |subject: &dyn Subject| [0, 1].map(|table| scan(subject.table(table), 100));
-    let outcomes = |subject: &dyn Subject| -> [Outcomes; 2] {
+    let contents = |subject: &mut dyn Subject| [0, 1].map(|table| scan(subject.table(table), 100));
+    let outcomes = |subject: &mut dyn Subject| -> [Outcomes; 2] {
         [0, 1].map(|table| subject.table(table).stats().unwrap().outcomes)
     };
     let (lookup, rows) = subject.lookup(&few, Insertion::AtLookup, true).unwrap();

@@ -131,7 +131,7 @@ impl Subject for ShardedSubject {
         self.group.num_tables()
     }
 
-    fn table(&self, number: usize) -> &dyn Table {
+    fn table(&mut self, number: usize) -> &dyn Table {
         self.group.table(number)
     }
 

@@ -38,8 +38,8 @@ impl Bench {
         if maker.tells_late {
             configs.iter_mut().for_each(|c| c.out_of_vocabulary = OutOfVocabulary::Zeros);
         }
-        if !maker.is_on_host {
-            configs.iter_mut().for_each(|c| (c.admission, c.time_to_live) = (None, None));
+        if !maker.admits {
+            configs.iter_mut().for_each(|c| c.admission = None);
         }
         if !maker.dims.is_empty() && configs.iter().all(|c| DIMS.contains(&c.dim)) {
             configs.iter_mut().for_each(|c| c.dim = maker.dims[c.dim % maker.dims.len()]);
@@ -76,7 +76,7 @@ impl Bench {
             for (number, model) in self.model.tables.iter().enumerate() {
                 model.check(subject.table(number));
             }
-            check_recent_stats(&**subject);
+            check_recent_stats(&mut **subject);
         }
     }
 
@@ -86,7 +86,7 @@ impl Bench {
         let number = self.model.lookups.last().map_or(0, |looked| looked.number);
         let after = counts(&self.model);
         for subject in &mut self.subjects {
-            let untouched = stats(&**subject);
+            let untouched = stats(&mut **subject);
             let got = subject.lookup(inputs, insertion, save);
             let name = subject.name();
             match (&expected, got) {
@@ -99,7 +99,7 @@ impl Bench {
                 }
                 (expected, got) => panic!("expected {:?}, got {:?}", expected.is_ok(), got.map(|_| ())),
             }
-            check_growth(&**subject, &untouched, grown(&before, &after));
+            check_growth(&mut **subject, &untouched, grown(&before, &after));
         }
     }
 
@@ -143,11 +143,11 @@ impl Bench {
         let expected = self.model.commit(&named).map_err(|e| e.to_string());
         let after = counts(&self.model);
         for subject in &mut self.subjects {
-            let untouched = stats(&**subject);
+            let untouched = stats(&mut **subject);
             let got = subject.commit(&named, true).map(|_| ()).map_err(|e| e.to_string());
             assert_eq!(got, expected);
             assert_eq!(subject.pending_pushes(), self.model.pushes.len());
-            check_growth(&**subject, &untouched, grown(&before, &after));
+            check_growth(&mut **subject, &untouched, grown(&before, &after));
         }
     }
 
@@ -202,7 +202,7 @@ fn counts(model: &Model) -> Counts {
     (0..model.tables.len()).map(of).collect()
 }
 
-fn stats(subject: &dyn Subject) -> Counts {
+fn stats(subject: &mut dyn Subject) -> Counts {
     let stats = (0..subject.num_tables()).map(|t| subject.table(t).stats().unwrap());
     stats.map(counts_of).collect()
 }
@@ -213,7 +213,7 @@ fn counts_of(stats: TableStats) -> [u64; 5] {
 }
 
 /// Checks by how much the counts of a subject have grown.
-fn check_growth(subject: &dyn Subject, before: &Counts, expected: Counts) {
+fn check_growth(subject: &mut dyn Subject, before: &Counts, expected: Counts) {
     for (table, (mut got, mut expected)) in
         grown(before, &stats(subject)).into_iter().zip(expected).enumerate()
     {
@@ -233,7 +233,7 @@ fn grown(before: &Counts, after: &Counts) -> Counts {
 }
 
 /// Statistics that do not wait for the device may lag behind those that do, but count nothing twice.
-fn check_recent_stats(subject: &dyn Subject) {
+fn check_recent_stats(subject: &mut dyn Subject) {
     for t in 0..subject.num_tables() {
         let recent = counts_of(subject.table(t).recent_stats());
         let now = counts_of(subject.table(t).stats().unwrap());

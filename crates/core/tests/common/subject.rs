@@ -61,7 +61,7 @@ pub trait Subject {
     fn bind(&mut self, binding: Binding) -> Result<()>;
     fn binding(&self) -> Option<Binding>;
     fn num_tables(&self) -> usize;
-    fn table(&self, number: usize) -> &dyn Table;
+    fn table(&mut self, number: usize) -> &dyn Table;
     fn table_mut(&mut self, number: usize) -> &mut dyn Table;
     fn pending_pushes(&mut self) -> usize;
     fn take_refused(&mut self) -> Vec<(String, u64)>;
@@ -83,8 +83,8 @@ pub struct Maker {
     pub make: fn(&[TableConfig]) -> Vec<Box<dyn Subject>>,
     /// An id outside a static table is told by the next call.
     pub tells_late: bool,
-    /// Whether tables may have the policies that tables on a GPU do not have yet: admission, time to live.
-    pub is_on_host: bool,
+    /// Whether tables may have an admission policy, which tables on a GPU do not have yet.
+    pub admits: bool,
     /// Dims that stand for all others, where each has to be compiled; empty: none do.
     pub dims: &'static [usize],
 }
@@ -194,7 +194,7 @@ impl Subject for HostSubject {
         self.group.num_tables()
     }
 
-    fn table(&self, number: usize) -> &dyn Table {
+    fn table(&mut self, number: usize) -> &dyn Table {
         self.group.table(number)
     }
 

@@ -63,7 +63,7 @@ fn group(configs: &[TableConfig], maker: &Maker) -> Box<dyn Subject> {
     subject
 }
 
-fn contents(subject: &dyn Subject) -> Vec<BTreeMap<Key, Vec<u32>>> {
+fn contents(subject: &mut dyn Subject) -> Vec<BTreeMap<Key, Vec<u32>>> {
     (0..subject.num_tables()).map(|table| scan(subject.table(table), 10)).collect()
 }
 
@@ -108,7 +108,7 @@ pub fn what_fits_goes_in_by_first_occurrence_and_the_rest_is_counted(maker: &Mak
                 true,
             )
             .unwrap();
-        let keys: Vec<Key> = contents(&*subject)[1].keys().copied().collect();
+        let keys: Vec<Key> = contents(&mut *subject)[1].keys().copied().collect();
         assert_eq!(keys, [5, 10, 11]);
         let expected = Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() };
         assert_eq!(subject.table(1).stats().unwrap().outcomes, expected);
@@ -132,7 +132,7 @@ pub fn ids_outside_a_static_table_raise_and_change_nothing_or_are_zeros_that_nob
     let mut subject = group(&[plain_config("other", 2), fixed(OutOfVocabulary::Zeros)], maker);
     let (_, rows) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
     assert_eq!((&rows[1][4..], &rows[2][..]), (&[0.0, 0.0][..], &[0.0, 0.0][..]));
-    assert_eq!(contents(&*subject)[1].keys().copied().collect::<Vec<_>>(), [2, 9]);
+    assert_eq!(contents(&mut *subject)[1].keys().copied().collect::<Vec<_>>(), [2, 9]);
 }
 
 fn ids_outside_raise(configs: &[TableConfig], inputs: &[Input], maker: &Maker) {
@@ -149,7 +149,7 @@ pub fn a_key_without_a_row_answers_as_missing_says_and_is_never_stored(maker: &M
     for missing in [Missing::Initial, Missing::Zeros] {
         let mut subject = group(&[TableConfig { missing, ..plain_config("t", 4) }], maker);
         let evaluated = subject.lookup(&[Input::plain(0, &[8])], Insertion::Never, true).unwrap().1;
-        assert_eq!(contents(&*subject)[0].len(), 0);
+        assert_eq!(contents(&mut *subject)[0].len(), 0);
         let inserted = subject.lookup(&[Input::plain(0, &[8])], Insertion::AtLookup, true).unwrap().1;
         assert_eq!(evaluated == inserted, missing == Missing::Initial);
         assert!(missing == Missing::Initial || evaluated[0] == [0.0; 4]);
@@ -169,7 +169,7 @@ pub fn keys_without_a_row_answer_with_the_row_of_the_out_of_vocabulary_key(maker
         };
         let first = answers(&mut *subject, Insertion::Never);
         assert_eq!((&first[6..12], &first[12..]), (&first[..6], &first[..6]));
-        assert_eq!(contents(&*subject)[0].len(), 0);
+        assert_eq!(contents(&mut *subject)[0].len(), 0);
         subject.table_mut(0).assign(&[8], &[7.0; 6], true).unwrap();
         assert_eq!(answers(&mut *subject, Insertion::Never), [7.0; 18]);
         let (mut rows, mut found) = ([0.0; 12], [true; 2]);
@@ -196,7 +196,7 @@ fn look_up_and_push(subject: &mut dyn Subject, number: u64, inputs: &[Input]) {
     subject.push(number, lookup, &Arc::new(ones), hold, &[]).unwrap();
 }
 
-fn keys_of(subject: &dyn Subject, table: usize) -> Vec<Key> {
+fn keys_of(subject: &mut dyn Subject, table: usize) -> Vec<Key> {
     contents(subject)[table].keys().copied().collect()
 }
 
@@ -204,15 +204,15 @@ pub fn a_commit_makes_the_rows_that_its_pushes_missed_and_no_others(maker: &Make
     let mut subject = group(&[plain_config("t", 2)], maker);
     for (number, keys) in [(1, [1, 2]), (2, [2, 3]), (3, [3, 4]), (4, [5, 5])] {
         look_up_and_push(&mut *subject, number, &[Input::plain(0, &keys)]);
-        assert_eq!(keys_of(&*subject, 0), Vec::<Key>::new());
+        assert_eq!(keys_of(&mut *subject, 0), Vec::<Key>::new());
     }
     subject.commit(&[(2, 1.0), (4, 0.5)], true).unwrap();
-    assert_eq!(keys_of(&*subject, 0), [2, 3, 5]);
+    assert_eq!(keys_of(&mut *subject, 0), [2, 3, 5]);
     subject.apply(SCALARS, true).unwrap();
     // Push 1 is dropped. Push 3 is still there: key 3 has a row by now.
     subject.commit(&[(3, 1.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(keys_of(&*subject, 0), [2, 3, 4, 5]);
+    assert_eq!(keys_of(&mut *subject, 0), [2, 3, 4, 5]);
     let stats = subject.table(0).stats().unwrap();
     assert_eq!(stats.outcomes, Outcomes { inserted: 4, ..Outcomes::default() });
     assert_eq!(stats.dropped_gradients, 0);
@@ -221,15 +221,15 @@ pub fn a_commit_makes_the_rows_that_its_pushes_missed_and_no_others(maker: &Make
 pub fn a_commit_that_does_not_fit_raises_and_changes_no_table(maker: &Maker) {
     let mut subject = limited(CheckMode::Raise, maker);
     look_up_and_push(&mut *subject, 1, &[Input::plain(0, &[7]), Input::plain(1, &NEW_KEYS)]);
-    let before = contents(&*subject);
+    let before = contents(&mut *subject);
     let error = subject.commit(&[(1, 1.0)], true).expect_err("two keys do not fit");
     assert!(matches!(&error, Error::TableFull { refused: 2, len: 2, capacity: 3, .. }), "{error}");
-    assert_eq!((contents(&*subject), subject.pending_pushes()), (before, 1));
+    assert_eq!((contents(&mut *subject), subject.pending_pushes()), (before, 1));
     subject.table_mut(1).erase(&[10, 11]).unwrap();
     subject.commit(&[(1, 1.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
     // The gradient of key 10 went with its row.
-    assert_eq!((keys_of(&*subject, 0), keys_of(&*subject, 1)), (vec![7], vec![3, 4, 5]));
+    assert_eq!((keys_of(&mut *subject, 0), keys_of(&mut *subject, 1)), (vec![7], vec![3, 4, 5]));
 }
 
 pub fn a_commit_inserts_what_fits_by_first_occurrence_and_drops_the_rest(maker: &Maker) {
@@ -243,7 +243,7 @@ pub fn a_commit_inserts_what_fits_by_first_occurrence_and_drops_the_rest(maker: 
         assert_eq!(subject.take_refused(), []);
         subject.commit(&[(1, 1.0)], true).unwrap();
         subject.apply(SCALARS, true).unwrap();
-        assert_eq!(keys_of(&*subject, 1), [5, 10, 11]);
+        assert_eq!(keys_of(&mut *subject, 1), [5, 10, 11]);
         let stats = subject.table(1).stats().unwrap();
         assert_eq!(stats.outcomes, Outcomes { hit: 1, inserted: 3, refused: 2, ..Outcomes::default() });
         assert_eq!(stats.dropped_gradients, if subject.is_sharded() { 2 } else { 3 });
@@ -277,7 +277,7 @@ pub fn an_id_of_weight_zero_never_inserts_but_its_weight_gets_its_gradient(maker
     let mut subject = group(&[plain_config("t", 2)], maker);
     let inputs = [Input { weights: Some(vec![0.0, 1.0]), ..Input::plain(0, &[1, 2]) }];
     let (lookup, _) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
-    assert_eq!(contents(&*subject)[0].keys().copied().collect::<Vec<_>>(), [2]);
+    assert_eq!(contents(&mut *subject)[0].keys().copied().collect::<Vec<_>>(), [2]);
     let kept = Arc::new(vec![vec![1.0, 2.0, 3.0, 4.0]]);
     let weights = subject.push(1, lookup, &kept, false, &[2]).unwrap();
     let row = ModelTable::new(plain_config("t", 2)).first_row(1);
@@ -361,7 +361,7 @@ fn pushes(subject: &mut dyn Subject, count: u64) {
 }
 
 /// How far the rows of keys have moved from zero.
-fn moved(subject: &dyn Subject) -> Vec<(Key, f32)> {
+fn moved(subject: &mut dyn Subject) -> Vec<(Key, f32)> {
     let contents = contents(subject);
     contents[0].iter().map(|(k, v)| (*k, f32::from_bits(v[0]))).filter(|(_, x)| *x != 0.0).collect()
 }
@@ -389,13 +389,13 @@ pub fn a_subset_of_pushes_counts_with_its_weights_and_older_ones_are_dropped(mak
     subject.commit(&[(2, 3.0), (4, -0.5)], true).unwrap();
     assert_eq!(subject.pending_pushes(), 2);
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(moved(&*subject), [(2, -1.5), (4, 0.25)]);
+    assert_eq!(moved(&mut *subject), [(2, -1.5), (4, 0.25)]);
     refuse_ticket(&mut *subject, &[(2, 1.0)]);
     refuse_ticket(&mut *subject, &[(1, 1.0)]);
     refuse_ticket(&mut *subject, &[(3, 1.0), (4, 1.0)]);
     subject.commit(&[(3, 1.0), (5, 2.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(moved(&*subject), [(2, -1.5), (3, -0.5), (4, 0.25), (5, -1.0)]);
+    assert_eq!(moved(&mut *subject), [(2, -1.5), (3, -0.5), (4, 0.25), (5, -1.0)]);
 }
 
 pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
@@ -405,7 +405,7 @@ pub fn pushes_older_than_the_oldest_named_one_are_gone(maker: &Maker) {
     subject.commit(&[(3, 1.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
     refuse_ticket(&mut *subject, &[(2, 1.0)]);
-    assert_eq!(moved(&*subject), [(3, -0.5)]);
+    assert_eq!(moved(&mut *subject), [(3, -0.5)]);
 }
 
 /// Key 1 had no row at the lookup, and has the lowest rank of all rows at the commit.
@@ -419,7 +419,7 @@ pub fn a_commit_does_not_evict_the_rows_of_its_own_keys(maker: &Maker) {
     subject.push(1, lookup, &Arc::new(vec![vec![1.0; 2]]), true, &[]).unwrap();
     subject.commit(&[(1, 1.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(contents(&*subject)[0].keys().copied().collect::<Vec<_>>(), [1, 2]);
+    assert_eq!(contents(&mut *subject)[0].keys().copied().collect::<Vec<_>>(), [1, 2]);
 }
 
 /// The first push of the key is the one whose lookup came first. The sum in another order is 0.
@@ -434,7 +434,7 @@ pub fn pushes_are_added_in_their_order_also_if_a_lookup_was_without_the_key(make
     }
     subject.commit(&[(1, 1.0), (2, 1.0), (3, 1.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(moved(&*subject), [(9, -0.5)]);
+    assert_eq!(moved(&mut *subject), [(9, -0.5)]);
 }
 
 /// What a step has told of the table's size is older than what was inserted since.
@@ -453,7 +453,7 @@ pub fn rows_assigned_between_steps_learn_in_later_ones(maker: &Maker) {
             subject.table_mut(0).assign(&all, &vec![0.0; all.len()], true).unwrap();
         }
     }
-    assert_eq!(moved(&*subject), every_fifth(1).map(|key| (key, -4.0)).collect::<Vec<_>>());
+    assert_eq!(moved(&mut *subject), every_fifth(1).map(|key| (key, -4.0)).collect::<Vec<_>>());
 }
 
 pub fn of_seventy_pushes_that_nobody_applied_the_newest_64_can_be(maker: &Maker) {
@@ -465,7 +465,7 @@ pub fn of_seventy_pushes_that_nobody_applied_the_newest_64_can_be(maker: &Maker)
     refuse_ticket(&mut *subject, &[(6, 1.0), (70, 1.0)]);
     subject.commit(&[(7, 1.0), (70, 2.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(moved(&*subject), [(7, -0.5), (70, -1.0)]);
+    assert_eq!(moved(&mut *subject), [(7, -0.5), (70, -1.0)]);
 }
 
 pub fn optimizers_without_states_each_make_their_own_step(maker: &Maker) {
@@ -478,7 +478,7 @@ pub fn optimizers_without_states_each_make_their_own_step(maker: &Maker) {
         subject.commit(&[(number, 1.0)], true).unwrap();
         subject.apply_by(&binding, SCALARS, true).unwrap();
     }
-    assert_eq!(moved(&*subject), [(1, -0.125), (2, -0.5)]);
+    assert_eq!(moved(&mut *subject), [(1, -0.125), (2, -0.5)]);
 }
 
 pub fn an_optimizer_may_not_update_records_that_have_another_ones_states(maker: &Maker) {
@@ -501,9 +501,9 @@ pub fn accumulated_steps_are_applied_as_their_sum(maker: &Maker) {
     for (number, is_update) in [(1, false), (2, false), (3, true)] {
         subject.commit(&[(number, 1.0)], is_update).unwrap();
         subject.apply(UpdateScalars { factor: 0.5, ..SCALARS }, is_update).unwrap();
-        assert_eq!(moved(&*subject).len(), if is_update { 3 } else { 0 });
+        assert_eq!(moved(&mut *subject).len(), if is_update { 3 } else { 0 });
     }
-    assert_eq!(moved(&*subject), [(1, -0.25), (2, -0.25), (3, -0.25)]);
+    assert_eq!(moved(&mut *subject), [(1, -0.25), (2, -0.25), (3, -0.25)]);
 }
 
 /// Steps enough for every memory of the erased record to be given up, were it not still owed a gradient.
@@ -520,8 +520,8 @@ pub fn a_row_inserted_again_gets_no_gradient_of_its_former_life_even_an_accumula
         subject.lookup(&[Input::plain(0, &[1, 3])], Insertion::AtLookup, true).unwrap();
     }
     subject.apply(SCALARS, true).unwrap();
-    assert_eq!(contents(&*subject)[0].len(), 3);
-    assert_eq!(moved(&*subject), []);
+    assert_eq!(contents(&mut *subject)[0].len(), 3);
+    assert_eq!(moved(&mut *subject), []);
 }
 
 pub fn a_second_push_without_an_optimizer_is_refused(maker: &Maker) {
@@ -614,11 +614,11 @@ fn clip(update: Update, hold: bool, pushes: u64, maker: &Maker) {
         let norm = subject.commit(&named, true).unwrap();
         assert!((norm / norms.iter().sum::<f64>() - 1.0).abs() < 1e-6);
         subject.apply(scalars, true).unwrap();
-        check_close(&bench.model, &**subject);
+        check_close(&bench.model, &mut **subject);
     }
 }
 
-fn check_close(model: &Model, subject: &dyn Subject) {
+fn check_close(model: &Model, subject: &mut dyn Subject) {
     for (model, got) in model.tables.iter().zip(contents(subject)) {
         for (key, record) in &model.rows {
             let got = got[key].iter().map(|b| f32::from_bits(*b));

@@ -70,8 +70,54 @@ structs! {
     #[repr(align(16))]
     pub struct Use {
         pub score: u64,
-        /// Number of the commit in its group. 0: none; the largest number: no key has the record.
+        /// Number of the commit in its group; or `NO_ROW`, or `UNLISTED`.
         pub commit: u64,
+    }
+
+    /// How far the steps of a table are.
+    pub struct Progress {
+        /// Number of the step in progress.
+        pub step: u64,
+        /// Number of the newest commit whose gradients were applied.
+        pub settled_commit: u64,
+    }
+
+    /// A row whose time to live is over.
+    pub struct ExpiredRow {
+        pub key: u64,
+        pub score: u64,
+        pub record: u32,
+        pub pad: u32,
+    }
+
+    /// Numbers of expired rows.
+    pub struct ExpiredCounts {
+        /// In memory that the host reads: number of the commit, written last.
+        pub commit: u64,
+        /// How many rows have expired. Not all of them may be in the list.
+        pub count: u32,
+        /// Blocks of `give_expired` that are done.
+        pub blocks_done: u32,
+    }
+
+    /// The part of a table's keys of which a commit erases rows whose time to live is over.
+    pub struct Expiry {
+        /// Erases rows that no later commit has trained.
+        pub newest: u64,
+        /// The hashes of the keys end with these bits.
+        pub ending: u64,
+        /// The bits of a hash that this concerns.
+        pub mask: u64,
+        /// On the device. The count is 0 at the start.
+        pub counts: u64 as "ExpiredCounts*",
+        /// On the device, room for `capacity` rows.
+        pub rows: u64 as "ExpiredRow*",
+        /// In memory that the host reads, as the next.
+        pub given_counts: u64 as "ExpiredCounts*",
+        pub given_rows: u64 as "ExpiredRow*",
+        pub capacity: u32,
+        /// Number of the table.
+        pub table: u32,
     }
 
     /// Distribution of the initial values of rows.
@@ -114,12 +160,11 @@ structs! {
         pub out_of_vocabulary_key: u64,
         /// Of a table that ranks share: the row of `out_of_vocabulary_key`, which another rank may own; null otherwise.
         pub out_of_vocabulary_row: u64 as "const float4*",
-        /// By record. Null without an eviction policy, as the next two.
+        /// By record. Null if no policy removes rows, as the next two.
         pub uses: u64 as "Use*",
         /// By record: its key.
         pub keys: u64 as "u64*",
-        /// Number of the step in progress.
-        pub step: u64 as "u64*",
+        pub progress: u64 as "Progress*",
         /// Whether a score is the number of a step. If not, it is a number of ids.
         pub has_steps: u32,
         pub pad: u32,
@@ -610,12 +655,19 @@ structs! {
         pub trigger: u64 as "const float*",
         /// Output, float32 `(64, 2)`; or null.
         pub new_trigger: u64 as "float*",
+        /// Tables that learn that a commit is settled.
+        pub tables: u64 as "const Table*",
+        /// Number of that commit.
+        pub commit: u64,
         /// `prepare` fills in the factor and the learning rate.
         pub conditioning: Conditioning,
         /// Scalars of the formula.
         pub formula: [f32; NUM_SCALARS],
         /// Row of the push that is applied. `RING`: the sums of several pushes are applied, which already contain the weights.
         pub row: u32,
+        /// 0 if no table removes rows, or the step does not update.
+        pub num_tables: u32,
+        pub pad: u32,
     }
 
     /// A piece of the rows that an optimizer without a formula is to change.

@@ -255,7 +255,7 @@ impl GpuGroup {
     /// Removes rows to make room for the absent keys of these pushes.
     fn make_room_for_absent(&mut self, named: &[Named]) -> Result<()> {
         for number in 0..self.tables.len() {
-            if self.tables[number].evictor.is_none() {
+            if self.tables[number].config.eviction.is_none() {
                 continue;
             }
             let Some(AbsentKeys { room, num_keys, num_new }) = self.absent_keys(named, number)? else {
@@ -299,7 +299,7 @@ impl GpuGroup {
             let Some(push) = self.ring.get(named.number) else { continue };
             let (lookup, rows, factors) = (push.lookup.clone(), push.rows.clone(), push.factors.clone());
             if let Some(lookup) = self.look_up_absent(&lookup, stream)? {
-                self.take_uses(&lookup, RING as u32, self.next_commit, stream)?;
+                self.take_uses(&lookup, RING as u32, self.num_commits + 1, stream)?;
                 let push = Push {
                     lookup,
                     rows,

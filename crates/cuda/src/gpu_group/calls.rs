@@ -31,6 +31,10 @@ impl Group for GpuGroup {
         self.tables.len()
     }
 
+    fn settle_tables(&mut self) {
+        self.settle_for_tables();
+    }
+
     fn table(&self, number: usize) -> &dyn Table {
         &self.tables[number]
     }

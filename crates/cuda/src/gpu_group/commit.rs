@@ -21,12 +21,13 @@ use crate::step::Taking;
 impl GpuGroup {
     // ---- commit
 
-    /// Reads the report of the last commit, and waits for it if it is not written yet. Drops the pushes that the commit named,
+    /// Reads which rows the last commit has expired, and its report. Waits for both if they are not written yet. Drops the pushes that the commit named,
     /// because their updates are enqueued; a push that is not applied yet goes to `carried`.
     ///
     /// # Errors
     /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
     pub fn settle(&mut self) -> Result<()> {
+        self.take_expired()?;
         if let Some(error) = self.unheard.take() {
             return Err(error);
         }
@@ -51,6 +52,7 @@ impl GpuGroup {
             table.learn_from(counts, self.ids_since[t]);
         }
         if self.report.get(word_of!(ReportHead, is_due)) == 0 {
+            self.evictors().for_each(Evictor::refuse_commit);
             let (row, weight) = (
                 self.report.get(word_of!(ReportHead, bad_row)),
                 self.report.get_float(word_of!(ReportHead, bad_weight)),
@@ -68,8 +70,13 @@ impl GpuGroup {
             .collect();
         let (taken, dropped) = self.ring.take(&named);
         dropped.into_iter().for_each(|push| self.reuse(push));
-        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
-        evictors.for_each(|evictor| evictor.step = evictor.step.saturating_add(1));
+        self.num_commits += 1;
+        for table in &mut self.tables {
+            let lifetime = table.config.time_to_live.map(|time_to_live| time_to_live.lifetime);
+            if let Some(evictor) = &mut table.evictor {
+                evictor.end_step(self.num_commits, lifetime);
+            }
+        }
         taken.iter().for_each(|(_, push)| push.lookup.is_open.store(false, Relaxed));
         // Another push of the same lookup may still wait.
         self.ring.iter().for_each(|push| push.lookup.is_open.store(true, Relaxed));
@@ -77,6 +84,25 @@ impl GpuGroup {
             self.forget_lookups(oldest);
         }
         Ok(taken)
+    }
+
+    /// Takes over which rows the last commit has expired, if the host has not done that yet. Waits for that commit.
+    fn take_expired(&mut self) -> Result<()> {
+        for number in 0..self.tables.len() {
+            let Some((commit, list)) = self.tables[number].unread() else { continue };
+            self.wait_for(list, word_of!(ExpiredCounts, commit), commit)?;
+            self.tables[number].take_expired()?;
+        }
+        Ok(())
+    }
+
+    fn evictors(&mut self) -> impl Iterator<Item = &mut Evictor> {
+        self.tables.iter_mut().filter_map(|table| table.evictor.as_deref_mut())
+    }
+
+    /// Number of the commit in progress, or else of the newest one, as policies count commits.
+    fn newest_commit(&self) -> u64 {
+        self.num_commits + u64::from(self.unseen.is_some())
     }
 
     /// Waits until a kernel has written this number, from a word of the memory on.
@@ -144,7 +170,7 @@ impl GpuGroup {
         }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
         for (_, push) in &taken {
-            self.take_uses(&push.lookup, RING as u32, self.next_commit - 1, stream)?;
+            self.take_uses(&push.lookup, RING as u32, self.num_commits, stream)?;
         }
         let mut inserted = std::mem::take(&mut self.inserted).into_iter().peekable();
         for (index, (weight, push)) in taken.into_iter().enumerate() {
@@ -181,18 +207,26 @@ impl GpuGroup {
         self.workspace.take_uses(&self.tables, &lookup.saved, taking, stream)
     }
 
-    /// Enqueues what a commit does with scores: counts the uses of the step, and ends it. Called after `take_committed`.
-    pub(crate) fn end_step(&self, stream: Stream) -> Result<()> {
+    /// Enqueues what a commit does with uses of rows: counts those of the step, removes rows whose time to live is over, and ends the step.
+    /// Called after `take_committed`.
+    pub(crate) fn end_step(&mut self, stream: Stream) -> Result<()> {
         if self.tables.iter().all(|table| table.evictor.is_none()) {
             return Ok(());
         }
         // With its report the host learns that the step has ended.
         let is_seen = u64::from(self.unseen.is_none());
         let ended = |evictor: &Evictor| evictor.step - is_seen;
+        let (commit, call) = (self.newest_commit(), self.next_commit - 1);
+        let mut expiries = Vec::new();
+        for (number, table) in self.tables.iter_mut().enumerate() {
+            let Some(step) = table.evictor.as_deref().map(ended) else { continue };
+            expiries.extend(table.plan_expiry(commit, step, call, self.unseen.is_none(), number));
+        }
         self.workspace.beside(stream, |side| {
             if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
-                self.take_uses(&push.lookup, (number % RING) as u32, self.next_commit - 1, side)?;
+                self.take_uses(&push.lookup, (number % RING) as u32, commit, side)?;
             }
+            self.workspace.expire(&self.tables, &expiries, self.resolved.address(), call, side)?;
             self.workspace.end_steps(&self.tables, self.resolved.address(), ended, side)
         })
     }
@@ -307,8 +341,12 @@ impl GpuGroup {
         let carried = std::mem::take(&mut self.carried);
         carried.into_iter().for_each(|(_, push)| self.reuse(push));
         self.committed = Committed::Nothing;
-        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
-        evictors.for_each(|evictor| evictor.settled_commit = self.next_commit - 1);
+        let newest = self.num_commits;
+        for evictor in self.evictors() {
+            evictor.commits.settled = newest;
+            // A device that has failed raises that elsewhere.
+            let _ = evictor.write_progress();
+        }
     }
 
     /// The push of `Committed::Alone`.
@@ -323,15 +361,18 @@ impl GpuGroup {
 
     // ---- apply
 
-    /// Returns what the kernel `prepare` needs of this group. `scalars`, `trigger` and `new_trigger` are addresses.
+    /// Returns what the kernel `prepare` needs of this group. `is_update`: whether it updates rows. `scalars`, `trigger` and `new_trigger` are
+    /// addresses.
     pub(crate) fn preparation(
         &self,
         update: &Update,
+        is_update: bool,
         scalars: u64,
         trigger: u64,
         new_trigger: u64,
     ) -> abi::Preparation {
         let row = if let Committed::Alone(number) = self.committed { number % RING } else { RING };
+        let removes_rows = self.tables.iter().any(|table| table.evictor.is_some());
         abi::Preparation {
             scalars,
             resolved: self.resolved.address(),
@@ -340,7 +381,11 @@ impl GpuGroup {
             new_trigger,
             conditioning: rule::conditioning(update),
             formula: rule::scalars(&update.rule),
+            tables: self.workspace.tables(),
+            commit: self.newest_commit(),
             row: row as u32,
+            num_tables: if is_update && removes_rows { self.tables.len() as u32 } else { 0 },
+            pad: 0,
         }
     }
 
@@ -354,8 +399,8 @@ impl GpuGroup {
         self.forget_pieces();
         let prepared = self.prepared.address();
         let committed = std::mem::take(&mut self.committed);
-        let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
-        evictors.for_each(|evictor| evictor.settled_commit = self.next_commit - 1);
+        let newest = self.newest_commit();
+        self.evictors().for_each(|evictor| evictor.commits.settled = newest);
         let factors = if update.clipnorm.is_some() { self.factors.address() } else { 0 };
         if let Some(clipnorm) = update.clipnorm {
             self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;

@@ -188,7 +188,7 @@ impl GpuGroup {
         }
         let name = format!("prepare<1, {}>", rule::type_name(&update.rule));
         let prepare = self.device().kernel(&CONTROL, &name)?;
-        let preparation: Preparation = self.preparation(update, scalars, 0, 0);
+        let preparation: Preparation = self.preparation(update, false, scalars, 0, 0);
         // SAFETY: The arguments have the types of the kernel's parameters. Groups or caller keep the memory that they point to.
         unsafe { launch!(prepare, stream, 1, 128, preparation) }
     }

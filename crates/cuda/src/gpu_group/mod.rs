@@ -26,6 +26,7 @@ use sok_core::contract::group::Group;
 use sok_core::contract::table::TableConfig;
 use sok_core::contract::ticket::{PushRing, RING};
 use sok_core::error::{Error, Result};
+use sok_core::policy::commits::BEFORE_FIRST_COMMIT;
 
 use crate::abi::{
     self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, PREPARED_WORDS, REPORT_WORDS, RESOLVED_WORDS,
@@ -184,6 +185,8 @@ pub struct GpuGroup {
     /// An error of that report which nobody has heard of.
     unheard: Option<Error>,
     next_commit: u64,
+    /// Number of the newest commit whose ticket is known to be valid, as policies count commits.
+    num_commits: u64,
     /// By table: number of ids looked up to insert since the last commit.
     ids_since: Vec<u64>,
     /// `TableCounts` of each table before the last lookup that might insert too many keys; then those after it; then the number of such
@@ -253,6 +256,7 @@ impl GpuGroup {
             unseen: None,
             unheard: None,
             next_commit: 1,
+            num_commits: BEFORE_FIRST_COMMIT,
             ids_since: vec![0; num_tables],
             counts: Shared::new(context, 2 * COUNTS_WORDS * num_tables + 2)?,
             num_noted: 0,

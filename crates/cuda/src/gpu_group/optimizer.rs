@@ -185,7 +185,7 @@ pub unsafe fn apply(
     let mut preparations = Vec::with_capacity(groups.len());
     for ((group, binding), &(trigger, new)) in groups.iter_mut().zip(bindings).zip(triggers) {
         group.enter(stream)?;
-        let preparation = group.preparation(&binding.update, scalars, trigger, new);
+        let preparation = group.preparation(&binding.update, updates, scalars, trigger, new);
         preparations.push((rule::type_name(&binding.update.rule), preparation));
     }
     let of_one_rule = preparations.chunk_by(|(one, _), (other, _)| one == other);

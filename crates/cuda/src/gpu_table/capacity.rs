@@ -68,7 +68,7 @@ impl GpuTable {
     /// Returns whether a call with this many ids may insert first and then remove as many rows as are too many. For a while there must be
     /// memory for both.
     pub(crate) fn may_exceed(&self, ids: u64) -> bool {
-        self.evictor.is_some() && ids <= self.config.capacity() / 2 + SPARE_NUMBERS as u64
+        self.config.eviction.is_some() && ids <= self.config.capacity() / 2 + SPARE_NUMBERS as u64
     }
 
     /// Returns how many rows are too many, if the device has given out so many record numbers.
@@ -97,10 +97,13 @@ impl GpuTable {
         self.max_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.max_new(ids))
     }
 
-    /// Makes room for `new_keys` new keys, on the stream. If there is memory, the index gets room for the `soon` keys of later
+    /// Makes room for `new_keys` new keys, on the stream. The device must be idle. If there is memory, the index gets room for the `soon` keys of later
     /// calls too. Their records get memory in `reserve_soon`.
     pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
         (self.is_short, self.numbers_soon) = (false, 0);
+        if self.numbers_for(new_keys) > self.num_numbers() {
+            self.reclaim()?;
+        }
         let rows = self.max_rows();
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {

@@ -4,7 +4,8 @@ use std::any::Any;
 use std::collections::HashSet;
 
 use sok_core::contract::table::{
-    Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept, update_with_formula,
+    Column, Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+    update_with_formula,
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -104,14 +105,12 @@ impl Table for GpuTable {
     }
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
+        self.wait()?;
+        self.read_kept()?;
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
-        if keys.is_empty() {
-            return Ok(0);
-        }
-        self.wait()?;
-        self.remove(keys)
+        if keys.is_empty() { Ok(0) } else { self.remove(keys) }
     }
 
     fn clear(&mut self) -> Result<()> {
@@ -119,8 +118,10 @@ impl Table for GpuTable {
         let index = Index::new(&self.device, 0, self.index.load(), WAITING)?;
         let arena = arena(&self.device, &self.config, self.layout.stride)?;
         let mut empty = evictor(&self.device, &self.config)?;
-        if let (Some(empty), Some(evictor)) = (&mut empty, &self.evictor) {
-            empty.set_step(evictor.read_step()?)?;
+        if let (Some(empty), Some(evictor)) = (&mut empty, &mut self.evictor) {
+            empty.step = evictor.read_step()?;
+            empty.commits = std::mem::take(&mut evictor.commits);
+            empty.write_progress()?;
         }
         self.reset(index, arena, empty);
         Ok(())
@@ -131,14 +132,18 @@ impl Table for GpuTable {
         let room = self.room(1, 0)?;
         let records = self.look_up(&room, &[key], false)?;
         if records[0] != 0 {
-            return Ok(Explanation::Present { score: self.read_scores(&records)?.first().copied() });
+            let has_score = self.config.eviction.is_some();
+            let score = if has_score { Some(self.read_uses(&records)?[0].score) } else { None };
+            return Ok(Explanation::Present { score });
         }
         Ok(self.evictor.as_ref().map_or(Explanation::Absent, |evictor| evictor.departures.explain(key)))
     }
 
     fn take_evicted(&mut self) -> Result<Records> {
+        self.wait()?;
+        self.read_kept()?;
         match &mut self.evictor {
-            Some(evictor) if evictor.policy.keeps_evicted => Ok(evictor.departures.take_kept()),
+            Some(evictor) if self.config.keeps_removed() => Ok(evictor.departures.take_kept()),
             _ => Err(not_kept(&self.config.name)),
         }
     }
@@ -152,6 +157,16 @@ impl Table for GpuTable {
     fn set_step(&mut self, step: u64) -> Result<()> {
         self.wait()?;
         self.evictor.as_mut().map_or(Ok(()), |evictor| evictor.set_step(step))
+    }
+
+    fn commit_times(&self) -> Vec<(u64, u64)> {
+        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
+    }
+
+    fn set_commit_times(&mut self, times: &[(u64, u64)]) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.commits.set_ages_by_time(times);
+        }
     }
 
     fn stats(&self) -> Result<TableStats> {
@@ -197,7 +212,7 @@ impl Table for GpuTable {
         })?;
         let values =
             if records.is_empty() { Vec::new() } else { self.read_records(self.layout.fields, &records)? };
-        out.scores.extend(self.read_scores(&records)?);
+        self.read_columns(&records, out)?;
         out.keys.extend(keys);
         out.values.extend(values);
         Ok(next.map(|next| Cursor(next as u64)))
@@ -217,8 +232,8 @@ impl Table for GpuTable {
             records.keys.len(),
             self.layout.fields.width as usize,
         )?;
-        if !records.scores.is_empty() {
-            self.check_len("scores", records.scores.len(), records.keys.len(), 1)?;
+        for column in Column::ALL.into_iter().filter(|column| !records.column(*column).is_empty()) {
+            self.check_len(column.name(), records.column(column).len(), records.keys.len(), 1)?;
         }
         self.wait()?;
         let room = self.room(records.keys.len(), self.layout.fields.width as usize)?;
@@ -226,13 +241,16 @@ impl Table for GpuTable {
         let Outcomes { refused, evicted, .. } = outcomes;
         self.note(Outcomes { refused, evicted, ..Outcomes::default() });
         self.write(&room, self.layout.fields, &located, &records.values)?;
-        self.write_scores(&located, &records.scores)
+        self.write_columns(&located, records)
     }
 
     fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
         let mut table = GpuTable::with_load(&self.device, self.config.clone(), self.index.load())?;
         table.set_update_rule(update, false)?;
         table.reserve(num_rows as u64)?;
+        if let (Some(evictor), Some(own)) = (&mut table.evictor, &self.evictor) {
+            evictor.go_on_from(own)?;
+        }
         Ok(Box::new(table))
     }
 

@@ -6,32 +6,37 @@ use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 use sok_core::contract::departures::Departures;
-use sok_core::contract::table::TableConfig;
+use sok_core::contract::table::{Column, Records, TableConfig};
 use sok_core::error::Result;
 use sok_core::key::Key;
+use sok_core::policy::commits::Commits;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::Lifetime;
 
+use super::expiry::{ExpiredList, Unread};
 use super::sweep::SweepMemory;
 use super::uses::InProgress;
 use super::{GpuTable, SPARE_NUMBERS, WAITING};
-use crate::abi::{self, Sweep, TABLE_THREADS, Use};
+use crate::abi::{self, ExpiredRow, Progress, Sweep, TABLE_THREADS, Use};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
 use crate::memory::{Arena, Buffer};
 
-/// The scores of a table, and what it has removed.
+/// The uses of a table's rows, and what it has removed.
 pub(crate) struct Evictor {
+    /// How uses are counted.
     pub policy: Eviction,
     /// A `Use` for each record.
     uses: Arena,
     /// The key of each record.
     keys: Arena,
-    /// Number of the step in progress, from 1.
-    on_device: Buffer<u64>,
-    /// The same, as far as the host knows: reports of later commits were not read.
+    on_device: Buffer<Progress>,
+    /// Number of the step in progress, from 1, as far as the host knows: reports of later commits were not read.
     pub step: u64,
-    /// The newest commit of the group whose gradients were applied or dropped.
-    pub settled_commit: u64,
+    /// As far as the host knows, but for `settled`, which may be the number of the commit in progress.
+    pub commits: Commits,
+    /// When the commit in progress was made, if the times of commits will contain it.
+    pub time_to_note: Option<u64>,
     /// Number of the table in its group.
     pub number: usize,
     /// The saved lookups of the table. References to those that the group has forgotten are dead.
@@ -39,6 +44,12 @@ pub(crate) struct Evictor {
     pub departures: Departures,
     /// Memory of a sweep, for the next one.
     pub sweep_memory: Option<SweepMemory>,
+    /// Memory of the rows that a commit expires.
+    pub expired: Option<ExpiredList>,
+    /// What the last commit expires, if the host has not read it.
+    pub unread: Option<Unread>,
+    /// Expired rows that are to be kept, but were not read yet, by commit.
+    pub kept: Vec<Vec<ExpiredRow>>,
 }
 
 impl Evictor {
@@ -46,18 +57,24 @@ impl Evictor {
         let numbers = (config.capacity() as usize).saturating_mul(2).saturating_add(SPARE_NUMBERS);
         let what = || format!("the scores of table `{}`", config.name);
         let arena = |bytes: usize| Arena::new(&device.context, numbers.saturating_mul(bytes), what());
-        Ok(Evictor {
+        let evictor = Evictor {
             policy,
             uses: arena(size_of::<Use>())?,
             keys: arena(size_of::<Key>())?,
-            on_device: Buffer::from_slice(&device.context, &[1])?,
+            on_device: Buffer::new(&device.context, 1)?,
             step: 1,
-            settled_commit: 0,
+            commits: Commits::default(),
+            time_to_note: None,
             number: 0,
             lookups: Vec::new(),
             departures: Departures::default(),
             sweep_memory: None,
-        })
+            expired: None,
+            unread: None,
+            kept: Vec::new(),
+        };
+        evictor.write_progress()?;
+        Ok(evictor)
     }
 
     /// For how many record numbers there is memory.
@@ -73,12 +90,13 @@ impl Evictor {
 
     pub fn num_bytes(&self) -> usize {
         let sweeps = self.sweep_memory.as_ref().map_or(0, SweepMemory::num_bytes);
-        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + sweeps
+        let expired = self.expired.as_ref().map_or(0, ExpiredList::num_bytes);
+        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + sweeps + expired
     }
 
     /// Fills in the fields of a descriptor.
     pub fn describe(&self, table: &mut abi::Table) {
-        (table.uses, table.keys, table.step) =
+        (table.uses, table.keys, table.progress) =
             (self.uses.address(), self.keys.address(), self.on_device.address());
         table.has_steps = matches!(self.policy.score, Score::Lru).into();
     }
@@ -88,20 +106,46 @@ impl Evictor {
         Sweep {
             uses: self.uses.address(),
             keys: self.keys.address(),
-            settled_commit: self.settled_commit,
+            settled_commit: self.commits.settled,
             ..Sweep::default()
         }
     }
 
     /// Reads the number of the step in progress. The device must be idle.
     pub fn read_step(&self) -> Result<u64> {
-        Ok(self.on_device.read(0, 1)?[0])
+        Ok(self.on_device.read(0, 1)?[0].step)
     }
 
     /// Goes on counting steps from a number. The device must be idle.
     pub fn set_step(&mut self, step: u64) -> Result<()> {
         self.step = step;
-        self.on_device.write(0, &[step])
+        self.write_progress()
+    }
+
+    /// Continues the commits of the table that this one will replace. The device must be idle.
+    pub fn go_on_from(&mut self, other: &Evictor) -> Result<()> {
+        self.commits.go_on_from(&other.commits);
+        self.write_progress()
+    }
+
+    /// Writes to the device how far the steps are. It must be idle.
+    pub fn write_progress(&self) -> Result<()> {
+        self.on_device.write(0, &[Progress { step: self.step, settled_commit: self.commits.settled }])
+    }
+
+    /// Takes over that the ticket of the commit in progress was valid. `commit`: its number. `lifetime`: of rows.
+    pub fn end_step(&mut self, commit: u64, lifetime: Option<Lifetime>) {
+        self.step = self.step.saturating_add(1);
+        self.commits.newest = commit;
+        if let (Some(lifetime), Some(now)) = (lifetime, self.time_to_note.take()) {
+            lifetime.note(commit, now, &mut self.commits.times);
+        }
+    }
+
+    /// Takes over that no commit is in progress whose ticket was valid.
+    pub fn refuse_commit(&mut self) {
+        self.time_to_note = None;
+        self.commits.settled = self.commits.settled.min(self.commits.newest);
     }
 
     /// Adds a lookup, whose rows stay until their gradients are applied or dropped.
@@ -152,39 +196,64 @@ impl GpuTable {
         unsafe { launch_next!(halve, stream, blocks, TABLE_THREADS, table, numbers, resolved) }
     }
 
-    /// Returns the scores of records. The device must be idle.
-    pub(super) fn read_scores(&self, records: &[u32]) -> Result<Vec<u64>> {
-        if self.evictor.is_none() || records.is_empty() {
-            return Ok(Vec::new());
-        }
-        let on_device = Buffer::from_slice(&self.device.context, records)?;
-        let scores = Buffer::<u64>::uninit(&self.device.context, records.len())?;
-        let read = self.device.kernel(&SCORES, "read_scores")?;
-        let (table, from, to, n) =
-            (self.alone(), on_device.address(), scores.address(), records.len() as u32);
-        let blocks = records.len().div_ceil(TABLE_THREADS);
-        // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below.
-        unsafe { launch!(read, WAITING, blocks, TABLE_THREADS, table, from, to, n) }?;
-        scores.to_vec()
-    }
-
-    /// Sets the scores of records. Of equal records the last one wins. Records 0 are passed over. The device must be idle.
-    pub(super) fn write_scores(&self, records: &[u32], scores: &[u64]) -> Result<()> {
-        if self.evictor.is_none() || scores.is_empty() {
+    /// Appends the numbers of records to the columns of a table that has some. The device must be idle.
+    pub(super) fn read_columns(&self, records: &[u32], out: &mut Records) -> Result<()> {
+        let (Some(evictor), columns) = (&self.evictor, self.config.columns()) else { return Ok(()) };
+        if columns.is_empty() || records.is_empty() {
             return Ok(());
         }
-        let last: HashMap<u32, u64> =
-            records.iter().copied().zip(scores.iter().copied()).filter(|(record, _)| *record != 0).collect();
-        let (records, scores): (Vec<u32>, Vec<u64>) = last.into_iter().unzip();
+        let uses = self.read_uses(records)?;
+        for &column in columns {
+            out.column_mut(column).extend(uses.iter().map(|used| match column {
+                Column::Scores => used.score,
+                Column::Ages => evictor.commits.age(used.commit),
+            }));
+        }
+        Ok(())
+    }
+
+    /// Makes records as young as new ones, unless they are younger, and sets the numbers of columns. `records`: by record of `from`. Of
+    /// equal records the last one wins. Records 0 are passed over. The device must be idle.
+    pub(super) fn write_columns(&self, records: &[u32], from: &Records) -> Result<()> {
+        let (Some(evictor), columns) = (&self.evictor, self.config.columns()) else { return Ok(()) };
+        if columns.is_empty() {
+            return Ok(());
+        }
+        let last: HashMap<u32, usize> =
+            records.iter().copied().enumerate().filter(|(_, r)| *r != 0).map(|(i, r)| (r, i)).collect();
+        let (records, places): (Vec<u32>, Vec<usize>) = last.into_iter().unzip();
+        let mut uses = self.read_uses(&records)?;
+        for (used, &place) in uses.iter_mut().zip(&places) {
+            used.commit = used.commit.max(evictor.commits.settled);
+            for column in Column::ALL {
+                match (column, from.column(column).get(place)) {
+                    (_, None) => {}
+                    (Column::Scores, Some(&score)) => used.score = score,
+                    (Column::Ages, Some(&age)) => used.commit = evictor.commits.before(age),
+                }
+            }
+        }
         let (at, from) = (
             Buffer::from_slice(&self.device.context, &records)?,
-            Buffer::from_slice(&self.device.context, &scores)?,
+            Buffer::from_slice(&self.device.context, &uses)?,
         );
-        let write = self.device.kernel(&SCORES, "write_scores")?;
+        let write = self.device.kernel(&SCORES, "write_uses")?;
         let (table, at, from, n) = (self.alone(), at.address(), from.address(), records.len() as u32);
         let blocks = records.len().div_ceil(TABLE_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below.
         unsafe { launch!(write, WAITING, blocks, TABLE_THREADS, table, at, from, n) }?;
         self.device.synchronize()
+    }
+
+    /// Returns the uses of records. The device must be idle.
+    pub(super) fn read_uses(&self, records: &[u32]) -> Result<Vec<Use>> {
+        let on_device = Buffer::from_slice(&self.device.context, records)?;
+        let uses = Buffer::<Use>::uninit(&self.device.context, records.len())?;
+        let read = self.device.kernel(&SCORES, "read_uses")?;
+        let (table, from, to, n) = (self.alone(), on_device.address(), uses.address(), records.len() as u32);
+        let blocks = records.len().div_ceil(TABLE_THREADS);
+        // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below.
+        unsafe { launch!(read, WAITING, blocks, TABLE_THREADS, table, from, to, n) }?;
+        uses.to_vec()
     }
 }

@@ -6,6 +6,7 @@ mod capacity;
 mod contract;
 mod counts;
 pub(crate) mod eviction;
+pub(crate) mod expiry;
 mod keys;
 mod record;
 mod records;
@@ -82,7 +83,7 @@ pub struct GpuTable {
     pub(crate) has_moved: bool,
     /// Of a table that ranks share: address of the row of the out-of-vocabulary key; 0 otherwise.
     pub(crate) out_of_vocabulary_row: u64,
-    /// Scores of the rows, if the table has an eviction policy.
+    /// Uses of the rows, if the table has an eviction policy or a time to live.
     pub(crate) evictor: Option<Box<Evictor>>,
 }
 
@@ -114,13 +115,9 @@ impl GpuTable {
     /// As `new`.
     pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
         config.validate()?;
-        let on_host = [
-            ("an admission policy", config.admission.is_some()),
-            ("a time to live", config.time_to_live.is_some()),
-        ];
-        if let Some((what, _)) = on_host.iter().find(|(_, is_there)| *is_there) {
+        if config.admission.is_some() {
             return Err(Error::Device(format!(
-                "table `{}` has {what}, which tables on a GPU do not have yet",
+                "table `{}` has an admission policy, which tables on a GPU do not have yet",
                 config.name
             )));
         }
@@ -243,9 +240,9 @@ fn arena(device: &Arc<Device>, config: &TableConfig, stride: usize) -> Result<Ar
     Arena::new(&device.context, most, format!("table `{}`", config.name))
 }
 
-/// The scores of an empty table.
+/// The uses of an empty table.
 fn evictor(device: &Arc<Device>, config: &TableConfig) -> Result<Option<Box<Evictor>>> {
-    let evictor = config.eviction.map(|policy| Evictor::new(device, config, policy));
+    let evictor = config.counting().map(|policy| Evictor::new(device, config, policy));
     Ok(evictor.transpose()?.map(Box::new))
 }
 

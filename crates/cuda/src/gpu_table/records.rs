@@ -140,8 +140,10 @@ impl GpuTable {
         self.retired.iter_mut().filter(|(lookup, _)| *lookup < oldest).for_each(|(lookup, _)| *lookup = 0);
     }
 
-    /// Allocates device memory for the numbers that may be given out again after `more` records are erased.
+    /// Allocates device memory for the numbers that may be given out again after `more` records are erased. Before that, reads the rows of
+    /// such records that are to be kept.
     pub(super) fn room_to_release(&mut self, more: usize) -> Result<Buffer<u32>> {
+        self.read_kept()?;
         let retired: usize = self.retired.iter().map(|(_, records)| records.len()).sum();
         let len = self.released.len() + retired + more;
         let spare = if self.evictor.is_some() { len / 2 } else { 0 };

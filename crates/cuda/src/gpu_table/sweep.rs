@@ -246,7 +246,8 @@ impl GpuTable {
         out_of_vocabulary: Option<u64>,
     ) -> Result<Option<PlannedSweep>> {
         let needed = (self.rows() + new_keys).saturating_sub(self.config.capacity());
-        let Some(evictor) = self.evictor.as_ref().filter(|_| needed > 0) else { return Ok(None) };
+        let evicts = self.config.eviction.is_some() && needed > 0;
+        let Some(evictor) = self.evictor.as_ref().filter(|_| evicts) else { return Ok(None) };
         let numbers =
             u64::from(self.fresh) + u64::from(self.counted).saturating_sub(self.released.len() as u64);
         let numbers_at = |records: u64, words: usize, count: usize| Used {
@@ -285,7 +286,7 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
     pub(crate) fn sweep_for(&mut self, new_keys: u64, used: UsedRecords) -> Result<Option<Sweeps>> {
-        if self.evictor.is_none() || !self.may_refuse(new_keys) {
+        if self.config.eviction.is_none() || !self.may_refuse(new_keys) {
             return Ok(None);
         }
         // The index may grow, and a sweep erases from the one that it has seen.

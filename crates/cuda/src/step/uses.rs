@@ -5,13 +5,18 @@
 use sok_core::error::Result;
 
 use super::{Feature, Saved, Started, Workspace};
-use crate::abi::{FIND_THREADS, IdCounts, LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
+use crate::abi::{Expiry, FIND_THREADS, IdCounts, LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
 use crate::gpu_table::uses::UsedRecords;
-use crate::kernels::{RANKS, SCORES};
+use crate::kernels::{EXPIRY, RANKS, SCORES};
 use crate::memory::words;
+
+/// Numbers of tables for which `expire_rows` and `give_expired` are instantiated.
+const EXPIRED_AT_ONCE: [usize; 2] = [1, 32];
+/// Blocks that copy the expired rows of a table to the host.
+const GIVING_BLOCKS: u32 = 8;
 
 /// A commit that takes a push of a lookup.
 #[derive(Clone, Copy)]
@@ -177,6 +182,42 @@ impl Workspace {
                 // SAFETY: The scratch memory has a record for each id, and the memory of the lookup a count.
                 unsafe { table.count_records(address, started.id_counts_of(number), count, stream) }?;
             }
+        }
+        Ok(())
+    }
+
+    /// Enqueues removing the rows whose time to live is over. `resolved`: address of the `Resolved` of the commit. `call`: number of the commit
+    /// in the group.
+    ///
+    /// # Errors
+    /// As `take_uses`.
+    pub(crate) fn expire(
+        &self,
+        tables: &[GpuTable],
+        expiries: &[Expiry],
+        resolved: u64,
+        call: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        for some in expiries.chunks(EXPIRED_AT_ONCE[1]) {
+            let at_once = if some.len() == 1 { EXPIRED_AT_ONCE[0] } else { EXPIRED_AT_ONCE[1] };
+            let names = [format!("expire_rows<{at_once}>"), format!("give_expired<{at_once}>")];
+            let [expire, give] = self.device.kernels(&EXPIRY, [&names[0][..], &names[1][..]])?;
+            let numbers =
+                some.iter().map(|expiry| tables[expiry.table as usize].max_numbers() as usize).max();
+            let most = 8 * self.device.multiprocessors as usize / some.len();
+            let blocks = numbers.unwrap_or(0).div_ceil(TABLE_THREADS).clamp(1, most.max(1)) as u32;
+            let (on_device, mut all) = (self.tables(), some.to_vec());
+            all.resize(at_once, Expiry::default());
+            let launched = some.len() * blocks as usize;
+            // SAFETY: The arguments have the types of the kernel's parameters. Tables and workspace keep the memory that they point to.
+            unsafe {
+                launch_next!(expire, stream, launched, TABLE_THREADS, on_device, resolved, all[0], blocks)
+            }?;
+            let blocks = GIVING_BLOCKS;
+            let launched = some.len() * blocks as usize;
+            // SAFETY: As above.
+            unsafe { launch_next!(give, stream, launched, TABLE_THREADS, all[0], call, blocks) }?;
         }
         Ok(())
     }

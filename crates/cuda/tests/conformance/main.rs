@@ -34,7 +34,7 @@ use subject::{DEVICE, GpuSubject};
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
 
-const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, is_on_host: false, dims: &[3, 64] };
+const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, admits: false, dims: &[3, 64] };
 const EVERY_DIM: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
 const ALL_DIMS: Maker = Maker { dims: &[], ..GPU };
 
@@ -48,6 +48,7 @@ fn table_on_gpu(config: TableConfig) -> Box<dyn Table> {
 
 suite!(GPU, #[ignore = "needs a GPU"]);
 table_suite!(table_on_gpu, #[ignore = "needs a GPU"]);
+expiry_suite!(GPU, #[ignore = "needs a GPU"]);
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: ranks::number("SOK_TEST_CASES", 120) as u32, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]
@@ -58,7 +59,7 @@ proptest! {
         config in config(),
         ops in prop::collection::vec(table_or_rule_op(), 1..25),
     ) {
-        let config = TableConfig { admission: None, time_to_live: None, ..config };
+        let config = TableConfig { admission: None, ..config };
         let (mut table, mut model) = (table_on_gpu(config.clone()), ModelTable::new(config));
         for op in ops {
             op.run(&mut model, &mut [&mut *table]);

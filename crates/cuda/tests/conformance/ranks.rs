@@ -16,6 +16,7 @@ use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 use sok_cuda::peers::Peers;
@@ -29,7 +30,7 @@ use crate::common::{Dice, bits, scan};
 use crate::subject::{DEVICE, GpuSubject, HAS_POOLED, Tested, on_device, peers_of};
 use crate::{POOL, run_all, suite};
 
-const ALONE: Maker = Maker { make: alone, tells_late: true, is_on_host: false, dims: &[3, 64] };
+const ALONE: Maker = Maker { make: alone, tells_late: true, admits: false, dims: &[3, 64] };
 
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(GpuSubject::alone(configs))]
@@ -145,7 +146,11 @@ fn one_rank() {
             let capacity = if seed % 4 == 3 { 40 } else { 1000 };
             for (config, _) in &mut configs {
                 (config.max_capacity, config.check_mode) = (Some(capacity), CheckMode::Count);
-                config.eviction = any_eviction(&mut dice).filter(|_| config.vocabulary_size.is_none());
+                let is_dynamic = config.vocabulary_size.is_none();
+                config.eviction = any_eviction(&mut dice).filter(|_| is_dynamic);
+                let lifetime = Lifetime::Steps(1 + dice.below(4));
+                config.time_to_live = (is_dynamic && lifetime != Lifetime::Steps(4))
+                    .then_some(TimeToLive { lifetime, keeps_expired: false });
             }
         }
         let mut update = any_update(&mut dice);
@@ -173,7 +178,9 @@ fn one_rank() {
     // Localized tables are on rank 0. A few cases may have none with bags.
     let pools = communicator.rank() == 0 && ranks > 1 && peers.nccl().is_none();
     assert!(HAS_POOLED.load(Relaxed) == pools || number("SOK_TEST_CASES", 24) < 12);
-    assert!(HAS_EVICTED.load(Relaxed) || number("SOK_TEST_CASES", 24) < 12);
+    for has_removed in [&HAS_EVICTED, &HAS_EXPIRED] {
+        assert!(has_removed.load(Relaxed) || number("SOK_TEST_CASES", 24) < 12);
+    }
 }
 
 #[test]
@@ -202,8 +209,9 @@ fn any_eviction(dice: &mut Dice) -> Option<Eviction> {
     (dice.below(4) > 0).then_some(Eviction { score, counts_inference, keeps_evicted })
 }
 
-/// Whether rows of this rank had to go.
+/// Whether this rank has removed rows to make room, or because their time was over.
 static HAS_EVICTED: AtomicBool = AtomicBool::new(false);
+static HAS_EXPIRED: AtomicBool = AtomicBool::new(false);
 
 /// Runs steps on this rank's share of each batch, on the host and on the GPU.
 fn follow(
@@ -267,6 +275,7 @@ fn follow(
         for (table, (host, gpu)) in host.3.iter().zip(&gpu.3).enumerate() {
             assert_eq!(host, gpu, "rank {rank}, step {number}, table {table}");
             HAS_EVICTED.fetch_or(gpu.0.evicted > 0, Relaxed);
+            HAS_EXPIRED.fetch_or(gpu.0.expired > 0, Relaxed);
         }
     }
 }

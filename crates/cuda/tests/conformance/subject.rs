@@ -363,8 +363,10 @@ impl Subject for GpuSubject {
         self.group.group().num_tables()
     }
 
-    fn table(&self, number: usize) -> &dyn Table {
-        self.group.group().table(number)
+    fn table(&mut self, number: usize) -> &dyn Table {
+        let group = self.group.group_mut();
+        group.settle_tables();
+        group.table(number)
     }
 
     fn table_mut(&mut self, number: usize) -> &mut dyn Table {

@@ -138,7 +138,7 @@ impl HostGroup {
     /// Lets sweeps remove the rows whose gradients were committed: they were applied, or dropped.
     pub(super) fn settle_commits(&mut self) {
         let evictors = self.tables.iter_mut().filter_map(|table| table.evictor.as_mut());
-        evictors.for_each(|evictor| evictor.settled_commit = self.num_commits);
+        evictors.for_each(|evictor| evictor.commits.settled = self.num_commits);
     }
 
     /// Returns the sum of the squared gradients of each table, all that is to be applied.

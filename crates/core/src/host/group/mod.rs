@@ -18,12 +18,12 @@ use crate::contract::table::TableConfig;
 use crate::contract::ticket::PushRing;
 use crate::error::Result;
 use crate::host::accumulator::Accumulator;
-use crate::host::eviction::BEFORE_FIRST_COMMIT;
 use crate::host::lookup_split::SplitScratch;
 use crate::host::new_values::NewValues;
 use crate::host::push::{Push, SavedLookup, Spare};
 use crate::host::stopwatch::Stopwatch;
 use crate::host::table::HostTable;
+use crate::policy::commits::BEFORE_FIRST_COMMIT;
 
 pub use self::apply::ApplyScalars;
 

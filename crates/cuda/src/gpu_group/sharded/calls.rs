@@ -31,6 +31,10 @@ impl Group for ShardedGpuGroup {
         self.shard.num_tables()
     }
 
+    fn settle_tables(&mut self) {
+        self.shard.settle_tables();
+    }
+
     fn table(&self, number: usize) -> &dyn Table {
         self.shard.table(number)
     }

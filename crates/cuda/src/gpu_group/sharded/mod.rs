@@ -173,8 +173,12 @@ impl ShardedGpuGroup {
         }
         let Shards { owners, configs, fingerprint } =
             Shards::new(configs, peers.rank(), world_size, merge_blocks, row_type)?;
-        let without_rows =
-            |config: &TableConfig| TableConfig { initial_capacity: 0, eviction: None, ..config.clone() };
+        let without_rows = |config: &TableConfig| TableConfig {
+            initial_capacity: 0,
+            eviction: None,
+            time_to_live: None,
+            ..config.clone()
+        };
         let mut front = GpuGroup::new(device, configs.iter().map(without_rows).collect())?;
         front.windows = Some(Windows::new(peers));
         let mut shard = GpuGroup::new(device, configs)?;

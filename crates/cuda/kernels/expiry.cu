@@ -1,0 +1,77 @@
+// Rows that go because training has not used them for long.
+#include "records.cuh"
+
+template <u32 N> struct Expiries {
+  Expiry of[N];
+};
+
+// Returns a number above those of all records that were given out.
+__device__ __forceinline__ u64 numbers_of(const Table& t) {
+  const u32 taken = t.index.counters->taken;
+  return t.fresh + (u64)(taken > t.num_released ? taken - t.num_released : 0);
+}
+
+// Erases the rows whose time to live is over, if the tickets were valid, and lists as many of them as there is room for. The launch has
+// `blocks` blocks for each entry.
+template <u32 N>
+__global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
+    const Table* tables, const Resolved* resolved, const __grid_constant__ Expiries<N> all, u32 blocks) {
+  begin();
+  if (!resolved->is_due) return;
+  const Expiry& e = all.of[blockIdx.x / blocks];
+  const Table& t = tables[e.table];
+  const u64 numbers = numbers_of(t), stride = (u64)blocks * TABLE_THREADS, newest = e.newest;
+  Use* uses = t.uses;
+  const u64* keys = t.keys;
+  for (u64 first = 1 + (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x - lane(); first < numbers; first += stride) {
+    const u64 record = first + lane();
+    const Pair use = record < numbers ? load_pair(uses + record) : Pair{0, NO_ROW};
+    // A record without a row has a larger number.
+    const bool is_old = use.high <= newest;
+    if (!__any_sync(ALL, is_old)) continue;
+    const u64 key = is_old ? keys[record] : 0;
+    const bool is_own = t.has_out_of_vocabulary_key && key == t.out_of_vocabulary_key;
+    // The hash without a secret, as on the host.
+    const bool goes = is_old && !is_own && (hash(0, key) & e.mask) == e.ending;
+    const u32 place = take(&e.counts->count, goes);
+    if (!goes) continue;
+    const bool is_listed = place < e.capacity;
+    if (is_listed) e.rows[place] = {key, use.low, (u32)record, 0};
+    uses[record].commit = is_listed ? NO_ROW : UNLISTED;
+    erase_key(t.index, key);
+  }
+}
+
+// Copies the list of expired rows to memory that the host reads, then the number of the commit, and empties the list. The launch has
+// `blocks` blocks for each entry.
+template <u32 N>
+__global__ void __launch_bounds__(TABLE_THREADS) give_expired(const __grid_constant__ Expiries<N> all, u64 commit, u32 blocks) {
+  begin();
+  const Expiry& e = all.of[blockIdx.x / blocks];
+  const u32 count = load_shared(&e.counts->count);
+  const u64 words = (u64)min(count, e.capacity) * (sizeof(ExpiredRow) / sizeof(u64));
+  const u64 *from = (const u64*)e.rows, stride = (u64)blocks * TABLE_THREADS;
+  u64* to = (u64*)e.given_rows;
+  for (u64 i = (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x; i < words; i += stride) to[i] = from[i];
+  __threadfence_system();
+  if (!is_last_block(&e.counts->blocks_done, blocks) || threadIdx.x != 0) return;
+  e.counts->count = 0;
+  store_shared(&e.given_counts->count, count);
+  __threadfence_system();
+  store_shared(&e.given_counts->commit, commit);
+}
+
+// Lists the rows for which a list had no room.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
+    const __grid_constant__ Table t, ExpiredCounts* counts, ExpiredRow* rows, u32 capacity) {
+  begin();
+  const u64 numbers = numbers_of(t);
+  for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += (u64)gridDim.x * TABLE_THREADS) {
+    const Pair use = load_pair(t.uses + record);
+    if (use.high != UNLISTED) continue;
+    const u32 place = atomicAdd(&counts->count, 1);
+    if (place >= capacity) continue;
+    rows[place] = {t.keys[record], use.low, (u32)record, 0};
+    t.uses[record].commit = NO_ROW;
+  }
+}
