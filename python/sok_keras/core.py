@@ -37,14 +37,13 @@ class Core:
         backend.keep_freed_memory()
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        for policy in ("admission", "time_to_live"):
-            having = [config["name"] for config in configs if config[policy]]
-            if having and storage == "hbm":
-                raise native.DeviceError(
-                    f'Layers with `{policy}` have their tables in the memory of the host. Received: storage="hbm" and `{policy}` '
-                    f'of {", ".join(map(repr, having))}. Use "auto" or "host"'
-                )
-            storage = "host" if having else storage
+        admitting = [config["name"] for config in configs if config["admission"]]
+        if admitting and storage == "hbm":
+            raise native.DeviceError(
+                'Layers with `admission` have their tables in the memory of the host. Received: storage="hbm" and `admission` of '
+                f'{", ".join(map(repr, admitting))}. Use "auto" or "host"'
+            )
+        storage = "host" if admitting else storage
         gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")
         if storage == "hbm" and gpu is None:
             raise native.DeviceError(

@@ -2,16 +2,19 @@
 
 Keras calls `on_train_begin` of a callback before the first batch. For models with tables it is extended here: an `EarlyStopping` that
 would restore weights without rows raises an error, and `BackupAndRestore` goes on at the next batch. `Model.summary` lists the tables.
-A `LossScaleOptimizer` skips a step if any rank has a gradient that is not finite.
+A `LossScaleOptimizer` skips a step if any rank has a gradient that is not finite. Of ranks that save a model, rank 0 writes the file.
 """
 
+import contextlib
 import functools
+import os
+import tempfile
 from typing import Any
 
 import keras
 
 from sok_keras import backend, distributed
-from sok_keras.backend.private_keras import resume_fit, start_epoch, steps_of
+from sok_keras.backend.private_keras import resume_fit, start_epoch, steps_of, wrap_saving
 from sok_keras.checkpoint import layers_of
 from sok_keras.optimizer import OptimizerWrapper
 
@@ -22,6 +25,25 @@ def extend_keras() -> None:
     _extend(keras.callbacks.BackupAndRestore, _go_on_at_next_batch)
     _extend_summary()
     _extend_loss_scale()
+    wrap_saving(_by_rank_0)
+
+
+def _by_rank_0(save: Any) -> Any:
+    @functools.wraps(save)
+    def save_together(model, filepath, *args, **kwargs):
+        if distributed.world_size() == 1 or not layers_of(model):
+            return save(model, filepath, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if distributed.rank() > 0:
+                # Layers send their rows to rank 0 as they are saved. What a rank has by itself is written to a place that is removed.
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                filepath = os.path.join(folder, os.path.basename(os.path.normpath(filepath)))
+            saved = save(model, filepath, *args, **kwargs)
+        # The file is whole for whoever reads it next.
+        distributed.barrier()
+        return saved
+
+    return save_together
 
 
 def _extend_loss_scale() -> None:

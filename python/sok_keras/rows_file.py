@@ -18,13 +18,23 @@ _CHUNK_FLOATS = 1 << 21
 
 
 class _Stored(NamedTuple):
-    """Description of a table in a file. Old files have neither seed nor number of rows. `score`: the kind of its scores, if any."""
+    """Description of a table in a file.
+
+    Attributes:
+        update_rule: JSON of the update whose states its records have.
+        seed: Seed of first values.
+        num_rows: Number of rows.
+        score: The kind of its scores, if any.
+        step: Number of the step in progress, as policies count.
+        commit_times: As `Table.commit_times`, if its rows have ages.
+    """
 
     update_rule: str | None
     seed: int | None = None
     num_rows: int | None = None
     score: str | None = None
     step: int = 1
+    commit_times: list | None = None
 
 
 def has_rows(store: Store) -> bool:
@@ -33,23 +43,40 @@ def has_rows(store: Store) -> bool:
     return "tables" in names or "update_rule" in names
 
 
-def save(core: Any, store: Store) -> None:
-    """Writes a description of each table, and its keys, records and scores in pieces."""
+def save(core: Any, store: Store, *, on_all_ranks: bool = True) -> None:
+    """Writes a description of each table, and its keys, records and columns in pieces. All ranks must call this.
+
+    Args:
+        core: The tables of a layer.
+        store: What is written to.
+        on_all_ranks: Whether all ranks write all rows. If not, rank 0 alone writes.
+    """
+    writes = on_all_ranks or distributed.rank() == 0
     described = []
     for number, table in enumerate(core.tables):
-        score = _kind_of_score(core.configs[number])
-        contents = table.export(states=True, scores=score is not None)
-        native_table = table._native
-        stored = _Stored(native_table.update_rule, native_table.seed, len(contents.keys), score, native_table.step)
+        native_table, config = table._native, core.configs[number]
+        update = native_table.update_rule
+        width = table.dim + sum(width for _, width in states_of(update, table.dim)[1])
+        num_rows = 0
+        for piece, arrays in enumerate(_pieces_to_save(table, width)):
+            num_rows += len(arrays["keys"])
+            for name, array in arrays.items() if writes else ():
+                store[f"{number}.{name}.{piece:06d}"] = array
+        times = native_table.commit_times() if config["time_to_live"] else None
+        stored = _Stored(update, native_table.seed, num_rows, _kind_of_score(config), native_table.step, times)
         described.append(stored._asdict())
-        values = np.concatenate([contents.rows, *contents.states.values()], axis=1)
-        step = max(1, _CHUNK_FLOATS // values.shape[1])
-        for piece, start in enumerate(range(0, max(1, len(values)), step)):
-            store[f"{number}.keys.{piece:06d}"] = contents.keys[start : start + step]
-            store[f"{number}.values.{piece:06d}"] = values[start : start + step]
-            if contents.scores is not None:
-                store[f"{number}.scores.{piece:06d}"] = contents.scores[start : start + step]
-    store["tables"] = np.frombuffer(json.dumps(described).encode(), "uint8")
+    if writes:
+        store["tables"] = np.frombuffer(json.dumps(described).encode(), "uint8")
+
+
+def _pieces_to_save(table, width):
+    """Yields arrays by name, `width` floats a row; at least once."""
+    is_empty = True
+    for keys, rows, states, columns in table._scan(max(1, _CHUNK_FLOATS // width), states=True):
+        is_empty = False
+        yield {"keys": keys, "values": np.concatenate([rows, *(state for _, state in states)], axis=1), **dict(columns)}
+    if is_empty:
+        yield {"keys": np.empty(0, "int64"), "values": np.empty((0, width), "float32")}
 
 
 def load(core: Any, store: Store) -> None:
@@ -72,11 +99,16 @@ def load(core: Any, store: Store) -> None:
     lost = []
     for table, names, of_table, update in zip(core.tables, pieces, stored, updates, strict=True):
         keeps_states = same_states(of_table.update_rule, update, table.dim)
-        keeps_scores = of_table.score is not None and of_table.score == _kind_of_score(core.configs[table._number])
         config = core.configs[table._number]
-        if keeps_scores or config["admission"] is not None or config["time_to_live"] is not None:
+        columns = []
+        if of_table.score is not None and of_table.score == _kind_of_score(config):
+            columns.append("scores")
+        if of_table.commit_times is not None and config["time_to_live"] is not None:
+            columns.append("ages")
+            fresh.set_commit_times(table._number, [tuple(entry) for entry in of_table.commit_times])
+        if columns or config["admission"] is not None or config["time_to_live"] is not None:
             fresh.set_step(table._number, of_table.step)
-        _fill(fresh, store, names, table, keeps_states, keeps_scores)
+        _fill(fresh, store, names, table, keeps_states, columns)
         if not keeps_states and states_of(of_table.update_rule, table.dim)[1]:
             lost.append(f"{table.name!r}: {states_of(of_table.update_rule, table.dim)[0]}")
     core.trigger.keep_rows()  # if the trigger of other tables was set, these are its rows
@@ -166,14 +198,14 @@ def _check_shapes(store, names, table, config, stored):
         )
 
 
-def _fill(fresh, store, names, table, keeps_states, keeps_scores):
+def _fill(fresh, store, names, table, keeps_states, columns):
     num_rows = 0
     for of_keys, of_values in names:
         keys, values = np.asarray(store[of_keys]), np.asarray(store[of_values])
         _check_keys(keys, values, table)
         values = values if keeps_states else values[:, : table.dim]
-        scores = _scores_of(store, of_keys, table, len(keys)) if keeps_scores else None
-        fresh.add(table._number, np.ascontiguousarray(keys), np.ascontiguousarray(values), scores)
+        numbers = [(column, _column_of(store, of_keys, column, table, len(keys))) for column in columns]
+        fresh.add(table._number, np.ascontiguousarray(keys), np.ascontiguousarray(values), numbers)
         num_rows += len(keys)
     num_loaded = _num_loaded(fresh, table)
     if num_loaded != num_rows:
@@ -182,18 +214,18 @@ def _fill(fresh, store, names, table, keeps_states, keeps_scores):
         )
 
 
-def _scores_of(store, of_keys, table, num_rows):
-    """The scores beside a dataset of keys, `(num_rows,)` uint64."""
+def _column_of(store, of_keys, column, table, num_rows):
+    """A number for each key of a dataset, `(num_rows,)` uint64."""
     try:
-        scores = np.asarray(store[of_keys.replace(".keys.", ".scores.")])
+        numbers = np.asarray(store[of_keys.replace(".keys.", f".{column}.")])
     except KeyError:
-        scores = np.empty(0)
-    if scores.dtype != np.uint64 or scores.shape != (num_rows,):
+        numbers = np.empty(0, "uint64" if num_rows == 0 else "float64")
+    if numbers.dtype != np.uint64 or numbers.shape != (num_rows,):
         raise ValueError(
-            f"The file must have a uint64 score for each of {num_rows} keys of table {table.name!r}. Received: {scores.dtype} of shape "
-            f"{scores.shape}"
+            f"The file must have uint64 {column} of the {num_rows} keys of table {table.name!r}. Received: {numbers.dtype} of shape "
+            f"{numbers.shape}"
         )
-    return np.ascontiguousarray(scores)
+    return np.ascontiguousarray(numbers)
 
 
 def _num_loaded(fresh, table):

@@ -50,16 +50,18 @@ class ShardedTable:
         return own if self.is_replicated else np.sort(np.concatenate([part[0] for part in _gather([own])]))
 
     def export(self, states: bool) -> tuple:
-        keys, rows, named, scores = self._shard.export(states)
+        keys, rows, named, columns = self._shard.export(states)
         if self.is_replicated:
-            return keys, rows, named, scores
-        names = [name for name, _ in named]
-        parts = _gather([keys, rows, *([] if scores is None else [scores]), *(values for _, values in named)])
-        keys, *arrays = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+            return keys, rows, named, columns
+        parts = _gather([keys, rows, *(array for _, array in named + columns)])
+        keys, *arrays = (np.concatenate(of_ranks) for of_ranks in zip(*parts, strict=True))
         order = np.argsort(keys)
-        rows, *values = (array[order] for array in arrays)
-        scores = None if scores is None else values.pop(0)
-        return keys[order], rows, list(zip(names, values, strict=True)), scores
+        rows, *arrays = (array[order] for array in arrays)
+        names = [[name for name, _ in of_kind] for of_kind in (named, columns)]
+        return keys[order], rows, *_with_names(arrays, *names)
+
+    def commit_times(self) -> list:
+        return self._shard.commit_times()
 
     def explain(self, key: int) -> tuple:
         def explain(keys: np.ndarray) -> tuple:
@@ -80,15 +82,15 @@ class ShardedTable:
         if self.is_replicated:
             return self._shard.scan(cursor, num_rows, states)
         rank, within = cursor or (0, 0)
-        (keys, rows, named, _), then = (
+        (keys, rows, named, columns), then = (
             self._shard.scan(within, num_rows, states) if rank == distributed.rank() else _NOTHING
         )
-        arrays = [keys, rows, *(values for _, values in named)]
-        names = np.array([name for name, _ in named], "U")
+        arrays = [keys, rows, *(array for _, array in named + columns)]
+        names = [np.array([name for name, _ in of_kind], "U") for of_kind in (named, columns)]
         then = np.array(-1 if then is None else then, "int64")
-        (then, names, keys, rows, *values) = _unpack(native.broadcast(_pack([then, names, *arrays]), rank))
+        (then, named, columns, keys, rows, *arrays) = _unpack(native.broadcast(_pack([then, *names, *arrays]), rank))
         follows = (rank, int(then)) if then >= 0 else (rank + 1, 0)
-        contents = keys, rows, list(zip(names.tolist(), values, strict=True)), None
+        contents = (keys, rows, *_with_names(arrays, named.tolist(), columns.tolist()))
         return contents, follows if follows[0] < distributed.world_size() else None
 
     def stats(self, waits: bool) -> tuple:
@@ -134,7 +136,13 @@ class ShardedTable:
         ]
 
 
-_NOTHING: tuple = (np.empty(0, "int64"), np.empty((0, 0), "float32"), [], None), None
+_NOTHING: tuple = (np.empty(0, "int64"), np.empty((0, 0), "float32"), [], []), None
+
+
+def _with_names(arrays: list[np.ndarray], states: list[str], columns: list[str]) -> tuple[list, list]:
+    """Arrays of states by name, and then of columns."""
+    named = list(zip(states + columns, arrays, strict=True))
+    return named[: len(states)], named[len(states) :]
 
 
 def _pack(arrays: Any) -> bytes:

@@ -272,13 +272,18 @@ class Table:
         return self._pieces(num_rows, states)
 
     def _pieces(self, num_rows: int, states: bool) -> Iterator[TableContents]:
+        for keys, rows, named, _ in self._scan(num_rows, states):
+            yield TableContents(keys, rows, dict(named), None)
+
+    def _scan(self, num_rows: int, states: bool) -> Iterator[tuple]:
+        """Keys, rows, states by name, and columns by name, in pieces that are not empty."""
         before, cursor = self._changes(), 0
         while cursor is not None:
-            (keys, rows, named, _), cursor = self._ready().scan(cursor, num_rows, states)
+            piece, cursor = self._ready().scan(cursor, num_rows, states)
             if self._changes() != before:
                 raise RuntimeError(f"Table {self.name!r} must not gain or lose rows while it is copied in pieces")
-            if len(keys):
-                yield TableContents(keys, rows, dict(named), None)
+            if len(piece[0]):
+                yield piece
 
     def _changes(self) -> tuple[int, int]:
         """Numbers that differ after rows were inserted or removed."""
@@ -400,8 +405,8 @@ class Table:
             raise ValueError(
                 f"`scores` must be False, because table {self.name!r} has no `eviction` policy. Received: scores=True"
             )
-        keys, rows, named, of_rows = self._ready(local).export(states)
-        return TableContents(keys, rows, dict(named), of_rows if scores else None)
+        keys, rows, named, columns = self._ready(local).export(states)
+        return TableContents(keys, rows, dict(named), dict(columns)["scores"] if scores else None)
 
     @property
     def step(self) -> int:

@@ -59,13 +59,17 @@ def main(folder, action, seed):
             model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
         check_tables(tables)
         return
+    if action == "weights":
+        model.load_weights(os.path.join(folder, "model.weights.h5"))
     if action in ("load", "read"):
         report = sok.load(path, model)
         assert report.variables
-    for inputs, targets in batches(int(seed)) if action != "read" else ():
+    for inputs, targets in batches(int(seed)) if action not in ("read", "weights") else ():
         model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
     if action == "dump":
         sok.dump(path, model)
+        model.save_weights(os.path.join(folder, "model.weights.h5"))
+        model.save(os.path.join(folder, "model.keras"))
     arrays = digest(tables, model)
     if sok.rank() == 0:
         np.savez(os.path.join(folder, f"{action}{sok.world_size()}.npz"), *arrays)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 
 import keras
 import numpy as np
@@ -92,6 +93,14 @@ def test_a_dump_of_three_ranks_goes_on_in_one_and_in_two(tmp_path):
         run(ranks, "persist.py", tmp_path, "load", 2)
     one, two = (np.load(tmp_path / f"load{ranks}.npz") for ranks in (1, 2))
     compare(one, two, one.files)
+    # Rank 0 has written all rows to files of Keras, too.
+    run(2, "persist.py", tmp_path, "weights", 2)
+    before, after = np.load(tmp_path / "dump3.npz"), np.load(tmp_path / "weights2.npz")
+    assert len(before.files) == len(after.files) > 4
+    for name in before.files:
+        np.testing.assert_array_equal(after[name], before[name])
+    with zipfile.ZipFile(tmp_path / "model.keras") as model:
+        assert model.getinfo("model.weights.h5").file_size > 0.9 * (tmp_path / "model.weights.h5").stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -169,14 +169,14 @@ def test_scores_of_another_kind_stay_behind(tmp_path):
     rows_file.load(other._core, store)
     assert scores_of(other.get_table()) == {7: 1, 8: 1}
     del store["0.scores.000000"]
-    with pytest.raises(ValueError, match="must have a uint64 score for each of 2 keys"):
+    with pytest.raises(ValueError, match="must have uint64 scores of the 2 keys"):
         rows_file.load(make_layer("lfu")._core, store)
 
 
 def test_new_tables_refuse_rows_of_another_width():
     fresh = sok.backend.native.FreshTables(make_layer()._core.group, [1], [None])
     with pytest.raises(ValueError, match=f"`values` must hold {DIM} numbers a key"):
-        fresh.add(0, np.arange(2), np.ones((2, DIM + 1), "float32"))
+        fresh.add(0, np.arange(2), np.ones((2, DIM + 1), "float32"), [])
 
 
 def test_policies_are_part_of_a_config():

@@ -97,6 +97,38 @@ def test_a_model_comes_back_from_its_file(tmp_path):
     assert layer.get_table().keys().tolist() == [3]
 
 
+def test_ages_and_times_of_commits_go_with_a_weights_file(tmp_path, clock):
+    def make(time_to_live):
+        layer = sok.DynamicEmbedding(4, time_to_live=time_to_live, name="ids")
+        model = model_of(layer)
+        train(model, 9)
+        return model, layer.get_table()
+
+    def ages_of(table):
+        keys, _, _, columns = table._native.export(False)
+        return dict(zip(keys.tolist(), dict(columns)["ages"].tolist(), strict=True))
+
+    model, table = make(30 * DAY)
+    clock(START + 20 * DAY)
+    train(model, 1, 2)
+    clock(START + 21 * DAY)
+    train(model, 2)
+    model.save_weights(tmp_path / "w.weights.h5")
+    assert ages_of(table) == {1: 1, 2: 0, 9: 2}
+    for time_to_live in (30 * DAY, 4, None):
+        again, loaded = make(time_to_live)
+        again.load_weights(tmp_path / "w.weights.h5")
+        assert loaded.keys().tolist() == [1, 2, 9]
+        if time_to_live is not None:
+            assert ages_of(loaded) == ages_of(table) and loaded.step == table.step
+        if time_to_live == 30 * DAY:
+            assert loaded._native.commit_times() == table._native.commit_times() != []
+        if time_to_live == 4:
+            for left in ([1, 2, 3, 9], [1, 2, 3], [2, 3], [3]):
+                train(again, 3)
+                assert loaded.keys().tolist() == left
+
+
 def test_ages_go_with_a_dump(tmp_path):
     model = model_of(sok.DynamicEmbedding(4, time_to_live=3, name="ids"))
     train(model, 1, 2)
@@ -148,8 +180,6 @@ def test_wrong_arguments_are_refused():
         sok.DynamicEmbedding(4, time_to_live=3).get_table().take_evicted()
 
 
-def test_tables_are_on_the_host():
-    with pytest.raises(sok.DeviceError, match='Layers with `time_to_live` have .*Use "auto" or "host"'):
-        sok.DynamicEmbedding(4, time_to_live=3, storage="hbm")
-    if ON_GPU:
-        assert sok.DynamicEmbedding(4, time_to_live=3)._core.gpu is None
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_tables_are_on_the_gpu():
+    assert sok.DynamicEmbedding(4, time_to_live=3)._core.gpu is not None

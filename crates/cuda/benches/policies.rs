@@ -1,6 +1,6 @@
-//! Training steps over tables with eviction policies, beside the same steps without one, in turns: with scores alone, and over full tables,
-//! which remove rows. One id in a hundred is new. Times are means, since sweeps are rare: of rounds in which each full table sweeps.
-//! Then sweeps of one table.
+//! Training steps over tables with policies, beside the same steps without one, in turns: with scores alone, over full tables, which remove
+//! rows, and with a time to live. One id in a hundred is new. Times are means, since sweeps are rare: of rounds in which each full table
+//! sweeps. Then sweeps of one table.
 //!
 //!     policies
 
@@ -9,10 +9,11 @@ mod common;
 use std::time::Instant;
 
 use common::training::{Gpu, Work, ids, normal, scalars, work};
-use common::{Bench, config, fill, median, nth_key};
+use common::{Bench, Shape, config, fill, median, nth_key};
 use sok_core::contract::group::Group;
 use sok_core::contract::table::{Table, TableConfig};
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 
@@ -22,19 +23,37 @@ const WORKS: [Work; 2] = [
 ];
 const LRU: Score = Score::Lru;
 const LFU: Score = Score::Lfu { half_life: None };
-/// Name, policy, and whether the tables are full.
-const POLICIES: [(&str, Option<Score>, bool); 4] = [
-    ("none", None, false),
-    ("LRU, scores alone", Some(LRU), false),
-    ("LRU, full", Some(LRU), true),
-    ("LFU, full", Some(LFU), true),
+
+struct Policy {
+    name: &'static str,
+    score: Option<Score>,
+    is_full: bool,
+    /// Time to live in steps.
+    lifetime: Option<u64>,
+}
+
+const NONE: Policy = Policy { name: "none", score: None, is_full: false, lifetime: None };
+const POLICIES: [Policy; 5] = [
+    NONE,
+    Policy { name: "LRU, scores alone", score: Some(LRU), ..NONE },
+    Policy { name: "LRU, full", score: Some(LRU), is_full: true, ..NONE },
+    Policy { name: "LFU, full", score: Some(LFU), is_full: true, ..NONE },
+    Policy { name: "time to live of 4,096 steps", lifetime: Some(4096), ..NONE },
 ];
 const ROUNDS: usize = 5;
 
-fn table(name: &str, work: &Work, score: Option<Score>, is_full: bool) -> TableConfig {
+fn table(name: &str, work: &Work, policy: &Policy) -> TableConfig {
+    let &Policy { score, is_full, lifetime, .. } = policy;
+    let time_to_live =
+        lifetime.map(|steps| TimeToLive { lifetime: Lifetime::Steps(steps), keeps_expired: false });
     let eviction = score.map(|score| Eviction { score, counts_inference: false, keeps_evicted: false });
     let capacity = if is_full { work.vocabulary } else { 4 * work.vocabulary };
-    TableConfig { max_capacity: score.map(|_| capacity), eviction, ..config(name, work.dim, work.vocabulary) }
+    TableConfig {
+        max_capacity: score.map(|_| capacity),
+        eviction,
+        time_to_live,
+        ..config(name, work.dim, work.vocabulary)
+    }
 }
 
 fn time(bench: &Bench, work: &Work) {
@@ -50,8 +69,8 @@ fn time(bench: &Bench, work: &Work) {
     let numbers = [numbers.learning_rate, numbers.step as f32, 1.0, numbers.factor];
     let numbers = Buffer::from_slice(&bench.device.context, &numbers).unwrap();
     let inputs: Vec<_> = batches.iter().map(upload).collect();
-    let mut subjects = POLICIES.map(|(_, score, is_full)| {
-        let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, score, is_full));
+    let mut subjects = POLICIES.map(|policy| {
+        let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, &policy));
         let mut gpu = Gpu::with_tables(bench, work, configs.collect(), &gradients);
         fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
         gpu
@@ -69,10 +88,10 @@ fn time(bench: &Bench, work: &Work) {
             }
         }
     }
-    for (((name, ..), gpu), times_of) in POLICIES.iter().zip(&subjects).zip(&times) {
+    for ((Policy { name, .. }, gpu), times_of) in POLICIES.iter().zip(&subjects).zip(&times) {
         let ratios: Vec<f32> = times_of.iter().zip(&times[0]).map(|(mine, plain)| mine / plain).collect();
-        let removed: u64 =
-            (0..work.tables).map(|t| gpu.group.table(t).stats().unwrap().outcomes.evicted).sum();
+        let outcomes = (0..work.tables).map(|t| gpu.group.table(t).stats().unwrap().outcomes);
+        let removed: u64 = outcomes.map(|outcomes| outcomes.evicted + outcomes.expired).sum();
         println!("| {} | {name} | {:.3} | {:.3} | {removed} |", work.name, median(times_of), median(&ratios));
     }
 }
@@ -81,7 +100,11 @@ fn time(bench: &Bench, work: &Work) {
 fn time_sweeps(bench: &Bench, rows: u64) {
     for (name, score) in [("LRU", LRU), ("LFU", LFU)] {
         let work = Work { dim: 4, vocabulary: rows, ..WORKS[0].clone() };
-        let mut table = GpuTable::new(&bench.device, table("t", &work, Some(score), true)).unwrap();
+        let mut table = GpuTable::new(
+            &bench.device,
+            table("t", &work, &Policy { score: Some(score), is_full: true, ..NONE }),
+        )
+        .unwrap();
         let keys: Vec<u64> = (0..rows).map(nth_key).collect();
         for some in keys.chunks(1 << 22) {
             table.assign(some, &vec![0.0; 4 * some.len()], true).unwrap();
@@ -103,10 +126,45 @@ fn time_sweeps(bench: &Bench, rows: u64) {
     }
 }
 
+/// Times steps of a few ids that examine all rows for expired ones of a part of the keys, over steps that do not: first while no row is old
+/// enough, then while all rows of the part go.
+fn time_expiry(bench: &Bench, rows: u64) {
+    const STEPS: usize = 1024;
+    let work = Work { tables: 1, samples: 1024, dim: 4, vocabulary: rows, ..WORKS[0].clone() };
+    let gradients = normal(work.samples * work.dim);
+    let inputs = Buffer::from_slice(&bench.device.context, &ids(&work, 0)).unwrap();
+    let numbers = Buffer::from_slice(&bench.device.context, &[0.01, 1.0, 1.0, 1.0]).unwrap();
+    let all = Shape { samples: 1 << 20, ..work.shape() };
+    let [plain, expiring] = [None, Some(STEPS as u64)].map(|lifetime| {
+        let policy = Policy { lifetime, ..NONE };
+        let mut gpu = Gpu::with_tables(bench, &work, vec![table("t", &work, &policy)], &gradients);
+        let room = Buffer::<f32>::new(&bench.device.context, all.samples * work.dim).unwrap();
+        fill(bench, &mut gpu.group, all, rows, room.address());
+        bench.device.synchronize().unwrap();
+        let mut marks = vec![bench.mark()];
+        for _ in 0..STEPS + 128 {
+            gpu.step(&inputs, &numbers, true);
+            marks.push(bench.mark());
+        }
+        bench.device.synchronize().unwrap();
+        let times: Vec<f32> = marks.windows(2).map(|m| m[0].elapsed_ms(&m[1]).unwrap()).collect();
+        (times, gpu.group.table(0).len().unwrap() as u64)
+    });
+    let [of_plain, looking, removing] =
+        [&plain.0[16..], &expiring.0[16..STEPS - 1], &expiring.0[STEPS + 2..]].map(median);
+    let removed = (plain.1 - expiring.1) / 129;
+    println!("| {rows} | none | {:.3} |", looking - of_plain);
+    println!("| {rows} | {removed} | {:.3} |", removing - of_plain);
+}
+
 fn main() {
     let bench = Bench::start("a training step of Adam over tables with policies");
     println!("| work | policy | ms | over none | rows removed |\n|---|---|---|---|---|");
     WORKS.iter().for_each(|work| time(&bench, work));
     println!("\n| rows of the table | policy | ms of a call that sweeps |\n|---|---|---|");
-    [1 << 20, 1 << 24].into_iter().for_each(|rows| time_sweeps(&bench, rows));
+    [1 << 20, 1 << 24, 1 << 26].into_iter().for_each(|rows| time_sweeps(&bench, rows));
+    println!(
+        "\n| rows of the table | rows that expire in a step | ms over a step without a time to live |\n|---|---|---|"
+    );
+    [1 << 20, 1 << 26].into_iter().for_each(|rows| time_expiry(&bench, rows));
 }

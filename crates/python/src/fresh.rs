@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use numpy::{PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::record::RecordLayout;
-use sok_core::contract::table::{Records, Table};
+use sok_core::contract::table::{Column, Records, Table};
 use sok_core::error::Result;
 use sok_core::formula::update::Update;
 use sok_core::memory;
@@ -70,24 +70,35 @@ impl FreshTables {
         })
     }
 
-    /// Inserts complete records, `(len(keys), dim + states)`; or rows, `(len(keys), dim)`, with states at their first values. `scores`:
-    /// `(len(keys),)`; none: those of new rows.
-    #[pyo3(signature = (number, keys, values, scores=None))]
+    /// Sets when commits were made, from which the ages of a table's rows count, as `Table.commit_times` returns it.
+    fn set_commit_times(&self, py: Python<'_>, number: i64, times: Vec<(u64, u64)>) -> PyResult<()> {
+        detached(py, || {
+            let mut tables = self.tables();
+            let number = check_table(number, tables.len())?;
+            tables[number].set_commit_times(&times);
+            Ok(())
+        })
+    }
+
+    /// Inserts complete records, `(len(keys), dim + states)`; or rows, `(len(keys), dim)`, with states at their first values. `columns`: by
+    /// name, a number for each record, `(len(keys),)`. A column that is not there has the numbers of new rows.
     fn add(
         &self,
         py: Python<'_>,
         number: i64,
         keys: PyReadonlyArray1<'_, i64>,
         values: PyReadonlyArray2<'_, f32>,
-        scores: Option<PyReadonlyArray1<'_, u64>>,
+        columns: Vec<(String, PyReadonlyArray1<'_, u64>)>,
     ) -> PyResult<()> {
         let numbers = values.as_slice()?.iter().copied();
         let values = memory::collect(numbers, "the records of a call").map_err(to_python)?;
-        let scores = match &scores {
-            Some(scores) => memory::copied(scores.as_slice()?, "the records of a call").map_err(to_python)?,
-            None => Vec::new(),
-        };
-        let mut records = Records { keys: as_keys(&keys)?, values, scores, ..Records::default() };
+        let mut records = Records { keys: as_keys(&keys)?, values, ..Records::default() };
+        for column in Column::ALL {
+            if let Some((_, numbers)) = columns.iter().find(|(name, _)| name == column.name()) {
+                *records.column_mut(column) =
+                    memory::copied(numbers.as_slice()?, "the records of a call").map_err(to_python)?;
+            }
+        }
         detached(py, || {
             if let Some(owners) = self.group.lock()?.owners(check_table(number, usize::MAX)?) {
                 records.keep(|key| owners.of(key) == owners.rank);

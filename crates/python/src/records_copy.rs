@@ -3,7 +3,7 @@
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::record::{Field, RecordLayout};
-use sok_core::contract::table::{Cursor, Records, Table};
+use sok_core::contract::table::{Column, Cursor, Records, Table};
 use sok_core::error::Result;
 use sok_core::memory;
 
@@ -14,19 +14,19 @@ const COPY: &str = "a copy of a table";
 /// Records that are copied at once.
 const AT_ONCE: usize = 1 << 16;
 
-/// Keys in ascending order, their rows, their states by name, and their scores if the table has some.
+/// Keys in ascending order, their rows, their states by name, and the numbers of each column by its name.
 pub type Exported<'py> = (
     Bound<'py, PyArray1<i64>>,
     Bound<'py, PyArray2<f32>>,
     Vec<(String, Bound<'py, PyArray2<f32>>)>,
-    Option<Bound<'py, PyArray1<u64>>>,
+    Vec<(String, Bound<'py, PyArray1<u64>>)>,
 );
 
 /// A copy of records.
 pub struct RecordsCopy {
     records: Records,
     layout: RecordLayout,
-    has_scores: bool,
+    columns: &'static [Column],
     /// Indices into `records`, by ascending signed keys.
     order: Vec<u32>,
 }
@@ -64,8 +64,7 @@ impl RecordsCopy {
     fn sorted(table: &dyn Table, records: Records) -> Result<RecordsCopy> {
         let mut order = memory::collect(0..records.keys.len() as u32, COPY)?;
         order.sort_unstable_by_key(|&i| records.keys[i as usize] as i64);
-        let has_scores = table.config().eviction.is_some();
-        Ok(RecordsCopy { records, layout: table.layout(), has_scores, order })
+        Ok(RecordsCopy { records, layout: table.layout(), columns: table.config().columns(), order })
     }
 
     /// The copy as arrays, with states if `states`.
@@ -80,17 +79,16 @@ impl RecordsCopy {
         let rows = field(&self.layout.fields()[0])?;
         let states = self.layout.states().iter().filter(|_| states);
         let states = states.map(|state| Ok((state.name.to_string(), field(state)?)));
-        Ok((keys, rows, states.collect::<PyResult<_>>()?, self.scores(py)?))
+        let columns =
+            self.columns.iter().map(|&column| Ok((column.name().to_string(), self.column(py, column)?)));
+        Ok((keys, rows, states.collect::<PyResult<_>>()?, columns.collect::<PyResult<_>>()?))
     }
 
-    fn scores<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<u64>>>> {
-        if !self.has_scores {
-            return Ok(None);
-        }
-        let mut scores = vector(py, self.order.len())?;
-        let ordered = self.order.iter().map(|&at| self.records.scores[at as usize]);
-        values(&mut scores)?.iter_mut().zip(ordered).for_each(|(to, score)| *to = score);
-        Ok(Some(scores))
+    fn column<'py>(&self, py: Python<'py>, column: Column) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let mut numbers = vector(py, self.order.len())?;
+        let ordered = self.order.iter().map(|&at| self.records.column(column)[at as usize]);
+        values(&mut numbers)?.iter_mut().zip(ordered).for_each(|(to, number)| *to = number);
+        Ok(numbers)
     }
 
     fn write_keys(&self, keys: &mut [i64]) {

@@ -262,7 +262,13 @@ impl Table {
         detached(py, || self.group.lock()?.table(self.number).step())
     }
 
-    /// Keys in ascending order, their rows, with `states` their states by name, and their scores if the table has some.
+    /// When commits were made: times in milliseconds since 1970, each with how many commits were made since. Empty if rows have no time to
+    /// live in milliseconds.
+    fn commit_times(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64)>> {
+        detached(py, || Ok(self.group.settled()?.table(self.number).commit_times()))
+    }
+
+    /// Keys in ascending order, their rows, with `states` their states by name, and the numbers of each column by its name.
     fn export<'py>(&self, py: Python<'py>, states: bool) -> PyResult<Exported<'py>> {
         detached(py, || RecordsCopy::of_all(self.group.settled()?.table(self.number)))?.export(py, states)
     }

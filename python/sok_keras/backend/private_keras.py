@@ -11,6 +11,7 @@ from keras import ops
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.saving import saving_lib
 
 __all__ = [
     "EXPORTERS",
@@ -29,6 +30,7 @@ __all__ = [
     "steps_of",
     "uses_weight_decay",
     "value_of",
+    "wrap_saving",
 ]
 
 # Modules that trace a layer for a format that cannot hold tables.
@@ -43,6 +45,12 @@ EXPORTERS = {
 def flatten_layers(layer):
     """A layer and the layers in it."""
     return layer._flatten_layers()
+
+
+def wrap_saving(wrap):
+    """Replaces the functions by which Keras writes a model, or its weights, to a path: `save(model, filepath, ...)` by `wrap(save)`."""
+    for name in ("save_model", "save_weights_only"):
+        setattr(saving_lib, name, wrap(getattr(saving_lib, name)))
 
 
 def value_of(variable):

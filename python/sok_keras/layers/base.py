@@ -178,7 +178,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         # Nothing reads it, but Keras skips layers that save nothing.
         store["trigger"] = ops.convert_to_numpy(self.trigger.value)
         if self.save_rows:
-            rows_file.save(self._core, store)
+            rows_file.save(self._core, store, on_all_ranks=False)
 
     def load_own_variables(self, store: Any) -> None:
         if self._has_rows(store, "file"):

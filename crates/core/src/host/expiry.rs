@@ -51,7 +51,9 @@ impl HostTable {
         if going.is_empty() {
             return Ok(0);
         }
-        going.sort_unstable_by_key(|(rank, _)| *rank);
+        if self.config.keeps_expired() {
+            going.sort_unstable_by_key(|(rank, _)| *rank);
+        }
         self.remove(Reason::Expired, &going)?;
         Ok(going.len() as u64)
     }

@@ -52,17 +52,15 @@ impl ExpiredList {
     }
 
     /// The listed rows. Nothing on the device may write to them.
-    fn rows(&self) -> Vec<ExpiredRow> {
+    fn rows(&self) -> &[ExpiredRow] {
         // SAFETY: The caller guarantees it.
         let words = unsafe { self.on_host.words() };
-        words[HEAD..][..ROW * self.count().min(self.capacity)].chunks_exact(ROW).map(row).collect()
+        let words = &words[HEAD..][..ROW * self.count().min(self.capacity)];
+        // SAFETY: The words of a row are numbers.
+        let (before, rows, after) = unsafe { words.align_to() };
+        assert!(before.is_empty() && after.is_empty(), "the list begins at a multiple of 8 bytes");
+        rows
     }
-}
-
-fn row(words: &[u32]) -> ExpiredRow {
-    let wide = |at: usize| u64::from(words[at]) | u64::from(words[at + 1]) << 32;
-    let (key, score) = (wide(word_of!(ExpiredRow, key)), wide(word_of!(ExpiredRow, score)));
-    ExpiredRow { key, score, record: words[word_of!(ExpiredRow, record)], pad: 0 }
 }
 
 impl GpuTable {
@@ -129,41 +127,44 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory).
     pub(crate) fn take_expired(&mut self) -> Result<()> {
+        let Some(list) = self.evictor.as_ref().and_then(|evictor| evictor.expired.as_ref()) else {
+            return Ok(());
+        };
+        let (count, num_listed) = (list.count(), list.rows().len());
+        let others = if count > num_listed { self.list_unlisted(count - num_listed)? } else { Vec::new() };
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         let (Some(unread), Some(list)) = (evictor.unread.take(), &evictor.expired) else { return Ok(()) };
-        let (count, mut rows) = (list.count(), list.rows());
-        if count > rows.len() {
-            rows.extend(self.list_unlisted(count - rows.len())?);
-        }
-        if rows.is_empty() {
+        if count == 0 {
             return Ok(());
         }
-        rows.sort_unstable_by_key(|row| (row.score, row.key));
+        let rows = || list.rows().iter().chain(&others);
+        let (keys, records) = (rows().map(|row| row.key).collect(), rows().map(|row| row.record).collect());
+        evictor.departures.trim();
+        evictor.departures.remember(Reason::Expired, unread.step, keys)?;
+        if self.config.keeps_expired() {
+            let mut rows: Vec<ExpiredRow> = rows().copied().collect();
+            rows.sort_unstable_by_key(|row| (row.score, row.key));
+            evictor.kept.push(rows);
+        }
+        self.retired.push((self.newest_lookup, records));
         self.len_before -= count as i64;
         self.note(Outcomes { expired: count as u64, ..Outcomes::default() });
-        self.retired.push((self.newest_lookup, rows.iter().map(|row| row.record).collect()));
-        if let Some(evictor) = &mut self.evictor {
-            let keys = rows.iter().map(|row| row.key).collect();
-            evictor.departures.trim();
-            evictor.departures.remember(Reason::Expired, unread.step, keys)?;
-            if self.config.keeps_expired() {
-                evictor.kept.push(rows);
-            }
-        }
         Ok(())
     }
 
     /// Returns the rows of the last commit that were not listed. Waits for the device.
     fn list_unlisted(&self, count: usize) -> Result<Vec<ExpiredRow>> {
         self.device.synchronize()?;
-        let words = Buffer::<u32>::new(&self.device.context, HEAD + ROW * count)?;
+        let counts = Buffer::<ExpiredCounts>::new(&self.device.context, 1)?;
+        let rows = Buffer::<ExpiredRow>::uninit(&self.device.context, count)?;
         let list = self.device.kernel(&EXPIRY, "list_unlisted")?;
-        let (table, counts, rows, capacity) = (self.alone(), words.address(), words.at(HEAD), count as u32);
+        let (table, counts_at, rows_at, capacity) =
+            (self.alone(), counts.address(), rows.address(), count as u32);
         let most = 8 * self.device.multiprocessors as usize;
         let blocks = (self.max_numbers() as usize).div_ceil(TABLE_THREADS).clamp(1, most);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or buffer live until the wait below.
-        unsafe { launch!(list, WAITING, blocks, TABLE_THREADS, table, counts, rows, capacity) }?;
-        Ok(words.to_vec()?[HEAD..].chunks_exact(ROW).map(row).collect())
+        unsafe { launch!(list, WAITING, blocks, TABLE_THREADS, table, counts_at, rows_at, capacity) }?;
+        rows.to_vec()
     }
 
     /// Reads the expired rows that are kept until they are taken. Until then their records must not be given out again. The device must be
