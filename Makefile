@@ -8,7 +8,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Sources of the native module, which is built anew when they change.
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
-QUIET = TF_CPP_MIN_LOG_LEVEL=3
+# JAX compiles small models for longer than it runs them.
+QUIET = TF_CPP_MIN_LOG_LEVEL=3 JAX_DISABLE_MOST_OPTIMIZATIONS=1
 # Each process imports a framework, which takes up to a gigabyte of memory.
 IN_PARALLEL = -n auto --maxprocesses 4 --dist worksteal
 
