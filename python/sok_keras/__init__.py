@@ -48,11 +48,12 @@ if TYPE_CHECKING:
         TableContents,
         TableStats,
         dump,
+        dump_increment,
         load,
         prefetch,
         shard,
     )
-    from sok_keras.manifest import Manifest, read_manifest, verify
+    from sok_keras.manifest import Manifest, compact, read_manifest, verify
     from sok_keras.strings import string_keys
 
 __all__ = [
@@ -84,7 +85,9 @@ __all__ = [
     "barrier",
     "broadcast",
     "callbacks",
+    "compact",
     "dump",
+    "dump_increment",
     "init",
     "load",
     "local_rank",
@@ -105,6 +108,7 @@ _WITHOUT_KERAS = {
     **dict.fromkeys(
         ("all_reduce", "barrier", "broadcast", "init", "local_rank", "rank", "size", "world_size"), "distributed"
     ),
+    "compact": "manifest",
     "read_manifest": "manifest",
     "string_keys": "strings",
     "verify": "manifest",

@@ -77,6 +77,59 @@ def dump(
             variable has a dtype that a dump cannot hold (`complex128`, `string`); or if there is a dump and `overwrite` is False.
         OSError: If it cannot be written, for example because the disk is full. An old dump is unchanged then.
     """
+    return _write(path, source, tables, overwrite, states, None)
+
+
+def dump_increment(
+    path: Path,
+    source: Source,
+    *,
+    since: int | None = None,
+    tables: Sequence[str] | None = None,
+    states: bool = True,
+) -> Manifest:
+    """Adds to the dump at `path` the rows that were made or changed since its newest part, and the keys of rows that are gone.
+
+    `load` reads all parts as one dump, the state of the newest. A crash at any time leaves the dump without the increment or with it. A
+    table knows what has changed since it was dumped or loaded, by 4 bytes for each row and the keys that have gone. The dense variables of
+    a model are written whole. `compact` makes one part of all.
+
+    Example:
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/dump"
+    >>> manifest = sok.dump(path, model)
+    >>> loss = model.train_on_batch(x, y)
+    >>> manifest = sok.dump_increment(path, model)
+    >>> len(manifest.increments), len(sok.compact(path).increments)
+    (1, 0)
+
+    Args:
+        path: The directory of a dump that was written from `source`, or loaded into it.
+        source: As for `dump`, with the same tables.
+        since: Step of a part of the dump: the increment has what has changed since that, and takes the place of later increments. None: since
+            the newest part.
+        tables: As for `dump`, with the tables of the dump.
+        states: As for `dump`, with the value that the dump was written with.
+
+    Returns:
+        The `Manifest` of the dump with all its parts.
+
+    Raises:
+        ValueError: As for `dump`, or if no part of the dump has the step `since`.
+        DumpMismatchError: If the dump has other tables, seeds or optimizer states.
+        SokError: If a table does not know what has changed since: the dump is not of this process, or the table is on a GPU. Write a whole
+            one by `dump`.
+        FileNotFoundError: If there is no dump.
+        OSError: If it cannot be written. The dump is unchanged then.
+    """
+    if since is not None and (isinstance(since, bool) or not isinstance(since, int) or since < 0):
+        raise ValueError(f"`since` must be None or the step of a part of the dump. Received: since={since!r}")
+    return _write(path, source, tables, True, states, -1 if since is None else since)
+
+
+def _write(path, source, tables, overwrite, states, since):
+    """Writes a dump, or an increment. `since`: as for the core."""
     chosen = _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
     for table in chosen:
@@ -84,7 +137,8 @@ def dump(
     arrays, step = [], 0
     if isinstance(source, keras.Model):
         arrays, step = arrays_of(source, states), step_of(source)
-    text = native.dump(os.fspath(path), [table._native for table in chosen], arrays, overwrite, step, states)
+    own = [table._native for table in chosen]
+    text = native.dump(os.fspath(path), own, arrays, overwrite, step, states, since)
     return manifest_of(path, json.loads(text))
 
 
@@ -149,8 +203,9 @@ def _load(path, source, chosen, names, mode, states):
     names = names or _match(manifest_of(path, body), chosen)
     expected = [expected_update(source, table) if isinstance(source, keras.Model) else None for table in chosen]
     arrays = None
-    if isinstance(source, keras.Model) and body["arrays"]:
-        arrays = Arrays(path, body["arrays"]["tensors"], source, states)
+    newest = [body, *body.get("increments", ())][-1]
+    if isinstance(source, keras.Model) and newest["arrays"]:
+        arrays = Arrays(path, newest["arrays"]["tensors"], source, states)
         arrays.read(reader)
     report = json.loads(reader.load(names, [table._native for table in chosen], expected, mode == "merge", states))
     for table in chosen:

@@ -1,7 +1,7 @@
 """What of the package needs Keras. Importing it registers the layers with Keras, so that saved models find them."""
 
 from sok_keras import callbacks, optimizers, policies
-from sok_keras.checkpoint import LoadReport, dump, load
+from sok_keras.checkpoint import LoadReport, dump, dump_increment, load
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.keras_extensions import extend_keras
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
@@ -29,6 +29,7 @@ __all__ = [
     "TableStats",
     "callbacks",
     "dump",
+    "dump_increment",
     "load",
     "optimizers",
     "policies",

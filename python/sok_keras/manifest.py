@@ -18,7 +18,8 @@ class TableEntry:
         name: The `Table.name` that it was written under.
         dim: Number of floats in a row.
         vocabulary_size: Size of a static table; None for a dynamic one.
-        num_rows: Number of rows.
+        num_rows: Number of rows; of an increment, those that were made or changed.
+        num_removed: Of an increment: number of rows that are gone.
         states: Names of its optimizer states.
         optimizer: Name of the optimizer's formula; None if the table had none.
         score: What the scores of its rows count, `"lru"` or `"lfu"`; None if it has none.
@@ -28,9 +29,27 @@ class TableEntry:
     dim: int
     vocabulary_size: int | None
     num_rows: int
+    num_removed: int
     states: tuple[str, ...]
     optimizer: str | None
     score: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Increment:
+    """A part of a dump that holds what has changed since the part before.
+
+    Attributes:
+        created: Time of writing, as in the `Manifest`.
+        step: Number of optimizer updates when it was written.
+        tables: A `TableEntry` for each table.
+        parent: Checksum of the part before.
+    """
+
+    created: str
+    step: int
+    tables: tuple[TableEntry, ...]
+    parent: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +63,7 @@ class Manifest:
         step: Number of optimizer updates when it was written.
         tables: A `TableEntry` for each table.
         arrays: Names of the dense variables.
+        increments: The `Increment`s that `dump_increment` has added, oldest first.
     """
 
     path: str
@@ -52,6 +72,7 @@ class Manifest:
     step: int
     tables: tuple[TableEntry, ...]
     arrays: tuple[str, ...]
+    increments: tuple[Increment, ...]
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -74,23 +95,52 @@ def verify(path: Path) -> None:
     native.verify(os.fspath(path))
 
 
+def compact(path: Path) -> Manifest:
+    """Rewrites a dump with increments as one without: the rows of all parts, each once.
+
+    Nothing is left of rows that are gone, neither in the files nor in lists of their keys. A crash at any time leaves the old dump or the new
+    one. Memory is needed for the keys of the increments. A `dump_increment` may follow.
+
+    Args:
+        path: The dump's directory.
+
+    Returns:
+        The new `Manifest`. A dump without increments stays as it is.
+
+    Raises:
+        CorruptDumpError: If a byte differs from what was written. The dump is unchanged then.
+        FileNotFoundError: If there is no dump.
+    """
+    return manifest_of(path, json.loads(native.compact(os.fspath(path))))
+
+
 def _name_of(score: str | dict[str, Any]) -> str:
     return score if isinstance(score, str) else next(iter(score))
 
 
 def manifest_of(path: Path, body: dict[str, Any]) -> Manifest:
     """Returns the manifest of a dump. `body`: the JSON of the core."""
-    entries = tuple(
+    arrays = tuple(tensor["name"] for tensor in body["arrays"]["tensors"]) if body["arrays"] else ()
+    increments = tuple(
+        Increment(part["created"], part["step"], _entries(part["tables"]), part["parent"])
+        for part in body.get("increments", ())
+    )
+    return Manifest(
+        os.fspath(path), body["version"], body["created"], body["step"], _entries(body["tables"]), arrays, increments
+    )
+
+
+def _entries(tables: list[dict[str, Any]]) -> tuple[TableEntry, ...]:
+    return tuple(
         TableEntry(
             name=table["name"],
             dim=table["dim"],
             vocabulary_size=table["vocabulary_size"],
             num_rows=table["num_rows"],
+            num_removed=sum(file["tensors"][0]["shape"][0] for file in table.get("removed", ())),
             states=tuple(state["name"] for state in table["states"]),
             optimizer=table["update"]["rule"]["name"] if table["update"] else None,
             score=_name_of(table["scores"]["score"]) if table.get("scores") else None,
         )
-        for table in body["tables"]
+        for table in tables
     )
-    arrays = tuple(tensor["name"] for tensor in body["arrays"]["tensors"]) if body["arrays"] else ()
-    return Manifest(os.fspath(path), body["version"], body["created"], body["step"], entries, arrays)

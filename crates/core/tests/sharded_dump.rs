@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use common::scan;
-use common::sharded::{Directory, TIMEOUT, fill, restore, save};
+use common::sharded::{Directory, TIMEOUT, fill, mark, restore, save, save_increment};
 use common::strategies::plain_config;
 use sok_core::checkpoint::{LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
@@ -89,6 +89,51 @@ fn a_dump_of_any_number_of_ranks_is_loaded_by_any_other() {
             }
         }
     }
+}
+
+#[test]
+fn ranks_of_any_number_go_on_with_a_chain() {
+    let directory = Directory::new("chain");
+    let path = &directory.0;
+    let change = |group: &mut ShardedGroup, from: Key| {
+        for table in group.tables_mut() {
+            // A rank erases what it has.
+            table.erase(&(from..from + 30).collect::<Vec<_>>()).unwrap();
+        }
+        for table in 0..group.num_tables() {
+            let (owners, dim) = (group.owners(table).unwrap(), group.table(table).config().dim);
+            let keys: Vec<Key> =
+                (from + 20..from + 60).filter(|&key| owners.of(key) == owners.rank).collect();
+            group.table_mut(table).assign(&keys, &vec![from as f32; dim * keys.len()], true).unwrap();
+        }
+    };
+    let (_, mut expected) = on_ranks(3, |group| {
+        fill(group, 300);
+        save(group, path, true, 1).unwrap();
+        mark(group, path);
+        change(group, 10);
+        save_increment(group, path, 2).unwrap();
+    });
+    for (number, world_size) in [2, 1, 4, 3].into_iter().enumerate() {
+        let (_, contents) = on_ranks(world_size, |group| restore(group, path, LoadMode::Replace, 1).unwrap());
+        assert!(contents == expected, "loaded by {world_size}");
+        let (_, merged) = on_ranks(world_size, |group| restore(group, path, LoadMode::Merge, 1).unwrap());
+        assert!(merged == expected, "merged by {world_size}");
+        (_, expected) = on_ranks(world_size, |group| {
+            restore(group, path, LoadMode::Replace, 1).unwrap();
+            change(group, 40 * (number as u64 + 1));
+            save_increment(group, path, 3 + number as u64).unwrap();
+        });
+        verify(path).unwrap();
+    }
+    let manifest = read_manifest(path).unwrap();
+    assert_eq!(manifest.increments.len(), 5);
+    let rows: Vec<u64> = manifest.increments.iter().map(|increment| increment.tables[0].num_rows).collect();
+    assert_eq!(rows, [40; 5], "rows of all ranks");
+    let (refused, _) = on_ranks(2, |group| save_increment(group, path, 9).map_err(|error| error.to_string()));
+    assert!(
+        refused.iter().all(|error| error.as_ref().unwrap_err().contains("does not know what has changed"))
+    );
 }
 
 #[test]

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use sok_core::checkpoint::{self, Array, DumpOptions, LoadMode, LoadOptions, Target, TargetBinding};
+use sok_core::checkpoint::{
+    self, Array, DumpOptions, IncrementOptions, LoadMode, LoadOptions, Target, TargetBinding,
+};
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::table::Table;
 use sok_core::error::{Error, Result};
@@ -55,9 +57,11 @@ fn json(value: &impl serde::Serialize) -> Result<String> {
     serde_json::to_string(value).map_err(|e| Error::State(e.to_string()))
 }
 
-/// Writes a dump. Returns its manifest as JSON.
+/// Writes a dump. Returns its manifest as JSON. `since`: an increment is written instead, of what has changed since the part of the dump with
+/// this step, or since the newest one if it is negative.
 #[pyfunction]
-#[pyo3(signature = (path, tables, arrays, overwrite, step, states=true))]
+#[pyo3(signature = (path, tables, arrays, overwrite, step, states=true, since=None))]
+#[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
 fn dump(
     py: Python<'_>,
     path: PathBuf,
@@ -66,13 +70,18 @@ fn dump(
     overwrite: bool,
     step: u64,
     states: bool,
+    since: Option<i64>,
 ) -> PyResult<String> {
     let groups = groups(&tables);
     let places = places(&tables, &groups);
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
-        let locked = lock(&groups)?;
+        let mut locked = lock(&groups)?;
         let options = DumpOptions { overwrite, step, states, ..DumpOptions::default() };
+        let increment = since.map(|since| {
+            let since = u64::try_from(since).ok();
+            IncrementOptions { since, step, states, shard_bytes: options.shard_bytes }
+        });
         let tables = places.iter().map(|&(group, number)| {
             let group: &AnyGroup = &**locked[group];
             (group.table(number), group.owners(number))
@@ -82,13 +91,25 @@ fn dump(
                 let tables: Vec<(&dyn Table, Owners)> = tables
                     .map(|(table, owners)| Ok((table, owners.ok_or_else(made_before)?)))
                     .collect::<Result<_>>()?;
-                checkpoint::dump_of_ranks(&path, &tables, &arrays, &options, &ranks)?
+                match increment {
+                    None => checkpoint::dump_of_ranks(&path, &tables, &arrays, &options, &ranks)?,
+                    Some(options) => {
+                        checkpoint::dump_increment_of_ranks(&path, &tables, &arrays, &options, &ranks)?
+                    }
+                }
             }
             None => {
                 let tables: Vec<&dyn Table> = tables.map(|(table, _)| table).collect();
-                checkpoint::dump(&path, &tables, &arrays, &options)?
+                match increment {
+                    None => checkpoint::dump(&path, &tables, &arrays, &options)?,
+                    Some(options) => checkpoint::dump_increment(&path, &tables, &arrays, &options)?,
+                }
             }
         };
+        let mark = manifest.mark()?;
+        for &(group, number) in &places {
+            locked[group].table_mut(number).mark(mark)?;
+        }
         json(&manifest)
     })
 }
@@ -103,6 +124,11 @@ fn made_before() -> Error {
 #[pyfunction]
 fn read_manifest(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     detached(py, || json(&checkpoint::read_manifest(&path)?))
+}
+
+#[pyfunction]
+fn compact(py: Python<'_>, path: PathBuf) -> PyResult<String> {
+    detached(py, || json(&checkpoint::compact(&path)?))
 }
 
 #[pyfunction]
@@ -184,6 +210,7 @@ impl DumpReader {
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dump, module)?)?;
     module.add_class::<DumpReader>()?;
+    module.add_function(wrap_pyfunction!(compact, module)?)?;
     module.add_function(wrap_pyfunction!(read_manifest, module)?)?;
     module.add_function(wrap_pyfunction!(verify, module)?)
 }

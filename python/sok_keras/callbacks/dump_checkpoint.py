@@ -13,7 +13,7 @@ from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
 from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
-from sok_keras.errors import DumpError
+from sok_keras.errors import DumpError, SokError
 from sok_keras.manifest import read_manifest
 
 _MANIFEST = "manifest.json"
@@ -42,6 +42,9 @@ class DumpCheckpoint(keras.callbacks.Callback):
     Args:
         path: A directory. Each dump is a directory `step-<number of updates>` in it.
         save_freq: `"epoch"`, or a number of batches.
+        increments_every: Number of batches after which `dump_increment` adds to the newest dump, between those of `save_freq`. None: never.
+        base_every: Of the dumps that `save_freq` asks for, each of this number is a whole one, and the others are increments. None: all are
+            whole. Tables that do not know what has changed are written whole.
         keep: Number of dumps to keep.
         restore: Whether `on_train_begin` loads the newest dump and goes on from it.
         monitor: Name of a metric in Keras' logs that `save_best_only` compares, for example `"val_loss"`.
@@ -63,6 +66,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
         monitor: str | None = None,
         mode: str = "auto",
         save_best_only: bool = False,
+        increments_every: int | None = None,
+        base_every: int | None = None,
     ) -> None:
         super().__init__()
         check_frequency("save_freq", save_freq)
@@ -74,6 +79,14 @@ class DumpCheckpoint(keras.callbacks.Callback):
             raise ValueError(
                 "`monitor` must be the name of a metric if `save_best_only` is True, and None otherwise. Received: "
                 f"monitor={monitor!r}, save_best_only={save_best_only!r}"
+            )
+        for name, every in (("increments_every", increments_every), ("base_every", base_every)):
+            if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+                raise ValueError(f"`{name}` must be None or a positive integer. Received: {name}={every!r}")
+        if save_best_only and (increments_every or base_every):
+            raise ValueError(
+                "`increments_every` and `base_every` must be None if `save_best_only` is True, since the best dump is a whole one. Received: "
+                f"increments_every={increments_every!r}, base_every={base_every!r}"
             )
         self.path = os.fspath(path)
         self.save_freq = save_freq
@@ -87,6 +100,11 @@ class DumpCheckpoint(keras.callbacks.Callback):
         # Batches of the first epoch that were trained before the restart.
         self._done = 0
         self._written: list[str] = []
+        self.increments_every = increments_every
+        self.base_every = base_every
+        # The newest dump, to which increments are added, and the number of dumps that `save_freq` has asked for since it was made.
+        self._base: str | None = None
+        self._since_base = 0
 
     def dumps(self) -> list[str]:
         """Returns the paths of the dumps, oldest first."""
@@ -101,13 +119,13 @@ class DumpCheckpoint(keras.callbacks.Callback):
         self._epoch, self._done = 0, 0
         if self._best is not None:
             self._best.begin(self.model)
-        newest, entry = None, None
-        if self.restore and distributed.rank() == 0 and (dumps := self.dumps()):
-            newest, entry = dumps[-1], self._progress.of(os.path.basename(dumps[-1]))
-        newest, entry = distributed.of_rank_0([newest, entry])
+        self._base = None
+        dumps = self.dumps() if self.restore and distributed.rank() == 0 else []
+        newest = distributed.of_rank_0(dumps[-1] if dumps else None)
         if newest is not None:
-            checkpoint.load(newest, self.model)
-            self._go_on(entry)
+            step = checkpoint.load(newest, self.model).step
+            self._base, self._since_base = newest, 0
+            self._go_on(distributed.of_rank_0(self._progress.of(f"step-{step}") if distributed.rank() == 0 else None))
 
     def _go_on(self, entry):
         if entry is None:
@@ -129,6 +147,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
         if isinstance(self.save_freq, int) and self._batches % self.save_freq == 0:
             is_last = batch + 1 == self.params.get("steps")
             self._save(logs, *((self._epoch + 1, 0) if is_last else (self._epoch, batch + 1)))
+        elif self.increments_every and self._base is not None and self._batches % self.increments_every == 0:
+            self._save_increment(self._epoch, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.save_freq == "epoch":
@@ -144,15 +164,33 @@ class DumpCheckpoint(keras.callbacks.Callback):
         # The metrics of ranks differ, but a dump is of all of them.
         if self._best is not None and not distributed.of_rank_0(bool(self._best.improves(logs or {}))):
             return
-        name = f"step-{step_of(self.model)}"
-        path = os.path.join(self.path, name)
-        if os.path.islink(path):
-            raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
-        best = None if self._best is None else self._best.value
+        self._since_base += 1
+        is_whole = self._base is None or self.base_every is None or self._since_base >= self.base_every
+        if is_whole or not self._save_increment(epoch, batches):
+            self._save_whole(epoch, batches)
+
+    def _save_increment(self, epoch, batches):
+        """Adds to the newest dump. Returns False if that is not possible."""
+        self._note(epoch, batches)
+        try:
+            checkpoint.dump_increment(self._base, self.model)
+        except (SokError, FileNotFoundError):
+            return False
+        return True
+
+    def _note(self, epoch, batches):
         # Written before the dump: whichever of them is the newest after a crash, its entry is there.
         if distributed.rank() == 0:
-            self._progress.note(name, {"epoch": epoch, "batches": batches, "best": best})
+            best = None if self._best is None else self._best.value
+            self._progress.note(f"step-{step_of(self.model)}", {"epoch": epoch, "batches": batches, "best": best})
+
+    def _save_whole(self, epoch, batches):
+        path = os.path.join(self.path, f"step-{step_of(self.model)}")
+        if os.path.islink(path):
+            raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
+        self._note(epoch, batches)
         checkpoint.dump(path, self.model)
+        self._base, self._since_base = path, 0
         self._written = [*(other for other in self._written if other != path), path]
         for old in self.dumps()[: -self.keep] if distributed.rank() == 0 else ():
             if old in self._written or _is_dump_alone(old):

@@ -27,10 +27,15 @@ class Progress:
         return entry if entry["best"] is None or isinstance(entry["best"], int | float) else None
 
     def note(self, dump, entry):
-        """Adds the entry of a dump. Entries of dumps that no longer exist are dropped."""
+        """Adds the entry of a dump, or of an increment. Entries of dumps that no longer exist are dropped, but for the newest one."""
+        before = self._read()
+        newest = list(before)[-1:]
         entries = {
-            name: old for name, old in self._read().items() if os.path.isdir(os.path.join(self._directory, name))
+            name: old
+            for name, old in before.items()
+            if name in newest or os.path.isdir(os.path.join(self._directory, name))
         }
+        entries.pop(dump, None)
         os.makedirs(self._directory, exist_ok=True)
         # A rename leaves the old file or the new one.
         handle, path = tempfile.mkstemp(prefix=f".{_FILE}-", dir=self._directory)

@@ -1,6 +1,7 @@
 //! A load: all that could fail is tried before the first table changes.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 
@@ -9,7 +10,8 @@ use serde::Serialize;
 
 use super::KEY_BYTES;
 use super::distribution::{Chunk, Chunks, Part, RawChunk, files_of_rank, for_each_chunk};
-use super::manifest::{DataFile, MANIFEST, ScoreEntry, TableEntry};
+use super::increment::add_keys;
+use super::manifest::{DataFile, MANIFEST, Part as ManifestPart, ScoreEntry, TableEntry};
 use super::ranks::Ranks;
 use super::reader::{DumpReader, with_snapshot};
 use super::record_reader::RecordReader;
@@ -18,6 +20,7 @@ use crate::contract::table::{Column, Records, Table};
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::collectives::{agree, decide, gather};
+use crate::exchange::message::Reader;
 use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
@@ -136,6 +139,9 @@ impl DumpReader {
     /// changes nothing. It reads each byte once. `Merge` verifies the whole dump first and then writes into the tables themselves: only
     /// a disk that fails, or runs out of memory, between verification and the last row leaves a part of the dump in them.
     ///
+    /// A dump with increments loads as the whole dump of its newest part. After `Replace`, tables know what has changed since
+    /// ([`Table::mark`]).
+    ///
     /// The seed comes with the rows; a merge into a table with rows leaves the table's own. Initializer and hyper-parameters
     /// stay the table's. [`TargetBinding`] says whose the states are.
     ///
@@ -158,11 +164,12 @@ impl DumpReader {
             LoadMode::Replace => Cow::Borrowed(self),
             LoadMode::Merge => agreed(ranks, 4, self.holding_all())?,
         };
-        let loads = targets.iter().map(|target| TableLoad::new(&dump, target, options)).collect();
-        let loads: Vec<TableLoad> = agreed(ranks, 5, loads)?;
+        let chain = Chain::new(&dump, targets, options);
+        let chain: Chain = agreed(ranks, 5, chain)?;
+        let loads = chain.newest();
         let prepared = match options.mode {
-            LoadMode::Replace => load_fresh(&dump, &loads, targets, ranks),
-            LoadMode::Merge => check_merge(&dump, &loads, targets, ranks).map(|()| Vec::new()),
+            LoadMode::Replace => load_fresh(&dump, &chain, targets, ranks),
+            LoadMode::Merge => check_merge(&dump, &chain, targets, ranks).map(|()| Vec::new()),
         };
         let fresh = match ranks {
             // The ranks that are left after one is lost all have the rows of the dump, or none.
@@ -171,13 +178,19 @@ impl DumpReader {
         };
         match options.mode {
             LoadMode::Replace => {
-                let mut fresh = targets.iter_mut().zip(fresh);
-                fresh.try_for_each(|(target, new)| target.table.replace_with(new))?;
+                let mark = dump.manifest().mark()?;
+                for ((target, new), load) in targets.iter_mut().zip(fresh).zip(loads) {
+                    target.table.replace_with(new)?;
+                    if load.is_whole() {
+                        // Without memory for that, the next dump of the table must be a whole one.
+                        let _ = target.table.mark(mark);
+                    }
+                }
             }
-            LoadMode::Merge => merge(&loads, targets, ranks)?,
+            LoadMode::Merge => merge(&chain, targets, ranks)?,
         }
         let tables = loads.iter().zip(targets.iter()).map(|(load, target)| load.report(&*target.table));
-        Ok(LoadReport { step: dump.manifest().step, tables: tables.collect() })
+        Ok(LoadReport { step: dump.manifest().last().step, tables: tables.collect() })
     }
 
     /// Reads every byte of the files that are not of `loads`. Ranks share them.
@@ -207,11 +220,102 @@ fn agreed<T>(ranks: Option<&Ranks>, round: u8, result: Result<T>) -> Result<T> {
     }
 }
 
-/// Reads the records of all tables. Calls `take` with the index of a table and records of it that this rank owns. If not `with_values`,
-/// only keys are read.
+/// The parts of a dump, as tables take them.
+struct Chain<'a> {
+    /// By part, oldest first: by target.
+    parts: Vec<Vec<TableLoad<'a>>>,
+}
+
+impl<'a> Chain<'a> {
+    fn new(dump: &'a DumpReader, targets: &[Target], options: &LoadOptions) -> Result<Chain<'a>> {
+        let of_part = |part: ManifestPart<'a>| {
+            let loads = targets.iter().map(|target| TableLoad::new(dump, part.tables, target, options));
+            loads.collect::<Result<Vec<_>>>()
+        };
+        Ok(Chain { parts: dump.manifest().parts().map(of_part).collect::<Result<_>>()? })
+    }
+
+    /// What tables take of the newest part, which has their state after the load.
+    fn newest(&self) -> &[TableLoad<'a>] {
+        self.parts.last().expect("a dump has a base")
+    }
+
+    /// Reads the records of all tables, each key from the newest part that has it. Calls `take` with the index of a table and records of it
+    /// that this rank owns. If not `with_values`, only keys are read.
+    fn read(
+        &self,
+        with_values: bool,
+        ranks: Option<&Ranks>,
+        mut take: impl FnMut(usize, &Records) -> Result<()>,
+    ) -> Result<()> {
+        let newest = self.newest();
+        // By table: keys of later parts, also those that have gone.
+        let mut later: Vec<HashSet<Key>> = newest.iter().map(|_| HashSet::new()).collect();
+        for (number, loads) in self.parts.iter().enumerate().rev() {
+            read_all(loads, Files::Rows { with_values }, ranks, |table, records| {
+                if number + 1 == self.parts.len() {
+                    take(table, records)?;
+                } else {
+                    let mut records = records.clone();
+                    records.keep(|key| !later[table].contains(&key));
+                    loads[table].entry.catch_up(newest[table].entry, &mut records);
+                    take(table, &records)?;
+                }
+                if number > 0 { add_keys(&mut later[table], &records.keys) } else { Ok(()) }
+            })?;
+            if number > 0 {
+                read_all(loads, Files::Removed, ranks, |table, records| {
+                    add_keys(&mut later[table], &records.keys)
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Chain<'_> {
+    /// Checks how many rows of each table came of a dump with increments. `num_rows`: those of this rank.
+    fn check_rows(&self, num_rows: &[usize], ranks: Option<&Ranks>) -> Result<()> {
+        if self.parts.len() == 1 {
+            return Ok(());
+        }
+        let mut order: Vec<_> = self.newest().iter().zip(num_rows).collect();
+        order.sort_unstable_by_key(|(load, _)| (&load.entry.name, &load.table));
+        for (load, &of_rank) in order {
+            let is_shared = load.owners.is_some_and(|owners| !owners.is_replicated());
+            let total = match ranks.filter(|_| is_shared) {
+                None => of_rank as u64,
+                Some(Ranks { communicator, tag }) => {
+                    let all =
+                        gather(&**communicator, tag.at(8), Ok((of_rank as u64).to_le_bytes().to_vec()))?;
+                    let counts =
+                        all.iter().enumerate().map(|(rank, count)| Reader::new(count, rank).number());
+                    counts.sum::<Result<u64>>()?
+                }
+            };
+            let expected = load.entry.total_rows();
+            if total != expected {
+                let what = format!("the parts of the dump must hold {expected} rows together: got {total}");
+                return Err(Error::corrupt_dump(load.dump.path.join(MANIFEST), load.of_table(what)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Which files of tables are read.
+#[derive(Clone, Copy)]
+enum Files {
+    /// Those with rows; of these the keys alone if not `with_values`.
+    Rows { with_values: bool },
+    /// Those with keys that have gone.
+    Removed,
+}
+
+/// Reads files of all tables. Calls `take` with the index of a table and records of it that this rank owns.
 fn read_all<'a>(
     loads: &'a [TableLoad<'a>],
-    with_values: bool,
+    which: Files,
     ranks: Option<&Ranks>,
     mut take: impl FnMut(usize, &Records) -> Result<()>,
 ) -> Result<()> {
@@ -220,8 +324,13 @@ fn read_all<'a>(
     order.sort_unstable_by_key(|&load| (&loads[load].entry.name, &loads[load].table));
     let mut files: Vec<(usize, &'a DataFile)> = Vec::new();
     for (place, &load) in order.iter().enumerate() {
-        files.extend(loads[load].entry.shards.iter().map(|shard| (place, shard)));
+        let of_table = match which {
+            Files::Rows { .. } => &loads[load].entry.shards,
+            Files::Removed => &loads[load].entry.removed,
+        };
+        files.extend(of_table.iter().map(|file| (place, file)));
     }
+    let with_values = matches!(which, Files::Rows { with_values: true });
     let sizes: Vec<u64> = files.iter().map(|(_, shard)| shard.bytes).collect();
     let (rank, world_size) = place_of(ranks);
     let own = files.drain(files_of_rank(&sizes, rank, world_size)).collect::<Vec<_>>();
@@ -237,20 +346,22 @@ fn read_all<'a>(
 /// Loads all tables into fresh ones.
 fn load_fresh(
     dump: &DumpReader,
-    loads: &[TableLoad],
+    chain: &Chain,
     targets: &[Target],
     ranks: Option<&Ranks>,
 ) -> Result<Vec<Box<dyn Table>>> {
+    let loads = chain.newest();
     let made = dump.verify_others(loads, ranks).and_then(|()| {
         let pairs = loads.iter().zip(targets);
         pairs.map(|(load, target)| load.fresh(&*target.table)).collect::<Result<Vec<_>>>()
     });
     let mut fresh = agreed(ranks, 6, made)?;
     let mut num_rows = vec![0; fresh.len()];
-    read_all(loads, true, ranks, |table, records| {
+    chain.read(true, ranks, |table, records| {
         num_rows[table] += records.keys.len();
         fresh[table].restore(records)
     })?;
+    chain.check_rows(&num_rows, ranks)?;
     for ((load, table), expected) in loads.iter().zip(&fresh).zip(num_rows) {
         let got = table.len()?;
         if got != expected {
@@ -262,23 +373,20 @@ fn load_fresh(
 
 /// Does all that may fail before a merge changes the first table: the whole dump is verified, its keys must be different ones, and there
 /// must be room for them.
-fn check_merge(
-    dump: &DumpReader,
-    loads: &[TableLoad],
-    targets: &[Target],
-    ranks: Option<&Ranks>,
-) -> Result<()> {
+fn check_merge(dump: &DumpReader, chain: &Chain, targets: &[Target], ranks: Option<&Ranks>) -> Result<()> {
+    let loads = chain.newest();
     let verified = dump
         .verify_others(&[], ranks)
         .and_then(|()| loads.iter().map(TableLoad::room_for_keys).collect::<Result<Vec<_>>>());
     let mut keys = agreed(ranks, 6, verified)?;
     let mut num_new = vec![0u64; loads.len()];
-    read_all(loads, false, ranks, |number, records| {
+    chain.read(false, ranks, |number, records| {
         memory::reserve(&mut keys[number], records.keys.len(), BUFFER)?;
         keys[number].extend(&records.keys);
         num_new[number] += loads[number].num_new(&*targets[number].table, &records.keys)?;
         Ok(())
     })?;
+    chain.check_rows(&keys.iter().map(Vec::len).collect::<Vec<_>>(), ranks)?;
     for (((load, target), keys), num_new) in loads.iter().zip(targets).zip(&mut keys).zip(num_new) {
         load.check_distinct(keys)?;
         let config = target.table.config();
@@ -292,11 +400,11 @@ fn check_merge(
 }
 
 /// Writes the records of all tables into the targets.
-fn merge(loads: &[TableLoad], targets: &mut [Target], ranks: Option<&Ranks>) -> Result<()> {
-    let mut begun = loads.iter().zip(targets.iter_mut());
+fn merge(chain: &Chain, targets: &mut [Target], ranks: Option<&Ranks>) -> Result<()> {
+    let mut begun = chain.newest().iter().zip(targets.iter_mut());
     let begun = begun.try_for_each(|(load, target)| load.begin_merge(&mut *target.table));
     agreed(ranks, 7, begun)?;
-    read_all(loads, true, ranks, |table, records| targets[table].table.restore(records))
+    chain.read(true, ranks, |table, records| targets[table].table.restore(records))
 }
 
 /// What one table takes from the dump; it exists if the two go together.
@@ -319,10 +427,15 @@ struct TableLoad<'a> {
 }
 
 impl<'a> TableLoad<'a> {
-    fn new(dump: &'a DumpReader, target: &Target, options: &LoadOptions) -> Result<TableLoad<'a>> {
+    /// `tables`: of a part of the dump.
+    fn new(
+        dump: &'a DumpReader,
+        tables: &'a [TableEntry],
+        target: &Target,
+        options: &LoadOptions,
+    ) -> Result<TableLoad<'a>> {
         let mismatch = |what: String| Error::dump_mismatch(&dump.path, what);
         let (name, table) = (target.name, &*target.table);
-        let tables = &dump.manifest().tables;
         let entry = tables.iter().find(|t| t.name == name).ok_or_else(|| {
             let names: Vec<_> = tables.iter().map(|t| format!("`{}`", t.name)).collect();
             mismatch(format!("a table must be in the dump: got `{name}`, the dump holds {}", list(&names)))
@@ -363,10 +476,15 @@ impl<'a> TableLoad<'a> {
         Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, owners })
     }
 
+    /// Whether the table has all that the dump has, and nothing else.
+    fn is_whole(&self) -> bool {
+        self.layout.states().len() == self.entry.states.len() && (self.states || self.entry.states.is_empty())
+    }
+
     fn report(&self, table: &dyn Table) -> LoadedTable {
         LoadedTable {
             name: self.entry.name.clone(),
-            num_rows: self.entry.num_rows,
+            num_rows: self.entry.total_rows(),
             states: self.states,
             mixes_seeds: table.config().seed != self.entry.seed,
         }
@@ -375,7 +493,7 @@ impl<'a> TableLoad<'a> {
     /// Number of keys that a merge into the table adds, if it may not have room for all.
     fn num_new(&self, table: &dyn Table, keys: &[Key]) -> Result<u64> {
         let config = table.config();
-        if (table.len()? as u64).saturating_add(self.entry.num_rows) <= config.capacity() {
+        if (table.len()? as u64).saturating_add(self.entry.total_rows()) <= config.capacity() {
             return Ok(0);
         }
         let mut rows = memory::filled(0.0, keys.len() * config.dim, BUFFER)?;
@@ -397,7 +515,7 @@ impl<'a> TableLoad<'a> {
     fn num_rows_of_rank(&self) -> usize {
         let world_size =
             self.owners.filter(|owners| !owners.is_replicated()).map_or(1, |owners| owners.world_size);
-        (self.entry.num_rows as usize).div_ceil(world_size)
+        (self.entry.total_rows() as usize).div_ceil(world_size)
     }
 
     fn check_distinct(&self, keys: &mut [Key]) -> Result<()> {
@@ -409,13 +527,13 @@ impl<'a> TableLoad<'a> {
     }
 
     fn keys_come_twice(&self, got: String) -> Error {
-        let what = format!("its keys must be {} different ones: {got}", self.entry.num_rows);
+        let what = format!("its keys must be {} different ones: {got}", self.entry.total_rows());
         Error::corrupt_dump(self.dump.path.join(MANIFEST), self.of_table(what))
     }
 
     /// Makes an empty table for the rows. A rank's part is counted when it is loaded.
     fn fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
-        let (dumped, capacity) = (self.entry.num_rows, table.config().capacity());
+        let (dumped, capacity) = (self.entry.total_rows(), table.config().capacity());
         if dumped > capacity && self.owners.is_none() {
             let what =
                 format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::checksum::{BLOCK_BYTES, Blocks, Checksum, DIGITS};
 use super::open::open_regular;
-use crate::contract::table::{Column, Table};
+use crate::contract::table::{Column, Records, Since, Table};
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
@@ -20,7 +20,7 @@ use crate::policy::eviction::Score;
 /// The file that makes a directory a dump.
 pub const MANIFEST: &str = "manifest.json";
 /// The newest version that this code reads and writes. A dump has the oldest version that holds all of it.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 const FORMAT: &str = "sok_keras dump";
 
 /// What the stock reader of safetensors takes at most.
@@ -50,6 +50,57 @@ pub struct Manifest {
     pub tables: Vec<TableEntry>,
     /// Dense weights and optimizer variables of a model, if there were any.
     pub arrays: Option<DataFile>,
+    /// Of the compacted parts of a dump, from version 4 on: the name of the state that they had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<Checksum>,
+    /// What has changed since, oldest first, from version 4 on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub increments: Vec<Increment>,
+}
+
+/// What has changed in all tables since an earlier part of a dump: its base, or another increment.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Increment {
+    /// Checksum of the part before.
+    pub parent: Checksum,
+    /// Optimizer steps taken when it was written.
+    pub step: u64,
+    /// When it was written, as in the manifest.
+    pub created: String,
+    /// The tables of the dump, in its order, with the rows that were made or changed.
+    pub tables: Vec<TableEntry>,
+    /// Dense weights and optimizer variables of a model, whole.
+    pub arrays: Option<DataFile>,
+}
+
+/// A part of a dump: its base, or an increment.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Part<'a> {
+    pub step: u64,
+    created: &'a str,
+    pub tables: &'a [TableEntry],
+    pub arrays: &'a Option<DataFile>,
+    parent: Option<Checksum>,
+    state: Option<Checksum>,
+}
+
+impl<'a> Part<'a> {
+    /// Names the state of the tables that the dump holds up to this part, for [`Table::mark`].
+    pub fn mark(self) -> Result<Checksum, String> {
+        self.state.map_or_else(|| self.checksum(), Ok)
+    }
+
+    /// Its files, with the name of the table of each.
+    fn files(self) -> impl Iterator<Item = (&'a DataFile, Option<&'a str>)> {
+        let of_table = |table: &'a TableEntry| table.files().map(|file| (file, Some(&*table.name)));
+        self.tables.iter().flat_map(of_table).chain(self.arrays.iter().map(|arrays| (arrays, None)))
+    }
+
+    /// The checksum of all that the manifest says of the part, with the checksums of its files.
+    pub fn checksum(&self) -> Result<Checksum, String> {
+        serde_json::to_vec(self).map(|json| Checksum::of(&json)).map_err(|e| e.to_string())
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,10 +129,16 @@ pub struct TableEntry {
     /// The ages of the rows, from version 3 on; `None` if they have no time to live.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ages: Option<AgeEntry>,
-    /// Number of rows.
+    /// Number of rows in the files.
     pub num_rows: u64,
+    /// Of an increment: number of rows of the table, with those of earlier parts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_rows: Option<u64>,
     /// Files with the rows.
     pub shards: Vec<DataFile>,
+    /// Of an increment: files with the keys that have gone since the part before. Each has the tensor `keys` alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub removed: Vec<DataFile>,
 }
 
 /// The score of each row: the tensor `scores` of each shard.
@@ -275,8 +332,27 @@ impl TableEntry {
                 None => None,
             },
             num_rows: table.len()? as u64,
+            total_rows: None,
             shards: Vec::new(),
+            removed: Vec::new(),
         })
+    }
+
+    /// As `of`, of the rows that have changed since a time.
+    pub(super) fn of_changes(table: &dyn Table, states: bool, since: Since) -> crate::Result<TableEntry> {
+        let whole = TableEntry::of(table, states)?;
+        let num_rows = table.num_changed(since)? as u64;
+        Ok(TableEntry { num_rows, total_rows: Some(whole.num_rows), ..whole })
+    }
+
+    /// Number of rows of the table.
+    pub fn total_rows(&self) -> u64 {
+        self.total_rows.unwrap_or(self.num_rows)
+    }
+
+    /// The files of the table.
+    pub(super) fn files(&self) -> impl Iterator<Item = &DataFile> {
+        self.shards.iter().chain(&self.removed)
     }
 
     /// Returns the columns of its records.
@@ -298,6 +374,28 @@ impl TableEntry {
             .chain(columns.map(|(name, width)| Tensor::new(name, Dtype::F32, vec![num_rows, width])))
             .chain(self.columns().into_iter().map(|c| Tensor::new(c.name(), Dtype::U64, vec![num_rows])))
             .collect()
+    }
+
+    /// Brings the columns of records to the step of a later entry of the same table.
+    pub(super) fn catch_up(&self, later: &TableEntry, records: &mut Records) {
+        let (from, to) = (self.step().unwrap_or(1), later.step().unwrap_or(1));
+        records.ages.iter_mut().for_each(|age| *age = age.saturating_add(to.saturating_sub(from)));
+        if let Some(ScoreEntry { score: Score::Lfu { half_life: Some(every) }, .. }) = self.scores {
+            // The steps from `from` on to the one before `to` have ended meanwhile.
+            let halvings_before = |step: u64| step.saturating_sub(1).checked_div(every).unwrap_or(0);
+            let halvings = halvings_before(to).saturating_sub(halvings_before(from)).min(64);
+            let halve = |score: &mut u64| *score = score.checked_shr(halvings as u32).unwrap_or(0);
+            records.scores.iter_mut().for_each(halve);
+        }
+    }
+
+    /// Whether another entry may hold later rows of the same table.
+    pub(super) fn is_followed_by(&self, later: &TableEntry) -> bool {
+        let kind = |entry: &TableEntry| {
+            let score = entry.scores.as_ref().map(|scores| scores.score);
+            (entry.name.clone(), entry.dim, entry.vocabulary_size, entry.seed, score, entry.ages.is_some())
+        };
+        kind(self) == kind(later) && self.states == later.states
     }
 
     fn check(&self) -> Result<(), String> {
@@ -322,6 +420,16 @@ impl TableEntry {
             shard.check(Some(&self.name))?;
             num_rows = num_rows.checked_add(rows as u64).ok_or("rows must be fewer")?;
         }
+        for file in &self.removed {
+            let keys = file.tensors.first().filter(|keys| {
+                file.tensors.len() == 1
+                    && (&*keys.name, keys.dtype, keys.shape.len()) == ("keys", Dtype::I64, 1)
+            });
+            if keys.is_none() {
+                return Err(format!("`{}` must hold keys of table `{}` alone", file.file, self.name));
+            }
+            file.check(Some(&self.name))?;
+        }
         if num_rows != self.num_rows {
             return Err(format!(
                 "table `{}` must have {} rows: its shards hold {num_rows}",
@@ -340,13 +448,77 @@ impl Manifest {
         arrays: Option<DataFile>,
     ) -> Manifest {
         let version = oldest_version(&tables);
-        Manifest { format: FORMAT.into(), version, step, created, tables, arrays }
+        Manifest {
+            format: FORMAT.into(),
+            version,
+            step,
+            created,
+            tables,
+            arrays,
+            state: None,
+            increments: Vec::new(),
+        }
+    }
+
+    /// The manifest of a dump without increments that holds the same as this one with its increments, in other files.
+    pub(super) fn compacted(
+        &self,
+        created: String,
+        tables: Vec<TableEntry>,
+        arrays: Option<DataFile>,
+    ) -> Result<Manifest, String> {
+        let state = Some(self.last().mark()?);
+        Ok(Manifest { version: VERSION, state, ..Manifest::new(self.last().step, created, tables, arrays) })
+    }
+
+    /// The manifest of the same dump with one more increment, and without increments after the parent of that. `parent`: number of that
+    /// part; 0: the base.
+    pub(super) fn with(
+        &self,
+        parent: usize,
+        step: u64,
+        created: String,
+        tables: Vec<TableEntry>,
+        arrays: Option<DataFile>,
+    ) -> Result<Manifest, String> {
+        let mut manifest = Manifest { version: VERSION, ..self.clone() };
+        manifest.increments.truncate(parent);
+        let parent = manifest.last().checksum()?;
+        manifest.increments.push(Increment { parent, step, created, tables, arrays });
+        Ok(manifest)
+    }
+
+    /// The base and the increments, oldest first.
+    pub(super) fn parts(&self) -> impl DoubleEndedIterator<Item = Part<'_>> {
+        let (step, created) = (self.step, &*self.created);
+        let (tables, arrays, state) = (&*self.tables, &self.arrays, self.state);
+        let base = Part { step, created, tables, arrays, parent: None, state };
+        std::iter::once(base).chain(self.increments.iter().map(|increment| Part {
+            step: increment.step,
+            created: &increment.created,
+            tables: &increment.tables,
+            arrays: &increment.arrays,
+            parent: Some(increment.parent),
+            state: None,
+        }))
+    }
+
+    /// The newest part.
+    pub(super) fn last(&self) -> Part<'_> {
+        self.parts().next_back().expect("a dump has a base")
+    }
+
+    /// Names the state of the tables that the dump holds, for [`Table::mark`].
+    ///
+    /// # Errors
+    /// [`Error::State`] for a manifest that cannot be written.
+    pub fn mark(&self) -> crate::Result<u64> {
+        self.last().mark().map(|mark| mark.0).map_err(Error::State)
     }
 
     /// Every file of the dump, with the name of its table.
     pub(super) fn files(&self) -> impl Iterator<Item = (&DataFile, Option<&str>)> {
-        let shards = self.tables.iter().flat_map(|t| t.shards.iter().map(|s| (s, Some(t.name.as_str()))));
-        shards.chain(self.arrays.iter().map(|a| (a, None)))
+        self.parts().flat_map(Part::files)
     }
 
     /// The whole of `manifest.json`.
@@ -380,10 +552,13 @@ impl Manifest {
         let version = head.version;
         let manifest: Manifest = serde_json::from_slice(body)
             .map_err(|e| mismatch(format!("not as version {version} has it: {e}")))?;
-        if oldest_version(&manifest.tables) > manifest.version {
-            return Err(mismatch(format!("not as version {version} has it: `scores` and `ages` came later")));
+        let is_older = version < 4 && (manifest.state.is_some() || !manifest.increments.is_empty());
+        if is_older || oldest_version(&manifest.tables) > manifest.version {
+            let what = "`scores`, `ages` and `increments` came later";
+            return Err(mismatch(format!("not as version {version} has it: {what}")));
         }
-        if let Some(table) = manifest.tables.iter().find(|t| t.dtype != "float32") {
+        let is_other = |table: &&TableEntry| table.dtype != "float32";
+        if let Some(table) = manifest.parts().flat_map(|part| part.tables).find(is_other) {
             let (name, dtype) = (&table.name, &table.dtype);
             return Err(mismatch(format!("`dtype` of table `{name}` must be float32: got {dtype}")));
         }
@@ -400,8 +575,34 @@ impl Manifest {
     fn check(&self) -> Result<(), String> {
         check_distinct("table", self.tables.iter().map(|t| t.name.as_str()))?;
         check_distinct("file", self.files().map(|(f, _)| f.file.as_str()))?;
-        self.tables.iter().try_for_each(TableEntry::check)?;
-        self.arrays.iter().try_for_each(|a| a.check(None))
+        for part in self.parts() {
+            part.tables.iter().try_for_each(TableEntry::check)?;
+            part.arrays.iter().try_for_each(|a| a.check(None))?;
+        }
+        self.check_increments()
+    }
+
+    fn check_increments(&self) -> Result<(), String> {
+        if self.tables.iter().any(|table| table.total_rows.is_some() || !table.removed.is_empty()) {
+            return Err("the base of a dump must hold all rows".into());
+        }
+        let pairs = self.parts().zip(&self.increments);
+        for (number, (before, increment)) in (1..).zip(pairs) {
+            let (expected, got) = (before.checksum()?, increment.parent);
+            if got != expected {
+                return Err(format!(
+                    "increment {number} must follow the part with checksum {expected}: it is one of {got}. An increment is missing, in the \
+                     wrong place, or of another dump"
+                ));
+            }
+            let is_same = |(one, other): (&TableEntry, &TableEntry)| one.is_followed_by(other);
+            if before.tables.len() != increment.tables.len()
+                || !before.tables.iter().zip(&increment.tables).all(is_same)
+            {
+                return Err(format!("increment {number} must have the tables of the dump, in its order"));
+            }
+        }
+        Ok(())
     }
 }
 

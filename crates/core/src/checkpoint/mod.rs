@@ -6,9 +6,11 @@
 //! `docs/checkpoint_format.md` draws the files byte by byte.
 
 mod checksum;
+mod compact;
 mod data_reader;
 mod distribution;
 mod files;
+mod increment;
 mod loader;
 mod manifest;
 mod open;
@@ -20,12 +22,16 @@ mod writer;
 use std::time::SystemTime;
 
 pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
+pub use compact::{compact, compact_with};
 pub use files::{Disk, Files};
+pub use increment::IncrementOptions;
 pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, Target, TargetBinding, load};
-pub use manifest::{DataFile, MANIFEST, Manifest, ScoreEntry, StateEntry, TableEntry, Tensor, VERSION};
-pub use ranks::{Ranks, dump_of_ranks};
+pub use manifest::{
+    DataFile, Increment, MANIFEST, Manifest, ScoreEntry, StateEntry, TableEntry, Tensor, VERSION,
+};
+pub use ranks::{Ranks, dump_increment_of_ranks, dump_of_ranks};
 pub use reader::{DumpReader, read_arrays, read_manifest, verify};
-pub use writer::{Array, DumpOptions, dump, dump_with};
+pub use writer::{Array, DumpOptions, dump, dump_increment, dump_increment_with, dump_with};
 
 /// Data in a shard at most: few files for a large table, and still a piece that copies in seconds.
 pub const SHARD_BYTES: usize = 1 << 30;

@@ -2,14 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use super::files::{DirectoryLock, Disk, Files};
+use super::increment::{IncrementOptions, Parent};
 use super::manifest::{MANIFEST, Manifest, TableEntry};
-use super::utc;
 use super::writer::{
-    Array, DumpOptions, Writer, array_tensors, check_names, check_overwrite, create_directory,
-    remove_leftovers, unique,
+    Array, DumpOptions, Writer, array_tensors, check_is_there, check_names, check_overwrite,
+    create_directory, new_manifest, remove_leftovers, unique,
 };
 use crate::contract::table::Table;
 use crate::error::{Error, Result};
@@ -38,22 +37,79 @@ pub fn dump_of_ranks(
     options: &DumpOptions,
     ranks: &Ranks,
 ) -> Result<Manifest> {
+    write_together(path, tables, arrays, options, None, ranks)
+}
+
+/// Writes what has changed in the tables of all ranks, as [`dump_increment`](super::dump_increment).
+///
+/// # Errors
+/// As [`dump_increment`](super::dump_increment), and as [`dump_of_ranks`].
+pub fn dump_increment_of_ranks(
+    path: &Path,
+    tables: &[(&dyn Table, Owners)],
+    arrays: &[Array],
+    options: &IncrementOptions,
+    ranks: &Ranks,
+) -> Result<Manifest> {
+    let as_dump = DumpOptions {
+        step: options.step,
+        states: options.states,
+        shard_bytes: options.shard_bytes,
+        ..DumpOptions::default()
+    };
+    write_together(path, tables, arrays, &as_dump, Some(options.since), ranks)
+}
+
+/// Writes a dump, or with `since` what has changed since its newest part, or the part of that step.
+fn write_together(
+    path: &Path,
+    tables: &[(&dyn Table, Owners)],
+    arrays: &[Array],
+    options: &DumpOptions,
+    since: Option<Option<u64>>,
+    ranks: &Ranks,
+) -> Result<Manifest> {
     let Ranks { communicator, tag } = ranks;
     let (communicator, rank) = (&**communicator, ranks.communicator.rank());
-    let prepared = if rank == 0 { prepare(path, tables, arrays, options).map(Some) } else { Ok(None) };
+    let prepared = match rank {
+        0 => prepare(path, tables, arrays, options, since).map(Some),
+        _ => Ok(None),
+    };
     let (lock, begun) = match prepared {
-        Ok(Some((lock, unique))) => (Some(lock), Ok(unique.to_le_bytes().to_vec())),
+        Ok(Some((lock, message))) => (Some(lock), Ok(message)),
         Ok(None) => (None, Ok(Vec::new())),
         Err(error) => (None, Err(error)),
     };
     let begun = gather(communicator, *tag, begun)?;
     let unique = Reader::new(&begun[0], 0).number()?;
     let mut writer = Writer::new(&Disk, path, unique.wrapping_add(rank as u64));
-    let written = write_tables(&mut writer, path, tables, options);
+    let read = |since| {
+        let manifest = Manifest::from_bytes(&path.join(MANIFEST), &begun[0][size_of_val(&unique)..])?;
+        Parent::new(path, manifest, since)
+    };
+    let parent = since.map(read).transpose();
+    let written = parent.as_ref().map_err(Error::clone).and_then(|parent| {
+        let order = match parent {
+            None => (0..tables.len()).collect(),
+            Some(parent) => {
+                let names: Vec<&str> = tables.iter().map(|(table, _)| &*table.config().name).collect();
+                parent.order(path, &names)?
+            }
+        };
+        let tables: Vec<_> = order.into_iter().map(|number| tables[number]).collect();
+        write_tables(&mut writer, path, &tables, options, parent.as_ref())
+    });
     let mut aside = None;
     let placed = gather(communicator, tag.at(1), written).and_then(|entries| {
         let finished = match rank {
-            0 => finish(&mut writer, path, &entries, arrays, options),
+            0 => finish(
+                &mut writer,
+                path,
+                &entries,
+                arrays,
+                options,
+                parent.as_ref().ok().and_then(Option::as_ref),
+            ),
             _ => Ok((Vec::new(), None)),
         };
         let bytes = finished.map(|(bytes, path)| {
@@ -108,19 +164,31 @@ fn place(path: &Path, aside: Option<&Path>, vote: Result<()>, ranks: &Ranks) -> 
     }
 }
 
-/// Checks what can be checked before anything is written, and keeps other dumps out of the directory.
+/// Checks what can be checked before anything is written, and keeps other dumps out of the directory. Returns a message to all ranks: a number
+/// for the names of files, and the manifest that an increment goes to.
 fn prepare(
     path: &Path,
     tables: &[(&dyn Table, Owners)],
     arrays: &[Array],
     options: &DumpOptions,
-) -> Result<(DirectoryLock, u64)> {
+    since: Option<Option<u64>>,
+) -> Result<(DirectoryLock, Vec<u8>)> {
     check_names(tables.iter().map(|(table, _)| *table), arrays)?;
     array_tensors(arrays)?;
-    create_directory(&Disk, path)?;
+    if since.is_some() {
+        check_is_there(path)?;
+    } else {
+        create_directory(&Disk, path)?;
+    }
     let lock = DirectoryLock::acquire(path)?;
-    check_overwrite(path, options)?;
-    Ok((lock, unique()))
+    let mut message = unique().to_le_bytes().to_vec();
+    if since.is_some() {
+        let manifest = path.join(MANIFEST);
+        message.extend(std::fs::read(&manifest).map_err(|error| Error::io(&manifest, error))?);
+    } else {
+        check_overwrite(path, options)?;
+    }
+    Ok((lock, message))
 }
 
 /// Writes this rank's part of the tables. Returns their entries.
@@ -129,6 +197,7 @@ fn write_tables(
     path: &Path,
     tables: &[(&dyn Table, Owners)],
     options: &DumpOptions,
+    parent: Option<&Parent>,
 ) -> Result<Vec<u8>> {
     if !path.is_dir() {
         return Err(Error::State(format!(
@@ -140,9 +209,10 @@ fn write_tables(
     for (table, owners) in tables {
         entries.push(if owners.is_replicated() && owners.rank > 0 {
             // Rank 0 writes the same rows.
-            TableEntry { num_rows: 0, ..TableEntry::of(*table, options.states)? }
+            let total_rows = parent.map(|_| 0);
+            TableEntry { num_rows: 0, total_rows, ..TableEntry::of(*table, options.states)? }
         } else {
-            writer.write_table(*table, options)?
+            writer.write_table(*table, options, parent)?
         });
     }
     serde_json::to_vec(&entries).map_err(|e| Error::State(e.to_string()))
@@ -155,6 +225,7 @@ fn finish(
     entries: &[Vec<u8>],
     arrays: &[Array],
     options: &DumpOptions,
+    parent: Option<&Parent>,
 ) -> Result<(Vec<u8>, Option<PathBuf>)> {
     let mut merged: Vec<TableEntry> = Vec::new();
     for (from, bytes) in entries.iter().enumerate() {
@@ -170,7 +241,7 @@ fn finish(
             let what = "dumps other tables than this rank. All ranks must make the same calls".into();
             return Err(Error::Rank { rank: from, what });
         }
-        for shard in entries.iter().flat_map(|entry| &entry.shards) {
+        for shard in entries.iter().flat_map(TableEntry::files) {
             let file = path.join(&shard.file);
             if !file.is_file() {
                 let what = format!("dumps into another directory: {} is not there", file.display());
@@ -179,11 +250,13 @@ fn finish(
         }
         for (table, entry) in merged.iter_mut().zip(entries) {
             table.num_rows += entry.num_rows;
+            table.total_rows = table.total_rows.map(|rows| rows + entry.total_rows());
             table.shards.extend(entry.shards);
+            table.removed.extend(entry.removed);
         }
     }
     let arrays = writer.write_arrays(arrays, array_tensors(arrays)?)?;
-    let manifest = Manifest::new(options.step, utc(SystemTime::now()), merged, arrays);
+    let manifest = new_manifest(options, parent, merged, arrays)?;
     let (bytes, aside) = writer.write_manifest(&manifest)?;
     Ok((bytes, Some(aside)))
 }

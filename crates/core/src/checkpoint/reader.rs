@@ -135,12 +135,12 @@ impl DumpReader {
         self.manifest.files().try_for_each(|(entry, table)| self.open_file(entry, table)?.check_size())
     }
 
-    /// The arrays, widest dtype first, else in the order in which they were given; their file is verified.
+    /// The arrays of the newest part, widest dtype first, else in the order in which they were given; their file is verified.
     ///
     /// # Errors
     /// [`Error::CorruptDump`], [`Error::Io`], [`Error::Memory`], [`Error::DumpReplaced`].
     pub fn arrays(&self) -> Result<Vec<Array<'static>>> {
-        let Some(entry) = &self.manifest.arrays else { return Ok(Vec::new()) };
+        let Some(entry) = self.manifest.last().arrays else { return Ok(Vec::new()) };
         let file = self.open_file(entry, None)?;
         file.check_size()?;
         file.check_header()?;

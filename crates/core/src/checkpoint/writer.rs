@@ -13,6 +13,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 
 use super::checksum::{BlockHasher, Checksum};
 use super::files::{DirectoryLock, Disk, Files};
+use super::increment::{IncrementOptions, Parent};
 use super::manifest::{
     DataFile, Layout, MANIFEST, Manifest, TableEntry, Tensor, check_distinct, data_file_name, is_own_name,
     manifest_aside_name,
@@ -21,6 +22,7 @@ use super::{CHUNK_BYTES, KEY_BYTES, NUMBER_BYTES, SHARD_BYTES, utc};
 use crate::contract::record::Field;
 use crate::contract::table::{Column, Cursor, Records, Table};
 use crate::error::{Error, Result};
+use crate::key::Key;
 use crate::memory;
 
 /// What memory is for.
@@ -86,9 +88,63 @@ pub fn dump_with(
     create_directory(files, path)?;
     let _lock = DirectoryLock::acquire(path)?;
     check_overwrite(path, options)?;
+    write_and_place(files, path, |writer| writer.write(tables, arrays, array_tensors, options, None))
+}
+
+/// Writes what has changed in `tables` since a part of the dump in `path`, and `arrays` whole, as one more part of it.
+///
+/// # Errors
+/// As [`dump`]; [`Error::Io`] if there is no dump, [`Error::DumpMismatch`] if the dump has other tables or states, [`Error::State`] if a
+/// table does not know what has changed since.
+pub fn dump_increment(
+    path: &Path,
+    tables: &[&dyn Table],
+    arrays: &[Array],
+    options: &IncrementOptions,
+) -> Result<Manifest> {
+    dump_increment_with(&Disk, path, tables, arrays, options)
+}
+
+/// As [`dump_increment`], on other files.
+#[doc(hidden)]
+pub fn dump_increment_with(
+    files: &dyn Files,
+    path: &Path,
+    tables: &[&dyn Table],
+    arrays: &[Array],
+    options: &IncrementOptions,
+) -> Result<Manifest> {
+    check_names(tables.iter().copied(), arrays)?;
+    let tensors = array_tensors(arrays)?;
+    check_is_there(path)?;
+    let _lock = DirectoryLock::acquire(path)?;
+    let parent = Parent::read(path, options.since)?;
+    let names: Vec<&str> = tables.iter().map(|table| &*table.config().name).collect();
+    let tables: Vec<_> = parent.order(path, &names)?.into_iter().map(|number| tables[number]).collect();
+    let as_dump = DumpOptions {
+        step: options.step,
+        states: options.states,
+        shard_bytes: options.shard_bytes,
+        ..DumpOptions::default()
+    };
+    write_and_place(files, path, |writer| writer.write(&tables, arrays, tensors, &as_dump, Some(&parent)))
+}
+
+/// Checks that there is a dump, before a lock file is made beside it.
+pub(super) fn check_is_there(path: &Path) -> Result<()> {
+    let manifest = path.join(MANIFEST);
+    fs::metadata(&manifest).map(drop).map_err(|error| Error::io(&manifest, error))
+}
+
+/// Writes files of a dump, and puts its manifest in place.
+pub(super) fn write_and_place(
+    files: &dyn Files,
+    path: &Path,
+    write: impl FnOnce(&mut Writer) -> Result<(Manifest, PathBuf)>,
+) -> Result<Manifest> {
     let manifest_path = path.join(MANIFEST);
     let mut writer = Writer::new(files, path, unique());
-    let written = writer.write(tables, arrays, array_tensors, options).and_then(|(manifest, aside)| {
+    let written = write(&mut writer).and_then(|(manifest, aside)| {
         files.rename(&aside, &manifest_path).map_err(|e| Error::io(&manifest_path, e))?;
         Ok(manifest)
     });
@@ -179,6 +235,22 @@ pub(super) fn unique() -> u64 {
     RandomState::new().hash_one((now, std::process::id()))
 }
 
+/// Makes the manifest of a dump, or of one with one more increment.
+pub(super) fn new_manifest(
+    options: &DumpOptions,
+    parent: Option<&Parent>,
+    tables: Vec<TableEntry>,
+    arrays: Option<DataFile>,
+) -> Result<Manifest> {
+    let created = utc(SystemTime::now());
+    match parent {
+        None => Ok(Manifest::new(options.step, created, tables, arrays)),
+        Some(parent) => {
+            parent.manifest.with(parent.number, options.step, created, tables, arrays).map_err(Error::State)
+        }
+    }
+}
+
 /// Writes the files of a dump.
 pub(super) struct Writer<'a> {
     files: &'a dyn Files,
@@ -201,10 +273,11 @@ impl<'a> Writer<'a> {
         arrays: &[Array],
         array_tensors: Vec<Tensor>,
         options: &DumpOptions,
+        parent: Option<&Parent>,
     ) -> Result<(Manifest, PathBuf)> {
-        let tables = tables.iter().map(|t| self.write_table(*t, options)).collect::<Result<_>>()?;
+        let tables = tables.iter().map(|t| self.write_table(*t, options, parent)).collect::<Result<_>>()?;
         let arrays = self.write_arrays(arrays, array_tensors)?;
-        let manifest = Manifest::new(options.step, utc(SystemTime::now()), tables, arrays);
+        let manifest = new_manifest(options, parent, tables, arrays)?;
         let (_, aside) = self.write_manifest(&manifest)?;
         Ok((manifest, aside))
     }
@@ -227,19 +300,55 @@ impl<'a> Writer<'a> {
         Ok((bytes, aside))
     }
 
-    /// Writes the rows of a table. Returns its entry in the manifest.
-    pub fn write_table(&mut self, table: &dyn Table, options: &DumpOptions) -> Result<TableEntry> {
-        let mut entry = TableEntry::of(table, options.states)?;
-        let changed = || Error::State(format!("table `{}` must not change while it is dumped", entry.name));
+    /// Writes the rows of a table, or what has changed since `parent`. Returns its entry in the manifest.
+    pub fn write_table(
+        &mut self,
+        table: &dyn Table,
+        options: &DumpOptions,
+        parent: Option<&Parent>,
+    ) -> Result<TableEntry> {
+        let since = parent.map(|parent| parent.since(table)).transpose()?;
+        let mut entry = match since {
+            None => TableEntry::of(table, options.states)?,
+            Some(since) => TableEntry::of_changes(table, options.states, since)?,
+        };
+        parent.map_or(Ok(()), |parent| parent.check(self.directory, &entry))?;
         let layout = table.layout();
-        let width = layout.width();
+        let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
+        let mut cursor = Some(Cursor::default());
+        self.write_rows(&mut entry, fields, layout.width(), options.shard_bytes, |max, records| {
+            let Some(here) = cursor else { return Ok(false) };
+            cursor = match since {
+                None => table.scan(here, max, records)?,
+                Some(since) => table.scan_changed(since, here, max, records)?,
+            };
+            Ok(true)
+        })?;
+        if let Some(since) = since {
+            self.write_removed(&mut entry, &table.gone_since(since)?, options.shard_bytes)?;
+        }
+        Ok(entry)
+    }
+
+    /// Writes the rows of an entry, and its shards. `next`: brings up to so many records, `width` floats each, of which `fields` are written;
+    /// returns whether there were any to bring.
+    pub fn write_rows(
+        &mut self,
+        entry: &mut TableEntry,
+        fields: &[Field],
+        width: usize,
+        shard_bytes: usize,
+        mut next: impl FnMut(usize, &mut Records) -> Result<bool>,
+    ) -> Result<()> {
+        let name = entry.name.clone();
+        let changed = || Error::State(format!("table `{name}` must not change while it is dumped"));
         let columns = entry.columns();
         let record_bytes = KEY_BYTES + 4 * width + NUMBER_BYTES * columns.len();
-        let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
-        let shard_rows = (options.shard_bytes / record_bytes).max(1);
+        let shard_rows = (shard_bytes / record_bytes).max(1);
         let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
 
-        let room = chunk_rows.min(table.len()?);
+        let num_rows = entry.num_rows as usize;
+        let room = chunk_rows.min(num_rows);
         let mut records = Records {
             keys: memory::with_capacity(room, BUFFER)?,
             values: memory::with_capacity(room * width, BUFFER)?,
@@ -248,11 +357,12 @@ impl<'a> Writer<'a> {
         let mut bytes = Vec::new();
         let mut shards = Vec::new();
         let mut open: Option<(DataWriter, usize)> = None;
-        let mut rows_left = table.len()?;
-        let mut cursor = Some(Cursor::default());
-        while let Some(here) = cursor {
+        let mut rows_left = num_rows;
+        loop {
             records.truncate(0);
-            cursor = table.scan(here, chunk_rows, &mut records)?;
+            if !next(chunk_rows, &mut records)? {
+                break;
+            }
             let is_whole = |column: &Column| records.column(*column).len() == records.keys.len();
             if records.keys.len() > rows_left
                 || records.values.len() != records.keys.len() * width
@@ -293,7 +403,22 @@ impl<'a> Writer<'a> {
             return Err(changed());
         }
         entry.shards = shards;
-        Ok(entry)
+        Ok(())
+    }
+
+    /// Writes the keys that have gone from the table of an entry.
+    fn write_removed(&mut self, entry: &mut TableEntry, gone: &[Key], shard_bytes: usize) -> Result<()> {
+        let mut bytes = Vec::new();
+        for keys in gone.chunks((shard_bytes / KEY_BYTES).max(1)) {
+            let tensor = Tensor::new("keys", Dtype::I64, vec![keys.len()]);
+            let mut file = self.open_data_file(vec![tensor], Some(&entry.name))?;
+            for some in keys.chunks(CHUNK_BYTES / KEY_BYTES) {
+                write_numbers(some, &mut bytes)?;
+                file.write(0, &bytes)?;
+            }
+            entry.removed.push(file.finish()?);
+        }
+        Ok(())
     }
 
     /// Widest dtype first, as the stock writer does it: each tensor then lies aligned.

@@ -394,6 +394,10 @@ pub enum Explanation {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor(pub u64);
 
+/// A time since which a table knows what has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Since(pub u32);
+
 /// A map from keys to embedding rows and their optimizer states.
 ///
 /// A *record* is a row and its states. Keys are any 64-bit pattern. Rows are `dim` float32 values; arrays of rows are row-major,
@@ -536,6 +540,49 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
+    /// Remembers from now on which rows change and which keys go, after a dump of this name. A table that cannot do that does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    fn mark(&mut self, _dump: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns the time of the newest dump of this name. `None` if the table does not know what has changed since.
+    fn since(&self, _dump: u64) -> Option<Since> {
+        None
+    }
+
+    /// Returns the number of rows that were made or changed since a time.
+    ///
+    /// # Errors
+    /// [`Error::State`] if the table does not know that, [`Error::Device`] if a device fails.
+    fn num_changed(&self, _since: Since) -> Result<usize> {
+        Err(no_changes(&self.config().name))
+    }
+
+    /// As `scan`, of the rows that were made or changed since a time.
+    ///
+    /// # Errors
+    /// As `num_changed`, and [`Error::Memory`].
+    fn scan_changed(
+        &self,
+        _since: Since,
+        _cursor: Cursor,
+        _max: usize,
+        _out: &mut Records,
+    ) -> Result<Option<Cursor>> {
+        Err(no_changes(&self.config().name))
+    }
+
+    /// Returns the keys that had a row at a time and have none now, ascending. There may be others that had none then.
+    ///
+    /// # Errors
+    /// As `num_changed`, and [`Error::Memory`].
+    fn gone_since(&self, _since: Since) -> Result<Vec<Key>> {
+        Err(no_changes(&self.config().name))
+    }
+
     /// Returns all keys, in the order of the table.
     ///
     /// # Errors
@@ -580,6 +627,14 @@ pub fn update_with_formula(update: Option<Update>, table: &str) -> Result<Update
         )));
     }
     Ok(update)
+}
+
+/// The error for a table that does not know what has changed since a dump.
+pub fn no_changes(table: &str) -> Error {
+    Error::State(format!(
+        "table `{table}` does not know what has changed since the dump: it was written or loaded by another process or before the table was \
+         cleared, got other optimizer states or many dumps, or the table is on a GPU. Write the whole table by `dump`"
+    ))
 }
 
 /// The error for a table that does not keep the rows that it removes.

@@ -14,6 +14,7 @@ use crate::key::{Key, hash};
 use crate::memory;
 use crate::policy::sweep::Rank;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::changes::Changes;
 use crate::store::index::Index;
 use crate::store::journal::Journal;
 use crate::store::record_set::RecordSet;
@@ -34,6 +35,8 @@ pub struct HostTable {
     pub(crate) evictor: Option<Box<Evictor>>,
     /// Counts of keys without a row, if the table has an admission policy.
     pub(crate) admitter: Option<Box<Admitter>>,
+    /// What has changed since dumps, once there was one.
+    pub(crate) changes: Option<Box<Changes>>,
     /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
     pub(crate) generation: u64,
     pub(crate) stats: TableStats,
@@ -74,6 +77,7 @@ impl HostTable {
             step: 1,
             evictor: config.counting().map(|policy| Box::new(Evictor::new(policy, config.keeps_expired()))),
             admitter: config.admission.map(Admitter::new).transpose()?.map(Box::new),
+            changes: None,
             generation: 0,
             stats: TableStats::default(),
             journal: Journal::default(),
@@ -122,6 +126,9 @@ impl HostTable {
         if let Some(admitter) = &mut self.admitter {
             admitter.begin();
         }
+        if let Some(changes) = &mut self.changes {
+            changes.begin();
+        }
         if self.newest_lookup == 0 {
             self.release_retired(1);
         }
@@ -132,11 +139,15 @@ impl HostTable {
         self.config.capacity().saturating_sub(self.index.len() as u64)
     }
 
-    /// Gives the rows that the call has inserted their first scores.
+    /// Notes which rows the call has inserted, and gives them their first scores.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
-    pub(crate) fn score_new_rows(&mut self) -> Result<()> {
+    pub(crate) fn start_new_rows(&mut self) -> Result<()> {
+        if let Some(changes) = &mut self.changes {
+            changes.reserve(self.arena.next_unused())?;
+            changes.start(self.journal.iter().map(|(_, record)| record));
+        }
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         evictor.start(self.step, self.arena.next_unused(), self.journal.iter())
     }
@@ -190,9 +201,15 @@ impl HostTable {
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         self.arena.reserve_free(self.retired.len() + going.len())?;
         memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
+        if let Some(changes) = &mut self.changes {
+            changes.reserve_gone(going.len())?;
+        }
         evictor.remember(reason, self.step, going, &self.arena, self.config.dim)?;
         for (rank, record) in going {
             self.index.remove(hash(rank.key), rank.key);
+            if let Some(changes) = &mut self.changes {
+                changes.remove(rank.key, *record);
+            }
             self.retired.push((self.newest_lookup, *record));
         }
         Ok(())
@@ -210,6 +227,9 @@ impl HostTable {
         self.arena.rewind(unused);
         if let Some(evictor) = &mut self.evictor {
             evictor.undo(&mut self.index, &mut self.retired);
+        }
+        if let Some(changes) = &mut self.changes {
+            changes.undo();
         }
         if let Some(admitter) = &mut self.admitter {
             admitter.undo();
@@ -244,6 +264,13 @@ impl HostTable {
 
     pub(crate) fn is_absent(&self, key: Key) -> bool {
         self.index.find(hash(key), key) == NO_RECORD
+    }
+
+    /// Notes that rows change, or their uses. A table that nobody has dumped notes nothing.
+    pub(crate) fn touch(&mut self, records: impl Iterator<Item = RecordNumber>) {
+        if let Some(changes) = &mut self.changes {
+            changes.touch(records);
+        }
     }
 
     /// Frees erased records that only lookups before `oldest` refer to.
@@ -284,17 +311,20 @@ impl HostTable {
 
     /// Counts a use by each id of a feature that is not looked up for training, if the policy asks for that.
     pub(crate) fn count_inference(&mut self, feature: &Feature) {
-        let HostTable { evictor: Some(evictor), step, config, index, .. } = self else { return };
-        if evictor.policy.counts_inference {
-            let is_active = |position: &usize| matches!(role(feature, config, *position), Role::Active);
-            let uses = (0..feature.keys.len()).filter(is_active).map(|position| {
-                let key = feature.keys.get(position);
-                (
-                    index.find(hash(key), key),
-                    feature.id_counts.map_or(1, |counts| u64::from(counts[position])),
-                )
-            });
-            evictor.count_ids(*step, uses);
+        let HostTable { evictor: Some(evictor), step, config, index, changes, .. } = self else { return };
+        if !evictor.policy.counts_inference {
+            return;
+        }
+        let is_active = |position: &usize| matches!(role(feature, config, *position), Role::Active);
+        let record_of = |position: usize| {
+            let key = feature.keys.get(position);
+            index.find(hash(key), key)
+        };
+        let num_ids = |position: usize| feature.id_counts.map_or(1, |counts| u64::from(counts[position]));
+        let active = || (0..feature.keys.len()).filter(is_active);
+        evictor.count_ids(*step, active().map(|position| (record_of(position), num_ids(position))));
+        if let Some(changes) = changes {
+            changes.touch(active().map(record_of));
         }
     }
 

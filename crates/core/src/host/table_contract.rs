@@ -5,8 +5,8 @@ use std::any::Any;
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{
-    Column, Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
-    update_with_formula,
+    Column, Cursor, Explanation, Insertion, Outcomes, Records, Since, Table, TableConfig, TableStats,
+    no_changes, not_kept, update_with_formula,
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
@@ -23,6 +23,7 @@ use crate::host::uses::count_uses;
 use crate::key::{Key, hash};
 use crate::memory;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::changes::Changes;
 use crate::store::index::Index;
 use crate::store::scores::Scores;
 use crate::store::sights::Sights;
@@ -34,7 +35,7 @@ impl HostTable {
     /// Runs a call. Undoes its insertions if it fails.
     fn whole_or_nothing<T>(&mut self, call: impl FnOnce(&mut HostTable) -> Result<T>) -> Result<T> {
         self.begin();
-        let result = call(self).and_then(|value| self.score_new_rows().map(|()| value));
+        let result = call(self).and_then(|value| self.start_new_rows().map(|()| value));
         match &result {
             Ok(_) => self.forget_inserted(),
             Err(_) => self.undo(),
@@ -121,6 +122,40 @@ impl HostTable {
         Ok(records)
     }
 
+    /// As `scan`, of the records that `is_taken` names.
+    fn scan_those(
+        &self,
+        cursor: Cursor,
+        max: usize,
+        out: &mut Records,
+        is_taken: impl Fn(RecordNumber) -> bool,
+    ) -> Result<Option<Cursor>> {
+        let num = max.min(self.index.len());
+        let columns = self.config.columns();
+        out.reserve(num, self.arena.width(), columns, "the records of a scan")?;
+        let mut left = max;
+        let next = self.index.scan(cursor.0, |key, record| {
+            if !is_taken(record) {
+                return true;
+            }
+            if left == 0 {
+                return false;
+            }
+            left -= 1;
+            out.keys.push(key);
+            out.values.extend_from_slice(self.arena.record(record));
+            if let Some(evictor) = &self.evictor {
+                columns.iter().for_each(|&c| out.column_mut(c).push(evictor.number(c, record)));
+            }
+            true
+        });
+        Ok(next.map(Cursor))
+    }
+
+    fn known_changes(&self) -> Result<&Changes> {
+        self.changes.as_deref().ok_or_else(|| no_changes(&self.config.name))
+    }
+
     /// Whether the table has room for as many new keys.
     fn fits(&self, num_keys: usize) -> bool {
         self.index.len() as u64 + num_keys as u64 <= self.config.capacity()
@@ -184,6 +219,7 @@ impl Table for HostTable {
     fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
         self.check_len("rows", rows.len(), keys.len())?;
         let (records, outcomes) = self.locate(keys, insert)?;
+        self.touch(records.iter().copied());
         let dim = self.config.dim;
         for (&record, row) in records.iter().zip(rows.chunks_exact(dim)) {
             if record != NO_RECORD {
@@ -205,6 +241,9 @@ impl Table for HostTable {
         let mode = Mode { insertion: Insertion::Never, save: true, stream: false };
         let outputs = &mut [FeatureOutput { number: 0, feature, rows: &mut rows }];
         let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
+        for runs in &looked.runs {
+            self.touch(runs.records().iter().copied());
+        }
         let dim = self.config.dim;
         for runs in &looked.runs {
             let held = HeldGradients {
@@ -240,9 +279,15 @@ impl Table for HostTable {
         if let Some(admitter) = &mut self.admitter {
             admitter.forget(keys.iter().copied());
         }
+        if let Some(changes) = &mut self.changes {
+            changes.reserve_gone(keys.len().min(self.index.len()))?;
+        }
         let mut erased = 0;
         for &key in keys {
             if let Some(record) = self.index.remove(hash(key), key) {
+                if let Some(changes) = &mut self.changes {
+                    changes.remove(key, record);
+                }
                 if self.newest_lookup == 0 {
                     self.arena.release(record);
                 } else {
@@ -264,6 +309,7 @@ impl Table for HostTable {
         if let Some(admitter) = &mut self.admitter {
             admitter.clear(sights);
         }
+        self.changes = None;
         self.generation += 1;
         Ok(())
     }
@@ -318,7 +364,8 @@ impl Table for HostTable {
     fn recent_stats(&self) -> TableStats {
         let scores = self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes());
         let sights = self.admitter.as_ref().map_or(0, |admitter| admitter.num_bytes());
-        let bytes = (self.index.num_bytes() + self.arena.num_bytes() + scores + sights) as u64;
+        let changes = self.changes.as_ref().map_or(0, |changes| changes.num_bytes());
+        let bytes = (self.index.num_bytes() + self.arena.num_bytes() + scores + sights + changes) as u64;
         TableStats {
             size: self.index.len() as u64,
             capacity: self.index.capacity() as u64,
@@ -342,6 +389,7 @@ impl Table for HostTable {
                 new[..dim].copy_from_slice(&old[..dim]);
                 layout.fill_states(new, true);
             })?;
+            self.changes = None;
         }
         self.first.layout = layout;
         self.update = update;
@@ -349,23 +397,47 @@ impl Table for HostTable {
     }
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
-        let num = max.min(self.index.len());
-        let columns = self.config.columns();
-        out.reserve(num, self.arena.width(), columns, "the records of a scan")?;
-        let mut left = max;
-        let next = self.index.scan(cursor.0, |key, record| {
-            if left == 0 {
-                return false;
-            }
-            left -= 1;
-            out.keys.push(key);
-            out.values.extend_from_slice(self.arena.record(record));
-            if let Some(evictor) = &self.evictor {
-                columns.iter().for_each(|&c| out.column_mut(c).push(evictor.number(c, record)));
-            }
+        self.scan_those(cursor, max, out, |_| true)
+    }
+
+    fn mark(&mut self, dump: u64) -> Result<()> {
+        let changes = self.changes.get_or_insert_with(|| Box::new(Changes::new()));
+        changes.reserve(self.arena.next_unused())?;
+        changes.mark(dump);
+        Ok(())
+    }
+
+    fn since(&self, dump: u64) -> Option<Since> {
+        self.changes.as_ref()?.epoch_of(dump).map(Since)
+    }
+
+    fn num_changed(&self, Since(epoch): Since) -> Result<usize> {
+        let changes = self.known_changes()?;
+        let mut count = 0;
+        self.index.scan(0, |_, record| {
+            count += usize::from(changes.has_changed(record, epoch));
             true
         });
-        Ok(next.map(Cursor))
+        Ok(count)
+    }
+
+    fn scan_changed(
+        &self,
+        Since(epoch): Since,
+        cursor: Cursor,
+        max: usize,
+        out: &mut Records,
+    ) -> Result<Option<Cursor>> {
+        let changes = self.known_changes()?;
+        self.scan_those(cursor, max, out, |record| changes.has_changed(record, epoch))
+    }
+
+    fn gone_since(&self, Since(epoch): Since) -> Result<Vec<Key>> {
+        let gone = self.known_changes()?.gone_since(epoch);
+        let mut keys = memory::collect(gone.filter(|key| self.is_absent(*key)), "the keys that have gone")?;
+        keys.sort_unstable();
+        keys.dedup();
+        Ok(keys)
     }
 
     fn keys(&self) -> Result<Vec<Key>> {
@@ -404,6 +476,7 @@ impl Table for HostTable {
             self.note(Outcomes { refused, evicted, ..Outcomes::default() }, 0);
             located
         };
+        self.touch(located.iter().copied());
         for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
             if record != NO_RECORD {
                 self.arena.record_mut(record).copy_from_slice(values);
@@ -440,6 +513,7 @@ impl Table for HostTable {
         (self.index, self.arena, self.first, self.update) = (index, arena, first, update);
         (self.step, self.evictor, self.admitter) = (step, evictor, admitter);
         self.retired.clear();
+        self.changes = None;
         self.generation += 1;
         Ok(())
     }

@@ -6,7 +6,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use sok_core::Error;
-use sok_core::checkpoint::{Disk, LoadOptions, MANIFEST, load};
+use sok_core::checkpoint::{
+    Disk, IncrementOptions, LoadOptions, MANIFEST, compact_with, dump, dump_increment, dump_increment_with,
+    load, verify,
+};
+use sok_core::contract::table::Table;
+use sok_core::host::table::HostTable;
 
 use crate::support::*;
 
@@ -154,4 +159,62 @@ fn a_load_beside_dumps_finds_one_or_the_other() {
         }
         dumps.join().unwrap().unwrap();
     });
+}
+
+/// A table of three rows in the dump at `path`. Its first row has changed since, and its last one is gone.
+fn changed_table(path: &Path) -> HostTable {
+    let mut table = HostTable::new(MapTable::new("t", 2, None).config).unwrap();
+    table.assign(&[1, 2, 3], &[1.0; 6], true).unwrap();
+    let mark = dump(path, &[&table], &[], &options(1 << 20)).unwrap().mark().unwrap();
+    table.mark(mark).unwrap();
+    table.assign(&[1], &[2.0; 2], true).unwrap();
+    table.erase(&[3]).unwrap();
+    table
+}
+
+/// The first floats of rows 1, 2 and 3 in the dump at `path`.
+fn rows_of(path: &Path) -> [Option<f32>; 3] {
+    let mut table = HostTable::new(MapTable::new("t", 2, None).config).unwrap();
+    load(path, &mut [("t", &mut table)], &LoadOptions::default()).unwrap();
+    let (mut rows, mut found) = ([0.0; 6], [false; 3]);
+    table.find(&[1, 2, 3], &mut rows, &mut found).unwrap();
+    std::array::from_fn(|row| found[row].then_some(rows[2 * row]))
+}
+
+#[test]
+fn a_disk_that_fails_leaves_a_chain_as_it_was_or_the_next_one() {
+    let increment = IncrementOptions { since: None, step: 1, states: true, shard_bytes: 1 << 20 };
+    let before = [Some(1.0); 3];
+    let after = [Some(2.0), Some(1.0), None];
+    for compacts in [false, true] {
+        let act = |files: &BrokenDisk, path: &Path| {
+            let table = changed_table(path);
+            if compacts {
+                dump_increment(path, &[&table], &[], &increment).unwrap();
+                compact_with(files, path)
+            } else {
+                dump_increment_with(files, path, &[&table], &[], &increment)
+            }
+        };
+        let counting = BrokenDisk::counting();
+        let directory = Directory::new();
+        act(&counting, &directory.dump()).unwrap();
+        let num_operations = counting.count.get();
+        assert!(num_operations > 8, "{num_operations}");
+        for at in 0..=num_operations {
+            for (fault, names_too) in [(Fault::Fails, false), (Fault::Power, false), (Fault::Power, true)] {
+                let directory = Directory::new();
+                let path = &directory.dump();
+                let files = BrokenDisk::new(fault, at);
+                let result = act(&files, path);
+                if fault == Fault::Power {
+                    files.lose_power(names_too);
+                }
+                verify(path).unwrap();
+                let rows = rows_of(path);
+                let is_old = rows == if compacts { after } else { before };
+                assert!(rows == after || is_old && result.is_err(), "operation {at}: {rows:?}");
+            }
+        }
+    }
 }

@@ -117,6 +117,14 @@ impl HostSubject {
         let group = HostGroup::new(configs.to_vec()).unwrap();
         HostSubject { group, pool, tickets: BTreeMap::new(), held: Vec::new() }
     }
+
+    pub fn tables(&self) -> Vec<&dyn Table> {
+        (0..self.group.num_tables()).map(|number| self.group.table(number)).collect()
+    }
+
+    pub fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.group.tables_mut()
+    }
 }
 
 pub fn lend(gradients: &Kept) -> Vec<GradientRows> {

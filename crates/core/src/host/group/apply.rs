@@ -49,6 +49,7 @@ impl HostGroup {
         if !scalars.is_update {
             return self.accumulate(pool);
         }
+        self.touch_rows();
         if binding.update.rule.is_general() {
             let start = self.stopwatch.start();
             let done = self.apply_new_values(pool);
@@ -72,6 +73,21 @@ impl HostGroup {
         self.stopwatch.stop(StepPart::Update, start);
         self.end_update();
         Ok(())
+    }
+
+    /// Notes which rows the update changes, for tables that are dumped.
+    fn touch_rows(&mut self) {
+        let HostGroup { tables, committed, accumulators, .. } = self;
+        for (number, table) in tables.iter_mut().enumerate().filter(|(_, table)| table.changes.is_some()) {
+            let generation = table.generation;
+            let saved = committed.iter().flat_map(|(_, push)| &push.lookup.tables);
+            for saved in saved.filter(|saved| saved.number == number && saved.generation == generation) {
+                saved.runs().for_each(|(_, records)| table.touch(records.iter().copied()));
+            }
+            if let Some(stored) = accumulators[number].stored(generation) {
+                table.touch(stored.records.iter().copied());
+            }
+        }
     }
 
     /// Forgets the gradients that were applied.

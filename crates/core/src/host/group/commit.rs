@@ -55,7 +55,7 @@ impl HostGroup {
                 for absent in lookups.iter().filter_map(|saved| saved.looked.absent.as_ref()) {
                     inserted.push((number, absent, insert(table, absent)?));
                 }
-                table.score_new_rows()
+                table.start_new_rows()
             });
         }
         if done.is_err() {

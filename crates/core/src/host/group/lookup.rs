@@ -84,7 +84,7 @@ impl HostGroup {
         let start = self.stopwatch.start();
         let mode = Mode { insertion, save, stream };
         let mut looked = self.lookup_tables(by_table, mode, pool)?;
-        self.tables.iter_mut().try_for_each(HostTable::score_new_rows)?;
+        self.tables.iter_mut().try_for_each(HostTable::start_new_rows)?;
         self.stopwatch.stop(StepPart::Find, start);
         let num_bags = memory::collect(features.iter().map(Feature::num_bags), "the features of a call")?;
         for SavedTable { number, looked, .. } in &looked {
