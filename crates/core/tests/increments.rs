@@ -95,9 +95,9 @@ impl Trained {
         }
     }
 
-    fn mark(&mut self, manifest: &Manifest) {
-        let mark = manifest.mark().unwrap();
-        self.subject.tables_mut().into_iter().for_each(|table| table.mark(mark).unwrap());
+    fn track(&mut self, manifest: &Manifest) {
+        let snapshot = manifest.snapshot().unwrap();
+        self.subject.tables_mut().into_iter().for_each(|table| table.track(snapshot).unwrap());
     }
 
     fn contents(&self) -> Contents {
@@ -107,14 +107,14 @@ impl Trained {
     fn dump(&mut self, path: &Path) -> Manifest {
         let options = DumpOptions { step: self.step, shard_bytes: 400, ..DumpOptions::default() };
         let manifest = dump(path, &self.subject.tables(), &self.arrays(), &options).unwrap();
-        self.mark(&manifest);
+        self.track(&manifest);
         manifest
     }
 
     fn increment(&mut self, path: &Path, since: Option<u64>) -> Result<Manifest> {
         let options = IncrementOptions { since, step: self.step, states: true, shard_bytes: 400 };
         let manifest = dump_increment(path, &self.subject.tables(), &self.arrays(), &options)?;
-        self.mark(&manifest);
+        self.track(&manifest);
         Ok(manifest)
     }
 
@@ -218,7 +218,7 @@ fn an_increment_has_what_has_changed_and_no_more() {
     let keys: Vec<Key> = (0..10_000).collect();
     subject.table_mut(0).assign(&keys, &vec![0.5; 20_000], true).unwrap();
     let base = dump(&directory.0, &subject.tables(), &[], &DumpOptions::default()).unwrap();
-    subject.table_mut(0).mark(base.mark().unwrap()).unwrap();
+    subject.table_mut(0).track(base.snapshot().unwrap()).unwrap();
     subject.table_mut(0).assign(&keys[..100], &[1.0; 200], true).unwrap();
     subject.table_mut(0).erase(&keys[200..210]).unwrap();
     // A row that comes and goes between two dumps is in none.

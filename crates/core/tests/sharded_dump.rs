@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use common::scan;
-use common::sharded::{Directory, TIMEOUT, fill, mark, restore, save, save_increment};
+use common::sharded::{Directory, TIMEOUT, fill, restore, save, save_increment, track};
 use common::strategies::plain_config;
 use sok_core::checkpoint::{LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
@@ -110,7 +110,7 @@ fn ranks_of_any_number_go_on_with_a_chain() {
     let (_, mut expected) = on_ranks(3, |group| {
         fill(group, 300);
         save(group, path, true, 1).unwrap();
-        mark(group, path);
+        track(group, path);
         change(group, 10);
         save_increment(group, path, 2).unwrap();
     });

@@ -106,9 +106,9 @@ fn dump(
                 }
             }
         };
-        let mark = manifest.mark()?;
+        let snapshot = manifest.snapshot()?;
         for &(group, number) in &places {
-            locked[group].table_mut(number).mark(mark)?;
+            locked[group].table_mut(number).track(snapshot)?;
         }
         json(&manifest)
     })

@@ -29,8 +29,8 @@ pub(super) struct Parent {
     pub manifest: Manifest,
     /// Number of the part; 0: the base.
     pub number: usize,
-    /// Its name, by which tables know what has changed since.
-    mark: Checksum,
+    /// By which tables know what has changed since.
+    snapshot: Checksum,
 }
 
 impl Parent {
@@ -49,9 +49,9 @@ impl Parent {
                 ))
             })?,
         };
-        let mark = manifest.parts().nth(number).map(|part| part.mark());
-        let mark = mark.expect("the part was found above").map_err(Error::State)?;
-        Ok(Parent { manifest, number, mark })
+        let snapshot = manifest.parts().nth(number).map(|part| part.snapshot());
+        let snapshot = snapshot.expect("the part was found above").map_err(Error::State)?;
+        Ok(Parent { manifest, number, snapshot })
     }
 
     /// Reads the manifest of the dump in `path`.
@@ -84,7 +84,7 @@ impl Parent {
     /// # Errors
     /// [`Error::State`] if the table does not know it.
     pub fn since(&self, table: &dyn Table) -> Result<Since> {
-        table.since(self.mark.0).ok_or_else(|| no_changes(&table.config().name))
+        table.since(self.snapshot.0).ok_or_else(|| no_changes(&table.config().name))
     }
 
     /// Checks that rows of an entry can follow those of the dump.

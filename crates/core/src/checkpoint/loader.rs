@@ -140,7 +140,7 @@ impl DumpReader {
     /// a disk that fails, or runs out of memory, between verification and the last row leaves a part of the dump in them.
     ///
     /// A dump with increments loads as the whole dump of its newest part. After `Replace`, tables know what has changed since
-    /// ([`Table::mark`]).
+    /// ([`Table::track`]).
     ///
     /// The seed comes with the rows; a merge into a table with rows leaves the table's own. Initializer and hyper-parameters
     /// stay the table's. [`TargetBinding`] says whose the states are.
@@ -178,12 +178,12 @@ impl DumpReader {
         };
         match options.mode {
             LoadMode::Replace => {
-                let mark = dump.manifest().mark()?;
+                let snapshot = dump.manifest().snapshot()?;
                 for ((target, new), load) in targets.iter_mut().zip(fresh).zip(loads) {
                     target.table.replace_with(new)?;
                     if load.is_whole() {
                         // Without memory for that, the next dump of the table must be a whole one.
-                        let _ = target.table.mark(mark);
+                        let _ = target.table.track(snapshot);
                     }
                 }
             }

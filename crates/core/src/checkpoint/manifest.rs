@@ -50,9 +50,9 @@ pub struct Manifest {
     pub tables: Vec<TableEntry>,
     /// Dense weights and optimizer variables of a model, if there were any.
     pub arrays: Option<DataFile>,
-    /// Of the compacted parts of a dump, from version 4 on: the name of the state that they had.
+    /// Of the compacted parts of a dump, from version 4 on: the snapshot that they had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub state: Option<Checksum>,
+    pub snapshot: Option<Checksum>,
     /// What has changed since, oldest first, from version 4 on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub increments: Vec<Increment>,
@@ -82,13 +82,13 @@ pub(super) struct Part<'a> {
     pub tables: &'a [TableEntry],
     pub arrays: &'a Option<DataFile>,
     parent: Option<Checksum>,
-    state: Option<Checksum>,
+    snapshot: Option<Checksum>,
 }
 
 impl<'a> Part<'a> {
-    /// Names the state of the tables that the dump holds up to this part, for [`Table::mark`].
-    pub fn mark(self) -> Result<Checksum, String> {
-        self.state.map_or_else(|| self.checksum(), Ok)
+    /// Names the tables as they are after this part, for [`Table::track`].
+    pub fn snapshot(self) -> Result<Checksum, String> {
+        self.snapshot.map_or_else(|| self.checksum(), Ok)
     }
 
     /// Its files, with the name of the table of each.
@@ -455,7 +455,7 @@ impl Manifest {
             created,
             tables,
             arrays,
-            state: None,
+            snapshot: None,
             increments: Vec::new(),
         }
     }
@@ -467,8 +467,12 @@ impl Manifest {
         tables: Vec<TableEntry>,
         arrays: Option<DataFile>,
     ) -> Result<Manifest, String> {
-        let state = Some(self.last().mark()?);
-        Ok(Manifest { version: VERSION, state, ..Manifest::new(self.last().step, created, tables, arrays) })
+        let snapshot = Some(self.last().snapshot()?);
+        Ok(Manifest {
+            version: VERSION,
+            snapshot,
+            ..Manifest::new(self.last().step, created, tables, arrays)
+        })
     }
 
     /// The manifest of the same dump with one more increment, and without increments after the parent of that. `parent`: number of that
@@ -491,15 +495,15 @@ impl Manifest {
     /// The base and the increments, oldest first.
     pub(super) fn parts(&self) -> impl DoubleEndedIterator<Item = Part<'_>> {
         let (step, created) = (self.step, &*self.created);
-        let (tables, arrays, state) = (&*self.tables, &self.arrays, self.state);
-        let base = Part { step, created, tables, arrays, parent: None, state };
+        let (tables, arrays, snapshot) = (&*self.tables, &self.arrays, self.snapshot);
+        let base = Part { step, created, tables, arrays, parent: None, snapshot };
         std::iter::once(base).chain(self.increments.iter().map(|increment| Part {
             step: increment.step,
             created: &increment.created,
             tables: &increment.tables,
             arrays: &increment.arrays,
             parent: Some(increment.parent),
-            state: None,
+            snapshot: None,
         }))
     }
 
@@ -508,12 +512,12 @@ impl Manifest {
         self.parts().next_back().expect("a dump has a base")
     }
 
-    /// Names the state of the tables that the dump holds, for [`Table::mark`].
+    /// Names the tables as the dump has them, for [`Table::track`].
     ///
     /// # Errors
     /// [`Error::State`] for a manifest that cannot be written.
-    pub fn mark(&self) -> crate::Result<u64> {
-        self.last().mark().map(|mark| mark.0).map_err(Error::State)
+    pub fn snapshot(&self) -> crate::Result<u64> {
+        self.last().snapshot().map(|snapshot| snapshot.0).map_err(Error::State)
     }
 
     /// Every file of the dump, with the name of its table.
@@ -552,7 +556,7 @@ impl Manifest {
         let version = head.version;
         let manifest: Manifest = serde_json::from_slice(body)
             .map_err(|e| mismatch(format!("not as version {version} has it: {e}")))?;
-        let is_older = version < 4 && (manifest.state.is_some() || !manifest.increments.is_empty());
+        let is_older = version < 4 && (manifest.snapshot.is_some() || !manifest.increments.is_empty());
         if is_older || oldest_version(&manifest.tables) > manifest.version {
             let what = "`scores`, `ages` and `increments` came later";
             return Err(mismatch(format!("not as version {version} has it: {what}")));

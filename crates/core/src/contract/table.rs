@@ -540,16 +540,17 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
-    /// Remembers from now on which rows change and which keys go, after a dump of this name. A table that cannot do that does nothing.
+    /// Notes from now on which rows change and which keys go. A table that cannot do that does nothing. `snapshot`: names the table as it is now,
+    /// which a dump has.
     ///
     /// # Errors
     /// [`Error::Memory`].
-    fn mark(&mut self, _dump: u64) -> Result<()> {
+    fn track(&mut self, _snapshot: u64) -> Result<()> {
         Ok(())
     }
 
-    /// Returns the time of the newest dump of this name. `None` if the table does not know what has changed since.
-    fn since(&self, _dump: u64) -> Option<Since> {
+    /// Returns the time of the newest snapshot of this name. `None` if the table does not know what has changed since.
+    fn since(&self, _snapshot: u64) -> Option<Since> {
         None
     }
 

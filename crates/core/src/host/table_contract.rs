@@ -400,15 +400,15 @@ impl Table for HostTable {
         self.scan_those(cursor, max, out, |_| true)
     }
 
-    fn mark(&mut self, dump: u64) -> Result<()> {
+    fn track(&mut self, snapshot: u64) -> Result<()> {
         let changes = self.changes.get_or_insert_with(|| Box::new(Changes::new()));
         changes.reserve(self.arena.next_unused())?;
-        changes.mark(dump);
+        changes.track(snapshot);
         Ok(())
     }
 
-    fn since(&self, dump: u64) -> Option<Since> {
-        self.changes.as_ref()?.epoch_of(dump).map(Since)
+    fn since(&self, snapshot: u64) -> Option<Since> {
+        self.changes.as_ref()?.epoch_of(snapshot).map(Since)
     }
 
     fn num_changed(&self, Since(epoch): Since) -> Result<usize> {

@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
 
-/// Maximum number of dumps that are remembered.
-const MAX_MARKS: usize = 16;
+/// Maximum number of snapshots that are remembered.
+const MAX_SNAPSHOTS: usize = 16;
 const WHAT: &str = "the keys that have gone since a dump";
 
 /// The changes of a table, by epochs. A dump ends an epoch.
@@ -18,8 +18,8 @@ pub struct Changes {
     words: Region<u32>,
     /// Number of the epoch in progress, from 1.
     epoch: u32,
-    /// Names of dumps, each with the epoch that it began.
-    marks: VecDeque<(u64, u32)>,
+    /// Snapshots that dumps have, each with the epoch that it began.
+    snapshots: VecDeque<(u64, u32)>,
     /// Keys that went, by epoch, but for rows that were made in it.
     gone: VecDeque<(u32, Vec<Key>)>,
     /// Number of keys that had gone in the epoch at the start of the call.
@@ -31,7 +31,7 @@ impl Changes {
         Changes {
             words: Region::default(),
             epoch: 0,
-            marks: VecDeque::new(),
+            snapshots: VecDeque::new(),
             gone: VecDeque::new(),
             num_gone: 0,
         }
@@ -42,21 +42,21 @@ impl Changes {
         self.words.num_bytes() + size_of::<Key>() * keys
     }
 
-    /// Begins an epoch: a dump with this name has the table as it is now.
-    pub fn mark(&mut self, name: u64) {
+    /// Begins an epoch: a dump has a snapshot of this name, of the table as it is now.
+    pub fn track(&mut self, snapshot: u64) {
         self.epoch += 1;
-        self.marks.push_back((name, self.epoch));
-        if self.marks.len() > MAX_MARKS {
-            self.marks.pop_front();
+        self.snapshots.push_back((snapshot, self.epoch));
+        if self.snapshots.len() > MAX_SNAPSHOTS {
+            self.snapshots.pop_front();
         }
-        let oldest = self.marks[0].1;
+        let oldest = self.snapshots[0].1;
         self.gone.retain(|(epoch, keys)| *epoch >= oldest && !keys.is_empty());
         self.gone.push_back((self.epoch, Vec::new()));
     }
 
-    /// Returns the epoch that began with the newest dump of this name.
-    pub fn epoch_of(&self, name: u64) -> Option<u32> {
-        self.marks.iter().rev().find(|mark| mark.0 == name).map(|mark| mark.1)
+    /// Returns the epoch that began with the newest snapshot of this name.
+    pub fn epoch_of(&self, snapshot: u64) -> Option<u32> {
+        self.snapshots.iter().rev().find(|entry| entry.0 == snapshot).map(|entry| entry.1)
     }
 
     /// Makes room for the records below `next`.
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn rows_change_and_keys_go_by_epochs() {
         let mut changes = Changes::new();
-        changes.mark(70);
+        changes.track(70);
         changes.reserve(10).unwrap();
         changes.reserve_gone(9).unwrap();
         let first = changes.epoch_of(70).unwrap();
@@ -148,7 +148,7 @@ mod tests {
         changes.remove(20, 2);
         assert!([3, 5].iter().all(|&record| changes.has_changed(record, first)));
         assert_eq!(changes.gone_since(first).collect::<Vec<_>>(), [20]);
-        changes.mark(71);
+        changes.track(71);
         let second = changes.epoch_of(71).unwrap();
         assert!(!changes.has_changed(3, second) && changes.has_changed(3, first));
         changes.reserve_gone(9).unwrap();
@@ -158,10 +158,10 @@ mod tests {
         changes.undo();
         assert_eq!(changes.gone_since(second).collect::<Vec<_>>(), [50]);
         assert_eq!(changes.gone_since(first).collect::<Vec<_>>(), [20, 50]);
-        // A name that comes again is that of the newest dump, and old dumps are forgotten.
-        changes.mark(70);
+        // A name that comes again is that of the newest snapshot, and old dumps are forgotten.
+        changes.track(70);
         assert_eq!(changes.gone_since(changes.epoch_of(70).unwrap()).count(), 0);
-        (0..MAX_MARKS as u64).for_each(|name| changes.mark(name));
+        (0..MAX_SNAPSHOTS as u64).for_each(|name| changes.track(name));
         assert_eq!((changes.epoch_of(70), changes.epoch_of(71)), (None, None));
         assert_eq!(changes.gone_since(0).count(), 0);
     }

@@ -165,8 +165,8 @@ fn a_load_beside_dumps_finds_one_or_the_other() {
 fn changed_table(path: &Path) -> HostTable {
     let mut table = HostTable::new(MapTable::new("t", 2, None).config).unwrap();
     table.assign(&[1, 2, 3], &[1.0; 6], true).unwrap();
-    let mark = dump(path, &[&table], &[], &options(1 << 20)).unwrap().mark().unwrap();
-    table.mark(mark).unwrap();
+    let snapshot = dump(path, &[&table], &[], &options(1 << 20)).unwrap().snapshot().unwrap();
+    table.track(snapshot).unwrap();
     table.assign(&[1], &[2.0; 2], true).unwrap();
     table.erase(&[3]).unwrap();
     table

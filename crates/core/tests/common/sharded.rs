@@ -191,9 +191,9 @@ pub fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool, step: u64) -
 }
 
 /// Tells the tables of a group that the dump in `path` has them as they are.
-pub fn mark(group: &mut ShardedGroup, path: &Path) {
-    let mark = read_manifest(path).unwrap().mark().unwrap();
-    group.tables_mut().into_iter().for_each(|table| table.mark(mark).unwrap());
+pub fn track(group: &mut ShardedGroup, path: &Path) {
+    let snapshot = read_manifest(path).unwrap().snapshot().unwrap();
+    group.tables_mut().into_iter().for_each(|table| table.track(snapshot).unwrap());
 }
 
 /// Dumps what has changed in the tables of a group. `step`: number of the dump, which the increment gets as its step.
