@@ -260,7 +260,7 @@ fn other_versions_are_a_mismatch_not_damage() {
         (|body| body["version"] = 5.into(), "this release reads dumps of versions 1 to 4: got version 5"),
         (
             |body| body["tables"][0]["scores"] = serde_json::json!({"score": "lru", "step": 1}),
-            "not as version 1 has it: `scores` and `ages` came later",
+            "not as version 1 has it: `scores`, `ages` and `increments` came later",
         ),
         (|body| body["format"] = "else".into(), "`format` must be `sok_keras dump`: got `else`"),
         (
