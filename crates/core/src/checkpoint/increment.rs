@@ -87,6 +87,18 @@ impl Parent {
         table.since(self.snapshot.0).ok_or_else(|| no_changes(&table.config().name))
     }
 
+    /// Checks that arrays can follow those of the dump.
+    ///
+    /// # Errors
+    /// [`Error::DumpMismatch`].
+    pub fn check_arrays(&self, path: &Path, has_arrays: bool) -> Result<()> {
+        if self.manifest.arrays.is_some() == has_arrays {
+            return Ok(());
+        }
+        let what = "an increment of a dump of a model must be of the model, and one of a dump of layers or tables of these";
+        Err(Error::dump_mismatch(path, what.to_string()))
+    }
+
     /// Checks that rows of an entry can follow those of the dump.
     ///
     /// # Errors

@@ -590,6 +590,8 @@ impl Manifest {
         if self.tables.iter().any(|table| table.total_rows.is_some() || !table.removed.is_empty()) {
             return Err("the base of a dump must hold all rows".into());
         }
+        // No table has more rows than the files hold, so memory for rows may be taken by what the manifest says.
+        let mut in_files: Vec<u64> = self.tables.iter().map(|table| table.num_rows).collect();
         let pairs = self.parts().zip(&self.increments);
         for (number, (before, increment)) in (1..).zip(pairs) {
             let (expected, got) = (before.checksum()?, increment.parent);
@@ -604,6 +606,18 @@ impl Manifest {
                 || !before.tables.iter().zip(&increment.tables).all(is_same)
             {
                 return Err(format!("increment {number} must have the tables of the dump, in its order"));
+            }
+            for (table, in_files) in increment.tables.iter().zip(&mut in_files) {
+                *in_files = in_files.checked_add(table.num_rows).ok_or("rows must be fewer")?;
+                if table.total_rows() > *in_files {
+                    let (name, got) = (&table.name, table.total_rows());
+                    return Err(format!(
+                        "table `{name}` must have at most {in_files} rows after increment {number}, as its files have: got {got}"
+                    ));
+                }
+            }
+            if before.arrays.is_some() != increment.arrays.is_some() {
+                return Err(format!("increment {number} must have arrays if the dump has some"));
             }
         }
         Ok(())

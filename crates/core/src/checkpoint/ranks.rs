@@ -255,6 +255,7 @@ fn finish(
             table.removed.extend(entry.removed);
         }
     }
+    parent.map_or(Ok(()), |parent| parent.check_arrays(path, !arrays.is_empty()))?;
     let arrays = writer.write_arrays(arrays, array_tensors(arrays)?)?;
     let manifest = new_manifest(options, parent, merged, arrays)?;
     let (bytes, aside) = writer.write_manifest(&manifest)?;

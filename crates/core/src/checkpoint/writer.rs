@@ -275,6 +275,7 @@ impl<'a> Writer<'a> {
         options: &DumpOptions,
         parent: Option<&Parent>,
     ) -> Result<(Manifest, PathBuf)> {
+        parent.map_or(Ok(()), |parent| parent.check_arrays(self.directory, !arrays.is_empty()))?;
         let tables = tables.iter().map(|t| self.write_table(*t, options, parent)).collect::<Result<_>>()?;
         let arrays = self.write_arrays(arrays, array_tensors)?;
         let manifest = new_manifest(options, parent, tables, arrays)?;
