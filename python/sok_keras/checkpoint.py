@@ -99,7 +99,7 @@ def dump_increment(
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/dump"
     >>> manifest = sok.dump(path, model)
-    >>> loss = model.train_on_batch(x, y)
+    >>> outcomes = model.layers[1].get_table().assign(np.array([7]), np.ones((1, 4)))
     >>> manifest = sok.dump_increment(path, model)
     >>> len(manifest.increments), len(sok.compact(path).increments)
     (1, 0)
