@@ -6,9 +6,10 @@ use std::time::SystemTime;
 
 use super::files::{DirectoryLock, Disk, Files};
 use super::increment::add_keys;
-use super::manifest::{Manifest, TableEntry};
+use super::manifest::Manifest;
 use super::reader::DumpReader;
 use super::record_reader::RecordReader;
+use super::table_entry::TableEntry;
 use super::writer::{Writer, array_tensors, check_is_there, write_and_place};
 use super::{SHARD_BYTES, utc};
 use crate::contract::record::RecordLayout;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::checksum::{BLOCK_BYTES, Checksum};
-use super::manifest::{DataFile, Layout};
+use super::data_file::{DataFile, Layout};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::pool::{self, FirstError};

@@ -4,7 +4,9 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use super::checksum::Checksum;
-use super::manifest::{MANIFEST, Manifest, TableEntry};
+use super::manifest::Manifest;
+use super::names::MANIFEST;
+use super::table_entry::TableEntry;
 use crate::contract::table::{Since, Table, no_changes};
 use crate::error::{Error, Result};
 use crate::key::Key;

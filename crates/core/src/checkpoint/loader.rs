@@ -9,12 +9,15 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::KEY_BYTES;
+use super::data_file::DataFile;
 use super::distribution::{Chunk, Chunks, Part, RawChunk, files_of_rank, for_each_chunk};
 use super::increment::add_keys;
-use super::manifest::{DataFile, MANIFEST, Part as ManifestPart, ScoreEntry, TableEntry};
+use super::manifest::Part as ManifestPart;
+use super::names::MANIFEST;
 use super::ranks::Ranks;
 use super::reader::{DumpReader, with_snapshot};
 use super::record_reader::RecordReader;
+use super::table_entry::{ScoreEntry, TableEntry};
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{Column, Records, Table};
 use crate::error::{Error, Result};

@@ -7,30 +7,34 @@
 
 mod checksum;
 mod compact;
+mod data_file;
 mod data_reader;
 mod distribution;
 mod files;
 mod increment;
 mod loader;
 mod manifest;
+mod names;
 mod open;
 mod ranks;
 mod reader;
 mod record_reader;
+mod table_entry;
 mod writer;
 
 use std::time::SystemTime;
 
 pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
 pub use compact::{compact, compact_with};
+pub use data_file::{DataFile, Tensor};
 pub use files::{Disk, Files};
 pub use increment::IncrementOptions;
 pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, Target, TargetBinding, load};
-pub use manifest::{
-    DataFile, Increment, MANIFEST, Manifest, ScoreEntry, StateEntry, TableEntry, Tensor, VERSION,
-};
+pub use manifest::{Increment, Manifest, VERSION};
+pub use names::MANIFEST;
 pub use ranks::{Ranks, dump_increment_of_ranks, dump_of_ranks};
 pub use reader::{DumpReader, read_arrays, read_manifest, verify};
+pub use table_entry::{AgeEntry, ScoreEntry, StateEntry, TableEntry};
 pub use writer::{Array, DumpOptions, dump, dump_increment, dump_increment_with, dump_with};
 
 /// Data in a shard at most: few files for a large table, and still a piece that copies in seconds.

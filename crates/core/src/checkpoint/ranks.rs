@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use super::files::{DirectoryLock, Disk, Files};
 use super::increment::{IncrementOptions, Parent};
-use super::manifest::{MANIFEST, Manifest, TableEntry};
+use super::manifest::Manifest;
+use super::names::MANIFEST;
+use super::table_entry::TableEntry;
 use super::writer::{
     Array, DumpOptions, Writer, array_tensors, check_is_there, check_names, check_overwrite,
     create_directory, new_manifest, remove_leftovers, unique,

@@ -9,8 +9,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::checksum::{BLOCK_BYTES, Checksum};
+use super::data_file::{DataFile, Tensor};
 use super::data_reader::{DataReader, check_all};
-use super::manifest::{DataFile, MANIFEST, Manifest, Tensor};
+use super::manifest::Manifest;
+use super::names::MANIFEST;
 use super::open::open_regular;
 use super::writer::Array;
 use crate::error::{Error, Result};

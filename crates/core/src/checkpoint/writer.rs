@@ -12,12 +12,12 @@ use serde::Deserialize;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 
 use super::checksum::{BlockHasher, Checksum};
+use super::data_file::{DataFile, Layout, Tensor, check_distinct};
 use super::files::{DirectoryLock, Disk, Files};
 use super::increment::{IncrementOptions, Parent};
-use super::manifest::{
-    DataFile, Layout, MANIFEST, Manifest, TableEntry, Tensor, check_distinct, data_file_name, is_own_name,
-    manifest_aside_name,
-};
+use super::manifest::Manifest;
+use super::names::{MANIFEST, data_file_name, is_own_name, manifest_aside_name};
+use super::table_entry::TableEntry;
 use super::{CHUNK_BYTES, KEY_BYTES, NUMBER_BYTES, SHARD_BYTES, utc};
 use crate::contract::record::Field;
 use crate::contract::table::{Column, Cursor, Records, Table};
