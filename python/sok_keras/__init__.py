@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         SokError,
         TableFullError,
         TicketError,
+        UnknownChangesError,
         UnwrappedOptimizerError,
     )
     from sok_keras.keras_api import (
@@ -79,6 +80,7 @@ __all__ = [
     "TableFullError",
     "TableStats",
     "TicketError",
+    "UnknownChangesError",
     "UnwrappedOptimizerError",
     "__version__",
     "all_reduce",

@@ -10,5 +10,6 @@ RankError = native.RankError
 SokError = native.SokError
 TableFullError = native.TableFullError
 TicketError = native.TicketError
+UnknownChangesError = native.UnknownChangesError
 UnwrappedOptimizerError = native.UnwrappedOptimizerError
 VERSION = native.VERSION

@@ -88,6 +88,16 @@ pub enum Error {
         what: String,
     },
 
+    /// A table has no record of what has changed since a dump.
+    #[error(
+        "table `{table}` has no record of its changes since that dump. The dump is not from this process, the table was cleared or got \
+         other optimizer states, 16 newer dumps were made, or the table is on a GPU. Write a whole dump by `dump`"
+    )]
+    UnknownChanges {
+        /// Name of the table.
+        table: String,
+    },
+
     /// New dumps have removed the files of the one that was read.
     #[error(
         "{path}: a new dump took this one's files away while it was read, and so did those after it. Load again while fewer dumps \

@@ -8,19 +8,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::group::Input;
-use common::large::{ADAM, plain_update};
+use common::large::{ADAM, SGD, plain_update};
 use common::programs::POOLS;
 use common::sharded::Directory;
 use common::strategies::plain_config;
 use common::subject::{HostSubject, OWNER, Subject, binding};
 use common::{Dice, scan};
 use sok_core::checkpoint::{
-    Array, DumpOptions, DumpReader, IncrementOptions, LoadMode, LoadOptions, Manifest, Target, TargetBinding,
-    compact, dump, dump_increment, read_manifest, verify,
+    After, Array, DumpOptions, DumpReader, LoadMode, LoadOptions, Manifest, Target, TargetBinding, compact,
+    dump, read_manifest, verify,
 };
 use sok_core::contract::table::{Insertion, Table, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::UpdateScalars;
+use sok_core::host::table::HostTable;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
@@ -96,7 +97,7 @@ impl Trained {
     }
 
     fn track(&mut self, manifest: &Manifest) {
-        let snapshot = manifest.snapshot().unwrap();
+        let snapshot = manifest.snapshot();
         self.subject.tables_mut().into_iter().for_each(|table| table.track(snapshot).unwrap());
     }
 
@@ -112,8 +113,9 @@ impl Trained {
     }
 
     fn increment(&mut self, path: &Path, since: Option<u64>) -> Result<Manifest> {
-        let options = IncrementOptions { since, step: self.step, states: true, shard_bytes: 400 };
-        let manifest = dump_increment(path, &self.subject.tables(), &self.arrays(), &options)?;
+        let after = Some(since.map_or(After::Newest, After::Step));
+        let options = DumpOptions { after, step: self.step, shard_bytes: 400, ..DumpOptions::default() };
+        let manifest = dump(path, &self.subject.tables(), &self.arrays(), &options)?;
         self.track(&manifest);
         Ok(manifest)
     }
@@ -218,14 +220,14 @@ fn an_increment_has_what_has_changed_and_no_more() {
     let keys: Vec<Key> = (0..10_000).collect();
     subject.table_mut(0).assign(&keys, &vec![0.5; 20_000], true).unwrap();
     let base = dump(&directory.0, &subject.tables(), &[], &DumpOptions::default()).unwrap();
-    subject.table_mut(0).track(base.snapshot().unwrap()).unwrap();
+    subject.table_mut(0).track(base.snapshot()).unwrap();
     subject.table_mut(0).assign(&keys[..100], &[1.0; 200], true).unwrap();
     subject.table_mut(0).erase(&keys[200..210]).unwrap();
     // A row that comes and goes between two dumps is in none.
     subject.table_mut(0).assign(&[1 << 40], &[1.0; 2], true).unwrap();
     subject.table_mut(0).erase(&[1 << 40]).unwrap();
-    let options = IncrementOptions { since: None, step: 1, states: true, shard_bytes: 1 << 20 };
-    let manifest = dump_increment(&directory.0, &subject.tables(), &[], &options).unwrap();
+    let options = DumpOptions { after: Some(After::Newest), step: 1, ..DumpOptions::default() };
+    let manifest = dump(&directory.0, &subject.tables(), &[], &options).unwrap();
     let entry = &manifest.increments[0].tables[0];
     assert_eq!((entry.num_rows, entry.total_rows()), (100, 9990));
     assert_eq!(entry.removed.iter().map(|file| file.num_rows()).sum::<u64>(), 10);
@@ -273,21 +275,25 @@ fn what_does_not_belong_to_a_chain_is_refused() {
     trained.dump(path);
     let unknown = |result: Result<Manifest>| {
         let error = result.unwrap_err();
-        assert!(error.to_string().contains("does not know what has changed since the dump"), "{error}");
+        assert!(error.to_string().contains("has no record of its changes since that dump"), "{error}");
     };
     unknown(Trained::new().increment(path, None));
     trained.train(&mut dice);
     trained.increment(path, None).unwrap();
     let error = trained.increment(path, Some(77)).unwrap_err().to_string();
-    assert!(error.contains("which has those of the steps [1, 2]. Received: 77"), "{error}");
+    assert!(error.contains("Its parts have the steps [1, 2]. Received: 77"), "{error}");
     // Other states, and other tables.
-    let options = IncrementOptions { since: None, step: 1, states: false, shard_bytes: 1 << 20 };
-    let error = dump_increment(path, &trained.subject.tables(), &[], &options).unwrap_err();
+    let options =
+        DumpOptions { after: Some(After::Newest), step: 1, states: false, ..DumpOptions::default() };
+    let error = dump(path, &trained.subject.tables(), &[], &options).unwrap_err();
     assert!(matches!(error, Error::DumpMismatch { .. }), "{error}");
-    let options = IncrementOptions { states: true, ..options };
-    let error = dump_increment(path, &trained.subject.tables(), &[], &options).unwrap_err().to_string();
-    assert!(error.contains("an increment of a dump of a model must be of the model"), "{error}");
-    let error = dump_increment(path, &trained.subject.tables()[1..], &[], &options).unwrap_err().to_string();
+    let options = DumpOptions { states: true, ..options };
+    let error = dump(path, &trained.subject.tables(), &[], &options).unwrap_err().to_string();
+    assert!(
+        error.contains("the dump holds the variables of a model, so an increment must be of the model"),
+        "{error}"
+    );
+    let error = dump(path, &trained.subject.tables()[1..], &[], &options).unwrap_err().to_string();
     assert!(error.contains("an increment must have the tables of the dump"), "{error}");
     // A cleared table has lost track.
     trained.subject.table_mut(0).clear().unwrap();
@@ -331,6 +337,68 @@ fn rendered(manifest: &Manifest) -> Vec<u8> {
     let body = serde_json::to_string_pretty(manifest).unwrap();
     let checksum = sok_core::checkpoint::Checksum::of(body.as_bytes());
     format!("{{\"body\": {body}, \"xxh3\": \"{checksum}\"}}\n").into_bytes()
+}
+
+#[test]
+fn a_table_that_was_loaded_under_another_name_does_not_go_on() {
+    let directory = Directory::new("other");
+    let mut subject = HostSubject::new(&[plain_config("a", 2)], &POOLS[0]);
+    subject.table_mut(0).assign(&[1], &[1.0; 2], true).unwrap();
+    dump(&directory.0, &subject.tables(), &[], &DumpOptions::default()).unwrap();
+    for name in ["a", "b"] {
+        let mut table = HostTable::new(plain_config(name, 2)).unwrap();
+        let target =
+            Target { name: "a", table: &mut table, binding: TargetBinding::Free(None), owners: None };
+        let reader = DumpReader::open(&directory.0).unwrap();
+        reader.load(&mut [target], &LoadOptions::default(), None).unwrap();
+        assert_eq!(table.epoch_of(reader.manifest().snapshot()).is_some(), name == "a");
+    }
+}
+
+#[test]
+fn an_optimizer_without_states_changes_no_row() {
+    let directory = Directory::new("sgd");
+    let mut subject = HostSubject::new(&[plain_config("a", 2)], &POOLS[0]);
+    subject.table_mut(0).assign(&[1], &[1.0; 2], true).unwrap();
+    let snapshot = dump(&directory.0, &subject.tables(), &[], &DumpOptions::default()).unwrap().snapshot();
+    subject.table_mut(0).track(snapshot).unwrap();
+    subject.table_mut(0).set_update_rule(Some(plain_update(SGD)), true).unwrap();
+    assert!(subject.table(0).epoch_of(snapshot).is_some());
+    subject.table_mut(0).set_update_rule(Some(plain_update(ADAM)), true).unwrap();
+    assert!(subject.table(0).epoch_of(snapshot).is_none());
+}
+
+#[test]
+fn forged_dims_and_totals_are_errors_of_a_compaction() {
+    let directory = Directory::new("forged");
+    let mut subject = HostSubject::new(&[plain_config("a", 2)], &POOLS[0]);
+    subject.table_mut(0).assign(&[1, 2], &[1.0; 4], true).unwrap();
+    let snapshot = dump(&directory.0, &subject.tables(), &[], &DumpOptions::default()).unwrap().snapshot();
+    subject.table_mut(0).track(snapshot).unwrap();
+    subject.table_mut(0).assign(&[2, 3], &[2.0; 4], true).unwrap();
+    let options = DumpOptions { after: Some(After::Newest), ..DumpOptions::default() };
+    let whole = dump(&directory.0, &subject.tables(), &[], &options).unwrap();
+    let compacted = |manifest: &Manifest| {
+        fs::write(directory.0.join("manifest.json"), rendered(manifest)).unwrap();
+        compact(&directory.0).map(drop).map_err(|error| error.to_string())
+    };
+    for total in [1, 2, 4] {
+        let mut manifest = whole.clone();
+        manifest.increments[0].tables[0].total_rows = Some(total);
+        let error = compacted(&manifest).unwrap_err();
+        assert!(error.contains(&format!("must hold {total} rows together")), "{error}");
+    }
+    for dim in [0, 1 << 50, usize::MAX / 4] {
+        let mut manifest = whole.clone();
+        let (base, increment) = (&mut manifest.tables[0], &mut manifest.increments[0].tables[0]);
+        for entry in [base, increment] {
+            (entry.dim, entry.num_rows, entry.total_rows) = (dim, 0, entry.total_rows.map(|_| 0));
+            entry.shards.clear();
+        }
+        let error = compacted(&manifest).unwrap_err();
+        assert!(error.contains("the dim of table `a` must be between 1 and 1048576"), "{error}");
+    }
+    compacted(&whole).unwrap();
 }
 
 #[test]

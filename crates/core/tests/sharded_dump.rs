@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::scan;
 use common::sharded::{Directory, TIMEOUT, fill, restore, save, save_increment, track};
 use common::strategies::plain_config;
-use sok_core::checkpoint::{LoadMode, read_manifest, verify};
+use sok_core::checkpoint::{After, LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
 use sok_core::contract::table::TableConfig;
@@ -112,7 +112,7 @@ fn ranks_of_any_number_go_on_with_a_chain() {
         save(group, path, true, 1).unwrap();
         track(group, path);
         change(group, 10);
-        save_increment(group, path, 2).unwrap();
+        save_increment(group, path, After::Newest, 2).unwrap();
     });
     for (number, world_size) in [2, 1, 4, 3].into_iter().enumerate() {
         let (_, contents) = on_ranks(world_size, |group| restore(group, path, LoadMode::Replace, 1).unwrap());
@@ -122,18 +122,26 @@ fn ranks_of_any_number_go_on_with_a_chain() {
         (_, expected) = on_ranks(world_size, |group| {
             restore(group, path, LoadMode::Replace, 1).unwrap();
             change(group, 40 * (number as u64 + 1));
-            save_increment(group, path, 3 + number as u64).unwrap();
+            save_increment(group, path, After::Newest, 3 + number as u64).unwrap();
         });
         verify(path).unwrap();
     }
+    // Ranks that mean other parts write nothing.
+    let (refused, _) = on_ranks(2, |group| {
+        restore(group, path, LoadMode::Replace, 1).unwrap();
+        let after = if group.communicator().rank() == 0 { After::Newest } else { After::Step(2) };
+        save_increment(group, path, after, 8).map_err(|error| error.to_string())
+    });
+    let error = refused[1].as_ref().unwrap_err();
+    assert!(error.contains("rank 0 dumps something else than this rank"), "{error}");
+    assert!(refused[0].is_err());
     let manifest = read_manifest(path).unwrap();
     assert_eq!(manifest.increments.len(), 5);
     let rows: Vec<u64> = manifest.increments.iter().map(|increment| increment.tables[0].num_rows).collect();
     assert_eq!(rows, [40; 5], "rows of all ranks");
-    let (refused, _) = on_ranks(2, |group| save_increment(group, path, 9).map_err(|error| error.to_string()));
-    assert!(
-        refused.iter().all(|error| error.as_ref().unwrap_err().contains("does not know what has changed"))
-    );
+    let (refused, _) =
+        on_ranks(2, |group| save_increment(group, path, After::Newest, 9).map_err(|error| error.to_string()));
+    assert!(refused.iter().all(|error| error.as_ref().unwrap_err().contains("has no record of its changes")));
 }
 
 #[test]

@@ -8,9 +8,7 @@ use std::sync::Arc;
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use sok_core::checkpoint::{
-    self, Array, DumpOptions, IncrementOptions, LoadMode, LoadOptions, Target, TargetBinding,
-};
+use sok_core::checkpoint::{self, After, Array, DumpOptions, LoadMode, LoadOptions, Target, TargetBinding};
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::table::Table;
 use sok_core::error::{Error, Result};
@@ -77,11 +75,8 @@ fn dump(
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
         let mut locked = lock(&groups)?;
-        let options = DumpOptions { overwrite, step, states, ..DumpOptions::default() };
-        let increment = since.map(|since| {
-            let since = u64::try_from(since).ok();
-            IncrementOptions { since, step, states, shard_bytes: options.shard_bytes }
-        });
+        let after = since.map(|since| u64::try_from(since).map_or(After::Newest, After::Step));
+        let options = DumpOptions { overwrite, after, step, states, ..DumpOptions::default() };
         let tables = places.iter().map(|&(group, number)| {
             let group: &AnyGroup = &**locked[group];
             (group.table(number), group.owners(number))
@@ -91,24 +86,16 @@ fn dump(
                 let tables: Vec<(&dyn Table, Owners)> = tables
                     .map(|(table, owners)| Ok((table, owners.ok_or_else(made_before)?)))
                     .collect::<Result<_>>()?;
-                match increment {
-                    None => checkpoint::dump_of_ranks(&path, &tables, &arrays, &options, &ranks)?,
-                    Some(options) => {
-                        checkpoint::dump_increment_of_ranks(&path, &tables, &arrays, &options, &ranks)?
-                    }
-                }
+                checkpoint::dump_of_ranks(&path, &tables, &arrays, &options, &ranks)?
             }
             None => {
                 let tables: Vec<&dyn Table> = tables.map(|(table, _)| table).collect();
-                match increment {
-                    None => checkpoint::dump(&path, &tables, &arrays, &options)?,
-                    Some(options) => checkpoint::dump_increment(&path, &tables, &arrays, &options)?,
-                }
+                checkpoint::dump(&path, &tables, &arrays, &options)?
             }
         };
-        let snapshot = manifest.snapshot()?;
         for &(group, number) in &places {
-            locked[group].table_mut(number).track(snapshot)?;
+            // The dump is in place. Without memory for that, the next one must be a whole one.
+            let _ = locked[group].table_mut(number).track(manifest.snapshot());
         }
         json(&manifest)
     })

@@ -48,6 +48,12 @@ create_exception!(
     "New dumps took the files of a dump away while it was read."
 );
 create_exception!(sok_keras, DumpMismatchError, DumpError, "A dump does not fit what it is loaded into.");
+create_exception!(
+    sok_keras,
+    UnknownChangesError,
+    DumpError,
+    "A table has no record of what has changed since a dump."
+);
 
 pub fn to_python(error: Error) -> PyErr {
     let text = error.to_string();
@@ -66,6 +72,7 @@ pub fn to_python(error: Error) -> PyErr {
         Error::CorruptDump { .. } => CorruptDumpError::new_err(text),
         Error::DumpMismatch { .. } => DumpMismatchError::new_err(text),
         Error::DumpReplaced { .. } => DumpReplacedError::new_err(text),
+        Error::UnknownChanges { .. } => UnknownChangesError::new_err(text),
         Error::Io { source, .. } => match source.raw_os_error() {
             Some(code) => PyOSError::new_err((code, text)),
             None => PyOSError::new_err(text),
@@ -112,5 +119,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DumpError", py.get_type::<DumpError>())?;
     module.add("CorruptDumpError", py.get_type::<CorruptDumpError>())?;
     module.add("DumpReplacedError", py.get_type::<DumpReplacedError>())?;
-    module.add("DumpMismatchError", py.get_type::<DumpMismatchError>())
+    module.add("DumpMismatchError", py.get_type::<DumpMismatchError>())?;
+    module.add("UnknownChangesError", py.get_type::<UnknownChangesError>())
 }

@@ -64,13 +64,13 @@ pub(super) fn for_each_chunk<R: Send>(
     decode: impl Fn(R) -> Result<Chunk> + Send,
     owners: &[Option<Owners>],
     ranks: Option<&Ranks>,
-    take: &mut dyn FnMut(&Chunk) -> Result<()>,
+    take: &mut dyn FnMut(Chunk) -> Result<()>,
 ) -> Result<()> {
     let Some(Ranks { communicator, tag }) = ranks else {
         return std::thread::scope(|scope| {
             let raw = ahead(scope, "sok-reader", raw)?;
             let chunks = ahead(scope, "sok-decoder", raw.into_iter().map(move |raw| decode(raw?)))?;
-            chunks.iter().try_for_each(|chunk| take(&chunk?))
+            chunks.into_iter().try_for_each(|chunk| take(chunk?))
         });
     };
     let (communicator, tag) = (&**communicator, tag.at(3));
@@ -97,7 +97,7 @@ pub(super) fn for_each_chunk<R: Send>(
             // The others hear of a failure in the next exchange.
             let chunks = chunks.map_err(|error| failure.get().cloned().unwrap_or(error))?;
             if taken.is_ok() {
-                taken = chunks.iter().try_for_each(&mut *take);
+                taken = chunks.into_iter().try_for_each(&mut *take);
                 if let Err(error) = &taken {
                     failure.get_or_init(|| error.clone());
                 }
@@ -340,7 +340,7 @@ mod tests {
                     for (key, values) in records.keys.iter().zip(records.values.chunks(WIDTH)) {
                         assert_eq!(values, [*key as f32, 1.0, 2.0]);
                         assert!(scores.next().is_none_or(|found| *found == score(*key)));
-                        *taken.entry((*table, *key)).or_insert(0) += 1;
+                        *taken.entry((table, *key)).or_insert(0) += 1;
                         num_taken += 1;
                         if failures().any(|f| matches!(f, Failure::Take(at) if at == num_taken)) {
                             return Err(Error::State("take".into()));

@@ -5,25 +5,19 @@ use std::path::Path;
 
 use super::checksum::Checksum;
 use super::manifest::Manifest;
-use super::names::MANIFEST;
 use super::table_entry::TableEntry;
-use crate::contract::table::{Since, Table, no_changes};
+use crate::contract::table::{Epoch, Records, Table};
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::memory;
 
-/// How an increment is written.
-#[derive(Clone, Copy, Debug)]
-pub struct IncrementOptions {
-    /// Step of the part of the dump that it follows. Later parts are dropped. `None`: it follows the newest part.
-    pub since: Option<u64>,
-    /// Optimizer steps taken until now.
-    pub step: u64,
-    /// Whether optimizer states are written. The dump must have them, or not have them, too.
-    pub states: bool,
-    /// As in [`DumpOptions`](super::DumpOptions).
-    #[doc(hidden)]
-    pub shard_bytes: usize,
+/// Which part of a dump an increment follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// The newest one.
+    Newest,
+    /// The newest one of this step. Later parts are removed from the dump.
+    Step(u64),
 }
 
 /// A part of a dump that an increment follows.
@@ -31,7 +25,7 @@ pub(super) struct Parent {
     pub manifest: Manifest,
     /// Number of the part; 0: the base.
     pub number: usize,
-    /// By which tables know what has changed since.
+    /// Identifies the state of the tables in this part.
     snapshot: Checksum,
 }
 
@@ -40,28 +34,20 @@ impl Parent {
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no part of this step.
-    pub fn new(path: &Path, manifest: Manifest, since: Option<u64>) -> Result<Parent> {
-        let steps: Vec<u64> = manifest.parts().map(|part| part.step).collect();
-        let number = match since {
-            None => steps.len() - 1,
-            Some(step) => steps.iter().rposition(|&of_part| of_part == step).ok_or_else(|| {
+    pub fn new(path: &Path, manifest: Manifest, after: After) -> Result<Parent> {
+        let parts: Vec<_> = manifest.parts().collect();
+        let number = match after {
+            After::Newest => parts.len() - 1,
+            After::Step(step) => parts.iter().rposition(|part| part.step == step).ok_or_else(|| {
+                let steps: Vec<u64> = parts.iter().map(|part| part.step).collect();
                 Error::argument(format!(
-                    "`since` must be the step of a part of the dump in {}, which has those of the steps {steps:?}. Received: {step}",
+                    "`since` must be the step of a part of the dump in {}. Its parts have the steps {steps:?}. Received: {step}",
                     path.display()
                 ))
             })?,
         };
-        let snapshot = manifest.parts().nth(number).map(|part| part.snapshot());
-        let snapshot = snapshot.expect("the part was found above").map_err(Error::State)?;
+        let snapshot = parts[number].snapshot();
         Ok(Parent { manifest, number, snapshot })
-    }
-
-    /// Reads the manifest of the dump in `path`.
-    ///
-    /// # Errors
-    /// As [`read_manifest`](super::read_manifest) and `new`.
-    pub fn read(path: &Path, since: Option<u64>) -> Result<Parent> {
-        Parent::new(path, Manifest::read(&path.join(MANIFEST))?.0, since)
     }
 
     /// Returns the indices of tables in the order of the dump.
@@ -81,51 +67,88 @@ impl Parent {
         Ok(order)
     }
 
-    /// Returns the time since which the increment has the changes of a table.
+    /// Returns the epoch whose changes the increment has.
     ///
     /// # Errors
-    /// [`Error::State`] if the table does not know it.
-    pub fn since(&self, table: &dyn Table) -> Result<Since> {
-        table.since(self.snapshot.0).ok_or_else(|| no_changes(&table.config().name))
+    /// [`Error::UnknownChanges`].
+    pub fn epoch(&self, table: &dyn Table) -> Result<Epoch> {
+        let unknown = || Error::UnknownChanges { table: table.config().name.clone() };
+        table.epoch_of(self.snapshot.0).ok_or_else(unknown)
     }
 
-    /// Checks that arrays can follow those of the dump.
+    /// Checks that these tables have a record of their changes, and that their rows can follow those of the dump. `states`: whether the
+    /// increment has optimizer states.
+    ///
+    /// # Errors
+    /// [`Error::UnknownChanges`], [`Error::DumpMismatch`].
+    pub fn check_tables<'a>(
+        &self,
+        path: &Path,
+        tables: impl Iterator<Item = &'a dyn Table>,
+        states: bool,
+    ) -> Result<()> {
+        for (table, dumped) in tables.zip(&self.manifest.tables) {
+            self.epoch(table)?;
+            if !dumped.is_followed_by(&TableEntry::of(table, states)?) {
+                let what = format!(
+                    "an increment of table `{}` must have the dim, seed, optimizer states, scores and ages of the dump. Pass the `states` \
+                     that the dump was written with, or write a whole dump by `dump`",
+                    dumped.name
+                );
+                return Err(Error::dump_mismatch(path, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that an increment has arrays if the dump has some.
     ///
     /// # Errors
     /// [`Error::DumpMismatch`].
     pub fn check_arrays(&self, path: &Path, has_arrays: bool) -> Result<()> {
-        if self.manifest.arrays.is_some() == has_arrays {
-            return Ok(());
-        }
-        let what = "an increment of a dump of a model must be of the model, and one of a dump of layers or tables of these";
+        let what = match (self.manifest.arrays.is_some(), has_arrays) {
+            (true, false) => "the dump holds the variables of a model, so an increment must be of the model",
+            (false, true) => {
+                "the dump holds no variables, so an increment must be of its layers or tables, not of a model"
+            }
+            _ => return Ok(()),
+        };
         Err(Error::dump_mismatch(path, what.to_string()))
-    }
-
-    /// Checks that rows of an entry can follow those of the dump.
-    ///
-    /// # Errors
-    /// [`Error::DumpMismatch`].
-    pub fn check(&self, path: &Path, later: &TableEntry) -> Result<()> {
-        let dumped = self.manifest.tables.iter().find(|entry| entry.name == later.name);
-        if dumped.is_some_and(|entry| entry.is_followed_by(later)) {
-            return Ok(());
-        }
-        let what = format!(
-            "an increment of table `{}` must have the dim, seed, optimizer states, scores and ages of the dump. Pass the `states` that the dump \
-             was written with, or write the whole table by `dump`",
-            later.name
-        );
-        Err(Error::dump_mismatch(path, what))
     }
 }
 
-/// Adds keys of a part of a dump to those of later parts.
-///
-/// # Errors
-/// [`Error::Memory`].
-pub(super) fn add_keys(keys: &mut HashSet<Key>, more: &[Key]) -> Result<()> {
-    keys.try_reserve(more.len())
-        .map_err(|_| memory::missing::<Key>(2 * more.len(), "the keys of increments"))?;
-    keys.extend(more);
-    Ok(())
+/// Keys of newer parts of a dump, while its parts are read from the newest to the base.
+#[derive(Default)]
+pub(super) struct NewerKeys(HashSet<Key>);
+
+impl NewerKeys {
+    /// Drops records whose keys newer parts have, and brings the others to the newest step. `entry`: of the table in the part. `newest`: in
+    /// the newest part. `is_base`: whether this is the last part to be read.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn take_rows(
+        &mut self,
+        entry: &TableEntry,
+        newest: &TableEntry,
+        is_base: bool,
+        records: &mut Records,
+    ) -> Result<()> {
+        if !self.0.is_empty() {
+            records.keep(|key| !self.0.contains(&key));
+        }
+        entry.catch_up(newest, records);
+        if is_base { Ok(()) } else { self.add(&records.keys) }
+    }
+
+    /// Adds keys that were removed before a part was written.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn add(&mut self, keys: &[Key]) -> Result<()> {
+        let no_memory = |_| memory::missing::<Key>(2 * keys.len(), "the keys of increments");
+        self.0.try_reserve(keys.len()).map_err(no_memory)?;
+        self.0.extend(keys);
+        Ok(())
+    }
 }

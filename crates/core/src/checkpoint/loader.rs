@@ -1,7 +1,6 @@
 //! A load: all that could fail is tried before the first table changes.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 
@@ -11,7 +10,7 @@ use serde::Serialize;
 use super::KEY_BYTES;
 use super::data_file::DataFile;
 use super::distribution::{Chunk, Chunks, Part, RawChunk, files_of_rank, for_each_chunk};
-use super::increment::add_keys;
+use super::increment::NewerKeys;
 use super::manifest::Part as ManifestPart;
 use super::names::MANIFEST;
 use super::ranks::Ranks;
@@ -142,8 +141,8 @@ impl DumpReader {
     /// changes nothing. It reads each byte once. `Merge` verifies the whole dump first and then writes into the tables themselves: only
     /// a disk that fails, or runs out of memory, between verification and the last row leaves a part of the dump in them.
     ///
-    /// A dump with increments loads as the whole dump of its newest part. After `Replace`, tables know what has changed since
-    /// ([`Table::track`]).
+    /// A dump with increments loads as the whole dump of its newest part. After `Replace`, tables that have the name that they have in the
+    /// dump record their changes ([`Table::track`]).
     ///
     /// The seed comes with the rows; a merge into a table with rows leaves the table's own. Initializer and hyper-parameters
     /// stay the table's. [`TargetBinding`] says whose the states are.
@@ -181,10 +180,11 @@ impl DumpReader {
         };
         match options.mode {
             LoadMode::Replace => {
-                let snapshot = dump.manifest().snapshot()?;
+                let snapshot = dump.manifest().snapshot();
                 for ((target, new), load) in targets.iter_mut().zip(fresh).zip(loads) {
                     target.table.replace_with(new)?;
-                    if load.is_whole() {
+                    // A snapshot does not say which table of the dump it is of: a table of another name must not go on with it.
+                    if load.is_whole() && load.table == load.entry.name {
                         // Without memory for that, the next dump of the table must be a whole one.
                         let _ = target.table.track(snapshot);
                     }
@@ -252,32 +252,21 @@ impl<'a> Chain<'a> {
         mut take: impl FnMut(usize, &Records) -> Result<()>,
     ) -> Result<()> {
         let newest = self.newest();
-        // By table: keys of later parts, also those that have gone.
-        let mut later: Vec<HashSet<Key>> = newest.iter().map(|_| HashSet::new()).collect();
+        let mut newer: Vec<NewerKeys> = newest.iter().map(|_| NewerKeys::default()).collect();
         for (number, loads) in self.parts.iter().enumerate().rev() {
-            read_all(loads, Files::Rows { with_values }, ranks, |table, records| {
-                if number + 1 == self.parts.len() {
-                    take(table, records)?;
-                } else {
-                    let mut records = records.clone();
-                    records.keep(|key| !later[table].contains(&key));
-                    loads[table].entry.catch_up(newest[table].entry, &mut records);
-                    take(table, &records)?;
-                }
-                if number > 0 { add_keys(&mut later[table], &records.keys) } else { Ok(()) }
+            read_all(loads, Files::Rows { with_values }, ranks, |table, mut records| {
+                let (entry, newest) = (loads[table].entry, newest[table].entry);
+                newer[table].take_rows(entry, newest, number == 0, &mut records)?;
+                take(table, &records)
             })?;
             if number > 0 {
-                read_all(loads, Files::Removed, ranks, |table, records| {
-                    add_keys(&mut later[table], &records.keys)
-                })?;
+                read_all(loads, Files::Removed, ranks, |table, records| newer[table].add(&records.keys))?;
             }
         }
         Ok(())
     }
-}
 
-impl Chain<'_> {
-    /// Checks how many rows of each table came of a dump with increments. `num_rows`: those of this rank.
+    /// Checks how many rows of each table the parts hold together. `num_rows`: those that this rank owns.
     fn check_rows(&self, num_rows: &[usize], ranks: Option<&Ranks>) -> Result<()> {
         if self.parts.len() == 1 {
             return Ok(());
@@ -289,21 +278,33 @@ impl Chain<'_> {
             let total = match ranks.filter(|_| is_shared) {
                 None => of_rank as u64,
                 Some(Ranks { communicator, tag }) => {
-                    let all =
-                        gather(&**communicator, tag.at(8), Ok((of_rank as u64).to_le_bytes().to_vec()))?;
+                    let own = (of_rank as u64).to_le_bytes().to_vec();
+                    let all = gather(&**communicator, tag.at(8), Ok(own))?;
                     let counts =
                         all.iter().enumerate().map(|(rank, count)| Reader::new(count, rank).number());
                     counts.sum::<Result<u64>>()?
                 }
             };
-            let expected = load.entry.total_rows();
-            if total != expected {
-                let what = format!("the parts of the dump must hold {expected} rows together: got {total}");
-                return Err(Error::corrupt_dump(load.dump.path.join(MANIFEST), load.of_table(what)));
-            }
+            check_total(load.dump, load.entry, total)?;
         }
         Ok(())
     }
+}
+
+/// Checks that the parts of a dump hold as many rows of a table as its newest entry says.
+///
+/// # Errors
+/// [`Error::CorruptDump`].
+pub(super) fn check_total(dump: &DumpReader, newest: &TableEntry, got: u64) -> Result<()> {
+    let expected = newest.total_rows();
+    if got == expected {
+        return Ok(());
+    }
+    let what = format!(
+        "table `{}`: the parts of the dump must hold {expected} rows together: got {got}",
+        newest.name
+    );
+    Err(Error::corrupt_dump(dump.path.join(MANIFEST), what))
 }
 
 /// Which files of tables are read.
@@ -311,7 +312,7 @@ impl Chain<'_> {
 enum Files {
     /// Those with rows; of these the keys alone if not `with_values`.
     Rows { with_values: bool },
-    /// Those with keys that have gone.
+    /// Those with keys that were removed.
     Removed,
 }
 
@@ -320,7 +321,7 @@ fn read_all<'a>(
     loads: &'a [TableLoad<'a>],
     which: Files,
     ranks: Option<&Ranks>,
-    mut take: impl FnMut(usize, &Records) -> Result<()>,
+    mut take: impl FnMut(usize, Records) -> Result<()>,
 ) -> Result<()> {
     // Ranks may have their targets in other orders.
     let mut order: Vec<usize> = (0..loads.len()).collect();
@@ -342,7 +343,7 @@ fn read_all<'a>(
         Ok(Part { table: place, reader })
     });
     let owners: Vec<_> = order.iter().map(|&load| loads[load].owners).collect();
-    let mut take = |chunk: &Chunk| take(order[chunk.table], &chunk.records);
+    let mut take = |chunk: Chunk| take(order[chunk.table], chunk.records);
     for_each_chunk(Chunks::of(parts), RawChunk::decode, &owners, ranks, &mut take)
 }
 

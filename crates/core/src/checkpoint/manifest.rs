@@ -40,7 +40,7 @@ pub struct Manifest {
     pub tables: Vec<TableEntry>,
     /// Dense weights and optimizer variables of a model, if there were any.
     pub arrays: Option<DataFile>,
-    /// Of the compacted parts of a dump, from version 4 on: the snapshot that they had.
+    /// Of a compacted dump, from version 4 on: the snapshot of its newest part before, so that tables which know it can go on with increments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<Checksum>,
     /// What has changed since, oldest first, from version 4 on.
@@ -65,7 +65,7 @@ pub struct Increment {
 }
 
 /// A part of a dump: its base, or an increment.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy)]
 pub(super) struct Part<'a> {
     pub step: u64,
     created: &'a str,
@@ -76,9 +76,9 @@ pub(super) struct Part<'a> {
 }
 
 impl<'a> Part<'a> {
-    /// Names the tables as they are after this part, for [`Table::track`].
-    pub fn snapshot(self) -> Result<Checksum, String> {
-        self.snapshot.map_or_else(|| self.checksum(), Ok)
+    /// Identifies the state of the tables in this part, for [`Table::track`](crate::contract::table::Table::track).
+    pub fn snapshot(self) -> Checksum {
+        self.snapshot.unwrap_or_else(|| self.checksum())
     }
 
     /// Its files, with the name of the table of each.
@@ -87,9 +87,18 @@ impl<'a> Part<'a> {
         self.tables.iter().flat_map(of_table).chain(self.arrays.iter().map(|arrays| (arrays, None)))
     }
 
-    /// The checksum of all that the manifest says of the part, with the checksums of its files.
-    pub fn checksum(&self) -> Result<Checksum, String> {
-        serde_json::to_vec(self).map(|json| Checksum::of(&json)).map_err(|e| e.to_string())
+    /// The checksum of the part: of its step, time and parent, and of the names and checksums of its files. A manifest renders other fields
+    /// as its release does, so these are not part of it.
+    fn checksum(self) -> Checksum {
+        let parent = self.parent.map(|parent| parent.to_string()).unwrap_or_default();
+        let mut text = format!("{} {} {parent}\n", self.step, self.created);
+        for (file, _) in self.files() {
+            text.push_str(&format!("{} {} {}", file.file, file.bytes, file.header));
+            let blocks = file.tensors.iter().flat_map(|tensor| &tensor.blocks.0);
+            blocks.for_each(|block| text.push_str(&format!(" {block}")));
+            text.push('\n');
+        }
+        Checksum::of(text.as_bytes())
     }
 }
 
@@ -119,13 +128,9 @@ impl Manifest {
         created: String,
         tables: Vec<TableEntry>,
         arrays: Option<DataFile>,
-    ) -> Result<Manifest, String> {
-        let snapshot = Some(self.last().snapshot()?);
-        Ok(Manifest {
-            version: VERSION,
-            snapshot,
-            ..Manifest::new(self.last().step, created, tables, arrays)
-        })
+    ) -> Manifest {
+        let snapshot = Some(self.last().snapshot());
+        Manifest { version: VERSION, snapshot, ..Manifest::new(self.last().step, created, tables, arrays) }
     }
 
     /// The manifest of the same dump with one more increment, and without increments after the parent of that. `parent`: number of that
@@ -137,12 +142,12 @@ impl Manifest {
         created: String,
         tables: Vec<TableEntry>,
         arrays: Option<DataFile>,
-    ) -> Result<Manifest, String> {
+    ) -> Manifest {
         let mut manifest = Manifest { version: VERSION, ..self.clone() };
         manifest.increments.truncate(parent);
-        let parent = manifest.last().checksum()?;
+        let parent = manifest.last().checksum();
         manifest.increments.push(Increment { parent, step, created, tables, arrays });
-        Ok(manifest)
+        manifest
     }
 
     /// The base and the increments, oldest first.
@@ -165,12 +170,9 @@ impl Manifest {
         self.parts().next_back().expect("a dump has a base")
     }
 
-    /// Names the tables as the dump has them, for [`Table::track`].
-    ///
-    /// # Errors
-    /// [`Error::State`] for a manifest that cannot be written.
-    pub fn snapshot(&self) -> crate::Result<u64> {
-        self.last().snapshot().map(|snapshot| snapshot.0).map_err(Error::State)
+    /// Identifies the state of the tables in the dump, for [`Table::track`](crate::contract::table::Table::track).
+    pub fn snapshot(&self) -> u64 {
+        self.last().snapshot().0
     }
 
     /// Every file of the dump, with the name of its table.
@@ -247,7 +249,7 @@ impl Manifest {
         let mut in_files: Vec<u64> = self.tables.iter().map(|table| table.num_rows).collect();
         let pairs = self.parts().zip(&self.increments);
         for (number, (before, increment)) in (1..).zip(pairs) {
-            let (expected, got) = (before.checksum()?, increment.parent);
+            let (expected, got) = (before.checksum(), increment.parent);
             if got != expected {
                 return Err(format!(
                     "increment {number} must follow the part with checksum {expected}: it is one of {got}. An increment is missing, in the \
@@ -288,7 +290,7 @@ fn oldest_version(tables: &[TableEntry]) -> u32 {
 }
 
 /// The bytes of a manifest. A large file of another kind is recognised by its first bytes.
-fn read_whole(path: &Path) -> Result<Vec<u8>> {
+pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>> {
     let io = |e| Error::io(path, e);
     let file = open_regular(path)?;
     let size = file.metadata().map_err(io)?.len();

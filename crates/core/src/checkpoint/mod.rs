@@ -2,7 +2,7 @@
 //!
 //! Three promises. A dump is the old one or the new one, whenever the process is killed. A byte that changed
 //! anywhere is an error that names its file, found before anything is loaded. Memory beside the tables does not grow with
-//! them, but for a merge, which holds the dump's keys.
+//! them, but for keys: a merge holds those of the dump, and what reads increments holds theirs.
 //! `docs/checkpoint_format.md` draws the files byte by byte.
 
 mod checksum;
@@ -28,14 +28,14 @@ pub use checksum::{BLOCK_BYTES, Blocks, Checksum};
 pub use compact::{compact, compact_with};
 pub use data_file::{DataFile, Tensor};
 pub use files::{Disk, Files};
-pub use increment::IncrementOptions;
+pub use increment::After;
 pub use loader::{LoadMode, LoadOptions, LoadReport, LoadedTable, Target, TargetBinding, load};
 pub use manifest::{Increment, Manifest, VERSION};
 pub use names::MANIFEST;
-pub use ranks::{Ranks, dump_increment_of_ranks, dump_of_ranks};
+pub use ranks::{Ranks, dump_of_ranks};
 pub use reader::{DumpReader, read_arrays, read_manifest, verify};
 pub use table_entry::{AgeEntry, ScoreEntry, StateEntry, TableEntry};
-pub use writer::{Array, DumpOptions, dump, dump_increment, dump_increment_with, dump_with};
+pub use writer::{Array, DumpOptions, dump, dump_with};
 
 /// Data in a shard at most: few files for a large table, and still a piece that copies in seconds.
 pub const SHARD_BYTES: usize = 1 << 30;

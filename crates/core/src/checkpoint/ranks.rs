@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::files::{DirectoryLock, Disk, Files};
-use super::increment::{IncrementOptions, Parent};
-use super::manifest::Manifest;
+use super::increment::Parent;
+use super::manifest::{Manifest, read_whole};
 use super::names::MANIFEST;
 use super::table_entry::TableEntry;
 use super::writer::{
-    Array, DumpOptions, Writer, array_tensors, check_is_there, check_names, check_overwrite,
-    create_directory, new_manifest, remove_leftovers, unique,
+    Array, DumpOptions, Writer, array_tensors, check_names, check_overwrite, create_directory, new_manifest,
+    remove_leftovers, unique,
 };
 use crate::contract::table::Table;
 use crate::error::{Error, Result};
@@ -39,79 +39,32 @@ pub fn dump_of_ranks(
     options: &DumpOptions,
     ranks: &Ranks,
 ) -> Result<Manifest> {
-    write_together(path, tables, arrays, options, None, ranks)
-}
-
-/// Writes what has changed in the tables of all ranks, as [`dump_increment`](super::dump_increment).
-///
-/// # Errors
-/// As [`dump_increment`](super::dump_increment), and as [`dump_of_ranks`].
-pub fn dump_increment_of_ranks(
-    path: &Path,
-    tables: &[(&dyn Table, Owners)],
-    arrays: &[Array],
-    options: &IncrementOptions,
-    ranks: &Ranks,
-) -> Result<Manifest> {
-    let as_dump = DumpOptions {
-        step: options.step,
-        states: options.states,
-        shard_bytes: options.shard_bytes,
-        ..DumpOptions::default()
-    };
-    write_together(path, tables, arrays, &as_dump, Some(options.since), ranks)
-}
-
-/// Writes a dump, or with `since` what has changed since its newest part, or the part of that step.
-fn write_together(
-    path: &Path,
-    tables: &[(&dyn Table, Owners)],
-    arrays: &[Array],
-    options: &DumpOptions,
-    since: Option<Option<u64>>,
-    ranks: &Ranks,
-) -> Result<Manifest> {
     let Ranks { communicator, tag } = ranks;
     let (communicator, rank) = (&**communicator, ranks.communicator.rank());
-    let prepared = match rank {
-        0 => prepare(path, tables, arrays, options, since).map(Some),
-        _ => Ok(None),
-    };
+    let prepared = if rank == 0 { prepare(path, tables, arrays, options).map(Some) } else { Ok(None) };
     let (lock, begun) = match prepared {
         Ok(Some((lock, message))) => (Some(lock), Ok(message)),
         Ok(None) => (None, Ok(Vec::new())),
         Err(error) => (None, Err(error)),
     };
     let begun = gather(communicator, *tag, begun)?;
-    let unique = Reader::new(&begun[0], 0).number()?;
-    let mut writer = Writer::new(&Disk, path, unique.wrapping_add(rank as u64));
-    let read = |since| {
-        let manifest = Manifest::from_bytes(&path.join(MANIFEST), &begun[0][size_of_val(&unique)..])?;
-        Parent::new(path, manifest, since)
-    };
-    let parent = since.map(read).transpose();
-    let written = parent.as_ref().map_err(Error::clone).and_then(|parent| {
-        let order = match parent {
-            None => (0..tables.len()).collect(),
-            Some(parent) => {
-                let names: Vec<&str> = tables.iter().map(|(table, _)| &*table.config().name).collect();
-                parent.order(path, &names)?
-            }
-        };
-        let tables: Vec<_> = order.into_iter().map(|number| tables[number]).collect();
-        write_tables(&mut writer, path, &tables, options, parent.as_ref())
+    let begun = Begun::read(path, &begun[0])?;
+    let mut writer = Writer::new(&Disk, path, begun.unique.wrapping_add(rank as u64));
+    let checked = begun.parent_of(path, options).and_then(|parent| {
+        let Some(parent) = parent else { return Ok((parent, tables.to_vec())) };
+        let names: Vec<&str> = tables.iter().map(|(table, _)| &*table.config().name).collect();
+        let ordered: Vec<_> = parent.order(path, &names)?.into_iter().map(|number| tables[number]).collect();
+        parent.check_tables(path, ordered.iter().map(|(table, _)| *table), options.states)?;
+        Ok((Some(parent), ordered))
     });
+    // Ranks without a record of their changes are heard of before any rank writes.
+    let (parent, tables) = agree_on(communicator, tag.at(6), checked)?;
+    let (parent, tables) = (parent.as_ref(), &*tables);
+    let written = write_tables(&mut writer, path, tables, options, parent);
     let mut aside = None;
     let placed = gather(communicator, tag.at(1), written).and_then(|entries| {
         let finished = match rank {
-            0 => finish(
-                &mut writer,
-                path,
-                &entries,
-                arrays,
-                options,
-                parent.as_ref().ok().and_then(Option::as_ref),
-            ),
+            0 => finish(&mut writer, path, &entries, arrays, options, parent),
             _ => Ok((Vec::new(), None)),
         };
         let bytes = finished.map(|(bytes, path)| {
@@ -166,31 +119,74 @@ fn place(path: &Path, aside: Option<&Path>, vote: Result<()>, ranks: &Ranks) -> 
     }
 }
 
-/// Checks what can be checked before anything is written, and keeps other dumps out of the directory. Returns a message to all ranks: a number
-/// for the names of files, and the manifest that an increment goes to.
+/// What rank 0 tells all ranks before they write.
+struct Begun {
+    /// For the names of files.
+    unique: u64,
+    /// Of an increment: the number of its parent, and the manifest.
+    parent: Option<(u64, Manifest)>,
+}
+
+impl Begun {
+    fn read(path: &Path, message: &[u8]) -> Result<Begun> {
+        let mut reader = Reader::new(message, 0);
+        let (unique, number) = (reader.number()?, reader.number()?);
+        if number == WHOLE {
+            return Ok(Begun { unique, parent: None });
+        }
+        let manifest = Manifest::from_bytes(&path.join(MANIFEST), &message[2 * size_of::<u64>()..])?;
+        Ok(Begun { unique, parent: Some((number, manifest)) })
+    }
+
+    /// Returns the parent of an increment.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] if rank 0 writes something else than this rank.
+    fn parent_of(self, path: &Path, options: &DumpOptions) -> Result<Option<Parent>> {
+        let parent = match (options.after, self.parent) {
+            (None, None) => return Ok(None),
+            (Some(after), Some((number, manifest))) => {
+                Some(Parent::new(path, manifest, after)?).filter(|parent| parent.number as u64 == number)
+            }
+            _ => None,
+        };
+        let what = "dumps something else than this rank. All ranks must make the same calls";
+        parent.map(Some).ok_or_else(|| Error::Rank { rank: 0, what: what.into() })
+    }
+}
+
+/// In place of the number of a parent.
+const WHOLE: u64 = u64::MAX;
+
+/// Checks what can be checked before anything is written, and keeps other dumps out of the directory. Returns the message of rank 0.
 fn prepare(
     path: &Path,
     tables: &[(&dyn Table, Owners)],
     arrays: &[Array],
     options: &DumpOptions,
-    since: Option<Option<u64>>,
 ) -> Result<(DirectoryLock, Vec<u8>)> {
     check_names(tables.iter().map(|(table, _)| *table), arrays)?;
     array_tensors(arrays)?;
-    if since.is_some() {
-        check_is_there(path)?;
-    } else {
+    let Some(after) = options.after else {
         create_directory(&Disk, path)?;
-    }
-    let lock = DirectoryLock::acquire(path)?;
-    let mut message = unique().to_le_bytes().to_vec();
-    if since.is_some() {
-        let manifest = path.join(MANIFEST);
-        message.extend(std::fs::read(&manifest).map_err(|error| Error::io(&manifest, error))?);
-    } else {
+        let lock = DirectoryLock::acquire(path)?;
         check_overwrite(path, options)?;
-    }
+        return Ok((lock, [unique(), WHOLE].map(u64::to_le_bytes).concat()));
+    };
+    let lock = DirectoryLock::acquire(path)?;
+    let manifest = path.join(MANIFEST);
+    let bytes = read_whole(&manifest)?;
+    let parent = Parent::new(path, Manifest::from_bytes(&manifest, &bytes)?, after)?;
+    parent.check_arrays(path, !arrays.is_empty())?;
+    let mut message = [unique(), parent.number as u64].map(u64::to_le_bytes).concat();
+    message.extend(bytes);
     Ok((lock, message))
+}
+
+/// Returns `result` if it is `Ok` on all ranks.
+fn agree_on<T>(communicator: &dyn Communicator, tag: Tag, result: Result<T>) -> Result<T> {
+    let vote = agree(communicator, tag, result.as_ref().map(drop).map_err(Error::clone));
+    vote.and(result)
 }
 
 /// Writes this rank's part of the tables. Returns their entries.
@@ -257,9 +253,8 @@ fn finish(
             table.removed.extend(entry.removed);
         }
     }
-    parent.map_or(Ok(()), |parent| parent.check_arrays(path, !arrays.is_empty()))?;
     let arrays = writer.write_arrays(arrays, array_tensors(arrays)?)?;
-    let manifest = new_manifest(options, parent, merged, arrays)?;
+    let manifest = new_manifest(options, parent, merged, arrays);
     let (bytes, aside) = writer.write_manifest(&manifest)?;
     Ok((bytes, Some(aside)))
 }

@@ -4,7 +4,7 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::data_file::{DataFile, Tensor};
-use crate::contract::table::{Column, Records, Since, Table};
+use crate::contract::table::{Column, Epoch, Records, Table, TableConfig};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
 use crate::policy::eviction::Score;
@@ -42,7 +42,7 @@ pub struct TableEntry {
     pub total_rows: Option<u64>,
     /// Files with the rows.
     pub shards: Vec<DataFile>,
-    /// Of an increment: files with the keys that have gone since the part before. Each has the tensor `keys` alone.
+    /// Of an increment: files with the keys that were removed since the part before. Each has the tensor `keys` alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub removed: Vec<DataFile>,
 }
@@ -110,8 +110,8 @@ impl TableEntry {
         })
     }
 
-    /// As `of`, of the rows that have changed since a time.
-    pub(super) fn of_changes(table: &dyn Table, states: bool, since: Since) -> crate::Result<TableEntry> {
+    /// As `of`, of the rows that have changed since the start of an epoch.
+    pub(super) fn of_changes(table: &dyn Table, states: bool, since: Epoch) -> crate::Result<TableEntry> {
         let whole = TableEntry::of(table, states)?;
         let num_rows = table.num_changed(since)? as u64;
         Ok(TableEntry { num_rows, total_rows: Some(whole.num_rows), ..whole })
@@ -171,6 +171,10 @@ impl TableEntry {
     }
 
     pub(super) fn check(&self) -> Result<(), String> {
+        if !(1..=TableConfig::MAX_DIM).contains(&self.dim) {
+            let (name, most, dim) = (&self.name, TableConfig::MAX_DIM, self.dim);
+            return Err(format!("the dim of table `{name}` must be between 1 and {most}: got {dim}"));
+        }
         let times = self.ages.iter().flat_map(|ages| ages.times.windows(2));
         for pair in times {
             if pair[0].0 > pair[1].0 || pair[0].1 < pair[1].1 {

@@ -14,7 +14,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 use super::checksum::{BlockHasher, Checksum};
 use super::data_file::{DataFile, Layout, Tensor, check_distinct};
 use super::files::{DirectoryLock, Disk, Files};
-use super::increment::{IncrementOptions, Parent};
+use super::increment::{After, Parent};
 use super::manifest::Manifest;
 use super::names::{MANIFEST, data_file_name, is_own_name, manifest_aside_name};
 use super::table_entry::TableEntry;
@@ -33,9 +33,11 @@ const BUFFER: &str = "the rows of a dump";
 pub struct DumpOptions {
     /// Replace a dump that is there; without it, that is an error.
     pub overwrite: bool,
+    /// Which part of the dump that is there this one follows, as an increment: what has changed since. `None`: a whole dump is written.
+    pub after: Option<After>,
     /// Optimizer steps taken until now.
     pub step: u64,
-    /// Whether optimizer states are written.
+    /// Whether optimizer states are written. An increment must have them if the dump has them.
     pub states: bool,
     /// Data in a shard at most; a shard has one row at least.
     #[doc(hidden)]
@@ -44,7 +46,7 @@ pub struct DumpOptions {
 
 impl Default for DumpOptions {
     fn default() -> DumpOptions {
-        DumpOptions { overwrite: true, step: 0, states: true, shard_bytes: SHARD_BYTES }
+        DumpOptions { overwrite: true, after: None, step: 0, states: true, shard_bytes: SHARD_BYTES }
     }
 }
 
@@ -61,7 +63,8 @@ pub struct Array<'a> {
     pub data: Cow<'a, [u8]>,
 }
 
-/// Writes `tables` and `arrays` into the directory `path`, which is made if need be.
+/// Writes `tables` and `arrays` into the directory `path`, which is made if need be; or, as an increment, what has changed in `tables`, and
+/// `arrays` whole, as one more part of the dump that is there.
 ///
 /// Until the last moment a dump that is there stays as it is: a process killed at any time, or a machine without power,
 /// leaves the old dump or the new one. Memory: two buffers of [`CHUNK_BYTES`], whatever the size of a table.
@@ -69,7 +72,8 @@ pub struct Array<'a> {
 /// # Errors
 /// [`Error::Argument`] for names that come twice, for an array whose data is not of its shape, and for a dump that is
 /// there without `overwrite`; [`Error::State`] while another dump writes there; [`Error::Io`] names the path, and what
-/// had been written is removed.
+/// had been written is removed. Of an increment: [`Error::Io`] if there is no dump, [`Error::DumpMismatch`] if that has other tables or
+/// states, [`Error::UnknownChanges`] if a table has no record of its changes since.
 pub fn dump(path: &Path, tables: &[&dyn Table], arrays: &[Array], options: &DumpOptions) -> Result<Manifest> {
     dump_with(&Disk, path, tables, arrays, options)
 }
@@ -85,55 +89,23 @@ pub fn dump_with(
 ) -> Result<Manifest> {
     check_names(tables.iter().copied(), arrays)?;
     let array_tensors = array_tensors(arrays)?;
-    create_directory(files, path)?;
+    let Some(after) = options.after else {
+        create_directory(files, path)?;
+        let _lock = DirectoryLock::acquire(path)?;
+        check_overwrite(path, options)?;
+        return write_and_place(files, path, |writer| {
+            writer.write(tables, arrays, array_tensors, options, None)
+        });
+    };
     let _lock = DirectoryLock::acquire(path)?;
-    check_overwrite(path, options)?;
-    write_and_place(files, path, |writer| writer.write(tables, arrays, array_tensors, options, None))
-}
-
-/// Writes what has changed in `tables` since a part of the dump in `path`, and `arrays` whole, as one more part of it.
-///
-/// # Errors
-/// As [`dump`]; [`Error::Io`] if there is no dump, [`Error::DumpMismatch`] if the dump has other tables or states, [`Error::State`] if a
-/// table does not know what has changed since.
-pub fn dump_increment(
-    path: &Path,
-    tables: &[&dyn Table],
-    arrays: &[Array],
-    options: &IncrementOptions,
-) -> Result<Manifest> {
-    dump_increment_with(&Disk, path, tables, arrays, options)
-}
-
-/// As [`dump_increment`], on other files.
-#[doc(hidden)]
-pub fn dump_increment_with(
-    files: &dyn Files,
-    path: &Path,
-    tables: &[&dyn Table],
-    arrays: &[Array],
-    options: &IncrementOptions,
-) -> Result<Manifest> {
-    check_names(tables.iter().copied(), arrays)?;
-    let tensors = array_tensors(arrays)?;
-    check_is_there(path)?;
-    let _lock = DirectoryLock::acquire(path)?;
-    let parent = Parent::read(path, options.since)?;
+    let parent = Parent::new(path, Manifest::read(&path.join(MANIFEST))?.0, after)?;
     let names: Vec<&str> = tables.iter().map(|table| &*table.config().name).collect();
     let tables: Vec<_> = parent.order(path, &names)?.into_iter().map(|number| tables[number]).collect();
-    let as_dump = DumpOptions {
-        step: options.step,
-        states: options.states,
-        shard_bytes: options.shard_bytes,
-        ..DumpOptions::default()
-    };
-    write_and_place(files, path, |writer| writer.write(&tables, arrays, tensors, &as_dump, Some(&parent)))
-}
-
-/// Checks that there is a dump, before a lock file is made beside it.
-pub(super) fn check_is_there(path: &Path) -> Result<()> {
-    let manifest = path.join(MANIFEST);
-    fs::metadata(&manifest).map(drop).map_err(|error| Error::io(&manifest, error))
+    parent.check_tables(path, tables.iter().copied(), options.states)?;
+    parent.check_arrays(path, !arrays.is_empty())?;
+    write_and_place(files, path, |writer| {
+        writer.write(&tables, arrays, array_tensors, options, Some(&parent))
+    })
 }
 
 /// Writes files of a dump, and puts its manifest in place.
@@ -241,12 +213,12 @@ pub(super) fn new_manifest(
     parent: Option<&Parent>,
     tables: Vec<TableEntry>,
     arrays: Option<DataFile>,
-) -> Result<Manifest> {
+) -> Manifest {
     let created = utc(SystemTime::now());
     match parent {
-        None => Ok(Manifest::new(options.step, created, tables, arrays)),
-        Some(parent) => {
-            parent.manifest.with(parent.number, options.step, created, tables, arrays).map_err(Error::State)
+        None => Manifest::new(options.step, created, tables, arrays),
+        Some(Parent { manifest, number, .. }) => {
+            manifest.with(*number, options.step, created, tables, arrays)
         }
     }
 }
@@ -275,10 +247,9 @@ impl<'a> Writer<'a> {
         options: &DumpOptions,
         parent: Option<&Parent>,
     ) -> Result<(Manifest, PathBuf)> {
-        parent.map_or(Ok(()), |parent| parent.check_arrays(self.directory, !arrays.is_empty()))?;
         let tables = tables.iter().map(|t| self.write_table(*t, options, parent)).collect::<Result<_>>()?;
         let arrays = self.write_arrays(arrays, array_tensors)?;
-        let manifest = new_manifest(options, parent, tables, arrays)?;
+        let manifest = new_manifest(options, parent, tables, arrays);
         let (_, aside) = self.write_manifest(&manifest)?;
         Ok((manifest, aside))
     }
@@ -308,109 +279,40 @@ impl<'a> Writer<'a> {
         options: &DumpOptions,
         parent: Option<&Parent>,
     ) -> Result<TableEntry> {
-        let since = parent.map(|parent| parent.since(table)).transpose()?;
-        let mut entry = match since {
+        let since = parent.map(|parent| parent.epoch(table)).transpose()?;
+        let entry = match since {
             None => TableEntry::of(table, options.states)?,
             Some(since) => TableEntry::of_changes(table, options.states, since)?,
         };
-        parent.map_or(Ok(()), |parent| parent.check(self.directory, &entry))?;
         let layout = table.layout();
         let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
+        let mut rows = RowsWriter::new(self, entry, fields, layout.width(), options.shard_bytes);
+        let room = rows.chunk_rows.min(rows.left);
+        let mut records = Records {
+            keys: memory::with_capacity(room, BUFFER)?,
+            values: memory::with_capacity(room * layout.width(), BUFFER)?,
+            ..Records::default()
+        };
         let mut cursor = Some(Cursor::default());
-        self.write_rows(&mut entry, fields, layout.width(), options.shard_bytes, |max, records| {
-            let Some(here) = cursor else { return Ok(false) };
+        while let Some(here) = cursor {
+            records.truncate(0);
             cursor = match since {
-                None => table.scan(here, max, records)?,
-                Some(since) => table.scan_changed(since, here, max, records)?,
+                None => table.scan(here, rows.chunk_rows, &mut records)?,
+                Some(since) => table.scan_changed(since, here, rows.chunk_rows, &mut records)?,
             };
-            Ok(true)
-        })?;
+            rows.add(&records)?;
+        }
+        let mut entry = rows.finish()?;
         if let Some(since) = since {
-            self.write_removed(&mut entry, &table.gone_since(since)?, options.shard_bytes)?;
+            self.write_removed(&mut entry, &table.removed_since(since)?, options.shard_bytes)?;
         }
         Ok(entry)
     }
 
-    /// Writes the rows of an entry, and its shards. `next`: brings up to so many records, `width` floats each, of which `fields` are written;
-    /// returns whether there were any to bring.
-    pub fn write_rows(
-        &mut self,
-        entry: &mut TableEntry,
-        fields: &[Field],
-        width: usize,
-        shard_bytes: usize,
-        mut next: impl FnMut(usize, &mut Records) -> Result<bool>,
-    ) -> Result<()> {
-        let name = entry.name.clone();
-        let changed = || Error::State(format!("table `{name}` must not change while it is dumped"));
-        let columns = entry.columns();
-        let record_bytes = KEY_BYTES + 4 * width + NUMBER_BYTES * columns.len();
-        let shard_rows = (shard_bytes / record_bytes).max(1);
-        let chunk_rows = (CHUNK_BYTES / record_bytes).max(1);
-
-        let num_rows = entry.num_rows as usize;
-        let room = chunk_rows.min(num_rows);
-        let mut records = Records {
-            keys: memory::with_capacity(room, BUFFER)?,
-            values: memory::with_capacity(room * width, BUFFER)?,
-            ..Records::default()
-        };
+    /// Writes the keys that were removed from the table of an entry.
+    fn write_removed(&mut self, entry: &mut TableEntry, removed: &[Key], shard_bytes: usize) -> Result<()> {
         let mut bytes = Vec::new();
-        let mut shards = Vec::new();
-        let mut open: Option<(DataWriter, usize)> = None;
-        let mut rows_left = num_rows;
-        loop {
-            records.truncate(0);
-            if !next(chunk_rows, &mut records)? {
-                break;
-            }
-            let is_whole = |column: &Column| records.column(*column).len() == records.keys.len();
-            if records.keys.len() > rows_left
-                || records.values.len() != records.keys.len() * width
-                || !columns.iter().all(is_whole)
-            {
-                return Err(changed());
-            }
-            rows_left -= records.keys.len();
-            // A chunk may end one shard and begin the next.
-            let mut start = 0;
-            while start < records.keys.len() {
-                let (shard, shard_left) = match &mut open {
-                    Some(shard) => shard,
-                    None => {
-                        let rows = shard_rows.min(rows_left + records.keys.len() - start);
-                        open.insert((self.open_data_file(entry.tensors(rows), Some(&entry.name))?, rows))
-                    }
-                };
-                let end = records.keys.len().min(start + *shard_left);
-                write_numbers(&records.keys[start..end], &mut bytes)?;
-                shard.write(0, &bytes)?;
-                for (tensor, field) in (1..).zip(fields) {
-                    write_field(&records.values[start * width..end * width], width, field, &mut bytes)?;
-                    shard.write(tensor, &bytes)?;
-                }
-                for (tensor, column) in (1 + fields.len()..).zip(&columns) {
-                    write_numbers(&records.column(*column)[start..end], &mut bytes)?;
-                    shard.write(tensor, &bytes)?;
-                }
-                *shard_left -= end - start;
-                start = end;
-                if *shard_left == 0 {
-                    shards.extend(open.take().map(|(shard, _)| shard.finish()).transpose()?);
-                }
-            }
-        }
-        if rows_left > 0 || open.is_some() {
-            return Err(changed());
-        }
-        entry.shards = shards;
-        Ok(())
-    }
-
-    /// Writes the keys that have gone from the table of an entry.
-    fn write_removed(&mut self, entry: &mut TableEntry, gone: &[Key], shard_bytes: usize) -> Result<()> {
-        let mut bytes = Vec::new();
-        for keys in gone.chunks((shard_bytes / KEY_BYTES).max(1)) {
+        for keys in removed.chunks((shard_bytes / KEY_BYTES).max(1)) {
             let tensor = Tensor::new("keys", Dtype::I64, vec![keys.len()]);
             let mut file = self.open_data_file(vec![tensor], Some(&entry.name))?;
             for some in keys.chunks(CHUNK_BYTES / KEY_BYTES) {
@@ -462,6 +364,106 @@ impl<'a> Writer<'a> {
         for path in &self.created {
             let _ = self.files.remove(path);
         }
+    }
+}
+
+/// The shards of a table, which are written one after the other.
+pub(super) struct RowsWriter<'w, 'a> {
+    writer: &'w mut Writer<'a>,
+    entry: TableEntry,
+    /// Of a record of `width` floats: those that are written.
+    fields: &'w [Field],
+    width: usize,
+    columns: Vec<Column>,
+    /// Number of rows of a shard.
+    shard_rows: usize,
+    /// Number of records that are best added at once.
+    pub chunk_rows: usize,
+    /// Number of rows that are missing.
+    pub left: usize,
+    /// A shard, and the number of rows that it misses.
+    open: Option<(DataWriter<'a>, usize)>,
+    bytes: Vec<u8>,
+}
+
+impl<'w, 'a> RowsWriter<'w, 'a> {
+    /// `entry`: without its shards.
+    pub fn new(
+        writer: &'w mut Writer<'a>,
+        entry: TableEntry,
+        fields: &'w [Field],
+        width: usize,
+        shard_bytes: usize,
+    ) -> RowsWriter<'w, 'a> {
+        let columns = entry.columns();
+        let record_bytes = KEY_BYTES + 4 * width + NUMBER_BYTES * columns.len();
+        RowsWriter {
+            writer,
+            fields,
+            width,
+            columns,
+            shard_rows: (shard_bytes / record_bytes).max(1),
+            chunk_rows: (CHUNK_BYTES / record_bytes).max(1),
+            left: entry.num_rows as usize,
+            open: None,
+            bytes: Vec::new(),
+            entry,
+        }
+    }
+
+    /// Writes records.
+    ///
+    /// # Errors
+    /// [`Error::State`] if there are too many; [`Error::Io`], [`Error::Memory`].
+    pub fn add(&mut self, records: &Records) -> Result<()> {
+        let RowsWriter { fields, width, columns, bytes, .. } = self;
+        let (fields, width, count) = (*fields, *width, records.keys.len());
+        let is_whole = |column: &Column| records.column(*column).len() == count;
+        if count > self.left || records.values.len() != count * width || !columns.iter().all(is_whole) {
+            return Err(self.changed());
+        }
+        self.left -= count;
+        // A chunk may end one shard and begin the next.
+        let mut start = 0;
+        while start < count {
+            let (shard, shard_left) = match &mut self.open {
+                Some(shard) => shard,
+                None => {
+                    let rows = self.shard_rows.min(self.left + count - start);
+                    let tensors = self.entry.tensors(rows);
+                    self.open.insert((self.writer.open_data_file(tensors, Some(&self.entry.name))?, rows))
+                }
+            };
+            let end = count.min(start + *shard_left);
+            write_numbers(&records.keys[start..end], bytes)?;
+            shard.write(0, bytes)?;
+            for (tensor, field) in (1..).zip(fields) {
+                write_field(&records.values[start * width..end * width], width, field, bytes)?;
+                shard.write(tensor, bytes)?;
+            }
+            for (tensor, column) in (1 + fields.len()..).zip(&*columns) {
+                write_numbers(&records.column(*column)[start..end], bytes)?;
+                shard.write(tensor, bytes)?;
+            }
+            *shard_left -= end - start;
+            start = end;
+            if *shard_left == 0 {
+                self.entry.shards.extend(self.open.take().map(|(shard, _)| shard.finish()).transpose()?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the entry with its shards.
+    ///
+    /// # Errors
+    /// [`Error::State`] if there were too few records.
+    pub fn finish(self) -> Result<TableEntry> {
+        if self.left > 0 { Err(self.changed()) } else { Ok(self.entry) }
+    }
+
+    fn changed(&self) -> Error {
+        Error::State(format!("table `{}` must not change while it is dumped", self.entry.name))
     }
 }
 

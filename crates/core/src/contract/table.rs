@@ -394,9 +394,9 @@ pub enum Explanation {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor(pub u64);
 
-/// A time since which a table knows what has changed.
+/// Number of an epoch: a table records its changes from one dump to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Since(pub u32);
+pub struct Epoch(pub u32);
 
 /// A map from keys to embedding rows and their optimizer states.
 ///
@@ -540,48 +540,48 @@ pub trait Table: Send {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
 
-    /// Notes from now on which rows change and which keys go. A table that cannot do that does nothing. `snapshot`: names the table as it is now,
-    /// which a dump has.
+    /// Starts an epoch: from now on the table records which rows change and which keys are removed. `snapshot`: identifies its present
+    /// state, which a dump has. The default does nothing.
     ///
     /// # Errors
-    /// [`Error::Memory`].
+    /// [`Error::Memory`]. The table records what it did before, then.
     fn track(&mut self, _snapshot: u64) -> Result<()> {
         Ok(())
     }
 
-    /// Returns the time of the newest snapshot of this name. `None` if the table does not know what has changed since.
-    fn since(&self, _snapshot: u64) -> Option<Since> {
+    /// Returns the newest epoch that began with a snapshot. `None` if the table has no record of its changes since.
+    fn epoch_of(&self, _snapshot: u64) -> Option<Epoch> {
         None
     }
 
-    /// Returns the number of rows that were made or changed since a time.
+    /// Returns the number of rows that were made or changed since the start of an epoch.
     ///
     /// # Errors
-    /// [`Error::State`] if the table does not know that, [`Error::Device`] if a device fails.
-    fn num_changed(&self, _since: Since) -> Result<usize> {
-        Err(no_changes(&self.config().name))
+    /// [`Error::UnknownChanges`] without a record of changes, [`Error::Device`] if a device fails.
+    fn num_changed(&self, _since: Epoch) -> Result<usize> {
+        Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
-    /// As `scan`, of the rows that were made or changed since a time.
+    /// As `scan`, of the rows that were made or changed since the start of an epoch.
     ///
     /// # Errors
     /// As `num_changed`, and [`Error::Memory`].
     fn scan_changed(
         &self,
-        _since: Since,
+        _since: Epoch,
         _cursor: Cursor,
         _max: usize,
         _out: &mut Records,
     ) -> Result<Option<Cursor>> {
-        Err(no_changes(&self.config().name))
+        Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
-    /// Returns the keys that had a row at a time and have none now, ascending. There may be others that had none then.
+    /// Returns the keys that had a row at the start of an epoch and have none now, ascending. There may be others that had none then.
     ///
     /// # Errors
     /// As `num_changed`, and [`Error::Memory`].
-    fn gone_since(&self, _since: Since) -> Result<Vec<Key>> {
-        Err(no_changes(&self.config().name))
+    fn removed_since(&self, _since: Epoch) -> Result<Vec<Key>> {
+        Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
     /// Returns all keys, in the order of the table.
@@ -628,14 +628,6 @@ pub fn update_with_formula(update: Option<Update>, table: &str) -> Result<Update
         )));
     }
     Ok(update)
-}
-
-/// The error for a table that does not know what has changed since a dump.
-pub fn no_changes(table: &str) -> Error {
-    Error::State(format!(
-        "table `{table}` does not know what has changed since the dump: it was written or loaded by another process or before the table was \
-         cleared, got other optimizer states or many dumps, or the table is on a GPU. Write the whole table by `dump`"
-    ))
 }
 
 /// The error for a table that does not keep the rows that it removes.

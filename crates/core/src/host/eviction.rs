@@ -69,13 +69,12 @@ impl Evictor {
         self.lens = self.departures.lens();
     }
 
-    /// Brings back the rows that the call has removed. If the index has no memory to grow, a row is lost.
-    pub fn undo(&mut self, index: &mut Index, retired: &mut Vec<(u64, RecordNumber)>) {
+    /// Brings back the rows that the call has removed. Returns false if a row is lost, because the index has no memory to grow.
+    pub fn undo(&mut self, index: &mut Index, retired: &mut Vec<(u64, RecordNumber)>) -> bool {
         retired.truncate(retired.len() - self.removed.len());
         self.departures.take_back(self.lens);
-        for (key, record) in self.removed.drain(..) {
-            let _ = index.insert(hash(key), key, record);
-        }
+        let back = self.removed.drain(..).map(|(key, record)| index.insert(hash(key), key, record).is_ok());
+        back.fold(true, |all, is_back| all && is_back)
     }
 
     /// Remembers the rows that are about to go in a step, in a call that has begun.

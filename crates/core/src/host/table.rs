@@ -202,7 +202,7 @@ impl HostTable {
         self.arena.reserve_free(self.retired.len() + going.len())?;
         memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
         if let Some(changes) = &mut self.changes {
-            changes.reserve_gone(going.len())?;
+            changes.reserve_removed(going.len())?;
         }
         evictor.remember(reason, self.step, going, &self.arena, self.config.dim)?;
         for (rank, record) in going {
@@ -225,11 +225,14 @@ impl HostTable {
             }
         }
         self.arena.rewind(unused);
-        if let Some(evictor) = &mut self.evictor {
-            evictor.undo(&mut self.index, &mut self.retired);
-        }
         if let Some(changes) = &mut self.changes {
             changes.undo();
+        }
+        if let Some(evictor) = &mut self.evictor
+            && !evictor.undo(&mut self.index, &mut self.retired)
+        {
+            // A row is lost that no list of changes has.
+            self.changes = None;
         }
         if let Some(admitter) = &mut self.admitter {
             admitter.undo();
@@ -267,7 +270,7 @@ impl HostTable {
     }
 
     /// Notes that rows change, or their uses. A table that nobody has dumped notes nothing.
-    pub(crate) fn touch(&mut self, records: impl Iterator<Item = RecordNumber>) {
+    pub(crate) fn touch(&mut self, records: &[RecordNumber]) {
         if let Some(changes) = &mut self.changes {
             changes.touch(records);
         }
@@ -322,10 +325,15 @@ impl HostTable {
         };
         let num_ids = |position: usize| feature.id_counts.map_or(1, |counts| u64::from(counts[position]));
         let active = || (0..feature.keys.len()).filter(is_active);
-        evictor.count_ids(*step, active().map(|position| (record_of(position), num_ids(position))));
-        if let Some(changes) = changes {
-            changes.touch(active().map(record_of));
-        }
+        let uses = active().map(|position| (record_of(position), num_ids(position)));
+        evictor.count_ids(
+            *step,
+            uses.inspect(|(record, _)| {
+                if let Some(changes) = changes {
+                    changes.touch(&[*record]);
+                }
+            }),
+        );
     }
 
     /// Counts a call of a step.

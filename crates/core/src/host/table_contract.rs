@@ -5,8 +5,8 @@ use std::any::Any;
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{
-    Column, Cursor, Explanation, Insertion, Outcomes, Records, Since, Table, TableConfig, TableStats,
-    no_changes, not_kept, update_with_formula,
+    Column, Cursor, Epoch, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats,
+    not_kept, update_with_formula,
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
@@ -153,7 +153,8 @@ impl HostTable {
     }
 
     fn known_changes(&self) -> Result<&Changes> {
-        self.changes.as_deref().ok_or_else(|| no_changes(&self.config.name))
+        let unknown = || Error::UnknownChanges { table: self.config.name.clone() };
+        self.changes.as_deref().ok_or_else(unknown)
     }
 
     /// Whether the table has room for as many new keys.
@@ -219,7 +220,7 @@ impl Table for HostTable {
     fn assign(&mut self, keys: &[Key], rows: &[f32], insert: bool) -> Result<Outcomes> {
         self.check_len("rows", rows.len(), keys.len())?;
         let (records, outcomes) = self.locate(keys, insert)?;
-        self.touch(records.iter().copied());
+        self.touch(&records);
         let dim = self.config.dim;
         for (&record, row) in records.iter().zip(rows.chunks_exact(dim)) {
             if record != NO_RECORD {
@@ -242,7 +243,7 @@ impl Table for HostTable {
         let outputs = &mut [FeatureOutput { number: 0, feature, rows: &mut rows }];
         let looked = lookup_whole(self, outputs, mode, KeyRuns::default())?;
         for runs in &looked.runs {
-            self.touch(runs.records().iter().copied());
+            self.touch(runs.records());
         }
         let dim = self.config.dim;
         for runs in &looked.runs {
@@ -270,17 +271,18 @@ impl Table for HostTable {
     }
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
+        let num_rows = keys.len().min(self.index.len());
+        self.arena.reserve_free(self.retired.len() + num_rows)?;
+        let retiring = if self.newest_lookup == 0 { 0 } else { num_rows };
+        memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
+        if let Some(changes) = &mut self.changes {
+            changes.reserve_removed(num_rows)?;
+        }
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
-        self.arena.reserve_free(self.retired.len() + keys.len().min(self.index.len()))?;
-        let retiring = if self.newest_lookup == 0 { 0 } else { keys.len().min(self.index.len()) };
-        memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
         if let Some(admitter) = &mut self.admitter {
             admitter.forget(keys.iter().copied());
-        }
-        if let Some(changes) = &mut self.changes {
-            changes.reserve_gone(keys.len().min(self.index.len()))?;
         }
         let mut erased = 0;
         for &key in keys {
@@ -384,7 +386,8 @@ impl Table for HostTable {
         }
         let dim = self.config.dim;
         let layout = RecordLayout::new(dim, update.as_ref());
-        if !(keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim)) {
+        let have_none = self.first.layout.states().is_empty() && layout.states().is_empty();
+        if !have_none && !(keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim)) {
             self.arena = self.arena.with_width(layout.width(), |old, new| {
                 new[..dim].copy_from_slice(&old[..dim]);
                 layout.fill_states(new, true);
@@ -401,17 +404,18 @@ impl Table for HostTable {
     }
 
     fn track(&mut self, snapshot: u64) -> Result<()> {
-        let changes = self.changes.get_or_insert_with(|| Box::new(Changes::new()));
-        changes.reserve(self.arena.next_unused())?;
-        changes.track(snapshot);
+        match &mut self.changes {
+            Some(changes) => changes.start_epoch(snapshot),
+            None => self.changes = Some(Box::new(Changes::new(self.arena.next_unused(), snapshot)?)),
+        }
         Ok(())
     }
 
-    fn since(&self, snapshot: u64) -> Option<Since> {
-        self.changes.as_ref()?.epoch_of(snapshot).map(Since)
+    fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
+        self.changes.as_ref()?.epoch_of(snapshot).map(Epoch)
     }
 
-    fn num_changed(&self, Since(epoch): Since) -> Result<usize> {
+    fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
         let changes = self.known_changes()?;
         let mut count = 0;
         self.index.scan(0, |_, record| {
@@ -423,7 +427,7 @@ impl Table for HostTable {
 
     fn scan_changed(
         &self,
-        Since(epoch): Since,
+        Epoch(epoch): Epoch,
         cursor: Cursor,
         max: usize,
         out: &mut Records,
@@ -432,9 +436,10 @@ impl Table for HostTable {
         self.scan_those(cursor, max, out, |record| changes.has_changed(record, epoch))
     }
 
-    fn gone_since(&self, Since(epoch): Since) -> Result<Vec<Key>> {
-        let gone = self.known_changes()?.gone_since(epoch);
-        let mut keys = memory::collect(gone.filter(|key| self.is_absent(*key)), "the keys that have gone")?;
+    fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
+        let removed = self.known_changes()?.removed_since(epoch);
+        let what = "the keys that were removed since a dump";
+        let mut keys = memory::collect(removed.filter(|key| self.is_absent(*key)), what)?;
         keys.sort_unstable();
         keys.dedup();
         Ok(keys)
@@ -476,7 +481,7 @@ impl Table for HostTable {
             self.note(Outcomes { refused, evicted, ..Outcomes::default() }, 0);
             located
         };
-        self.touch(located.iter().copied());
+        self.touch(&located);
         for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
             if record != NO_RECORD {
                 self.arena.record_mut(record).copy_from_slice(values);

@@ -29,7 +29,7 @@ pub(crate) fn count_uses(table: &mut HostTable, saved: &SavedTable) {
         for_each_use(scores, saved, |used, num_ids| {
             used.score = policy.score_after_use(used.score, step, num_ids);
         });
-        saved.runs().for_each(|(_, records)| table.touch(records.iter().copied()));
+        saved.runs().for_each(|(_, records)| table.touch(records));
     }
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, 
             }
             used.commit = commit;
         });
-        saved.runs().for_each(|(_, records)| table.touch(records.iter().copied()));
+        saved.runs().for_each(|(_, records)| table.touch(records));
     }
 }
 

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use sok_core::Error;
 use sok_core::checkpoint::{
-    Disk, IncrementOptions, LoadOptions, MANIFEST, compact_with, dump, dump_increment, dump_increment_with,
-    load, verify,
+    After, Disk, DumpOptions, LoadOptions, MANIFEST, compact_with, dump, dump_with, load, verify,
 };
 use sok_core::contract::table::Table;
 use sok_core::host::table::HostTable;
@@ -165,7 +164,7 @@ fn a_load_beside_dumps_finds_one_or_the_other() {
 fn changed_table(path: &Path) -> HostTable {
     let mut table = HostTable::new(MapTable::new("t", 2, None).config).unwrap();
     table.assign(&[1, 2, 3], &[1.0; 6], true).unwrap();
-    let snapshot = dump(path, &[&table], &[], &options(1 << 20)).unwrap().snapshot().unwrap();
+    let snapshot = dump(path, &[&table], &[], &options(1 << 20)).unwrap().snapshot();
     table.track(snapshot).unwrap();
     table.assign(&[1], &[2.0; 2], true).unwrap();
     table.erase(&[3]).unwrap();
@@ -183,17 +182,17 @@ fn rows_of(path: &Path) -> [Option<f32>; 3] {
 
 #[test]
 fn a_disk_that_fails_leaves_a_chain_as_it_was_or_the_next_one() {
-    let increment = IncrementOptions { since: None, step: 1, states: true, shard_bytes: 1 << 20 };
+    let increment = DumpOptions { after: Some(After::Newest), step: 1, ..DumpOptions::default() };
     let before = [Some(1.0); 3];
     let after = [Some(2.0), Some(1.0), None];
     for compacts in [false, true] {
         let act = |files: &BrokenDisk, path: &Path| {
             let table = changed_table(path);
             if compacts {
-                dump_increment(path, &[&table], &[], &increment).unwrap();
+                dump(path, &[&table], &[], &increment).unwrap();
                 compact_with(files, path)
             } else {
-                dump_increment_with(files, path, &[&table], &[], &increment)
+                dump_with(files, path, &[&table], &[], &increment)
             }
         };
         let counting = BrokenDisk::counting();

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sok_core::checkpoint::{
-    DumpOptions, DumpReader, IncrementOptions, LoadMode, LoadOptions, Ranks, Target, TargetBinding,
-    dump_increment_of_ranks, dump_of_ranks, read_manifest,
+    After, DumpOptions, DumpReader, LoadMode, LoadOptions, Ranks, Target, TargetBinding, dump_of_ranks,
+    read_manifest,
 };
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
@@ -192,17 +192,17 @@ pub fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool, step: u64) -
 
 /// Tells the tables of a group that the dump in `path` has them as they are.
 pub fn track(group: &mut ShardedGroup, path: &Path) {
-    let snapshot = read_manifest(path).unwrap().snapshot().unwrap();
+    let snapshot = read_manifest(path).unwrap().snapshot();
     group.tables_mut().into_iter().for_each(|table| table.track(snapshot).unwrap());
 }
 
 /// Dumps what has changed in the tables of a group. `step`: number of the dump, which the increment gets as its step.
-pub fn save_increment(group: &mut ShardedGroup, path: &Path, step: u64) -> Result<()> {
+pub fn save_increment(group: &mut ShardedGroup, path: &Path, after: After, step: u64) -> Result<()> {
     let ranks = ranks_of(group, Call::Dump, step);
     let tables: Vec<_> =
         (0..group.num_tables()).map(|table| (group.table(table), group.owners(table).unwrap())).collect();
-    let options = IncrementOptions { since: None, step, states: true, shard_bytes: 1000 };
-    dump_increment_of_ranks(path, &tables, &[], &options, &ranks).map(drop)
+    let options = DumpOptions { after: Some(after), step, shard_bytes: 1000, ..DumpOptions::default() };
+    dump_of_ranks(path, &tables, &[], &options, &ranks).map(drop)
 }
 
 /// Loads the tables of a group by their names. `step`: number of the load.

@@ -82,10 +82,10 @@ impl HostGroup {
             let generation = table.generation;
             let saved = committed.iter().flat_map(|(_, push)| &push.lookup.tables);
             for saved in saved.filter(|saved| saved.number == number && saved.generation == generation) {
-                saved.runs().for_each(|(_, records)| table.touch(records.iter().copied()));
+                saved.runs().for_each(|(_, records)| table.touch(records));
             }
             if let Some(stored) = accumulators[number].stored(generation) {
-                table.touch(stored.records.iter().copied());
+                table.touch(stored.records);
             }
         }
     }
