@@ -88,7 +88,8 @@ fn time(bench: &Bench, work: &Work) {
             }
         }
     }
-    for ((Policy { name, .. }, gpu), times_of) in POLICIES.iter().zip(&subjects).zip(&times) {
+    for ((Policy { name, .. }, gpu), times_of) in POLICIES.iter().zip(&mut subjects).zip(&times) {
+        gpu.group.settle_tables();
         let ratios: Vec<f32> = times_of.iter().zip(&times[0]).map(|(mine, plain)| mine / plain).collect();
         let outcomes = (0..work.tables).map(|t| gpu.group.table(t).stats().unwrap().outcomes);
         let removed: u64 = outcomes.map(|outcomes| outcomes.evicted + outcomes.expired).sum();
@@ -148,6 +149,7 @@ fn time_expiry(bench: &Bench, rows: u64) {
         }
         bench.device.synchronize().unwrap();
         let times: Vec<f32> = marks.windows(2).map(|m| m[0].elapsed_ms(&m[1]).unwrap()).collect();
+        gpu.group.settle_tables();
         (times, gpu.group.table(0).len().unwrap() as u64)
     });
     let [of_plain, looking, removing] =

@@ -5,6 +5,8 @@ template <u32 N> struct Expiries {
   Expiry of[N];
 };
 
+__device__ __forceinline__ ExpiredRow* rows_of(ExpiredHead* list) { return (ExpiredRow*)(list + 1); }
+
 // Returns a number above those of all records that were given out.
 __device__ __forceinline__ u64 numbers_of(const Table& t) {
   const u32 taken = t.index.counters->taken;
@@ -33,10 +35,10 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
     const bool is_own = t.has_out_of_vocabulary_key && key == t.out_of_vocabulary_key;
     // The hash without a secret, as on the host.
     const bool goes = is_old && !is_own && (hash(0, key) & e.mask) == e.ending;
-    const u32 place = take(&e.counts->count, goes);
+    const u32 place = take(&e.list->count, goes);
     if (!goes) continue;
     const bool is_listed = place < e.capacity;
-    if (is_listed) e.rows[place] = {key, use.low, (u32)record, 0};
+    if (is_listed) rows_of(e.list)[place] = {key, use.low, (u32)record, 0};
     uses[record].commit = is_listed ? NO_ROW : UNLISTED;
     erase_key(t.index, key);
   }
@@ -48,30 +50,30 @@ template <u32 N>
 __global__ void __launch_bounds__(TABLE_THREADS) give_expired(const __grid_constant__ Expiries<N> all, u64 commit, u32 blocks) {
   begin();
   const Expiry& e = all.of[blockIdx.x / blocks];
-  const u32 count = load_shared(&e.counts->count);
+  const u32 count = load_shared(&e.list->count);
   const u64 words = (u64)min(count, e.capacity) * (sizeof(ExpiredRow) / sizeof(u64));
-  const u64 *from = (const u64*)e.rows, stride = (u64)blocks * TABLE_THREADS;
-  u64* to = (u64*)e.given_rows;
+  const u64 *from = (const u64*)rows_of(e.list), stride = (u64)blocks * TABLE_THREADS;
+  u64* to = (u64*)rows_of(e.given);
   for (u64 i = (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x; i < words; i += stride) to[i] = from[i];
   __threadfence_system();
-  if (!is_last_block(&e.counts->blocks_done, blocks) || threadIdx.x != 0) return;
-  e.counts->count = 0;
-  store_shared(&e.given_counts->count, count);
+  if (!is_last_block(&e.list->blocks_done, blocks) || threadIdx.x != 0) return;
+  e.list->count = 0;
+  store_shared(&e.given->count, count);
   __threadfence_system();
-  store_shared(&e.given_counts->commit, commit);
+  store_shared(&e.given->commit, commit);
 }
 
 // Lists the rows for which a list had no room.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
-    const __grid_constant__ Table t, ExpiredCounts* counts, ExpiredRow* rows, u32 capacity) {
+    const __grid_constant__ Table t, ExpiredHead* list, u32 capacity) {
   begin();
   const u64 numbers = numbers_of(t);
   for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += (u64)gridDim.x * TABLE_THREADS) {
     const Pair use = load_pair(t.uses + record);
     if (use.high != UNLISTED) continue;
-    const u32 place = atomicAdd(&counts->count, 1);
+    const u32 place = atomicAdd(&list->count, 1);
     if (place >= capacity) continue;
-    rows[place] = {t.keys[record], use.low, (u32)record, 0};
+    rows_of(list)[place] = {t.keys[record], use.low, (u32)record, 0};
     t.uses[record].commit = NO_ROW;
   }
 }

@@ -20,6 +20,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sy
 use sok_core::contract::tensor::StreamHandle;
 use sok_core::error::{Error, Result};
 
+use crate::abi::TABLE_THREADS;
 use crate::cache::{self, Compiled};
 use crate::nvrtc::{Cubin, Nvrtc, Source};
 
@@ -284,6 +285,12 @@ impl Device {
             self.load(&mut loaded, source, &missing, compiled)?;
         }
         Ok(names.map(|name| loaded.get(source, name)))
+    }
+
+    /// Returns the number of blocks of `TABLE_THREADS` threads that examine so many records, where a launch does that for `num` tables.
+    pub fn blocks_for(&self, records: usize, num: usize) -> u32 {
+        let most = 8 * self.multiprocessors as usize / num.max(1);
+        records.div_ceil(TABLE_THREADS).clamp(1, most.max(1)) as u32
     }
 
     /// Returns kernels of a source by name, as `kernels`, but compiles each on a thread of its own.

@@ -41,7 +41,7 @@ impl FreshTables {
         let updates = updates.collect::<PyResult<Vec<Option<Update>>>>()?;
         let group = group.inner.clone();
         let tables = detached(py, || {
-            let locked = group.lock()?;
+            let locked = group.settled()?;
             check_table(seeds.len().max(1) as i64 - 1, locked.num_tables())?;
             let fresh = seeds.iter().zip(updates).enumerate().map(|(number, (seed, update))| {
                 let mut fresh = locked.table(number).fresh(update, 0)?;

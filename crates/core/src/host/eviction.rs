@@ -73,8 +73,9 @@ impl Evictor {
     pub fn undo(&mut self, index: &mut Index, retired: &mut Vec<(u64, RecordNumber)>) -> bool {
         retired.truncate(retired.len() - self.removed.len());
         self.departures.take_back(self.lens);
-        let back = self.removed.drain(..).map(|(key, record)| index.insert(hash(key), key, record).is_ok());
-        back.fold(true, |all, is_back| all && is_back)
+        let lost =
+            self.removed.drain(..).filter(|(key, record)| index.insert(hash(*key), *key, *record).is_err());
+        lost.count() == 0
     }
 
     /// Remembers the rows that are about to go in a step, in a call that has begun.

@@ -387,7 +387,8 @@ impl Table for HostTable {
         let dim = self.config.dim;
         let layout = RecordLayout::new(dim, update.as_ref());
         let have_none = self.first.layout.states().is_empty() && layout.states().is_empty();
-        if !have_none && !(keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim)) {
+        let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
+        if !have_none && !share_them {
             self.arena = self.arena.with_width(layout.width(), |old, new| {
                 new[..dim].copy_from_slice(&old[..dim]);
                 layout.fill_states(new, true);

@@ -41,7 +41,8 @@ impl Trained {
         self.num_steps += 1;
         let number = self.num_steps;
         let (lookup, _) = self.subject.lookup(&[Input::plain(0, keys)], Insertion::AtLookup, true).unwrap();
-        let gradients = Arc::new(vec![vec![1.0; 2 * keys.len()]]);
+        let dim = self.subject.table(0).config().dim;
+        let gradients = Arc::new(vec![vec![1.0; dim * keys.len()]]);
         self.subject.push(number, lookup, &gradients, true, &[]).unwrap();
         self.subject.commit(&[(number, 1.0)], is_update).unwrap();
     }
@@ -137,6 +138,41 @@ pub fn many_rows_of_one_part_go_at_once(maker: &Maker) {
     // Their memory is used again.
     trained.train(&all);
     assert_eq!(trained.table().len().unwrap(), all.len() + 1);
+}
+
+pub fn a_table_whose_rows_come_and_go_stays_small(maker: &Maker) {
+    let time_to_live = Some(TimeToLive { lifetime: Lifetime::Steps(2), keeps_expired: false });
+    let mut trained = Trained::new(TableConfig { time_to_live, ..plain_config("t", 64) }, maker);
+    let mut bytes = Vec::new();
+    for step in 0..300 {
+        trained.train(&(2000 * step..2000 * (step + 1)).collect::<Vec<Key>>());
+        bytes.push(trained.table().stats().unwrap().bytes);
+    }
+    assert_eq!(trained.table().len().unwrap(), 4000);
+    // The keys of 400,000 rows that went are remembered, but their records are used again.
+    assert!(bytes[299] < bytes[99] + 400_000 * 16, "{} bytes, then {}", bytes[99], bytes[299]);
+}
+
+/// Gradients of an earlier lookup come when the row is gone.
+pub fn a_kept_row_is_as_it_went(maker: &Maker) {
+    let mut trained = Trained::new(expiring(Lifetime::Steps(2)), maker);
+    trained.train(&[7]);
+    let mut before = ([0.0; 2], [false]);
+    trained.table().find(&[7], &mut before.0, &mut before.1).unwrap();
+    trained.train(&[1]);
+    let lookups = [1, 7]
+        .map(|key| trained.subject.lookup(&[Input::plain(0, &[key])], Insertion::AtLookup, true).unwrap().0);
+    for lookup in lookups {
+        trained.num_steps += 1;
+        let number = trained.num_steps;
+        trained.subject.push(number, lookup, &Arc::new(vec![vec![1.0; 2]]), true, &[]).unwrap();
+        trained.subject.commit(&[(number, 1.0)], true).unwrap();
+        trained.apply();
+        assert_eq!(trained.keys(), [1]);
+    }
+    let gone = trained.table().take_evicted().unwrap();
+    assert_eq!((gone.keys, gone.values), (vec![7], before.0.to_vec()));
+    assert_eq!(trained.keys(), [1]);
 }
 
 pub fn rows_of_pending_commits_and_the_row_of_unknown_keys_stay(maker: &Maker) {

@@ -7,6 +7,7 @@
 #[macro_use]
 mod macros;
 mod constants;
+mod policies;
 mod ranks;
 mod structs;
 
@@ -16,6 +17,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::Missing;
 
 pub use self::constants::*;
+pub use self::policies::*;
 pub use self::ranks::*;
 pub use self::structs::*;
 use macros::enum_text;
@@ -61,9 +63,10 @@ pub fn header() -> String {
         "Missing",
         &[("INITIAL", Missing::Initial as u32), ("ZEROS", Missing::Zeros as u32)],
     );
-    // The kernels define this struct around `ReportHead`.
-    text.push_str("struct Report;\n");
+    // The kernels define `Report` around `ReportHead`.
+    text.push_str("struct Report;\nstruct Use;\nstruct Progress;\n");
     structs::structs(&mut text);
+    policies::structs(&mut text);
     ranks::structs(&mut text);
     text
 }

@@ -10,7 +10,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
 use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, table_counts};
-use crate::abi::{self, COUNTS_WORDS, REPORT_WORDS, word_of};
+use crate::abi::{self, COUNTS_WORDS, Expiry, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
@@ -21,8 +21,8 @@ use crate::step::Taking;
 impl GpuGroup {
     // ---- commit
 
-    /// Reads which rows the last commit has expired, and its report. Waits for both if they are not written yet. Drops the pushes that the commit named,
-    /// because their updates are enqueued; a push that is not applied yet goes to `carried`.
+    /// Takes over which rows the last commit removes, then reads its report. Waits for both if they are not written yet. Drops the pushes that
+    /// the commit named, because their updates are enqueued; a push that is not applied yet goes to `carried`.
     ///
     /// # Errors
     /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
@@ -86,14 +86,23 @@ impl GpuGroup {
         Ok(taken)
     }
 
-    /// Takes over which rows the last commit has expired, if the host has not done that yet. Waits for that commit.
+    /// Takes over which rows the last commit removes because their time is over, if the host has not done that yet. Waits for that commit.
     fn take_expired(&mut self) -> Result<()> {
         for number in 0..self.tables.len() {
-            let Some((commit, list)) = self.tables[number].unread() else { continue };
-            self.wait_for(list, word_of!(ExpiredCounts, commit), commit)?;
-            self.tables[number].take_expired()?;
+            let Some(unread) = self.tables[number].take_unread() else { continue };
+            if let Some(list) = self.tables[number].expired_list() {
+                self.wait_for(list, word_of!(ExpiredHead, commit), unread.commit)?;
+            }
+            self.tables[number].take_expired(&unread)?;
         }
         Ok(())
+    }
+
+    /// As `settle`. The next call returns the error.
+    fn settle_later(&mut self) {
+        let earlier = self.unheard.take();
+        let later = self.settle().err();
+        self.unheard = earlier.or(later);
     }
 
     fn evictors(&mut self) -> impl Iterator<Item = &mut Evictor> {
@@ -220,7 +229,8 @@ impl GpuGroup {
         let mut expiries = Vec::new();
         for (number, table) in self.tables.iter_mut().enumerate() {
             let Some(step) = table.evictor.as_deref().map(ended) else { continue };
-            expiries.extend(table.plan_expiry(commit, step, call, self.unseen.is_none(), number));
+            let expiry = table.plan_expiry(commit, step, call, self.unseen.is_none());
+            expiries.extend(expiry.map(|expiry| Expiry { table: number as u32, ..expiry }));
         }
         self.workspace.beside(stream, |side| {
             if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
@@ -234,7 +244,7 @@ impl GpuGroup {
     /// Reads the report of the last commit, as `settle`, which will return the error.
     pub(super) fn settle_for_tables(&mut self) {
         if self.tables.iter().any(|table| table.evictor.is_some()) {
-            self.unheard = self.settle().err();
+            self.settle_later();
         }
     }
 
@@ -336,8 +346,7 @@ impl GpuGroup {
     /// Drops the push of `Committed::Alone`, because the step has failed on the host after its commit. The sums of several pushes stay, as
     /// accumulated gradients do.
     pub(super) fn drop_alone(&mut self) {
-        // The next call raises its error.
-        self.unheard = self.settle().err();
+        self.settle_later();
         let carried = std::mem::take(&mut self.carried);
         carried.into_iter().for_each(|(_, push)| self.reuse(push));
         self.committed = Committed::Nothing;
@@ -345,7 +354,7 @@ impl GpuGroup {
         for evictor in self.evictors() {
             evictor.commits.settled = newest;
             // A device that has failed raises that elsewhere.
-            let _ = evictor.write_progress();
+            let _ = evictor.write_settled();
         }
     }
 

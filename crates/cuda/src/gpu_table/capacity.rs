@@ -6,6 +6,9 @@ use sok_core::error::{Error, Result};
 use super::{GpuTable, SPARE_NUMBERS};
 use crate::device::Stream;
 
+/// Numbers of removed rows are given out again, instead of getting memory, if they are this part of all numbers.
+const RECLAIMED: u64 = 8;
+
 impl GpuTable {
     /// Returns for how many record numbers, record 0 included, there is memory.
     pub(crate) fn num_numbers(&self) -> u64 {
@@ -97,11 +100,12 @@ impl GpuTable {
         self.max_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.max_new(ids))
     }
 
-    /// Makes room for `new_keys` new keys, on the stream. The device must be idle. If there is memory, the index gets room for the `soon` keys of later
-    /// calls too. Their records get memory in `reserve_soon`.
+    /// Makes room for `new_keys` new keys, on the stream. The device must be idle. If there is memory, the index gets room for the `soon` keys
+    /// of later calls too. Their records get memory in `reserve_soon`, unless enough numbers of removed rows can be given out again.
     pub(crate) fn make_room(&mut self, new_keys: u64, soon: u64, stream: Stream) -> Result<()> {
         (self.is_short, self.numbers_soon) = (false, 0);
-        if self.numbers_for(new_keys) > self.num_numbers() {
+        let is_short = self.numbers_for(new_keys.max(soon)) > self.num_numbers();
+        if is_short && self.reusable.len() as u64 >= self.num_numbers() / RECLAIMED {
             self.reclaim()?;
         }
         let rows = self.max_rows();
@@ -121,7 +125,12 @@ impl GpuTable {
             }
         }
         let is_later = soon > new_keys && !self.is_short;
-        self.reserve_numbers(self.numbers_for(new_keys), !is_later)?;
+        if let Err(error) = self.reserve_numbers(self.numbers_for(new_keys), !is_later) {
+            self.reclaim()?;
+            if self.numbers_for(new_keys) > self.num_numbers() {
+                return Err(error);
+            }
+        }
         if is_later {
             self.numbers_soon = self.numbers_for(soon);
         }

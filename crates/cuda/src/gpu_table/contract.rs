@@ -106,7 +106,6 @@ impl Table for GpuTable {
 
     fn erase(&mut self, keys: &[Key]) -> Result<usize> {
         self.wait()?;
-        self.read_kept()?;
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
@@ -141,7 +140,6 @@ impl Table for GpuTable {
 
     fn take_evicted(&mut self) -> Result<Records> {
         self.wait()?;
-        self.read_kept()?;
         match &mut self.evictor {
             Some(evictor) if self.config.keeps_removed() => Ok(evictor.departures.take_kept()),
             _ => Err(not_kept(&self.config.name)),

@@ -17,7 +17,7 @@ use super::expiry::{ExpiredList, Unread};
 use super::sweep::SweepMemory;
 use super::uses::InProgress;
 use super::{GpuTable, SPARE_NUMBERS, WAITING};
-use crate::abi::{self, ExpiredRow, Progress, Sweep, TABLE_THREADS, Use};
+use crate::abi::{self, Progress, Sweep, TABLE_THREADS, Use, word_of};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
 use crate::memory::{Arena, Buffer};
@@ -30,10 +30,11 @@ pub(crate) struct Evictor {
     uses: Arena,
     /// The key of each record.
     keys: Arena,
-    on_device: Buffer<Progress>,
+    /// A `Progress`.
+    on_device: Buffer<u64>,
     /// Number of the step in progress, from 1, as far as the host knows: reports of later commits were not read.
     pub step: u64,
-    /// As far as the host knows, but for `settled`, which may be the number of the commit in progress.
+    /// Updated when the host reads a report. `settled` may already be the commit in progress.
     pub commits: Commits,
     /// When the commit in progress was made, if the times of commits will contain it.
     pub time_to_note: Option<u64>,
@@ -44,12 +45,10 @@ pub(crate) struct Evictor {
     pub departures: Departures,
     /// Memory of a sweep, for the next one.
     pub sweep_memory: Option<SweepMemory>,
-    /// Memory of the rows that a commit expires.
+    /// Memory for the list of rows whose time is over.
     pub expired: Option<ExpiredList>,
-    /// What the last commit expires, if the host has not read it.
+    /// The last commit that removes such rows, if the host has not read which.
     pub unread: Option<Unread>,
-    /// Expired rows that are to be kept, but were not read yet, by commit.
-    pub kept: Vec<Vec<ExpiredRow>>,
 }
 
 impl Evictor {
@@ -61,7 +60,7 @@ impl Evictor {
             policy,
             uses: arena(size_of::<Use>())?,
             keys: arena(size_of::<Key>())?,
-            on_device: Buffer::new(&device.context, 1)?,
+            on_device: Buffer::new(&device.context, size_of::<Progress>() / 8)?,
             step: 1,
             commits: Commits::default(),
             time_to_note: None,
@@ -71,7 +70,6 @@ impl Evictor {
             sweep_memory: None,
             expired: None,
             unread: None,
-            kept: Vec::new(),
         };
         evictor.write_progress()?;
         Ok(evictor)
@@ -113,7 +111,7 @@ impl Evictor {
 
     /// Reads the number of the step in progress. The device must be idle.
     pub fn read_step(&self) -> Result<u64> {
-        Ok(self.on_device.read(0, 1)?[0].step)
+        Ok(self.on_device.read(word_of!(Progress, step) / 2, 1)?[0])
     }
 
     /// Goes on counting steps from a number. The device must be idle.
@@ -130,7 +128,13 @@ impl Evictor {
 
     /// Writes to the device how far the steps are. It must be idle.
     pub fn write_progress(&self) -> Result<()> {
-        self.on_device.write(0, &[Progress { step: self.step, settled_commit: self.commits.settled }])
+        self.on_device.write(word_of!(Progress, step) / 2, &[self.step])?;
+        self.write_settled()
+    }
+
+    /// Writes to the device which commit is settled. A commit may be counting its step there meanwhile.
+    pub fn write_settled(&self) -> Result<()> {
+        self.on_device.write(word_of!(Progress, settled_commit) / 2, &[self.commits.settled])
     }
 
     /// Takes over that the ticket of the commit in progress was valid. `commit`: its number. `lifetime`: of rows.

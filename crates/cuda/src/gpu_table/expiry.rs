@@ -9,13 +9,13 @@ use sok_core::policy::clock;
 use sok_core::policy::sweep::Rank;
 
 use super::{GpuTable, WAITING};
-use crate::abi::{ExpiredCounts, ExpiredRow, Expiry, TABLE_THREADS, word_of};
+use crate::abi::{ExpiredHead, ExpiredRow, Expiry, TABLE_THREADS, word_of};
 use crate::device::{Device, launch};
 use crate::kernels::EXPIRY;
 use crate::memory::{Buffer, Shared};
 
 /// Words before the rows of a list.
-const HEAD: usize = size_of::<ExpiredCounts>() / 4;
+const HEAD: usize = size_of::<ExpiredHead>() / 4;
 /// Words of a row in a list.
 const ROW: usize = size_of::<ExpiredRow>() / 4;
 /// Minimum and maximum room of a list. The rows beyond it are found by another look at all records.
@@ -28,7 +28,7 @@ pub(crate) struct ExpiredList {
     capacity: usize,
 }
 
-/// What a commit expires, until the host has read it.
+/// A commit that removes rows whose time is over, until the host has read which.
 pub(crate) struct Unread {
     /// Number of the commit in the group.
     pub commit: u64,
@@ -48,7 +48,7 @@ impl ExpiredList {
     }
 
     fn count(&self) -> usize {
-        self.on_host.get(word_of!(ExpiredCounts, count)) as usize
+        self.on_host.get(word_of!(ExpiredHead, count)) as usize
     }
 
     /// The listed rows. Nothing on the device may write to them.
@@ -64,16 +64,15 @@ impl ExpiredList {
 }
 
 impl GpuTable {
-    /// Returns what a commit that ends this step expires, if rows have a time to live and a part of the keys is due. `commit`: number of the
-    /// commit, as policies count. `call`: its number in the group. `is_valid`: whether its ticket is known to be valid. `number`: of the
-    /// table in its group. Without memory for a list of the rows, they stay until their part is due again.
+    /// Returns what a commit that ends this step removes, without the number of the table, if rows have a time to live and a part of the keys is
+    /// due. `commit`: number of the commit, as policies count. `call`: its number in the group. `is_valid`: whether its ticket is known to
+    /// be valid. Without memory for a list of the rows, they stay until their part is due again.
     pub(crate) fn plan_expiry(
         &mut self,
         commit: u64,
         step: u64,
         call: u64,
         is_valid: bool,
-        number: usize,
     ) -> Option<Expiry> {
         let lifetime = self.config.time_to_live?.lifetime;
         let evictor = self.evictor.as_mut()?;
@@ -89,19 +88,16 @@ impl GpuTable {
         let expected = (self.max_numbers() >> part.bits) as usize;
         self.reserve_list(expected + expected / 4).ok()?;
         let evictor = self.evictor.as_mut()?;
-        evictor.unread = Some(Unread { commit: call, step });
         let list = evictor.expired.as_ref()?;
-        let row_at = |base: u64| base + 4 * HEAD as u64;
+        evictor.unread = Some(Unread { commit: call, step });
         Some(Expiry {
             newest,
             ending: part.ending,
             mask: part.mask(),
-            counts: list.on_device.address(),
-            rows: row_at(list.on_device.address()),
-            given_counts: list.on_host.address(),
-            given_rows: row_at(list.on_host.address()),
+            list: list.on_device.address(),
+            given: list.on_host.address(),
             capacity: list.capacity as u32,
-            table: number as u32,
+            table: 0,
         })
     }
 
@@ -116,87 +112,77 @@ impl GpuTable {
         Ok(())
     }
 
-    /// The commit whose expired rows the host has not read, and the memory where their list will be.
-    pub(crate) fn unread(&self) -> Option<(u64, &Shared)> {
-        let evictor = self.evictor.as_ref()?;
-        Some((evictor.unread.as_ref()?.commit, &evictor.expired.as_ref()?.on_host))
+    /// Returns the last commit that removes rows whose time is over, if the host has not asked for it yet.
+    pub(crate) fn take_unread(&mut self) -> Option<Unread> {
+        self.evictor.as_mut()?.unread.take()
     }
 
-    /// Takes over which rows the last commit has expired, once it has written the list.
+    /// The memory where the list of such rows will be.
+    pub(crate) fn expired_list(&self) -> Option<&Shared> {
+        Some(&self.evictor.as_ref()?.expired.as_ref()?.on_host)
+    }
+
+    /// Takes over which rows a commit has removed, once it has written the list.
     ///
     /// # Errors
-    /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory).
-    pub(crate) fn take_expired(&mut self) -> Result<()> {
+    /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). The rows are gone nevertheless.
+    pub(crate) fn take_expired(&mut self, unread: &Unread) -> Result<()> {
         let Some(list) = self.evictor.as_ref().and_then(|evictor| evictor.expired.as_ref()) else {
             return Ok(());
         };
-        let (count, num_listed) = (list.count(), list.rows().len());
-        let others = if count > num_listed { self.list_unlisted(count - num_listed)? } else { Vec::new() };
-        let Some(evictor) = &mut self.evictor else { return Ok(()) };
-        let (Some(unread), Some(list)) = (evictor.unread.take(), &evictor.expired) else { return Ok(()) };
+        let (count, mut rows) = (list.count(), list.rows().to_vec());
         if count == 0 {
             return Ok(());
         }
-        let rows = || list.rows().iter().chain(&others);
-        let (keys, records) = (rows().map(|row| row.key).collect(), rows().map(|row| row.record).collect());
-        evictor.departures.trim();
-        evictor.departures.remember(Reason::Expired, unread.step, keys)?;
-        if self.config.keeps_expired() {
-            let mut rows: Vec<ExpiredRow> = rows().copied().collect();
-            rows.sort_unstable_by_key(|row| (row.score, row.key));
-            evictor.kept.push(rows);
-        }
-        self.retired.push((self.newest_lookup, records));
         self.len_before -= count as i64;
         self.note(Outcomes { expired: count as u64, ..Outcomes::default() });
+        if count > rows.len() {
+            rows.extend(self.list_unlisted(count - rows.len())?);
+        }
+        self.retire(rows.iter().map(|row| row.record));
+        if self.config.keeps_expired() {
+            rows.sort_unstable_by_key(|row| (row.score, row.key));
+            self.keep_expired(&rows)?;
+        }
+        if let Some(evictor) = &mut self.evictor {
+            evictor.departures.trim();
+            let keys = rows.iter().map(|row| row.key).collect();
+            evictor.departures.remember(Reason::Expired, unread.step, keys)?;
+        }
         Ok(())
+    }
+
+    /// Keeps expired rows until they are taken. Gradients that still come for a row change its record, so it is read now.
+    fn keep_expired(&mut self, rows: &[ExpiredRow]) -> Result<()> {
+        let records: Vec<u32> = rows.iter().map(|row| row.record).collect();
+        let values = self.read_records(self.layout.row(), &records)?;
+        let ranks = rows.iter().map(|&ExpiredRow { key, score, .. }| Rank { score, key });
+        let dim = self.config.dim;
+        let Some(evictor) = &mut self.evictor else { return Ok(()) };
+        evictor.departures.keep(ranks.zip(values.chunks_exact(dim)), dim)
     }
 
     /// Returns the rows of the last commit that were not listed. Waits for the device.
     fn list_unlisted(&self, count: usize) -> Result<Vec<ExpiredRow>> {
         self.device.synchronize()?;
-        let counts = Buffer::<ExpiredCounts>::new(&self.device.context, 1)?;
-        let rows = Buffer::<ExpiredRow>::uninit(&self.device.context, count)?;
+        let words = Buffer::<u64>::new(&self.device.context, (HEAD + ROW * count) / 2)?;
         let list = self.device.kernel(&EXPIRY, "list_unlisted")?;
-        let (table, counts_at, rows_at, capacity) =
-            (self.alone(), counts.address(), rows.address(), count as u32);
-        let most = 8 * self.device.multiprocessors as usize;
-        let blocks = (self.max_numbers() as usize).div_ceil(TABLE_THREADS).clamp(1, most);
+        let (table, to, capacity) = (self.alone(), words.address(), count as u32);
+        let blocks = self.device.blocks_for(self.max_numbers() as usize, 1);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or buffer live until the wait below.
-        unsafe { launch!(list, WAITING, blocks, TABLE_THREADS, table, counts_at, rows_at, capacity) }?;
-        rows.to_vec()
+        unsafe { launch!(list, WAITING, blocks, TABLE_THREADS, table, to, capacity) }?;
+        self.device.synchronize()?;
+        crate::memory::read(&self.device.context, words.at(HEAD / 2), count)
     }
 
-    /// Reads the expired rows that are kept until they are taken. Until then their records must not be given out again. The device must be
-    /// idle.
-    ///
-    /// # Errors
-    /// As `take_expired`.
-    pub(super) fn read_kept(&mut self) -> Result<()> {
-        let kept = self.evictor.as_mut().map(|evictor| std::mem::take(&mut evictor.kept)).unwrap_or_default();
-        for rows in kept {
-            let records: Vec<u32> = rows.iter().map(|row| row.record).collect();
-            let values = self.read_records(self.layout.row(), &records)?;
-            let ranks = rows.iter().map(|&ExpiredRow { key, score, .. }| Rank { score, key });
-            if let Some(evictor) = &mut self.evictor {
-                let dim = self.config.dim;
-                evictor.departures.keep(ranks.zip(values.chunks_exact(dim)), dim)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives out the numbers of expired rows again, instead of getting memory for others. The device must be idle.
+    /// Gives out the numbers of removed rows again. The device must be idle.
     ///
     /// # Errors
     /// As `take_expired`.
     pub(super) fn reclaim(&mut self) -> Result<()> {
-        if self.retired.iter().any(|(lookup, _)| *lookup == 0) {
-            self.count_steps()?;
-            let room = self.room_to_release(0)?;
-            self.release(room, WAITING)?;
-            self.device.synchronize()?;
-        }
-        Ok(())
+        self.count_steps()?;
+        let room = self.room_to_release(0)?;
+        self.release(room, WAITING)?;
+        self.device.synchronize()
     }
 }

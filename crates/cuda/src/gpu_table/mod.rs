@@ -71,8 +71,10 @@ pub struct GpuTable {
     is_recounted: bool,
     /// Keys that were admitted for steps, which count them as found.
     admitted: u64,
-    /// Erased records that a step may still refer to, with the number of the newest lookup that may refer to them; 0: none does.
+    /// Erased records that a step may still refer to, with the number of the newest lookup that may refer to them.
     retired: Vec<(u64, Vec<u32>)>,
+    /// Erased records that no step refers to.
+    reusable: Vec<u32>,
     pub(crate) newest_lookup: u64,
     /// Increases when all record numbers become invalid. Gradients of earlier lookups are then dropped.
     pub(crate) generation: u64,
@@ -145,6 +147,7 @@ impl GpuTable {
             is_recounted: false,
             admitted: 0,
             retired: Vec::new(),
+            reusable: Vec::new(),
             newest_lookup: 0,
             generation: 0,
             stats: TableStats::default(),

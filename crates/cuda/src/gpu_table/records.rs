@@ -137,15 +137,21 @@ impl GpuTable {
 
     /// Frees erased records that only lookups older than `oldest` refer to.
     pub(crate) fn forget_lookups(&mut self, oldest: u64) {
-        self.retired.iter_mut().filter(|(lookup, _)| *lookup < oldest).for_each(|(lookup, _)| *lookup = 0);
+        let is_over = |entry: &mut (u64, Vec<u32>)| entry.0 < oldest;
+        self.retired.extract_if(.., is_over).for_each(|(_, records)| self.reusable.extend(records));
     }
 
-    /// Allocates device memory for the numbers that may be given out again after `more` records are erased. Before that, reads the rows of
-    /// such records that are to be kept.
+    /// Keeps the numbers of erased records until no lookup refers to them.
+    pub(super) fn retire(&mut self, records: impl Iterator<Item = u32>) {
+        match self.newest_lookup {
+            0 => self.reusable.extend(records),
+            newest => self.retired.push((newest, records.collect())),
+        }
+    }
+
+    /// Allocates device memory for the numbers that may be given out again after `more` records are erased.
     pub(super) fn room_to_release(&mut self, more: usize) -> Result<Buffer<u32>> {
-        self.read_kept()?;
-        let retired: usize = self.retired.iter().map(|(_, records)| records.len()).sum();
-        let len = self.released.len() + retired + more;
+        let len = self.released.len() + self.reusable.len() + more;
         let spare = if self.evictor.is_some() { len / 2 } else { 0 };
         match self.spare_released.take().filter(|spare| spare.len() >= len) {
             Some(spare) => Ok(spare),
@@ -159,13 +165,11 @@ impl GpuTable {
         let taken = self.counted as usize;
         let given_out = taken.min(self.released.len());
         let mut released = self.released.split_off(given_out);
-        let retired = std::mem::take(&mut self.retired);
-        let (free, needed): (Vec<_>, Vec<_>) = retired.into_iter().partition(|(lookup, _)| *lookup == 0);
-        free.into_iter().for_each(|(_, records)| released.extend(records));
+        released.append(&mut self.reusable);
         self.fresh += (taken - given_out) as u32;
         self.len_before += taken as i64;
         (self.counted, self.max_taken, self.reported) = (0, 0, TableCounts::default());
-        (self.released, self.retired, self.has_moved) = (released, needed, true);
+        (self.released, self.has_moved) = (released, true);
         self.released_copy.clone_from(&self.released);
         // SAFETY: The room has a word for each number. The list stays as it is until the next call, which follows a wait.
         unsafe {
@@ -196,7 +200,7 @@ impl GpuTable {
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
         unsafe { launch!(erase, WAITING, blocks, TABLE_THREADS, table, from, to, n) }?;
         let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
-        self.retire(&erased, room, WAITING)?;
+        self.end_erasing(&erased, room, WAITING)?;
         self.device.synchronize()?;
         Ok(erased.len())
     }
@@ -230,10 +234,8 @@ impl GpuTable {
     }
 
     /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.
-    pub(super) fn retire(&mut self, erased: &[u32], room: Buffer<u32>, stream: Stream) -> Result<()> {
-        if !erased.is_empty() {
-            self.retired.push((self.newest_lookup, erased.to_vec()));
-        }
+    pub(super) fn end_erasing(&mut self, erased: &[u32], room: Buffer<u32>, stream: Stream) -> Result<()> {
+        self.retire(erased.iter().copied());
         self.len_before -= erased.len() as i64;
         self.release(room, stream)
     }
@@ -294,6 +296,7 @@ impl GpuTable {
         (self.index, self.arena, self.evictor) = (index, arena, evictor);
         self.released.clear();
         self.retired.clear();
+        self.reusable.clear();
         (self.fresh, self.len_before, self.max_taken, self.counted) = (1, 0, 0, 0);
         self.reported = TableCounts::default();
         self.numbers_soon = 0;

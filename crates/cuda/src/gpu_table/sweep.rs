@@ -155,9 +155,8 @@ impl Sweeps {
         let num_zeros = 4 * num_words - (zeros - at) as usize;
         // SAFETY: The memory has so many words.
         unsafe { stream.fill(zeros, 0, num_zeros) }?;
-        let most = 8 * device.multiprocessors as usize / sweeps.len().max(1);
         let numbers = sweeps.iter().map(|sweep| sweep.numbers as usize).max().unwrap_or(0);
-        let blocks = numbers.div_ceil(TABLE_THREADS).clamp(1, most.max(1)) as u32;
+        let blocks = device.blocks_for(numbers, sweeps.len());
         let names = ["mark_used", "measure_rows", "count_ranks", "list_chosen"];
         let [mark, measure, count, list] = device.kernels(&SCORES, names)?;
         let used_at = at + size_of_val(&sweeps[..]) as u64;
@@ -364,7 +363,7 @@ impl GpuTable {
         stream: Stream,
     ) -> Result<u64> {
         let (_, records, _) = sweeps.listed(number);
-        self.retire(records, going.room, stream)?;
+        self.end_erasing(records, going.room, stream)?;
         Ok(records.len() as u64)
     }
 }

@@ -301,13 +301,13 @@ impl Workspace {
         unsafe { launch!(clip, stream, 1, 256, norms, num_tables, scalars, clipnorm, factors) }
     }
 
-    /// Returns whether all work on the stream of the last call has completed.
+    /// Returns whether all work of the calls so far has completed.
     ///
     /// # Errors
     /// [`Error::Device`] if a launch has failed.
     pub fn is_idle(&self) -> Result<bool> {
         self.device.context.bind_to_thread().map_err(driver_error("using the GPU"))?;
-        self.last.map_or(Ok(true), Stream::is_idle)
+        Ok(self.last.map_or(Ok(true), Stream::is_idle)? && Stream::of_cudarc(&self.side).is_idle()?)
     }
 
     /// Returns the number of merged keys by dim. The device must be idle.

@@ -205,8 +205,7 @@ impl Workspace {
             let [expire, give] = self.device.kernels(&EXPIRY, [&names[0][..], &names[1][..]])?;
             let numbers =
                 some.iter().map(|expiry| tables[expiry.table as usize].max_numbers() as usize).max();
-            let most = 8 * self.device.multiprocessors as usize / some.len();
-            let blocks = numbers.unwrap_or(0).div_ceil(TABLE_THREADS).clamp(1, most.max(1)) as u32;
+            let blocks = self.device.blocks_for(numbers.unwrap_or(0), some.len());
             let (on_device, mut all) = (self.tables(), some.to_vec());
             all.resize(at_once, Expiry::default());
             let launched = some.len() * blocks as usize;

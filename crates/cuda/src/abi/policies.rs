@@ -1,0 +1,124 @@
+//! The structs of policies: uses of rows, and which rows tables remove by themselves.
+
+#![allow(unsafe_code)]
+
+use super::macros::{InCuda, struct_text};
+use super::structs::Index;
+use crate::memory::Plain;
+
+structs! {
+    /// The score of a record, and the newest commit that took gradients of it.
+    #[repr(align(16))]
+    pub struct Use {
+        pub score: u64,
+        /// Number of the commit in its group; or `NO_ROW`, or `UNLISTED`.
+        pub commit: u64,
+    }
+
+    /// How far the steps of a table are.
+    pub struct Progress {
+        /// Number of the step in progress.
+        pub step: u64,
+        /// Number of the newest commit whose gradients were applied.
+        pub settled_commit: u64,
+    }
+
+    /// A row whose time to live is over.
+    pub struct ExpiredRow {
+        pub key: u64,
+        pub score: u64,
+        pub record: u32,
+        pub pad: u32,
+    }
+
+    /// The head of a list of expired rows, which follow it.
+    pub struct ExpiredHead {
+        /// In memory that the host reads: number of the commit, written last.
+        pub commit: u64,
+        /// How many rows have expired. Not all of them may be in the list.
+        pub count: u32,
+        /// On the device: blocks of `give_expired` that are done.
+        pub blocks_done: u32,
+    }
+
+    /// The part of a table's keys of which a commit erases rows whose time to live is over.
+    pub struct Expiry {
+        /// Erases rows that no later commit has trained.
+        pub newest: u64,
+        /// The hashes of the keys end with these bits.
+        pub ending: u64,
+        /// The bits of a hash that this concerns.
+        pub mask: u64,
+        /// A list on the device. Its count is 0 at the start.
+        pub list: u64 as "ExpiredHead*",
+        /// The copy of the list in memory that the host reads.
+        pub given: u64 as "ExpiredHead*",
+        /// Number of rows for which both have room.
+        pub capacity: u32,
+        /// Number of the table.
+        pub table: u32,
+    }
+
+    /// A sweep: it chooses the rows with the lowest scores, and of equal scores those with the lowest keys.
+    pub struct Sweep {
+        pub index: Index,
+        /// By record.
+        pub uses: u64 as "Use*",
+        /// By record.
+        pub keys: u64 as "const u64*",
+        /// A bit for each record that must stay.
+        pub marks: u64 as "const u32*",
+        pub choice: u64 as "Choice*",
+        /// `RANK_BINS` zeros.
+        pub bins: u64 as "u32*",
+        /// Takes the keys of the chosen rows, in any order, as the next two.
+        pub listed_keys: u64 as "u64*",
+        /// Null if nobody needs the scores.
+        pub listed_scores: u64 as "u64*",
+        pub listed_records: u64 as "u32*",
+        /// Rows that later commits took gradients of must stay, too.
+        pub settled_commit: u64,
+        /// Number of rows to choose.
+        pub wanted: u64,
+        /// A number above those of all records.
+        pub numbers: u32,
+        pub pad: u32,
+    }
+
+    /// Records that a sweep must leave.
+    pub struct Used {
+        pub records: u64 as "const u32*",
+        pub marks: u64 as "u32*",
+        /// The number of records, if the device alone knows it; otherwise null.
+        pub counted: u64 as "const u32*",
+        /// Words from one number to the next.
+        pub stride: u32,
+        /// The number of records, or an upper bound.
+        pub count: u32,
+    }
+
+    /// The state of a sweep. It starts as zeros.
+    pub struct Choice {
+        /// Number of rows that may go.
+        pub count: u64,
+        /// Their lowest score, with all bits inverted.
+        pub inverse_of_lowest: u64,
+        /// Their highest score.
+        pub highest: u64,
+        /// The lowest rank of bin 0.
+        pub low_score: u64,
+        pub low_key: u64,
+        /// The highest rank that is known to be high enough.
+        pub high_score: u64,
+        pub high_key: u64,
+        /// Number of rows with ranks below `low`.
+        pub below: u64,
+        /// A bin has `1 << shift` ranks.
+        pub shift: u32,
+        /// Whether `wanted` rows have no higher ranks than `high`.
+        pub is_done: u32,
+        pub num_listed: u32,
+        /// Blocks of the launch that have ended.
+        pub blocks_done: u32,
+    }
+}
