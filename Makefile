@@ -8,8 +8,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Sources of the native module, which is built anew when they change.
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
-# JAX compiles small models for longer than it runs them.
-QUIET = TF_CPP_MIN_LOG_LEVEL=3 JAX_DISABLE_MOST_OPTIMIZATIONS=1
+QUIET = TF_CPP_MIN_LOG_LEVEL=3
+# JAX compiles the small models of tests for longer than it runs them.
+COMPILED_FAST = JAX_DISABLE_MOST_OPTIMIZATIONS=1
 # Each process imports a framework, which takes up to a gigabyte of memory.
 IN_PARALLEL = -n auto --maxprocesses 4 --dist worksteal
 
@@ -30,7 +31,7 @@ test-rust: $(VENV)/nvrtc.done ## the tests of the Rust crates; every GPU kernel 
 
 test-python: $(BACKENDS:%=$(VENV)/%.done) $(MPIS:%=$(VENV)/%.done) $(VENV)/dev.done ## the package's tests, on the three backends
 	for backend in $(BACKENDS); do \
-	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(IN_PARALLEL) || exit 1; done
+	  echo "== $$backend"; $(QUIET) $(COMPILED_FAST) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(IN_PARALLEL) || exit 1; done
 
 check: $(VENV)/dev.done ## formats, lints, licenses of dependencies, types of the public API
 	cargo fmt --all --check
@@ -68,7 +69,7 @@ sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done
 	cp target/asan/x86_64-unknown-linux-gnu/debug/lib_native.so $(ADDRESS_PACKAGE)/sok_keras/_native.abi3.so
 	PYTHONPATH=$(ADDRESS_PACKAGE) $(BIN)/python -c "from importlib.util import find_spec; assert 'asan' in find_spec('sok_keras').origin"
 	for backend in $(BACKENDS); do \
-	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(IN_PARALLEL) $(BRIDGE_TESTS) || exit 1; done
+	  echo "== $$backend"; $(UNDER_ADDRESS) $(QUIET) $(COMPILED_FAST) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q $(IN_PARALLEL) $(BRIDGE_TESTS) || exit 1; done
 
 # An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
 soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a change should wait: long fuzzing, kills, races

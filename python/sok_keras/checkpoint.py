@@ -88,11 +88,11 @@ def dump_increment(
     tables: Sequence[str] | None = None,
     states: bool = True,
 ) -> Manifest:
-    """Adds to the dump at `path` the rows that were made or changed since its newest part, and the keys of rows that are gone.
+    """Adds to the dump at `path` the rows that were made or changed since its newest part, and the keys that were removed.
 
-    `load` reads all parts as one dump, the state of the newest. A crash at any time leaves the dump without the increment or with it. A
-    table knows what has changed since it was dumped or loaded, by 4 bytes for each row and the keys that have gone. The dense variables of
-    a model are written whole. `compact` makes one part of all.
+    `load` reads all parts as one dump. A crash at any time leaves the dump without the increment or with it. From its first dump or load
+    on, a table records its changes. This takes 4 bytes a row and 8 bytes a removed key. The dense variables of a model are written whole.
+    `compact` merges all parts into one.
 
     Example:
 
@@ -107,8 +107,7 @@ def dump_increment(
     Args:
         path: The directory of a dump that was written from `source`, or loaded into it.
         source: As for `dump`, with the same tables.
-        since: Step of a part of the dump: the increment has what has changed since that, and takes the place of later increments. None: since
-            the newest part.
+        since: Step of the part that the increment follows. Later increments are removed from the dump. None: the newest part.
         tables: As for `dump`, with the tables of the dump.
         states: As for `dump`, with the value that the dump was written with.
 
@@ -118,8 +117,8 @@ def dump_increment(
     Raises:
         ValueError: As for `dump`, or if no part of the dump has the step `since`.
         DumpMismatchError: If the dump has other tables, seeds or optimizer states.
-        SokError: If a table does not know what has changed since: the dump is not of this process, or the table is on a GPU. Write a whole
-            one by `dump`.
+        UnknownChangesError: If a table has no record of its changes since that part: the dump was not written by this process or loaded
+            under the same name, the table was cleared or got other optimizer states, or it is on a GPU. Write a whole dump by `dump`.
         FileNotFoundError: If there is no dump.
         OSError: If it cannot be written. The dump is unchanged then.
     """

@@ -131,6 +131,22 @@ def barrier() -> None:
         native.barrier()
 
 
+def agree(error: Exception | None) -> None:
+    """Ends a call that all ranks make. `error`: what it has raised on this rank.
+
+    Raises:
+        RankError: If the call has failed on another rank.
+        Exception: `error`, if there is one.
+    """
+    if error is not None:
+        with contextlib.suppress(native.RankError):  # the others may be at another place
+            native.gather(f"{type(error).__name__}: {error}".encode())
+        raise error
+    for other, failed in enumerate(native.gather(b"")):
+        if failed:
+            raise native.RankError(f"rank {other} failed: {failed.decode()}")
+
+
 def all_reduce(value: Any, op: str = "sum") -> np.ndarray:
     """Reduces an array over all ranks, which must give arrays of the same shape.
 

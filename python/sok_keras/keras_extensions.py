@@ -31,19 +31,27 @@ def extend_keras() -> None:
 def _by_rank_0(save: Any) -> Any:
     @functools.wraps(save)
     def save_together(model, filepath, *args, **kwargs):
-        if distributed.world_size() == 1 or not layers_of(model):
+        if distributed.world_size() == 1 or not _exchanges_rows(model):
             return save(model, filepath, *args, **kwargs)
+        saved, error = None, None
         with contextlib.ExitStack() as stack:
             if distributed.rank() > 0:
-                # Layers send their rows to rank 0 as they are saved. What a rank has by itself is written to a place that is removed.
+                # The other ranks write to a temporary directory: their layers only take part in the exchange.
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 filepath = os.path.join(folder, os.path.basename(os.path.normpath(filepath)))
-            saved = save(model, filepath, *args, **kwargs)
-        # The file is whole for whoever reads it next.
-        distributed.barrier()
+            try:
+                saved = save(model, filepath, *args, **kwargs)
+            except Exception as raised:
+                error = raised
+        distributed.agree(error)
         return saved
 
     return save_together
+
+
+def _exchanges_rows(model: Any) -> bool:
+    """Whether ranks send each other rows as they save a model."""
+    return any(not table._is_whole for layer in layers_of(model) if layer.save_rows for table in layer._core.tables)
 
 
 def _extend_loss_scale() -> None:
@@ -119,6 +127,11 @@ def _refuse_weights_without_rows(callback: Any) -> None:
 
 def _go_on_at_next_batch(callback: Any) -> None:
     """Keras goes on at the start of the epoch, whose first batches would be trained twice."""
+    if distributed.world_size() > 1:
+        raise ValueError(
+            "`keras.callbacks.BackupAndRestore` must be used by one process alone, since each rank would write and remove the same files. "
+            f"Use `sok_keras.callbacks.DumpCheckpoint`. Received: {distributed.world_size()} ranks"
+        )
     model, steps = callback.model, callback.params.get("steps")
     epoch = start_epoch(model)
     if model.optimizer is None or not (steps or epoch == 0):

@@ -19,7 +19,7 @@ class TableEntry:
         dim: Number of floats in a row.
         vocabulary_size: Size of a static table; None for a dynamic one.
         num_rows: Number of rows; of an increment, those that were made or changed.
-        num_removed: Of an increment: number of rows that are gone.
+        num_removed: Of an increment: number of keys that were removed.
         states: Names of its optimizer states.
         optimizer: Name of the optimizer's formula; None if the table had none.
         score: What the scores of its rows count, `"lru"` or `"lfu"`; None if it has none.
@@ -60,8 +60,8 @@ class Manifest:
         path: The dump's directory.
         version: Version of the format.
         created: Time of writing in UTC, ISO 8601, for example `"2026-01-01T12:00:00Z"`.
-        step: Number of optimizer updates when it was written.
-        tables: A `TableEntry` for each table.
+        step: Number of optimizer updates when its base was written. That of the dump is the step of the last of `increments`.
+        tables: A `TableEntry` for each table of the base.
         arrays: Names of the dense variables.
         increments: The `Increment`s that `dump_increment` has added, oldest first.
     """
@@ -98,8 +98,8 @@ def verify(path: Path) -> None:
 def compact(path: Path) -> Manifest:
     """Rewrites a dump with increments as one without: the rows of all parts, each once.
 
-    Nothing is left of rows that are gone, neither in the files nor in lists of their keys. A crash at any time leaves the old dump or the new
-    one. Memory is needed for the keys of the increments. A `dump_increment` may follow.
+    Nothing is left of removed rows, neither values nor keys. A crash at any time leaves the old dump or the new one. Memory is needed for the
+    keys of the increments. A `dump_increment` may follow. With several ranks, one of them calls this.
 
     Args:
         path: The dump's directory.

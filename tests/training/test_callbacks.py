@@ -121,6 +121,16 @@ def train(model, epochs, callbacks=()):
     fit(model, epochs, callbacks=list(callbacks))
 
 
+def test_ranks_do_not_share_the_files_of_backup_and_restore(tmp_path, monkeypatch):
+    model = compiled(SGD())
+    train(model, 1)
+    callback = keras.callbacks.BackupAndRestore(tmp_path)
+    callback.set_model(model)
+    monkeypatch.setattr("sok_keras.distributed.world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"must be used by one process alone.*DumpCheckpoint"):
+        callback.on_train_begin()
+
+
 @pytest.mark.parametrize("stop", [1, STEPS - 1, STEPS, STEPS + 2, 2 * STEPS + 1])
 @pytest.mark.parametrize("kind", ["ours", "keras"])
 def test_a_restart_goes_on_at_the_next_batch(kind, stop, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+import warnings
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
 from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
-from sok_keras.errors import DumpError, SokError
+from sok_keras.errors import DumpError, DumpMismatchError, UnknownChangesError
 from sok_keras.manifest import read_manifest
 
 _MANIFEST = "manifest.json"
@@ -42,9 +43,10 @@ class DumpCheckpoint(keras.callbacks.Callback):
     Args:
         path: A directory. Each dump is a directory `step-<number of updates>` in it.
         save_freq: `"epoch"`, or a number of batches.
-        increments_every: Number of batches after which `dump_increment` adds to the newest dump, between those of `save_freq`. None: never.
-        base_every: Of the dumps that `save_freq` asks for, each of this number is a whole one, and the others are increments. None: all are
-            whole. Tables that do not know what has changed are written whole.
+        increments_every: Number of batches after which `dump_increment` adds to the newest dump, between the dumps of `save_freq`. The first
+            one is whole. None: never.
+        base_every: Every `base_every`-th dump of `save_freq` is whole; those between are increments. None: all are whole. Where
+            `dump_increment` raises `UnknownChangesError`, as for tables on a GPU, a whole dump is written with a warning.
         keep: Number of dumps to keep.
         restore: Whether `on_train_begin` loads the newest dump and goes on from it.
         monitor: Name of a metric in Keras' logs that `save_best_only` compares, for example `"val_loss"`.
@@ -124,7 +126,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         newest = distributed.of_rank_0(dumps[-1] if dumps else None)
         if newest is not None:
             step = checkpoint.load(newest, self.model).step
-            self._base, self._since_base = newest, 0
+            self._base, self._since_base = newest, len(read_manifest(newest).increments)
             self._go_on(distributed.of_rank_0(self._progress.of(f"step-{step}") if distributed.rank() == 0 else None))
 
     def _go_on(self, entry):
@@ -145,10 +147,13 @@ class DumpCheckpoint(keras.callbacks.Callback):
             return  # it was trained before the restart
         self._batches += 1
         if isinstance(self.save_freq, int) and self._batches % self.save_freq == 0:
-            is_last = batch + 1 == self.params.get("steps")
-            self._save(logs, *((self._epoch + 1, 0) if is_last else (self._epoch, batch + 1)))
-        elif self.increments_every and self._base is not None and self._batches % self.increments_every == 0:
-            self._save_increment(self._epoch, batch + 1)
+            self._save(logs, *self._after(batch))
+        elif self.increments_every and self._batches % self.increments_every == 0:
+            self._write(*self._after(batch), is_whole=False)
+
+    def _after(self, batch: int) -> tuple[int, int]:
+        """Returns epoch and batch with which training goes on after a batch of the epoch."""
+        return (self._epoch + 1, 0) if batch + 1 == self.params.get("steps") else (self._epoch, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.save_freq == "epoch":
@@ -165,30 +170,32 @@ class DumpCheckpoint(keras.callbacks.Callback):
         if self._best is not None and not distributed.of_rank_0(bool(self._best.improves(logs or {}))):
             return
         self._since_base += 1
-        is_whole = self._base is None or self.base_every is None or self._since_base >= self.base_every
-        if is_whole or not self._save_increment(epoch, batches):
-            self._save_whole(epoch, batches)
+        self._write(epoch, batches, is_whole=self.base_every is None or self._since_base >= self.base_every)
 
-    def _save_increment(self, epoch, batches):
-        """Adds to the newest dump. Returns False if that is not possible."""
-        self._note(epoch, batches)
-        try:
-            checkpoint.dump_increment(self._base, self.model)
-        except (SokError, FileNotFoundError):
-            return False
-        return True
-
-    def _note(self, epoch, batches):
-        # Written before the dump: whichever of them is the newest after a crash, its entry is there.
-        if distributed.rank() == 0:
-            best = None if self._best is None else self._best.value
-            self._progress.note(f"step-{step_of(self.model)}", {"epoch": epoch, "batches": batches, "best": best})
-
-    def _save_whole(self, epoch, batches):
+    def _write(self, epoch, batches, is_whole):
+        """Writes a whole dump, or adds an increment to the newest one where that is possible."""
         path = os.path.join(self.path, f"step-{step_of(self.model)}")
         if os.path.islink(path):
             raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
-        self._note(epoch, batches)
+        # Written before the dump: whichever of them is the newest after a crash, its entry is there.
+        if distributed.rank() == 0:
+            best = None if self._best is None else self._best.value
+            self._progress.note(os.path.basename(path), {"epoch": epoch, "batches": batches, "best": best})
+        if is_whole or not self._add_increment():
+            self._write_whole(path)
+
+    def _add_increment(self):
+        """Adds to the newest dump. Returns False if that is not possible."""
+        if not distributed.of_rank_0(self._base is not None and os.path.exists(os.path.join(self._base, _MANIFEST))):
+            return False
+        try:
+            checkpoint.dump_increment(self._base, self.model)
+        except (UnknownChangesError, DumpMismatchError) as error:
+            warnings.warn(f"A whole dump is written instead of an increment: {error}", stacklevel=2)
+            return False
+        return True
+
+    def _write_whole(self, path):
         checkpoint.dump(path, self.model)
         self._base, self._since_base = path, 0
         self._written = [*(other for other in self._written if other != path), path]

@@ -29,7 +29,7 @@ class Progress:
     def note(self, dump, entry):
         """Adds the entry of a dump, or of an increment. Entries of dumps that no longer exist are dropped, but for the newest one."""
         before = self._read()
-        newest = list(before)[-1:]
+        newest = [name for name in before if name != dump][-1:]
         entries = {
             name: old
             for name, old in before.items()

@@ -1,11 +1,11 @@
-//! Commits of a group, as its tables count them whose rows go.
+//! Numbers and times of commits, from which a table computes the ages of its rows.
 
 use super::time_to_live::CommitTimes;
 
 /// The first commit has the next number. A row of a dump may be older than all commits of the process, and gets a smaller number.
 pub const BEFORE_FIRST_COMMIT: u64 = 1 << 40;
 
-/// The newest commits, and when commits were made.
+/// The newest commits of a group, and when commits were made.
 pub struct Commits {
     /// Number of the newest commit.
     pub newest: u64,

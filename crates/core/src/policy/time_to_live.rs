@@ -29,7 +29,7 @@ pub enum Lifetime {
 }
 
 /// A cycle, in which each part of the keys is swept once, has at most `1 << CYCLE_BITS` steps and `1 << PART_BITS` parts. So a sweep of a table
-/// of 64 Mi rows examines 262,144 rows.
+/// of 64 Mi rows removes 262,144 rows at most, by and large.
 const CYCLE_BITS: u32 = 12;
 const PART_BITS: u32 = 8;
 
