@@ -189,6 +189,42 @@ fn a_rank_that_does_nothing_is_named_within_the_timeout() {
 }
 
 #[test]
+fn a_rank_that_waits_for_another_one_is_not_blamed() {
+    let timeout = Duration::from_secs(2);
+    for world in worlds(4, timeout) {
+        // Rank 3 sends nothing. Rank 2 waits for it, rank 1 for rank 2, and rank 0, which gives up first, for rank 1.
+        let errors = on_all(&world, |rank| {
+            std::thread::sleep(timeout / 20 * rank.rank() as u32);
+            match rank.rank() {
+                3 => String::new(),
+                number => rank.receive(number + 1, tag(number as u64)).unwrap_err().to_string(),
+            }
+        });
+        assert_eq!(
+            errors[0],
+            "rank 3 has sent nothing to rank 2, for which this rank waits in gather 0, within 2 s. It has sent nothing so far"
+        );
+        assert!(errors[..3].iter().all(|error| error.contains("rank 3 has sent nothing")), "{errors:?}");
+        drop(world);
+    }
+}
+
+#[test]
+fn of_ranks_that_wait_for_each_other_the_one_that_is_waited_for_is_named() {
+    for world in worlds(3, SHORT) {
+        let errors = on_all(&world, |rank| {
+            let next = (rank.rank() + 1) % 3;
+            rank.receive(next, tag(rank.rank() as u64)).unwrap_err().to_string()
+        });
+        let is_named = |(rank, error): (usize, &String)| {
+            error.starts_with(&format!("rank {} has sent nothing for gather {rank} within", (rank + 1) % 3))
+        };
+        // The others may have heard of the first failure before they gave up.
+        assert!(errors.iter().enumerate().any(is_named), "{errors:?}");
+    }
+}
+
+#[test]
 fn the_end_of_a_rank_is_an_error_at_once_for_those_that_wait_for_it() {
     for make in [thread_world, tcp_world] {
         let mut world = make(3, LONG);

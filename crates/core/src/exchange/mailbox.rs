@@ -25,6 +25,8 @@ struct State {
     gone: Vec<Option<Gone>>,
     /// By rank: how many of its messages have come beside the connection.
     beside: Vec<u64>,
+    /// By rank: for which rank it has waited for half the timeout, as it said after its last message.
+    waits: Vec<Option<usize>>,
     failure: Option<Error>,
     /// What this rank has decided.
     decisions: Decisions,
@@ -39,6 +41,32 @@ struct Gone {
     beside: u64,
 }
 
+/// A call that waits for a message.
+pub(super) struct Wait {
+    from: usize,
+    tag: Tag,
+    timeout: Duration,
+    begin: Instant,
+    /// Whether the other ranks were told of it.
+    is_told: bool,
+}
+
+impl Wait {
+    pub fn new(from: usize, tag: Tag, timeout: Duration) -> Wait {
+        Wait { from, tag, timeout, begin: Instant::now(), is_told: false }
+    }
+
+    /// Whether half the timeout is over, for the first time that it is asked after. The other ranks are to be told then: one that waits
+    /// for this rank must not blame it.
+    pub fn is_to_be_told(&mut self) -> bool {
+        self.left_of(self.timeout / 2).is_zero() && !std::mem::replace(&mut self.is_told, true)
+    }
+
+    fn left_of(&self, time: Duration) -> Duration {
+        time.saturating_sub(self.begin.elapsed())
+    }
+}
+
 /// By call and layer: the number of the newest one that is known to be agreed on by all ranks.
 pub(super) type Decisions = HashMap<(Call, u32), u64>;
 
@@ -49,6 +77,7 @@ impl Mailbox {
             last: vec![None; world_size],
             gone: (0..world_size).map(|_| None).collect(),
             beside: vec![0; world_size],
+            waits: vec![None; world_size],
             failure: None,
             decisions: Decisions::new(),
             heard: vec![None; world_size],
@@ -168,21 +197,32 @@ impl Mailbox {
         self.state().failure_in(tag)
     }
 
-    /// Waits for a message.
+    /// Notes that rank `who` has waited for half the timeout for a message of rank `from`.
+    pub fn note_wait(&self, who: usize, from: usize) {
+        let mut state = self.state();
+        state.waits[who] = Some(from).filter(|from| *from < state.last.len());
+    }
+
+    /// Waits for a message. Calls `tell` once if half the timeout is over.
     ///
     /// # Errors
-    /// [`Error::Rank`] if the mailbox fails, if the sender is gone, or after `timeout`.
-    pub fn take(&self, from: usize, tag: Tag, timeout: Duration) -> Result<Vec<u8>> {
-        let deadline = Instant::now() + timeout;
+    /// [`Error::Rank`] if the mailbox fails, if the sender is gone, or after the timeout.
+    pub fn take(&self, mut wait: Wait, tell: impl Fn()) -> Result<Vec<u8>> {
         let mut state = self.state();
         loop {
-            if let Some(message) = state.pop(from, tag) {
+            if let Some(message) = state.pop(wait.from, wait.tag) {
                 return Ok(message);
             }
-            if let Some(error) = state.why_none(from, tag, timeout, deadline) {
+            if let Some(error) = state.why_none(&wait) {
                 return Err(error);
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            if wait.is_to_be_told() {
+                drop(state);
+                tell();
+                state = self.state();
+                continue;
+            }
+            let left = wait.left_of(if wait.is_told { wait.timeout } else { wait.timeout / 2 });
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -192,19 +232,21 @@ impl Mailbox {
         self.state().pop(from, tag)
     }
 
-    /// Why a message that has not come will not come within the timeout, which ends at `deadline`.
-    pub fn why_none(&self, from: usize, tag: Tag, timeout: Duration, deadline: Instant) -> Option<Error> {
-        self.state().why_none(from, tag, timeout, deadline)
+    /// Why a message that has not come will not come within the timeout.
+    pub fn why_none(&self, wait: &Wait) -> Option<Error> {
+        self.state().why_none(wait)
     }
 }
 
 impl State {
     fn push(&mut self, from: usize, tag: Tag, message: Vec<u8>) {
         self.last[from] = Some(tag);
+        self.waits[from] = None;
         self.messages.entry((from, tag)).or_default().push_back(message);
     }
 
-    fn why_none(&self, from: usize, tag: Tag, timeout: Duration, deadline: Instant) -> Option<Error> {
+    fn why_none(&self, wait: &Wait) -> Option<Error> {
+        let Wait { from, tag, .. } = *wait;
         if let Some(failure) = self.failure_in(tag) {
             return Some(failure);
         }
@@ -213,11 +255,29 @@ impl State {
             let what = format!("{why}, while this rank waits for it in {tag}{}", self.last_seen(from));
             return Some(Error::Rank { rank: from, what });
         }
-        if Instant::now() < deadline {
+        if !wait.left_of(wait.timeout).is_zero() {
             return None;
         }
-        let (seconds, last) = (timeout.as_secs_f64(), self.last_seen(from));
-        Some(Error::Rank { rank: from, what: format!("has sent nothing for {tag} within {seconds} s{last}") })
+        let (rank, waits_for_it) = self.to_blame(from);
+        let (seconds, last) = (wait.timeout.as_secs_f64(), self.last_seen(rank));
+        let whom = match waits_for_it {
+            None => format!("for {tag}"),
+            Some(other) => format!("to rank {other}, for which this rank waits in {tag},"),
+        };
+        Some(Error::Rank { rank, what: format!("has sent nothing {whom} within {seconds} s{last}") })
+    }
+
+    /// The rank to blame if `from` has sent nothing: `from` may wait for another rank, and that one for a third. Returns also the rank
+    /// that waits for it, if this one does not. If ranks wait for each other in a circle, `from` is to blame.
+    fn to_blame(&self, from: usize) -> (usize, Option<usize>) {
+        let mut chain = vec![from];
+        while let Some(next) = self.waits[chain[chain.len() - 1]] {
+            if chain.contains(&next) {
+                return (from, None);
+            }
+            chain.push(next);
+        }
+        (chain[chain.len() - 1], chain.len().checked_sub(2).map(|last| chain[last]))
     }
 
     fn pop(&mut self, from: usize, tag: Tag) -> Option<Vec<u8>> {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::exchange::communicator::Communicator;
+use crate::exchange::mailbox::Wait;
 use crate::exchange::message::Tag;
 use crate::exchange::tcp::TcpRank;
 use crate::exchange::transport::{Transport, Unsent};
@@ -204,12 +205,12 @@ impl Communicator for PolledRank {
     }
 
     fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
-        let (shared, timeout) = (&*self.shared, self.timeout());
-        let (deadline, pause) = (Instant::now() + timeout, Pause::new());
+        let shared = &*self.shared;
+        let (mut wait, pause) = (Wait::new(from, tag, self.timeout()), Pause::new());
         loop {
             shared.tcp.check()?;
             // Asked before the last look: a message that came before a failure counts.
-            let why_none = shared.tcp.mailbox().why_none(from, tag, timeout, deadline);
+            let why_none = shared.tcp.mailbox().why_none(&wait);
             shared.try_progress();
             if let Some(message) = shared.tcp.mailbox().pop(from, tag) {
                 return Ok(message);
@@ -217,6 +218,9 @@ impl Communicator for PolledRank {
             if let Some(error) = why_none {
                 self.fail(&error);
                 return Err(error);
+            }
+            if wait.is_to_be_told() {
+                shared.tcp.tell_wait(from);
             }
             pause.wait();
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::exchange::communicator::Communicator;
-use crate::exchange::mailbox::Mailbox;
+use crate::exchange::mailbox::{Mailbox, Wait};
 use crate::exchange::message::Tag;
 
 /// A rank that is a thread.
@@ -45,7 +45,8 @@ impl Communicator for ThreadRank {
     }
 
     fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
-        let message = self.mailboxes[self.rank].take(from, tag, self.timeout);
+        let tell = || self.mailboxes.iter().for_each(|mailbox| mailbox.note_wait(self.rank, from));
+        let message = self.mailboxes[self.rank].take(Wait::new(from, tag, self.timeout), tell);
         message.inspect_err(|error| self.fail(error))
     }
 

@@ -11,6 +11,8 @@ use crate::memory;
 pub(super) enum Frame {
     /// A message.
     Message(Tag, Vec<u8>),
+    /// The sender has waited for half the timeout for this rank.
+    Wait(u64),
     /// The sender has failed, and why, and what it knows to be agreed on.
     Failure(String, Decisions),
     /// The sender sends no more. So many messages it has sent to this rank beside the connection.
@@ -23,6 +25,7 @@ const KIND: usize = 8 + 2;
 const MESSAGE: u8 = 0;
 const FAILURE: u8 = 1;
 const END: u8 = 2;
+const WAIT: u8 = 3;
 
 pub(super) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Result<()> {
     let (kind, tag, content) = match frame {
@@ -31,6 +34,7 @@ pub(super) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Re
             (FAILURE, [0; Tag::BYTES], Cow::Owned(failure_to_bytes(why, decisions)))
         }
         Frame::End(beside) => (END, [0; Tag::BYTES], Cow::Owned(beside.to_le_bytes().to_vec())),
+        Frame::Wait(rank) => (WAIT, [0; Tag::BYTES], Cow::Owned(rank.to_le_bytes().to_vec())),
     };
     let mut header = [0; HEADER];
     header[..8].copy_from_slice(&(content.len() as u64).to_le_bytes());
@@ -55,10 +59,12 @@ pub(super) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
     let mut tag: [u8; Tag::BYTES] = rest.try_into().expect("the rest of a header is a tag");
     let kind = std::mem::take(&mut tag[KIND - 8]);
     let strange = || std::io::Error::new(ErrorKind::InvalidData, "it sent bytes that are no frame");
+    let number = |content: Vec<u8>| content.try_into().map(u64::from_le_bytes).map_err(|_| strange());
     match kind {
         MESSAGE => Ok(Frame::Message(Tag::from_bytes(tag).ok_or_else(strange)?, content)),
         FAILURE => failure_from_bytes(&content).ok_or_else(strange),
-        END => Ok(Frame::End(u64::from_le_bytes(content.try_into().map_err(|_| strange())?))),
+        END => Ok(Frame::End(number(content)?)),
+        WAIT => Ok(Frame::Wait(number(content)?)),
         _ => Err(strange()),
     }
 }
@@ -106,13 +112,14 @@ mod tests {
         let mut stream = Vec::new();
         let decisions = Decisions::from([((Call::Commit, 3), 8), ((Call::Load, 0), 1 << 40)]);
         let failure = Frame::Failure("why".into(), decisions.clone());
-        let frames = [Frame::Message(tag, vec![7; 1000]), failure, Frame::End(3)];
+        let frames = [Frame::Message(tag, vec![7; 1000]), failure, Frame::Wait(5), Frame::End(3)];
         frames.iter().for_each(|frame| write_frame(&mut stream, frame).unwrap());
         let mut rest = &stream[..];
         assert!(matches!(read_frame(&mut rest), Ok(Frame::Message(t, c)) if t == tag && c == [7; 1000]));
         assert!(
             matches!(read_frame(&mut rest), Ok(Frame::Failure(why, d)) if why == "why" && d == decisions)
         );
+        assert!(matches!(read_frame(&mut rest), Ok(Frame::Wait(5))));
         assert!(matches!(read_frame(&mut rest), Ok(Frame::End(3))));
         assert!(read_frame(&mut rest).is_err());
         assert!(read_frame(&mut &stream[..500]).is_err());

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::exchange::communicator::Communicator;
-use crate::exchange::mailbox::Mailbox;
+use crate::exchange::mailbox::{Mailbox, Wait};
 use crate::exchange::message::Tag;
 
 use frame::{Frame, read_frame, write_frame};
@@ -87,6 +87,12 @@ impl TcpRank {
     /// The messages that have come.
     pub(super) fn mailbox(&self) -> &Mailbox {
         &self.connections.mailbox
+    }
+
+    /// Tells all others that this rank has waited for half the timeout for rank `from`.
+    pub(super) fn tell_wait(&self, from: usize) {
+        self.connections.mailbox.note_wait(self.rank, from);
+        (0..self.world_size()).for_each(|to| self.connections.write_soon(to, &Frame::Wait(from as u64)));
     }
 
     /// Leaves the others. `beside`: by rank, how many messages it has sent beside the connections.
@@ -175,6 +181,7 @@ impl Connections {
         loop {
             match read_frame(&mut stream) {
                 Ok(Frame::Message(tag, content)) => self.mailbox.put(from, tag, content),
+                Ok(Frame::Wait(for_rank)) => self.mailbox.note_wait(from, for_rank as usize),
                 Ok(Frame::Failure(why, decisions)) => {
                     self.mailbox.hear(from, decisions);
                     self.fail(Error::Rank { rank: from, what: format!("gave up: {why}") });
@@ -236,7 +243,9 @@ impl Communicator for TcpRank {
 
     fn receive(&self, from: usize, tag: Tag) -> Result<Vec<u8>> {
         self.check()?;
-        self.connections.mailbox.take(from, tag, self.timeout()).inspect_err(|error| self.fail(error))
+        let wait = Wait::new(from, tag, self.timeout());
+        let message = self.connections.mailbox.take(wait, || self.tell_wait(from));
+        message.inspect_err(|error| self.fail(error))
     }
 
     fn fail(&self, error: &Error) {
