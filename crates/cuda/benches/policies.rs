@@ -1,6 +1,6 @@
 //! Training steps over tables with policies, beside the same steps without one, in turns: with scores alone, over full tables, which remove
-//! rows, and with a time to live. One id in a hundred is new. Times are means, since sweeps are rare: of rounds in which each full table
-//! sweeps. Then sweeps of one table.
+//! rows, with a time to live, and noting changes for increments. One id in a hundred is new. Times are means, since sweeps are rare: of
+//! rounds in which each full table sweeps. Then sweeps of one table, and reading what has changed.
 //!
 //!     policies
 
@@ -11,7 +11,7 @@ use std::time::Instant;
 use common::training::{Gpu, Work, ids, normal, scalars, work};
 use common::{Bench, Shape, config, fill, median, nth_key};
 use sok_core::contract::group::Group;
-use sok_core::contract::table::{Table, TableConfig};
+use sok_core::contract::table::{Cursor, Records, Table, TableConfig};
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_cuda::gpu_table::GpuTable;
@@ -30,15 +30,18 @@ struct Policy {
     is_full: bool,
     /// Time to live in steps.
     lifetime: Option<u64>,
+    /// Whether the table was dumped, and notes what has changed since.
+    is_tracked: bool,
 }
 
-const NONE: Policy = Policy { name: "none", score: None, is_full: false, lifetime: None };
-const POLICIES: [Policy; 5] = [
+const NONE: Policy = Policy { name: "none", score: None, is_full: false, lifetime: None, is_tracked: false };
+const POLICIES: [Policy; 6] = [
     NONE,
     Policy { name: "LRU, scores alone", score: Some(LRU), ..NONE },
     Policy { name: "LRU, full", score: Some(LRU), is_full: true, ..NONE },
     Policy { name: "LFU, full", score: Some(LFU), is_full: true, ..NONE },
     Policy { name: "time to live of 4,096 steps", lifetime: Some(4096), ..NONE },
+    Policy { name: "changes since a dump", is_tracked: true, ..NONE },
 ];
 const ROUNDS: usize = 5;
 
@@ -73,6 +76,9 @@ fn time(bench: &Bench, work: &Work) {
         let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, &policy));
         let mut gpu = Gpu::with_tables(bench, work, configs.collect(), &gradients);
         fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
+        if policy.is_tracked {
+            gpu.group.tables_mut().into_iter().for_each(|table| table.track(1).unwrap());
+        }
         gpu
     });
     let mut times = POLICIES.map(|_| Vec::new());
@@ -159,6 +165,46 @@ fn time_expiry(bench: &Bench, rows: u64) {
     println!("| {rows} | {removed} | {:.3} |", removing - of_plain);
 }
 
+/// Times reading what has changed in one row of a hundred, and reading all rows.
+fn time_changes(bench: &Bench, rows: u64) {
+    let work = Work { dim: 4, vocabulary: rows, ..WORKS[0].clone() };
+    let mut table = GpuTable::new(&bench.device, table("t", &work, &NONE)).unwrap();
+    let keys: Vec<u64> = (0..rows).map(nth_key).collect();
+    for some in keys.chunks(1 << 22) {
+        table.assign(some, &vec![0.0; 4 * some.len()], true).unwrap();
+    }
+    table.track(1).unwrap();
+    let changed = &keys[..keys.len() / 100];
+    table.assign(changed, &vec![1.0; 4 * changed.len()], true).unwrap();
+    let since = table.epoch_of(1).unwrap();
+    let milliseconds = |read: &dyn Fn() -> usize, expected: usize| {
+        let times: Vec<f32> = (0..4)
+            .map(|_| {
+                let start = Instant::now();
+                assert_eq!(read(), expected);
+                start.elapsed().as_secs_f32() * 1e3
+            })
+            .collect();
+        median(&times[1..])
+    };
+    let read = |scan: &dyn Fn(Cursor, &mut Records) -> Option<Cursor>| {
+        let (mut cursor, mut found) = (Some(Cursor::default()), 0);
+        while let Some(at) = cursor {
+            let mut records = Records::default();
+            cursor = scan(at, &mut records);
+            found += records.keys.len();
+        }
+        found
+    };
+    const CHUNK: usize = 1 << 16;
+    let counting = milliseconds(&|| table.num_changed(since).unwrap(), changed.len());
+    let of_changed = |at, records: &mut Records| table.scan_changed(since, at, CHUNK, records).unwrap();
+    let of_all = |at, records: &mut Records| table.scan(at, CHUNK, records).unwrap();
+    let reading = milliseconds(&|| read(&of_changed), changed.len());
+    let whole = milliseconds(&|| read(&of_all), keys.len());
+    println!("| {rows} | {} | {counting:.2} | {reading:.1} | {whole:.1} |", changed.len());
+}
+
 fn main() {
     let bench = Bench::start("a training step of Adam over tables with policies");
     println!("| work | policy | ms | over none | rows removed |\n|---|---|---|---|---|");
@@ -169,4 +215,8 @@ fn main() {
         "\n| rows of the table | rows that expire in a step | ms over a step without a time to live |\n|---|---|---|"
     );
     [1 << 20, 1 << 26].into_iter().for_each(|rows| time_expiry(&bench, rows));
+    println!(
+        "\n| rows of the table | changed | ms to count them | ms to read their records | ms to read all records |\n|---|---|---|---|---|"
+    );
+    [1 << 20, 1 << 24, 1 << 26].into_iter().for_each(|rows| time_changes(&bench, rows));
 }

@@ -13,6 +13,9 @@ __device__ __forceinline__ u64 numbers_of(const Table& t) {
   return t.fresh + (u64)(taken > t.num_released ? taken - t.num_released : 0);
 }
 
+// Returns when the row of a record changed; 0 if the table does not note changes.
+__device__ __forceinline__ u32 change_of(const Table& t, u64 record) { return t.changes ? t.changes[record] : 0; }
+
 // Erases the rows whose time to live is over, if the tickets were valid, and lists as many of them as there is room for. The launch has
 // `blocks` blocks for each entry.
 template <u32 N>
@@ -38,7 +41,7 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
     const u32 place = take(&e.list->count, goes);
     if (!goes) continue;
     const bool is_listed = place < e.capacity;
-    if (is_listed) rows_of(e.list)[place] = {key, use.low, (u32)record, 0};
+    if (is_listed) rows_of(e.list)[place] = {key, use.low, (u32)record, change_of(t, record)};
     uses[record].commit = is_listed ? NO_ROW : UNLISTED;
     erase_key(t.index, key);
   }
@@ -73,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
     if (use.high != UNLISTED) continue;
     const u32 place = atomicAdd(&list->count, 1);
     if (place >= capacity) continue;
-    rows_of(list)[place] = {t.keys[record], use.low, (u32)record, 0};
+    rows_of(list)[place] = {t.keys[record], use.low, (u32)record, change_of(t, record)};
     t.uses[record].commit = NO_ROW;
   }
 }

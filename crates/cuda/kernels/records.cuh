@@ -106,8 +106,16 @@ constexpr u64 NO_ROW = ~0ull;
 // The same, if the host does not know yet that the row has expired, because the list of expired rows was full. No commit has a larger number.
 constexpr u64 UNLISTED = ~0ull - 1;
 
-// Starts the score of a new record, if the table has scores.
-__device__ __forceinline__ void start_score(const Table& t, u64 key, u32 record) {
+// Notes that the row of a record changes, or its use.
+__device__ __forceinline__ void note_change(const Table& t, u32 record) {
+  if (!t.changes) return;
+  u32* word = t.changes + record;
+  if (*word >> 1 != t.epoch) *word = t.epoch << 1;
+}
+
+// Starts what a table has beside a new record: when its row was made, and its score.
+__device__ __forceinline__ void start_record(const Table& t, u64 key, u32 record) {
+  if (t.changes) t.changes[record] = t.epoch << 1 | 1;
   if (!t.uses) return;
   t.uses[record] = {t.has_steps ? t.progress->step : 0, t.progress->settled_commit};
   t.keys[record] = key;
@@ -129,7 +137,7 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   u32 record = NO_RECORD;
   if (is_new) {
     store_shared(claim.record, record = number_of(t, taken));
-    start_score(t, key, record);
+    start_record(t, key, record);
   }
   write_first(t, is_new, key, record, list);
   // The warp has already written all record numbers of its own claims. A warp that waits here therefore never waits for a warp that
@@ -174,7 +182,7 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
     is_new = claim.is_mine;
     if (is_new) {
       store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
-      start_score(t, key, record);
+      start_record(t, key, record);
     } else if (claim.record)
       while ((record = load_shared(claim.record)) == CLAIMED) {}
   }

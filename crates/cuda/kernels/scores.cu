@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   for (u32 k = 0; k < PER_THREAD; ++k) {
     if (ids[k] == 0 || use[k].high >= UNLISTED) continue;
     Use* to = t.uses + record[k];
+    note_change(t, record[k]);
     if (is_first && t.has_steps) {
       *to = {step, commit};
     } else {
@@ -93,7 +94,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_records(
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x, record = i < n ? records[i] & ~NEW : 0;
   const u32 same = same_from(record), ids = counts && record && !t.has_steps ? counts[i] : same;
-  if (record && ids) count_use(t, t.uses + record, t.progress->step, ids);
+  if (!record || !ids) return;
+  count_use(t, t.uses + record, t.progress->step, ids);
+  note_change(t, record);
 }
 
 // Ends the step of each table, if the tickets were valid. One block.
@@ -276,5 +279,6 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_chosen(const Sw
     const u32 place = atomicAdd(&s.choice->num_listed, 1);
     s.listed_keys[place] = key, s.listed_records[place] = record;
     if (s.listed_scores) s.listed_scores[place] = use.score;
+    if (s.listed_changes) s.listed_changes[place] = s.changes[record];
   });
 }

@@ -122,6 +122,11 @@ impl Index {
         Ok(grown)
     }
 
+    /// Number of places that `list_changed` examines: of buckets, and of slots of the stash.
+    pub fn num_places(&self) -> usize {
+        self.num_buckets + STASH
+    }
+
     /// Visits up to `max` keys and their record numbers, from slot `start` on; the slots of the stash come last. Returns the slot
     /// at which to continue, or `None` at the end.
     pub fn entries(

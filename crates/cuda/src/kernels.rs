@@ -44,6 +44,9 @@ pub const BACKWARD: Source =
 pub const SCORES: Source = Source { name: "scores.cu", text: include_str!("../kernels/scores.cu"), headers };
 /// Rows that go because training has not used them for long.
 pub const EXPIRY: Source = Source { name: "expiry.cu", text: include_str!("../kernels/expiry.cu"), headers };
+/// Which rows have changed since a dump.
+pub const CHANGES: Source =
+    Source { name: "changes.cu", text: include_str!("../kernels/changes.cu"), headers };
 /// Gradients of the weights of ids.
 pub const WEIGHTS: Source =
     Source { name: "weights.cu", text: include_str!("../kernels/weights.cu"), headers };

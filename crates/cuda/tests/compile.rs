@@ -2,7 +2,7 @@
 
 use sok_core::formula::Rule;
 use sok_cuda::kernels::{
-    AT_OWNER, BACKWARD, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
+    AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
 };
 use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
@@ -204,6 +204,17 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
     vec![
         (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
         (&SCORES, scores),
+        (
+            &CHANGES,
+            own(&[
+                "note_updated<0, 8, 64>",
+                "note_updated<1, 64>",
+                "note_updated<2, 64>",
+                "note_changes",
+                "read_changes",
+                "list_changed",
+            ]),
+        ),
         (
             &EXPIRY,
             own(&[

@@ -3,6 +3,7 @@
 pub mod batch;
 pub mod binding;
 pub mod departures;
+pub mod epochs;
 pub mod general;
 pub mod gradients;
 pub mod group;

@@ -3,6 +3,7 @@
 mod absent;
 mod accumulator;
 mod admission;
+mod changes;
 mod eviction;
 mod exact_sum;
 mod expiry;

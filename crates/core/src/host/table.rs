@@ -7,6 +7,7 @@ use crate::contract::table::{CheckMode, Insertion, Missing, Outcomes, TableConfi
 use crate::error::Result;
 use crate::formula::update::Update;
 use crate::host::admission::Admitter;
+use crate::host::changes::Changes;
 use crate::host::eviction::{Evictor, Removable};
 use crate::host::features::{Mode, Role, role};
 use crate::host::find::{FirstRecord, Whole};
@@ -14,7 +15,6 @@ use crate::key::{Key, hash};
 use crate::memory;
 use crate::policy::sweep::Rank;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
-use crate::store::changes::Changes;
 use crate::store::index::Index;
 use crate::store::journal::Journal;
 use crate::store::record_set::RecordSet;
@@ -127,7 +127,7 @@ impl HostTable {
             admitter.begin();
         }
         if let Some(changes) = &mut self.changes {
-            changes.begin();
+            changes.epochs.begin();
         }
         if self.newest_lookup == 0 {
             self.release_retired(1);
@@ -202,7 +202,7 @@ impl HostTable {
         self.arena.reserve_free(self.retired.len() + going.len())?;
         memory::reserve(&mut self.retired, going.len(), "the numbers of removed rows")?;
         if let Some(changes) = &mut self.changes {
-            changes.reserve_removed(going.len())?;
+            changes.epochs.reserve_removed(going.len())?;
         }
         evictor.remember(reason, self.step, going, &self.arena, self.config.dim)?;
         for (rank, record) in going {
@@ -226,7 +226,7 @@ impl HostTable {
         }
         self.arena.rewind(unused);
         if let Some(changes) = &mut self.changes {
-            changes.undo();
+            changes.epochs.undo();
         }
         if let Some(evictor) = &mut self.evictor
             && !evictor.undo(&mut self.index, &mut self.retired)

@@ -10,6 +10,7 @@ use crate::contract::table::{
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
+use crate::host::changes::Changes;
 use crate::host::features::{FeatureOutput, Mode};
 use crate::host::lookup::lookup_whole;
 use crate::host::merge::{HeldGradients, RecordGradients};
@@ -23,7 +24,6 @@ use crate::host::uses::count_uses;
 use crate::key::{Key, hash};
 use crate::memory;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
-use crate::store::changes::Changes;
 use crate::store::index::Index;
 use crate::store::scores::Scores;
 use crate::store::sights::Sights;
@@ -276,7 +276,7 @@ impl Table for HostTable {
         let retiring = if self.newest_lookup == 0 { 0 } else { num_rows };
         memory::reserve(&mut self.retired, retiring, "the numbers of erased rows")?;
         if let Some(changes) = &mut self.changes {
-            changes.reserve_removed(num_rows)?;
+            changes.epochs.reserve_removed(num_rows)?;
         }
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
@@ -406,14 +406,14 @@ impl Table for HostTable {
 
     fn track(&mut self, snapshot: u64) -> Result<()> {
         match &mut self.changes {
-            Some(changes) => changes.start_epoch(snapshot),
+            Some(changes) => changes.epochs.start(snapshot),
             None => self.changes = Some(Box::new(Changes::new(self.arena.next_unused(), snapshot)?)),
         }
         Ok(())
     }
 
     fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
-        self.changes.as_ref()?.epoch_of(snapshot).map(Epoch)
+        self.changes.as_ref()?.epochs.find(snapshot).map(Epoch)
     }
 
     fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
@@ -438,7 +438,7 @@ impl Table for HostTable {
     }
 
     fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
-        let removed = self.known_changes()?.removed_since(epoch);
+        let removed = self.known_changes()?.epochs.removed_since(epoch);
         let what = "the keys that were removed since a dump";
         let mut keys = memory::collect(removed.filter(|key| self.is_absent(*key)), what)?;
         keys.sort_unstable();

@@ -1,7 +1,6 @@
 //! Memory of a table on the host: records by number, and numbers by key.
 
 pub mod arena;
-pub mod changes;
 pub mod index;
 pub mod journal;
 pub mod record_set;

@@ -5,6 +5,7 @@
 pub mod expiry;
 pub mod general;
 pub mod group;
+pub mod increments;
 pub mod large;
 pub mod programs;
 pub mod ranks;
@@ -170,6 +171,22 @@ macro_rules! expiry_suite {
         $(#[$attribute])?
         fn $name() {
             $crate::common::expiry::$name(&$maker);
+        }
+    };
+}
+
+/// A test of each function of [`increments`], on what `$maker` makes.
+#[macro_export]
+macro_rules! increments_suite {
+    ($maker:expr $(, #[$attribute:meta])?) => {
+        $crate::increments_suite!(@ $maker, [$(#[$attribute])?] a_chain_loads_as_the_whole_dump_would an_increment_has_what_has_changed_and_no_more a_merge_of_a_chain_leaves_rows_that_went_from_it an_optimizer_without_states_changes_no_row nothing_of_an_erased_row_is_left_after_compaction);
+    };
+    (@ $maker:expr, $attributes:tt $($name:ident)*) => { $($crate::increments_suite!(@one $maker, $attributes $name);)* };
+    (@one $maker:expr, [$(#[$attribute:meta])?] $name:ident) => {
+        #[test]
+        $(#[$attribute])?
+        fn $name() {
+            $crate::common::increments::$name(&$maker);
         }
     };
 }

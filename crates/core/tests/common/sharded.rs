@@ -140,6 +140,14 @@ impl Subject for ShardedSubject {
         self.group.table_mut(number)
     }
 
+    fn tables(&mut self) -> Vec<&dyn Table> {
+        (0..self.group.num_tables()).map(|number| self.group.table(number)).collect()
+    }
+
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.group.tables_mut()
+    }
+
     fn pending_pushes(&mut self) -> usize {
         self.group.pending_pushes(true).unwrap()
     }

@@ -63,6 +63,8 @@ pub trait Subject {
     fn num_tables(&self) -> usize;
     fn table(&mut self, number: usize) -> &dyn Table;
     fn table_mut(&mut self, number: usize) -> &mut dyn Table;
+    fn tables(&mut self) -> Vec<&dyn Table>;
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table>;
     fn pending_pushes(&mut self) -> usize;
     fn take_refused(&mut self) -> Vec<(String, u64)>;
 
@@ -116,14 +118,6 @@ impl HostSubject {
     pub fn new(configs: &[TableConfig], pool: &'static Pool) -> HostSubject {
         let group = HostGroup::new(configs.to_vec()).unwrap();
         HostSubject { group, pool, tickets: BTreeMap::new(), held: Vec::new() }
-    }
-
-    pub fn tables(&self) -> Vec<&dyn Table> {
-        (0..self.group.num_tables()).map(|number| self.group.table(number)).collect()
-    }
-
-    pub fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
-        self.group.tables_mut()
     }
 }
 
@@ -208,6 +202,14 @@ impl Subject for HostSubject {
 
     fn table_mut(&mut self, number: usize) -> &mut dyn Table {
         self.group.table_mut(number)
+    }
+
+    fn tables(&mut self) -> Vec<&dyn Table> {
+        (0..self.group.num_tables()).map(|number| self.group.table(number)).collect()
+    }
+
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.group.tables_mut()
     }
 
     fn pending_pushes(&mut self) -> usize {

@@ -28,7 +28,8 @@ structs! {
         pub key: u64,
         pub score: u64,
         pub record: u32,
-        pub pad: u32,
+        /// The record's word of `Table::changes`; 0 without changes.
+        pub change: u32,
     }
 
     /// The head of a list of expired rows, which follow it.
@@ -76,6 +77,9 @@ structs! {
         /// Null if nobody needs the scores.
         pub listed_scores: u64 as "u64*",
         pub listed_records: u64 as "u32*",
+        /// Takes the words of `changes` of the chosen rows. Null if the table does not note changes, as the next one.
+        pub listed_changes: u64 as "u32*",
+        pub changes: u64 as "const u32*",
         /// Rows that later commits took gradients of must stay, too.
         pub settled_commit: u64,
         /// Number of rows to choose.
@@ -83,6 +87,14 @@ structs! {
         /// A number above those of all records.
         pub numbers: u32,
         pub pad: u32,
+    }
+
+    /// A list of keys whose rows have changed.
+    pub struct ChangedList {
+        pub count: u64 as "u32*",
+        /// Null if only their number is wanted, as the next one.
+        pub keys: u64 as "u64*",
+        pub records: u64 as "u32*",
     }
 
     /// Records that a sweep must leave.

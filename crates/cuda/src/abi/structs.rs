@@ -111,9 +111,12 @@ structs! {
         /// By record: its key.
         pub keys: u64 as "u64*",
         pub progress: u64 as "Progress*",
+        /// By record: when its row changed, as `contract/epochs.rs` of the core says. Null if the table does not note changes.
+        pub changes: u64 as "u32*",
         /// Whether a score is the number of a step. If not, it is a number of ids.
         pub has_steps: u32,
-        pub pad: u32,
+        /// Number of the epoch in progress.
+        pub epoch: u32,
     }
 
     /// Descriptor of a feature of a call.

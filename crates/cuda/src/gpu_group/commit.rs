@@ -421,7 +421,9 @@ impl GpuGroup {
                 let saved = &push.lookup.saved;
                 match &push.sums {
                     // The new values have come.
-                    _ if update.rule.is_general() => {}
+                    _ if update.rule.is_general() => {
+                        self.workspace.note_updated(saved, prepared, stream)?;
+                    }
                     Some(sums) => {
                         self.workspace.update_sums(
                             saved,
@@ -441,7 +443,9 @@ impl GpuGroup {
             Committed::Nothing | Committed::Combined => {
                 let Some(combined) = self.combined.take() else { return Ok(()) };
                 let sums = combined.sums.address();
-                if !update.rule.is_general() {
+                if update.rule.is_general() {
+                    self.workspace.note_updated(&combined.saved, prepared, stream)?;
+                } else {
                     self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
                 }
                 self.workspace.give_back(combined.sums);

@@ -13,7 +13,9 @@ impl GpuTable {
     /// Returns for how many record numbers, record 0 included, there is memory.
     pub(crate) fn num_numbers(&self) -> u64 {
         let records = (self.arena.num_bytes() / (16 * self.layout.stride)) as u64;
-        self.evictor.as_ref().map_or(records, |evictor| records.min(evictor.num_numbers()))
+        let scores = self.evictor.as_ref().map_or(u64::MAX, |evictor| evictor.num_numbers());
+        let changes = self.changes.as_ref().map_or(u64::MAX, |changes| changes.num_numbers());
+        records.min(scores).min(changes)
     }
 
     /// Returns a number above all record numbers that are in use, or that work in progress on the device may take.
@@ -42,6 +44,9 @@ impl GpuTable {
         }
         if let Some(evictor) = &mut self.evictor {
             evictor.reserve_numbers(numbers as usize, spare)?;
+        }
+        if let Some(changes) = &mut self.changes {
+            changes.reserve_numbers(numbers as usize, spare)?;
         }
         self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)
     }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::HashSet;
 
 use sok_core::contract::table::{
-    Column, Cursor, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
+    Column, Cursor, Epoch, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
     update_with_formula,
 };
 use sok_core::error::{Error, Result};
@@ -186,16 +186,15 @@ impl Table for GpuTable {
             check_states(update, &self.config.name)?;
         }
         self.wait()?;
-        let names = |update: &Option<Update>| {
-            let states = update.map(|u| u.rule.states(self.config.dim)).unwrap_or_default();
-            states.iter().map(|s| (s.name, s.width)).collect::<Vec<_>>()
-        };
-        let is_same_rule = self.update.map(|u| u.rule.name()) == update.map(|u| u.rule.name());
-        if keep_states && is_same_rule && names(&self.update) == names(&update) {
-            self.layout = DeviceLayout::new(update.as_ref(), self.config.dim);
-            self.has_moved = true;
+        let dim = self.config.dim;
+        let layout = DeviceLayout::new(update.as_ref(), dim);
+        let have_none = self.layout.fields.count == 1 && layout.fields.count == 1;
+        let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
+        if have_none || share_them {
+            (self.layout, self.has_moved) = (layout, true);
         } else {
             self.lay_out(update.as_ref())?;
+            self.changes = None;
         }
         self.update = update;
         Ok(())
@@ -208,12 +207,40 @@ impl Table for GpuTable {
             keys.push(key);
             records.push(record);
         })?;
-        let values =
-            if records.is_empty() { Vec::new() } else { self.read_records(self.layout.fields, &records)? };
-        self.read_columns(&records, out)?;
-        out.keys.extend(keys);
-        out.values.extend(values);
+        self.append(keys, &records, out)?;
         Ok(next.map(|next| Cursor(next as u64)))
+    }
+
+    fn track(&mut self, snapshot: u64) -> Result<()> {
+        self.wait()?;
+        self.start_epoch(snapshot)
+    }
+
+    fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
+        self.changes.as_ref()?.epochs.find(snapshot).map(Epoch)
+    }
+
+    fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
+        self.device.synchronize()?;
+        self.count_changed(epoch)
+    }
+
+    fn scan_changed(
+        &self,
+        Epoch(epoch): Epoch,
+        cursor: Cursor,
+        max: usize,
+        out: &mut Records,
+    ) -> Result<Option<Cursor>> {
+        self.device.synchronize()?;
+        let (keys, records, next) = self.list_changed(epoch, cursor.0 as usize, max)?;
+        self.append(keys, &records, out)?;
+        Ok(next.map(|next| Cursor(next as u64)))
+    }
+
+    fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
+        self.device.synchronize()?;
+        self.absent_of(self.known_changes()?.epochs.removed_since(epoch))
     }
 
     fn keys(&self) -> Result<Vec<Key>> {

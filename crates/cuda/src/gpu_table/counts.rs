@@ -123,7 +123,8 @@ impl GpuTable {
                 + self.arena.num_bytes()
                 + self.released_on_device.num_bytes()
                 + self.spare_released.as_ref().map_or(0, Buffer::num_bytes)
-                + self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes())) as u64,
+                + self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes())
+                + self.changes.as_ref().map_or(0, |changes| changes.num_bytes())) as u64,
             ..self.stats
         };
         stats.outcomes.inserted += inserted;

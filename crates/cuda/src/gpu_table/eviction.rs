@@ -16,7 +16,7 @@ use sok_core::policy::time_to_live::Lifetime;
 use super::expiry::{ExpiredList, Unread};
 use super::sweep::SweepMemory;
 use super::uses::InProgress;
-use super::{GpuTable, SPARE_NUMBERS, WAITING};
+use super::{GpuTable, WAITING, numbers_of};
 use crate::abi::{self, Progress, Sweep, TABLE_THREADS, Use, word_of};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
@@ -53,7 +53,7 @@ pub(crate) struct Evictor {
 
 impl Evictor {
     pub fn new(device: &Arc<Device>, config: &TableConfig, policy: Eviction) -> Result<Evictor> {
-        let numbers = (config.capacity() as usize).saturating_mul(2).saturating_add(SPARE_NUMBERS);
+        let numbers = numbers_of(config);
         let what = || format!("the scores of table `{}`", config.name);
         let arena = |bytes: usize| Arena::new(&device.context, numbers.saturating_mul(bytes), what());
         let evictor = Evictor {

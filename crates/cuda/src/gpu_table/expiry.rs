@@ -130,15 +130,14 @@ impl GpuTable {
         let Some(list) = self.evictor.as_ref().and_then(|evictor| evictor.expired.as_ref()) else {
             return Ok(());
         };
-        let (count, mut rows) = (list.count(), list.rows().to_vec());
+        let (count, rows) = (list.count(), list.rows().to_vec());
         if count == 0 {
             return Ok(());
         }
         self.len_before -= count as i64;
         self.note(Outcomes { expired: count as u64, ..Outcomes::default() });
-        if count > rows.len() {
-            rows.extend(self.list_unlisted(count - rows.len())?);
-        }
+        // If not all keys are known that went, no increment can have them.
+        let mut rows = self.all_expired(count, rows).inspect_err(|_| self.forget_changes())?;
         self.retire(rows.iter().map(|row| row.record));
         if self.config.keeps_expired() {
             rows.sort_unstable_by_key(|row| (row.score, row.key));
@@ -150,6 +149,16 @@ impl GpuTable {
             evictor.departures.remember(Reason::Expired, unread.step, keys)?;
         }
         Ok(())
+    }
+
+    /// Returns all rows that have expired, and notes that they are removed. `listed`: those that had room in the list.
+    fn all_expired(&mut self, count: usize, mut listed: Vec<ExpiredRow>) -> Result<Vec<ExpiredRow>> {
+        if count > listed.len() {
+            listed.extend(self.list_unlisted(count - listed.len())?);
+        }
+        self.reserve_removed(listed.len())?;
+        self.note_removed(listed.iter().map(|row| (row.key, row.change)));
+        Ok(listed)
     }
 
     /// Keeps expired rows until they are taken. Gradients that still come for a row change its record, so it is read now.

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 mod capacity;
+mod changes;
 mod contract;
 mod counts;
 pub(crate) mod eviction;
@@ -26,6 +27,7 @@ use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
 use crate::memory::{Arena, Buffer};
 
+use changes::Changes;
 use eviction::Evictor;
 use record::DeviceLayout;
 
@@ -87,6 +89,8 @@ pub struct GpuTable {
     pub(crate) out_of_vocabulary_row: u64,
     /// Uses of the rows, if the table has an eviction policy or a time to live.
     pub(crate) evictor: Option<Box<Evictor>>,
+    /// What has changed since dumps of the table.
+    changes: Option<Box<Changes>>,
 }
 
 /// Device memory of a call that waits for its results.
@@ -133,6 +137,7 @@ impl GpuTable {
             spare_released: None,
             released_copy: Vec::new(),
             evictor: evictor(device, &config)?,
+            changes: None,
             device: device.clone(),
             config,
             update: None,
@@ -182,6 +187,9 @@ impl GpuTable {
         };
         if let Some(evictor) = &self.evictor {
             evictor.describe(&mut table);
+        }
+        if let Some(changes) = &self.changes {
+            changes.describe(&mut table);
         }
         table
     }
@@ -234,12 +242,16 @@ pub(crate) fn no_place(table: &str) -> Error {
     ))
 }
 
+/// Number of records for which a table reserves addresses. Numbers of erased records are not reused while steps may refer to them, so there
+/// may be more records than rows.
+fn numbers_of(config: &TableConfig) -> usize {
+    let rows = config.capacity().min(config.vocabulary_size.unwrap_or(u64::MAX)) as usize;
+    rows.saturating_mul(2).saturating_add(SPARE_NUMBERS)
+}
+
 /// Reserves addresses for the records of a table.
 fn arena(device: &Arc<Device>, config: &TableConfig, stride: usize) -> Result<Arena> {
-    let rows = config.capacity().min(config.vocabulary_size.unwrap_or(u64::MAX)) as usize;
-    // Numbers of erased records are not reused while steps may refer to them, so there may be more records than rows.
-    let numbers = rows.saturating_mul(2).saturating_add(SPARE_NUMBERS);
-    let most = numbers.saturating_mul(16 * stride);
+    let most = numbers_of(config).saturating_mul(16 * stride);
     Arena::new(&device.context, most, format!("table `{}`", config.name))
 }
 

@@ -4,6 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use sok_core::contract::table::Records;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::key::Key;
@@ -130,6 +131,8 @@ impl GpuTable {
             let blocks = records.len().min(8192);
             // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
             unsafe { launch!(write, WAITING, blocks, TABLE_THREADS, table, fields, to, from, values_at, n) }?;
+            // SAFETY: The room has the records, and the call below waits.
+            unsafe { self.note_changes(to, records.len(), WAITING) }?;
             self.device.synchronize()?;
         }
         Ok(())
@@ -194,12 +197,16 @@ impl GpuTable {
         let on_device = Buffer::from_slice(&context, keys)?;
         let erased = Buffer::<u32>::uninit(&context, keys.len())?;
         let room = self.room_to_release(keys.len())?;
+        self.reserve_removed(keys.len())?;
         let erase = self.device.kernel(&TABLE, "erase_keys")?;
         let (table, from, to, n) = (self.alone(), on_device.address(), erased.address(), keys.len() as u32);
         let blocks = keys.len().div_ceil(TABLE_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
         unsafe { launch!(erase, WAITING, blocks, TABLE_THREADS, table, from, to, n) }?;
-        let erased: Vec<u32> = erased.to_vec()?.into_iter().filter(|&record| record != 0).collect();
+        let erased = erased.to_vec()?.into_iter().zip(keys.iter().copied());
+        let (erased, keys): (Vec<u32>, Vec<Key>) = erased.filter(|(record, _)| *record != 0).unzip();
+        let words = self.read_changes(&erased)?;
+        self.note_removed(keys.into_iter().zip(words));
         self.end_erasing(&erased, room, WAITING)?;
         self.device.synchronize()?;
         Ok(erased.len())
@@ -263,6 +270,16 @@ impl GpuTable {
         Ok(all)
     }
 
+    /// Appends records to those of a scan. The device must be idle.
+    pub(super) fn append(&self, keys: Vec<Key>, records: &[u32], out: &mut Records) -> Result<()> {
+        let values =
+            if records.is_empty() { Vec::new() } else { self.read_records(self.layout.fields, records)? };
+        self.read_columns(records, out)?;
+        out.keys.extend(keys);
+        out.values.extend(values);
+        Ok(())
+    }
+
     /// Copies all records to the layout of another update. Rows are kept, and states get their initial values.
     pub(super) fn lay_out(&mut self, update: Option<&Update>) -> Result<()> {
         let layout = DeviceLayout::new(update, self.config.dim);
@@ -293,7 +310,7 @@ impl GpuTable {
 
     /// Empties the table, which takes over this index, this memory and these scores.
     pub(super) fn reset(&mut self, index: Index, arena: Arena, evictor: Option<Box<Evictor>>) {
-        (self.index, self.arena, self.evictor) = (index, arena, evictor);
+        (self.index, self.arena, self.evictor, self.changes) = (index, arena, evictor, None);
         self.released.clear();
         self.retired.clear();
         self.reusable.clear();

@@ -70,6 +70,14 @@ pub(crate) struct Sweeps {
     _lent: Vec<Buffer<u32>>,
 }
 
+/// Rows that a sweep has chosen. Scores and words of changes are empty if nobody needs them.
+struct Listed<'a> {
+    keys: &'a [Key],
+    records: &'a [u32],
+    scores: &'a [u64],
+    changes: &'a [u32],
+}
+
 /// What a table has to do when its chosen rows are erased.
 pub(crate) struct Going {
     /// Memory for the numbers that are given out again.
@@ -125,6 +133,7 @@ impl Places {
             sweep.listed_keys = take(2 * wanted);
             sweep.listed_records = take(wanted);
             sweep.listed_scores = if planned.keeps { take(2 * wanted) } else { 0 };
+            sweep.listed_changes = if sweep.changes == 0 { 0 } else { take(wanted) };
         }
         Places { base, sweeps, used, zeros, results, num_words: at }
     }
@@ -201,15 +210,17 @@ impl Sweeps {
         wide(&self.words_at(self.sweeps[number].choice)[..2])[0]
     }
 
-    /// Keys and records of the chosen rows of a table, and their scores if somebody needs them.
-    fn listed(&self, number: usize) -> (&[Key], &[u32], &[u64]) {
+    /// The chosen rows of a table.
+    fn listed(&self, number: usize) -> Listed<'_> {
         let sweep = self.sweeps[number];
         let count = self.num_removable(number).min(sweep.wanted) as usize;
-        let keys = wide(&self.words_at(sweep.listed_keys)[..2 * count]);
-        let records = &self.words_at(sweep.listed_records)[..count];
-        match sweep.listed_scores {
-            0 => (keys, records, &[]),
-            scores => (keys, records, wide(&self.words_at(scores)[..2 * count])),
+        let words =
+            |address: u64, len: usize| if address == 0 { &[] } else { &self.words_at(address)[..len] };
+        Listed {
+            keys: wide(words(sweep.listed_keys, 2 * count)),
+            records: words(sweep.listed_records, count),
+            scores: wide(words(sweep.listed_scores, 2 * count)),
+            changes: words(sweep.listed_changes, count),
         }
     }
 
@@ -275,6 +286,7 @@ impl GpuTable {
             index: self.index.descriptor(),
             wanted: sweep_size(needed, self.config.capacity()).min(self.rows()),
             numbers: numbers as u32,
+            changes: self.changes.as_ref().map_or(0, |changes| changes.address()),
             ..evictor.sweep()
         };
         Ok(Some(PlannedSweep { sweep, used: all_used, keeps: evictor.policy.keeps_evicted, lent }))
@@ -325,11 +337,12 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). Nothing has changed then.
     pub(crate) fn begin_going(&mut self, sweeps: &Sweeps, number: usize) -> Result<Going> {
-        let (keys, records, scores) = sweeps.listed(number);
+        let Listed { keys, records, scores, .. } = sweeps.listed(number);
         let room = self.room_to_release(records.len())?;
         let values =
             if scores.is_empty() { Vec::new() } else { self.read_records(self.layout.row(), records)? };
         let dim = self.config.dim;
+        self.reserve_removed(keys.len())?;
         let mut lens = [0; 2];
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.trim();
@@ -362,7 +375,8 @@ impl GpuTable {
         going: Going,
         stream: Stream,
     ) -> Result<u64> {
-        let (_, records, _) = sweeps.listed(number);
+        let Listed { keys, records, changes, .. } = sweeps.listed(number);
+        self.note_removed(keys.iter().copied().zip(changes.iter().copied()));
         self.end_erasing(records, going.room, stream)?;
         Ok(records.len() as u64)
     }

@@ -185,6 +185,7 @@ impl Workspace {
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
         self.join(stream)?;
+        self.note_updated(saved, prepared, stream)?;
         let rule = rule::type_name(&update.rule);
         let kernel = if saved.is_bounded { "update_in_turns" } else { "update" };
         let name = |dims: &str| format!("{kernel}<{}, {rule}, {}, {dims}>", saved.source as u32, saved.again);
@@ -216,6 +217,7 @@ impl Workspace {
         factors: u64,
         stream: Stream,
     ) -> Result<()> {
+        self.note_updated(saved, prepared, stream)?;
         let rule = rule::type_name(&update.rule);
         let name = |dims: &str| format!("update_sums<{}, {rule}, {dims}>", saved.source as u32);
         let kernels = self.kernels_by_kinds(&BACKWARD, name)?;

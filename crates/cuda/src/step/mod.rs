@@ -7,6 +7,7 @@
 
 mod at_owner;
 mod backward;
+mod changes;
 mod distinct;
 mod feature;
 pub mod general;
@@ -87,6 +88,8 @@ pub struct Workspace {
     memories: Vec<Buffer<u32>>,
     /// The `Fault` that kernels write.
     pub fault: Shared,
+    /// Whether one of the tables notes changes.
+    notes_changes: bool,
     /// Measures the parts of steps.
     pub(crate) profiler: Profiler,
 }
@@ -132,6 +135,7 @@ impl Workspace {
             last: None,
             memories: Vec::new(),
             fault: Shared::new(context, FAULT_WORDS)?,
+            notes_changes: false,
             profiler: Profiler::new(context),
             device: device.clone(),
             dims,
@@ -307,6 +311,7 @@ impl Workspace {
         self.join(stream)?;
         let descriptors: Vec<_> =
             tables.iter().enumerate().map(|(t, table)| table.descriptor(self.kinds[t] as u32)).collect();
+        self.notes_changes = descriptors.iter().any(|table| table.changes != 0);
         self.deliver(self.tables_on_device.address(), words(&descriptors), (0, 0), None, stream)?;
         tables.iter_mut().for_each(|t| t.has_moved = false);
         Ok(())

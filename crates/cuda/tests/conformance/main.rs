@@ -49,6 +49,7 @@ fn table_on_gpu(config: TableConfig) -> Box<dyn Table> {
 suite!(GPU, #[ignore = "needs a GPU"]);
 table_suite!(table_on_gpu, #[ignore = "needs a GPU"]);
 expiry_suite!(GPU, #[ignore = "needs a GPU"]);
+increments_suite!(GPU, #[ignore = "needs a GPU"]);
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: ranks::number("SOK_TEST_CASES", 120) as u32, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() })]

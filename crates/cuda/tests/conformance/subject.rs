@@ -373,6 +373,16 @@ impl Subject for GpuSubject {
         self.group.group_mut().table_mut(number)
     }
 
+    fn tables(&mut self) -> Vec<&dyn Table> {
+        let group = self.group.group_mut();
+        group.settle_tables();
+        (0..group.num_tables()).map(|number| group.table(number)).collect()
+    }
+
+    fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.group.group_mut().tables_mut()
+    }
+
     fn pending_pushes(&mut self) -> usize {
         self.group.group_mut().pending_pushes(true).unwrap()
     }
