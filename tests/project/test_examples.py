@@ -362,6 +362,7 @@ def histories(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@once_on("jax")
 def test_sequence_learns_the_order_and_serves_cold_users(histories):
     flags = ["--data", histories, "--batch-size", 128, "--epochs", 4]
     printed = run_example("sequence.py", *flags, folder=histories.parent)
@@ -375,7 +376,7 @@ def test_sequence_learns_the_order_and_serves_cold_users(histories):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@once_on("torch")
+@once_on("jax")
 def test_sequence_beats_popularity_on_real_histories(tmp_path):
     some = tmp_path / "some.txt"
     with open(shared_file("amazon_video.txt")) as file:
@@ -394,7 +395,7 @@ def test_sequence_says_where_its_data_come_from(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@once_on("torch")
+@once_on("jax")
 def test_daily_goes_on_from_the_day_before(tmp_path):
     printed = run_example("daily.py", "--days", 3, "--rows", 30_000, "--drift", 0.2, folder=tmp_path)
     rows = [int(number) for number in re.findall(r"dumped (\d+) rows", printed)]

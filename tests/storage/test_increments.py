@@ -9,9 +9,6 @@ from keras import layers
 
 import sok_keras as sok
 from once import once_on
-from reference import ON_GPU
-
-on_host = pytest.mark.skipif(ON_GPU, reason="tables on a GPU have no record of their changes yet")
 
 
 def make_model(**arguments):
@@ -44,7 +41,6 @@ def loaded(path, **arguments):
     return model, report
 
 
-@on_host
 def test_a_dump_with_increments_loads_as_a_whole_one(tmp_path):
     model = make_model()
     train(model, *range(50))
@@ -74,7 +70,6 @@ def test_a_dump_with_increments_loads_as_a_whole_one(tmp_path):
     assert_same(loaded(tmp_path / "d")[0], again)
 
 
-@on_host
 def test_an_increment_since_an_older_part_takes_the_place_of_later_ones(tmp_path):
     model = make_model()
     train(model, 1, 2, 3)
@@ -93,7 +88,6 @@ def test_an_increment_since_an_older_part_takes_the_place_of_later_ones(tmp_path
             sok.dump_increment(tmp_path, model, since=since)
 
 
-@on_host
 def test_scores_and_ages_go_on(tmp_path):
     policies = {"eviction": sok.policies.LFU(half_life=2), "max_capacity": 100, "time_to_live": 50}
     model = make_model(**policies)
@@ -111,7 +105,6 @@ def test_scores_and_ages_go_on(tmp_path):
     assert numbers(again) == numbers(model) == {"scores": [1, 0, 1], "ages": [3, 3, 0]}
 
 
-@on_host
 def test_rows_without_states_are_for_serving(tmp_path):
     model = make_model()
     train(model, 1, 2)
@@ -127,7 +120,6 @@ def test_rows_without_states_are_for_serving(tmp_path):
     np.testing.assert_array_equal(layer.get_table().export().rows, expected.rows)
 
 
-@on_host
 def test_what_is_not_known_is_an_error(tmp_path):
     model = make_model()
     train(model, 1)
@@ -148,7 +140,7 @@ def test_what_is_not_known_is_an_error(tmp_path):
 
 
 def test_a_callback_writes_a_whole_dump_where_no_increment_is_possible(tmp_path):
-    """As for tables on a GPU, or after a table was cleared."""
+    """As after a table was cleared."""
 
     class Clear(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -165,7 +157,6 @@ def test_a_callback_writes_a_whole_dump_where_no_increment_is_possible(tmp_path)
     assert_same(loaded(callback.dumps()[-1])[0], model)
 
 
-@on_host
 @once_on("torch")
 def test_twenty_increments_have_hardly_more_bytes_than_what_has_changed(tmp_path):
     num_rows, dim = 1_000_000, 8
@@ -198,7 +189,6 @@ def fit(model, directory, epochs, **arguments):
     return callback
 
 
-@on_host
 def test_a_callback_writes_increments_between_dumps(tmp_path):
     model = make_model()
     callback = fit(model, tmp_path, 2, increments_every=2)
@@ -213,7 +203,6 @@ def test_a_callback_writes_increments_between_dumps(tmp_path):
     assert [sok.read_manifest(path).step for path in callback.dumps()] == [12, 20]
 
 
-@on_host
 def test_a_fit_goes_on_from_an_increment(tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -46,7 +46,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         increments_every: Number of batches after which `dump_increment` adds to the newest dump, between the dumps of `save_freq`. The first
             one is whole. None: never.
         base_every: Every `base_every`-th dump of `save_freq` is whole; those between are increments. None: all are whole. Where
-            `dump_increment` raises `UnknownChangesError`, as for tables on a GPU, a whole dump is written with a warning.
+            `dump_increment` raises `UnknownChangesError`, as after `Table.clear`, a whole dump is written with a warning.
         keep: Number of dumps to keep.
         restore: Whether `on_train_begin` loads the newest dump and goes on from it.
         monitor: Name of a metric in Keras' logs that `save_best_only` compares, for example `"val_loss"`.
