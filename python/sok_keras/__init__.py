@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         size,
         world_size,
     )
+    from sok_keras.dump_handle import DumpHandle
     from sok_keras.errors import VERSION as __version__
     from sok_keras.errors import (
         CorruptDumpError,
@@ -62,6 +63,7 @@ __all__ = [
     "DeviceError",
     "DistributedEmbedding",
     "DumpError",
+    "DumpHandle",
     "DumpMismatchError",
     "DynamicEmbedding",
     "EvictedRows",
@@ -106,6 +108,7 @@ __all__ = [
 ]
 
 _WITHOUT_KERAS = {
+    "DumpHandle": "dump_handle",
     "Manifest": "manifest",
     **dict.fromkeys(
         ("all_reduce", "barrier", "broadcast", "init", "local_rank", "rank", "size", "world_size"), "distributed"

@@ -6,13 +6,14 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import keras
 
 from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
 from sok_keras.backend.private_keras import flatten_layers
+from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of
 from sok_keras.table import Table
@@ -40,6 +41,7 @@ class LoadReport:
     variables: bool
 
 
+@overload
 def dump(
     path: Path,
     source: Source,
@@ -47,7 +49,31 @@ def dump(
     tables: Sequence[str] | None = None,
     overwrite: bool = True,
     states: bool = True,
-) -> Manifest:
+    wait: Literal[True] = True,
+) -> Manifest: ...
+
+
+@overload
+def dump(
+    path: Path,
+    source: Source,
+    *,
+    tables: Sequence[str] | None = None,
+    overwrite: bool = True,
+    states: bool = True,
+    wait: Literal[False],
+) -> DumpHandle: ...
+
+
+def dump(
+    path: Path,
+    source: Source,
+    *,
+    tables: Sequence[str] | None = None,
+    overwrite: bool = True,
+    states: bool = True,
+    wait: bool = True,
+) -> Manifest | DumpHandle:
     """Writes a dump to the directory `path`.
 
     A dump of a `Model` also holds the variables of the model and of its optimizer, so that training resumes as if it had never
@@ -68,16 +94,45 @@ def dump(
             `DistributedEmbedding`. None: all.
         overwrite: Whether an existing dump is replaced.
         states: Whether the optimizer is written: its states of the rows, and its variables. A dump for serving needs neither.
+        wait: Whether the call returns when the dump is written. If not, tables and variables are copied, and training can go on while
+            the copies are written. A table needs as much memory again for that time, on a GPU in the memory of the GPU. An increment
+            needs memory for what has changed.
 
     Returns:
-        The `Manifest`.
+        The `Manifest`; without `wait` a `DumpHandle`, whose `result()` waits for it.
 
     Raises:
         ValueError: If `source` has no tables, two tables of the same name, or a model in a list; if `tables` has an unknown name; if a
             variable has a dtype that a dump cannot hold (`complex128`, `string`); or if there is a dump and `overwrite` is False.
-        OSError: If it cannot be written, for example because the disk is full. An old dump is unchanged then.
+        OSError: If it cannot be written, for example because the disk is full. An old dump is unchanged then. Without `wait`,
+            `DumpHandle.result` raises it.
+        MemoryError, DeviceError: Without `wait`, if there is not enough memory for the copies.
     """
-    return _write(path, source, tables, overwrite, states, None)
+    return _write(path, source, tables, overwrite, states, None, wait)
+
+
+@overload
+def dump_increment(
+    path: Path,
+    source: Source,
+    *,
+    since: int | None = None,
+    tables: Sequence[str] | None = None,
+    states: bool = True,
+    wait: Literal[True] = True,
+) -> Manifest: ...
+
+
+@overload
+def dump_increment(
+    path: Path,
+    source: Source,
+    *,
+    since: int | None = None,
+    tables: Sequence[str] | None = None,
+    states: bool = True,
+    wait: Literal[False],
+) -> DumpHandle: ...
 
 
 def dump_increment(
@@ -87,7 +142,8 @@ def dump_increment(
     since: int | None = None,
     tables: Sequence[str] | None = None,
     states: bool = True,
-) -> Manifest:
+    wait: bool = True,
+) -> Manifest | DumpHandle:
     """Adds to the dump at `path` the rows that were made or changed since its newest part, and the keys that were removed.
 
     `load` reads all parts as one dump. A crash at any time leaves the dump without the increment or with it. From its first dump or load
@@ -110,24 +166,25 @@ def dump_increment(
         since: Step of the part that the increment follows. Later increments are removed from the dump. None: the newest part.
         tables: As for `dump`, with the tables of the dump.
         states: As for `dump`, with the value that the dump was written with.
+        wait: As for `dump`.
 
     Returns:
-        The `Manifest` of the dump with all its parts.
+        The `Manifest` of the dump with all its parts; without `wait` a `DumpHandle`.
 
     Raises:
         ValueError: As for `dump`, or if no part of the dump has the step `since`.
         DumpMismatchError: If the dump has other tables, seeds or optimizer states.
         UnknownChangesError: If a table has no record of its changes since that part: the dump was not written by this process or loaded
-            under the same name, the table was cleared or got other optimizer states, or it is on a GPU. Write a whole dump by `dump`.
+            under the same name, or the table was cleared or got other optimizer states. Write a whole dump by `dump`.
         FileNotFoundError: If there is no dump.
         OSError: If it cannot be written. The dump is unchanged then.
     """
     if since is not None and (isinstance(since, bool) or not isinstance(since, int) or since < 0):
         raise ValueError(f"`since` must be None or the step of a part of the dump. Received: since={since!r}")
-    return _write(path, source, tables, True, states, -1 if since is None else since)
+    return _write(path, source, tables, True, states, -1 if since is None else since, wait)
 
 
-def _write(path, source, tables, overwrite, states, since):
+def _write(path, source, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
     chosen = _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
@@ -137,8 +194,10 @@ def _write(path, source, tables, overwrite, states, since):
     if isinstance(source, keras.Model):
         arrays, step = arrays_of(source, states), step_of(source)
     own = [table._native for table in chosen]
-    text = native.dump(os.fspath(path), own, arrays, overwrite, step, states, since)
-    return manifest_of(path, json.loads(text))
+    arguments = os.fspath(path), own, arrays, overwrite, step, states, since
+    if not wait:
+        return DumpHandle(path, native.FrozenDump(*arguments))
+    return manifest_of(path, json.loads(native.dump(*arguments)))
 
 
 def load(

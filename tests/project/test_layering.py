@@ -37,6 +37,7 @@ LEVELS = [
     {"profile"},
     {"callbacks.best", "callbacks.frequency", "callbacks.progress", "prefetching", "shards"},
     {"checkpoint"},
+    {"dump_handle"},
     {"optimizer", "arrays"},
     {"general"},
     {"layers.distributed_embedding"},

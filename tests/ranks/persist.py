@@ -67,11 +67,11 @@ def main(folder, action, seed):
     for inputs, targets in batches(int(seed)) if action not in ("read", "weights") else ():
         model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
     if action == "dump":
-        sok.dump(path, model)
+        handle = sok.dump(path, model, wait=False)
         inputs, targets = next(batches(3))
         model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
-        # Tables on a GPU have no record of their changes.
-        (sok.dump_increment if tables[0]._core.gpu is None else sok.dump)(path, model)
+        handle.result()
+        sok.dump_increment(path, model, wait=False).result()
         model.save_weights(os.path.join(folder, "model.weights.h5"))
         model.save(os.path.join(folder, "model.keras"))
     arrays = digest(tables, model)

@@ -14,7 +14,7 @@ use sok_core::checkpoint::{
     After, DumpOptions, DumpReader, LoadMode, LoadOptions, Manifest, Target, TargetBinding, compact, dump,
     read_manifest,
 };
-use sok_core::contract::table::{Table, TableConfig};
+use sok_core::contract::table::{Contents, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::host::table::HostTable;
 

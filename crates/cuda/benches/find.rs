@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Bench, config, keep_samples, median, nth_key};
-use sok_core::contract::table::Table;
+use sok_core::contract::table::Contents;
 use sok_core::key::hash;
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;

@@ -6,7 +6,7 @@ mod common;
 use std::time::Instant;
 
 use common::{ADAM, Bench, config, keep_samples, median, nth_key};
-use sok_core::contract::table::Table;
+use sok_core::contract::table::{Contents, Table};
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 

@@ -11,7 +11,7 @@ use std::time::Instant;
 use common::training::{Gpu, Work, ids, normal, scalars, work};
 use common::{Bench, Shape, config, fill, median, nth_key};
 use sok_core::contract::group::Group;
-use sok_core::contract::table::{Cursor, Records, Table, TableConfig};
+use sok_core::contract::table::{Contents, Cursor, Records, Table, TableConfig};
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_cuda::gpu_table::GpuTable;

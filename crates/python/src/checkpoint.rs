@@ -2,15 +2,19 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use sok_core::checkpoint::{self, After, Array, DumpOptions, LoadMode, LoadOptions, Target, TargetBinding};
+use sok_core::checkpoint::{
+    self, After, Array, DumpOptions, FrozenTables, LoadMode, LoadOptions, Manifest, Ranks, Target,
+    TargetBinding,
+};
 use sok_core::contract::group::AnyGroup;
-use sok_core::contract::table::Table;
+use sok_core::contract::table::{Contents, Table};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::message::Call;
@@ -75,30 +79,125 @@ fn dump(
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
         let mut locked = lock(&groups)?;
-        let after = since.map(|since| u64::try_from(since).map_or(After::Newest, After::Step));
-        let options = DumpOptions { overwrite, after, step, states, ..DumpOptions::default() };
+        let options = DumpOptions { overwrite, after: after(since), step, states, ..DumpOptions::default() };
         let tables = places.iter().map(|&(group, number)| {
             let group: &AnyGroup = &**locked[group];
-            (group.table(number), group.owners(number))
+            (group.table(number) as &dyn Contents, group.owners(number))
         });
-        let manifest = match ranks::ranks_for(Call::Dump) {
-            Some(ranks) => {
-                let tables: Vec<(&dyn Table, Owners)> = tables
-                    .map(|(table, owners)| Ok((table, owners.ok_or_else(made_before)?)))
-                    .collect::<Result<_>>()?;
-                checkpoint::dump_of_ranks(&path, &tables, &arrays, &options, &ranks)?
-            }
-            None => {
-                let tables: Vec<&dyn Table> = tables.map(|(table, _)| table).collect();
-                checkpoint::dump(&path, &tables, &arrays, &options)?
-            }
-        };
+        let ranks = ranks::ranks_for(Call::Dump);
+        let manifest = write(&path, tables.collect(), &arrays, &options, ranks.as_ref())?;
         for &(group, number) in &places {
             // The dump is in place. Without memory for that, the next one must be a whole one.
             let _ = locked[group].table_mut(number).track(manifest.snapshot());
         }
         json(&manifest)
     })
+}
+
+fn after(since: Option<i64>) -> Option<After> {
+    since.map(|since| u64::try_from(since).map_or(After::Newest, After::Step))
+}
+
+/// Writes a dump. `tables`: each with its owners, if ranks share it.
+fn write(
+    path: &Path,
+    tables: Vec<(&dyn Contents, Option<Owners>)>,
+    arrays: &[Array],
+    options: &DumpOptions,
+    ranks: Option<&Ranks>,
+) -> Result<Manifest> {
+    let Some(ranks) = ranks else {
+        let tables: Vec<&dyn Contents> = tables.into_iter().map(|(table, _)| table).collect();
+        return checkpoint::dump(path, &tables, arrays, options);
+    };
+    let owned = tables.into_iter().map(|(table, owners)| Ok((table, owners.ok_or_else(made_before)?)));
+    checkpoint::dump_of_ranks(path, &owned.collect::<Result<Vec<_>>>()?, arrays, options, ranks)
+}
+
+/// A dump of copies of tables and arrays, which are as they were when it was made.
+#[pyclass(frozen, module = "sok_keras._native")]
+pub struct FrozenDump {
+    work: Mutex<Option<FrozenWork>>,
+    num_written: AtomicU64,
+    num_rows: u64,
+}
+
+/// What a [`FrozenDump`] writes.
+struct FrozenWork {
+    path: PathBuf,
+    tables: FrozenTables,
+    owners: Vec<Option<Owners>>,
+    arrays: Vec<Array<'static>>,
+    options: DumpOptions<'static>,
+    ranks: Option<Ranks>,
+    groups: Vec<Arc<SharedGroup>>,
+    places: Vec<(usize, usize)>,
+}
+
+#[pymethods]
+impl FrozenDump {
+    /// As for `dump`.
+    #[new]
+    #[pyo3(signature = (path, tables, arrays, overwrite, step, states=true, since=None))]
+    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        tables: Vec<PyRef<'_, PyTable>>,
+        arrays: Vec<ArrayTuple<'_>>,
+        overwrite: bool,
+        step: u64,
+        states: bool,
+        since: Option<i64>,
+    ) -> PyResult<FrozenDump> {
+        let groups = groups(&tables);
+        let places = places(&tables, &groups);
+        let owned = |tuple| {
+            let Array { name, dtype, shape, data } = array(tuple)?;
+            PyResult::Ok(Array { name, dtype, shape, data: Cow::Owned(data.into_owned()) })
+        };
+        let arrays = arrays.iter().map(owned).collect::<PyResult<Vec<_>>>()?;
+        detached(py, || {
+            let mut locked = lock(&groups)?;
+            let options =
+                DumpOptions { overwrite, after: after(since), step, states, ..DumpOptions::default() };
+            let owners = places.iter().map(|&(group, number)| locked[group].owners(number)).collect();
+            let ranks = ranks::ranks_for(Call::Dump);
+            let mut all: Vec<Vec<Option<&mut dyn Table>>> =
+                locked.iter_mut().map(|group| group.tables_mut().into_iter().map(Some).collect()).collect();
+            let mut tables: Vec<&mut dyn Table> =
+                places.iter().filter_map(|&(group, number)| all[group][number].take()).collect();
+            let tables = checkpoint::freeze(&path, &mut tables, &options, ranks.as_ref())?;
+            let num_rows = tables.num_rows(&options, &path)?;
+            drop(locked);
+            let work = FrozenWork { path, tables, owners, arrays, options, ranks, groups, places };
+            Ok(FrozenDump { work: Mutex::new(Some(work)), num_written: AtomicU64::new(0), num_rows })
+        })
+    }
+
+    /// Writes the dump, once. Returns its manifest as JSON.
+    fn write(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || {
+            let work = self.work.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let work = work.ok_or_else(|| Error::State("a frozen dump is written once".into()))?;
+            let options = DumpOptions { num_written: Some(&self.num_written), ..work.options };
+            let contents = work.tables.contents.iter().map(|table| &**table);
+            let tables = contents.zip(work.owners.iter().cloned()).collect();
+            let manifest = write(&work.path, tables, &work.arrays, &options, work.ranks.as_ref())?;
+            if let Ok(mut locked) = lock(&work.groups) {
+                for &(group, number) in &work.places {
+                    let table = locked[group].table_mut(number);
+                    table.rename_snapshot(work.tables.snapshot, manifest.snapshot());
+                }
+            }
+            json(&manifest)
+        })
+    }
+
+    /// The numbers of rows that were written, and that there are.
+    fn progress(&self) -> (u64, u64) {
+        (self.num_written.load(Relaxed), self.num_rows)
+    }
 }
 
 fn made_before() -> Error {
@@ -197,6 +296,7 @@ impl DumpReader {
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dump, module)?)?;
     module.add_class::<DumpReader>()?;
+    module.add_class::<FrozenDump>()?;
     module.add_function(wrap_pyfunction!(compact, module)?)?;
     module.add_function(wrap_pyfunction!(read_manifest, module)?)?;
     module.add_function(wrap_pyfunction!(verify, module)?)

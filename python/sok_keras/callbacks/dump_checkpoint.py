@@ -14,6 +14,7 @@ from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
 from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
+from sok_keras.dump_handle import DumpHandle
 from sok_keras.errors import DumpError, DumpMismatchError, UnknownChangesError
 from sok_keras.manifest import read_manifest
 
@@ -53,6 +54,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
         mode: `"min"`, `"max"` or `"auto"`: which values of `monitor` are better. `"auto"` is decided as in
             `keras.callbacks.EarlyStopping`.
         save_best_only: Whether a dump is written only if `monitor` has improved since the last one.
+        wait: Whether training waits until a dump is written. If not, it goes on while a copy of the tables is written, for which there
+            must be memory. Before the next dump, and when `fit` ends, it waits for the one that is being written.
 
     Raises:
         ValueError: If an argument has another value.
@@ -70,6 +73,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         save_best_only: bool = False,
         increments_every: int | None = None,
         base_every: int | None = None,
+        wait: bool = True,
     ) -> None:
         super().__init__()
         check_frequency("save_freq", save_freq)
@@ -107,6 +111,9 @@ class DumpCheckpoint(keras.callbacks.Callback):
         # The newest dump, to which increments are added, and the number of dumps that `save_freq` has asked for since it was made.
         self._base: str | None = None
         self._since_base = 0
+        self.wait = wait
+        # The dump that is being written, and its path if it is whole.
+        self._pending: tuple[DumpHandle, str | None] | None = None
 
     def dumps(self) -> list[str]:
         """Returns the paths of the dumps, oldest first."""
@@ -118,6 +125,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         return sorted(found, key=self._when_written)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._finish()
         self._epoch, self._done = 0, 0
         if self._best is not None:
             self._best.begin(self.model)
@@ -145,6 +153,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if batch < self._done:
             return  # it was trained before the restart
+        if self._pending and self._pending[0].done():
+            self._finish()
         self._batches += 1
         if isinstance(self.save_freq, int) and self._batches % self.save_freq == 0:
             self._save(logs, *self._after(batch))
@@ -160,6 +170,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
             self._save(logs, epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._finish()
         if distributed.rank() == 0:
             self._progress.clear()
         forget_epoch(self.model)
@@ -174,6 +185,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
 
     def _write(self, epoch, batches, is_whole):
         """Writes a whole dump, or adds an increment to the newest one where that is possible."""
+        self._finish()
         path = os.path.join(self.path, f"step-{step_of(self.model)}")
         if os.path.islink(path):
             raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
@@ -189,15 +201,38 @@ class DumpCheckpoint(keras.callbacks.Callback):
         if not distributed.of_rank_0(self._base is not None and os.path.exists(os.path.join(self._base, _MANIFEST))):
             return False
         try:
-            checkpoint.dump_increment(self._base, self.model)
+            if self.wait:
+                checkpoint.dump_increment(self._base, self.model)
+            else:
+                self._pending = checkpoint.dump_increment(self._base, self.model, wait=False), None
         except (UnknownChangesError, DumpMismatchError) as error:
             warnings.warn(f"A whole dump is written instead of an increment: {error}", stacklevel=2)
             return False
         return True
 
     def _write_whole(self, path):
-        checkpoint.dump(path, self.model)
+        if self.wait:
+            checkpoint.dump(path, self.model)
+            self._keep_newest(path)
+        else:
+            self._pending = checkpoint.dump(path, self.model, wait=False), path
         self._base, self._since_base = path, 0
+
+    def _finish(self):
+        """Waits for the dump that is being written."""
+        if self._pending is None:
+            return
+        (handle, path), self._pending = self._pending, None
+        try:
+            handle.result()
+        except BaseException:
+            self._base = None
+            raise
+        if path is not None:
+            self._keep_newest(path)
+
+    def _keep_newest(self, path):
+        """Removes old dumps, now that the one at `path` is written."""
         self._written = [*(other for other in self._written if other != path), path]
         for old in self.dumps()[: -self.keep] if distributed.rank() == 0 else ():
             if old in self._written or _is_dump_alone(old):

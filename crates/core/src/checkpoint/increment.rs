@@ -6,7 +6,7 @@ use std::path::Path;
 use super::checksum::Checksum;
 use super::manifest::Manifest;
 use super::table_entry::TableEntry;
-use crate::contract::table::{Epoch, Records, Table};
+use crate::contract::table::{Contents, Epoch, Records};
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::memory;
@@ -25,7 +25,6 @@ pub(super) struct Parent {
     pub manifest: Manifest,
     /// Number of the part; 0: the base.
     pub number: usize,
-    /// Identifies the state of the tables in this part.
     snapshot: Checksum,
 }
 
@@ -67,11 +66,16 @@ impl Parent {
         Ok(order)
     }
 
+    /// Identifies the state of the tables in this part.
+    pub fn snapshot(&self) -> u64 {
+        self.snapshot.0
+    }
+
     /// Returns the epoch whose changes the increment has.
     ///
     /// # Errors
     /// [`Error::UnknownChanges`].
-    pub fn epoch(&self, table: &dyn Table) -> Result<Epoch> {
+    pub fn epoch(&self, table: &dyn Contents) -> Result<Epoch> {
         let unknown = || Error::UnknownChanges { table: table.config().name.clone() };
         table.epoch_of(self.snapshot.0).ok_or_else(unknown)
     }
@@ -84,7 +88,7 @@ impl Parent {
     pub fn check_tables<'a>(
         &self,
         path: &Path,
-        tables: impl Iterator<Item = &'a dyn Table>,
+        tables: impl Iterator<Item = &'a dyn Contents>,
         states: bool,
     ) -> Result<()> {
         for (table, dumped) in tables.zip(&self.manifest.tables) {

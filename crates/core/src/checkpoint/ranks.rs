@@ -12,7 +12,7 @@ use super::writer::{
     Array, DumpOptions, Writer, array_tensors, check_names, check_overwrite, create_directory, new_manifest,
     remove_leftovers, unique,
 };
-use crate::contract::table::Table;
+use crate::contract::table::Contents;
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::collectives::{agree, gather};
@@ -34,7 +34,7 @@ pub struct Ranks {
 /// As [`dump`](super::dump), and [`Error::Rank`]. An old dump is unchanged then, unless rank 0 is lost when it replaces the manifest.
 pub fn dump_of_ranks(
     path: &Path,
-    tables: &[(&dyn Table, Owners)],
+    tables: &[(&dyn Contents, Owners)],
     arrays: &[Array],
     options: &DumpOptions,
     ranks: &Ranks,
@@ -161,7 +161,7 @@ const WHOLE: u64 = u64::MAX;
 /// Checks what can be checked before anything is written, and keeps other dumps out of the directory. Returns the message of rank 0.
 fn prepare(
     path: &Path,
-    tables: &[(&dyn Table, Owners)],
+    tables: &[(&dyn Contents, Owners)],
     arrays: &[Array],
     options: &DumpOptions,
 ) -> Result<(DirectoryLock, Vec<u8>)> {
@@ -184,7 +184,7 @@ fn prepare(
 }
 
 /// Returns `result` if it is `Ok` on all ranks.
-fn agree_on<T>(communicator: &dyn Communicator, tag: Tag, result: Result<T>) -> Result<T> {
+pub(super) fn agree_on<T>(communicator: &dyn Communicator, tag: Tag, result: Result<T>) -> Result<T> {
     let vote = agree(communicator, tag, result.as_ref().map(drop).map_err(Error::clone));
     vote.and(result)
 }
@@ -193,7 +193,7 @@ fn agree_on<T>(communicator: &dyn Communicator, tag: Tag, result: Result<T>) -> 
 fn write_tables(
     writer: &mut Writer,
     path: &Path,
-    tables: &[(&dyn Table, Owners)],
+    tables: &[(&dyn Contents, Owners)],
     options: &DumpOptions,
     parent: Option<&Parent>,
 ) -> Result<Vec<u8>> {

@@ -4,7 +4,7 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::data_file::{DataFile, Tensor};
-use crate::contract::table::{Column, Epoch, Records, Table, TableConfig};
+use crate::contract::table::{Column, Contents, Epoch, Records, TableConfig};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
 use crate::policy::eviction::Score;
@@ -79,7 +79,7 @@ pub struct StateEntry {
 
 impl TableEntry {
     /// Without its shards. `states`: whether the dump has the table's optimizer states.
-    pub(super) fn of(table: &dyn Table, states: bool) -> crate::Result<TableEntry> {
+    pub(super) fn of(table: &dyn Contents, states: bool) -> crate::Result<TableEntry> {
         let config = table.config();
         let layout = table.layout();
         let dumped = if states { layout.states() } else { &[] };
@@ -111,7 +111,7 @@ impl TableEntry {
     }
 
     /// As `of`, of the rows that have changed since the start of an epoch.
-    pub(super) fn of_changes(table: &dyn Table, states: bool, since: Epoch) -> crate::Result<TableEntry> {
+    pub(super) fn of_changes(table: &dyn Contents, states: bool, since: Epoch) -> crate::Result<TableEntry> {
         let whole = TableEntry::of(table, states)?;
         let num_rows = table.num_changed(since)? as u64;
         Ok(TableEntry { num_rows, total_rows: Some(whole.num_rows), ..whole })

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::SystemTime;
 
 use safetensors::Dtype;
@@ -20,7 +21,7 @@ use super::names::{MANIFEST, data_file_name, is_own_name, manifest_aside_name};
 use super::table_entry::TableEntry;
 use super::{CHUNK_BYTES, KEY_BYTES, NUMBER_BYTES, SHARD_BYTES, utc};
 use crate::contract::record::Field;
-use crate::contract::table::{Column, Cursor, Records, Table};
+use crate::contract::table::{Column, Contents, Cursor, Records};
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::memory;
@@ -30,7 +31,7 @@ const BUFFER: &str = "the rows of a dump";
 
 /// How a dump is written.
 #[derive(Clone, Copy, Debug)]
-pub struct DumpOptions {
+pub struct DumpOptions<'a> {
     /// Replace a dump that is there; without it, that is an error.
     pub overwrite: bool,
     /// Which part of the dump that is there this one follows, as an increment: what has changed since. `None`: a whole dump is written.
@@ -39,14 +40,17 @@ pub struct DumpOptions {
     pub step: u64,
     /// Whether optimizer states are written. An increment must have them if the dump has them.
     pub states: bool,
+    /// Is raised by the number of rows that were written.
+    pub num_written: Option<&'a AtomicU64>,
     /// Data in a shard at most; a shard has one row at least.
     #[doc(hidden)]
     pub shard_bytes: usize,
 }
 
-impl Default for DumpOptions {
-    fn default() -> DumpOptions {
-        DumpOptions { overwrite: true, after: None, step: 0, states: true, shard_bytes: SHARD_BYTES }
+impl Default for DumpOptions<'_> {
+    fn default() -> Self {
+        let shard_bytes = SHARD_BYTES;
+        DumpOptions { overwrite: true, after: None, step: 0, states: true, num_written: None, shard_bytes }
     }
 }
 
@@ -74,7 +78,12 @@ pub struct Array<'a> {
 /// there without `overwrite`; [`Error::State`] while another dump writes there; [`Error::Io`] names the path, and what
 /// had been written is removed. Of an increment: [`Error::Io`] if there is no dump, [`Error::DumpMismatch`] if that has other tables or
 /// states, [`Error::UnknownChanges`] if a table has no record of its changes since.
-pub fn dump(path: &Path, tables: &[&dyn Table], arrays: &[Array], options: &DumpOptions) -> Result<Manifest> {
+pub fn dump(
+    path: &Path,
+    tables: &[&dyn Contents],
+    arrays: &[Array],
+    options: &DumpOptions,
+) -> Result<Manifest> {
     dump_with(&Disk, path, tables, arrays, options)
 }
 
@@ -83,7 +92,7 @@ pub fn dump(path: &Path, tables: &[&dyn Table], arrays: &[Array], options: &Dump
 pub fn dump_with(
     files: &dyn Files,
     path: &Path,
-    tables: &[&dyn Table],
+    tables: &[&dyn Contents],
     arrays: &[Array],
     options: &DumpOptions,
 ) -> Result<Manifest> {
@@ -135,7 +144,10 @@ pub(super) fn write_and_place(
 }
 
 /// Checks that names are distinct.
-pub(super) fn check_names<'a>(tables: impl Iterator<Item = &'a dyn Table>, arrays: &[Array]) -> Result<()> {
+pub(super) fn check_names<'a>(
+    tables: impl Iterator<Item = &'a dyn Contents>,
+    arrays: &[Array],
+) -> Result<()> {
     check_distinct("table", tables.map(|t| t.config().name.as_str())).map_err(Error::Argument)?;
     check_distinct("array", arrays.iter().map(|a| a.name.as_str())).map_err(Error::Argument)
 }
@@ -241,7 +253,7 @@ impl<'a> Writer<'a> {
     /// Everything but the rename: the manifest and the path where it lies aside, all of it synced.
     fn write(
         &mut self,
-        tables: &[&dyn Table],
+        tables: &[&dyn Contents],
         arrays: &[Array],
         array_tensors: Vec<Tensor>,
         options: &DumpOptions,
@@ -275,7 +287,7 @@ impl<'a> Writer<'a> {
     /// Writes the rows of a table, or what has changed since `parent`. Returns its entry in the manifest.
     pub fn write_table(
         &mut self,
-        table: &dyn Table,
+        table: &dyn Contents,
         options: &DumpOptions,
         parent: Option<&Parent>,
     ) -> Result<TableEntry> {
@@ -301,6 +313,9 @@ impl<'a> Writer<'a> {
                 Some(since) => table.scan_changed(since, here, rows.chunk_rows, &mut records)?,
             };
             rows.add(&records)?;
+            if let Some(num_written) = options.num_written {
+                num_written.fetch_add(records.keys.len() as u64, Relaxed);
+            }
         }
         let mut entry = rows.finish()?;
         if let Some(since) = since {

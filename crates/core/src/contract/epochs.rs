@@ -55,6 +55,12 @@ impl Epochs {
         Some(self.oldest + place as u32)
     }
 
+    /// Gives the epochs that began with a snapshot another one.
+    pub fn rename(&mut self, from: u64, to: u64) {
+        let named = self.epochs.iter_mut().filter(|epoch| epoch.snapshot == from);
+        named.for_each(|epoch| epoch.snapshot = to);
+    }
+
     /// Number of the epoch in progress.
     pub fn now(&self) -> u32 {
         self.oldest + self.epochs.len() as u32 - 1

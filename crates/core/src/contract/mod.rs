@@ -4,6 +4,7 @@ pub mod batch;
 pub mod binding;
 pub mod departures;
 pub mod epochs;
+pub mod frozen;
 pub mod general;
 pub mod gradients;
 pub mod group;

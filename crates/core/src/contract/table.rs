@@ -398,12 +398,10 @@ pub struct Cursor(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Epoch(pub u32);
 
-/// A map from keys to embedding rows and their optimizer states.
+/// What a dump reads: of a table, or of a copy that does not change ([`Table::freeze`]).
 ///
-/// A *record* is a row and its states. Keys are any 64-bit pattern. Rows are `dim` float32 values; arrays of rows are row-major,
-/// `(keys.len(), dim)`. A method that fails has changed nothing, unless it says otherwise. On a device, every method waits for the
-/// calls before it and returns their errors.
-pub trait Table: Send {
+/// A *record* is a row and its states. On a device, every method waits for the calls before it and returns their errors.
+pub trait Contents: Send {
     /// Returns the configuration.
     fn config(&self) -> &TableConfig;
 
@@ -429,6 +427,69 @@ pub trait Table: Send {
         RecordLayout::new(self.config().dim, self.update_rule())
     }
 
+    /// Returns the number of the step in progress, from 1, which scores count. A table without a policy does not count steps.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails.
+    fn step(&self) -> Result<u64> {
+        Ok(1)
+    }
+
+    /// Returns when commits were made, if rows have a time to live in milliseconds. Each entry is a time in milliseconds since 1970, and the
+    /// number of commits that were made after it. Times ascend.
+    fn commit_times(&self) -> Vec<(u64, u64)> {
+        Vec::new()
+    }
+
+    /// Appends up to `max` records from `cursor` on to `out`, in the order of the table. Returns where the scan goes on, or `None`
+    /// at the end. A scan returns each record once if the table does not change meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails, [`Error::Memory`].
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
+
+    /// Returns the newest epoch that began with a snapshot. `None` if the table has no record of its changes since.
+    fn epoch_of(&self, _snapshot: u64) -> Option<Epoch> {
+        None
+    }
+
+    /// Returns the number of rows that were made or changed since the start of an epoch.
+    ///
+    /// # Errors
+    /// [`Error::UnknownChanges`] without a record of changes, [`Error::Device`] if a device fails.
+    fn num_changed(&self, _since: Epoch) -> Result<usize> {
+        Err(Error::UnknownChanges { table: self.config().name.clone() })
+    }
+
+    /// As `scan`, of the rows that were made or changed since the start of an epoch.
+    ///
+    /// # Errors
+    /// As `num_changed`, and [`Error::Memory`].
+    fn scan_changed(
+        &self,
+        _since: Epoch,
+        _cursor: Cursor,
+        _max: usize,
+        _out: &mut Records,
+    ) -> Result<Option<Cursor>> {
+        Err(Error::UnknownChanges { table: self.config().name.clone() })
+    }
+
+    /// Returns the keys that had a row at the start of an epoch and have none now, ascending. There may be others that had none then.
+    ///
+    /// # Errors
+    /// As `num_changed`, and [`Error::Memory`].
+    fn removed_since(&self, _since: Epoch) -> Result<Vec<Key>> {
+        Err(Error::UnknownChanges { table: self.config().name.clone() })
+    }
+}
+
+/// A map from keys to embedding rows and their optimizer states.
+///
+/// Keys are any 64-bit pattern. Rows are `dim` float32 values; arrays of rows are row-major,
+/// `(keys.len(), dim)`. A method that fails has changed nothing, unless it says otherwise. On a device, every method waits for the
+/// calls before it and returns their errors.
+pub trait Table: Contents {
     /// Copies the rows of `keys`. Never inserts: a key without a row gets what `missing` says, and `found` is false.
     ///
     /// # Errors
@@ -489,26 +550,12 @@ pub trait Table: Send {
         Err(not_kept(&self.config().name))
     }
 
-    /// Returns the number of the step in progress, from 1, which scores count. A table without a policy does not count steps.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if a device fails.
-    fn step(&self) -> Result<u64> {
-        Ok(1)
-    }
-
     /// Goes on counting steps from a number. A load sets it to the step of the dump.
     ///
     /// # Errors
     /// [`Error::Device`] if a device fails.
     fn set_step(&mut self, _step: u64) -> Result<()> {
         Ok(())
-    }
-
-    /// Returns when commits were made, if rows have a time to live in milliseconds. Each entry is a time in milliseconds since 1970, and the
-    /// number of commits that were made after it. Times ascend.
-    fn commit_times(&self) -> Vec<(u64, u64)> {
-        Vec::new()
     }
 
     /// Replaces the times of commits by those of a dump. `times`: as `commit_times` returns them.
@@ -533,13 +580,6 @@ pub trait Table: Send {
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`], [`Error::Device`].
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()>;
 
-    /// Appends up to `max` records from `cursor` on to `out`, in the order of the table. Returns where the scan goes on, or `None`
-    /// at the end. A scan returns each record once if the table does not change meanwhile.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if a device fails, [`Error::Memory`].
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>>;
-
     /// Starts an epoch: from now on the table records which rows change and which keys are removed. `snapshot`: identifies its present
     /// state, which a dump has. The default does nothing.
     ///
@@ -549,40 +589,16 @@ pub trait Table: Send {
         Ok(())
     }
 
-    /// Returns the newest epoch that began with a snapshot. `None` if the table has no record of its changes since.
-    fn epoch_of(&self, _snapshot: u64) -> Option<Epoch> {
-        None
-    }
+    /// Gives the epochs that began with a snapshot another one. A dump of frozen contents has its own only when it is complete.
+    fn rename_snapshot(&mut self, _from: u64, _to: u64) {}
 
-    /// Returns the number of rows that were made or changed since the start of an epoch.
+    /// Returns a copy of what a dump reads, which later calls do not change. `since`: a snapshot; only what has changed since is copied, and
+    /// the copy knows no other epoch.
     ///
     /// # Errors
-    /// [`Error::UnknownChanges`] without a record of changes, [`Error::Device`] if a device fails.
-    fn num_changed(&self, _since: Epoch) -> Result<usize> {
-        Err(Error::UnknownChanges { table: self.config().name.clone() })
-    }
-
-    /// As `scan`, of the rows that were made or changed since the start of an epoch.
-    ///
-    /// # Errors
-    /// As `num_changed`, and [`Error::Memory`].
-    fn scan_changed(
-        &self,
-        _since: Epoch,
-        _cursor: Cursor,
-        _max: usize,
-        _out: &mut Records,
-    ) -> Result<Option<Cursor>> {
-        Err(Error::UnknownChanges { table: self.config().name.clone() })
-    }
-
-    /// Returns the keys that had a row at the start of an epoch and have none now, ascending. There may be others that had none then.
-    ///
-    /// # Errors
-    /// As `num_changed`, and [`Error::Memory`].
-    fn removed_since(&self, _since: Epoch) -> Result<Vec<Key>> {
-        Err(Error::UnknownChanges { table: self.config().name.clone() })
-    }
+    /// [`Error::UnknownChanges`] without a record of changes since the snapshot; [`Error::Memory`], or [`Error::Device`] without enough
+    /// memory for the copy.
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>>;
 
     /// Returns all keys, in the order of the table.
     ///

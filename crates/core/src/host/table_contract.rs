@@ -3,10 +3,11 @@
 use std::any::Any;
 
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
+use crate::contract::frozen::Frozen;
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{
-    Column, Cursor, Epoch, Explanation, Insertion, Outcomes, Records, Table, TableConfig, TableStats,
-    not_kept, update_with_formula,
+    Column, Contents, Cursor, Epoch, Explanation, Insertion, Outcomes, Records, Table, TableConfig,
+    TableStats, not_kept, update_with_formula,
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
@@ -163,7 +164,7 @@ impl HostTable {
     }
 }
 
-impl Table for HostTable {
+impl Contents for HostTable {
     fn config(&self) -> &TableConfig {
         &self.config
     }
@@ -176,6 +177,54 @@ impl Table for HostTable {
         self.update.as_ref()
     }
 
+    fn step(&self) -> Result<u64> {
+        Ok(self.step)
+    }
+
+    fn commit_times(&self) -> Vec<(u64, u64)> {
+        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
+    }
+
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        self.scan_those(cursor, max, out, |_| true)
+    }
+
+    fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
+        self.changes.as_ref()?.epochs.find(snapshot).map(Epoch)
+    }
+
+    fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
+        let changes = self.known_changes()?;
+        let mut count = 0;
+        self.index.scan(0, |_, record| {
+            count += usize::from(changes.has_changed(record, epoch));
+            true
+        });
+        Ok(count)
+    }
+
+    fn scan_changed(
+        &self,
+        Epoch(epoch): Epoch,
+        cursor: Cursor,
+        max: usize,
+        out: &mut Records,
+    ) -> Result<Option<Cursor>> {
+        let changes = self.known_changes()?;
+        self.scan_those(cursor, max, out, |record| changes.has_changed(record, epoch))
+    }
+
+    fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
+        let removed = self.known_changes()?.epochs.removed_since(epoch);
+        let what = "the keys that were removed since a dump";
+        let mut keys = memory::collect(removed.filter(|key| self.is_absent(*key)), what)?;
+        keys.sort_unstable();
+        keys.dedup();
+        Ok(keys)
+    }
+}
+
+impl Table for HostTable {
     fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
         self.check_len("rows", rows.len(), keys.len())?;
         if found.len() != keys.len() {
@@ -338,19 +387,11 @@ impl Table for HostTable {
         }
     }
 
-    fn step(&self) -> Result<u64> {
-        Ok(self.step)
-    }
-
     fn set_step(&mut self, step: u64) -> Result<()> {
         if self.has_policy() {
             self.step = step;
         }
         Ok(())
-    }
-
-    fn commit_times(&self) -> Vec<(u64, u64)> {
-        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
     }
 
     fn set_commit_times(&mut self, times: &[(u64, u64)]) {
@@ -400,50 +441,12 @@ impl Table for HostTable {
         Ok(())
     }
 
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
-        self.scan_those(cursor, max, out, |_| true)
-    }
-
     fn track(&mut self, snapshot: u64) -> Result<()> {
         match &mut self.changes {
             Some(changes) => changes.epochs.start(snapshot),
             None => self.changes = Some(Box::new(Changes::new(self.arena.next_unused(), snapshot)?)),
         }
         Ok(())
-    }
-
-    fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
-        self.changes.as_ref()?.epochs.find(snapshot).map(Epoch)
-    }
-
-    fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
-        let changes = self.known_changes()?;
-        let mut count = 0;
-        self.index.scan(0, |_, record| {
-            count += usize::from(changes.has_changed(record, epoch));
-            true
-        });
-        Ok(count)
-    }
-
-    fn scan_changed(
-        &self,
-        Epoch(epoch): Epoch,
-        cursor: Cursor,
-        max: usize,
-        out: &mut Records,
-    ) -> Result<Option<Cursor>> {
-        let changes = self.known_changes()?;
-        self.scan_those(cursor, max, out, |record| changes.has_changed(record, epoch))
-    }
-
-    fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
-        let removed = self.known_changes()?.epochs.removed_since(epoch);
-        let what = "the keys that were removed since a dump";
-        let mut keys = memory::collect(removed.filter(|key| self.is_absent(*key)), what)?;
-        keys.sort_unstable();
-        keys.dedup();
-        Ok(keys)
     }
 
     fn keys(&self) -> Result<Vec<Key>> {
@@ -526,6 +529,16 @@ impl Table for HostTable {
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
+    }
+
+    fn rename_snapshot(&mut self, from: u64, to: u64) {
+        if let Some(changes) = &mut self.changes {
+            changes.epochs.rename(from, to);
+        }
+    }
+
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
+        Ok(Box::new(Frozen::of(self, since)?))
     }
 }
 

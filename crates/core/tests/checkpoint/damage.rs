@@ -8,7 +8,7 @@ use sok_core::Error;
 use sok_core::checkpoint::{
     BLOCK_BYTES, LoadOptions, MANIFEST, dump, load, read_arrays, read_manifest, verify,
 };
-use sok_core::contract::table::Table;
+use sok_core::contract::table::Contents;
 
 use crate::support::*;
 

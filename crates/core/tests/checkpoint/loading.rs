@@ -5,7 +5,7 @@ use sok_core::checkpoint::{
     Disk, DumpReader, LoadMode, LoadOptions, MANIFEST, Target, TargetBinding, dump, dump_with, load,
     read_manifest,
 };
-use sok_core::contract::table::{Table, TableConfig};
+use sok_core::contract::table::{Contents, TableConfig};
 use sok_core::formula::{Adam, Rule};
 use sok_core::initializer::Initializer;
 

@@ -18,7 +18,7 @@ use sok_core::checkpoint::{
     Array, BLOCK_BYTES, CHUNK_BYTES, Disk, DumpOptions, LOAD_BYTES, LoadOptions, MANIFEST, dump, dump_with,
     load, read_arrays, read_manifest, verify,
 };
-use sok_core::contract::table::Table;
+use sok_core::contract::table::Contents;
 use sok_core::formula::{Adam, Rule};
 use sok_core::key::Key;
 use support::*;
@@ -157,7 +157,7 @@ fn arrays_come_back_with_their_dtypes_and_shapes() {
 fn wrong_arguments_of_a_dump_change_nothing() {
     let directory = Directory::new();
     let [a, b] = two_tables(0.0);
-    let refused = |tables: &[&dyn Table], arrays: &[Array]| match dump(
+    let refused = |tables: &[&dyn Contents], arrays: &[Array]| match dump(
         &directory.dump(),
         tables,
         arrays,

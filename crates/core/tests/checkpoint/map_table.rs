@@ -4,8 +4,9 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 
 use sok_core::Result;
+use sok_core::contract::frozen::Frozen;
 use sok_core::contract::table::{
-    CheckMode, Cursor, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig, TableStats,
+    CheckMode, Contents, Cursor, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig, TableStats,
 };
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adam, RowWiseAdagrad, Rule};
@@ -76,7 +77,7 @@ impl MapTable {
     }
 }
 
-impl Table for MapTable {
+impl Contents for MapTable {
     fn config(&self) -> &TableConfig {
         &self.config
     }
@@ -89,6 +90,18 @@ impl Table for MapTable {
         self.update.as_ref()
     }
 
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        self.note_chunk(max);
+        let mut left = self.records.range(cursor.0..);
+        for (key, record) in left.by_ref().take(max) {
+            out.keys.push(*key);
+            out.values.extend(record);
+        }
+        Ok(left.next().map(|(key, _)| Cursor(*key)))
+    }
+}
+
+impl Table for MapTable {
     fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
         for ((key, row), found) in keys.iter().zip(rows.chunks_mut(self.config.dim)).zip(found) {
             let record = self.records.get(key);
@@ -111,16 +124,6 @@ impl Table for MapTable {
             }
         }
         Ok(())
-    }
-
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
-        self.note_chunk(max);
-        let mut left = self.records.range(cursor.0..);
-        for (key, record) in left.by_ref().take(max) {
-            out.keys.push(*key);
-            out.values.extend(record);
-        }
-        Ok(left.next().map(|(key, _)| Cursor(*key)))
     }
 
     fn keys(&self) -> Result<Vec<Key>> {
@@ -180,6 +183,10 @@ impl Table for MapTable {
 
     fn recent_stats(&self) -> TableStats {
         TableStats::default()
+    }
+
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
+        Ok(Box::new(Frozen::of(self, since)?))
     }
 }
 

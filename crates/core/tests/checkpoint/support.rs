@@ -51,7 +51,7 @@ pub fn named_files(path: &Path) -> BTreeSet<String> {
     shards.map(|s| s.file.clone()).chain([MANIFEST.to_owned()]).collect()
 }
 
-pub fn options(shard_bytes: usize) -> DumpOptions {
+pub fn options(shard_bytes: usize) -> DumpOptions<'static> {
     DumpOptions { step: 7, shard_bytes, ..DumpOptions::default() }
 }
 

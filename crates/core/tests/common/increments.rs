@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use sok_core::checkpoint::{
     After, Array, DumpOptions, DumpReader, LoadMode, LoadOptions, Manifest, Target, TargetBinding, compact,
-    dump, read_manifest, verify,
+    dump, freeze, read_manifest, verify,
 };
-use sok_core::contract::table::{Insertion, Table, TableConfig};
-use sok_core::error::Result;
+use sok_core::contract::table::{Contents, Insertion, Table, TableConfig};
+use sok_core::error::{Error, Result};
 use sok_core::formula::update::UpdateScalars;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
@@ -53,7 +54,7 @@ pub struct Trained {
     step: u64,
 }
 
-type Contents = Vec<(u64, BTreeMap<Key, Vec<u32>>)>;
+type Rows = Vec<(u64, BTreeMap<Key, Vec<u32>>)>;
 
 impl Trained {
     pub fn new(maker: &Maker) -> Trained {
@@ -106,7 +107,7 @@ impl Trained {
         self.subject.tables_mut().into_iter().for_each(|table| table.track(snapshot).unwrap());
     }
 
-    fn contents(&mut self) -> Contents {
+    fn contents(&mut self) -> Rows {
         self.subject.tables().into_iter().map(|table| (table.step().unwrap(), scan(table, 7))).collect()
     }
 
@@ -213,6 +214,45 @@ pub fn a_chain_loads_as_the_whole_dump_would(maker: &Maker) {
     }
 }
 
+pub fn a_frozen_dump_is_of_its_step_whatever_comes_later(maker: &Maker) {
+    for seed in 0..4 {
+        let mut dice = Dice(100 + seed);
+        let directory = Directory::new(&format!("frozen{seed}"));
+        let path = &directory.0;
+        let mut trained = Trained::new(maker);
+        let go_on = |trained: &mut Trained, dice: &mut Dice| {
+            for _ in 0..1 + dice.below(4) {
+                if dice.below(3) == 0 { trained.change(dice) } else { trained.train(dice) }
+            }
+        };
+        for number in 0..12 {
+            go_on(&mut trained, &mut dice);
+            let after = Some(After::Newest).filter(|_| number > 0 && dice.below(3) > 0);
+            let options =
+                DumpOptions { after, step: trained.step, shard_bytes: 400, ..DumpOptions::default() };
+            let arrays = trained.arrays();
+            let frozen = freeze(path, &mut trained.subject.tables_mut(), &options, None).unwrap();
+            let (expected, num_written) = (trained.contents(), AtomicU64::new(0));
+            go_on(&mut trained, &mut dice);
+            let contents: Vec<&dyn Contents> = frozen.contents.iter().map(|table| &**table).collect();
+            let num_rows = frozen.num_rows(&options, path).unwrap();
+            let options = DumpOptions { num_written: Some(&num_written), ..options };
+            let manifest = dump(path, &contents, &arrays, &options).unwrap();
+            assert_eq!(num_written.into_inner(), num_rows);
+            let renamed = |table: &mut dyn Table| table.rename_snapshot(frozen.snapshot, manifest.snapshot());
+            trained.subject.tables_mut().into_iter().for_each(renamed);
+            assert_eq!(trained.loaded(path).contents(), expected, "seed {seed}, dump {number}");
+            // What came meanwhile is in the next increment.
+            trained.increment(path, None).unwrap();
+            same(&mut trained.loaded(path), &mut trained, seed);
+        }
+        trained.subject.table_mut(1).clear().unwrap();
+        let options = DumpOptions { after: Some(After::Newest), ..DumpOptions::default() };
+        let error = freeze(path, &mut trained.subject.tables_mut(), &options, None).err().unwrap();
+        assert!(matches!(error, Error::UnknownChanges { .. }), "{error}");
+    }
+}
+
 pub fn an_increment_has_what_has_changed_and_no_more(maker: &Maker) {
     let directory = Directory::new("small");
     let config = plain_config("t", 2);
@@ -253,7 +293,7 @@ pub fn a_merge_of_a_chain_leaves_rows_that_went_from_it(maker: &Maker) {
     let mut other = Trained::new(maker);
     set(&mut other, &[2, 3, 9], 7.0);
     other.load(&directory.0, LoadMode::Merge).unwrap();
-    for table in other.subject.tables() {
+    for table in other.subject.tables_mut() {
         let dim = table.config().dim;
         let (mut rows, mut found) = (vec![0.0; 4 * dim], [false; 4]);
         table.find(&[1, 2, 3, 9], &mut rows, &mut found).unwrap();

@@ -21,7 +21,7 @@ pub mod table_suite;
 
 use std::collections::BTreeMap;
 
-use sok_core::contract::table::{Column, Cursor, Records, Table};
+use sok_core::contract::table::{Column, Contents, Cursor, Records};
 use sok_core::key::Key;
 
 /// Random numbers from a seed, the same on every run (SplitMix64 of Steele, Lea and Flood).
@@ -65,7 +65,7 @@ pub fn record_bits(values: &[f32], numbers: impl Iterator<Item = u64>) -> Vec<u3
 }
 
 /// All records of a table as [`record_bits`], read `max` at a time; each comes once.
-pub fn scan(table: &dyn Table, max: usize) -> BTreeMap<Key, Vec<u32>> {
+pub fn scan(table: &dyn Contents, max: usize) -> BTreeMap<Key, Vec<u32>> {
     let (mut records, mut cursor) = (Records::default(), Some(Cursor::default()));
     while let Some(at) = cursor {
         cursor = table.scan(at, max, &mut records).unwrap();
@@ -179,7 +179,7 @@ macro_rules! expiry_suite {
 #[macro_export]
 macro_rules! increments_suite {
     ($maker:expr $(, #[$attribute:meta])?) => {
-        $crate::increments_suite!(@ $maker, [$(#[$attribute])?] a_chain_loads_as_the_whole_dump_would an_increment_has_what_has_changed_and_no_more a_merge_of_a_chain_leaves_rows_that_went_from_it an_optimizer_without_states_changes_no_row nothing_of_an_erased_row_is_left_after_compaction);
+        $crate::increments_suite!(@ $maker, [$(#[$attribute])?] a_chain_loads_as_the_whole_dump_would a_frozen_dump_is_of_its_step_whatever_comes_later an_increment_has_what_has_changed_and_no_more a_merge_of_a_chain_leaves_rows_that_went_from_it an_optimizer_without_states_changes_no_row nothing_of_an_erased_row_is_left_after_compaction);
     };
     (@ $maker:expr, $attributes:tt $($name:ident)*) => { $($crate::increments_suite!(@one $maker, $attributes $name);)* };
     (@one $maker:expr, [$(#[$attribute:meta])?] $name:ident) => {

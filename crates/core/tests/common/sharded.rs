@@ -11,7 +11,7 @@ use sok_core::checkpoint::{
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
-use sok_core::contract::table::{Insertion, Table, TableConfig};
+use sok_core::contract::table::{Contents, Insertion, Table, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::Result;
 use sok_core::exchange::communicator::Communicator;
@@ -140,8 +140,8 @@ impl Subject for ShardedSubject {
         self.group.table_mut(number)
     }
 
-    fn tables(&mut self) -> Vec<&dyn Table> {
-        (0..self.group.num_tables()).map(|number| self.group.table(number)).collect()
+    fn tables(&mut self) -> Vec<&dyn Contents> {
+        (0..self.group.num_tables()).map(|number| self.group.table(number) as &dyn Contents).collect()
     }
 
     fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
@@ -192,8 +192,9 @@ fn ranks_of(group: &ShardedGroup, call: Call, step: u64) -> Ranks {
 /// Dumps the tables of a group. `step`: number of the dump, which the manifest gets as its step.
 pub fn save(group: &mut ShardedGroup, path: &Path, overwrite: bool, step: u64) -> Result<()> {
     let ranks = ranks_of(group, Call::Dump, step);
-    let tables: Vec<_> =
-        (0..group.num_tables()).map(|table| (group.table(table), group.owners(table).unwrap())).collect();
+    let tables: Vec<_> = (0..group.num_tables())
+        .map(|table| (group.table(table) as &dyn Contents, group.owners(table).unwrap()))
+        .collect();
     let options = DumpOptions { overwrite, step, shard_bytes: 1000, ..DumpOptions::default() };
     dump_of_ranks(path, &tables, &[], &options, &ranks).map(drop)
 }
@@ -207,8 +208,9 @@ pub fn track(group: &mut ShardedGroup, path: &Path) {
 /// Dumps what has changed in the tables of a group. `step`: number of the dump, which the increment gets as its step.
 pub fn save_increment(group: &mut ShardedGroup, path: &Path, after: After, step: u64) -> Result<()> {
     let ranks = ranks_of(group, Call::Dump, step);
-    let tables: Vec<_> =
-        (0..group.num_tables()).map(|table| (group.table(table), group.owners(table).unwrap())).collect();
+    let tables: Vec<_> = (0..group.num_tables())
+        .map(|table| (group.table(table) as &dyn Contents, group.owners(table).unwrap()))
+        .collect();
     let options = DumpOptions { after: Some(after), step, shard_bytes: 1000, ..DumpOptions::default() };
     dump_of_ranks(path, &tables, &[], &options, &ranks).map(drop)
 }

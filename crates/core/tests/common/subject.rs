@@ -7,7 +7,7 @@ use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::{GradientRows, Keep};
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
-use sok_core::contract::table::{Insertion, Table, TableConfig};
+use sok_core::contract::table::{Contents, Insertion, Table, TableConfig};
 use sok_core::contract::ticket::{Named, TICKET_LEN};
 use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -63,7 +63,7 @@ pub trait Subject {
     fn num_tables(&self) -> usize;
     fn table(&mut self, number: usize) -> &dyn Table;
     fn table_mut(&mut self, number: usize) -> &mut dyn Table;
-    fn tables(&mut self) -> Vec<&dyn Table>;
+    fn tables(&mut self) -> Vec<&dyn Contents>;
     fn tables_mut(&mut self) -> Vec<&mut dyn Table>;
     fn pending_pushes(&mut self) -> usize;
     fn take_refused(&mut self) -> Vec<(String, u64)>;
@@ -204,8 +204,8 @@ impl Subject for HostSubject {
         self.group.table_mut(number)
     }
 
-    fn tables(&mut self) -> Vec<&dyn Table> {
-        (0..self.group.num_tables()).map(|number| self.group.table(number)).collect()
+    fn tables(&mut self) -> Vec<&dyn Contents> {
+        (0..self.group.num_tables()).map(|number| self.group.table(number) as &dyn Contents).collect()
     }
 
     fn tables_mut(&mut self) -> Vec<&mut dyn Table> {

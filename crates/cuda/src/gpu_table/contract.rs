@@ -3,9 +3,10 @@
 use std::any::Any;
 use std::collections::HashSet;
 
+use sok_core::contract::frozen::Frozen;
 use sok_core::contract::table::{
-    Column, Cursor, Epoch, Explanation, Outcomes, Records, Table, TableConfig, TableStats, not_kept,
-    update_with_formula,
+    Column, Contents, Cursor, Epoch, Explanation, Outcomes, Records, Table, TableConfig, TableStats,
+    not_kept, update_with_formula,
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -35,7 +36,7 @@ fn check_states(update: &Update, table: &str) -> Result<()> {
     )))
 }
 
-impl Table for GpuTable {
+impl Contents for GpuTable {
     fn config(&self) -> &TableConfig {
         &self.config
     }
@@ -50,6 +51,56 @@ impl Table for GpuTable {
         self.update.as_ref()
     }
 
+    fn step(&self) -> Result<u64> {
+        let Some(evictor) = &self.evictor else { return Ok(1) };
+        self.device.synchronize()?;
+        evictor.read_step()
+    }
+
+    fn commit_times(&self) -> Vec<(u64, u64)> {
+        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
+    }
+
+    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        self.device.synchronize()?;
+        let (mut keys, mut records) = (Vec::new(), Vec::new());
+        let next = self.index.entries(cursor.0 as usize, max, |key, record| {
+            keys.push(key);
+            records.push(record);
+        })?;
+        self.append(keys, &records, out)?;
+        Ok(next.map(|next| Cursor(next as u64)))
+    }
+
+    fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
+        self.changes.as_ref()?.epochs.find(snapshot).map(Epoch)
+    }
+
+    fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
+        self.device.synchronize()?;
+        self.count_changed(epoch)
+    }
+
+    fn scan_changed(
+        &self,
+        Epoch(epoch): Epoch,
+        cursor: Cursor,
+        max: usize,
+        out: &mut Records,
+    ) -> Result<Option<Cursor>> {
+        self.device.synchronize()?;
+        let (keys, records, next) = self.list_changed(epoch, cursor.0 as usize, max)?;
+        self.append(keys, &records, out)?;
+        Ok(next.map(|next| Cursor(next as u64)))
+    }
+
+    fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
+        self.device.synchronize()?;
+        self.absent_of(self.known_changes()?.epochs.removed_since(epoch))
+    }
+}
+
+impl Table for GpuTable {
     fn find(&self, keys: &[Key], rows: &mut [f32], found: &mut [bool]) -> Result<()> {
         self.check_len("rows", rows.len(), keys.len(), self.config.dim)?;
         if found.len() != keys.len() {
@@ -146,19 +197,9 @@ impl Table for GpuTable {
         }
     }
 
-    fn step(&self) -> Result<u64> {
-        let Some(evictor) = &self.evictor else { return Ok(1) };
-        self.device.synchronize()?;
-        evictor.read_step()
-    }
-
     fn set_step(&mut self, step: u64) -> Result<()> {
         self.wait()?;
         self.evictor.as_mut().map_or(Ok(()), |evictor| evictor.set_step(step))
-    }
-
-    fn commit_times(&self) -> Vec<(u64, u64)> {
-        self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
     }
 
     fn set_commit_times(&mut self, times: &[(u64, u64)]) {
@@ -200,47 +241,9 @@ impl Table for GpuTable {
         Ok(())
     }
 
-    fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
-        self.device.synchronize()?;
-        let (mut keys, mut records) = (Vec::new(), Vec::new());
-        let next = self.index.entries(cursor.0 as usize, max, |key, record| {
-            keys.push(key);
-            records.push(record);
-        })?;
-        self.append(keys, &records, out)?;
-        Ok(next.map(|next| Cursor(next as u64)))
-    }
-
     fn track(&mut self, snapshot: u64) -> Result<()> {
         self.wait()?;
         self.start_epoch(snapshot)
-    }
-
-    fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
-        self.changes.as_ref()?.epochs.find(snapshot).map(Epoch)
-    }
-
-    fn num_changed(&self, Epoch(epoch): Epoch) -> Result<usize> {
-        self.device.synchronize()?;
-        self.count_changed(epoch)
-    }
-
-    fn scan_changed(
-        &self,
-        Epoch(epoch): Epoch,
-        cursor: Cursor,
-        max: usize,
-        out: &mut Records,
-    ) -> Result<Option<Cursor>> {
-        self.device.synchronize()?;
-        let (keys, records, next) = self.list_changed(epoch, cursor.0 as usize, max)?;
-        self.append(keys, &records, out)?;
-        Ok(next.map(|next| Cursor(next as u64)))
-    }
-
-    fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
-        self.device.synchronize()?;
-        self.absent_of(self.known_changes()?.epochs.removed_since(epoch))
     }
 
     fn keys(&self) -> Result<Vec<Key>> {
@@ -311,5 +314,15 @@ impl Table for GpuTable {
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
+    }
+
+    fn rename_snapshot(&mut self, from: u64, to: u64) {
+        if let Some(changes) = &mut self.changes {
+            changes.epochs.rename(from, to);
+        }
+    }
+
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
+        Ok(Box::new(Frozen::of(self, since)?))
     }
 }

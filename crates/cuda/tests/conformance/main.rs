@@ -22,7 +22,7 @@ use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
-use sok_core::contract::table::{Explanation, Insertion, OutOfVocabulary, Table, TableConfig};
+use sok_core::contract::table::{Contents, Explanation, Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_core::error::Error;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::table::HostTable;

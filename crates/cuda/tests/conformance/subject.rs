@@ -10,7 +10,7 @@ use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
-use sok_core::contract::table::{Insertion, Table, TableConfig};
+use sok_core::contract::table::{Contents, Insertion, Table, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
@@ -373,10 +373,10 @@ impl Subject for GpuSubject {
         self.group.group_mut().table_mut(number)
     }
 
-    fn tables(&mut self) -> Vec<&dyn Table> {
+    fn tables(&mut self) -> Vec<&dyn Contents> {
         let group = self.group.group_mut();
         group.settle_tables();
-        (0..group.num_tables()).map(|number| group.table(number)).collect()
+        (0..group.num_tables()).map(|number| group.table(number) as &dyn Contents).collect()
     }
 
     fn tables_mut(&mut self) -> Vec<&mut dyn Table> {

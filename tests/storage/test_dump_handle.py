@@ -1,0 +1,170 @@
+"""Dumps that are written while training goes on."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import sok_keras as sok
+
+
+def make_model(**arguments):
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((), dtype="int32")
+    layer = sok.DynamicEmbedding(4, name="ids", seed=1, **arguments)
+    model = keras.Model(ids, layers.Dense(1, name="dense")(layer(ids)))
+    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.1)), "mse")
+    return model
+
+
+def train(model, *ids):
+    return model.train_on_batch(np.array(ids, "int32"), np.ones((len(ids), 1)))
+
+
+def contents(model):
+    rows = model.get_layer("ids").get_table().export(states=True)
+    dense = [keras.ops.convert_to_numpy(v).copy() for v in model.get_layer("dense").variables]
+    return [rows.keys, rows.rows, *(rows.states[name] for name in sorted(rows.states)), *dense]
+
+
+def assert_holds(path, expected):
+    again = make_model()
+    sok.load(path, again)
+    for mine, others in zip(contents(again), expected, strict=True):
+        np.testing.assert_array_equal(mine, others)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Dumps that are not written before this event."""
+    may_write = threading.Event()
+    write = sok.DumpHandle.__init__.__globals__["_write"]
+
+    def later(*arguments):
+        assert may_write.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr("sok_keras.dump_handle._write", later)
+    yield may_write
+    may_write.set()
+
+
+def test_a_dump_is_of_the_step_at_which_it_was_called(tmp_path, slow):
+    model = make_model()
+    train(model, *range(50))
+    before = contents(model)
+    handle = sok.dump(tmp_path / "d", model, wait=False)
+    assert not handle.done() and handle.progress == 0
+    with pytest.raises(TimeoutError, match="is not written within 0.01 s"):
+        handle.result(0.01)
+    for step in range(3):
+        train(model, step, 100 + step)
+        model.get_layer("ids").get_table().erase(np.array([40 + step]))
+    slow.set()
+    manifest = handle.result()
+    assert handle.done() and handle.progress == 1 and handle.result() is manifest
+    assert (manifest.step, manifest.tables[0].num_rows) == (1, 50)
+    assert sok.read_manifest(tmp_path / "d") == manifest
+    assert_holds(tmp_path / "d", before)
+    # What has changed meanwhile is in the next increment.
+    entry = sok.dump_increment(tmp_path / "d", model).increments[0].tables[0]
+    assert (entry.num_rows, entry.num_removed) == (6, 3)
+    assert_holds(tmp_path / "d", contents(model))
+
+
+def test_an_increment_is_written_while_training_goes_on(tmp_path, slow):
+    model = make_model()
+    slow.set()
+    train(model, *range(50))
+    sok.dump(tmp_path, model, wait=False).result()
+    slow.clear()
+    train(model, 3, 70)
+    before = contents(model)
+    handle = sok.dump_increment(tmp_path, model, wait=False)
+    train(model, 4, 71)
+    slow.set()
+    entry = handle.result().increments[0].tables[0]
+    assert entry.num_rows == 2
+    assert_holds(tmp_path, before)
+    assert sok.dump_increment(tmp_path, model).increments[1].tables[0].num_rows == 2
+    assert_holds(tmp_path, contents(model))
+
+
+def test_what_is_known_at_once_is_raised_at_once(tmp_path):
+    model = make_model()
+    train(model, 1)
+    sok.dump(tmp_path / "d", model)
+    with pytest.raises(ValueError, match="`overwrite` must be True"):
+        sok.dump(tmp_path / "d", model, overwrite=False, wait=False)
+    model.get_layer("ids").get_table().clear()
+    with pytest.raises(sok.UnknownChangesError):
+        sok.dump_increment(tmp_path / "d", model, wait=False)
+    with pytest.raises(FileNotFoundError):
+        sok.dump_increment(tmp_path / "none", model, wait=False)
+
+
+def test_an_error_is_raised_by_the_result_or_warned_of(tmp_path):
+    model = make_model()
+    train(model, 1)
+    (tmp_path / "file").write_text("no directory")
+    handle = sok.dump(tmp_path / "file", model, wait=False)
+    for _ in range(2):
+        with pytest.raises(OSError, match="file"):
+            handle.result()
+    handle = sok.dump(tmp_path / "file", model, wait=False)
+    while not handle.done():
+        pass
+    with pytest.warns(UserWarning, match="The dump to .* has failed"):
+        del handle
+    # The tables go on as if there had been no dump.
+    train(model, 2)
+    sok.dump(tmp_path / "d", model)
+    assert_holds(tmp_path / "d", contents(model))
+
+
+def fit(model, directory, epochs, **arguments):
+    callback = sok.callbacks.DumpCheckpoint(directory, **arguments)
+    ids = np.arange(24, dtype="int32") % 11
+    model.fit(ids, np.ones((24, 1)), batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[callback])
+    return callback
+
+
+@pytest.mark.parametrize("arguments", [{"save_freq": 2, "keep": 2}, {"save_freq": 4, "increments_every": 1, "keep": 9}])
+def test_a_callback_writes_what_it_would_if_it_waited(arguments, tmp_path):
+    models = {wait: make_model() for wait in (True, False)}
+    written = {}
+    for wait, model in models.items():
+        callback = fit(model, tmp_path / str(wait), 2, wait=wait, **arguments)
+        manifests = [sok.read_manifest(path) for path in callback.dumps()]
+        written[wait] = [(m.step, [part.step for part in m.increments]) for m in manifests]
+        assert_holds(callback.dumps()[-1], contents(model))
+    assert written[True] == written[False]
+    again = make_model()
+    fit(again, tmp_path / "False", 1, wait=False)
+    assert int(again.optimizer.iterations) == 18
+
+
+def test_a_callback_raises_the_error_of_a_dump(tmp_path):
+    model = make_model()
+    (tmp_path / "step-2").write_text("no directory")
+    with pytest.raises(OSError, match="step-2"):
+        fit(model, tmp_path, 1, save_freq=2, wait=False)
+
+
+def test_the_interpreter_waits_for_a_dump_at_its_end(tmp_path):
+    program = """
+import sys
+import numpy as np
+import sok_keras as sok
+table = sok.DynamicEmbedding(8, name="ids").get_table()
+table.assign(np.arange(200_000), np.ones((200_000, 8), "float32"))
+sok.dump(sys.argv[1], table, wait=False)
+"""
+    subprocess.run([sys.executable, "-c", program, os.fspath(tmp_path)], check=True, timeout=200)
+    assert sok.verify(tmp_path) is None
+    assert sok.read_manifest(tmp_path).tables[0].num_rows == 200_000
