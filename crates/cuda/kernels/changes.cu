@@ -37,9 +37,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_changes(
   if (i < n) words[i] = t.changes[records[i]];
 }
 
-// Adds the keys of a warp that have changed to the list. `is_in`: whether the lane has a key. All lanes of a warp must call this.
+// Adds the keys of a warp that have changed to the list; all keys if the table does not note changes. `is_in`: whether the lane has a key. All lanes of a warp must call this.
 __device__ __forceinline__ void list_one(const Table& t, u32 since, const ChangedList& list, bool is_in, u64 key, u32 record) {
-  is_in = is_in && record != NO_RECORD && t.changes[record] >> 1 >= since;
+  is_in = is_in && record != NO_RECORD && (!t.changes || t.changes[record] >> 1 >= since);
   const u32 place = take(list.count, is_in);
   if (!is_in || !list.keys) return;
   list.keys[place] = key, list.records[place] = record;
@@ -58,4 +58,15 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_changed(
   for (u32 slot = 0; slot < SLOTS; ++slot) list_one(t, since, list, is_bucket, line.keys[slot], line.records[slot]);
   const u64 key = is_stash ? t.index.stash->keys[at - buckets] : 0;
   list_one(t, since, list, is_stash, key, is_stash ? t.index.stash->records[at - buckets] : NO_RECORD);
+}
+
+// Copies whole records that have no unused columns to `values`, (n, 4 * stride).
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) copy_records(
+    const __grid_constant__ Table t, const u32* __restrict__ records, float4* __restrict__ values, u32 n) {
+  begin();
+  const u64 quads = (u64)n * t.stride, threads = (u64)gridDim.x * TABLE_THREADS;
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < quads; at += threads) {
+    const u64 i = at / t.stride;
+    store_once(values + at, load_row(t.records + (u64)records[i] * t.stride + (at - i * t.stride)));
+  }
 }

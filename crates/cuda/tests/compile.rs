@@ -213,6 +213,7 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
                 "note_changes",
                 "read_changes",
                 "list_changed",
+                "copy_records",
             ]),
         ),
         (

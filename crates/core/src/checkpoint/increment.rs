@@ -6,6 +6,7 @@ use std::path::Path;
 use super::checksum::Checksum;
 use super::manifest::Manifest;
 use super::table_entry::TableEntry;
+use crate::contract::frozen::epoch_since;
 use crate::contract::table::{Contents, Epoch, Records};
 use crate::error::{Error, Result};
 use crate::key::Key;
@@ -76,8 +77,7 @@ impl Parent {
     /// # Errors
     /// [`Error::UnknownChanges`].
     pub fn epoch(&self, table: &dyn Contents) -> Result<Epoch> {
-        let unknown = || Error::UnknownChanges { table: table.config().name.clone() };
-        table.epoch_of(self.snapshot.0).ok_or_else(unknown)
+        epoch_since(table, self.snapshot.0)
     }
 
     /// Checks that these tables have a record of their changes, and that their rows can follow those of the dump. `states`: whether the

@@ -1,6 +1,8 @@
-//! A copy of what a dump reads of a table, in host memory.
+//! A copy of what a dump reads of a table.
 
-use crate::contract::table::{Contents, Cursor, Epoch, Records, TableConfig};
+use std::ops::Range;
+
+use crate::contract::table::{Column, Contents, Cursor, Epoch, Records, TableConfig};
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
 use crate::key::Key;
@@ -11,34 +13,69 @@ const WHAT: &str = "a copy of a table, which is dumped while training goes on";
 /// The only epoch of a copy that has one.
 const EPOCH: Epoch = Epoch(0);
 
+/// Copied records, wherever they are.
+pub trait RecordsCopy: Send {
+    /// Number of records.
+    fn num_rows(&self) -> usize;
+
+    /// Appends some records to `out`.
+    ///
+    /// # Errors
+    /// [`Error::Memory`], [`Error::Device`].
+    fn read(&self, rows: Range<usize>, out: &mut Records) -> Result<()>;
+}
+
+impl RecordsCopy for Records {
+    fn num_rows(&self) -> usize {
+        self.keys.len()
+    }
+
+    fn read(&self, rows: Range<usize>, out: &mut Records) -> Result<()> {
+        let width = self.values.len().checked_div(self.keys.len()).unwrap_or(0);
+        let columns = Column::ALL.into_iter().filter(|column| !self.column(*column).is_empty());
+        let columns: Vec<Column> = columns.collect();
+        out.reserve(rows.len(), width, &columns, WHAT)?;
+        out.keys.extend_from_slice(&self.keys[rows.clone()]);
+        out.values.extend_from_slice(&self.values[rows.start * width..rows.end * width]);
+        for column in columns {
+            out.column_mut(column).extend_from_slice(&self.column(column)[rows.clone()]);
+        }
+        Ok(())
+    }
+}
+
 /// A copy of a table's records, or of what has changed since a snapshot.
-pub struct Frozen {
+pub struct Frozen<R> {
     config: TableConfig,
     update: Option<Update>,
     /// Number of rows of the table.
     len: usize,
     step: u64,
     commit_times: Vec<(u64, u64)>,
-    records: Records,
+    records: R,
     /// The snapshot since which the records have changed, and the keys that were removed since.
     changes: Option<(u64, Vec<Key>)>,
 }
 
-impl Frozen {
-    /// Copies the contents of a table. `since`: as for [`Table::freeze`](super::table::Table::freeze).
+/// Returns the epoch that began with a snapshot.
+///
+/// # Errors
+/// [`Error::UnknownChanges`].
+pub fn epoch_since(table: &dyn Contents, snapshot: u64) -> Result<Epoch> {
+    let unknown = || Error::UnknownChanges { table: table.config().name.clone() };
+    table.epoch_of(snapshot).ok_or_else(unknown)
+}
+
+impl Frozen<Records> {
+    /// Copies the contents of a table to host memory. `since`: as for [`Table::freeze`](super::table::Table::freeze).
     ///
     /// # Errors
     /// As `freeze`.
-    pub fn of(table: &dyn Contents, since: Option<u64>) -> Result<Frozen> {
-        let config = table.config();
-        let epoch = since.map(|snapshot| {
-            let unknown = || Error::UnknownChanges { table: config.name.clone() };
-            table.epoch_of(snapshot).ok_or_else(unknown)
-        });
-        let epoch = epoch.transpose()?;
+    pub fn of(table: &dyn Contents, since: Option<u64>) -> Result<Frozen<Records>> {
+        let epoch = since.map(|snapshot| epoch_since(table, snapshot)).transpose()?;
         let num_rows = epoch.map_or_else(|| table.len(), |epoch| table.num_changed(epoch))?;
         let mut records = Records::default();
-        records.reserve(num_rows, table.layout().width(), config.columns(), WHAT)?;
+        records.reserve(num_rows, table.layout().width(), table.config().columns(), WHAT)?;
         let mut cursor = Some(Cursor::default());
         while let Some(here) = cursor {
             let left = (num_rows - records.keys.len()).max(1);
@@ -47,33 +84,34 @@ impl Frozen {
                 Some(epoch) => table.scan_changed(epoch, here, left, &mut records)?,
             };
         }
-        let changes = match (since, epoch) {
-            (Some(snapshot), Some(epoch)) => Some((snapshot, table.removed_since(epoch)?)),
-            _ => None,
-        };
+        Frozen::with(table, since, records)
+    }
+}
+
+impl<R: RecordsCopy> Frozen<R> {
+    /// Contents with records that were copied from a table. `since`: as for `freeze`.
+    ///
+    /// # Errors
+    /// As `freeze`.
+    pub fn with(table: &dyn Contents, since: Option<u64>, records: R) -> Result<Frozen<R>> {
+        let removed = |snapshot| Ok((snapshot, table.removed_since(epoch_since(table, snapshot)?)?));
         Ok(Frozen {
-            config: config.clone(),
+            config: table.config().clone(),
             update: table.update_rule().copied(),
             len: table.len()?,
             step: table.step()?,
             commit_times: table.commit_times(),
             records,
-            changes,
+            changes: since.map(removed).transpose()?,
         })
     }
 
     /// Appends up to `max` records from a cursor on.
-    fn copy(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
-        let records = &self.records;
-        let (start, width) = (cursor.0 as usize, self.layout().width());
-        let end = records.keys.len().min(start.saturating_add(max));
-        out.reserve(end - start, width, self.config.columns(), WHAT)?;
-        out.keys.extend_from_slice(&records.keys[start..end]);
-        out.values.extend_from_slice(&records.values[start * width..end * width]);
-        for &column in self.config.columns() {
-            out.column_mut(column).extend_from_slice(&records.column(column)[start..end]);
-        }
-        Ok((end < records.keys.len()).then_some(Cursor(end as u64)))
+    fn read(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
+        let (start, num_rows) = (cursor.0 as usize, self.records.num_rows());
+        let end = num_rows.min(start.saturating_add(max));
+        self.records.read(start..end, out)?;
+        Ok((end < num_rows).then_some(Cursor(end as u64)))
     }
 
     fn known_changes(&self) -> Result<&(u64, Vec<Key>)> {
@@ -81,7 +119,7 @@ impl Frozen {
     }
 }
 
-impl Contents for Frozen {
+impl<R: RecordsCopy> Contents for Frozen<R> {
     fn config(&self) -> &TableConfig {
         &self.config
     }
@@ -109,7 +147,7 @@ impl Contents for Frozen {
                 self.config.name
             )));
         }
-        self.copy(cursor, max, out)
+        self.read(cursor, max, out)
     }
 
     fn epoch_of(&self, snapshot: u64) -> Option<Epoch> {
@@ -117,7 +155,7 @@ impl Contents for Frozen {
     }
 
     fn num_changed(&self, _since: Epoch) -> Result<usize> {
-        self.known_changes().map(|_| self.records.keys.len())
+        self.known_changes().map(|_| self.records.num_rows())
     }
 
     fn scan_changed(
@@ -128,7 +166,7 @@ impl Contents for Frozen {
         out: &mut Records,
     ) -> Result<Option<Cursor>> {
         self.known_changes()?;
-        self.copy(cursor, max, out)
+        self.read(cursor, max, out)
     }
 
     fn removed_since(&self, _since: Epoch) -> Result<Vec<Key>> {

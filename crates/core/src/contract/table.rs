@@ -344,7 +344,7 @@ impl Records {
     ///
     /// # Errors
     /// [`Error::Memory`].
-    pub(crate) fn reserve(
+    pub fn reserve(
         &mut self,
         more: usize,
         width: usize,

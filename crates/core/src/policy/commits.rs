@@ -6,6 +6,7 @@ use super::time_to_live::CommitTimes;
 pub const BEFORE_FIRST_COMMIT: u64 = 1 << 40;
 
 /// The newest commits of a group, and when commits were made.
+#[derive(Clone)]
 pub struct Commits {
     /// Number of the newest commit.
     pub newest: u64,

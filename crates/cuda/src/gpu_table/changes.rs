@@ -166,7 +166,13 @@ impl GpuTable {
     }
 
     /// Enqueues listing the changed rows of a part of the index.
-    fn launch_list(&self, since: u32, list: ChangedList, first: usize, places: usize) -> Result<()> {
+    pub(super) fn launch_list(
+        &self,
+        since: u32,
+        list: ChangedList,
+        first: usize,
+        places: usize,
+    ) -> Result<()> {
         let kernel = self.device.kernel(&CHANGES, "list_changed")?;
         let (table, first, n) = (self.alone(), first as u32, places as u32);
         let blocks = places.div_ceil(TABLE_THREADS);

@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::collections::HashSet;
 
-use sok_core::contract::frozen::Frozen;
 use sok_core::contract::table::{
     Column, Contents, Cursor, Epoch, Explanation, Outcomes, Records, Table, TableConfig, TableStats,
     not_kept, update_with_formula,
@@ -323,6 +322,7 @@ impl Table for GpuTable {
     }
 
     fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
-        Ok(Box::new(Frozen::of(self, since)?))
+        self.wait()?;
+        self.frozen(since)
     }
 }

@@ -8,6 +8,7 @@ mod contract;
 mod counts;
 pub(crate) mod eviction;
 pub(crate) mod expiry;
+mod frozen;
 mod keys;
 mod record;
 mod records;

@@ -1,0 +1,108 @@
+//! Training steps while a dump of the tables is written: the longest step and the mean one, beside steps before it. Then the same dump
+//! written while training waits, and a plain write of as many bytes.
+//!
+//!     dump [DIRECTORY] [ROWS]
+
+mod common;
+
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use common::training::{Gpu, Work, ids, normal, work};
+use common::{Bench, fill, median};
+use sok_core::checkpoint::{DumpOptions, dump, freeze};
+use sok_core::contract::group::Group;
+use sok_core::contract::table::Contents;
+use sok_cuda::memory::Buffer;
+
+const BATCHES: usize = 8;
+const STEPS: usize = 400;
+
+fn main() {
+    let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
+    let directory: PathBuf = arguments.next().map_or_else(std::env::temp_dir, PathBuf::from).join("sok-dump");
+    let rows: u64 = arguments.next().map_or(1 << 20, |rows| rows.parse().unwrap());
+    let bench = Bench::start("a dump while training goes on");
+    let work = Work { name: "26 x 65,536, dim 64, Zipf", ..work("", 26, 65_536, 1, rows) };
+    let gradients = normal(work.samples * work.dim * work.tables);
+    let context = &bench.device.context;
+    let inputs: Vec<_> =
+        (0..BATCHES).map(|step| Buffer::from_slice(context, &ids(&work, step)).unwrap()).collect();
+    let numbers = Buffer::from_slice(context, &[0.01, 1.0, 1.0, 1.0]).unwrap();
+    let mut gpu = Gpu::new(&bench, &work, &gradients);
+    fill(&bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
+    let mut next = 0;
+    let mut step = |gpu: &mut Gpu| {
+        gpu.step(&inputs[next % BATCHES], &numbers, true);
+        next += 1;
+        bench.mark()
+    };
+    let times = |marks: &[cudarc::driver::CudaEvent]| -> Vec<f32> {
+        bench.device.synchronize().unwrap();
+        marks.windows(2).map(|m| m[0].elapsed_ms(&m[1]).unwrap()).collect()
+    };
+    (0..50).for_each(|_| drop(step(&mut gpu)));
+    let marks: Vec<_> = (0..STEPS).map(|_| step(&mut gpu)).collect();
+    let before = times(&marks);
+
+    let options = DumpOptions::default();
+    let mut marks = vec![step(&mut gpu)];
+    let start = Instant::now();
+    let frozen = freeze(&directory, &mut gpu.group.tables_mut(), &options, None).unwrap();
+    let freezing = start.elapsed().as_secs_f32() * 1e3;
+    let path = directory.clone();
+    let writer = std::thread::spawn(move || {
+        let start = Instant::now();
+        let contents: Vec<&dyn Contents> = frozen.contents.iter().map(|table| &**table).collect();
+        dump(&path, &contents, &[], &options).unwrap();
+        let seconds = start.elapsed().as_secs_f64();
+        drop(frozen);
+        seconds
+    });
+    while !writer.is_finished() {
+        marks.push(step(&mut gpu));
+    }
+    let seconds = writer.join().unwrap();
+    let during = times(&marks);
+    let bytes: u64 =
+        std::fs::read_dir(&directory).unwrap().map(|f| f.unwrap().metadata().unwrap().len()).sum();
+    let mean = |times: &[f32]| times.iter().sum::<f32>() / times.len() as f32;
+    println!(
+        "{:.1} GB in 26 tables; copying them took {freezing:.1} ms, with the step before",
+        bytes as f64 / 1e9
+    );
+    println!(
+        "| steps | number | median ms | mean ms | mean over before | longest ms | second longest |\n|---|---|---|---|---|---|---|"
+    );
+    for (name, times) in [("before", &before), ("meanwhile", &during)] {
+        let mut sorted = times.clone();
+        sorted.sort_by(f32::total_cmp);
+        let [.., second, longest] = sorted[..] else { return };
+        println!(
+            "| {name} | {} | {:.3} | {:.3} | {:.3} | {longest:.1} | {second:.1} |",
+            times.len(),
+            median(times),
+            mean(times),
+            mean(times) / mean(&before)
+        );
+    }
+    let speed = |seconds: f64| bytes as f64 / 1e9 / seconds;
+    let start = Instant::now();
+    gpu.group.settle_tables();
+    let tables: Vec<&dyn Contents> = (0..work.tables).map(|t| gpu.group.table(t) as &dyn Contents).collect();
+    dump(&directory, &tables, &[], &options).unwrap();
+    let waiting = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let piece = vec![7u8; 64 << 20];
+    let mut file = File::create(directory.join("plain")).unwrap();
+    (0..bytes / piece.len() as u64).for_each(|_| file.write_all(&piece).unwrap());
+    file.sync_all().unwrap();
+    let plain = start.elapsed().as_secs_f64();
+    println!("\n| written | GB/s |\n|---|---|");
+    println!("| while training goes on | {:.2} |", speed(seconds));
+    println!("| while training waits | {:.2} |", speed(waiting));
+    println!("| plain bytes | {:.2} |", speed(plain));
+    std::fs::remove_dir_all(&directory).unwrap();
+}
