@@ -168,7 +168,7 @@ impl FrozenDump {
             let mut tables: Vec<&mut dyn Table> =
                 places.iter().filter_map(|&(group, number)| all[group][number].take()).collect();
             let tables = checkpoint::freeze(&path, &mut tables, &options, ranks.as_ref())?;
-            let num_rows = tables.num_rows(&options, &path)?;
+            let num_rows = tables.num_rows;
             drop(locked);
             let work = FrozenWork { path, tables, owners, arrays, options, ranks, groups, places };
             Ok(FrozenDump { work: Mutex::new(Some(work)), num_written: AtomicU64::new(0), num_rows })

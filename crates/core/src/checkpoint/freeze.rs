@@ -7,6 +7,7 @@ use super::manifest::Manifest;
 use super::names::MANIFEST;
 use super::ranks::{Ranks, agree_on};
 use super::writer::{DumpOptions, check_overwrite, unique};
+use crate::contract::frozen::epoch_since;
 use crate::contract::table::{Contents, Table};
 use crate::error::Result;
 
@@ -14,23 +15,10 @@ use crate::error::Result;
 pub struct FrozenTables {
     /// In the order of the tables.
     pub contents: Vec<Box<dyn Contents>>,
+    /// Number of rows that a dump of them writes.
+    pub num_rows: u64,
     /// Stands for the snapshot of the dump until that is complete ([`Table::rename_snapshot`]).
     pub snapshot: u64,
-}
-
-impl FrozenTables {
-    /// Number of rows that a dump of them writes.
-    ///
-    /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub fn num_rows(&self, options: &DumpOptions, path: &Path) -> Result<u64> {
-        let parent = parent_of(path, options)?;
-        let rows = self.contents.iter().map(|table| match &parent {
-            None => table.len(),
-            Some(parent) => table.num_changed(parent.epoch(&**table)?),
-        });
-        rows.map(|rows| rows.map(|rows| rows as u64)).sum()
-    }
 }
 
 /// Copies what a dump with these options reads of tables, and begins an epoch in each. `ranks`: those that write the dump together.
@@ -49,16 +37,22 @@ pub fn freeze(
     let checked = if is_first && options.after.is_none() { check_overwrite(path, options) } else { Ok(()) };
     let frozen = checked.and_then(|()| parent_of(path, options)).and_then(|parent| {
         let since = parent.map(|parent| parent.snapshot());
-        tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()
+        let contents = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
+        let num_rows = contents.iter().map(|table| match since {
+            None => table.len(),
+            Some(snapshot) => table.num_changed(epoch_since(&**table, snapshot)?),
+        });
+        let num_rows = num_rows.sum::<Result<usize>>()? as u64;
+        Ok((contents, num_rows))
     });
-    let contents = match ranks {
+    let (contents, num_rows) = match ranks {
         Some(Ranks { communicator, tag }) => agree_on(&**communicator, tag.at(7), frozen)?,
         None => frozen?,
     };
     let snapshot = unique();
     // Without memory for that, the next dump must be a whole one.
     tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
-    Ok(FrozenTables { contents, snapshot })
+    Ok(FrozenTables { contents, num_rows, snapshot })
 }
 
 /// The part of the dump in `path` that an increment follows.

@@ -318,6 +318,7 @@ impl<'a> Writer<'a> {
             }
         }
         let mut entry = rows.finish()?;
+        table.free_copy();
         if let Some(since) = since {
             self.write_removed(&mut entry, &table.removed_since(since)?, options.shard_bytes)?;
         }

@@ -1,5 +1,6 @@
 //! A copy of what a dump reads of a table.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::contract::table::{Column, Contents, Cursor, Epoch, Records, TableConfig};
@@ -52,7 +53,9 @@ pub struct Frozen<R> {
     len: usize,
     step: u64,
     commit_times: Vec<(u64, u64)>,
-    records: R,
+    num_records: usize,
+    /// `None` once they are freed.
+    records: RefCell<Option<R>>,
     /// The snapshot since which the records have changed, and the keys that were removed since.
     changes: Option<(u64, Vec<Key>)>,
 }
@@ -101,17 +104,20 @@ impl<R: RecordsCopy> Frozen<R> {
             len: table.len()?,
             step: table.step()?,
             commit_times: table.commit_times(),
-            records,
+            num_records: records.num_rows(),
+            records: RefCell::new(Some(records)),
             changes: since.map(removed).transpose()?,
         })
     }
 
     /// Appends up to `max` records from a cursor on.
     fn read(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
-        let (start, num_rows) = (cursor.0 as usize, self.records.num_rows());
-        let end = num_rows.min(start.saturating_add(max));
-        self.records.read(start..end, out)?;
-        Ok((end < num_rows).then_some(Cursor(end as u64)))
+        let start = cursor.0 as usize;
+        let end = self.num_records.min(start.saturating_add(max));
+        let records = self.records.borrow();
+        let freed = || Error::State(format!("the copy of table `{}` is freed", self.config.name));
+        records.as_ref().ok_or_else(freed)?.read(start..end, out)?;
+        Ok((end < self.num_records).then_some(Cursor(end as u64)))
     }
 
     fn known_changes(&self) -> Result<&(u64, Vec<Key>)> {
@@ -155,7 +161,7 @@ impl<R: RecordsCopy> Contents for Frozen<R> {
     }
 
     fn num_changed(&self, _since: Epoch) -> Result<usize> {
-        self.known_changes().map(|_| self.records.num_rows())
+        self.known_changes().map(|_| self.num_records)
     }
 
     fn scan_changed(
@@ -172,5 +178,9 @@ impl<R: RecordsCopy> Contents for Frozen<R> {
     fn removed_since(&self, _since: Epoch) -> Result<Vec<Key>> {
         let (_, removed) = self.known_changes()?;
         memory::collect(removed.iter().copied(), WHAT)
+    }
+
+    fn free_copy(&self) {
+        *self.records.borrow_mut() = None;
     }
 }

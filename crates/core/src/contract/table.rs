@@ -482,6 +482,9 @@ pub trait Contents: Send {
     fn removed_since(&self, _since: Epoch) -> Result<Vec<Key>> {
         Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
+
+    /// Frees the memory of a copy whose records were read. A table keeps its own.
+    fn free_copy(&self) {}
 }
 
 /// A map from keys to embedding rows and their optimizer states.

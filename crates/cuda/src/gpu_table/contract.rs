@@ -241,7 +241,7 @@ impl Table for GpuTable {
     }
 
     fn track(&mut self, snapshot: u64) -> Result<()> {
-        self.wait()?;
+        self.device.synchronize()?;
         self.start_epoch(snapshot)
     }
 
