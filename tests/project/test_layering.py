@@ -151,7 +151,7 @@ def test_native_module_is_imported_in_backend_alone():
         *(module for module in MODULES if module.startswith("backend.private_")),
     }
     of_backend = {m for m in MODULES if m.startswith("backend") and m not in without}
-    assert importers == of_backend | {"distributed", "errors", "manifest", "policies", "strings"}
+    assert importers == of_backend | {"distributed", "dump_handle", "errors", "manifest", "policies", "strings"}
     # TensorFlow loads the library itself, to see the ops in it.
     assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])
 
