@@ -4,32 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
-import keras
 import numpy as np
 import pytest
-from keras import layers
 
 import sok_keras as sok
-
-
-def make_model(**arguments):
-    keras.utils.set_random_seed(1)
-    ids = keras.Input((), dtype="int32")
-    layer = sok.DynamicEmbedding(4, name="ids", seed=1, **arguments)
-    model = keras.Model(ids, layers.Dense(1, name="dense")(layer(ids)))
-    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.1)), "mse")
-    return model
-
-
-def train(model, *ids):
-    return model.train_on_batch(np.array(ids, "int32"), np.ones((len(ids), 1)))
-
-
-def contents(model):
-    rows = model.get_layer("ids").get_table().export(states=True)
-    dense = [keras.ops.convert_to_numpy(v).copy() for v in model.get_layer("dense").variables]
-    return [rows.keys, rows.rows, *(rows.states[name] for name in sorted(rows.states)), *dense]
+from small_model import contents, make_model, train
+from sok_keras import dump_handle
 
 
 def assert_holds(path, expected):
@@ -43,13 +25,13 @@ def assert_holds(path, expected):
 def slow(monkeypatch):
     """Dumps that are not written before this event."""
     may_write = threading.Event()
-    write = sok.DumpHandle.__init__.__globals__["_write"]
+    write = dump_handle._write
 
     def later(*arguments):
         assert may_write.wait(60)
         write(*arguments)
 
-    monkeypatch.setattr("sok_keras.dump_handle._write", later)
+    monkeypatch.setattr(dump_handle, "_write", later)
     yield may_write
     may_write.set()
 
@@ -118,7 +100,7 @@ def test_an_error_is_raised_by_the_result_or_warned_of(tmp_path):
             handle.result()
     handle = sok.dump(tmp_path / "file", model, wait=False)
     while not handle.done():
-        pass
+        time.sleep(0.01)
     with pytest.warns(UserWarning, match="The dump to .* has failed"):
         del handle
     # The tables go on as if there had been no dump.

@@ -5,29 +5,10 @@ import os
 import keras
 import numpy as np
 import pytest
-from keras import layers
 
 import sok_keras as sok
 from once import once_on
-
-
-def make_model(**arguments):
-    keras.utils.set_random_seed(1)
-    ids = keras.Input((), dtype="int32")
-    layer = sok.DynamicEmbedding(4, name="ids", seed=1, **arguments)
-    model = keras.Model(ids, layers.Dense(1, name="dense")(layer(ids)))
-    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.1)), "mse")
-    return model
-
-
-def train(model, *ids):
-    return model.train_on_batch(np.array(ids, "int32"), np.ones((len(ids), 1)))
-
-
-def contents(model):
-    rows = model.get_layer("ids").get_table().export(states=True)
-    dense = [keras.ops.convert_to_numpy(v) for v in model.get_layer("dense").variables]
-    return [rows.keys, rows.rows, *(rows.states[name] for name in sorted(rows.states)), *dense]
+from small_model import contents, make_model, train
 
 
 def assert_same(one, other):
