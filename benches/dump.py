@@ -53,7 +53,7 @@ def times(num_keys, arguments):
         fresh = NativeStep(1, DIM, samples=1)
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
-            native.dump(f"{folder}/dump", step.tables, [], True, number)
+            native.dump((f"{folder}/dump", step.tables, [], (True, number, True, None)))
             middle = time.perf_counter()
             native.DumpReader(f"{folder}/dump").load(["t0"], fresh.tables, [None], False, True)
             rounds.append([1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)])
@@ -71,7 +71,7 @@ def memory(gib, arguments):
     with tempfile.TemporaryDirectory() as folder:
         Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what it is now
         before, start = work.memory_bytes("VmRSS"), time.perf_counter()
-        native.dump(f"{folder}/dump", step.tables, [], True, 0)
+        native.dump((f"{folder}/dump", step.tables, [], (True, 0, True, None)))
         seconds = time.perf_counter() - start
         rise = work.memory_bytes("VmHWM") - before
         written = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())

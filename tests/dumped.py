@@ -69,7 +69,9 @@ def xxh3(text):
     """The checksum, by a dump of the text: its only block has it."""
     data = np.frombuffer(text.encode(), "uint8")
     with tempfile.TemporaryDirectory() as path:
-        manifest = json.loads(sok.backend.native.dump(path, [], [("text", "U8", [len(data)], data)], True, 0))
+        manifest = json.loads(
+            sok.backend.native.dump((path, [], [("text", "U8", [len(data)], data)], (True, 0, True, None)))
+        )
     return manifest["arrays"]["tensors"][0]["blocks"]
 
 

@@ -94,9 +94,9 @@ def dump(
             `DistributedEmbedding`. None: all.
         overwrite: Whether an existing dump is replaced.
         states: Whether the optimizer is written: its states of the rows, and its variables. A dump for serving needs neither.
-        wait: Whether the call returns when the dump is written. If not, tables and variables are copied, and training can go on while
-            the copies are written. A table needs as much memory again for that time, on a GPU in the memory of the GPU. An increment
-            needs memory for what has changed.
+        wait: Whether the call waits until the dump is written. If not, it copies tables and variables, and training goes on while the
+            copies are written. They need as much memory as the rows that are written: for tables on a GPU in its memory, or in that of
+            the host if the GPU has too little.
 
     Returns:
         The `Manifest`; without `wait` a `DumpHandle`, whose `result()` waits for it.
@@ -194,10 +194,10 @@ def _write(path, source, tables, overwrite, states, since, wait):
     if isinstance(source, keras.Model):
         arrays, step = arrays_of(source, states), step_of(source)
     own = [table._native for table in chosen]
-    arguments = os.fspath(path), own, arrays, overwrite, step, states, since
+    request = os.fspath(path), own, arrays, (overwrite, step, states, since)
     if not wait:
-        return DumpHandle(path, native.FrozenDump(*arguments))
-    return manifest_of(path, json.loads(native.dump(*arguments)))
+        return DumpHandle(path, native.FrozenDump(request))
+    return manifest_of(path, json.loads(native.dump(request)))
 
 
 def load(

@@ -48,7 +48,7 @@ for text in ["0", "-3", "100000", "1" * 30, "many", ""]:
     try:
         path = tempfile.mkdtemp()
         layer.get_table().find_or_insert(np.arange(10))
-        sok.backend.native.dump(path, [layer.get_table()._native], [], True, 0)
+        sok.backend.native.dump((path, [layer.get_table()._native], [], (True, 0, True, None)))
         sok.verify(path)
     except ValueError as error:
         assert str(error) == f"SOK_NUM_THREADS must be an integer from 1 to 1024. Received: {text}", error

@@ -155,7 +155,7 @@ def test_counter_that_does_not_fit_is_refused(tmp_path):
     for values, fits in ((wide, True), ([*wide[:5], 2**40], False)):
         array = np.array(values, "int64").view("uint8")
         tables = [table_of(model)._native]
-        native.dump(str(tmp_path / "d"), tables, [("model/00000/odd", "I64", [2, 3], array)], True, 0)
+        native.dump((str(tmp_path / "d"), tables, [("model/00000/odd", "I64", [2, 3], array)], (True, 0, True, None)))
         other = model_with("int16")
         if fits:
             sok.load(tmp_path / "d", other)

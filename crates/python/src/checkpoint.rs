@@ -59,27 +59,39 @@ fn json(value: &impl serde::Serialize) -> Result<String> {
     serde_json::to_string(value).map_err(|e| Error::State(e.to_string()))
 }
 
-/// Writes a dump. Returns its manifest as JSON. `since`: an increment is written instead, of what has changed since the part of the dump with
-/// this step, or since the newest one if it is negative.
+/// What to dump.
+#[derive(FromPyObject)]
+struct Request<'py>(
+    /// The directory.
+    PathBuf,
+    Vec<PyRef<'py, PyTable>>,
+    Vec<ArrayTuple<'py>>,
+    Options,
+);
+
+/// `(overwrite, step, states, since)`. `since`: an increment is written, of what has changed since the part of the dump with this step, or
+/// since the newest one if it is negative. None: a whole dump.
+#[derive(FromPyObject)]
+struct Options(bool, u64, bool, Option<i64>);
+
+impl Options {
+    fn of_core(&self) -> DumpOptions<'static> {
+        let &Options(overwrite, step, states, since) = self;
+        let after = since.map(|since| u64::try_from(since).map_or(After::Newest, After::Step));
+        DumpOptions { overwrite, after, step, states, ..DumpOptions::default() }
+    }
+}
+
+/// Writes a dump. Returns its manifest as JSON.
 #[pyfunction]
-#[pyo3(signature = (path, tables, arrays, overwrite, step, states=true, since=None))]
-#[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
-fn dump(
-    py: Python<'_>,
-    path: PathBuf,
-    tables: Vec<PyRef<'_, PyTable>>,
-    arrays: Vec<ArrayTuple<'_>>,
-    overwrite: bool,
-    step: u64,
-    states: bool,
-    since: Option<i64>,
-) -> PyResult<String> {
+fn dump(py: Python<'_>, request: Request<'_>) -> PyResult<String> {
+    let Request(path, tables, arrays, options) = request;
     let groups = groups(&tables);
     let places = places(&tables, &groups);
     let arrays = arrays.iter().map(array).collect::<PyResult<Vec<_>>>()?;
     detached(py, || {
         let mut locked = lock(&groups)?;
-        let options = DumpOptions { overwrite, after: after(since), step, states, ..DumpOptions::default() };
+        let options = options.of_core();
         let tables = places.iter().map(|&(group, number)| {
             let group: &AnyGroup = &**locked[group];
             (group.table(number) as &dyn Contents, group.owners(number))
@@ -92,10 +104,6 @@ fn dump(
         }
         json(&manifest)
     })
-}
-
-fn after(since: Option<i64>) -> Option<After> {
-    since.map(|since| u64::try_from(since).map_or(After::Newest, After::Step))
 }
 
 /// Writes a dump. `tables`: each with its owners, if ranks share it.
@@ -136,20 +144,9 @@ struct FrozenWork {
 
 #[pymethods]
 impl FrozenDump {
-    /// As for `dump`.
     #[new]
-    #[pyo3(signature = (path, tables, arrays, overwrite, step, states=true, since=None))]
-    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
-    fn new(
-        py: Python<'_>,
-        path: PathBuf,
-        tables: Vec<PyRef<'_, PyTable>>,
-        arrays: Vec<ArrayTuple<'_>>,
-        overwrite: bool,
-        step: u64,
-        states: bool,
-        since: Option<i64>,
-    ) -> PyResult<FrozenDump> {
+    fn new(py: Python<'_>, request: Request<'_>) -> PyResult<FrozenDump> {
+        let Request(path, tables, arrays, options) = request;
         let groups = groups(&tables);
         let places = places(&tables, &groups);
         let owned = |tuple| {
@@ -159,8 +156,7 @@ impl FrozenDump {
         let arrays = arrays.iter().map(owned).collect::<PyResult<Vec<_>>>()?;
         detached(py, || {
             let mut locked = lock(&groups)?;
-            let options =
-                DumpOptions { overwrite, after: after(since), step, states, ..DumpOptions::default() };
+            let options = options.of_core();
             let owners = places.iter().map(|&(group, number)| locked[group].owners(number)).collect();
             let ranks = ranks::ranks_for(Call::Dump);
             let mut all: Vec<Vec<Option<&mut dyn Table>>> =
