@@ -12,8 +12,8 @@ from sok_keras.manifest import Manifest, Path, manifest_of
 class DumpHandle:
     """A dump that is being written. `dump(..., wait=False)` returns it.
 
-    The dump has the rows and variables of the moment at which it was called, whatever is trained meanwhile. At its end the interpreter
-    waits for the dumps that are being written.
+    The dump has the rows and variables as they were when `dump` was called, whatever is trained meanwhile. The interpreter does not end
+    before the dump is written.
 
     Example:
 
@@ -61,8 +61,10 @@ class DumpHandle:
     @property
     def progress(self) -> float:
         """Part of the rows that is written, from 0 to 1."""
+        if self.done() and self._future.exception() is None:
+            return 1.0
         written, rows = self._frozen.progress()
-        return written / rows if rows else float(self.done())
+        return written / rows if rows else 0.0
 
     def __del__(self) -> None:
         future = getattr(self, "_future", None)
