@@ -91,7 +91,7 @@ pub enum Error {
     /// A table has no record of what has changed since a dump.
     #[error(
         "table `{table}` has no record of its changes since that dump. The dump is not from this process, the table was cleared or got \
-         other optimizer states, 16 newer dumps were made, or the table is on a GPU. Write a whole dump by `dump`"
+         other optimizer states, or 16 newer dumps were made. Write a whole dump by `dump`"
     )]
     UnknownChanges {
         /// Name of the table.

@@ -1,7 +1,7 @@
 // Which rows of a table have changed since a dump. crates/core/src/contract/epochs.rs says what the words of records are.
 #include "merged.cuh"
 
-// As an update of the merged keys of a launch: notes that their rows change, in tables that note changes.
+// Notes that the rows of all merged keys of a launch change, in tables that note changes. It precedes their update.
 template <u32 SOURCE, u32... DIM>
 __global__ void __launch_bounds__(UPDATE_THREADS) note_updated(const __grid_constant__ Work<sizeof...(DIM)> w) {
   begin();
@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_changes(
   if (i < n) words[i] = t.changes[records[i]];
 }
 
-// Adds the keys of a warp that have changed to the list; all keys if the table does not note changes. `is_in`: whether the lane has a key. All lanes of a warp must call this.
+// Adds the keys of a warp that have changed to the list, or all keys if the table does not note changes. `is_in`: whether the lane has a
+// key. All lanes of a warp must call this.
 __device__ __forceinline__ void list_one(const Table& t, u32 since, const ChangedList& list, bool is_in, u64 key, u32 record) {
   is_in = is_in && record != NO_RECORD && (!t.changes || t.changes[record] >> 1 >= since);
   const u32 place = take(list.count, is_in);

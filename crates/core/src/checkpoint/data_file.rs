@@ -110,7 +110,7 @@ impl DataFile {
         Ok(Layout { header, tensors })
     }
 
-    /// Whether size and blocks are those of the tensors.
+    /// Checks that the size of the file and the number of checksums follow from its tensors. `table`: name of the table whose shard it is.
     pub(super) fn check(&self, table: Option<&str>) -> Result<(), String> {
         if !is_own_name(&self.file) {
             return Err(format!("a file must be named as dumps name theirs: got `{}`", self.file));

@@ -1,4 +1,4 @@
-//! What a dump takes from tables at its step, so that it can be written while training goes on.
+//! Copies of tables, from which a dump is written while training goes on.
 
 use std::path::Path;
 
@@ -11,22 +11,24 @@ use crate::contract::frozen::epoch_since;
 use crate::contract::table::{Contents, Table};
 use crate::error::Result;
 
-/// Copies of tables, and the name of the epochs that the tables have begun with.
+/// Copies of tables for a dump.
 pub struct FrozenTables {
     /// In the order of the tables.
     pub contents: Vec<Box<dyn Contents>>,
     /// Number of rows that a dump of them writes.
     pub num_rows: u64,
-    /// Stands for the snapshot of the dump until that is complete ([`Table::rename_snapshot`]).
+    /// Number of the snapshot with which the tables have started an epoch. [`Table::rename_snapshot`] replaces it by that of the dump.
     pub snapshot: u64,
 }
 
-/// Copies what a dump with these options reads of tables, and begins an epoch in each. `ranks`: those that write the dump together.
+/// Copies the rows that a dump with these options writes, and starts an epoch in each table. `ranks`: all ranks that write the dump.
 ///
 /// # Errors
-/// [`Error::Argument`](crate::Error::Argument) for a dump that is there without `overwrite`. Of an increment: [`Error::Io`](crate::Error::Io) if there is no dump, [`Error::UnknownChanges`](crate::Error::UnknownChanges) if a table
-/// has no record of its changes since. [`Error::Memory`](crate::Error::Memory) or [`Error::Device`](crate::Error::Device) without enough
-/// memory for the copies. If one rank fails, all do.
+/// If one rank fails, all do.
+/// - [`Error::Argument`](crate::Error::Argument) if there is a dump in `path` and `overwrite` is false.
+/// - Of an increment, [`Error::Io`](crate::Error::Io) if there is no dump, and [`Error::UnknownChanges`](crate::Error::UnknownChanges) if a
+///   table has no record of its changes since.
+/// - [`Error::Memory`](crate::Error::Memory) or [`Error::Device`](crate::Error::Device) without enough memory for the copies.
 pub fn freeze(
     path: &Path,
     tables: &mut [&mut dyn Table],
@@ -36,7 +38,7 @@ pub fn freeze(
     let is_first = ranks.is_none_or(|ranks| ranks.communicator.rank() == 0);
     let checked = if is_first && options.after.is_none() { check_overwrite(path, options) } else { Ok(()) };
     let frozen = checked.and_then(|()| parent_of(path, options)).and_then(|parent| {
-        let since = parent.map(|parent| parent.snapshot());
+        let since = parent.map(|parent| parent.snapshot);
         let contents = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
         let num_rows = contents.iter().map(|table| match since {
             None => table.len(),
@@ -50,7 +52,7 @@ pub fn freeze(
         None => frozen?,
     };
     let snapshot = unique();
-    // Without memory for that, the next dump must be a whole one.
+    // A table without memory for its changes writes no increment next. The dump itself needs none.
     tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
     Ok(FrozenTables { contents, num_rows, snapshot })
 }

@@ -3,7 +3,6 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use super::checksum::Checksum;
 use super::manifest::Manifest;
 use super::table_entry::TableEntry;
 use crate::contract::frozen::epoch_since;
@@ -26,7 +25,8 @@ pub(super) struct Parent {
     pub manifest: Manifest,
     /// Number of the part; 0: the base.
     pub number: usize,
-    snapshot: Checksum,
+    /// Identifies the state of the tables in this part.
+    pub snapshot: u64,
 }
 
 impl Parent {
@@ -46,7 +46,7 @@ impl Parent {
                 ))
             })?,
         };
-        let snapshot = parts[number].snapshot();
+        let snapshot = parts[number].snapshot().0;
         Ok(Parent { manifest, number, snapshot })
     }
 
@@ -67,20 +67,15 @@ impl Parent {
         Ok(order)
     }
 
-    /// Identifies the state of the tables in this part.
-    pub fn snapshot(&self) -> u64 {
-        self.snapshot.0
-    }
-
     /// Returns the epoch whose changes the increment has.
     ///
     /// # Errors
     /// [`Error::UnknownChanges`].
     pub fn epoch(&self, table: &dyn Contents) -> Result<Epoch> {
-        epoch_since(table, self.snapshot.0)
+        epoch_since(table, self.snapshot)
     }
 
-    /// Checks that these tables have a record of their changes, and that their rows can follow those of the dump. `states`: whether the
+    /// Checks each table: it must have a record of its changes since this part, and the layout of the dumped table. `states`: whether the
     /// increment has optimizer states.
     ///
     /// # Errors

@@ -266,7 +266,7 @@ impl<'a> Chain<'a> {
         Ok(())
     }
 
-    /// Checks how many rows of each table the parts hold together. `num_rows`: those that this rank owns.
+    /// Compares the number of rows of each table, over all parts, with the manifest. `num_rows`: by table, the rows of this rank.
     fn check_rows(&self, num_rows: &[usize], ranks: Option<&Ranks>) -> Result<()> {
         if self.parts.len() == 1 {
             return Ok(());

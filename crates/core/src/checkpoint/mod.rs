@@ -2,7 +2,7 @@
 //!
 //! Three promises. A dump is the old one or the new one, whenever the process is killed. A byte that changed
 //! anywhere is an error that names its file, found before anything is loaded. Memory beside the tables does not grow with
-//! them, but for keys: a merge holds those of the dump, and what reads increments holds theirs.
+//! their size, except for keys: a merge holds all keys of the dump, and a reader of increments holds the keys of the increments.
 //! `docs/checkpoint_format.md` draws the files byte by byte.
 
 mod checksum;

@@ -37,7 +37,7 @@ pub struct TableEntry {
     pub ages: Option<AgeEntry>,
     /// Number of rows in the files.
     pub num_rows: u64,
-    /// Of an increment: number of rows of the table, with those of earlier parts.
+    /// Only in an increment: number of rows of the whole table.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total_rows: Option<u64>,
     /// Files with the rows.

@@ -461,7 +461,8 @@ pub trait Contents: Send {
         Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
-    /// As `scan`, of the rows that were made or changed since the start of an epoch.
+    /// As `scan`, of the rows that were made or changed since the start of an epoch. If `max` is below the size of a bucket, a device may
+    /// append a whole bucket.
     ///
     /// # Errors
     /// As `num_changed`, and [`Error::Memory`].

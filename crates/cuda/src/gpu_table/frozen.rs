@@ -21,8 +21,8 @@ use crate::memory::{Buffer, Plain, Shared};
 
 const WHAT: &str = "the records of a dump";
 
-/// Copied records, in one piece of memory, since each request for memory takes the driver long. Values come first, which kernels write by
-/// groups of four columns; then uses, keys, and the numbers of the records.
+/// Copied records in device memory. They lie in one buffer, because each allocation takes the driver long: first the values, which kernels
+/// write in groups of four columns, then uses, keys, and the numbers of the records.
 struct DeviceRecords {
     device: Arc<Device>,
     memory: Buffer<u32>,

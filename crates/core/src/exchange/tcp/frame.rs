@@ -11,7 +11,7 @@ use crate::memory;
 pub(super) enum Frame {
     /// A message.
     Message(Tag, Vec<u8>),
-    /// The sender has waited for half the timeout for this rank.
+    /// The sender has waited for half the timeout for the rank with this number.
     Wait(u64),
     /// The sender has failed, and why, and what it knows to be agreed on.
     Failure(String, Decisions),
