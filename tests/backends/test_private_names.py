@@ -188,6 +188,30 @@ def test_jax_says_whether_it_has_started():
 
 
 @of_backend["jax"]
+def test_the_function_that_is_traced_knows_its_values():
+    """Else XLA could sum gradients before, or without, the lookups of tables that are not trained, in which other ranks wait."""
+    import jax
+
+    from sok_keras.backend import private_jax
+
+    outer, inner = [], []
+
+    def step(x):
+        def loss(x):
+            inner.append(x)
+            outer.append(jax.lax.stop_gradient(x) + 1)
+            return x
+
+        gradient = jax.grad(loss)(x)
+        inner.append(private_jax.is_traced_now(inner[0]))
+        outer.append(private_jax.is_traced_now(outer[0]))
+        return gradient
+
+    jax.jit(step)(1.0)
+    assert (inner[1], outer[1]) == (False, True)
+
+
+@of_backend["jax"]
 def test_the_group_of_jax_is_known():
     """Else ranks of `jax.distributed` could not tell their address without computing, which takes a GPU."""
     from sok_keras.backend import private_jax

@@ -59,6 +59,17 @@ def test_many_tables_are_trained_by_uneven_and_empty_batches_as_by_one_process(t
 
 
 @once_on("jax")
+def test_empty_batches_train_beside_tables_that_are_not_trained(tmp_path):
+    alone("frozen.py", tmp_path)
+    run(2, "frozen.py", tmp_path)
+    one, *two = (np.load(tmp_path / f"rank{name}.npz") for name in ("0of1", "0of2", "1of2"))
+    assert len(one.files) == 3 * 4
+    compare(one, two[0], one.files)
+    for name in one.files:
+        np.testing.assert_array_equal(two[0][name], two[1][name], err_msg=name)
+
+
+@once_on("jax")
 def test_rows_and_gradients_travel_as_bfloat16(tmp_path, monkeypatch):
     if ON_GPU:
         monkeypatch.setenv("SOK_EXCHANGE", "nccl")  # nothing travels between GPUs that reach each other's memory

@@ -19,7 +19,7 @@ from sok_keras import _native
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.jax_trainer import chosen_updates, guard_trainer, traced_scope
 from sok_keras.backend.leaving import note_thread, watch_exit
-from sok_keras.backend.private_jax import backends_are_initialized
+from sok_keras.backend.private_jax import backends_are_initialized, is_traced_now
 
 _process = os.getpid()
 
@@ -64,6 +64,8 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     before = _last_lookup.number()
     if not learns:
         arguments = jax.lax.stop_gradient((trigger, weights, inputs))
+        # An operation with a derivative of 0, which XLA leaves out. JAX would differentiate the call for the number of one that is differentiated.
+        before = None if before is None else before | 0
         number, rows = _run(call, *arguments, save=False, before=before)
     else:
         number, rows = _lookup(call, trigger, weights, inputs, before)
@@ -102,6 +104,10 @@ class _LastLookup:
             trace = get_opaque_trace_state(convention="flax")
             others = [(other, found) for other, found in self._found if other != trace]
             self._found = [*others[-3:], (trace, number)]
+
+    def usable(self):
+        """The number as a list, if what is being traced may use it. It may use that of a lookup without gradients."""
+        return [number for _, number in self._found[-1:] if is_tracing(number) and is_traced_now(number)]
 
 
 _last_lookup = _LastLookup()
@@ -165,10 +171,12 @@ def apply(tables, scalars, sum_of_squares, triggers):
 def sum_gradients(gradients, then, after=()):
     """Sums a vector over all ranks. Returns the sums, and `then`, which is there only after them. `after`: what must be computed before.
 
-    XLA computes the gradients of an empty batch without its lookup. If it summed them first, other ranks would wait in that lookup for ever.
+    XLA computes the gradients of an empty batch without its lookups. If it summed them first, or left out a lookup of tables that are not
+    trained, other ranks would wait in that lookup for ever.
     """
     results = [_float32(*gradients.shape), _float32(*then.shape)]
-    return _ffi("sok_sum_gradients", results)(gradients, then, *after, scope=traced_scope())
+    before = [*after, *_last_lookup.usable()]
+    return _ffi("sok_sum_gradients", results)(gradients, then, *before, scope=traced_scope())
 
 
 def watch_gradients(variables, divisor):
@@ -198,7 +206,9 @@ def _run(call, trigger, weights, inputs, save, before=None):
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
     plan, insertion = np.int64(call.plan), np.int64(call.insertion)
-    number, *rows = _ffi("sok_lookup", results)(
+    # A lookup of ranks that is not differentiated stays where nobody uses its results: the other ranks make it, too.
+    stays = not save and _native.ranks() is not None
+    number, *rows = _ffi("sok_lookup", results, stays)(
         *tensors,
         trigger,
         *([] if before is None else [before]),
@@ -211,8 +221,9 @@ def _run(call, trigger, weights, inputs, save, before=None):
     return number, rows
 
 
-def _ffi(name, results):
-    return jax.ffi.ffi_call(name, results, has_side_effect=False, vmap_method="sequential")
+def _ffi(name, results, stays=False):
+    """`stays`: whether XLA keeps a call whose results nobody uses."""
+    return jax.ffi.ffi_call(name, results, has_side_effect=stays, vmap_method="sequential")
 
 
 def _float32(*shape):

@@ -1,7 +1,13 @@
 """Names of JAX and of Keras' JAX backend that are not public. `tests/backends/test_private_names.py` says what breaks without each."""
 
+from jax._src.core import trace_ctx
 from jax._src.distributed import global_state as distributed_state
 from jax._src.xla_bridge import backends_are_initialized
 from keras.src.backend.jax.trainer import JAXTrainer
 
-__all__ = ["JAXTrainer", "backends_are_initialized", "distributed_state"]
+__all__ = ["JAXTrainer", "backends_are_initialized", "distributed_state", "is_traced_now"]
+
+
+def is_traced_now(tracer):
+    """Whether the innermost function that is being traced has this value. Others may not use it."""
+    return tracer._trace is trace_ctx.trace
