@@ -343,8 +343,18 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Removes the keys that the last lookup has inserted. Waits for the device.
+    /// Removes the keys that the last lookup has inserted. Waits for the device. After an error the group cannot be used.
     fn undo_insertions(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
+        let undone = self.remove_inserted(features, inserts, save);
+        undone.inspect_err(|error| {
+            let what = format!(
+                "a lookup was refused, and its new keys could not be removed from the tables: {error}. Make the model again, and load a dump"
+            );
+            self.unusable = Some(Error::State(what));
+        })
+    }
+
+    fn remove_inserted(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
         self.workspace.device.synchronize()?;
         for (t, _) in inserts.iter().enumerate().filter(|(_, inserts)| **inserts) {
             let keys = self.active_keys(features, None, t)?;

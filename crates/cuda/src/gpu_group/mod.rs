@@ -184,6 +184,8 @@ pub struct GpuGroup {
     unseen: Option<u64>,
     /// An error of that report which nobody has heard of.
     unheard: Option<Error>,
+    /// Why keys of a refused lookup are still in the tables. No later call can go on.
+    unusable: Option<Error>,
     next_commit: u64,
     /// Number of the newest commit whose ticket is known to be valid, as policies count commits.
     num_commits: u64,
@@ -255,6 +257,7 @@ impl GpuGroup {
             combined: None,
             unseen: None,
             unheard: None,
+            unusable: None,
             next_commit: 1,
             num_commits: BEFORE_FIRST_COMMIT,
             ids_since: vec![0; num_tables],
@@ -284,8 +287,12 @@ impl GpuGroup {
         &self.tables[number]
     }
 
-    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device.
+    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device. An error after which the group cannot
+    /// be used stays.
     pub fn take_fault(&mut self) -> Option<Error> {
+        if self.unusable.is_some() {
+            return self.unusable.clone();
+        }
         let fault = &self.workspace.fault;
         let kind = fault.get(word_of!(Fault, kind));
         if kind == FaultKind::None as u32 {
