@@ -43,3 +43,19 @@ def test_several_devices_in_a_process_are_refused():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)
     told = "One process uses one device. Received: a distribution over 2 devices.*torchrun --nproc-per-node 2 train.py"
     assert len(re.findall(told, done.stdout)) == 2, done.stdout
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow alone counts the GPUs that a process may use")
+def test_tables_of_a_rank_are_on_the_gpu_that_it_may_use(monkeypatch):
+    import tensorflow as tf
+
+    from sok_keras import backend
+
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(4)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["/device:GPU:0"])
+    seen = []
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda device, kind: seen.append(device))
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: seen)
+    backend.bind_gpu(3)
+    assert backend.gpu(required=True) == 3

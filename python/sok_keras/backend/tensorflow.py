@@ -181,7 +181,10 @@ def gpu(required=False):
     """
     if not required and not importlib.import_module(NATIVE).tensorflow_has_stream():
         return None
-    return 0 if tf.config.list_logical_devices("GPU") else None
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    # TensorFlow counts the GPUs that a process may use from 0. The driver counts all that the process sees.
+    return int(tf.config.get_visible_devices("GPU")[0].name.rpartition(":")[2])
 
 
 def constant(function):
