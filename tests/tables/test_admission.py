@@ -239,3 +239,74 @@ def test_a_weights_file_brings_the_step(tmp_path):
     other = make_model(make_layer(Probability(0.5)))
     other.load_weights(tmp_path / "m.weights.h5")
     assert other.layers[1].get_table().step == layer.get_table().step == 2
+
+
+def explained(table, keys=range(60)):
+    return {key: table.explain(key) for key in keys}
+
+
+@pytest.mark.parametrize("policy", [Frequency(4, half_life=5), Frequency(3, once_per_step=True), Probability(0.2)])
+def test_counting_goes_on_after_a_load(policy, tmp_path):
+    layers = [make_layer(policy) for _ in range(2)]
+    first, second = map(make_model, layers)
+    random = np.random.default_rng(1)
+    batches = [random.zipf(1.3, (6, 5)) % 60 for _ in range(12)]
+    for number, ids in enumerate(batches[:7]):
+        train(first, ids)
+        if number == 3:
+            handle = sok.dump(tmp_path / "while training", first, wait=False)
+            expected = explained(layers[0].get_table())
+            sok.dump(tmp_path, first)
+    handle.result()
+    sok.load(tmp_path / "while training", second)
+    assert explained(layers[1].get_table()) == expected
+    sok.dump_increment(tmp_path, first)
+    train(second, [[1, 2, 3]])  # what it has counted goes
+    sok.load(tmp_path, second)
+    tables = [layer.get_table() for layer in layers]
+    states = {explanation.state for explanation in explained(tables[0]).values()}
+    assert {"present", "absent" if isinstance(policy, Probability) else "filtered"} <= states
+    assert explained(tables[1]) == explained(tables[0])
+    for ids in batches[7:]:
+        for model in (first, second):
+            train(model, ids)
+        assert explained(tables[1]) == explained(tables[0])
+    assert not sok.compact(tmp_path).increments
+    sok.verify(tmp_path)
+    third = make_layer(policy)
+    sok.load(tmp_path, make_model(third))
+    sok.load(tmp_path, second)
+    assert explained(third.get_table()) == explained(tables[1])
+
+
+def test_an_erased_key_leaves_no_count_in_a_compacted_dump(tmp_path):
+    secret = 0x1234_5678
+    layer = make_layer(Frequency(3))
+    model, table = make_model(layer), layer.get_table()
+    train(model, [[secret, 5]])
+    sok.dump(tmp_path, model)
+    found = [path for path in tmp_path.iterdir() if secret.to_bytes(8, "little") in path.read_bytes()]
+    assert len(found) == 1
+    table.erase([secret])
+    sok.dump_increment(tmp_path, model)
+    sok.compact(tmp_path)
+    assert not any(secret.to_bytes(8, "little") in path.read_bytes() for path in tmp_path.iterdir())
+    sok.load(tmp_path, model)
+    assert (table.explain(secret).state, table.explain(5).state) == ("absent", "filtered")
+
+
+def test_a_merge_and_a_table_without_the_policy_take_no_counts(tmp_path):
+    layer = make_layer(Frequency(3))
+    model = make_model(layer)
+    train(model, [[7, 7, 8]])
+    sok.dump(tmp_path, model)
+    plain = make_layer(None)
+    sok.load(tmp_path, make_model(plain))
+    assert plain.get_table().explain(7).state == "absent"
+    other = make_layer(Frequency(3))
+    made = make_model(other)
+    other.get_table().assign([9], np.zeros((1, DIM)))
+    sok.load(tmp_path, made, mode="merge")
+    assert other.get_table().explain(7).state == "absent"
+    sok.load(tmp_path, made)
+    assert other.get_table().explain(7).state == "filtered"

@@ -64,11 +64,6 @@ fn tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
     tables
 }
 
-/// Takes the admission policies away, for programs with dumps, which do not hold counts.
-fn admit_all(configs: &mut [(TableConfig, Placement)]) {
-    configs.iter_mut().for_each(|(config, _)| config.admission = None);
-}
-
 /// Steps of a feature for each of 26 tables. Of four commits one does not update, so its gradients are accumulated.
 fn hundred_steps(
     dice: &mut Dice,
@@ -129,8 +124,7 @@ fn uneven_and_empty_batches_over_tcp_have_the_bits_of_one_process_where_sums_are
 #[test]
 fn training_goes_on_from_a_dump_of_any_number_of_ranks_as_if_it_had_never_stopped() {
     let mut dice = Dice(1);
-    let mut configs = tables(&mut dice, 8);
-    admit_all(&mut configs);
+    let configs = tables(&mut dice, 8);
     let update = Update { clipnorm: Some(0.5), ..plain_update(ADAM) };
     let mut steps = any_steps(&mut dice, &configs, 24, 15);
     // The last commit before the dump updates: a dump holds no gradients.
@@ -234,12 +228,9 @@ proptest! {
     fn programs_with_dumps_between_any_numbers_of_ranks_have_the_bits_of_one_process(seed in any::<u64>()) {
         let mut dice = Dice(seed);
         let num_tables = 1 + dice.below(6) as usize;
-        let mut configs = tables(&mut dice, num_tables);
+        let configs = tables(&mut dice, num_tables);
         let update = any_update(&mut dice);
         let parts: Vec<_> = (0..1 + dice.below(3)).map(|_| any_program(&mut dice, &configs)).collect();
-        if parts.len() > 1 {
-            admit_all(&mut configs);
-        }
         let whole = program(&configs, update, &parts.concat()).run(thread_world(1));
         let directory = Directory::new(&format!("program-{seed}"));
         let path: &Path = &directory.0;

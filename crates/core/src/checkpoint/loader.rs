@@ -266,6 +266,20 @@ impl<'a> Chain<'a> {
         Ok(())
     }
 
+    /// Reads how often keys without a row have come. Calls `take` with the index of a table and keys of the newest part that this rank owns.
+    fn read_sights(
+        &self,
+        ranks: Option<&Ranks>,
+        mut take: impl FnMut(usize, &Records) -> Result<()>,
+    ) -> Result<()> {
+        let (newest, older) = self.parts.split_last().expect("a dump has a base");
+        // Every byte of a dump is checked, also those that no table takes.
+        older.iter().try_for_each(|loads| read_all(loads, Files::Sights, ranks, |_, _| Ok(())))?;
+        read_all(newest, Files::Sights, ranks, |table, sights| {
+            if newest[table].takes_sights { take(table, &sights) } else { Ok(()) }
+        })
+    }
+
     /// Compares the number of rows of each table, over all parts, with the manifest. `num_rows`: by table, the rows of this rank.
     fn check_rows(&self, num_rows: &[usize], ranks: Option<&Ranks>) -> Result<()> {
         if self.parts.len() == 1 {
@@ -314,6 +328,8 @@ enum Files {
     Rows { with_values: bool },
     /// Those with keys that were removed.
     Removed,
+    /// Those with keys that have no row.
+    Sights,
 }
 
 /// Reads files of all tables. Calls `take` with the index of a table and records of it that this rank owns.
@@ -329,17 +345,17 @@ fn read_all<'a>(
     let mut files: Vec<(usize, &'a DataFile)> = Vec::new();
     for (place, &load) in order.iter().enumerate() {
         let of_table = match which {
-            Files::Rows { .. } => &loads[load].entry.shards,
-            Files::Removed => &loads[load].entry.removed,
+            Files::Rows { .. } => &*loads[load].entry.shards,
+            Files::Removed => &*loads[load].entry.removed,
+            Files::Sights => loads[load].entry.sight_files(),
         };
         files.extend(of_table.iter().map(|file| (place, file)));
     }
-    let with_values = matches!(which, Files::Rows { with_values: true });
     let sizes: Vec<u64> = files.iter().map(|(_, shard)| shard.bytes).collect();
     let (rank, world_size) = place_of(ranks);
     let own = files.drain(files_of_rank(&sizes, rank, world_size)).collect::<Vec<_>>();
     let parts = own.into_iter().map(|(place, shard)| {
-        let reader = loads[order[place]].reader(shard, with_values)?;
+        let reader = loads[order[place]].reader(shard, which)?;
         Ok(Part { table: place, reader })
     });
     let owners: Vec<_> = order.iter().map(|&load| loads[load].owners).collect();
@@ -372,6 +388,7 @@ fn load_fresh(
             return Err(load.keys_come_twice(format!("got {got}")));
         }
     }
+    chain.read_sights(ranks, |table, sights| fresh[table].restore_sights(sights))?;
     Ok(fresh)
 }
 
@@ -408,7 +425,8 @@ fn merge(chain: &Chain, targets: &mut [Target], ranks: Option<&Ranks>) -> Result
     let mut begun = chain.newest().iter().zip(targets.iter_mut());
     let begun = begun.try_for_each(|(load, target)| load.begin_merge(&mut *target.table));
     agreed(ranks, 7, begun)?;
-    chain.read(true, ranks, |table, records| targets[table].table.restore(records))
+    chain.read(true, ranks, |table, records| targets[table].table.restore(records))?;
+    chain.read_sights(ranks, |table, sights| targets[table].table.restore_sights(sights))
 }
 
 /// What one table takes from the dump; it exists if the two go together.
@@ -427,6 +445,8 @@ struct TableLoad<'a> {
     states: bool,
     /// The columns that come from the dump.
     columns: Vec<Column>,
+    /// Whether the table counts keys without a row as often as the dump does.
+    takes_sights: bool,
     owners: Option<Owners>,
 }
 
@@ -476,8 +496,9 @@ impl<'a> TableLoad<'a> {
             Column::Ages => config.time_to_live.is_some(),
         };
         let columns = entry.columns().into_iter().filter(is_taken).collect();
+        let takes_sights = replaces_all && entry.sights.is_some() && config.admission.is_some();
         let states = dumped.is_some();
-        Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, owners })
+        Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, takes_sights, owners })
     }
 
     /// Whether the table has all that the dump has, and nothing else.
@@ -549,13 +570,13 @@ impl<'a> TableLoad<'a> {
         Ok(fresh)
     }
 
-    /// Sets the step that the columns of the dump count from, and the times of its commits.
+    /// Sets the step that policies count from, and the times of the dump's commits.
     fn set_step(&self, table: &mut dyn Table) -> Result<()> {
         let ages = self.entry.ages.as_ref().filter(|_| self.columns.contains(&Column::Ages));
         if let Some(ages) = ages {
             table.set_commit_times(&ages.times);
         }
-        let step = self.entry.step().filter(|_| !self.columns.is_empty());
+        let step = self.entry.step().filter(|_| self.takes_sights || !self.columns.is_empty());
         step.map_or(Ok(()), |step| table.set_step(step))
     }
 
@@ -571,15 +592,17 @@ impl<'a> TableLoad<'a> {
     }
 
     /// Reads the records of a file of the table, in the table's layout. Without the states of the dump, records have their first ones.
-    fn reader(&'a self, shard: &'a DataFile, with_values: bool) -> Result<RecordReader<'a>> {
-        let fields = match (with_values, self.states) {
-            (false, _) => &[],
-            (true, true) => self.layout.fields(),
-            (true, false) => &self.layout.fields()[..1],
+    fn reader(&'a self, file: &'a DataFile, which: Files) -> Result<RecordReader<'a>> {
+        let (fields, columns) = match which {
+            Files::Rows { with_values: true } => {
+                let fields = self.layout.fields();
+                (if self.states { fields } else { &fields[..1] }, self.columns.clone())
+            }
+            Files::Rows { with_values: false } | Files::Removed => (&[][..], Vec::new()),
+            Files::Sights => (&[][..], vec![Column::Scores]),
         };
-        let file = self.dump.open_file(shard, Some(&self.entry.name))?;
+        let file = self.dump.open_file(file, Some(&self.entry.name))?;
         let vocabulary = self.entry.vocabulary_size.map(|size| (size, &*self.entry.name));
-        let columns = if with_values { self.columns.clone() } else { Vec::new() };
         RecordReader::new(file, fields, &self.first, columns, vocabulary)
     }
 

@@ -12,7 +12,9 @@ use super::table_entry::TableEntry;
 use crate::error::{Error, Result};
 
 /// The newest version that this code reads and writes. A dump has the oldest version that holds all of it.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
+/// The first version with increments.
+const INCREMENTS_VERSION: u32 = 4;
 const FORMAT: &str = "sok_keras dump";
 
 /// 16 bytes a MiB of data, so enough for 60 TiB: a larger manifest is not one.
@@ -130,7 +132,8 @@ impl Manifest {
         arrays: Option<DataFile>,
     ) -> Manifest {
         let snapshot = Some(self.last().snapshot());
-        Manifest { version: VERSION, snapshot, ..Manifest::new(self.last().step, created, tables, arrays) }
+        let manifest = Manifest::new(self.last().step, created, tables, arrays);
+        Manifest { version: manifest.version.max(INCREMENTS_VERSION), snapshot, ..manifest }
     }
 
     /// The manifest of the same dump with one more increment, and without increments after the parent of that. `parent`: number of that
@@ -143,7 +146,8 @@ impl Manifest {
         tables: Vec<TableEntry>,
         arrays: Option<DataFile>,
     ) -> Manifest {
-        let mut manifest = Manifest { version: VERSION, ..self.clone() };
+        let version = self.version.max(INCREMENTS_VERSION);
+        let mut manifest = Manifest { version, ..self.clone() };
         manifest.increments.truncate(parent);
         let parent = manifest.last().checksum();
         manifest.increments.push(Increment { parent, step, created, tables, arrays });
@@ -211,9 +215,10 @@ impl Manifest {
         let version = head.version;
         let manifest: Manifest = serde_json::from_slice(body)
             .map_err(|e| mismatch(format!("not as version {version} has it: {e}")))?;
-        let is_older = version < 4 && (manifest.snapshot.is_some() || !manifest.increments.is_empty());
+        let is_older = version < INCREMENTS_VERSION.into()
+            && (manifest.snapshot.is_some() || !manifest.increments.is_empty());
         if is_older || oldest_version(&manifest.tables) > manifest.version {
-            let what = "`scores`, `ages` and `increments` came later";
+            let what = "`scores`, `ages`, `increments` and `sights` came later";
             return Err(mismatch(format!("not as version {version} has it: {what}")));
         }
         let is_other = |table: &&TableEntry| table.dtype != "float32";
@@ -282,6 +287,7 @@ impl Manifest {
 /// The oldest version that holds these tables.
 fn oldest_version(tables: &[TableEntry]) -> u32 {
     let version_of = |table: &TableEntry| match (&table.ages, &table.scores) {
+        _ if table.sights.is_some() => 5,
         (Some(_), _) => 3,
         (None, Some(_)) => 2,
         (None, None) => 1,

@@ -251,6 +251,9 @@ fn finish(
             table.total_rows = table.total_rows.map(|rows| rows + entry.total_rows());
             table.shards.extend(entry.shards);
             table.removed.extend(entry.removed);
+            if let (Some(merged), Some(sights)) = (&mut table.sights, entry.sights) {
+                merged.files.extend(sights.files);
+            }
         }
     }
     let arrays = writer.write_arrays(arrays, array_tensors(arrays)?)?;

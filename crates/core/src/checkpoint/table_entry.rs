@@ -35,6 +35,9 @@ pub struct TableEntry {
     /// The ages of the rows, from version 3 on; `None` if they have no time to live.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ages: Option<AgeEntry>,
+    /// How often keys without a row have come, from version 5 on; `None` if the table has no admission policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sights: Option<SightEntry>,
     /// Number of rows in the files.
     pub num_rows: u64,
     /// Only in an increment: number of rows of the whole table.
@@ -65,6 +68,16 @@ pub struct AgeEntry {
     pub step: u64,
     /// When commits were made, as `Table::commit_times` returns it. Empty if the time to live is a number of steps.
     pub times: Vec<(u64, u64)>,
+}
+
+/// How often keys without a row have come.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SightEntry {
+    /// Number of the step in progress, from 1.
+    pub step: u64,
+    /// Files with these keys, and how often each has come. Each has the tensors `keys` and `scores` alone.
+    pub files: Vec<DataFile>,
 }
 
 /// A state beside each row: the tensor `state.<name>` of each shard.
@@ -103,6 +116,10 @@ impl TableEntry {
                 Some(_) => Some(AgeEntry { step: table.step()?, times: table.commit_times() }),
                 None => None,
             },
+            sights: match config.admission {
+                Some(_) => Some(SightEntry { step: table.step()?, files: Vec::new() }),
+                None => None,
+            },
             num_rows: table.len()? as u64,
             total_rows: None,
             shards: Vec::new(),
@@ -124,7 +141,18 @@ impl TableEntry {
 
     /// The files of the table.
     pub(super) fn files(&self) -> impl Iterator<Item = &DataFile> {
-        self.shards.iter().chain(&self.removed)
+        self.shards.iter().chain(&self.removed).chain(self.sight_files())
+    }
+
+    /// Files with the keys that have no row, and how often they have come.
+    pub(super) fn sight_files(&self) -> &[DataFile] {
+        self.sights.as_ref().map_or(&[], |sights| &sights.files)
+    }
+
+    /// The tensors of a file with so many keys without a row.
+    pub(super) fn sight_tensors(num_keys: usize) -> Vec<Tensor> {
+        let tensor = |name, dtype| Tensor::new(name, dtype, vec![num_keys]);
+        vec![tensor("keys", Dtype::I64), tensor(Column::Scores.name(), Dtype::U64)]
     }
 
     /// Returns the columns of its records.
@@ -135,7 +163,9 @@ impl TableEntry {
 
     /// Returns the number of the step in progress, if the table counted steps.
     pub(super) fn step(&self) -> Option<u64> {
-        self.scores.as_ref().map(|scores| scores.step).or(self.ages.as_ref().map(|ages| ages.step))
+        let step_of_sights = self.sights.as_ref().map(|sights| sights.step);
+        let step_of_ages = self.ages.as_ref().map(|ages| ages.step);
+        self.scores.as_ref().map(|scores| scores.step).or(step_of_ages).or(step_of_sights)
     }
 
     /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order, then its columns.
@@ -165,7 +195,8 @@ impl TableEntry {
     pub(super) fn is_followed_by(&self, later: &TableEntry) -> bool {
         let kind = |entry: &TableEntry| {
             let score = entry.scores.as_ref().map(|scores| scores.score);
-            (entry.name.clone(), entry.dim, entry.vocabulary_size, entry.seed, score, entry.ages.is_some())
+            let policies = (score, entry.ages.is_some(), entry.sights.is_some());
+            (entry.name.clone(), entry.dim, entry.vocabulary_size, entry.seed, policies)
         };
         kind(self) == kind(later) && self.states == later.states
     }
@@ -184,10 +215,7 @@ impl TableEntry {
         let mut num_rows = 0u64;
         for shard in &self.shards {
             let rows = usize::try_from(shard.num_rows()).map_err(|e| e.to_string())?;
-            let expected = self.tensors(rows);
-            let is_same =
-                |(a, b): (&Tensor, &Tensor)| (&a.name, a.dtype, &a.shape) == (&b.name, b.dtype, &b.shape);
-            if shard.tensors.len() != expected.len() || !shard.tensors.iter().zip(&expected).all(is_same) {
+            if !has_tensors(shard, &self.tensors(rows)) {
                 return Err(format!(
                     "`{}` must hold keys, rows and states of table `{}`",
                     shard.file, self.name
@@ -206,6 +234,13 @@ impl TableEntry {
             }
             file.check(Some(&self.name))?;
         }
+        for file in self.sight_files() {
+            if !has_tensors(file, &TableEntry::sight_tensors(file.num_rows() as usize)) {
+                let (file, name) = (&file.file, &self.name);
+                return Err(format!("`{file}` must hold keys and scores of table `{name}` alone"));
+            }
+            file.check(Some(&self.name))?;
+        }
         if num_rows != self.num_rows {
             return Err(format!(
                 "table `{}` must have {} rows: its shards hold {num_rows}",
@@ -214,4 +249,10 @@ impl TableEntry {
         }
         Ok(())
     }
+}
+
+/// Whether a file has tensors of these names, dtypes and shapes, in this order.
+fn has_tensors(file: &DataFile, expected: &[Tensor]) -> bool {
+    let kind = |tensor: &Tensor| (tensor.name.clone(), tensor.dtype, tensor.shape.clone());
+    file.tensors.iter().map(kind).eq(expected.iter().map(kind))
 }

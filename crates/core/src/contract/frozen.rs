@@ -53,6 +53,7 @@ pub struct Frozen<R> {
     len: usize,
     step: u64,
     commit_times: Vec<(u64, u64)>,
+    sights: Records,
     num_records: usize,
     /// `None` once they are freed.
     records: RefCell<Option<R>>,
@@ -104,6 +105,7 @@ impl<R: RecordsCopy> Frozen<R> {
             len: table.len()?,
             step: table.step()?,
             commit_times: table.commit_times(),
+            sights: table.sights()?,
             num_records: records.num_rows(),
             records: RefCell::new(Some(records)),
             changes: since.map(removed).transpose()?,
@@ -144,6 +146,12 @@ impl<R: RecordsCopy> Contents for Frozen<R> {
 
     fn commit_times(&self) -> Vec<(u64, u64)> {
         self.commit_times.clone()
+    }
+
+    fn sights(&self) -> Result<Records> {
+        let mut sights = Records::default();
+        self.sights.read(0..self.sights.keys.len(), &mut sights)?;
+        Ok(sights)
     }
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {

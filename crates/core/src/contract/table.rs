@@ -484,6 +484,14 @@ pub trait Contents: Send {
         Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
+    /// Returns the keys without a row that an admission policy counts, and as scores how often they have come.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    fn sights(&self) -> Result<Records> {
+        Ok(Records::default())
+    }
+
     /// Frees the memory of a copy whose records were read. A table keeps its own.
     fn free_copy(&self) {}
 }
@@ -617,6 +625,15 @@ pub trait Table: Contents {
     /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
     /// [`Error::Device`]. Nothing has changed then.
     fn restore(&mut self, records: &Records) -> Result<()>;
+
+    /// Counts keys without a row as often as these [`Contents::sights`] say, if an admission policy counts keys. None of them has a row, and
+    /// none is counted yet.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    fn restore_sights(&mut self, _sights: &Records) -> Result<()> {
+        Ok(())
+    }
 
     /// Makes an empty table of the same configuration, with the states of `update` and room for `num_rows` rows, for `replace_with`.
     ///

@@ -1,5 +1,6 @@
 //! Decides which new keys get a row in training, and counts the keys that have none yet.
 
+use crate::contract::table::Records;
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
@@ -54,6 +55,23 @@ impl Admitter {
             self.counted.push((key, before));
         }
         Ok(())
+    }
+
+    /// Returns the keys that are counted, and as scores their sights.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn all_sights(&self) -> Result<Records> {
+        self.sights.all()
+    }
+
+    /// Takes sights of keys that are not counted yet, as `all_sights` returns them.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn restore(&mut self, sights: &Records) -> Result<()> {
+        let mut pairs = sights.keys.iter().zip(&sights.scores);
+        pairs.try_for_each(|(&key, &count)| self.sights.add(key, count).map(drop))
     }
 
     /// Takes back what the call has counted.

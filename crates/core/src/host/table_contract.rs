@@ -185,6 +185,10 @@ impl Contents for HostTable {
         self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
     }
 
+    fn sights(&self) -> Result<Records> {
+        self.admitter.as_ref().map_or_else(|| Ok(Records::default()), |admitter| admitter.all_sights())
+    }
+
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {
         self.scan_those(cursor, max, out, |_| true)
     }
@@ -501,6 +505,13 @@ impl Table for HostTable {
             }
         }
         Ok(())
+    }
+
+    fn restore_sights(&mut self, sights: &Records) -> Result<()> {
+        match &mut self.admitter {
+            Some(admitter) if admitter.policy.counts() => admitter.restore(sights),
+            _ => Ok(()),
+        }
     }
 
     fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {

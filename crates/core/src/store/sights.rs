@@ -1,6 +1,7 @@
 //! How often keys without a row have come.
 
 use super::index::Index;
+use crate::contract::table::{Column, Records};
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
@@ -42,6 +43,21 @@ impl Sights {
         }
         *self.index.insert(hash, key, COUNTED)? = sum(0, more);
         Ok(0)
+    }
+
+    /// Returns all keys that have a count, and their counts as scores.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn all(&self) -> Result<Records> {
+        let mut all = Records::default();
+        all.reserve(self.index.len(), 0, &[Column::Scores], "a copy of the counts of keys without a row")?;
+        self.index.scan(0, |key, _| {
+            all.keys.push(key);
+            true
+        });
+        all.scores.extend(all.keys.iter().map(|key| u64::from(self.get(*key))));
+        Ok(all)
     }
 
     /// Sets the count of a key that has one. 0 forgets it.

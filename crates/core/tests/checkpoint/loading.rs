@@ -256,11 +256,15 @@ fn other_versions_are_a_mismatch_not_damage() {
     let directory = Directory::new();
     let path = &directory.dump();
     type Change = fn(&mut serde_json::Value);
-    let changes: [(Change, &str); 5] = [
-        (|body| body["version"] = 5.into(), "this release reads dumps of versions 1 to 4: got version 5"),
+    let changes: [(Change, &str); 6] = [
+        (|body| body["version"] = 6.into(), "this release reads dumps of versions 1 to 5: got version 6"),
+        (
+            |body| body["tables"][0]["sights"] = serde_json::json!({"step": 1, "files": []}),
+            "not as version 1 has it: `scores`, `ages`, `increments` and `sights` came later",
+        ),
         (
             |body| body["tables"][0]["scores"] = serde_json::json!({"score": "lru", "step": 1}),
-            "not as version 1 has it: `scores`, `ages` and `increments` came later",
+            "not as version 1 has it: `scores`, `ages`, `increments` and `sights` came later",
         ),
         (|body| body["format"] = "else".into(), "`format` must be `sok_keras dump`: got `else`"),
         (
