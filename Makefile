@@ -9,8 +9,9 @@ BIN = $(VENV)/bin
 # Sources of the native module, which is built anew when they change.
 NATIVE_SOURCES = $(shell find crates -name '*.rs' -o -name '*.cu*' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 QUIET = TF_CPP_MIN_LOG_LEVEL=3
-# JAX compiles the small models of tests for longer than it runs them.
-COMPILED_FAST = JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# JAX compiles the small models of tests for longer than it runs them. What one process has compiled, the others need not.
+COMPILED_FAST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$(abspath target/jax) \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 # Each process imports a framework, which takes up to a gigabyte of memory.
 IN_PARALLEL = -n auto --maxprocesses 4 --dist worksteal
 
