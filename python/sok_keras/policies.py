@@ -121,7 +121,7 @@ class Frequency(Admission):
     lookup answers what `missing` says, and the gradient of the id is dropped. Sights are counted when the optimizer applies a step, so a
     step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
 
-    The counts of ids without a row take 27 to 40 bytes each. An id whose row is erased, evicted or expired starts anew. Dumps do not hold the
+    The counts of ids without a row take 27 to 40 bytes each. An id whose row is erased, evicted or expired starts anew. Dumps hold the
     counts: after a load, counting starts anew. The tables of the layer are in the memory of the host.
 
     Example:
