@@ -59,7 +59,7 @@ impl Ids {
         }
     }
 
-    fn lend(&self) -> Keys<'_> {
+    pub fn lend(&self) -> Keys<'_> {
         match self {
             Ids::I64(ids) => Keys::I64(ids),
             Ids::U64(ids) => Keys::U64(ids),

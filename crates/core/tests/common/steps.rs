@@ -265,7 +265,7 @@ pub fn op() -> impl Strategy<Value = Op> {
 }
 
 /// `usize::MAX` means the newest lookup, and tables are counted round.
-fn resolve(op: &Op, bench: &Bench) -> Op {
+pub fn resolve(op: &Op, bench: &Bench) -> Op {
     match op.clone() {
         Op::Push { lookup: usize::MAX, hold, seed } => {
             Op::Push { lookup: bench.model.lookups.len().saturating_sub(1), hold, seed }
