@@ -122,7 +122,7 @@ class Frequency(Admission):
     step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
 
     The counts of ids without a row take 27 to 40 bytes each. An id whose row is erased, evicted or expired starts anew. Dumps hold the
-    counts: after a load, counting starts anew. The tables of the layer are in the memory of the host.
+    counts, so counting goes on after a load; weights files do not. The tables of the layer are in the memory of the host.
 
     Example:
 
@@ -185,9 +185,8 @@ class TimeToLive(_Policy):
     `out_of_vocabulary_key`. Each step looks at a part of the keys, so that none takes long: all parts have their turn within a quarter of
     `time_to_live` if that is a number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers.
 
-    Times are those of the system's clock, and exact to a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps
-    hold the ages of rows; weights files do not, so that the rows which they bring are as old as the last step. The tables of the layer are
-    in the memory of the host.
+    Times are those of the system's clock, and exact to a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps and
+    weights files hold the ages of rows.
 
     Example:
 
