@@ -175,7 +175,7 @@ def test_error_names_tensor_and_block(dump_of_model):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("version", 5, "version.*5"),
+        ("version", 6, "version.*6"),
         ("format", "other", "`format` must be `sok_keras dump`: got `other`"),
         ("dtype", "float16", "`dtype` of table `filled` must be float32: got float16"),
         ("unknown", 1, "unknown"),

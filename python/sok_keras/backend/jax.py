@@ -1,8 +1,9 @@
 """The calls of a training step as XLA FFI calls.
 
-The handlers are written in Rust (`crates/python/src/bridge/xla.rs`). No call declares a side effect: trigger ->
+The handlers are written in Rust (`crates/python/src/bridge/xla.rs`). Calls declare no side effect: trigger ->
 lookup -> push -> ticket -> commit -> apply -> new trigger is a chain of data, which XLA keeps in order. So
-rematerialisation works, and a gradient that nobody asked for is never pushed.
+rematerialisation works, and a gradient that nobody asked for is never pushed. The exception is a lookup of an empty batch
+without gradients, with ranks.
 """
 
 import contextlib
@@ -67,6 +68,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
         # An operation with a derivative of 0, which XLA leaves out. JAX would differentiate the call for the number of one that is differentiated.
         before = None if before is None else before | 0
         number, rows = _run(call, *arguments, save=False, before=before)
+        _last_lookup.set_plain(number)
     else:
         number, rows = _lookup(call, trigger, weights, inputs, before)
     _last_lookup.set(number)
@@ -92,6 +94,7 @@ class _LastLookup:
 
     def __init__(self):
         self._found = []  # pairs of a trace and a number, the newest last
+        self._plain = None  # the newest number of a lookup without gradients
 
     def number(self):
         if _native.ranks() is None:
@@ -105,9 +108,14 @@ class _LastLookup:
             others = [(other, found) for other, found in self._found if other != trace]
             self._found = [*others[-3:], (trace, number)]
 
-    def usable(self):
-        """The number as a list, if what is being traced may use it. It may use that of a lookup without gradients."""
-        return [number for _, number in self._found[-1:] if is_tracing(number) and is_traced_now(number)]
+    def set_plain(self, number):
+        """Remembers a lookup without gradients, on which no gradient depends."""
+        if _native.ranks() is not None:
+            self._plain = number
+
+    def plain(self):
+        """The number of the newest lookup without gradients, as a list, if what is being traced may use it."""
+        return [self._plain] if is_tracing(self._plain) and is_traced_now(self._plain) else []
 
 
 _last_lookup = _LastLookup()
@@ -175,7 +183,7 @@ def sum_gradients(gradients, then, after=()):
     trained, other ranks would wait in that lookup for ever.
     """
     results = [_float32(*gradients.shape), _float32(*then.shape)]
-    before = [*after, *_last_lookup.usable()]
+    before = [*after, *_last_lookup.plain()]
     return _ffi("sok_sum_gradients", results)(gradients, then, *before, scope=traced_scope())
 
 
@@ -206,8 +214,8 @@ def _run(call, trigger, weights, inputs, save, before=None):
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
     plan, insertion = np.int64(call.plan), np.int64(call.insertion)
-    # A lookup of ranks that is not differentiated stays where nobody uses its results: the other ranks make it, too.
-    stays = not save and _native.ranks() is not None
+    # XLA leaves out a lookup whose results are empty, which the other ranks make.
+    stays = not save and _native.ranks() is not None and any(0 in shape for shape in call.shapes)
     number, *rows = _ffi("sok_lookup", results, stays)(
         *tensors,
         trigger,

@@ -15,8 +15,8 @@ use super::{SHARD_BYTES, utc};
 use crate::contract::record::RecordLayout;
 use crate::error::{Error, Result};
 
-/// Rewrites the dump in `path` without increments: the rows of all parts, each once, and nothing of rows that were removed. The old files are
-/// removed. A dump without increments stays as it is. Memory: the keys of the increments.
+/// Rewrites the dump in `path` without increments: the rows of all parts, each once, and nothing of rows that were removed. Files of counts
+/// stay as the newest part has them. The other old files are removed. A dump without increments stays as it is. Memory: the keys of the increments.
 ///
 /// # Errors
 /// As [`verify`](super::verify) and [`dump`](super::dump). The dump is unchanged then.
@@ -57,6 +57,10 @@ fn write_table(
     if !layout.states().iter().map(|state| (state.name, state.columns.len())).eq(dumped) {
         let what = format!("the states of table `{}` must be those of its optimizer", newest.name);
         return Err(Error::dump_mismatch(&dump.path, what));
+    }
+    // These files stay: the newest part has all counts.
+    for file in newest.sight_files() {
+        dump.open_file(file, Some(&newest.name))?.verify()?;
     }
     let entry = TableEntry {
         num_rows: newest.total_rows(),

@@ -38,6 +38,9 @@ pub fn freeze(
     let is_first = ranks.is_none_or(|ranks| ranks.communicator.rank() == 0);
     let checked = if is_first && options.after.is_none() { check_overwrite(path, options) } else { Ok(()) };
     let frozen = checked.and_then(|()| parent_of(path, options)).and_then(|parent| {
+        if let Some(parent) = &parent {
+            check_parent(path, parent, tables, options)?;
+        }
         let since = parent.map(|parent| parent.snapshot);
         let contents = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
         let num_rows = contents.iter().map(|table| match since {
@@ -55,6 +58,19 @@ pub fn freeze(
     // A table without memory for its changes writes no increment next. The dump itself needs none.
     tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
     Ok(FrozenTables { contents, num_rows, snapshot })
+}
+
+/// Checks that an increment of these tables may follow a part of the dump.
+fn check_parent(
+    path: &Path,
+    parent: &Parent,
+    tables: &[&mut dyn Table],
+    options: &DumpOptions,
+) -> Result<()> {
+    let names: Vec<&str> = tables.iter().map(|table| &*table.config().name).collect();
+    let order = parent.order(path, &names)?;
+    let contents = order.into_iter().map(|number| &*tables[number] as &dyn Contents);
+    parent.check_tables(path, contents, options.states)
 }
 
 /// The part of the dump in `path` that an increment follows.

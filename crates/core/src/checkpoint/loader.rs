@@ -1,6 +1,7 @@
 //! A load: all that could fail is tried before the first table changes.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 
@@ -196,13 +197,19 @@ impl DumpReader {
         Ok(LoadReport { step: dump.manifest().last().step, tables: tables.collect() })
     }
 
-    /// Reads every byte of the files that are not of `loads`. Ranks share them.
+    /// Reads every byte of the files that are not of `loads`, and of those whose numbers newer parts replace. Ranks share them.
     fn verify_others(&self, loads: &[TableLoad], ranks: Option<&Ranks>) -> Result<()> {
         self.check_sizes()?;
         let is_other = |table: &Option<&str>| {
             table.is_none_or(|table| loads.iter().all(|load| load.entry.name != table))
         };
-        let files: Vec<_> = self.manifest().files().filter(|(_, table)| is_other(table)).collect();
+        let parts: Vec<_> = self.manifest().parts().collect();
+        let older = parts[..parts.len() - 1].iter().flat_map(|part| part.tables);
+        let replaced: HashSet<&str> =
+            older.flat_map(TableEntry::sight_files).map(|file| &*file.file).collect();
+        let is_left =
+            |file: &DataFile, table: &Option<&str>| is_other(table) || replaced.contains(&*file.file);
+        let files: Vec<_> = self.manifest().files().filter(|(file, table)| is_left(file, table)).collect();
         let sizes: Vec<u64> = files.iter().map(|(file, _)| file.bytes).collect();
         let (rank, world_size) = place_of(ranks);
         let own = files_of_rank(&sizes, rank, world_size);
@@ -272,9 +279,7 @@ impl<'a> Chain<'a> {
         ranks: Option<&Ranks>,
         mut take: impl FnMut(usize, &Records) -> Result<()>,
     ) -> Result<()> {
-        let (newest, older) = self.parts.split_last().expect("a dump has a base");
-        // Every byte of a dump is checked, also those that no table takes.
-        older.iter().try_for_each(|loads| read_all(loads, Files::Sights, ranks, |_, _| Ok(())))?;
+        let newest = self.newest();
         read_all(newest, Files::Sights, ranks, |table, sights| {
             if newest[table].takes_sights { take(table, &sights) } else { Ok(()) }
         })
@@ -382,13 +387,14 @@ fn load_fresh(
         fresh[table].restore(records)
     })?;
     chain.check_rows(&num_rows, ranks)?;
+    chain.read_sights(ranks, |table, sights| fresh[table].restore_sights(sights))?;
+    // This may fail on one rank alone, so nothing is exchanged after it.
     for ((load, table), expected) in loads.iter().zip(&fresh).zip(num_rows) {
         let got = table.len()?;
         if got != expected {
             return Err(load.keys_come_twice(format!("got {got}")));
         }
     }
-    chain.read_sights(ranks, |table, sights| fresh[table].restore_sights(sights))?;
     Ok(fresh)
 }
 
@@ -425,8 +431,7 @@ fn merge(chain: &Chain, targets: &mut [Target], ranks: Option<&Ranks>) -> Result
     let mut begun = chain.newest().iter().zip(targets.iter_mut());
     let begun = begun.try_for_each(|(load, target)| load.begin_merge(&mut *target.table));
     agreed(ranks, 7, begun)?;
-    chain.read(true, ranks, |table, records| targets[table].table.restore(records))?;
-    chain.read_sights(ranks, |table, sights| targets[table].table.restore_sights(sights))
+    chain.read(true, ranks, |table, records| targets[table].table.restore(records))
 }
 
 /// What one table takes from the dump; it exists if the two go together.
@@ -445,7 +450,7 @@ struct TableLoad<'a> {
     states: bool,
     /// The columns that come from the dump.
     columns: Vec<Column>,
-    /// Whether the table counts keys without a row as often as the dump does.
+    /// Whether the step, and the counts of keys without a row, come from the dump.
     takes_sights: bool,
     owners: Option<Owners>,
 }
@@ -496,7 +501,9 @@ impl<'a> TableLoad<'a> {
             Column::Ages => config.time_to_live.is_some(),
         };
         let columns = entry.columns().into_iter().filter(is_taken).collect();
-        let takes_sights = replaces_all && entry.sights.is_some() && config.admission.is_some();
+        // In a merge the table has counts of its own, also if it has no rows.
+        let takes_sights =
+            options.mode == LoadMode::Replace && entry.sights.is_some() && config.admission.is_some();
         let states = dumped.is_some();
         Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, takes_sights, owners })
     }

@@ -71,7 +71,8 @@ pub struct Array<'a> {
 /// `arrays` whole, as one more part of the dump that is there.
 ///
 /// Until the last moment a dump that is there stays as it is: a process killed at any time, or a machine without power,
-/// leaves the old dump or the new one. Memory: two buffers of [`CHUNK_BYTES`], whatever the size of a table.
+/// leaves the old dump or the new one. Memory: two buffers of [`CHUNK_BYTES`], whatever the size of a table, and 16 bytes for each key that an
+/// admission policy counts.
 ///
 /// # Errors
 /// [`Error::Argument`] for names that come twice, for an array whose data is not of its shape, and for a dump that is

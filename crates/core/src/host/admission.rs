@@ -1,6 +1,6 @@
 //! Decides which new keys get a row in training, and counts the keys that have none yet.
 
-use crate::contract::table::Records;
+use crate::contract::table::{Column, Records};
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
@@ -62,7 +62,12 @@ impl Admitter {
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn all_sights(&self) -> Result<Records> {
-        self.sights.all()
+        let all = self.sights.all()?;
+        let mut records = Records::default();
+        records.reserve(all.len(), 0, &[Column::Scores], WHAT)?;
+        records.keys.extend(all.iter().map(|(key, _)| key));
+        records.scores.extend(all.iter().map(|(_, count)| u64::from(*count)));
+        Ok(records)
     }
 
     /// Takes sights of keys that are not counted yet, as `all_sights` returns them.

@@ -1,7 +1,6 @@
 //! How often keys without a row have come.
 
 use super::index::Index;
-use crate::contract::table::{Column, Records};
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
@@ -45,18 +44,16 @@ impl Sights {
         Ok(0)
     }
 
-    /// Returns all keys that have a count, and their counts as scores.
+    /// Returns all keys that have a count, with their counts.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
-    pub fn all(&self) -> Result<Records> {
-        let mut all = Records::default();
-        all.reserve(self.index.len(), 0, &[Column::Scores], "a copy of the counts of keys without a row")?;
+    pub fn all(&self) -> Result<Vec<(Key, u32)>> {
+        let mut all = memory::with_capacity(self.index.len(), "a copy of the counts of keys without a row")?;
         self.index.scan(0, |key, _| {
-            all.keys.push(key);
+            all.push((key, self.get(key)));
             true
         });
-        all.scores.extend(all.keys.iter().map(|key| u64::from(self.get(*key))));
         Ok(all)
     }
 

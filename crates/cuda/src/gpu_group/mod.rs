@@ -184,7 +184,7 @@ pub struct GpuGroup {
     unseen: Option<u64>,
     /// An error of that report which nobody has heard of.
     unheard: Option<Error>,
-    /// Why keys of a refused lookup are still in the tables. No later call can go on.
+    /// Why keys of a refused lookup are still in the tables. No later lookup or commit can go on.
     unusable: Option<Error>,
     next_commit: u64,
     /// Number of the newest commit whose ticket is known to be valid, as policies count commits.
