@@ -91,7 +91,9 @@ def test_rows_without_states_are_for_serving(tmp_path):
     train(model, 1, 2)
     sok.dump(tmp_path, model, states=False)
     train(model, 2, 3)
-    with pytest.raises(sok.DumpMismatchError, match="Pass the `states` that the dump was written with"):
+    with pytest.raises(
+        sok.DumpMismatchError, match="Pass the `states` and use the policies that the dump was written with"
+    ):
         sok.dump_increment(tmp_path, model)
     manifest = sok.dump_increment(tmp_path, model, states=False)
     assert manifest.increments[0].tables[0].states == ()
