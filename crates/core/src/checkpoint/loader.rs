@@ -197,7 +197,7 @@ impl DumpReader {
         Ok(LoadReport { step: dump.manifest().last().step, tables: tables.collect() })
     }
 
-    /// Reads every byte of the files that are not of `loads`, and of those whose numbers newer parts replace. Ranks share them.
+    /// Reads every byte of the files that are not of `loads`, and of those with counts that a newer part replaces. Ranks share them.
     fn verify_others(&self, loads: &[TableLoad], ranks: Option<&Ranks>) -> Result<()> {
         self.check_sizes()?;
         let is_other = |table: &Option<&str>| {
@@ -271,18 +271,6 @@ impl<'a> Chain<'a> {
             }
         }
         Ok(())
-    }
-
-    /// Reads how often keys without a row have come. Calls `take` with the index of a table and keys of the newest part that this rank owns.
-    fn read_sights(
-        &self,
-        ranks: Option<&Ranks>,
-        mut take: impl FnMut(usize, &Records) -> Result<()>,
-    ) -> Result<()> {
-        let newest = self.newest();
-        read_all(newest, Files::Sights, ranks, |table, sights| {
-            if newest[table].takes_sights { take(table, &sights) } else { Ok(()) }
-        })
     }
 
     /// Compares the number of rows of each table, over all parts, with the manifest. `num_rows`: by table, the rows of this rank.
@@ -387,7 +375,7 @@ fn load_fresh(
         fresh[table].restore(records)
     })?;
     chain.check_rows(&num_rows, ranks)?;
-    chain.read_sights(ranks, |table, sights| fresh[table].restore_sights(sights))?;
+    read_all(loads, Files::Sights, ranks, |table, sights| fresh[table].restore_sights(&sights))?;
     // This may fail on one rank alone, so nothing is exchanged after it.
     for ((load, table), expected) in loads.iter().zip(&fresh).zip(num_rows) {
         let got = table.len()?;
@@ -450,8 +438,8 @@ struct TableLoad<'a> {
     states: bool,
     /// The columns that come from the dump.
     columns: Vec<Column>,
-    /// Whether the step, and the counts of keys without a row, come from the dump.
-    takes_sights: bool,
+    /// Whether policies of the table count steps from that of the dump.
+    takes_step: bool,
     owners: Option<Owners>,
 }
 
@@ -500,12 +488,13 @@ impl<'a> TableLoad<'a> {
             Column::Scores => entry.scores.as_ref().is_some_and(is_same),
             Column::Ages => config.time_to_live.is_some(),
         };
-        let columns = entry.columns().into_iter().filter(is_taken).collect();
-        // In a merge the table has counts of its own, also if it has no rows.
+        let columns: Vec<Column> = entry.columns().into_iter().filter(is_taken).collect();
+        // A merge leaves a table its own counts of keys, which it may have without having rows.
         let takes_sights =
             options.mode == LoadMode::Replace && entry.sights.is_some() && config.admission.is_some();
+        let takes_step = takes_sights || !columns.is_empty();
         let states = dumped.is_some();
-        Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, takes_sights, owners })
+        Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, takes_step, owners })
     }
 
     /// Whether the table has all that the dump has, and nothing else.
@@ -583,7 +572,7 @@ impl<'a> TableLoad<'a> {
         if let Some(ages) = ages {
             table.set_commit_times(&ages.times);
         }
-        let step = self.entry.step().filter(|_| self.takes_sights || !self.columns.is_empty());
+        let step = self.entry.step().filter(|_| self.takes_step);
         step.map_or(Ok(()), |step| table.set_step(step))
     }
 

@@ -320,8 +320,8 @@ impl<'a> Writer<'a> {
         }
         let mut entry = rows.finish()?;
         table.free_copy();
-        if entry.sights.is_some() {
-            self.write_sights(&mut entry, &table.sights()?, options.shard_bytes)?;
+        if let Some(sights) = &mut entry.sights {
+            sights.files = self.write_sights(&entry.name, &*table.sights()?, options.shard_bytes)?;
         }
         if let Some(since) = since {
             self.write_removed(&mut entry, &table.removed_since(since)?, options.shard_bytes)?;
@@ -344,23 +344,21 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes how often keys without a row have come.
-    fn write_sights(&mut self, entry: &mut TableEntry, sights: &Records, shard_bytes: usize) -> Result<()> {
-        let (mut bytes, per_file) = (Vec::new(), (shard_bytes / (KEY_BYTES + NUMBER_BYTES)).max(1));
+    /// Writes how often keys of a table that have no row have come. Returns the files.
+    fn write_sights(&mut self, table: &str, sights: &Records, shard_bytes: usize) -> Result<Vec<DataFile>> {
+        let (mut files, mut bytes) = (Vec::new(), Vec::new());
+        let per_file = (shard_bytes / (KEY_BYTES + NUMBER_BYTES)).max(1);
         for (keys, scores) in sights.keys.chunks(per_file).zip(sights.scores.chunks(per_file)) {
-            let mut file = self.open_data_file(TableEntry::sight_tensors(keys.len()), Some(&entry.name))?;
+            let mut file = self.open_data_file(TableEntry::sight_tensors(keys.len()), Some(table))?;
             for (tensor, numbers) in [keys, scores].into_iter().enumerate() {
                 for some in numbers.chunks(CHUNK_BYTES / NUMBER_BYTES) {
                     write_numbers(some, &mut bytes)?;
                     file.write(tensor, &bytes)?;
                 }
             }
-            let file = file.finish()?;
-            if let Some(sights) = &mut entry.sights {
-                sights.files.push(file);
-            }
+            files.push(file.finish()?);
         }
-        Ok(())
+        Ok(files)
     }
 
     /// Widest dtype first, as the stock writer does it: each tensor then lies aligned.

@@ -1,5 +1,6 @@
 //! A copy of what a dump reads of a table.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -105,7 +106,7 @@ impl<R: RecordsCopy> Frozen<R> {
             len: table.len()?,
             step: table.step()?,
             commit_times: table.commit_times(),
-            sights: table.sights()?,
+            sights: table.sights()?.into_owned(),
             num_records: records.num_rows(),
             records: RefCell::new(Some(records)),
             changes: since.map(removed).transpose()?,
@@ -148,10 +149,8 @@ impl<R: RecordsCopy> Contents for Frozen<R> {
         self.commit_times.clone()
     }
 
-    fn sights(&self) -> Result<Records> {
-        let mut sights = Records::default();
-        self.sights.read(0..self.sights.keys.len(), &mut sights)?;
-        Ok(sights)
+    fn sights(&self) -> Result<Cow<'_, Records>> {
+        Ok(Cow::Borrowed(&self.sights))
     }
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {

@@ -1,5 +1,7 @@
 //! The contract of a table, which the tables of the host and of a GPU implement.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 
 use crate::contract::record::RecordLayout;
@@ -488,8 +490,8 @@ pub trait Contents: Send {
     ///
     /// # Errors
     /// [`Error::Memory`].
-    fn sights(&self) -> Result<Records> {
-        Ok(Records::default())
+    fn sights(&self) -> Result<Cow<'_, Records>> {
+        Ok(Cow::default())
     }
 
     /// Frees the memory of a copy whose records were read. A table keeps its own.

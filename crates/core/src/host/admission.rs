@@ -62,12 +62,13 @@ impl Admitter {
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).
     pub fn all_sights(&self) -> Result<Records> {
-        let all = self.sights.all()?;
-        let mut records = Records::default();
-        records.reserve(all.len(), 0, &[Column::Scores], WHAT)?;
-        records.keys.extend(all.iter().map(|(key, _)| key));
-        records.scores.extend(all.iter().map(|(_, count)| u64::from(*count)));
-        Ok(records)
+        let mut all = Records::default();
+        all.reserve(self.sights.len(), 0, &[Column::Scores], WHAT)?;
+        self.sights.for_each(|key, count| {
+            all.keys.push(key);
+            all.scores.push(count.into());
+        });
+        Ok(all)
     }
 
     /// Takes sights of keys that are not counted yet, as `all_sights` returns them.

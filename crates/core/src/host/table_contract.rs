@@ -1,6 +1,7 @@
 //! The contract of a table, for the table on the host.
 
 use std::any::Any;
+use std::borrow::Cow;
 
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::frozen::Frozen;
@@ -185,8 +186,9 @@ impl Contents for HostTable {
         self.evictor.as_ref().map_or_else(Vec::new, |evictor| evictor.commits.ages_by_time())
     }
 
-    fn sights(&self) -> Result<Records> {
-        self.admitter.as_ref().map_or_else(|| Ok(Records::default()), |admitter| admitter.all_sights())
+    fn sights(&self) -> Result<Cow<'_, Records>> {
+        let Some(admitter) = &self.admitter else { return Ok(Cow::default()) };
+        admitter.all_sights().map(Cow::Owned)
     }
 
     fn scan(&self, cursor: Cursor, max: usize, out: &mut Records) -> Result<Option<Cursor>> {

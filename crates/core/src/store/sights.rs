@@ -44,17 +44,17 @@ impl Sights {
         Ok(0)
     }
 
-    /// Returns all keys that have a count, with their counts.
-    ///
-    /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory).
-    pub fn all(&self) -> Result<Vec<(Key, u32)>> {
-        let mut all = memory::with_capacity(self.index.len(), "a copy of the counts of keys without a row")?;
+    /// Number of keys that have a count.
+    pub fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Calls `visit` with each key that has a count, and its count.
+    pub fn for_each(&self, mut visit: impl FnMut(Key, u32)) {
         self.index.scan(0, |key, _| {
-            all.push((key, self.get(key)));
+            visit(key, self.get(key));
             true
         });
-        Ok(all)
     }
 
     /// Sets the count of a key that has one. 0 forgets it.
