@@ -310,3 +310,35 @@ def test_a_merge_and_a_table_without_the_policy_take_no_counts(tmp_path):
     assert other.get_table().explain(7).state == "absent"
     sok.load(tmp_path, made)
     assert other.get_table().explain(7).state == "filtered"
+
+
+@pytest.mark.parametrize("part", ["base", "increment"])
+def test_damaged_counts_are_found(part, tmp_path):
+    layer = make_layer(Frequency(3))
+    model, table = make_model(layer), layer.get_table()
+    keys = {"base": 0x1234_5678, "increment": 0x2345_6789}
+    train(model, [[keys["base"], 5]])
+    sok.dump(tmp_path, model)
+    table.erase([keys["base"]])
+    train(model, [[keys["increment"], 5]])
+    sok.dump_increment(tmp_path, model)
+    before = explained(table, keys.values())
+    key = keys[part].to_bytes(8, "little")
+    (damaged,) = (
+        path
+        for path in tmp_path.iterdir()
+        if key in path.read_bytes() and path.suffix == ".safetensors" and b'"scores"' in path.read_bytes()
+    )
+    damaged.write_bytes(damaged.read_bytes().replace(key, bytes(8)))
+    for call in (
+        lambda: sok.load(tmp_path, model),
+        lambda: sok.load(tmp_path, model, mode="merge"),
+        lambda: sok.verify(tmp_path),
+    ):
+        with pytest.raises(sok.CorruptDumpError, match="block 0 of `keys`"):
+            call()
+    assert explained(table, keys.values()) == before
+    if part == "increment":  # compaction drops the counts of the base
+        with pytest.raises(sok.CorruptDumpError, match="block 0 of `keys`"):
+            sok.compact(tmp_path)
+        assert len(sok.read_manifest(tmp_path).increments) == 1

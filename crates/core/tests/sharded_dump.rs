@@ -11,7 +11,7 @@ use common::strategies::plain_config;
 use sok_core::checkpoint::{After, LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
-use sok_core::contract::table::TableConfig;
+use sok_core::contract::table::{CheckMode, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::row_type::RowType;
@@ -213,4 +213,41 @@ fn a_load_that_one_rank_refuses_changes_no_rank() {
     });
     assert!(failed.iter().all(Result::is_err), "{failed:?}");
     assert!(contents.iter().all(BTreeMap::is_empty));
+}
+
+#[test]
+fn a_table_without_room_on_one_rank_is_an_error_on_all_which_go_on() {
+    let directory = Directory::new("no-room");
+    let group_of = |rank: ThreadRank, max_capacity| {
+        let config =
+            TableConfig { max_capacity, check_mode: CheckMode::Count, ..plain_config("of rank 0", 2) };
+        let placed = vec![(config, Placement::Localized(0))];
+        let mut group = ShardedGroup::new(placed, Arc::new(rank), 1, 2, RowType::Float32).unwrap();
+        group.bind(Binding { owner: 1, update: ADAM, needs_norm: false }).unwrap();
+        group
+    };
+    let on_two = |work: &(dyn Fn(ThreadRank) -> Result<()> + Sync)| -> Vec<Result<()>> {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = ThreadRank::world(2, TIMEOUT)
+                .into_iter()
+                .map(|rank| scope.spawn(move || work(rank)))
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    };
+    let dumped = on_two(&|rank| {
+        let mut group = group_of(rank, None);
+        fill(&mut group, 100);
+        save(&mut group, &directory.0, true, 1)
+    });
+    assert!(dumped.iter().all(Result::is_ok));
+    let loaded = on_two(&|rank| {
+        let mut group = group_of(rank, Some(40));
+        let refused = restore(&mut group, &directory.0, LoadMode::Replace, 1);
+        assert!(group.table(0).is_empty().unwrap());
+        save(&mut group, &directory.0.join("later"), true, 2).unwrap();
+        refused
+    });
+    assert!(matches!(&loaded[0], Err(Error::CorruptDump { .. })), "{loaded:?}");
+    assert!(matches!(&loaded[1], Err(Error::Rank { rank: 0, .. })), "{loaded:?}");
 }

@@ -152,6 +152,16 @@ fn lies_in_a_manifest_are_found() {
                 }
             }),
         ),
+        (
+            "rows as counts",
+            Box::new(|body| {
+                let table = &mut body["tables"][0];
+                let shard = table["shards"].as_array_mut().unwrap().pop();
+                table["num_rows"] = 10.into();
+                table["sights"] = serde_json::json!({"step": 1, "files": [shard]});
+                body["version"] = 5.into();
+            }),
+        ),
         ("huge array", Box::new(move |body| body["arrays"]["tensors"][0]["shape"] = vec![1u64 << 59].into())),
         (
             "array of half a byte",
