@@ -45,7 +45,7 @@ def test_several_devices_in_a_process_are_refused():
     assert len(re.findall(told, done.stdout)) == 2, done.stdout
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow alone counts the GPUs that a process may use")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="tests how TensorFlow numbers GPUs")
 def test_tables_of_a_rank_are_on_the_gpu_that_it_may_use(monkeypatch):
     import tensorflow as tf
 

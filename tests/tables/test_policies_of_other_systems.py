@@ -103,7 +103,7 @@ def test_tzrec():
 
 def test_torchrec_mpzch(clock):
     """Managed collisions of zero collision hashing: a row expires after hours unseen; new ids opt in by chance; the others share one row.
-    It removes an expired row when its place is needed, we within a quarter of the time."""
+    It removes an expired row when its place is needed, we in one of the next 4,096 steps."""
     check_expiry(clock, datetime.timedelta(hours=24))
     layer, model, table = make(admission=sok.policies.Probability(0.3), out_of_vocabulary_key=0)
     table.assign([0], np.full((1, DIM), 9.0, "float32"))

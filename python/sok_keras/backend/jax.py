@@ -65,13 +65,12 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     before = _last_lookup.number()
     if not learns:
         arguments = jax.lax.stop_gradient((trigger, weights, inputs))
-        # An operation with a derivative of 0, which XLA leaves out. JAX would differentiate the call for the number of one that is differentiated.
+        # `before` may be a result of a call that JAX differentiates. `| 0` has no derivative, so JAX does not differentiate this call, too.
         before = None if before is None else before | 0
         number, rows = _run(call, *arguments, save=False, before=before)
-        _last_lookup.set_plain(number)
     else:
         number, rows = _lookup(call, trigger, weights, inputs, before)
-    _last_lookup.set(number)
+    _last_lookup.set(number, learns)
     return list(rows)
 
 
@@ -94,7 +93,7 @@ class _LastLookup:
 
     def __init__(self):
         self._found = []  # pairs of a trace and a number, the newest last
-        self._plain = None  # the newest number of a lookup without gradients
+        self._without_gradients = None  # the newest number of a lookup that computes none
 
     def number(self):
         if _native.ranks() is None:
@@ -102,20 +101,18 @@ class _LastLookup:
         trace = get_opaque_trace_state(convention="flax")
         return next((number for other, number in reversed(self._found) if other == trace), None)
 
-    def set(self, number):
+    def set(self, number, learns):
         if _native.ranks() is not None:
+            if not learns:
+                self._without_gradients = number
             trace = get_opaque_trace_state(convention="flax")
             others = [(other, found) for other, found in self._found if other != trace]
             self._found = [*others[-3:], (trace, number)]
 
-    def set_plain(self, number):
-        """Remembers a lookup without gradients, on which no gradient depends."""
-        if _native.ranks() is not None:
-            self._plain = number
-
-    def plain(self):
-        """The number of the newest lookup without gradients, as a list, if what is being traced may use it."""
-        return [self._plain] if is_tracing(self._plain) and is_traced_now(self._plain) else []
+    def without_gradients(self):
+        """The number of the newest lookup that computes no gradients, as a list, if the function that is traced may use it."""
+        number = self._without_gradients
+        return [number] if is_tracing(number) and is_traced_now(number) else []
 
 
 _last_lookup = _LastLookup()
@@ -183,7 +180,7 @@ def sum_gradients(gradients, then, after=()):
     trained, other ranks would wait in that lookup for ever.
     """
     results = [_float32(*gradients.shape), _float32(*then.shape)]
-    before = [*after, *_last_lookup.plain()]
+    before = [*after, *_last_lookup.without_gradients()]
     return _ffi("sok_sum_gradients", results)(gradients, then, *before, scope=traced_scope())
 
 
@@ -214,7 +211,7 @@ def _run(call, trigger, weights, inputs, save, before=None):
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
     results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
     plan, insertion = np.int64(call.plan), np.int64(call.insertion)
-    # XLA leaves out a lookup whose results are empty, which the other ranks make.
+    # XLA leaves out a call whose results are empty or unused. The other ranks, with samples in their batches, wait in it.
     stays = not save and _native.ranks() is not None and any(0 in shape for shape in call.shapes)
     number, *rows = _ffi("sok_lookup", results, stays)(
         *tensors,

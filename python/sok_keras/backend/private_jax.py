@@ -9,5 +9,5 @@ __all__ = ["JAXTrainer", "backends_are_initialized", "distributed_state", "is_tr
 
 
 def is_traced_now(tracer):
-    """Whether the innermost function that is being traced has this value. Others may not use it."""
+    """Whether the function that is being traced may use this value: a function may not use values of functions that it calls."""
     return tracer._trace is trace_ctx.trace
