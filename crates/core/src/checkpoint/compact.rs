@@ -1,6 +1,7 @@
 //! Compaction: a dump with increments becomes one without.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::files::{DirectoryLock, Disk, Files};
@@ -21,12 +22,12 @@ use crate::error::{Error, Result};
 /// # Errors
 /// As [`verify`](super::verify) and [`dump`](super::dump). The dump is unchanged then.
 pub fn compact(path: &Path) -> Result<Manifest> {
-    compact_with(&Disk, path)
+    compact_with(Arc::new(Disk), path)
 }
 
 /// As [`compact`], on other files.
 #[doc(hidden)]
-pub fn compact_with(files: &dyn Files, path: &Path) -> Result<Manifest> {
+pub fn compact_with(files: Arc<dyn Files>, path: &Path) -> Result<Manifest> {
     let _lock = DirectoryLock::acquire(path)?;
     let dump = DumpReader::open(path)?;
     if dump.manifest().increments.is_empty() {

@@ -7,8 +7,8 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// What a dump does to a file system.
-pub trait Files {
+/// What a dump does to a file system, from several threads.
+pub trait Files: Send + Sync {
     /// Creates a directory and those above it.
     ///
     /// # Errors

@@ -17,6 +17,7 @@ mod loader;
 mod manifest;
 mod names;
 mod open;
+mod output;
 mod ranks;
 mod reader;
 mod record_reader;

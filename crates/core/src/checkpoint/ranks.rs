@@ -49,7 +49,7 @@ pub fn dump_of_ranks(
     };
     let begun = gather(communicator, *tag, begun)?;
     let begun = Begun::read(path, &begun[0])?;
-    let mut writer = Writer::new(&Disk, path, begun.unique.wrapping_add(rank as u64));
+    let mut writer = Writer::new(Arc::new(Disk), path, begun.unique.wrapping_add(rank as u64));
     let checked = begun.parent_of(path, options).and_then(|parent| {
         let Some(parent) = parent else { return Ok((parent, tables.to_vec())) };
         let names: Vec<&str> = tables.iter().map(|(table, _)| &*table.config().name).collect();
@@ -213,6 +213,7 @@ fn write_tables(
             writer.write_table(*table, options, parent)?
         });
     }
+    writer.finish()?;
     serde_json::to_vec(&entries).map_err(|e| Error::State(e.to_string()))
 }
 

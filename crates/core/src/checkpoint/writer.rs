@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::HashSet;
-use std::fs::{self, File};
+use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::SystemTime;
 
@@ -18,6 +19,7 @@ use super::files::{DirectoryLock, Disk, Files};
 use super::increment::{After, Parent};
 use super::manifest::Manifest;
 use super::names::{MANIFEST, data_file_name, is_own_name, manifest_aside_name};
+use super::output::{Output, OutputFile};
 use super::table_entry::TableEntry;
 use super::{CHUNK_BYTES, KEY_BYTES, NUMBER_BYTES, SHARD_BYTES, utc};
 use crate::contract::record::Field;
@@ -71,7 +73,7 @@ pub struct Array<'a> {
 /// `arrays` whole, as one more part of the dump that is there.
 ///
 /// Until the last moment a dump that is there stays as it is: a process killed at any time, or a machine without power,
-/// leaves the old dump or the new one. Memory: two buffers of [`CHUNK_BYTES`], whatever the size of a table, and 16 bytes for each key that an
+/// leaves the old dump or the new one. Memory: a dozen buffers of [`CHUNK_BYTES`], whatever the size of a table, and 16 bytes for each key that an
 /// admission policy counts.
 ///
 /// # Errors
@@ -85,13 +87,13 @@ pub fn dump(
     arrays: &[Array],
     options: &DumpOptions,
 ) -> Result<Manifest> {
-    dump_with(&Disk, path, tables, arrays, options)
+    dump_with(Arc::new(Disk), path, tables, arrays, options)
 }
 
 /// As [`dump`], on other files: for tests that count and break what is done to them.
 #[doc(hidden)]
 pub fn dump_with(
-    files: &dyn Files,
+    files: Arc<dyn Files>,
     path: &Path,
     tables: &[&dyn Contents],
     arrays: &[Array],
@@ -100,7 +102,7 @@ pub fn dump_with(
     check_names(tables.iter().copied(), arrays)?;
     let array_tensors = array_tensors(arrays)?;
     let Some(after) = options.after else {
-        create_directory(files, path)?;
+        create_directory(&*files, path)?;
         let _lock = DirectoryLock::acquire(path)?;
         check_overwrite(path, options)?;
         return write_and_place(files, path, |writer| {
@@ -120,12 +122,12 @@ pub fn dump_with(
 
 /// Writes files of a dump, and puts its manifest in place.
 pub(super) fn write_and_place(
-    files: &dyn Files,
+    files: Arc<dyn Files>,
     path: &Path,
     write: impl FnOnce(&mut Writer) -> Result<(Manifest, PathBuf)>,
 ) -> Result<Manifest> {
     let manifest_path = path.join(MANIFEST);
-    let mut writer = Writer::new(files, path, unique());
+    let mut writer = Writer::new(files.clone(), path, unique());
     let written = write(&mut writer).and_then(|(manifest, aside)| {
         files.rename(&aside, &manifest_path).map_err(|e| Error::io(&manifest_path, e))?;
         Ok(manifest)
@@ -134,7 +136,7 @@ pub(super) fn write_and_place(
         Ok(manifest) => {
             // If this fails, a loss of power may bring the old manifest back: both dumps' files stay.
             files.sync_dir(path).map_err(|e| Error::io(path, e))?;
-            remove_leftovers(files, path, &manifest);
+            remove_leftovers(&*files, path, &manifest);
             Ok(manifest)
         }
         Err(error) => {
@@ -238,7 +240,8 @@ pub(super) fn new_manifest(
 
 /// Writes the files of a dump.
 pub(super) struct Writer<'a> {
-    files: &'a dyn Files,
+    files: Arc<dyn Files>,
+    output: Output,
     directory: &'a Path,
     unique: u64,
     /// What to remove if something fails.
@@ -247,8 +250,16 @@ pub(super) struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     /// `unique`: differs from that of all other writers of the directory.
-    pub fn new(files: &'a dyn Files, directory: &'a Path, unique: u64) -> Writer<'a> {
-        Writer { files, directory, unique, created: Vec::new() }
+    pub fn new(files: Arc<dyn Files>, directory: &'a Path, unique: u64) -> Writer<'a> {
+        Writer { output: Output::new(files.clone()), files, directory, unique, created: Vec::new() }
+    }
+
+    /// Waits until all files are written and synced.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if one is not.
+    pub fn finish(&mut self) -> Result<()> {
+        self.output.finish()
     }
 
     /// Everything but the rename: the manifest and the path where it lies aside, all of it synced.
@@ -267,8 +278,9 @@ impl<'a> Writer<'a> {
         Ok((manifest, aside))
     }
 
-    /// Writes the manifest aside. Returns its bytes and its path.
+    /// Writes the manifest aside, once all that it names is synced. Returns its bytes and its path.
     pub fn write_manifest(&mut self, manifest: &Manifest) -> Result<(Vec<u8>, PathBuf)> {
+        self.finish()?;
         let aside = self.directory.join(manifest_aside_name(self.unique));
         let unwritable =
             |what: String| Error::State(format!("the manifest of a dump must be readable again: {what}"));
@@ -276,11 +288,11 @@ impl<'a> Writer<'a> {
         // JSON has no infinity, for one: better to fail here than at the load.
         Manifest::from_bytes(&aside, &bytes).map_err(|e| unwritable(e.to_string()))?;
         let file = self.create(&aside)?;
-        let io = |e| Error::io(&aside, e);
         for (chunk, piece) in bytes.chunks(CHUNK_BYTES).enumerate() {
-            self.files.write_at(&file, piece, (chunk * CHUNK_BYTES) as u64).map_err(io)?;
+            self.output.write(&file, (chunk * CHUNK_BYTES) as u64, |to| copy(piece, to))?;
         }
-        self.files.sync(&file).map_err(io)?;
+        self.output.sync(file)?;
+        self.finish()?;
         self.files.sync_dir(self.directory).map_err(|e| Error::io(self.directory, e))?;
         Ok((bytes, aside))
     }
@@ -331,32 +343,29 @@ impl<'a> Writer<'a> {
 
     /// Writes the keys that were removed from the table of an entry.
     fn write_removed(&mut self, entry: &mut TableEntry, removed: &[Key], shard_bytes: usize) -> Result<()> {
-        let mut bytes = Vec::new();
         for keys in removed.chunks((shard_bytes / KEY_BYTES).max(1)) {
             let tensor = Tensor::new("keys", Dtype::I64, vec![keys.len()]);
             let mut file = self.open_data_file(vec![tensor], Some(&entry.name))?;
             for some in keys.chunks(CHUNK_BYTES / KEY_BYTES) {
-                write_numbers(some, &mut bytes)?;
-                file.write(0, &bytes)?;
+                file.write(&mut self.output, 0, |bytes| write_numbers(some, bytes))?;
             }
-            entry.removed.push(file.finish()?);
+            entry.removed.push(file.finish(&mut self.output)?);
         }
         Ok(())
     }
 
     /// Writes how often keys of a table that have no row have come. Returns the files.
     fn write_sights(&mut self, table: &str, sights: &Records, shard_bytes: usize) -> Result<Vec<DataFile>> {
-        let (mut files, mut bytes) = (Vec::new(), Vec::new());
+        let mut files = Vec::new();
         let per_file = (shard_bytes / (KEY_BYTES + NUMBER_BYTES)).max(1);
         for (keys, scores) in sights.keys.chunks(per_file).zip(sights.scores.chunks(per_file)) {
             let mut file = self.open_data_file(TableEntry::sight_tensors(keys.len()), Some(table))?;
             for (tensor, numbers) in [keys, scores].into_iter().enumerate() {
                 for some in numbers.chunks(CHUNK_BYTES / NUMBER_BYTES) {
-                    write_numbers(some, &mut bytes)?;
-                    file.write(tensor, &bytes)?;
+                    file.write(&mut self.output, tensor, |bytes| write_numbers(some, bytes))?;
                 }
             }
-            files.push(file.finish()?);
+            files.push(file.finish(&mut self.output)?);
         }
         Ok(files)
     }
@@ -372,32 +381,32 @@ impl<'a> Writer<'a> {
         let mut file = self.open_data_file(tensors, None)?;
         for (tensor, array) in arrays.iter().enumerate() {
             for piece in array.data.chunks(CHUNK_BYTES) {
-                file.write(tensor, piece)?;
+                file.write(&mut self.output, tensor, |bytes| copy(piece, bytes))?;
             }
         }
-        file.finish().map(Some)
+        file.finish(&mut self.output).map(Some)
     }
 
     /// A new data file with its header written.
-    fn open_data_file(&mut self, tensors: Vec<Tensor>, table: Option<&str>) -> Result<DataWriter<'a>> {
+    fn open_data_file(&mut self, tensors: Vec<Tensor>, table: Option<&str>) -> Result<DataWriter> {
         let entry = DataFile::new(data_file_name(self.unique, self.created.len()), tensors);
         let layout = entry.layout(table).map_err(Error::Argument)?;
-        let path = self.directory.join(&entry.file);
-        let file = self.create(&path)?;
-        self.files.write_at(&file, &layout.header, 0).map_err(|e| Error::io(&path, e))?;
+        let file = self.create(&self.directory.join(&entry.file))?;
+        self.output.write(&file, 0, |bytes| copy(&layout.header, bytes))?;
         let hashers = entry.tensors.iter().map(|_| BlockHasher::new()).collect();
         let ends = layout.tensors.iter().map(|t| t.start).collect();
-        Ok(DataWriter { files: self.files, path, file, entry, layout, ends, hashers })
+        Ok(DataWriter { file, entry, layout, ends, hashers })
     }
 
-    fn create(&mut self, path: &Path) -> Result<File> {
-        let file = self.files.create(path).map_err(|e| Error::io(path, e))?;
+    fn create(&mut self, path: &Path) -> Result<Arc<OutputFile>> {
+        let file = OutputFile::create(&*self.files, path)?;
         self.created.push(path.into());
         Ok(file)
     }
 
     /// Files that cannot be removed are left for the next dump. The caller has an error to return already.
-    pub fn remove_created(&self) {
+    pub fn remove_created(&mut self) {
+        let _ = self.finish();
         for path in &self.created {
             let _ = self.files.remove(path);
         }
@@ -419,8 +428,7 @@ pub(super) struct RowsWriter<'w, 'a> {
     /// Number of rows that are missing.
     pub left: usize,
     /// A shard, and the number of rows that it misses.
-    open: Option<(DataWriter<'a>, usize)>,
-    bytes: Vec<u8>,
+    open: Option<(DataWriter, usize)>,
 }
 
 impl<'w, 'a> RowsWriter<'w, 'a> {
@@ -443,7 +451,6 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
             chunk_rows: (CHUNK_BYTES / record_bytes).max(1),
             left: entry.num_rows as usize,
             open: None,
-            bytes: Vec::new(),
             entry,
         }
     }
@@ -453,7 +460,7 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
     /// # Errors
     /// [`Error::State`] if there are too many; [`Error::Io`], [`Error::Memory`].
     pub fn add(&mut self, records: &Records) -> Result<()> {
-        let RowsWriter { fields, width, columns, bytes, .. } = self;
+        let RowsWriter { fields, width, columns, .. } = self;
         let (fields, width, count) = (*fields, *width, records.keys.len());
         let is_whole = |column: &Column| records.column(*column).len() == count;
         if count > self.left || records.values.len() != count * width || !columns.iter().all(is_whole) {
@@ -472,20 +479,21 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
                 }
             };
             let end = count.min(start + *shard_left);
-            write_numbers(&records.keys[start..end], bytes)?;
-            shard.write(0, bytes)?;
+            let output = &mut self.writer.output;
+            shard.write(output, 0, |bytes| write_numbers(&records.keys[start..end], bytes))?;
+            let values = &records.values[start * width..end * width];
             for (tensor, field) in (1..).zip(fields) {
-                write_field(&records.values[start * width..end * width], width, field, bytes)?;
-                shard.write(tensor, bytes)?;
+                shard.write(output, tensor, |bytes| write_field(values, width, field, bytes))?;
             }
             for (tensor, column) in (1 + fields.len()..).zip(&*columns) {
-                write_numbers(&records.column(*column)[start..end], bytes)?;
-                shard.write(tensor, bytes)?;
+                let numbers = &records.column(*column)[start..end];
+                shard.write(output, tensor, |bytes| write_numbers(numbers, bytes))?;
             }
             *shard_left -= end - start;
             start = end;
             if *shard_left == 0 {
-                self.entry.shards.extend(self.open.take().map(|(shard, _)| shard.finish()).transpose()?);
+                let shard = self.open.take().map(|(shard, _)| shard.finish(output));
+                self.entry.shards.extend(shard.transpose()?);
             }
         }
         Ok(())
@@ -505,10 +513,8 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
 }
 
 /// One safetensors file, all its tensors written at the same time, each front to back.
-struct DataWriter<'a> {
-    files: &'a dyn Files,
-    path: PathBuf,
-    file: File,
+struct DataWriter {
+    file: Arc<OutputFile>,
     entry: DataFile,
     layout: Layout,
     /// Where the next bytes of each tensor go.
@@ -516,21 +522,31 @@ struct DataWriter<'a> {
     hashers: Vec<BlockHasher>,
 }
 
-impl DataWriter<'_> {
-    fn write(&mut self, tensor: usize, bytes: &[u8]) -> Result<()> {
-        self.hashers[tensor].update(bytes);
-        let end = &mut self.ends[tensor];
-        self.files.write_at(&self.file, bytes, *end).map_err(|e| Error::io(&self.path, e))?;
-        *end += bytes.len() as u64;
-        Ok(())
+impl DataWriter {
+    /// Writes the next bytes of a tensor. `fill`: as for [`Output::write`].
+    fn write(
+        &mut self,
+        output: &mut Output,
+        tensor: usize,
+        fill: impl FnOnce(&mut Vec<u8>) -> Result<()>,
+    ) -> Result<()> {
+        let (end, hasher) = (&mut self.ends[tensor], &mut self.hashers[tensor]);
+        let start = *end;
+        output.write(&self.file, start, |bytes| {
+            fill(bytes)?;
+            hasher.update(bytes);
+            *end += bytes.len() as u64;
+            Ok(())
+        })
     }
 
-    fn finish(mut self) -> Result<DataFile> {
+    /// Has the file synced. Returns its entry.
+    fn finish(mut self, output: &mut Output) -> Result<DataFile> {
         debug_assert!(
             self.ends.iter().eq(self.layout.tensors.iter().map(|t| &t.end)),
             "a tensor is not complete"
         );
-        self.files.sync(&self.file).map_err(|e| Error::io(&self.path, e))?;
+        output.sync(self.file)?;
         self.entry.bytes = self.layout.bytes();
         self.entry.header = Checksum::of(&self.layout.header);
         for (tensor, hasher) in self.entry.tensors.iter_mut().zip(self.hashers) {
@@ -538,6 +554,13 @@ impl DataWriter<'_> {
         }
         Ok(self.entry)
     }
+}
+
+/// Replaces `to` with other bytes.
+fn copy(from: &[u8], to: &mut Vec<u8>) -> Result<()> {
+    memory::resize(to, from.len(), 0, BUFFER)?;
+    to.copy_from_slice(from);
+    Ok(())
 }
 
 /// Replaces `bytes` with keys, or the numbers of a column.

@@ -1,11 +1,12 @@
 //! A disk that counts what is done to it, breaks when told, and knows what a loss of power would take.
 
-use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 use sok_core::checkpoint::{Disk, Files};
 
@@ -25,11 +26,11 @@ pub enum Fault {
 pub struct BrokenDisk {
     at: usize,
     fault: Fault,
-    pub count: Cell<usize>,
-    pub largest_write: Cell<usize>,
+    pub count: AtomicUsize,
+    pub largest_write: AtomicUsize,
     /// What a loss of power may take: bytes not synced, by inode, and names not synced, in order.
-    pub unsynced_bytes: RefCell<HashMap<u64, PathBuf>>,
-    unsynced_names: RefCell<Vec<Name>>,
+    pub unsynced_bytes: Mutex<HashMap<u64, PathBuf>>,
+    unsynced_names: Mutex<Vec<Name>>,
 }
 
 enum Name {
@@ -39,24 +40,24 @@ enum Name {
 }
 
 impl BrokenDisk {
-    pub fn new(fault: Fault, at: usize) -> BrokenDisk {
-        BrokenDisk {
+    pub fn new(fault: Fault, at: usize) -> Arc<BrokenDisk> {
+        Arc::new(BrokenDisk {
             at,
             fault,
-            count: Cell::new(0),
-            largest_write: Cell::new(0),
-            unsynced_bytes: RefCell::default(),
-            unsynced_names: RefCell::default(),
-        }
+            count: AtomicUsize::new(0),
+            largest_write: AtomicUsize::new(0),
+            unsynced_bytes: Mutex::default(),
+            unsynced_names: Mutex::default(),
+        })
     }
 
-    pub fn counting() -> BrokenDisk {
+    pub fn counting() -> Arc<BrokenDisk> {
         BrokenDisk::new(Fault::None, usize::MAX)
     }
 
     /// Counts an operation; `half` is what a broken one does before it breaks.
     fn step(&self, half: impl FnOnce()) -> io::Result<()> {
-        let number = self.count.replace(self.count.get() + 1);
+        let number = self.count.fetch_add(1, Relaxed);
         let breaks = match self.fault {
             Fault::Power => number >= self.at,
             _ => number == self.at,
@@ -73,10 +74,10 @@ impl BrokenDisk {
 
     /// Takes all bytes that were not synced, and all names if `names`.
     pub fn lose_power(&self, names: bool) {
-        for path in self.unsynced_bytes.borrow().values() {
+        for path in self.unsynced_bytes.lock().unwrap().values() {
             let _ = File::options().write(true).open(path).map(|f| f.set_len(0));
         }
-        for name in self.unsynced_names.borrow().iter().rev().filter(|_| names) {
+        for name in self.unsynced_names.lock().unwrap().iter().rev().filter(|_| names) {
             match name {
                 Name::Created(path) => fs::remove_file(path).unwrap(),
                 Name::Removed { path, before } => fs::write(path, before).unwrap(),
@@ -98,20 +99,20 @@ impl Files for BrokenDisk {
     fn create(&self, path: &Path) -> io::Result<File> {
         self.step(|| ())?;
         let file = Disk.create(path)?;
-        self.unsynced_names.borrow_mut().push(Name::Created(path.into()));
-        self.unsynced_bytes.borrow_mut().insert(file.metadata()?.ino(), path.into());
+        self.unsynced_names.lock().unwrap().push(Name::Created(path.into()));
+        self.unsynced_bytes.lock().unwrap().insert(file.metadata()?.ino(), path.into());
         Ok(file)
     }
 
     fn write_at(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.largest_write.set(self.largest_write.get().max(bytes.len()));
+        self.largest_write.fetch_max(bytes.len(), Relaxed);
         self.step(|| Disk.write_at(file, &bytes[..bytes.len() / 2], offset).unwrap())?;
         Disk.write_at(file, bytes, offset)
     }
 
     fn sync(&self, file: &File) -> io::Result<()> {
         self.step(|| ())?;
-        self.unsynced_bytes.borrow_mut().remove(&file.metadata()?.ino());
+        self.unsynced_bytes.lock().unwrap().remove(&file.metadata()?.ino());
         Ok(())
     }
 
@@ -119,10 +120,10 @@ impl Files for BrokenDisk {
         self.step(|| ())?;
         let before = fs::read(to).ok();
         Disk.rename(from, to)?;
-        for path in self.unsynced_bytes.borrow_mut().values_mut().filter(|p| *p == from) {
+        for path in self.unsynced_bytes.lock().unwrap().values_mut().filter(|p| *p == from) {
             *path = to.into();
         }
-        self.unsynced_names.borrow_mut().push(Name::Renamed { from: from.into(), to: to.into(), before });
+        self.unsynced_names.lock().unwrap().push(Name::Renamed { from: from.into(), to: to.into(), before });
         Ok(())
     }
 
@@ -130,13 +131,13 @@ impl Files for BrokenDisk {
         self.step(|| ())?;
         let before = fs::read(path)?;
         Disk.remove(path)?;
-        self.unsynced_names.borrow_mut().push(Name::Removed { path: path.into(), before });
+        self.unsynced_names.lock().unwrap().push(Name::Removed { path: path.into(), before });
         Ok(())
     }
 
     fn sync_dir(&self, _: &Path) -> io::Result<()> {
         self.step(|| ())?;
-        self.unsynced_names.borrow_mut().clear();
+        self.unsynced_names.lock().unwrap().clear();
         Ok(())
     }
 }

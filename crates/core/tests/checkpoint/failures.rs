@@ -3,6 +3,8 @@
 use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use sok_core::Error;
@@ -136,7 +138,7 @@ fn a_process_killed_200_times_leaves_a_whole_dump() {
 fn child_that_dumps_on_and_on() {
     let (Ok(path), Err(_)) = (std::env::var(KILL_IN), std::env::var(KILL_AT)) else { return };
     for number in 0.. {
-        dump_two(&Disk, Path::new(&path), 2.0 + (number % 2) as f32).unwrap();
+        dump_two(&Arc::new(Disk), Path::new(&path), 2.0 + (number % 2) as f32).unwrap();
     }
 }
 
@@ -144,9 +146,10 @@ fn child_that_dumps_on_and_on() {
 fn a_load_beside_dumps_finds_one_or_the_other() {
     let directory = Directory::new();
     let path = &directory.dump();
-    dump_two(&Disk, path, 0.0).unwrap();
+    dump_two(&Arc::new(Disk), path, 0.0).unwrap();
     std::thread::scope(|scope| {
-        let dumps = scope.spawn(|| (1..30).try_for_each(|salt| dump_two(&Disk, path, salt as f32).map(drop)));
+        let dumps = scope
+            .spawn(|| (1..30).try_for_each(|salt| dump_two(&Arc::new(Disk), path, salt as f32).map(drop)));
         while !dumps.is_finished() {
             let mut tables = two_tables(0.0).map(|t| t.empty_twin());
             let [a, b] = &mut tables;
@@ -186,19 +189,19 @@ fn a_disk_that_fails_leaves_a_chain_as_it_was_or_the_next_one() {
     let before = [Some(1.0); 3];
     let after = [Some(2.0), Some(1.0), None];
     for compacts in [false, true] {
-        let act = |files: &BrokenDisk, path: &Path| {
+        let act = |files: &Arc<BrokenDisk>, path: &Path| {
             let table = changed_table(path);
             if compacts {
                 dump(path, &[&table], &[], &increment).unwrap();
-                compact_with(files, path)
+                compact_with(files.clone(), path)
             } else {
-                dump_with(files, path, &[&table], &[], &increment)
+                dump_with(files.clone(), path, &[&table], &[], &increment)
             }
         };
         let counting = BrokenDisk::counting();
         let directory = Directory::new();
         act(&counting, &directory.dump()).unwrap();
-        let num_operations = counting.count.get();
+        let num_operations = counting.count.load(Relaxed);
         assert!(num_operations > 8, "{num_operations}");
         for at in 0..=num_operations {
             for (fault, names_too) in [(Fault::Fails, false), (Fault::Power, false), (Fault::Power, true)] {

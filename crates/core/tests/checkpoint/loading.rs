@@ -1,5 +1,7 @@
 //! Loading into tables that hold something, or are different.
 
+use std::sync::Arc;
+
 use sok_core::Error;
 use sok_core::checkpoint::{
     Disk, DumpReader, LoadMode, LoadOptions, MANIFEST, Target, TargetBinding, dump, dump_with, load,
@@ -161,7 +163,7 @@ fn a_dump_of_more_files_than_are_held_open_loads_and_verifies() {
     let directory = Directory::new();
     let path = &directory.dump();
     let table = MapTable::new("t", 1, None).filled(0..600, 0.0);
-    dump_with(&BrokenDisk::counting(), path, &[&table], &[], &options(1)).unwrap();
+    dump_with(BrokenDisk::counting(), path, &[&table], &[], &options(1)).unwrap();
     let reader = DumpReader::open(path).unwrap();
     for options in [LoadOptions::default(), merge()] {
         let mut target = table.empty_twin();
@@ -170,7 +172,7 @@ fn a_dump_of_more_files_than_are_held_open_loads_and_verifies() {
     }
     // A new dump takes away those that were not open: it is said, and what reads anew finds the new one whole.
     let new = MapTable::new("t", 1, None).filled(0..500, 7.0);
-    dump_with(&BrokenDisk::counting(), path, &[&new], &[], &options(1)).unwrap();
+    dump_with(BrokenDisk::counting(), path, &[&new], &[], &options(1)).unwrap();
     let mut target = table.empty_twin();
     for options in [LoadOptions::default(), merge()] {
         let mut targets =
@@ -241,7 +243,7 @@ fn mismatches_say_the_rule_and_what_came() {
 #[test]
 fn one_table_that_does_not_go_together_keeps_all_from_loading() {
     let directory = Directory::new();
-    dump_two(&Disk, &directory.dump(), 1.0).unwrap();
+    dump_two(&Arc::new(Disk), &directory.dump(), 1.0).unwrap();
     for options in [LoadOptions::default(), merge()] {
         let mut a = MapTable::new("a", 3, adam()).filled(0..2, 5.0);
         let mut b = MapTable::new("b", 2, row_wise());

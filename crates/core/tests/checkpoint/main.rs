@@ -11,6 +11,8 @@ mod support;
 
 use std::borrow::Cow;
 use std::fs::{self, File};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use safetensors::{Dtype, SafeTensors};
 use sok_core::Error;
@@ -73,7 +75,8 @@ fn shards_are_of_bounded_size_and_together_the_table() {
     let record_bytes = 8 + 4 * 4;
     for (shard_bytes, shards) in [(1, 1000), (record_bytes * 300, 4), (record_bytes * 1000, 1)] {
         let files = BrokenDisk::counting();
-        let manifest = dump_with(&files, &directory.dump(), &[&table], &[], &options(shard_bytes)).unwrap();
+        let manifest =
+            dump_with(files.clone(), &directory.dump(), &[&table], &[], &options(shard_bytes)).unwrap();
         assert_eq!(manifest.tables[0].shards.len(), shards);
         let rows: Vec<_> = manifest.tables[0].shards.iter().map(|s| s.num_rows()).collect();
         assert!(rows.iter().all(|&r| r == 1 || r * record_bytes as u64 <= shard_bytes as u64));
@@ -180,7 +183,7 @@ fn wrong_arguments_of_a_dump_change_nothing() {
     );
     assert!(!directory.dump().exists());
 
-    dump_two(&Disk, &directory.dump(), 1.0).unwrap();
+    dump_two(&Arc::new(Disk), &directory.dump(), 1.0).unwrap();
     let before = names(&directory.dump());
     let options = DumpOptions { overwrite: false, ..DumpOptions::default() };
     let error = dump(&directory.dump(), &[&a, &b], &[], &options).unwrap_err();
@@ -191,13 +194,13 @@ fn wrong_arguments_of_a_dump_change_nothing() {
 #[test]
 fn overwriting_removes_the_old_dump_and_nothing_else() {
     let directory = Directory::new();
-    dump_two(&Disk, &directory.dump(), 1.0).unwrap();
+    dump_two(&Arc::new(Disk), &directory.dump(), 1.0).unwrap();
     for own in ["notes.txt", "model.safetensors", "sok-notes", "sok-0123456789abcdef-x.safetensors"] {
         fs::write(directory.dump().join(own), "mine").unwrap();
     }
     fs::write(directory.dump().join("sok-0123456789abcdef-00001.safetensors"), "a killed dump's").unwrap();
     fs::write(directory.dump().join("sok-0123456789abcdef-manifest.json"), "a killed dump's").unwrap();
-    dump_two(&Disk, &directory.dump(), 2.0).unwrap();
+    dump_two(&Arc::new(Disk), &directory.dump(), 2.0).unwrap();
     assert_eq!(salt_of(&directory.dump()), 2.0);
     let others: Vec<_> =
         names(&directory.dump()).difference(&named_files(&directory.dump())).cloned().collect();
@@ -208,9 +211,9 @@ fn overwriting_removes_the_old_dump_and_nothing_else() {
 fn directories_above_a_dump_are_made() {
     let directory = Directory::new();
     let path = directory.0.join("runs/1/epoch-3");
-    dump_two(&Disk, &path, 1.0).unwrap();
+    dump_two(&Arc::new(Disk), &path, 1.0).unwrap();
     assert_eq!(salt_of(&path), 1.0);
-    let error = dump_two(&Disk, &path.join(MANIFEST).join("inside"), 1.0).unwrap_err();
+    let error = dump_two(&Arc::new(Disk), &path.join(MANIFEST).join("inside"), 1.0).unwrap_err();
     assert!(
         matches!(&error, Error::Io { path: named, .. } if named.starts_with(path.join(MANIFEST))),
         "{error}"
@@ -220,14 +223,14 @@ fn directories_above_a_dump_are_made() {
 #[test]
 fn a_second_dump_into_the_same_directory_is_told_to_wait() {
     let directory = Directory::new();
-    dump_two(&Disk, &directory.dump(), 1.0).unwrap();
+    dump_two(&Arc::new(Disk), &directory.dump(), 1.0).unwrap();
     let lock = File::open(directory.dump()).unwrap();
     lock.lock().unwrap();
-    let error = dump_two(&Disk, &directory.dump(), 2.0).unwrap_err();
+    let error = dump_two(&Arc::new(Disk), &directory.dump(), 2.0).unwrap_err();
     assert!(matches!(&error, Error::State(text) if text.contains("another is at work")), "{error}");
     assert_eq!(salt_of(&directory.dump()), 1.0, "readers do not wait");
     lock.unlock().unwrap();
-    dump_two(&Disk, &directory.dump(), 2.0).unwrap();
+    dump_two(&Arc::new(Disk), &directory.dump(), 2.0).unwrap();
 }
 
 #[test]
@@ -237,8 +240,8 @@ fn buffers_do_not_grow_with_the_table() {
     let table = MapTable::new("t", 24, adam()).filled(0..75_000, 0.0);
     let array = f32_array("dense", &vec![1.0; 3 << 20]);
     let files = BrokenDisk::counting();
-    dump_with(&files, &directory.dump(), &[&table], &[array], &options(9 << 20)).unwrap();
-    assert!(files.largest_write.get() <= CHUNK_BYTES, "{}", files.largest_write.get());
+    dump_with(files.clone(), &directory.dump(), &[&table], &[array], &options(9 << 20)).unwrap();
+    assert!(files.largest_write.load(Relaxed) <= CHUNK_BYTES, "{}", files.largest_write.load(Relaxed));
     assert!(table.largest_chunk.replace(0) <= CHUNK_BYTES);
 
     let mut back = table.empty_twin();

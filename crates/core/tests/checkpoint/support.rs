@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use sok_core::checkpoint::{
     Array, DumpOptions, Files, LoadMode, LoadOptions, MANIFEST, Manifest, dump_with, load, read_arrays,
@@ -22,7 +23,7 @@ pub struct Directory(pub PathBuf);
 impl Directory {
     pub fn new() -> Directory {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let name = format!("sok-checkpoint-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name = format!("sok-checkpoint-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
         fs::create_dir_all(&path).unwrap();
         Directory(path)
@@ -115,10 +116,10 @@ pub fn two_tables(salt: f32) -> [MapTable; 2] {
     [a, MapTable::new("b", 1, row_wise()).filled(20..25, salt)]
 }
 
-pub fn dump_two(files: &dyn Files, path: &Path, salt: f32) -> Result<Manifest> {
+pub fn dump_two(files: &Arc<impl Files + 'static>, path: &Path, salt: f32) -> Result<Manifest> {
     let [a, b] = two_tables(salt);
     // A record of `a` is 44 bytes: five of them a shard.
-    dump_with(files, path, &[&a, &b], &[f32_array("dense", &[salt, 2.0])], &options(230))
+    dump_with(files.clone(), path, &[&a, &b], &[f32_array("dense", &[salt, 2.0])], &options(230))
 }
 
 /// The salt of the dump in `path`: all of it must be of one salt.
@@ -155,6 +156,6 @@ pub fn count_operations(overwrites: bool) -> usize {
     }
     let files = BrokenDisk::counting();
     dump_two(&files, &directory.dump(), 2.0).unwrap();
-    assert!(files.unsynced_bytes.borrow().is_empty());
-    files.count.get()
+    assert!(files.unsynced_bytes.lock().unwrap().is_empty());
+    files.count.load(Relaxed)
 }
