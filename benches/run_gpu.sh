@@ -24,7 +24,7 @@ tests() {
   for job in $(jobs -p); do wait "$job" || failed=1; done
   ./conformance --ignored --test-threads=1 ranks:: > "$OUT/ranks.log" 2>&1 &
   wait $! || failed=1
-  conform memory memory_that
+  conform memory memory_that a_table_of
   wait $! || failed=1
   grep -h "^test result" "$OUT"/{table,calls,steps,dims,bags,large,suite,streams,ranks,memory}.log
 }

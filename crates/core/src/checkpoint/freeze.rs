@@ -35,6 +35,7 @@ pub fn freeze(
     options: &DumpOptions,
     ranks: Option<&Ranks>,
 ) -> Result<FrozenTables> {
+    let snapshot = unique();
     let is_first = ranks.is_none_or(|ranks| ranks.communicator.rank() == 0);
     let checked = if is_first && options.after.is_none() { check_overwrite(path, options) } else { Ok(()) };
     let frozen = checked.and_then(|()| parent_of(path, options)).and_then(|parent| {
@@ -42,7 +43,12 @@ pub fn freeze(
             check_parent(path, parent, tables, options)?;
         }
         let since = parent.map(|parent| parent.snapshot);
-        let contents = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
+        tables.iter_mut().try_for_each(|table| table.settle())?;
+        let begun = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
+        // A device makes the copies meanwhile. A table without memory for its changes writes no increment next. The dump needs none.
+        tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
+        let copies = begun.into_iter().zip(&*tables);
+        let contents = copies.map(|(copy, table)| copy.finish(&**table)).collect::<Result<Vec<_>>>()?;
         let num_rows = contents.iter().map(|table| match since {
             None => table.len(),
             Some(snapshot) => table.num_changed(epoch_since(&**table, snapshot)?),
@@ -54,9 +60,6 @@ pub fn freeze(
         Some(Ranks { communicator, tag }) => agree_on(&**communicator, tag.at(7), frozen)?,
         None => frozen?,
     };
-    let snapshot = unique();
-    // A table without memory for its changes writes no increment next. The dump itself needs none.
-    tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
     Ok(FrozenTables { contents, num_rows, snapshot })
 }
 

@@ -304,6 +304,8 @@ impl<'a> Writer<'a> {
         options: &DumpOptions,
         parent: Option<&Parent>,
     ) -> Result<TableEntry> {
+        let in_one_pass = table.in_one_pass(parent.map(|parent| parent.snapshot))?;
+        let table = in_one_pass.as_deref().unwrap_or(table);
         let since = parent.map(|parent| parent.epoch(table)).transpose()?;
         let entry = match since {
             None => TableEntry::of(table, options.states)?,

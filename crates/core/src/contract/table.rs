@@ -478,6 +478,15 @@ pub trait Contents: Send {
         Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
+    /// Returns what a dump reads of the table, prepared to be read once from front to end. `None` if that is not faster. `since`: as for
+    /// [`Table::freeze`].
+    ///
+    /// # Errors
+    /// As `num_changed`.
+    fn in_one_pass(&self, _since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
+        Ok(None)
+    }
+
     /// Returns the keys that had a row at the start of an epoch and have none now, ascending. There may be others that had none then.
     ///
     /// # Errors
@@ -496,6 +505,15 @@ pub trait Contents: Send {
 
     /// Frees the memory of a copy whose records were read. A table keeps its own.
     fn free_copy(&self) {}
+}
+
+/// A copy of a table's contents, which a device may still be making.
+pub trait Freezing {
+    /// Waits for the copy. `table`: the table, which has not changed since.
+    ///
+    /// # Errors
+    /// As [`Table::freeze`].
+    fn finish(self: Box<Self>, table: &dyn Contents) -> Result<Box<dyn Contents>>;
 }
 
 /// A map from keys to embedding rows and their optimizer states.
@@ -606,13 +624,22 @@ pub trait Table: Contents {
     /// Gives the epochs that began with a snapshot another one. A dump of frozen contents has its own only when it is complete.
     fn rename_snapshot(&mut self, _from: u64, _to: u64) {}
 
-    /// Returns a copy of what a dump reads, which later calls do not change. `since`: a snapshot; only what has changed since is copied, and
-    /// the copy knows no other epoch.
+    /// Waits until all earlier steps are complete and counted.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device fails.
+    fn settle(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Begins a copy of what a dump reads, which later calls do not change. `settle` precedes it, with no other call between, and
+    /// [`Freezing::finish`] follows. Meanwhile other tables of the device may begin theirs. `since`: a snapshot; only what has changed since is
+    /// copied, and the copy knows no other epoch.
     ///
     /// # Errors
     /// [`Error::UnknownChanges`] without a record of changes since the snapshot; [`Error::Memory`], or [`Error::Device`] without enough
     /// memory for the copy.
-    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>>;
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Freezing>>;
 
     /// Returns all keys, in the order of the table.
     ///
@@ -652,21 +679,6 @@ pub trait Table: Contents {
 
     /// Returns the concrete table, for `replace_with`.
     fn into_any(self: Box<Self>) -> Box<dyn std::any::Any>;
-}
-
-/// Returns the update of a table by which the core itself can make a step.
-///
-/// # Errors
-/// [`Error::State`] without an optimizer, or if the optimizer's own code makes the step.
-pub fn update_with_formula(update: Option<Update>, table: &str) -> Result<Update> {
-    let update = update.ok_or_else(|| Error::State(format!("table `{table}` has no optimizer yet")))?;
-    if update.rule.is_general() {
-        let name = update.rule.name();
-        return Err(Error::State(format!(
-            "the core has no formula of {name}, the optimizer of table `{table}`"
-        )));
-    }
-    Ok(update)
 }
 
 /// The error for a table that does not keep the rows that it removes.

@@ -109,3 +109,18 @@ pub fn clipnorm_factor(sum_of_squares: f32, clipnorm: f32) -> f32 {
     let norm = sum_of_squares.sqrt();
     if norm <= clipnorm { 1.0 } else { clipnorm / norm }
 }
+
+/// Returns the update of a table by which the core itself can make a step.
+///
+/// # Errors
+/// [`Error::State`] without an optimizer, or if the optimizer's own code makes the step.
+pub fn update_with_formula(update: Option<Update>, table: &str) -> Result<Update> {
+    let update = update.ok_or_else(|| Error::State(format!("table `{table}` has no optimizer yet")))?;
+    if update.rule.is_general() {
+        let name = update.rule.name();
+        return Err(Error::State(format!(
+            "the core has no formula of {name}, the optimizer of table `{table}`"
+        )));
+    }
+    Ok(update)
+}

@@ -7,11 +7,11 @@ use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::frozen::Frozen;
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{
-    Column, Contents, Cursor, Epoch, Explanation, Insertion, Outcomes, Records, Table, TableConfig,
-    TableStats, not_kept, update_with_formula,
+    Column, Contents, Cursor, Epoch, Explanation, Freezing, Insertion, Outcomes, Records, Table, TableConfig,
+    TableStats, not_kept,
 };
 use crate::error::{Error, Result};
-use crate::formula::update::{Update, UpdateScalars};
+use crate::formula::update::{Update, UpdateScalars, update_with_formula};
 use crate::host::changes::Changes;
 use crate::host::features::{FeatureOutput, Mode};
 use crate::host::lookup::lookup_whole;
@@ -550,7 +550,7 @@ impl Table for HostTable {
         }
     }
 
-    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Freezing>> {
         Ok(Box::new(Frozen::of(self, since)?))
     }
 }

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use sok_core::Result;
 use sok_core::contract::frozen::Frozen;
 use sok_core::contract::table::{
-    CheckMode, Contents, Cursor, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig, TableStats,
+    CheckMode, Contents, Cursor, Freezing, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig,
+    TableStats,
 };
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adam, RowWiseAdagrad, Rule};
@@ -185,7 +186,7 @@ impl Table for MapTable {
         TableStats::default()
     }
 
-    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Freezing>> {
         Ok(Box::new(Frozen::of(self, since)?))
     }
 }

@@ -4,10 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use sok_core::contract::table::{
     CheckMode, Column, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig,
-    update_with_formula,
 };
 use sok_core::error::{Error, Result};
-use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::key::{Key, hash};
 use sok_core::policy::eviction::Score;
 use sok_core::policy::time_to_live::Lifetime;

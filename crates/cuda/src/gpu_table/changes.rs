@@ -30,8 +30,11 @@ impl Changes {
         let mut words =
             Arena::new(&device.context, numbers_of(config).saturating_mul(size_of::<u32>()), what)?;
         words.grow(numbers * size_of::<u32>(), true)?;
+        // Copies for a dump may be in progress on the default stream. Nothing waits for them here.
+        let stream = Stream::of_cudarc(&device.copies);
         // SAFETY: The range has physical memory.
-        unsafe { WAITING.fill(words.address(), 0, words.num_bytes()) }?;
+        unsafe { stream.fill(words.address(), 0, words.num_bytes()) }?;
+        stream.synchronize()?;
         Ok(Changes { words, epochs: Epochs::new(snapshot) })
     }
 
@@ -66,7 +69,7 @@ impl GpuTable {
         self.changes.as_deref().ok_or_else(unknown)
     }
 
-    /// Starts an epoch. The device must be idle.
+    /// Starts an epoch. No step may be in progress.
     pub(super) fn start_epoch(&mut self, snapshot: u64) -> Result<()> {
         match &mut self.changes {
             Some(changes) => changes.epochs.start(snapshot),

@@ -4,11 +4,11 @@ use std::any::Any;
 use std::collections::HashSet;
 
 use sok_core::contract::table::{
-    Column, Contents, Cursor, Epoch, Explanation, Outcomes, Records, Table, TableConfig, TableStats,
-    not_kept, update_with_formula,
+    Column, Contents, Cursor, Epoch, Explanation, Freezing, Outcomes, Records, Table, TableConfig,
+    TableStats, not_kept,
 };
 use sok_core::error::{Error, Result};
-use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::key::Key;
 use sok_core::memory;
 
@@ -91,6 +91,11 @@ impl Contents for GpuTable {
         let (keys, records, next) = self.list_changed(epoch, cursor.0 as usize, max)?;
         self.append(keys, &records, out)?;
         Ok(next.map(|next| Cursor(next as u64)))
+    }
+
+    fn in_one_pass(&self, since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
+        self.device.synchronize()?;
+        self.listed(since)
     }
 
     fn removed_since(&self, Epoch(epoch): Epoch) -> Result<Vec<Key>> {
@@ -241,7 +246,6 @@ impl Table for GpuTable {
     }
 
     fn track(&mut self, snapshot: u64) -> Result<()> {
-        self.device.synchronize()?;
         self.start_epoch(snapshot)
     }
 
@@ -321,8 +325,11 @@ impl Table for GpuTable {
         }
     }
 
-    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Contents>> {
-        self.wait()?;
-        self.frozen(since)
+    fn settle(&mut self) -> Result<()> {
+        self.wait()
+    }
+
+    fn freeze(&mut self, since: Option<u64>) -> Result<Box<dyn Freezing>> {
+        self.begin_copy(since)
     }
 }

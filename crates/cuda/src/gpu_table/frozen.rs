@@ -1,4 +1,4 @@
-//! A copy of a table's records in device memory, which a dump reads beside steps.
+//! Copies of a table's records in device memory, which a dump reads: all at once beside steps, or part by part while they wait.
 
 #![allow(unsafe_code)]
 
@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use sok_core::contract::frozen::{Frozen, RecordsCopy, epoch_since};
-use sok_core::contract::table::{Column, Contents, Records};
+use sok_core::contract::table::{Column, Contents, Freezing, Records};
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 use sok_core::memory;
@@ -21,17 +21,24 @@ use crate::memory::{Buffer, Plain, Shared};
 
 const WHAT: &str = "the records of a dump";
 
-/// Copied records in device memory. They lie in one buffer, because each allocation takes the driver long: first the values, which kernels
-/// write in groups of four columns, then uses, keys, and the numbers of the records.
-struct DeviceRecords {
+/// Bytes of records that are copied at once to be read.
+const PART_BYTES: usize = 32 << 20;
+
+/// Records of a table that are listed in device memory, and copies of them. They lie in one buffer, because each allocation takes the driver
+/// long: first the values, which kernels write in groups of four columns, then uses, keys, and the numbers of the records.
+struct DeviceRecords<'t> {
     device: Arc<Device>,
     memory: Buffer<u32>,
-    /// Number of records.
+    /// Number of listed records.
     count: usize,
+    /// For how many copies there is memory.
+    part: usize,
     /// Floats of a record.
     width: usize,
     /// Of a table with columns: the columns, and the commits that ages are counted from.
     columns: Option<(&'static [Column], Commits)>,
+    /// The table, if records are copied when they are read. `None`: all are copied.
+    source: Option<&'t GpuTable>,
     /// Pinned memory that parts come through.
     staging: RefCell<Option<Shared>>,
 }
@@ -40,39 +47,70 @@ struct DeviceRecords {
 const USE: usize = size_of::<Use>() / 4;
 const KEY: usize = size_of::<Key>() / 4;
 
-impl DeviceRecords {
-    /// Gets memory for this many records of a table.
-    fn new(table: &GpuTable, count: usize) -> Result<DeviceRecords> {
+impl<'t> DeviceRecords<'t> {
+    /// Gets memory for a list of `count` records of a table, and for copies of `part` of them.
+    fn new(table: &GpuTable, count: usize, part: usize) -> Result<DeviceRecords<'t>> {
         let width = table.layout.fields.width as usize;
         let columns = table.config.columns();
         let evictor = table.evictor.as_ref().filter(|_| !columns.is_empty());
-        let uses = if evictor.is_some() { USE * count } else { 0 };
-        // The last words are the numbers, and the number of those that are listed.
-        let num_words = (width * count).next_multiple_of(4) + uses + KEY * count + 1 + count;
+        let uses = if evictor.is_some() { USE * part } else { 0 };
+        // The last words are the number of records that were listed, and their numbers.
+        let num_words = (width * part).next_multiple_of(4) + uses + KEY * count + 1 + count;
         Ok(DeviceRecords {
             device: table.device.clone(),
             memory: Buffer::uninit(&table.device.context, num_words)?,
             count,
+            part,
             width,
             columns: evictor.map(|evictor| (columns, evictor.commits.clone())),
+            source: None,
             staging: RefCell::default(),
         })
     }
 
     /// Address of the first use.
     fn uses(&self) -> u64 {
-        self.memory.at((self.width * self.count).next_multiple_of(4))
+        self.memory.at((self.width * self.part).next_multiple_of(4))
     }
 
     /// Address of the first key.
     fn keys(&self) -> u64 {
-        let uses = if self.columns.is_some() { USE * self.count } else { 0 };
+        let uses = if self.columns.is_some() { USE * self.part } else { 0 };
         self.uses() + 4 * uses as u64
     }
 
-    /// Address of the number of listed records, after which their numbers come.
+    /// Address of the number of records that were listed, after which their numbers come.
     fn listed(&self) -> u64 {
         self.keys() + (4 * KEY * self.count) as u64
+    }
+
+    /// Checks that all records were listed. Waits for the device.
+    fn check(&self, table: &str) -> Result<()> {
+        if self.count == 0 {
+            return Ok(());
+        }
+        let listed = crate::memory::read::<u32>(&self.device.context, self.listed(), 1)?[0] as usize;
+        if listed == self.count {
+            return Ok(());
+        }
+        let count = self.count;
+        Err(Error::Device(format!("table `{table}` has {count} rows, of which {listed} were found")))
+    }
+
+    /// Appends the records of `len` keys from `key` on, whose copies lie from `copy` on.
+    fn append_records(&self, key: usize, copy: usize, len: usize, out: &mut Records) -> Result<()> {
+        self.append(self.keys() + (4 * KEY * key) as u64, len, &mut out.keys)?;
+        self.append(self.memory.at(self.width * copy), self.width * len, &mut out.values)?;
+        let Some((columns, commits)) = &self.columns else { return Ok(()) };
+        let mut uses = memory::with_capacity::<Use>(len, WHAT)?;
+        self.append(self.uses() + (4 * USE * copy) as u64, len, &mut uses)?;
+        for &column in *columns {
+            out.column_mut(column).extend(uses.iter().map(|used| match column {
+                Column::Scores => used.score,
+                Column::Ages => commits.age(used.commit),
+            }));
+        }
+        Ok(())
     }
 
     /// Copies `len` values to the host, and appends them to `out`.
@@ -95,7 +133,7 @@ impl DeviceRecords {
     }
 }
 
-impl RecordsCopy for DeviceRecords {
+impl RecordsCopy for DeviceRecords<'_> {
     fn num_rows(&self) -> usize {
         self.count
     }
@@ -104,53 +142,86 @@ impl RecordsCopy for DeviceRecords {
         if rows.is_empty() {
             return Ok(());
         }
-        let (start, len) = (rows.start, rows.len());
         let columns = self.columns.as_ref().map_or(&[][..], |(columns, _)| columns);
-        out.reserve(len, self.width, columns, WHAT)?;
-        self.append(self.keys() + (4 * KEY * start) as u64, len, &mut out.keys)?;
-        self.append(self.memory.at(self.width * start), self.width * len, &mut out.values)?;
-        let Some((columns, commits)) = &self.columns else { return Ok(()) };
-        let mut uses = memory::with_capacity::<Use>(len, WHAT)?;
-        self.append(self.uses() + (4 * USE * start) as u64, len, &mut uses)?;
-        for &column in *columns {
-            out.column_mut(column).extend(uses.iter().map(|used| match column {
-                Column::Scores => used.score,
-                Column::Ages => commits.age(used.commit),
-            }));
+        out.reserve(rows.len(), self.width, columns, WHAT)?;
+        let Some(table) = self.source else {
+            return self.append_records(rows.start, rows.start, rows.len(), out);
+        };
+        for start in rows.clone().step_by(self.part) {
+            let len = self.part.min(rows.end - start);
+            table.copy_records(self, start, len)?;
+            WAITING.synchronize()?;
+            self.append_records(start, 0, len, out)?;
         }
         Ok(())
     }
 }
 
+/// A copy that the device is making.
+struct Copying {
+    records: DeviceRecords<'static>,
+    since: Option<u64>,
+}
+
+impl Freezing for Copying {
+    fn finish(self: Box<Self>, table: &dyn Contents) -> Result<Box<dyn Contents>> {
+        self.records.check(&table.config().name)?;
+        Ok(Box::new(Frozen::with(table, self.since, self.records)?))
+    }
+}
+
 impl GpuTable {
-    /// Copies the contents in the memory of the device; without memory for that, to the host. `since`: as for `Table::freeze`. The device
-    /// must be idle, and its counts known.
-    pub(super) fn frozen(&self, since: Option<u64>) -> Result<Box<dyn Contents>> {
+    /// Begins a copy of the contents in the memory of the device; without memory for that, makes one on the host. `since`: as for
+    /// `Table::freeze`. No step may be in progress, and the counts must be known.
+    pub(super) fn begin_copy(&self, since: Option<u64>) -> Result<Box<dyn Freezing>> {
         let epoch = since.map(|snapshot| epoch_since(self, snapshot)).transpose()?;
         let count = epoch.map_or(Ok(self.rows() as usize), |epoch| self.count_changed(epoch.0))?;
-        let Ok(records) = DeviceRecords::new(self, count) else {
+        let Ok(records) = DeviceRecords::new(self, count, count) else {
             return Ok(Box::new(Frozen::of(self, since)?));
         };
-        self.copy_records(&records, epoch.map_or(0, |epoch| epoch.0))?;
-        Ok(Box::new(Frozen::with(self, since, records)?))
+        self.list_records(&records, epoch.map_or(0, |epoch| epoch.0))?;
+        self.copy_records(&records, 0, count)?;
+        Ok(Box::new(Copying { records, since }))
     }
 
-    /// Copies the records that have changed since the start of an epoch.
-    fn copy_records(&self, to: &DeviceRecords, since: u32) -> Result<()> {
+    /// Returns the contents with a list of their records in device memory, by which these are copied in parts when they are read; `None`
+    /// without memory for the list. `since`: as for `Table::freeze`. The device must be idle.
+    pub(super) fn listed(&self, since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
+        let epoch = since.map(|snapshot| epoch_since(self, snapshot)).transpose()?;
+        let count = epoch.map_or_else(|| self.len(), |epoch| self.count_changed(epoch.0))?;
+        let part = PART_BYTES / (4 * self.layout.fields.width as usize);
+        let Ok(records) = DeviceRecords::new(self, count, part.clamp(1, count.max(1))) else {
+            return Ok(None);
+        };
+        self.list_records(&records, epoch.map_or(0, |epoch| epoch.0))?;
+        records.check(&self.config.name)?;
+        let records = DeviceRecords { source: Some(self), ..records };
+        Ok(Some(Box::new(Frozen::with(self, since, records)?)))
+    }
+
+    /// Enqueues listing the records that have changed since the start of an epoch.
+    fn list_records(&self, to: &DeviceRecords, since: u32) -> Result<()> {
         if to.count == 0 {
             return Ok(());
         }
-        // SAFETY: The word is in the memory of the copies.
+        // SAFETY: The word is in the memory of the list.
         unsafe { WAITING.fill(to.listed(), 0, 4) }?;
-        let numbers = to.listed() + 4;
-        let list = ChangedList { count: to.listed(), keys: to.keys(), records: numbers };
-        self.launch_list(since, list, 0, self.index.num_places())?;
-        let (table, fields, n) = (self.alone(), self.layout.fields, to.count as u32);
+        let list = ChangedList { count: to.listed(), keys: to.keys(), records: to.listed() + 4 };
+        self.launch_list(since, list, 0, self.index.num_places())
+    }
+
+    /// Enqueues copying `len` of the listed records from `first` on.
+    fn copy_records(&self, to: &DeviceRecords, first: usize, len: usize) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let numbers = to.listed() + 4 * (1 + first) as u64;
+        let (table, fields, n) = (self.alone(), self.layout.fields, len as u32);
         let values = to.memory.address();
-        let blocks = to.count.min(16 * self.device.multiprocessors as usize);
+        let blocks = len.min(16 * self.device.multiprocessors as usize);
         if to.width == 4 * self.layout.stride {
             let copy = self.device.kernel(&CHANGES, "copy_records")?;
-            // SAFETY: The arguments have the types of the kernel's parameters. All memory lives until the wait below.
+            // SAFETY: The arguments have the types of the kernel's parameters. All memory lives until the caller has waited.
             unsafe { launch!(copy, WAITING, blocks, TABLE_THREADS, table, numbers, values, n) }?;
         } else {
             let read = self.device.kernel(&TABLE, "read_records")?;
@@ -159,15 +230,10 @@ impl GpuTable {
         }
         if to.columns.is_some() {
             let read = self.device.kernel(&SCORES, "read_uses")?;
-            let (uses, blocks) = (to.uses(), to.count.div_ceil(TABLE_THREADS));
+            let (uses, blocks) = (to.uses(), len.div_ceil(TABLE_THREADS));
             // SAFETY: As above.
             unsafe { launch!(read, WAITING, blocks, TABLE_THREADS, table, numbers, uses, n) }?;
         }
-        let listed = crate::memory::read::<u32>(&self.device.context, to.listed(), 1)?[0] as usize;
-        if listed == to.count {
-            return Ok(());
-        }
-        let name = &self.config.name;
-        Err(Error::Device(format!("table `{name}` has {} rows, of which {listed} were found", to.count)))
+        Ok(())
     }
 }

@@ -10,16 +10,25 @@ use crate::device::{Stream, launch_next};
 use crate::kernels::CHANGES;
 
 impl Workspace {
-    /// Enqueues noting that the rows of all keys change, in tables that note changes. `prepared`: address of the `Prepared` of the step.
+    /// Enqueues noting that the rows of all keys change, in tables that note changes. The first call loads the kernels in any case, so that
+    /// steps do not wait for the compiler when the first dump is made. `prepared`: address of the `Prepared` of the step.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
     pub fn note_updated(&self, saved: &Saved, prepared: u64, stream: Stream) -> Result<()> {
-        if !self.notes_changes {
+        let is_first = !self.is_ready_to_note.replace(true);
+        if !self.notes_changes && !is_first {
             return Ok(());
         }
         let name = |dims: &str| format!("note_updated<{}, {dims}>", saved.source as u32);
-        for (kernel, kinds) in self.kernels_by_kinds(&CHANGES, name)? {
+        let kernels = self.kernels_by_kinds(&CHANGES, name)?;
+        if is_first {
+            self.device.kernels(&CHANGES, ["list_changed", "copy_records"])?;
+        }
+        if !self.notes_changes {
+            return Ok(());
+        }
+        for (kernel, kinds) in kernels {
             let num_ids = saved.ids_by_kind[kinds.clone()].iter().copied().max().unwrap_or(0);
             let work = saved.work(self, kinds, prepared, 0, 0);
             let blocks = num_ids.div_ceil(UPDATE_THREADS).clamp(1, 8 * self.device.multiprocessors as usize);

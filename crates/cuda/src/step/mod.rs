@@ -90,6 +90,8 @@ pub struct Workspace {
     pub fault: Shared,
     /// Whether one of the tables notes changes.
     notes_changes: bool,
+    /// Whether the kernels that note changes and list them were loaded.
+    is_ready_to_note: Cell<bool>,
     /// Measures the parts of steps.
     pub(crate) profiler: Profiler,
 }
@@ -136,6 +138,7 @@ impl Workspace {
             memories: Vec::new(),
             fault: Shared::new(context, FAULT_WORDS)?,
             notes_changes: false,
+            is_ready_to_note: Cell::new(false),
             profiler: Profiler::new(context),
             device: device.clone(),
             dims,

@@ -117,6 +117,24 @@ fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
     assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
 }
 
+/// A dump reads it part by part, and each part through pinned memory.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_table_of_several_parts_is_read_in_one_pass() {
+    let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false });
+    let config = TableConfig { max_capacity: Some(1 << 20), eviction, ..plain_config("t", 64) };
+    let mut table = table_on_gpu(config);
+    table.set_update_rule(Some(plain_update(SGD)), false).unwrap();
+    let keys: Vec<u64> = (0..300_000).map(|key| key * key).collect();
+    table.find_or_insert(&keys, &mut vec![0.0; 64 * keys.len()]).unwrap();
+    let expected = scan(&*table, 4096);
+    assert_eq!(expected.len(), keys.len());
+    let contents = table.in_one_pass(None).unwrap().unwrap();
+    for max in [700, 200_000] {
+        assert!(scan(&*contents, max) == expected, "{max} records at once");
+    }
+}
+
 /// Sorts of two and three passes, with every tile size, and with so many tiles that the look-back goes over several groups. Also
 /// with a small table beside a large one.
 #[test]
