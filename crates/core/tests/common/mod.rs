@@ -12,6 +12,7 @@ pub mod ranks;
 pub mod record_step;
 pub mod refusal;
 pub mod sharded;
+pub mod soak;
 pub mod steps;
 pub mod strategies;
 pub mod subject;

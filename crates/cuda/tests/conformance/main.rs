@@ -91,6 +91,12 @@ fn large_calls_leave_a_group_as_its_model() {
     }
 }
 
+#[test]
+#[ignore = "needs a GPU, takes minutes"]
+fn soak_ten_million_ids_with_every_mix_of_policies() {
+    common::soak::ten_million_ids(&GPU);
+}
+
 /// The host has not read the report of that commit: nobody asks it to.
 #[test]
 #[ignore = "needs a GPU"]
