@@ -97,7 +97,7 @@ def test_tables_answer_for_all_ranks(tmp_path):
     run(3, "persist.py", tmp_path, "tables", 0)
 
 
-@once_on("torch")
+@once_on("jax")
 def test_a_dump_of_three_ranks_goes_on_in_one_and_in_two(tmp_path):
     run(3, "persist.py", tmp_path, "dump", 1)
     sok.verify(tmp_path / "dump")
