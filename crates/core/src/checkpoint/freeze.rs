@@ -45,8 +45,10 @@ pub fn freeze(
         let since = parent.map(|parent| parent.snapshot);
         tables.iter_mut().try_for_each(|table| table.settle())?;
         let begun = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
-        // A device makes the copies meanwhile. A table without memory for its changes writes no increment next. The dump needs none.
-        tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
+        if since.is_none() {
+            // A device makes the copies meanwhile.
+            start_epochs(tables, snapshot);
+        }
         let copies = begun.into_iter().zip(&*tables);
         let contents = copies.map(|(copy, table)| copy.finish(&**table)).collect::<Result<Vec<_>>>()?;
         let num_rows = contents.iter().map(|table| match since {
@@ -60,7 +62,16 @@ pub fn freeze(
         Some(Ranks { communicator, tag }) => agree_on(&**communicator, tag.at(7), frozen)?,
         None => frozen?,
     };
+    if options.after.is_some() {
+        // Not before: the new epoch may displace the one whose changes were copied.
+        start_epochs(tables, snapshot);
+    }
     Ok(FrozenTables { contents, num_rows, snapshot })
+}
+
+/// Starts an epoch in each table. A table without memory for its changes writes no increment next; the dump itself needs none.
+fn start_epochs(tables: &mut [&mut dyn Table], snapshot: u64) {
+    tables.iter_mut().for_each(|table| drop(table.track(snapshot)));
 }
 
 /// Checks that an increment of these tables may follow a part of the dump.
