@@ -101,9 +101,10 @@ def through_a_file(state):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=["strict", "not", "assign"])
 def test_state_dict_brings_rows_and_states(kind, options):
+    keras.backend.clear_session()  # names count anew
     model = trained(KINDS[kind])
     state = through_a_file(model.state_dict())
-    keras.backend.clear_session()  # names count anew
+    keras.backend.clear_session()
     other = trained(KINDS[kind], 2)
     before = contents(model)
     other.load_state_dict(state, **options)
