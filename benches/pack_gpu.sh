@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a folder that runs tests and benches on any GPU host, without cargo or a network there:
 #
-#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|faults|sanitizer|python|benches|bridges|fits|ranks ...]
+#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|soak|faults|sanitizer|python|benches|bridges|fits|ranks ...]
 #
 # The host needs a driver, NVRTC (SOK_NVRTC, or CUDA's own), and for `python` Python 3.10+ with pytest, Keras 3.12+ and PyTorch or JAX.
 set -euo pipefail

@@ -10,7 +10,7 @@ SOK_NVRTC=${SOK_NVRTC:-$(ls /usr/local/cuda*/targets/*/lib/libnvrtc.so.1[23] 2>/
 failed=0
 
 # Several at a time: most of what a test waits for is the compiler.
-conform() { name=$1; shift; ./conformance --ignored --test-threads=1 --skip ranks:: "$@" > "$OUT/$name.log" 2>&1 & }
+conform() { name=$1; shift; ./conformance --ignored --test-threads=1 --skip ranks:: --skip soak_ "$@" > "$OUT/$name.log" 2>&1 & }
 
 tests() {
   conform table a_fresh a_scan keys_that keys_made lengths a_million no_key an_id_outside ten_million
@@ -27,6 +27,12 @@ tests() {
   conform memory memory_that a_table_of
   wait $! || failed=1
   grep -h "^test result" "$OUT"/{table,calls,steps,dims,bags,large,suite,streams,ranks,memory}.log
+}
+
+# Six minutes.
+soak() {
+  ./conformance --ignored --nocapture soak_ > "$OUT/soak.log" 2>&1 || failed=1
+  grep -hE "ids:|^test result" "$OUT/soak.log"
 }
 
 # Each call of the driver fails once.
