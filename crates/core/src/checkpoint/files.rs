@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// What a dump does to a file system, from several threads.
+/// What a dump does to a file system. Several threads call it at once.
 pub trait Files: Send + Sync {
     /// Creates a directory and those above it.
     ///

@@ -35,9 +35,9 @@ pub fn freeze(
     options: &DumpOptions,
     ranks: Option<&Ranks>,
 ) -> Result<FrozenTables> {
-    let snapshot = unique();
+    let (snapshot, is_whole) = (unique(), options.after.is_none());
     let is_first = ranks.is_none_or(|ranks| ranks.communicator.rank() == 0);
-    let checked = if is_first && options.after.is_none() { check_overwrite(path, options) } else { Ok(()) };
+    let checked = if is_first && is_whole { check_overwrite(path, options) } else { Ok(()) };
     let frozen = checked.and_then(|()| parent_of(path, options)).and_then(|parent| {
         if let Some(parent) = &parent {
             check_parent(path, parent, tables, options)?;
@@ -45,8 +45,8 @@ pub fn freeze(
         let since = parent.map(|parent| parent.snapshot);
         tables.iter_mut().try_for_each(|table| table.settle())?;
         let begun = tables.iter_mut().map(|table| table.freeze(since)).collect::<Result<Vec<_>>>()?;
-        if since.is_none() {
-            // A device makes the copies meanwhile.
+        if is_whole {
+            // The first epoch of a table needs memory, which the host requests while a device copies.
             start_epochs(tables, snapshot);
         }
         let copies = begun.into_iter().zip(&*tables);
@@ -62,8 +62,8 @@ pub fn freeze(
         Some(Ranks { communicator, tag }) => agree_on(&**communicator, tag.at(7), frozen)?,
         None => frozen?,
     };
-    if options.after.is_some() {
-        // Not before: the new epoch may displace the one whose changes were copied.
+    if !is_whole {
+        // Starting an epoch can remove the oldest one, whose changes `finish` still reads.
         start_epochs(tables, snapshot);
     }
     Ok(FrozenTables { contents, num_rows, snapshot })

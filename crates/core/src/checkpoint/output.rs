@@ -1,4 +1,4 @@
-//! Writes files on one thread and syncs them on another, while the caller reads and encodes the next rows.
+//! Two threads that write and sync files while the caller reads and encodes the next rows.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use std::thread::{self, JoinHandle};
 use super::files::Files;
 use crate::error::{Error, Result};
 
-/// Number of pieces that wait to be written, at most.
+/// Capacity of the queue of writes.
 const QUEUED_PIECES: usize = 8;
 
-/// Number of complete files that wait to be synced, at most. The system keeps their bytes in memory.
+/// Capacity of the queue of syncs. The operating system holds the bytes of these files in memory.
 const QUEUED_FILES: usize = 1;
 
 /// A file that is open for writing.
@@ -32,21 +32,22 @@ impl OutputFile {
     }
 }
 
+/// An entry of the queue of writes.
 enum Job {
     Write { file: Arc<OutputFile>, bytes: Vec<u8>, offset: u64 },
     Sync(Arc<OutputFile>),
 }
 
-/// Takes pieces of files. They are written in the order in which they come.
+/// Queues writes and syncs. They are made in the order in which they were queued.
 pub(super) struct Output {
     files: Arc<dyn Files>,
-    /// `None` until the first piece comes.
+    /// `None` until the first write is queued.
     threads: Option<Threads>,
 }
 
 struct Threads {
     jobs: SyncSender<Job>,
-    /// Buffers of written pieces, which the next pieces take.
+    /// Buffers of completed writes, for the next ones.
     buffers: Receiver<Vec<u8>>,
     writing: JoinHandle<Result<()>>,
     syncing: JoinHandle<Result<()>>,
@@ -57,10 +58,10 @@ impl Output {
         Output { files, threads: None }
     }
 
-    /// Takes a piece of a file. `fill`: replaces the bytes of a buffer with those of the piece.
+    /// Queues a write of bytes at `offset`. `fill` must replace the contents of the buffer that it is given with these bytes.
     ///
     /// # Errors
-    /// Those of `fill`; [`Error::Io`] if an earlier piece could not be written.
+    /// The error of `fill`, and [`Error::Io`] if an earlier write or sync has failed.
     pub fn write(
         &mut self,
         file: &Arc<OutputFile>,
@@ -72,18 +73,18 @@ impl Output {
         self.send(Job::Write { file: file.clone(), bytes, offset })
     }
 
-    /// Has a file synced once its pieces are written.
+    /// Queues a sync of a file, after the writes that were queued before.
     ///
     /// # Errors
-    /// As `finish`.
+    /// [`Error::Io`] if an earlier write or sync has failed.
     pub fn sync(&mut self, file: Arc<OutputFile>) -> Result<()> {
         self.send(Job::Sync(file))
     }
 
-    /// Waits until all is written and synced.
+    /// Waits until the queues are empty, and ends the threads.
     ///
     /// # Errors
-    /// [`Error::Io`] if something could not be.
+    /// [`Error::Io`] if a write or sync has failed.
     pub fn finish(&mut self) -> Result<()> {
         let Some(Threads { jobs, writing, syncing, .. }) = self.threads.take() else { return Ok(()) };
         drop(jobs);
@@ -106,7 +107,7 @@ impl Output {
     fn send(&mut self, job: Job) -> Result<()> {
         match self.threads()?.jobs.send(job) {
             Ok(()) => Ok(()),
-            // The thread has ended, because something failed.
+            // The thread has ended, because a write or sync has failed.
             Err(_) => self.finish(),
         }
     }
@@ -114,7 +115,7 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        // An error that nobody has asked for belongs to a dump that has failed already.
+        // A successful dump has called `finish`. A dump that failed has returned its first error.
         let _ = self.finish();
     }
 }
@@ -136,7 +137,7 @@ fn spawn(name: &str, work: impl FnOnce() -> Result<()> + Send + 'static) -> Resu
     thread::Builder::new().name(name.into()).spawn(work).map_err(failed)
 }
 
-/// Writes pieces until there are no more. `written`: takes their buffers. `complete`: takes the files that are to be synced.
+/// The thread that writes, until the queue is closed. `written`: takes the buffers. `complete`: the queue of syncs.
 fn write_all(
     files: &dyn Files,
     jobs: Receiver<Job>,
@@ -147,12 +148,12 @@ fn write_all(
         match job {
             Job::Write { file, bytes, offset } => {
                 files.write_at(&file.file, &bytes, offset).map_err(|e| Error::io(&file.path, e))?;
-                // Nobody takes the buffers of the last pieces.
+                // `finish` has closed this channel if it waits for the last writes.
                 let _ = written.send(bytes);
             }
             Job::Sync(file) => {
                 if complete.send(file).is_err() {
-                    // The other thread has the error.
+                    // The thread that syncs has ended with an error, which `finish` returns.
                     return Ok(());
                 }
             }
@@ -161,6 +162,7 @@ fn write_all(
     Ok(())
 }
 
+/// The thread that syncs, until the queue is closed.
 fn sync_all(files: &dyn Files, complete: Receiver<Arc<OutputFile>>) -> Result<()> {
     complete.into_iter().try_for_each(|file| files.sync(&file.file).map_err(|e| Error::io(&file.path, e)))
 }

@@ -304,8 +304,8 @@ impl<'a> Writer<'a> {
         options: &DumpOptions,
         parent: Option<&Parent>,
     ) -> Result<TableEntry> {
-        let in_one_pass = table.in_one_pass(parent.map(|parent| parent.snapshot))?;
-        let table = in_one_pass.as_deref().unwrap_or(table);
+        let for_scan = table.for_scan(parent.map(|parent| parent.snapshot))?;
+        let table = for_scan.as_deref().unwrap_or(table);
         let since = parent.map(|parent| parent.epoch(table)).transpose()?;
         let entry = match since {
             None => TableEntry::of(table, options.states)?,
@@ -558,10 +558,11 @@ impl DataWriter {
     }
 }
 
-/// Replaces `to` with other bytes.
+/// Replaces the contents of `to` with a copy of `from`.
 fn copy(from: &[u8], to: &mut Vec<u8>) -> Result<()> {
-    memory::resize(to, from.len(), 0, BUFFER)?;
-    to.copy_from_slice(from);
+    to.clear();
+    memory::reserve(to, from.len(), BUFFER)?;
+    to.extend_from_slice(from);
     Ok(())
 }
 

@@ -478,12 +478,12 @@ pub trait Contents: Send {
         Err(Error::UnknownChanges { table: self.config().name.clone() })
     }
 
-    /// Returns what a dump reads of the table, prepared to be read once from front to end. `None` if that is not faster. `since`: as for
+    /// Returns the same contents in a form that a scan reads faster. `None` if there is none, or not enough memory for it. `since`: as for
     /// [`Table::freeze`].
     ///
     /// # Errors
     /// As `num_changed`.
-    fn in_one_pass(&self, _since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
+    fn for_scan(&self, _since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
         Ok(None)
     }
 
@@ -509,7 +509,7 @@ pub trait Contents: Send {
 
 /// A copy of a table's contents, which a device may still be making.
 pub trait Freezing {
-    /// Waits for the copy. `table`: the table, which has not changed since.
+    /// Waits for the copy. `table`: the table that is copied, which must not have changed.
     ///
     /// # Errors
     /// As [`Table::freeze`].
@@ -632,9 +632,9 @@ pub trait Table: Contents {
         Ok(())
     }
 
-    /// Begins a copy of what a dump reads, which later calls do not change. `settle` precedes it, with no other call between, and
-    /// [`Freezing::finish`] follows. Meanwhile other tables of the device may begin theirs. `since`: a snapshot; only what has changed since is
-    /// copied, and the copy knows no other epoch.
+    /// Begins a copy of what a dump reads, which later calls do not change. The caller must call `settle` just before, and
+    /// [`Freezing::finish`] before the table changes. A device copies several tables faster if all copies begin before the first is finished.
+    /// `since`: a snapshot; only what has changed since is copied, and the copy knows no other epoch.
     ///
     /// # Errors
     /// [`Error::UnknownChanges`] without a record of changes since the snapshot; [`Error::Memory`], or [`Error::Device`] without enough

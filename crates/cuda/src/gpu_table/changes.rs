@@ -30,7 +30,7 @@ impl Changes {
         let mut words =
             Arena::new(&device.context, numbers_of(config).saturating_mul(size_of::<u32>()), what)?;
         words.grow(numbers * size_of::<u32>(), true)?;
-        // Copies for a dump may be in progress on the default stream. Nothing waits for them here.
+        // On the default stream the fill would wait for the copies of a dump.
         let stream = Stream::of_cudarc(&device.copies);
         // SAFETY: The range has physical memory.
         unsafe { stream.fill(words.address(), 0, words.num_bytes()) }?;

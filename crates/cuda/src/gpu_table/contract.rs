@@ -93,7 +93,7 @@ impl Contents for GpuTable {
         Ok(next.map(|next| Cursor(next as u64)))
     }
 
-    fn in_one_pass(&self, since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
+    fn for_scan(&self, since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
         self.device.synchronize()?;
         self.listed(since)
     }

@@ -1,4 +1,4 @@
-//! Copies of a table's records in device memory, which a dump reads: all at once beside steps, or part by part while they wait.
+//! Copies of a table's records in device memory, which a dump reads: of all records while training goes on, of a part at a time while it waits.
 
 #![allow(unsafe_code)]
 
@@ -21,7 +21,7 @@ use crate::memory::{Buffer, Plain, Shared};
 
 const WHAT: &str = "the records of a dump";
 
-/// Bytes of records that are copied at once to be read.
+/// Number of bytes of a part.
 const PART_BYTES: usize = 32 << 20;
 
 /// Records of a table that are listed in device memory, and copies of them. They lie in one buffer, because each allocation takes the driver
@@ -31,13 +31,13 @@ struct DeviceRecords<'t> {
     memory: Buffer<u32>,
     /// Number of listed records.
     count: usize,
-    /// For how many copies there is memory.
+    /// Number of records for whose copies there is memory.
     part: usize,
     /// Floats of a record.
     width: usize,
     /// Of a table with columns: the columns, and the commits that ages are counted from.
     columns: Option<(&'static [Column], Commits)>,
-    /// The table, if records are copied when they are read. `None`: all are copied.
+    /// The table from which a read copies records. `None`: all records were copied before.
     source: Option<&'t GpuTable>,
     /// Pinned memory that parts come through.
     staging: RefCell<Option<Shared>>,
@@ -184,8 +184,8 @@ impl GpuTable {
         Ok(Box::new(Copying { records, since }))
     }
 
-    /// Returns the contents with a list of their records in device memory, by which these are copied in parts when they are read; `None`
-    /// without memory for the list. `since`: as for `Table::freeze`. The device must be idle.
+    /// Lists the records of the contents in device memory. A read copies the next part of them to a dense buffer. `None` without memory for
+    /// the list. `since`: as for `Table::freeze`. The device must be idle.
     pub(super) fn listed(&self, since: Option<u64>) -> Result<Option<Box<dyn Contents + '_>>> {
         let epoch = since.map(|snapshot| epoch_since(self, snapshot)).transpose()?;
         let count = epoch.map_or_else(|| self.len(), |epoch| self.count_changed(epoch.0))?;

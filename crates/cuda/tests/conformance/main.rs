@@ -123,10 +123,10 @@ fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
     assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
 }
 
-/// A dump reads it part by part, and each part through pinned memory.
+/// A dump copies a part of the records at a time, and reads it through pinned memory.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_table_of_several_parts_is_read_in_one_pass() {
+fn a_table_of_several_parts_is_scanned_as_a_whole() {
     let eviction = Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false });
     let config = TableConfig { max_capacity: Some(1 << 20), eviction, ..plain_config("t", 64) };
     let mut table = table_on_gpu(config);
@@ -135,7 +135,7 @@ fn a_table_of_several_parts_is_read_in_one_pass() {
     table.find_or_insert(&keys, &mut vec![0.0; 64 * keys.len()]).unwrap();
     let expected = scan(&*table, 4096);
     assert_eq!(expected.len(), keys.len());
-    let contents = table.in_one_pass(None).unwrap().unwrap();
+    let contents = table.for_scan(None).unwrap().unwrap();
     for max in [700, 200_000] {
         assert!(scan(&*contents, max) == expected, "{max} records at once");
     }
