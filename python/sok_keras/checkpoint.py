@@ -235,8 +235,8 @@ def load(
 
     Raises:
         CorruptDumpError: If a byte differs from what was written. The message names the file.
-        DumpMismatchError: If a dim, dtype, vocabulary size or optimizer differs, or if the dump has some of the tables but not all.
-            The optimizer of a model counts before its first step too; `states=False` loads without states.
+        DumpMismatchError: If a dim, vocabulary size or optimizer differs, or if the dump has some of the tables but not all. The optimizer
+            of a model counts before its first step too; `states=False` loads without states.
         DumpError: If new dumps replace the one that is read, 32 times in a row.
         FileNotFoundError: If there is no dump.
         ValueError: As for `dump`, or for an unknown `mode`.

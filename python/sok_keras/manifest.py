@@ -17,6 +17,7 @@ class TableEntry:
     Attributes:
         name: The `Table.name` that it was written under.
         dim: Number of floats in a row.
+        dtype: Type in which its rows are stored.
         vocabulary_size: Size of a static table; None for a dynamic one.
         num_rows: Number of rows; of an increment, those that were made or changed.
         num_removed: Of an increment: number of keys that were removed.
@@ -27,6 +28,7 @@ class TableEntry:
 
     name: str
     dim: int
+    dtype: str
     vocabulary_size: int | None
     num_rows: int
     num_removed: int
@@ -135,6 +137,7 @@ def _entries(tables: list[dict[str, Any]]) -> tuple[TableEntry, ...]:
         TableEntry(
             name=table["name"],
             dim=table["dim"],
+            dtype=table["dtype"],
             vocabulary_size=table["vocabulary_size"],
             num_rows=table["num_rows"],
             num_removed=sum(file["tensors"][0]["shape"][0] for file in table.get("removed", ())),

@@ -23,6 +23,7 @@ _CHOICES = {
     "out_of_vocabulary": ("raise", "zeros"),
     "check_mode": ("raise", "warn", "count"),
     "storage": ("auto", "hbm", "host"),
+    "embedding_dtype": ("float32", "float16", "bfloat16"),
 }
 
 
@@ -46,6 +47,19 @@ def check_placement(placement: Any, vocabulary_size: int | None) -> None:
     if placement == "replicated" and vocabulary_size is None:
         raise ValueError(
             '`placement` can be "replicated" only for a static table: set `vocabulary_size`. Received: vocabulary_size=None'
+        )
+
+
+def check_rounding(stochastic_rounding: Any, embedding_dtype: str) -> None:
+    """Raises a `ValueError` unless rows of this type can be rounded as asked."""
+    if not isinstance(stochastic_rounding, bool):
+        raise ValueError(
+            f"`stochastic_rounding` must be True or False. Received: stochastic_rounding={stochastic_rounding!r}"
+        )
+    if stochastic_rounding and embedding_dtype == "float32":
+        raise ValueError(
+            '`stochastic_rounding` needs an `embedding_dtype` of "float16" or "bfloat16". Received: '
+            f"stochastic_rounding=True, embedding_dtype={embedding_dtype!r}"
         )
 
 
@@ -98,6 +112,10 @@ class TableConfig:
         admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
         time_to_live: After which time without training a row of a dynamic table goes: a number of steps, a `datetime.timedelta`, or
             `sok_keras.policies.TimeToLive(...)`. None: it stays.
+        embedding_dtype: Type in which rows are stored: `"float32"`, or `"float16"` or `"bfloat16"` for half the memory. Optimizer states and
+            all arithmetic are float32. A row is rounded to the nearest when it is stored.
+        stochastic_rounding: Whether updates round rows of 16 bits by chance instead of to the nearest, so that steps which are smaller
+            than the distance between two numbers are not lost. The chance is a function of seed, step, id and column.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
@@ -124,6 +142,8 @@ class TableConfig:
     eviction: Eviction | str | None = None
     admission: Admission | None = None
     time_to_live: TimeToLive | datetime.timedelta | int | None = None
+    embedding_dtype: str = "float32"
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -138,6 +158,7 @@ class TableConfig:
             if argument != "combiner" or self.combiner is not None:
                 check_choice(argument, getattr(self, argument))
 
+        check_rounding(self.stochastic_rounding, self.embedding_dtype)
         self.eviction = get_eviction(self.eviction)
         self.admission = get_admission(self.admission)
         self.time_to_live = get_time_to_live(self.time_to_live)

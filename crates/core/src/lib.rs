@@ -19,6 +19,7 @@ pub mod math;
 pub mod memory;
 pub mod policy;
 pub mod pool;
+pub mod row_type;
 mod simd;
 mod store;
 

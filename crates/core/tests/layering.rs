@@ -10,7 +10,7 @@ const ROOMS: [&[&str]; 6] = [
     &["store", "contract"],
     &["formula", "exchange", "policy"],
     &["initializer", "pool"],
-    &["math", "memory", "simd", "fork", "key", "fingerprint"],
+    &["math", "memory", "simd", "fork", "key", "fingerprint", "row_type"],
     &["error"],
 ];
 

@@ -24,10 +24,10 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::fingerprint::fingerprint64;
 use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::row_type::RowType;
 
 const WORLD: usize = 3;
 /// The rank that is lost.

@@ -24,6 +24,7 @@ use sok_core::host::table::HostTable;
 use sok_core::initializer::Initializer;
 use sok_core::policy::admission::Admission;
 use sok_core::pool::Pool;
+use sok_core::row_type::RowType;
 
 /// Smaller ones do not fail on Linux. Those of a step are larger than what it keeps for each of its parts, whatever its batch.
 const LARGE: usize = 4096;
@@ -86,6 +87,8 @@ fn config(name: &str) -> TableConfig {
         eviction: None,
         time_to_live: None,
         admission: None,
+        row_type: RowType::Float32,
+        stochastic_rounding: false,
     }
 }
 

@@ -9,9 +9,9 @@ use common::strategies::plain_config;
 use sok_core::checkpoint::LoadMode;
 use sok_core::contract::group::Group;
 use sok_core::exchange::placement::Placement;
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::host::sharded::ShardedGroup;
+use sok_core::row_type::RowType;
 
 const ROWS: u64 = 20_000;
 

@@ -24,10 +24,10 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::Tag;
 use sok_core::exchange::placement::{Placement, owner};
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
+use sok_core::row_type::RowType;
 
 const ALONE: Maker = Maker { make: alone, tells_late: false, admits: true, dims: &[] };
 

@@ -14,7 +14,6 @@ use sok_core::contract::group::Group;
 use sok_core::contract::table::{CheckMode, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::placement::Placement;
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::Update;
 use sok_core::formula::{Adam, Formula, Rule};
@@ -22,6 +21,7 @@ use sok_core::host::sharded::ShardedGroup;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
+use sok_core::row_type::RowType;
 
 const ADAM: Update =
     Update { rule: Rule::Adam(Adam::VARIANTS[0]), weight_decay: None, clipvalue: None, clipnorm: None };
@@ -40,6 +40,7 @@ fn configs() -> Vec<(TableConfig, Placement)> {
             Placement::Distributed,
         ),
         (TableConfig { time_to_live, ..plain_config("expiring", 2) }, Placement::Distributed),
+        (TableConfig { row_type: RowType::Float16, ..plain_config("narrow", 3) }, Placement::Distributed),
     ]
 }
 

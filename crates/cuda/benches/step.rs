@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::training::{Gpu, Work, ids, normal, scalars, work};
-use common::{Bench, config, fill, keep_samples, median, time_in_a_row};
+use common::{Bench, fill, keep_samples, median, time_in_a_row};
 use sok_core::contract::batch::{self, Combiner};
 use sok_core::contract::gradients::GradientRows;
 use sok_core::contract::group::Group;
@@ -21,10 +21,24 @@ use sok_core::contract::table::Insertion;
 use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::key::Key;
 use sok_core::pool::Pool;
+use sok_core::row_type::RowType;
 use sok_cuda::memory::Buffer;
 
-const WORKS: [Work; 6] = [
+const WORKS: [Work; 9] = [
     Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
+    Work {
+        row_type: (RowType::Bfloat16, false),
+        goals: [0.60, 0.0],
+        ..work("26 x 65,536, dim 64, Zipf, bfloat16", 26, 65_536, 1, 1_000_000)
+    },
+    Work {
+        row_type: (RowType::Bfloat16, true),
+        ..work("26 x 65,536, dim 64, Zipf, bfloat16 by chance", 26, 65_536, 1, 1_000_000)
+    },
+    Work {
+        row_type: (RowType::Float16, false),
+        ..work("26 x 65,536, dim 64, Zipf, float16", 26, 65_536, 1, 1_000_000)
+    },
     Work {
         zipf: false,
         fbgemm: 3.24,
@@ -56,8 +70,7 @@ const HOST_TIMED: usize = 200;
 /// Runs the same steps on the host and compares the rows.
 fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
     let (work, pool) = (gpu.work, Pool::new(16).unwrap());
-    let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, 0)).collect();
-    let mut host = HostGroup::new(configs).unwrap();
+    let mut host = HostGroup::new(work.configs(0)).unwrap();
     host.bind(gpu.binding).unwrap();
     let (of_table, len) = (work.samples * work.hotness, work.samples * work.dim);
     let gradients = Arc::new(gradients.to_vec());

@@ -39,18 +39,18 @@ template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(c
 
 // Loads four columns of a gradient and multiplies them. AGAIN: the rows are gradients of bags, which are read several times. Other rows
 // are read once.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class W>
+template <u32 SOURCE, u32 ROW, bool AGAIN, class W>
 __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
-  return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<DIM, !AGAIN>(g.rows, g.row, quad), g.scale);
+  return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<dim_of(ROW), !AGAIN>(g.rows, g.row, quad), g.scale);
 }
 
 // Requests the columns that `load_gradient` would load. Returns what they must be multiplied by.
-template <u32 SOURCE, u32 DIM, class S, class W>
+template <u32 SOURCE, u32 ROW, class S, class W>
 __device__ __forceinline__ float start_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
   if (SOURCE == SUMS) stage.start(turn, k, (const float4*)g.rows + quad);
-  else stage.template start_columns<DIM>(turn, k, g.rows, g.row, quad);
+  else stage.template start_columns<dim_of(ROW)>(turn, k, g.rows, g.row, quad);
   return g.scale;
 }
 
@@ -63,14 +63,15 @@ struct NoRule {
 
 // A group of lanes that processes one key. Each lane has four columns of the row. In a row that is wider than a warp, it has four columns
 // in each of several chunks.
-template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
-  static constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4,
-                       PARTS = 1 + RULE::STATES;
+template <u32 SOURCE, u32 ROW, class RULE, bool AGAIN, class W> struct Group {
+  static constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW), CHUNKS = (QUADS + LANES - 1) / LANES, FLIGHT = 4,
+                       PARTS = 1 + RULE::STATES, FIRST_STATE = states_of(ROW);
   const W& w;
   const Prepared& now;
   // Number of columns of the row, without those that fill its last group of four.
   u32 column, mask, width;
   float factor;
+  Chance chance;
   float4 sum[CHUNKS];
 
   __device__ __forceinline__ Group(const W& work, const Keys& keys, const Prepared& prepared)
@@ -102,7 +103,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       float4 row[FLIGHT];
 #pragma unroll
       for (u32 k = 0; k < FLIGHT; ++k)
-        if (k < count) row[k] = load_gradient<SOURCE, DIM, AGAIN>(w, value[k], chunk * LANES + column);
+        if (k < count) row[k] = load_gradient<SOURCE, ROW, AGAIN>(w, value[k], chunk * LANES + column);
 #pragma unroll
       for (u32 k = 0; k < FLIGHT; ++k)
         if (k < count) sum[chunk] = starts && k == 0 ? row[k] : add(sum[chunk], row[k]);
@@ -127,26 +128,34 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
     }
+    store_updated<ROW>(at, quad, after[0], chance);
 #pragma unroll
-    for (u32 p = 0; p < PARTS; ++p) __stcs(at + p * QUADS + quad, after[p]);
+    for (u32 k = 0; k < RULE::STATES; ++k) __stcs(state(at, k) + quad, after[1 + k]);
   }
+
+  // Returns the address of a state of a record.
+  static __device__ __forceinline__ float4* state(float4* at, u32 k) { return at + FIRST_STATE + k * QUADS; }
+  static __device__ __forceinline__ const float4* state(const float4* at, u32 k) { return at + FIRST_STATE + k * QUADS; }
 
   __device__ __forceinline__ void load(const float4* at, u32 chunk, Ahead& ahead) const {
     if (!is_mine(chunk)) return;
+    const u32 quad = chunk * LANES + column;
+    ahead.parts[0] = load_quad<ROW>(at, quad);
 #pragma unroll
-    for (u32 p = 0; p < PARTS; ++p) ahead.parts[p] = __ldcs(at + p * QUADS + chunk * LANES + column);
+    for (u32 k = 0; k < RULE::STATES; ++k) ahead.parts[1 + k] = __ldcs(state(at, k) + quad);
   }
 
   // Multiplies the sum by the weight of the push, and sets the factor of the gradients. `clip`: the factor that clips by the table's norm.
-  __device__ __forceinline__ void weigh(float clip) {
-    factor = now.conditioning.factor * clip;
+  // `of_key`: the chance by which the update rounds.
+  __device__ __forceinline__ void weigh(float clip, const Chance& of_key) {
+    factor = now.conditioning.factor * clip, chance = of_key;
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) sum[chunk] = scaled(sum[chunk], now.weight);
   }
 
   // Returns the sum of the squares of a row whose columns the lanes have, in eight partial sums, as in crates/core/src/math.rs.
   __device__ __forceinline__ float sum_of_squares(const float4 (&columns)[CHUNKS]) const {
-    // DIM may be rounded up to a multiple of four. The padding columns of a row hold first values, so they must not count.
+    // ROW may be rounded up to a multiple of four. The padding columns of a row hold first values, so they must not count.
     const u32 num_last = width - 4 * (QUADS - 1);
     float lanes[8] = {};
 #pragma unroll
@@ -170,7 +179,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       for (u32 c = 0; c < 4; ++c)
         ((float*)&gradient[chunk])[c] = conditioned(now.conditioning, ((const float*)&sum[chunk])[c], factor);
     const float squares = sum_of_squares(gradient);
-    float* row_state = (float*)(at + PARTS * QUADS);
+    float* row_state = (float*)state(at, RULE::STATES);
     float state = *row_state;
     const float reduced = RULE::reduce(now.scalars, state, squares / (float)width);
     __syncwarp(mask);
@@ -193,7 +202,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
       for (u32 k = 0; k < RULE::STATES; ++k) ((float*)&after[1 + k])[c] = states[k];
     }
 #pragma unroll
-    for (u32 p = 1; p < PARTS; ++p) __stcs(at + p * QUADS + quad, after[p]);
+    for (u32 k = 0; k < RULE::STATES; ++k) __stcs(state(at, k) + quad, after[1 + k]);
   }
 
   // For a rule that makes a direction of the gradient first: the length of the step depends on the row and on the direction.
@@ -215,7 +224,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
         float states[3];
         ((float*)&after)[c] = RULE::step(now.scalars, ((const float*)&x[chunk])[c], states, ((const float*)&sum[chunk])[c], ratio);
       }
-      __stcs(at + chunk * LANES + column, after);
+      store_updated<ROW>(at, chunk * LANES + column, after, chance);
     }
   }
 
@@ -233,8 +242,8 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Group {
 };
 
 // Sink of `merge_keys`: updates the record of a key by the optimizer's rule.
-template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
-  typedef Group<SOURCE, DIM, RULE, AGAIN, W> GroupType;
+template <u32 SOURCE, u32 ROW, class RULE, bool AGAIN, class W> struct Update {
+  typedef Group<SOURCE, ROW, RULE, AGAIN, W> GroupType;
   typedef typename GroupType::Ahead Ahead;
   // A stage for the parts of a record and a gradient.
   typedef Stage<GroupType::PARTS + 1, UPDATE_THREADS> StageType;
@@ -249,7 +258,7 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   }
   __device__ __forceinline__ void begin(GroupType& group, float4* place) { group.load(at = place, 0, ahead); }
   __device__ __forceinline__ void end(GroupType& group, u32 value) {
-    group.weigh(factor_of<SOURCE>(group.w, value));
+    group.weigh(factor_of<SOURCE>(group.w, value), chance_of<SOURCE, ROW>(group.w, group.now, value));
     group.update(at, ahead);
   }
 
@@ -261,9 +270,10 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
   __device__ __forceinline__ InFlight start(const GroupType& group, u32 turn, const Single& key) const {
     float4* record = record_at<SOURCE>(group.w, key.record, key.gradient_row);
     if (!group.is_mine(0)) return {record, 0};
+    start_quad<ROW>(stage, turn, 0, record, group.column);
 #pragma unroll
-    for (u32 p = 0; p < GroupType::PARTS; ++p) stage.start(turn, p, record + p * GroupType::QUADS + group.column);
-    return {record, start_gradient<SOURCE, DIM>(stage, turn, GroupType::PARTS, group.w, key.gradient_row, group.column)};
+    for (u32 k = 0; k < RULE::STATES; ++k) stage.start(turn, 1 + k, GroupType::state(record, k) + group.column);
+    return {record, start_gradient<SOURCE, ROW>(stage, turn, GroupType::PARTS, group.w, key.gradient_row, group.column)};
   }
   // Updates keys of one id: `number`, `number + groups` and so on, below `end_of`. The group requests the next key before it processes
   // the current one.
@@ -279,10 +289,11 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
 #pragma unroll
       for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk)
         if (group.is_mine(chunk))
-          group.sum[chunk] = chunk ? load_gradient<SOURCE, DIM, AGAIN>(group.w, value, chunk * GroupType::LANES + group.column)
+          group.sum[chunk] = chunk ? load_gradient<SOURCE, ROW, AGAIN>(group.w, value, chunk * GroupType::LANES + group.column)
                                    : scaled(stage.at(turn, GroupType::PARTS), in_flight.scale);
+      ahead.parts[0] = quad_of<ROW>(stage, turn, 0);
 #pragma unroll
-      for (u32 p = 0; p < GroupType::PARTS; ++p) ahead.parts[p] = stage.at(turn, p);
+      for (u32 k = 0; k < RULE::STATES; ++k) ahead.parts[1 + k] = stage.at(turn, 1 + k);
       at = in_flight.record, in_flight = next_in_flight;
       key = next;
       if (number + 2 * groups < end_of) next = keys.singles[number + 2 * groups];
@@ -295,8 +306,8 @@ template <u32 SOURCE, u32 DIM, class RULE, bool AGAIN, class W> struct Update {
 struct NoMemory {};
 
 // Sink of `merge_keys`: stores the sum of a key in memory, for a push that is applied later.
-template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
-  typedef Group<SOURCE, DIM, NoRule, AGAIN, W> GroupType;
+template <u32 SOURCE, u32 ROW, bool AGAIN, class W> struct Store {
+  typedef Group<SOURCE, ROW, NoRule, AGAIN, W> GroupType;
   typedef NoMemory Memory;
   float4* at;
   const Keys& keys;
@@ -329,7 +340,7 @@ template <u32 SOURCE, u32 DIM, bool AGAIN, class W> struct Store {
         float4 row[GroupType::FLIGHT];
 #pragma unroll
         for (u32 k = 0; k < GroupType::FLIGHT; ++k)
-          if (number + k * groups < end_of) row[k] = load_gradient<SOURCE, DIM, AGAIN>(group.w, value[k], quad);
+          if (number + k * groups < end_of) row[k] = load_gradient<SOURCE, ROW, AGAIN>(group.w, value[k], quad);
 #pragma unroll
         for (u32 k = 0; k < GroupType::FLIGHT; ++k)
           if (number + k * groups < end_of) __stcs(to[k] + quad, row[k]);
@@ -458,16 +469,16 @@ template <class... Others> __host__ __device__ constexpr u32 largest(u32 a, u32 
 
 // Merges gradients and updates records. Gradients that are read AGAIN come from the L2 cache. There, one block more per multiprocessor
 // has gradients in flight.
-template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(
-    const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, bool AGAIN, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS, largest(dim_of(ROW)...) <= 128 ? (AGAIN ? 7 : 6) : 1) update(
+    const __grid_constant__ Work<sizeof...(ROW)> w) {
   begin();
-  typedef Work<sizeof...(DIM)> W;
+  typedef Work<sizeof...(ROW)> W;
   __shared__ typename Update<SOURCE, 1, RULE, AGAIN, W>::Memory memory;
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
   u32 block = blockIdx.x, kind = 0;
-  (merge_keys<Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
+  (merge_keys<Update<SOURCE, ROW, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
 }
 
 // Calls `body` with the numbers of this block, `gridDim.x` apart, until it returns false. Only the device knows the number of keys. A grid
@@ -477,37 +488,37 @@ template <class Body> __device__ __forceinline__ void take_turns(const Body& bod
 }
 
 // The same, where the host does not know the number of ids: most of as many blocks as there may be would have nothing to do.
-template <u32 SOURCE, class RULE, bool AGAIN, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_in_turns(
-    const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, bool AGAIN, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS, largest(dim_of(ROW)...) <= 128 ? 6 : 1) update_in_turns(
+    const __grid_constant__ Work<sizeof...(ROW)> w) {
   begin();
-  typedef Work<sizeof...(DIM)> W;
+  typedef Work<sizeof...(ROW)> W;
   __shared__ typename Update<SOURCE, 1, RULE, AGAIN, W>::Memory memory;
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
   take_turns([&](u32 block) {
     u32 kind = 0;
-    return (merge_keys<Update<SOURCE, DIM, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
+    return (merge_keys<Update<SOURCE, ROW, RULE, AGAIN, W>>(w, w.kinds[kind++], now, memory, block) || ...);
   });
 }
 
 // Merges gradients without an update. Writes the sums of all keys to `Keys::sums`.
-template <u32 SOURCE, bool AGAIN, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, bool AGAIN, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS) merge(const __grid_constant__ Work<sizeof...(ROW)> w) {
   begin();
-  typedef Work<sizeof...(DIM)> W;
+  typedef Work<sizeof...(ROW)> W;
   __shared__ Prepared now;
   NoMemory none;
   take_turns([&](u32 block) {
     u32 kind = 0;
-    return (merge_keys<Store<SOURCE, DIM, AGAIN, W>>(w, w.kinds[kind++], now, none, block) || ...);
+    return (merge_keys<Store<SOURCE, ROW, AGAIN, W>>(w, w.kinds[kind++], now, none, block) || ...);
   });
 }
 
 // Updates the records of one block of merged keys of a dim. `block` and the result are as in `merge_keys`.
-template <u32 SOURCE, u32 DIM, class RULE, class W>
+template <u32 SOURCE, u32 ROW, class RULE, class W>
 __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, const Prepared& now, u32& block) {
-  typedef Group<SOURCE, DIM, RULE, false, W> GroupType;
+  typedef Group<SOURCE, ROW, RULE, false, W> GroupType;
   constexpr u32 LANES = GroupType::LANES, GROUPS = UPDATE_THREADS / LANES;
   const Counts counts(*keys.lists);
   const u32 blocks = (counts.keys() + GROUPS * PER_SUM - 1) / (GROUPS * PER_SUM);
@@ -529,38 +540,39 @@ __device__ __forceinline__ bool update_summed(const W& w, const Keys& keys, cons
       if (group.is_mine(chunk))
         group.sum[chunk] = __ldcs(keys.sums + (u64)number * GroupType::QUADS + chunk * LANES + group.column);
     const float factor = factor_of<SOURCE>(w, key.value);
+    const Chance chance = chance_of<SOURCE, ROW>(w, now, key.value);
     if (number + GROUPS < end) key = summed(w, keys, counts, number + GROUPS);
-    group.weigh(factor);
+    group.weigh(factor, chance);
     group.update(at, ahead);
   }
   return true;
 }
 
 // Updates the records of keys whose gradients were merged before.
-template <u32 SOURCE, class RULE, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS, largest(DIM...) <= 128 ? 6 : 1) update_sums(
-    const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, class RULE, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS, largest(dim_of(ROW)...) <= 128 ? 6 : 1) update_sums(
+    const __grid_constant__ Work<sizeof...(ROW)> w) {
   begin();
   const Prepared now = *w.prepared;
   if (!now.is_due) return;
   take_turns([&](u32 block) {
     u32 kind = 0;
-    return (update_summed<SOURCE, DIM, RULE>(w, w.kinds[kind++], now, block) || ...);
+    return (update_summed<SOURCE, ROW, RULE>(w, w.kinds[kind++], now, block) || ...);
   });
 }
 
 // Adds the squared norm of each merged gradient of a dim to `totals`, by table and exponent. The mantissas of squared norms with the same
 // exponent are added as integers, which is exact.
-template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squares(const W& w, const Keys& keys, u64* totals) {
+template <u32 SOURCE, u32 ROW, class W> __device__ __forceinline__ void add_squares(const W& w, const Keys& keys, u64* totals) {
   const Counts counts(*keys.lists);
   // Eight lanes share a key. Each takes every eighth column.
   const u32 part = threadIdx.x % 8, mask = 0xffu << (lane() & ~7u);
   for (u32 number = (blockIdx.x * UPDATE_THREADS + threadIdx.x) / 8; number < counts.keys();
       number += gridDim.x * UPDATE_THREADS / 8) {
     const Summed key = summed(w, keys, counts, number);
-    const float* sum = (const float*)(keys.sums + (u64)number * quads_of(DIM));
+    const float* sum = (const float*)(keys.sums + (u64)number * quads_of(ROW));
     float squares = 0;
-    for (u32 column = part; column < DIM; column += 8) {
+    for (u32 column = part; column < dim_of(ROW); column += 8) {
       const float x = sum[column] * w.prepared->weight;
       squares += x * x;
     }
@@ -576,17 +588,17 @@ template <u32 SOURCE, u32 DIM, class W> __device__ __forceinline__ void add_squa
 }
 
 // Adds the squares of the merged gradients of all dims. `totals`: (tables, 256), zeros before the launch.
-template <u32 SOURCE, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(const __grid_constant__ Work<sizeof...(DIM)> w, u64* totals) {
+template <u32 SOURCE, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS) sum_squares(const __grid_constant__ Work<sizeof...(ROW)> w, u64* totals) {
   begin();
   if (!w.prepared->is_due) return;
   u32 kind = 0;
-  (add_squares<SOURCE, DIM>(w, w.kinds[kind++], totals), ...);
+  (add_squares<SOURCE, ROW>(w, w.kinds[kind++], totals), ...);
 }
 
 // Writes an entry for each merged key of one dim. For the next sort, also writes the entry's renumbered record and the entry's index.
-template <u32 SOURCE, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_constant__ Work<sizeof...(DIM)> w, u32 kind,
+template <u32 SOURCE, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_constant__ Work<sizeof...(ROW)> w, u32 kind,
     const __grid_constant__ Renumbering r, Entry* entries, u32* records, u32* values) {
   begin();
   const Keys& keys = w.kinds[kind];
@@ -595,7 +607,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS) list_entries(const __grid_cons
   if (number >= counts.keys()) return;
   const Summed key = summed(w, keys, counts, number);
   u32 quads = 0, at = 0;
-  ((at++ == kind ? (quads = quads_of(DIM)) : 0), ...);
+  ((at++ == kind ? (quads = quads_of(ROW)) : 0), ...);
   Entry entry = {};
   if (SOURCE == SUMS) {
     entry = w.entries[key.value];

@@ -2,8 +2,8 @@
 #include "merged.cuh"
 
 // Notes that the rows of all merged keys of a launch change, in tables that note changes. It precedes their update.
-template <u32 SOURCE, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS) note_updated(const __grid_constant__ Work<sizeof...(DIM)> w) {
+template <u32 SOURCE, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS) note_updated(const __grid_constant__ Work<sizeof...(ROW)> w) {
   begin();
   if (!w.prepared->is_due) return;
   const u32 thread = blockIdx.x * UPDATE_THREADS + threadIdx.x, stride = gridDim.x * UPDATE_THREADS;

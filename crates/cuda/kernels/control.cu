@@ -126,7 +126,7 @@ template <u32 N, class RULE> __global__ void __launch_bounds__(2 * RING) prepare
   Prepared now;
   // A push that is not named has weight 0. A push with a gradient that is not finite has weight NaN.
   now.is_due = p.row == RING || (p.resolved->is_due && !(weight == 0));
-  now.weight = weight;
+  now.weight = weight, now.step = (u32)(u64)step;
   now.conditioning = p.conditioning;
   now.conditioning.factor = factor, now.conditioning.learning_rate = learning_rate;
   for (u32 i = 0; i < NUM_SCALARS; ++i) now.scalars[i] = p.formula[i];

@@ -96,23 +96,23 @@ constexpr u32 GATHERED = 4, POOLED = 2;
 
 // Writes the rows of ids without a record, where each id is a bag. `missing`: mask of the warp's bags, from bag `first` on. A group of
 // lanes writes a row. This is a function of its own, because otherwise `gather` would reserve registers for it.
-template <u32 DIM> __device__ __noinline__ void write_missing(const Table& t, const Feature& f, u32 first, u32 missing) {
-  constexpr u32 LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+template <u32 ROW> __device__ __noinline__ void write_missing(const Table& t, const Feature& f, u32 first, u32 missing) {
+  constexpr u32 LANES = lanes_of(ROW), GROUPS = WARP / LANES;
   for (u32 k = 0; k < lane() / LANES; ++k) missing &= missing - 1;
   while (missing) {
     const u32 bag = first + __ffs(missing) - 1;
     const u64 key = key_at(f, bag);
     const bool is_padding = f.has_padding && key == f.padding_key;
-    for (u32 quad = lane() % LANES; quad < quads_of(DIM); quad += LANES)
-      store_columns<DIM>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
+    for (u32 quad = lane() % LANES; quad < quads_of(ROW); quad += LANES)
+      store_columns<dim_of(ROW)>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
     for (u32 k = 0; k < GROUPS; ++k) missing &= missing - 1;
   }
 }
 
 // Copies the rows of bags of one id each. A warp copies as many bags as it has lanes.
-template <u32 DIM, u32 ROWS>
+template <u32 ROW, u32 ROWS>
 __device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 block) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+  constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW), GROUPS = WARP / LANES;
   // A row takes PIECES turns, because a group of lanes copies 4 * LANES columns in a turn. All bags of the warp take TURNS turns.
   constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
   const u32 group = lane() / LANES, column = lane() % LANES;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void gather(const Table& t, const Feature& f, const R
     }
   };
   const auto start = [&](u32 turn) {
-    each(turn, [&](u32 k, u32, u32 quad, u32 r) { stage.start(turn, k, f.records + (u64)r * f.stride + quad); });
+    each(turn, [&](u32 k, u32, u32 quad, u32 r) { start_quad<ROW>(stage, turn, k, f.records + (u64)r * f.stride, quad); });
   };
   start(0);
   stage.end();
@@ -141,9 +141,9 @@ __device__ __forceinline__ void gather(const Table& t, const Feature& f, const R
     if (turn + 1 < TURNS) start(turn + 1);
     stage.end();
     stage.wait();
-    each(turn, [&](u32 k, u32 at, u32 quad, u32) { store_columns<DIM>(f.rows, first + at, quad, stage.at(turn, k)); });
+    each(turn, [&](u32 k, u32 at, u32 quad, u32) { store_columns<dim_of(ROW)>(f.rows, first + at, quad, quad_of<ROW>(stage, turn, k)); });
   }
-  if (missing) write_missing<DIM>(t, f, first, missing);
+  if (missing) write_missing<ROW>(t, f, first, missing);
 }
 
 // Keeps what the backward pass needs of a bag's ids: their coefficients and, for gradients of weights, their keys, weights and records and
@@ -174,18 +174,18 @@ __device__ __forceinline__ void add(float4& sum, const float4& row, float weight
 }
 
 // Stores four columns of a bag's sum, multiplied by `scale`. An empty bag has a row of zeros.
-template <u32 DIM>
+template <u32 ROW>
 __device__ __forceinline__ void store_sum(const Feature& f, u32 bag, u32 quad, float4 sum, bool is_empty, float scale) {
   if (is_empty) sum = make_float4(0, 0, 0, 0);
   else if (scale != 1.0f) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
-  store_columns<DIM>(f.rows, bag, quad, sum);
+  store_columns<dim_of(ROW)>(f.rows, bag, quad, sum);
 }
 
 // Pools the rows of a bag, with a group of lanes. ROLES: ids may have weights, or no record. This takes twice the registers.
-template <u32 DIM, u32 ROWS, bool ROLES>
+template <u32 ROW, u32 ROWS, bool ROLES>
 __device__ __forceinline__ void pool(
     const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 bag, u32 begin, u32 end) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
+  constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW);
   const u32 column = threadIdx.x % LANES, count = end - begin;
   const u32* records = rows.records + f.first_id + begin;
   float scale = 1;
@@ -208,12 +208,12 @@ __device__ __forceinline__ void pool(
         if (ROLES) weights[k] = f.weights ? f.weights[begin + at] : 1.0f;
         // Without ROLES, an id has no record only if there was no room for its key, which the host will report. Record 0 has memory.
         if (!ROLES || next[k]) {
-          stage.start(turn, k, f.records + (u64)next[k] * f.stride + quad);
+          start_quad<ROW>(stage, turn, k, f.records + (u64)next[k] * f.stride, quad);
         } else if (weights[k] != 0) {
           const u64 key = key_at(f, begin + at);
           // Padding is treated like an id of weight 0, which does not count.
           if (f.has_padding && key == f.padding_key) weights[k] = 0;
-          else stage.at(turn, k) = missing_columns(t, key, quad);
+          else put_quad<ROW>(stage, turn, k, missing_columns(t, key, quad));
         }
       }
       stage.end();
@@ -233,32 +233,32 @@ __device__ __forceinline__ void pool(
         if (turn * ROWS + k >= count) break;
         if (ROLES && weights[k] == 0) continue;
         if (ROLES) total += weights[k], squares += weights[k] * weights[k];
-        add(sum, stage.at(turn, k), ROLES ? weights[k] : 1.0f);
+        add(sum, quad_of<ROW>(stage, turn, k), ROLES ? weights[k] : 1.0f);
         is_empty = false;
       }
     }
     if (ROLES) scale = scale_of(f, total, squares);
-    if (piece + column < QUADS) store_sum<DIM>(f, bag, quad, sum, is_empty, scale);
+    if (piece + column < QUADS) store_sum<ROW>(f, bag, quad, sum, is_empty, scale);
   }
   if (rows.named) keep_bag<LANES>(f, rows, bag, begin, end, scale);
 }
 
 // Pools the rows of the bags of a block.
-template <u32 DIM, u32 ROWS, bool ROLES>
+template <u32 ROW, u32 ROWS, bool ROLES>
 __device__ __forceinline__ void combine(
     const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 number, u32 block) {
-  constexpr u32 LANES = lanes_of(DIM);
+  constexpr u32 LANES = lanes_of(ROW);
   const u32 bag = block * (ROWS_THREADS / LANES) + threadIdx.x / LANES;
   if (bag >= f.num_bags) return;
   if (f.splits && threadIdx.x % LANES == 0) check_split(f, rows.fault, number, bag);
   const u32 begin = f.splits ? split_at(f, bag) : bag * f.hotness;
   const u32 end = max(begin, f.splits ? split_at(f, bag + 1) : begin + f.hotness);
-  pool<DIM, ROWS, ROLES>(t, f, rows, stage, bag, begin, end);
+  pool<ROW, ROWS, ROLES>(t, f, rows, stage, bag, begin, end);
 }
 
-// Writes the rows, (bags, dim), of all features whose kind is among `kinds`, with the dims DIM. A sum waits for each
+// Writes the rows, (bags, dim), of all features whose kind is among `kinds`, with the rows ROW. A sum waits for each
 // of its rows, so more blocks of SUMMED share a multiprocessor.
-template <u32 BAGS, u32... DIM>
+template <u32 BAGS, u32... ROW>
 __global__ void __launch_bounds__(ROWS_THREADS, BAGS == EACH     ? 6
                                                 : BAGS == SUMMED ? 8
                                                                  : 4)
@@ -270,12 +270,12 @@ make_rows(const __grid_constant__ Call call, const __grid_constant__ Rows rows, 
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
   // Of a replicated table a rank writes its own rows alone.
-  if (!f.rows || (kinds.has_others && f.kind - kinds.first >= sizeof...(DIM))) return;
+  if (!f.rows || (kinds.has_others && f.kind - kinds.first >= sizeof...(ROW))) return;
   const Table& t = call.tables[f.table];
   const u32 block = blockIdx.x - call.first_rows[number];
-  with_dim<DIM...>(f.kind - kinds.first, [&](auto dim) {
-    constexpr u32 D = decltype(dim)::value;
-    if (BAGS == EACH || f.is_gather) gather<D>(t, f, rows, stage, block);
-    else if constexpr (BAGS != EACH) combine<D, POOLED, BAGS == ANY>(t, f, rows, stage, number, block);
+  with_row<ROW...>(f.kind - kinds.first, [&](auto row) {
+    constexpr u32 R = decltype(row)::value;
+    if (BAGS == EACH || f.is_gather) gather<R>(t, f, rows, stage, block);
+    else if constexpr (BAGS != EACH) combine<R, POOLED, BAGS == ANY>(t, f, rows, stage, number, block);
   });
 }

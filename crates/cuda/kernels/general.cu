@@ -5,20 +5,30 @@
 #include "merged.cuh"
 
 // Adds the rows of a launch to `Piece::starts`. One thread. The launches of a step come in order.
-template <u32... DIM> __global__ void count_rows(const __grid_constant__ Work<sizeof...(DIM)> w, const Piece piece) {
+template <u32... ROW> __global__ void count_rows(const __grid_constant__ Work<sizeof...(ROW)> w, const Piece piece) {
   begin();
   u64 quads = 0;
   u32 kind = 0;
-  if (w.prepared->is_due) ((quads += (u64)Counts(*w.kinds[kind++].lists).keys() * quads_of(DIM)), ...);
+  if (w.prepared->is_due) ((quads += (u64)Counts(*w.kinds[kind++].lists).keys() * quads_of(ROW)), ...);
   const u64 start = piece.launch ? piece.starts[piece.launch] : 0;
   piece.starts[piece.launch] = start, piece.starts[piece.launch + 1] = start + quads;
 }
 
+// Four columns of a record.
+template <u32 ROW> struct Columns {
+  float4* record;
+  u32 quad;
+  Chance chance;
+  __device__ __forceinline__ float4 row() const { return load_quad<ROW>(record, quad); }
+  __device__ __forceinline__ void set_row(const float4& x) const { store_updated<ROW>(record, quad, x, chance); }
+  __device__ __forceinline__ float4& state(u32 k) const { return record[states_of(ROW) + k * quads_of(ROW) + quad]; }
+};
+
 // Calls `body` with four columns of a merged key of a dim, and returns true. If the dim has fewer, subtracts their number from `quad` and
-// returns false. `body`: (columns of the record, groups of four columns from one of its fields to the next, their gradient, factor).
-template <u32 SOURCE, u32 DIM, class W, class Body>
+// returns false. `body`: (four columns of the record, their gradient, factor).
+template <u32 SOURCE, u32 ROW, class W, class Body>
 __device__ __forceinline__ bool visit_columns(const W& w, const Keys& keys, u64& quad, const Body& body) {
-  constexpr u32 QUADS = quads_of(DIM);
+  constexpr u32 QUADS = quads_of(ROW);
   const Counts counts(*keys.lists);
   if (quad >= (u64)counts.keys() * QUADS) {
     quad -= (u64)counts.keys() * QUADS;
@@ -26,12 +36,14 @@ __device__ __forceinline__ bool visit_columns(const W& w, const Keys& keys, u64&
   }
   const u32 number = (u32)(quad / QUADS), column = (u32)(quad % QUADS);
   const Summed key = summed(w, keys, counts, number);
-  body(record_at<SOURCE>(w, key.record, key.value) + column, QUADS, keys.sums + quad, factor_of<SOURCE>(w, key.value));
+  float4* record = record_at<SOURCE>(w, key.record, key.value);
+  body(Columns<ROW>{record, column, chance_of<SOURCE, ROW>(w, *w.prepared, key.value)}, keys.sums + quad,
+      factor_of<SOURCE>(w, key.value));
   return true;
 }
 
 // Calls `body` with all columns of a launch that are in the piece, as `visit_columns`, and with their place in the piece.
-template <u32 SOURCE, u32... DIM, class W, class Body>
+template <u32 SOURCE, u32... ROW, class W, class Body>
 __device__ __forceinline__ void visit_piece(const W& w, const Piece& piece, const Body& body) {
   const int number = *piece.number;
   if (!number || !w.prepared->is_due) return;
@@ -39,22 +51,20 @@ __device__ __forceinline__ void visit_piece(const W& w, const Piece& piece, cons
             end = min(first + piece.quads, piece.starts[piece.launch + 1]);
   const u64 thread = (u64)blockIdx.x * UPDATE_THREADS + threadIdx.x, stride = (u64)gridDim.x * UPDATE_THREADS;
   for (u64 at = max(first, start) + thread; at < end; at += stride) {
-    const auto at_place = [&](float4* record, u32 quads, const float4* sum, float factor) {
-      body(record, quads, sum, factor, at - first);
-    };
+    const auto at_place = [&](const auto& columns, const float4* sum, float factor) { body(columns, sum, factor, at - first); };
     u64 quad = at - start;
     u32 kind = 0;
-    (visit_columns<SOURCE, DIM>(w, w.kinds[kind++], quad, at_place) || ...);
+    (visit_columns<SOURCE, ROW>(w, w.kinds[kind++], quad, at_place) || ...);
   }
 }
 
 // Writes the gradients of a launch's part of a piece, after factor and clipping; its rows, after weight decay; and its states.
-template <u32 SOURCE, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS) gather_piece(const __grid_constant__ Work<sizeof...(DIM)> w, const Piece piece) {
+template <u32 SOURCE, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS) gather_piece(const __grid_constant__ Work<sizeof...(ROW)> w, const Piece piece) {
   begin();
   const Prepared& now = *w.prepared;
-  visit_piece<SOURCE, DIM...>(w, piece, [&](const float4* record, u32 quads, const float4* sum, float clip, u64 place) {
-    const float4 merged = scaled(*sum, now.weight), row = *record;
+  visit_piece<SOURCE, ROW...>(w, piece, [&](const auto& columns, const float4* sum, float clip, u64 place) {
+    const float4 merged = scaled(*sum, now.weight), row = columns.row();
     const float factor = now.conditioning.factor * clip;
     float4 gradient, x;
 #pragma unroll
@@ -64,16 +74,17 @@ __global__ void __launch_bounds__(UPDATE_THREADS) gather_piece(const __grid_cons
     }
     ((float4*)piece.arrays[0])[place] = gradient;
     ((float4*)piece.arrays[1])[place] = x;
-    for (u32 state = 1; state + 1 < piece.num_arrays; ++state) ((float4*)piece.arrays[1 + state])[place] = record[state * quads];
+    for (u32 state = 0; state + 2 < piece.num_arrays; ++state) ((float4*)piece.arrays[2 + state])[place] = columns.state(state);
   });
 }
 
 // Writes the new rows and states of a launch's part of a piece to the records.
-template <u32 SOURCE, u32... DIM>
-__global__ void __launch_bounds__(UPDATE_THREADS) scatter_piece(const __grid_constant__ Work<sizeof...(DIM)> w, const Piece piece) {
+template <u32 SOURCE, u32... ROW>
+__global__ void __launch_bounds__(UPDATE_THREADS) scatter_piece(const __grid_constant__ Work<sizeof...(ROW)> w, const Piece piece) {
   begin();
-  visit_piece<SOURCE, DIM...>(w, piece, [&](float4* record, u32 quads, const float4*, float, u64 place) {
-    for (u32 field = 0; field < piece.num_arrays; ++field) record[field * quads] = ((const float4*)piece.arrays[field])[place];
+  visit_piece<SOURCE, ROW...>(w, piece, [&](const auto& columns, const float4*, float, u64 place) {
+    columns.set_row(((const float4*)piece.arrays[0])[place]);
+    for (u32 state = 0; state + 1 < piece.num_arrays; ++state) columns.state(state) = ((const float4*)piece.arrays[1 + state])[place];
   });
 }
 

@@ -36,6 +36,17 @@ template <u32 SOURCE, class W> __device__ __forceinline__ float4* record_at(cons
   return side.records + (u64)record * side.stride;
 }
 
+// Returns the descriptor of the key's table.
+template <u32 SOURCE, class W> __device__ __forceinline__ const Table& table_of(const W& w, u32 value) {
+  return w.tables[SOURCE == SUMS ? w.entries[value].table : side_of<SOURCE>(w, value).table];
+}
+
+// Returns the chance by which the update of a key rounds. Only rows that are rounded by chance need one.
+template <u32 SOURCE, u32 ROW, class W> __device__ __forceinline__ Chance chance_of(const W& w, const Prepared& now, u32 value) {
+  if constexpr (!rounds_by_chance(ROW)) return {};
+  else return {table_of<SOURCE>(w, value).initializer.seed, now.step};
+}
+
 // Returns the factor that clips by the norm of the key's table; 1 if tables are not clipped.
 template <u32 SOURCE, class W> __device__ __forceinline__ float factor_of(const W& w, u32 value) {
   if (!w.factors) return 1.0f;

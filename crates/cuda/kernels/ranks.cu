@@ -344,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(WARP) share_out_of_vocabulary(
   const u32 record = find_alone(t.index, t.out_of_vocabulary_key);
   for (u32 quad = lane(); quad < t.quads; quad += WARP) {
     const float4 row =
-        record == NO_RECORD ? first_values(t.initializer, t.out_of_vocabulary_key, quad) : t.records[(u64)record * t.stride + quad];
+        record == NO_RECORD ? rounded(t.row_type, first_values(t.initializer, t.out_of_vocabulary_key, quad)) : row_columns(t, record, quad);
     for (u32 rank = 0; rank < p.world_size; ++rank)
       if (r.owner != EVERY_RANK || rank == p.rank) ((float4*)s.of_ranks[rank])[(u64)blockIdx.x * s.stride + quad] = row;
   }
@@ -452,19 +452,6 @@ template <class Copy> __device__ __forceinline__ void each_word(const PartCopy* 
   for (u64 i = blockIdx.x % blocks * 256 + threadIdx.x; i < part.words; i += blocks * 256) copy(part.from, part.to, i);
 }
 
-// Rounds to the nearest bfloat16, ties to even, as `to_bfloat16` of crates/core/src/exchange/row_type.rs.
-__device__ __forceinline__ u32 to_bfloat16(float x) {
-  const u32 bits = __float_as_uint(x);
-  return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-__device__ __forceinline__ u64 narrow(const float4& x) {
-  return to_bfloat16(x.x) | (u64)to_bfloat16(x.y) << 16 | (u64)to_bfloat16(x.z) << 32 | (u64)to_bfloat16(x.w) << 48;
-}
-__device__ __forceinline__ float4 widen(u64 x) {
-  return make_float4(__uint_as_float((u32)x << 16), __uint_as_float((u32)x & 0xffff0000),
-      __uint_as_float((u32)(x >> 16) & 0xffff0000), __uint_as_float((u32)(x >> 32) & 0xffff0000));
-}
-
 // Copies the parts of messages.
 extern "C" __global__ void __launch_bounds__(256) copy_parts(const PartCopy* parts, u32 blocks) {
   begin();
@@ -473,17 +460,17 @@ extern "C" __global__ void __launch_bounds__(256) copy_parts(const PartCopy* par
 // Copies float32 to bfloat16, four numbers a word.
 extern "C" __global__ void __launch_bounds__(256) narrow_parts(const PartCopy* parts, u32 blocks) {
   begin();
-  each_word(parts, blocks, [](const u64* from, u64* to, u64 i) { to[i] = narrow(((const float4*)from)[i]); });
+  each_word(parts, blocks, [](const u64* from, u64* to, u64 i) { ((uint2*)to)[i] = narrow(BFLOAT16, ((const float4*)from)[i]); });
 }
 // Copies bfloat16 to float32, four numbers a word.
 extern "C" __global__ void __launch_bounds__(256) widen_parts(const PartCopy* parts, u32 blocks) {
   begin();
-  each_word(parts, blocks, [](const u64* from, u64* to, u64 i) { ((float4*)to)[i] = widen(from[i]); });
+  each_word(parts, blocks, [](const u64* from, u64* to, u64 i) { ((float4*)to)[i] = widen(BFLOAT16, ((const uint2*)from)[i]); });
 }
 // Copies float32 and rounds it to bfloat16, four numbers a word.
 extern "C" __global__ void __launch_bounds__(256) round_parts(const PartCopy* parts, u32 blocks) {
   begin();
-  each_word(parts, blocks, [](const u64* from, u64* to, u64 i) { ((float4*)to)[i] = widen(narrow(((const float4*)from)[i])); });
+  each_word(parts, blocks, [](const u64* from, u64* to, u64 i) { ((float4*)to)[i] = rounded(BFLOAT16, ((const float4*)from)[i]); });
 }
 
 // Adds this rank's part of the vectors of all ranks, in the order of the ranks, and writes the sums to all of them.

@@ -1,10 +1,7 @@
 // Records: a row and its optimizer states, side by side. A record is found by its number. It is written whole when its key is inserted.
 #pragma once
 #include "index.cuh"
-#include "initializer.cuh"
-
-// Rows and states are stored in groups of four columns (quads), so that a lane moves 16 bytes. The last group may be partly unused.
-__host__ __device__ constexpr u32 quads_of(u32 dim) { return (dim + 3) / 4; }
+#include "rows.cuh"
 
 // Returns the number of lanes that share a row of `quads` groups of four columns: a power of two, at most a warp.
 __host__ __device__ constexpr u32 lanes_for(u32 quads) {
@@ -12,18 +9,18 @@ __host__ __device__ constexpr u32 lanes_for(u32 quads) {
   while (lanes < quads && lanes < WARP) lanes *= 2;
   return lanes;
 }
-__host__ __device__ constexpr u32 lanes_of(u32 dim) { return lanes_for(quads_of(dim)); }
+__host__ __device__ constexpr u32 lanes_of(u32 row) { return lanes_for(quads_of(row)); }
 
-template <u32 N> struct Dim {
+template <u32 N> struct Row {
   static constexpr u32 value = N;
 };
-// Calls `body` with the dim of a kind. A kind is the index of a dim among the distinct dims of the group.
-template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void with_dim(u32 kind, const Body& body) {
+// Calls `body` with the row of a kind. A kind is the index of a row among the distinct rows of the group.
+template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void with_row(u32 kind, const Body& body) {
   if constexpr (sizeof...(OTHERS) == 0) {
-    body(Dim<FIRST>());
+    body(Row<FIRST>());
   } else {
-    if (kind == 0) body(Dim<FIRST>());
-    else with_dim<OTHERS...>(kind - 1, body);
+    if (kind == 0) body(Row<FIRST>());
+    else with_row<OTHERS...>(kind - 1, body);
   }
 }
 
@@ -63,13 +60,28 @@ __device__ __forceinline__ u32 take(u32* count, bool is_in) {
   return __shfl_sync(ALL, first, 0) + __popc(all & lanes_below());
 }
 
-// Returns four columns of a new record, initial values of the row or of a state.
-__device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 quad) {
-  if (quad >= t.quads) {
-    const float x = quad < 2 * t.quads ? t.first_state : 0;
+// Returns 16 bytes of a new record before its states, if its row has numbers of 16 bits. A function of its own, which takes no registers from
+// kernels that insert.
+__device__ __noinline__ float4 first_narrow(const Table& t, u64 key, u32 unit) {
+  if (2 * unit >= t.quads) return make_float4(__uint_as_float((u32)key), __uint_as_float((u32)(key >> 32)), 0, 0);
+  const uint2 low = narrow(t.row_type, first_values(t.initializer, key, 2 * unit)),
+              high = narrow(t.row_type, first_values(t.initializer, key, 2 * unit + 1));
+  return make_float4(__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y));
+}
+
+// Returns 16 bytes of a new record, initial values of the row or of a state.
+__device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 unit) {
+  if (unit >= t.states) {
+    const float x = unit < t.states + t.quads ? t.first_state : 0;
     return make_float4(x, x, x, x);
   }
-  return first_values(t.initializer, key, quad);
+  return t.row_type == FLOAT32 ? first_values(t.initializer, key, unit) : first_narrow(t, key, unit);
+}
+
+// Returns four columns of the row of a record.
+__device__ __forceinline__ float4 row_columns(const Table& t, u32 record, u32 quad) {
+  const float4* at = t.records + (u64)record * t.stride;
+  return t.row_type == FLOAT32 ? at[quad] : widen(t.row_type, ((const uint2*)at)[quad]);
 }
 
 // Returns four columns of the row of a key without a record: of the row that all such keys have, initial values or zeros, as the
@@ -79,12 +91,12 @@ __device__ __forceinline__ float4 missing_columns(const Table& t, u64 key, u32 q
   if (key > t.last_key) return make_float4(0, 0, 0, 0);
   if (t.has_out_of_vocabulary_key) {
     if (t.out_of_vocabulary_row) return t.out_of_vocabulary_row[quad];
-    if (out_of_vocabulary != NO_RECORD) return t.records[(u64)out_of_vocabulary * t.stride + quad];
+    if (out_of_vocabulary != NO_RECORD) return row_columns(t, out_of_vocabulary, quad);
     key = t.out_of_vocabulary_key;
   } else if (t.missing != INITIAL) {
     return make_float4(0, 0, 0, 0);
   }
-  return first_values(t.initializer, key, quad);
+  return rounded(t.row_type, first_values(t.initializer, key, quad));
 }
 
 // Writes the initial values of the new records of a warp. `is_new`: whether this lane has a new record.

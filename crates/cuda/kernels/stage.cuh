@@ -20,6 +20,15 @@ template <u32 N, u32 THREADS> struct Stage {
         : "memory");
 #endif
   }
+  // Requests eight bytes, which come as the first two numbers of a place.
+  __device__ __forceinline__ void start_half(u32 turn, u32 k, const uint2* from) const {
+#if __CUDA_ARCH__ < 800
+    *(uint2*)&at(turn, k) = *from;
+#else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((u32)__cvta_generic_to_shared(&at(turn, k))), "l"(from)
+        : "memory");
+#endif
+  }
   // Requests four columns of a row of a framework's array (rows, DIM). Columns beyond the last are 0.
   template <u32 DIM> __device__ __forceinline__ void start_columns(u32 turn, u32 k, const float* rows, u64 row, u32 quad) const {
     const float* from = rows + row * DIM + 4 * quad;

@@ -39,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_keys(Table t,
 
 // Copies the row of each lane's record to row `first` + lane of `out`, for the lanes that are `wanted`. Each group of lanes has ROWS rows
 // in flight.
-template <u32 DIM, u32 ROWS>
+template <u32 ROW, u32 ROWS>
 __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 record, u32 first, float* out, LaneList& list) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM), GROUPS = WARP / LANES;
+  constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW), GROUPS = WARP / LANES;
   const u32 n = list.take(wanted), group = lane() / LANES, column = lane() % LANES;
 #pragma unroll 1
   for (u32 start = 0; start < n; start += GROUPS * ROWS) {
@@ -59,16 +59,16 @@ __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 recor
       float4 row[ROWS];
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
-        if (to[k] != ALL) row[k] = load_row(from[k] + quad);
+        if (to[k] != ALL) row[k] = type_of(ROW) == FLOAT32 ? load_row(from[k] + quad) : load_quad<ROW>(from[k], quad);
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
-        if (to[k] != ALL) store_columns<DIM>(out, first + to[k], quad, row[k]);
+        if (to[k] != ALL) store_columns<dim_of(ROW)>(out, first + to[k], quad, row[k]);
     }
   }
 }
 
 // Finds keys and copies their rows. Rows of keys without a record are not written. `found`: takes the record numbers.
-template <u32 DIM, u32 ROWS>
+template <u32 ROW, u32 ROWS>
 __global__ void __launch_bounds__(TABLE_THREADS) find_rows(
     Table t, const u64* __restrict__ keys, float* __restrict__ out, u32* __restrict__ found, u32 n) {
   begin();
@@ -78,17 +78,17 @@ __global__ void __launch_bounds__(TABLE_THREADS) find_rows(
   LaneList& list = lists[threadIdx.x / WARP];
   const u32 record = find(t.index, key, hash(t.index, key), i < n, list);
   if (i < n) found[i] = record;
-  copy_rows<DIM, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
+  copy_rows<ROW, ROWS>(t, record != NO_RECORD, record, i - lane(), out, list);
 }
 
 // Copies the rows of records. Rows of keys without a record are not written; with `skips`, neither are rows of new records.
-template <u32 DIM, u32 ROWS>
+template <u32 ROW, u32 ROWS>
 __global__ void __launch_bounds__(TABLE_THREADS) gather_rows(Table t, const u32* records, float* out, u32 n, u32 skips) {
   begin();
   __shared__ LaneList lists[WARPS];
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   const u32 record = i < n ? records[i] : NO_RECORD;
-  copy_rows<DIM, ROWS>(
+  copy_rows<ROW, ROWS>(
       t, (record & ~NEW) != NO_RECORD && !(skips && record & NEW), record & ~NEW, i - lane(), out, lists[threadIdx.x / WARP]);
 }
 
@@ -107,30 +107,41 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) fill_missing(const _
 
 // ---- whole records; on the host's side they are dense, row and states one after the other
 
-// Returns the address of a column. `column`: of the dense record.
-
+// Returns the address of a column of float32. `column`: of the dense record.
 __device__ __forceinline__ float* column_at(const Table& t, const DeviceFields& fields, u32 record, u32 column) {
   u32 p = 0;
   while (p + 1 < fields.count && column >= fields.fields[p + 1].column) ++p;
-  return (float*)(t.records + (u64)record * t.stride + fields.fields[p].quad) + (column - fields.fields[p].column);
+  return (float*)(t.records + (u64)record * t.stride + fields.fields[p].unit) + (column - fields.fields[p].column);
+}
+
+// Returns the address of a column of a row of 16 bits; null for other columns.
+__device__ __forceinline__ unsigned short* narrow_column_at(const Table& t, const DeviceFields& fields, u32 record, u32 column) {
+  if (t.row_type == FLOAT32 || column >= fields.fields[0].width) return nullptr;
+  return (unsigned short*)(t.records + (u64)record * t.stride) + column;
 }
 
 // Copies whole records to `values`, (n, fields.width).
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_records(const __grid_constant__ Table t,
     const __grid_constant__ DeviceFields fields, const u32* __restrict__ records, float* __restrict__ values, u32 n) {
   begin();
-  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * fields.width; at += (u64)gridDim.x * TABLE_THREADS)
-    values[at] = *column_at(t, fields, records[at / fields.width], (u32)(at % fields.width));
+  for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * fields.width; at += (u64)gridDim.x * TABLE_THREADS) {
+    const u32 record = records[at / fields.width], column = (u32)(at % fields.width);
+    const unsigned short* narrow = narrow_column_at(t, fields, record, column);
+    values[at] = narrow ? widen(t.row_type, make_uint2(*narrow, 0)).x : *column_at(t, fields, record, column);
+  }
 }
 
-// Writes whole records. `records`: distinct numbers. `rows`: by record, its row of `values`.
+// Writes whole records, their rows rounded to the nearest. `records`: distinct numbers. `rows`: by record, its row of `values`.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_records(const __grid_constant__ Table t,
     const __grid_constant__ DeviceFields fields, const u32* __restrict__ records, const u32* __restrict__ rows,
     const float* __restrict__ values, u32 n) {
   begin();
   for (u64 at = (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; at < (u64)n * fields.width; at += (u64)gridDim.x * TABLE_THREADS) {
     const u32 i = (u32)(at / fields.width), column = (u32)(at % fields.width);
-    *column_at(t, fields, records[i], column) = values[(u64)rows[i] * fields.width + column];
+    const float x = values[(u64)rows[i] * fields.width + column];
+    if (unsigned short* to = narrow_column_at(t, fields, records[i], column))
+      *to = (unsigned short)narrow(t.row_type, make_float4(x, 0, 0, 0)).x;
+    else *column_at(t, fields, records[i], column) = x;
   }
 }
 
@@ -141,9 +152,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) lay_out(Table from, 
   const u64 first = to.stride + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x;
   for (u64 at = first; at < (u64)n * to.stride; at += (u64)gridDim.x * TABLE_THREADS) {
     const u64 record = at / to.stride;
-    const u32 quad = (u32)(at % to.stride);
-    const float x = quad < 2 * to.quads ? to.first_state : 0;
-    to.records[at] = quad < to.quads ? from.records[record * from.stride + quad] : make_float4(x, x, x, x);
+    const u32 unit = (u32)(at % to.stride);
+    const float x = unit < to.states + to.quads ? to.first_state : 0;
+    to.records[at] = unit < to.states ? from.records[record * from.stride + unit] : make_float4(x, x, x, x);
   }
 }
 

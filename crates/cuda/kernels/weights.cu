@@ -5,12 +5,12 @@
 constexpr u32 AT_ONCE = 4;
 
 // Returns the dot product of four columns of a row and of a gradient. Columns beyond the last do not belong to the row and are ignored.
-template <u32 DIM> __device__ __forceinline__ float product(const float4& row, const float4& gradient, u32 quad) {
+template <u32 ROW> __device__ __forceinline__ float product(const float4& row, const float4& gradient, u32 quad) {
   const float *x = (const float*)&row, *g = (const float*)&gradient;
   float sum = 0;
 #pragma unroll
   for (u32 c = 0; c < 4; ++c)
-    if (DIM % 4 == 0 || 4 * quad + c < DIM) sum += x[c] * g[c];
+    if (dim_of(ROW) % 4 == 0 || 4 * quad + c < dim_of(ROW)) sum += x[c] * g[c];
   return sum;
 }
 
@@ -27,10 +27,10 @@ struct GroupIds {
 
 // Adds the products of rows and the bag's gradient to `sums`, this lane's columns only, for the ids of the lanes `first`, `first + 1` and
 // so on, below `n`.
-template <u32 DIM, u32 IDS>
+template <u32 ROW, u32 IDS>
 __device__ __forceinline__ void add_products(
     const Table& t, const Side& side, u32 bag, const GroupIds& ids, u32 first, u32 n, float (&sums)[IDS]) {
-  constexpr u32 QUADS = quads_of(DIM), LANES = lanes_of(DIM);
+  constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW);
 #pragma unroll 1
   for (u32 piece = 0; piece < QUADS; piece += LANES) {
     const u32 quad = piece + threadIdx.x % LANES;
@@ -39,16 +39,16 @@ __device__ __forceinline__ void add_products(
     for (u32 k = 0; k < IDS; ++k) {
       rows[k] = make_float4(0, 0, 0, 0);
       const u32 r = __shfl_sync(ids.mask, ids.record, (first + k) % LANES, LANES);
-      if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS) rows[k] = side.records[(u64)r * side.stride + quad];
+      if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS) rows[k] = load_quad<ROW>(side.records + (u64)r * side.stride, quad);
     }
-    const float4 g = quad < QUADS ? load_columns<DIM, false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
+    const float4 g = quad < QUADS ? load_columns<dim_of(ROW), false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
 #pragma unroll
     for (u32 k = 0; k < IDS; ++k) {
       if (first + k < n && ids.missing >> (first + k) & 1) {
         const u64 of = __shfl_sync(ids.mask, ids.key, (first + k) % LANES, LANES);
         if (quad < QUADS) rows[k] = missing_columns(t, of, quad);
       }
-      sums[k] += product<DIM>(rows[k], g, quad);
+      sums[k] += product<ROW>(rows[k], g, quad);
     }
   }
 }
@@ -69,10 +69,10 @@ __device__ __forceinline__ void divide_by_weights(
 
 // Computes the gradients of the weights of a bag's ids, with a group of lanes. `kept`: begins at the feature's first id and split.
 // `products`: takes the gradients, by id of the feature.
-template <u32 DIM>
+template <u32 ROW>
 __device__ __forceinline__ void of_bag(
     const Table& t, const Feature& f, const Side& side, const Kept& kept, float* products, u32 bag) {
-  constexpr u32 LANES = lanes_of(DIM), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
+  constexpr u32 LANES = lanes_of(ROW), IDS = LANES < AT_ONCE ? LANES : AT_ONCE;
   const u32 column = threadIdx.x % LANES, before = lane() / LANES * LANES, mask = group_mask<LANES>();
   const u32 begin = f.splits ? kept.splits[bag] : bag * f.hotness;
   const u32 end = max(begin, f.splits ? kept.splits[bag + 1] : begin + f.hotness);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void of_bag(
     const u32 missing = __ballot_sync(mask, record == NO_RECORD) >> before;
     for (u32 first = 0; first < n; first += IDS) {
       float sums[IDS] = {};
-      add_products<DIM>(t, side, bag, {record, key, missing, mask}, first, n, sums);
+      add_products<ROW>(t, side, bag, {record, key, missing, mask}, first, n, sums);
 #pragma unroll
       for (u32 k = 0; k < IDS; ++k) {
         if (first + k >= n) break;
@@ -117,19 +117,19 @@ __device__ __forceinline__ void of_bag(
 }
 
 // Computes the gradients of weights, for all features of a call that have weights and whose kind is among `kinds`, with
-// the dims DIM. The grid is that of `make_rows`. `all`: by feature, the address that takes them.
-template <u32... DIM>
+// the rows ROW. The grid is that of `make_rows`. `all`: by feature, the address that takes them.
+template <u32... ROW>
 __global__ void __launch_bounds__(ROWS_THREADS, 4) weight_gradients(
     const __grid_constant__ Call call, const __grid_constant__ Kept kept, const Side* sides, float* const* all, const Kinds kinds) {
   begin();
   const u32 number = feature_at(call.first_rows, call.num_features, blockIdx.x);
   const Feature& f = call.features[number];
-  if (!f.weights || (kinds.has_others && f.kind - kinds.first >= sizeof...(DIM))) return;
+  if (!f.weights || (kinds.has_others && f.kind - kinds.first >= sizeof...(ROW))) return;
   const Kept of = {kept.keys + f.first_id, kept.weights + f.first_id, kept.records + f.first_id, kept.splits + f.first_split};
   const Side side = sides[number];
-  with_dim<DIM...>(f.kind - kinds.first, [&](auto dim) {
-    constexpr u32 D = decltype(dim)::value;
-    const u32 bag = (blockIdx.x - call.first_rows[number]) * (ROWS_THREADS / lanes_of(D)) + threadIdx.x / lanes_of(D);
-    if (bag < f.num_bags) of_bag<D>(call.tables[f.table], f, side, of, all[number], bag);
+  with_row<ROW...>(f.kind - kinds.first, [&](auto row) {
+    constexpr u32 R = decltype(row)::value;
+    const u32 bag = (blockIdx.x - call.first_rows[number]) * (ROWS_THREADS / lanes_of(R)) + threadIdx.x / lanes_of(R);
+    if (bag < f.num_bags) of_bag<R>(call.tables[f.table], f, side, of, all[number], bag);
   });
 }

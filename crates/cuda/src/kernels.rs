@@ -18,6 +18,7 @@ fn headers() -> &'static [(&'static str, String)] {
             ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
             ("peers.cuh", include_str!("../kernels/peers.cuh")),
             ("records.cuh", include_str!("../kernels/records.cuh")),
+            ("rows.cuh", include_str!("../kernels/rows.cuh")),
             ("sort.cuh", include_str!("../kernels/sort.cuh")),
             ("stage.cuh", include_str!("../kernels/stage.cuh")),
             ("step.cuh", include_str!("../kernels/step.cuh")),

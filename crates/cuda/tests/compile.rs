@@ -8,6 +8,8 @@ use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
 
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
+/// Codes of rows of 16 bits, as `RowKind::code` makes them: float16, bfloat16, and both with rounding by chance.
+const NARROW: [usize; 4] = [17 | 1 << 24, 64 | 2 << 24, 100 | 5 << 24, 257 | 6 << 24];
 /// The second one is compiled with all formulas. No formula has code that depends on the architecture, so the others are compiled with those
 /// in `SHAPES`.
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
@@ -60,7 +62,11 @@ fn kernels_compile_for_older_devices() {
     let nvrtc = Nvrtc::load(&[]).unwrap();
     let own = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
     let forward = own(&["find_records", "make_rows<0, 3, 64>", "make_rows<1, 3, 64>", "make_rows<2, 3, 64>"]);
-    let backward = own(&["update<0, AdamStep<false>, true, 3, 64>", "merge<0, true, 3, 64>"]);
+    let backward = own(&[
+        "update<0, AdamStep<false>, true, 3, 64>",
+        "update<0, AdamStep<false>, true, 33554496>",
+        "merge<0, true, 3, 64>",
+    ]);
     let sort = own(&["sort_pass<13, 11, 1>"]);
     let weights = own(&["weight_gradients<3, 64>"]);
     for (source, names) in [(&FORWARD, forward), (&BACKWARD, backward), (&WEIGHTS, weights), (&SORT, sort)] {
@@ -100,6 +106,17 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         own(&["find_records", "settle_records", "make_rows<0, 8, 64, 1024>", "make_rows<2, 8, 64, 1024>"]);
     let mut weights = own(&["weight_gradients<8, 64, 1024>"]);
     let mut backward = own(&["sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
+    let mut general = own(&[
+        "count_rows<8, 257>",
+        "gather_piece<0, 8, 257>",
+        "gather_piece<1, 64>",
+        "gather_piece<2, 64>",
+        "scatter_piece<0, 8, 257>",
+        "scatter_piece<1, 64>",
+        "scatter_piece<2, 64>",
+        "fill_piece",
+        "next_piece",
+    ]);
     let mut table = own(&[
         "clear_index",
         "look_up",
@@ -119,6 +136,16 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         backward.push(format!("update<0, AdamStep<false>, false, {dim}>"));
         backward.extend([format!("merge<1, false, {dim}>"), format!("merge<2, false, {dim}>")]);
         table.extend([format!("find_rows<{dim}, 4>"), format!("gather_rows<{dim}, 4>")]);
+    }
+    for row in NARROW {
+        forward.extend([0, 1, 2].map(|bags| format!("make_rows<{bags}, {row}>")));
+        weights.push(format!("weight_gradients<{row}>"));
+        let shapes = rules.iter().filter(|rule| SHAPES.contains(&rule.as_str()));
+        backward.extend(shapes.map(|rule| format!("update<0, {rule}, false, {row}>")));
+        backward.push(format!("update_sums<2, AdamStep<false>, {row}>"));
+        backward.push(format!("merge<1, true, {row}>"));
+        table.extend([format!("find_rows<{row}, 4>"), format!("gather_rows<{row}, 4>")]);
+        general.extend(["gather", "scatter"].map(|what| format!("{what}_piece<0, {row}>")));
     }
     for rule in rules {
         backward.push(format!("update<1, {rule}, true, 64>"));
@@ -189,17 +216,6 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         "measure_rows",
         "count_ranks",
         "list_chosen",
-    ]);
-    let general = own(&[
-        "count_rows<8, 257>",
-        "gather_piece<0, 8, 257>",
-        "gather_piece<1, 64>",
-        "gather_piece<2, 64>",
-        "scatter_piece<0, 8, 257>",
-        "scatter_piece<1, 64>",
-        "scatter_piece<2, 64>",
-        "fill_piece",
-        "next_piece",
     ]);
     vec![
         (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),

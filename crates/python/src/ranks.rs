@@ -18,10 +18,10 @@ use sok_core::exchange::collectives;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::polled::PolledRank;
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::memory;
+use sok_core::row_type::RowType;
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::peers::{Exchange, PeerSum, Peers};
 

@@ -57,6 +57,8 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "eviction": core_eviction(get_eviction(config.eviction)),
         "admission": core_admission(get_admission(config.admission)),
         "time_to_live": core_time_to_live(get_time_to_live(config.time_to_live)),
+        "row_type": config.embedding_dtype,
+        "stochastic_rounding": config.stochastic_rounding,
         "placement": distributed.core_placement(config),
     }
 

@@ -78,6 +78,10 @@ class DynamicEmbedding(TableLayer):
         admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
         time_to_live: After which time without training a row goes: a number of steps, a `datetime.timedelta`, or
             `sok_keras.policies.TimeToLive(...)`. None: it stays.
+        embedding_dtype: Type in which rows are stored: `"float32"`, or `"float16"` or `"bfloat16"` for half the memory. Optimizer states and
+            all arithmetic are float32. A row is rounded to the nearest when it is stored.
+        stochastic_rounding: Whether updates round rows of 16 bits by chance instead of to the nearest, so that steps which are smaller
+            than the distance between two numbers are not lost. The chance is a function of seed, step, id and column.
         placement: Which ranks have the rows: `"distributed"`, `"localized:r"` or `"auto"`, as in `TableConfig`.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
@@ -124,6 +128,8 @@ class DynamicEmbedding(TableLayer):
         eviction: Eviction | str | None = None,
         admission: Admission | None = None,
         time_to_live: TimeToLive | datetime.timedelta | int | None = None,
+        embedding_dtype: str = "float32",
+        stochastic_rounding: bool = False,
         storage: str = "auto",
         placement: str = "auto",
         save_rows: bool = True,
@@ -156,6 +162,8 @@ class DynamicEmbedding(TableLayer):
         self.eviction = get_eviction(eviction)
         self.admission = get_admission(admission)
         self.time_to_live = get_time_to_live(time_to_live)
+        self.embedding_dtype = embedding_dtype
+        self.stochastic_rounding = stochastic_rounding
         self.storage = storage
         self.placement = placement
         table = TableConfig(
@@ -172,6 +180,8 @@ class DynamicEmbedding(TableLayer):
             eviction=self.eviction,
             admission=self.admission,
             time_to_live=self.time_to_live,
+            embedding_dtype=embedding_dtype,
+            stochastic_rounding=stochastic_rounding,
             storage=storage,
             placement=placement,
         )
@@ -300,6 +310,8 @@ class DynamicEmbedding(TableLayer):
             "eviction": keras.saving.serialize_keras_object(self.eviction),
             "admission": keras.saving.serialize_keras_object(self.admission),
             "time_to_live": keras.saving.serialize_keras_object(self.time_to_live),
+            "embedding_dtype": self.embedding_dtype,
+            "stochastic_rounding": self.stochastic_rounding,
             "storage": self.storage,
             "placement": self.placement,
             "save_rows": self.save_rows,

@@ -78,7 +78,8 @@ fn write_table(
         for shard in &entry.shards {
             let file = dump.open_file(shard, Some(&entry.name))?;
             let vocabulary = entry.vocabulary_size.map(|size| (size, &*entry.name));
-            let mut reader = RecordReader::new(file, fields, &first, entry.columns(), vocabulary)?;
+            let mut reader =
+                RecordReader::new(file, fields, entry.dtype, &first, entry.columns(), vocabulary)?;
             while let Some(raw) = reader.next()? {
                 let mut records = raw.decode()?;
                 newer.take_rows(entry, newest, place == 0, &mut records)?;
@@ -91,7 +92,7 @@ fn write_table(
         }
         for file in &entry.removed {
             let file = dump.open_file(file, Some(&entry.name))?;
-            let mut reader = RecordReader::new(file, &[], &[], Vec::new(), None)?;
+            let mut reader = RecordReader::new(file, &[], entry.dtype, &[], Vec::new(), None)?;
             while let Some(raw) = reader.next()? {
                 newer.add(&raw.decode()?.keys)?;
             }

@@ -90,7 +90,7 @@ impl Parent {
             self.epoch(table)?;
             if !dumped.is_followed_by(&TableEntry::of(table, states)?) {
                 let what = format!(
-                    "an increment of table `{}` must have the dim, seed, optimizer states, scores, ages and counts of the dump. Pass the \
+                    "an increment of table `{}` must have the dim, row type, seed, optimizer states, scores, ages and counts of the dump. Pass the \
                      `states` and use the policies that the dump was written with, or write a whole dump by `dump`",
                     dumped.name
                 );

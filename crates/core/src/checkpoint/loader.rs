@@ -477,7 +477,7 @@ impl<'a> TableLoad<'a> {
         let owners = target.owners;
         // Zeros for the row, then the states' first values.
         let mut first = vec![0.0; layout.width()];
-        layout.fill_states(&mut first, true);
+        layout.fill_states(&mut first[layout.dim()..], true);
         let (table, config) = (table.config().name.clone(), table.config());
         let is_same = |scores: &ScoreEntry| {
             config.eviction.is_some_and(|eviction| eviction.score.is_same_kind(scores.score))
@@ -599,7 +599,7 @@ impl<'a> TableLoad<'a> {
         };
         let file = self.dump.open_file(file, Some(&self.entry.name))?;
         let vocabulary = self.entry.vocabulary_size.map(|size| (size, &*self.entry.name));
-        RecordReader::new(file, fields, &self.first, columns, vocabulary)
+        RecordReader::new(file, fields, self.entry.dtype, &self.first, columns, vocabulary)
     }
 
     fn of_table(&self, what: String) -> String {

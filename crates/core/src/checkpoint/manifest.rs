@@ -10,9 +10,10 @@ use super::data_file::{DataFile, check_distinct};
 use super::open::open_regular;
 use super::table_entry::TableEntry;
 use crate::error::{Error, Result};
+use crate::row_type::RowType;
 
 /// The newest version that this code reads and writes. A dump has the oldest version that holds all of it.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// The first version with increments.
 const INCREMENTS_VERSION: u32 = 4;
 const FORMAT: &str = "sok_keras dump";
@@ -218,13 +219,8 @@ impl Manifest {
         let is_older = version < INCREMENTS_VERSION.into()
             && (manifest.snapshot.is_some() || !manifest.increments.is_empty());
         if is_older || oldest_version(&manifest.tables) > manifest.version {
-            let what = "`scores`, `ages`, `increments` and `sights` came later";
+            let what = "`scores`, `ages`, `increments`, `sights` and rows of 16 bits came later";
             return Err(mismatch(format!("not as version {version} has it: {what}")));
-        }
-        let is_other = |table: &&TableEntry| table.dtype != "float32";
-        if let Some(table) = manifest.parts().flat_map(|part| part.tables).find(is_other) {
-            let (name, dtype) = (&table.name, &table.dtype);
-            return Err(mismatch(format!("`dtype` of table `{name}` must be float32: got {dtype}")));
         }
         manifest.check().map_err(corrupt)?;
         Ok(manifest)
@@ -287,6 +283,7 @@ impl Manifest {
 /// The oldest version that holds these tables.
 fn oldest_version(tables: &[TableEntry]) -> u32 {
     let version_of = |table: &TableEntry| match (&table.ages, &table.scores) {
+        _ if table.dtype != RowType::Float32 => 6,
         _ if table.sights.is_some() => 5,
         (Some(_), _) => 3,
         (None, Some(_)) => 2,

@@ -7,6 +7,7 @@ use crate::contract::record::Field;
 use crate::contract::table::{Column, Records};
 use crate::error::Result;
 use crate::memory;
+use crate::row_type::RowType;
 
 const BUFFER: &str = "the rows of a dump";
 
@@ -51,6 +52,8 @@ pub(super) struct RawRecords<'a> {
     /// Of the keys, then of the fields, then of the columns.
     bytes: Vec<Vec<u8>>,
     fields: &'a [Field],
+    /// Of the first field, the row. All others are float32.
+    row_type: RowType,
     columns: Vec<Column>,
     /// Values of a record before its fields are read.
     first: &'a [f32],
@@ -68,8 +71,8 @@ impl RawRecords<'_> {
         memory::reserve(&mut records.values, rows * width, BUFFER)?;
         records.keys.extend(numbers_of(&self.bytes[0]));
         (0..rows).for_each(|_| records.values.extend_from_slice(self.first));
-        for (bytes, field) in self.bytes[1..].iter().zip(self.fields) {
-            read_field(bytes, field, width, &mut records.values);
+        for ((bytes, field), row_type) in self.bytes[1..].iter().zip(self.fields).zip(types(self.row_type)) {
+            read_field(bytes, field, row_type, width, &mut records.values);
         }
         for (bytes, &column) in self.bytes[1 + self.fields.len()..].iter().zip(&self.columns) {
             memory::reserve(records.column_mut(column), rows, BUFFER)?;
@@ -83,6 +86,7 @@ impl RawRecords<'_> {
 pub(super) struct RecordReader<'a> {
     file: DataReader<'a>,
     fields: &'a [Field],
+    row_type: RowType,
     columns: Vec<Column>,
     /// Of the keys, then of the fields, then of the columns.
     streams: Vec<Stream>,
@@ -98,20 +102,23 @@ pub(super) struct RecordReader<'a> {
 
 impl<'a> RecordReader<'a> {
     /// Reads the keys and `fields`, which are the tensors of the file from tensor 1 on. `first`: a record; its other fields stay as they
-    /// are. Without fields, keys alone are read. `columns`: which columns to read. `vocabulary`: number of ids of a static table, and its name.
+    /// are. Without fields, keys alone are read. `row_type`: of the first field, the row. `columns`: which columns to read. `vocabulary`: number of ids of a static table, and its name.
     ///
     /// # Errors
     /// [`Error::CorruptDump`](crate::Error::CorruptDump) if size or header of the file are wrong.
     pub fn new(
         file: DataReader<'a>,
         fields: &'a [Field],
+        row_type: RowType,
         first: &'a [f32],
         columns: Vec<Column>,
         vocabulary: Option<(u64, &'a str)>,
     ) -> Result<RecordReader<'a>> {
         file.check_size()?;
         file.check_header()?;
-        let row_bytes = [KEY_BYTES].into_iter().chain(fields.iter().map(|field| 4 * field.columns.len()));
+        let of_fields = fields.iter().zip(types(row_type));
+        let of_fields = of_fields.map(|(field, row_type)| row_type.num_bytes() * field.columns.len());
+        let row_bytes = [KEY_BYTES].into_iter().chain(of_fields);
         let stream = |(tensor, row_bytes): (usize, usize)| {
             let place = &file.layout.tensors[tensor];
             let len = (place.end - place.start) as usize;
@@ -126,7 +133,7 @@ impl<'a> RecordReader<'a> {
         let left = file.entry.num_rows() as usize;
         let first = if fields.is_empty() { &[] } else { first };
         let chunk_rows = (LOAD_BYTES / (KEY_BYTES + 4 * first.len())).max(1);
-        Ok(RecordReader { file, fields, columns, streams, first, vocabulary, left, chunk_rows })
+        Ok(RecordReader { file, fields, row_type, columns, streams, first, vocabulary, left, chunk_rows })
     }
 
     /// Reads the next records, `None` after the last ones, when what was not read of the file is checked.
@@ -162,7 +169,8 @@ impl<'a> RecordReader<'a> {
             let what = format!("table `{table}`: keys must be below `vocabulary_size` {size}: got {key}");
             return Err(self.file.corrupt(what));
         }
-        Ok(Some(RawRecords { bytes, fields: self.fields, columns: self.columns.clone(), first: self.first }))
+        let RecordReader { fields, row_type, first, .. } = *self;
+        Ok(Some(RawRecords { bytes, fields, row_type, columns: self.columns.clone(), first }))
     }
 }
 
@@ -170,12 +178,15 @@ fn numbers_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
 }
 
-/// Fills one field of records of `width` floats.
-fn read_field(bytes: &[u8], field: &Field, width: usize, values: &mut [f32]) {
-    let parts = bytes.as_chunks().0.chunks_exact(field.columns.len().max(1));
+/// The types of a record's fields: of the row, then of its states.
+fn types(row_type: RowType) -> impl Iterator<Item = RowType> {
+    std::iter::once(row_type).chain(std::iter::repeat(RowType::Float32))
+}
+
+/// Fills one field of records of `width` floats from numbers of a type.
+fn read_field(bytes: &[u8], field: &Field, row_type: RowType, width: usize, values: &mut [f32]) {
+    let parts = bytes.chunks_exact((row_type.num_bytes() * field.columns.len()).max(1));
     for (record, part) in values.chunks_exact_mut(width).zip(parts) {
-        for (value, bytes) in record[field.columns.clone()].iter_mut().zip(part) {
-            *value = f32::from_le_bytes(*bytes);
-        }
+        row_type.read(part, &mut record[field.columns.clone()]);
     }
 }

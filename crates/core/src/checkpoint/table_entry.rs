@@ -8,6 +8,7 @@ use crate::contract::table::{Column, Contents, Epoch, Records, TableConfig};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
 use crate::policy::eviction::Score;
+use crate::row_type::RowType;
 
 /// A table of a dump.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -17,8 +18,8 @@ pub struct TableEntry {
     pub name: String,
     /// Floats in a row.
     pub dim: usize,
-    /// Of rows and states: `float32`.
-    pub dtype: String,
+    /// Type of the numbers of rows: `float32`, or from version 6 on `float16` or `bfloat16`. States are float32.
+    pub dtype: RowType,
     /// `None`: a dynamic table.
     pub vocabulary_size: Option<u64>,
     /// Seed of first values.
@@ -99,7 +100,7 @@ impl TableEntry {
         Ok(TableEntry {
             name: config.name.clone(),
             dim: config.dim,
-            dtype: "float32".into(),
+            dtype: config.row_type,
             vocabulary_size: config.vocabulary_size,
             seed: config.seed,
             initializer: config.initializer,
@@ -171,9 +172,15 @@ impl TableEntry {
     /// The tensors of a shard of `num_rows` rows: keys, then what a record holds, in its order, then its columns.
     pub(super) fn tensors(&self, num_rows: usize) -> Vec<Tensor> {
         let states = self.states.iter().map(|s| (format!("state.{}", s.name), s.width));
-        let columns = std::iter::once(("rows".to_owned(), self.dim)).chain(states);
+        let of_rows = match self.dtype {
+            RowType::Float32 => Dtype::F32,
+            RowType::Float16 => Dtype::F16,
+            RowType::Bfloat16 => Dtype::BF16,
+        };
+        let tensor = |name: String, dtype, width| Tensor::new(name, dtype, vec![num_rows, width]);
         std::iter::once(Tensor::new("keys", Dtype::I64, vec![num_rows]))
-            .chain(columns.map(|(name, width)| Tensor::new(name, Dtype::F32, vec![num_rows, width])))
+            .chain(std::iter::once(tensor("rows".into(), of_rows, self.dim)))
+            .chain(states.map(|(name, width)| tensor(name, Dtype::F32, width)))
             .chain(self.columns().into_iter().map(|c| Tensor::new(c.name(), Dtype::U64, vec![num_rows])))
             .collect()
     }
@@ -196,7 +203,7 @@ impl TableEntry {
         let kind = |entry: &TableEntry| {
             let score = entry.scores.as_ref().map(|scores| scores.score);
             let policies = (score, entry.ages.is_some(), entry.sights.is_some());
-            (entry.name.clone(), entry.dim, entry.vocabulary_size, entry.seed, policies)
+            (entry.name.clone(), (entry.dim, entry.dtype), entry.vocabulary_size, entry.seed, policies)
         };
         kind(self) == kind(later) && self.states == later.states
     }

@@ -27,6 +27,7 @@ use crate::contract::table::{Column, Contents, Cursor, Records};
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::memory;
+use crate::row_type::RowType;
 
 /// What memory is for.
 const BUFFER: &str = "the rows of a dump";
@@ -443,7 +444,8 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
         shard_bytes: usize,
     ) -> RowsWriter<'w, 'a> {
         let columns = entry.columns();
-        let record_bytes = KEY_BYTES + 4 * width + NUMBER_BYTES * columns.len();
+        let row_bytes = entry.dim * entry.dtype.num_bytes();
+        let record_bytes = KEY_BYTES + row_bytes + 4 * (width - entry.dim) + NUMBER_BYTES * columns.len();
         RowsWriter {
             writer,
             fields,
@@ -484,8 +486,9 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
             let output = &mut self.writer.output;
             shard.write(output, 0, |bytes| write_numbers(&records.keys[start..end], bytes))?;
             let values = &records.values[start * width..end * width];
-            for (tensor, field) in (1..).zip(fields) {
-                shard.write(output, tensor, |bytes| write_field(values, width, field, bytes))?;
+            let types = std::iter::once(self.entry.dtype).chain(std::iter::repeat(RowType::Float32));
+            for ((tensor, field), row_type) in (1..).zip(fields).zip(types) {
+                shard.write(output, tensor, |bytes| write_field(values, width, field, row_type, bytes))?;
             }
             for (tensor, column) in (1 + fields.len()..).zip(&*columns) {
                 let numbers = &records.column(*column)[start..end];
@@ -575,14 +578,18 @@ fn write_numbers(numbers: &[u64], bytes: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// Replaces `bytes` with one field of records of `width` floats.
-fn write_field(values: &[f32], width: usize, field: &Field, bytes: &mut Vec<u8>) -> Result<()> {
-    memory::resize(bytes, values.len() / width * field.columns.len() * 4, 0, BUFFER)?;
-    let parts = bytes.as_chunks_mut().0.chunks_exact_mut(field.columns.len().max(1));
-    for (record, part) in values.chunks_exact(width).zip(parts) {
-        for (value, bytes) in record[field.columns.clone()].iter().zip(part) {
-            *bytes = value.to_le_bytes();
-        }
+/// Replaces `bytes` with one field of records of `width` floats, as numbers of a type.
+fn write_field(
+    values: &[f32],
+    width: usize,
+    field: &Field,
+    row_type: RowType,
+    bytes: &mut Vec<u8>,
+) -> Result<()> {
+    let row_bytes = field.columns.len() * row_type.num_bytes();
+    memory::resize(bytes, values.len() / width * row_bytes, 0, BUFFER)?;
+    for (record, part) in values.chunks_exact(width).zip(bytes.chunks_exact_mut(row_bytes.max(1))) {
+        row_type.write(&record[field.columns.clone()], part);
     }
     Ok(())
 }

@@ -72,19 +72,22 @@ impl Departures {
         Ok(())
     }
 
-    /// Keeps rows of `dim` floats that go, in the order in which they go, until they are taken.
+    /// Keeps rows of `dim` floats that go, in the order in which they go, until they are taken. `read`: reads one.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
-    pub fn keep<'a>(
+    pub fn keep<T>(
         &mut self,
-        rows: impl ExactSizeIterator<Item = (Rank, &'a [f32])>,
+        rows: impl ExactSizeIterator<Item = (Rank, T)>,
         dim: usize,
+        read: impl Fn(T, &mut [f32]),
     ) -> Result<()> {
         self.kept.reserve(rows.len(), dim, &[Column::Scores], WHAT)?;
         for (rank, row) in rows {
             self.kept.keys.push(rank.key);
-            self.kept.values.extend_from_slice(row);
+            let start = self.kept.values.len();
+            self.kept.values.resize(start + dim, 0.0);
+            read(row, &mut self.kept.values[start..]);
             self.kept.scores.push(rank.score);
         }
         Ok(())

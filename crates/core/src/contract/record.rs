@@ -58,12 +58,20 @@ impl RecordLayout {
         self.fields.last().map_or(0, |field| field.columns.end)
     }
 
-    /// Sets the states of a record to their first values. `is_zero`: whether all of them are 0 now.
-    pub fn fill_states(&self, record: &mut [f32], is_zero: bool) {
+    /// Returns the number of floats of all states.
+    pub fn num_state_floats(&self) -> usize {
+        self.width() - self.dim()
+    }
+
+    /// Sets the states of a record to their first values. `states`: all of them. `is_zero`: whether they are 0 now.
+    pub fn fill_states(&self, states: &mut [f32], is_zero: bool) {
+        let mut rest = states;
         for state in self.states() {
+            let (values, others) = rest.split_at_mut(state.columns.len());
             if state.initial != 0.0 || !is_zero {
-                record[state.columns.clone()].fill(state.initial);
+                values.fill(state.initial);
             }
+            rest = others;
         }
     }
 }
@@ -82,7 +90,7 @@ mod tests {
         assert_eq!(found, [(ROW, 0..3), ("accumulator", 3..4)]);
         assert_eq!((layout.dim(), layout.width(), layout.states().len()), (3, 4, 1));
         let mut record = [1.0, 2.0, 3.0, 9.0];
-        layout.fill_states(&mut record, false);
+        layout.fill_states(&mut record[3..], false);
         assert_eq!(record, [1.0, 2.0, 3.0, 0.5]);
     }
 

@@ -13,6 +13,7 @@ use crate::memory;
 use crate::policy::admission::Admission;
 use crate::policy::eviction::{Eviction, Score};
 use crate::policy::time_to_live::TimeToLive;
+use crate::row_type::RowType;
 
 /// What happens to a batch with more new keys than a table may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,6 +112,12 @@ pub struct TableConfig {
     /// After which time without training a row goes. `None`: it stays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_to_live: Option<TimeToLive>,
+    /// Type of the numbers of rows. States are float32.
+    #[serde(default)]
+    pub row_type: RowType,
+    /// Whether updates round rows of 16 bits by chance instead of to the nearest. The chance is a function of seed, step, key and column.
+    #[serde(default)]
+    pub stochastic_rounding: bool,
 }
 
 impl TableConfig {
@@ -166,6 +173,9 @@ impl TableConfig {
             }
             _ if self.time_to_live.is_some() && self.vocabulary_size.is_some() => {
                 fail("`time_to_live` is for dynamic tables, without a `vocabulary_size`".into())
+            }
+            _ if self.stochastic_rounding && self.row_type == RowType::Float32 => {
+                fail("`stochastic_rounding` needs rows of float16 or bfloat16".into())
             }
             _ => {
                 self.time_to_live.map_or(Ok(()), |time_to_live| time_to_live.lifetime.validate())?;
@@ -518,8 +528,8 @@ pub trait Freezing {
 
 /// A map from keys to embedding rows and their optimizer states.
 ///
-/// Keys are any 64-bit pattern. Rows are `dim` float32 values; arrays of rows are row-major,
-/// `(keys.len(), dim)`. A method that fails has changed nothing, unless it says otherwise. On a device, every method waits for the
+/// Keys are any 64-bit pattern. Rows are `dim` values, stored in the row type of the table; arrays of rows are float32, row-major,
+/// `(keys.len(), dim)`, and are rounded to the nearest where they are stored. A method that fails has changed nothing, unless it says otherwise. On a device, every method waits for the
 /// calls before it and returns their errors.
 pub trait Table: Contents {
     /// Copies the rows of `keys`. Never inserts: a key without a row gets what `missing` says, and `found` is false.

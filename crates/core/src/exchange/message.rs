@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::error::{Error, Result};
-use crate::exchange::row_type::{RowType, from_bfloat16, to_bfloat16};
+use crate::row_type::RowType;
 
 /// A call that needs other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -172,10 +172,10 @@ impl Writer {
     /// # Errors
     /// [`Error::Memory`].
     pub fn rows(&mut self, rows: &[f32]) -> Result<()> {
-        match self.row_type {
-            RowType::Float32 => self.floats(rows),
-            RowType::Bfloat16 => self.all(rows, |x| to_bfloat16(x).to_le_bytes()),
-        }
+        let start = self.bytes.len();
+        crate::memory::resize(&mut self.bytes, start + rows.len() * self.row_type.num_bytes(), 0, WHAT)?;
+        self.row_type.write(rows, &mut self.bytes[start..]);
+        Ok(())
     }
 
     fn all<T: Copy, const N: usize>(&mut self, values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Result<()> {
@@ -273,13 +273,8 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// As `number`.
     pub fn rows(&mut self, to: &mut [f32]) -> Result<()> {
-        if self.row_type == RowType::Float32 {
-            return self.floats(to);
-        }
         let bytes = self.take(to.len() * self.row_type.num_bytes())?;
-        to.iter_mut()
-            .zip(bytes.as_chunks().0)
-            .for_each(|(to, &x)| *to = from_bfloat16(u16::from_le_bytes(x)));
+        self.row_type.read(bytes, to);
         Ok(())
     }
 
@@ -291,12 +286,9 @@ impl<'a> Reader<'a> {
         let num_bytes = len.checked_mul(self.row_type.num_bytes()).ok_or_else(|| self.is_short())?;
         let bytes = self.take(num_bytes)?;
         crate::memory::reserve(to, len, WHAT)?;
-        match self.row_type {
-            RowType::Float32 => to.extend(bytes.as_chunks().0.iter().map(|&x| f32::from_le_bytes(x))),
-            RowType::Bfloat16 => {
-                to.extend(bytes.as_chunks().0.iter().map(|&x| from_bfloat16(u16::from_le_bytes(x))));
-            }
-        }
+        let start = to.len();
+        to.resize(start + len, 0.0);
+        self.row_type.read(bytes, &mut to[start..]);
         Ok(())
     }
 
@@ -354,9 +346,11 @@ mod tests {
     #[test]
     fn rows_travel_in_the_type_of_the_message() {
         const NEAR_ONE: f32 = 1.0 + 1.0 / 256.0;
-        for (row_type, row, expected) in
-            [(RowType::Float32, NEAR_ONE, NEAR_ONE), (RowType::Bfloat16, NEAR_ONE, 1.0)]
-        {
+        for (row_type, row, expected) in [
+            (RowType::Float32, NEAR_ONE, NEAR_ONE),
+            (RowType::Float16, NEAR_ONE, NEAR_ONE),
+            (RowType::Bfloat16, NEAR_ONE, 1.0),
+        ] {
             let mut writer = Writer::new(row_type);
             writer.rows(&[row, -3.0, 0.5]).unwrap();
             let message = writer.finish();

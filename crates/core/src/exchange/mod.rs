@@ -10,7 +10,6 @@ mod mailbox;
 pub mod message;
 pub mod placement;
 pub mod polled;
-pub mod row_type;
 pub mod tcp;
 pub mod threads;
 pub mod transport;

@@ -11,6 +11,7 @@ use crate::policy::commits::Commits;
 use crate::policy::eviction::{Eviction, sweep_size};
 use crate::policy::sweep::{Rank, lowest};
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::format::RecordFormat;
 use crate::store::index::Index;
 use crate::store::record_set::RecordSet;
 use crate::store::scores::Scores;
@@ -88,7 +89,7 @@ impl Evictor {
         step: u64,
         going: &[(Rank, RecordNumber)],
         arena: &Arena,
-        dim: usize,
+        format: RecordFormat,
     ) -> Result<()> {
         memory::reserve(&mut self.removed, going.len(), WHAT)?;
         let keeps = match reason {
@@ -96,8 +97,8 @@ impl Evictor {
             Reason::Expired => self.keeps_expired,
         };
         if keeps {
-            let rows = going.iter().map(|(rank, record)| (*rank, &arena.record(*record)[..dim]));
-            self.departures.keep(rows, dim)?;
+            let read = |record, row: &mut [f32]| format.read_row(arena.record(record), row);
+            self.departures.keep(going.iter().copied(), format.dim, read)?;
         }
         let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT);
         let remembered = keys.and_then(|keys| self.departures.remember(reason, step, keys));

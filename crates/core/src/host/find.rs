@@ -4,6 +4,7 @@
 //! processed in blocks, in stages that are a block apart: compute hashes and prefetch buckets; read the buckets and prefetch rows;
 //! resolve the few keys that are in a later bucket or absent; use the rows.
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering::Relaxed};
 
@@ -13,8 +14,10 @@ use crate::error::Result;
 use crate::initializer::Initializer;
 use crate::key::{Key, hash};
 use crate::memory;
+use crate::row_type::RowType;
 use crate::simd::{Kernel, dispatch, prefetch};
 use crate::store::arena::{Addresses, Arena, NO_RECORD, RecordNumber, SharedArena};
+use crate::store::format::RecordFormat;
 use crate::store::index::{Directory, Index, Place};
 use crate::store::journal::{self, Journal, Log};
 use crate::store::region::Region;
@@ -30,18 +33,41 @@ pub struct FirstRecord {
     pub seed: u64,
     pub initializer: Initializer,
     pub layout: RecordLayout,
+    pub format: RecordFormat,
 }
 
 impl FirstRecord {
+    /// Computes the first values of a row, as the table would store them.
     pub fn fill_row(&self, key: Key, row: &mut [f32]) {
         self.initializer.fill(self.seed, key, row);
+        if self.format.row_type != RowType::Float32 {
+            self.format.row_type.round(row);
+        }
     }
 
     /// `is_zero`: whether the memory of the record is zero.
     pub fn fill(&self, key: Key, record: &mut [f32], is_zero: bool) {
-        self.fill_row(key, &mut record[..self.layout.dim()]);
-        self.layout.fill_states(record, is_zero);
+        if self.format.row_type == RowType::Float32 {
+            self.initializer.fill(self.seed, key, &mut record[..self.format.dim]);
+        } else {
+            self.fill_narrow(key, record);
+        }
+        self.layout.fill_states(&mut record[self.format.states_start()..], is_zero);
     }
+
+    fn fill_narrow(&self, key: Key, record: &mut [f32]) {
+        ROW.with_borrow_mut(|row| {
+            row.resize(self.format.dim, 0.0);
+            self.initializer.fill(self.seed, key, row);
+            self.format.write_row(record, row);
+        });
+        self.format.write_key(record, key);
+    }
+}
+
+thread_local! {
+    /// First values, before they are rounded.
+    static ROW: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Access to rows, and insertion of new ones.

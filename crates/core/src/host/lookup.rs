@@ -13,6 +13,7 @@ use crate::host::table::HostTable;
 use crate::host::weight_gradient::WeightTrace;
 use crate::key::{Key, hash};
 use crate::memory;
+use crate::row_type::{Number, with_number};
 use crate::simd::streaming_fence;
 use crate::store::arena::{NO_RECORD, RecordNumber};
 use crate::store::region::Region;
@@ -173,17 +174,17 @@ fn find_and_pool(
     if !is_plain(&output.feature, &table.config) {
         return general_lookup(table, output, mode, weighted, scratch, start);
     }
-    match table.config.dim {
-        16 => plain_lookup::<16>(table, output, mode, weighted, scratch, start),
-        32 => plain_lookup::<32>(table, output, mode, weighted, scratch, start),
-        64 => plain_lookup::<64>(table, output, mode, weighted, scratch, start),
-        128 => plain_lookup::<128>(table, output, mode, weighted, scratch, start),
-        _ => plain_lookup::<0>(table, output, mode, weighted, scratch, start),
-    }
+    with_number!(table.config.row_type, N => match table.config.dim {
+        16 => plain_lookup::<16, N>(table, output, mode, weighted, scratch, start),
+        32 => plain_lookup::<32, N>(table, output, mode, weighted, scratch, start),
+        64 => plain_lookup::<64, N>(table, output, mode, weighted, scratch, start),
+        128 => plain_lookup::<128, N>(table, output, mode, weighted, scratch, start),
+        _ => plain_lookup::<0, N>(table, output, mode, weighted, scratch, start),
+    })
 }
 
 /// Rows are pooled while they are in the cache.
-fn plain_lookup<const D: usize>(
+fn plain_lookup<const D: usize, N: Number>(
     table: &mut HostTable,
     output: &mut FeatureOutput,
     mode: Mode,
@@ -195,7 +196,7 @@ fn plain_lookup<const D: usize>(
     let positions = start..start + feature.keys.len();
     let shared = table.shared_missing_row();
     let missing = MissingRow::new(&table.first, shared);
-    let consumer = PlainPooling::<D>::new(&feature, output.rows, missing, mode.stream);
+    let consumer = PlainPooling::<D, N>::new(&feature, output.rows, missing, mode.stream);
     let search = Search {
         index: &mut table.index,
         source: &mut Whole { arena: &mut table.arena, first: &table.first, journal: &mut table.journal },
@@ -244,17 +245,12 @@ fn general_lookup(
         marks.fill(NO_MARK);
         active.scatter_marks(marks);
     }
-    let mut missing = MissingRow::new(&table.first, table.shared_missing_row());
     let coefficients = if weighted { &mut coefficients[positions] } else { &mut [] };
-    pool_bags(
-        &feature,
-        0..feature.num_bags(),
-        &table.arena,
-        records,
-        &mut missing,
-        output.rows,
-        coefficients,
-    );
+    with_number!(table.config.row_type, N => {
+        let mut missing = MissingRow::new(&table.first, table.shared_missing_row());
+        let (bags, rows) = (0..feature.num_bags(), table.arena.rows::<N>());
+        pool_bags(&feature, bags, &rows, records, &mut missing, output.rows, coefficients);
+    });
     Ok(())
 }
 

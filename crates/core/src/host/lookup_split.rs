@@ -20,6 +20,7 @@ use crate::host::table::HostTable;
 use crate::key::{Key, hash};
 use crate::memory;
 use crate::pool::{FirstError, Pool};
+use crate::row_type::{Number, with_number};
 use crate::simd::{dispatch, streaming_fence};
 use crate::store::arena::RecordNumber;
 use crate::store::index::{Index, Joint};
@@ -478,13 +479,13 @@ fn pool_chunks(
         let ids = task.chunk.ids.clone();
         let lists = &lists[ids.clone()];
         take_back(lists, &task.chunk.starts, &found[ids], task.records);
-        match dim {
-            16 => pool_chunk::<16>(table, call, &mut task),
-            32 => pool_chunk::<32>(table, call, &mut task),
-            64 => pool_chunk::<64>(table, call, &mut task),
-            128 => pool_chunk::<128>(table, call, &mut task),
-            _ => pool_chunk::<0>(table, call, &mut task),
-        }
+        with_number!(table.config.row_type, N => match dim {
+            16 => pool_chunk::<16, N>(table, call, &mut task),
+            32 => pool_chunk::<32, N>(table, call, &mut task),
+            64 => pool_chunk::<64, N>(table, call, &mut task),
+            128 => pool_chunk::<128, N>(table, call, &mut task),
+            _ => pool_chunk::<0, N>(table, call, &mut task),
+        });
         deal_coefficients(lists, &task.chunk.starts, task.coefficients, task.dealt_coefficients);
     });
     Ok(())
@@ -522,12 +523,13 @@ fn deal_coefficients(lists: &[u8], starts: &[u32; LISTS + 1], coefficients: &[f3
     }
 }
 
-fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTask) {
+fn pool_chunk<const D: usize, N: Number>(table: &HostTable, call: &Call, task: &mut PoolTask) {
     let feature = &call.features[task.chunk.feature];
     let bags = task.chunk.bags.clone();
     let mut missing = MissingRow::new(&table.first, table.shared_missing_row());
+    let rows = table.arena.rows::<N>();
     if !is_plain(feature, &table.config) {
-        pool_bags(feature, bags, &table.arena, task.records, &mut missing, task.rows, task.coefficients);
+        pool_bags(feature, bags, &rows, task.records, &mut missing, task.rows, task.coefficients);
         return;
     }
     let keys = feature.keys.slice(task.chunk.positions.clone());
@@ -536,8 +538,8 @@ fn pool_chunk<const D: usize>(table: &HostTable, call: &Call, task: &mut PoolTas
         other => other,
     };
     let chunk = Feature { keys, bags: alike, ..*feature };
-    let pooling = PlainPooling::<D>::new(&chunk, task.rows, missing, call.mode.stream);
-    dispatch(PoolRange { pooling, rows: &table.arena, records: task.records });
+    let pooling = PlainPooling::<D, N>::new(&chunk, task.rows, missing, call.mode.stream);
+    dispatch(PoolRange { pooling, rows: &rows, records: task.records });
     streaming_fence();
     task.coefficients.fill(plain_coefficient(feature));
 }

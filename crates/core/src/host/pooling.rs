@@ -9,6 +9,7 @@ use std::ops::Range;
 use crate::contract::batch::{Bags, Feature, Keys};
 use crate::host::find::{Consumer, FirstRecord, Whole};
 use crate::key::Key;
+use crate::row_type::Number;
 use crate::simd::{Kernel, copy_streaming, prefetch_slice, stream_row};
 use crate::store::arena::{NO_RECORD, RecordNumber};
 use crate::store::rows::{Rows, RowsWithDim};
@@ -21,18 +22,22 @@ pub const PADDING: RecordNumber = u32::MAX;
 pub const OUTSIDE: RecordNumber = u32::MAX - 1;
 
 /// The row of a key without a record.
-pub struct MissingRow<'a> {
+pub struct MissingRow<'a, N> {
     first: &'a FirstRecord,
     /// Whether all keys have the same row. If not, each has its first values.
     is_shared: bool,
-    row: Vec<f32>,
+    row: Vec<N>,
+    /// The first values of a key.
+    values: Vec<f32>,
 }
 
-impl<'a> MissingRow<'a> {
-    /// `shared`: the row of all keys without a record, if they have the same.
+impl<'a, N: Number> MissingRow<'a, N> {
+    /// `shared`: the row of all keys without a record, if they have the same. `N` must be able to hold its numbers.
     pub fn new(first: &'a FirstRecord, shared: Option<Vec<f32>>) -> Self {
-        let is_shared = shared.is_some();
-        MissingRow { first, is_shared, row: shared.unwrap_or_else(|| vec![0.0; first.layout.dim()]) }
+        let (is_shared, dim) = (shared.is_some(), first.layout.dim());
+        let row =
+            shared.map_or_else(|| vec![N::default(); dim], |row| row.into_iter().map(N::from_f32).collect());
+        MissingRow { first, is_shared, row, values: vec![0.0; if is_shared { 0 } else { dim }] }
     }
 
     /// Floats in a row.
@@ -44,11 +49,11 @@ impl<'a> MissingRow<'a> {
     #[inline(always)]
     fn or<'r, const D: usize, const MAY_MISS: bool>(
         &'r mut self,
-        rows: RowsWithDim<'r, D>,
+        rows: RowsWithDim<'r, N, D>,
         record: RecordNumber,
         keys: Keys,
         position: usize,
-    ) -> &'r [f32; D] {
+    ) -> &'r [N; D] {
         if MAY_MISS && record == NO_RECORD {
             return self.get(keys.get(position)).first_chunk().expect("rows are as wide as the dim");
         }
@@ -57,16 +62,17 @@ impl<'a> MissingRow<'a> {
 
     #[cold]
     #[inline(never)]
-    pub fn get(&mut self, key: Key) -> &[f32] {
+    pub fn get(&mut self, key: Key) -> &[N] {
         if !self.is_shared {
-            self.first.fill_row(key, &mut self.row);
+            self.first.fill_row(key, &mut self.values);
+            self.row.iter_mut().zip(&self.values).for_each(|(to, x)| *to = N::from_f32(*x));
         }
         &self.row
     }
 }
 
 /// Pools bags of equal length without weights. `D`: the dim, or 0 if it is not constant.
-pub struct PlainPooling<'a, const D: usize> {
+pub struct PlainPooling<'a, const D: usize, N> {
     keys: Keys<'a>,
     hotness: usize,
     scale: f32,
@@ -75,14 +81,19 @@ pub struct PlainPooling<'a, const D: usize> {
     num_bags: usize,
     /// `(bags, dim)`
     output: &'a mut [f32],
-    missing: MissingRow<'a>,
+    missing: MissingRow<'a, N>,
     /// Whether the output is larger than the cache.
     stream: bool,
     sum: Vec<f32>,
 }
 
-impl<'a, const D: usize> PlainPooling<'a, D> {
-    pub fn new(feature: &Feature<'a>, output: &'a mut [f32], missing: MissingRow<'a>, stream: bool) -> Self {
+impl<'a, const D: usize, N: Number> PlainPooling<'a, D, N> {
+    pub fn new(
+        feature: &Feature<'a>,
+        output: &'a mut [f32],
+        missing: MissingRow<'a, N>,
+        stream: bool,
+    ) -> Self {
         let (hotness, scale) = match feature.bags {
             Bags::Fixed { hotness, .. } => (hotness, feature.combiner.scale(hotness as f32, hotness as f32)),
             _ => (1, 1.0),
@@ -96,7 +107,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     #[inline(always)]
     pub fn pool_up_to<const PREFETCH: bool>(
         &mut self,
-        rows: &impl Rows,
+        rows: &impl Rows<Number = N>,
         records: &[RecordNumber],
         settled: usize,
         may_miss: bool,
@@ -135,7 +146,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     #[inline(always)]
     fn pool_constant<const PREFETCH: bool, const MAY_MISS: bool>(
         &mut self,
-        rows: RowsWithDim<'_, D>,
+        rows: RowsWithDim<'_, N, D>,
         records: &[RecordNumber],
         bags: Range<usize>,
         output: &mut [[f32; D]],
@@ -154,14 +165,15 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
         if hotness == 1 {
             // A bag of one id is its row, whatever the combiner: the scale is 1.
             for ((position, record), output) in found.zip(output) {
-                store_row(output, missing.or::<D, MAY_MISS>(rows, record, keys, position), stream);
+                let row = missing.or::<D, MAY_MISS>(rows, record, keys, position);
+                N::with_f32(row, |row| store_row(output, row, stream));
             }
             return;
         }
         for output in output {
             let mut sum = match found.next() {
                 Some((position, record)) if hotness > 0 => {
-                    *missing.or::<D, MAY_MISS>(rows, record, keys, position)
+                    missing.or::<D, MAY_MISS>(rows, record, keys, position).map(N::to_f32)
                 }
                 _ => [0.0; D],
             };
@@ -169,7 +181,7 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
                 let Some((position, record)) = found.next() else { break };
                 let row = missing.or::<D, MAY_MISS>(rows, record, keys, position);
                 for k in 0..D {
-                    sum[k] += row[k];
+                    sum[k] += row[k].to_f32();
                 }
             }
             if scale != 1.0 {
@@ -180,7 +192,12 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     }
 
     #[inline(always)]
-    fn row<'s>(&'s mut self, rows: &'s impl Rows, record: RecordNumber, position: usize) -> &'s [f32] {
+    fn row<'s>(
+        &'s mut self,
+        rows: &'s impl Rows<Number = N>,
+        record: RecordNumber,
+        position: usize,
+    ) -> &'s [N] {
         if record == NO_RECORD {
             return self.missing.get(self.keys.get(position));
         }
@@ -188,16 +205,22 @@ impl<'a, const D: usize> PlainPooling<'a, D> {
     }
 
     #[inline(always)]
-    fn pool_any(&mut self, rows: &impl Rows, bag: &[RecordNumber], start: usize, output: &mut [f32]) {
+    fn pool_any(
+        &mut self,
+        rows: &impl Rows<Number = N>,
+        bag: &[RecordNumber],
+        start: usize,
+        output: &mut [f32],
+    ) {
         let mut sum = std::mem::take(&mut self.sum);
         sum.fill(0.0);
         for (i, &record) in bag.iter().enumerate() {
             let row = self.row(rows, record, start + i);
+            let terms = sum.iter_mut().zip(row);
             if i == 0 {
-                let dim = sum.len();
-                sum.copy_from_slice(&row[..dim]);
+                terms.for_each(|(s, x)| *s = x.to_f32());
             } else {
-                sum.iter_mut().zip(row).for_each(|(s, x)| *s += x);
+                terms.for_each(|(s, x)| *s += x.to_f32());
             }
         }
         if self.scale != 1.0 {
@@ -218,15 +241,15 @@ fn store(output: &mut [f32], row: &[f32], stream: bool) {
     if stream { copy_streaming(output, row) } else { output.copy_from_slice(row) }
 }
 
-impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
+impl<const D: usize, N: Number> Consumer<Whole<'_>> for PlainPooling<'_, D, N> {
     #[inline(always)]
     fn row_bytes(&self) -> usize {
-        if D > 0 { D * 4 } else { self.sum.len() * 4 }
+        (if D > 0 { D } else { self.sum.len() }) * size_of::<N>()
     }
 
     #[inline(always)]
     fn settled(&mut self, source: &mut Whole<'_>, records: &[RecordNumber], settled: usize, may_miss: bool) {
-        self.pool_up_to::<false>(source.arena, records, settled, may_miss);
+        self.pool_up_to::<false>(&source.arena.rows(), records, settled, may_miss);
     }
 }
 
@@ -234,12 +257,12 @@ impl<const D: usize> Consumer<Whole<'_>> for PlainPooling<'_, D> {
 ///
 /// `records`: of the ids from the first id of the first bag. `coefficients`: receives the factor of the bag's gradient for each id, or
 /// is empty.
-pub fn pool_bags(
+pub fn pool_bags<R: Rows>(
     feature: &Feature,
     bags: Range<usize>,
-    rows: &impl Rows,
+    rows: &R,
     records: &[RecordNumber],
-    missing: &mut MissingRow,
+    missing: &mut MissingRow<R::Number>,
     output: &mut [f32],
     coefficients: &mut [f32],
 ) {
@@ -266,9 +289,9 @@ pub fn pool_bags(
             };
             let terms = sum.iter_mut().zip(row);
             if std::mem::take(&mut is_first) {
-                terms.for_each(|(s, x)| *s = weight * x);
+                terms.for_each(|(s, x)| *s = weight * x.to_f32());
             } else {
-                terms.for_each(|(s, x)| *s += weight * x);
+                terms.for_each(|(s, x)| *s += weight * x.to_f32());
             }
         }
         let scale = match feature.bags {
@@ -290,8 +313,8 @@ pub fn pool_bags(
 }
 
 /// Pools plain bags whose records are known.
-pub struct PoolRange<'a, 'b, const D: usize, R> {
-    pub pooling: PlainPooling<'a, D>,
+pub struct PoolRange<'a, 'b, const D: usize, R: Rows> {
+    pub pooling: PlainPooling<'a, D, R::Number>,
     pub rows: &'b R,
     pub records: &'b [RecordNumber],
 }
@@ -311,7 +334,9 @@ mod tests {
     use crate::contract::batch::Combiner;
     use crate::contract::record::RecordLayout;
     use crate::initializer::Initializer;
+    use crate::row_type::{RowType, with_number};
     use crate::store::arena::Arena;
+    use crate::store::format::RecordFormat;
 
     const DIM: usize = 16;
 
@@ -319,16 +344,18 @@ mod tests {
     struct Buffer(Vec<f32>);
 
     impl Rows for Buffer {
+        type Number = f32;
+
         fn row(&self, number: RecordNumber) -> &[f32] {
             &self.0[number as usize * DIM..][..DIM]
         }
 
-        fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, D> {
+        fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, f32, D> {
             RowsWithDim::new(&self.0, DIM)
         }
     }
 
-    fn pooled<R: Rows>(rows: &R, records: &[RecordNumber]) -> [Vec<f32>; 3] {
+    fn pooled<R: Rows>(row_type: RowType, rows: &R, records: &[RecordNumber]) -> [Vec<f32>; 3] {
         let keys: Vec<u64> = records.iter().map(|&record| u64::from(record)).collect();
         let feature = Feature {
             name: "f",
@@ -341,12 +368,13 @@ mod tests {
             id_counts: None,
         };
         let initializer = Initializer::Constant { value: 1.0 };
-        let first = FirstRecord { seed: 0, initializer, layout: RecordLayout::new(DIM, None) };
+        let format = RecordFormat { row_type, dim: DIM, rounds_by_chance: false };
+        let first = FirstRecord { seed: 0, initializer, layout: RecordLayout::new(DIM, None), format };
         let missing = || MissingRow::new(&first, None);
         let [mut constant, mut any, mut bags] = [(); 3].map(|()| vec![9.0; records.len() / 2 * DIM]);
-        let pooling = PlainPooling::<DIM>::new(&feature, &mut constant, missing(), false);
+        let pooling = PlainPooling::<DIM, _>::new(&feature, &mut constant, missing(), false);
         PoolRange { pooling, rows, records }.run();
-        let pooling = PlainPooling::<0>::new(&feature, &mut any, missing(), false);
+        let pooling = PlainPooling::<0, _>::new(&feature, &mut any, missing(), false);
         PoolRange { pooling, rows, records }.run();
         pool_bags(&feature, 0..records.len() / 2, rows, records, &mut missing(), &mut bags, &mut []);
         [constant, any, bags]
@@ -354,17 +382,19 @@ mod tests {
 
     #[test]
     fn rows_of_a_buffer_are_pooled_as_those_of_an_arena() {
-        let mut arena = Arena::new(3 * DIM).unwrap();
-        let mut buffer = vec![0.0; DIM];
-        for number in 1..=5u8 {
-            let record = arena.allocate().unwrap();
-            arena.record_mut(record).fill(f32::from(number));
-            buffer.extend([f32::from(number); DIM]);
-        }
         let records = [1, 2, 5, NO_RECORD, 3, 3, 4, 1];
         let expected: Vec<f32> = [1.5, 3.0, 3.0, 2.5].iter().flat_map(|mean| [*mean; DIM]).collect();
-        let (of_arena, of_buffer) = (pooled(&arena, &records), pooled(&Buffer(buffer), &records));
-        assert_eq!(of_arena, of_buffer);
-        assert_eq!(of_arena, [&expected, &expected, &expected].map(Clone::clone));
+        let buffer = (0..=5u8).flat_map(|number| [f32::from(number); DIM]).collect();
+        let of_buffer = pooled(RowType::Float32, &Buffer(buffer), &records);
+        assert_eq!(of_buffer, [&expected, &expected, &expected].map(Clone::clone));
+        for row_type in RowType::ALL {
+            let format = RecordFormat { row_type, dim: DIM, rounds_by_chance: false };
+            let mut arena = Arena::new(format.width(2 * DIM)).unwrap();
+            for number in 1..=5u8 {
+                let record = arena.allocate().unwrap();
+                format.write_row(arena.record_mut(record), &[f32::from(number); DIM]);
+            }
+            with_number!(row_type, N => assert_eq!(pooled(row_type, &arena.rows::<N>(), &records), of_buffer));
+        }
     }
 }

@@ -5,7 +5,7 @@ use crate::contract::departures::Reason;
 use crate::contract::record::RecordLayout;
 use crate::contract::table::{CheckMode, Insertion, Missing, Outcomes, TableConfig, TableStats};
 use crate::error::Result;
-use crate::formula::update::Update;
+use crate::formula::update::{Update, UpdateScalars};
 use crate::host::admission::Admitter;
 use crate::host::changes::Changes;
 use crate::host::eviction::{Evictor, Removable};
@@ -15,6 +15,7 @@ use crate::key::{Key, hash};
 use crate::memory;
 use crate::policy::sweep::Rank;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
+use crate::store::format::{Chance, RecordFormat};
 use crate::store::index::Index;
 use crate::store::journal::Journal;
 use crate::store::record_set::RecordSet;
@@ -66,10 +67,15 @@ impl HostTable {
             seed: config.seed,
             initializer: config.initializer,
             layout: RecordLayout::new(config.dim, None),
+            format: RecordFormat {
+                row_type: config.row_type,
+                dim: config.dim,
+                rounds_by_chance: config.stochastic_rounding,
+            },
         };
         let mut table = HostTable {
             index: Index::new(room)?,
-            arena: Arena::new(config.dim)?,
+            arena: Arena::new(first.format.width(0))?,
             first,
             update: None,
             retired: Vec::new(),
@@ -132,6 +138,11 @@ impl HostTable {
         if self.newest_lookup == 0 {
             self.release_retired(1);
         }
+    }
+
+    /// The chance by which an update rounds.
+    pub(crate) fn chance(&self, scalars: &UpdateScalars) -> Chance {
+        Chance { seed: self.config.seed, step: scalars.step as u32 }
     }
 
     /// Number of rows that the table has room for.
@@ -204,7 +215,7 @@ impl HostTable {
         if let Some(changes) = &mut self.changes {
             changes.epochs.reserve_removed(going.len())?;
         }
-        evictor.remember(reason, self.step, going, &self.arena, self.config.dim)?;
+        evictor.remember(reason, self.step, going, &self.arena, self.first.format)?;
         for (rank, record) in going {
             self.index.remove(hash(rank.key), rank.key);
             if let Some(changes) = &mut self.changes {
@@ -248,7 +259,7 @@ impl HostTable {
         let mut row = zeros();
         match self.index.find(hash(key), key) {
             NO_RECORD => self.first.fill_row(key, &mut row),
-            record => row.copy_from_slice(&self.arena.record(record)[..self.config.dim]),
+            record => self.first.format.read_row(self.arena.record(record), &mut row),
         }
         Some(row)
     }

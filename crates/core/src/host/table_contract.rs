@@ -134,7 +134,8 @@ impl HostTable {
     ) -> Result<Option<Cursor>> {
         let num = max.min(self.index.len());
         let columns = self.config.columns();
-        out.reserve(num, self.arena.width(), columns, "the records of a scan")?;
+        let (format, width) = (self.first.format, self.first.layout.width());
+        out.reserve(num, width, columns, "the records of a scan")?;
         let mut left = max;
         let next = self.index.scan(cursor.0, |key, record| {
             if !is_taken(record) {
@@ -145,7 +146,9 @@ impl HostTable {
             }
             left -= 1;
             out.keys.push(key);
-            out.values.extend_from_slice(self.arena.record(record));
+            let start = out.values.len();
+            out.values.resize(start + width, 0.0);
+            format.read(self.arena.record(record), &mut out.values[start..]);
             if let Some(evictor) = &self.evictor {
                 columns.iter().for_each(|&c| out.column_mut(c).push(evictor.number(c, record)));
             }
@@ -242,13 +245,15 @@ impl Table for HostTable {
             )));
         }
         let dim = self.config.dim;
-        let mut missing = MissingRow::new(&self.first, self.shared_missing_row());
+        let mut missing = MissingRow::<f32>::new(&self.first, self.shared_missing_row());
         self.for_each_record(keys, |i, record| {
-            let row = match record {
-                NO_RECORD if self.config.is_in_vocabulary(keys[i]) => missing.get(keys[i]),
-                record => self.arena.record(record),
-            };
-            rows[i * dim..][..dim].copy_from_slice(&row[..dim]);
+            let row = &mut rows[i * dim..][..dim];
+            match record {
+                NO_RECORD if self.config.is_in_vocabulary(keys[i]) => {
+                    row.copy_from_slice(missing.get(keys[i]))
+                }
+                record => self.first.format.read_row(self.arena.record(record), row),
+            }
             found[i] = record != NO_RECORD;
         });
         Ok(())
@@ -279,7 +284,7 @@ impl Table for HostTable {
         let dim = self.config.dim;
         for (&record, row) in records.iter().zip(rows.chunks_exact(dim)) {
             if record != NO_RECORD {
-                self.arena.record_mut(record)[..dim].copy_from_slice(row);
+                self.first.format.write_row(self.arena.record_mut(record), row);
             }
         }
         self.note(outcomes, 0);
@@ -301,6 +306,8 @@ impl Table for HostTable {
             self.touch(runs.records());
         }
         let dim = self.config.dim;
+        let format = self.first.format;
+        let chance = self.chance(scalars);
         for runs in &looked.runs {
             let held = HeldGradients {
                 runs,
@@ -313,7 +320,8 @@ impl Table for HostTable {
             let keys = 0..gradients.records.len();
             let task = UpdateTask {
                 arena: self.arena.share(),
-                dim,
+                format,
+                chance,
                 gradients: &gradients,
                 keys,
                 update: &update,
@@ -436,9 +444,11 @@ impl Table for HostTable {
         let have_none = self.first.layout.states().is_empty() && layout.states().is_empty();
         let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
         if !have_none && !share_them {
-            self.arena = self.arena.with_width(layout.width(), |old, new| {
-                new[..dim].copy_from_slice(&old[..dim]);
-                layout.fill_states(new, true);
+            let format = self.first.format;
+            let start = format.states_start();
+            self.arena = self.arena.with_width(format.width(layout.num_state_floats()), |old, new| {
+                new[..start].copy_from_slice(&old[..start]);
+                layout.fill_states(&mut new[start..], true);
             })?;
             self.changes = None;
         }
@@ -465,7 +475,7 @@ impl Table for HostTable {
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {
-        let (width, num_keys) = (self.arena.width(), records.keys.len());
+        let (width, num_keys) = (self.first.layout.width(), records.keys.len());
         if records.values.len() != num_keys * width {
             return Err(Error::argument(format!(
                 "table `{}`: `values` must hold {width} numbers a key. Received: {} numbers for {num_keys} keys",
@@ -492,9 +502,12 @@ impl Table for HostTable {
             located
         };
         self.touch(&located);
-        for (&record, values) in located.iter().zip(records.values.chunks_exact(width)) {
+        let format = self.first.format;
+        for ((&record, &key), values) in
+            located.iter().zip(&records.keys).zip(records.values.chunks_exact(width))
+        {
             if record != NO_RECORD {
-                self.arena.record_mut(record).copy_from_slice(values);
+                format.write(self.arena.record_mut(record), key, values);
             }
         }
         if let Some(evictor) = &mut self.evictor {

@@ -6,8 +6,10 @@ use crate::formula::update::{Conditioning, Update, UpdateScalars};
 use crate::formula::{MAX_STATES, Step, StepVisitor};
 use crate::host::merge::{MergedGradients, RecordGradients};
 use crate::math::sum_of_squares;
+use crate::row_type::RowType;
 use crate::simd::{Kernel, dispatch, prefetch};
 use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
+use crate::store::format::{Chance, RecordFormat};
 
 /// How many records are prefetched ahead.
 const AHEAD: usize = 24;
@@ -15,7 +17,9 @@ const AHEAD: usize = 24;
 /// What one thread updates: some keys of a table.
 pub struct UpdateTask<'a, G> {
     pub arena: SharedArena<'a>,
-    pub dim: usize,
+    pub format: RecordFormat,
+    /// By which rows of 16 bits are rounded, if they are rounded by chance.
+    pub chance: Chance,
     pub gradients: &'a RecordGradients<'a, G>,
     pub keys: Range<usize>,
     pub update: &'a Update,
@@ -38,7 +42,7 @@ impl<G: MergedGradients> StepVisitor for UpdateTask<'_, G> {
     fn visit<S: Step>(self, mut step: S) {
         step.prepare(self.scalars.learning_rate, self.scalars.step);
         let conditioning = self.update.conditioning(&self.scalars);
-        match self.dim {
+        match self.format.dim {
             16 => dispatch(RecordUpdate::<16, _, _> { task: self, step, conditioning }),
             32 => dispatch(RecordUpdate::<32, _, _> { task: self, step, conditioning }),
             64 => dispatch(RecordUpdate::<64, _, _> { task: self, step, conditioning }),
@@ -82,24 +86,36 @@ impl<const D: usize, S: Step, G: MergedGradients> Kernel for RecordUpdate<'_, D,
 
     #[inline(always)]
     fn run(self) {
-        let dim = if D > 0 { D } else { self.task.dim };
+        let format = self.task.format;
+        let dim = if D > 0 { D } else { format.dim };
         let (mut constant, mut any) = ([0f32; D], vec![0f32; if D > 0 { 0 } else { dim }]);
+        let is_wide = format.row_type == RowType::Float32;
+        // The row of a record whose numbers have 16 bits.
+        let mut values = vec![0f32; if is_wide { 0 } else { dim }];
         for key in self.task.keys.clone() {
             self.task.prefetch(key + AHEAD);
             let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records[key]);
             let Some(record) = record else { continue };
             let gradient: &mut [f32] = if D > 0 { &mut constant } else { &mut any };
             self.task.gradients.gradients.merge::<D>(key, gradient);
-            self.update(record, gradient, dim);
+            if is_wide {
+                let (row, states) = record.split_at_mut(dim);
+                self.update(row, states, gradient);
+            } else {
+                format.read_row(record, &mut values);
+                self.update(&mut values[..dim], &mut record[format.states_start()..], gradient);
+                format.write_updated(record, &values, &self.task.chance);
+            }
         }
     }
 }
 
 impl<const D: usize, S: Step, G> RecordUpdate<'_, D, S, G> {
     #[inline(always)]
-    fn update(&self, record: &mut [f32], gradient: &mut [f32], dim: usize) {
-        let (row, rest) = record.split_at_mut(dim);
-        let (first, rest) = rest.split_at_mut(if S::STATES > 0 { dim } else { 0 });
+    fn update(&self, row: &mut [f32], states: &mut [f32], gradient: &mut [f32]) {
+        let dim = if D > 0 { D } else { row.len() };
+        let row = &mut row[..dim];
+        let (first, rest) = states.split_at_mut(if S::STATES > 0 { dim } else { 0 });
         let (second, rest) = rest.split_at_mut(if S::STATES > 1 { dim } else { 0 });
         let (third, rest) = rest.split_at_mut(if S::STATES > 2 { dim } else { 0 });
         let mut states = States { first, second, third };

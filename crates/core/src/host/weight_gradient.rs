@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::host::pooling::{MissingRow, OUTSIDE, PADDING};
 use crate::key::Key;
 use crate::memory;
+use crate::row_type::Number;
 use crate::store::arena::{NO_RECORD, RecordNumber};
 use crate::store::rows::Rows;
 
@@ -45,10 +46,10 @@ impl WeightTrace {
     ///
     /// With d the product of an id's row and its bag's gradient, w the weights, s = sum of w, q = sum of w^2:
     /// sum d; mean (d - sum(w d) / s) / s; sqrtn d / sqrt(q) - w sum(w d) / q^1.5. Zero where s or q is.
-    pub fn gradients(
+    pub fn gradients<R: Rows>(
         &self,
-        source: &impl Rows,
-        mut missing_row: MissingRow,
+        source: &R,
+        mut missing_row: MissingRow<R::Number>,
         rows: &[f32],
         gradients: &mut [f32],
     ) {
@@ -63,7 +64,7 @@ impl WeightTrace {
                     NO_RECORD => missing.next().map_or(&[][..], |&(_, key)| missing_row.get(key)),
                     record => source.row(record),
                 };
-                *product = row.iter().zip(gradient).map(|(x, g)| x * g).sum();
+                *product = row.iter().zip(gradient).map(|(x, g)| x.to_f32() * g).sum();
             }
             self.through_combiner(start..end, &mut gradients[start..end]);
             start = end;

@@ -1,16 +1,18 @@
-//! Storage of records. A record is a row and its optimizer states, and keeps its number for life.
+//! Storage of records. A record is a row and its optimizer states, as `format.rs` says, and keeps its number for life.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 
 use crate::error::{Error, Result};
 use crate::memory;
+use crate::row_type::Number;
+use crate::store::format::numbers;
 use crate::store::region::Region;
 use crate::store::rows::{Rows, RowsWithDim};
 
 pub use crate::store::rows::{NO_RECORD, RecordNumber};
 
-/// All records of a table. A record has `width` floats: the row, then the states.
+/// All records of a table. A record has `width` words.
 pub struct Arena {
     data: Region<f32>,
     width: usize,
@@ -95,6 +97,12 @@ impl Arena {
         Addresses { base: self.data.as_ptr(), width: self.width }
     }
 
+    /// The rows, whose numbers must have this type.
+    #[inline(always)]
+    pub fn rows<N: Number>(&self) -> ArenaRows<'_, N> {
+        ArenaRows { arena: self, number: PhantomData }
+    }
+
     /// Shares the arena between threads that use different records.
     pub fn share(&mut self) -> SharedArena<'_> {
         SharedArena {
@@ -156,15 +164,24 @@ impl Addresses {
     }
 }
 
-impl Rows for Arena {
+/// The rows of an arena whose numbers have this type.
+pub struct ArenaRows<'a, N> {
+    arena: &'a Arena,
+    number: PhantomData<N>,
+}
+
+impl<N: Number> Rows for ArenaRows<'_, N> {
+    type Number = N;
+
     #[inline(always)]
-    fn row(&self, number: RecordNumber) -> &[f32] {
-        self.record(number)
+    fn row(&self, number: RecordNumber) -> &[N] {
+        numbers(self.arena.record(number))
     }
 
     #[inline(always)]
-    fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, D> {
-        RowsWithDim::new(&self.data, self.width)
+    fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, N, D> {
+        let stride = self.arena.width * (size_of::<f32>() / size_of::<N>());
+        RowsWithDim::new(numbers(&self.arena.data), stride)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Memory of a table on the host: records by number, and numbers by key.
 
 pub mod arena;
+pub mod format;
 pub mod index;
 pub mod journal;
 pub mod record_set;

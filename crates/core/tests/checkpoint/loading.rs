@@ -258,21 +258,22 @@ fn other_versions_are_a_mismatch_not_damage() {
     let directory = Directory::new();
     let path = &directory.dump();
     type Change = fn(&mut serde_json::Value);
-    let changes: [(Change, &str); 6] = [
-        (|body| body["version"] = 6.into(), "this release reads dumps of versions 1 to 5: got version 6"),
+    let changes: [(Change, &str); 7] = [
+        (|body| body["version"] = 7.into(), "this release reads dumps of versions 1 to 6: got version 7"),
         (
             |body| body["tables"][0]["sights"] = serde_json::json!({"step": 1, "files": []}),
-            "not as version 1 has it: `scores`, `ages`, `increments` and `sights` came later",
+            "not as version 1 has it: `scores`, `ages`, `increments`, `sights` and rows of 16 bits came later",
         ),
         (
             |body| body["tables"][0]["scores"] = serde_json::json!({"score": "lru", "step": 1}),
-            "not as version 1 has it: `scores`, `ages`, `increments` and `sights` came later",
+            "not as version 1 has it: `scores`, `ages`, `increments`, `sights` and rows of 16 bits came later",
         ),
         (|body| body["format"] = "else".into(), "`format` must be `sok_keras dump`: got `else`"),
         (
             |body| body["tables"][0]["dtype"] = "float16".into(),
-            "`dtype` of table `a` must be float32: got float16",
+            "not as version 1 has it: `scores`, `ages`, `increments`, `sights` and rows of 16 bits came later",
         ),
+        (|body| body["tables"][0]["dtype"] = "float8".into(), "unknown variant `float8`"),
         (|body| body["tables"][0]["update"]["rule"]["name"] = "lion".into(), "not as version 1 has it"),
     ];
     for (change, expected) in changes {

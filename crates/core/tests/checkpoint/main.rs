@@ -43,7 +43,7 @@ fn every_key_and_float_comes_back() {
     assert_eq!(read_manifest(&directory.dump()).unwrap(), manifest);
     let entry = &manifest.tables[0];
     assert_eq!((entry.dim, entry.seed, entry.num_rows), (5, u64::MAX, 7));
-    assert_eq!((entry.dtype.as_str(), entry.update, entry.vocabulary_size), ("float32", adam(), None));
+    assert_eq!((entry.dtype.name(), entry.update, entry.vocabulary_size), ("float32", adam(), None));
     assert_eq!(
         entry.states.iter().map(|s| (s.name.as_str(), s.width)).collect::<Vec<_>>(),
         [("momentum", 5), ("velocity", 5)]

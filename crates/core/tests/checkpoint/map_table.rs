@@ -13,6 +13,7 @@ use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adam, RowWiseAdagrad, Rule};
 use sok_core::initializer::Initializer;
 use sok_core::key::Key;
+use sok_core::row_type::RowType;
 
 #[derive(Clone, Debug)]
 pub struct MapTable {
@@ -40,6 +41,8 @@ impl MapTable {
             eviction: None,
             time_to_live: None,
             admission: None,
+            row_type: RowType::Float32,
+            stochastic_rounding: false,
         };
         MapTable { config, update, records: BTreeMap::new(), largest_chunk: Cell::new(0) }
     }

@@ -16,6 +16,7 @@ use sok_core::formula::update::UpdateScalars;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
+use sok_core::row_type::RowType;
 
 use super::group::Input;
 use super::large::{ADAM, SGD, plain_update};
@@ -43,6 +44,7 @@ fn configs() -> Vec<TableConfig> {
             time_to_live: time_to_live(7),
             ..plain_config("expiring", 2)
         },
+        TableConfig { row_type: RowType::Bfloat16, stochastic_rounding: true, ..plain_config("narrow", 3) },
     ]
 }
 

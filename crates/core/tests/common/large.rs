@@ -6,6 +6,7 @@ use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adagrad, Adam, Formula, Rule, Sgd};
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::row_type::RowType;
 
 use super::Dice;
 use super::general::rules;
@@ -21,7 +22,15 @@ pub fn large_config(dice: &mut Dice) -> TableConfig {
     let eviction =
         Eviction { score, counts_inference: dice.below(2) == 0, keeps_evicted: dice.below(2) == 0 };
     let may_evict = vocabulary_size.is_none() && max_capacity.is_some() && dice.below(3) > 0;
+    let (row_type, stochastic_rounding) = dice.pick(&[
+        (RowType::Float32, false),
+        (RowType::Float32, false),
+        (RowType::Float16, false),
+        (RowType::Bfloat16, true),
+    ]);
     TableConfig {
+        row_type,
+        stochastic_rounding,
         vocabulary_size,
         out_of_vocabulary: OutOfVocabulary::Zeros,
         out_of_vocabulary_key: dice.pick(&[None, None, Some(0), Some(3)]),

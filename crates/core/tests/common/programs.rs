@@ -10,12 +10,12 @@ use sok_core::checkpoint::LoadMode;
 use sok_core::contract::table::TableConfig;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::placement::Placement;
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 use sok_core::pool::Pool;
+use sok_core::row_type::RowType;
 
 use super::group::Input;
 use super::ranks::{GlobalStep, Then, part_of, share};

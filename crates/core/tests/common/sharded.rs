@@ -17,7 +17,6 @@ use sok_core::error::Result;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
-use sok_core::exchange::row_type::RowType;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::group::ApplyScalars;
@@ -25,6 +24,7 @@ use sok_core::host::push::OutputGradients;
 use sok_core::host::sharded::ShardedGroup;
 use sok_core::key::Key;
 use sok_core::pool::Pool;
+use sok_core::row_type::RowType;
 
 use super::group::Input;
 use super::subject::{Kept, Subject, Tickets, lend};

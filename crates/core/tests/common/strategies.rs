@@ -10,6 +10,7 @@ use sok_core::key::Key;
 use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
+use sok_core::row_type::RowType;
 
 use super::general::rules;
 use super::group::{Ids, Input, KeyType, Shape};
@@ -35,6 +36,8 @@ pub fn plain_config(name: &str, dim: usize) -> TableConfig {
         eviction: None,
         time_to_live: None,
         admission: None,
+        row_type: RowType::Float32,
+        stochastic_rounding: false,
     }
 }
 
@@ -62,6 +65,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
         prop_oneof![1 => Just(None), 1 => eviction().prop_map(Some)],
         prop_oneof![3 => Just(None), 1 => admission().prop_map(Some)],
         prop_oneof![2 => Just(None), 1 => time_to_live().prop_map(Some)],
+        row_type(),
     );
     (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
         |(
@@ -69,7 +73,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
             initializer,
             seed,
             (vocabulary_size, max_capacity, initial),
-            (missing, oov, check_mode, oov_key, eviction, admission, time_to_live),
+            (missing, oov, check_mode, oov_key, eviction, admission, time_to_live, row_type),
         )| {
             TableConfig {
                 name: format!("d{dim}"),
@@ -86,9 +90,17 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
                 eviction: eviction.filter(|_| vocabulary_size.is_none() && max_capacity.is_some()),
                 admission: admission.filter(|_| vocabulary_size.is_none()),
                 time_to_live: time_to_live.filter(|_| vocabulary_size.is_none()),
+                row_type: row_type.0,
+                stochastic_rounding: row_type.1,
             }
         },
     )
+}
+
+/// A type of rows, and whether updates round by chance.
+fn row_type() -> impl Strategy<Value = (RowType, bool)> {
+    let narrow = select(vec![RowType::Float16, RowType::Bfloat16]);
+    prop_oneof![2 => Just((RowType::Float32, false)), 1 => (narrow, any::<bool>())]
 }
 
 /// Any policy.

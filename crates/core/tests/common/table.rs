@@ -7,9 +7,11 @@ use sok_core::contract::table::{
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
+use sok_core::initializer::philox;
 use sok_core::key::{Key, hash};
 use sok_core::policy::eviction::Score;
 use sok_core::policy::time_to_live::Lifetime;
+use sok_core::row_type::{Bfloat16, Float16, Number, RowType};
 
 use super::record_step::update_record;
 use super::{Dice, bits, record_bits, scan, unwritten};
@@ -45,6 +47,19 @@ pub struct ModelTable {
     /// How often keys without a row have come.
     pub sights: BTreeMap<Key, u32>,
     kept: Records,
+}
+
+/// Rounds the row of a key after an update: column by column, each with 16 bits of a random word.
+fn round_by_chance(config: &TableConfig, step: u64, key: Key, row: &mut [f32]) {
+    let seed = [config.seed as u32, (config.seed >> 32) as u32];
+    for (column, x) in row.iter_mut().enumerate() {
+        let words = philox([key as u32, (key >> 32) as u32, column as u32 / 8, step as u32], seed);
+        let draw = (words[column % 8 / 2] >> (16 * (column % 2))) as u16;
+        *x = match config.row_type {
+            RowType::Float16 => Float16::from_f32_by_chance(*x, draw).to_f32(),
+            _ => Bfloat16::from_f32_by_chance(*x, draw).to_f32(),
+        };
+    }
 }
 
 /// What a method of a table answers; what it does not answer is empty.
@@ -92,6 +107,7 @@ impl ModelTable {
     pub fn first_row(&self, key: Key) -> Vec<f32> {
         let mut row = vec![0.0; self.config.dim];
         self.config.initializer.fill(self.config.seed, key, &mut row);
+        self.config.row_type.round(&mut row);
         row
     }
 
@@ -316,6 +332,7 @@ impl ModelTable {
         for (key, row) in keys.iter().zip(rows.chunks_exact(self.config.dim)) {
             if let Some(record) = self.rows.get_mut(key) {
                 record.values[..row.len()].copy_from_slice(row);
+                self.config.row_type.round(&mut record.values[..row.len()]);
             }
         }
         Ok(outcomes)
@@ -326,6 +343,7 @@ impl ModelTable {
         for (key, values) in records.keys.iter().zip(records.values.chunks_exact(self.width())) {
             if let Some(record) = self.rows.get_mut(key) {
                 record.values.copy_from_slice(values);
+                self.config.row_type.round(&mut record.values[..self.config.dim]);
                 record.commit = record.commit.max(self.settled_commit);
             }
         }
@@ -359,6 +377,12 @@ impl ModelTable {
     pub fn step(&mut self, key: Key, gradient: &[f32], update: &Update, scalars: &UpdateScalars) {
         let Some(record) = self.rows.get_mut(&key) else { return };
         update_record(update, scalars, &mut record.values, gradient);
+        let row = &mut record.values[..self.config.dim];
+        if self.config.stochastic_rounding {
+            round_by_chance(&self.config, scalars.step, key, row);
+        } else {
+            self.config.row_type.round(row);
+        }
     }
 
     /// Forgets the rows that went.

@@ -16,6 +16,7 @@ use sok_core::formula::update::Update;
 use sok_core::formula::{Adam, Rule};
 use sok_core::initializer::Initializer;
 use sok_core::key::hash;
+use sok_core::row_type::RowType;
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
@@ -186,6 +187,8 @@ pub fn config(name: &str, dim: usize, initial_capacity: u64) -> TableConfig {
         check_mode: CheckMode::Raise,
         eviction: None,
         admission: None,
+        row_type: RowType::Float32,
+        stochastic_rounding: false,
         time_to_live: None,
     }
 }

@@ -5,6 +5,7 @@ use sok_core::contract::group::Group;
 use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::formula::update::UpdateScalars;
 use sok_core::key::Key;
+use sok_core::row_type::RowType;
 use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::Buffer;
@@ -23,6 +24,8 @@ pub struct Work {
     pub zipf: bool,
     /// Whether ids have weights, which get gradients too.
     pub weighted: bool,
+    /// Type of the rows, and whether updates round them by chance.
+    pub row_type: (RowType, bool),
     /// FBGEMM's milliseconds; 0 if unknown.
     pub fbgemm: f32,
     /// Milliseconds that we want to reach, with held and with merged gradients.
@@ -45,6 +48,7 @@ pub const fn work(
         dim: 64,
         zipf: true,
         weighted: false,
+        row_type: (RowType::Float32, false),
         fbgemm: 0.0,
         goals: [0.0; 2],
     }
@@ -53,6 +57,16 @@ pub const fn work(
 impl Work {
     pub fn shape(&self) -> Shape {
         Shape { tables: self.tables, samples: self.samples, hotness: self.hotness, dim: self.dim }
+    }
+
+    pub fn configs(&self, initial_capacity: u64) -> Vec<TableConfig> {
+        let (row_type, stochastic_rounding) = self.row_type;
+        let table = |t| TableConfig {
+            row_type,
+            stochastic_rounding,
+            ..config(&format!("t{t}"), self.dim, initial_capacity)
+        };
+        (0..self.tables).map(table).collect()
     }
 }
 
@@ -93,8 +107,7 @@ pub struct Gpu<'a> {
 
 impl<'a> Gpu<'a> {
     pub fn new(bench: &'a Bench, work: &'a Work, gradients: &[f32]) -> Gpu<'a> {
-        let configs = (0..work.tables).map(|t| config(&format!("t{t}"), work.dim, work.vocabulary * 11 / 10));
-        Gpu::with_tables(bench, work, configs.collect(), gradients)
+        Gpu::with_tables(bench, work, work.configs(work.vocabulary * 11 / 10), gradients)
     }
 
     pub fn with_tables(

@@ -59,6 +59,10 @@ constants! {
     pub const RANK_BINS: usize = 1 << RANK_BITS;
     /// Bits of the number of a bin.
     pub const RANK_BITS: usize = 12;
+    /// Bits of the dim in the code of a row. The type of its numbers follows.
+    pub const ROW_DIM_BITS: usize = 24;
+    /// In the code of a row, after the dim: updates round by chance.
+    pub const ROW_BY_CHANCE: usize = 4;
     /// Maximum number of scalars of a formula's step.
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }

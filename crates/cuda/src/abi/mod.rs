@@ -15,6 +15,7 @@ use std::mem::offset_of;
 
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::Missing;
+use sok_core::row_type::RowType;
 
 pub use self::constants::*;
 pub use self::policies::*;
@@ -63,6 +64,8 @@ pub fn header() -> String {
         "Missing",
         &[("INITIAL", Missing::Initial as u32), ("ZEROS", Missing::Zeros as u32)],
     );
+    let types = RowType::ALL.map(|of| (of.name().to_uppercase(), of as u32));
+    enum_text(&mut text, "RowType", &types.each_ref().map(|(name, value)| (name.as_str(), *value)));
     // The kernels define `Report` around `ReportHead`.
     text.push_str("struct Report;\nstruct Use;\nstruct Progress;\n");
     structs::structs(&mut text);

@@ -88,10 +88,14 @@ structs! {
         pub released: u64 as "const u32*",
         /// Largest key of the vocabulary.
         pub last_key: u64,
-        /// Groups of four columns of a record.
+        /// Size of a record, in units of 16 bytes.
         pub stride: u32,
         /// Groups of four columns of a row.
         pub quads: u32,
+        /// Where the states begin in a record, in units of 16 bytes.
+        pub states: u32,
+        /// `RowType`: type of the numbers of rows.
+        pub row_type: u32,
         pub num_released: u32,
         /// First number that had not been given out when `Counters::taken` was last reset.
         pub fresh: u32,
@@ -99,7 +103,7 @@ structs! {
         pub first_state: f32,
         /// `Missing`: the row of a key without a record.
         pub missing: u32,
-        /// Index of the table's dim among the distinct dims of the group.
+        /// Index of the table's row among the distinct rows of the group.
         pub kind: u32,
         /// Whether every key without a record has the row of `out_of_vocabulary_key`.
         pub has_out_of_vocabulary_key: u32,
@@ -138,7 +142,7 @@ structs! {
         pub stride: u32,
         /// Index of the feature's table in the group.
         pub table: u32,
-        /// Index of the dim among the distinct dims of the group.
+        /// Index of the table's row among the distinct rows of the group.
         pub kind: u32,
         pub num_ids: u32,
         pub num_bags: u32,
@@ -355,7 +359,7 @@ structs! {
         pub first_tile: u32,
         /// Index of its first block in `list_keys`.
         pub first_list: u32,
-        /// Index of its dim among the distinct dims of the group.
+        /// Index of its row among the distinct rows of the group.
         pub kind: u32,
         /// The table whose distinct keys are counted, or `NO_TABLE`.
         pub table: u32,
@@ -436,6 +440,8 @@ structs! {
         pub conditioning: Conditioning,
         /// Scalars of the formula's step.
         pub scalars: [f32; NUM_SCALARS],
+        /// Number of the update, from 1.
+        pub step: u32,
     }
 
     /// Parameters of a merge or an update. In kernels they are the head of `Work`, where the `Keys` of each dim follow.
@@ -575,8 +581,8 @@ structs! {
     pub struct DeviceField {
         /// Number of columns.
         pub width: u32,
-        /// Where it begins in the record, in groups of four columns.
-        pub quad: u32,
+        /// Where it begins in the record, in units of 16 bytes.
+        pub unit: u32,
         /// Where it begins in a dense record, in columns.
         pub column: u32,
         pub pad: u32,

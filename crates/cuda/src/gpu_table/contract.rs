@@ -12,7 +12,7 @@ use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::key::Key;
 use sok_core::memory;
 
-use super::record::DeviceLayout;
+use super::record::{DeviceLayout, RowKind};
 use super::{GpuTable, WAITING, arena, evictor};
 use crate::abi::{DeviceFields, TAKEN};
 use crate::index::Index;
@@ -232,7 +232,7 @@ impl Table for GpuTable {
         }
         self.wait()?;
         let dim = self.config.dim;
-        let layout = DeviceLayout::new(update.as_ref(), dim);
+        let layout = DeviceLayout::new(update.as_ref(), RowKind::of(&self.config));
         let have_none = self.layout.fields.count == 1 && layout.fields.count == 1;
         let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
         if have_none || share_them {

@@ -168,7 +168,9 @@ impl GpuTable {
         let ranks = rows.iter().map(|&ExpiredRow { key, score, .. }| Rank { score, key });
         let dim = self.config.dim;
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
-        evictor.departures.keep(ranks.zip(values.chunks_exact(dim)), dim)
+        evictor
+            .departures
+            .keep(ranks.zip(values.chunks_exact(dim)), dim, |from: &[f32], to| to.copy_from_slice(from))
     }
 
     /// Returns the rows of the last commit that were not listed. Waits for the device.

@@ -12,6 +12,7 @@ use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 use sok_core::memory;
 use sok_core::policy::commits::Commits;
+use sok_core::row_type::RowType;
 
 use super::{GpuTable, WAITING};
 use crate::abi::{ChangedList, TABLE_THREADS, Use};
@@ -219,7 +220,7 @@ impl GpuTable {
         let (table, fields, n) = (self.alone(), self.layout.fields, len as u32);
         let values = to.memory.address();
         let blocks = len.min(16 * self.device.multiprocessors as usize);
-        if to.width == 4 * self.layout.stride {
+        if to.width == 4 * self.layout.stride && self.config.row_type == RowType::Float32 {
             let copy = self.device.kernel(&CHANGES, "copy_records")?;
             // SAFETY: The arguments have the types of the kernel's parameters. All memory lives until the caller has waited.
             unsafe { launch!(copy, WAITING, blocks, TABLE_THREADS, table, numbers, values, n) }?;

@@ -10,7 +10,7 @@ pub(crate) mod eviction;
 pub(crate) mod expiry;
 mod frozen;
 mod keys;
-mod record;
+pub(crate) mod record;
 mod records;
 pub(crate) mod sweep;
 pub(crate) mod uses;
@@ -30,7 +30,7 @@ use crate::memory::{Arena, Buffer};
 
 use changes::Changes;
 use eviction::Evictor;
-use record::DeviceLayout;
+use record::{DeviceLayout, RowKind};
 
 /// The stream of operations that wait for their results: the default stream of the device.
 const WAITING: Stream = Stream::DEFAULT;
@@ -128,7 +128,7 @@ impl GpuTable {
                 config.name
             )));
         }
-        let layout = DeviceLayout::new(None, config.dim);
+        let layout = DeviceLayout::new(None, RowKind::of(&config));
         let rows = config.initial_capacity as usize;
         let mut table = GpuTable {
             index: Index::new(device, rows, load, WAITING)?,
@@ -166,7 +166,7 @@ impl GpuTable {
         Ok(table)
     }
 
-    /// Returns the descriptor of the table for kernels. `kind`: index of the table's dim among the distinct dims of the group.
+    /// Returns the descriptor of the table for kernels. `kind`: index of the table's row among the distinct rows of the group.
     pub(crate) fn descriptor(&self, kind: u32) -> abi::Table {
         let mut table = abi::Table {
             index: self.index.descriptor(),
@@ -176,6 +176,8 @@ impl GpuTable {
             last_key: self.config.vocabulary_size.map_or(u64::MAX, |size| size - 1),
             stride: self.layout.stride as u32,
             quads: abi::quads(self.config.dim) as u32,
+            states: RowKind::of(&self.config).states() as u32,
+            row_type: self.config.row_type as u32,
             num_released: self.released.len() as u32,
             fresh: self.fresh,
             first_state: self.layout.first_state,
@@ -217,7 +219,7 @@ impl GpuTable {
     /// [`Error::Device`] if there is not enough memory, or a kernel cannot be compiled.
     pub(crate) fn room(&self, num_keys: usize, width: usize) -> Result<Room> {
         let context = &self.device.context;
-        let gather = format!("gather_rows<{}, 4>", self.config.dim);
+        let gather = format!("gather_rows<{}, 4>", RowKind::of(&self.config).code());
         self.device.kernels(&TABLE, ["look_up", "settle_keys", "fill_missing", "write_records", &gather])?;
         let piece = (PIECE / width.max(1)).clamp(1, num_keys.max(1));
         Ok(Room {

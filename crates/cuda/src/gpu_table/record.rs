@@ -1,14 +1,49 @@
-//! The layout of records in the memory of a GPU. Each field begins at a whole group of four columns.
+//! The layout of records in the memory of a GPU, in units of 16 bytes: the row, its key if updates round by chance, the states.
 
 use sok_core::contract::record::RecordLayout;
+use sok_core::contract::table::TableConfig;
 use sok_core::formula::update::Update;
+use sok_core::row_type::RowType;
 
-use crate::abi::{DeviceField, DeviceFields, quads};
+use crate::abi::{DeviceField, DeviceFields, ROW_BY_CHANCE, ROW_DIM_BITS, quads};
+
+/// The rows of a table, for which kernels are compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowKind {
+    /// Number of columns.
+    pub dim: usize,
+    row_type: RowType,
+    rounds_by_chance: bool,
+}
+
+impl RowKind {
+    /// Returns the rows of a table.
+    pub fn of(config: &TableConfig) -> RowKind {
+        let TableConfig { dim, row_type, stochastic_rounding: rounds_by_chance, .. } = *config;
+        RowKind { dim, row_type, rounds_by_chance }
+    }
+
+    /// Returns the code that is a template argument of kernels. The codes of rows of float32 are their dims.
+    pub fn code(self) -> usize {
+        let by_chance = if self.rounds_by_chance { ROW_BY_CHANCE } else { 0 };
+        self.dim | (self.row_type as usize | by_chance) << ROW_DIM_BITS
+    }
+
+    /// Returns the same rows with whole groups of four columns.
+    pub fn of_whole_quads(self) -> RowKind {
+        RowKind { dim: 4 * quads(self.dim), ..self }
+    }
+
+    /// Where the states begin in a record.
+    pub fn states(self) -> usize {
+        (quads(self.dim) * self.row_type.num_bytes()).div_ceil(4) + usize::from(self.rounds_by_chance)
+    }
+}
 
 /// The layout of a table's records in the memory of a GPU.
 #[derive(Clone, Copy, Default)]
 pub struct DeviceLayout {
-    /// Groups of four columns of a record.
+    /// Units of a record.
     pub stride: usize,
     /// Initial value of the first state. The initial value of all others is 0.
     pub first_state: f32,
@@ -17,19 +52,19 @@ pub struct DeviceLayout {
 }
 
 impl DeviceLayout {
-    /// Returns the layout for rows of this dim with the states of this update; without an update there are none.
-    pub fn new(update: Option<&Update>, dim: usize) -> DeviceLayout {
-        let host = RecordLayout::new(dim, update);
+    /// Returns the layout for rows with the states of this update; without an update there are none.
+    pub fn new(update: Option<&Update>, row: RowKind) -> DeviceLayout {
+        let host = RecordLayout::new(row.dim, update);
         let mut layout = DeviceLayout {
             first_state: host.states().first().map_or(0.0, |s| s.initial),
             ..DeviceLayout::default()
         };
         assert!(host.fields().len() <= layout.fields.fields.len());
         for (device, field) in layout.fields.fields.iter_mut().zip(host.fields()) {
-            let (width, quad, column) =
+            let (width, unit, column) =
                 (field.columns.len(), layout.stride as u32, field.columns.start as u32);
-            *device = DeviceField { width: width as u32, quad, column, pad: 0 };
-            layout.stride += quads(width);
+            *device = DeviceField { width: width as u32, unit, column, pad: 0 };
+            layout.stride = if column == 0 { row.states() } else { layout.stride + quads(width) };
         }
         layout.fields.count = host.fields().len() as u32;
         layout.fields.width = host.width() as u32;
@@ -48,6 +83,10 @@ mod tests {
 
     use super::*;
 
+    fn row(dim: usize, row_type: RowType, rounds_by_chance: bool) -> RowKind {
+        RowKind { dim, row_type, rounds_by_chance }
+    }
+
     fn update(rule: Rule) -> Update {
         Update { rule, weight_decay: None, clipvalue: None, clipnorm: None }
     }
@@ -57,11 +96,11 @@ mod tests {
     #[test]
     fn fields_of_a_record_begin_at_whole_groups_of_columns_and_are_dense_outside() {
         for dim in [1, 3, 4, 17, 64, 1024] {
-            let layout = DeviceLayout::new(Some(&update(ADAM)), dim);
+            let layout = DeviceLayout::new(Some(&update(ADAM)), row(dim, RowType::Float32, false));
             let fields = &layout.fields.fields[..layout.fields.count as usize];
             assert_eq!((fields.len(), layout.fields.width as usize), (4, 4 * dim));
             for (i, field) in fields.iter().enumerate() {
-                assert_eq!((field.quad as usize, field.column as usize), (i * quads(dim), i * dim));
+                assert_eq!((field.unit as usize, field.column as usize), (i * quads(dim), i * dim));
             }
             assert_eq!((layout.stride, layout.row().width as usize), (4 * quads(dim), dim));
         }
@@ -70,8 +109,25 @@ mod tests {
     #[test]
     fn a_state_that_is_one_number_a_row_takes_one_group() {
         let rule = Rule::RowWiseAdagrad(RowWiseAdagrad { initial_accumulator_value: 0.25, epsilon: 1e-7 });
-        let layout = DeviceLayout::new(Some(&update(rule)), 10);
+        let layout = DeviceLayout::new(Some(&update(rule)), row(10, RowType::Float32, false));
         assert_eq!((layout.stride, layout.fields.width, layout.first_state), (4, 11, 0.25));
-        assert_eq!(DeviceLayout::new(None, 10).stride, 3);
+        assert_eq!(DeviceLayout::new(None, row(10, RowType::Float32, false)).stride, 3);
+    }
+
+    #[test]
+    fn rows_of_16_bits_take_half_and_their_key_a_unit() {
+        for (dim, units) in [(1, 1), (8, 1), (9, 2), (12, 2), (13, 2), (17, 3), (64, 8)] {
+            for (by_chance, key) in [(false, 0), (true, 1)] {
+                let row = row(dim, RowType::Bfloat16, by_chance);
+                let layout = DeviceLayout::new(Some(&update(ADAM)), row);
+                let starts: Vec<_> = layout.fields.fields.iter().map(|field| field.unit as usize).collect();
+                let first = units + key;
+                assert_eq!(starts, [0, first, first + quads(dim), first + 2 * quads(dim)]);
+                assert_eq!((row.states(), layout.stride), (first, first + 3 * quads(dim)));
+                assert_eq!((row.of_whole_quads().states(), layout.fields.width as usize), (first, 4 * dim));
+            }
+        }
+        assert_eq!(row(64, RowType::Float32, false).code(), 64);
+        assert_eq!(row(64, RowType::Bfloat16, true).code(), 64 + (6 << 24));
     }
 }

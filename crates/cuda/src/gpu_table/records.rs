@@ -11,7 +11,7 @@ use sok_core::key::Key;
 use sok_core::memory;
 
 use super::eviction::Evictor;
-use super::record::DeviceLayout;
+use super::record::{DeviceLayout, RowKind};
 use super::{GpuTable, PIECE, Room, WAITING, arena};
 use crate::abi::{self, DISTINCT, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
 use crate::device::{Stream, launch, launch_next};
@@ -36,7 +36,8 @@ impl GpuTable {
         n: usize,
         stream: Stream,
     ) -> Result<()> {
-        let find = self.device.kernel(&TABLE, &format!("find_rows<{}, 4>", self.config.dim))?;
+        let find =
+            self.device.kernel(&TABLE, &format!("find_rows<{}, 4>", RowKind::of(&self.config).code()))?;
         let (table, count) = (self.alone(), n as u32);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
         unsafe {
@@ -60,7 +61,8 @@ impl GpuTable {
         skips: bool,
         stream: Stream,
     ) -> Result<()> {
-        let gather = self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", self.config.dim))?;
+        let gather =
+            self.device.kernel(&TABLE, &format!("gather_rows<{}, 4>", RowKind::of(&self.config).code()))?;
         let (table, count, skips) = (self.alone(), n as u32, u32::from(skips));
         let blocks = n.div_ceil(TABLE_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
@@ -282,7 +284,7 @@ impl GpuTable {
 
     /// Copies all records to the layout of another update. Rows are kept, and states get their initial values.
     pub(super) fn lay_out(&mut self, update: Option<&Update>) -> Result<()> {
-        let layout = DeviceLayout::new(update, self.config.dim);
+        let layout = DeviceLayout::new(update, RowKind::of(&self.config));
         let mut arena = arena(&self.device, &self.config, layout.stride)?;
         let numbers = self.fresh + (self.counted as usize).saturating_sub(self.released.len()) as u32;
         let kept =

@@ -350,7 +350,7 @@ impl GpuTable {
             let ranks = scores.iter().zip(keys).map(|(&score, &key)| Rank { score, key });
             let mut rows: Vec<(Rank, &[f32])> = ranks.zip(values.chunks_exact(dim)).collect();
             rows.sort_unstable_by_key(|(rank, _)| *rank);
-            evictor.departures.keep(rows.into_iter(), dim)?;
+            evictor.departures.keep(rows.into_iter(), dim, |from, to| to.copy_from_slice(from))?;
             let remembered = evictor.departures.remember(Reason::Evicted, evictor.step, keys.to_vec());
             remembered.inspect_err(|_| evictor.departures.take_back(lens))?;
         }

@@ -13,6 +13,7 @@ use super::{Saved, SavedFeature, Workspace};
 use crate::abi::*;
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::record::RowKind;
 use crate::kernels::{BACKWARD, CONTROL, WEIGHTS};
 use crate::memory::{Buffer, words};
 use crate::rule;
@@ -131,7 +132,7 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn weight_gradients(&self, saved: &Saved, copied: usize, stream: Stream) -> Result<()> {
-        let kernels = self.kernels_by_kinds(&WEIGHTS, |dims| format!("weight_gradients<{dims}>"))?;
+        let kernels = self.kernels_by_kinds(&WEIGHTS, |rows| format!("weight_gradients<{rows}>"))?;
         let (call, kept, sides) = (saved.call, saved.kept, saved.sides);
         let before = saved.features.len() * size_of::<Side>() + copied * size_of::<Gradients>();
         let products = sides + before as u64;
@@ -148,9 +149,10 @@ impl Workspace {
     /// Returns a number of blocks that suffices for all keys of some kinds. Only the device knows the keys, so the number follows from
     /// the number of ids: a run, or a key of several ids, takes no more of a block than as many keys of one id.
     fn blocks(&self, saved: &Saved, kinds: Range<usize>, keys_of_a_group: usize) -> usize {
-        let blocks =
-            |(ids, dim): (&usize, &usize)| ids.div_ceil(UPDATE_THREADS / lanes(*dim) * keys_of_a_group) + 3;
-        saved.ids_by_kind[kinds.clone()].iter().zip(&self.dims[kinds]).map(blocks).sum()
+        let blocks = |(ids, row): (&usize, &RowKind)| {
+            ids.div_ceil(UPDATE_THREADS / lanes(row.dim) * keys_of_a_group) + 3
+        };
+        saved.ids_by_kind[kinds.clone()].iter().zip(&self.rows[kinds]).map(blocks).sum()
     }
 
     /// Returns half as many blocks, for kernels whose blocks take turns. If ids repeat, most blocks have nothing to do; if they do
@@ -166,7 +168,7 @@ impl Workspace {
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn merge(&self, saved: &Saved, sums: Option<u64>, stream: Stream) -> Result<()> {
         self.join(stream)?;
-        let name = |dims: &str| format!("merge<{}, {}, {dims}>", saved.source as u32, saved.again);
+        let name = |rows: &str| format!("merge<{}, {}, {rows}>", saved.source as u32, saved.again);
         let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (merge, kinds) in kernels {
@@ -188,7 +190,7 @@ impl Workspace {
         self.note_updated(saved, prepared, stream)?;
         let rule = rule::type_name(&update.rule);
         let kernel = if saved.is_bounded { "update_in_turns" } else { "update" };
-        let name = |dims: &str| format!("{kernel}<{}, {rule}, {}, {dims}>", saved.source as u32, saved.again);
+        let name = |rows: &str| format!("{kernel}<{}, {rule}, {}, {rows}>", saved.source as u32, saved.again);
         let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
@@ -219,7 +221,7 @@ impl Workspace {
     ) -> Result<()> {
         self.note_updated(saved, prepared, stream)?;
         let rule = rule::type_name(&update.rule);
-        let name = |dims: &str| format!("update_sums<{}, {rule}, {dims}>", saved.source as u32);
+        let name = |rows: &str| format!("update_sums<{}, {rule}, {rows}>", saved.source as u32);
         let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
@@ -257,7 +259,7 @@ impl Workspace {
     ) -> Result<()> {
         totals.zero(stream)?;
         let totals = totals.address();
-        let name = |dims: &str| format!("sum_squares<{}, {dims}>", saved.source as u32);
+        let name = |rows: &str| format!("sum_squares<{}, {rows}>", saved.source as u32);
         for (kernel, kinds) in self.kernels_by_kinds(&BACKWARD, name)? {
             let work = saved.work(self, kinds, prepared, 0, sums);
             let blocks = 8 * self.device.multiprocessors;
@@ -324,7 +326,7 @@ impl Workspace {
     /// Numbers the records of all tables of a dim one table after the other. Returns, by table, the number of its record 0, and a
     /// number above all record numbers.
     fn number_by_dim(&self, tables: &[GpuTable]) -> Result<(Vec<u32>, u64)> {
-        let (mut firsts, mut ends) = (vec![0; tables.len()], vec![0u64; self.dims.len()]);
+        let (mut firsts, mut ends) = (vec![0; tables.len()], vec![0u64; self.rows.len()]);
         for t in 0..tables.len() {
             let end = &mut ends[self.kinds[t]];
             firsts[t] = *end as u32;
@@ -365,7 +367,7 @@ impl Workspace {
         self.device.synchronize()?;
         let counts = merged.iter().map(|(_, saved, _)| self.num_keys(saved)).collect::<Result<Vec<_>>>()?;
         let ids_by_kind: Vec<usize> =
-            (0..self.dims.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
+            (0..self.rows.len()).map(|k| counts.iter().map(|c| c[k]).sum()).collect();
         let n: usize = ids_by_kind.iter().sum();
         let entry_words = n * size_of::<Entry>() / 4;
         let (firsts, max_records) = self.number_by_dim(tables)?;
@@ -389,10 +391,10 @@ impl Workspace {
             let by_table: Vec<u32> =
                 (0..tables.len()).map(|t| if is_gone(t) { GONE } else { firsts[t] }).collect();
             let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
-            let all_kinds = 0..self.dims.len();
-            let dims = self.dim_list(all_kinds.clone());
+            let all_kinds = 0..self.rows.len();
+            let rows = self.row_list(all_kinds.clone());
             let list =
-                self.device.kernel(&BACKWARD, &format!("list_entries<{}, {dims}>", saved.source as u32))?;
+                self.device.kernel(&BACKWARD, &format!("list_entries<{}, {rows}>", saved.source as u32))?;
             for (kind, &count) in counts.iter().enumerate() {
                 let work = saved.work(self, all_kinds.clone(), 0, 0, *sums);
                 let (number, how) = (

@@ -20,7 +20,7 @@ impl Workspace {
         if !self.notes_changes && !is_first {
             return Ok(());
         }
-        let name = |dims: &str| format!("note_updated<{}, {dims}>", saved.source as u32);
+        let name = |rows: &str| format!("note_updated<{}, {rows}>", saved.source as u32);
         let kernels = self.kernels_by_kinds(&CHANGES, name)?;
         if is_first {
             self.device.kernels(&CHANGES, ["list_changed", "copy_records"])?;

@@ -35,7 +35,7 @@ impl Workspace {
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn count_rows(&self, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let mut launch = piece.launch;
-        for (kernel, kinds) in self.kernels_by_kinds(&GENERAL, |dims| format!("count_rows<{dims}>"))? {
+        for (kernel, kinds) in self.kernels_by_kinds(&GENERAL, |rows| format!("count_rows<{rows}>"))? {
             let work = merged.saved.work(self, kinds, merged.prepared, merged.factors, merged.sums);
             let piece = Piece { launch, ..piece };
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
@@ -50,7 +50,7 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn visit_piece(&self, kernel: &str, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
-        let name = |dims: &str| format!("{kernel}<{}, {dims}>", merged.saved.source as u32);
+        let name = |rows: &str| format!("{kernel}<{}, {rows}>", merged.saved.source as u32);
         let kernels = self.kernels_by_kinds(&GENERAL, name)?;
         let started = self.profiler.start(stream)?;
         let mut launch = piece.launch;

@@ -150,7 +150,7 @@ impl Workspace {
     ) -> Result<Started> {
         self.join(stream)?;
         self.describe(tables, stream)?;
-        let mut ids_by_kind = vec![0; self.dims.len()];
+        let mut ids_by_kind = vec![0; self.rows.len()];
         features.iter().for_each(|f| ids_by_kind[self.kinds[f.table]] += f.ids.len);
         let n: usize = ids_by_kind.iter().sum();
         let max_bags = features.iter().map(Feature::num_bags).max().unwrap_or(0);
@@ -289,7 +289,7 @@ impl Workspace {
         }
         let Started { places, call, found, rows_blocks, bags, .. } = started;
         let make_rows =
-            self.kernels_by_kinds(&FORWARD, |dims| format!("make_rows<{}, {dims}>", *bags as u32))?;
+            self.kernels_by_kinds(&FORWARD, |rows| format!("make_rows<{}, {rows}>", *bags as u32))?;
         let rows = Rows {
             records: found.records,
             named: places.named,

@@ -31,6 +31,7 @@ use sok_core::error::{Error, Result};
 use crate::abi::{self, *};
 use crate::device::{Device, Kernel, Stream, driver_error, launch_next};
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::record::RowKind;
 use crate::kernels::CONTROL;
 use crate::memory::{Buffer, Shared, words};
 use crate::nvrtc::Source;
@@ -58,11 +59,11 @@ use sort::SortKernels;
 pub struct Workspace {
     /// The device of all tables of the group.
     pub device: Arc<Device>,
-    /// Distinct dims, ascending.
-    dims: Vec<usize>,
+    /// Distinct rows, in the order of their codes.
+    rows: Vec<RowKind>,
     /// Whether rows and gradients outside of records have whole groups of four columns, as those have that ranks send each other.
     has_whole_quads: bool,
-    /// By table: the index of its dim in `dims`.
+    /// By table: the index of its row in `rows`.
     kinds: Vec<usize>,
     tables_on_device: Buffer<abi::Table>,
     scratch: Option<Buffer<u32>>,
@@ -96,8 +97,8 @@ pub struct Workspace {
     pub(crate) profiler: Profiler,
 }
 
-/// Maximum number of dims of a kernel. The time that the compiler takes grows faster than their number.
-const DIMS_OF_A_KERNEL: usize = 8;
+/// Maximum number of rows of a kernel. The time that the compiler takes grows faster than their number.
+const ROWS_OF_A_KERNEL: usize = 8;
 
 /// Maximum number of buffers of completed steps that are kept for later ones.
 const SPARE_MEMORIES: usize = 6;
@@ -106,19 +107,20 @@ impl Workspace {
     /// Creates the workspace of a group with these tables.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more than 32 distinct dims, [`Error::Device`] if the device does not have enough memory.
+    /// [`Error::Argument`] for more than 32 distinct dims and types of rows, [`Error::Device`] if the device does not have enough memory.
     pub fn new(device: &Arc<Device>, tables: &[GpuTable]) -> Result<Workspace> {
         let context = &device.context;
-        let mut dims: Vec<usize> = tables.iter().map(|t| t.config.dim).collect();
-        dims.sort_unstable();
-        dims.dedup();
-        if dims.len() > 32 {
+        let mut rows: Vec<RowKind> = tables.iter().map(|t| RowKind::of(&t.config)).collect();
+        rows.sort_unstable_by_key(|row| row.code());
+        rows.dedup();
+        if rows.len() > 32 {
             return Err(Error::argument(format!(
-                "the tables of a layer on a GPU have at most 32 different dims. Received: {}",
-                dims.len()
+                "the tables of a layer on a GPU have at most 32 different dims and types of rows. Received: {}",
+                rows.len()
             )));
         }
-        let kind = |t: &GpuTable| dims.iter().position(|d| *d == t.config.dim).unwrap_or_default();
+        let kind =
+            |t: &GpuTable| rows.iter().position(|row| *row == RowKind::of(&t.config)).unwrap_or_default();
         let kinds: Vec<usize> = tables.iter().map(kind).collect();
         let failed = driver_error("making a stream");
         let event = || context.new_event(Some(CU_EVENT_DISABLE_TIMING)).map_err(&failed);
@@ -141,7 +143,7 @@ impl Workspace {
             is_ready_to_note: Cell::new(false),
             profiler: Profiler::new(context),
             device: device.clone(),
-            dims,
+            rows,
             kinds,
             has_whole_quads: false,
         })
@@ -155,33 +157,33 @@ impl Workspace {
         Ok(Workspace { has_whole_quads: true, ..Workspace::new(device, tables)? })
     }
 
-    /// Returns the dims of some kinds as template arguments of kernels.
-    fn dim_list(&self, kinds: Range<usize>) -> String {
-        let columns = |dim: &usize| if self.has_whole_quads { 4 * abi::quads(*dim) } else { *dim };
-        self.dims[kinds].iter().map(|dim| columns(dim).to_string()).collect::<Vec<_>>().join(", ")
+    /// Returns the rows of some kinds as template arguments of kernels.
+    fn row_list(&self, kinds: Range<usize>) -> String {
+        let row = |row: &RowKind| if self.has_whole_quads { row.of_whole_quads() } else { *row };
+        self.rows[kinds].iter().map(|of| row(of).code().to_string()).collect::<Vec<_>>().join(", ")
     }
 
-    /// Returns the kernels of a launch and the kinds that each processes. `name`: of the kernel for a list of dims. There are several
-    /// if the group has many dims. They are compiled in parallel.
+    /// Returns the kernels of a launch and the kinds that each processes. `name`: of the kernel for a list of rows. There are several
+    /// if the group has many. They are compiled in parallel.
     fn kernels_by_kinds(
         &self,
         source: &Source,
         name: impl Fn(&str) -> String,
     ) -> Result<Vec<(Kernel, Range<usize>)>> {
-        let starts = (0..self.dims.len()).step_by(DIMS_OF_A_KERNEL);
-        let parts = starts.map(|start| start..self.dims.len().min(start + DIMS_OF_A_KERNEL));
-        let names: Vec<String> = parts.clone().map(|kinds| name(&self.dim_list(kinds))).collect();
+        let starts = (0..self.rows.len()).step_by(ROWS_OF_A_KERNEL);
+        let parts = starts.map(|start| start..self.rows.len().min(start + ROWS_OF_A_KERNEL));
+        let names: Vec<String> = parts.clone().map(|kinds| name(&self.row_list(kinds))).collect();
         Ok(self.device.kernels_apart(source, &names)?.into_iter().zip(parts).collect())
     }
 
     /// Returns the number of launches that `kernels_by_kinds` returns.
     pub fn num_launches(&self) -> usize {
-        self.dims.len().div_ceil(DIMS_OF_A_KERNEL)
+        self.rows.len().div_ceil(ROWS_OF_A_KERNEL)
     }
 
     /// Returns the parameter of a launch that processes these kinds.
     fn kinds_of_launch(&self, kinds: &Range<usize>) -> abi::Kinds {
-        abi::Kinds { first: kinds.start as u32, has_others: (kinds.len() < self.dims.len()).into() }
+        abi::Kinds { first: kinds.start as u32, has_others: (kinds.len() < self.rows.len()).into() }
     }
 
     /// Address of the table descriptors on the device, by table of the group.
@@ -337,7 +339,7 @@ impl Workspace {
     /// # Errors
     /// As `take_memory`.
     pub fn take_sums(&mut self, saved: &Saved) -> Result<Buffer<u32>> {
-        let words = saved.sum_words(&self.dims);
+        let words = saved.sum_words(&self.rows);
         self.take_memory(words)
     }
 

@@ -82,7 +82,7 @@ impl Workspace {
         let has_counts = features.iter().any(|feature| feature.id_counts != 0);
         let id_counts = parts.take(if has_counts { n } else { 0 });
         let mut kinds = Vec::new();
-        for ((ids, dim), lists) in ids_by_kind.iter().zip(&self.dims).zip(&lists) {
+        for ((ids, row), lists) in ids_by_kind.iter().zip(&self.rows).zip(&lists) {
             let ids = if save { *ids } else { 0 };
             let (hot, runs) = (ids / HOT + 2, ids / RUN + ids / HOT + 2);
             kinds.push(Keys {
@@ -91,8 +91,8 @@ impl Workspace {
                 several: parts.take(2 * ids + 4),
                 hot: parts.take(4 * hot),
                 runs: parts.take(4 * runs),
-                partial: parts.take(if ids > 0 { 4 * runs * quads(*dim) } else { 0 }),
-                width: *dim as u32,
+                partial: parts.take(if ids > 0 { 4 * runs * quads(row.dim) } else { 0 }),
+                width: row.dim as u32,
                 ..Keys::default()
             });
         }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::Workspace;
 use crate::abi::*;
 use crate::gpu_table::GpuTable;
+use crate::gpu_table::record::RowKind;
 use crate::gpu_table::uses::SortedIds;
 use crate::memory::{Buffer, words};
 
@@ -58,8 +59,8 @@ pub struct SavedFeature {
 
 impl Saved {
     /// Returns the number of words for the merged gradients of all keys, if every id has a key of its own.
-    pub(super) fn sum_words(&self, dims: &[usize]) -> usize {
-        self.ids_by_kind.iter().zip(dims).map(|(ids, dim)| ids * 4 * quads(*dim)).sum()
+    pub(super) fn sum_words(&self, rows: &[RowKind]) -> usize {
+        self.ids_by_kind.iter().zip(rows).map(|(ids, row)| ids * 4 * quads(row.dim)).sum()
     }
 
     /// Returns whether a table has lost its records since the lookup.
@@ -126,12 +127,12 @@ impl Saved {
         };
         let mut all = words(&[start]).to_vec();
         let mut at = sums;
-        let all_kinds = self.kinds.iter().zip(&self.ids_by_kind).zip(&workspace.dims);
-        for (kind, ((keys, ids), dim)) in all_kinds.enumerate() {
+        let all_kinds = self.kinds.iter().zip(&self.ids_by_kind).zip(&workspace.rows);
+        for (kind, ((keys, ids), row)) in all_kinds.enumerate() {
             if kinds.contains(&kind) {
                 all.extend_from_slice(words(&[Keys { sums: at, ..*keys }]));
             }
-            at += (ids * 16 * quads(*dim)) as u64;
+            at += (ids * 16 * quads(row.dim)) as u64;
         }
         all
     }

@@ -52,7 +52,7 @@ impl HostGroup {
         self.touch_rows();
         if binding.update.rule.is_general() {
             let start = self.stopwatch.start();
-            let done = self.apply_new_values(pool);
+            let done = self.apply_new_values(&scalars.update, pool);
             self.stopwatch.stop(StepPart::Update, start);
             self.end_update();
             return done;
@@ -142,10 +142,12 @@ fn run_updates<G: MergedGradients>(
     let total: usize = work.iter().flat_map(|(_, gradients, ..)| gradients).map(|g| g.records.len()).sum();
     let mut tasks = Vec::new();
     for (table, gradients, update, scalars) in &mut work {
-        let (arena, dim) = (table.arena.share(), table.config.dim);
+        let (format, chance) = (table.first.format, table.chance(scalars));
+        let arena = table.arena.share();
         for gradients in &*gradients {
             for keys in gradients.gradients.pieces(num_pieces(gradients.records.len(), total, pool)) {
-                tasks.push(UpdateTask { arena, dim, gradients, keys, update, scalars: **scalars });
+                let scalars = **scalars;
+                tasks.push(UpdateTask { arena, format, chance, gradients, keys, update, scalars });
             }
         }
     }

@@ -10,7 +10,7 @@ use crate::contract::general::{Gather, Scatter, piece_number};
 use crate::contract::group::Group;
 use crate::contract::tensor::{Tensor, TensorMut};
 use crate::error::{Error, Result};
-use crate::formula::update::Conditioning;
+use crate::formula::update::{Conditioning, UpdateScalars};
 use crate::formula::{Rule, StateSpec};
 use crate::host::merge::{MergedGradients, RecordGradients, StoredGradients};
 use crate::host::new_values::NewValues;
@@ -18,6 +18,7 @@ use crate::host::table::HostTable;
 use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::simd::prefetch;
 use crate::store::arena::{Arena, NO_RECORD, SharedArena};
+use crate::store::format::{Chance, RecordFormat};
 
 /// How many records are prefetched ahead.
 const AHEAD: usize = 16;
@@ -168,7 +169,7 @@ impl HostGroup {
     ///
     /// # Errors
     /// [`Error::State`] if some have not come. Nothing has changed then.
-    pub(super) fn apply_new_values(&mut self, pool: &Pool) -> Result<()> {
+    pub(super) fn apply_new_values(&mut self, scalars: &UpdateScalars, pool: &Pool) -> Result<()> {
         let new = &self.new_values;
         if !new.is_complete() {
             return Err(Error::State(format!(
@@ -182,22 +183,22 @@ impl HostGroup {
         let mut tasks = Vec::new();
         for (number, table) in tables.iter_mut().enumerate() {
             let mut floats = self.new_values.of_table(number);
-            let (dim, generation) = (table.config.dim, table.generation);
+            let (format, generation, chance) = (table.first.format, table.generation, table.chance(scalars));
             let arena = table.arena.share();
             for gradients in self.stored(number, generation) {
                 let num_keys = gradients.records.len();
                 for keys in gradients.gradients.pieces(num_pieces(num_keys, num_keys, pool)) {
-                    let start = floats.start + keys.start * dim;
-                    tasks.push((arena, dim, &gradients.records[keys], start));
+                    let start = floats.start + keys.start * format.dim;
+                    tasks.push((arena, format, chance, &gradients.records[keys], start));
                 }
-                floats.start += num_keys * dim;
+                floats.start += num_keys * format.dim;
             }
         }
         let new = &self.new_values;
         // SAFETY: - the tables are borrowed mutably: nobody else has their arenas.
         //         - the records of all tasks are distinct: keys of a table are distinct over its gradients, and pieces are.
-        run_if_large(new.len() / 16, tasks, pool, |(arena, dim, records, start)| unsafe {
-            write_records(arena, dim, records, new, start);
+        run_if_large(new.len() / 16, tasks, pool, |(arena, format, chance, records, start)| unsafe {
+            write_records(arena, format, &chance, records, new, start);
         });
         self.tables = tables;
         Ok(())
@@ -235,7 +236,8 @@ impl TableRows<'_> {
         to: &mut [&mut [f32]],
         mut place: usize,
     ) {
-        let (dim, arena) = (self.table.config.dim, &self.table.arena);
+        let (dim, arena, format) = (self.table.config.dim, &self.table.arena, self.table.first.format);
+        let mut row = vec![0.0; dim];
         let mut start = floats.start;
         while start < floats.end {
             let (key, column) = (start / dim, start % dim);
@@ -248,16 +250,19 @@ impl TableRows<'_> {
                 NO_RECORD => to.iter_mut().for_each(|to| to[places.clone()].fill(0.0)),
                 record => {
                     let sums = gradients.sums[start..end].iter();
-                    let record = &arena.record(record)[column..];
-                    let row = record[..end - start].iter();
+                    let record = arena.record(record);
+                    format.read_row(record, &mut row);
+                    let columns = column..column + end - start;
+                    let row = row[columns.clone()].iter();
+                    let states = record[format.states_start()..].chunks_exact(dim);
                     for (to, sum) in to[0][places.clone()].iter_mut().zip(sums) {
                         *to = self.conditioning.gradient(*sum * gradients.weight);
                     }
                     for (to, x) in to[1][places.clone()].iter_mut().zip(row) {
                         *to = self.conditioning.value(*x);
                     }
-                    for (state, to) in to[2..].iter_mut().enumerate() {
-                        to[places.clone()].copy_from_slice(&record[(1 + state) * dim..][..end - start]);
+                    for (to, state) in to[2..].iter_mut().zip(states) {
+                        to[places.clone()].copy_from_slice(&state[columns.clone()]);
                     }
                 }
             }
@@ -276,13 +281,22 @@ fn prefetch_record(arena: &Arena, record: u32) {
 ///
 /// # Safety
 /// Until it returns, no other thread reads or writes the records.
-unsafe fn write_records(arena: SharedArena, dim: usize, records: &[u32], new: &NewValues, start: usize) {
+unsafe fn write_records(
+    arena: SharedArena,
+    format: RecordFormat,
+    chance: &Chance,
+    records: &[u32],
+    new: &NewValues,
+    start: usize,
+) {
+    let dim = format.dim;
     for (place, &record) in records.iter().enumerate().filter(|(_, record)| **record != NO_RECORD) {
         let start = start + place * dim;
         // SAFETY: the caller's promise.
         let record = unsafe { arena.record_mut(record) };
-        for (field, to) in record.chunks_exact_mut(dim).enumerate() {
-            to.copy_from_slice(new.field(field, start..start + dim));
+        format.write_updated(record, new.field(0, start..start + dim), chance);
+        for (state, to) in record[format.states_start()..].chunks_exact_mut(dim).enumerate() {
+            to.copy_from_slice(new.field(1 + state, start..start + dim));
         }
     }
 }

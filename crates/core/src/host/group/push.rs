@@ -9,6 +9,7 @@ use crate::host::pooling::MissingRow;
 use crate::host::push::{OutputGradients, Push, PushedGradients, SavedLookup, SavedTable, merge_push};
 use crate::host::table::HostTable;
 use crate::pool::Pool;
+use crate::row_type::with_number;
 
 impl HostGroup {
     /// Takes the gradients of a lookup's outputs. Writes the ticket, `(64, 2)`, and the gradients of weights, `(ids,)` for each
@@ -87,8 +88,11 @@ impl HostGroup {
         for ((feature, saved, trace), written) in traces.into_iter().zip(weight_gradients) {
             let table = &self.tables[saved.number];
             if saved.generation == table.generation && written.len() == trace.num_ids() {
-                let missing = MissingRow::new(&table.first, table.shared_missing_row());
-                trace.gradients(&table.arena, missing, gradients.rows[feature].get(), written);
+                let rows = gradients.rows[feature].get();
+                with_number!(table.config.row_type, N => {
+                    let missing = MissingRow::new(&table.first, table.shared_missing_row());
+                    trace.gradients(&table.arena.rows::<N>(), missing, rows, written);
+                });
             } else {
                 written.fill(0.0);
             }

@@ -9,12 +9,12 @@ use crate::error::Result;
 use crate::exchange::communicator::Communicator;
 use crate::exchange::message::{Call, Reader, Tag, Writer};
 use crate::exchange::placement::Placement;
-use crate::exchange::row_type::RowType;
 use crate::host::group::HostGroup;
 use crate::host::push::{Push, Spare};
 use crate::host::sharded::requests::Requests;
 use crate::host::sharded::sent::SentLookup;
 use crate::host::sharded::shards::Shards;
+use crate::row_type::RowType;
 
 /// This rank's part of a group.
 pub struct ShardedGroup {

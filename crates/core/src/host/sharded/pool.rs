@@ -107,7 +107,7 @@ fn pool_plain<const D: usize>(
     coefficients: &mut [f32],
 ) {
     let missing = MissingRow::new(&table.first, None);
-    let pooling = PlainPooling::<D>::new(&output.feature, output.rows, missing, false);
+    let pooling = PlainPooling::<D, _>::new(&output.feature, output.rows, missing, false);
     dispatch(PoolRange { pooling, rows, records: numbers });
     coefficients.fill(plain_coefficient(&output.feature));
 }

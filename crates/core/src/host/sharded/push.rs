@@ -7,12 +7,12 @@ use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
 use crate::contract::ticket::write_ticket;
 use crate::error::{Error, Result};
-use crate::exchange::row_type::RowType;
 use crate::host::group::push::{check_gradients, gone_lookup};
 use crate::host::pooling::MissingRow;
 use crate::host::push::{OutputGradients, Push, PushedGradients, SavedTable, Spare, merge_push};
 use crate::host::weight_gradient::WeightTrace;
 use crate::pool::Pool;
+use crate::row_type::RowType;
 use crate::store::region::Region;
 
 impl ShardedGroup {

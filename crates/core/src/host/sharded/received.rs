@@ -16,13 +16,15 @@ pub struct ReceivedRows {
 }
 
 impl Rows for ReceivedRows {
+    type Number = f32;
+
     #[inline(always)]
     fn row(&self, number: RecordNumber) -> &[f32] {
         &self.values[number as usize * self.dim..][..self.dim]
     }
 
     #[inline(always)]
-    fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, D> {
+    fn with_dim<const D: usize>(&self) -> RowsWithDim<'_, f32, D> {
         RowsWithDim::new(&self.values, self.dim)
     }
 }

@@ -4,8 +4,8 @@ use crate::contract::table::TableConfig;
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::placement::Placement;
-use crate::exchange::row_type::RowType;
 use crate::fingerprint::fingerprint64;
+use crate::row_type::RowType;
 
 /// This rank's shards of the tables of a group.
 pub struct Shards {

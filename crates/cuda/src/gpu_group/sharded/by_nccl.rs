@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
-use sok_core::exchange::row_type::RowType;
 use sok_core::host::sharded::counts_ids;
+use sok_core::row_type::RowType;
 
 use super::asked::TableRequest;
 use super::layout::{GradientLayout, row_bytes};
@@ -107,7 +107,8 @@ impl ShardedGpuGroup {
     fn copies_of_rows(&self) -> (CopyKernel, CopyKernel) {
         match self.row_type {
             RowType::Float32 => (CopyKernel::Copy, CopyKernel::Copy),
-            RowType::Bfloat16 => (CopyKernel::Narrow, CopyKernel::Widen),
+            // `new` has refused float16.
+            RowType::Float16 | RowType::Bfloat16 => (CopyKernel::Narrow, CopyKernel::Widen),
         }
     }
 

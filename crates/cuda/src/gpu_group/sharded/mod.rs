@@ -32,8 +32,8 @@ use sok_core::exchange::buckets::Owners;
 use sok_core::exchange::collectives::gather;
 use sok_core::exchange::message::{Call, Reader, Tag, Writer};
 use sok_core::exchange::placement::Placement;
-use sok_core::exchange::row_type::RowType;
 use sok_core::host::sharded::Shards;
+use sok_core::row_type::RowType;
 
 use super::{GpuGroup, LookupNumber, OutputGradients, SharedTotals};
 use crate::abi::{self, EXPONENTS, MAX_CLASSES, MAX_RANKS, RING};
@@ -165,6 +165,9 @@ impl ShardedGpuGroup {
         row_type: RowType,
     ) -> Result<ShardedGpuGroup> {
         let world_size = peers.world_size();
+        if row_type == RowType::Float16 {
+            return Err(Error::argument("GPUs move rows as float32 or bfloat16. Received: float16"));
+        }
         if merge_blocks + world_size > MAX_CLASSES {
             return Err(Error::argument(format!(
                 "tables on GPUs are merged in at most {} blocks. Received: merge_blocks={merge_blocks}",
@@ -177,6 +180,9 @@ impl ShardedGpuGroup {
             initial_capacity: 0,
             eviction: None,
             time_to_live: None,
+            // Rows come from their owners in float32.
+            row_type: RowType::Float32,
+            stochastic_rounding: false,
             ..config.clone()
         };
         let mut front = GpuGroup::new(device, configs.iter().map(without_rows).collect())?;
