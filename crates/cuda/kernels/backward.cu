@@ -42,7 +42,8 @@ template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(c
 template <u32 SOURCE, u32 ROW, bool AGAIN, class W>
 __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
-  return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<dim_of(ROW), !AGAIN>(g.rows, g.row, quad), g.scale);
+  return scaled(
+      SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<dim_of(ROW), !AGAIN>(g.rows, g.row, quad), g.scale);
 }
 
 // Requests the columns that `load_gradient` would load. Returns what they must be multiplied by.

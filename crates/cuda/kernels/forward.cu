@@ -110,8 +110,10 @@ template <u32 ROW> __device__ __noinline__ void write_missing(const Table& t, co
 }
 
 // Copies the rows of bags of one id each. A warp copies as many bags as it has lanes.
-template <u32 ROW, u32 ROWS>
-__device__ __forceinline__ void gather(const Table& t, const Feature& f, const Rows& rows, const RowStage<ROWS>& stage, u32 block) {
+template <u32 ROW, u32 PLACES>
+__device__ __forceinline__ void gather(
+    const Table& t, const Feature& f, const Rows& rows, const RowStage<PLACES>& stage, u32 block) {
+  constexpr u32 ROWS = PLACES * quads_of_place(ROW);
   constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW), GROUPS = WARP / LANES;
   // A row takes PIECES turns, because a group of lanes copies 4 * LANES columns in a turn. All bags of the warp take TURNS turns.
   constexpr u32 PIECES = (QUADS + LANES - 1) / LANES, TURNS = (WARP + GROUPS * ROWS - 1) / (GROUPS * ROWS) * PIECES;
@@ -141,7 +143,8 @@ __device__ __forceinline__ void gather(const Table& t, const Feature& f, const R
     if (turn + 1 < TURNS) start(turn + 1);
     stage.end();
     stage.wait();
-    each(turn, [&](u32 k, u32 at, u32 quad, u32) { store_columns<dim_of(ROW)>(f.rows, first + at, quad, quad_of<ROW>(stage, turn, k)); });
+    each(turn,
+        [&](u32 k, u32 at, u32 quad, u32) { store_columns<dim_of(ROW)>(f.rows, first + at, quad, quad_of<ROW>(stage, turn, k)); });
   }
   if (missing) write_missing<ROW>(t, f, first, missing);
 }

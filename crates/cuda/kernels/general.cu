@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(UPDATE_THREADS) scatter_piece(const __grid_con
   begin();
   visit_piece<SOURCE, ROW...>(w, piece, [&](const auto& columns, const float4*, float, u64 place) {
     columns.set_row(((const float4*)piece.arrays[0])[place]);
-    for (u32 state = 0; state + 1 < piece.num_arrays; ++state) columns.state(state) = ((const float4*)piece.arrays[1 + state])[place];
+    for (u32 state = 0; state + 1 < piece.num_arrays; ++state)
+      columns.state(state) = ((const float4*)piece.arrays[1 + state])[place];
   });
 }
 

@@ -343,8 +343,8 @@ extern "C" __global__ void __launch_bounds__(WARP) share_out_of_vocabulary(
   if (!t.has_out_of_vocabulary_key || owner_of(r, p.world_size, t.out_of_vocabulary_key) != p.rank) return;
   const u32 record = find_alone(t.index, t.out_of_vocabulary_key);
   for (u32 quad = lane(); quad < t.quads; quad += WARP) {
-    const float4 row =
-        record == NO_RECORD ? rounded(t.row_type, first_values(t.initializer, t.out_of_vocabulary_key, quad)) : row_columns(t, record, quad);
+    const float4 row = record == NO_RECORD ? rounded(t.row_type, first_values(t.initializer, t.out_of_vocabulary_key, quad))
+                                           : row_columns(t, record, quad);
     for (u32 rank = 0; rank < p.world_size; ++rank)
       if (r.owner != EVERY_RANK || rank == p.rank) ((float4*)s.of_ranks[rank])[(u64)blockIdx.x * s.stride + quad] = row;
   }

@@ -60,23 +60,27 @@ __device__ __forceinline__ u32 take(u32* count, bool is_in) {
   return __shfl_sync(ALL, first, 0) + __popc(all & lanes_below());
 }
 
-// Returns 16 bytes of a new record before its states, if its row has numbers of 16 bits. A function of its own, which takes no registers from
-// kernels that insert.
-__device__ __noinline__ float4 first_narrow(const Table& t, u64 key, u32 unit) {
-  if (2 * unit >= t.quads) return make_float4(__uint_as_float((u32)key), __uint_as_float((u32)(key >> 32)), 0, 0);
-  const uint2 low = narrow(t.row_type, first_values(t.initializer, key, 2 * unit)),
-              high = narrow(t.row_type, first_values(t.initializer, key, 2 * unit + 1));
-  return make_float4(__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y));
+// Writes a part of a new record: four columns, initial values of the row or of a state. First come the parts of the row. The key of a row that
+// is rounded by chance is written with the first one.
+__device__ __forceinline__ void write_part(const Table& t, float4* record, u64 key, u32 part) {
+  if (part >= t.quads) {
+    const float x = part < 2 * t.quads ? t.first_state : 0;
+    store_once(record + t.states + (part - t.quads), make_float4(x, x, x, x));
+    return;
+  }
+  const float4 x = first_values(t.initializer, key, part);
+  if (t.row_type == FLOAT32) {
+    store_once(record + part, x);
+    return;
+  }
+  __stcs((uint2*)record + part, narrow(t.row_type, x));
+  const u32 units = (t.quads + 1) / 2;
+  if (part + 1 == t.quads && t.quads % 2) ((uint2*)record)[t.quads] = make_uint2(0, 0);
+  if (part == 0 && units < t.states) *(u64*)(record + units) = key;
 }
 
-// Returns 16 bytes of a new record, initial values of the row or of a state.
-__device__ __forceinline__ float4 first_columns(const Table& t, u64 key, u32 unit) {
-  if (unit >= t.states) {
-    const float x = unit < t.states + t.quads ? t.first_state : 0;
-    return make_float4(x, x, x, x);
-  }
-  return t.row_type == FLOAT32 ? first_values(t.initializer, key, unit) : first_narrow(t, key, unit);
-}
+// Returns the number of parts of a record.
+__device__ __forceinline__ u32 parts_of(const Table& t) { return t.quads + (t.stride - t.states); }
 
 // Returns four columns of the row of a record.
 __device__ __forceinline__ float4 row_columns(const Table& t, u32 record, u32 quad) {
@@ -101,7 +105,7 @@ __device__ __forceinline__ float4 missing_columns(const Table& t, u64 key, u32 q
 
 // Writes the initial values of the new records of a warp. `is_new`: whether this lane has a new record.
 __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key, u32 record, LaneList& list) {
-  const u32 lanes = min(lanes_for(t.stride), WARP), groups = WARP / lanes;
+  const u32 parts = parts_of(t), lanes = min(lanes_for(parts), WARP), groups = WARP / lanes;
   const u32 n = list.take(is_new), group = lane() / lanes, column = lane() % lanes;
   for (u32 start = 0; start < n; start += groups) {
     const bool is_one = start + group < n;
@@ -109,7 +113,7 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
     const u64 k = __shfl_sync(ALL, key, from);
     float4* at = t.records + (u64)__shfl_sync(ALL, record, from) * t.stride;
     if (!is_one) continue;
-    for (u32 quad = column; quad < t.stride; quad += lanes) store_once(at + quad, first_columns(t, k, quad));
+    for (u32 part = column; part < parts; part += lanes) write_part(t, at, k, part);
   }
 }
 
@@ -201,7 +205,7 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
   record = __shfl_sync(ALL, record, 0);
   if (__shfl_sync(ALL, is_new, 0)) {
     float4* at = t.records + (u64)record * t.stride;
-    for (u32 quad = lane(); quad < t.stride; quad += WARP) store_once(at + quad, first_columns(t, key, quad));
+    for (u32 part = lane(); part < parts_of(t); part += WARP) write_part(t, at, key, part);
   }
   return record;
 }

@@ -58,8 +58,8 @@ __device__ __forceinline__ uint2 narrow(u32 type, const float4& x) {
 __device__ __forceinline__ float4 widen(u32 type, const uint2& x) {
   if (type == FLOAT16)
     return make_float4(from_float16(x.x & 0xffff), from_float16(x.x >> 16), from_float16(x.y & 0xffff), from_float16(x.y >> 16));
-  return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000), __uint_as_float(x.y << 16),
-      __uint_as_float(x.y & 0xffff0000));
+  return make_float4(
+      __uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000), __uint_as_float(x.y << 16), __uint_as_float(x.y & 0xffff0000));
 }
 // Rounds numbers to those that rows of a type can have.
 __device__ __forceinline__ float4 rounded(u32 type, const float4& x) { return type == FLOAT32 ? x : widen(type, narrow(type, x)); }
@@ -91,10 +91,13 @@ template <u32 ROW> __device__ __forceinline__ void store_updated(float4* record,
     const auto number = [](float x, u32 draw) {
       return type_of(ROW) == FLOAT16 ? float16_by_chance(x, draw) : bfloat16_by_chance(x, draw);
     };
-    __stcs((uint2*)record + quad, pack(number(x.x, first & 0xffff), number(x.y, first >> 16), number(x.z, second & 0xffff),
-                                      number(x.w, second >> 16)));
+    __stcs((uint2*)record + quad,
+        pack(number(x.x, first & 0xffff), number(x.y, first >> 16), number(x.z, second & 0xffff), number(x.w, second >> 16)));
   }
 }
+
+// Returns how many quads of rows fit into a place of a stage, which has 16 bytes.
+__host__ __device__ constexpr u32 quads_of_place(u32 row) { return type_of(row) == FLOAT32 ? 1 : 2; }
 
 // Requests a quad of the row of a record, as row `k` of a turn of a stage.
 template <u32 ROW, class S>
@@ -105,10 +108,10 @@ __device__ __forceinline__ void start_quad(const S& stage, u32 turn, u32 k, cons
 // Returns a quad that has come.
 template <u32 ROW, class S> __device__ __forceinline__ float4 quad_of(const S& stage, u32 turn, u32 k) {
   if constexpr (type_of(ROW) == FLOAT32) return stage.at(turn, k);
-  else return widen(type_of(ROW), *(const uint2*)&stage.at(turn, k));
+  else return widen(type_of(ROW), stage.half_at(turn, k));
 }
 // Puts a quad where one would come.
 template <u32 ROW, class S> __device__ __forceinline__ void put_quad(const S& stage, u32 turn, u32 k, const float4& x) {
   if constexpr (type_of(ROW) == FLOAT32) stage.at(turn, k) = x;
-  else *(uint2*)&stage.at(turn, k) = narrow(type_of(ROW), x);
+  else stage.half_at(turn, k) = narrow(type_of(ROW), x);
 }

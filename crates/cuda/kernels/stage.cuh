@@ -20,12 +20,14 @@ template <u32 N, u32 THREADS> struct Stage {
         : "memory");
 #endif
   }
-  // Requests eight bytes, which come as the first two numbers of a place.
+  // The same for eight bytes. Two of them share a place, so `k` is below 2 * N.
+  __device__ __forceinline__ uint2& half_at(u32 turn, u32 k) const { return ((uint2*)&at(turn, k / 2))[k % 2]; }
+  // Requests eight bytes.
   __device__ __forceinline__ void start_half(u32 turn, u32 k, const uint2* from) const {
 #if __CUDA_ARCH__ < 800
-    *(uint2*)&at(turn, k) = *from;
+    half_at(turn, k) = *from;
 #else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((u32)__cvta_generic_to_shared(&at(turn, k))), "l"(from)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((u32)__cvta_generic_to_shared(&half_at(turn, k))), "l"(from)
         : "memory");
 #endif
   }

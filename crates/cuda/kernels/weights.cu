@@ -39,7 +39,8 @@ __device__ __forceinline__ void add_products(
     for (u32 k = 0; k < IDS; ++k) {
       rows[k] = make_float4(0, 0, 0, 0);
       const u32 r = __shfl_sync(ids.mask, ids.record, (first + k) % LANES, LANES);
-      if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS) rows[k] = load_quad<ROW>(side.records + (u64)r * side.stride, quad);
+      if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS)
+        rows[k] = load_quad<ROW>(side.records + (u64)r * side.stride, quad);
     }
     const float4 g = quad < QUADS ? load_columns<dim_of(ROW), false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
 #pragma unroll
