@@ -10,6 +10,7 @@ from keras import ops
 
 from sok_keras import backend
 from sok_keras.backend import native
+from sok_keras.table_optimizers import distinct, variables_of
 
 # Names of element types in safetensors.
 _DTYPES = {
@@ -213,7 +214,9 @@ def expected_update(model: Any, table: Any) -> str | None:
     wrappers = [wrapper for wrapper in wrappers if hasattr(wrapper, "update_for")]
     trigger = table._core.trigger.variable
     is_trained = trigger is None or any(trigger is variable for variable in model.trainable_variables)
-    return wrappers[0].update_for(trigger) if len(wrappers) == 1 and is_trained else None
+    if len(wrappers) != 1 or not is_trained:
+        return None
+    return table._core.update_of(table, wrappers[0].update_for(trigger))
 
 
 def _variables_of(optimizer, model, is_only):
@@ -230,4 +233,8 @@ def _variables_of(optimizer, model, is_only):
     except (TypeError, ValueError):
         return None  # a schedule that Keras cannot copy
     twin.build(_dense(model.trainable_variables))
-    return twin.variables
+    cores = [variable.sok_core for variable in model.trainable_variables if hasattr(variable, "sok_core")]
+    others = distinct(other for core in cores for other in core.table_optimizers)
+    for other in others:
+        other.build([])
+    return twin.variables + variables_of(others)

@@ -12,6 +12,7 @@ from sok_keras.backend import native
 from sok_keras.plan import Plan
 from sok_keras.rows_file import load, same_states, save, states_of
 from sok_keras.table import Table
+from sok_keras.table_optimizers import core_update
 from sok_keras.trigger import Trigger
 
 
@@ -28,13 +29,15 @@ class Core:
     Args:
         configs: A dict for each table, from `table_core_config`.
         storage: `"auto"`, `"hbm"` or `"host"`.
+        table_optimizers: The optimizers of tables that have one of their own. The optimizer with number n is the first of them if n is 1.
 
     Raises:
         DeviceError: For `"hbm"` without a GPU or without NVRTC.
     """
 
-    def __init__(self, configs, storage="auto"):
+    def __init__(self, configs, storage="auto", table_optimizers=()):
         backend.keep_freed_memory()
+        self.table_optimizers = list(table_optimizers)
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
         admitting = [config["name"] for config in configs if config["admission"]]
@@ -138,20 +141,30 @@ class Core:
 
     # ---- optimizer states
 
+    def update_of(self, table, update):
+        """Returns the update of a table as JSON: that of its own optimizer, or `update`, that of the model's."""
+        number = self.configs[table._number]["optimizer"]
+        return core_update(self.table_optimizers[number - 1]) if number else update
+
     def warn_of_lost_states(self, update):
-        """Warns if states that were loaded, and that no optimizer was bound to yet, do not fit this update (JSON)."""
+        """Warns if states that were loaded, and that no optimizer was bound to yet, do not fit this update (JSON) or that of a table's own
+        optimizer."""
         if self.group.is_bound():
             return
-        rules = [(table, table._native.update_rule) for table in self.tables if len(table._native)]
+        rules = [
+            (table, table._native.update_rule, self.update_of(table, update))
+            for table in self.tables
+            if len(table._native)
+        ]
         lost = [
-            f"{table.name!r}: {states_of(rule, table.dim)[0]}"
-            for table, rule in rules
-            if states_of(rule, table.dim)[1] and not same_states(rule, update, table.dim)
+            f"{table.name!r}: {states_of(rule, table.dim)[0]}, now {states_of(its, 1)[0]}"
+            for table, rule, its in rules
+            if states_of(rule, table.dim)[1] and not same_states(rule, its, table.dim)
         ]
         if lost:
             warnings.warn(
-                f"Rows were loaded with states of another optimizer than {states_of(update, 1)[0]}, which now trains the tables "
-                f"({', '.join(lost)}): the rows stay, and states start anew.",
+                f"Rows were loaded with states of another optimizer than the one that now trains the tables ({', '.join(lost)}): the rows "
+                "stay, and states start anew.",
                 stacklevel=4,
             )
 

@@ -19,6 +19,14 @@ from sok_keras.backend.private_keras import (
 )
 from sok_keras.general import GeneralUpdate
 from sok_keras.optimizers import core_rule
+from sok_keras.table_optimizers import (
+    core_update,
+    count_update,
+    distinct,
+    optimizer_config,
+    scalars_of,
+    variables_of,
+)
 
 
 def _core_of(variable: Any) -> Any:
@@ -117,7 +125,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list:
-        return self._variables + self.inner_optimizer.variables
+        return self._variables + self.inner_optimizer.variables + variables_of(self._tables.others)
 
     @property
     def learning_rate(self) -> Any:
@@ -168,9 +176,21 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 self._tables.general.build(cores[0].gpu)
         for core, update in zip(cores, updates, strict=True):
             core.warn_of_lost_states(update)
+        others = [optimizer for core in cores for optimizer in core.table_optimizers]
+        if len(distinct([inner, *others])) <= len(others):
+            raise ValueError(
+                "An optimizer can be that of several tables of one layer, but not of several layers, or also the model's, since each step would "
+                "count several times. Make another one of its config"
+            )
+        self._tables.others = others
+        with backend.eager_scope():
+            for optimizer in others:
+                optimizer.build([])
         if cores:
+            rows = {id(optimizer): row for row, optimizer in enumerate(others, 1)}
+            own = [[(core_update(o), rows[id(o)]) for o in core.table_optimizers] for core in cores]
             self._tables.native = backend.native.Optimizer(
-                [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1
+                [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1, own
             )
             self._tables.handle = self._tables.native.handle
             self._tables.gpu = cores[0].gpu
@@ -290,12 +310,15 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         given = [tickets.get(id(core)) for core in tables.cores]
         named = [ops.zeros((64, 2), "float32") if pair is None else _tensor(pair[0]) for pair in given]
         sum_of_squares = backend.commit(tables, is_update, named)
-        clip = None
+        clip, due = None, ops.reshape(is_update, ())
+        others = [scalar for other in tables.others for scalar in scalars_of(other, due, factor)]
         if inner.global_clipnorm:
             total = sum_of_squares * ops.square(factor) + _sum_of_squares(self._dense_means(dense, steps))
             clip = self._global_clip(ops.sqrt(total))
             factor = factor * clip
-        scalars = ops.stack([learning_rate, step, ops.reshape(is_update, ()), factor])
+        scalars = ops.stack([learning_rate, step, due, factor, *others])
+        for other in tables.others:
+            count_update(other, due)
         if tables.general:
             sum_of_squares = tables.general.run(tables, scalars, sum_of_squares, is_update)
         triggers = [core.trigger.variable for core in tables.cores]
@@ -372,13 +395,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         return rule.get("class", rule["name"])
 
     def get_config(self) -> dict[str, Any]:
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        if inner["module"].startswith("keras."):
-            # PyTorch's own classes serialise under a module that other backends cannot load.
-            inner["module"], inner["registered_name"] = "keras.optimizers", None
         return {
             "name": self.name,
-            "inner_optimizer": inner,
+            "inner_optimizer": optimizer_config(self.inner_optimizer),
             "update_mode": self.update_mode,
             "gradient_reduction": self.gradient_reduction,
         }
@@ -398,6 +417,8 @@ class _Binding:
         self.handle = 0
         self.gpu: int | None = None
         self.cores: list = []
+        # The optimizers of tables that have one of their own.
+        self.others: list = []
         # What updates rows if the core has no formula for the optimizer.
         self.general: GeneralUpdate | None = None
         # What sums dense gradients during the backward pass, if anything does.

@@ -16,6 +16,7 @@ from sok_keras.policies import (
     get_eviction,
     get_time_to_live,
 )
+from sok_keras.table_optimizers import get_optimizer, optimizer_config
 
 _CHOICES = {
     "combiner": ("mean", "sum", "sqrtn"),
@@ -88,7 +89,8 @@ class TableConfig:
             takes any 64-bit id and makes a row when training first sees the id.
         embedding_dim: Number of floats in a row.
         initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
-        optimizer: None: the optimizer that the model is compiled with.
+        optimizer: Keras optimizer, or its name, that updates the rows of the table, with a learning rate, a schedule and states of its own. Tables of a
+            layer may share one. It takes its steps with the model's optimizer, which must be an `OptimizerWrapper`. None: the model's optimizer.
         combiner: How the rows of the ids along the last axis are combined: `"mean"`, `"sum"` or `"sqrtn"`. None: not at all.
         placement: Which ranks have the rows: `"distributed"` for each row on one rank, `"localized:r"` for all rows on rank r,
             `"replicated"` for all rows of a static table on every rank, or `"auto"` (also `"default_device"`, as in keras-rs) for
@@ -124,7 +126,7 @@ class TableConfig:
     vocabulary_size: int | None
     embedding_dim: int
     initializer: Any = dataclasses.field(default_factory=lambda: keras.initializers.VarianceScaling(mode="fan_out"))
-    optimizer: None = None
+    optimizer: Any = None
     combiner: str | None = "mean"
     placement: str = "auto"
     max_ids_per_partition: int = 256
@@ -148,11 +150,7 @@ class TableConfig:
     def __post_init__(self) -> None:
         check_name(self.name)
         self.initializer = keras.initializers.get(self.initializer)
-        if self.optimizer is not None:
-            raise ValueError(
-                "`optimizer` must be None: all tables are updated by the optimizer that the model is compiled with. "
-                f"Received: optimizer={self.optimizer!r}"
-            )
+        self.optimizer = get_optimizer(self.optimizer)
         check_placement(self.placement, self.vocabulary_size)
         for argument in _CHOICES:
             if argument != "combiner" or self.combiner is not None:
@@ -185,6 +183,7 @@ class TableConfig:
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("initializer", "eviction", "admission", "time_to_live"):
             config[name] = keras.saving.serialize_keras_object(getattr(self, name))
+        config["optimizer"] = optimizer_config(self.optimizer)
         return config
 
     @classmethod

@@ -89,6 +89,7 @@ fn config(name: &str) -> TableConfig {
         admission: None,
         row_type: RowType::Float32,
         stochastic_rounding: false,
+        optimizer: 0,
     }
 }
 
@@ -181,7 +182,7 @@ impl Steps {
         let mut group = HostGroup::new(vec![TableConfig { admission, ..config("t") }]).unwrap();
         let rule = Rule::Adam(Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-7, amsgrad: false });
         let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: Some(0.5) };
-        group.bind(Binding { owner: 1, update, needs_norm: true }).unwrap();
+        group.bind(Binding::new(1, update, true)).unwrap();
         let n = 12_000;
         let ids = (0..n).map(|i| i * i % 7919).collect();
         let (ones, zeros) = (vec![1.0; 4 * n as usize], vec![0.0; 4 * n as usize]);
@@ -219,8 +220,8 @@ impl Steps {
     }
 
     fn apply(&mut self, is_update: bool) -> Result<()> {
-        let binding = *self.group.binding().unwrap();
-        self.group.apply(&binding, &ApplyScalars { update: SCALARS, is_update }, &self.pool)
+        let binding = self.group.binding().unwrap().clone();
+        self.group.apply(&binding, &ApplyScalars::new(SCALARS, is_update), &self.pool)
     }
 }
 

@@ -54,7 +54,7 @@ fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&mut ShardedGroup) -> T + 
         let run = |rank: ThreadRank| {
             let mut group =
                 ShardedGroup::new(configs(), Arc::new(rank), 1, world_size, RowType::Float32).unwrap();
-            group.bind(Binding { owner: 1, update: ADAM, needs_norm: false }).unwrap();
+            group.bind(Binding::new(1, ADAM, false)).unwrap();
             let done = work(&mut group);
             (done, (0..group.num_tables()).map(|table| scan(group.table(table), 100)).collect())
         };
@@ -224,7 +224,7 @@ fn a_table_without_room_on_one_rank_is_an_error_on_all_which_go_on() {
             TableConfig { max_capacity, check_mode: CheckMode::Count, ..plain_config("of rank 0", 2) };
         let placed = vec![(config, Placement::Localized(0))];
         let mut group = ShardedGroup::new(placed, Arc::new(rank), 1, 2, RowType::Float32).unwrap();
-        group.bind(Binding { owner: 1, update: ADAM, needs_norm: false }).unwrap();
+        group.bind(Binding::new(1, ADAM, false)).unwrap();
         group
     };
     let on_two = |work: &(dyn Fn(ThreadRank) -> Result<()> + Sync)| -> Vec<Result<()>> {

@@ -172,8 +172,8 @@ struct How<'a> {
 impl<'a> Steps<'a> {
     fn new(bench: &'a Bench, work: &'a Work, mut tables: Tables, how: How<'a>) -> Steps<'a> {
         let context = &bench.device.context;
-        let binding = Binding { owner: 1, update: work.update, needs_norm: false };
-        tables.group().bind(binding).unwrap();
+        let binding = Binding::new(1, work.update, false);
+        tables.group().bind(binding.clone()).unwrap();
         let gradients: Vec<f32> = (0..work.num_floats()).map(|i| unit(i as u64) as f32 - 0.5).collect();
         Steps {
             bench,
@@ -207,7 +207,7 @@ impl<'a> Steps<'a> {
         let lens = vec![len; features.len()];
         let output = OutputGradients { rows, keep: Some(Box::new(())), check_finite: false };
         let (ticket, norm) = (self.ticket.address(), self.norm.address());
-        let (bindings, tickets, scalars) = ([self.binding], [ticket], self.scalars.address());
+        let (bindings, tickets, scalars) = ([self.binding.clone()], [ticket], self.scalars.address());
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
         let dense = self.how.dense;
         match &mut self.tables {

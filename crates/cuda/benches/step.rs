@@ -71,7 +71,7 @@ const HOST_TIMED: usize = 200;
 fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
     let (work, pool) = (gpu.work, Pool::new(16).unwrap());
     let mut host = HostGroup::new(work.configs(0)).unwrap();
-    host.bind(gpu.binding).unwrap();
+    host.bind(gpu.binding.clone()).unwrap();
     let (of_table, len) = (work.samples * work.hotness, work.samples * work.dim);
     let gradients = Arc::new(gradients.to_vec());
     let weights = normal(if work.weighted { of_table * work.tables } else { 0 });
@@ -108,7 +108,7 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
             .unwrap();
         let named = host.resolve(&ticket).unwrap();
         host.commit(&named, true, &pool).unwrap();
-        host.apply(&gpu.binding, &ApplyScalars { update: scalars(step), is_update: true }, &pool).unwrap();
+        host.apply(&gpu.binding, &ApplyScalars::new(scalars(step), true), &pool).unwrap();
     }
     for t in 0..work.tables {
         let keys: HashSet<Key> =

@@ -144,9 +144,10 @@ extern "C" __global__ void prepare_weight(const Resolved* resolved, u32 row, Pre
 
 // ---- norms
 
-// Computes the squared norm of each table from its totals by exponent, (tables, 256), with one thread for each table. Then adds the
-// squared norms to `total`, in the order of the tables.
-extern "C" __global__ void finish_norms(const u64* __restrict__ totals, u32 num_tables, float* norms, double* total) {
+// Computes the squared norm of each table from its totals by exponent, (tables, 256), with one thread for each table. Then adds those of the
+// tables that the model's optimizer updates to `total`, in the order of the tables.
+extern "C" __global__ void finish_norms(
+    const u64* __restrict__ totals, const Table* tables, u32 num_tables, float* norms, double* total) {
   begin();
   for (u32 t = threadIdx.x; t < num_tables; t += blockDim.x) {
     const u64* of = totals + (u64)t * EXPONENTS;
@@ -159,7 +160,8 @@ extern "C" __global__ void finish_norms(const u64* __restrict__ totals, u32 num_
   __syncthreads();
   if (threadIdx.x != 0) return;
   double sum = 0;
-  for (u32 t = 0; t < num_tables; ++t) sum += ((const double*)(totals + (u64)num_tables * EXPONENTS))[t];
+  for (u32 t = 0; t < num_tables; ++t)
+    if (tables[t].optimizer == 0) sum += ((const double*)(totals + (u64)num_tables * EXPONENTS))[t];
   *total += sum;
 }
 

@@ -14,7 +14,7 @@ __host__ __device__ constexpr u32 lanes_of(u32 row) { return lanes_for(quads_of(
 template <u32 N> struct Row {
   static constexpr u32 value = N;
 };
-// Calls `body` with the row of a kind. A kind is the index of a row among the distinct rows of the group.
+// Calls `body` with the row of a kind. Tables with the same rows and the same optimizer are of one kind.
 template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void with_row(u32 kind, const Body& body) {
   if constexpr (sizeof...(OTHERS) == 0) {
     body(Row<FIRST>());

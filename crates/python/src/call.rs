@@ -223,7 +223,7 @@ pub fn sum_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs, stream: Strea
     Ok(())
 }
 
-/// Tensors in: scalars float32 `(4,)` = learning rate, step (1-based), is_update, factor; what `commit` gave, for its data
+/// Tensors in: scalars float32 `(rows, 4)` = learning rate, step (1-based), is_update, factor of each optimizer; what `commit` gave, for its data
 /// dependency; a trigger `(64, 2)` for each layer. Tensors out: the new trigger of each layer.
 pub fn apply(
     optimizer: i64,
@@ -300,14 +300,13 @@ fn triggers<'a>(
 }
 
 /// The scalars of an apply.
-pub type Scalars = [f32; 4];
+pub type Scalars = Vec<f32>;
 
 /// Does what `apply` does except for the update. `apply_now` makes it with the scalars that this returns. The tables are on the host.
 pub fn prepare_apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<Scalars> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
     let mut locked = Locked::new(&optimizer)?;
-    let scalars = take(&mut inputs.iter())?.slice::<f32>()?;
-    let scalars = scalars.try_into().map_err(|_| Error::argument("apply takes four scalars"))?;
+    let scalars = take(&mut inputs.iter())?.slice::<f32>()?.to_vec();
     let mut checked = locked.groups().zip(optimizer.bindings(handle));
     if let Err(error) = checked.try_for_each(|(group, binding)| group.check_owner(&binding)) {
         drop(checked);
@@ -321,11 +320,12 @@ pub fn prepare_apply(optimizer: i64, inputs: &[Tensor], outputs: &mut dyn Output
 }
 
 /// The update that `prepare_apply` has checked.
-pub fn apply_now(optimizer: i64, scalars: &Scalars) -> Result<()> {
+pub fn apply_now(optimizer: i64, scalars: &[f32]) -> Result<()> {
     let (handle, optimizer) = (optimizer, registry::optimizer(optimizer)?);
     let mut locked = Locked::new(&optimizer)?;
-    // SAFETY: four floats, borrowed until the call returns.
-    let scalars = unsafe { Tensor::new(scalars.as_ptr().cast(), DType::F32, vec![4], Memory::Host) };
+    let dims = vec![scalars.len() as i64];
+    // SAFETY: floats that are borrowed until the call returns.
+    let scalars = unsafe { Tensor::new(scalars.as_ptr().cast(), DType::F32, dims, Memory::Host) };
     let bindings: Vec<Binding> = optimizer.bindings(handle).collect();
     let (first, others) = locked.first()?;
     let (accumulates, stream) = (optimizer.accumulates, StreamHandle::NONE);

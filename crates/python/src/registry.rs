@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use sok_core::contract::batch::Combiner;
-use sok_core::contract::binding::Binding;
+use sok_core::contract::binding::{Binding, OwnUpdate};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
@@ -49,8 +49,8 @@ pub struct Plan {
 /// Groups that are updated together.
 pub struct Optimizer {
     pub groups: Vec<Arc<SharedGroup>>,
-    /// Of each group.
-    pub updates: Vec<Update>,
+    /// Of each group: the update of the model's optimizer, and those of its tables' own optimizers.
+    pub updates: Vec<(Update, Arc<[OwnUpdate]>)>,
     pub needs_norm: bool,
     /// Whether gradients of several steps are accumulated.
     pub accumulates: bool,
@@ -62,7 +62,13 @@ impl Optimizer {
     /// The binding of each group. `handle`: the handle of this optimizer.
     pub fn bindings(&self, handle: i64) -> impl Iterator<Item = Binding> {
         let (owner, needs_norm) = (self.bound_as.unwrap_or(handle) as u64, self.needs_norm);
-        self.updates.iter().map(move |&update| Binding { owner, update, needs_norm })
+        let binding = move |(update, others): &(Update, Arc<[OwnUpdate]>)| Binding {
+            owner,
+            update: *update,
+            others: others.clone(),
+            needs_norm,
+        };
+        self.updates.iter().map(binding)
     }
 }
 

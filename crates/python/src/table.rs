@@ -6,6 +6,7 @@ use std::sync::Arc;
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::batch::Combiner;
+use sok_core::contract::binding::OwnUpdate;
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::profile::StepPart;
 use sok_core::contract::table::{Cursor, Explanation, Outcomes, TableConfig};
@@ -393,16 +394,25 @@ pub struct Optimizer {
 
 #[pymethods]
 impl Optimizer {
-    /// Binds the groups: their records get the states of their update (JSON of each).
+    /// Binds the groups: their records get the states of their update (JSON of each). `others`: of each group, the updates of its tables' own
+    /// optimizers, each with its row in the scalars of `apply`; row 0 is that of the model's optimizer.
     #[new]
+    #[pyo3(signature = (groups, updates, needs_norm, accumulates, others=vec![]))]
     fn new(
         py: Python<'_>,
         groups: Vec<PyRef<'_, Group>>,
         updates: Vec<String>,
         needs_norm: bool,
         accumulates: bool,
+        others: Vec<Vec<(String, usize)>>,
     ) -> PyResult<Optimizer> {
-        let updates = updates.iter().map(|json| parse::<Update>(json)).collect::<PyResult<Vec<_>>>()?;
+        let own = |(json, row): (String, usize)| Ok(OwnUpdate { update: parse::<Update>(&json)?, row });
+        let others = others.into_iter().chain(std::iter::repeat_with(Vec::new));
+        let update = |(json, others): (&String, Vec<_>)| {
+            let others = others.into_iter().map(own).collect::<PyResult<Vec<OwnUpdate>>>()?;
+            Ok((parse::<Update>(json)?, others.into()))
+        };
+        let updates = updates.iter().zip(others).map(update).collect::<PyResult<Vec<_>>>()?;
         let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
         check_groups(&groups, updates.len()).map_err(to_python)?;
         let optimizer = registry::Optimizer { groups, updates, needs_norm, accumulates, bound_as: None };
@@ -425,7 +435,7 @@ impl Optimizer {
         }
         let part = registry::Optimizer {
             groups: chosen().map(|number| whole.groups[number].clone()).collect(),
-            updates: chosen().map(|number| whole.updates[number]).collect(),
+            updates: chosen().map(|number| whole.updates[number].clone()).collect(),
             needs_norm: whole.needs_norm,
             accumulates: whole.accumulates,
             bound_as: Some(whole.bound_as.unwrap_or(self.handle)),

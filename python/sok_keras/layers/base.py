@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from sok_keras import backend, distributed, ids, ragged, rows_file
+from sok_keras import backend, distributed, ids, ragged, rows_file, table_optimizers
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
@@ -123,7 +123,11 @@ class TableLayer(backend.TableState, keras.layers.Layer):
                 "The tables of a layer must have one `storage`, since one call looks them all up. Received: "
                 + ", ".join(f"{table.name}={table.storage!r}" for table in tables)
             )
-        self._core = Core(configs, storages.pop())
+        optimizers = table_optimizers.distinct(table.optimizer for table in tables)
+        for config, table in zip(configs, tables, strict=True):
+            # 0 is the model's.
+            config["optimizer"] = 1 + optimizers.index(table.optimizer) if table.optimizer is not None else 0
+        self._core = Core(configs, storages.pop(), optimizers)
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # tables have no input shape

@@ -13,6 +13,7 @@ from sok_keras.layers.base import TableLayer, axis_of, table_core_config, table_
 from sok_keras.layers.dynamic_embedding import set_tables
 from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
+from sok_keras.table_optimizers import get_optimizer, optimizer_config
 
 
 def _map_up_to(structure: Any, function: Callable, *trees: Any) -> Any:
@@ -252,7 +253,7 @@ class DistributedEmbedding(TableLayer):
         return _map_up_to(self.feature_configs, spec_of, inputs)
 
     def get_config(self) -> dict[str, Any]:
-        # Tables in a list of their own, features by number: so sharing survives.
+        # Tables and their optimizers in lists of their own, features by number: so sharing survives.
         structure = self._structure
         numbers = structure.table_numbers
 
@@ -261,11 +262,17 @@ class DistributedEmbedding(TableLayer):
             return {"feature": fields, "table": numbers[id(config.table)]}
 
         seeds = [table_seed(config, seed) for config, seed in zip(structure.tables, self._core.seeds(), strict=True)]
-        tables = [dict(table.get_config(), seed=seed) for table, seed in zip(structure.tables, seeds, strict=True)]
+        optimizers = self._core.table_optimizers
+        places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
+        tables = [
+            dict(table.get_config(), seed=seed, optimizer=places.get(id(table.optimizer)))
+            for table, seed in zip(structure.tables, seeds, strict=True)
+        ]
         return {
             **super().get_config(),
             "feature_configs": _map_up_to(self.feature_configs, feature_of),
             "tables": tables,
+            "table_optimizers": [optimizer_config(optimizer) for optimizer in optimizers],
             "table_stacking": self.table_stacking,
             "update_stats": self.update_stats,
             "save_rows": self.save_rows,
@@ -274,7 +281,13 @@ class DistributedEmbedding(TableLayer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DistributedEmbedding":
         config = dict(config)
-        tables = [TableConfig.from_config(table) for table in config.pop("tables")]
+        optimizers = [get_optimizer(optimizer) for optimizer in config.pop("table_optimizers")]
+
+        def table_of(table: dict[str, Any]) -> TableConfig:
+            place = table["optimizer"]
+            return TableConfig.from_config(dict(table, optimizer=None if place is None else optimizers[place]))
+
+        tables = [table_of(table) for table in config.pop("tables")]
 
         def revive(part: Any) -> Any:
             if isinstance(part, dict) and set(part) == {"feature", "table"}:

@@ -12,6 +12,7 @@ from sok_keras.layers.base import TableLayer, axis_of, table_core_config
 from sok_keras.policies import Admission, Eviction, TimeToLive, get_admission, get_eviction, get_time_to_live
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
+from sok_keras.table_optimizers import optimizer_config
 
 # Arguments of `keras.layers.Embedding` that this layer does not have, and what to do instead.
 _UNSUPPORTED_ARGUMENTS = {
@@ -78,6 +79,8 @@ class DynamicEmbedding(TableLayer):
         admission: Which new ids get a row in training: a policy of `sok_keras.policies`. None: all.
         time_to_live: After which time without training a row goes: a number of steps, a `datetime.timedelta`, or
             `sok_keras.policies.TimeToLive(...)`. None: it stays.
+        optimizer: Keras optimizer, or its name, that updates the rows, with a learning rate, a schedule and states of its own, as in `TableConfig`. None:
+            the model's optimizer.
         embedding_dtype: Type in which rows are stored: `"float32"`, or `"float16"` or `"bfloat16"` for half the memory. Optimizer states and
             all arithmetic are float32. A row is rounded to the nearest when it is stored.
         stochastic_rounding: Whether updates round rows of 16 bits by chance instead of to the nearest, so that steps which are smaller
@@ -128,6 +131,7 @@ class DynamicEmbedding(TableLayer):
         eviction: Eviction | str | None = None,
         admission: Admission | None = None,
         time_to_live: TimeToLive | datetime.timedelta | int | None = None,
+        optimizer: Any = None,
         embedding_dtype: str = "float32",
         stochastic_rounding: bool = False,
         storage: str = "auto",
@@ -180,11 +184,13 @@ class DynamicEmbedding(TableLayer):
             eviction=self.eviction,
             admission=self.admission,
             time_to_live=self.time_to_live,
+            optimizer=optimizer,
             embedding_dtype=embedding_dtype,
             stochastic_rounding=stochastic_rounding,
             storage=storage,
             placement=placement,
         )
+        self.optimizer = table.optimizer
         self._make_core([table_core_config(table)], [table])
 
     @property
@@ -310,6 +316,7 @@ class DynamicEmbedding(TableLayer):
             "eviction": keras.saving.serialize_keras_object(self.eviction),
             "admission": keras.saving.serialize_keras_object(self.admission),
             "time_to_live": keras.saving.serialize_keras_object(self.time_to_live),
+            "optimizer": optimizer_config(self.optimizer),
             "embedding_dtype": self.embedding_dtype,
             "stochastic_rounding": self.stochastic_rounding,
             "storage": self.storage,

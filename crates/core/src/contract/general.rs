@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub struct Gather<'a> {
     /// The binding of each group.
     pub bindings: &'a [Binding],
-    /// float32 `(4,)`: learning rate, step (1-based), is_update, factor. The same as in the apply.
+    /// The same as in the apply.
     pub scalars: &'a Tensor,
     /// int32 `(1,)`: number of the piece, from 1. 0: none, all places are beyond the last row.
     pub piece: &'a Tensor,

@@ -92,7 +92,8 @@ pub struct Apply<'a> {
     pub bindings: &'a [Binding],
     /// Whether the optimizer accumulates the gradients of several steps.
     pub accumulates: bool,
-    /// float32 `(4,)`: learning rate, step (1-based), is_update, factor.
+    /// float32 `(rows, 4)`: learning rate, step (1-based), is_update, factor. Row 0 is that of the model's optimizer; tables' own optimizers have
+    /// theirs as [`OwnUpdate`](super::binding::OwnUpdate) says. They have the same is_update.
     pub scalars: &'a Tensor,
     /// The trigger of each group and the output for its new value, float32 `(64, 2)`. Empty if the new values have been written.
     pub triggers: Vec<(&'a Tensor, TensorMut)>,
@@ -213,8 +214,17 @@ pub trait Group: Any + Send {
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`].
     fn bind(&mut self, binding: Binding) -> Result<()> {
         let (binding, keeps_states) = binding.after(self.binding())?;
+        for number in 0..self.num_tables() {
+            let (optimizer, num_others) = (self.table(number).config().optimizer, binding.others.len());
+            if optimizer > num_others {
+                return Err(Error::argument(format!(
+                    "table `{}` is updated by optimizer {optimizer}, but the group has {num_others} beside the model's",
+                    self.table(number).config().name
+                )));
+            }
+        }
         for table in self.tables_mut() {
-            table.set_update_rule(Some(binding.update), keeps_states)?;
+            table.set_update_rule(Some(*binding.update_of(table.config())), keeps_states)?;
         }
         self.set_binding(binding);
         Ok(())
@@ -279,7 +289,7 @@ pub trait Group: Any + Send {
     fn take_over(&mut self, binding: &Binding) -> Result<()> {
         self.check_owner(binding)?;
         let is_bound = self.binding().is_some_and(|bound| bound.owner == binding.owner);
-        if is_bound { Ok(()) } else { self.bind(*binding) }
+        if is_bound { Ok(()) } else { self.bind(binding.clone()) }
     }
 }
 

@@ -118,6 +118,9 @@ pub struct TableConfig {
     /// Whether updates round rows of 16 bits by chance instead of to the nearest. The chance is a function of seed, step, key and column.
     #[serde(default)]
     pub stochastic_rounding: bool,
+    /// Number of the optimizer that updates the table, among those of its group. 0: the model's.
+    #[serde(default)]
+    pub optimizer: usize,
 }
 
 impl TableConfig {

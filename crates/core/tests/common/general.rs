@@ -46,13 +46,8 @@ fn tensor_mut<T: Element>(values: &mut [T], dtype: DType) -> TensorMut {
 }
 
 /// Computes the new values of all rows of a group on the host. `size`: floats of a piece.
-pub fn update_pieces(
-    group: &mut dyn Group,
-    binding: &Binding,
-    scalars: &[f32; 4],
-    size: usize,
-) -> Result<()> {
-    let (bindings, stream) = ([*binding], StreamHandle::NONE);
+pub fn update_pieces(group: &mut dyn Group, binding: &Binding, scalars: &[f32], size: usize) -> Result<()> {
+    let (bindings, stream) = ([binding.clone()], StreamHandle::NONE);
     let mut number = [1i32];
     while number[0] > 0 {
         let mut arrays = vec![vec![f32::NAN; size]; 2 + NUM_STATES];

@@ -11,6 +11,7 @@ use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 use sok_core::math::sum_of_squares;
 
+use super::subject::{OWN_UPDATE, own_scalars};
 use super::table::{BEFORE_FIRST_COMMIT, ModelTable, add, merge};
 
 #[derive(Clone, Copy, Debug)]
@@ -259,7 +260,9 @@ impl Model {
     /// An optimizer that was there keeps its states, and the first takes those that were loaded; any other starts anew.
     pub fn bind(&mut self, owner: u64, update: Update) {
         let keep = self.update.is_none() || owner == self.owner;
-        self.tables.iter_mut().for_each(|t| t.set_update_rule(Some(update), keep));
+        for table in &mut self.tables {
+            table.set_update_rule(Some(update_of(&table.config, update)), keep);
+        }
         (self.owner, self.update) = (owner, Some(update));
     }
 
@@ -537,13 +540,23 @@ impl Model {
         }
     }
 
+    /// Of all that is committed to the tables of the model's optimizer.
+    pub fn total_squared_norm(&self) -> f64 {
+        let of_model = self.tables.iter().enumerate().filter(|(_, table)| table.config.optimizer == 0);
+        of_model.map(|(number, _)| self.squared_norm(number)).sum()
+    }
+
     /// Of all that is committed to a table.
     pub fn squared_norm(&self, table: usize) -> f64 {
         self.committed[table].values().map(|gradient| f64::from(sum_of_squares(gradient))).sum()
     }
 
     pub fn apply(&mut self, scalars: &UpdateScalars, is_update: bool) {
-        let all = vec![*scalars; self.tables.len()];
+        let of_table = |table: &ModelTable| match table.config.optimizer {
+            0 => *scalars,
+            _ => own_scalars(*scalars),
+        };
+        let all: Vec<_> = self.tables.iter().map(of_table).collect();
         self.apply_each(&all, is_update);
     }
 
@@ -553,8 +566,8 @@ impl Model {
             return;
         }
         self.tables.iter_mut().for_each(|table| table.settled_commit = self.num_commits);
-        let update = self.update.unwrap();
         for ((table, sums), scalars) in self.tables.iter_mut().zip(&mut self.committed).zip(scalars) {
+            let update = update_of(&table.config, self.update.unwrap());
             for ((key, birth), gradient) in std::mem::take(sums) {
                 if table.birth(key) == Some(birth) {
                     table.step(key, &gradient, &update, scalars);
@@ -584,6 +597,11 @@ impl Model {
         }
         gradients
     }
+}
+
+/// The update of a table of a group that is bound to an optimizer.
+fn update_of(config: &TableConfig, update: Update) -> Update {
+    if config.optimizer == 0 { update } else { OWN_UPDATE }
 }
 
 impl ModelTable {

@@ -31,6 +31,7 @@ pub fn large_config(dice: &mut Dice) -> TableConfig {
     TableConfig {
         row_type,
         stochastic_rounding,
+        optimizer: dice.pick(&[0, 0, 0, 1]),
         vocabulary_size,
         out_of_vocabulary: OutOfVocabulary::Zeros,
         out_of_vocabulary_key: dice.pick(&[None, None, Some(0), Some(3)]),

@@ -20,7 +20,7 @@ use sok_core::row_type::RowType;
 use super::group::Input;
 use super::ranks::{GlobalStep, Then, part_of, share};
 use super::sharded::{ShardedSubject, TIMEOUT, restore, save};
-use super::subject::{OWNER, Subject, binding};
+use super::subject::{OWNER, Subject, binding_of};
 use super::{bits, scan};
 
 pub static POOLS: LazyLock<[Pool; 2]> = LazyLock::new(|| [1, 3].map(|threads| Pool::new(threads).unwrap()));
@@ -94,7 +94,7 @@ impl Program<'_> {
         let configs: Vec<_> = self.configs.iter().map(placed).collect();
         let mut subject =
             ShardedSubject::new(&configs, communicator, self.merge_blocks, self.row_type, &POOLS[rank % 2]);
-        subject.bind(binding(OWNER, self.update)).unwrap();
+        subject.bind(binding_of(configs.iter().map(|(config, _)| config), OWNER, self.update)).unwrap();
         if let Some(path) = self.load {
             restore(&mut subject.group, path, LoadMode::Replace, 1).unwrap();
         }

@@ -19,7 +19,6 @@ use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
-use sok_core::host::group::ApplyScalars;
 use sok_core::host::push::OutputGradients;
 use sok_core::host::sharded::ShardedGroup;
 use sok_core::key::Key;
@@ -27,7 +26,7 @@ use sok_core::pool::Pool;
 use sok_core::row_type::RowType;
 
 use super::group::Input;
-use super::subject::{Kept, Subject, Tickets, lend};
+use super::subject::{Kept, Subject, Tickets, all_scalars, lend};
 use super::{Dice, unwritten};
 
 /// Long enough for a slow machine; a test that waits for it has failed.
@@ -108,7 +107,7 @@ impl Subject for ShardedSubject {
 
     fn commit(&mut self, named: &[(u64, f32)], is_update: bool) -> Result<f64> {
         let ticket = super::subject::sum_of_tickets(&self.tickets, named);
-        let binding = *Group::binding(&self.group).expect("an optimizer is bound");
+        let binding = Group::binding(&self.group).expect("an optimizer is bound").clone();
         self.group.commit(&binding, &ticket, is_update, self.pool)
     }
 
@@ -117,7 +116,7 @@ impl Subject for ShardedSubject {
             let scalars = [update.learning_rate, update.step as f32, 1.0, update.factor];
             super::general::update_pieces(&mut self.group, binding, &scalars, 37)?;
         }
-        self.group.apply(binding, &ApplyScalars { update, is_update }, self.pool)
+        self.group.apply(binding, &all_scalars(update, is_update), self.pool)
     }
 
     fn bind(&mut self, binding: Binding) -> Result<()> {
@@ -125,7 +124,7 @@ impl Subject for ShardedSubject {
     }
 
     fn binding(&self) -> Option<Binding> {
-        Group::binding(&self.group).copied()
+        Group::binding(&self.group).cloned()
     }
 
     fn num_tables(&self) -> usize {

@@ -8,7 +8,7 @@ use sok_core::formula::update::{Update, UpdateScalars};
 
 use super::group::{Input, Model};
 use super::strategies::{DIMS, input, scalars, table_op, update};
-use super::subject::{Kept, Maker, OWNER, Subject, binding};
+use super::subject::{Kept, Maker, OWNER, Subject, binding_of};
 use super::table::TableOp;
 use super::{Dice, bits};
 
@@ -166,7 +166,8 @@ impl Bench {
         self.owner += u64::from(is_other);
         self.model.bind(self.owner, update);
         for subject in &mut self.subjects {
-            subject.bind(binding(self.owner, update)).unwrap();
+            let configs = self.model.tables.iter().map(|table| &table.config);
+            subject.bind(binding_of(configs, self.owner, update)).unwrap();
         }
     }
 }

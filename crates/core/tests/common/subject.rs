@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use sok_core::contract::binding::Binding;
+use sok_core::contract::binding::{Binding, OwnUpdate};
 use sok_core::contract::gradients::{GradientRows, Keep};
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
@@ -11,6 +11,7 @@ use sok_core::contract::table::{Contents, Insertion, Table, TableConfig};
 use sok_core::contract::ticket::{Named, TICKET_LEN};
 use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::formula::{Adagrad, Formula, Rule};
 use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::host::push::OutputGradients;
 use sok_core::pool::Pool;
@@ -102,8 +103,48 @@ pub fn sum_of_tickets(tickets: &Tickets, named: &[(u64, f32)]) -> Vec<f32> {
 
 pub const OWNER: u64 = 1;
 
+/// What the own optimizer of some tables does, which has row 2 of the scalars.
+pub const OWN_UPDATE: Update = Update {
+    rule: Rule::Adagrad(Adagrad::VARIANTS[0]),
+    weight_decay: Some(0.05),
+    clipvalue: Some(0.7),
+    clipnorm: None,
+};
+
 pub fn binding(owner: u64, update: Update) -> Binding {
-    Binding { owner, update, needs_norm: update.clipnorm.is_some() }
+    Binding::new(owner, update, update.clipnorm.is_some())
+}
+
+/// As `binding`, of tables of which some may have an optimizer of their own.
+pub fn binding_of<'a>(
+    mut configs: impl Iterator<Item = &'a TableConfig>,
+    owner: u64,
+    update: Update,
+) -> Binding {
+    if configs.all(|config| config.optimizer == 0) {
+        return binding(owner, update);
+    }
+    let others = Arc::new([OwnUpdate { update: OWN_UPDATE, row: 2 }]);
+    Binding { others, ..binding(owner, update) }
+}
+
+/// The scalars of optimizer 1, beside those of optimizer 0.
+pub fn own_scalars(update: UpdateScalars) -> UpdateScalars {
+    UpdateScalars { learning_rate: 0.5 * update.learning_rate, step: update.step + 1, ..update }
+}
+
+/// The scalars of all optimizers. Row 1 is of none of them.
+pub fn all_scalars(update: UpdateScalars, is_update: bool) -> ApplyScalars {
+    let none = UpdateScalars { learning_rate: f32::NAN, step: 1, factor: f32::NAN };
+    ApplyScalars { rows: vec![update, none, own_scalars(update)], is_update }
+}
+
+/// As [`all_scalars`], as a framework has them.
+pub fn scalar_rows(update: UpdateScalars, is_update: bool) -> Vec<f32> {
+    let numbers = |row: &UpdateScalars| {
+        [row.learning_rate, row.step as f32, f32::from(u8::from(is_update)), row.factor]
+    };
+    all_scalars(update, is_update).rows.iter().flat_map(numbers).collect()
 }
 
 /// A group on the host, and the threads it is to use.
@@ -176,12 +217,12 @@ impl Subject for HostSubject {
 
     fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
         if binding.update.rule.is_general() && is_update {
-            let scalars = [update.learning_rate, update.step as f32, 1.0, update.factor];
+            let scalars = scalar_rows(update, true);
             // A size that cuts rows, and one for all of them.
             let size = if self.pool.threads() > 1 { 37 } else { 1 << 16 };
             update_pieces(&mut self.group, binding, &scalars, size)?;
         }
-        self.group.apply(binding, &ApplyScalars { update, is_update }, self.pool)
+        self.group.apply(binding, &all_scalars(update, is_update), self.pool)
     }
 
     fn bind(&mut self, binding: Binding) -> Result<()> {
@@ -189,7 +230,7 @@ impl Subject for HostSubject {
     }
 
     fn binding(&self) -> Option<Binding> {
-        self.group.binding().copied()
+        self.group.binding().cloned()
     }
 
     fn num_tables(&self) -> usize {

@@ -18,7 +18,7 @@ use super::group::{Input, Model, Shape};
 use super::large::{ADAGRAD, ADAM, SGD, huge_inputs, large_steps, plain_update};
 use super::steps::{Bench, Op, run_all};
 use super::strategies::{WEIGHTS, plain_config};
-use super::subject::{Maker, OWNER, Subject, binding};
+use super::subject::{Maker, OWNER, Subject, binding, own_scalars};
 use super::table::{ModelTable, TableOp};
 use super::{Dice, scan};
 
@@ -473,7 +473,7 @@ pub fn optimizers_without_states_each_make_their_own_step(maker: &Maker) {
     pushes(&mut *subject, 2);
     let own = subject.binding().unwrap();
     let clipped = Update { clipvalue: Some(0.25), ..own.update };
-    let other = Binding { owner: own.owner + 1, update: clipped, ..own };
+    let other = Binding { owner: own.owner + 1, update: clipped, ..own.clone() };
     for (number, binding) in [(1, other), (2, own)] {
         subject.commit(&[(number, 1.0)], true).unwrap();
         subject.apply_by(&binding, SCALARS, true).unwrap();
@@ -486,9 +486,9 @@ pub fn an_optimizer_may_not_update_records_that_have_another_ones_states(maker: 
     pushes(&mut *subject, 2);
     let own = subject.binding().unwrap();
     let rule = Rule::Sgd(Sgd { momentum: 0.9, nesterov: false });
-    let other = Binding { owner: own.owner + 1, update: Update { rule, ..own.update }, ..own };
-    for (bound, refused) in [(own, other), (other, own)] {
-        subject.bind(bound).unwrap();
+    let other = Binding { owner: own.owner + 1, update: Update { rule, ..own.update }, ..own.clone() };
+    for (bound, refused) in [(own.clone(), other.clone()), (other, own)] {
+        subject.bind(bound.clone()).unwrap();
         let error = subject.apply_by(&refused, SCALARS, true).unwrap_err();
         assert!(error.to_string().contains("have been bound to another optimizer since"), "{error}");
         assert_eq!(subject.binding().unwrap().owner, bound.owner);
@@ -560,7 +560,7 @@ pub fn parts_of_steps_are_measured_only_while_somebody_asks(maker: &Maker) {
         (clipped, vec![StepPart::Find, StepPart::Merge, StepPart::Norm, StepPart::Update]),
     ] {
         for mut subject in (maker.make)(&[plain_config("a", 8)]) {
-            subject.bind(Binding { owner: 1, update, needs_norm: false }).unwrap();
+            subject.bind(Binding::new(1, update, false)).unwrap();
             for (number, is_measured) in [(1, false), (2, true), (3, true), (4, false)] {
                 subject.measure(is_measured);
                 let inputs = [Input::plain(0, &[1, 2, 1, number])];
@@ -589,13 +589,24 @@ pub fn the_norm_is_that_of_merged_rows_and_clips_each_table_by_its_own(maker: &M
     let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
     for hold in [false, true] {
         for pushes in [1, 2] {
-            clip(clipped, hold, pushes, maker);
+            clip(clipped, hold, pushes, 0, maker);
         }
     }
 }
 
-fn clip(update: Update, hold: bool, pushes: u64, maker: &Maker) {
-    let configs = [plain_config("a", 8), plain_config("b", 17)];
+/// A table with an optimizer of its own does not count, and is not clipped.
+pub fn the_norm_is_that_of_tables_of_the_models_optimizer(maker: &Maker) {
+    let clipped = Update { clipnorm: Some(0.75), ..plain_update(SGD) };
+    for hold in [false, true] {
+        for pushes in [1, 2] {
+            clip(clipped, hold, pushes, 1, maker);
+        }
+    }
+}
+
+/// `optimizer`: of the second table.
+fn clip(update: Update, hold: bool, pushes: u64, optimizer: usize, maker: &Maker) {
+    let configs = [plain_config("a", 8), TableConfig { optimizer, ..plain_config("b", 17) }];
     let mut bench = Bench::new(&configs, update, maker);
     let inputs = vec![Input::plain(0, &[1, 2, 1, 3]), Input::plain(1, &[5, 5, 6])];
     for seed in 1..=pushes {
@@ -607,12 +618,17 @@ fn clip(update: Update, hold: bool, pushes: u64, maker: &Maker) {
     let norms: Vec<f64> = (0..2).map(|table| bench.model.squared_norm(table)).collect();
     let scalars = UpdateScalars { factor: 2.0, ..SCALARS };
     let factor = |norm: &f64| scalars.factor * clipnorm_factor(*norm as f32 * 4.0, 0.75);
-    let each: Vec<_> = norms.iter().map(|norm| UpdateScalars { factor: factor(norm), ..scalars }).collect();
+    let mut each: Vec<_> =
+        norms.iter().map(|norm| UpdateScalars { factor: factor(norm), ..scalars }).collect();
     assert!(each.iter().all(|s| s.factor < 2.0), "both tables are clipped");
+    if optimizer > 0 {
+        each[1] = own_scalars(scalars);
+    }
+    let total = bench.model.total_squared_norm();
     bench.model.apply_each(&each, true);
     for subject in &mut bench.subjects {
         let norm = subject.commit(&named, true).unwrap();
-        assert!((norm / norms.iter().sum::<f64>() - 1.0).abs() < 1e-6);
+        assert!((norm / total - 1.0).abs() < 1e-6);
         subject.apply(scalars, true).unwrap();
         check_close(&bench.model, &mut **subject);
     }

@@ -119,8 +119,8 @@ impl<'a> Gpu<'a> {
         let context = &bench.device.context;
         let mut group = GpuGroup::new(&bench.device, configs).unwrap();
         let weights = normal(if work.weighted { work.samples * work.hotness * work.tables } else { 0 });
-        let binding = Binding { owner: 1, update: ADAM, needs_norm: false };
-        group.bind(binding).unwrap();
+        let binding = Binding::new(1, ADAM, false);
+        group.bind(binding.clone()).unwrap();
         Gpu {
             group,
             binding,
@@ -169,7 +169,7 @@ impl<'a> Gpu<'a> {
         unsafe {
             optimizer::commit(
                 groups,
-                &[self.binding],
+                std::slice::from_ref(&self.binding),
                 &[self.ticket.address()],
                 None,
                 self.norm.address(),
@@ -179,8 +179,17 @@ impl<'a> Gpu<'a> {
         .unwrap();
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];
         // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe { optimizer::apply(groups, &[self.binding], scalars.address(), false, &triggers, stream) }
-            .unwrap();
+        unsafe {
+            optimizer::apply(
+                groups,
+                std::slice::from_ref(&self.binding),
+                scalars.address(),
+                false,
+                &triggers,
+                stream,
+            )
+        }
+        .unwrap();
     }
 }
 

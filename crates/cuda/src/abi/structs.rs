@@ -103,7 +103,7 @@ structs! {
         pub first_state: f32,
         /// `Missing`: the row of a key without a record.
         pub missing: u32,
-        /// Index of the table's row among the distinct rows of the group.
+        /// Index of the table's kind in the group: one of its distinct rows, and the optimizer.
         pub kind: u32,
         /// Whether every key without a record has the row of `out_of_vocabulary_key`.
         pub has_out_of_vocabulary_key: u32,
@@ -117,6 +117,9 @@ structs! {
         pub progress: u64 as "Progress*",
         /// By record: when its row changed, as `contract/epochs.rs` of the core says. Null if the table does not note changes.
         pub changes: u64 as "u32*",
+        /// Number of the optimizer that updates the table. 0: the model's.
+        pub optimizer: u32,
+        pub pad: u32,
         /// Whether a score is the number of a step. If not, it is a number of ids.
         pub has_steps: u32,
         /// Number of the epoch in progress.
@@ -142,7 +145,7 @@ structs! {
         pub stride: u32,
         /// Index of the feature's table in the group.
         pub table: u32,
-        /// Index of the table's row among the distinct rows of the group.
+        /// Index of the table's kind in the group: one of its distinct rows, and the optimizer.
         pub kind: u32,
         pub num_ids: u32,
         pub num_bags: u32,
@@ -359,7 +362,7 @@ structs! {
         pub first_tile: u32,
         /// Index of its first block in `list_keys`.
         pub first_list: u32,
-        /// Index of its row among the distinct rows of the group.
+        /// Index of its kind in the group.
         pub kind: u32,
         /// The table whose distinct keys are counted, or `NO_TABLE`.
         pub table: u32,

@@ -101,7 +101,7 @@ impl Group for GpuGroup {
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
         let Apply { bindings, accumulates, scalars, triggers, stream } = apply;
         check_memory(self, scalars.memory())?;
-        let scalars = floats(scalars, 4, "the scalars of a step")?;
+        let scalars = scalar_rows(scalars, bindings)?;
         let triggers = triggers
             .iter()
             .map(|(trigger, new)| Ok((floats(trigger, TICKET_LEN, "a trigger")?, new.address(DType::F32)?)));
@@ -116,7 +116,7 @@ impl Group for GpuGroup {
     fn gather(&mut self, others: Vec<&mut AnyGroup>, gather: Gather<'_>) -> Result<()> {
         let Gather { bindings, scalars, piece, to, stream } = gather;
         check_memory(self, scalars.memory())?;
-        let (scalars, number) = (floats(scalars, 4, "the scalars of a step")?, piece.address(DType::I32)?);
+        let (scalars, number) = (scalar_rows(scalars, bindings)?, piece.address(DType::I32)?);
         let size = to.first().map_or(0, TensorMut::num_bytes) / size_of::<f32>();
         let to = to.iter().map(|to| to.address(DType::F32)).collect::<Result<Vec<_>>>()?;
         let mut groups = together(self, others)?;
@@ -282,4 +282,11 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>
         id_counts: 0,
         rows,
     })
+}
+
+/// Address of the scalars of an apply, four for each optimizer.
+fn scalar_rows(scalars: &Tensor, bindings: &[Binding]) -> Result<u64> {
+    let num_rows = scalars.len() / 4;
+    bindings.iter().try_for_each(|binding| binding.check_rows(num_rows))?;
+    floats(scalars, 4 * num_rows.max(1), "the scalars of a step")
 }

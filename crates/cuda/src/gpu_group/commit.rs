@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::StepPart;
 use sok_core::contract::ticket::{Named, RING, gone};
@@ -10,13 +11,13 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
 use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, table_counts};
-use crate::abi::{self, COUNTS_WORDS, Expiry, REPORT_WORDS, word_of};
+use crate::abi::{self, COUNTS_WORDS, Expiry, PREPARED_WORDS, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
 use crate::memory::{Buffer, Shared};
 use crate::rule;
-use crate::step::Taking;
+use crate::step::{By, Saved, Taking};
 
 impl GpuGroup {
     // ---- commit
@@ -309,7 +310,7 @@ impl GpuGroup {
             Committed::Alone(number) => (number % RING) as u32,
             Committed::Combined => RING as u32,
         };
-        let prepared = self.prepared.address();
+        let prepared = self.prepared_of(0);
         self.workspace.prepare_weight(self.resolved.address(), row, prepared, stream)?;
         if let Committed::Alone(_) = self.committed {
             self.merge_alone(stream)?;
@@ -370,8 +371,29 @@ impl GpuGroup {
 
     // ---- apply
 
-    /// Returns what the kernel `prepare` needs of this group. `is_update`: whether it updates rows. `scalars`, `trigger` and `new_trigger` are
-    /// addresses.
+    /// Address of the `Prepared` of an optimizer.
+    fn prepared_of(&self, optimizer: usize) -> u64 {
+        self.prepared.at(optimizer * PREPARED_WORDS)
+    }
+
+    /// Returns what the kernel `prepare` needs of this group for its tables' own optimizers. `scalars`: as for `apply`.
+    pub(crate) fn other_preparations<'a>(
+        &'a self,
+        binding: &'a Binding,
+        scalars: u64,
+    ) -> impl Iterator<Item = (&'a Update, abi::Preparation)> {
+        (1..self.workspace.num_optimizers()).map(move |optimizer| {
+            let update = binding.update_by(optimizer);
+            let preparation = abi::Preparation {
+                prepared: self.prepared_of(optimizer),
+                ..self.preparation(update, false, scalars_of(binding, optimizer, scalars), 0, 0)
+            };
+            (update, preparation)
+        })
+    }
+
+    /// Returns what the kernel `prepare` needs of this group for the model's optimizer. `is_update`: whether it updates rows. `scalars`, `trigger` and
+    /// `new_trigger` are addresses.
     pub(crate) fn preparation(
         &self,
         update: &Update,
@@ -399,55 +421,60 @@ impl GpuGroup {
     }
 
     /// Enqueues updating the records of all committed gradients. Called after `prepare`.
-    pub(crate) fn update(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
-        self.update_records(update, scalars, stream)?;
+    pub(crate) fn update(&mut self, binding: &Binding, scalars: u64, stream: Stream) -> Result<()> {
+        self.update_records(binding, scalars, stream)?;
         self.workspace.join_uses(stream)
     }
 
-    fn update_records(&mut self, update: &Update, scalars: u64, stream: Stream) -> Result<()> {
+    /// Enqueues updating the records of a lookup by all optimizers that have a formula; the new values of another have come. `sums`: address of
+    /// merged gradients.
+    fn update_by_all(
+        &self,
+        saved: &Saved,
+        binding: &Binding,
+        sums: Option<u64>,
+        scalars: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        self.workspace.note_updated(saved, self.prepared_of(0), stream)?;
+        for optimizer in 0..self.workspace.num_optimizers() {
+            let update = binding.update_by(optimizer);
+            if update.rule.is_general() {
+                continue;
+            }
+            let factors = update.clipnorm.map_or(0, |_| self.factors.address());
+            if let Some(clipnorm) = update.clipnorm {
+                let scalars = scalars_of(binding, optimizer, scalars);
+                self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;
+            }
+            let by = By { optimizer, update, prepared: self.prepared_of(optimizer), factors };
+            match sums {
+                Some(sums) => self.workspace.update_sums(saved, &by, sums, stream)?,
+                None => self.workspace.update(saved, &by, stream)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn update_records(&mut self, binding: &Binding, scalars: u64, stream: Stream) -> Result<()> {
         self.forget_pieces();
-        let prepared = self.prepared.address();
         let committed = std::mem::take(&mut self.committed);
         let newest = self.newest_commit();
         self.evictors().for_each(|evictor| evictor.commits.settled = newest);
-        let factors = if update.clipnorm.is_some() { self.factors.address() } else { 0 };
-        if let Some(clipnorm) = update.clipnorm {
-            self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;
-        }
         match committed {
             Committed::Alone(_) => {
                 let Some(push) = self.alone() else { return Ok(()) };
                 self.refresh_sides(push, stream)?;
-                let saved = &push.lookup.saved;
-                match &push.sums {
-                    // The new values have come.
-                    _ if update.rule.is_general() => {
-                        self.workspace.note_updated(saved, prepared, stream)?;
-                    }
-                    Some(sums) => {
-                        self.workspace.update_sums(
-                            saved,
-                            update,
-                            sums.address(),
-                            prepared,
-                            factors,
-                            stream,
-                        )?;
-                    }
-                    None => self.workspace.update(saved, update, prepared, stream)?,
-                }
+                let sums = push.sums.as_ref().map(Buffer::address);
+                self.update_by_all(&push.lookup.saved, binding, sums, scalars, stream)?;
                 let carried = std::mem::take(&mut self.carried);
                 carried.into_iter().for_each(|(_, push)| self.reuse(push));
             }
             // Earlier steps may have accumulated gradients.
             Committed::Nothing | Committed::Combined => {
                 let Some(combined) = self.combined.take() else { return Ok(()) };
-                let sums = combined.sums.address();
-                if update.rule.is_general() {
-                    self.workspace.note_updated(&combined.saved, prepared, stream)?;
-                } else {
-                    self.workspace.update_sums(&combined.saved, update, sums, prepared, factors, stream)?;
-                }
+                let sums = Some(combined.sums.address());
+                self.update_by_all(&combined.saved, binding, sums, scalars, stream)?;
                 self.workspace.give_back(combined.sums);
                 self.workspace.give_back(combined.saved.memory);
             }
@@ -478,4 +505,9 @@ impl GpuGroup {
     pub fn device(&self) -> &Arc<Device> {
         &self.workspace.device
     }
+}
+
+/// Address of the scalars of an optimizer. `scalars`: of row 0.
+fn scalars_of(binding: &Binding, optimizer: usize, scalars: u64) -> u64 {
+    scalars + (16 * binding.row_of(optimizer)) as u64
 }

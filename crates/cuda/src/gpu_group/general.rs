@@ -144,7 +144,7 @@ unsafe fn begin(
         // SAFETY: The caller guarantees it.
         unsafe { group.prepare_pieces(&binding.update, scalars, stream) }?;
     }
-    let most: usize = groups.iter().map(|group| group.workspace.num_launches()).sum();
+    let most: usize = groups.iter().map(|group| group.workspace.num_launches(0)).sum();
     if groups[0].pieces.starts.as_ref().is_none_or(|starts| starts.len() <= most) {
         groups[0].pieces.starts = Some(Buffer::new(&groups[0].device().context, most + 1)?);
     }

@@ -203,7 +203,7 @@ pub struct GpuGroup {
     report: Shared,
     /// `Resolved` of the last commit.
     resolved: Buffer<u32>,
-    /// `Prepared` of the step.
+    /// `Prepared` of the step, by optimizer.
     prepared: Buffer<u32>,
     /// Not 0 if a gradient of the push is not finite.
     is_bad: Buffer<u32>,
@@ -242,8 +242,8 @@ impl GpuGroup {
     pub fn with_tables(device: &Arc<Device>, tables: Vec<GpuTable>) -> Result<GpuGroup> {
         let (context, num_tables) = (&device.context, tables.len());
         let widest = tables.iter().map(|t| t.config.dim).max().unwrap_or(1);
+        let workspace = Workspace::new(device, &tables)?;
         Ok(GpuGroup {
-            workspace: Workspace::new(device, &tables)?,
             binding: None,
             next_lookup: 1,
             lookups: VecDeque::new(),
@@ -269,7 +269,8 @@ impl GpuGroup {
                 .map_err(driver_error("making an event"))?,
             report: Shared::new(context, REPORT_WORDS + COUNTS_WORDS * num_tables)?,
             resolved: Buffer::new(context, RESOLVED_WORDS)?,
-            prepared: Buffer::new(context, PREPARED_WORDS)?,
+            prepared: Buffer::new(context, workspace.num_optimizers() * PREPARED_WORDS)?,
+            workspace,
             is_bad: Buffer::new(context, 1)?,
             totals: Buffer::new(context, num_tables * (EXPONENTS + 1))?,
             norms: Buffer::new(context, num_tables)?,

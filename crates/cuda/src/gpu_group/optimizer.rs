@@ -100,7 +100,7 @@ pub(crate) unsafe fn commit_together(
     });
     insert_absent(groups, tickets, vote, stream)?;
     let updates = is_update(groups, is_update_at)?;
-    let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.update.clipnorm.is_some());
+    let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.clips_norms());
     let no_norm_to = if needs_norm { 0 } else { norm_to };
     // SAFETY: The caller guarantees it.
     unsafe { resolve(groups, tickets, is_update_at.is_some(), no_norm_to, stream) }?;
@@ -160,7 +160,7 @@ pub(crate) unsafe fn resolve(
 }
 
 /// Updates the records of the committed gradients, or only accumulates these. `scalars`: address of learning rate, step, is_update
-/// and factor, float32 `(4,)`. `triggers`: by group, the address of its trigger and the address that takes the new value, float32
+/// and factor of each optimizer, float32 `(rows, 4)`. `triggers`: by group, the address of its trigger and the address that takes the new value, float32
 /// `(64, 2)`.
 ///
 /// # Errors
@@ -188,6 +188,10 @@ pub unsafe fn apply(
         let preparation = group.preparation(&binding.update, updates, scalars, trigger, new);
         preparations.push((rule::type_name(&binding.update.rule), preparation));
     }
+    for (group, binding) in groups.iter().zip(bindings) {
+        let others = group.other_preparations(binding, scalars);
+        preparations.extend(others.map(|(update, preparation)| (rule::type_name(&update.rule), preparation)));
+    }
     let of_one_rule = preparations.chunk_by(|(one, _), (other, _)| one == other);
     for chunk in of_one_rule.flat_map(|same| same.chunks(PREPARED_AT_ONCE[1])) {
         let at_once = if chunk.len() == 1 { PREPARED_AT_ONCE[0] } else { PREPARED_AT_ONCE[1] };
@@ -198,7 +202,7 @@ pub unsafe fn apply(
         unsafe { launch_next!(prepare, stream, chunk.len(), 128, all[0]) }?;
     }
     for (group, binding) in groups.iter_mut().zip(bindings) {
-        if updates { group.update(&binding.update, scalars, stream)? } else { group.accumulate(stream)? }
+        if updates { group.update(binding, scalars, stream)? } else { group.accumulate(stream)? }
     }
     Ok(())
 }

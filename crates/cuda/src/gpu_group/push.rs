@@ -140,7 +140,7 @@ impl GpuGroup {
         };
         let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, &[][..], None, None);
         // A norm is computed from merged gradients.
-        let is_merged_anyway = self.binding.is_some_and(|b| b.needs_norm || b.update.clipnorm.is_some());
+        let is_merged_anyway = self.binding.as_ref().is_some_and(|b| b.needs_norm || b.clips_norms());
         // Gradients of keys that a commit will insert cannot be merged yet.
         let is_later = !matches!(*saved.absent(), Absent::None);
         let is_cheaper = !is_merged_anyway && saved.saved.has_few_gradients();

@@ -166,7 +166,7 @@ impl GpuTable {
         Ok(table)
     }
 
-    /// Returns the descriptor of the table for kernels. `kind`: index of the table's row among the distinct rows of the group.
+    /// Returns the descriptor of the table for kernels. `kind`: index of the table's kind in its group.
     pub(crate) fn descriptor(&self, kind: u32) -> abi::Table {
         let mut table = abi::Table {
             index: self.index.descriptor(),
@@ -178,6 +178,7 @@ impl GpuTable {
             quads: abi::quads(self.config.dim) as u32,
             states: RowKind::of(&self.config).states() as u32,
             row_type: self.config.row_type as u32,
+            optimizer: self.config.optimizer as u32,
             num_released: self.released.len() as u32,
             fresh: self.fresh,
             first_state: self.layout.first_state,

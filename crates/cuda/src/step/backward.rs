@@ -38,6 +38,18 @@ fn pieces(gradients: &[Gradients]) -> Vec<Gradients> {
     gradients.iter().flat_map(pieces_of).collect()
 }
 
+/// What updates the tables of an optimizer in a step.
+pub struct By<'a> {
+    /// Number of the optimizer.
+    pub optimizer: usize,
+    /// What it does.
+    pub update: &'a Update,
+    /// Address of its `Prepared` of the step.
+    pub prepared: u64,
+    /// Address of a factor for each table, which clips gradients by the norm of the table; or 0.
+    pub factors: u64,
+}
+
 impl Workspace {
     /// Returns the `Side` of each feature: the addresses of its gradients and its records. If a table has lost its records since
     /// the lookup, all its record numbers lead to `nowhere`, an address with memory for one record.
@@ -181,20 +193,19 @@ impl Workspace {
         self.profiler.stop(StepPart::Merge, started, stream)
     }
 
-    /// Enqueues merging a push's gradients and updating their records. `prepared`: address of the `Prepared` of the step.
+    /// Enqueues merging a push's gradients and updating their records, in the tables of one optimizer.
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
-    pub fn update(&self, saved: &Saved, update: &Update, prepared: u64, stream: Stream) -> Result<()> {
+    pub fn update(&self, saved: &Saved, by: &By, stream: Stream) -> Result<()> {
         self.join(stream)?;
-        self.note_updated(saved, prepared, stream)?;
-        let rule = rule::type_name(&update.rule);
+        let rule = rule::type_name(&by.update.rule);
         let kernel = if saved.is_bounded { "update_in_turns" } else { "update" };
         let name = |rows: &str| format!("{kernel}<{}, {rule}, {}, {rows}>", saved.source as u32, saved.again);
-        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
+        let kernels = self.kernels_of_kinds(self.kinds_of(by.optimizer), &BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
-            let work = saved.work(self, kinds.clone(), prepared, 0, 0);
+            let work = saved.work(self, kinds.clone(), by.prepared, 0, 0);
             let mut blocks = self.blocks(saved, kinds, PER_SINGLE);
             if saved.is_bounded {
                 blocks = blocks.min(UPDATE_BLOCKS * self.device.multiprocessors as usize);
@@ -205,27 +216,17 @@ impl Workspace {
         self.profiler.stop(StepPart::Update, started, stream)
     }
 
-    /// Enqueues updating records with gradients that `merge` has merged into `sums`. `factors`: address of a factor for each table,
-    /// or 0.
+    /// Enqueues updating records with gradients that `merge` has merged into `sums`, in the tables of one optimizer.
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
-    pub fn update_sums(
-        &self,
-        saved: &Saved,
-        update: &Update,
-        sums: u64,
-        prepared: u64,
-        factors: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        self.note_updated(saved, prepared, stream)?;
-        let rule = rule::type_name(&update.rule);
+    pub fn update_sums(&self, saved: &Saved, by: &By, sums: u64, stream: Stream) -> Result<()> {
+        let rule = rule::type_name(&by.update.rule);
         let name = |rows: &str| format!("update_sums<{}, {rule}, {rows}>", saved.source as u32);
-        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
+        let kernels = self.kernels_of_kinds(self.kinds_of(by.optimizer), &BACKWARD, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
-            let work = saved.work(self, kinds.clone(), prepared, factors, sums);
+            let work = saved.work(self, kinds.clone(), by.prepared, by.factors, sums);
             let blocks = self.blocks_in_turns(saved, kinds, PER_SUM);
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
             unsafe { launch_next!(kernel, stream, blocks, UPDATE_THREADS, work[0]) }?;
@@ -282,8 +283,9 @@ impl Workspace {
     ) -> Result<()> {
         let finish = self.device.kernel(&CONTROL, "finish_norms")?;
         let (totals, num_tables, norms) = (totals.address(), norms.len() as u32, norms.address());
+        let tables = self.tables();
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
-        unsafe { launch!(finish, stream, 1, 256, totals, num_tables, norms, total) }
+        unsafe { launch!(finish, stream, 1, 256, totals, tables, num_tables, norms, total) }
     }
 
     /// Enqueues computing the factors that clip the gradients of each table by the table's own norm. `norms`: the squared norms.

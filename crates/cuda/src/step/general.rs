@@ -28,14 +28,16 @@ pub struct Merged<'a> {
 }
 
 impl Workspace {
-    /// Enqueues adding the numbers of rows of a group to `piece.starts`. `piece.launch`: the first launch of the group. Returns the
+    /// Enqueues adding the numbers of rows of a group to `piece.starts`, of tables that the model's optimizer updates: others have formulas. `piece.launch`: the first launch of the group. Returns the
     /// first launch of the next group.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn count_rows(&self, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let mut launch = piece.launch;
-        for (kernel, kinds) in self.kernels_by_kinds(&GENERAL, |rows| format!("count_rows<{rows}>"))? {
+        for (kernel, kinds) in
+            self.kernels_of_kinds(self.kinds_of(0), &GENERAL, |rows| format!("count_rows<{rows}>"))?
+        {
             let work = merged.saved.work(self, kinds, merged.prepared, merged.factors, merged.sums);
             let piece = Piece { launch, ..piece };
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
@@ -51,7 +53,7 @@ impl Workspace {
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn visit_piece(&self, kernel: &str, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let name = |rows: &str| format!("{kernel}<{}, {rows}>", merged.saved.source as u32);
-        let kernels = self.kernels_by_kinds(&GENERAL, name)?;
+        let kernels = self.kernels_of_kinds(self.kinds_of(0), &GENERAL, name)?;
         let started = self.profiler.start(stream)?;
         let mut launch = piece.launch;
         for (kernel, kinds) in kernels {

@@ -43,6 +43,7 @@ const FEW: usize = 960;
 const MORE: [usize; 2] = [2016, 8128];
 
 pub use at_owner::{PooledGradients, shares_splits};
+pub use backward::By;
 pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType};
 pub use lookup::{AbsentIds, RowSource, Started};
@@ -59,11 +60,14 @@ use sort::SortKernels;
 pub struct Workspace {
     /// The device of all tables of the group.
     pub device: Arc<Device>,
-    /// Distinct rows, in the order of their codes.
+    /// The rows of each kind of tables. Tables with the same rows and the same optimizer are of one kind. In the order of the optimizers, then
+    /// of the codes of rows.
     rows: Vec<RowKind>,
+    /// By optimizer: its kinds.
+    kinds_of_optimizers: Vec<Range<usize>>,
     /// Whether rows and gradients outside of records have whole groups of four columns, as those have that ranks send each other.
     has_whole_quads: bool,
-    /// By table: the index of its row in `rows`.
+    /// By table: its kind.
     kinds: Vec<usize>,
     tables_on_device: Buffer<abi::Table>,
     scratch: Option<Buffer<u32>>,
@@ -107,21 +111,24 @@ impl Workspace {
     /// Creates the workspace of a group with these tables.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more than 32 distinct dims and types of rows, [`Error::Device`] if the device does not have enough memory.
+    /// [`Error::Argument`] for more than 32 kinds of tables, [`Error::Device`] if the device does not have enough memory.
     pub fn new(device: &Arc<Device>, tables: &[GpuTable]) -> Result<Workspace> {
         let context = &device.context;
-        let mut rows: Vec<RowKind> = tables.iter().map(|t| RowKind::of(&t.config)).collect();
-        rows.sort_unstable_by_key(|row| row.code());
-        rows.dedup();
-        if rows.len() > 32 {
+        let kind_of = |table: &GpuTable| (table.config.optimizer, RowKind::of(&table.config));
+        let mut all: Vec<(usize, RowKind)> = tables.iter().map(kind_of).collect();
+        all.sort_unstable_by_key(|(optimizer, row)| (*optimizer, row.code()));
+        all.dedup();
+        if all.len() > 32 {
             return Err(Error::argument(format!(
-                "the tables of a layer on a GPU have at most 32 different dims and types of rows. Received: {}",
-                rows.len()
+                "the tables of a layer on a GPU have at most 32 different dims, types of rows and optimizers. Received: {}",
+                all.len()
             )));
         }
-        let kind =
-            |t: &GpuTable| rows.iter().position(|row| *row == RowKind::of(&t.config)).unwrap_or_default();
-        let kinds: Vec<usize> = tables.iter().map(kind).collect();
+        let position = |table| all.iter().position(|kind| *kind == kind_of(table)).unwrap_or_default();
+        let kinds: Vec<usize> = tables.iter().map(position).collect();
+        let num_optimizers = all.last().map_or(0, |(optimizer, _)| *optimizer) + 1;
+        let first_of = |optimizer| all.partition_point(|(of, _)| *of < optimizer);
+        let kinds_of_optimizers = (0..num_optimizers).map(|of| first_of(of)..first_of(of + 1)).collect();
         let failed = driver_error("making a stream");
         let event = || context.new_event(Some(CU_EVENT_DISABLE_TIMING)).map_err(&failed);
         Ok(Workspace {
@@ -143,7 +150,8 @@ impl Workspace {
             is_ready_to_note: Cell::new(false),
             profiler: Profiler::new(context),
             device: device.clone(),
-            rows,
+            rows: all.into_iter().map(|(_, row)| row).collect(),
+            kinds_of_optimizers,
             kinds,
             has_whole_quads: false,
         })
@@ -170,15 +178,35 @@ impl Workspace {
         source: &Source,
         name: impl Fn(&str) -> String,
     ) -> Result<Vec<(Kernel, Range<usize>)>> {
-        let starts = (0..self.rows.len()).step_by(ROWS_OF_A_KERNEL);
-        let parts = starts.map(|start| start..self.rows.len().min(start + ROWS_OF_A_KERNEL));
+        self.kernels_of_kinds(0..self.rows.len(), source, name)
+    }
+
+    /// As `kernels_by_kinds`, for some kinds.
+    fn kernels_of_kinds(
+        &self,
+        kinds: Range<usize>,
+        source: &Source,
+        name: impl Fn(&str) -> String,
+    ) -> Result<Vec<(Kernel, Range<usize>)>> {
+        let starts = kinds.clone().step_by(ROWS_OF_A_KERNEL);
+        let parts = starts.map(|start| start..kinds.end.min(start + ROWS_OF_A_KERNEL));
         let names: Vec<String> = parts.clone().map(|kinds| name(&self.row_list(kinds))).collect();
         Ok(self.device.kernels_apart(source, &names)?.into_iter().zip(parts).collect())
     }
 
-    /// Returns the number of launches that `kernels_by_kinds` returns.
-    pub fn num_launches(&self) -> usize {
-        self.rows.len().div_ceil(ROWS_OF_A_KERNEL)
+    /// Returns the number of launches for the kinds of an optimizer.
+    pub fn num_launches(&self, optimizer: usize) -> usize {
+        self.kinds_of(optimizer).len().div_ceil(ROWS_OF_A_KERNEL)
+    }
+
+    /// Returns the kinds of the tables that an optimizer updates.
+    fn kinds_of(&self, optimizer: usize) -> Range<usize> {
+        self.kinds_of_optimizers.get(optimizer).cloned().unwrap_or_default()
+    }
+
+    /// Returns the number of optimizers that update the tables, that of the model among them.
+    pub fn num_optimizers(&self) -> usize {
+        self.kinds_of_optimizers.len()
     }
 
     /// Returns the parameter of a launch that processes these kinds.

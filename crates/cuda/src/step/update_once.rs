@@ -7,7 +7,7 @@ use sok_core::contract::ticket::RING;
 use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
 
-use super::{AbsentIds, Bags, Feature, Ids, KeyType, Workspace};
+use super::{AbsentIds, Bags, By, Feature, Ids, KeyType, Workspace};
 use crate::abi::{PREPARED_WORDS, Preparation};
 use crate::device::{Stream, launch};
 use crate::gpu_table::GpuTable;
@@ -67,7 +67,10 @@ pub fn update_once(
         let prepare = device.kernel(&CONTROL, &format!("prepare<1, {}>", rule::type_name(&update.rule)))?;
         // SAFETY: The argument has the type of the kernel's parameter. The buffers above live until the wait below.
         unsafe { launch!(prepare, stream, 1, 2 * RING as u32, preparation) }?;
-        workspace.update(&saved, update, prepared.address(), stream)?;
+        workspace.note_updated(&saved, prepared.address(), stream)?;
+        let optimizer = tables[0].config.optimizer;
+        let by = By { optimizer, update, prepared: prepared.address(), factors: 0 };
+        workspace.update(&saved, &by, stream)?;
         device.synchronize()?;
     }
     // The launches have counted the ids as if a step had looked them up.

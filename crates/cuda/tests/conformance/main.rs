@@ -151,8 +151,8 @@ fn millions_of_ids_of_a_table_follow_the_host() {
         let configs = [plain_config("a", 1), plain_config("b", 3), plain_config("c", 1)];
         let mut subjects: [Box<dyn Subject>; 2] =
             [Box::new(HostSubject::new(&configs, &POOL)), Box::new(GpuSubject::new(&configs))];
-        let binding = Binding { owner: 1, update: any_update(&mut dice), needs_norm: false };
-        subjects.iter_mut().for_each(|subject| subject.bind(binding).unwrap());
+        let binding = Binding::new(1, any_update(&mut dice), false);
+        subjects.iter_mut().for_each(|subject| subject.bind(binding.clone()).unwrap());
         for step in 1..=3 {
             let many: Vec<u64> = (0..len).map(|_| dice.below(range)).collect();
             let keys = [skewed_keys(&mut dice, 1001, 5000), skewed_keys(&mut dice, 70_001, 5000), many];

@@ -82,7 +82,7 @@ impl Flight {
         }
     }
 
-    fn start(&self, group: &mut GpuGroup, binding: Binding, holds: bool, mut next: impl FnMut() -> Stream) {
+    fn start(&self, group: &mut GpuGroup, binding: &Binding, holds: bool, mut next: impl FnMut() -> Stream) {
         let feature = |table: usize| {
             let len = self.ids[table].len();
             Feature {
@@ -118,9 +118,13 @@ impl Flight {
         unsafe { group.push(LookupNumber::Known(lookup), output, &lens, &[], ticket, next()) }.unwrap();
         let groups = &mut [group];
         // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe { optimizer::commit(groups, &[binding], &[ticket], None, norm, next()) }.unwrap();
+        unsafe { optimizer::commit(groups, std::slice::from_ref(binding), &[ticket], None, norm, next()) }
+            .unwrap();
         // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe { optimizer::apply(groups, &[binding], numbers, false, &[(trigger, new)], next()) }.unwrap();
+        unsafe {
+            optimizer::apply(groups, std::slice::from_ref(binding), numbers, false, &[(trigger, new)], next())
+        }
+        .unwrap();
     }
 }
 
@@ -131,11 +135,11 @@ fn calls_on_streams_that_lag_come_in_order() {
         println!("seed {seed}");
         let mut dice = Dice(seed);
         let configs = [plain_config("a", 3), plain_config("b", 64)];
-        let binding = Binding { owner: 1, update: any_formula(&mut dice), needs_norm: seed % 2 == 0 };
+        let binding = Binding::new(1, any_formula(&mut dice), seed % 2 == 0);
         let mut host = HostSubject::new(&configs, &POOL);
         let mut group = GpuGroup::new(&DEVICE, configs.to_vec()).unwrap();
-        host.bind(binding).unwrap();
-        group.bind(binding).unwrap();
+        host.bind(binding.clone()).unwrap();
+        group.bind(binding.clone()).unwrap();
         let streams: Vec<_> = (0..3).map(|_| DEVICE.context.new_stream().unwrap()).collect();
         let next = |dice: &mut Dice| {
             let stream = Stream::of_cudarc(&streams[dice.below(3) as usize]);
@@ -162,7 +166,7 @@ fn calls_on_streams_that_lag_come_in_order() {
             expected.push((rows, norm as f32));
 
             let flight = Flight::new(&keys, &gradients, hotness, scalars);
-            flight.start(&mut group, binding, step % 3 != 0, || next(&mut dice));
+            flight.start(&mut group, &binding, step % 3 != 0, || next(&mut dice));
             flights.push(flight);
         }
         DEVICE.synchronize().unwrap();
@@ -188,8 +192,8 @@ fn a_steady_step_asks_for_no_memory() {
     let mut dice = Dice(1);
     for (holds, hotness) in [(true, 1), (false, 1), (true, 4), (false, 4)] {
         let mut group = GpuGroup::new(&DEVICE, configs.to_vec()).unwrap();
-        let binding = Binding { owner: 1, update: any_formula(&mut dice), needs_norm: false };
-        group.bind(binding).unwrap();
+        let binding = Binding::new(1, any_formula(&mut dice), false);
+        group.bind(binding.clone()).unwrap();
         let flights: Vec<Flight> = (1..=20)
             .map(|step| {
                 let keys = configs.each_ref().map(|_| skewed_keys(&mut dice, 4000, 50_000));
@@ -209,7 +213,7 @@ fn a_steady_step_asks_for_no_memory() {
                 len = group.table(0).len().unwrap();
                 before = times_asked();
             }
-            flight.start(&mut group, binding, holds, || Stream::of_cudarc(&stream));
+            flight.start(&mut group, &binding, holds, || Stream::of_cudarc(&stream));
         }
         assert_eq!(times_asked(), before, "held: {holds}, ids a bag: {hotness}");
         DEVICE.synchronize().unwrap();
@@ -228,8 +232,8 @@ fn steps_near_a_tables_size_do_not_wait() {
     let mut group = GpuGroup::new(&DEVICE, vec![config]).unwrap();
     let rule = Rule::Sgd(Sgd { momentum: 0.0, nesterov: false });
     let update = Update { rule, weight_decay: None, clipvalue: None, clipnorm: None };
-    let binding = Binding { owner: 1, update, needs_norm: false };
-    group.bind(binding).unwrap();
+    let binding = Binding::new(1, update, false);
+    group.bind(binding.clone()).unwrap();
     let mut dice = Dice(1);
     let gradients = dice.floats(IDS as usize * DIM);
     let flights: Vec<Flight> = (1..=40)
@@ -243,7 +247,7 @@ fn steps_near_a_tables_size_do_not_wait() {
     let (mut slept, mut waits) = (None::<CudaEvent>, Vec::new());
     for flight in &flights {
         let mut calls = 0;
-        flight.start(&mut group, binding, true, || {
+        flight.start(&mut group, &binding, true, || {
             calls += 1;
             // The lookup is enqueued, after the pause that the previous step enqueued after its own lookup.
             if calls == 2 {

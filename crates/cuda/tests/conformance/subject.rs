@@ -30,7 +30,7 @@ use sok_cuda::step::{Bags, Feature, KeyType};
 use crate::common::general::{NUM_STATES, step_piece};
 use crate::common::group::{Ids, Input, Shape};
 use crate::common::sharded::TIMEOUT;
-use crate::common::subject::{Kept, Subject, sum_of_tickets};
+use crate::common::subject::{Kept, Subject, scalar_rows, sum_of_tickets};
 use crate::common::unwritten;
 
 pub static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::shared(0, &[]).unwrap());
@@ -181,7 +181,7 @@ fn update_pieces(
         let piece = on_device(&[number]);
         let to: Vec<Buffer<f32>> = (0..2 + NUM_STATES).map(|_| on_device(&unwritten(size))).collect();
         let addresses: Vec<u64> = to.iter().map(Buffer::address).collect();
-        let (groups, bindings) = (&mut [&mut *group], &[*binding]);
+        let (groups, bindings) = (&mut [&mut *group], std::slice::from_ref(binding));
         // SAFETY: The buffers are on this device, and live until it has been waited for.
         unsafe { general::gather(groups, bindings, scalars, piece.address(), &addresses, size, stream) }?;
         let mut arrays = to.iter().map(Buffer::to_vec).collect::<Result<Vec<_>>>()?;
@@ -331,8 +331,7 @@ impl Subject for GpuSubject {
     }
 
     fn apply_by(&mut self, binding: &Binding, update: UpdateScalars, is_update: bool) -> Result<()> {
-        let flag = f32::from(u8::from(is_update));
-        let scalars = on_device(&[update.learning_rate, update.step as f32, flag, update.factor]);
+        let scalars = on_device(&scalar_rows(update, is_update));
         let (trigger, new) = (on_device(&[0.5f32; TICKET_LEN]), on_device(&[0.0f32; TICKET_LEN]));
         let (triggers, stream) = ([(trigger.address(), new.address())], self.stream());
         let group = match &mut self.group {
@@ -344,7 +343,16 @@ impl Subject for GpuSubject {
             update_pieces(group, binding, scalars.address(), 64, stream)?;
         }
         // SAFETY: The buffers are on this device, and live until it has been waited for.
-        unsafe { optimizer::apply(&mut [group], &[*binding], scalars.address(), true, &triggers, stream) }?;
+        unsafe {
+            optimizer::apply(
+                &mut [group],
+                std::slice::from_ref(binding),
+                scalars.address(),
+                true,
+                &triggers,
+                stream,
+            )
+        }?;
         let new = new.to_vec()?;
         assert!(new[0] == 0.5 || new[0] == 1.5, "{}", new[0]);
         assert_eq!(new[1..], [0.5; TICKET_LEN - 1]);
@@ -356,7 +364,7 @@ impl Subject for GpuSubject {
     }
 
     fn binding(&self) -> Option<Binding> {
-        self.group.group().binding().copied()
+        self.group.group().binding().cloned()
     }
 
     fn num_tables(&self) -> usize {

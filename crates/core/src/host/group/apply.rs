@@ -4,6 +4,7 @@ use super::HostGroup;
 use crate::contract::binding::Binding;
 use crate::contract::group::Group;
 use crate::contract::profile::StepPart;
+use crate::contract::table::TableConfig;
 use crate::contract::tensor::Tensor;
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars, clipnorm_factor};
@@ -15,25 +16,40 @@ use crate::host::update::UpdateTask;
 use crate::pool::{Pool, num_pieces, run_if_large};
 
 /// The scalars of an `apply`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ApplyScalars {
-    /// Scalars of the update.
-    pub update: UpdateScalars,
+    /// Scalars of each optimizer, by row.
+    pub rows: Vec<UpdateScalars>,
     /// If false, the committed gradients are only accumulated.
     pub is_update: bool,
 }
 
 impl ApplyScalars {
-    /// Reads learning rate, step, is_update and factor from host memory.
+    /// Returns the scalars of one optimizer.
+    pub fn new(update: UpdateScalars, is_update: bool) -> ApplyScalars {
+        ApplyScalars { rows: vec![update], is_update }
+    }
+
+    /// Reads learning rate, step, is_update and factor of each optimizer from host memory.
     ///
     /// # Errors
     /// [`Error::Argument`] for another number of them.
     pub(in crate::host) fn read(scalars: &Tensor) -> Result<ApplyScalars> {
-        let &[learning_rate, step, is_update, factor] = scalars.slice::<f32>()? else {
-            return Err(Error::argument("apply takes four scalars"));
+        let (rows, rest) = scalars.slice::<f32>()?.as_chunks();
+        if rows.is_empty() || !rest.is_empty() {
+            return Err(Error::argument("apply takes four scalars for each optimizer"));
+        }
+        let update = |&[learning_rate, step, _, factor]: &[f32; 4]| UpdateScalars {
+            learning_rate,
+            step: step as u64,
+            factor,
         };
-        let update = UpdateScalars { learning_rate, step: step as u64, factor };
-        Ok(ApplyScalars { update, is_update: is_update != 0.0 })
+        Ok(ApplyScalars { rows: rows.iter().map(update).collect(), is_update: rows[0][2] != 0.0 })
+    }
+
+    /// Returns the scalars of the optimizer of a table.
+    pub(super) fn of(&self, binding: &Binding, config: &TableConfig) -> UpdateScalars {
+        self.rows[binding.row_of(config.optimizer)]
     }
 }
 
@@ -41,34 +57,38 @@ impl HostGroup {
     /// Updates the records of the committed pushes, or only accumulates their gradients.
     ///
     /// # Errors
-    /// The same as `take_over`. [`Error::State`] if an optimizer without a formula has not brought all new values; the gradients are
+    /// The same as `take_over`. [`Error::Argument`] for too few scalars. [`Error::State`] if an optimizer without a formula has not brought all new values; the gradients are
     /// dropped then.
     pub fn apply(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) -> Result<()> {
         self.take_over(binding)?;
+        binding.check_rows(scalars.rows.len())?;
         self.tables.iter_mut().for_each(HostTable::count_call);
         if !scalars.is_update {
             return self.accumulate(pool);
         }
         self.touch_rows();
-        if binding.update.rule.is_general() {
+        let is_general = binding.update.rule.is_general();
+        if is_general {
             let start = self.stopwatch.start();
-            let done = self.apply_new_values(&scalars.update, pool);
+            let done = self.apply_new_values(&scalars.rows[0], pool);
             self.stopwatch.stop(StepPart::Update, start);
-            self.end_update();
-            return done;
+            if done.is_err() || binding.others.is_empty() {
+                self.end_update();
+                return done;
+            }
         }
         let is_single = self.committed.len() == 1 && self.accumulators.iter().all(Accumulator::is_empty);
         let is_held = is_single
             && matches!(self.committed[0].1.gradients, PushedGradients::Held { .. })
-            && binding.update.clipnorm.is_none();
+            && !binding.clips_norms();
         if !is_held {
             self.merge_committed(pool)?;
         }
         let start = self.stopwatch.start();
         if is_held {
-            self.apply_held(&binding.update, &scalars.update, pool);
+            self.apply_held(binding, scalars, pool);
         } else {
-            self.apply_stored(binding, &scalars.update, pool);
+            self.apply_stored(binding, scalars, pool);
         }
         self.stopwatch.stop(StepPart::Update, start);
         self.end_update();
@@ -96,28 +116,33 @@ impl HostGroup {
         self.accumulators.iter_mut().for_each(Accumulator::clear);
     }
 
-    fn apply_held(&mut self, update: &Update, scalars: &UpdateScalars, pool: &Pool) {
+    fn apply_held(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) {
         let Some((weight, push)) = self.committed.first() else { return };
         let PushedGradients::Held { rows, .. } = &push.gradients else { return };
         let mut tables: Vec<Option<&mut HostTable>> = self.tables.iter_mut().map(Some).collect();
         let mut work = Vec::new();
         for saved in &push.lookup.tables {
-            if let Some(table) = tables[saved.number].take().filter(|t| t.generation == saved.generation) {
+            let table = tables[saved.number].take().filter(|table| table.generation == saved.generation);
+            if let Some(table) = table {
+                let (update, scalars) =
+                    (binding.update_of(&table.config), scalars.of(binding, &table.config));
                 work.push((table, saved.hold(rows, *weight), update, scalars));
             }
         }
         run_updates(work, pool);
     }
 
-    fn apply_stored(&mut self, binding: &Binding, scalars: &UpdateScalars, pool: &Pool) {
+    /// Updates the records of all tables whose optimizer has a formula.
+    fn apply_stored(&mut self, binding: &Binding, scalars: &ApplyScalars, pool: &Pool) {
         let mut tables = std::mem::take(&mut self.tables);
         // `stored` reads the generations of the tables, so the arenas are borrowed separately.
         let generations: Vec<u64> = tables.iter().map(|t| t.generation).collect();
-        let scaled: Vec<_> =
-            (0..tables.len()).map(|number| self.clipped(number, &binding.update, scalars)).collect();
-        let work = tables.iter_mut().enumerate().map(|(number, table)| {
+        let has_formula = |table: &HostTable| !binding.update_of(&table.config).rule.is_general();
+        let of_formulas = tables.iter_mut().enumerate().filter(|(_, table)| has_formula(table));
+        let work = of_formulas.map(|(number, table)| {
+            let (update, scalars) = (binding.update_of(&table.config), scalars.of(binding, &table.config));
             let stored = self.stored(number, generations[number]);
-            (table, stored, &binding.update, &scaled[number])
+            (table, stored, update, self.clipped(number, update, &scalars))
         });
         run_updates(work.collect(), pool);
         self.tables = tables;
@@ -136,7 +161,7 @@ impl HostGroup {
 /// Updates the records of several tables with their merged gradients.
 #[allow(unsafe_code)]
 fn run_updates<G: MergedGradients>(
-    mut work: Vec<(&mut HostTable, Vec<RecordGradients<G>>, &Update, &UpdateScalars)>,
+    mut work: Vec<(&mut HostTable, Vec<RecordGradients<G>>, &Update, UpdateScalars)>,
     pool: &Pool,
 ) {
     let total: usize = work.iter().flat_map(|(_, gradients, ..)| gradients).map(|g| g.records.len()).sum();
@@ -146,7 +171,7 @@ fn run_updates<G: MergedGradients>(
         let arena = table.arena.share();
         for gradients in &*gradients {
             for keys in gradients.gradients.pieces(num_pieces(gradients.records.len(), total, pool)) {
-                let scalars = **scalars;
+                let scalars = *scalars;
                 tasks.push(UpdateTask { arena, format, chance, gradients, keys, update, scalars });
             }
         }

@@ -81,7 +81,7 @@ impl HostGroup {
     /// [`Error::Memory`].
     pub fn commit(&mut self, named: &[Named], is_update: bool, pool: &Pool) -> Result<f64> {
         self.take_named(named, pool)?;
-        if !(is_update && self.binding.is_some_and(|b| b.needs_norm)) {
+        if !(is_update && self.binding.as_ref().is_some_and(|b| b.needs_norm)) {
             return Ok(0.0);
         }
         let squares = self.squares(pool)?;
@@ -153,10 +153,15 @@ impl HostGroup {
         Ok(squares)
     }
 
-    /// Stores the squared norm of each table. Returns their sum.
+    /// Stores the squared norm of each table. Returns the sum of those that the model's optimizer updates.
     pub(in crate::host) fn set_norms(&mut self, squares: &[ExactSum]) -> f64 {
-        let norms = squares.iter().map(ExactSum::total);
-        self.norms.iter_mut().zip(norms).map(|(to, norm)| (*to = norm as f32, norm).1).sum()
+        let mut total = 0.0;
+        for ((to, squares), table) in self.norms.iter_mut().zip(squares).zip(&self.tables) {
+            let norm = squares.total();
+            *to = norm as f32;
+            total += if table.config.optimizer == 0 { norm } else { 0.0 };
+        }
+        total
     }
 
     /// Merges gradients that were not merged at the push. Several pushes, and accumulated gradients, become one sum for each record.

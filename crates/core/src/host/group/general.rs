@@ -129,12 +129,27 @@ impl HostGroup {
             self.merge_committed(pool)?;
             let mut end = 0;
             for (number, table) in self.tables.iter().enumerate() {
-                let stored = self.stored(number, table.generation);
-                end += stored.iter().map(|s| s.records.len()).sum::<usize>() * table.config.dim;
+                end += self
+                    .without_formula(number, table, binding)
+                    .iter()
+                    .map(|s| s.records.len())
+                    .sum::<usize>()
+                    * table.config.dim;
                 ends.push(end);
             }
         }
         self.new_values.begin(ends, 1 + binding.update.rule.states(1).len())
+    }
+
+    /// The gradients to apply to a table, if its optimizer has no formula.
+    fn without_formula<'a>(
+        &'a self,
+        number: usize,
+        table: &HostTable,
+        binding: &Binding,
+    ) -> Vec<RecordGradients<'a, StoredGradients<'a>>> {
+        let is_general = binding.update_of(&table.config).rule.is_general();
+        if is_general { self.stored(number, table.generation) } else { Vec::new() }
     }
 
     /// Writes gradients, rows and states to `to`, for these floats of the group's rows.
@@ -153,9 +168,9 @@ impl HostGroup {
             .map(|start| (start, parts.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()))
             .collect();
         let tables = self.tables.iter().enumerate().map(|(number, table)| {
-            let scalars = self.clipped(number, &binding.update, &scalars.update);
+            let scalars = self.clipped(number, &binding.update, &scalars.rows[0]);
             let conditioning = binding.update.conditioning(&scalars);
-            let gradients = self.stored(number, table.generation);
+            let gradients = self.without_formula(number, table, binding);
             TableRows { table, gradients, conditioning, floats: self.new_values.of_table(number) }
         });
         let tables: Vec<TableRows> = tables.collect();
@@ -183,6 +198,9 @@ impl HostGroup {
         let mut tasks = Vec::new();
         for (number, table) in tables.iter_mut().enumerate() {
             let mut floats = self.new_values.of_table(number);
+            if floats.is_empty() {
+                continue;
+            }
             let (format, generation, chance) = (table.first.format, table.generation, table.chance(scalars));
             let arena = table.arena.share();
             for gradients in self.stored(number, generation) {

@@ -211,7 +211,7 @@ impl ShardedGroup {
     /// # Errors
     /// The same.
     pub fn commit(&mut self, binding: &Binding, ticket: &[f32], is_update: bool, pool: &Pool) -> Result<f64> {
-        commit(&mut [self], &[*binding], &[ticket], is_update, pool)
+        commit(&mut [self], std::slice::from_ref(binding), &[ticket], is_update, pool)
     }
 
     /// Updates the records of this rank's shard, as [`HostGroup::apply`](crate::host::group::HostGroup::apply).

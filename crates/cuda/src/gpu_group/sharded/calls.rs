@@ -118,7 +118,7 @@ impl Group for ShardedGpuGroup {
     }
 
     fn set_binding(&mut self, binding: Binding) {
-        self.shard.set_binding(binding);
+        self.shard.set_binding(binding.clone());
         self.front.set_binding(binding);
     }
 

@@ -183,6 +183,7 @@ impl ShardedGpuGroup {
             // Rows come from their owners in float32.
             row_type: RowType::Float32,
             stochastic_rounding: false,
+            optimizer: 0,
             ..config.clone()
         };
         let mut front = GpuGroup::new(device, configs.iter().map(without_rows).collect())?;
