@@ -40,13 +40,6 @@ class Core:
         self.table_optimizers = list(table_optimizers)
         self.configs = configs
         self.dims = [config["dim"] for config in configs]
-        admitting = [config["name"] for config in configs if config["admission"]]
-        if admitting and storage == "hbm":
-            raise native.DeviceError(
-                'Layers with `admission` have their tables in the memory of the host. Received: storage="hbm" and `admission` of '
-                f'{", ".join(map(repr, admitting))}. Use "auto" or "host"'
-            )
-        storage = "host" if admitting else storage
         gpu = None if storage == "host" else backend.gpu(required=storage == "hbm")
         if storage == "hbm" and gpu is None:
             raise native.DeviceError(

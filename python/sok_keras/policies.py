@@ -122,7 +122,7 @@ class Frequency(Admission):
     step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
 
     The counts of ids without a row take 27 to 40 bytes each. An id whose row is erased, evicted or expired starts anew. Dumps hold the
-    counts, so counting goes on after a load; weights files do not. The tables of the layer are in the memory of the host.
+    counts, so counting goes on after a load; weights files do not. The host holds the counts, also of tables on a GPU.
 
     Example:
 

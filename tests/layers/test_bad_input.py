@@ -103,13 +103,6 @@ def test_padding_key_must_fit_into_64_bits(key):
         sok.DynamicEmbedding(DIM, padding_key=key)(ids(1))
 
 
-def test_optimizer_of_a_table_is_not_taken_yet():
-    with pytest.raises(
-        ValueError, match=r"`optimizer` must be None: all tables are updated by.*Received: optimizer='adam'"
-    ):
-        sok.TableConfig("t", None, DIM, optimizer="adam")
-
-
 @pytest.mark.parametrize("given", [None, 3, [], {}, {"a": 3}, [sok.TableConfig("t", None, DIM)]])
 def test_features_must_be_nested_feature_configs(given):
     with pytest.raises(ValueError, match="`feature_configs` must"):

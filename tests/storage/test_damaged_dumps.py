@@ -175,9 +175,10 @@ def test_error_names_tensor_and_block(dump_of_model):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("version", 6, "version.*6"),
+        ("version", 7, "version.*7"),
         ("format", "other", "`format` must be `sok_keras dump`: got `other`"),
-        ("dtype", "float16", "`dtype` of table `filled` must be float32: got float16"),
+        ("dtype", "float64", "float64"),
+        ("dtype", "float16", "not as version 1 has it: .*rows of 16 bits came later"),
         ("unknown", 1, "unknown"),
     ],
 )

@@ -216,11 +216,8 @@ def test_arguments_are_checked():
         sok.TableConfig("t", 10, 2, admission=Frequency(2))
 
 
-def test_tables_that_admit_are_on_the_host():
-    with pytest.raises(sok.DeviceError, match="in the memory of the host"):
-        make_layer(Frequency(2), storage="hbm")
-    if ON_GPU:
-        assert make_layer(Frequency(2))._core.gpu is None
+def test_tables_that_admit_are_on_the_gpu_of_the_model():
+    assert (make_layer(Frequency(2))._core.gpu is not None) == ON_GPU
 
 
 def test_statistics_count_the_ids_that_were_kept_out():

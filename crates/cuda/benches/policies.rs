@@ -1,6 +1,6 @@
 //! Training steps over tables with policies, beside the same steps without one, in turns: with scores alone, over full tables, which remove
-//! rows, with a time to live, and noting changes for increments. One id in a hundred is new. Times are means, since sweeps are rare: of
-//! rounds in which each full table sweeps. Then sweeps of one table, and reading what has changed.
+//! rows, with a time to live, noting changes for increments, and counting keys that get no row yet. One id in a hundred is new. Times are
+//! means, since sweeps are rare: of rounds in which each full table sweeps. Then sweeps of one table, and reading what has changed.
 //!
 //!     policies
 
@@ -9,9 +9,10 @@ mod common;
 use std::time::Instant;
 
 use common::training::{Gpu, Work, ids, normal, scalars, work};
-use common::{Bench, Shape, config, fill, median, nth_key};
+use common::{Bench, Shape, config, fill, key_of, median, nth_key};
 use sok_core::contract::group::Group;
 use sok_core::contract::table::{Contents, Cursor, Records, Table, TableConfig};
+use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_cuda::gpu_table::GpuTable;
@@ -32,21 +33,27 @@ struct Policy {
     lifetime: Option<u64>,
     /// Whether the table was dumped, and notes what has changed since.
     is_tracked: bool,
+    /// The new keys that get a row.
+    admission: Option<Admission>,
 }
 
-const NONE: Policy = Policy { name: "none", score: None, is_full: false, lifetime: None, is_tracked: false };
-const POLICIES: [Policy; 6] = [
+const NONE: Policy =
+    Policy { name: "none", score: None, is_full: false, lifetime: None, is_tracked: false, admission: None };
+/// Keys that have come twice.
+const TWICE: Admission = Admission::Frequency { threshold: 2, once_per_step: false, half_life: None };
+const POLICIES: [Policy; 7] = [
     NONE,
     Policy { name: "LRU, scores alone", score: Some(LRU), ..NONE },
     Policy { name: "LRU, full", score: Some(LRU), is_full: true, ..NONE },
     Policy { name: "LFU, full", score: Some(LFU), is_full: true, ..NONE },
     Policy { name: "time to live of 4,096 steps", lifetime: Some(4096), ..NONE },
     Policy { name: "changes since a dump", is_tracked: true, ..NONE },
+    Policy { name: "admission of keys that come twice", admission: Some(TWICE), ..NONE },
 ];
 const ROUNDS: usize = 5;
 
 fn table(name: &str, work: &Work, policy: &Policy) -> TableConfig {
-    let &Policy { score, is_full, lifetime, .. } = policy;
+    let &Policy { score, is_full, lifetime, admission, .. } = policy;
     let time_to_live =
         lifetime.map(|steps| TimeToLive { lifetime: Lifetime::Steps(steps), keeps_expired: false });
     let eviction = score.map(|score| Eviction { score, counts_inference: false, keeps_evicted: false });
@@ -55,7 +62,17 @@ fn table(name: &str, work: &Work, policy: &Policy) -> TableConfig {
         max_capacity: score.map(|_| capacity),
         eviction,
         time_to_live,
+        admission,
         ..config(name, work.dim, work.vocabulary)
+    }
+}
+
+/// Inserts all keys in tables that do not insert those of lookups.
+fn assign_all(group: &mut impl Group, work: &Work) {
+    let keys: Vec<u64> = (0..work.vocabulary).map(key_of).collect();
+    let rows = vec![0.0; work.dim * keys.len()];
+    for table in group.tables_mut() {
+        table.assign(&keys, &rows, true).unwrap();
     }
 }
 
@@ -75,7 +92,11 @@ fn time(bench: &Bench, work: &Work) {
     let mut subjects = POLICIES.map(|policy| {
         let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, &policy));
         let mut gpu = Gpu::with_tables(bench, work, configs.collect(), &gradients);
-        fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
+        if policy.admission.is_some() {
+            assign_all(&mut gpu.group, work);
+        } else {
+            fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
+        }
         if policy.is_tracked {
             gpu.group.tables_mut().into_iter().for_each(|table| table.track(1).unwrap());
         }

@@ -12,11 +12,19 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
   return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
 }
 
-// Counts ids without a record. One lane calls this, seldom: so it is a function of its own, which takes no registers from `find_records`.
-__device__ __noinline__ void count_absent(const Found& found, const Table& t, u32 absent) {
-  if (found.absent) atomicAdd(found.absent, absent);
-  else if (found.values) atomicAdd(&t.index.counters->dropped, (u64)absent);
-  if (found.counts_unknown) atomicAdd(&t.index.counters->unknown, (u64)absent);
+// Counts the ids of a warp that have no record, and lists them if a commit inserts their keys. `at`: the place of the lane's id. `absent`:
+// mask of these lanes. This is called seldom: so it is a function of its own, which takes no registers from `find_records`.
+__device__ __noinline__ void take_absent(const Found& found, const Table& t, u32 are, u64 key, u32 at, u32 absent) {
+  const u32 count = __popc(absent);
+  u32 first = 0;
+  if (lane() == 0) {
+    if (are & ABSENT_LATER) first = atomicAdd(found.absent, count);
+    else if (found.values) atomicAdd(&t.index.counters->dropped, (u64)count);
+    if (are & ABSENT_UNKNOWN) atomicAdd(&t.index.counters->unknown, (u64)count);
+  }
+  if (!(are & ABSENT_LATER)) return;
+  first = __shfl_sync(ALL, first, 0);
+  if (absent >> lane() & 1) found.absent_ids[first + __popc(absent & lanes_below())] = {key, at, 0};
 }
 
 // Finds the records of all ids of a call. Inserts keys without a record where the feature inserts. Also sets `found.zeros` to 0.
@@ -44,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
   const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.overflow, lists[threadIdx.x / WARP], is_new);
   if (!feature.inserts) {
     const u32 absent = __ballot_sync(ALL, is_wanted && record == NO_RECORD);
-    if (absent && lane() == 0) count_absent(found, t, __popc(absent));
+    if (absent) take_absent(found, t, feature.absent, key, at, absent);
   }
   if (!is_id) return;
   found.records[at] = record;

@@ -167,6 +167,11 @@ impl<T: Plain> Buffer<T> {
         Stream::DEFAULT.synchronize()
     }
 
+    /// The context that the memory belongs to.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
     /// Copies `len` values to the host, from index `start` on. The caller must have waited for kernels that write these values.
     ///
     /// # Errors

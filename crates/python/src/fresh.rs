@@ -131,7 +131,7 @@ fn with_first_states(records: &mut Records, layout: &RecordLayout) -> Result<()>
     let mut values = memory::filled(0.0, records.keys.len() * width, "the records of a call")?;
     for (record, row) in values.chunks_exact_mut(width).zip(records.values.chunks_exact(dim)) {
         record[..dim].copy_from_slice(row);
-        layout.fill_states(record, true);
+        layout.fill_states(&mut record[dim..], true);
     }
     records.values = values;
     Ok(())

@@ -12,7 +12,8 @@ const WHAT: &str = "the sights of keys without a row";
 const KEPT: usize = 1 << 16;
 
 /// Decides which keys without a row get one.
-pub(crate) struct Admitter {
+pub struct Admitter {
+    /// Which keys get a row.
     pub policy: Admission,
     sights: Sights,
     /// Keys that this call has counted, with their counts before it.
@@ -20,10 +21,15 @@ pub(crate) struct Admitter {
 }
 
 impl Admitter {
+    /// An admitter that has counted nothing.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
     pub fn new(policy: Admission) -> Result<Admitter> {
         Ok(Admitter { policy, sights: Sights::new()?, counted: Vec::new() })
     }
 
+    /// Number of bytes of the counts.
     pub fn num_bytes(&self) -> usize {
         self.sights.num_bytes() + self.counted.capacity() * size_of::<(Key, u32)>()
     }

@@ -2,7 +2,7 @@
 
 mod absent;
 mod accumulator;
-mod admission;
+pub mod admission;
 mod changes;
 mod eviction;
 mod exact_sum;

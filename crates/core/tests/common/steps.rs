@@ -38,9 +38,6 @@ impl Bench {
         if maker.tells_late {
             configs.iter_mut().for_each(|c| c.out_of_vocabulary = OutOfVocabulary::Zeros);
         }
-        if !maker.admits {
-            configs.iter_mut().for_each(|c| c.admission = None);
-        }
         if !maker.dims.is_empty() && configs.iter().all(|c| DIMS.contains(&c.dim)) {
             configs.iter_mut().for_each(|c| c.dim = maker.dims[c.dim % maker.dims.len()]);
         }

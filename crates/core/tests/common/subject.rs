@@ -86,8 +86,6 @@ pub struct Maker {
     pub make: fn(&[TableConfig]) -> Vec<Box<dyn Subject>>,
     /// An id outside a static table is told by the next call.
     pub tells_late: bool,
-    /// Whether tables may have an admission policy, which tables on a GPU do not have yet.
-    pub admits: bool,
     /// Dims that stand for all others, where each has to be compiled; empty: none do.
     pub dims: &'static [usize],
 }

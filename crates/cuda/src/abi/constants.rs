@@ -17,6 +17,10 @@ constants! {
     pub const NO_TABLE: u32 = u32::MAX;
     /// Bit of a returned record number: the record is new.
     pub const NEW: u32 = 1 << 31;
+    /// Bit of [`Feature::absent`]: a commit inserts the keys of absent ids.
+    pub const ABSENT_LATER: u32 = 1;
+    /// Bit of [`Feature::absent`]: absent ids are counted as unknown, because the lookup is not one of training.
+    pub const ABSENT_UNKNOWN: u32 = 2;
     /// Threads of a block of the sort.
     pub const SORT_THREADS: usize = 512;
     /// Tiles of a group, which publishes a common aggregate and inclusive prefix.

@@ -177,7 +177,8 @@ structs! {
         pub first_split: u32,
         /// Whether ids are looked up after all others, without insertion and without gradients.
         pub is_silent: u32,
-        pub pad: u32,
+        /// How ids without a record are counted: bits `ABSENT_LATER` and `ABSENT_UNKNOWN`.
+        pub absent: u32,
     }
 
     /// The features of a call.
@@ -220,12 +221,13 @@ structs! {
         /// Words that `find_records` sets to 0.
         pub zeros: u64 as "u32*",
         pub num_zeros: u32,
-        /// Whether ids without a record are counted as unknown.
-        pub counts_unknown: u32,
+        pub pad: u32,
         pub overflow: Overflow,
         pub fault: u64 as "Fault*",
-        /// Counter of the absent ids, if a commit inserts their keys; otherwise null.
+        /// Counter of the absent ids whose keys a commit inserts; null if there is no such feature.
         pub absent: u64 as "u32*",
+        /// Takes these ids, in any order.
+        pub absent_ids: u64 as "AbsentId*",
         /// In a commit, by place of an id: the record that the lookup found. Only ids without one are looked up. Null otherwise.
         pub known: u64 as "const u32*",
     }
@@ -255,6 +257,15 @@ structs! {
     pub struct Named {
         pub name: u32,
         pub coefficient: f32,
+    }
+
+    /// An id that a lookup has found no record for.
+    #[repr(align(16))]
+    pub struct AbsentId {
+        pub key: u64,
+        /// Its place in the call.
+        pub place: u32,
+        pub pad: u32,
     }
 
     /// An error of a call, in memory that the host reads. Only the first one is kept.

@@ -3,17 +3,21 @@
 //! Such a lookup keeps its inputs and the records that it found. The commit looks the ids without a record up again, inserts their
 //! keys, and applies their gradients as those of one more push.
 
-use std::collections::HashSet;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, OnceLock};
 
 use sok_core::contract::group::Group;
 use sok_core::contract::table::Outcomes;
 use sok_core::contract::ticket::{Named, RING, TICKET_LEN};
 use sok_core::error::{Error, Result};
+use sok_core::key::Key;
+use sok_core::policy::admission::Admission;
 
 use super::{GpuGroup, Push, SavedLookup};
+use crate::abi::AbsentId;
 use crate::device::Stream;
-use crate::gpu_table::{GpuTable, Room};
+use crate::gpu_table::{self, GpuTable, Room};
 use crate::memory::{Buffer, read};
 use crate::step::{AbsentIds, Bags, Feature, KeyType, Workspace};
 
@@ -41,13 +45,17 @@ impl Absent {
 
 /// Copies of a lookup's inputs, because the memory of the framework may be gone when the commit comes.
 pub(super) struct Inputs {
-    /// A head, the record number of each id, and the tensors of the features. The first word of the head is the number of absent
-    /// ids.
+    /// A head, the list of the absent ids, the record number of each id, and the tensors of the features. The first word of the head is
+    /// the number of absent ids.
     pub memory: Buffer<u32>,
     features: Vec<Feature<'static>>,
     /// By feature: the place of its first id in the call.
     first_ids: Vec<usize>,
     num_ids: usize,
+    /// By table: whether a commit may insert its keys.
+    are_later: Vec<bool>,
+    /// The absent ids, by place, once the host has read them.
+    absent: OnceLock<Vec<AbsentId>>,
 }
 
 /// The keys of a table that pushes may insert.
@@ -55,39 +63,35 @@ struct AbsentKeys {
     /// The records that they have meanwhile.
     room: Room,
     num_keys: usize,
-    /// How many of them have none.
+    /// How many of them have none and get one.
     num_new: u64,
 }
 
-/// The record numbers that a lookup found, on the host; 0 for none.
-pub(super) struct KnownRecords {
-    records: Vec<u32>,
-    /// By feature: the places of its ids.
-    places: Vec<std::ops::Range<usize>>,
+/// Whether a commit has counted the sights of its keys.
+#[derive(Clone, Copy, PartialEq)]
+enum Sights {
+    Counted,
+    ToCount,
 }
 
-impl KnownRecords {
-    /// The record numbers of a feature's ids.
-    pub fn of_feature(&self, number: usize) -> &[u32] {
-        &self.records[self.places[number].clone()]
-    }
-}
-
-/// Words before the records. The first is the number of absent ids; it has a cache line of its own.
+/// Words before the list. The first is the number of absent ids; it has a cache line of its own.
 const HEAD: usize = 32;
+/// Words of a listed id.
+const LISTED: usize = size_of::<AbsentId>() / 4;
 
 impl Inputs {
-    /// Enqueues copying a lookup's inputs.
+    /// Enqueues copying a lookup's inputs. `are_later`: by table, whether a commit may insert its keys.
     pub fn keep(
         workspace: &mut Workspace,
         tables: &[GpuTable],
         features: &[Feature],
+        are_later: Vec<bool>,
         stream: Stream,
     ) -> Result<Inputs> {
         // Silent features come last, and their ids are never inserted.
         let features = &features[..features.iter().take_while(|f| !f.is_silent).count()];
         let num_ids: usize = features.iter().map(|f| f.ids.len).sum();
-        let start = (HEAD + num_ids).next_multiple_of(2);
+        let start = (HEAD + (LISTED + 1) * num_ids).next_multiple_of(2);
         let num_words = start + features.iter().map(num_input_words).sum::<usize>();
         let memory = workspace.take_memory(num_words)?;
         stream_zero(&memory, stream)?;
@@ -96,7 +100,8 @@ impl Inputs {
         for feature in features {
             copied.push(copy_feature(feature, &memory, &mut at, stream)?);
         }
-        Ok(Inputs { memory, features: copied, first_ids: workspace.first_ids(tables, features), num_ids })
+        let first_ids = workspace.first_ids(tables, features);
+        Ok(Inputs { memory, features: copied, first_ids, num_ids, are_later, absent: OnceLock::new() })
     }
 
     /// Address of the word in which the lookup counts its absent ids.
@@ -104,8 +109,17 @@ impl Inputs {
         self.memory.address()
     }
 
-    fn known_address(&self) -> u64 {
+    /// Address of the list of its absent ids.
+    pub fn list_address(&self) -> u64 {
         self.memory.at(HEAD)
+    }
+
+    fn known_address(&self) -> u64 {
+        self.memory.at(self.first_record())
+    }
+
+    fn first_record(&self) -> usize {
+        HEAD + LISTED * self.num_ids
     }
 
     /// Enqueues copying the records that the lookup found. `found`: address of the record number of each id.
@@ -115,15 +129,59 @@ impl Inputs {
         unsafe { stream.copy(self.known_address(), found, 4 * self.num_ids) }
     }
 
-    /// Returns the number of absent ids. The device must be idle.
-    fn num_absent(&self) -> Result<u32> {
-        Ok(self.memory.read(0, 1)?[0])
+    /// Returns the absent ids, by place. The device must be idle.
+    fn absent_ids(&self) -> Result<&[AbsentId]> {
+        if let Some(absent) = self.absent.get() {
+            return Ok(absent);
+        }
+        let context = self.memory.context();
+        let num_absent = self.memory.read(0, 1)?[0] as usize;
+        let mut absent = read::<AbsentId>(context, self.list_address(), num_absent)?;
+        absent.sort_unstable_by_key(|id| id.place);
+        Ok(self.absent.get_or_init(|| absent))
     }
 
-    /// Copies the records that the lookup found to the host. The device must be idle.
-    fn known_records(&self) -> Result<KnownRecords> {
-        let places = self.features.iter().zip(&self.first_ids).map(|(f, &first)| first..first + f.ids.len);
-        Ok(KnownRecords { records: self.memory.read(HEAD, self.num_ids)?, places: places.collect() })
+    /// Returns the absent ids of a feature. The device must be idle.
+    fn absent_ids_of(&self, number: usize) -> Result<&[AbsentId]> {
+        let ids = self.absent_ids()?;
+        let first = self.first_ids[number];
+        let before = |place: usize| ids.partition_point(|id| (id.place as usize) < place);
+        Ok(&ids[before(first)..before(first + self.features[number].ids.len)])
+    }
+
+    /// The numbers of the features of a table.
+    fn features_of(&self, table: usize) -> impl Iterator<Item = usize> {
+        (0..self.features.len()).filter(move |number| self.features[*number].table == table)
+    }
+
+    /// Returns the number of absent ids of a table. The device must be idle.
+    pub fn num_absent_of(&self, table: usize) -> Result<u64> {
+        self.features_of(table).map(|number| Ok(self.absent_ids_of(number)?.len() as u64)).sum()
+    }
+
+    /// Returns the keys of the absent ids of a table, in the order of the ids. The device must be idle.
+    pub fn absent_keys_of(&self, table: usize) -> Result<Vec<Key>> {
+        let mut keys = Vec::new();
+        for number in self.features_of(table) {
+            keys.extend(self.absent_ids_of(number)?.iter().map(|id| id.key));
+        }
+        Ok(keys)
+    }
+
+    /// Returns the absent ids of a table, in their order: the key, and how many ids it stands for. The device must be idle.
+    fn counted_ids_of(&self, table: usize) -> Result<Vec<(Key, u64)>> {
+        let mut counted = Vec::new();
+        for number in self.features_of(table) {
+            let (feature, ids) = (&self.features[number], self.absent_ids_of(number)?);
+            if feature.id_counts == 0 || ids.is_empty() {
+                counted.extend(ids.iter().map(|id| (id.key, 1)));
+                continue;
+            }
+            let counts = read::<u64>(self.memory.context(), feature.id_counts, feature.ids.len)?;
+            let count_of = |id: &AbsentId| counts[id.place as usize - self.first_ids[number]];
+            counted.extend(ids.iter().map(|id| (id.key, count_of(id))));
+        }
+        Ok(counted)
     }
 
     /// Enqueues marking all ids of a feature as found, so that the commit inserts none of them.
@@ -131,7 +189,7 @@ impl Inputs {
     fn pass_over(&self, number: usize, stream: Stream) -> Result<()> {
         let (first, num_ids) = (self.first_ids[number], self.features[number].ids.len);
         // SAFETY: The range is the feature's part of the records.
-        unsafe { stream.fill(self.memory.at(HEAD + first), 0xff, 4 * num_ids) }
+        unsafe { stream.fill(self.memory.at(self.first_record() + first), 0xff, 4 * num_ids) }
     }
 }
 
@@ -222,7 +280,9 @@ impl GpuGroup {
     pub(crate) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for table in 0..self.tables.len() {
-            let Some(AbsentKeys { room, num_keys, num_new }) = self.absent_keys(named, table)? else {
+            let Some(AbsentKeys { room, num_keys, num_new }) =
+                self.absent_keys(named, table, Sights::ToCount)?
+            else {
                 continue;
             };
             let table = &mut self.tables[table];
@@ -235,21 +295,54 @@ impl GpuGroup {
     }
 
     /// Looks up the keys of a table that these pushes may insert. `None` if the table has room for all of them in any case.
-    fn absent_keys(&self, named: &[Named], table: usize) -> Result<Option<AbsentKeys>> {
+    fn absent_keys(&self, named: &[Named], table: usize, sights: Sights) -> Result<Option<AbsentKeys>> {
         if !self.tables[table].may_refuse(self.max_absent(named, table)?) {
             return Ok(None);
         }
-        let (mut keys, mut seen) = (Vec::new(), HashSet::new());
+        let seen = self.sights(named, table)?;
+        let keys: Vec<Key> = seen.iter().map(|(key, _)| *key).collect();
+        let more: HashMap<Key, u64> = seen.into_iter().filter(|_| sights == Sights::ToCount).collect();
+        let table = &self.tables[table];
+        let room = table.room(keys.len(), 0)?;
+        let absent = table.absent(&room, &keys)?.into_iter();
+        let num_new = absent.filter(|key| table.admits(*key, more.get(key).copied().unwrap_or(0))).count();
+        Ok(Some(AbsentKeys { room, num_keys: keys.len(), num_new: num_new as u64 }))
+    }
+
+    /// Returns the keys of a table that these pushes may insert, each once, in the order of their ids, with their sights. Some may have a row
+    /// meanwhile.
+    fn sights(&self, named: &[Named], table: usize) -> Result<Vec<(Key, u64)>> {
+        let policy = self.tables[table].admission.as_ref().map(|admission| admission.admitter.policy);
+        let counts_ids = policy.is_some_and(Admission::counts_ids);
+        let (mut seen, mut places) = (Vec::<(Key, u64)>::new(), HashMap::new());
         for lookup in self.lookups_of(named) {
             let Absent::Waiting(inputs) = &*lookup.absent() else { continue };
-            if self.has_records_of(&lookup, table) {
-                keys.extend(self.active_keys(&inputs.features, Some(&inputs.known_records()?), table)?);
+            if !self.may_insert(&lookup, inputs, table) {
+                continue;
+            }
+            for (key, num_ids) in inputs.counted_ids_of(table)? {
+                match places.entry(key) {
+                    Entry::Vacant(place) => {
+                        place.insert(seen.len());
+                        seen.push((key, if counts_ids { num_ids } else { 1 }));
+                    }
+                    Entry::Occupied(place) if counts_ids => seen[*place.get()].1 += num_ids,
+                    Entry::Occupied(_) => {}
+                }
             }
         }
-        keys.retain(|key| seen.insert(*key));
-        let room = self.tables[table].room(keys.len(), 0)?;
-        let num_new = self.tables[table].absent(&room, &keys)?.len() as u64;
-        Ok(Some(AbsentKeys { room, num_keys: keys.len(), num_new }))
+        Ok(seen)
+    }
+
+    /// Counts the sights of the absent keys of these pushes, in tables with an admission policy that counts.
+    fn count_sights(&mut self, named: &[Named]) -> Result<()> {
+        for table in 0..self.tables.len() {
+            if self.tables[table].counts_sights() {
+                let seen = self.sights(named, table)?;
+                self.tables[table].count_sights(seen)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes rows to make room for the absent keys of these pushes.
@@ -258,7 +351,9 @@ impl GpuGroup {
             if self.tables[number].config.eviction.is_none() {
                 continue;
             }
-            let Some(AbsentKeys { room, num_keys, num_new }) = self.absent_keys(named, number)? else {
+            let Some(AbsentKeys { room, num_keys, num_new }) =
+                self.absent_keys(named, number, Sights::Counted)?
+            else {
                 continue;
             };
             let table = &mut self.tables[number];
@@ -274,15 +369,26 @@ impl GpuGroup {
         let mut most = 0;
         for lookup in self.lookups_of(named) {
             if let Absent::Waiting(inputs) = &*lookup.absent() {
-                let ids: usize = inputs.features.iter().filter(|f| f.table == table).map(|f| f.ids.len).sum();
-                most += (ids as u64).min(inputs.num_absent()?.into());
+                most += inputs.num_absent_of(table)?;
             }
         }
         Ok(most)
     }
 
+    /// The lookups of pushes, each once.
     fn lookups_of(&self, named: &[Named]) -> Vec<Arc<SavedLookup>> {
-        named.iter().filter_map(|n| self.ring.get(n.number)).map(|push| push.lookup.clone()).collect()
+        let mut lookups: Vec<Arc<SavedLookup>> = Vec::new();
+        for push in named.iter().filter_map(|n| self.ring.get(n.number)) {
+            if !lookups.iter().any(|lookup| Arc::ptr_eq(lookup, &push.lookup)) {
+                lookups.push(push.lookup.clone());
+            }
+        }
+        lookups
+    }
+
+    /// Whether a commit may insert keys of a table that a lookup has kept.
+    fn may_insert(&self, lookup: &SavedLookup, inputs: &Inputs, table: usize) -> bool {
+        inputs.are_later[table] && self.has_records_of(lookup, table)
     }
 
     /// Returns whether a table took part in a lookup and still has its records.
@@ -294,6 +400,18 @@ impl GpuGroup {
     /// follows. The device must be idle, and `check_absent` must have succeeded.
     pub(crate) fn insert_absent(&mut self, named: &[Named], stream: Stream) -> Result<()> {
         self.workspace.enter(stream)?;
+        self.admissions().for_each(|admission| admission.admitter.begin());
+        let inserted = self.insert_counted(named, stream);
+        inserted.inspect_err(|_| self.admissions().for_each(|admission| admission.admitter.undo()))
+    }
+
+    fn admissions(&mut self) -> impl Iterator<Item = &mut gpu_table::admission::Admission> {
+        self.tables.iter_mut().filter_map(|table| table.admission.as_deref_mut())
+    }
+
+    /// Counts the sights of absent keys, and inserts those that are admitted.
+    fn insert_counted(&mut self, named: &[Named], stream: Stream) -> Result<()> {
+        self.count_sights(named)?;
         self.make_room_for_absent(named)?;
         for (index, named) in named.iter().enumerate() {
             let Some(push) = self.ring.get(named.number) else { continue };
@@ -323,7 +441,7 @@ impl GpuGroup {
         match &*absent {
             Absent::None => Ok(None),
             Absent::Inserted(inserted) => Ok(Some(inserted.clone())),
-            Absent::Waiting(inputs) if inputs.num_absent()? == 0 => Ok(None),
+            Absent::Waiting(inputs) if inputs.absent_ids()?.is_empty() => Ok(None),
             Absent::Waiting(inputs) => {
                 let saved = self.insert_inputs(lookup, inputs, stream)?;
                 let inserted = Arc::new(SavedLookup::new(lookup.number, saved));
@@ -344,15 +462,13 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<crate::step::Saved> {
         for (number, feature) in inputs.features.iter().enumerate() {
-            if !self.has_records_of(lookup, feature.table) {
+            if !self.may_insert(lookup, inputs, feature.table) {
                 inputs.pass_over(number, stream)?;
             }
         }
-        self.workspace.device.synchronize()?;
-        let known = inputs.known_records()?;
         let mut inserts: Vec<bool> =
-            (0..self.tables.len()).map(|table| self.has_records_of(lookup, table)).collect();
-        self.make_room(&inputs.features, Some(&known), &mut inserts, false, false, &mut None, stream)?;
+            (0..self.tables.len()).map(|table| self.may_insert(lookup, inputs, table)).collect();
+        self.make_room(&inputs.features, Some(inputs), &mut inserts, false, false, &mut None, stream)?;
         // `make_rows` computes the coefficients of weighted ids, so it needs memory for rows.
         let (features, rows) = self.with_rows(&inputs.features, lookup.saved.is_weighted())?;
         let absent = AbsentIds { known: inputs.known_address(), ..AbsentIds::default() };

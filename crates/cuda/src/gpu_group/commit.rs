@@ -77,6 +77,9 @@ impl GpuGroup {
             if let Some(evictor) = &mut table.evictor {
                 evictor.end_step(self.num_commits, lifetime);
             }
+            if let Some(admission) = &mut table.admission {
+                admission.end_step();
+            }
         }
         taken.iter().for_each(|(_, push)| push.lookup.is_open.store(false, Relaxed));
         // Another push of the same lookup may still wait.
@@ -244,7 +247,7 @@ impl GpuGroup {
 
     /// Reads the report of the last commit, as `settle`, which will return the error.
     pub(super) fn settle_for_tables(&mut self) {
-        if self.tables.iter().any(|table| table.evictor.is_some()) {
+        if self.tables.iter().any(|table| table.evictor.is_some() || table.admission.is_some()) {
             self.settle_later();
         }
     }

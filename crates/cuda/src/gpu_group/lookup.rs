@@ -5,9 +5,9 @@
 use sok_core::contract::table::{Insertion, Outcomes};
 use sok_core::error::{Error, Result};
 
-use super::absent::{Absent, Inputs, KnownRecords};
+use super::absent::{Absent, Inputs};
 use super::{GpuGroup, SavedLookup, table_counts};
-use crate::abi::{COUNTS_WORDS, TableCounts};
+use crate::abi::{ABSENT_LATER, ABSENT_UNKNOWN, COUNTS_WORDS, TableCounts};
 use crate::device::{Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::sweep::{Going, Sweeps};
@@ -30,6 +30,15 @@ pub(super) struct OfRanks<'a> {
     pub remote: Option<&'a Remote>,
     /// Called once, before the first change that cannot be undone, unless the lookup has failed on this rank before.
     pub vote: Vote<'a>,
+}
+
+/// How a lookup counts ids without a record: bits of `Feature::absent`.
+fn absent_ids(insertion: Insertion, save: bool) -> u32 {
+    match insertion {
+        Insertion::AtLookup => 0,
+        Insertion::AtCommit if save => ABSENT_LATER,
+        Insertion::AtCommit | Insertion::Never => ABSENT_UNKNOWN,
+    }
 }
 
 /// Returns an error if the lookup has failed on another rank.
@@ -85,8 +94,10 @@ impl GpuGroup {
             }
         }
         self.workspace.enter(stream)?;
-        let insert = insertion == Insertion::AtLookup;
-        let mut inserts = vec![insert; self.tables.len()];
+        let insertions: Vec<Insertion> =
+            self.tables.iter().map(|table| table.own_insertion(insertion, save)).collect();
+        let mut inserts: Vec<bool> = insertions.iter().map(|own| *own == Insertion::AtLookup).collect();
+        let insert = inserts.contains(&true);
         let mut exceeding = Vec::new();
         if insert {
             if vote.is_some() {
@@ -102,14 +113,13 @@ impl GpuGroup {
         }
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
-        let inputs = (insertion == Insertion::AtCommit && save)
-            .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, stream))
+        let are_absent: Vec<u32> = insertions.iter().map(|own| absent_ids(*own, save)).collect();
+        let are_later: Vec<bool> = are_absent.iter().map(|are| *are == ABSENT_LATER).collect();
+        let inputs = (features.iter().any(|f| are_later[f.table]))
+            .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, are_later, stream))
             .transpose()?;
-        let absent = AbsentIds {
-            count: inputs.as_ref().map_or(0, Inputs::count_address),
-            known: 0,
-            are_unknown: inputs.is_none() && !insert,
-        };
+        let [count, list] = inputs.as_ref().map_or([0; 2], |i| [i.count_address(), i.list_address()]);
+        let absent = AbsentIds { count, list, known: 0, are: &are_absent };
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         let mut started =
             workspace.start(tables, features, &inserts, absent, save, to, RowSource::Records, stream)?;
@@ -201,12 +211,12 @@ impl GpuGroup {
     /// keys that fit, in their order, and resets `inserts` of the table, so that the lookup inserts none. Returns the tables of which the
     /// lookup may insert too many keys.
     ///
-    /// `known`: ids that have a record there are not inserted. `exceeds`: whether tables that remove rows may insert first.
+    /// `absent`: of a commit, the absent ids, which alone are inserted. `exceeds`: whether tables that remove rows may insert first.
     #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub(super) fn make_room(
         &mut self,
         features: &[Feature],
-        known: Option<&KnownRecords>,
+        absent: Option<&Inputs>,
         inserts: &mut [bool],
         save: bool,
         exceeds: bool,
@@ -214,12 +224,22 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<Vec<usize>> {
         let mut ids = vec![0u64; self.tables.len()];
-        features.iter().filter(|f| !f.is_silent).for_each(|f| ids[f.table] += f.ids.len as u64);
+        for (table, ids) in ids.iter_mut().enumerate().filter(|(table, _)| inserts[*table]) {
+            let of_table = features.iter().filter(|f| f.table == table && !f.is_silent);
+            *ids = match absent {
+                Some(inputs) => inputs.num_absent_of(table)?,
+                None => of_table.map(|f| f.ids.len as u64).sum(),
+            };
+        }
         let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
         let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
         let may_exceed: Vec<bool> =
             self.tables.iter().zip(&ids).map(|(table, ids)| exceeds && table.may_exceed(*ids)).collect();
-        let refuses = |tables: &[GpuTable], t: usize| !may_exceed[t] && tables[t].may_refuse(new(tables, t));
+        // A commit inserts only the keys that an admission policy admits.
+        let filters = |tables: &[GpuTable], t: usize| absent.is_some() && tables[t].admission.is_some();
+        let refuses = |tables: &[GpuTable], t: usize| {
+            !may_exceed[t] && tables[t].may_refuse(new(tables, t)) || ids[t] > 0 && filters(tables, t)
+        };
         let all = 0..self.tables.len();
         let is_tight =
             |tables: &[GpuTable], t: usize| !tables[t].has_room(new(tables, t)) || refuses(tables, t);
@@ -236,7 +256,7 @@ impl GpuGroup {
                         match self.tables[t].make_room(most, soon, stream) {
                             // There may be memory for fewer rows.
                             Err(_) if may_exceed[t] => {
-                                return self.make_room(features, known, inserts, save, false, vote, stream);
+                                return self.make_room(features, absent, inserts, save, false, vote, stream);
                             }
                             made => made?,
                         }
@@ -246,9 +266,9 @@ impl GpuGroup {
                     all.clone().filter(|&t| ids[t] > 0 && refuses(&self.tables, t)).collect();
                 if !full.is_empty() && may_exceed.contains(&true) {
                     // What `admit` does could not be undone.
-                    return self.make_room(features, known, inserts, save, false, vote, stream);
+                    return self.make_room(features, absent, inserts, save, false, vote, stream);
                 }
-                self.admit(features, known, &full, inserts, save, vote)?;
+                self.admit(features, absent, &full, inserts, save, vote)?;
             }
         }
         let mut exceeding = Vec::new();
@@ -357,7 +377,7 @@ impl GpuGroup {
     fn remove_inserted(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
         self.workspace.device.synchronize()?;
         for (t, _) in inserts.iter().enumerate().filter(|(_, inserts)| **inserts) {
-            let keys = self.active_keys(features, None, t)?;
+            let keys = self.active_keys(features, t)?;
             let (before, after) = (self.counts_noted(t), self.counts_noted(self.tables.len() + t));
             self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
         }
@@ -374,11 +394,12 @@ impl GpuGroup {
         table_counts(&self.counts, number * COUNTS_WORDS)
     }
 
-    /// For tables that might have to refuse keys: inserts the keys that fit, and resets `inserts`. The device must be idle.
+    /// For tables that might have to refuse keys: inserts the keys that are admitted and fit, and resets `inserts`. The device must be
+    /// idle.
     fn admit(
         &mut self,
         features: &[Feature],
-        known: Option<&KnownRecords>,
+        absent: Option<&Inputs>,
         full: &[usize],
         inserts: &mut [bool],
         save: bool,
@@ -390,25 +411,31 @@ impl GpuGroup {
         self.count_steps()?;
         let mut new = Vec::new();
         for &t in full {
-            let keys = self.active_keys(features, known, t)?;
+            let keys = match absent {
+                Some(inputs) => inputs.absent_keys_of(t)?,
+                None => self.active_keys(features, t)?,
+            };
             let room = self.tables[t].room(keys.len(), 0)?;
-            let absent = self.tables[t].absent(&room, &keys)?;
-            let num_new = absent.len() as u64;
+            let mut new_keys = self.tables[t].absent(&room, &keys)?;
+            let num_absent = new_keys.len();
+            new_keys.retain(|key| self.tables[t].admits(*key, 0));
+            let num_new = new_keys.len() as u64;
+            let filtered = num_absent as u64 - num_new;
             // A commit has removed rows before.
             let table = &mut self.tables[t];
-            let sweeps = match known {
+            let sweeps = match absent {
                 None => table.sweep_for(num_new, room.used(keys.len()))?,
                 Some(_) => None,
             };
             table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
-            new.push((room, absent, sweeps));
+            new.push((room, new_keys, filtered, sweeps));
         }
         if let Some(Err(refused)) = vote.take().map(|vote| vote()) {
-            full.iter().zip(new).for_each(|(&t, (_, _, sweeps))| self.tables[t].forget_sweep(sweeps));
+            full.iter().zip(new).for_each(|(&t, (.., sweeps))| self.tables[t].forget_sweep(sweeps));
             return Err(refused);
         }
-        for (&t, (room, new, sweeps)) in full.iter().zip(new) {
-            let outcomes = self.tables[t].admit(&room, &new, sweeps)?;
+        for (&t, (room, new, filtered, sweeps)) in full.iter().zip(new) {
+            let outcomes = Outcomes { filtered, ..self.tables[t].admit(&room, &new, sweeps)? };
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);
@@ -418,27 +445,18 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Returns the keys of a table that a lookup with insertion would insert if they are missing, in the order of the ids. `known`:
-    /// ids with a record there are left out. The device must be idle.
-    pub(super) fn active_keys(
-        &self,
-        features: &[Feature],
-        known: Option<&KnownRecords>,
-        table: usize,
-    ) -> Result<Vec<u64>> {
+    /// Returns the keys of a table that a lookup with insertion would insert if they are missing, in the order of the ids. The device must
+    /// be idle.
+    fn active_keys(&self, features: &[Feature], table: usize) -> Result<Vec<u64>> {
         let mut keys = Vec::new();
-        let of_table = |f: &Feature| f.table == table && !f.is_silent;
-        for (number, feature) in features.iter().enumerate().filter(|(_, f)| of_table(f)) {
-            let records = known.map(|known| known.of_feature(number));
-            let is_known = |i: usize| records.is_some_and(|records| records[i] != 0);
-            let active = self.active_keys_of(feature)?.into_iter();
-            keys.extend(active.filter(|(i, _)| !is_known(*i)).map(|(_, key)| key));
+        for feature in features.iter().filter(|f| f.table == table && !f.is_silent) {
+            keys.extend(self.active_keys_of(feature)?);
         }
         Ok(keys)
     }
 
-    /// Returns the keys of a feature that a lookup with insertion would insert if they are missing, with their positions.
-    fn active_keys_of(&self, feature: &Feature) -> Result<Vec<(usize, u64)>> {
+    /// Returns the keys of a feature that a lookup with insertion would insert if they are missing.
+    fn active_keys_of(&self, feature: &Feature) -> Result<Vec<u64>> {
         let (context, ids) = (&self.workspace.device.context, feature.ids);
         let keys: Vec<u64> = match ids.key_type {
             KeyType::Wide => read::<u64>(context, ids.address, ids.len)?,
@@ -461,6 +479,6 @@ impl GpuGroup {
                 && config.is_in_vocabulary(key)
                 && weights.as_ref().is_none_or(|w| w[i] != 0.0)
         };
-        Ok(keys.into_iter().enumerate().filter(is_active).collect())
+        Ok(keys.into_iter().enumerate().filter(is_active).map(|(_, key)| key).collect())
     }
 }

@@ -1,6 +1,7 @@
 //! The contract of a table. A method that needs the state of the device waits for all earlier steps.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 use sok_core::contract::table::{
@@ -12,6 +13,7 @@ use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::key::Key;
 use sok_core::memory;
 
+use super::admission::Admission;
 use super::record::{DeviceLayout, RowKind};
 use super::{GpuTable, WAITING, arena, evictor};
 use crate::abi::{DeviceFields, TAKEN};
@@ -51,9 +53,16 @@ impl Contents for GpuTable {
     }
 
     fn step(&self) -> Result<u64> {
-        let Some(evictor) = &self.evictor else { return Ok(1) };
+        let Some(evictor) = &self.evictor else {
+            return Ok(self.admission.as_ref().map_or(1, |admission| admission.step));
+        };
         self.device.synchronize()?;
         evictor.read_step()
+    }
+
+    fn sights(&self) -> Result<Cow<'_, Records>> {
+        let Some(admission) = &self.admission else { return Ok(Cow::default()) };
+        admission.admitter.all_sights().map(Cow::Owned)
     }
 
     fn commit_times(&self) -> Vec<(u64, u64)> {
@@ -164,6 +173,7 @@ impl Table for GpuTable {
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
+        self.forget_sights(keys);
         if keys.is_empty() { Ok(0) } else { self.remove(keys) }
     }
 
@@ -171,13 +181,17 @@ impl Table for GpuTable {
         self.wait()?;
         let index = Index::new(&self.device, 0, self.index.load(), WAITING)?;
         let arena = arena(&self.device, &self.config, self.layout.stride)?;
+        let mut admission = Admission::new(&self.config)?;
+        if let (Some(empty), Some(admission)) = (&mut admission, &self.admission) {
+            empty.step = admission.step;
+        }
         let mut empty = evictor(&self.device, &self.config)?;
         if let (Some(empty), Some(evictor)) = (&mut empty, &mut self.evictor) {
             empty.step = evictor.read_step()?;
             empty.commits = std::mem::take(&mut evictor.commits);
             empty.write_progress()?;
         }
-        self.reset(index, arena, empty);
+        self.reset(index, arena, empty, admission);
         Ok(())
     }
 
@@ -190,7 +204,13 @@ impl Table for GpuTable {
             let score = if has_score { Some(self.read_uses(&records)?[0].score) } else { None };
             return Ok(Explanation::Present { score });
         }
-        Ok(self.evictor.as_ref().map_or(Explanation::Absent, |evictor| evictor.departures.explain(key)))
+        match self.admission.as_ref().map_or(0, |admission| admission.admitter.sights(key)) {
+            0 => Ok(self
+                .evictor
+                .as_ref()
+                .map_or(Explanation::Absent, |evictor| evictor.departures.explain(key))),
+            sights => Ok(Explanation::Filtered { sights }),
+        }
     }
 
     fn take_evicted(&mut self) -> Result<Records> {
@@ -203,6 +223,9 @@ impl Table for GpuTable {
 
     fn set_step(&mut self, step: u64) -> Result<()> {
         self.wait()?;
+        if let Some(admission) = &mut self.admission {
+            admission.step = step;
+        }
         self.evictor.as_mut().map_or(Ok(()), |evictor| evictor.set_step(step))
     }
 
@@ -275,6 +298,13 @@ impl Table for GpuTable {
         self.write_columns(&located, records)
     }
 
+    fn restore_sights(&mut self, sights: &Records) -> Result<()> {
+        match &mut self.admission {
+            Some(admission) if admission.admitter.policy.counts() => admission.admitter.restore(sights),
+            _ => Ok(()),
+        }
+    }
+
     fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
         let mut table = GpuTable::with_load(&self.device, self.config.clone(), self.index.load())?;
         table.set_update_rule(update, false)?;
@@ -305,9 +335,10 @@ impl Table for GpuTable {
             fresh,
             len_before,
             evictor,
+            admission,
             ..
         } = other;
-        self.reset(index, arena, evictor);
+        self.reset(index, arena, evictor, admission);
         self.config.seed = config.seed;
         (self.layout, self.update, self.released, self.released_on_device) =
             (layout, update, released, released_on_device);

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+pub(crate) mod admission;
 mod capacity;
 mod changes;
 mod contract;
@@ -28,6 +29,7 @@ use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
 use crate::memory::{Arena, Buffer};
 
+use admission::Admission;
 use changes::Changes;
 use eviction::Evictor;
 use record::{DeviceLayout, RowKind};
@@ -90,6 +92,8 @@ pub struct GpuTable {
     pub(crate) out_of_vocabulary_row: u64,
     /// Uses of the rows, if the table has an eviction policy or a time to live.
     pub(crate) evictor: Option<Box<Evictor>>,
+    /// Counts of keys without a row, if the table has an admission policy.
+    pub(crate) admission: Option<Box<Admission>>,
     /// What has changed since dumps of the table.
     changes: Option<Box<Changes>>,
 }
@@ -122,12 +126,6 @@ impl GpuTable {
     /// As `new`.
     pub fn with_load(device: &Arc<Device>, config: TableConfig, load: f64) -> Result<GpuTable> {
         config.validate()?;
-        if config.admission.is_some() {
-            return Err(Error::Device(format!(
-                "table `{}` has an admission policy, which tables on a GPU do not have yet",
-                config.name
-            )));
-        }
         let layout = DeviceLayout::new(None, RowKind::of(&config));
         let rows = config.initial_capacity as usize;
         let mut table = GpuTable {
@@ -138,6 +136,7 @@ impl GpuTable {
             spare_released: None,
             released_copy: Vec::new(),
             evictor: evictor(device, &config)?,
+            admission: Admission::new(&config)?,
             changes: None,
             device: device.clone(),
             config,

@@ -10,6 +10,7 @@ use sok_core::formula::update::Update;
 use sok_core::key::Key;
 use sok_core::memory;
 
+use super::admission::Admission;
 use super::eviction::Evictor;
 use super::record::{DeviceLayout, RowKind};
 use super::{GpuTable, PIECE, Room, WAITING, arena};
@@ -310,9 +311,16 @@ impl GpuTable {
         Ok(())
     }
 
-    /// Empties the table, which takes over this index, this memory and these scores.
-    pub(super) fn reset(&mut self, index: Index, arena: Arena, evictor: Option<Box<Evictor>>) {
-        (self.index, self.arena, self.evictor, self.changes) = (index, arena, evictor, None);
+    /// Empties the table, which takes over this index, this memory, these scores and these counts.
+    pub(super) fn reset(
+        &mut self,
+        index: Index,
+        arena: Arena,
+        evictor: Option<Box<Evictor>>,
+        admission: Option<Box<Admission>>,
+    ) {
+        (self.index, self.arena, self.evictor, self.admission) = (index, arena, evictor, admission);
+        self.changes = None;
         self.released.clear();
         self.retired.clear();
         self.reusable.clear();

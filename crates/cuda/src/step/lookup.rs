@@ -17,14 +17,16 @@ use crate::memory::{Buffer, words};
 
 /// How a lookup treats ids without a record.
 #[derive(Clone, Copy, Default)]
-pub struct AbsentIds {
-    /// Address of a word that takes their number, if a commit inserts their keys; otherwise 0.
+pub struct AbsentIds<'a> {
+    /// Address of a word that takes the number of those whose keys a commit inserts; 0 if there are none.
     pub count: u64,
+    /// Address of the memory that takes these ids, an `AbsentId` for each id of the call; 0 if there are none.
+    pub list: u64,
     /// Address of an array: by place of an id, the record that an earlier lookup of the same features found. Only ids without one
     /// are looked up. 0 for none.
     pub known: u64,
-    /// Whether they are counted as unknown, because the lookup is not one of training.
-    pub are_unknown: bool,
+    /// By table: how they are counted, bits `ABSENT_LATER` and `ABSENT_UNKNOWN`. Empty if they are neither.
+    pub are: &'a [u32],
 }
 
 /// Where the rows of ids come from.
@@ -167,7 +169,7 @@ impl Workspace {
         let memory = self.take_memory(num_words)?;
         let places = self.places(memory.address(), features, &ids_by_kind, plan.as_ref());
         let Payload { words: mut payload, find_blocks, rows_blocks, bags } =
-            self.payload(tables, features, &first_ids, inserts, rows);
+            self.payload(tables, features, &first_ids, inserts, absent.are, rows);
         if let Some(plan) = &plan {
             payload.extend_from_slice(words(&places.kinds));
             payload.extend_from_slice(words(&plan.sections));
@@ -189,10 +191,11 @@ impl Workspace {
             named: places.named,
             zeros: scratch.counts,
             num_zeros: plan.as_ref().map_or(0, SortPlan::count_words) as u32,
-            counts_unknown: absent.are_unknown.into(),
+            pad: 0,
             overflow: Overflow { count: places.overflow_count, ids: overflow },
             fault: self.fault.address(),
             absent: absent.count,
+            absent_ids: absent.list,
             known: absent.known,
         };
         Ok(Started {
@@ -360,6 +363,7 @@ impl Workspace {
         features: &[Feature],
         first_ids: &[usize],
         inserts: &[bool],
+        absent: &[u32],
         rows: RowSource,
     ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
@@ -414,7 +418,7 @@ impl Workspace {
                 first_id: *first_id as u32,
                 first_split: first_split as u32,
                 is_silent: feature.is_silent.into(),
-                pad: 0,
+                absent: absent.get(feature.table).copied().unwrap_or_default(),
             });
             first_split += feature.num_kept_splits();
             first_find.push(find_blocks as u32);

@@ -34,7 +34,7 @@ use subject::{DEVICE, GpuSubject};
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
 
-const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, admits: false, dims: &[3, 64] };
+const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64] };
 const EVERY_DIM: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
 const ALL_DIMS: Maker = Maker { dims: &[], ..GPU };
 
@@ -60,7 +60,6 @@ proptest! {
         config in config(),
         ops in prop::collection::vec(table_or_rule_op(), 1..25),
     ) {
-        let config = TableConfig { admission: None, ..config };
         let (mut table, mut model) = (table_on_gpu(config.clone()), ModelTable::new(config));
         for op in ops {
             op.run(&mut model, &mut [&mut *table]);

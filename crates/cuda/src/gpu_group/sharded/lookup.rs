@@ -232,7 +232,9 @@ impl ShardedGpuGroup {
             let ids: u64 = requests.iter().map(|request| request.tables[table].num_ids as u64).sum();
             requests.iter().any(|request| ids > request.room[table])
         };
-        let inserts_later = mode.insertion == Insertion::AtCommit && mode.save;
+        let mut tables = self.shard.tables.iter();
+        let inserts_later =
+            mode.save && tables.any(|table| table.own_insertion(mode.insertion, true) == Insertion::AtCommit);
         let inserts_now = mode.insertion == Insertion::AtLookup;
         // Uses are counted of the keys that come, and the device counts those only of lookups that are saved.
         let counts_uses = |table: &GpuTable| {
