@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_part(const Table& t, float4* record, u64 k
   __stcs((uint2*)record + part, narrow(t.row_type, x));
   const u32 units = (t.quads + 1) / 2;
   if (part + 1 == t.quads && t.quads % 2) ((uint2*)record)[t.quads] = make_uint2(0, 0);
-  if (part == 0 && units < t.states) *(u64*)(record + units) = key;
+  if (part == 0 && units < t.states) *(ulonglong2*)(record + units) = make_ulonglong2(key, 0);
 }
 
 // Returns the number of parts of a record.

@@ -115,7 +115,8 @@ impl GpuGroup {
         let to = number_to.map(|to| (to, number));
         let are_absent: Vec<u32> = insertions.iter().map(|own| absent_ids(*own, save)).collect();
         let are_later: Vec<bool> = are_absent.iter().map(|are| *are == ABSENT_LATER).collect();
-        let inputs = (features.iter().any(|f| are_later[f.table]))
+        // Also without a feature of such a table: ranks that serve others agree on all commits that may insert.
+        let inputs = (are_later.contains(&true))
             .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, are_later, stream))
             .transpose()?;
         let [count, list] = inputs.as_ref().map_or([0; 2], |i| [i.count_address(), i.list_address()]);
@@ -127,7 +128,7 @@ impl GpuGroup {
             workspace.connect(&mut started, remote, save, stream)?;
         }
         // Counts before and after the insertions are needed to undo these.
-        let notes_counts = insert && (!exceeding.is_empty() || vote.is_some());
+        let notes_counts = !exceeding.is_empty() || vote.is_some();
         if notes_counts {
             workspace.note_counts(self.counts.address(), 0, 0, stream)?;
         }
@@ -155,6 +156,7 @@ impl GpuGroup {
             Some(None) => {
                 self.undo_insertions(features, &inserts, save)?;
                 self.workspace.forget(started);
+                inputs.into_iter().for_each(|inputs| self.workspace.give_back(inputs.memory));
                 let of_ranks = OfRanks { remote, vote };
                 // SAFETY: The caller guarantees it.
                 return unsafe {
@@ -363,7 +365,7 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Removes the keys that the last lookup has inserted. Waits for the device. After an error the group cannot be used.
+    /// Removes the keys that the last lookup has inserted, and takes back what it has counted. Waits for the device. After an error the group cannot be used.
     fn undo_insertions(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
         let undone = self.remove_inserted(features, inserts, save);
         undone.inspect_err(|error| {
@@ -376,10 +378,14 @@ impl GpuGroup {
 
     fn remove_inserted(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
         self.workspace.device.synchronize()?;
-        for (t, _) in inserts.iter().enumerate().filter(|(_, inserts)| **inserts) {
-            let keys = self.active_keys(features, t)?;
+        for (t, inserts) in inserts.iter().enumerate() {
             let (before, after) = (self.counts_noted(t), self.counts_noted(self.tables.len() + t));
-            self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
+            if *inserts {
+                let keys = self.active_keys(features, t)?;
+                self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
+            } else {
+                self.tables[t].set_unknown(before.unknown)?;
+            }
         }
         Ok(())
     }

@@ -55,6 +55,11 @@ impl GpuTable {
         Ok(())
     }
 
+    /// Sets the number of unknown ids that the device has counted since [`GpuTable::count_steps`]. The device must be idle.
+    pub(crate) fn set_unknown(&mut self, unknown: u64) -> Result<()> {
+        self.index.counters.write(UNKNOWN, &[unknown as u32, (unknown >> 32) as u32])
+    }
+
     /// Resets the distinct keys and dropped gradients on the device, after launches that were not steps. The device must be idle.
     pub(crate) fn forget_counts(&mut self) -> Result<()> {
         self.index.counters.write(DROPPED, &[0; 2])?;
