@@ -384,7 +384,7 @@ impl GpuGroup {
                 let keys = self.active_keys(features, t)?;
                 self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
             } else {
-                self.tables[t].set_unknown(before.unknown)?;
+                self.tables[t].undo_counts(before)?;
             }
         }
         Ok(())

@@ -55,9 +55,12 @@ impl GpuTable {
         Ok(())
     }
 
-    /// Sets the number of unknown ids that the device has counted since [`GpuTable::count_steps`]. The device must be idle.
-    pub(crate) fn set_unknown(&mut self, unknown: u64) -> Result<()> {
-        self.index.counters.write(UNKNOWN, &[unknown as u32, (unknown >> 32) as u32])
+    /// Takes back what the device has counted since `before`, in a call that has inserted nothing. The device must be idle.
+    pub(crate) fn undo_counts(&mut self, before: TableCounts) -> Result<()> {
+        let counts = [(DISTINCT, before.distinct), (DROPPED, before.dropped), (UNKNOWN, before.unknown)];
+        let write =
+            |(at, count): (usize, u64)| self.index.counters.write(at, &[count as u32, (count >> 32) as u32]);
+        counts.into_iter().try_for_each(write)
     }
 
     /// Resets the distinct keys and dropped gradients on the device, after launches that were not steps. The device must be idle.
