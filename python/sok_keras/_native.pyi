@@ -80,7 +80,14 @@ class Plan:
 
 class Optimizer:
     handle: int
-    def __init__(self, groups: list[Group], updates: list[str], needs_norm: bool, accumulates: bool) -> None: ...
+    def __init__(
+        self,
+        groups: list[Group],
+        updates: list[str],
+        needs_norm: bool,
+        accumulates: bool,
+        others: list[list[tuple[str, int]]],
+    ) -> None: ...
     def part(self, numbers: list[int]) -> Optimizer: ...
 
 class FreshTables:
