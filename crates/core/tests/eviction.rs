@@ -8,9 +8,8 @@ use common::Dice;
 use common::sharded::Directory;
 use common::strategies::plain_config;
 use sok_core::checkpoint::{DumpOptions, LoadOptions, dump, load, read_manifest};
-use sok_core::contract::table::{
-    CheckMode, Contents, Cursor, Explanation, Outcomes, Records, Table, TableConfig,
-};
+use sok_core::contract::records::Records;
+use sok_core::contract::table::{CheckMode, Contents, Cursor, Explanation, Outcomes, Table, TableConfig};
 use sok_core::error::Error;
 use sok_core::host::table::HostTable;
 use sok_core::key::Key;

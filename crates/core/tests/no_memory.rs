@@ -10,9 +10,9 @@ use sok_core::contract::batch::{Bags, Combiner, Feature, Keys};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::GradientRows;
 use sok_core::contract::group::Group;
+use sok_core::contract::records::Records;
 use sok_core::contract::table::{
-    CheckMode, Contents, Cursor, Explanation, Insertion, Missing, OutOfVocabulary, Records, Table,
-    TableConfig,
+    CheckMode, Contents, Cursor, Explanation, Insertion, Missing, OutOfVocabulary, Table, TableConfig,
 };
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};

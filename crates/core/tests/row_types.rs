@@ -6,7 +6,8 @@ use common::sharded::Directory;
 use common::strategies::plain_config;
 use common::{Dice, bits};
 use sok_core::checkpoint::{DumpOptions, LoadOptions, dump, load, read_manifest};
-use sok_core::contract::table::{Contents, Cursor, Records, Table, TableConfig};
+use sok_core::contract::records::Records;
+use sok_core::contract::table::{Contents, Cursor, Table, TableConfig};
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adam, Formula, Rule};
 use sok_core::host::table::HostTable;
@@ -86,7 +87,7 @@ fn rows_of_16_bits_take_half_the_memory_and_states_the_same() {
     assert_eq!(bytes(RowType::Float16), bytes(RowType::Bfloat16));
 }
 
-/// Mean of what the rows of a table differ by from those of a float32 table that is trained in the same way.
+/// Trains a table of a row type, and one of float32. Returns the mean difference of their rows.
 fn mean_difference(row_type: RowType, stochastic_rounding: bool) -> f64 {
     let steps = 60;
     let wide = records(&trained(config(RowType::Float32), steps));

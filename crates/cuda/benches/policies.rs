@@ -11,7 +11,8 @@ use std::time::Instant;
 use common::training::{Gpu, Work, ids, normal, scalars, work};
 use common::{Bench, Shape, config, fill, key_of, median, nth_key};
 use sok_core::contract::group::Group;
-use sok_core::contract::table::{Contents, Cursor, Records, Table, TableConfig};
+use sok_core::contract::records::Records;
+use sok_core::contract::table::{Contents, Cursor, Table, TableConfig};
 use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
@@ -67,7 +68,7 @@ fn table(name: &str, work: &Work, policy: &Policy) -> TableConfig {
     }
 }
 
-/// Inserts all keys in tables that do not insert those of lookups.
+/// Inserts all keys by `Table::assign`, which no admission policy filters.
 fn assign_all(group: &mut impl Group, work: &Work) {
     let keys: Vec<u64> = (0..work.vocabulary).map(key_of).collect();
     let rows = vec![0.0; work.dim * keys.len()];

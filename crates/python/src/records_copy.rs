@@ -3,7 +3,8 @@
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::record::{Field, RecordLayout};
-use sok_core::contract::table::{Column, Cursor, Records, Table};
+use sok_core::contract::records::{Column, Records};
+use sok_core::contract::table::{Cursor, Table};
 use sok_core::error::Result;
 use sok_core::memory;
 

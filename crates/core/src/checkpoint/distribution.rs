@@ -7,7 +7,7 @@ use std::thread::{Builder, Scope};
 
 use super::ranks::Ranks;
 use super::record_reader::{RawRecords, RecordReader};
-use crate::contract::table::{Column, Records};
+use crate::contract::records::{Column, Records};
 use crate::error::{Error, Result};
 use crate::exchange::buckets::{Buckets, Owners};
 use crate::exchange::collectives::{agree, exchange};

@@ -4,7 +4,7 @@ use super::checksum::BLOCK_BYTES;
 use super::data_reader::{DataReader, check_all};
 use super::{KEY_BYTES, LOAD_BYTES, NUMBER_BYTES};
 use crate::contract::record::Field;
-use crate::contract::table::{Column, Records};
+use crate::contract::records::{Column, Records};
 use crate::error::Result;
 use crate::memory;
 use crate::row_type::RowType;
@@ -101,8 +101,9 @@ pub(super) struct RecordReader<'a> {
 }
 
 impl<'a> RecordReader<'a> {
-    /// Reads the keys and `fields`, which are the tensors of the file from tensor 1 on. `first`: a record; its other fields stay as they
-    /// are. Without fields, keys alone are read. `row_type`: of the first field, the row. `columns`: which columns to read. `vocabulary`: number of ids of a static table, and its name.
+    /// Reads the keys and `fields`, which are the tensors of the file from tensor 1 on. `row_type`: of the first field, the row. `first`: a
+    /// record; its other fields stay as they are. Without fields, keys alone are read. `columns`: which columns to read. `vocabulary`:
+    /// number of ids of a static table, and its name.
     ///
     /// # Errors
     /// [`Error::CorruptDump`](crate::Error::CorruptDump) if size or header of the file are wrong.

@@ -4,7 +4,8 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::data_file::{DataFile, Tensor};
-use crate::contract::table::{Column, Contents, Epoch, Records, TableConfig};
+use crate::contract::records::{Column, Records};
+use crate::contract::table::{Contents, Epoch, TableConfig};
 use crate::formula::update::Update;
 use crate::initializer::Initializer;
 use crate::policy::eviction::Score;

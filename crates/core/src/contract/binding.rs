@@ -7,7 +7,7 @@ use crate::contract::table::{Table, TableConfig};
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
 
-/// The optimizers of a group: the model's, and those of tables that have one of their own ([`TableConfig::optimizer`]).
+/// The optimizers that update the tables of a group. Each table names one of them by [`TableConfig::optimizer`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Binding {
     /// Identifies the model's optimizer.

@@ -2,7 +2,8 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use crate::contract::table::{Column, Explanation, Records};
+use crate::contract::records::{Column, Records};
+use crate::contract::table::Explanation;
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;

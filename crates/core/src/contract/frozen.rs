@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use crate::contract::table::{Column, Contents, Cursor, Epoch, Freezing, Records, TableConfig};
+use crate::contract::records::{Column, Records};
+use crate::contract::table::{Contents, Cursor, Epoch, Freezing, TableConfig};
 use crate::error::{Error, Result};
 use crate::formula::update::Update;
 use crate::key::Key;

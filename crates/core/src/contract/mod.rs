@@ -10,6 +10,7 @@ pub mod gradients;
 pub mod group;
 pub mod profile;
 pub mod record;
+pub mod records;
 pub mod table;
 pub mod tensor;
 pub mod ticket;

@@ -5,11 +5,11 @@ use std::borrow::Cow;
 use serde::{Deserialize, Serialize};
 
 use crate::contract::record::RecordLayout;
+use crate::contract::records::{Column, Records};
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars};
 use crate::initializer::Initializer;
 use crate::key::Key;
-use crate::memory;
 use crate::policy::admission::Admission;
 use crate::policy::eviction::{Eviction, Score};
 use crate::policy::time_to_live::TimeToLive;
@@ -118,7 +118,7 @@ pub struct TableConfig {
     /// Whether updates round rows of 16 bits by chance instead of to the nearest. The chance is a function of seed, step, key and column.
     #[serde(default)]
     pub stochastic_rounding: bool,
-    /// Number of the optimizer that updates the table, among those of its group. 0: the model's.
+    /// Number of the optimizer that updates the table. 0 is the model's optimizer; table optimizers of the group count from 1.
     #[serde(default)]
     pub optimizer: usize,
 }
@@ -275,107 +275,6 @@ pub struct TableStats {
     pub native_calls: u64,
     /// Number of bytes of index, records, and memory that steps keep.
     pub bytes: u64,
-}
-
-/// Complete records, in the layout of [`Table::layout`].
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Records {
-    /// The keys.
-    pub keys: Vec<Key>,
-    /// `(keys.len(), width)`, row-major.
-    pub values: Vec<f32>,
-    /// `(keys.len(),)`, or empty if the table has no scores.
-    pub scores: Vec<u64>,
-    /// `(keys.len(),)`: how many commits ago each row was trained last; or empty if rows have no time to live.
-    pub ages: Vec<u64>,
-}
-
-/// A number that each record has beside its values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Column {
-    /// [`Records::scores`].
-    Scores,
-    /// [`Records::ages`].
-    Ages,
-}
-
-impl Column {
-    /// All columns.
-    pub const ALL: [Column; 2] = [Column::Scores, Column::Ages];
-
-    /// Returns the name of its tensor in dumps.
-    pub fn name(self) -> &'static str {
-        match self {
-            Column::Scores => "scores",
-            Column::Ages => "ages",
-        }
-    }
-}
-
-impl Records {
-    /// Returns the numbers of a column.
-    pub fn column(&self, column: Column) -> &Vec<u64> {
-        match column {
-            Column::Scores => &self.scores,
-            Column::Ages => &self.ages,
-        }
-    }
-
-    /// Returns the numbers of a column.
-    pub fn column_mut(&mut self, column: Column) -> &mut Vec<u64> {
-        match column {
-            Column::Scores => &mut self.scores,
-            Column::Ages => &mut self.ages,
-        }
-    }
-
-    /// Keeps the records of the keys that `is_kept` names.
-    pub fn keep(&mut self, is_kept: impl Fn(Key) -> bool) {
-        let width = self.values.len().checked_div(self.keys.len()).unwrap_or(0);
-        let mut kept = 0;
-        for record in 0..self.keys.len() {
-            if is_kept(self.keys[record]) {
-                self.keys[kept] = self.keys[record];
-                self.values.copy_within(record * width..(record + 1) * width, kept * width);
-                for column in [&mut self.scores, &mut self.ages].into_iter().filter(|c| !c.is_empty()) {
-                    column[kept] = column[record];
-                }
-                kept += 1;
-            }
-        }
-        self.truncate(kept);
-    }
-
-    /// Drops all records after the first `len`.
-    pub fn truncate(&mut self, len: usize) {
-        let width = self.values.len().checked_div(self.keys.len()).unwrap_or(0);
-        self.keys.truncate(len);
-        self.values.truncate(len * width);
-        self.scores.truncate(len);
-        self.ages.truncate(len);
-    }
-
-    /// Makes room for `more` records of `width` floats.
-    ///
-    /// # Errors
-    /// [`Error::Memory`].
-    pub fn reserve(
-        &mut self,
-        more: usize,
-        width: usize,
-        columns: &[Column],
-        what: &'static str,
-    ) -> Result<()> {
-        memory::reserve(&mut self.keys, more, what)?;
-        memory::reserve(&mut self.values, more.saturating_mul(width), what)?;
-        columns.iter().try_for_each(|column| memory::reserve(self.column_mut(*column), more, what))
-    }
-
-    /// Number of bytes of memory.
-    pub fn num_bytes(&self) -> usize {
-        let numbers = self.keys.capacity() + self.scores.capacity() + self.ages.capacity();
-        8 * numbers + 4 * self.values.capacity()
-    }
 }
 
 /// What a table knows about a key.

@@ -1,6 +1,6 @@
 //! Decides which new keys get a row in training, and counts the keys that have none yet.
 
-use crate::contract::table::{Column, Records};
+use crate::contract::records::{Column, Records};
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;

@@ -3,7 +3,7 @@
 use std::sync::Weak;
 
 use crate::contract::departures::{Departures, Reason};
-use crate::contract::table::Column;
+use crate::contract::records::Column;
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;

@@ -6,9 +6,10 @@ use std::borrow::Cow;
 use crate::contract::batch::{Bags, Combiner, Feature, Keys};
 use crate::contract::frozen::Frozen;
 use crate::contract::record::RecordLayout;
+use crate::contract::records::{Column, Records};
 use crate::contract::table::{
-    Column, Contents, Cursor, Epoch, Explanation, Freezing, Insertion, Outcomes, Records, Table, TableConfig,
-    TableStats, not_kept,
+    Contents, Cursor, Epoch, Explanation, Freezing, Insertion, Outcomes, Table, TableConfig, TableStats,
+    not_kept,
 };
 use crate::error::{Error, Result};
 use crate::formula::update::{Update, UpdateScalars, update_with_formula};

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use sok_core::Result;
 use sok_core::contract::frozen::Frozen;
+use sok_core::contract::records::Records;
 use sok_core::contract::table::{
-    CheckMode, Contents, Cursor, Freezing, Missing, OutOfVocabulary, Outcomes, Records, Table, TableConfig,
-    TableStats,
+    CheckMode, Contents, Cursor, Freezing, Missing, OutOfVocabulary, Outcomes, Table, TableConfig, TableStats,
 };
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Adam, RowWiseAdagrad, Rule};

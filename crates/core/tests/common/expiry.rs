@@ -6,7 +6,8 @@ use std::sync::Arc;
 use sok_core::checkpoint::{
     DumpOptions, DumpReader, LoadMode, LoadOptions, Target, TargetBinding, dump, read_manifest,
 };
-use sok_core::contract::table::{Cursor, Explanation, Insertion, Outcomes, Records, Table, TableConfig};
+use sok_core::contract::records::Records;
+use sok_core::contract::table::{Cursor, Explanation, Insertion, Outcomes, Table, TableConfig};
 use sok_core::formula::update::UpdateScalars;
 use sok_core::key::{Key, hash};
 use sok_core::policy::clock;

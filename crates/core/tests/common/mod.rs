@@ -22,7 +22,8 @@ pub mod table_suite;
 
 use std::collections::BTreeMap;
 
-use sok_core::contract::table::{Column, Contents, Cursor, Records};
+use sok_core::contract::records::{Column, Records};
+use sok_core::contract::table::{Contents, Cursor};
 use sok_core::key::Key;
 
 /// Random numbers from a seed, the same on every run (SplitMix64 of Steele, Lea and Flood).

@@ -126,7 +126,7 @@ pub fn binding_of<'a>(
     Binding { others, ..binding(owner, update) }
 }
 
-/// The scalars of optimizer 1, beside those of optimizer 0.
+/// Returns the scalars of optimizer 1. `update`: those of optimizer 0.
 pub fn own_scalars(update: UpdateScalars) -> UpdateScalars {
     UpdateScalars { learning_rate: 0.5 * update.learning_rate, step: update.step + 1, ..update }
 }

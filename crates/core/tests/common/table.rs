@@ -2,9 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use sok_core::contract::table::{
-    CheckMode, Column, Cursor, Explanation, Missing, Outcomes, Records, Table, TableConfig,
-};
+use sok_core::contract::records::{Column, Records};
+use sok_core::contract::table::{CheckMode, Cursor, Explanation, Missing, Outcomes, Table, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::initializer::philox;

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use sok_core::contract::table::{Cursor, Outcomes, Records, Table, TableConfig};
+use sok_core::contract::records::Records;
+use sok_core::contract::table::{Cursor, Outcomes, Table, TableConfig};
 use sok_core::formula::update::Update;
 use sok_core::key::Key;
 

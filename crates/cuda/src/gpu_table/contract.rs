@@ -4,9 +4,9 @@ use std::any::Any;
 use std::borrow::Cow;
 use std::collections::HashSet;
 
+use sok_core::contract::records::{Column, Records};
 use sok_core::contract::table::{
-    Column, Contents, Cursor, Epoch, Explanation, Freezing, Outcomes, Records, Table, TableConfig,
-    TableStats, not_kept,
+    Contents, Cursor, Epoch, Explanation, Freezing, Outcomes, Table, TableConfig, TableStats, not_kept,
 };
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};

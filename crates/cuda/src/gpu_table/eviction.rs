@@ -6,7 +6,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 use sok_core::contract::departures::Departures;
-use sok_core::contract::table::{Column, Records, TableConfig};
+use sok_core::contract::records::{Column, Records};
+use sok_core::contract::table::TableConfig;
 use sok_core::error::Result;
 use sok_core::key::Key;
 use sok_core::policy::commits::Commits;

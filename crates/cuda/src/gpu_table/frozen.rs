@@ -7,7 +7,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use sok_core::contract::frozen::{Frozen, RecordsCopy, epoch_since};
-use sok_core::contract::table::{Column, Contents, Freezing, Records};
+use sok_core::contract::records::{Column, Records};
+use sok_core::contract::table::{Contents, Freezing};
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 use sok_core::memory;

@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use sok_core::contract::table::Records;
+use sok_core::contract::records::Records;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::key::Key;

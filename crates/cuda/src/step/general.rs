@@ -28,8 +28,8 @@ pub struct Merged<'a> {
 }
 
 impl Workspace {
-    /// Enqueues adding the numbers of rows of a group to `piece.starts`, of tables that the model's optimizer updates: others have formulas. `piece.launch`: the first launch of the group. Returns the
-    /// first launch of the next group.
+    /// Enqueues adding the numbers of rows of a group to `piece.starts`, for the tables that the model's optimizer updates. `piece.launch`: the
+    /// first launch of the group. Returns the first launch of the next group.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.

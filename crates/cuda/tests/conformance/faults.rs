@@ -8,7 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
 
 use libloading::Library;
-use sok_core::contract::table::{Contents, Cursor, Insertion, Records, Table, TableConfig};
+use sok_core::contract::records::Records;
+use sok_core::contract::table::{Contents, Cursor, Insertion, Table, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::UpdateScalars;
 use sok_core::policy::eviction::{Eviction, Score};

@@ -153,7 +153,7 @@ impl HostGroup {
         Ok(squares)
     }
 
-    /// Stores the squared norm of each table. Returns the sum of those that the model's optimizer updates.
+    /// Stores the squared norm of each table. Returns their sum over the tables that the model's optimizer updates.
     pub(in crate::host) fn set_norms(&mut self, squares: &[ExactSum]) -> f64 {
         let mut total = 0.0;
         for ((to, squares), table) in self.norms.iter_mut().zip(squares).zip(&self.tables) {
