@@ -128,11 +128,11 @@ impl FreshTables {
 
 /// Gives records of rows alone the first values of their states.
 fn with_first_states(records: &mut Records, layout: &RecordLayout) -> Result<()> {
-    let (dim, width) = (layout.dim(), layout.width());
+    let (dim, width, first) = (layout.dim(), layout.width(), layout.first_record());
     let mut values = memory::filled(0.0, records.keys.len() * width, "the records of a call")?;
     for (record, row) in values.chunks_exact_mut(width).zip(records.values.chunks_exact(dim)) {
+        record.copy_from_slice(&first);
         record[..dim].copy_from_slice(row);
-        layout.fill_states(&mut record[dim..], true);
     }
     records.values = values;
     Ok(())

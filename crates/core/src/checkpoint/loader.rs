@@ -476,9 +476,7 @@ impl<'a> TableLoad<'a> {
         let update = own.or(dumped);
         let layout = RecordLayout::new(entry.dim, update.as_ref());
         let owners = target.owners;
-        // Zeros for the row, then the states' first values.
-        let mut first = vec![0.0; layout.width()];
-        layout.fill_states(&mut first[layout.dim()..], true);
+        let first = layout.first_record();
         let (table, config) = (table.config().name.clone(), table.config());
         let is_same = |scores: &ScoreEntry| {
             config.eviction.is_some_and(|eviction| eviction.score.is_same_kind(scores.score))

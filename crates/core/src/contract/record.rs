@@ -63,6 +63,13 @@ impl RecordLayout {
         self.width() - self.dim()
     }
 
+    /// Returns a record with a row of zeros and the first values of the states.
+    pub fn first_record(&self) -> Vec<f32> {
+        let mut record = vec![0.0; self.width()];
+        self.fill_states(&mut record[self.dim()..], true);
+        record
+    }
+
     /// Sets the states of a record to their first values. `states`: all of them. `is_zero`: whether they are 0 now.
     pub fn fill_states(&self, states: &mut [f32], is_zero: bool) {
         let mut rest = states;
