@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N
     if (!is_good && is_named) c.report->bad_row = row, c.report->bad_weight = weight / UNIT;
     for (u32 t = row; t < c.num_tables; t += RING) {
       const Counters* counters = c.tables[t].index.counters;
-      c.report->counts[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown};
+      // A table may have no candidates.
+      if (!counters) continue;
+      c.report->counts[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown, counters->filtered};
     }
     __threadfence_system();
     __syncthreads();

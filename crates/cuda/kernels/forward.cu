@@ -12,19 +12,21 @@ __device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 
   return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
 }
 
-// Counts the ids of a warp that have no record, and lists them if a commit inserts their keys. `at`: the place of the lane's id. `absent`:
-// mask of these lanes. This is called seldom: so it is a function of its own, which takes no registers from `find_records`.
-__device__ __noinline__ void take_absent(const Found& found, const Table& t, u32 are, u64 key, u32 at, u32 absent) {
-  const u32 count = __popc(absent);
-  u32 first = 0;
+// Counts the ids of a warp that have no record. If a commit may insert their keys, returns the sorted numbers of their candidates; otherwise 0.
+// `at`: the place of the lane's id. `is_absent`: whether it has no record. This is called seldom: so it is a function of its own, which takes no
+// registers from `find_records`.
+__device__ __noinline__ u32 take_absent(
+    const Table* tables, const Found& found, const Feature& f, u64 key, u32 at, bool is_absent, LaneList& list) {
+  const Table& t = tables[f.table];
+  const u32 count = __popc(__ballot_sync(ALL, is_absent));
   if (lane() == 0) {
-    if (are & ABSENT_LATER) first = atomicAdd(found.absent, count);
-    else if (found.values) atomicAdd(&t.index.counters->dropped, (u64)count);
-    if (are & ABSENT_UNKNOWN) atomicAdd(&t.index.counters->unknown, (u64)count);
+    if (found.values && !(f.absent & ABSENT_LATER)) atomicAdd(&t.index.counters->dropped, (u64)count);
+    if (f.absent & ABSENT_UNKNOWN) atomicAdd(&t.index.counters->unknown, (u64)count);
   }
-  if (!(are & ABSENT_LATER)) return;
-  first = __shfl_sync(ALL, first, 0);
-  if (absent >> lane() & 1) found.absent_ids[first + __popc(absent & lanes_below())] = {key, at, 0};
+  if (!(f.absent & ABSENT_LATER)) return NO_RECORD;
+  bool is_new;
+  const u32 candidate = find_or_insert(tables[t.candidates], is_absent, true, key, at, found.overflow, list, is_new);
+  return candidate == NO_RECORD ? NO_RECORD : f.first_candidate + candidate;
 }
 
 // Finds the records of all ids of a call. Inserts keys without a record where the feature inserts. Also sets `found.zeros` to 0.
@@ -48,14 +50,15 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
     if (feature.refuses && key > t.last_key && !(feature.has_padding && key == feature.padding_key))
       report(found.fault, OUTSIDE_VOCABULARY, number, feature.table, key);
   }
-  if (found.known && is_id) is_wanted = is_wanted && found.known[at] == NO_RECORD;
-  const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.overflow, lists[threadIdx.x / WARP], is_new);
-  if (!feature.inserts) {
-    const u32 absent = __ballot_sync(ALL, is_wanted && record == NO_RECORD);
-    if (absent) take_absent(found, t, feature.absent, key, at, absent);
-  }
+  LaneList& list = lists[threadIdx.x / WARP];
+  const u32 record = find_or_insert(t, is_wanted, feature.inserts, key, at, found.overflow, list, is_new);
+  const bool is_absent = is_wanted && record == NO_RECORD;
+  u32 candidate = NO_RECORD;
+  if (!feature.inserts && __any_sync(ALL, is_absent))
+    candidate = take_absent(call.tables, found, feature, key, at, is_absent, list);
   if (!is_id) return;
   found.records[at] = record;
+  if (found.numbers) found.numbers[at] = is_absent ? candidate : record;
   if (!found.values) return;
   // If splits are wrong, an id may be in no bag. Its coefficient then stays 0.
   const u32 name = number << call.shift | bag_of(feature, i);
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
   if (found.named) found.named[at] = {name, 0};
 }
 
-// Inserts the keys for which `find_records` found no room.
+// Inserts the keys and the candidates for which `find_records` found no room.
 extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(
     const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
@@ -79,10 +82,11 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(
     const Feature& feature = call.features[number];
     const Table& t = call.tables[feature.table];
     const u64 key = key_at(feature, at - feature.first_id);
-    const u32 record = find_room(t, key);
+    const u32 record = find_room(feature.inserts ? t : call.tables[t.candidates], key);
     if (lane() != 0) continue;
-    if (record != NO_RECORD) found.records[at] = record;
-    else report(found.fault, NO_PLACE, number, feature.table, key);
+    if (record == NO_RECORD) report(found.fault, NO_PLACE, number, feature.table, key);
+    else if (feature.inserts) found.records[at] = record;
+    if (found.numbers) found.numbers[at] = record == NO_RECORD || feature.inserts ? record : feature.first_candidate + record;
   }
 }
 

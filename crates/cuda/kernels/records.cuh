@@ -63,6 +63,10 @@ __device__ __forceinline__ u32 take(u32* count, bool is_in) {
 // Writes a part of a new record: four columns, initial values of the row or of a state. First come the parts of the row. The key of a row that
 // is rounded by chance is written with the first one.
 __device__ __forceinline__ void write_part(const Table& t, float4* record, u64 key, u32 part) {
+  if (t.row_type == CANDIDATE) {
+    ((ulonglong2*)record)[part] = make_ulonglong2(part == 0 ? 0 : key, 0);
+    return;
+  }
   if (part >= t.quads) {
     const float x = part < 2 * t.quads ? t.first_state : 0;
     store_once(record + t.states + (part - t.quads), make_float4(x, x, x, x));
@@ -77,6 +81,11 @@ __device__ __forceinline__ void write_part(const Table& t, float4* record, u64 k
   const u32 units = (t.quads + 1) / 2;
   if (part + 1 == t.quads && t.quads % 2) ((uint2*)record)[t.quads] = make_uint2(0, 0);
   if (part == 0 && units < t.states) *(ulonglong2*)(record + units) = make_ulonglong2(key, 0);
+}
+
+// Returns a candidate by its number.
+__device__ __forceinline__ Candidate* candidate_at(const Table& candidates, u32 number) {
+  return (Candidate*)(candidates.records + (u64)number * candidates.stride);
 }
 
 // Returns the number of parts of a record.

@@ -25,12 +25,6 @@ __device__ __forceinline__ u32 same_from(u32 record) {
   return is_first ? count : 0;
 }
 
-// Returns the number of ids of a key that ranks ask for. `value`: its sorted value.
-__device__ __forceinline__ u32 num_ids_at(const IdCounts& of_keys, u32 value) {
-  const Feature& f = of_keys.features[value >> of_keys.shift];
-  return of_keys.counts[f.first_id + (value & ((1u << of_keys.shift) - 1))];
-}
-
 // As a commit takes a push of a lookup: counts the uses of its rows if `is_first`, and notes the commit. `row`: of the ticket that names the
 // push; RING: it is known to be named. Erased records are passed over. Block b is block `first_block` + b of `list_keys`. `of_keys`: how many
 // ids a sorted one stands for.
@@ -81,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) note_counts(
   begin();
   for (u32 t = threadIdx.x; t < n; t += TABLE_THREADS) {
     const Counters* counters = tables[t].index.counters;
-    to[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown};
+    to[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown, counters->filtered};
   }
   __threadfence_system();
   __syncthreads();
@@ -147,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) mark_used(const Used
   const u32 count = used.counted ? *used.counted : used.count;
   for (u32 i = at.block * TABLE_THREADS + threadIdx.x; i < count; i += blocks * TABLE_THREADS) {
     const u32 record = used.records[(u64)i * used.stride] & ~NEW;
-    if (record) atomicOr(used.marks + record / WARP, 1u << record % WARP);
+    if (record && record < used.end) atomicOr(used.marks + record / WARP, 1u << record % WARP);
   }
 }
 

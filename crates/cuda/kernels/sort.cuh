@@ -14,3 +14,14 @@ __device__ __forceinline__ Section section_at(const Section* sections, u32 n, u3
   }
   return sections[--number];
 }
+
+// Returns whether a sorted number is that of a candidate.
+__device__ __forceinline__ bool is_candidate(const Section& section, u32 number) {
+  return section.first_candidate && number >= section.first_candidate;
+}
+
+// Returns the number of ids of a key that ranks ask for. `value`: its sorted value.
+__device__ __forceinline__ u32 num_ids_at(const IdCounts& of_keys, u32 value) {
+  const Feature& f = of_keys.features[value >> of_keys.shift];
+  return of_keys.counts[f.first_id + (value & ((1u << of_keys.shift) - 1))];
+}

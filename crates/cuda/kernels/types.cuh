@@ -85,6 +85,13 @@ __device__ __forceinline__ void store_once(float4* at, const float4& x) {
   asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
+// Returns the sum over the lanes of a warp, to its first lane.
+__device__ __forceinline__ u32 sum_of_warp(u32 x) {
+#pragma unroll
+  for (u32 by = WARP / 2; by; by /= 2) x += __shfl_down_sync(ALL, x, by);
+  return x;
+}
+
 // A list of lanes of a warp, in ascending order.
 struct LaneList {
   unsigned char lanes[WARP];

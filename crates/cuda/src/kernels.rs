@@ -14,6 +14,7 @@ fn headers() -> &'static [(&'static str, String)] {
             ("math.cuh", include_str!("../kernels/math.cuh")),
             ("initializer.cuh", include_str!("../kernels/initializer.cuh")),
             ("index.cuh", include_str!("../kernels/index.cuh")),
+            ("lists.cuh", include_str!("../kernels/lists.cuh")),
             ("merged.cuh", include_str!("../kernels/merged.cuh")),
             ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
             ("peers.cuh", include_str!("../kernels/peers.cuh")),
@@ -43,6 +44,9 @@ pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers };
 /// Scores of records: their uses, and which records have the lowest.
 pub const SCORES: Source = Source { name: "scores.cu", text: include_str!("../kernels/scores.cu"), headers };
+/// Keys without a row: their sights, and which of them a commit inserts.
+pub const ADMISSION: Source =
+    Source { name: "admission.cu", text: include_str!("../kernels/admission.cu"), headers };
 /// Rows that go because training has not used them for long.
 pub const EXPIRY: Source = Source { name: "expiry.cu", text: include_str!("../kernels/expiry.cu"), headers };
 /// Which rows have changed since a dump.

@@ -2,7 +2,8 @@
 
 use sok_core::formula::Rule;
 use sok_cuda::kernels::{
-    AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT, TABLE, WEIGHTS,
+    ADMISSION, AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT,
+    TABLE, WEIGHTS,
 };
 use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
@@ -240,6 +241,18 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
                 "give_expired<1>",
                 "give_expired<32>",
                 "list_unlisted",
+            ]),
+        ),
+        (
+            &ADMISSION,
+            own(&[
+                "count_sights",
+                "admit_candidates",
+                "settle_admitted",
+                "end_admission",
+                "list_absent",
+                "halve_sights",
+                "list_candidates",
             ]),
         ),
         (&TABLE, table),

@@ -4,8 +4,8 @@ use crate::contract::records::{Column, Records};
 use crate::error::Result;
 use crate::key::Key;
 use crate::memory;
-use crate::policy::admission::Admission;
-use crate::store::sights::{Sights, sum};
+use crate::policy::admission::{Admission, sum_of_sights};
+use crate::store::sights::Sights;
 
 const WHAT: &str = "the sights of keys without a row";
 /// Keys of a call whose memory is kept for the next one.
@@ -47,7 +47,7 @@ impl Admitter {
 
     /// Whether a key without a row gets one in a step, after so many more sights. `seed`: of the table.
     pub fn admits(&self, seed: u64, key: Key, more: u64, step: u64) -> bool {
-        self.policy.admits(sum(self.sights.get(key), more), seed, key, step)
+        self.policy.admits(sum_of_sights(self.sights.get(key), more), seed, key, step)
     }
 
     /// Adds sights of distinct keys.

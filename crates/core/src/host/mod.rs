@@ -2,7 +2,7 @@
 
 mod absent;
 mod accumulator;
-pub mod admission;
+pub(crate) mod admission;
 mod changes;
 mod eviction;
 mod exact_sum;

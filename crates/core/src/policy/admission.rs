@@ -76,6 +76,11 @@ impl Admission {
     }
 }
 
+/// Returns a number of sights with more sights. It stays at the highest number that fits.
+pub fn sum_of_sights(sights: u32, more: u64) -> u32 {
+    sights.saturating_add(u32::try_from(more).unwrap_or(u32::MAX))
+}
+
 /// A number in `[0, 1)` that depends on nothing else.
 fn draw(seed: u64, key: Key, step: u64) -> f64 {
     let bits = hash(hash(hash(seed) ^ key).wrapping_add(hash(step)));

@@ -4,6 +4,7 @@ use super::index::Index;
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
+use crate::policy::admission::sum_of_sights;
 
 /// Stands for the record of a counted key in the index, whose marks are the counts.
 const COUNTED: u32 = 1;
@@ -37,10 +38,10 @@ impl Sights {
         let hash = hash(key);
         if let Some((_, count)) = self.index.find_mut(hash, key) {
             let before = *count;
-            *count = sum(before, more);
+            *count = sum_of_sights(before, more);
             return Ok(before);
         }
-        *self.index.insert(hash, key, COUNTED)? = sum(0, more);
+        *self.index.insert(hash, key, COUNTED)? = sum_of_sights(0, more);
         Ok(0)
     }
 
@@ -86,11 +87,6 @@ impl Sights {
         });
         zeros.into_iter().for_each(|key| self.remove(key));
     }
-}
-
-/// A count with more sights.
-pub fn sum(count: u32, more: u64) -> u32 {
-    count.saturating_add(u32::try_from(more).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

@@ -17,7 +17,9 @@ constants! {
     pub const NO_TABLE: u32 = u32::MAX;
     /// Bit of a returned record number: the record is new.
     pub const NEW: u32 = 1 << 31;
-    /// Bit of [`Feature::absent`]: a commit inserts the keys of absent ids.
+    /// Value of [`Table::row_type`] of candidates, beside the row types.
+    pub const CANDIDATE: u32 = 3;
+    /// Bit of [`Feature::absent`]: keys without a record become candidates, which a commit may insert.
     pub const ABSENT_LATER: u32 = 1;
     /// Bit of [`Feature::absent`]: absent ids are counted as unknown, because the lookup is not one of training.
     pub const ABSENT_UNKNOWN: u32 = 2;

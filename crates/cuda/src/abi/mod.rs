@@ -40,6 +40,7 @@ pub const STASHED: usize = offset_of!(Counters, stashed) / 4;
 pub const DROPPED: usize = offset_of!(Counters, dropped) / 4;
 pub const DISTINCT: usize = offset_of!(Counters, distinct) / 4;
 pub const UNKNOWN: usize = offset_of!(Counters, unknown) / 4;
+pub const FILTERED: usize = offset_of!(Counters, filtered) / 4;
 
 /// Returns the offset of a field in a struct, in 32-bit words.
 macro_rules! word_of {

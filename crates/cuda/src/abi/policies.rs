@@ -1,9 +1,9 @@
-//! The structs of policies: uses of rows, and which rows tables remove by themselves.
+//! The structs of policies: uses of rows, which rows tables remove by themselves, and which keys they admit.
 
 #![allow(unsafe_code)]
 
 use super::macros::{InCuda, struct_text};
-use super::structs::Index;
+use super::structs::{Index, Overflow};
 use crate::memory::Plain;
 
 structs! {
@@ -21,6 +21,53 @@ structs! {
         pub step: u64,
         /// Number of the newest commit whose gradients were applied.
         pub settled_commit: u64,
+    }
+
+    /// How many ids each key stands for, where a lookup has the distinct keys of ranks.
+    pub struct IdCounts {
+        /// Features of the call.
+        pub features: u64 as "const Feature*",
+        /// By place of a key in the call; null if each id comes by itself.
+        pub counts: u64 as "const u32*",
+        /// `Call::shift` of the call.
+        pub shift: u32,
+        pub pad: u32,
+    }
+
+    /// A candidate that a lookup has met.
+    pub struct Listed {
+        /// Position of its first sorted id.
+        pub first: u32,
+        /// Number of its sorted ids.
+        pub count: u32,
+    }
+
+    /// A lookup whose candidates a commit inserts.
+    pub struct Admitting {
+        pub tables: u64 as "const Table*",
+        /// By kind.
+        pub kinds: u64 as "const Keys*",
+        /// Sections of the lookup, and their number.
+        pub sections: u64 as "const Section*",
+        pub sorted: u64 as "Sorted*",
+        /// Its candidates: those of a section from `Section::first` on, in any order.
+        pub listed: u64 as "const Listed*",
+        /// By section: their number.
+        pub num_listed: u64 as "const u32*",
+        /// Of the commit.
+        pub resolved: u64 as "const Resolved*",
+        /// Places in `listed` of candidates whose keys have found no slot.
+        pub overflow: Overflow,
+        /// How many ids a sorted one stands for.
+        pub of_keys: IdCounts,
+        pub fault: u64 as "Fault*",
+        pub num_sections: u32,
+        /// Blocks of a launch for each section.
+        pub blocks: u32,
+        /// Row of the ticket that names the push; `RING`: it is known to be named.
+        pub row: u32,
+        /// Whether `count_sights` has counted the sights.
+        pub is_counted: u32,
     }
 
     /// A row whose time to live is over.
@@ -107,6 +154,9 @@ structs! {
         pub stride: u32,
         /// The number of records, or an upper bound.
         pub count: u32,
+        /// Numbers from this one on are not those of records.
+        pub end: u32,
+        pub pad: u32,
     }
 
     /// The state of a sweep. It starts as zeros.

@@ -136,17 +136,6 @@ structs! {
         pub rows: u64 as "u32*",
     }
 
-    /// How many ids each key stands for, where a lookup has the distinct keys of ranks.
-    pub struct IdCounts {
-        /// Features of the call.
-        pub features: u64 as "const Feature*",
-        /// By place of a key in the call; null if each id comes by itself.
-        pub counts: u64 as "const u32*",
-        /// `Call::shift` of the call.
-        pub shift: u32,
-        pub pad: u32,
-    }
-
     /// A copy of numbers of four bytes.
     pub struct WordCopy {
         pub from: u64 as "const float*",

@@ -41,9 +41,12 @@ structs! {
         /// Ids without a record, of lookups outside of training.
         pub unknown: u64,
         pub pad4: [u32; 30],
+        /// Keys that a commit has not admitted, once for each lookup.
+        pub filtered: u64,
+        pub pad5: [u32; 30],
         /// Record of the out-of-vocabulary key at the last lookup.
         pub out_of_vocabulary: u32,
-        pub pad5: [u32; 31],
+        pub pad6: [u32; 31],
     }
 
     /// The counts of a table in a report: fields of `Counters`.
@@ -53,6 +56,7 @@ structs! {
         pub distinct: u64,
         pub dropped: u64,
         pub unknown: u64,
+        pub filtered: u64,
     }
 
     /// The map from keys to record numbers.
@@ -76,6 +80,35 @@ structs! {
         /// Unused, `maxval - minval` or `stddev`, by kind.
         pub b: f32,
         pub pad: u32,
+    }
+
+    /// Which keys without a record get one in a commit, as `policy/admission.rs` of the core says.
+    pub struct Admission {
+        /// Number of the step in progress.
+        pub step: u64,
+        /// A key is admitted in a step if 53 random bits of key and step are below this number.
+        pub chance: u64,
+        /// Number of sights from which on a key is admitted. 0: sights are not counted.
+        pub threshold: u32,
+        /// Whether each id is a sight. If not, all ids of a key in a step are one.
+        pub counts_ids: u32,
+        /// Whether the table has no room for more keys than the host has inserted.
+        pub is_closed: u32,
+        pub pad: u32,
+    }
+
+    /// The record of a key without a row that a lookup of training has met.
+    #[repr(align(16))]
+    pub struct Candidate {
+        /// Number of sights in earlier steps.
+        pub sights: u32,
+        /// Number of sights in the commit in progress; 0 otherwise.
+        pub more: u32,
+        /// Record number that the key has got in the last commit that saw it, or `NO_RECORD`.
+        pub record: u32,
+        pub pad: u32,
+        pub key: u64,
+        pub pad1: u64,
     }
 
     /// Descriptor of a table.
@@ -117,9 +150,11 @@ structs! {
         pub progress: u64 as "Progress*",
         /// By record: when its row changed, as `contract/epochs.rs` of the core says. Null if the table does not note changes.
         pub changes: u64 as "u32*",
+        pub admission: Admission,
         /// Number of the optimizer that updates the table. 0: the model's.
         pub optimizer: u32,
-        pub pad: u32,
+        /// Index of the descriptor of the table's candidates, whose records are `Candidate`s; 0 if it has none.
+        pub candidates: u32,
         /// Whether a score is the number of a step. If not, it is a number of ids.
         pub has_steps: u32,
         /// Number of the epoch in progress.
@@ -177,8 +212,11 @@ structs! {
         pub first_split: u32,
         /// Whether ids are looked up after all others, without insertion and without gradients.
         pub is_silent: u32,
-        /// How ids without a record are counted: bits `ABSENT_LATER` and `ABSENT_UNKNOWN`.
+        /// What becomes of ids without a record: bits `ABSENT_LATER` and `ABSENT_UNKNOWN`.
         pub absent: u32,
+        /// Number of the first candidate among the numbers that are sorted.
+        pub first_candidate: u32,
+        pub pad: u32,
     }
 
     /// The features of a call.
@@ -224,12 +262,9 @@ structs! {
         pub pad: u32,
         pub overflow: Overflow,
         pub fault: u64 as "Fault*",
-        /// Counter of the absent ids whose keys a commit inserts; null if there is no such feature.
-        pub absent: u64 as "u32*",
-        /// Takes these ids, in any order.
-        pub absent_ids: u64 as "AbsentId*",
-        /// In a commit, by place of an id: the record that the lookup found. Only ids without one are looked up. Null otherwise.
-        pub known: u64 as "const u32*",
+        /// By place of an id: takes its record number, or the number of its candidate from `Section::first_candidate` on. Null if the call has no
+        /// candidates.
+        pub numbers: u64 as "u32*",
     }
 
     /// Copies of a call's inputs for the gradients of weights, because a framework may have reused its own memory by then. By place
@@ -259,12 +294,15 @@ structs! {
         pub coefficient: f32,
     }
 
-    /// An id that a lookup has found no record for.
-    #[repr(align(16))]
+    /// An id of a candidate, as the host reads it.
     pub struct AbsentId {
         pub key: u64,
         /// Its place in the call.
         pub place: u32,
+        /// How many ids it stands for.
+        pub ids: u32,
+        /// Number of sights of its key in earlier steps.
+        pub sights: u32,
         pub pad: u32,
     }
 
@@ -377,13 +415,15 @@ structs! {
         pub kind: u32,
         /// The table whose distinct keys are counted, or `NO_TABLE`.
         pub table: u32,
-        pub pad: [u32; 2],
+        /// Numbers from this one on are those of candidates; 0 if there are none.
+        pub first_candidate: u32,
+        pub pad: u32,
     }
 
     /// A sorted id.
     #[repr(align(8))]
     pub struct Sorted {
-        /// Its record number; 0 if it has none.
+        /// Its record number; 0 if it has none. Until a commit decides, the number of its candidate.
         pub record: u32,
         /// Its value in `Found::values`, or in a sort of merged gradients the index of an `Entry`.
         pub value: u32,

@@ -156,7 +156,7 @@ impl Group for GpuGroup {
     }
 
     fn step_bytes(&self) -> usize {
-        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes() + l.absent().num_bytes());
+        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes());
         let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
         let sweeps = self.sweep_memory.as_ref().map_or(0, SweepMemory::num_bytes);

@@ -10,14 +10,14 @@ use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
-use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, table_counts};
+use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, absent, table_counts};
 use crate::abi::{self, COUNTS_WORDS, Expiry, PREPARED_WORDS, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
 use crate::memory::{Buffer, Shared};
 use crate::rule;
-use crate::step::{By, Saved, Taking};
+use crate::step::{By, Saved, Taking, num_described};
 
 impl GpuGroup {
     // ---- commit
@@ -33,8 +33,11 @@ impl GpuGroup {
             return Err(error);
         }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
-        // The device has counted their uses.
-        taken.iter().for_each(|(_, push)| push.lookup.is_counted.store(true, Relaxed));
+        // The device has counted their uses and inserted their keys.
+        for (_, push) in &taken {
+            push.lookup.is_counted.store(true, Relaxed);
+            push.lookup.is_admitted.store(true, Relaxed);
+        }
         if matches!(self.committed, Committed::Alone(_)) {
             self.carried.extend(taken);
         } else {
@@ -48,9 +51,14 @@ impl GpuGroup {
     fn take_named(&mut self) -> Result<Vec<(f32, Push)>> {
         let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
         self.wait_for(&self.report, word_of!(ReportHead, commit), commit)?;
+        let counts_of =
+            |report: &Shared, number: usize| table_counts(report, REPORT_WORDS + COUNTS_WORDS * number);
+        let num_tables = self.tables.len();
         for (t, table) in self.tables.iter_mut().enumerate() {
-            let counts = table_counts(&self.report, REPORT_WORDS + COUNTS_WORDS * t);
-            table.learn_from(counts, self.ids_since[t]);
+            table.learn_from(counts_of(&self.report, t), self.ids_since[t]);
+            if let Some(candidates) = &mut table.candidates {
+                candidates.learn_from(counts_of(&self.report, num_tables + t));
+            }
         }
         if self.report.get(word_of!(ReportHead, is_due)) == 0 {
             self.evictors().for_each(Evictor::refuse_commit);
@@ -77,8 +85,8 @@ impl GpuGroup {
             if let Some(evictor) = &mut table.evictor {
                 evictor.end_step(self.num_commits, lifetime);
             }
-            if let Some(admission) = &mut table.admission {
-                admission.end_step();
+            if let Some(candidates) = &mut table.candidates {
+                table.has_moved |= candidates.end_step();
             }
         }
         taken.iter().for_each(|(_, push)| push.lookup.is_open.store(false, Relaxed));
@@ -154,7 +162,7 @@ impl GpuGroup {
         let pending = self.ring.numbers().fold(0u64, |bits, number| bits | 1 << (number - oldest));
         self.committed = match self.ring.numbers().next() {
             _ if self.combined.is_some() => Committed::Combined,
-            _ if !self.carried.is_empty() || !self.inserted.is_empty() => Committed::Combined,
+            _ if !self.carried.is_empty() => Committed::Combined,
             None => Committed::Nothing,
             Some(number) if self.ring.len() == 1 && !accumulates => Committed::Alone(number),
             Some(_) => Committed::Combined,
@@ -162,6 +170,8 @@ impl GpuGroup {
         self.unseen = Some(self.next_commit);
         self.next_commit += 1;
         self.ids_since.fill(0);
+        self.tables.iter_mut().filter_map(|t| t.candidates.as_mut()).for_each(|c| c.expect_report());
+        self.expect_candidates();
         Ok(abi::Committed {
             ticket,
             resolved: self.resolved.address(),
@@ -170,39 +180,33 @@ impl GpuGroup {
             commit: self.next_commit - 1,
             oldest,
             pending,
-            num_tables: self.tables.len() as u32,
+            num_tables: num_described(&self.tables) as u32,
             pad: 0,
         })
     }
 
-    /// Takes the committed pushes, if there may be several, and counts the uses of their rows. Called after `resolve`. Waits for the report
-    /// then.
+    /// Inserts keys of the committed pushes. Also takes the pushes and counts the uses of their rows, if there may be several. Called after
+    /// `resolve`. Waits for the report then.
     pub(crate) fn take_committed(&mut self, stream: Stream) -> Result<()> {
         if self.committed != Committed::Combined {
-            return Ok(());
+            self.admit_alone(stream)?;
+            return self.age_candidates(stream);
         }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        let lookups = absent::distinct(taken.iter().map(|(_, push)| &push.lookup));
+        self.admit_candidates(&lookups, RING as u32, stream)?;
+        self.age_candidates(stream)?;
         for (_, push) in &taken {
+            push.lookup.is_admitted.store(true, Relaxed);
             self.take_uses(&push.lookup, RING as u32, self.num_commits, stream)?;
         }
-        let mut inserted = std::mem::take(&mut self.inserted).into_iter().peekable();
-        for (index, (weight, push)) in taken.into_iter().enumerate() {
-            // It comes first, since its gradients are in the memory of the other. No key is in both.
-            let of_push = inserted.next_if(|(of, ..)| *of == index);
-            self.carried.extend(of_push.map(|(_, weight, push)| (weight, push)));
-            self.carried.push((weight, push));
-        }
+        self.carried.extend(taken);
         Ok(())
     }
 
     /// Combines the taken pushes into one, if there may be several. Waits for the device if it combines.
     pub(crate) fn combine(&mut self, stream: Stream) -> Result<()> {
         if self.committed == Committed::Combined { self.combine_carried(stream) } else { Ok(()) }
-    }
-
-    /// Forgets what a commit has inserted that failed after that.
-    pub(crate) fn forget_inserted(&mut self) {
-        self.inserted.clear();
     }
 
     /// Enqueues counting the uses of the rows of a lookup, and noting that a commit takes their gradients. `row`: of the ticket that names
@@ -247,7 +251,7 @@ impl GpuGroup {
 
     /// Reads the report of the last commit, as `settle`, which will return the error.
     pub(super) fn settle_for_tables(&mut self) {
-        if self.tables.iter().any(|table| table.evictor.is_some() || table.admission.is_some()) {
+        if self.tables.iter().any(|table| table.evictor.is_some() || table.candidates.is_some()) {
             self.settle_later();
         }
     }

@@ -5,14 +5,13 @@
 use sok_core::contract::table::{Insertion, Outcomes};
 use sok_core::error::{Error, Result};
 
-use super::absent::{Absent, Inputs};
 use super::{GpuGroup, SavedLookup, table_counts};
 use crate::abi::{ABSENT_LATER, ABSENT_UNKNOWN, COUNTS_WORDS, TableCounts};
 use crate::device::{Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::sweep::{Going, Sweeps};
 use crate::memory::read;
-use crate::step::{AbsentIds, Feature, KeyType, Remote, RowSource, Started};
+use crate::step::{Feature, KeyType, Remote, RowSource, Started};
 
 /// Sweeps of the tables of which a lookup has inserted too many keys.
 struct SweepsOfTables {
@@ -32,7 +31,7 @@ pub(super) struct OfRanks<'a> {
     pub vote: Vote<'a>,
 }
 
-/// How a lookup counts ids without a record: bits of `Feature::absent`.
+/// What becomes of ids without a record: bits of `Feature::absent`.
 fn absent_ids(insertion: Insertion, save: bool) -> u32 {
     match insertion {
         Insertion::AtLookup => 0,
@@ -104,8 +103,13 @@ impl GpuGroup {
                 // Earlier counts must not be undone with those of this lookup.
                 self.count_steps()?;
             }
-            exceeding = self.make_room(features, None, &mut inserts, save, exceeds, &mut vote, stream)?;
+            exceeding = self.make_room(features, &mut inserts, save, exceeds, &mut vote, stream)?;
         }
+        let absent: Vec<u32> = insertions.iter().map(|own| absent_ids(*own, save)).collect();
+        let becomes_candidate = |f: &&Feature| !f.is_silent && absent[f.table] & ABSENT_LATER != 0;
+        let mut candidates = vec![0; self.tables.len()];
+        features.iter().filter(becomes_candidate).for_each(|f| candidates[f.table] += f.ids.len as u64);
+        self.expect_new_candidates(&candidates, stream)?;
         // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
         let counts_apart = insert && !save;
         if counts_apart {
@@ -113,17 +117,9 @@ impl GpuGroup {
         }
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
-        let are_absent: Vec<u32> = insertions.iter().map(|own| absent_ids(*own, save)).collect();
-        let are_later: Vec<bool> = are_absent.iter().map(|are| *are == ABSENT_LATER).collect();
-        // Also without a feature of such a table: ranks that serve others agree on all commits that may insert.
-        let inputs = (are_later.contains(&true))
-            .then(|| Inputs::keep(&mut self.workspace, &self.tables, features, are_later, stream))
-            .transpose()?;
-        let [count, list] = inputs.as_ref().map_or([0; 2], |i| [i.count_address(), i.list_address()]);
-        let absent = AbsentIds { count, list, known: 0, are: &are_absent };
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         let mut started =
-            workspace.start(tables, features, &inserts, absent, save, to, RowSource::Records, stream)?;
+            workspace.start(tables, features, &inserts, &absent, save, to, RowSource::Records, stream)?;
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }
@@ -156,7 +152,6 @@ impl GpuGroup {
             Some(None) => {
                 self.undo_insertions(features, &inserts, save)?;
                 self.workspace.forget(started);
-                inputs.into_iter().for_each(|inputs| self.workspace.give_back(inputs.memory));
                 let of_ranks = OfRanks { remote, vote };
                 // SAFETY: The caller guarantees it.
                 return unsafe {
@@ -171,7 +166,6 @@ impl GpuGroup {
                 self.undo_insertions(features, &inserts, save)?;
             }
             self.workspace.forget(started);
-            inputs.into_iter().for_each(|inputs| self.workspace.give_back(inputs.memory));
             return Err(refused);
         }
         self.end_sweeps(sweeps, stream)?;
@@ -184,10 +178,7 @@ impl GpuGroup {
             workspace.count_inference(tables, &started, stream)?;
         }
         let saved = workspace.end(started, tables, features);
-        if let Some(inputs) = &inputs {
-            inputs.keep_records(self.workspace.found_records(), stream)?;
-        }
-        self.tables.iter_mut().for_each(GpuTable::reserve_soon);
+        self.reserve_soon();
         let mut takes_part = vec![false; self.tables.len()];
         features.iter().for_each(|f| takes_part[f.table] = true);
         self.tables.iter_mut().zip(takes_part).filter(|(_, takes)| *takes).for_each(|(t, _)| t.count_call());
@@ -199,11 +190,7 @@ impl GpuGroup {
             }
         }
         if let Some(saved) = saved {
-            let lookup = SavedLookup::new(number, saved);
-            if let Some(inputs) = inputs {
-                *lookup.absent() = Absent::Waiting(inputs);
-            }
-            self.save(lookup);
+            self.save(SavedLookup::new(number, saved));
             number_to.map(|to| self.by_address.insert(to, number));
         }
         Ok(number)
@@ -213,12 +200,10 @@ impl GpuGroup {
     /// keys that fit, in their order, and resets `inserts` of the table, so that the lookup inserts none. Returns the tables of which the
     /// lookup may insert too many keys.
     ///
-    /// `absent`: of a commit, the absent ids, which alone are inserted. `exceeds`: whether tables that remove rows may insert first.
-    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
-    pub(super) fn make_room(
+    /// `exceeds`: whether tables that remove rows may insert first.
+    fn make_room(
         &mut self,
         features: &[Feature],
-        absent: Option<&Inputs>,
         inserts: &mut [bool],
         save: bool,
         exceeds: bool,
@@ -228,20 +213,13 @@ impl GpuGroup {
         let mut ids = vec![0u64; self.tables.len()];
         for (table, ids) in ids.iter_mut().enumerate().filter(|(table, _)| inserts[*table]) {
             let of_table = features.iter().filter(|f| f.table == table && !f.is_silent);
-            *ids = match absent {
-                Some(inputs) => inputs.num_absent_of(table)?,
-                None => of_table.map(|f| f.ids.len as u64).sum(),
-            };
+            *ids = of_table.map(|f| f.ids.len as u64).sum();
         }
         let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
         let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
         let may_exceed: Vec<bool> =
             self.tables.iter().zip(&ids).map(|(table, ids)| exceeds && table.may_exceed(*ids)).collect();
-        // A commit inserts only the keys that an admission policy admits.
-        let filters = |tables: &[GpuTable], t: usize| absent.is_some() && tables[t].admission.is_some();
-        let refuses = |tables: &[GpuTable], t: usize| {
-            !may_exceed[t] && tables[t].may_refuse(new(tables, t)) || ids[t] > 0 && filters(tables, t)
-        };
+        let refuses = |tables: &[GpuTable], t: usize| !may_exceed[t] && tables[t].may_refuse(new(tables, t));
         let all = 0..self.tables.len();
         let is_tight =
             |tables: &[GpuTable], t: usize| !tables[t].has_room(new(tables, t)) || refuses(tables, t);
@@ -258,7 +236,7 @@ impl GpuGroup {
                         match self.tables[t].make_room(most, soon, stream) {
                             // There may be memory for fewer rows.
                             Err(_) if may_exceed[t] => {
-                                return self.make_room(features, absent, inserts, save, false, vote, stream);
+                                return self.make_room(features, inserts, save, false, vote, stream);
                             }
                             made => made?,
                         }
@@ -268,9 +246,9 @@ impl GpuGroup {
                     all.clone().filter(|&t| ids[t] > 0 && refuses(&self.tables, t)).collect();
                 if !full.is_empty() && may_exceed.contains(&true) {
                     // What `admit` does could not be undone.
-                    return self.make_room(features, absent, inserts, save, false, vote, stream);
+                    return self.make_room(features, inserts, save, false, vote, stream);
                 }
-                self.admit(features, absent, &full, inserts, save, vote)?;
+                self.admit(features, &full, inserts, save, vote)?;
             }
         }
         let mut exceeding = Vec::new();
@@ -400,12 +378,11 @@ impl GpuGroup {
         table_counts(&self.counts, number * COUNTS_WORDS)
     }
 
-    /// For tables that might have to refuse keys: inserts the keys that are admitted and fit, and resets `inserts`. The device must be
+    /// For tables that might have to refuse keys: inserts the keys that fit, and resets `inserts`. The device must be
     /// idle.
     fn admit(
         &mut self,
         features: &[Feature],
-        absent: Option<&Inputs>,
         full: &[usize],
         inserts: &mut [bool],
         save: bool,
@@ -417,31 +394,21 @@ impl GpuGroup {
         self.count_steps()?;
         let mut new = Vec::new();
         for &t in full {
-            let keys = match absent {
-                Some(inputs) => inputs.absent_keys_of(t)?,
-                None => self.active_keys(features, t)?,
-            };
-            let room = self.tables[t].room(keys.len(), 0)?;
-            let mut new_keys = self.tables[t].absent(&room, &keys)?;
-            let num_absent = new_keys.len();
-            new_keys.retain(|key| self.tables[t].admits(*key, 0));
-            let num_new = new_keys.len() as u64;
-            let filtered = num_absent as u64 - num_new;
-            // A commit has removed rows before.
+            let keys = self.active_keys(features, t)?;
             let table = &mut self.tables[t];
-            let sweeps = match absent {
-                None => table.sweep_for(num_new, room.used(keys.len()))?,
-                Some(_) => None,
-            };
+            let room = table.room(keys.len(), 0)?;
+            let new_keys = table.absent(&room, &keys)?;
+            let num_new = new_keys.len() as u64;
+            let sweeps = table.sweep_for(num_new, room.used(keys.len()))?;
             table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
-            new.push((room, new_keys, filtered, sweeps));
+            new.push((room, new_keys, sweeps));
         }
         if let Some(Err(refused)) = vote.take().map(|vote| vote()) {
             full.iter().zip(new).for_each(|(&t, (.., sweeps))| self.tables[t].forget_sweep(sweeps));
             return Err(refused);
         }
-        for (&t, (room, new, filtered, sweeps)) in full.iter().zip(new) {
-            let outcomes = Outcomes { filtered, ..self.tables[t].admit(&room, &new, sweeps)? };
+        for (&t, (room, new, sweeps)) in full.iter().zip(new) {
+            let outcomes = self.tables[t].admit(&room, &new, sweeps)?;
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);
@@ -449,6 +416,14 @@ impl GpuGroup {
             inserts[t] = false;
         }
         Ok(())
+    }
+
+    /// Gets memory for later calls.
+    pub(super) fn reserve_soon(&mut self) {
+        for table in &mut self.tables {
+            table.reserve_soon();
+            table.candidates.iter_mut().for_each(|candidates| candidates.reserve_soon());
+        }
     }
 
     /// Returns the keys of a table that a lookup with insertion would insert if they are missing, in the order of the ids. The device must

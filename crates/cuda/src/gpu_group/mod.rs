@@ -40,7 +40,6 @@ use crate::memory::{Buffer, Shared};
 use crate::peers::{Peers, Window, Windows};
 use crate::step::{Saved, Workspace};
 
-use absent::Absent;
 pub use push::{LookupNumber, OutputGradients};
 
 /// The gradients of a lookup, until they are applied or dropped.
@@ -67,11 +66,12 @@ struct SavedLookup {
     saved: Saved,
     /// The sides that were last written to the device, those of a push.
     sides: Mutex<Vec<Side>>,
-    absent: Mutex<Absent>,
     /// The keys that other ranks read, and the rows that they write.
     window: Option<Window>,
     /// Whether a commit has counted the use of its rows.
     is_counted: AtomicBool,
+    /// Whether a commit has inserted keys of its candidates, as far as the host knows.
+    is_admitted: AtomicBool,
     /// Whether its gradients may still come and were not committed yet.
     is_open: AtomicBool,
 }
@@ -82,9 +82,9 @@ impl SavedLookup {
             number,
             saved,
             sides: Mutex::default(),
-            absent: Mutex::default(),
             window: None,
             is_counted: AtomicBool::new(false),
+            is_admitted: AtomicBool::new(false),
             is_open: AtomicBool::new(true),
         }
     }
@@ -94,8 +94,9 @@ impl SavedLookup {
         !self.is_counted.swap(true, Relaxed)
     }
 
-    fn absent(&self) -> MutexGuard<'_, Absent> {
-        self.absent.lock().unwrap_or_else(|e| e.into_inner())
+    /// Whether a commit may insert keys of the lookup.
+    fn has_candidates(&self) -> bool {
+        self.saved.has_candidates() && !self.is_admitted.load(Relaxed)
     }
 
     fn sides(&self) -> MutexGuard<'_, Vec<Side>> {
@@ -104,20 +105,9 @@ impl SavedLookup {
 }
 
 impl InProgress for SavedLookup {
-    fn ids(&self, number: usize, generation: u64) -> Vec<SortedIds> {
-        let mut ids = Vec::new();
-        let mut add = |saved: &Saved| {
-            if saved.generations.contains(&(number, generation)) {
-                ids.extend(saved.sorted_of(number));
-            }
-        };
-        if self.is_open.load(Relaxed) {
-            add(&self.saved);
-            if let Absent::Inserted(lookup) = &*self.absent() {
-                add(&lookup.saved);
-            }
-        }
-        ids
+    fn ids(&self, number: usize, generation: u64) -> Option<SortedIds> {
+        let is_live = self.is_open.load(Relaxed) && self.saved.generations.contains(&(number, generation));
+        if is_live { self.saved.sorted_of(number) } else { None }
     }
 }
 
@@ -147,6 +137,7 @@ fn table_counts(from: &Shared, first: usize) -> TableCounts {
         distinct: from.get_wide(first + word_of!(TableCounts, distinct)),
         dropped: from.get_wide(first + word_of!(TableCounts, dropped)),
         unknown: from.get_wide(first + word_of!(TableCounts, unknown)),
+        filtered: from.get_wide(first + word_of!(TableCounts, filtered)),
     }
 }
 
@@ -175,9 +166,6 @@ pub struct GpuGroup {
     committed: Committed,
     /// Pushes, with their weights, that a ticket is known to have named, and that are not applied yet.
     carried: Vec<(f32, Push)>,
-    /// Pushes of the keys that the commit in progress has inserted: the index of the push among those that are named, its weight, and the
-    /// push of its absent keys.
-    inserted: Vec<(usize, f32, Push)>,
     /// The accumulated gradients of earlier steps, and of the last commit of several pushes.
     combined: Option<Combined>,
     /// Number of the last commit, if the host has not read its report yet.
@@ -199,7 +187,7 @@ pub struct GpuGroup {
     sweep_memory: Option<SweepMemory>,
     /// Recorded after the sweeps of a lookup.
     swept: CudaEvent,
-    /// `Report` of the last commit.
+    /// `Report` of the last commit. Its counts are by descriptor.
     report: Shared,
     /// `Resolved` of the last commit.
     resolved: Buffer<u32>,
@@ -253,7 +241,6 @@ impl GpuGroup {
             committed: Committed::Nothing,
             pieces: general::Pieces::default(),
             carried: Vec::new(),
-            inserted: Vec::new(),
             combined: None,
             unseen: None,
             unheard: None,
@@ -267,7 +254,7 @@ impl GpuGroup {
             swept: context
                 .new_event(Some(CU_EVENT_DISABLE_TIMING))
                 .map_err(driver_error("making an event"))?,
-            report: Shared::new(context, REPORT_WORDS + COUNTS_WORDS * num_tables)?,
+            report: Shared::new(context, REPORT_WORDS + 2 * COUNTS_WORDS * num_tables)?,
             resolved: Buffer::new(context, RESOLVED_WORDS)?,
             prepared: Buffer::new(context, workspace.num_optimizers() * PREPARED_WORDS)?,
             workspace,
@@ -380,11 +367,6 @@ impl GpuGroup {
         let Some(lookup) = Arc::into_inner(lookup) else { return };
         self.reuse_window(lookup.window);
         self.workspace.give_back(lookup.saved.memory);
-        match lookup.absent.into_inner().unwrap_or_else(|e| e.into_inner()) {
-            Absent::Waiting(inputs) => self.workspace.give_back(inputs.memory),
-            Absent::Inserted(lookup) => self.reuse_lookup(lookup),
-            Absent::None => {}
-        }
     }
 
     fn reuse_window(&mut self, window: Option<Window>) {

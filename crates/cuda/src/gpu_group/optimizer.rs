@@ -29,15 +29,25 @@ fn is_update(groups: &[&mut GpuGroup], address: Option<u64>) -> Result<bool> {
 /// Returns its argument if all that commit together agree, an error otherwise.
 pub(crate) type Vote<'a> = &'a dyn Fn(Result<()>) -> Result<()>;
 
-/// Inserts the absent keys of the named pushes, if their lookups have left insertion to the commit. Waits for the device if there
-/// may be such keys.
+/// Returns whether a table might not have room for all keys that the pending pushes insert.
+///
+/// # Errors
+/// Errors of the last commit.
+fn may_refuse(groups: &mut [&mut GpuGroup]) -> Result<bool> {
+    for group in groups.iter_mut() {
+        let lookups = group.pending_lookups();
+        if group.may_refuse_candidates(&lookups)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Inserts the keys of the named pushes in tables that might not have room for all of them. Waits for the device.
 ///
 /// # Errors
 /// [`Error::TableFull`] if a table refuses keys and its check mode is `Raise`, [`Error::Ticket`]. Nothing has changed then.
-fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], vote: Vote, stream: Stream) -> Result<()> {
-    if !groups.iter().any(|group| group.inserts_at_commit()) {
-        return Ok(());
-    }
+fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], vote: Vote) -> Result<()> {
     let named = groups.iter_mut().zip(tickets).map(|(group, ticket)| group.resolve(*ticket));
     let named = named.collect::<Result<Vec<_>>>().and_then(|named| {
         groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
@@ -45,7 +55,7 @@ fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], vote: Vote, stre
     });
     vote(named.as_ref().map(drop).map_err(Error::clone))?;
     let named = named?;
-    groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.insert_absent(named, stream))
+    groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.insert_absent(named))
 }
 
 /// Finds which pushes the tickets name, and with which weights. `tickets`: by group, the address of its ticket. `is_update_at`:
@@ -67,22 +77,25 @@ pub unsafe fn commit(
     stream: Stream,
 ) -> Result<()> {
     // SAFETY: The caller guarantees it.
-    unsafe { commit_together(groups, bindings, tickets, is_update_at, norm_to, &|vote| vote, stream) }
+    unsafe { commit_together(groups, bindings, tickets, is_update_at, norm_to, None, &|vote| vote, stream) }
 }
 
-/// As `commit`. `vote`: is asked before keys are inserted, where errors may be found until then.
+/// As `commit`. `refuses`: whether a table of any of those that commit together might not have room for all keys; `None` if only these groups
+/// commit. `vote`: is asked then before the host inserts keys, where errors may be found until then.
 ///
 /// # Errors
 /// As `commit`, and the error of the vote.
 ///
 /// # Safety
 /// As `commit`.
+#[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
 pub(crate) unsafe fn commit_together(
     groups: &mut [&mut GpuGroup],
     bindings: &[Binding],
     tickets: &[u64],
     is_update_at: Option<u64>,
     norm_to: u64,
+    refuses: Option<bool>,
     vote: Vote,
     stream: Stream,
 ) -> Result<()> {
@@ -95,10 +108,13 @@ pub(crate) unsafe fn commit_together(
         group.take_over(binding)?;
     }
     groups.iter_mut().for_each(|group| {
-        group.forget_inserted();
         group.forget_pieces();
+        group.open_tables();
     });
-    insert_absent(groups, tickets, vote, stream)?;
+    if refuses.map_or_else(|| may_refuse(groups), Ok)? {
+        insert_absent(groups, tickets, vote)?;
+    }
+    groups.iter_mut().try_for_each(|group| group.make_room_for_candidates(stream))?;
     let updates = is_update(groups, is_update_at)?;
     let needs_norm = updates && bindings.iter().any(|b| b.needs_norm || b.clips_norms());
     let no_norm_to = if needs_norm { 0 } else { norm_to };

@@ -9,7 +9,6 @@ use sok_core::contract::group::Group;
 use sok_core::contract::ticket::{RING, mark};
 use sok_core::error::{Error, Result};
 
-use super::absent::Absent;
 use super::{GpuGroup, Push, SavedLookup, sharded};
 use crate::abi::{self, Gradients, NewTicket, Side, WordCopy};
 use crate::device::Stream;
@@ -141,8 +140,8 @@ impl GpuGroup {
         let (mut rows, mut copied, mut copy, mut sums) = (gradients.rows, &[][..], None, None);
         // A norm is computed from merged gradients.
         let is_merged_anyway = self.binding.as_ref().is_some_and(|b| b.needs_norm || b.clips_norms());
-        // Gradients of keys that a commit will insert cannot be merged yet.
-        let is_later = !matches!(*saved.absent(), Absent::None);
+        // Gradients of keys that a commit may insert cannot be merged yet.
+        let is_later = saved.has_candidates();
         let is_cheaper = !is_merged_anyway && saved.saved.has_few_gradients();
         let copies = gradients.keep.is_none() && (is_later || is_cheaper) || !saved.saved.is_aligned(&rows);
         if copies {

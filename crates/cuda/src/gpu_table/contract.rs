@@ -13,7 +13,6 @@ use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::key::Key;
 use sok_core::memory;
 
-use super::admission::Admission;
 use super::record::{DeviceLayout, RowKind};
 use super::{GpuTable, WAITING, arena, evictor};
 use crate::abi::{DeviceFields, TAKEN};
@@ -54,15 +53,16 @@ impl Contents for GpuTable {
 
     fn step(&self) -> Result<u64> {
         let Some(evictor) = &self.evictor else {
-            return Ok(self.admission.as_ref().map_or(1, |admission| admission.step));
+            return Ok(self.candidates.as_ref().map_or(1, |candidates| candidates.step));
         };
         self.device.synchronize()?;
         evictor.read_step()
     }
 
     fn sights(&self) -> Result<Cow<'_, Records>> {
-        let Some(admission) = &self.admission else { return Ok(Cow::default()) };
-        admission.admitter.all_sights().map(Cow::Owned)
+        let Some(candidates) = &self.candidates else { return Ok(Cow::default()) };
+        self.device.synchronize()?;
+        candidates.all_sights().map(Cow::Owned)
     }
 
     fn commit_times(&self) -> Vec<(u64, u64)> {
@@ -173,7 +173,7 @@ impl Table for GpuTable {
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.forget(keys)?;
         }
-        self.forget_sights(keys);
+        self.forget_sights(keys)?;
         if keys.is_empty() { Ok(0) } else { self.remove(keys) }
     }
 
@@ -181,9 +181,9 @@ impl Table for GpuTable {
         self.wait()?;
         let index = Index::new(&self.device, 0, self.index.load(), WAITING)?;
         let arena = arena(&self.device, &self.config, self.layout.stride)?;
-        let mut admission = Admission::new(&self.config)?;
-        if let (Some(empty), Some(admission)) = (&mut admission, &self.admission) {
-            empty.step = admission.step;
+        let mut candidates = GpuTable::first_candidates(&self.device, &self.config)?;
+        if let (Some(empty), Some(candidates)) = (&mut candidates, &self.candidates) {
+            empty.step = candidates.step;
         }
         let mut empty = evictor(&self.device, &self.config)?;
         if let (Some(empty), Some(evictor)) = (&mut empty, &mut self.evictor) {
@@ -191,7 +191,7 @@ impl Table for GpuTable {
             empty.commits = std::mem::take(&mut evictor.commits);
             empty.write_progress()?;
         }
-        self.reset(index, arena, empty, admission);
+        self.reset(index, arena, empty, candidates);
         Ok(())
     }
 
@@ -204,7 +204,7 @@ impl Table for GpuTable {
             let score = if has_score { Some(self.read_uses(&records)?[0].score) } else { None };
             return Ok(Explanation::Present { score });
         }
-        match self.admission.as_ref().map_or(0, |admission| admission.admitter.sights(key)) {
+        match self.candidates.as_ref().map_or(Ok(0), |candidates| candidates.sights(key))? {
             0 => Ok(self
                 .evictor
                 .as_ref()
@@ -223,8 +223,9 @@ impl Table for GpuTable {
 
     fn set_step(&mut self, step: u64) -> Result<()> {
         self.wait()?;
-        if let Some(admission) = &mut self.admission {
-            admission.step = step;
+        if let Some(candidates) = &mut self.candidates {
+            candidates.step = step;
+            self.has_moved = true;
         }
         self.evictor.as_mut().map_or(Ok(()), |evictor| evictor.set_step(step))
     }
@@ -299,10 +300,8 @@ impl Table for GpuTable {
     }
 
     fn restore_sights(&mut self, sights: &Records) -> Result<()> {
-        match &mut self.admission {
-            Some(admission) if admission.admitter.policy.counts() => admission.admitter.restore(sights),
-            _ => Ok(()),
-        }
+        self.device.synchronize()?;
+        self.candidates.as_mut().map_or(Ok(()), |candidates| candidates.restore(sights))
     }
 
     fn fresh(&self, update: Option<Update>, num_rows: usize) -> Result<Box<dyn Table>> {
@@ -335,10 +334,10 @@ impl Table for GpuTable {
             fresh,
             len_before,
             evictor,
-            admission,
+            candidates,
             ..
         } = other;
-        self.reset(index, arena, evictor, admission);
+        self.reset(index, arena, evictor, candidates);
         self.config.seed = config.seed;
         (self.layout, self.update, self.released, self.released_on_device) =
             (layout, update, released, released_on_device);

@@ -4,7 +4,7 @@ use sok_core::contract::table::{CheckMode, Outcomes, TableStats};
 use sok_core::error::Result;
 
 use super::GpuTable;
-use crate::abi::{COUNTERS_WORDS, DISTINCT, DROPPED, TAKEN, TableCounts, UNKNOWN};
+use crate::abi::{COUNTERS_WORDS, DISTINCT, DROPPED, FILTERED, TAKEN, TableCounts, UNKNOWN};
 use crate::memory::Buffer;
 
 impl GpuTable {
@@ -34,7 +34,7 @@ impl GpuTable {
         let words = self.index.counters.read(0, COUNTERS_WORDS)?;
         let wide = |at: usize| u64::from(words[at]) | u64::from(words[at + 1]) << 32;
         let (distinct, dropped, unknown) = (wide(DISTINCT), wide(DROPPED), wide(UNKNOWN));
-        Ok(TableCounts { taken: words[TAKEN], pad: 0, distinct, dropped, unknown })
+        Ok(TableCounts { taken: words[TAKEN], pad: 0, distinct, dropped, unknown, filtered: wide(FILTERED) })
     }
 
     /// Adds the counts of steps to the statistics, and resets them on the device. The device must be idle.
@@ -45,9 +45,10 @@ impl GpuTable {
         self.stats.outcomes.hit += counts.distinct.saturating_sub(inserted + self.admitted);
         self.stats.dropped_gradients += counts.dropped;
         self.stats.unknown_ids += counts.unknown;
+        self.stats.outcomes.filtered += counts.filtered;
         self.admitted = 0;
         self.forget_counts()?;
-        self.index.counters.write(UNKNOWN, &[0; 2])?;
+        [UNKNOWN, FILTERED].into_iter().try_for_each(|at| self.index.counters.write(at, &[0; 2]))?;
         self.counted = counts.taken;
         self.reported = TableCounts { taken: self.counted, ..TableCounts::default() };
         self.is_recounted = true;
@@ -132,7 +133,7 @@ impl GpuTable {
                 + self.released_on_device.num_bytes()
                 + self.spare_released.as_ref().map_or(0, Buffer::num_bytes)
                 + self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes())
-                + self.admission.as_ref().map_or(0, |admission| admission.admitter.num_bytes())
+                + self.candidates.as_ref().map_or(0, |candidates| candidates.num_bytes())
                 + self.changes.as_ref().map_or(0, |changes| changes.num_bytes())) as u64,
             ..self.stats
         };
@@ -140,6 +141,7 @@ impl GpuTable {
         stats.outcomes.hit += counts.distinct.saturating_sub(inserted + self.admitted);
         stats.dropped_gradients += counts.dropped;
         stats.unknown_ids += counts.unknown;
+        stats.outcomes.filtered += counts.filtered;
         stats
     }
 }

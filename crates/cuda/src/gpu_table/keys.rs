@@ -132,7 +132,7 @@ impl GpuTable {
         let left = self.config.capacity().saturating_sub(self.rows()) as usize;
         let admitted = new_keys.len().min(left);
         self.insert(room, &new_keys[..admitted])?;
-        self.forget_sights(&new_keys[..admitted]);
+        self.forget_sights(&new_keys[..admitted])?;
         let refused = (new_keys.len() - admitted) as u64;
         Ok(Outcomes { inserted: admitted as u64, refused, evicted, ..Outcomes::default() })
     }

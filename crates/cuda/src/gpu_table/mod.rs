@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-pub(crate) mod admission;
+pub(crate) mod candidates;
 mod capacity;
 mod changes;
 mod contract;
@@ -29,7 +29,7 @@ use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
 use crate::memory::{Arena, Buffer};
 
-use admission::Admission;
+use candidates::Candidates;
 use changes::Changes;
 use eviction::Evictor;
 use record::{DeviceLayout, RowKind};
@@ -92,8 +92,8 @@ pub struct GpuTable {
     pub(crate) out_of_vocabulary_row: u64,
     /// Uses of the rows, if the table has an eviction policy or a time to live.
     pub(crate) evictor: Option<Box<Evictor>>,
-    /// Counts of keys without a row, if the table has an admission policy.
-    pub(crate) admission: Option<Box<Admission>>,
+    /// Keys without a row that commits may insert, if the table has an admission policy or a lookup has left insertion to a commit.
+    pub(crate) candidates: Option<Box<Candidates>>,
     /// What has changed since dumps of the table.
     changes: Option<Box<Changes>>,
 }
@@ -136,7 +136,7 @@ impl GpuTable {
             spare_released: None,
             released_copy: Vec::new(),
             evictor: evictor(device, &config)?,
-            admission: Admission::new(&config)?,
+            candidates: GpuTable::first_candidates(device, &config)?,
             changes: None,
             device: device.clone(),
             config,
@@ -193,6 +193,9 @@ impl GpuTable {
         }
         if let Some(changes) = &self.changes {
             changes.describe(&mut table);
+        }
+        if let Some(candidates) = &self.candidates {
+            table.admission = candidates.admission();
         }
         table
     }

@@ -10,7 +10,7 @@ use sok_core::formula::update::Update;
 use sok_core::key::Key;
 use sok_core::memory;
 
-use super::admission::Admission;
+use super::candidates::Candidates;
 use super::eviction::Evictor;
 use super::record::{DeviceLayout, RowKind};
 use super::{GpuTable, PIECE, Room, WAITING, arena};
@@ -311,15 +311,15 @@ impl GpuTable {
         Ok(())
     }
 
-    /// Empties the table, which takes over this index, this memory, these scores and these counts.
+    /// Empties the table, which takes over this index, this memory, these scores and these candidates.
     pub(super) fn reset(
         &mut self,
         index: Index,
         arena: Arena,
         evictor: Option<Box<Evictor>>,
-        admission: Option<Box<Admission>>,
+        candidates: Option<Box<Candidates>>,
     ) {
-        (self.index, self.arena, self.evictor, self.admission) = (index, arena, evictor, admission);
+        (self.index, self.arena, self.evictor, self.candidates) = (index, arena, evictor, candidates);
         self.changes = None;
         self.released.clear();
         self.retired.clear();

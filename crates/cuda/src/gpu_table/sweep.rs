@@ -264,6 +264,7 @@ impl GpuTable {
             records,
             stride: words as u32,
             count: count as u32,
+            end: u32::MAX,
             ..Used::default()
         };
         let mut all_used = vec![numbers_at(used.address, 1, used.count)];
@@ -277,9 +278,10 @@ impl GpuTable {
         all_used.extend(address.map(|address| numbers_at(address, 1, 1)));
         for lookup in evictor.lookups.iter().filter_map(Weak::upgrade) {
             // A group gives the memory of a lookup to later work of the same stream alone. The number comes first in a `Sorted`.
-            for SortedIds { address, count, counted } in lookup.ids(evictor.number, self.generation) {
+            if let Some(ids) = lookup.ids(evictor.number, self.generation) {
+                let SortedIds { address, count, counted, end } = ids;
                 let used = numbers_at(address, size_of::<Sorted>() / 4, count);
-                all_used.push(Used { counted, ..used });
+                all_used.push(Used { counted, end, ..used });
             }
         }
         let sweep = Sweep {

@@ -9,13 +9,15 @@ pub(crate) struct SortedIds {
     pub count: usize,
     /// Address of their number, if the device alone knows it; otherwise 0.
     pub counted: u64,
+    /// Numbers from this one on are not those of records.
+    pub end: u32,
 }
 
 /// A lookup of training.
 pub(crate) trait InProgress: Send + Sync {
     /// The ids that it looked up in a table, if their gradients may still come and were not committed yet. `number`: of the table in
     /// its group.
-    fn ids(&self, number: usize, generation: u64) -> Vec<SortedIds>;
+    fn ids(&self, number: usize, generation: u64) -> Option<SortedIds>;
 }
 
 /// Records that a call uses.

@@ -8,6 +8,7 @@ use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
+use super::places::CandidatePlaces;
 use super::sort_plan::SortPlan;
 use super::{Saved, SavedFeature, Workspace};
 use crate::abi::*;
@@ -374,9 +375,9 @@ impl Workspace {
         let entry_words = n * size_of::<Entry>() / 4;
         let (firsts, max_records) = self.number_by_dim(tables)?;
         let plan = self.plan_of_kinds(&ids_by_kind, max_records);
-        let num_words = self.places(0, &[], &ids_by_kind, Some(&plan)).words;
+        let num_words = self.places(0, &[], &ids_by_kind, Some(&plan), false).words;
         let memory = self.take_memory(num_words + entry_words + 64)?;
-        let places = self.places(memory.address(), &[], &ids_by_kind, Some(&plan));
+        let places = self.places(memory.address(), &[], &ids_by_kind, Some(&plan), false);
         let entries = memory.at(num_words.next_multiple_of(32));
         let ([records, unsorted, _], scratch) = self.scratch(n.max(1), Some(&plan))?;
         let (zeros, no_counts) = ((places.zeros, places.num_zeros), (scratch.counts, plan.count_words()));
@@ -435,6 +436,8 @@ impl Workspace {
             named: 0,
             kept: Kept::default(),
             id_counts: 0,
+            candidates: CandidatePlaces::default(),
+            keys: places.keys,
             entries,
             call: Call::default(),
             rows_blocks: 0,

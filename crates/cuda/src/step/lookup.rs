@@ -15,20 +15,6 @@ use crate::gpu_table::uses::UsedRecords;
 use crate::kernels::{FORWARD, RANKS};
 use crate::memory::{Buffer, words};
 
-/// How a lookup treats ids without a record.
-#[derive(Clone, Copy, Default)]
-pub struct AbsentIds<'a> {
-    /// Address of a word that takes the number of those whose keys a commit inserts; 0 if there are none.
-    pub count: u64,
-    /// Address of the memory that takes these ids, an `AbsentId` for each id of the call; 0 if there are none.
-    pub list: u64,
-    /// Address of an array: by place of an id, the record that an earlier lookup of the same features found. Only ids without one
-    /// are looked up. 0 for none.
-    pub known: u64,
-    /// By table: how they are counted, bits `ABSENT_LATER` and `ABSENT_UNKNOWN`. Empty if they are neither.
-    pub are: &'a [u32],
-}
-
 /// Where the rows of ids come from.
 #[derive(Clone, Copy)]
 pub enum RowSource<'a> {
@@ -57,6 +43,8 @@ struct Planned {
     sections: Vec<Section>,
     /// By feature: the place of its first id.
     first_ids: Vec<usize>,
+    /// By table of the group: as `Section::first_candidate`.
+    first_candidates: Vec<u32>,
 }
 
 /// A lookup whose descriptors are on their way to the device.
@@ -73,8 +61,8 @@ pub struct Started {
     ids_by_kind: Vec<usize>,
     /// Whether the numbers of ids of the features are upper bounds, see [`Workspace::connect`].
     pub(super) is_bounded: bool,
-    /// Address of the numbers by which ids are sorted, if these are not their records: those of ids that get gradients alone, or those of the
-    /// rows that another rank has numbered.
+    /// Address of the numbers by which ids are sorted, if these are not their records: those of ids that get gradients alone, those of the rows
+    /// that another rank has numbered, or those of records and candidates.
     pub(super) active: Option<u64>,
     /// By table of the call: its section of the sort.
     pub(super) sections: Vec<Section>,
@@ -109,6 +97,9 @@ impl Workspace {
     /// Enqueues the lookup of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: an
     /// address, and the number of the lookup that is written there. With `save`, returns what `push` needs.
     ///
+    /// `absent`: by table, what becomes of ids without a record, bits `ABSENT_LATER` and `ABSENT_UNKNOWN`; may be empty. A table with
+    /// `ABSENT_LATER` must have candidates.
+    ///
     /// If no feature has memory for rows, none are written. Coefficients of ids are then not computed either.
     ///
     /// # Errors
@@ -120,7 +111,7 @@ impl Workspace {
         tables: &mut [GpuTable],
         features: &[Feature],
         inserts: &[bool],
-        absent: AbsentIds,
+        absent: &[u32],
         save: bool,
         number: Option<(u64, u64)>,
         stream: Stream,
@@ -144,7 +135,7 @@ impl Workspace {
         tables: &mut [GpuTable],
         features: &[Feature],
         inserts: &[bool],
-        absent: AbsentIds,
+        absent: &[u32],
         save: bool,
         number: Option<(u64, u64)>,
         rows: RowSource,
@@ -163,13 +154,15 @@ impl Workspace {
                 features.len()
             )));
         }
-        let Planned { sort, sections, first_ids } = self.plan(tables, features, rows);
-        let plan = save.then_some(sort);
-        let num_words = self.places(0, features, &ids_by_kind, plan.as_ref()).words;
-        let memory = self.take_memory(num_words)?;
-        let places = self.places(memory.address(), features, &ids_by_kind, plan.as_ref());
+        let planned = self.plan(tables, features, absent, rows)?;
         let Payload { words: mut payload, find_blocks, rows_blocks, bags } =
-            self.payload(tables, features, &first_ids, inserts, absent.are, rows);
+            self.payload(tables, features, &planned, inserts, absent, rows);
+        let Planned { sort, sections, first_candidates, .. } = planned;
+        let plan = save.then_some(sort);
+        let has_candidates = first_candidates.iter().any(|first| *first != 0);
+        let num_words = self.places(0, features, &ids_by_kind, plan.as_ref(), has_candidates).words;
+        let memory = self.take_memory(num_words)?;
+        let places = self.places(memory.address(), features, &ids_by_kind, plan.as_ref(), has_candidates);
         if let Some(plan) = &plan {
             payload.extend_from_slice(words(&places.kinds));
             payload.extend_from_slice(words(&plan.sections));
@@ -194,10 +187,9 @@ impl Workspace {
             pad: 0,
             overflow: Overflow { count: places.overflow_count, ids: overflow },
             fault: self.fault.address(),
-            absent: absent.count,
-            absent_ids: absent.list,
-            known: absent.known,
+            numbers: places.candidates.numbers,
         };
+        let active = has_candidates.then_some(places.candidates.numbers);
         Ok(Started {
             memory,
             places,
@@ -209,7 +201,7 @@ impl Workspace {
             rows_blocks,
             bags,
             ids_by_kind,
-            active: None,
+            active,
             is_bounded: false,
             sections,
         })
@@ -231,7 +223,7 @@ impl Workspace {
         let measured = self.profiler.start(stream)?;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
         unsafe { launch_next!(find, stream, blocks, FIND_THREADS, call, found) }?;
-        if inserts.contains(&true) {
+        if inserts.contains(&true) || found.numbers != 0 {
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
             // to.
             unsafe {
@@ -342,6 +334,8 @@ impl Workspace {
             named: places.named,
             kept: places.kept,
             id_counts: places.id_counts,
+            candidates: places.candidates,
+            keys: places.keys,
             entries: 0,
             call,
             rows_blocks,
@@ -356,19 +350,19 @@ impl Workspace {
         })
     }
 
-    /// Returns the descriptors of the features, and the grids. `first_ids`: as `first_ids` returns them.
+    /// Returns the descriptors of the features, and the grids.
     fn payload(
         &self,
         tables: &[GpuTable],
         features: &[Feature],
-        first_ids: &[usize],
+        planned: &Planned,
         inserts: &[bool],
         absent: &[u32],
         rows: RowSource,
     ) -> Payload {
         let (mut descriptors, mut first_find, mut first_rows) = (Vec::new(), Vec::new(), Vec::new());
         let (mut find_blocks, mut rows_blocks, mut first_split, mut bags) = (0, 0, 0, BagKind::Each);
-        for (feature, first_id) in features.iter().zip(first_ids) {
+        for (feature, first_id) in features.iter().zip(&planned.first_ids) {
             let table = &tables[feature.table];
             let (splits, wide, hotness) = match feature.bags {
                 Bags::Each => (0, false, 1),
@@ -419,6 +413,8 @@ impl Workspace {
                 first_split: first_split as u32,
                 is_silent: feature.is_silent.into(),
                 absent: absent.get(feature.table).copied().unwrap_or_default(),
+                first_candidate: planned.first_candidates[feature.table],
+                pad: 0,
             });
             first_split += feature.num_kept_splits();
             first_find.push(find_blocks as u32);
@@ -434,31 +430,51 @@ impl Workspace {
     }
 
     /// Returns where the ids of a call have their places, by table in order, and their sort.
-    fn plan(&self, tables: &[GpuTable], features: &[Feature], rows: RowSource) -> Planned {
+    fn plan(
+        &self,
+        tables: &[GpuTable],
+        features: &[Feature],
+        absent: &[u32],
+        rows: RowSource,
+    ) -> Result<Planned> {
         let (mut ids, mut at_owner) = (vec![0; tables.len()], vec![false; tables.len()]);
         for feature in features.iter().filter(|feature| !feature.is_silent) {
             ids[feature.table] += feature.ids.len;
             at_owner[feature.table] |= feature.at_owner;
         }
         let mut next = vec![0; tables.len()];
+        let mut first_candidates = vec![0; tables.len()];
         let (mut at, mut max_records, mut likely_records) = (0, 0, 0);
         let mut sections = [Vec::new(), Vec::new()];
         // Ids that are not sorted come after the others.
         for (place, is_sorted) in [true, false].into_iter().enumerate() {
             for t in (0..tables.len()).filter(|&t| ids[t] > 0 && at_owner[t] != is_sorted) {
                 next[t] = at;
-                let numbers = |of_table: u64| match rows {
-                    RowSource::Records => of_table,
-                    _ => ids[t] as u64 + 1,
+                let (mut most, mut likely) = match rows {
+                    RowSource::Records => (tables[t].max_numbers(), tables[t].known_numbers()),
+                    _ => (ids[t] as u64 + 1, ids[t] as u64 + 1),
                 };
-                max_records = max_records.max(numbers(tables[t].max_numbers()));
-                likely_records = likely_records.max(numbers(tables[t].known_numbers()));
+                let becomes_candidates = absent.get(t).is_some_and(|bits| bits & ABSENT_LATER != 0);
+                if let (true, Some(candidates)) = (becomes_candidates, &tables[t].candidates) {
+                    let (all, known) = candidates.max_numbers();
+                    (first_candidates[t], most, likely) = (most as u32, most + all, most + known);
+                }
+                if most > u64::from(u32::MAX) {
+                    return Err(Error::Device(format!(
+                        "table `{}`: rows and keys without a row are more than {} on a GPU",
+                        tables[t].config.name,
+                        u32::MAX
+                    )));
+                }
+                max_records = max_records.max(most);
+                likely_records = likely_records.max(likely);
                 sections[place].push(Section {
                     first: at as u32,
                     count: ids[t] as u32,
                     kind: self.kinds[t] as u32,
                     // The lookup of the keys has counted the distinct ones.
                     table: if matches!(rows, RowSource::NumberedRecords) { NO_TABLE } else { t as u32 },
+                    first_candidate: first_candidates[t],
                     ..Section::default()
                 });
                 at += ids[t];
@@ -474,7 +490,7 @@ impl Workspace {
         let [sorted, others] = sections;
         let sort = self.sort_plan(sorted, max_records, likely_records);
         let sections = [&sort.sections[..], &others].concat();
-        Planned { sort, sections, first_ids }
+        Ok(Planned { sort, sections, first_ids, first_candidates })
     }
 
     pub(super) fn sort_plan(
@@ -493,8 +509,11 @@ impl Workspace {
     }
 
     /// Returns, for each feature, the place of its first id in the call.
-    pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Vec<usize> {
-        self.plan(tables, features, RowSource::Records).first_ids
+    ///
+    /// # Errors
+    /// As `start`.
+    pub fn first_ids(&self, tables: &[GpuTable], features: &[Feature]) -> Result<Vec<usize>> {
+        Ok(self.plan(tables, features, &[], RowSource::Records)?.first_ids)
     }
 
     /// Sorts ids by their records and lists the distinct ones, on the second stream, after the work that is on `stream` so far.

@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code)]
 
+mod admission;
 mod at_owner;
 mod backward;
 mod changes;
@@ -42,11 +43,12 @@ const FEW: usize = 960;
 /// Larger payload sizes, for devices that take them. There are several, because unused words of a payload take time too.
 const MORE: [usize; 2] = [2016, 8128];
 
+pub use admission::AdmissionPart;
 pub use at_owner::{PooledGradients, shares_splits};
 pub use backward::By;
 pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType};
-pub use lookup::{AbsentIds, RowSource, Started};
+pub use lookup::{RowSource, Started};
 pub use serving::{CopyKernel, Remote};
 
 pub use saved::{Saved, SavedFeature};
@@ -69,6 +71,7 @@ pub struct Workspace {
     has_whole_quads: bool,
     /// By table: its kind.
     kinds: Vec<usize>,
+    /// Descriptors of the tables; then, by table, that of its candidates.
     tables_on_device: Buffer<abi::Table>,
     scratch: Option<Buffer<u32>>,
     /// The second stream, on which ids are sorted.
@@ -99,6 +102,12 @@ pub struct Workspace {
     is_ready_to_note: Cell<bool>,
     /// Measures the parts of steps.
     pub(crate) profiler: Profiler,
+}
+
+/// Returns the number of descriptors of these tables, those of their candidates included.
+pub(crate) fn num_described(tables: &[GpuTable]) -> usize {
+    let have_candidates = tables.iter().any(|table| table.candidates.is_some());
+    if have_candidates { 2 * tables.len() } else { tables.len() }
 }
 
 /// Maximum number of rows of a kernel. The time that the compiler takes grows faster than their number.
@@ -132,7 +141,7 @@ impl Workspace {
         let failed = driver_error("making a stream");
         let event = || context.new_event(Some(CU_EVENT_DISABLE_TIMING)).map_err(&failed);
         Ok(Workspace {
-            tables_on_device: Buffer::new(context, tables.len())?,
+            tables_on_device: Buffer::new(context, 2 * tables.len())?,
             scratch: None,
             // The sort has a high priority, because its launches are short and later launches wait for them.
             side: context.new_stream_with_priority(-5).map_err(&failed)?,
@@ -338,13 +347,25 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn describe(&mut self, tables: &mut [GpuTable], stream: Stream) -> Result<()> {
-        if !tables.iter().any(|t| t.has_moved) {
+        if !tables.iter().any(|t| t.has_moved || t.candidates.as_ref().is_some_and(|c| c.has_moved())) {
             return Ok(());
         }
         self.join(stream)?;
-        let descriptors: Vec<_> =
+        let num_tables = tables.len();
+        let mut descriptors: Vec<_> =
             tables.iter().enumerate().map(|(t, table)| table.descriptor(self.kinds[t] as u32)).collect();
         self.notes_changes = descriptors.iter().any(|table| table.changes != 0);
+        if num_described(tables) > num_tables {
+            for (t, table) in tables.iter_mut().enumerate() {
+                let Some(candidates) = &mut table.candidates else {
+                    descriptors.push(abi::Table::default());
+                    continue;
+                };
+                candidates.take_moved();
+                descriptors[t].candidates = (num_tables + t) as u32;
+                descriptors.push(candidates.descriptor());
+            }
+        }
         self.deliver(self.tables_on_device.address(), words(&descriptors), (0, 0), None, stream)?;
         tables.iter_mut().for_each(|t| t.has_moved = false);
         Ok(())

@@ -22,6 +22,19 @@ impl BumpAllocator {
     }
 }
 
+/// Addresses of what a lookup keeps of its candidates; 0 if a commit may insert no keys.
+#[derive(Clone, Copy, Default)]
+pub(super) struct CandidatePlaces {
+    /// `Found::numbers`.
+    pub(super) numbers: u64,
+    /// The word in which a commit counts keys that have found no slot.
+    pub(super) num_overflow: u64,
+    /// `Admitting::num_listed`.
+    pub(super) num_listed: u64,
+    /// `Admitting::listed`.
+    pub(super) listed: u64,
+}
+
 /// Addresses in the memory of a lookup.
 pub(super) struct Places {
     pub(super) features: u64,
@@ -40,18 +53,20 @@ pub(super) struct Places {
     pub(super) kept: Kept,
     /// How many ids each stands for; 0 if each stands for itself.
     pub(super) id_counts: u64,
+    pub(super) candidates: CandidatePlaces,
     pub(super) num_zeros: usize,
     pub(super) words: usize,
 }
 
 impl Workspace {
-    /// Divides the memory of a lookup into parts. `plan`: the sort, if the lookup is saved.
+    /// Divides the memory of a lookup into parts. `plan`: the sort, if the lookup is saved. `has_candidates`: whether a commit may insert keys.
     pub(super) fn places(
         &self,
         base: u64,
         features: &[Feature],
         ids_by_kind: &[usize],
         plan: Option<&SortPlan>,
+        has_candidates: bool,
     ) -> Places {
         let (n, save): (usize, _) = (ids_by_kind.iter().sum(), plan.is_some());
         let is_weighted = save && features.iter().any(Feature::is_weighted);
@@ -64,6 +79,11 @@ impl Workspace {
         let payload = parts.take(feature_words + key_words + section_words);
         let zeros = parts.take(0);
         let overflow_count = parts.take(32);
+        let mut candidates = CandidatePlaces::default();
+        if has_candidates {
+            candidates.num_overflow = parts.take(1);
+            candidates.num_listed = parts.take(plan.map_or(0, |plan| plan.sections.len()));
+        }
         let sort_state = parts.take(plan.map_or(0, SortPlan::state_words));
         let lists: Vec<u64> =
             ids_by_kind.iter().map(|_| parts.take(if save { LISTS_WORDS } else { 0 })).collect();
@@ -81,6 +101,10 @@ impl Workspace {
         kept.splits = parts.take(features.iter().filter(|_| save).map(Feature::num_kept_splits).sum());
         let has_counts = features.iter().any(|feature| feature.id_counts != 0);
         let id_counts = parts.take(if has_counts { n } else { 0 });
+        if has_candidates {
+            candidates.numbers = parts.take(n);
+            candidates.listed = parts.take(n * size_of::<Listed>() / 4);
+        }
         let mut kinds = Vec::new();
         for ((ids, row), lists) in ids_by_kind.iter().zip(&self.rows).zip(&lists) {
             let ids = if save { *ids } else { 0 };
@@ -111,6 +135,7 @@ impl Workspace {
             kinds,
             kept,
             id_counts: if has_counts { id_counts } else { 0 },
+            candidates,
             num_zeros,
             words: parts.at,
         }

@@ -4,6 +4,7 @@ use std::mem::offset_of;
 use std::ops::Range;
 
 use super::Workspace;
+use super::places::CandidatePlaces;
 use crate::abi::*;
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::record::RowKind;
@@ -23,6 +24,9 @@ pub struct Saved {
     pub(super) named: u64,
     pub(super) kept: Kept,
     pub(super) id_counts: u64,
+    pub(super) candidates: CandidatePlaces,
+    /// Address of the `Keys` of each kind.
+    pub(super) keys: u64,
     pub(super) entries: u64,
     pub(super) call: Call,
     pub(super) rows_blocks: usize,
@@ -78,7 +82,19 @@ impl Saved {
             address: self.sorted + u64::from(section.first) * size_of::<Sorted>() as u64,
             count: section.count as usize,
             counted: if self.is_bounded { counted } else { 0 },
+            end: if section.first_candidate == 0 { u32::MAX } else { section.first_candidate },
         })
+    }
+
+    /// Returns whether a commit may insert keys of the lookup.
+    pub fn has_candidates(&self) -> bool {
+        self.candidates.numbers != 0
+    }
+
+    /// Returns the maximum number of candidates of a table.
+    pub fn max_candidates(&self, table: usize) -> u64 {
+        let of_table = |s: &&Section| s.table as usize == table && s.first_candidate != 0;
+        self.sections.1.iter().filter(of_table).map(|section| u64::from(section.count)).sum()
     }
 
     /// Address of the `Side` of each feature.

@@ -60,9 +60,22 @@ impl Workspace {
         }
         let (kinds, tables, sections, num_sections, sorted) =
             (places.keys, self.tables(), places.sections, sort.num_sections, places.sorted);
+        let (listed, num_listed) = (places.candidates.listed, places.candidates.num_listed);
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup own the memory that they point to.
         unsafe {
-            launch!(list, stream, plan.lists, LIST_THREADS, kinds, tables, sections, num_sections, sorted)
+            launch!(
+                list,
+                stream,
+                plan.lists,
+                LIST_THREADS,
+                kinds,
+                tables,
+                sections,
+                num_sections,
+                sorted,
+                listed,
+                num_listed
+            )
         }
     }
 

@@ -7,7 +7,7 @@ use sok_core::contract::ticket::RING;
 use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
 
-use super::{AbsentIds, Bags, By, Feature, Ids, KeyType, Workspace};
+use super::{Bags, By, Feature, Ids, KeyType, Workspace};
 use crate::abi::{PREPARED_WORDS, Preparation};
 use crate::device::{Stream, launch};
 use crate::gpu_table::GpuTable;
@@ -47,9 +47,7 @@ pub fn update_once(
         rows: rows.address(),
     };
     workspace.enter(stream)?;
-    if let Some(saved) =
-        workspace.lookup(tables, &[feature], &[false], AbsentIds::default(), true, None, stream)?
-    {
+    if let Some(saved) = workspace.lookup(tables, &[feature], &[false], &[], true, None, stream)? {
         workspace.enter(stream)?;
         let sides = workspace.sides(tables, &saved, &[gradients.address()], 0);
         workspace.deliver_sides(&saved, &sides, stream)?;

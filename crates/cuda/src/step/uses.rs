@@ -5,7 +5,7 @@
 use sok_core::error::Result;
 
 use super::{Feature, Saved, Started, Workspace};
-use crate::abi::{Expiry, FIND_THREADS, IdCounts, LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
+use crate::abi::{Expiry, FIND_THREADS, LIST_BLOCK, LIST_THREADS, Section, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
@@ -43,27 +43,14 @@ impl Workspace {
         taking: Taking,
         stream: Stream,
     ) -> Result<()> {
-        let (address, sections) = &saved.sections;
-        let is_gone = |section: &Section| {
-            let of_table =
-                |&(table, g): &(usize, u64)| table == section.table as usize && tables[table].generation != g;
-            saved.generations.iter().any(of_table)
-        };
         let counts = |section: &Section| tables[section.table as usize].evictor.is_some();
-        if !sections.iter().any(counts) {
-            return Ok(());
+        let live = saved.live_sections(tables, counts);
+        if !live.is_empty() {
+            self.join(stream)?;
         }
-        self.join(stream)?;
-        if !sections.iter().any(is_gone) {
-            return self.take_uses_of(saved, *address, sections, taking, stream);
-        }
-        for (number, section) in sections.iter().enumerate() {
-            if counts(section) && !is_gone(section) {
-                let at = *address + (number * size_of::<Section>()) as u64;
-                self.take_uses_of(saved, at, std::slice::from_ref(section), taking, stream)?;
-            }
-        }
-        Ok(())
+        live.into_iter().try_for_each(|(number, sections)| {
+            self.take_uses_of(saved, saved.section_address(number), sections, taking, stream)
+        })
     }
 
     /// `address`: of these sections.
@@ -85,12 +72,7 @@ impl Workspace {
             saved.sorted,
             u32::from(is_first),
         );
-        let of_keys = IdCounts {
-            features: saved.call.features,
-            counts: saved.id_counts,
-            shift: saved.call.shift,
-            pad: 0,
-        };
+        let of_keys = saved.of_keys();
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
         unsafe {
             launch!(

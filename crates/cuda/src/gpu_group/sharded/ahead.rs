@@ -18,7 +18,7 @@ use crate::device::{Device, Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::memory::Buffer;
 use crate::peers::Window;
-use crate::step::{AbsentIds, Asking, Bags, Feature, RowSource, Started, When};
+use crate::step::{Asking, Bags, Feature, RowSource, Started, When};
 
 /// A lookup whose ids are known.
 struct AheadLookup {
@@ -205,12 +205,11 @@ impl ShardedGpuGroup {
         let (owners, front) = (&self.owners, &mut self.front);
         let (tables, inserts) = (&mut front.tables, vec![true; owners.len()]);
         let started = front.workspace.aside(&mut scratch, |workspace| {
-            let absent = AbsentIds::default();
             let mut started = workspace.start(
                 tables,
                 &features,
                 &inserts,
-                absent,
+                &[],
                 true,
                 None,
                 RowSource::Ranks(&rows),

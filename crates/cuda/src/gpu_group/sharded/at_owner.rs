@@ -16,7 +16,7 @@ use super::{Served, ShardedGpuGroup};
 use crate::abi::{PooledFeature, WordCopy};
 use crate::device::Stream;
 use crate::memory::{Buffer, Shared};
-use crate::step::{AbsentIds, Bags, Feature, PooledGradients, RowSource, Saved, Workspace, shares_splits};
+use crate::step::{Bags, Feature, PooledGradients, RowSource, Saved, Workspace, shares_splits};
 
 /// Numbers of bags and ids of the features of a table.
 #[derive(Clone, Copy, Default)]
@@ -201,7 +201,7 @@ impl ShardedGpuGroup {
             &mut shard.tables,
             &features,
             &inserts,
-            AbsentIds::default(),
+            &[],
             save,
             None,
             RowSource::NumberedRecords,

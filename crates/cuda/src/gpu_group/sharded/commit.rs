@@ -20,7 +20,6 @@ use super::layout::{GradientLayout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};
 use crate::abi::{self, AgreedPush, Agreement};
 use crate::device::{Stream, launch_next};
-use crate::gpu_group::absent::Absent;
 use crate::gpu_group::{Committed, GpuGroup, LookupNumber, OutputGradients, Push, optimizer};
 use crate::kernels::RANKS;
 use crate::memory::read;
@@ -69,11 +68,12 @@ pub unsafe fn commit(
     groups.iter_mut().for_each(|group| group.num_commits += 1);
     let message = write_pending(groups, bindings, is_update_at.is_some());
     let messages = gather(&*communicator, tag, message)?;
-    let done = read_pending(groups, &messages, is_update_at.is_some()).and_then(|pending| {
+    let done = read_pending(groups, &messages, is_update_at.is_some()).and_then(|(pending, refuses)| {
         // SAFETY: The caller guarantees it.
-        unsafe { agree_on(groups, tickets, &pending, stream) }
+        unsafe { agree_on(groups, tickets, &pending, stream) }?;
+        Ok(refuses)
     });
-    done.inspect_err(|error| communicator.fail(error))?;
+    let refuses = done.inspect_err(|error| communicator.fail(error))?;
     let shard_tickets: Vec<u64> = groups.iter().map(|group| group.tickets.address()).collect();
     let is_refused = Cell::new(false);
     let vote =
@@ -94,6 +94,7 @@ pub unsafe fn commit(
             &shard_tickets,
             is_update_at,
             norm_to,
+            Some(refuses),
             &vote,
             stream,
         )
@@ -109,7 +110,7 @@ pub unsafe fn commit(
     committed
 }
 
-/// Writes which pushes of this rank wait for a ticket.
+/// Writes which pushes of this rank wait for a ticket, and whether its tables might not have room for the keys that these insert.
 fn write_pending(
     groups: &mut [&mut ShardedGpuGroup],
     bindings: &[Binding],
@@ -130,16 +131,20 @@ fn write_pending(
             window.name().write(&mut writer)?;
         }
         group.peers.write_freed(&mut writer)?;
+        let is_named = |number: u64| group.front.ring.iter().any(|push| push.lookup.number == number);
+        let lookups = group.shard.lookups.iter().filter(|lookup| is_named(lookup.number));
+        let lookups: Vec<_> = lookups.cloned().collect();
+        writer.numbers(&[group.shard.may_refuse_candidates(&lookups)?.into()])?;
     }
     Ok(writer.finish())
 }
 
-/// Reads the pushes of all ranks, which must be the same, by group.
+/// Reads the pushes of all ranks, which must be the same, by group; and whether a table of a rank might not have room for their keys.
 fn read_pending(
     groups: &mut [&mut ShardedGpuGroup],
     messages: &[Vec<u8>],
     accumulates: bool,
-) -> Result<Vec<Vec<Pending>>> {
+) -> Result<(Vec<Vec<Pending>>, bool)> {
     let mut readers: Vec<Reader> =
         messages.iter().enumerate().map(|(rank, message)| Reader::new(message, rank)).collect();
     for (rank, reader) in readers.iter_mut().enumerate() {
@@ -147,7 +152,7 @@ fn read_pending(
             return groups[0].differs(rank, "commits other layers than this rank");
         }
     }
-    let mut all = Vec::new();
+    let (mut all, mut refuses) = (Vec::new(), false);
     for group in groups.iter() {
         let numbers: Vec<u64> = group.front.ring.numbers().collect();
         let own = numbers.iter().zip(group.front.ring.iter());
@@ -169,11 +174,12 @@ fn read_pending(
                 pending.windows.push(group.peers.memory_of(rank, name, push.window.as_ref())?);
             }
             group.peers.read_freed(rank, reader)?;
+            refuses |= reader.number()? != 0;
         }
         all.push(pending);
     }
     readers.into_iter().try_for_each(Reader::finish)?;
-    Ok(all)
+    Ok((all, refuses))
 }
 
 /// Enqueues what the devices of all ranks do until the shards have tickets.
@@ -244,12 +250,7 @@ impl ShardedGpuGroup {
     /// Whether the commit of the shard writes sides of pushes to the device again, over what `agree` has written there.
     fn writes_sides_anew(&self, pending: &[Pending]) -> bool {
         let shares_lookup = |k: usize| pending[..k].iter().any(|other| other.lookup == pending[k].lookup);
-        let inserts = |pending: &Pending| {
-            let mut lookups = self.shard.lookups.iter();
-            let lookup = lookups.find(|lookup| lookup.number == pending.lookup);
-            lookup.is_some_and(|lookup| !matches!(*lookup.absent(), Absent::None))
-        };
-        (0..pending.len()).any(shares_lookup) || pending.iter().any(inserts)
+        (0..pending.len()).any(shares_lookup)
     }
 
     /// Reads by what the gradients of each rank are multiplied, if the ranks' weights differ. Waits for the device. `first`: number of the

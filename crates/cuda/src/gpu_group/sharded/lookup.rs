@@ -22,7 +22,7 @@ use crate::gpu_group::lookup::OfRanks;
 use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
 use crate::peers::{Window, WindowName};
-use crate::step::{AbsentIds, Bags, Feature, Ids, KeyType, Remote, RowSource, Started, When};
+use crate::step::{Bags, Feature, Ids, KeyType, Remote, RowSource, Started, When};
 
 /// This rank's side of a lookup that is under way.
 struct Asked<'a> {
@@ -143,7 +143,7 @@ impl ShardedGpuGroup {
             &mut front.tables,
             &features,
             &inserts,
-            AbsentIds::default(),
+            &[],
             save,
             number,
             RowSource::Ranks(&rows),
@@ -227,21 +227,19 @@ impl ShardedGpuGroup {
         stream: Stream,
     ) -> Result<u64> {
         self.check_size(requests)?;
-        // A table that may refuse keys needs them in order on the host; and a commit inserts from exact copies.
+        // A table that may refuse keys needs them in order on the host.
         let may_refuse = |table: usize| {
             let ids: u64 = requests.iter().map(|request| request.tables[table].num_ids as u64).sum();
             requests.iter().any(|request| ids > request.room[table])
         };
-        let mut tables = self.shard.tables.iter();
-        let inserts_later =
-            mode.save && tables.any(|table| table.own_insertion(mode.insertion, true) == Insertion::AtCommit);
-        let inserts_now = mode.insertion == Insertion::AtLookup;
+        let inserts_now = |table: usize| {
+            self.shard.tables[table].own_insertion(mode.insertion, mode.save) == Insertion::AtLookup
+        };
         // Uses are counted of the keys that come, and the device counts those only of lookups that are saved.
         let counts_uses = |table: &GpuTable| {
             !mode.save && table.config.eviction.is_some_and(|policy| policy.counts_inference)
         };
-        let must_agree = inserts_later
-            || inserts_now && (0..self.owners.len()).any(may_refuse)
+        let must_agree = (0..self.owners.len()).any(|table| inserts_now(table) && may_refuse(table))
             || self.shard.tables.iter().any(counts_uses);
         let peers = self.peers.clone();
         let starts = match peers.nccl() {
@@ -289,7 +287,7 @@ impl ShardedGpuGroup {
         if looked_up.is_ok() {
             let first_keys = match remote {
                 Some(remote) => FirstKeys::OnDevice(remote.firsts),
-                None => FirstKeys::Known(self.shard.workspace.first_ids(&self.shard.tables, &features)),
+                None => FirstKeys::Known(self.shard.workspace.first_ids(&self.shard.tables, &features)?),
             };
             // The features of ids of weight 0 come last.
             let num_others = features.iter().filter(|feature| !feature.is_silent).count();

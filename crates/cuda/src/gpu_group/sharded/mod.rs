@@ -179,6 +179,7 @@ impl ShardedGpuGroup {
         let without_rows = |config: &TableConfig| TableConfig {
             initial_capacity: 0,
             eviction: None,
+            admission: None,
             time_to_live: None,
             // Rows come from their owners in float32.
             row_type: RowType::Float32,
