@@ -87,6 +87,7 @@ class Optimizer:
         needs_norm: bool,
         accumulates: bool,
         others: list[list[tuple[str, int]]],
+        mode: str = "local",
     ) -> None: ...
     def part(self, numbers: list[int]) -> Optimizer: ...
 

@@ -59,7 +59,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     """Trains embedding tables and Keras variables with one Keras optimizer.
 
     The wrapped optimizer updates the dense variables. The core updates the rows of a batch by the same formula, after it has summed
-    the gradients of equal ids. Rows that are not in the batch do not change, and neither do their states ("lazy" updates).
+    the gradients of equal ids. Rows that are not in the batch do not change, and neither do their states ("lazy" updates), unless
+    `update_mode` says so.
 
     The core has the formulas of Keras' SGD, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, RMSprop, Ftrl and Lion, and those of
     `sok_keras.optimizers`. Any other optimizer, such as a subclass of your own, works if it computes each element of a variable by itself:
@@ -68,7 +69,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     Learning rate, schedules, clipping, weight decay, loss scale and gradient accumulation are those of the wrapped optimizer.
     Clipping by global norm counts the summed gradients of rows and the dense gradients together. Decoupled weight decay applies to
-    the rows of the batch. `use_ema` averages dense variables only.
+    the rows that a step updates. `use_ema` averages dense variables only.
 
     Example:
 
@@ -77,13 +78,19 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: A Keras optimizer, or its name.
-        update_mode: Must be `"local"`.
+        update_mode: Which rows a step updates. `"local"`: those of the batch. `"global"`: all rows, as a dense variable does; those that
+            are not in the batch have a gradient of zero, so with momentum they go on moving, and moments and weights decay. A step
+            then takes a time that grows with the tables. `"lazy_global"`: the same values, but a row takes the steps that it has
+            missed when it is read next: by a lookup of any kind, a dump, or a method of a table. Where a gradient of zero changes nothing
+            (SGD without momentum, Adagrad, `RowWiseAdagrad`, all without weight decay), the three are the same. Only for optimizers whose
+            formula the core has.
         gradient_reduction: How the gradients of ranks become one: `"mean"`, `"sum"`, or None to leave dense gradients to a framework
             that reduces them; the gradients of rows are summed then. Without ranks it has no effect.
         name: Name of the optimizer.
 
     Raises:
-        ValueError: If `gradient_reduction` is another value. If the formula of `inner_optimizer` needs the whole variable (Muon,
+        ValueError: If `update_mode` or `gradient_reduction` is another value, or `update_mode` is not `"local"` and the core has no formula
+            of `inner_optimizer`. If the formula of `inner_optimizer` needs the whole variable (Muon,
             Adafactor), or it keeps other states. If it is an `OptimizerWrapper` or a `LossScaleOptimizer`. A loss scale goes around the
             wrapper: `LossScaleOptimizer(OptimizerWrapper(Adam()))`. `compile` adds it for `mixed_float16`.
     """
@@ -102,14 +109,21 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 "`inner_optimizer` must be a plain optimizer; a `LossScaleOptimizer` goes around the wrapper, and `compile` puts "
                 f"it there for mixed_float16. Received: {type(inner).__name__}"
             )
-        if update_mode != "local":
-            raise ValueError(f'`update_mode` must be "local". Received: update_mode={update_mode!r}')
+        if update_mode not in ("local", "global", "lazy_global"):
+            raise ValueError(
+                f'`update_mode` must be "local", "global" or "lazy_global". Received: update_mode={update_mode!r}'
+            )
         if gradient_reduction not in ("mean", "sum", None):
             raise ValueError(
                 f'`gradient_reduction` must be "mean", "sum" or None. Received: gradient_reduction={gradient_reduction!r}'
             )
         rule = core_rule(inner)
         general = GeneralUpdate(inner) if rule is None else None
+        if general and update_mode != "local":
+            raise ValueError(
+                f'`update_mode` must be "local" for an optimizer whose formula the core does not have. Received: '
+                f"update_mode={update_mode!r} with {type(inner).__name__}"
+            )
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
         self.update_mode = update_mode
@@ -190,7 +204,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             rows = {id(optimizer): row for row, optimizer in enumerate(others, 1)}
             own = [[(core_update(o), rows[id(o)]) for o in core.table_optimizers] for core in cores]
             self._tables.native = backend.native.Optimizer(
-                [core.group for core in cores], updates, needs_norm, (inner.gradient_accumulation_steps or 1) > 1, own
+                [core.group for core in cores],
+                updates,
+                needs_norm,
+                (inner.gradient_accumulation_steps or 1) > 1,
+                own,
+                self.update_mode,
             )
             self._tables.handle = self._tables.native.handle
             self._tables.gpu = cores[0].gpu

@@ -500,8 +500,8 @@ def test_wrapped_optimizer_is_refused(make):
 
 
 def test_unknown_update_mode_is_refused():
-    with pytest.raises(ValueError, match="`update_mode` must be \"local\". Received: update_mode='global'"):
-        sok.OptimizerWrapper("adam", update_mode="global")
+    with pytest.raises(ValueError, match='"global" or "lazy_global". Received: update_mode=\'dense\''):
+        sok.OptimizerWrapper("adam", update_mode="dense")
 
 
 @pytest.mark.parametrize("make", [dynamic, lambda: distributed()], ids=["dynamic", "distributed"])

@@ -9,7 +9,7 @@ use sok_core::contract::table::{Table, TableConfig};
 use sok_core::host::table::HostTable;
 use sok_core::policy::time_to_live::Lifetime;
 
-const HOST: Maker = Maker { make: on_host, tells_late: false, dims: &[] };
+const HOST: Maker = Maker { make: on_host, tells_late: false, dims: &[], has_modes: true };
 
 fn on_host(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(HostSubject::new(configs, &POOLS[0]))]

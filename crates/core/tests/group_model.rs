@@ -17,8 +17,8 @@ use sok_core::pool::Pool;
 static POOLS: LazyLock<[Pool; 4]> = LazyLock::new(|| [1, 2, 3, 7].map(|threads| Pool::new(threads).unwrap()));
 
 /// A group for each number of threads; of the first is what is asked of one alone.
-const HOST: Maker = Maker { make: all_threads, tells_late: false, dims: &[] };
-const THREE_THREADS: Maker = Maker { make: three_threads, tells_late: false, dims: &[] };
+const HOST: Maker = Maker { make: all_threads, tells_late: false, dims: &[], has_modes: true };
+const THREE_THREADS: Maker = Maker { make: three_threads, tells_late: false, dims: &[], has_modes: true };
 
 fn all_threads(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     POOLS.iter().map(|pool| Box::new(HostSubject::new(configs, pool)) as Box<dyn Subject>).collect()

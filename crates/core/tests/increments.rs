@@ -18,7 +18,7 @@ use sok_core::contract::table::{Contents, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::host::table::HostTable;
 
-const HOST: Maker = Maker { make: on_host, tells_late: false, dims: &[] };
+const HOST: Maker = Maker { make: on_host, tells_late: false, dims: &[], has_modes: true };
 
 fn on_host(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(HostSubject::new(configs, &POOLS[1]))]

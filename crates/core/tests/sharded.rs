@@ -29,7 +29,7 @@ use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::key::Key;
 use sok_core::row_type::RowType;
 
-const ALONE: Maker = Maker { make: alone, tells_late: false, dims: &[] };
+const ALONE: Maker = Maker { make: alone, tells_late: false, dims: &[], has_modes: true };
 
 /// One rank alone must be as a group without ranks.
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {

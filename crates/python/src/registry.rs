@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use sok_core::contract::batch::Combiner;
-use sok_core::contract::binding::{Binding, OwnUpdate};
+use sok_core::contract::binding::{Binding, OwnUpdate, UpdateMode};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
@@ -54,6 +54,8 @@ pub struct Optimizer {
     pub needs_norm: bool,
     /// Whether gradients of several steps are accumulated.
     pub accumulates: bool,
+    /// Which rows a step updates.
+    pub mode: UpdateMode,
     /// The handle under which the groups were bound. None: the optimizer's own.
     pub bound_as: Option<i64>,
 }
@@ -61,12 +63,13 @@ pub struct Optimizer {
 impl Optimizer {
     /// The binding of each group. `handle`: the handle of this optimizer.
     pub fn bindings(&self, handle: i64) -> impl Iterator<Item = Binding> {
-        let (owner, needs_norm) = (self.bound_as.unwrap_or(handle) as u64, self.needs_norm);
+        let (owner, needs_norm, mode) = (self.bound_as.unwrap_or(handle) as u64, self.needs_norm, self.mode);
         let binding = move |(update, others): &(Update, Arc<[OwnUpdate]>)| Binding {
             owner,
             update: *update,
             others: others.clone(),
             needs_norm,
+            mode,
         };
         self.updates.iter().map(binding)
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use sok_core::contract::batch::Combiner;
-use sok_core::contract::binding::OwnUpdate;
+use sok_core::contract::binding::{OwnUpdate, UpdateMode};
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::profile::StepPart;
 use sok_core::contract::table::{Cursor, Explanation, Outcomes, TableConfig};
@@ -169,7 +169,7 @@ impl Table {
         let keys = as_keys(&keys)?;
         let (mut rows, mut found) = (matrix(py, keys.len(), self.dim)?, vector(py, keys.len())?);
         let (into, was_there) = (values(&mut rows)?, values(&mut found)?);
-        detached(py, || self.group.lock()?.table(self.number).find(&keys, into, was_there))?;
+        detached(py, || self.group.settled()?.table(self.number).find(&keys, into, was_there))?;
         Ok((rows, found))
     }
 
@@ -395,9 +395,10 @@ pub struct Optimizer {
 #[pymethods]
 impl Optimizer {
     /// Binds the groups: their records get the states of their update (JSON of each). `others`: of each group, the updates of its tables' own
-    /// optimizers, each with its row in the scalars of `apply`; row 0 is that of the model's optimizer.
+    /// optimizers, each with its row in the scalars of `apply`; row 0 is that of the model's optimizer. `mode`: which rows a step updates,
+    /// `"local"`, `"global"` or `"lazy_global"`.
     #[new]
-    #[pyo3(signature = (groups, updates, needs_norm, accumulates, others=vec![]))]
+    #[pyo3(signature = (groups, updates, needs_norm, accumulates, others=vec![], mode="local"))]
     fn new(
         py: Python<'_>,
         groups: Vec<PyRef<'_, Group>>,
@@ -405,7 +406,16 @@ impl Optimizer {
         needs_norm: bool,
         accumulates: bool,
         others: Vec<Vec<(String, usize)>>,
+        mode: &str,
     ) -> PyResult<Optimizer> {
+        let mode = match mode {
+            "local" => UpdateMode::Local,
+            "global" => UpdateMode::Global,
+            "lazy_global" => UpdateMode::LazyGlobal,
+            other => {
+                return Err(to_python(Error::argument(format!("unknown update mode. Received: {other:?}"))));
+            }
+        };
         let own = |(json, row): (String, usize)| Ok(OwnUpdate { update: parse::<Update>(&json)?, row });
         let others = others.into_iter().chain(std::iter::repeat_with(Vec::new));
         let update = |(json, others): (&String, Vec<_>)| {
@@ -415,7 +425,8 @@ impl Optimizer {
         let updates = updates.iter().zip(others).map(update).collect::<PyResult<Vec<_>>>()?;
         let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
         check_groups(&groups, updates.len()).map_err(to_python)?;
-        let optimizer = registry::Optimizer { groups, updates, needs_norm, accumulates, bound_as: None };
+        let optimizer =
+            registry::Optimizer { groups, updates, needs_norm, accumulates, mode, bound_as: None };
         let handle = registry::add_optimizer(optimizer).map_err(to_python)?;
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
@@ -438,6 +449,7 @@ impl Optimizer {
             updates: chosen().map(|number| whole.updates[number].clone()).collect(),
             needs_norm: whole.needs_norm,
             accumulates: whole.accumulates,
+            mode: whole.mode,
             bound_as: Some(whole.bound_as.unwrap_or(self.handle)),
         };
         check_groups(&part.groups, part.updates.len()).map_err(to_python)?;

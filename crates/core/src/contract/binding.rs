@@ -18,6 +18,20 @@ pub struct Binding {
     pub others: Arc<[OwnUpdate]>,
     /// Whether `commit` computes the squared norm of all gradients of the model's optimizer.
     pub needs_norm: bool,
+    /// Which rows a step updates.
+    pub mode: UpdateMode,
+}
+
+/// Which rows a step of an optimizer updates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UpdateMode {
+    /// Those with gradients.
+    #[default]
+    Local,
+    /// All. A row without a gradient takes the step with a gradient of zero, as a dense variable does.
+    Global,
+    /// As `Global`. A row takes the steps that it has missed when it is read next.
+    LazyGlobal,
 }
 
 /// What the optimizer of some tables does to gradients and records.
@@ -32,7 +46,7 @@ pub struct OwnUpdate {
 impl Binding {
     /// Returns the binding of an optimizer for all tables.
     pub fn new(owner: u64, update: Update, needs_norm: bool) -> Binding {
-        Binding { owner, update, others: Arc::new([]), needs_norm }
+        Binding { owner, update, others: Arc::new([]), needs_norm, mode: UpdateMode::Local }
     }
 
     /// Returns the update of each optimizer.
@@ -85,6 +99,12 @@ impl Binding {
             let name = own.update.rule.name();
             return Err(Error::argument(format!(
                 "the core has no formula of {name}, the optimizer of some tables"
+            )));
+        }
+        if self.mode != UpdateMode::Local && self.update.rule.is_general() {
+            let name = self.update.rule.name();
+            return Err(Error::argument(format!(
+                "`update_mode` needs an optimizer whose formula the core has. Received: {name}"
             )));
         }
         let needs_norm = self.needs_norm || self.clips_norms();

@@ -226,13 +226,15 @@ pub trait Group: Any + Send {
         for table in self.tables_mut() {
             table.set_update_rule(Some(*binding.update_of(table.config())), keeps_states)?;
         }
-        self.set_binding(binding);
-        Ok(())
+        self.set_binding(binding)
     }
 
     /// Stores the binding, and counts pushes without an optimizer anew. Only [`bind`](Group::bind) calls this, after all tables have their
     /// states.
-    fn set_binding(&mut self, binding: Binding);
+    ///
+    /// # Errors
+    /// [`Error::Memory`], and [`Error::Argument`] if the device does not have the update mode.
+    fn set_binding(&mut self, binding: Binding) -> Result<()>;
 
     /// Returns the optimizer that is bound, if there is one.
     fn binding(&self) -> Option<&Binding>;

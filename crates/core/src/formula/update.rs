@@ -63,6 +63,16 @@ impl Update {
         one.map(states) == other.map(states)
     }
 
+    /// Whether a step with a gradient of zero leaves a record as it is.
+    pub fn rests(&self) -> bool {
+        let rests = match self.rule {
+            Rule::Sgd(sgd) => sgd.momentum == 0.0,
+            Rule::Adagrad(_) | Rule::RowWiseAdagrad(_) => true,
+            _ => false,
+        };
+        rests && self.weight_decay.is_none_or(|decay| decay == 0.0)
+    }
+
     /// What comes before the rule's own step in this step of training.
     pub fn conditioning(&self, scalars: &UpdateScalars) -> Conditioning {
         Conditioning {

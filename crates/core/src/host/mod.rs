@@ -13,6 +13,7 @@ pub mod group;
 mod lookup;
 mod lookup_split;
 mod merge;
+mod missed_steps;
 mod new_values;
 mod pooling;
 pub mod push;

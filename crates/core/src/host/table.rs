@@ -11,6 +11,7 @@ use crate::host::changes::Changes;
 use crate::host::eviction::{Evictor, Removable};
 use crate::host::features::{Mode, Role, role};
 use crate::host::find::{FirstRecord, Whole};
+use crate::host::missed_steps::MissedSteps;
 use crate::key::{Key, hash};
 use crate::memory;
 use crate::policy::sweep::Rank;
@@ -36,6 +37,8 @@ pub struct HostTable {
     pub(crate) evictor: Option<Box<Evictor>>,
     /// Counts of keys without a row, if the table has an admission policy.
     pub(crate) admitter: Option<Box<Admitter>>,
+    /// The steps that rows without gradients have missed, unless the update mode is local.
+    pub(crate) missed: Option<Box<MissedSteps>>,
     /// What has changed since dumps, once there was one.
     pub(crate) changes: Option<Box<Changes>>,
     /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
@@ -83,6 +86,7 @@ impl HostTable {
             step: 1,
             evictor: config.counting().map(|policy| Box::new(Evictor::new(policy, config.keeps_expired()))),
             admitter: config.admission.map(Admitter::new).transpose()?.map(Box::new),
+            missed: None,
             changes: None,
             generation: 0,
             stats: TableStats::default(),
@@ -158,6 +162,9 @@ impl HostTable {
         if let Some(changes) = &mut self.changes {
             changes.reserve(self.arena.next_unused())?;
             changes.start(self.journal.iter().map(|(_, record)| record));
+        }
+        if let Some(missed) = &mut self.missed {
+            missed.start(self.arena.next_unused(), self.journal.iter().map(|(_, record)| record))?;
         }
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         evictor.start(self.step, self.arena.next_unused(), self.journal.iter())

@@ -423,7 +423,9 @@ impl Table for HostTable {
         let scores = self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes());
         let sights = self.admitter.as_ref().map_or(0, |admitter| admitter.num_bytes());
         let changes = self.changes.as_ref().map_or(0, |changes| changes.num_bytes());
-        let bytes = (self.index.num_bytes() + self.arena.num_bytes() + scores + sights + changes) as u64;
+        let missed = self.missed.as_ref().map_or(0, |missed| missed.num_bytes());
+        let bytes =
+            (self.index.num_bytes() + self.arena.num_bytes() + scores + sights + missed + changes) as u64;
         TableStats {
             size: self.index.len() as u64,
             capacity: self.index.capacity() as u64,
@@ -551,7 +553,8 @@ impl Table for HostTable {
         self.retired.clear();
         self.changes = None;
         self.generation += 1;
-        Ok(())
+        let next = self.arena.next_unused();
+        self.missed.as_mut().map_or(Ok(()), |missed| missed.start(next, 1..next))
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {

@@ -92,6 +92,7 @@ impl<const D: usize, S: Step, G: MergedGradients> Kernel for RecordUpdate<'_, D,
         let is_wide = format.row_type == RowType::Float32;
         // The row of a record whose numbers have 16 bits.
         let mut values = vec![0f32; if is_wide { 0 } else { dim }];
+        let (step, conditioning) = (&self.step, &self.conditioning);
         for key in self.task.keys.clone() {
             self.task.prefetch(key + AHEAD);
             let record = UpdateTask::<G>::record(self.task.arena, self.task.gradients.records[key]);
@@ -100,54 +101,60 @@ impl<const D: usize, S: Step, G: MergedGradients> Kernel for RecordUpdate<'_, D,
             self.task.gradients.gradients.merge::<D>(key, gradient);
             if is_wide {
                 let (row, states) = record.split_at_mut(dim);
-                self.update(row, states, gradient);
+                update_record::<D, S>(step, conditioning, row, states, gradient);
             } else {
                 format.read_row(record, &mut values);
-                self.update(&mut values[..dim], &mut record[format.states_start()..], gradient);
+                let states = &mut record[format.states_start()..];
+                update_record::<D, S>(step, conditioning, &mut values[..dim], states, gradient);
                 format.write_updated(record, &values, &self.task.chance);
             }
         }
     }
 }
 
-impl<const D: usize, S: Step, G> RecordUpdate<'_, D, S, G> {
-    #[inline(always)]
-    fn update(&self, row: &mut [f32], states: &mut [f32], gradient: &mut [f32]) {
-        let dim = if D > 0 { D } else { row.len() };
-        let row = &mut row[..dim];
-        let (first, rest) = states.split_at_mut(if S::STATES > 0 { dim } else { 0 });
-        let (second, rest) = rest.split_at_mut(if S::STATES > 1 { dim } else { 0 });
-        let (third, rest) = rest.split_at_mut(if S::STATES > 2 { dim } else { 0 });
-        let mut states = States { first, second, third };
-        let mut reduced = 0.0;
-        if S::REDUCES {
-            gradient.iter_mut().for_each(|g| *g = self.conditioning.gradient(*g));
-            reduced = self.step.reduce(&mut rest[0], sum_of_squares(gradient) / dim as f32);
-        }
-        if S::DIRECTS {
-            for column in 0..dim {
-                let mut of_column = states.get::<S>(column);
-                let conditioned = self.conditioning.gradient(gradient[column]);
-                gradient[column] = self.step.direct(&mut of_column, conditioned);
-                states.set::<S>(column, of_column);
-                row[column] = self.conditioning.value(row[column]);
-            }
-            let ratio = self.step.ratio(sum_of_squares(row), sum_of_squares(gradient));
-            for column in 0..dim {
-                row[column] = self.step.step(row[column], &mut [0.0; MAX_STATES], gradient[column], ratio);
-            }
-            return;
-        }
+/// Updates a record by a merged gradient, which is overwritten. `D`: the dim, or 0 if it is not constant.
+#[inline(always)]
+pub fn update_record<const D: usize, S: Step>(
+    step: &S,
+    conditioning: &Conditioning,
+    row: &mut [f32],
+    states: &mut [f32],
+    gradient: &mut [f32],
+) {
+    let dim = if D > 0 { D } else { row.len() };
+    let row = &mut row[..dim];
+    let (first, rest) = states.split_at_mut(if S::STATES > 0 { dim } else { 0 });
+    let (second, rest) = rest.split_at_mut(if S::STATES > 1 { dim } else { 0 });
+    let (third, rest) = rest.split_at_mut(if S::STATES > 2 { dim } else { 0 });
+    let mut states = States { first, second, third };
+    let mut reduced = 0.0;
+    if S::REDUCES {
+        gradient.iter_mut().for_each(|g| *g = conditioning.gradient(*g));
+        reduced = step.reduce(&mut rest[0], sum_of_squares(gradient) / dim as f32);
+    }
+    if S::DIRECTS {
         for column in 0..dim {
             let mut of_column = states.get::<S>(column);
-            let mut gradient = gradient[column];
-            if !S::REDUCES {
-                gradient = self.conditioning.gradient(gradient);
-            }
-            let value = self.conditioning.value(row[column]);
-            row[column] = self.step.step(value, &mut of_column, gradient, reduced);
+            let conditioned = conditioning.gradient(gradient[column]);
+            gradient[column] = step.direct(&mut of_column, conditioned);
             states.set::<S>(column, of_column);
+            row[column] = conditioning.value(row[column]);
         }
+        let ratio = step.ratio(sum_of_squares(row), sum_of_squares(gradient));
+        for column in 0..dim {
+            row[column] = step.step(row[column], &mut [0.0; MAX_STATES], gradient[column], ratio);
+        }
+        return;
+    }
+    for column in 0..dim {
+        let mut of_column = states.get::<S>(column);
+        let mut gradient = gradient[column];
+        if !S::REDUCES {
+            gradient = conditioning.gradient(gradient);
+        }
+        let value = conditioning.value(row[column]);
+        row[column] = step.step(value, &mut of_column, gradient, reduced);
+        states.set::<S>(column, of_column);
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use sok_core::contract::batch::{Bags, Combiner, Feature, Keys, Splits};
+use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, TableConfig};
 use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
@@ -229,6 +230,7 @@ pub struct Model {
     pub lookups: Vec<Looked>,
     pub pushes: Vec<Push>,
     pub update: Option<Update>,
+    pub mode: UpdateMode,
     pub outcomes: Vec<Outcomes>,
     pub dropped: Vec<u64>,
     pub unknown: Vec<u64>,
@@ -246,6 +248,7 @@ impl Model {
             lookups: Vec::new(),
             pushes: Vec::new(),
             update: None,
+            mode: UpdateMode::Local,
             outcomes: vec![Outcomes::default(); configs.len()],
             dropped: vec![0; configs.len()],
             unknown: vec![0; configs.len()],
@@ -258,7 +261,8 @@ impl Model {
     }
 
     /// An optimizer that was there keeps its states, and the first takes those that were loaded; any other starts anew.
-    pub fn bind(&mut self, owner: u64, update: Update) {
+    pub fn bind(&mut self, owner: u64, update: Update, mode: UpdateMode) {
+        self.mode = mode;
         let keep = self.update.is_none() || owner == self.owner;
         for table in &mut self.tables {
             table.set_update_rule(Some(update_of(&table.config, update)), keep);
@@ -568,10 +572,16 @@ impl Model {
         self.tables.iter_mut().for_each(|table| table.settled_commit = self.num_commits);
         for ((table, sums), scalars) in self.tables.iter_mut().zip(&mut self.committed).zip(scalars) {
             let update = update_of(&table.config, self.update.unwrap());
+            let mut resting: BTreeSet<Key> = table.rows.keys().copied().collect();
             for ((key, birth), gradient) in std::mem::take(sums) {
                 if table.birth(key) == Some(birth) {
                     table.step(key, &gradient, &update, scalars);
+                    resting.remove(&key);
                 }
+            }
+            if self.mode != UpdateMode::Local && !update.rests() {
+                let zeros = vec![0.0; table.config.dim];
+                resting.into_iter().for_each(|key| table.step(key, &zeros, &update, scalars));
             }
         }
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
 
 use sok_core::checkpoint::LoadMode;
+use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::table::TableConfig;
 use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::placement::Placement;
@@ -94,7 +95,9 @@ impl Program<'_> {
         let configs: Vec<_> = self.configs.iter().map(placed).collect();
         let mut subject =
             ShardedSubject::new(&configs, communicator, self.merge_blocks, self.row_type, &POOLS[rank % 2]);
-        subject.bind(binding_of(configs.iter().map(|(config, _)| config), OWNER, self.update)).unwrap();
+        subject
+            .bind(binding_of(configs.iter().map(|(config, _)| config), OWNER, self.update, UpdateMode::Local))
+            .unwrap();
         if let Some(path) = self.load {
             restore(&mut subject.group, path, LoadMode::Replace, 1).unwrap();
         }

@@ -132,6 +132,11 @@ impl Subject for ShardedSubject {
     }
 
     fn table(&mut self, number: usize) -> &dyn Table {
+        self.group.settle_tables();
+        self.group.table(number)
+    }
+
+    fn unsettled(&mut self, number: usize) -> &dyn Table {
         self.group.table(number)
     }
 
@@ -140,6 +145,7 @@ impl Subject for ShardedSubject {
     }
 
     fn tables(&mut self) -> Vec<&dyn Contents> {
+        self.group.settle_tables();
         (0..self.group.num_tables()).map(|number| self.group.table(number) as &dyn Contents).collect()
     }
 

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig, TableStats};
 use sok_core::formula::update::{Update, UpdateScalars};
 
 use super::group::{Input, Model};
 use super::strategies::{DIMS, input, scalars, table_op, update};
-use super::subject::{Kept, Maker, OWNER, Subject, binding_of};
+use super::subject::{Kept, Maker, OWNER, Subject, binding_of, mode_of};
 use super::table::TableOp;
 use super::{Dice, bits};
 
@@ -30,6 +31,8 @@ pub struct Bench {
     owner: u64,
     /// The newest lookup before which rows have changed.
     last_change: u64,
+    has_modes: bool,
+    num_ops: usize,
 }
 
 impl Bench {
@@ -42,7 +45,14 @@ impl Bench {
             configs.iter_mut().for_each(|c| c.dim = maker.dims[c.dim % maker.dims.len()]);
         }
         let subjects = (maker.make)(&configs);
-        let mut bench = Bench { model: Model::new(&configs), subjects, owner: OWNER, last_change: 0 };
+        let mut bench = Bench {
+            model: Model::new(&configs),
+            subjects,
+            owner: OWNER,
+            last_change: 0,
+            has_modes: maker.has_modes,
+            num_ops: 0,
+        };
         bench.bind(false, update);
         bench
     }
@@ -65,10 +75,14 @@ impl Bench {
         if matches!(op, Op::Apply { .. } | Op::Table { .. }) {
             self.last_change = self.model.lookups.last().map_or(self.last_change, |looked| looked.number);
         }
-        self.check();
+        self.num_ops += 1;
+        // A check lets rows take the steps that they have missed.
+        if self.model.mode != UpdateMode::LazyGlobal || self.num_ops.is_multiple_of(7) {
+            self.check();
+        }
     }
 
-    fn check(&mut self) {
+    pub fn check(&mut self) {
         for subject in &mut self.subjects {
             for (number, model) in self.model.tables.iter().enumerate() {
                 model.check(subject.table(number));
@@ -161,10 +175,11 @@ impl Bench {
 
     fn bind(&mut self, is_other: bool, update: Update) {
         self.owner += u64::from(is_other);
-        self.model.bind(self.owner, update);
+        let mode = mode_of(&update, self.has_modes);
+        self.model.bind(self.owner, update, mode);
         for subject in &mut self.subjects {
             let configs = self.model.tables.iter().map(|table| &table.config);
-            subject.bind(binding_of(configs, self.owner, update)).unwrap();
+            subject.bind(binding_of(configs, self.owner, update, mode)).unwrap();
         }
     }
 }
@@ -201,7 +216,7 @@ fn counts(model: &Model) -> Counts {
 }
 
 fn stats(subject: &mut dyn Subject) -> Counts {
-    let stats = (0..subject.num_tables()).map(|t| subject.table(t).stats().unwrap());
+    let stats = (0..subject.num_tables()).map(|t| subject.unsettled(t).stats().unwrap());
     stats.map(counts_of).collect()
 }
 
@@ -233,8 +248,8 @@ fn grown(before: &Counts, after: &Counts) -> Counts {
 /// Statistics that do not wait for the device may lag behind those that do, but count nothing twice.
 fn check_recent_stats(subject: &mut dyn Subject) {
     for t in 0..subject.num_tables() {
-        let recent = counts_of(subject.table(t).recent_stats());
-        let now = counts_of(subject.table(t).stats().unwrap());
+        let recent = counts_of(subject.unsettled(t).recent_stats());
+        let now = counts_of(subject.unsettled(t).stats().unwrap());
         assert!(recent.iter().zip(now).all(|(recent, now)| *recent <= now), "table {t}: {recent:?}, {now:?}");
     }
 }
@@ -281,4 +296,5 @@ pub fn run_all(configs: &[TableConfig], update: Update, ops: &[Op], maker: &Make
     for op in ops {
         bench.run(&resolve(op, &bench));
     }
+    bench.check();
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use sok_core::contract::binding::{Binding, OwnUpdate};
+use sok_core::contract::binding::{Binding, OwnUpdate, UpdateMode};
 use sok_core::contract::gradients::{GradientRows, Keep};
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::Profile;
@@ -63,6 +63,10 @@ pub trait Subject {
     fn binding(&self) -> Option<Binding>;
     fn num_tables(&self) -> usize;
     fn table(&mut self, number: usize) -> &dyn Table;
+    /// A table whose rows may not have taken all steps yet.
+    fn unsettled(&mut self, number: usize) -> &dyn Table {
+        self.table(number)
+    }
     fn table_mut(&mut self, number: usize) -> &mut dyn Table;
     fn tables(&mut self) -> Vec<&dyn Contents>;
     fn tables_mut(&mut self) -> Vec<&mut dyn Table>;
@@ -88,6 +92,20 @@ pub struct Maker {
     pub tells_late: bool,
     /// Dims that stand for all others, where each has to be compiled; empty: none do.
     pub dims: &'static [usize],
+    /// Whether steps may update rows without gradients.
+    pub has_modes: bool,
+}
+
+/// The update mode of a test with this update.
+pub fn mode_of(update: &Update, has_modes: bool) -> UpdateMode {
+    if !has_modes || update.rule.is_general() {
+        return UpdateMode::Local;
+    }
+    match format!("{update:?}").len() % 4 {
+        0 => UpdateMode::Global,
+        1 => UpdateMode::LazyGlobal,
+        _ => UpdateMode::Local,
+    }
 }
 
 /// Sum of tickets, each times its weight.
@@ -118,12 +136,14 @@ pub fn binding_of<'a>(
     mut configs: impl Iterator<Item = &'a TableConfig>,
     owner: u64,
     update: Update,
+    mode: UpdateMode,
 ) -> Binding {
+    let bound = Binding { mode, ..binding(owner, update) };
     if configs.all(|config| config.optimizer == 0) {
-        return binding(owner, update);
+        return bound;
     }
     let others = Arc::new([OwnUpdate { update: OWN_UPDATE, row: 2 }]);
-    Binding { others, ..binding(owner, update) }
+    Binding { others, ..bound }
 }
 
 /// Returns the scalars of optimizer 1. `update`: those of optimizer 0.
@@ -236,6 +256,11 @@ impl Subject for HostSubject {
     }
 
     fn table(&mut self, number: usize) -> &dyn Table {
+        self.group.settle_tables();
+        self.group.table(number)
+    }
+
+    fn unsettled(&mut self, number: usize) -> &dyn Table {
         self.group.table(number)
     }
 
@@ -244,6 +269,7 @@ impl Subject for HostSubject {
     }
 
     fn tables(&mut self) -> Vec<&dyn Contents> {
+        self.group.settle_tables();
         (0..self.group.num_tables()).map(|number| self.group.table(number) as &dyn Contents).collect()
     }
 

@@ -14,6 +14,7 @@ use crate::host::push::PushedGradients;
 use crate::host::table::HostTable;
 use crate::host::update::UpdateTask;
 use crate::pool::{Pool, num_pieces, run_if_large};
+use crate::store::arena::RecordNumber;
 
 /// The scalars of an `apply`.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,6 +68,7 @@ impl HostGroup {
             return self.accumulate(pool);
         }
         self.touch_rows();
+        self.begin_steps(binding, scalars);
         let is_general = binding.update.rule.is_general();
         if is_general {
             let start = self.stopwatch.start();
@@ -90,9 +92,25 @@ impl HostGroup {
         } else {
             self.apply_stored(binding, scalars, pool);
         }
+        self.tables.iter_mut().for_each(|table| table.end_update(pool));
         self.stopwatch.stop(StepPart::Update, start);
         self.end_update();
         Ok(())
+    }
+
+    /// Begins the step in tables of which all rows take it.
+    fn begin_steps(&mut self, binding: &Binding, scalars: &ApplyScalars) {
+        let HostGroup { tables, committed, accumulators, .. } = self;
+        for (number, table) in tables.iter_mut().enumerate().filter(|(_, table)| table.missed.is_some()) {
+            let generation = table.generation;
+            let saved = committed.iter().flat_map(|(_, push)| &push.lookup.tables);
+            let own = saved.filter(|saved| saved.number == number && saved.generation == generation);
+            let stored = accumulators[number].stored(generation);
+            let records = own.flat_map(|saved| saved.runs().map(|(_, records)| records));
+            let records: Vec<&[RecordNumber]> =
+                records.chain(stored.as_ref().map(|stored| stored.records)).collect();
+            table.begin_update(scalars.of(binding, &table.config), &records);
+        }
     }
 
     /// Notes which rows the update changes, for tables that are dumped.

@@ -27,15 +27,21 @@ impl Group for HostGroup {
         self.tables.len()
     }
 
+    fn settle_tables(&mut self) {
+        self.catch_up_tables();
+    }
+
     fn table(&self, number: usize) -> &dyn Table {
         &self.tables[number]
     }
 
     fn table_mut(&mut self, number: usize) -> &mut dyn Table {
+        self.catch_up_tables();
         &mut self.tables[number]
     }
 
     fn tables_mut(&mut self) -> Vec<&mut dyn Table> {
+        self.catch_up_tables();
         self.tables.iter_mut().map(|table| table as &mut dyn Table).collect()
     }
 
@@ -126,9 +132,13 @@ impl Group for HostGroup {
         self.settle_commits();
     }
 
-    fn set_binding(&mut self, binding: Binding) {
+    fn set_binding(&mut self, binding: Binding) -> Result<()> {
+        for table in &mut self.tables {
+            table.set_mode(binding.mode, binding.update_of(&table.config))?;
+        }
         self.binding = Some(binding);
         self.pushes_without_optimizer = 0;
+        Ok(())
     }
 
     fn binding(&self) -> Option<&Binding> {

@@ -15,6 +15,7 @@ use crate::host::lookup_split::lookup_split;
 use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable};
 use crate::host::room::{check_vocabulary, lookup_with_room};
 use crate::host::table::HostTable;
+use crate::key::hash;
 use crate::memory;
 use crate::pool::{Pool, SMALL_CALL, run_if_large};
 
@@ -39,6 +40,7 @@ impl HostGroup {
         pool: &Pool,
     ) -> Result<u64> {
         self.check_features(features, &outputs)?;
+        self.catch_up_rows(features)?;
         self.tables.iter_mut().for_each(HostTable::begin);
         let looked = self.look_up(features, insertion, save, outputs, pool);
         if looked.is_err() {
@@ -129,6 +131,27 @@ impl HostGroup {
             check_vocabulary(table, feature)?;
         }
         Ok(())
+    }
+
+    /// Lets the rows of a lookup take the steps that they have missed.
+    fn catch_up_rows(&mut self, features: &[Feature]) -> Result<()> {
+        for feature in features {
+            let table = &mut self.tables[feature.table];
+            if !table.is_behind() {
+                continue;
+            }
+            let keys = (0..feature.keys.len()).map(|position| feature.keys.get(position));
+            let keys = keys.chain(table.config.out_of_vocabulary_key);
+            let records = keys.map(|key| table.index.find(hash(key), key));
+            let records = memory::collect(records, "the records of a call")?;
+            table.catch_up(&records);
+        }
+        Ok(())
+    }
+
+    /// Lets all rows take the steps that they have missed.
+    pub(super) fn catch_up_tables(&mut self) {
+        self.tables.iter_mut().for_each(|table| table.catch_up_all(None));
     }
 
     fn lookup_tables(

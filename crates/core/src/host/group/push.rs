@@ -32,6 +32,10 @@ impl HostGroup {
         if self.binding.is_none() && self.pushes_without_optimizer > 0 {
             return Err(Error::UnwrappedOptimizer { tables: self.names() });
         }
+        if !weight_gradients.is_empty() {
+            // A step may have come since the lookup.
+            self.catch_up_tables();
+        }
         self.write_weight_gradients(&saved, &gradients, weight_gradients)?;
         let is_all_finite = !gradients.check_finite || gradients.are_finite(pool);
         let OutputGradients { rows, keep, .. } = gradients;

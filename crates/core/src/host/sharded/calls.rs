@@ -28,6 +28,10 @@ impl Group for ShardedGroup {
         self.shard.num_tables()
     }
 
+    fn settle_tables(&mut self) {
+        self.shard.settle_tables();
+    }
+
     fn table(&self, number: usize) -> &dyn Table {
         self.shard.table(number)
     }
@@ -107,9 +111,9 @@ impl Group for ShardedGroup {
         self.shard.drop_committed();
     }
 
-    fn set_binding(&mut self, binding: Binding) {
-        self.shard.set_binding(binding);
+    fn set_binding(&mut self, binding: Binding) -> Result<()> {
         self.pushes_without_optimizer = 0;
+        self.shard.set_binding(binding)
     }
 
     fn binding(&self) -> Option<&Binding> {

@@ -117,9 +117,9 @@ impl Group for ShardedGpuGroup {
         self.shard.drop_committed();
     }
 
-    fn set_binding(&mut self, binding: Binding) {
-        self.shard.set_binding(binding.clone());
-        self.front.set_binding(binding);
+    fn set_binding(&mut self, binding: Binding) -> Result<()> {
+        self.shard.set_binding(binding.clone())?;
+        self.front.set_binding(binding)
     }
 
     fn binding(&self) -> Option<&Binding> {

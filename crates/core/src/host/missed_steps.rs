@@ -1,0 +1,261 @@
+//! The steps that rows have missed: under an update mode other than local, rows without a gradient take each step with a gradient of zero.
+
+use crate::contract::binding::UpdateMode;
+use crate::error::Result;
+use crate::formula::update::{Conditioning, Update, UpdateScalars};
+use crate::formula::{Step, StepVisitor};
+use crate::host::table::HostTable;
+use crate::host::update::update_record;
+use crate::memory;
+use crate::pool::{Pool, num_pieces, run_if_large};
+use crate::row_type::RowType;
+use crate::simd::{Kernel, dispatch};
+use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
+use crate::store::format::{Chance, RecordFormat};
+use crate::store::region::Region;
+
+/// Number of steps after which all rows take those that they have missed.
+const MOST: usize = 1024;
+
+/// The steps that rows of a table have missed.
+pub struct MissedSteps {
+    mode: UpdateMode,
+    /// By record: the number of steps that the record has taken, of those of this optimizer.
+    taken: Region<u32>,
+    /// Number of steps that all records have taken.
+    before: u32,
+    /// The steps after those.
+    steps: Vec<UpdateScalars>,
+}
+
+impl MissedSteps {
+    fn new(mode: UpdateMode, next: RecordNumber) -> Result<MissedSteps> {
+        let steps = memory::with_capacity(MOST, "the steps that rows miss")?;
+        Ok(MissedSteps { mode, taken: Region::new(next as usize)?, before: 0, steps })
+    }
+
+    fn now(&self) -> u32 {
+        self.before + self.steps.len() as u32
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.taken.num_bytes() + self.steps.capacity() * size_of::<UpdateScalars>()
+    }
+
+    /// Notes that rows are made, which miss no step. `next`: a number above those of all records.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn start(&mut self, next: RecordNumber, records: impl Iterator<Item = RecordNumber>) -> Result<()> {
+        self.taken.grow_amortized(next as usize)?;
+        let now = self.now();
+        records.for_each(|record| self.taken[record as usize] = now);
+        Ok(())
+    }
+
+    /// Begins a step, which rows with these records take.
+    fn begin<'a>(&mut self, scalars: UpdateScalars, records: impl Iterator<Item = &'a RecordNumber>) {
+        self.steps.push(scalars);
+        let now = self.now();
+        records.filter(|&&record| record != NO_RECORD).for_each(|&record| self.taken[record as usize] = now);
+    }
+}
+
+impl HostTable {
+    /// Sets which rows a step of the optimizer updates. No row may have missed a step.
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub(crate) fn set_mode(&mut self, mode: UpdateMode, update: &Update) -> Result<()> {
+        let misses = mode != UpdateMode::Local && !update.rests();
+        let next = self.arena.next_unused();
+        self.missed = misses.then(|| MissedSteps::new(mode, next).map(Box::new)).transpose()?;
+        Ok(())
+    }
+
+    /// Whether rows take the steps that they have missed when they are read.
+    pub(crate) fn is_behind(&self) -> bool {
+        self.missed.as_ref().is_some_and(|missed| !missed.steps.is_empty())
+    }
+
+    /// Begins a step of the optimizer. `records`: of the rows with gradients.
+    pub(crate) fn begin_update(&mut self, scalars: UpdateScalars, records: &[&[RecordNumber]]) {
+        if self.missed.is_none() {
+            return;
+        }
+        records.iter().for_each(|records| self.catch_up(records));
+        if let Some(missed) = &mut self.missed {
+            missed.begin(scalars, records.iter().copied().flatten());
+        }
+    }
+
+    /// Ends a step of the optimizer: lets all rows take it, unless they do so when they are read.
+    pub(crate) fn end_update(&mut self, pool: &Pool) {
+        let keeps_removed = self.config.keeps_removed();
+        let is_full = |missed: &MissedSteps| {
+            missed.mode == UpdateMode::Global || keeps_removed || missed.steps.len() == MOST
+        };
+        if self.missed.as_deref().is_some_and(is_full) {
+            self.catch_up_all(Some(pool));
+        }
+    }
+
+    /// Lets rows take the steps that they have missed.
+    pub(crate) fn catch_up(&mut self, records: &[RecordNumber]) {
+        let Some(missed) = self.missed.as_deref_mut().filter(|missed| !missed.steps.is_empty()) else {
+            return;
+        };
+        let now = missed.now();
+        let is_behind =
+            |record: &&RecordNumber| **record != NO_RECORD && missed.taken[**record as usize] != now;
+        let Ok(behind) = memory::collect(records.iter().filter(is_behind).copied(), "rows that miss steps")
+        else {
+            return self.catch_up_all(None);
+        };
+        if let Some(changes) = &mut self.changes {
+            changes.touch(&behind);
+        }
+        let Some(update) = &self.update else { return };
+        CatchUp {
+            arena: self.arena.share(),
+            format: self.first.format,
+            seed: self.config.seed,
+            update,
+            steps: &missed.steps,
+            before: missed.before,
+            first: 0,
+            taken: &mut missed.taken,
+            records: Some(&behind),
+        }
+        .run();
+    }
+
+    /// Lets all rows take the steps that they have missed.
+    pub(crate) fn catch_up_all(&mut self, pool: Option<&Pool>) {
+        let next = self.arena.next_unused();
+        let Some(missed) = self.missed.as_deref_mut().filter(|missed| !missed.steps.is_empty()) else {
+            return;
+        };
+        if let Some(changes) = &mut self.changes {
+            (1..next).for_each(|record| changes.touch(&[record]));
+        }
+        let Some(update) = &self.update else { return };
+        let (format, seed, arena) = (self.first.format, self.config.seed, self.arena.share());
+        let (steps, before) = (&missed.steps[..], missed.before);
+        let all = &mut missed.taken[..next as usize];
+        let num = all.len();
+        let pieces = pool.map_or(1, |pool| num_pieces(num, num, pool));
+        let size = num.div_ceil(pieces).max(1);
+        let tasks: Vec<_> = all
+            .chunks_mut(size)
+            .enumerate()
+            .map(|(piece, taken)| {
+                let first = (piece * size) as RecordNumber;
+                CatchUp { arena, format, seed, update, steps, before, first, taken, records: None }
+            })
+            .collect();
+        match pool {
+            Some(pool) => run_if_large(num, tasks, pool, CatchUp::run),
+            None => tasks.into_iter().for_each(CatchUp::run),
+        }
+        missed.before = missed.now();
+        missed.steps.clear();
+    }
+}
+
+/// Lets records take the steps that they have missed.
+struct CatchUp<'a> {
+    arena: SharedArena<'a>,
+    format: RecordFormat,
+    seed: u64,
+    update: &'a Update,
+    steps: &'a [UpdateScalars],
+    /// As in `MissedSteps`.
+    before: u32,
+    /// Number of steps taken, from the record with number `first` on.
+    taken: &'a mut [u32],
+    first: RecordNumber,
+    /// The records; `None`: all of `taken`.
+    records: Option<&'a [RecordNumber]>,
+}
+
+impl CatchUp<'_> {
+    fn run(self) {
+        let rule = self.update.rule;
+        rule.visit(self);
+    }
+}
+
+impl StepVisitor for CatchUp<'_> {
+    type Output = ();
+
+    fn visit<S: Step>(self, step: S) {
+        let prepare = |scalars: &UpdateScalars| {
+            let mut step = step;
+            step.prepare(scalars.learning_rate, scalars.step);
+            let chance = Chance { seed: self.seed, step: scalars.step as u32 };
+            Prepared { step, conditioning: self.update.conditioning(scalars), chance }
+        };
+        let steps = self.steps.iter().map(prepare).collect();
+        match self.format.dim {
+            16 => dispatch(Steps::<16, _> { task: self, steps }),
+            32 => dispatch(Steps::<32, _> { task: self, steps }),
+            64 => dispatch(Steps::<64, _> { task: self, steps }),
+            128 => dispatch(Steps::<128, _> { task: self, steps }),
+            _ => dispatch(Steps::<0, _> { task: self, steps }),
+        }
+    }
+}
+
+/// A step that records have missed.
+struct Prepared<S> {
+    step: S,
+    conditioning: Conditioning,
+    chance: Chance,
+}
+
+/// `D`: the dim, or 0 if it is not constant.
+struct Steps<'a, const D: usize, S> {
+    task: CatchUp<'a>,
+    steps: Vec<Prepared<S>>,
+}
+
+impl<const D: usize, S: Step> Kernel for Steps<'_, D, S> {
+    type Output = ();
+
+    #[allow(unsafe_code)]
+    #[inline(always)]
+    fn run(self) {
+        let Steps { task, steps } = self;
+        let CatchUp { arena, format, before, taken, first, records, .. } = task;
+        let (num_steps, last) = (steps.len() as u32, first + taken.len() as RecordNumber);
+        let now = before + num_steps;
+        let dim = if D > 0 { D } else { format.dim };
+        let (mut values, mut gradient) = (vec![0f32; dim], vec![0f32; dim]);
+        let mut catch_up = |number: RecordNumber| {
+            let taken = &mut taken[(number - first) as usize];
+            let num_missed = (now - std::mem::replace(taken, now)).min(num_steps);
+            if num_missed == 0 || number == NO_RECORD {
+                return;
+            }
+            // SAFETY: `taken` is borrowed mutably, so no other thread has these records, and the table is.
+            let record = unsafe { arena.record_mut(number) };
+            for step in &steps[(num_steps - num_missed) as usize..] {
+                gradient.fill(0.0);
+                if format.row_type == RowType::Float32 {
+                    let (row, states) = record.split_at_mut(dim);
+                    update_record::<D, S>(&step.step, &step.conditioning, row, states, &mut gradient);
+                } else {
+                    format.read_row(record, &mut values);
+                    let states = &mut record[format.states_start()..];
+                    update_record::<D, S>(&step.step, &step.conditioning, &mut values, states, &mut gradient);
+                    format.write_updated(record, &values, &step.chance);
+                }
+            }
+        };
+        match records {
+            Some(records) => records.iter().for_each(|&record| catch_up(record)),
+            None => (first..last).for_each(catch_up),
+        }
+    }
+}
