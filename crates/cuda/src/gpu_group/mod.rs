@@ -107,7 +107,10 @@ impl SavedLookup {
 impl InProgress for SavedLookup {
     fn ids(&self, number: usize, generation: u64) -> Option<SortedIds> {
         let is_live = self.is_open.load(Relaxed) && self.saved.generations.contains(&(number, generation));
-        if is_live { self.saved.sorted_of(number) } else { None }
+        let sorted = if is_live { self.saved.sorted_of(number) } else { None };
+        // After a commit has decided on the candidates, all numbers are those of records.
+        let end = |ids: &SortedIds| if self.is_admitted.load(Relaxed) { u32::MAX } else { ids.end };
+        sorted.map(|ids| SortedIds { end: end(&ids), ..ids })
     }
 }
 

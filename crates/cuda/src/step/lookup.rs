@@ -457,7 +457,9 @@ impl Workspace {
                 let becomes_candidates = absent.get(t).is_some_and(|bits| bits & ABSENT_LATER != 0);
                 if let (true, Some(candidates)) = (becomes_candidates, &tables[t].candidates) {
                     let (all, known) = candidates.max_numbers();
-                    (first_candidates[t], most, likely) = (most as u32, most + all, most + known);
+                    // A table without memory has no record 0 either.
+                    let first = most.max(1);
+                    (first_candidates[t], most, likely) = (first as u32, first + all, first + known);
                 }
                 if most > u64::from(u32::MAX) {
                     return Err(Error::Device(format!(
