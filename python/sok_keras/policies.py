@@ -121,8 +121,8 @@ class Frequency(Admission):
     lookup answers what `missing` says, and the gradient of the id is dropped. Sights are counted when the optimizer applies a step, so a
     step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
 
-    The counts of ids without a row take 27 to 40 bytes each. An id whose row is erased, evicted or expired starts anew. Dumps hold the
-    counts, so counting goes on after a load; weights files do not. The host holds the counts, also of tables on a GPU.
+    The counts of ids without a row take 27 to 40 bytes each, on a GPU some 50. An id whose row is erased, evicted or expired starts anew. Dumps hold the
+    counts, so counting goes on after a load; weights files do not.
 
     Example:
 

@@ -10,7 +10,7 @@ import pytest
 from keras import ops, optimizers
 
 import sok_keras as sok
-from reference import BACKEND, ON_GPU, apply_gradients, assert_close, to_numpy
+from reference import BACKEND, apply_gradients, assert_close, to_numpy
 
 STEPS, NUM_KEYS = 20, 5
 # A whole number of vector units, and one with a rest.
@@ -173,7 +173,6 @@ def test_twenty_steps_of_a_formula_equal_keras(name):
     assert_rows_move_as_variables(RULES[name])
 
 
-@pytest.mark.skipif(ON_GPU, reason="update modes are for tables on the host")
 @pytest.mark.parametrize("mode", ["global", "lazy_global"])
 @pytest.mark.parametrize("name", [*RULES, "sgd_decay", "adam_global_clipnorm"])
 def test_fifty_sparse_steps_of_all_rows_equal_a_dense_variable(name, mode):

@@ -154,22 +154,6 @@ template <u32 SOURCE, u32 ROW, class RULE, bool AGAIN, class W> struct Group {
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) sum[chunk] = scaled(sum[chunk], now.weight);
   }
 
-  // Returns the sum of the squares of a row whose columns the lanes have, in eight partial sums, as in crates/core/src/math.rs.
-  __device__ __forceinline__ float sum_of_squares(const float4 (&columns)[CHUNKS]) const {
-    // ROW may be rounded up to a multiple of four. The padding columns of a row hold first values, so they must not count.
-    const u32 num_last = width - 4 * (QUADS - 1);
-    float lanes[8] = {};
-#pragma unroll
-    for (u32 quad = 0; quad < QUADS; ++quad) {
-#pragma unroll
-      for (u32 c = 0; c < 4; ++c) {
-        const float x = __shfl_sync(mask, ((const float*)&columns[quad / LANES])[c], quad % LANES, LANES);
-        if (quad + 1 < QUADS || c < num_last) lanes[4 * (quad % 2) + c] += x * x;
-      }
-    }
-    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-  }
-
   // For a rule whose columns depend on each other: reduces the gradient of the whole row to a number, and updates the state that a row
   // has once.
   __device__ __forceinline__ float reduce(float4* at) {
@@ -179,7 +163,7 @@ template <u32 SOURCE, u32 ROW, class RULE, bool AGAIN, class W> struct Group {
 #pragma unroll
       for (u32 c = 0; c < 4; ++c)
         ((float*)&gradient[chunk])[c] = conditioned(now.conditioning, ((const float*)&sum[chunk])[c], factor);
-    const float squares = sum_of_squares(gradient);
+    const float squares = sum_of_squares<ROW>(gradient, mask, width);
     float* row_state = (float*)state(at, RULE::STATES);
     float state = *row_state;
     const float reduced = RULE::reduce(now.scalars, state, squares / (float)width);
@@ -215,7 +199,7 @@ template <u32 SOURCE, u32 ROW, class RULE, bool AGAIN, class W> struct Group {
       if (chunk) load(at, chunk, later);
       if (is_mine(chunk)) direct_columns(at, chunk * LANES + column, sum[chunk], chunk ? later : first, x[chunk]);
     }
-    const float ratio = RULE::ratio(now.scalars, sum_of_squares(x), sum_of_squares(sum));
+    const float ratio = RULE::ratio(now.scalars, sum_of_squares<ROW>(x, mask, width), sum_of_squares<ROW>(sum, mask, width));
 #pragma unroll
     for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
       if (!is_mine(chunk)) continue;

@@ -21,6 +21,24 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 }
 __device__ __forceinline__ float4 scaled(const float4& a, float by) { return make_float4(a.x * by, a.y * by, a.z * by, a.w * by); }
 
+// Returns the sum of the squares of a row whose columns a group of lanes has, in eight partial sums, as in crates/core/src/math.rs. `width`: number
+// of columns. ROW may be rounded up to a multiple of four; the columns that fill it hold first values, so they must not count.
+template <u32 ROW, u32 CHUNKS>
+__device__ __forceinline__ float sum_of_squares(const float4 (&columns)[CHUNKS], u32 mask, u32 width) {
+  constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW);
+  const u32 num_last = width - 4 * (QUADS - 1);
+  float lanes[8] = {};
+#pragma unroll
+  for (u32 quad = 0; quad < QUADS; ++quad) {
+#pragma unroll
+    for (u32 c = 0; c < 4; ++c) {
+      const float x = __shfl_sync(mask, ((const float*)&columns[quad / LANES])[c], quad % LANES, LANES);
+      if (quad + 1 < QUADS || c < num_last) lanes[4 * (quad % 2) + c] += x * x;
+    }
+  }
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
 // Returns the side of the feature that a sorted value belongs to.
 template <u32 SOURCE, class W> __device__ __forceinline__ const Side& side_of(const W& w, u32 value) {
   return w.sides[(SOURCE == WEIGHTED_ROWS ? w.named[value].name : value) >> w.shift];

@@ -141,6 +141,7 @@ __device__ __forceinline__ void note_change(const Table& t, u32 record) {
 // Starts what a table has beside a new record: when its row was made, and its score.
 __device__ __forceinline__ void start_record(const Table& t, u64 key, u32 record) {
   if (t.changes) t.changes[record] = t.epoch << 1 | 1;
+  if (t.taken) t.taken[record] = *t.now;
   if (!t.uses) return;
   t.uses[record] = {t.has_steps ? t.progress->step : 0, t.progress->settled_commit};
   t.keys[record] = key;

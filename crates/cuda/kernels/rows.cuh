@@ -80,10 +80,11 @@ struct Chance {
   u64 seed;
   u32 step;
 };
-// Stores a quad of the row of a record after an update.
-template <u32 ROW> __device__ __forceinline__ void store_updated(float4* record, u32 quad, const float4& x, const Chance& chance) {
+// Returns a quad of a row of 16 bits as an update rounds it.
+template <u32 ROW>
+__device__ __forceinline__ uint2 narrow_updated(const float4* record, u32 quad, const float4& x, const Chance& chance) {
   if constexpr (!rounds_by_chance(ROW)) {
-    store_quad<ROW>(record, quad, x);
+    return narrow(type_of(ROW), x);
   } else {
     const u64 key = *(const u64*)(record + units_of(ROW));
     const Words all = philox((u32)key, (u32)(key >> 32), quad / 2, chance.step, (u32)chance.seed, (u32)(chance.seed >> 32));
@@ -91,9 +92,13 @@ template <u32 ROW> __device__ __forceinline__ void store_updated(float4* record,
     const auto number = [](float x, u32 draw) {
       return type_of(ROW) == FLOAT16 ? float16_by_chance(x, draw) : bfloat16_by_chance(x, draw);
     };
-    __stcs((uint2*)record + quad,
-        pack(number(x.x, first & 0xffff), number(x.y, first >> 16), number(x.z, second & 0xffff), number(x.w, second >> 16)));
+    return pack(number(x.x, first & 0xffff), number(x.y, first >> 16), number(x.z, second & 0xffff), number(x.w, second >> 16));
   }
+}
+// Stores a quad of the row of a record after an update.
+template <u32 ROW> __device__ __forceinline__ void store_updated(float4* record, u32 quad, const float4& x, const Chance& chance) {
+  if constexpr (!rounds_by_chance(ROW)) store_quad<ROW>(record, quad, x);
+  else __stcs((uint2*)record + quad, narrow_updated<ROW>(record, quad, x, chance));
 }
 
 // Returns how many quads of rows fit into a place of a stage, which has 16 bytes.

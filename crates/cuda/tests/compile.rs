@@ -2,8 +2,8 @@
 
 use sok_core::formula::Rule;
 use sok_cuda::kernels::{
-    ADMISSION, AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, RANKS, SCORES, SORT,
-    TABLE, WEIGHTS,
+    ADMISSION, AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, MISSED, RANKS, SCORES,
+    SORT, TABLE, WEIGHTS,
 };
 use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
@@ -107,6 +107,7 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         own(&["find_records", "settle_records", "make_rows<0, 8, 64, 1024>", "make_rows<2, 8, 64, 1024>"]);
     let mut weights = own(&["weight_gradients<8, 64, 1024>"]);
     let mut backward = own(&["sum_squares<0, 8, 64>", "sum_squares<2, 64>", "merge<0, true, 8, 64>"]);
+    let mut missed = own(&["note_step", "start_rows"]);
     let mut general = own(&[
         "count_rows<8, 257>",
         "gather_piece<0, 8, 257>",
@@ -153,6 +154,11 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         backward.push(format!("update<0, {rule}, false, 8, 257>"));
         backward.push(format!("update_in_turns<0, {rule}, false, 8, 260>"));
         backward.extend([format!("update_sums<0, {rule}, 64>"), format!("update_sums<2, {rule}, 64>")]);
+        missed.extend([format!("begin_steps<2, {rule}, 17>"), format!("catch_up_found<{rule}, 8, 257>")]);
+    }
+    for rule in SHAPES {
+        missed.extend([0, 1].map(|source| format!("begin_steps<{source}, {rule}, 8, 64>")));
+        missed.extend([64, 1024, NARROW[0], NARROW[3]].map(|row| format!("catch_up_all<{rule}, {row}>")));
     }
     backward.extend(own(&[
         "copy_gradients",
@@ -261,6 +267,7 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         (&FORWARD, forward),
         (&BACKWARD, backward),
         (&GENERAL, general),
+        (&MISSED, missed),
         (&WEIGHTS, weights),
         (&CONTROL, control),
         (&RANKS, ranks),

@@ -4,10 +4,8 @@ use crate::contract::binding::UpdateMode;
 use crate::error::Result;
 use crate::formula::update::{Conditioning, Update, UpdateScalars};
 use crate::formula::{Step, StepVisitor};
-use crate::host::table::HostTable;
 use crate::host::update::update_record;
 use crate::memory;
-use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::row_type::RowType;
 use crate::simd::{Kernel, dispatch};
 use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
@@ -15,26 +13,29 @@ use crate::store::format::{Chance, RecordFormat};
 use crate::store::region::Region;
 
 /// Number of steps after which all rows take those that they have missed.
-const MOST: usize = 1024;
+pub const MOST: usize = 1024;
 
 /// The steps that rows of a table have missed.
 pub struct MissedSteps {
-    mode: UpdateMode,
+    pub mode: UpdateMode,
     /// By record: the number of steps that the record has taken, of those of this optimizer.
-    taken: Region<u32>,
+    pub taken: Region<u32>,
     /// Number of steps that all records have taken.
-    before: u32,
+    pub before: u32,
     /// The steps after those.
-    steps: Vec<UpdateScalars>,
+    pub steps: Vec<UpdateScalars>,
 }
 
 impl MissedSteps {
-    fn new(mode: UpdateMode, next: RecordNumber) -> Result<MissedSteps> {
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn new(mode: UpdateMode, next: RecordNumber) -> Result<MissedSteps> {
         let steps = memory::with_capacity(MOST, "the steps that rows miss")?;
         Ok(MissedSteps { mode, taken: Region::new(next as usize)?, before: 0, steps })
     }
 
-    fn now(&self) -> u32 {
+    /// Number of steps so far.
+    pub fn now(&self) -> u32 {
         self.before + self.steps.len() as u32
     }
 
@@ -54,133 +55,31 @@ impl MissedSteps {
     }
 
     /// Begins a step, which rows with these records take.
-    fn begin<'a>(&mut self, scalars: UpdateScalars, records: impl Iterator<Item = &'a RecordNumber>) {
+    pub fn begin<'a>(&mut self, scalars: UpdateScalars, records: impl Iterator<Item = &'a RecordNumber>) {
         self.steps.push(scalars);
         let now = self.now();
         records.filter(|&&record| record != NO_RECORD).for_each(|&record| self.taken[record as usize] = now);
     }
 }
 
-impl HostTable {
-    /// Sets which rows a step of the optimizer updates. No row may have missed a step.
-    ///
-    /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory).
-    pub(crate) fn set_mode(&mut self, mode: UpdateMode, update: &Update) -> Result<()> {
-        let misses = mode != UpdateMode::Local && !update.rests();
-        let next = self.arena.next_unused();
-        self.missed = misses.then(|| MissedSteps::new(mode, next).map(Box::new)).transpose()?;
-        Ok(())
-    }
-
-    /// Whether rows take the steps that they have missed when they are read.
-    pub(crate) fn is_behind(&self) -> bool {
-        self.missed.as_ref().is_some_and(|missed| !missed.steps.is_empty())
-    }
-
-    /// Begins a step of the optimizer. `records`: of the rows with gradients.
-    pub(crate) fn begin_update(&mut self, scalars: UpdateScalars, records: &[&[RecordNumber]]) {
-        if self.missed.is_none() {
-            return;
-        }
-        records.iter().for_each(|records| self.catch_up(records));
-        if let Some(missed) = &mut self.missed {
-            missed.begin(scalars, records.iter().copied().flatten());
-        }
-    }
-
-    /// Ends a step of the optimizer: lets all rows take it, unless they do so when they are read.
-    pub(crate) fn end_update(&mut self, pool: &Pool) {
-        let keeps_removed = self.config.keeps_removed();
-        let is_full = |missed: &MissedSteps| {
-            missed.mode == UpdateMode::Global || keeps_removed || missed.steps.len() == MOST
-        };
-        if self.missed.as_deref().is_some_and(is_full) {
-            self.catch_up_all(Some(pool));
-        }
-    }
-
-    /// Lets rows take the steps that they have missed.
-    pub(crate) fn catch_up(&mut self, records: &[RecordNumber]) {
-        let Some(missed) = self.missed.as_deref_mut().filter(|missed| !missed.steps.is_empty()) else {
-            return;
-        };
-        let now = missed.now();
-        let is_behind =
-            |record: &&RecordNumber| **record != NO_RECORD && missed.taken[**record as usize] != now;
-        let Ok(behind) = memory::collect(records.iter().filter(is_behind).copied(), "rows that miss steps")
-        else {
-            return self.catch_up_all(None);
-        };
-        if let Some(changes) = &mut self.changes {
-            changes.touch(&behind);
-        }
-        let Some(update) = &self.update else { return };
-        CatchUp {
-            arena: self.arena.share(),
-            format: self.first.format,
-            seed: self.config.seed,
-            update,
-            steps: &missed.steps,
-            before: missed.before,
-            first: 0,
-            taken: &mut missed.taken,
-            records: Some(&behind),
-        }
-        .run();
-    }
-
-    /// Lets all rows take the steps that they have missed.
-    pub(crate) fn catch_up_all(&mut self, pool: Option<&Pool>) {
-        let next = self.arena.next_unused();
-        let Some(missed) = self.missed.as_deref_mut().filter(|missed| !missed.steps.is_empty()) else {
-            return;
-        };
-        if let Some(changes) = &mut self.changes {
-            (1..next).for_each(|record| changes.touch(&[record]));
-        }
-        let Some(update) = &self.update else { return };
-        let (format, seed, arena) = (self.first.format, self.config.seed, self.arena.share());
-        let (steps, before) = (&missed.steps[..], missed.before);
-        let all = &mut missed.taken[..next as usize];
-        let num = all.len();
-        let pieces = pool.map_or(1, |pool| num_pieces(num, num, pool));
-        let size = num.div_ceil(pieces).max(1);
-        let tasks: Vec<_> = all
-            .chunks_mut(size)
-            .enumerate()
-            .map(|(piece, taken)| {
-                let first = (piece * size) as RecordNumber;
-                CatchUp { arena, format, seed, update, steps, before, first, taken, records: None }
-            })
-            .collect();
-        match pool {
-            Some(pool) => run_if_large(num, tasks, pool, CatchUp::run),
-            None => tasks.into_iter().for_each(CatchUp::run),
-        }
-        missed.before = missed.now();
-        missed.steps.clear();
-    }
-}
-
 /// Lets records take the steps that they have missed.
-struct CatchUp<'a> {
-    arena: SharedArena<'a>,
-    format: RecordFormat,
-    seed: u64,
-    update: &'a Update,
-    steps: &'a [UpdateScalars],
+pub struct CatchUp<'a> {
+    pub arena: SharedArena<'a>,
+    pub format: RecordFormat,
+    pub seed: u64,
+    pub update: &'a Update,
+    pub steps: &'a [UpdateScalars],
     /// As in `MissedSteps`.
-    before: u32,
+    pub before: u32,
     /// Number of steps taken, from the record with number `first` on.
-    taken: &'a mut [u32],
-    first: RecordNumber,
+    pub taken: &'a mut [u32],
+    pub first: RecordNumber,
     /// The records; `None`: all of `taken`.
-    records: Option<&'a [RecordNumber]>,
+    pub records: Option<&'a [RecordNumber]>,
 }
 
 impl CatchUp<'_> {
-    fn run(self) {
+    pub fn run(self) {
         let rule = self.update.rule;
         rule.visit(self);
     }

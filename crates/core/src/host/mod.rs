@@ -3,6 +3,7 @@
 mod absent;
 mod accumulator;
 pub(crate) mod admission;
+mod catch_up;
 mod changes;
 mod eviction;
 mod exact_sum;

@@ -110,7 +110,8 @@ impl Bench {
                 }
                 (expected, got) => panic!("expected {:?}, got {:?}", expected.is_ok(), got.map(|_| ())),
             }
-            check_growth(&mut **subject, &untouched, grown(&before, &after));
+            let call = format!("lookup, {insertion:?}, {save}, {:?}", expected.as_ref().map(|_| ()));
+            check_growth(&mut **subject, &untouched, grown(&before, &after), &call);
         }
     }
 
@@ -158,7 +159,12 @@ impl Bench {
             let got = subject.commit(&named, true).map(|_| ()).map_err(|e| e.to_string());
             assert_eq!(got, expected);
             assert_eq!(subject.pending_pushes(), self.model.pushes.len());
-            check_growth(&mut **subject, &untouched, grown(&before, &after));
+            check_growth(
+                &mut **subject,
+                &untouched,
+                grown(&before, &after),
+                &format!("commit, {expected:?}"),
+            );
         }
     }
 
@@ -226,7 +232,7 @@ fn counts_of(stats: TableStats) -> [u64; 5] {
 }
 
 /// Checks by how much the counts of a subject have grown.
-fn check_growth(subject: &mut dyn Subject, before: &Counts, expected: Counts) {
+fn check_growth(subject: &mut dyn Subject, before: &Counts, expected: Counts, call: &str) {
     for (table, (mut got, mut expected)) in
         grown(before, &stats(subject)).into_iter().zip(expected).enumerate()
     {
@@ -236,7 +242,7 @@ fn check_growth(subject: &mut dyn Subject, before: &Counts, expected: Counts) {
                 (got[count], expected[count]) = (0, 0);
             }
         }
-        assert_eq!(got, expected, "table {table}");
+        assert_eq!(got, expected, "{call}, table {table}");
     }
 }
 

@@ -61,6 +61,8 @@ constants! {
     pub const REQUEST_BLOCK: usize = 1024;
     /// Maximum number of classes of distinct keys: by owner and merge block.
     pub const MAX_CLASSES: usize = 256;
+    /// Number of steps after which all rows take those that they have missed.
+    pub const MISSED_STEPS: usize = 1024;
     /// Bins in which a sweep counts rows by score and key.
     pub const RANK_BINS: usize = 1 << RANK_BITS;
     /// Bits of the number of a bin.

@@ -151,6 +151,13 @@ structs! {
         /// By record: when its row changed, as `contract/epochs.rs` of the core says. Null if the table does not note changes.
         pub changes: u64 as "u32*",
         pub admission: Admission,
+        /// By record: number of steps of the optimizer that it has taken. Null if steps update the rows with gradients alone, as the next.
+        pub taken: u64 as "u32*",
+        /// Number of steps so far.
+        pub now: u64 as "const u32*",
+        /// Number of columns of a row.
+        pub dim: u32,
+        pub pad: u32,
         /// Number of the optimizer that updates the table. 0: the model's.
         pub optimizer: u32,
         /// Index of the descriptor of the table's candidates, whose records are `Candidate`s; 0 if it has none.
@@ -496,6 +503,14 @@ structs! {
         pub scalars: [f32; NUM_SCALARS],
         /// Number of the update, from 1.
         pub step: u32,
+    }
+
+    /// The newest steps of an optimizer.
+    pub struct Missed {
+        /// Step number s is in place `s % MISSED_STEPS`.
+        pub steps: u64 as "const Prepared*",
+        /// Number of steps so far.
+        pub now: u64 as "const u32*",
     }
 
     /// Parameters of a merge or an update. In kernels they are the head of `Work`, where the `Keys` of each dim follow.

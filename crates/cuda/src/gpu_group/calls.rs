@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use sok_core::contract::binding::{Binding, UpdateMode};
+use sok_core::contract::binding::Binding;
 use sok_core::contract::general::{Gather, Scatter};
 use sok_core::contract::group::{
     AnyGroup, Apply, BagTensors, Commit, FeatureTensors, GradientTensors, Group, WeightGradient,
@@ -140,13 +140,7 @@ impl Group for GpuGroup {
     }
 
     fn set_binding(&mut self, binding: Binding) -> Result<()> {
-        if binding.mode != UpdateMode::Local {
-            let rule = "on a GPU a step updates the rows with gradients alone";
-            return Err(Error::Device(format!(
-                "{rule}: use `storage=\"host\"`, or `update_mode=\"local\"`. Tables: {}",
-                self.names()
-            )));
-        }
+        self.set_mode(&binding)?;
         self.binding = Some(binding);
         self.pushes_without_optimizer = 0;
         Ok(())

@@ -254,6 +254,8 @@ impl GpuGroup {
         if self.tables.iter().any(|table| table.evictor.is_some() || table.candidates.is_some()) {
             self.settle_later();
         }
+        let caught_up = self.catch_up_tables();
+        self.unheard = self.unheard.take().or(caught_up.err());
     }
 
     /// Accumulates the committed gradients, in a step that does not update. Called after `commit`.
@@ -430,6 +432,7 @@ impl GpuGroup {
     /// Enqueues updating the records of all committed gradients. Called after `prepare`.
     pub(crate) fn update(&mut self, binding: &Binding, scalars: u64, stream: Stream) -> Result<()> {
         self.update_records(binding, scalars, stream)?;
+        self.end_steps_of_rows(binding, stream)?;
         self.workspace.join_uses(stream)
     }
 
@@ -455,6 +458,7 @@ impl GpuGroup {
                 self.workspace.clip_factors(&self.norms, scalars, clipnorm, factors, stream)?;
             }
             let by = By { optimizer, update, prepared: self.prepared_of(optimizer), factors };
+            self.begin_steps(saved, &by, stream)?;
             match sums {
                 Some(sums) => self.workspace.update_sums(saved, &by, sums, stream)?,
                 None => self.workspace.update(saved, &by, stream)?,

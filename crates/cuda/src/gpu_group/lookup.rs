@@ -146,6 +146,7 @@ impl GpuGroup {
         // The host removes rows meanwhile.
         self.workspace.sort_ids(&started, stream)?;
         if !finds_silent_last {
+            self.catch_up_found(&started, stream)?;
             self.workspace.write_rows(&started, features, stream)?;
         }
         let sweeps = match sweeps.map(|sweeps| self.read_sweeps(sweeps)).transpose()? {
@@ -171,6 +172,7 @@ impl GpuGroup {
         self.end_sweeps(sweeps, stream)?;
         if finds_silent_last {
             self.workspace.find_silent(&started, stream)?;
+            self.catch_up_found(&started, stream)?;
             self.workspace.write_rows(&started, features, stream)?;
         }
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);

@@ -10,6 +10,7 @@ mod calls;
 mod commit;
 pub mod general;
 mod lookup;
+mod missed_steps;
 pub mod optimizer;
 mod push;
 pub mod sharded;
@@ -206,6 +207,8 @@ pub struct GpuGroup {
     factors: Buffer<f32>,
     /// The squared norm of all gradients of an optimizer, in its first group.
     norm: Buffer<f64>,
+    /// The newest steps, unless they update the rows with gradients alone.
+    missed: Option<missed_steps::MissedSteps>,
     /// Of an optimizer without a formula.
     pieces: general::Pieces,
     /// Memory of one record, for updates of records that are gone.
@@ -234,6 +237,9 @@ impl GpuGroup {
         let (context, num_tables) = (&device.context, tables.len());
         let widest = tables.iter().map(|t| t.config.dim).max().unwrap_or(1);
         let workspace = Workspace::new(device, &tables)?;
+        // An apply without a commit names no push.
+        let resolved = Buffer::new(context, RESOLVED_WORDS)?;
+        resolved.write(word_of!(Resolved, is_due), &[1])?;
         Ok(GpuGroup {
             binding: None,
             next_lookup: 1,
@@ -242,6 +248,7 @@ impl GpuGroup {
             ring: PushRing::default(),
             pushes_without_optimizer: 0,
             committed: Committed::Nothing,
+            missed: None,
             pieces: general::Pieces::default(),
             carried: Vec::new(),
             combined: None,
@@ -258,7 +265,7 @@ impl GpuGroup {
                 .new_event(Some(CU_EVENT_DISABLE_TIMING))
                 .map_err(driver_error("making an event"))?,
             report: Shared::new(context, REPORT_WORDS + 2 * COUNTS_WORDS * num_tables)?,
-            resolved: Buffer::new(context, RESOLVED_WORDS)?,
+            resolved,
             prepared: Buffer::new(context, workspace.num_optimizers() * PREPARED_WORDS)?,
             workspace,
             is_bad: Buffer::new(context, 1)?,

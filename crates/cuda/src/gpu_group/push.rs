@@ -121,6 +121,10 @@ impl GpuGroup {
         }
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
+        if !weight_gradients.is_empty() {
+            // A step may have come since the lookup.
+            self.catch_up_tables()?;
+        }
         let bytes = || sharded::GradientLayout::of(&self.tables, &saved.saved).bytes;
         let window = self.windows.as_mut().map(|windows| windows.take(bytes())).transpose()?;
         let workspace = &mut self.workspace;

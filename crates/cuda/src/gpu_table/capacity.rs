@@ -15,7 +15,8 @@ impl GpuTable {
         let records = (self.arena.num_bytes() / (16 * self.layout.stride)) as u64;
         let scores = self.evictor.as_ref().map_or(u64::MAX, |evictor| evictor.num_numbers());
         let changes = self.changes.as_ref().map_or(u64::MAX, |changes| changes.num_numbers());
-        records.min(scores).min(changes)
+        let taken = self.taken.as_ref().map_or(u64::MAX, |taken| taken.num_numbers());
+        records.min(scores).min(changes).min(taken)
     }
 
     /// Returns a number above all record numbers that are in use, or that work in progress on the device may take.
@@ -47,6 +48,9 @@ impl GpuTable {
         }
         if let Some(changes) = &mut self.changes {
             changes.reserve_numbers(numbers as usize, spare)?;
+        }
+        if let Some(taken) = &mut self.taken {
+            taken.reserve_numbers(numbers as usize, spare)?;
         }
         self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)
     }

@@ -342,7 +342,8 @@ impl Table for GpuTable {
         (self.layout, self.update, self.released, self.released_on_device) =
             (layout, update, released, released_on_device);
         (self.fresh, self.len_before) = (fresh, len_before);
-        Ok(())
+        self.start_rows(WAITING)?;
+        self.device.synchronize()
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {

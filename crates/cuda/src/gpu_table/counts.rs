@@ -133,6 +133,7 @@ impl GpuTable {
                 + self.released_on_device.num_bytes()
                 + self.spare_released.as_ref().map_or(0, Buffer::num_bytes)
                 + self.evictor.as_ref().map_or(0, |evictor| evictor.num_bytes())
+                + self.taken.as_ref().map_or(0, |taken| taken.num_bytes())
                 + self.candidates.as_ref().map_or(0, |candidates| candidates.num_bytes())
                 + self.changes.as_ref().map_or(0, |changes| changes.num_bytes())) as u64,
             ..self.stats

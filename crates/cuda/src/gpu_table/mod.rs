@@ -11,6 +11,7 @@ pub(crate) mod eviction;
 pub(crate) mod expiry;
 mod frozen;
 mod keys;
+pub(crate) mod missed_steps;
 pub(crate) mod record;
 mod records;
 pub(crate) mod sweep;
@@ -32,6 +33,7 @@ use crate::memory::{Arena, Buffer};
 use candidates::Candidates;
 use changes::Changes;
 use eviction::Evictor;
+use missed_steps::TakenSteps;
 use record::{DeviceLayout, RowKind};
 
 /// The stream of operations that wait for their results: the default stream of the device.
@@ -94,6 +96,8 @@ pub struct GpuTable {
     pub(crate) evictor: Option<Box<Evictor>>,
     /// Keys without a row that commits may insert, if the table has an admission policy or a lookup has left insertion to a commit.
     pub(crate) candidates: Option<Box<Candidates>>,
+    /// How many steps of the optimizer records have taken, unless steps update the rows with gradients alone.
+    taken: Option<Box<TakenSteps>>,
     /// What has changed since dumps of the table.
     changes: Option<Box<Changes>>,
 }
@@ -137,6 +141,7 @@ impl GpuTable {
             released_copy: Vec::new(),
             evictor: evictor(device, &config)?,
             candidates: GpuTable::first_candidates(device, &config)?,
+            taken: None,
             changes: None,
             device: device.clone(),
             config,
@@ -175,6 +180,7 @@ impl GpuTable {
             last_key: self.config.vocabulary_size.map_or(u64::MAX, |size| size - 1),
             stride: self.layout.stride as u32,
             quads: abi::quads(self.config.dim) as u32,
+            dim: self.config.dim as u32,
             states: RowKind::of(&self.config).states() as u32,
             row_type: self.config.row_type as u32,
             optimizer: self.config.optimizer as u32,
@@ -193,6 +199,9 @@ impl GpuTable {
         }
         if let Some(changes) = &self.changes {
             changes.describe(&mut table);
+        }
+        if let Some(taken) = &self.taken {
+            (table.taken, table.now) = (taken.numbers.address(), taken.now);
         }
         if let Some(candidates) = &self.candidates {
             table.admission = candidates.admission();

@@ -170,7 +170,12 @@ impl Workspace {
 
     /// Returns half as many blocks, for kernels whose blocks take turns. If ids repeat, most blocks have nothing to do; if they do
     /// not, each block takes two turns.
-    fn blocks_in_turns(&self, saved: &Saved, kinds: Range<usize>, keys_of_a_group: usize) -> usize {
+    pub(super) fn blocks_in_turns(
+        &self,
+        saved: &Saved,
+        kinds: Range<usize>,
+        keys_of_a_group: usize,
+    ) -> usize {
         self.blocks(saved, kinds, keys_of_a_group).div_ceil(2)
     }
 

@@ -13,6 +13,7 @@ mod distinct;
 mod feature;
 pub mod general;
 mod lookup;
+mod missed_steps;
 mod places;
 mod saved;
 mod serving;

@@ -34,7 +34,7 @@ use subject::{DEVICE, GpuSubject};
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
 
-const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64], has_modes: false };
+const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64], has_modes: true };
 const EVERY_DIM: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
 const ALL_DIMS: Maker = Maker { dims: &[], ..GPU };
 

@@ -30,7 +30,7 @@ use crate::common::{Dice, bits, scan};
 use crate::subject::{DEVICE, GpuSubject, HAS_POOLED, Tested, on_device, peers_of};
 use crate::{POOL, run_all, suite};
 
-const ALONE: Maker = Maker { make: alone, tells_late: true, dims: &[3, 64], has_modes: false };
+const ALONE: Maker = Maker { make: alone, tells_late: true, dims: &[3, 64], has_modes: true };
 
 fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(GpuSubject::alone(configs))]

@@ -15,7 +15,6 @@ use crate::host::lookup_split::lookup_split;
 use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable};
 use crate::host::room::{check_vocabulary, lookup_with_room};
 use crate::host::table::HostTable;
-use crate::key::hash;
 use crate::memory;
 use crate::pool::{Pool, SMALL_CALL, run_if_large};
 
@@ -136,15 +135,8 @@ impl HostGroup {
     /// Lets the rows of a lookup take the steps that they have missed.
     fn catch_up_rows(&mut self, features: &[Feature]) -> Result<()> {
         for feature in features {
-            let table = &mut self.tables[feature.table];
-            if !table.is_behind() {
-                continue;
-            }
             let keys = (0..feature.keys.len()).map(|position| feature.keys.get(position));
-            let keys = keys.chain(table.config.out_of_vocabulary_key);
-            let records = keys.map(|key| table.index.find(hash(key), key));
-            let records = memory::collect(records, "the records of a call")?;
-            table.catch_up(&records);
+            self.tables[feature.table].catch_up_keys(keys)?;
         }
         Ok(())
     }

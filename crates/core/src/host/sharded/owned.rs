@@ -84,6 +84,11 @@ impl Asked {
         rank.checked_sub(1).map_or(0, |before| self.ends[before].0)..self.ends[rank].0
     }
 
+    /// The keys of ids of weight 0, of all ranks.
+    pub fn silent(&self) -> &[Key] {
+        &self.silent
+    }
+
     fn silent_of(&self, rank: usize) -> Range<usize> {
         rank.checked_sub(1).map_or(0, |before| self.ends[before].1)..self.ends[rank].1
     }

@@ -113,6 +113,9 @@ impl ShardedGroup {
         save: bool,
         pool: &Pool,
     ) -> Result<(Vec<Vec<u8>>, Vec<SavedLookup>)> {
+        for asked in asked {
+            self.shard.tables[asked.table].catch_up_keys(asked.silent().iter().copied())?;
+        }
         let tables = asked.iter().map(|asked| &self.shard.tables[asked.table]).zip(rows).zip(asked);
         let owned = tables.map(|((table, rows), asked)| OwnedRows::new(asked, table, rows));
         let owned = owned.collect::<Result<Vec<_>>>()?;

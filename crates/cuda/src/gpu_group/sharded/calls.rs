@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use sok_core::contract::binding::Binding;
+use sok_core::contract::binding::{Binding, UpdateMode};
 use sok_core::contract::general::{Gather, Scatter};
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::{
@@ -119,7 +119,8 @@ impl Group for ShardedGpuGroup {
 
     fn set_binding(&mut self, binding: Binding) -> Result<()> {
         self.shard.set_binding(binding.clone())?;
-        self.front.set_binding(binding)
+        // It has no rows.
+        self.front.set_binding(Binding { mode: UpdateMode::Local, ..binding })
     }
 
     fn binding(&self) -> Option<&Binding> {
