@@ -2,8 +2,7 @@
 // same as crates/core/src/host/missed_steps.rs.
 #include "merged.cuh"
 
-// Lets a record take the steps from number `from` to `now`. A group of lanes calls this, each for its columns. `width`: number of columns,
-// without those that fill the last group of four.
+// Lets a record take the steps from number `from` to `now`. A group of lanes calls this, each for its columns.
 template <u32 ROW, class RULE>
 __device__ __forceinline__ void take_steps(const Table& t, float4* at, const Missed& missed, u32 from, u32 now) {
   constexpr u32 QUADS = quads_of(ROW), LANES = lanes_of(ROW), CHUNKS = (QUADS + LANES - 1) / LANES, STATES = RULE::STATES;
