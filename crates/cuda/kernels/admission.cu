@@ -147,6 +147,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_admitted(cons
     const Section section = a.sections[number];
     const Table& t = a.tables[section.table];
     const Listed listed = a.listed[at];
+    // Another launch may have processed the section of the entry.
+    if (at < section.first || at >= section.first + section.count) continue;
     const u32 sorted = a.sorted[listed.first].record;
     if (!is_candidate(section, sorted)) continue;
     Candidate* candidate = candidate_at(a.tables[t.candidates], sorted - section.first_candidate);
@@ -226,7 +228,9 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_candidates(
   const u32 numbers = num_candidates(candidates), end = 1 + (numbers + WARP - 1) / WARP * WARP;
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < end; i += gridDim.x * TABLE_THREADS) {
     Candidate* candidate = candidate_at(candidates, i < numbers ? i : 0);
-    const bool is_one = i < numbers && candidate->record != ERASED && (candidate->sights == 0) == (forgotten != 0);
+    bool is_one = i < numbers && candidate->record != ERASED && (candidate->sights == 0) == (forgotten != 0);
+    // `count_sights` has marked the candidates that lookups refer to.
+    if (forgotten && i < numbers && candidate->more) candidate->more = 0, is_one = false;
     const u32 to = take(num_listed, is_one);
     if (!is_one) continue;
     keys[to] = candidate->key;

@@ -5,7 +5,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use sok_core::contract::group::Group;
 use sok_core::contract::profile::StepPart;
@@ -108,17 +107,17 @@ impl GpuGroup {
         }
     }
 
-    /// Gets memory for all candidates of the pending pushes, in tables that have room for them. Waits only if memory must grow.
+    /// Gets memory for all candidates of the pending pushes, in tables that are not closed. Waits only if memory must grow.
     ///
     /// # Errors
     /// [`Error::Device`] without enough memory. Nothing has changed then.
     pub(super) fn make_room_for_candidates(&mut self, stream: Stream) -> Result<()> {
-        let lookups = self.pending_lookups();
-        let (ids, refusing) = (self.max_candidates(&lookups), self.refusing(&lookups));
+        let ids = self.max_candidates(&self.pending_lookups());
         let grows = |table: &GpuTable, ids: u64| !table.has_room(table.max_new(ids));
         let mut is_idle = false;
-        for (table, (ids, refuses)) in self.tables.iter_mut().zip(ids.into_iter().zip(refusing)) {
-            if ids == 0 || refuses || !grows(table, ids) {
+        for (table, ids) in self.tables.iter_mut().zip(ids) {
+            let is_closed = table.candidates.as_ref().is_some_and(|candidates| candidates.is_closed);
+            if ids == 0 || is_closed || !grows(table, ids) {
                 continue;
             }
             if !is_idle {
@@ -275,12 +274,14 @@ impl GpuGroup {
                     self.workspace.device.synchronize()?;
                     is_idle = true;
                 }
-                let refers =
-                    |lookup: &Arc<SavedLookup>| lookup.has_candidates() && lookup.is_open.load(Relaxed);
-                let forgets = !self.lookups.iter().any(refers);
-                let candidates = self.tables[t].candidates_mut()?;
-                if !candidates.has_room(ids) {
-                    candidates.make_room(ids, forgets, stream)?;
+                if !self.tables[t].candidates_mut()?.has_room(ids) {
+                    let pushed = self.ring.iter().map(|push| &push.lookup);
+                    for lookup in distinct(self.lookups.iter().chain(pushed)) {
+                        if lookup.has_candidates() && self.has_records_of(&lookup, t) {
+                            self.workspace.mark_candidates(&lookup.saved, t, Stream::DEFAULT)?;
+                        }
+                    }
+                    self.tables[t].candidates_mut()?.make_room(ids, stream)?;
                 }
             }
             self.tables[t].candidates_mut()?.expect(ids);

@@ -115,16 +115,14 @@ impl Candidates {
         self.table.has_room(ids)
     }
 
-    /// Gets memory for the candidates of this many ids. With `forgets`, erases those without sights; no lookup whose gradients may come may refer
-    /// to them. The device must be idle.
+    /// Gets memory for the candidates of this many ids. Erases those without sights that are not marked. The device must be idle, except that
+    /// marks may be under way on the default stream.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
-    pub fn make_room(&mut self, ids: u64, forgets: bool, stream: Stream) -> Result<()> {
+    pub fn make_room(&mut self, ids: u64, stream: Stream) -> Result<()> {
         self.table.count_steps()?;
-        if forgets {
-            self.forget_unseen()?;
-        }
+        self.forget_unseen()?;
         let (rows, capacity) = (self.table.rows(), self.table.index.capacity() as u64);
         // Otherwise each of the next calls would look for candidates without sights again.
         let soon = if 2 * rows > capacity { capacity + 1 - rows } else { 0 };

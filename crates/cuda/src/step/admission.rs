@@ -6,7 +6,7 @@ use sok_core::error::Result;
 
 use super::{Saved, Taking, Workspace};
 use crate::abi::{
-    AbsentId, Admitting, FIND_THREADS, IdCounts, LIST_THREADS, Overflow, Section, TABLE_THREADS,
+    AbsentId, Admitting, FIND_THREADS, IdCounts, LIST_THREADS, Overflow, RING, Section, TABLE_THREADS,
 };
 use crate::device::{Stream, launch_next};
 use crate::gpu_table::GpuTable;
@@ -46,30 +46,14 @@ impl Workspace {
             .kernels(&ADMISSION, ["count_sights", "admit_candidates", "settle_admitted", "end_admission"])?;
         let has_candidates = |section: &Section| section.first_candidate != 0;
         for (number, sections) in saved.live_sections(tables, has_candidates) {
-            let most = sections.iter().map(|section| section.count as usize).max().unwrap_or(0);
-            let blocks = self.device.blocks_for(most, sections.len());
-            let head = Admitting {
-                tables: self.tables(),
-                kinds: saved.keys,
-                sections: saved.section_address(number),
-                sorted: saved.sorted,
-                listed: saved.candidates.listed,
-                num_listed: saved.candidates.num_listed + 4 * number as u64,
-                resolved: taking.resolved,
-                overflow: Overflow { count: saved.candidates.num_overflow, ids: saved.candidates.numbers },
-                of_keys: saved.of_keys(),
-                fault: self.fault.address(),
-                num_sections: sections.len() as u32,
-                blocks,
-                row: taking.row,
-                is_counted: (part == AdmissionPart::Admit { is_counted: true }).into(),
-            };
+            let is_counted = part == AdmissionPart::Admit { is_counted: true };
+            let head = self.admitting(saved, number, sections, taking, is_counted);
             let kernel = match part {
                 AdmissionPart::Count => count,
                 AdmissionPart::Admit { .. } => admit,
                 AdmissionPart::End => end,
             };
-            let all_blocks = sections.len() * blocks as usize;
+            let all_blocks = sections.len() * head.blocks as usize;
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
             unsafe { launch_next!(kernel, stream, all_blocks, FIND_THREADS, head) }?;
             if let AdmissionPart::Admit { .. } = part {
@@ -79,6 +63,50 @@ impl Workspace {
             }
         }
         Ok(())
+    }
+
+    /// Enqueues marking the candidates of a table that a lookup refers to, which must not be erased.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
+    pub fn mark_candidates(&self, saved: &Saved, table: usize, stream: Stream) -> Result<()> {
+        let sections = &saved.sections.1;
+        let of_table = |section: &Section| section.table as usize == table && section.first_candidate != 0;
+        let Some(number) = sections.iter().position(of_table) else { return Ok(()) };
+        let count = self.device.kernel(&ADMISSION, "count_sights")?;
+        let taking = Taking { commit: 0, resolved: 0, row: RING as u32, is_first: true };
+        let head = self.admitting(saved, number, &sections[number..=number], taking, false);
+        let blocks = head.blocks as usize;
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
+        unsafe { launch_next!(count, stream, blocks, FIND_THREADS, head) }
+    }
+
+    /// Returns the parameters of a launch for some sections of a lookup, from section `number` on.
+    fn admitting(
+        &self,
+        saved: &Saved,
+        number: usize,
+        sections: &[Section],
+        taking: Taking,
+        is_counted: bool,
+    ) -> Admitting {
+        let most = sections.iter().map(|section| section.count as usize).max().unwrap_or(0);
+        Admitting {
+            tables: self.tables(),
+            kinds: saved.keys,
+            sections: saved.section_address(number),
+            sorted: saved.sorted,
+            listed: saved.candidates.listed,
+            num_listed: saved.candidates.num_listed + 4 * number as u64,
+            resolved: taking.resolved,
+            overflow: Overflow { count: saved.candidates.num_overflow, ids: saved.candidates.numbers },
+            of_keys: saved.of_keys(),
+            fault: self.fault.address(),
+            num_sections: sections.len() as u32,
+            blocks: self.device.blocks_for(most, sections.len()),
+            row: taking.row,
+            is_counted: is_counted.into(),
+        }
     }
 
     /// Returns the ids of the candidates of a table in a lookup that no commit has taken, by place. The device must be idle.
