@@ -135,7 +135,7 @@ __device__ __forceinline__ void catch_up(
 // Lets the rows of all ids of a call take the steps that they have missed.
 template <class RULE, u32... ROW>
 __global__ void __launch_bounds__(FIND_THREADS) catch_up_found(
-    const __grid_constant__ Call call, const u32* __restrict__ records, const Kinds kinds, const __grid_constant__ Missed missed) {
+    const __grid_constant__ Call call, const u32* records, const Kinds kinds, const __grid_constant__ Missed missed) {
   begin();
   __shared__ LaneList lists[FIND_THREADS / WARP];
   const u32 number = feature_at(call.first_find, call.num_features, blockIdx.x), now = *missed.now;
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(UPDATE_THREADS) catch_up_all(
   const u32 numbers = t.fresh + (taken > t.num_released ? taken - t.num_released : 0);
   for (u32 start = blockIdx.x * UPDATE_THREADS; start < numbers; start += gridDim.x * UPDATE_THREADS) {
     const u32 record = start + threadIdx.x;
-    const bool is_record = record > 0 && record < numbers;
+    // A row that has expired may be read by the host.
+    const bool is_record = record > 0 && record < numbers && !(t.uses && t.uses[record].commit >= UNLISTED);
     const u32 from = is_record ? t.taken[record] : now;
     if (from != now) t.taken[record] = now;
     catch_up<ROW, RULE>(t, missed, from != now, record, from, now, lists[threadIdx.x / WARP]);

@@ -250,10 +250,15 @@ impl GpuGroup {
     }
 
     /// Reads the report of the last commit, as `settle`, which will return the error.
-    pub(super) fn settle_for_tables(&mut self) {
+    pub(super) fn settle_for_policies(&mut self) {
         if self.tables.iter().any(|table| table.evictor.is_some() || table.candidates.is_some()) {
             self.settle_later();
         }
+    }
+
+    /// As `settle_for_policies`, and lets all rows take the steps that they have missed.
+    pub(super) fn settle_for_tables(&mut self) {
+        self.settle_for_policies();
         let caught_up = self.catch_up_tables();
         self.unheard = self.unheard.take().or(caught_up.err());
     }

@@ -279,7 +279,7 @@ impl GpuGroup {
         }
         self.wait_for(&self.counts, 2 * COUNTS_WORDS * self.tables.len(), self.num_noted)?;
         // The report of the last commit has come before: which lookups are closed, and the step.
-        self.settle_for_tables();
+        self.settle_for_policies();
         let (mut tables, mut planned) = (Vec::new(), Vec::new());
         for &t in exceeding {
             let taken = self.counts_noted(self.tables.len() + t).taken;

@@ -35,24 +35,27 @@ impl GpuGroup {
     pub(super) fn set_mode(&mut self, binding: &Binding) -> Result<()> {
         let misses =
             |table: &GpuTable| binding.mode != UpdateMode::Local && !binding.update_of(&table.config).rests();
-        // Steps in progress use the memory.
-        self.workspace.device.synchronize()?;
-        self.missed = None;
-        if self.tables.iter().any(misses) {
-            self.missed = Some(MissedSteps {
+        let new = || -> Result<MissedSteps> {
+            Ok(MissedSteps {
                 mode: binding.mode,
                 steps: self.workspace.memory_of_steps(MISSED_STEPS * PREPARED_WORDS)?,
                 now: Buffer::new(&self.workspace.device.context, 1)?,
                 num_missed: 0,
-            });
+            })
+        };
+        let missed = self.tables.iter().any(misses).then(new).transpose()?;
+        let now = missed.as_ref().map(|missed| missed.now.address());
+        let taken = |table: &GpuTable| {
+            now.filter(|_| misses(table)).map(|now| table.new_taken_steps(now)).transpose()
+        };
+        let taken = self.tables.iter().map(taken).collect::<Result<Vec<_>>>()?;
+        // Steps in progress use the memory of those before.
+        self.workspace.device.synchronize()?;
+        for (table, taken) in self.tables.iter_mut().zip(taken) {
+            table.count_taken_steps(taken);
         }
-        let now = self.missed.as_ref().map(|missed| missed.now.address());
-        for table in &mut self.tables {
-            let now = now.filter(|_| misses(table));
-            if now.is_some() || table.counts_taken_steps() {
-                table.count_taken_steps(now, Stream::DEFAULT)?;
-            }
-        }
+        self.missed = missed;
+        self.tables.iter().try_for_each(|table| table.start_rows(Stream::DEFAULT))?;
         self.workspace.device.synchronize()
     }
 
@@ -68,6 +71,8 @@ impl GpuGroup {
 
     /// Enqueues noting a step, and that all rows take it, unless they do so when they are read.
     pub(super) fn end_steps_of_rows(&mut self, binding: &Binding, stream: Stream) -> Result<()> {
+        // The rows that the commit removes take no step.
+        self.workspace.join_uses(stream)?;
         let Some(missed) = &mut self.missed else { return Ok(()) };
         let (steps, now) = (missed.steps.address(), missed.now.address());
         self.workspace.note_step(self.resolved.address(), self.prepared.address(), steps, now, stream)?;
@@ -75,25 +80,27 @@ impl GpuGroup {
         // The row of an out-of-vocabulary key is read without a lookup, and rows that go may be kept.
         let reads =
             |table: &GpuTable| table.config.out_of_vocabulary_key.is_some() || table.config.keeps_removed();
-        let is_eager = missed.mode == UpdateMode::Global || missed.num_missed == MISSED_STEPS;
-        if is_eager || self.tables.iter().any(reads) {
+        if missed.mode == UpdateMode::Global || missed.num_missed == MISSED_STEPS {
             return self.catch_up_all(binding, stream);
         }
-        Ok(())
+        let mut numbers = (0..self.tables.len()).filter(|number| reads(&self.tables[*number]));
+        numbers.try_for_each(|number| self.catch_up_table(number, binding, stream))
     }
 
     /// Enqueues that all rows take the steps that they have missed.
     fn catch_up_all(&mut self, binding: &Binding, stream: Stream) -> Result<()> {
-        let Some(missed) = &mut self.missed else { return Ok(()) };
-        for number in 0..self.tables.len() {
-            let config = &self.tables[number].config;
-            let (optimizer, update) = (config.optimizer, binding.update_of(config));
-            if self.tables[number].counts_taken_steps() {
-                self.workspace.catch_up_all(&self.tables, number, update, missed.of(optimizer), stream)?;
-            }
-        }
-        missed.num_missed = 0;
+        (0..self.tables.len()).try_for_each(|number| self.catch_up_table(number, binding, stream))?;
+        self.missed.iter_mut().for_each(|missed| missed.num_missed = 0);
         Ok(())
+    }
+
+    fn catch_up_table(&self, number: usize, binding: &Binding, stream: Stream) -> Result<()> {
+        let (Some(missed), table) = (&self.missed, &self.tables[number]) else { return Ok(()) };
+        if !table.counts_taken_steps() {
+            return Ok(());
+        }
+        let (missed, update) = (missed.of(table.config.optimizer), binding.update_of(&table.config));
+        self.workspace.catch_up_all(&self.tables, number, update, missed, stream)
     }
 
     /// As `catch_up_all`, if rows may have missed steps.

@@ -323,6 +323,7 @@ impl Table for GpuTable {
         let room = other.room_to_release(0)?;
         other.release(room, WAITING)?;
         other.device.synchronize()?;
+        self.reserve_taken_steps(other.num_records())?;
         let GpuTable {
             config,
             index,

@@ -14,7 +14,7 @@ use crate::kernels::MISSED;
 use crate::memory::Arena;
 
 /// How many steps the records of a table have taken.
-pub(super) struct TakenSteps {
+pub(crate) struct TakenSteps {
     /// By record.
     pub numbers: Arena,
     /// Address of the number of steps so far.
@@ -44,23 +44,39 @@ impl TakenSteps {
 }
 
 impl GpuTable {
-    /// Begins to count the steps that records take. `now`: address of the number of steps so far; `None`: they are not counted.
+    /// Gets memory for the steps that records take. `now`: address of the number of steps so far.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) without enough memory.
-    pub(crate) fn count_taken_steps(&mut self, now: Option<u64>, stream: Stream) -> Result<()> {
-        let taken = now.map(|now| TakenSteps::new(&self.device, &self.config, now)).transpose()?;
-        (self.taken, self.has_moved) = (taken.map(Box::new), true);
-        self.start_rows(stream)
+    pub(crate) fn new_taken_steps(&self, now: u64) -> Result<Box<TakenSteps>> {
+        let mut taken = TakenSteps::new(&self.device, &self.config, now)?;
+        taken.reserve_numbers(self.num_records(), false)?;
+        Ok(Box::new(taken))
+    }
+
+    /// Begins to count the steps that records take, or stops.
+    pub(crate) fn count_taken_steps(&mut self, taken: Option<Box<TakenSteps>>) {
+        self.has_moved |= taken.is_some() || self.taken.is_some();
+        self.taken = taken;
+    }
+
+    /// For how many records there is memory.
+    pub(super) fn num_records(&self) -> usize {
+        self.arena.num_bytes() / (16 * self.layout.stride)
+    }
+
+    /// Gets memory for the steps that so many records take.
+    pub(super) fn reserve_taken_steps(&mut self, records: usize) -> Result<()> {
+        self.taken.as_mut().map_or(Ok(()), |taken| taken.reserve_numbers(records, false))
     }
 
     /// Enqueues noting that no row has missed a step.
-    pub(super) fn start_rows(&mut self, stream: Stream) -> Result<()> {
-        let numbers = (self.arena.num_bytes() / (16 * self.layout.stride)) as u64;
-        let Some(taken) = &mut self.taken else { return Ok(()) };
-        taken.reserve_numbers(numbers as usize, false)?;
+    pub(crate) fn start_rows(&self, stream: Stream) -> Result<()> {
+        if self.taken.is_none() {
+            return Ok(());
+        }
         let start = self.device.kernel(&MISSED, "start_rows")?;
-        let (table, numbers) = (self.alone(), numbers as u32);
+        let (table, numbers) = (self.alone(), self.num_records() as u32);
         let blocks = self.device.blocks_for(numbers as usize, 1) as usize;
         // SAFETY: The arguments have the types of the kernel's parameters. The table keeps the memory that they point to.
         unsafe { launch!(start, stream, blocks, TABLE_THREADS, table, numbers) }
