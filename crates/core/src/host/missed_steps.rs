@@ -12,13 +12,13 @@ use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
 use crate::store::format::{Chance, RecordFormat};
 use crate::store::region::Region;
 
-/// Number of steps after which all rows take those that they have missed.
+/// Number of steps that are kept. When there are so many, all rows catch up.
 pub const MOST: usize = 1024;
 
 /// The steps that rows of a table have missed.
 pub struct MissedSteps {
     pub mode: UpdateMode,
-    /// By record: the number of steps that the record has taken, of those of this optimizer.
+    /// By record: the number of optimizer steps that the record has taken.
     pub taken: Region<u32>,
     /// Number of steps that all records have taken.
     pub before: u32,
@@ -43,7 +43,7 @@ impl MissedSteps {
         self.taken.num_bytes() + self.steps.capacity() * size_of::<UpdateScalars>()
     }
 
-    /// Notes that rows are made, which miss no step. `next`: a number above those of all records.
+    /// Notes that rows are made. They have missed no step. `next`: a number above those of all records.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).

@@ -61,7 +61,7 @@ constants! {
     pub const REQUEST_BLOCK: usize = 1024;
     /// Maximum number of classes of distinct keys: by owner and merge block.
     pub const MAX_CLASSES: usize = 256;
-    /// Number of steps after which all rows take those that they have missed.
+    /// Number of optimizer steps that are kept. When there are so many, all rows catch up.
     pub const MISSED_STEPS: usize = 1024;
     /// Bins in which a sweep counts rows by score and key.
     pub const RANK_BINS: usize = 1 << RANK_BITS;
