@@ -19,7 +19,7 @@ use crate::gpu_table::candidates::Candidates;
 use crate::gpu_table::sweep::Sweeps;
 use crate::gpu_table::{GpuTable, Room};
 use crate::memory::read;
-use crate::step::{AdmissionPart, Taking};
+use crate::step::AdmissionPart;
 
 /// The keys of a table that pushes may insert.
 #[derive(Default)]
@@ -238,12 +238,12 @@ impl GpuGroup {
             return Ok(());
         }
         let started = self.workspace.profiler.start(stream)?;
-        let taking = Taking { commit: 0, resolved: self.resolved.address(), row, is_first: true };
+        let named = (self.resolved.address(), row);
         let is_counted = lookups.len() > 1;
         let [count, end] = [AdmissionPart::Count, AdmissionPart::End].map(|part| is_counted.then_some(part));
         for part in count.into_iter().chain([AdmissionPart::Admit { is_counted }]).chain(end) {
             for lookup in &lookups {
-                self.workspace.admit(&self.tables, &lookup.saved, taking, part, stream)?;
+                self.workspace.admit(&self.tables, &lookup.saved, named, part, stream)?;
             }
         }
         self.workspace.profiler.stop(StepPart::Insert, started, stream)
@@ -290,6 +290,7 @@ impl GpuGroup {
     }
 }
 
+/// Returns these lookups, each once.
 pub(super) fn distinct<'a>(lookups: impl Iterator<Item = &'a Arc<SavedLookup>>) -> Vec<Arc<SavedLookup>> {
     let mut all: Vec<Arc<SavedLookup>> = Vec::new();
     for lookup in lookups {

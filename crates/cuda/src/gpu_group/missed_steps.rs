@@ -35,11 +35,12 @@ impl GpuGroup {
     pub(super) fn set_mode(&mut self, binding: &Binding) -> Result<()> {
         let misses =
             |table: &GpuTable| binding.mode != UpdateMode::Local && !binding.update_of(&table.config).rests();
+        let (context, num_optimizers) = (&self.workspace.device.context, self.workspace.num_optimizers());
         let new = || -> Result<MissedSteps> {
             Ok(MissedSteps {
                 mode: binding.mode,
-                steps: self.workspace.memory_of_steps(MISSED_STEPS * PREPARED_WORDS)?,
-                now: Buffer::new(&self.workspace.device.context, 1)?,
+                steps: Buffer::new(context, num_optimizers * MISSED_STEPS * PREPARED_WORDS)?,
+                now: Buffer::new(context, 1)?,
                 num_missed: 0,
             })
         };

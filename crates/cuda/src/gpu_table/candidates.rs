@@ -88,11 +88,12 @@ impl Candidates {
         }
     }
 
-    /// Whether a descriptor on the device is out of date.
-    pub fn take_moved(&mut self) -> bool {
-        std::mem::take(&mut self.table.has_moved)
+    /// Notes that the device has the current descriptor.
+    pub fn note_described(&mut self) {
+        self.table.has_moved = false;
     }
 
+    /// Whether the descriptor on the device is out of date.
     pub fn has_moved(&self) -> bool {
         self.table.has_moved
     }

@@ -4,7 +4,7 @@
 
 use sok_core::error::Result;
 
-use super::{Saved, Taking, Workspace};
+use super::{Saved, Workspace};
 use crate::abi::{
     AbsentId, Admitting, FIND_THREADS, IdCounts, LIST_THREADS, Overflow, RING, Section, TABLE_THREADS,
 };
@@ -28,7 +28,8 @@ pub enum AdmissionPart {
 }
 
 impl Workspace {
-    /// Enqueues a part of an admission for a lookup. `taking`: the commit that takes a push of it.
+    /// Enqueues a part of an admission for a lookup. `resolved`: address of the `Resolved` of the commit. `row`: of the ticket that names a
+    /// push of the lookup, or `RING` if one is known to be named.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
@@ -36,7 +37,7 @@ impl Workspace {
         &self,
         tables: &[GpuTable],
         saved: &Saved,
-        taking: Taking,
+        (resolved, row): (u64, u32),
         part: AdmissionPart,
         stream: Stream,
     ) -> Result<()> {
@@ -47,7 +48,7 @@ impl Workspace {
         let has_candidates = |section: &Section| section.first_candidate != 0;
         for (number, sections) in saved.live_sections(tables, has_candidates) {
             let is_counted = part == AdmissionPart::Admit { is_counted: true };
-            let head = self.admitting(saved, number, sections, taking, is_counted);
+            let head = self.admitting(saved, number, sections, (resolved, row), is_counted);
             let kernel = match part {
                 AdmissionPart::Count => count,
                 AdmissionPart::Admit { .. } => admit,
@@ -74,8 +75,7 @@ impl Workspace {
         let of_table = |section: &Section| section.table as usize == table && section.first_candidate != 0;
         let Some(number) = sections.iter().position(of_table) else { return Ok(()) };
         let count = self.device.kernel(&ADMISSION, "count_sights")?;
-        let taking = Taking { commit: 0, resolved: 0, row: RING as u32, is_first: true };
-        let head = self.admitting(saved, number, &sections[number..=number], taking, false);
+        let head = self.admitting(saved, number, &sections[number..=number], (0, RING as u32), false);
         let blocks = head.blocks as usize;
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
         unsafe { launch_next!(count, stream, blocks, FIND_THREADS, head) }
@@ -87,7 +87,7 @@ impl Workspace {
         saved: &Saved,
         number: usize,
         sections: &[Section],
-        taking: Taking,
+        (resolved, row): (u64, u32),
         is_counted: bool,
     ) -> Admitting {
         let most = sections.iter().map(|section| section.count as usize).max().unwrap_or(0);
@@ -98,13 +98,13 @@ impl Workspace {
             sorted: saved.sorted,
             listed: saved.candidates.listed,
             num_listed: saved.candidates.num_listed + 4 * number as u64,
-            resolved: taking.resolved,
+            resolved,
             overflow: Overflow { count: saved.candidates.num_overflow, ids: saved.candidates.numbers },
             of_keys: saved.of_keys(),
             fault: self.fault.address(),
             num_sections: sections.len() as u32,
             blocks: self.device.blocks_for(most, sections.len()),
-            row: taking.row,
+            row,
             is_counted: is_counted.into(),
         }
     }

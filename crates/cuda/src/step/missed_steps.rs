@@ -10,7 +10,6 @@ use crate::abi::{FIND_THREADS, Missed, PER_SUM, UPDATE_THREADS};
 use crate::device::{Stream, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::MISSED;
-use crate::memory::Buffer;
 use crate::rule;
 
 impl Workspace {
@@ -96,13 +95,5 @@ impl Workspace {
         let table = table.descriptor(kind as u32);
         // SAFETY: As above.
         unsafe { launch_next!(kernel, stream, blocks, UPDATE_THREADS, table, missed) }
-    }
-
-    /// Memory for so many `Prepared` of each optimizer.
-    ///
-    /// # Errors
-    /// [`Error::Device`](sok_core::Error::Device) without enough memory.
-    pub fn memory_of_steps(&self, words: usize) -> Result<Buffer<u32>> {
-        Buffer::new(&self.device.context, self.num_optimizers() * words)
     }
 }

@@ -362,7 +362,7 @@ impl Workspace {
                     descriptors.push(abi::Table::default());
                     continue;
                 };
-                candidates.take_moved();
+                candidates.note_described();
                 descriptors[t].candidates = (num_tables + t) as u32;
                 descriptors.push(candidates.descriptor());
             }
