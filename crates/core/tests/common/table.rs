@@ -549,9 +549,14 @@ impl TableOp {
             TableOp::Reload => {
                 model.clears += 1;
                 model.forget();
+                let first_score = model.first_score();
                 for record in model.rows.values_mut() {
                     model.births += 1;
                     record.birth = model.births;
+                    // A dump holds the scores of rows with an eviction policy.
+                    if model.config.eviction.is_none() {
+                        record.score = first_score;
+                    }
                     // A dump holds the ages of rows with a time to live.
                     if model.config.time_to_live.is_none() {
                         record.commit = model.settled_commit;
