@@ -32,7 +32,7 @@ suite!(HOST);
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 300,
+        cases: common::cases(300),
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
     })]
@@ -49,7 +49,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 24,
+        cases: common::cases(24),
         max_shrink_iters: 64,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()

@@ -40,7 +40,7 @@ suite!(ALONE);
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 300,
+        cases: common::cases(300),
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
     })]
@@ -57,7 +57,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 24,
+        cases: common::cases(24),
         max_shrink_iters: 64,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
@@ -96,7 +96,7 @@ fn a_lookup_that_one_rank_refuses_changes_no_rank() {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 60,
+        cases: common::cases(60),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
@@ -144,7 +144,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 24,
+        cases: common::cases(24),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()

@@ -17,7 +17,7 @@ table_suite!(host);
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 400,
+        cases: common::cases(400),
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
     })]

@@ -86,6 +86,11 @@ pub fn scan(table: &dyn Contents, max: usize) -> BTreeMap<Key, Vec<u32>> {
     by_key
 }
 
+/// How many random cases a test tries: `usual`, times the environment's `SOK_TEST_TIMES`.
+pub fn cases(usual: u32) -> u32 {
+    usual * std::env::var("SOK_TEST_TIMES").map_or(1, |times| times.parse().expect("a number"))
+}
+
 /// Room for output, full of what must not stay.
 pub fn unwritten(len: usize) -> Vec<f32> {
     vec![123456.0; len]
