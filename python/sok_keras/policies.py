@@ -121,8 +121,13 @@ class Frequency(Admission):
     lookup answers what `missing` says, and the gradient of the id is dropped. Sights are counted when the optimizer applies a step, so a
     step that a loss scale skips counts none. `Table.assign` and `Table.find_or_insert` insert every key.
 
-    The counts of ids without a row take 27 to 40 bytes each, on a GPU some 50. An id whose row is erased, evicted or expired starts anew. Dumps hold the
-    counts, so counting goes on after a load; weights files do not.
+    The counts of ids without a row take 27 to 40 bytes each, on a GPU some 50. An id whose row is erased, evicted or expired starts anew. Dumps
+    hold the counts, so counting goes on after a load; weights files do not.
+
+    With `memory` there are at most `n = memory // 64` counts after each step. If a step ends with more, those of 1 are forgotten, then those
+    of 2 and so on, until a 64th of `n` is free. So an id may get its row late, but never early. Each time that its count is forgotten it
+    loses at most `1.02 * s / n` sights, where `s` is the sum of all counts. Ids that come again soon keep their counts among many that come
+    once.
 
     Example:
 
@@ -139,12 +144,15 @@ class Frequency(Admission):
         threshold: Number of sights from which on an id gets a row.
         once_per_step: Whether an id counts once a step, however often it comes in it.
         half_life: Number of steps after which all counts are halved and rounded down. None: never.
+        memory: Number of bytes for the counts, at least 64. Ranks share them. `threshold` is at most 4095 then. None: each id without a row
+            has a count.
     """
 
     threshold: int
     _: dataclasses.KW_ONLY
     once_per_step: bool = False
     half_life: int | None = None
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         if not _is_positive(self.threshold) or self.threshold >= 2**32:
@@ -153,6 +161,14 @@ class Frequency(Admission):
             )
         self._check_flags("once_per_step")
         _check_half_life(self.half_life)
+        if self.memory is None:
+            return
+        if not _is_positive(self.memory) or self.memory < 64:
+            raise ValueError(f"`memory` must be an int of at least 64 bytes, or None. Received: memory={self.memory!r}")
+        if self.threshold > 4095:
+            raise ValueError(
+                f"`threshold` must be at most 4095 where `memory` is given. Received: threshold={self.threshold!r}"
+            )
 
 
 @keras.saving.register_keras_serializable(package="sok_keras")

@@ -33,8 +33,9 @@ def train(model, ids):
 class Reference:
     """What a table with `Frequency` does, in a dictionary."""
 
-    def __init__(self, threshold, once_per_step=False, half_life=None):
+    def __init__(self, threshold, once_per_step=False, half_life=None, memory=None):
         self.threshold, self.once_per_step, self.half_life = threshold, once_per_step, half_life
+        self.max_counts = memory and memory // 64
         self.keys, self.sights, self.step = set(), collections.Counter(), 1
         self.filtered = self.dropped = 0
 
@@ -52,12 +53,22 @@ class Reference:
                 self.dropped += num_ids
         if self.half_life and self.step % self.half_life == 0:
             self.sights = collections.Counter({key: n // 2 for key, n in self.sights.items() if n // 2})
+        if self.max_counts and len(self.sights) > self.max_counts:
+            counts = sorted(self.sights.values(), reverse=True)
+            forgotten = counts[self.max_counts - self.max_counts // 64]
+            self.sights = collections.Counter({key: n for key, n in self.sights.items() if n > forgotten})
         self.step += 1
 
 
 @pytest.mark.parametrize(
     "policy",
-    [{"threshold": 1}, {"threshold": 3}, {"threshold": 3, "once_per_step": True}, {"threshold": 4, "half_life": 3}],
+    [
+        {"threshold": 1},
+        {"threshold": 3},
+        {"threshold": 3, "once_per_step": True},
+        {"threshold": 4, "half_life": 3},
+        {"threshold": 4, "memory": 64 * 6},
+    ],
 )
 def test_ids_get_a_row_when_they_have_come_often_enough(policy):
     layer, reference = make_layer(Frequency(**policy)), Reference(**policy)
@@ -169,7 +180,7 @@ def test_frozen_and_served_models_count_nothing():
     assert table.explain(1).state == table.explain(2).state == "absent" and table.stats().filtered == 0
 
 
-@pytest.mark.parametrize("admission", [Frequency(3, half_life=5), Probability(0.5)])
+@pytest.mark.parametrize("admission", [Frequency(3, half_life=5), Frequency(3, memory=6400), Probability(0.5)])
 def test_policies_are_saved_with_the_layer(admission, tmp_path):
     layer = make_layer(admission)
     model = make_model(layer)
@@ -210,6 +221,10 @@ def test_arguments_are_checked():
         make_layer("frequency")
     with pytest.raises(ValueError, match="`half_life` must be a positive integer"):
         Frequency(2, half_life=0)
+    with pytest.raises(ValueError, match="`memory` must be an int of at least 64 bytes, or None"):
+        Frequency(2, memory=63)
+    with pytest.raises(ValueError, match="`threshold` must be at most 4095 where `memory` is given"):
+        Frequency(4096, memory=64)
     with pytest.raises(ValueError, match="`once_per_step` must be True or False"):
         Frequency(2, once_per_step=1)
     with pytest.raises(ValueError, match="`admission` is for dynamic tables"):
@@ -242,7 +257,9 @@ def explained(table, keys=range(60)):
     return {key: table.explain(key) for key in keys}
 
 
-@pytest.mark.parametrize("policy", [Frequency(4, half_life=5), Frequency(3, once_per_step=True), Probability(0.2)])
+@pytest.mark.parametrize(
+    "policy", [Frequency(4, half_life=5), Frequency(3, once_per_step=True), Frequency(4, memory=640), Probability(0.2)]
+)
 def test_counting_goes_on_after_a_load(policy, tmp_path):
     layers = [make_layer(policy) for _ in range(2)]
     first, second = map(make_model, layers)

@@ -234,7 +234,8 @@ fn a_step_without_memory_changes_nothing_and_the_next_one_goes_on() {
         [Insertion::AtLookup, Insertion::AtCommit].into_iter().cycle().take(12).enumerate()
     {
         let (mut start, is_update) = (0, round % 4 < 2);
-        let frequency = Admission::Frequency { threshold: 3, once_per_step: false, half_life: None };
+        let frequency =
+            Admission::Frequency { threshold: 3, once_per_step: false, half_life: None, memory: None };
         let admission = (round >= 8).then_some(frequency);
         for call in 0..4 {
             let mut failures = 0;

@@ -56,7 +56,7 @@ fn tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
         if config.vocabulary_size.is_none() && dice.below(3) == 0 {
             let (threshold, once_per_step) = (1 + dice.below(4) as u32, dice.below(2) == 0);
             let half_life = dice.pick(&[None, Some(3)]);
-            let frequency = Admission::Frequency { threshold, once_per_step, half_life };
+            let frequency = Admission::Frequency { threshold, once_per_step, half_life, memory: None };
             config.admission =
                 Some(dice.pick(&[frequency, frequency, Admission::Probability { probability: 0.3 }]));
         }
@@ -218,7 +218,7 @@ fn any_program(dice: &mut Dice, configs: &[(TableConfig, Placement)]) -> Vec<Glo
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 100,
+        cases: common::cases(100),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()

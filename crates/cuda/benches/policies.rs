@@ -41,7 +41,8 @@ struct Policy {
 const NONE: Policy =
     Policy { name: "none", score: None, is_full: false, lifetime: None, is_tracked: false, admission: None };
 /// Keys that have come twice.
-const TWICE: Admission = Admission::Frequency { threshold: 2, once_per_step: false, half_life: None };
+const TWICE: Admission =
+    Admission::Frequency { threshold: 2, once_per_step: false, half_life: None, memory: None };
 const POLICIES: [Policy; 7] = [
     NONE,
     Policy { name: "LRU, scores alone", score: Some(LRU), ..NONE },

@@ -218,6 +218,58 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_sights(
     candidate_at(candidates, i)->sights /= 2;
 }
 
+// If more than `max` candidates have sights, chooses the highest number of sights that is forgotten, so that at most `stays` candidates
+// keep theirs. Numbers from `top` on are equal.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) choose_forgotten(
+    const __grid_constant__ Table candidates, const Resolved* resolved, u32 top, u32 max, u32 stays, Forgetting* forgetting) {
+  begin();
+  if (!resolved->is_due) return;
+  constexpr u32 PER_THREAD = NUM_COUNTS / TABLE_THREADS;
+  static_assert(NUM_COUNTS % TABLE_THREADS == 0, "each thread of the last block sums up the same number of counts");
+  __shared__ u32 num_by_count[NUM_COUNTS];
+  for (u32 c = threadIdx.x; c < NUM_COUNTS; c += TABLE_THREADS) num_by_count[c] = 0;
+  __syncthreads();
+  const u32 numbers = num_candidates(candidates);
+  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) {
+    const u32 sights = candidate_at(candidates, i)->sights;
+    if (sights) atomicAdd(num_by_count + min(sights, top), 1);
+  }
+  __syncthreads();
+  for (u32 c = threadIdx.x; c < NUM_COUNTS; c += TABLE_THREADS)
+    if (num_by_count[c]) atomicAdd(forgetting->num_by_count + c, num_by_count[c]);
+  if (!is_last_block(&forgetting->blocks_done, gridDim.x)) return;
+  __shared__ u32 of_threads[TABLE_THREADS];
+  u32 mine[PER_THREAD], sum = 0;
+  for (u32 k = 0; k < PER_THREAD; ++k) {
+    u32* of_count = forgetting->num_by_count + threadIdx.x * PER_THREAD + k;
+    sum += mine[k] = load_shared(of_count);
+    *of_count = 0;
+  }
+  of_threads[threadIdx.x] = sum;
+  __syncthreads();
+  u32 below = 0, all = 0;
+  for (u32 t = 0; t < TABLE_THREADS; ++t) all += of_threads[t], below += t < threadIdx.x ? of_threads[t] : 0;
+  if (all <= max) {
+    if (threadIdx.x == 0) forgetting->highest = 0;
+    return;
+  }
+  for (u32 k = 0; k < PER_THREAD; ++k, below += mine[k - 1])
+    // True for one count of one thread.
+    if (below < all - stays && below + mine[k] >= all - stays) forgetting->highest = threadIdx.x * PER_THREAD + k;
+}
+
+// Forgets the sights that `choose_forgotten` has chosen.
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) forget_lowest(
+    const __grid_constant__ Table candidates, const Resolved* resolved, u32 top, const Forgetting* forgetting) {
+  begin();
+  if (!resolved->is_due || !forgetting->highest) return;
+  const u32 numbers = num_candidates(candidates), highest = forgetting->highest;
+  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) {
+    Candidate* candidate = candidate_at(candidates, i);
+    if (min(candidate->sights, top) <= highest) candidate->sights = 0;
+  }
+}
+
 // `Candidate::record` of a candidate that was erased.
 constexpr u32 ERASED = ~0u;
 

@@ -258,6 +258,8 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
                 "end_admission",
                 "list_absent",
                 "halve_sights",
+                "choose_forgotten",
+                "forget_lowest",
                 "list_candidates",
             ]),
         ),

@@ -101,10 +101,15 @@ impl Admitter {
         (self.sights, self.counted) = (sights, Vec::new());
     }
 
-    /// Halves all counts if that is due after so many steps.
+    /// Ends a step: halves all counts if that is due, and forgets the lowest if the policy's memory does not hold all.
     pub fn end_step(&mut self, step: u64) {
         if self.policy.halves_after(step) {
             self.sights.halve();
+        }
+        if let Admission::Frequency { threshold, .. } = self.policy
+            && let Some(max) = self.policy.max_counts()
+        {
+            self.sights.forget_lowest(max, threshold);
         }
     }
 }

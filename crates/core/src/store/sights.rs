@@ -4,8 +4,9 @@ use super::index::Index;
 use crate::error::Result;
 use crate::key::{Key, hash};
 use crate::memory;
-use crate::policy::admission::sum_of_sights;
+use crate::policy::admission::{highest_forgotten, sum_of_sights};
 
+const WHAT: &str = "the counts of keys without a row";
 /// Stands for the record of a counted key in the index, whose marks are the counts.
 const COUNTED: u32 = 1;
 
@@ -72,14 +73,34 @@ impl Sights {
         self.index.remove(hash(key), key);
     }
 
-    /// Halves all counts, rounded down. Without memory for a list of those that become 0, they take room until they count again.
+    /// Halves all counts, rounded down.
     pub fn halve(&mut self) {
+        self.change_all(|count| count / 2);
+    }
+
+    /// If there are more than `max` counts, forgets the lowest, as [`highest_forgotten`] says. Counts from `top` on are equal. Without memory it
+    /// forgets none.
+    pub fn forget_lowest(&mut self, max: u64, top: u32) {
+        if self.len() as u64 <= max {
+            return;
+        }
+        let Ok(mut num_by_count) = memory::filled(0u64, top as usize + 1, WHAT) else { return };
+        self.index.for_each_mark(|_, count| num_by_count[(*count).min(top) as usize] += 1);
+        // These wait to be removed.
+        num_by_count[0] = 0;
+        if let Some(highest) = highest_forgotten(&num_by_count, max) {
+            self.change_all(|count| if count.min(top) <= highest { 0 } else { count });
+        }
+    }
+
+    /// Replaces each count. Without memory for a list of those that become 0, they take room until they count again.
+    fn change_all(&mut self, change: impl Fn(u32) -> u32) {
         let mut num_zeros = 0;
         self.index.for_each_mark(|_, count| {
-            *count /= 2;
+            *count = change(*count);
             num_zeros += usize::from(*count == 0);
         });
-        let Ok(mut zeros) = memory::with_capacity(num_zeros, "the counts that became 0") else { return };
+        let Ok(mut zeros) = memory::with_capacity(num_zeros, WHAT) else { return };
         self.index.for_each_mark(|key, count| {
             if *count == 0 {
                 zeros.push(key);
@@ -121,6 +142,22 @@ mod tests {
             [1, 2, 1 << 40].map(|key| sights.get(key)),
             [if map.contains_key(&1) { 9 } else { 0 }, 0, 0]
         );
+    }
+
+    #[test]
+    fn the_lowest_counts_go_first() {
+        let mut sights = Sights::new().unwrap();
+        (0..1000).for_each(|key| _ = sights.add(key, key % 10 + 1).unwrap());
+        sights.forget_lowest(1000, 5);
+        assert_eq!(sights.len(), 1000);
+        sights.forget_lowest(800, 5);
+        assert_eq!(sights.len(), 700);
+        assert!((0..1000).all(|key| sights.get(key) == if key % 10 < 3 { 0 } else { key as u32 % 10 + 1 }));
+        // From 5 on all are equal.
+        sights.forget_lowest(650, 5);
+        assert_eq!(sights.len(), 600);
+        sights.forget_lowest(599, 5);
+        assert_eq!(sights.len(), 0);
     }
 
     #[test]

@@ -18,6 +18,7 @@ fn add_policies(dice: &mut Dice, config: &mut TableConfig) {
         threshold: 1 + dice.below(4) as u32,
         once_per_step: dice.below(2) == 0,
         half_life: dice.pick(&[None, Some(3)]),
+        memory: dice.pick(&[None, Some(64 * 500)]),
     };
     let by_chance = Admission::Probability { probability: 0.4 };
     config.admission = dice.pick(&[None, Some(frequency), Some(by_chance)]);

@@ -126,9 +126,18 @@ pub fn time_to_live() -> impl Strategy<Value = TimeToLive> {
 
 /// Any policy of admission.
 pub fn admission() -> impl Strategy<Value = Admission> {
-    let frequency = (1..6u32, any::<bool>(), select(vec![None, Some(1), Some(3)])).prop_map(
-        |(threshold, once_per_step, half_life)| Admission::Frequency { threshold, once_per_step, half_life },
-    );
+    let frequency = (
+        1..6u32,
+        any::<bool>(),
+        select(vec![None, Some(1), Some(3)]),
+        select(vec![None, None, Some(64), Some(400), Some(1000)]),
+    )
+        .prop_map(|(threshold, once_per_step, half_life, memory)| Admission::Frequency {
+            threshold,
+            once_per_step,
+            half_life,
+            memory,
+        });
     prop_oneof![3 => frequency, 1 => select(vec![0.0, 0.3, 1.0]).prop_map(|probability| Admission::Probability { probability })]
 }
 

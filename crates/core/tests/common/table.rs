@@ -8,6 +8,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::{Update, UpdateScalars, update_with_formula};
 use sok_core::initializer::philox;
 use sok_core::key::{Key, hash};
+use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::Score;
 use sok_core::policy::time_to_live::Lifetime;
 use sok_core::row_type::{Bfloat16, Float16, Number, RowType};
@@ -259,6 +260,7 @@ impl ModelTable {
             self.sights.values_mut().for_each(|count| *count /= 2);
             self.sights.retain(|_, count| *count > 0);
         }
+        self.forget_lowest();
         let score = self.config.eviction.map(|policy| policy.score);
         if let Some(Score::Lfu { half_life: Some(every) }) = score
             && self.step.is_multiple_of(every)
@@ -269,6 +271,21 @@ impl ModelTable {
             self.step += 1;
         }
         expired
+    }
+
+    /// Forgets the lowest counts of keys without a row, if there are more than the policy's memory holds.
+    fn forget_lowest(&mut self) {
+        let Some(Admission::Frequency { threshold, memory: Some(bytes), .. }) = self.config.admission else {
+            return;
+        };
+        let max = (bytes / 64) as usize;
+        if self.sights.len() <= max {
+            return;
+        }
+        let mut counts: Vec<u32> = self.sights.values().map(|&count| count.min(threshold)).collect();
+        counts.sort_unstable_by(|a, b| b.cmp(a));
+        let highest = counts[max - max / 64];
+        self.sights.retain(|_, count| (*count).min(threshold) > highest);
     }
 
     /// Makes room, then inserts as `insert_fitting`.

@@ -67,6 +67,8 @@ constants! {
     pub const RANK_BINS: usize = 1 << RANK_BITS;
     /// Bits of the number of a bin.
     pub const RANK_BITS: usize = 12;
+    /// Number of values that counts of sights have where the lowest are forgotten.
+    pub const NUM_COUNTS: usize = sok_core::policy::admission::MAX_LIMITED_THRESHOLD as usize + 1;
     /// Bits of the dim in the code of a row. The type of its numbers follows.
     pub const ROW_DIM_BITS: usize = 24;
     /// In the code of a row, after the dim: updates round by chance.

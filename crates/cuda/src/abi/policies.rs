@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::constants::NUM_COUNTS;
 use super::macros::{InCuda, struct_text};
 use super::structs::{Index, Overflow};
 use crate::memory::Plain;
@@ -134,6 +135,16 @@ structs! {
         /// A number above those of all records.
         pub numbers: u32,
         pub pad: u32,
+    }
+
+    /// Which sights a policy with a limited memory forgets. It starts as zeros.
+    pub struct Forgetting {
+        /// The highest count that is forgotten; 0 if none is.
+        pub highest: u32,
+        /// Blocks of the launch that have ended.
+        pub blocks_done: u32,
+        /// How many candidates have so many sights. Zeros between launches.
+        pub num_by_count: [u32; NUM_COUNTS],
     }
 
     /// A list of keys whose rows have changed.

@@ -249,7 +249,7 @@ impl GpuGroup {
         self.workspace.profiler.stop(StepPart::Insert, started, stream)
     }
 
-    /// Enqueues halving the sights of candidates, in tables where the step of the commit ends a half-life.
+    /// Enqueues what the step of the commit ends with for the sights of candidates.
     pub(super) fn age_candidates(&self, stream: Stream) -> Result<()> {
         // With its report the host learns that the step has ended.
         let is_seen = u64::from(self.unseen.is_none());

@@ -13,7 +13,7 @@ use sok_core::policy::admission::{Admission, sum_of_sights};
 use sok_core::row_type::RowType;
 
 use super::{GpuTable, WAITING};
-use crate::abi::{self, CANDIDATE, Candidate, TABLE_THREADS, TableCounts};
+use crate::abi::{self, CANDIDATE, Candidate, Forgetting, TABLE_THREADS, TableCounts};
 use crate::device::{Device, Stream, launch};
 use crate::kernels::ADMISSION;
 use crate::memory::Buffer;
@@ -34,6 +34,8 @@ pub(crate) struct Candidates {
     table: GpuTable,
     /// Number of ids looked up since the last commit.
     ids_since: u64,
+    /// A `Forgetting`, if the policy's memory is limited.
+    forgetting: Option<Buffer<u32>>,
 }
 
 impl Candidates {
@@ -60,7 +62,12 @@ impl Candidates {
         let mut table = GpuTable::new(device, config)?;
         // A report that was enqueued before does not have its counts.
         table.is_recounted = true;
-        Ok(Box::new(Candidates { policy: of.admission, step: 1, is_closed: false, table, ids_since: 0 }))
+        let policy = of.admission;
+        let forgetting = policy
+            .and_then(Admission::max_counts)
+            .map(|_| Buffer::new(&device.context, size_of::<Forgetting>() / 4))
+            .transpose()?;
+        Ok(Box::new(Candidates { policy, step: 1, is_closed: false, table, ids_since: 0, forgetting }))
     }
 
     /// Returns the descriptor of the candidates for the kernels of a group.
@@ -187,20 +194,35 @@ impl Candidates {
         matches!(self.policy, Some(Admission::Probability { .. }))
     }
 
-    /// Enqueues halving all sights, if a step ends a half-life and its tickets are valid. `resolved`: address of the `Resolved` of its commit.
+    /// Enqueues what a step ends with, if its tickets are valid: halves all sights if the step ends a half-life, and forgets the lowest if the
+    /// policy's memory may not hold all. `resolved`: address of the `Resolved` of its commit.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
     pub fn age(&self, step: u64, resolved: u64, stream: Stream) -> Result<()> {
-        if !self.policy.is_some_and(|policy| policy.halves_after(step)) {
-            return Ok(());
-        }
         let device = &self.table.device;
-        let halve = device.kernel(&ADMISSION, "halve_sights")?;
-        let (descriptor, blocks) =
-            (self.descriptor(), device.blocks_for(self.table.max_numbers() as usize, 1));
-        // SAFETY: The arguments have the types of the kernel's parameters. The group keeps the memory that they point to.
-        unsafe { launch!(halve, stream, blocks as usize, TABLE_THREADS, descriptor, resolved) }
+        let most = self.table.max_numbers();
+        let (descriptor, blocks) = (self.descriptor(), device.blocks_for(most as usize, 1) as usize);
+        if self.policy.is_some_and(|policy| policy.halves_after(step)) {
+            let halve = device.kernel(&ADMISSION, "halve_sights")?;
+            // SAFETY: The arguments have the types of the kernel's parameters. The group keeps the memory that they point to.
+            unsafe { launch!(halve, stream, blocks, TABLE_THREADS, descriptor, resolved) }?;
+        }
+        let (Some(Admission::Frequency { threshold: top, .. }), Some(forgetting)) =
+            (self.policy, &self.forgetting)
+        else {
+            return Ok(());
+        };
+        let max = self.policy.and_then(Admission::max_counts).filter(|&max| most > max);
+        let Some(max) = max.and_then(|max| u32::try_from(max).ok()) else { return Ok(()) };
+        let (stays, forgetting) = (max - max / 64, forgetting.address());
+        let [choose, forget] = device.kernels(&ADMISSION, ["choose_forgotten", "forget_lowest"])?;
+        // SAFETY: As above.
+        unsafe {
+            launch!(choose, stream, blocks, TABLE_THREADS, descriptor, resolved, top, max, stays, forgetting)
+        }?;
+        // SAFETY: As above.
+        unsafe { launch!(forget, stream, blocks, TABLE_THREADS, descriptor, resolved, top, forgetting) }
     }
 
     // ---- sights, for the host. The device must be idle.

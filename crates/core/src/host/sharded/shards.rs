@@ -76,6 +76,10 @@ fn shard_of(config: TableConfig, owners: &Owners) -> TableConfig {
         initial_capacity: share(config.initial_capacity),
         // A rank without keys needs no room, but the limit must be at least 1.
         max_capacity: config.max_capacity.map(|rows| share(rows).max(1)),
+        admission: config.admission.map(|policy| match owners.placement {
+            Placement::Distributed => policy.share(owners.world_size as u64),
+            Placement::Localized(_) | Placement::Replicated => policy,
+        }),
         ..config
     }
 }
