@@ -48,7 +48,7 @@ def make(num_steps):
             table.find_or_insert(np.arange(start, start + 250_000))
     optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.01))
     optimizer.build(layer.trainable_variables)
-    features = tuple((f"t{t}", t, False, "each", False, "sum", None) for t in range(TABLES))
+    features = tuple((f"t{t}", t, False, "each", False, False, "sum", None) for t in range(TABLES))
     return layer, layer._core.plan(features), optimizer._tables
 
 

@@ -40,7 +40,7 @@ class NativeStep:
         limits = limits or [{}] * num_tables
         self.group = native.Group([json.dumps({"name": f"t{t}", **config, **limit}) for t, limit in enumerate(limits)])
         self.tables = [native.Table(self.group, number) for number in range(num_tables)]
-        features = [(f"f{t}", t, False, "last", False, "sum", None) for t in range(num_tables)]
+        features = [(f"f{t}", t, False, "last", False, False, "sum", None) for t in range(num_tables)]
         self.plan = native.Plan(self.group, features)
         update = {"rule": RULES[rule], "weight_decay": None, "clipvalue": None, "clipnorm": None}
         self.optimizer = native.Optimizer([self.group], [json.dumps(update)], False, False)

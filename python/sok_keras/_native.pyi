@@ -74,7 +74,7 @@ class Plan:
     def __init__(
         self,
         group: Group,
-        features: list[tuple[str, int, bool, str, bool, str, int | None]],
+        features: list[tuple[str, int, bool, str, bool, bool, str, int | None]],
         check_finite: bool = False,
     ) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Converts ids and weights, as users pass them, to the tensors that a lookup takes."""
+"""Converts ids, weights and scores, as users pass them, to the tensors that a lookup takes."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from keras import ops
 
 from sok_keras import backend, ragged
 from sok_keras.keys import is_key, signed_key
+from sok_keras.policies import Custom
 from sok_keras.strings import is_strings
 from sok_keras.table_config import TableConfig
 
@@ -294,31 +295,73 @@ def weights_of(value: Any, ids: Any, feature: str) -> Any:
     """Weights as a flat or dense float32 tensor in the order of the ids' tensors.
 
     Raises:
-        ValueError: If they are not floats, or differ from `ids` in shape, in the lengths of ragged rows, or in the places of sparse
-            values. A `tf.function` raises `tf.errors.InvalidArgumentError` when it runs.
+        ValueError: If they are not floats, or as `_one_for_each_id` says.
     """
     if value is None:
         return None
+    value = _one_for_each_id("weights", value, ids, feature)
+    dtype = _dtype_of(value)
+    if not dtype.startswith(("float", "bfloat")):
+        raise ValueError(f"`weights` must be floats. Received: weights of dtype {dtype} (feature {feature!r})")
+    return ops.cast(ops.convert_to_tensor(_plain(value)), "float32")
+
+
+def scores_of(value: Any, ids: Any, feature: str, eviction: Any) -> Any:
+    """Scores as a flat or dense tensor of int32 or int64 in the order of the ids' tensors.
+
+    Raises:
+        ValueError: If the eviction policy of the table does not take scores, if they are not signed integers or JAX would cut them to 32 bits, or as
+            `_one_for_each_id` says.
+    """
+    if value is None:
+        return None
+    if not isinstance(eviction, Custom):
+        raise ValueError(
+            "`scores` are for tables with `eviction=sok_keras.policies.Custom()`. Received: scores for a table with "
+            f"eviction={eviction!r} (feature {feature!r})"
+        )
+    value = _one_for_each_id("scores", value, ids, feature)
+    dtype = _dtype_of(value)
+    if dtype not in ("int32", "int64", *_NARROW):
+        raise ValueError(f"`scores` must be int32 or int64. Received: scores of dtype {dtype} (feature {feature!r})")
+    if dtype == "int64" and not backend.has_wide_integers():
+        raise ValueError(
+            "JAX cuts int64 scores to 32 bits. Set `JAX_ENABLE_X64=1` (Keras stays float32), or feed int32. Received: scores of dtype "
+            f"int64 (feature {feature!r})"
+        )
+    value = ops.convert_to_tensor(_plain(value))
+    return ops.cast(value, "int32") if dtype in _NARROW else value
+
+
+def _one_for_each_id(name: str, value: Any, ids: Any, feature: str) -> Any:
+    """Returns numbers, flat or dense, in the order of the ids' tensors.
+
+    Args:
+        name: Name of the argument, for messages.
+        value: The numbers, of the form of the ids.
+        ids: The ids in order.
+        feature: Name of the feature, for messages.
+
+    Raises:
+        ValueError: If they differ from `ids` in shape, in the lengths of ragged rows, or in the places of sparse values. A `tf.function`
+            raises `tf.errors.InvalidArgumentError` when it runs.
+    """
     check_no_mask(value)
-    ids = ids.values if isinstance(ids, ragged.Ragged) else ids  # their weights are flat
+    ids = ids.values if isinstance(ids, ragged.Ragged) else ids  # their numbers are flat
     ids = ids["low"] if is_words(ids) else ids
     shape, wanted = shape_of(value), shape_of(ids)
     agrees = kind(value) == kind(ids) and len(shape) == len(wanted)
     agrees = agrees and all(s is None or w is None or s == w for s, w in zip(shape, wanted, strict=True))
     if not agrees:
         raise ValueError(
-            f"`weights` must be shaped as the ids are. Received: {kind(value)} weights of shape {shape} for {kind(ids)} ids of "
+            f"`{name}` must be shaped as the ids are. Received: {kind(value)} {name} of shape {shape} for {kind(ids)} ids of "
             f"shape {wanted} (feature {feature!r})"
         )
     if not backend.is_dense(value):
         raise ValueError(
-            f"`weights` must be dense on this backend. Received: a {type(value).__name__} (feature {feature!r})"
+            f"`{name}` must be dense on this backend. Received: a {type(value).__name__} (feature {feature!r})"
         )
-    dtype = _dtype_of(value)
-    if not dtype.startswith(("float", "bfloat")):
-        raise ValueError(f"`weights` must be floats. Received: weights of dtype {dtype} (feature {feature!r})")
     if kind(ids) != "dense" or None in (*shape, *wanted):
-        message = "`weights` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
-        value = ragged.flat_weights(ids, value, f"{message} {wanted} (feature {feature!r})")
-    value = ops.convert_to_tensor(_plain(value))
-    return ops.cast(value, "float32")
+        message = f"`{name}` must be shaped as the ids are: as many in each row, in the same places. Received: others for ids of shape"
+        value = ragged.flat_numbers(ids, value, f"{message} {wanted} (feature {feature!r})")
+    return value

@@ -107,6 +107,36 @@ class LFU(Eviction):
         return {"lfu": {"half_life": self.half_life}}
 
 
+@keras.saving.register_keras_serializable(package="sok_keras")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Custom(Eviction):
+    """Eviction of the rows with the lowest scores of the caller's own: times, prices, priorities.
+
+    As `LRU`, but the score of a row is the highest that came with its id in the last step that brought it one. Layers take scores beside
+    ids, `layer(ids, scores=scores)`: int32 or int64 in the shape of the ids. A negative score counts as 0. A row without a score has 0,
+    and a call without scores leaves them as they are.
+
+    Example:
+
+    >>> layer = sok.DynamicEmbedding(8, max_capacity=2, eviction=sok.policies.Custom())
+    >>> ids, scores = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
+    >>> model = keras.Model([ids, scores], keras.layers.Dense(1)(layer(ids, scores=scores)))
+    >>> model.compile(sok.OptimizerWrapper("sgd"), "mse")
+    >>> loss = model.train_on_batch([np.array([1, 2], "int32"), np.array([9, 5], "int32")], np.zeros(2))
+    >>> loss = model.train_on_batch([np.array([3], "int32"), np.array([7], "int32")], np.zeros(1))
+    >>> contents = layer.get_table().export(scores=True)
+    >>> contents.keys.tolist(), contents.scores.tolist()
+    ([1, 3], [9, 7])
+
+    Args:
+        count_inference: Whether lookups outside of training set scores, too.
+        keep_evicted: As in `LRU`.
+    """
+
+    def _core_score(self) -> Any:
+        return "custom"
+
+
 @dataclasses.dataclass(frozen=True)
 class Admission(_Policy):
     """Base of the admission policies."""
@@ -280,8 +310,8 @@ def get_eviction(identifier: Any) -> Eviction | None:
     """
     if isinstance(identifier, str) and identifier in _BY_NAME:
         return _BY_NAME[identifier]()
-    known = '"lru", "lfu", `sok_keras.policies.LRU(...)`, `LFU(...)`'
-    return _get("eviction", identifier, LRU | LFU, known)
+    known = '"lru", "lfu", `sok_keras.policies.LRU(...)`, `LFU(...)`, `Custom(...)`'
+    return _get("eviction", identifier, LRU | LFU | Custom, known)
 
 
 def get_admission(identifier: Any) -> Admission | None:

@@ -134,24 +134,24 @@ def dense_mask(value: Any, mask: Any) -> Any:
     return tf.scatter_nd(value.indices, mask, value.dense_shape)
 
 
-def flat_weights(ids: Any, weights: Any, message: str) -> Any:
-    """Flat weights in the order of the ids.
+def flat_numbers(ids: Any, numbers: Any, message: str) -> Any:
+    """Flat numbers, one for each id, in the order of the ids.
 
     Args:
         ids: A ragged, sparse or dense tensor.
-        weights: One of the same kind.
+        numbers: One of the same kind.
         message: Message of the error.
 
     Raises:
-        ValueError: If weights and ids have values in different places. A `tf.function` raises `tf.errors.InvalidArgumentError` when it
+        ValueError: If numbers and ids have values in different places. A `tf.function` raises `tf.errors.InvalidArgumentError` when it
             runs.
     """
     import tensorflow as tf
 
-    of_ids, of_weights = _places(tf, ids), _places(tf, weights)
-    pairs = zip(of_ids, of_weights, strict=False)
-    agree = tf.reduce_all([len(of_ids) == len(of_weights), *(_are_equal(tf, *pair) for pair in pairs)])
-    return _checked(tf, agree, lambda: tf.identity(flat_of(weights)), message)
+    of_ids, of_numbers = _places(tf, ids), _places(tf, numbers)
+    pairs = zip(of_ids, of_numbers, strict=False)
+    agree = tf.reduce_all([len(of_ids) == len(of_numbers), *(_are_equal(tf, *pair) for pair in pairs)])
+    return _checked(tf, agree, lambda: tf.identity(flat_of(numbers)), message)
 
 
 def _places(tf: Any, value: Any) -> Any:

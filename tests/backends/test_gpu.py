@@ -109,7 +109,7 @@ def steps_of(num_tables, weighted=False):
     layer.build()
     optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.1))
     optimizer.build(layer.trainable_variables)
-    features = [(table.name, t, False, "each", weighted, "sum", None) for t, table in enumerate(tables)]
+    features = [(table.name, t, False, "each", weighted, False, "sum", None) for t, table in enumerate(tables)]
     plan = layer._core.plan(tuple(features), check_finite=weighted)
     weights = [torch.full((500,), 0.5, device="cuda") if weighted else None] * num_tables
     batches = iter([[torch.arange(first, first + 500, device="cuda")] * num_tables for first in range(12)])
@@ -180,7 +180,7 @@ def test_ids_may_be_in_memory_of_the_host(storage):
 
     layer = sok.DynamicEmbedding(4, storage=storage)
     layer.build()
-    plan = layer._core.plan((("f", 0, False, "each", False, "sum", None),))
+    plan = layer._core.plan((("f", 0, False, "each", False, False, "sum", None),))
     ids = torch.arange(5)
     for given in (ids, ids.pin_memory(), ids.cuda()):
         (rows,) = sok.backend.lookup(plan, layer.trigger.value, True, [(given,)], [None], Insertion.AT_LOOKUP)

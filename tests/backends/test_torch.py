@@ -65,7 +65,7 @@ def interleaved():
     tables = [sok.TableConfig("narrow", None, 2, storage="host"), sok.TableConfig("wide", None, 3, storage="host")]
     layer = sok.DistributedEmbedding([sok.FeatureConfig(f"f{f}", tables[f % 2]) for f in range(4)])
     layer.build()
-    return layer._core.plan(tuple((f"f{f}", f % 2, False, "each", False, "sum", None) for f in range(4)))
+    return layer._core.plan(tuple((f"f{f}", f % 2, False, "each", False, False, "sum", None) for f in range(4)))
 
 
 def test_rows_of_a_width_lie_in_one_piece():
@@ -101,7 +101,7 @@ def test_number_of_a_lookup_is_on_the_host_whatever_the_default_device():
     layer.build()
     with torch.device("meta"):
         rows = sok.backend.lookup(
-            layer._core.plan((("f", 0, False, "each", False, "sum", None),)),
+            layer._core.plan((("f", 0, False, "each", False, False, "sum", None),)),
             layer.trigger.value,
             True,
             [(ids,)],
@@ -119,7 +119,7 @@ def test_a_whole_step_compiles_to_one_graph(storage):
     layer = sok.DynamicEmbedding(4, seed=2, storage=storage)
     layer.build()
     ids = torch.arange(12, device=device).reshape(4, 3)
-    plan = layer._core.plan((("ids", 0, False, "each", False, "sum", None),))
+    plan = layer._core.plan((("ids", 0, False, "each", False, False, "sum", None),))
     optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(0.5))
     optimizer.build(layer.trainable_variables)
     tables, trigger = optimizer._tables, layer.trigger.value

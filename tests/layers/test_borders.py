@@ -22,7 +22,7 @@ def test_numbers_of_tables_that_are_not_there_are_refused(number):
     with pytest.raises(ValueError, match=f"one of 1 tables. Received: {number}"):
         native.Table(group(), number)
     with pytest.raises(ValueError, match=f"one of 1 tables. Received: {number}"):
-        native.Plan(group(), [("f", number, False, "each", False, "sum", None)])
+        native.Plan(group(), [("f", number, False, "each", False, False, "sum", None)])
 
 
 def test_an_optimizer_of_groups_that_come_twice_or_have_no_update_is_refused():

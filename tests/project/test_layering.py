@@ -79,7 +79,7 @@ IN_FUNCTIONS = {
     "layers.base": {"tensorflow": {"check_one_device"}},
     "strings": {"tensorflow": {"_keys_of_tensor"}},
     "ragged": {
-        "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_weights", "rows_like"},
+        "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_numbers", "rows_like"},
         "torch": {"_rows_of_bags", "from_nested"},
     },
 }

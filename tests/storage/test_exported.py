@@ -171,11 +171,11 @@ def test_graph_raises_where_the_package_is_not_imported(program):
 
 
 def test_number_of_a_plan_is_no_other_processs():
-    code = "import sok_keras as sok; print(sok.DynamicEmbedding(2)._core.plan((('f', 0, False, 'each', False, 'sum', None),)).handle)"
+    code = "import sok_keras as sok; print(sok.DynamicEmbedding(2)._core.plan((('f', 0, False, 'each', False, False, 'sum', None),)).handle)"
     core = sok.DynamicEmbedding(2)._core
     numbers = {int(in_another_process(code).stdout) for _ in range(1)}
     for name in "abc":
-        numbers.add(core.plan(((name, 0, False, "each", False, "sum", None),)).handle)
+        numbers.add(core.plan(((name, 0, False, "each", False, False, "sum", None),)).handle)
     assert len(numbers) == 4
     assert all(0 < number < 2**63 for number in numbers)
     assert max(numbers) > 2**48

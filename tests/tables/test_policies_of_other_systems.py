@@ -92,6 +92,18 @@ def test_dynamicemb():
     assert states(table, 7) == ["present"]
 
 
+def test_dynamicemb_customized():
+    """DynamicEmb's score strategy CUSTOMIZED: the lowest scores of the user's own go. `set_score` gives one to all ids of the next batch, we
+    take one for each id."""
+    layer = sok.DynamicEmbedding(DIM, max_capacity=2, eviction=sok.policies.Custom())
+    ids, given = (keras.Input((), dtype="int32") for _ in range(2))
+    model = keras.Model([ids, given], keras.layers.Dense(1)(layer(ids, scores=given)))
+    model.compile(sok.OptimizerWrapper(keras.optimizers.SGD(0.1)), "mse", **FAST)
+    for key, score in ((1, 20), (2, 10), (3, 15), (1, 5)):
+        model.train_on_batch([np.array([key], "int32"), np.array([score], "int32")], np.ones((1, 1)))
+    assert scores(layer.get_table()) == {1: 5, 3: 15} and states(layer.get_table(), 2) == ["evicted"]
+
+
 def test_tzrec():
     """TorchEasyRec: scores are steps; without eviction a table stops at its capacity; ids that have no row read 0."""
     layer, model, table = make(max_capacity=3, check_mode="count", missing="zeros")

@@ -76,7 +76,7 @@ def use_native_lookup(layer):
     import torch
 
     group, ids = layer.get_table()._core.group, torch.arange(100_000)
-    plan = native.Plan(group, [("f", 0, False, "each", False, "sum", None)])
+    plan = native.Plan(group, [("f", 0, False, "each", False, False, "sum", None)])
     for num_ids in (4_000, 100_000):
         rows = torch.empty(num_ids, DIM)
         native.lookup(

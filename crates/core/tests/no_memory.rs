@@ -202,6 +202,7 @@ impl Steps {
             weights: Some(&self.ones[..self.ids.len()]),
             padding_key: None,
             id_counts: None,
+            scores: None,
         };
         self.group.lookup(&[feature], insertion, true, vec![&mut self.rows], &self.pool)
     }

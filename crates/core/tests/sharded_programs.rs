@@ -44,7 +44,12 @@ fn tables(dice: &mut Dice, num_tables: usize) -> Vec<(TableConfig, Placement)> {
         }
         if config.vocabulary_size.is_none() && dice.below(2) == 0 {
             // There is room for all keys, so scores do not depend on the number of ranks.
-            let scores = [Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(3) }];
+            let scores = [
+                Score::Lru,
+                Score::Custom,
+                Score::Lfu { half_life: None },
+                Score::Lfu { half_life: Some(3) },
+            ];
             let (score, counts_inference) = (dice.pick(&scores), dice.below(2) == 0);
             config.max_capacity = Some(1000);
             config.eviction = Some(Eviction { score, counts_inference, keeps_evicted: false });

@@ -132,6 +132,7 @@ impl Work {
                 is_silent: false,
                 at_owner: false,
                 id_counts: 0,
+                scores: None,
                 rows: rows + (4 * table * self.samples * self.dim) as u64,
             });
             first += len;

@@ -90,6 +90,7 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
             weights: work.weighted.then(|| &weights[t * of_table..][..of_table]),
             padding_key: None,
             id_counts: None,
+            scores: None,
         };
         let features: Vec<_> = (0..work.tables).map(feature).collect();
         let mut rows = vec![0f32; gradients.len()];

@@ -6,12 +6,6 @@
 // each, because they wait for memory.
 constexpr u32 WARPS = FIND_THREADS / WARP;
 
-// Returns whether an id is looked up, inserted if necessary, and its row gets a gradient: if it is in the vocabulary, is not padding and
-// has no weight of 0.
-__device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 key, u32 i) {
-  return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
-}
-
 // Counts the ids of a warp that have no record. If a commit may insert their keys, returns the sorted numbers of their candidates; otherwise 0.
 // `at`: the place of the lane's id. `is_absent`: whether it has no record. This is called seldom: so it is a function of its own, which takes no
 // registers from `find_records`.

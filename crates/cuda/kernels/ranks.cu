@@ -222,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) write_keys(const u
       for (u32 w = 0; w < warp; ++w) place += of_warps[w][of_key];
       r.keys[place] = key;
       if (r.id_counts) r.id_counts[place] = 0;
+      if (r.scores) r.scores[place] = 0;
       r.slots[slot].place = place;
     }
     __syncthreads();
@@ -244,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) number_rows(u32* s
     if (r.numbers) r.numbers[i] = row;
     const bool is_active = row && slot / (r.num_slots + 1) < all.merge_blocks;
     if (r.id_counts && is_active) atomicAdd(r.id_counts + row - 1, 1ull);
+    if (r.scores && all.given && is_active) atomicMax(r.scores + row - 1, all.given[r.first + i].score);
     if (all.active) all.active[r.first + i] = is_active ? row : 0;
   }
 }

@@ -143,7 +143,7 @@ __device__ __forceinline__ void start_record(const Table& t, u64 key, u32 record
   if (t.changes) t.changes[record] = t.epoch << 1 | 1;
   if (t.taken) t.taken[record] = *t.now;
   if (!t.uses) return;
-  t.uses[record] = {t.has_steps ? t.progress->step : 0, t.progress->settled_commit};
+  t.uses[record] = {t.scoring == STEPS ? t.progress->step : 0, t.progress->settled_commit};
   t.keys[record] = key;
 }
 

@@ -12,8 +12,8 @@ __device__ __forceinline__ void add_ids(u64* score, u64 ids) {
 
 // Counts a use of a record by a number of ids.
 __device__ __forceinline__ void count_use(const Table& t, Use* use, u64 step, u32 ids) {
-  if (t.has_steps) use->score = step;
-  else add_ids(&use->score, ids);
+  if (t.scoring == STEPS) use->score = step;
+  else if (t.scoring == COUNTED_IDS) add_ids(&use->score, ids);
 }
 
 // Returns how many lanes from this one on have the same record, if it is the first of them; otherwise 0. All lanes of a warp must call this.
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   for (u32 k = 0; k < PER_THREAD; ++k) {
     ids[k] = same_from(record[k]);
     // Only a score that is a number of ids needs the ids of each key.
-    if (of_keys.counts && !t.has_steps && record[k]) ids[k] = num_ids_at(of_keys, sorted[at + k * LIST_THREADS].value);
+    if (of_keys.counts && t.scoring == COUNTED_IDS && record[k]) ids[k] = num_ids_at(of_keys, sorted[at + k * LIST_THREADS].value);
     if (record[k] == 0) ids[k] = 0;
     if (ids[k]) use[k] = load_pair_shared(t.uses + record[k]);
   }
@@ -60,10 +60,10 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
     if (ids[k] == 0 || use[k].high >= UNLISTED) continue;
     Use* to = t.uses + record[k];
     note_change(t, record[k]);
-    if (is_first && t.has_steps) {
+    if (is_first && t.scoring == STEPS) {
       *to = {step, commit};
     } else {
-      if (is_first) add_ids(&to->score, ids[k]);
+      if (is_first && t.scoring == COUNTED_IDS) add_ids(&to->score, ids[k]);
       to->commit = commit;
     }
   }
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_records(
     const __grid_constant__ Table t, const u32* __restrict__ records, const u32* __restrict__ counts, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x, record = i < n ? records[i] & ~NEW : 0;
-  const u32 same = same_from(record), ids = counts && record && !t.has_steps ? counts[i] : same;
+  const u32 same = same_from(record), ids = counts && record && t.scoring == COUNTED_IDS ? counts[i] : same;
   if (!record || !ids) return;
   count_use(t, t.uses + record, t.progress->step, ids);
   note_change(t, record);

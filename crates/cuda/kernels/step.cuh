@@ -40,6 +40,12 @@ __device__ __forceinline__ u64 key_at(const Feature& f, u32 i) {
   }
 }
 
+// Returns whether an id is looked up, inserted if necessary, and its row gets a gradient: if it is in the vocabulary, is not padding and
+// has no weight of 0.
+__device__ __forceinline__ bool is_active(const Feature& f, const Table& t, u64 key, u32 i) {
+  return key <= t.last_key && !(f.has_padding && key == f.padding_key) && !(f.weights && f.weights[i] == 0);
+}
+
 // Returns where bag `b` begins among the ids of its feature. A wrong split is clamped to 0 to `num_ids`.
 __device__ __forceinline__ u32 split_at(const Feature& f, u32 b) {
   const long long split = f.wide_splits ? ((const long long*)f.splits)[b] : ((const int*)f.splits)[b];

@@ -44,6 +44,8 @@ pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers };
 /// Scores of records: their uses, and which records have the lowest.
 pub const SCORES: Source = Source { name: "scores.cu", text: include_str!("../kernels/scores.cu"), headers };
+/// Scores that come with ids.
+pub const GIVEN: Source = Source { name: "given.cu", text: include_str!("../kernels/given.cu"), headers };
 /// The steps that rows without gradients have missed.
 pub const MISSED: Source = Source { name: "missed.cu", text: include_str!("../kernels/missed.cu"), headers };
 /// Keys without a row: their sights, and which of them a commit inserts.

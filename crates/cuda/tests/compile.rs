@@ -2,8 +2,8 @@
 
 use sok_core::formula::Rule;
 use sok_cuda::kernels::{
-    ADMISSION, AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, KEYS, MISSED, RANKS, SCORES,
-    SORT, TABLE, WEIGHTS,
+    ADMISSION, AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, GIVEN, KEYS, MISSED, RANKS,
+    SCORES, SORT, TABLE, WEIGHTS,
 };
 use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
@@ -269,6 +269,7 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         (&FORWARD, forward),
         (&BACKWARD, backward),
         (&GENERAL, general),
+        (&GIVEN, own(&["keep_scores", "reset_scores", "raise_scores"])),
         (&MISSED, missed),
         (&WEIGHTS, weights),
         (&CONTROL, control),

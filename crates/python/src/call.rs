@@ -43,6 +43,7 @@ fn feature<'a>(
     let ids = take(inputs)?;
     let high = planned.words.then(|| take(inputs)).transpose()?;
     let splits = (planned.axis == Axis::Ragged).then(|| take(inputs)).transpose()?;
+    let scores = planned.scores.then(|| take(inputs)).transpose()?;
     let weights = planned.weights.then(|| take(inputs)).transpose()?;
     let mut dims = ids.dims().to_vec();
     let bags = match (planned.axis, splits) {
@@ -60,7 +61,7 @@ fn feature<'a>(
     dims.push(dim as i64);
     let (name, table) = (&planned.name, planned.table);
     let (combiner, padding_key) = (planned.combiner, planned.padding_key);
-    Ok((FeatureTensors { name, table, ids, high, bags, weights, combiner, padding_key }, dims))
+    Ok((FeatureTensors { name, table, ids, high, bags, weights, scores, combiner, padding_key }, dims))
 }
 
 fn no_splits(feature: &str) -> Error {
@@ -76,8 +77,8 @@ pub fn row_dims(plan: &Plan, inputs: &[Tensor]) -> Result<Vec<Vec<i64>>> {
     plan.features.iter().map(dims_of).collect()
 }
 
-/// Tensors in: for each feature of the plan its ids (two int32 tensors for low and high words), then row splits, then
-/// weights, each only if the plan says so.
+/// Tensors in: for each feature of the plan its ids (two int32 tensors for low and high words), then row splits,
+/// scores and weights, each only if the plan says so.
 ///
 /// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
 ///

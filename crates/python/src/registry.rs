@@ -33,6 +33,7 @@ pub struct PlanFeature {
     pub words: bool,
     pub axis: Axis,
     pub weights: bool,
+    pub scores: bool,
     pub combiner: Combiner,
     pub padding_key: Option<u64>,
 }

@@ -336,8 +336,8 @@ pub struct Plan {
     handle: i64,
 }
 
-/// `(name, table, words, axis, weights, combiner, padding_key)` of a feature.
-type FeatureTuple = (String, i64, bool, String, bool, String, Option<i64>);
+/// `(name, table, words, axis, weights, scores, combiner, padding_key)` of a feature.
+type FeatureTuple = (String, i64, bool, String, bool, bool, String, Option<i64>);
 
 #[pymethods]
 impl Plan {
@@ -364,7 +364,7 @@ impl Drop for Plan {
 }
 
 fn plan_feature(
-    (name, table, words, axis, weights, combiner, padding_key): FeatureTuple,
+    (name, table, words, axis, weights, scores, combiner, padding_key): FeatureTuple,
     num_tables: usize,
 ) -> Result<PlanFeature> {
     let unknown = |what: &str, value: &str| Error::argument(format!("unknown {what} `{value}`"));
@@ -382,7 +382,7 @@ fn plan_feature(
         other => return Err(unknown("combiner", other)),
     };
     let padding_key = padding_key.map(|key| key as u64);
-    Ok(PlanFeature { name, table, words, axis, weights, combiner, padding_key })
+    Ok(PlanFeature { name, table, words, axis, weights, scores, combiner, padding_key })
 }
 
 /// The groups that an optimizer updates, and its update of each.

@@ -75,6 +75,8 @@ class DistributedEmbedding(TableLayer):
     Call arguments:
         inputs: Ids, nested as `feature_configs`.
         weights: Floats, nested as `feature_configs`, one for each id. None: every id has weight 1.
+        scores: Integers, nested as `feature_configs`, one for each id of a table with `eviction=sok_keras.policies.Custom()`; None for
+            features of other tables. None: scores of rows stay as they are.
         training: When ids without a row get one. True: at once; with an `admission` policy as for None. None: when the optimizer applies
             a gradient of this call. False: never.
 
@@ -116,8 +118,8 @@ class DistributedEmbedding(TableLayer):
         """The `FeatureConfig`s as they were given."""
         return self._structure.feature_configs
 
-    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        features, ordered, tensors, floats = self._features(inputs, weights)
+    def call(self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None) -> Any:
+        features, ordered, tensors, floats = self._features(inputs, weights, scores)
         rows = self._lookup_in_parts(features, tensors, floats, training)
         shaped = [
             ids.rows_like(value, row, axis)
@@ -125,31 +127,34 @@ class DistributedEmbedding(TableLayer):
         ]
         return self._structure.pack(shaped)
 
-    def _features(self, inputs: Any, weights: Any) -> tuple[list, list, list, list]:
-        """Returns, for each feature, what a plan has of it, its ids in order, their tensors, and their weights."""
+    def _features(self, inputs: Any, weights: Any, scores: Any = None) -> tuple[list, list, list, list]:
+        """Returns, for each feature, what a plan has of it, its ids in order, their tensors and those of their scores, and their weights."""
         structure = self._structure
         given = structure.flatten(inputs)
-        given_weights = [None] * len(given) if weights is None else structure.flatten(weights)
+        given_weights, given_scores = (
+            [None] * len(given) if numbers is None else structure.flatten(numbers) for numbers in (weights, scores)
+        )
         features, tensors, floats, ordered = [], [], [], []
-        for config, value, weight in zip(structure.features, given, given_weights, strict=True):
+        for config, value, weight, score in zip(structure.features, given, given_weights, given_scores, strict=True):
             combiner = config.table.combiner
             value = preprocessing.ids_of(value, config.padding_key, config.name)
             _check_shape("input_shape", config.input_shape, ids.shape_of(value), config.name)
             reduces = combiner is not None
-            value, weight = ids.in_order(value, config.name, reduces), ids.in_order(weight, config.name, reduces)
+            value, weight, score = (ids.in_order(one, config.name, reduces) for one in (value, weight, score))
             ordered.append(value)
             axis = axis_of(value, reduces)
             weight = ids.weights_of(weight, value, config.name)
+            score = ids.scores_of(score, value, config.name, config.table.eviction)
             if axis == "each" and combiner in ("mean", "sqrtn"):
                 weight = None  # of one id, they cancel
             table = structure.table_numbers[id(config.table)]
             words = ids.has_words(value)
             ids.check_padding_key(config.padding_key)
             padding_key = signed_key(config.padding_key)
-            features.append((config.name, table, words, axis, weight is not None, combiner or "sum", padding_key))
-            tensors.append(
-                ids.in_vocabulary(ids.tensors_of(value, config.name, axis), words, config.table, padding_key)
-            )
+            flags = (weight is not None, score is not None)
+            features.append((config.name, table, words, axis, *flags, combiner or "sum", padding_key))
+            of_ids = ids.in_vocabulary(ids.tensors_of(value, config.name, axis), words, config.table, padding_key)
+            tensors.append(of_ids if score is None else (*of_ids, score))
             floats.append(weight)
         return features, ordered, tensors, floats
 
@@ -239,7 +244,9 @@ class DistributedEmbedding(TableLayer):
 
         return _map_up_to(self.feature_configs, shape_of, input_shape)
 
-    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def compute_output_spec(
+        self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None
+    ) -> Any:
         def spec_of(config: FeatureConfig, value: Any) -> Any:
             reduces = config.table.combiner is not None
             value = preprocessing.ids_of(value, config.padding_key, config.name)

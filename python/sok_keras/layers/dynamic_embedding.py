@@ -94,6 +94,7 @@ class DynamicEmbedding(TableLayer):
     Call arguments:
         inputs: Ids.
         weights: Floats, one for each id. None: every id has weight 1.
+        scores: Integers, one for each id, for `eviction=sok_keras.policies.Custom()`. None: scores of rows stay as they are.
         training: When ids without a row get one. True: at once; with an `admission` policy as for None. None: when the optimizer applies
             a gradient of this call. False: never.
 
@@ -105,7 +106,7 @@ class DynamicEmbedding(TableLayer):
         - on TensorFlow `RaggedTensor`, `SparseTensor`, and strings in any of these, whose keys `sok_keras.string_keys` gives;
         - on PyTorch nested tensors of two axes; weights are `(n,)` then.
 
-        `weights` have the shape of the ids; on TensorFlow they are ragged or sparse where the ids are, with values in the same places.
+        `weights` and `scores` have the shape of the ids; on TensorFlow they are ragged or sparse where the ids are, with values in the same places.
         An id of weight 0 gets no row and adds nothing. Weights may be negative. `preprocess` makes these forms of others.
 
     Output shape:
@@ -198,19 +199,20 @@ class DynamicEmbedding(TableLayer):
         """Seed of first values: as given or drawn, or that of the rows that were loaded."""
         return self._core.seeds()[0]
 
-    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        feature, inputs, tensors, weights = self._feature(inputs, weights)
+    def call(self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None) -> Any:
+        feature, inputs, tensors, weights = self._feature(inputs, weights, scores)
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
         return ids.rows_like(inputs, rows, feature[3])
 
-    def _feature(self, inputs: Any, weights: Any) -> tuple[tuple, Any, tuple, Any]:
-        """Returns the feature of a plan, the ids in order, their tensors, and their weights."""
+    def _feature(self, inputs: Any, weights: Any, scores: Any = None) -> tuple[tuple, Any, tuple, Any]:
+        """Returns the feature of a plan, the ids in order, their tensors and those of their scores, and their weights."""
         reduces = self.combiner is not None
         inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)
-        inputs, weights = ids.in_order(inputs, self.name, reduces), ids.in_order(weights, self.name, reduces)
+        inputs, weights, scores = (ids.in_order(value, self.name, reduces) for value in (inputs, weights, scores))
         axis = axis_of(inputs, reduces)
         tensors = ids.tensors_of(inputs, self.name, axis)
         weights = ids.weights_of(weights, inputs, self.name)
+        scores = ids.scores_of(scores, inputs, self.name, self.eviction)
         if axis == "each" and self.combiner in ("mean", "sqrtn"):
             weights = None  # of one id, they cancel
         combiner = self.combiner or "sum"
@@ -220,10 +222,11 @@ class DynamicEmbedding(TableLayer):
             ids.has_words(inputs),
             axis,
             weights is not None,
+            scores is not None,
             combiner,
             signed_key(self._padding_key),
         )
-        return feature, inputs, tensors, weights
+        return feature, inputs, tensors if scores is None else (*tensors, scores), weights
 
     def _prefetch(self, inputs: Any) -> None:
         feature, _, tensors, weights = self._feature(inputs, None)
@@ -292,7 +295,9 @@ class DynamicEmbedding(TableLayer):
     def compute_output_shape(self, input_shape: Any) -> Any:
         return ids.rows_shape(input_shape, self.output_dim, self.combiner is not None)
 
-    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def compute_output_spec(
+        self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None
+    ) -> Any:
         reduces = self.combiner is not None
         inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)
         ids.check_dtype(inputs, self.name)

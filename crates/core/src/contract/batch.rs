@@ -124,6 +124,43 @@ impl Splits<'_> {
     }
 }
 
+/// The scores that come with the ids of a feature. Negative ones count as 0.
+#[derive(Clone, Copy, Debug)]
+pub enum Scores<'a> {
+    /// 64 bits.
+    I64(&'a [i64]),
+    /// 32 bits.
+    I32(&'a [i32]),
+    /// As a rank sends them: each plus 1; 0 for an id without a score.
+    Sent(&'a [u64]),
+}
+
+impl Scores<'_> {
+    /// Number of ids.
+    pub fn len(&self) -> usize {
+        match self {
+            Scores::I64(scores) => scores.len(),
+            Scores::I32(scores) => scores.len(),
+            Scores::Sent(scores) => scores.len(),
+        }
+    }
+
+    /// Whether there are no ids.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the score of an id plus 1, or 0 if it has none.
+    #[inline(always)]
+    pub fn sent(&self, position: usize) -> u64 {
+        match self {
+            Scores::I64(scores) => scores[position].max(0) as u64 + 1,
+            Scores::I32(scores) => scores[position].max(0) as u64 + 1,
+            Scores::Sent(scores) => scores[position],
+        }
+    }
+}
+
 /// Which ids are combined to one output row.
 #[derive(Clone, Copy, Debug)]
 pub enum Bags<'a> {
@@ -184,6 +221,8 @@ pub struct Feature<'a> {
     pub padding_key: Option<Key>,
     /// Number of ids that each id represents: a rank that sends its distinct ids counts them. `None`: each represents one. LFU reads it.
     pub id_counts: Option<&'a [u32]>,
+    /// A score for each id, for a table with the policy `Custom`. `None`: scores stay as they are.
+    pub scores: Option<Scores<'a>>,
 }
 
 impl Feature<'_> {
@@ -233,6 +272,14 @@ impl Feature<'_> {
                 weights.len()
             ));
         }
+        if let Some(scores) = &self.scores
+            && scores.len() != num_keys
+        {
+            return fail(format!(
+                "`scores` must hold one number an id. Received: {} scores for {num_keys} ids",
+                scores.len()
+            ));
+        }
         match &self.bags {
             Bags::Fixed { num_bags, hotness } if num_bags.checked_mul(*hotness) != Some(num_keys) => {
                 fail(format!("{num_keys} ids do not make {num_bags} bags of {hotness}"))
@@ -275,6 +322,7 @@ mod tests {
             weights: None,
             padding_key: None,
             id_counts: None,
+            scores: None,
         }
     }
 

@@ -30,6 +30,8 @@ pub struct FeatureTensors<'a> {
     pub bags: BagTensors<'a>,
     /// The weights, float32, one for each id. `None`: all weights are 1.
     pub weights: Option<&'a Tensor>,
+    /// The scores, int32 or int64, one for each id, for a table with the policy `Custom`. `None`: scores stay as they are.
+    pub scores: Option<&'a Tensor>,
     /// How they are combined.
     pub combiner: Combiner,
     /// The key that means "no id", if there is one.

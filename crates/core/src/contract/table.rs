@@ -220,6 +220,25 @@ impl TableConfig {
         self.eviction.is_some_and(|eviction| eviction.keeps_evicted) || self.keeps_expired()
     }
 
+    /// Whether lookups may bring scores of ids.
+    pub fn takes_scores(&self) -> bool {
+        self.eviction.is_some_and(|policy| policy.score == Score::Custom)
+    }
+
+    /// Checks that scores of a feature's ids can be taken. `feature`: its name.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the eviction policy is not `Custom`.
+    pub fn check_takes_scores(&self, feature: &str) -> Result<()> {
+        if self.takes_scores() {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "feature `{feature}`: `scores` are for tables with the eviction policy `Custom`. Received: scores for table `{}`",
+            self.name
+        )))
+    }
+
     /// Returns how uses of rows are counted, if the table has an eviction policy or a time to live. A time to live alone counts as LRU.
     pub fn counting(&self) -> Option<Eviction> {
         let lru = Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false };

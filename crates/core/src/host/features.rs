@@ -1,9 +1,10 @@
 //! The features of a table in a lookup.
 
-use crate::contract::batch::{Bags, Combiner, Feature};
+use crate::contract::batch::{Bags, Combiner, Feature, Scores};
 use crate::contract::table::{Insertion, OutOfVocabulary, TableConfig};
 use crate::error::{Error, Result};
 use crate::host::runs::RowCode;
+use crate::key::Key;
 
 /// A feature of the call, and its output.
 pub struct FeatureOutput<'a> {
@@ -62,6 +63,20 @@ pub(crate) fn role(feature: &Feature, config: &TableConfig, position: usize) -> 
     } else {
         Role::Active
     }
+}
+
+/// The keys of the active ids of a feature that have a score, each with its score.
+pub(crate) fn given_scores(
+    config: &TableConfig,
+    feature: &Feature,
+    scores: &Scores,
+) -> impl Iterator<Item = (Key, u64)> + Clone {
+    let has_score = |&position: &usize| {
+        scores.sent(position) > 0 && matches!(role(feature, config, position), Role::Active)
+    };
+    (0..scores.len())
+        .filter(has_score)
+        .map(|position| (feature.keys.get(position), scores.sent(position) - 1))
 }
 
 /// How gradient rows of these features are numbered.

@@ -366,6 +366,7 @@ mod tests {
             weights: None,
             padding_key: None,
             id_counts: None,
+            scores: None,
         };
         let initializer = Initializer::Constant { value: 1.0 };
         let format = RecordFormat { row_type, dim: DIM, rounds_by_chance: false };

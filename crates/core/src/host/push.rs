@@ -100,6 +100,8 @@ pub struct SavedTable {
     pub looked: Looked,
     /// Number of ids that each id of the only feature represents. Empty: each represents one.
     pub id_counts: Vec<u32>,
+    /// Keys of ids with their scores, for the policy `Custom`. A key may come several times.
+    pub scores: Vec<(Key, u64)>,
 }
 
 impl SavedTable {
@@ -134,6 +136,7 @@ impl SavedTable {
             generation: table.generation,
             looked,
             id_counts: Vec::new(),
+            scores: Vec::new(),
         }
     }
 

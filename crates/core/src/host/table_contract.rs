@@ -583,5 +583,6 @@ fn plain_feature(keys: &[Key]) -> Feature<'_> {
         weights: None,
         padding_key: None,
         id_counts: None,
+        scores: None,
     }
 }

@@ -1,8 +1,10 @@
 //! Uses of rows by lookups.
 
+use crate::contract::table::TableConfig;
 use crate::host::eviction::{Evictor, InProgress};
 use crate::host::push::{SavedLookup, SavedTable};
 use crate::host::table::HostTable;
+use crate::key::{Key, hash};
 use crate::simd::prefetch;
 use crate::store::arena::NO_RECORD;
 use crate::store::record_set::RecordSet;
@@ -47,6 +49,27 @@ pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, 
         });
         saved.runs().for_each(|(_, records)| table.touch(records));
     }
+    if is_first {
+        give_scores(table, |_, give| saved.scores.iter().for_each(|&(key, score)| give(key, score)));
+    }
+}
+
+/// Gives rows the highest of the scores that come for their keys. Keys without a row are passed over.
+///
+/// `for_each`: calls a function with each key and its score. A key may come several times. It is called twice.
+pub(crate) fn give_scores(table: &mut HostTable, for_each: impl Fn(&TableConfig, &mut dyn FnMut(Key, u64))) {
+    let HostTable { evictor: Some(evictor), index, config, changes, .. } = table else { return };
+    let mut change = |key, change: &dyn Fn(u64) -> u64| {
+        let record = index.find(hash(key), key);
+        if record != NO_RECORD {
+            evictor.scores.set_score(record, change(evictor.scores.get(record).score));
+            if let Some(changes) = changes {
+                changes.touch(&[record]);
+            }
+        }
+    };
+    for_each(config, &mut |key, _| change(key, &|_| 0));
+    for_each(config, &mut |key, given| change(key, &|score| score.max(given)));
 }
 
 fn for_each_use(scores: &mut Scores, saved: &SavedTable, mut visit: impl FnMut(&mut Use, u64)) {

@@ -15,6 +15,8 @@ pub enum Score {
         /// After so many steps all scores are halved, and rounded down. `None`: never.
         half_life: Option<u64>,
     },
+    /// The number that came with the ids in the last lookup that used the row, the highest of them.
+    Custom,
 }
 
 impl Score {
@@ -25,7 +27,7 @@ impl Score {
 
     /// Whether scores of both count the same.
     pub fn is_same_kind(self, other: Score) -> bool {
-        matches!((self, other), (Score::Lru, Score::Lru) | (Score::Lfu { .. }, Score::Lfu { .. }))
+        std::mem::discriminant(&self) == std::mem::discriminant(&other)
     }
 }
 
@@ -62,6 +64,7 @@ impl Eviction {
         match self.score {
             Score::Lru => step,
             Score::Lfu { .. } => score.saturating_add(num_ids),
+            Score::Custom => score,
         }
     }
 
@@ -69,7 +72,7 @@ impl Eviction {
     pub fn first_score(&self, step: u64) -> u64 {
         match self.score {
             Score::Lru => step,
-            Score::Lfu { .. } => 0,
+            Score::Lfu { .. } | Score::Custom => 0,
         }
     }
 
@@ -100,6 +103,8 @@ mod tests {
         assert_eq!((lru.score_after_use(3, 9, 5), lfu.score_after_use(3, 9, 5)), (9, 8));
         assert_eq!(lfu.score_after_use(u64::MAX - 1, 9, 5), u64::MAX);
         assert!(lfu.halves_after(20) && !lfu.halves_after(21) && !lru.halves_after(20));
+        let custom = eviction(Score::Custom);
+        assert_eq!((custom.first_score(7), custom.score_after_use(3, 9, 5)), (0, 3));
         assert!(eviction(Score::Lfu { half_life: Some(0) }).validate().is_err());
     }
 

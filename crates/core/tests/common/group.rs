@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use sok_core::contract::batch::{Bags, Combiner, Feature, Keys, Splits};
+use sok_core::contract::batch::{Bags, Combiner, Feature, Keys, Scores, Splits};
 use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, TableConfig};
 use sok_core::error::Result;
@@ -90,6 +90,7 @@ pub struct Input {
     pub combiner: Combiner,
     pub weights: Option<Vec<f32>>,
     pub padding_key: Option<Key>,
+    pub scores: Option<Vec<i64>>,
 }
 
 impl Input {
@@ -97,7 +98,22 @@ impl Input {
     pub fn plain(table: usize, keys: &[Key]) -> Input {
         let ids = Ids::new(KeyType::U64, keys);
         let (name, combiner) = (format!("f{table}"), Combiner::Sum);
-        Input { name, table, ids, shape: Shape::Each, combiner, weights: None, padding_key: None }
+        Input {
+            name,
+            table,
+            ids,
+            shape: Shape::Each,
+            combiner,
+            weights: None,
+            padding_key: None,
+            scores: None,
+        }
+    }
+
+    /// Without scores, unless the table takes them.
+    pub fn of_table(mut self, config: &TableConfig) -> Input {
+        self.scores = self.scores.filter(|_| config.takes_scores());
+        self
     }
 
     pub fn feature(&self) -> Feature<'_> {
@@ -115,6 +131,7 @@ impl Input {
             weights: self.weights.as_deref(),
             padding_key: self.padding_key,
             id_counts: None,
+            scores: self.scores.as_deref().map(Scores::I64),
         }
     }
 
@@ -196,6 +213,8 @@ impl Absent {
 #[derive(Default)]
 struct Uses {
     ids: Vec<BTreeMap<(Key, u64), u64>>,
+    /// By table: the highest score that came with each key.
+    scores: Vec<BTreeMap<Key, u64>>,
     is_counted: Cell<bool>,
     /// Whether gradients may still come, or wait for a commit.
     is_open: Cell<bool>,
@@ -329,6 +348,13 @@ impl Model {
                 table.count_uses(keys);
             }
         }
+        for number in 0..self.tables.len() {
+            let policy = self.tables[number].config.eviction;
+            if !save && policy.is_some_and(|policy| policy.counts_inference) {
+                let scores = self.scores(inputs, number);
+                self.tables[number].give_scores(&scores);
+            }
+        }
         Ok(inputs.iter().map(|input| self.pool(input)).collect())
     }
 
@@ -414,7 +440,8 @@ impl Model {
             terms.iter().for_each(|term| *ids.entry(term.life).or_default() += 1);
         }
         let number = self.next_lookup;
-        let uses = Rc::new(Uses { ids, is_counted: Cell::new(false), is_open: Cell::new(true) });
+        let scores = (0..self.tables.len()).map(|table| self.scores(inputs, table)).collect();
+        let uses = Rc::new(Uses { ids, scores, is_counted: Cell::new(false), is_open: Cell::new(true) });
         let (inputs, absent) = (inputs.to_vec(), Rc::new(absent));
         self.lookups.push(Looked { number, inputs, terms, absent, uses, lives });
         self.next_lookup += 1;
@@ -527,6 +554,22 @@ impl Model {
         }
     }
 
+    /// The highest score that comes with each key of a table.
+    fn scores(&self, inputs: &[Input], table: usize) -> BTreeMap<Key, u64> {
+        let mut highest = BTreeMap::new();
+        for input in inputs.iter().filter(|input| input.table == table) {
+            for (position, (key, score)) in
+                input.ids.keys().into_iter().zip(input.scores.iter().flatten()).enumerate()
+            {
+                if self.is_active(input, key, position) {
+                    let highest = highest.entry(key).or_default();
+                    *highest = (*score).max(0).max(*highest as i64) as u64;
+                }
+            }
+        }
+        highest
+    }
+
     /// Counts the uses of the rows of a push, once for each lookup.
     fn count_uses(&mut self, push: &Push) {
         push.uses.is_open.set(false);
@@ -540,6 +583,11 @@ impl Model {
                     }
                     table.rows.get_mut(&key).unwrap().commit = self.num_commits;
                 }
+            }
+        }
+        for (number, scores) in push.uses.scores.iter().enumerate().filter(|_| is_first) {
+            if push.absent[number].clears == self.tables[number].clears {
+                self.tables[number].give_scores(scores);
             }
         }
     }

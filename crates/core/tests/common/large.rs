@@ -18,7 +18,12 @@ use super::table::TableOp;
 pub fn large_config(dice: &mut Dice) -> TableConfig {
     let vocabulary_size = dice.pick(&[None, None, None, Some(700)]);
     let max_capacity = dice.pick(&[None, None, Some(500), Some(3000)]);
-    let score = dice.pick(&[Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(2) }]);
+    let score = dice.pick(&[
+        Score::Lru,
+        Score::Lfu { half_life: None },
+        Score::Lfu { half_life: Some(2) },
+        Score::Custom,
+    ]);
     let eviction =
         Eviction { score, counts_inference: dice.below(2) == 0, keeps_evicted: dice.below(2) == 0 };
     let may_evict = vocabulary_size.is_none() && max_capacity.is_some() && dice.below(3) > 0;
@@ -84,7 +89,8 @@ pub fn large_input(dice: &mut Dice, table: usize) -> Input {
     let weights = (dice.below(3) == 0).then(|| (0..len).map(|_| dice.pick(&WEIGHTS)).collect());
     let combiner = dice.pick(&[Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
     let padding_key = dice.pick(&[None, None, Some(0), Some(3)]);
-    Input { name: format!("f{table}"), table, ids, shape, combiner, weights, padding_key }
+    let scores = (dice.below(4) > 0).then(|| (0..len).map(|_| dice.below(100) as i64 - 1).collect());
+    Input { name: format!("f{table}"), table, ids, shape, combiner, weights, padding_key, scores }
 }
 
 /// Steps with some erasing between them.

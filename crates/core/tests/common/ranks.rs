@@ -48,7 +48,8 @@ pub fn part_of(input: &Input, bags: Range<usize>) -> Input {
         }
     };
     let weights = input.weights.as_ref().map(|weights| weights[ids.clone()].to_vec());
-    Input { shape, weights, ids: Ids::new(KeyType::U64, &input.ids.keys()[ids]), ..input.clone() }
+    let scores = input.scores.as_ref().map(|scores| scores[ids.clone()].to_vec());
+    Input { shape, weights, scores, ids: Ids::new(KeyType::U64, &input.ids.keys()[ids]), ..input.clone() }
 }
 
 /// Which bags of a feature a rank has: equal shares, or shares of any size.
@@ -101,7 +102,8 @@ pub fn any_input(dice: &mut Dice, table: usize, num_bags: usize) -> Input {
     let weights = (dice.below(3) == 0).then(|| (0..num_ids).map(|_| dice.pick(&WEIGHTS)).collect());
     let combiner = dice.pick(&[Combiner::Sum, Combiner::Mean, Combiner::Sqrtn]);
     let padding_key = dice.pick(&[None, Some(5)]);
-    Input { shape, combiner, weights, padding_key, ..Input::plain(table, &keys) }
+    let scores = (dice.below(4) > 0).then(|| (0..num_ids).map(|_| dice.below(100) as i64 - 1).collect());
+    Input { shape, combiner, weights, padding_key, scores, ..Input::plain(table, &keys) }
 }
 
 /// A step that learns from these features.
@@ -111,6 +113,13 @@ pub fn any_step(
     inputs: Vec<Input>,
     num_bags: usize,
 ) -> GlobalStep {
+    let inputs: Vec<Input> = inputs
+        .into_iter()
+        .map(|input| {
+            let config = &configs[input.table].0;
+            input.of_table(config)
+        })
+        .collect();
     let dim = |input: &Input| configs[input.table].0.dim;
     let gradients = inputs.iter().map(|input| dice.floats(num_bags * dim(input))).collect();
     let insertions = [Insertion::AtLookup, Insertion::AtLookup, Insertion::AtCommit, Insertion::Never];

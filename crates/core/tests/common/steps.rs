@@ -291,6 +291,11 @@ pub fn resolve(op: &Op, bench: &Bench) -> Op {
         }
         Op::Lookup { mut inputs, insertion, save } => {
             inputs.iter_mut().for_each(|i| i.table %= bench.model.tables.len());
+            let own = |input: Input| {
+                let config = &bench.model.tables[input.table].config;
+                input.of_table(config)
+            };
+            let inputs = inputs.into_iter().map(own).collect();
             Op::Lookup { inputs, insertion, save }
         }
         op => op,

@@ -109,8 +109,11 @@ fn row_type() -> impl Strategy<Value = (RowType, bool)> {
 /// Any policy.
 pub fn eviction() -> impl Strategy<Value = Eviction> {
     let half_lives = vec![None, Some(1), Some(3)];
-    let score =
-        prop_oneof![Just(Score::Lru), select(half_lives).prop_map(|half_life| Score::Lfu { half_life })];
+    let score = prop_oneof![
+        Just(Score::Lru),
+        Just(Score::Custom),
+        select(half_lives).prop_map(|half_life| Score::Lfu { half_life })
+    ];
     (score, any::<bool>(), any::<bool>()).prop_map(|(score, counts_inference, keeps_evicted)| Eviction {
         score,
         counts_inference,
@@ -226,14 +229,16 @@ pub fn input(num_tables: usize) -> impl Strategy<Value = Input> {
     let shapes = (0..4u8, 0..5usize, prop::collection::vec(0..100usize, 0..12));
     let weights = prop::option::of(prop::collection::vec(select(&WEIGHTS), 90));
     let padding = prop::option::weighted(0.3, key());
+    let scores = prop::option::weighted(0.8, prop::collection::vec(-2..9i64, 90));
     let hot = (key(), prop_oneof![4 => Just(0), 1 => 0..300usize]);
-    (0..num_tables, kinds, keys(70), hot, shapes, combiner, weights, padding).prop_map(
-        |(table, kind, mut keys, (hot, times), shapes, combiner, weights, padding_key)| {
+    (0..num_tables, kinds, keys(70), hot, shapes, combiner, weights, (padding, scores)).prop_map(
+        |(table, kind, mut keys, (hot, times), shapes, combiner, weights, (padding_key, scores))| {
             keys.extend(vec![hot; times]);
             let shape = shape(&mut keys, shapes);
             let ids = Ids::new(kind, &keys);
             let weights = weights.map(|w| w.into_iter().cycle().take(keys.len()).collect());
-            Input { name: format!("f{table}"), table, ids, shape, combiner, weights, padding_key }
+            let scores = scores.map(|s| s.into_iter().cycle().take(keys.len()).collect());
+            Input { name: format!("f{table}"), table, ids, shape, combiner, weights, padding_key, scores }
         },
     )
 }

@@ -7,7 +7,9 @@ use std::time::Duration;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::profile::{PartTime, StepPart};
-use sok_core::contract::table::{CheckMode, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig};
+use sok_core::contract::table::{
+    CheckMode, Explanation, Insertion, Missing, OutOfVocabulary, Outcomes, TableConfig,
+};
 use sok_core::error::Error;
 use sok_core::formula::update::{Update, UpdateScalars, clipnorm_factor};
 use sok_core::formula::{Rule, Sgd};
@@ -420,6 +422,44 @@ pub fn a_commit_does_not_evict_the_rows_of_its_own_keys(maker: &Maker) {
     subject.commit(&[(1, 1.0)], true).unwrap();
     subject.apply(SCALARS, true).unwrap();
     assert_eq!(contents(&mut *subject)[0].keys().copied().collect::<Vec<_>>(), [1, 2]);
+}
+
+/// Also of those that a commit inserts. A negative score counts as 0.
+pub fn rows_have_the_highest_score_of_the_last_lookup_that_brought_some(maker: &Maker) {
+    let eviction = Some(Eviction { score: Score::Custom, counts_inference: false, keeps_evicted: false });
+    let custom = TableConfig { max_capacity: Some(3), eviction, ..plain_config("t", 1) };
+    let mut subject = group(&[custom, plain_config("u", 1)], maker);
+    let mut number = 0;
+    let mut step = |subject: &mut dyn Subject, keys: &[Key], scores: Option<&[i64]>, insertion| {
+        number += 1;
+        let inputs = [Input { scores: scores.map(<[i64]>::to_vec), ..Input::plain(0, keys) }];
+        let (lookup, _) = subject.lookup(&inputs, insertion, true).unwrap();
+        subject.push(number, lookup, &Arc::new(vec![vec![1.0; keys.len()]]), true, &[]).unwrap();
+        subject.commit(&[(number, 1.0)], true).unwrap();
+        subject.apply(SCALARS, true).unwrap();
+    };
+    let scores = |subject: &mut dyn Subject| {
+        let of = |key| match subject.table(0).explain(key).unwrap() {
+            Explanation::Present { score } => score,
+            _ => None,
+        };
+        [1, 2, 3, 4].map(of)
+    };
+    let subject = &mut *subject;
+    step(subject, &[1, 2, 1], Some(&[7, 9, 5]), Insertion::AtLookup);
+    assert_eq!(scores(subject), [Some(7), Some(9), None, None]);
+    step(subject, &[1, 3], Some(&[2, -1]), Insertion::AtCommit);
+    assert_eq!(scores(subject), [Some(2), Some(9), Some(0), None]);
+    step(subject, &[1, 2, 3], None, Insertion::AtLookup);
+    assert_eq!(scores(subject), [Some(2), Some(9), Some(0), None]);
+    step(subject, &[4], Some(&[i64::MAX]), Insertion::AtCommit);
+    assert_eq!(scores(subject), [Some(2), Some(9), None, Some(i64::MAX as u64)]);
+    let inputs = [Input { scores: Some(vec![1]), ..Input::plain(1, &[1]) }];
+    let error = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap_err();
+    assert!(
+        error.to_string().contains("`scores` are for tables with the eviction policy `Custom`"),
+        "{error}"
+    );
 }
 
 /// The first push of the key is the one whose lookup came first. The sum in another order is 0.

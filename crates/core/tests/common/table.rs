@@ -239,6 +239,16 @@ impl ModelTable {
             match policy.score {
                 Score::Lru => record.score = self.step,
                 Score::Lfu { .. } => record.score += num_ids,
+                Score::Custom => {}
+            }
+        }
+    }
+
+    /// Replaces the scores of keys that have a row.
+    pub fn give_scores(&mut self, scores: &BTreeMap<Key, u64>) {
+        for (key, score) in scores {
+            if let Some(record) = self.rows.get_mut(key) {
+                record.score = *score;
             }
         }
     }

@@ -106,6 +106,7 @@ impl Shape {
             is_silent: false,
             at_owner: false,
             id_counts: 0,
+            scores: None,
             rows: rows + (t * num_bags * dim * 4) as u64,
         };
         (0..tables).map(feature).collect()

@@ -101,6 +101,26 @@ enums! {
         Words = 3 as WORDS,
     }
 
+    /// What scores of rows are.
+    pub enum Scoring {
+        /// Numbers of ids.
+        Ids = 0 as COUNTED_IDS,
+        /// Numbers of steps.
+        Steps = 1 as STEPS,
+        /// What came with the ids.
+        Given = 2 as GIVEN,
+    }
+
+    /// Types of the scores that come with ids.
+    pub enum ScoreType {
+        /// int64, of which negative numbers count as 0.
+        Wide = 0 as WIDE_SCORES,
+        /// int32, likewise.
+        Narrow = 1 as NARROW_SCORES,
+        /// uint64, as ranks send them: each plus 1; 0 for an id without a score.
+        Sent = 2 as SENT_SCORES,
+    }
+
     /// Distributions of initial values.
     pub enum InitializerKind {
         Constant = 0 as CONSTANT,

@@ -35,6 +35,13 @@ structs! {
         pub pad: u32,
     }
 
+    /// A key of a lookup, and the score that came with it.
+    pub struct KeyScore {
+        pub key: u64,
+        /// As `ScoreType::Sent`.
+        pub score: u64,
+    }
+
     /// A candidate that a lookup has met.
     pub struct Listed {
         /// Position of its first sorted id.

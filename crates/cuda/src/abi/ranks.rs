@@ -35,6 +35,8 @@ structs! {
         pub numbers: u64 as "u32*",
         /// Output, by place of a key: the number of its ids that get gradients. Null unless the table's policy counts ids.
         pub id_counts: u64 as "u64*",
+        /// Output, by place of a key: its highest score, as `ScoreType::Sent`. Null unless the table's rows have scores that come with ids.
+        pub scores: u64 as "u64*",
         /// Output, in memory that the host reads: number of distinct keys << 32 | number of ids.
         pub distinct: u64 as "u64*",
         /// Place of the table's first id in the call.
@@ -67,6 +69,8 @@ structs! {
         pub copies: u64 as "u64*",
         /// Whether the keys of the call are others than the copies. Null before the call, and if nothing was done ahead of it.
         pub differs: u64 as "u32*",
+        /// By place of an id: its key and score. Null if the call has no scores.
+        pub given: u64 as "const KeyScore*",
     }
 
     /// A failure between ranks, in memory of the host.

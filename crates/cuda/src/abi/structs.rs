@@ -162,8 +162,8 @@ structs! {
         pub optimizer: u32,
         /// Index of the descriptor of the table's candidates, whose records are `Candidate`s; 0 if it has none.
         pub candidates: u32,
-        /// Whether a score is the number of a step. If not, it is a number of ids.
-        pub has_steps: u32,
+        /// `Scoring` of the rows.
+        pub scoring: u32,
         /// Number of the epoch in progress.
         pub epoch: u32,
     }
@@ -183,6 +183,8 @@ structs! {
         /// `Table::records` of the feature's table.
         pub records: u64 as "float4*",
         pub padding_key: u64,
+        /// A score of type `score_type` for each id, or null.
+        pub scores: u64 as "const void*",
         /// `Table::stride` of the feature's table.
         pub stride: u32,
         /// Index of the feature's table in the group.
@@ -223,7 +225,8 @@ structs! {
         pub absent: u32,
         /// Number of the first candidate among the numbers that are sorted.
         pub first_candidate: u32,
-        pub pad: u32,
+        /// `ScoreType`
+        pub score_type: u32,
     }
 
     /// The features of a call.

@@ -20,7 +20,7 @@ use crate::gpu_group::optimizer;
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::sweep::SweepMemory;
 use crate::memory::Buffer;
-use crate::step::{Bags, Feature, Ids, KeyType};
+use crate::step::{Bags, Feature, Ids, KeyType, ScoreType, Scores};
 
 impl Group for GpuGroup {
     fn memory(&self) -> Memory {
@@ -282,8 +282,21 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>
         is_silent: false,
         at_owner: false,
         id_counts: 0,
+        scores: tensors.scores.map(|scores| scores_of(name, scores, ids.len())).transpose()?,
         rows,
     })
+}
+
+fn scores_of(feature: &str, scores: &Tensor, num_ids: usize) -> Result<Scores> {
+    if scores.len() != num_ids {
+        return Err(Error::argument(format!(
+            "feature `{feature}`: `scores` must hold one number an id. Received: {} scores for {num_ids} ids",
+            scores.len()
+        )));
+    }
+    let score_type = if scores.dtype() == DType::I32 { ScoreType::Narrow } else { ScoreType::Wide };
+    let dtype = if scores.dtype() == DType::I32 { DType::I32 } else { DType::I64 };
+    Ok(Scores { address: scores.address(dtype)?, score_type })
 }
 
 /// Address of the scalars of an apply, four for each optimizer.

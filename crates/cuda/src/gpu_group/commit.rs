@@ -221,7 +221,8 @@ impl GpuGroup {
         let is_named = row == RING as u32;
         let is_first = if is_named { lookup.count_once() } else { !lookup.is_counted.load(Relaxed) };
         let taking = Taking { commit, resolved: self.resolved.address(), row, is_first };
-        self.workspace.take_uses(&self.tables, &lookup.saved, taking, stream)
+        self.workspace.take_uses(&self.tables, &lookup.saved, taking, stream)?;
+        self.workspace.give_scores(&self.tables, &lookup.saved, taking, stream)
     }
 
     /// Enqueues what a commit does with uses of rows: counts those of the step, removes rows whose time to live is over, and ends the step.

@@ -91,6 +91,7 @@ impl GpuGroup {
             if feature.table >= self.tables.len() {
                 return Err(Error::argument("no such table in the group"));
             }
+            feature.check_scores(&self.tables[feature.table].config)?;
         }
         self.workspace.enter(stream)?;
         let insertions: Vec<Insertion> =
@@ -129,7 +130,9 @@ impl GpuGroup {
             workspace.note_counts(self.counts.address(), 0, 0, stream)?;
         }
         workspace.find(&started, tables, &inserts, stream)?;
-        workspace.keep_id_counts(&started, features, remote.map(|remote| remote.begins), stream)?;
+        let begins = remote.map(|remote| remote.begins);
+        workspace.keep_id_counts(&started, features, begins, stream)?;
+        workspace.keep_scores(&started, begins, stream)?;
         if notes_counts {
             self.num_noted += 1;
             let [after, flag] =
@@ -178,6 +181,7 @@ impl GpuGroup {
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         if !save {
             workspace.count_inference(tables, &started, stream)?;
+            workspace.give_inference_scores(tables, &started, stream)?;
         }
         let saved = workspace.end(started, tables, features);
         self.reserve_soon();

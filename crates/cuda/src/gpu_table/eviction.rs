@@ -18,7 +18,7 @@ use super::expiry::{ExpiredList, Unread};
 use super::sweep::SweepMemory;
 use super::uses::InProgress;
 use super::{GpuTable, WAITING, numbers_of};
-use crate::abi::{self, Progress, Sweep, TABLE_THREADS, Use, word_of};
+use crate::abi::{self, Progress, Scoring, Sweep, TABLE_THREADS, Use, word_of};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
 use crate::memory::{Arena, Buffer};
@@ -97,7 +97,11 @@ impl Evictor {
     pub fn describe(&self, table: &mut abi::Table) {
         (table.uses, table.keys, table.progress) =
             (self.uses.address(), self.keys.address(), self.on_device.address());
-        table.has_steps = matches!(self.policy.score, Score::Lru).into();
+        table.scoring = match self.policy.score {
+            Score::Lru => Scoring::Steps,
+            Score::Lfu { .. } => Scoring::Ids,
+            Score::Custom => Scoring::Given,
+        } as u32;
     }
 
     /// A sweep of the table's records, without what depends on the call.

@@ -8,6 +8,7 @@ use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
+use super::given_scores::GivenScores;
 use super::places::CandidatePlaces;
 use super::sort_plan::SortPlan;
 use super::{Saved, SavedFeature, Workspace};
@@ -441,6 +442,7 @@ impl Workspace {
             named: 0,
             kept: Kept::default(),
             id_counts: 0,
+            given: GivenScores { address: 0, blocks: 0 },
             candidates: CandidatePlaces::default(),
             keys: places.keys,
             entries,

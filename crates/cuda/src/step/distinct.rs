@@ -49,6 +49,8 @@ pub struct KeysTo {
     pub numbers: u64,
     /// Address that takes the number of ids of each key, u64, for a table whose policy counts ids; otherwise 0.
     pub id_counts: u64,
+    /// Address that takes the highest score of each key, u64, for a table with the policy `Custom`; otherwise 0.
+    pub scores: u64,
     /// Address of a u64 in memory of the host. It takes the number of distinct keys in its high half, and the number of ids.
     pub distinct: u64,
 }
@@ -156,6 +158,7 @@ impl Workspace {
             active: if asks_silent { started.found.overflow.ids } else { 0 },
             copies: asking.copies.as_ref().filter(|_| is_kept).map_or(0, Buffer::address),
             differs: if when == When::IfOthers { asking.differs.address() } else { 0 },
+            given: started.places.given_scores,
         };
         let names =
             ["clear_slots", "claim_keys", "count_firsts", "place_firsts", "write_keys", "number_rows"];
@@ -199,6 +202,7 @@ fn parts_of(owners: &Owners, to: &KeysTo) -> Parts {
         ids: to.ids,
         numbers: to.numbers,
         id_counts: to.id_counts,
+        scores: to.scores,
         distinct: to.distinct,
         num_slots: 1,
         owner: owner as u32,

@@ -1,10 +1,11 @@
 //! A feature of a layer's call, as it lies in device memory.
 
 use sok_core::contract::batch::Combiner;
+use sok_core::contract::table::TableConfig;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-pub use crate::abi::KeyType;
+pub use crate::abi::{KeyType, ScoreType};
 
 /// The ids of a feature in device memory.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +18,15 @@ pub struct Ids {
     pub key_type: KeyType,
     /// Number of ids.
     pub len: usize,
+}
+
+/// The scores of a feature's ids in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Scores {
+    /// Address of a score for each id.
+    pub address: u64,
+    /// Their type.
+    pub score_type: ScoreType,
 }
 
 /// Which ids are combined into one output row.
@@ -63,6 +73,8 @@ pub struct Feature<'a> {
     pub at_owner: bool,
     /// Address of a u64 for each id: how many ids it stands for. 0 if each stands for itself.
     pub id_counts: u64,
+    /// The scores that come with the ids, for a table with the policy `Custom`.
+    pub scores: Option<Scores>,
     /// The key that means "no id".
     pub padding_key: Option<Key>,
     /// Address of the output, float32 `(bags, dim)`. Every element is written.
@@ -73,7 +85,7 @@ impl Feature<'_> {
     /// Returns the feature under another name.
     pub fn named<'a>(&self, name: &'a str) -> Feature<'a> {
         let Feature { table, ids, bags, combiner, weights, padding_key, .. } = *self;
-        let Feature { is_silent, at_owner, id_counts, rows, .. } = *self;
+        let Feature { is_silent, at_owner, id_counts, scores, rows, .. } = *self;
         Feature {
             name,
             table,
@@ -84,6 +96,7 @@ impl Feature<'_> {
             is_silent,
             at_owner,
             id_counts,
+            scores,
             padding_key,
             rows,
         }
@@ -121,6 +134,14 @@ impl Feature<'_> {
             Bags::Ragged { num_bags, .. } if self.weights.is_some() => num_bags + 1,
             _ => 0,
         }
+    }
+
+    /// Checks that the table of the feature takes scores, if there are some.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it does not.
+    pub fn check_scores(&self, config: &TableConfig) -> Result<()> {
+        if self.scores.is_some() { config.check_takes_scores(self.name) } else { Ok(()) }
     }
 
     /// Checks the lengths of ids and bags.
@@ -161,6 +182,7 @@ mod tests {
             is_silent: false,
             at_owner: false,
             id_counts: 0,
+            scores: None,
             rows: 0,
         }
     }

@@ -5,6 +5,7 @@
 use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 
+use super::given_scores::GivenScores;
 use super::places::Places;
 use super::sort_plan::{Scratch, SortPlan};
 use super::{Bags, Feature, Saved, SavedFeature, Workspace};
@@ -120,6 +121,7 @@ impl Workspace {
             self.start(tables, features, inserts, absent, save, number, RowSource::Records, stream)?;
         self.find(&started, tables, inserts, stream)?;
         self.keep_id_counts(&started, features, None, stream)?;
+        self.keep_scores(&started, None, stream)?;
         self.sort_ids(&started, stream)?;
         self.write_rows(&started, features, stream)?;
         Ok(self.end(started, tables, features))
@@ -309,8 +311,8 @@ impl Workspace {
 
     /// Ends a lookup. Returns what `push` needs, if it is saved.
     pub fn end(&mut self, started: Started, tables: &[GpuTable], features: &[Feature]) -> Option<Saved> {
-        let Started { memory, places, plan, call, rows_blocks, ids_by_kind, is_bounded, sections, .. } =
-            started;
+        let Started { memory, places, plan, call, find_blocks, rows_blocks, ids_by_kind, .. } = started;
+        let (is_bounded, sections) = (started.is_bounded, started.sections);
         if plan.is_none() {
             self.give_back(memory);
             return None;
@@ -334,6 +336,7 @@ impl Workspace {
             named: places.named,
             kept: places.kept,
             id_counts: places.id_counts,
+            given: GivenScores { address: places.given_scores, blocks: find_blocks },
             candidates: places.candidates,
             keys: places.keys,
             entries: 0,
@@ -393,6 +396,7 @@ impl Workspace {
                 rows: if feature.at_owner { 0 } else { feature.rows },
                 records,
                 padding_key: feature.padding_key.unwrap_or(0),
+                scores: feature.scores.map_or(0, |scores| scores.address),
                 stride: stride as u32,
                 table: feature.table as u32,
                 kind: self.kinds[feature.table] as u32,
@@ -414,7 +418,7 @@ impl Workspace {
                 is_silent: feature.is_silent.into(),
                 absent: absent.get(feature.table).copied().unwrap_or_default(),
                 first_candidate: planned.first_candidates[feature.table],
-                pad: 0,
+                score_type: feature.scores.map_or(0, |scores| scores.score_type as u32),
             });
             first_split += feature.num_kept_splits();
             first_find.push(find_blocks as u32);

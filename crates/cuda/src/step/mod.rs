@@ -12,6 +12,7 @@ mod changes;
 mod distinct;
 mod feature;
 pub mod general;
+mod given_scores;
 mod lookup;
 mod missed_steps;
 mod places;
@@ -48,7 +49,7 @@ pub use admission::AdmissionPart;
 pub use at_owner::{PooledGradients, shares_splits};
 pub use backward::By;
 pub use distinct::{Asking, KeysTo, When};
-pub use feature::{Bags, Feature, Ids, KeyType};
+pub use feature::{Bags, Feature, Ids, KeyType, ScoreType, Scores};
 pub use lookup::{RowSource, Started};
 pub use serving::{CopyKernel, Remote};
 

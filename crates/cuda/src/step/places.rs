@@ -53,6 +53,8 @@ pub(super) struct Places {
     pub(super) kept: Kept,
     /// How many ids each stands for; 0 if each stands for itself.
     pub(super) id_counts: u64,
+    /// `GivenScores::address`
+    pub(super) given_scores: u64,
     pub(super) candidates: CandidatePlaces,
     pub(super) num_zeros: usize,
     pub(super) words: usize,
@@ -101,6 +103,8 @@ impl Workspace {
         kept.splits = parts.take(features.iter().filter(|_| save).map(Feature::num_kept_splits).sum());
         let has_counts = features.iter().any(|feature| feature.id_counts != 0);
         let id_counts = parts.take(if has_counts { n } else { 0 });
+        let has_scores = features.iter().any(|feature| feature.scores.is_some());
+        let given_scores = parts.take(if has_scores { n * size_of::<KeyScore>() / 4 } else { 0 });
         if has_candidates {
             candidates.numbers = parts.take(n);
             candidates.listed = parts.take(n * size_of::<Listed>() / 4);
@@ -135,6 +139,7 @@ impl Workspace {
             kinds,
             kept,
             id_counts: if has_counts { id_counts } else { 0 },
+            given_scores: if has_scores { given_scores } else { 0 },
             candidates,
             num_zeros,
             words: parts.at,

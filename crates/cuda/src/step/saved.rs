@@ -4,6 +4,7 @@ use std::mem::offset_of;
 use std::ops::Range;
 
 use super::Workspace;
+use super::given_scores::GivenScores;
 use super::places::CandidatePlaces;
 use crate::abi::*;
 use crate::gpu_table::GpuTable;
@@ -24,6 +25,7 @@ pub struct Saved {
     pub(super) named: u64,
     pub(super) kept: Kept,
     pub(super) id_counts: u64,
+    pub(super) given: GivenScores,
     pub(super) candidates: CandidatePlaces,
     /// Address of the `Keys` of each kind.
     pub(super) keys: u64,

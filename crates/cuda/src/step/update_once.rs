@@ -44,6 +44,7 @@ pub fn update_once(
         is_silent: false,
         at_owner: false,
         id_counts: 0,
+        scores: None,
         rows: rows.address(),
     };
     workspace.enter(stream)?;

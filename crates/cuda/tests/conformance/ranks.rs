@@ -204,7 +204,12 @@ fn one_of_which_one_refuses() {
 }
 
 fn any_eviction(dice: &mut Dice) -> Option<Eviction> {
-    let score = dice.pick(&[Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(2) }]);
+    let score = dice.pick(&[
+        Score::Lru,
+        Score::Lfu { half_life: None },
+        Score::Lfu { half_life: Some(2) },
+        Score::Custom,
+    ]);
     let (counts_inference, keeps_evicted) = (dice.below(2) == 0, false);
     (dice.below(4) > 0).then_some(Eviction { score, counts_inference, keeps_evicted })
 }

@@ -101,6 +101,7 @@ impl Flight {
                 is_silent: false,
                 at_owner: false,
                 id_counts: 0,
+                scores: None,
                 rows: self.rows[table].address(),
             }
         };

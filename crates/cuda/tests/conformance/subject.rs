@@ -25,7 +25,7 @@ use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::gpu_group::{general, optimizer};
 use sok_cuda::memory::{Buffer, Plain};
 use sok_cuda::peers::{Exchange, Peers};
-use sok_cuda::step::{Bags, Feature, KeyType};
+use sok_cuda::step::{Bags, Feature, KeyType, ScoreType, Scores};
 
 use crate::common::general::{NUM_STATES, step_piece};
 use crate::common::group::{Ids, Input, Shape};
@@ -155,6 +155,14 @@ impl GpuSubject {
         }
     }
 
+    /// `narrow`: as int32, if they fit.
+    fn scores(&mut self, scores: &[i64], narrow: bool) -> Scores {
+        match scores.iter().map(|&score| i32::try_from(score)).collect::<std::result::Result<Vec<i32>, _>>() {
+            Ok(scores) if narrow => Scores { address: self.keep(&scores), score_type: ScoreType::Narrow },
+            _ => Scores { address: self.keep(scores), score_type: ScoreType::Wide },
+        }
+    }
+
     fn ids(&mut self, ids: &Ids) -> sok_cuda::step::Ids {
         let (address, high, key_type, len) = match ids {
             Ids::I64(ids) => (self.keep(ids), 0, KeyType::Wide, ids.len()),
@@ -234,6 +242,7 @@ impl Subject for GpuSubject {
                 is_silent: false,
                 at_owner: false,
                 id_counts: 0,
+                scores: input.scores.as_ref().map(|scores| self.scores(scores, input.table % 2 == 1)),
                 rows: rows.address(),
             });
         }

@@ -1,7 +1,7 @@
 //! The four calls on the tensors of a framework.
 
 use super::{ApplyScalars, HostGroup, general};
-use crate::contract::batch::{Bags, Feature, Keys, Splits};
+use crate::contract::batch::{Bags, Feature, Keys, Scores, Splits};
 use crate::contract::binding::Binding;
 use crate::contract::general::{Gather, Scatter};
 use crate::contract::group::{
@@ -196,9 +196,18 @@ pub(in crate::host) fn feature_of<'a>(tensors: &FeatureTensors<'a>) -> Result<Fe
     };
     let FeatureTensors { name, table, combiner, padding_key, .. } = *tensors;
     let weights = tensors.weights.map(Tensor::slice).transpose()?;
-    let feature = Feature { name, table, keys, bags, combiner, weights, padding_key, id_counts: None };
+    let scores = tensors.scores.map(scores_of).transpose()?;
+    let feature =
+        Feature { name, table, keys, bags, combiner, weights, padding_key, id_counts: None, scores };
     feature.validate()?;
     Ok(feature)
+}
+
+fn scores_of(scores: &Tensor) -> Result<Scores<'_>> {
+    match scores.dtype() {
+        DType::I32 => Ok(Scores::I32(scores.slice()?)),
+        _ => Ok(Scores::I64(scores.slice()?)),
+    }
 }
 
 fn keys_of(ids: &Tensor) -> Result<Keys<'_>> {

@@ -9,12 +9,13 @@ use crate::contract::table::{Insertion, Outcomes, TableStats};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
 use crate::host::accumulator::Accumulator;
-use crate::host::features::{FeatureOutput, Mode};
+use crate::host::features::{FeatureOutput, Mode, given_scores};
 use crate::host::lookup::lookup_whole;
 use crate::host::lookup_split::lookup_split;
 use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable};
 use crate::host::room::{check_vocabulary, lookup_with_room};
 use crate::host::table::HostTable;
+use crate::host::uses::give_scores;
 use crate::memory;
 use crate::pool::{Pool, SMALL_CALL, run_if_large};
 
@@ -99,9 +100,11 @@ impl HostGroup {
         }
         if save {
             keep_id_counts(features, &mut looked)?;
+            self.keep_scores(features, &mut looked)?;
             self.save(SavedLookup::new(number, num_bags, looked));
         } else {
             features.iter().for_each(|feature| self.tables[feature.table].count_inference(feature));
+            self.give_inference_scores(features);
         }
         Ok(number)
     }
@@ -128,6 +131,37 @@ impl HostGroup {
                 )));
             }
             check_vocabulary(table, feature)?;
+            if feature.scores.is_some() {
+                table.config.check_takes_scores(feature.name)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives rows the scores of features that are not looked up for training, where policies ask for that.
+    fn give_inference_scores(&mut self, features: &[Feature]) {
+        for (number, table) in self.tables.iter_mut().enumerate() {
+            let own = features.iter().filter(|feature| feature.table == number);
+            let scored = own.filter_map(|feature| Some((feature, feature.scores.as_ref()?)));
+            let counts_inference = table.config.eviction.is_some_and(|policy| policy.counts_inference);
+            if counts_inference && scored.clone().next().is_some() {
+                give_scores(table, |config, give| {
+                    let given = scored.clone().flat_map(|(f, scores)| given_scores(config, f, scores));
+                    given.for_each(|(key, score)| give(key, score));
+                });
+            }
+        }
+    }
+
+    /// Copies the scores of features to the saved tables.
+    fn keep_scores(&self, features: &[Feature], looked: &mut [SavedTable]) -> Result<()> {
+        for feature in features {
+            let saved = looked.iter_mut().find(|saved| saved.number == feature.table);
+            if let (Some(scores), Some(saved)) = (&feature.scores, saved) {
+                let given = given_scores(&self.tables[feature.table].config, feature, scores);
+                memory::reserve(&mut saved.scores, scores.len(), "the scores of a call")?;
+                saved.scores.extend(given);
+            }
         }
         Ok(())
     }

@@ -146,6 +146,7 @@ impl AskedFeature {
             weights: None,
             padding_key: stands_for_none.then_some(Key::from(PADDING)),
             id_counts: None,
+            scores: None,
         }
     }
 }

@@ -139,7 +139,11 @@ impl ShardedGroup {
                 writer.numbers(&[keys.len() as u64, silent.len() as u64, pooled.len() as u64])?;
                 writer.numbers(&request.keys.keys()[keys.clone()])?;
                 if counts_ids(&self.shard.tables[*number].config) {
-                    writer.words(&request.counts[keys])?;
+                    writer.words(&request.counts[keys.clone()])?;
+                }
+                if self.shard.tables[*number].config.takes_scores() {
+                    writer.number(request.scores.is_some().into())?;
+                    request.scores.iter().try_for_each(|scores| writer.numbers(&scores[keys.clone()]))?;
                 }
                 writer.numbers(&request.silent.keys()[silent])?;
                 write_features(pooled, &self.requests[*number].rows, &mut writer)?;

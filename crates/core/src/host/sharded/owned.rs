@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use super::at_owner::{AskedFeature, PooledBags};
 use super::received::ReceivedRows;
-use crate::contract::batch::{Bags, Combiner, Feature, Keys};
+use crate::contract::batch::{Bags, Combiner, Feature, Keys, Scores};
 use crate::contract::table::{Table, TableConfig};
 use crate::error::{Error, Result};
 use crate::exchange::message::{Reader, Writer};
@@ -30,6 +30,8 @@ pub struct Asked {
     pub keys: Vec<Key>,
     /// Number of ids of each key, if a policy of the table counts ids.
     id_counts: Option<Vec<u32>>,
+    /// The score of each key, as [`Scores::Sent`], if the policy of the table takes scores.
+    scores: Option<Vec<u64>>,
     silent: Vec<Key>,
     /// By rank: where its keys end, and its silent ones.
     ends: Vec<(usize, usize)>,
@@ -43,6 +45,7 @@ impl Asked {
             table,
             keys: Vec::new(),
             id_counts: counts_ids(config).then(Vec::new),
+            scores: config.takes_scores().then(Vec::new),
             silent: Vec::new(),
             ends: Vec::new(),
             pooled: Vec::new(),
@@ -58,6 +61,12 @@ impl Asked {
             let counts = reader.words(keys)?;
             memory::reserve(id_counts, keys, WHAT)?;
             id_counts.extend(counts);
+        }
+        if let Some(scores) = &mut self.scores {
+            match reader.number()? {
+                0 => memory::resize(scores, self.keys.len(), 0, WHAT)?,
+                _ => reader.numbers(keys, scores)?,
+            }
         }
         reader.numbers(silent, &mut self.silent)?;
         self.ends.push((self.keys.len(), self.silent.len()));
@@ -77,6 +86,7 @@ impl Asked {
             weights: None,
             padding_key: None,
             id_counts: self.id_counts.as_deref(),
+            scores: self.scores.as_deref().map(Scores::Sent),
         }
     }
 

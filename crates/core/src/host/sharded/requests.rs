@@ -125,6 +125,8 @@ pub struct Request {
     pub keys: Buckets,
     /// Number of ids of each key.
     pub counts: Vec<u32>,
+    /// The highest score of each key, as [`Scores::Sent`](crate::contract::batch::Scores::Sent), if a feature has scores.
+    pub scores: Option<Vec<u64>>,
     /// Distinct keys that are only read.
     pub silent: Buckets,
     /// The place among `silent` of the key whose row stands for missing ones, if the table has one.
@@ -204,7 +206,26 @@ impl Requests {
         let mut sorted = memory::filled(0, counts.len(), WHAT)?;
         keys.places().iter().zip(&counts).for_each(|(&place, &count)| sorted[place as usize] = count);
         let (silent, out_of_vocabulary) = self.collect_silent(config, reads_silent, keys.len())?;
-        Ok(Request { keys, counts: sorted, silent, out_of_vocabulary })
+        let scores = self.highest_scores(features, keys.len())?;
+        Ok(Request { keys, counts: sorted, scores, silent, out_of_vocabulary })
+    }
+
+    fn highest_scores(&self, features: &[FeatureOutput], num_keys: usize) -> Result<Option<Vec<u64>>> {
+        if features.iter().all(|output| output.feature.scores.is_none()) {
+            return Ok(None);
+        }
+        let mut highest = memory::filled(0, num_keys, WHAT)?;
+        let mut start = 0;
+        for FeatureOutput { feature, .. } in features {
+            let marks = &self.marks[start..start + feature.keys.len()];
+            start += feature.keys.len();
+            let Some(scores) = &feature.scores else { continue };
+            for (position, &mark) in marks.iter().enumerate().filter(|(_, mark)| **mark != NO_MARK) {
+                let highest: &mut u64 = &mut highest[mark as usize];
+                *highest = (*highest).max(scores.sent(position));
+            }
+        }
+        Ok(Some(highest))
     }
 
     /// Separates ids by their role, block by block. Returns where the active ids of each block start.

@@ -118,7 +118,8 @@ fn forms_of(features: &[Feature]) -> Option<Vec<Form>> {
         };
         let (table, num_ids, num_bags) = (feature.table, feature.ids.len, feature.num_bags());
         let (combiner, padding_key) = (feature.combiner, feature.padding_key);
-        feature.weights.is_none().then_some(Form { table, num_ids, num_bags, hotness, combiner, padding_key })
+        let is_plain = feature.weights.is_none() && feature.scores.is_none();
+        is_plain.then_some(Form { table, num_ids, num_bags, hotness, combiner, padding_key })
     };
     features.iter().map(form).collect()
 }

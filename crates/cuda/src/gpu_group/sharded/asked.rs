@@ -111,6 +111,7 @@ impl AskedBags {
             is_silent: false,
             at_owner: false,
             id_counts: 0,
+            scores: None,
             rows,
         }
     }

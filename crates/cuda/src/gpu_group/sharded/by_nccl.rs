@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use sok_core::contract::profile::StepPart;
+use sok_core::contract::table::TableConfig;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::buckets::Owners;
 use sok_core::host::sharded::counts_ids;
@@ -95,7 +96,14 @@ impl ShardedGpuGroup {
     fn conversation<'a>(&'a self, starts: &'a [Vec<u32>]) -> Conversation<'a> {
         let row_bytes = self.shard.tables.iter().map(|table| row_bytes(table) / self.narrowing());
         let counts_ids = self.shard.tables.iter().map(|table| counts_ids(&table.config)).collect();
-        Conversation { owners: &self.owners, starts, row_bytes: row_bytes.collect(), counts_ids }
+        let takes_scores = self.shard.tables.iter().map(|table| table.config.takes_scores()).collect();
+        Conversation {
+            owners: &self.owners,
+            starts,
+            row_bytes: row_bytes.collect(),
+            counts_ids,
+            takes_scores,
+        }
     }
 
     /// How many times a float32 is as large as a number of a row in a message.
@@ -131,10 +139,14 @@ impl ShardedGpuGroup {
         let rows = conversation.serves(What::Rows).widened(self.narrowing());
         let row_bytes = self.row_bytes();
         let (sent_counts, counts) = (conversation.asks(What::IdCounts), conversation.serves(What::IdCounts));
-        let [key_bytes, count_bytes] = [keys.bytes, counts.bytes].map(|bytes| bytes.next_multiple_of(16));
-        let memory = self.shard.workspace.take_memory((key_bytes + count_bytes + rows.bytes) / 4)?;
+        let (sent_scores, scores) = (conversation.asks(What::Scores), conversation.serves(What::Scores));
+        let [key_bytes, count_bytes, score_bytes] =
+            [keys.bytes, counts.bytes, scores.bytes].map(|bytes| bytes.next_multiple_of(16));
+        let bytes = key_bytes + count_bytes + score_bytes + rows.bytes;
+        let memory = self.shard.workspace.take_memory(bytes / 4)?;
         let of_counts = memory.address() + key_bytes as u64;
-        let of_rows = of_counts + count_bytes as u64;
+        let of_scores = of_counts + count_bytes as u64;
+        let of_rows = of_scores + score_bytes as u64;
         let mut places = vec![vec![Places::default(); row_bytes.len()]; starts.len()];
         for part in &keys.parts {
             places[part.rank][part.table].keys = first_of(part, memory.address(), 8);
@@ -142,27 +154,42 @@ impl ShardedGpuGroup {
         for part in &counts.parts {
             places[part.rank][part.table].id_counts = first_of(part, of_counts, 8);
         }
+        for part in &scores.parts {
+            places[part.rank][part.table].scores = first_of(part, of_scores, 8);
+        }
         for part in &rows.parts {
             places[part.rank][part.table].rows = first_of(part, of_rows, row_bytes[part.table]);
         }
         let own = &requests[self.peers.rank()].places;
-        let own = |part: &MessagePart| own[part.table].keys + (8 * part.begin) as u64;
-        let packed = self.pack(CopyKernel::Copy, &sent, own, stream)?;
-        // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
-        unsafe {
-            self.exchange(nccl, &sent.transfers(packed.address()), &keys.transfers(memory.address()), stream)
-        }?;
-        self.shard.workspace.give_back(packed);
-        if self.shard.tables.iter().any(|table| counts_ids(&table.config)) {
-            let own = &requests[self.peers.rank()].places;
-            let own = |part: &MessagePart| own[part.table].id_counts + (8 * part.begin) as u64;
-            let packed = self.pack(CopyKernel::Copy, &sent_counts, own, stream)?;
-            let (from, to) = (sent_counts.transfers(packed.address()), counts.transfers(of_counts));
-            // SAFETY: As above.
-            unsafe { self.exchange(nccl, &from, &to, stream) }?;
-            self.shard.workspace.give_back(packed);
+        let has = |takes: fn(&TableConfig) -> bool| self.shard.tables.iter().any(|t| takes(&t.config));
+        let (has_counts, has_scores) = (has(counts_ids), has(TableConfig::takes_scores));
+        self.exchange_numbers(nccl, (&sent, |t| own[t].keys), (&keys, memory.address()), stream)?;
+        if has_counts {
+            let from = (&sent_counts, |t: usize| own[t].id_counts);
+            self.exchange_numbers(nccl, from, (&counts, of_counts), stream)?;
+        }
+        if has_scores {
+            let from = (&sent_scores, |t: usize| own[t].scores);
+            self.exchange_numbers(nccl, from, (&scores, of_scores), stream)?;
         }
         Ok(ReceivedKeys { memory, of_rows, places })
+    }
+
+    /// Enqueues sending numbers of 8 bytes, and receiving others. `sent`: the messages, and by table the address of its first number.
+    /// `received`: the messages, and the address that takes them.
+    fn exchange_numbers(
+        &mut self,
+        nccl: &Nccl,
+        (sent, from): (&Messages, impl Fn(usize) -> u64),
+        (received, to): (&Messages, u64),
+        stream: Stream,
+    ) -> Result<()> {
+        let own = |part: &MessagePart| from(part.table) + (8 * part.begin) as u64;
+        let packed = self.pack(CopyKernel::Copy, sent, own, stream)?;
+        // SAFETY: Both have the bytes of these messages. They are reused by later work of the stream.
+        unsafe { self.exchange(nccl, &sent.transfers(packed.address()), &received.transfers(to), stream) }?;
+        self.shard.workspace.give_back(packed);
+        Ok(())
     }
 
     /// Enqueues sending the rows of other ranks' keys to them, and receiving this rank's.

@@ -20,6 +20,8 @@ pub(super) struct LookupLayout {
     pub pooled: Vec<PooledPlaces>,
     /// By table whose policy counts ids: where the number of ids of each of its keys is.
     pub id_counts: Vec<Option<usize>>,
+    /// By table with the policy `Custom`: where the score of each of its keys is.
+    pub scores: Vec<Option<usize>>,
     /// Number of bytes.
     pub bytes: usize,
 }
@@ -81,7 +83,11 @@ impl LookupLayout {
             counts_ids(&table.config).then(|| take(&mut bytes, 8 * request.num_ids))
         };
         let id_counts = tables.iter().zip(requests).map(counts).collect();
-        LookupLayout { keys, rows, pooled, id_counts, bytes }
+        let scores = |(table, request): (&GpuTable, &TableRequest)| {
+            table.config.takes_scores().then(|| take(&mut bytes, 8 * request.num_ids))
+        };
+        let scores = tables.iter().zip(requests).map(scores).collect();
+        LookupLayout { keys, rows, pooled, id_counts, scores, bytes }
     }
 
     /// In a window at an address: by table, where its keys are written to, and the address of its rows. `distinct`: address of a number
@@ -95,6 +101,7 @@ impl LookupLayout {
                 ids: of_owner(pooled.ids),
                 numbers: of_owner(pooled.numbers),
                 id_counts: self.id_counts[table].map_or(0, |place| window + place as u64),
+                scores: self.scores[table].map_or(0, |place| window + place as u64),
                 distinct: distinct + 8 * table as u64,
             }
         };

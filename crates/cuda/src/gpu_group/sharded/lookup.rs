@@ -22,7 +22,7 @@ use crate::gpu_group::lookup::OfRanks;
 use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
 use crate::peers::{Window, WindowName};
-use crate::step::{Bags, Feature, Ids, KeyType, Remote, RowSource, Started, When};
+use crate::step::{Bags, Feature, Ids, KeyType, Remote, RowSource, ScoreType, Scores, Started, When};
 
 /// This rank's side of a lookup that is under way.
 struct Asked<'a> {
@@ -115,6 +115,7 @@ impl ShardedGpuGroup {
             if feature.table >= self.owners.len() {
                 return Err(Error::argument("no such table in the group"));
             }
+            feature.check_scores(&self.shard.tables[feature.table].config)?;
         }
         let world_size = self.peers.world_size();
         self.front.workspace.enter(stream)?;
@@ -151,6 +152,7 @@ impl ShardedGpuGroup {
         )?;
         let splits_to = ShardedGpuGroup::splits_to(&features, &layout, window.address());
         front.workspace.share_splits(&started, &splits_to, stream)?;
+        front.workspace.keep_scores(&started, None, stream)?;
         let (workspace, owners) = (&front.workspace, &self.owners);
         match asking {
             None => {
@@ -210,6 +212,7 @@ impl ShardedGpuGroup {
                 keys: base + layout.keys[table] as u64,
                 rows: base + layout.rows[table] as u64,
                 id_counts: layout.id_counts[table].map_or(0, |place| base + place as u64),
+                scores: layout.scores[table].map_or(0, |place| base + place as u64),
             };
             let places = (0..tables.len()).map(place).collect();
             let pooled = layout.pooled.iter().map(|places| PooledAddresses::of(places, base)).collect();
@@ -414,7 +417,9 @@ impl ShardedGpuGroup {
                 });
                 let (begin, len) =
                     range.map_or((0, request.tables[table].num_ids), |range| (range.start, range.len()));
-                let Places { keys, rows, id_counts } = request.places[table];
+                let Places { keys, rows, id_counts, scores } = request.places[table];
+                let of_keys =
+                    |address: u64| if address == 0 { 0 } else { address.wrapping_add(8 * begin as u64) };
                 let address = keys.wrapping_add(8 * begin as u64);
                 let rows = rows.wrapping_add((begin * row_bytes(&self.shard.tables[table])) as u64);
                 features.push(Feature {
@@ -427,7 +432,9 @@ impl ShardedGpuGroup {
                     padding_key: None,
                     is_silent,
                     at_owner: false,
-                    id_counts: if id_counts == 0 { 0 } else { id_counts.wrapping_add(8 * begin as u64) },
+                    id_counts: of_keys(id_counts),
+                    scores: (scores != 0)
+                        .then(|| Scores { address: of_keys(scores), score_type: ScoreType::Sent }),
                     // Each rank reads its own rows of a replicated table. Pooled bags need no rows.
                     rows: if is_replicated && from != rank || request.tables[table].is_pooled() {
                         0

@@ -23,6 +23,8 @@ pub(super) struct Places {
     pub rows: u64,
     /// Of the number of ids of each key; 0 if the table's policy does not count ids.
     pub id_counts: u64,
+    /// Of the score of each key; 0 if the table's policy is not `Custom`.
+    pub scores: u64,
 }
 
 /// Returns what rank `from` asks rank `to` for. `starts`: of the keys that `from` asks for.
@@ -44,6 +46,8 @@ pub(super) struct Conversation<'a> {
     pub row_bytes: Vec<usize>,
     /// By table: whether ranks tell how many ids each key stands for.
     pub counts_ids: Vec<bool>,
+    /// By table: whether ranks tell the score of each key.
+    pub takes_scores: Vec<bool>,
 }
 
 /// What is exchanged.
@@ -53,6 +57,8 @@ pub(super) enum What {
     Keys,
     /// How many ids each key stands for, where the table's policy counts ids.
     IdCounts,
+    /// The score of each key, where the table's policy is `Custom`.
+    Scores,
     /// Rows, which come from there.
     Rows,
     /// Merged gradients, which go to the owners of their keys.
@@ -122,6 +128,7 @@ impl Conversation<'_> {
                 let bytes = match what {
                     What::Keys => 8 * keys.all,
                     What::IdCounts => 8 * keys.all * usize::from(self.counts_ids[table]),
+                    What::Scores => 8 * keys.all * usize::from(self.takes_scores[table]),
                     // Each rank has its own rows of a replicated table.
                     What::Rows if owners.is_replicated() => 0,
                     What::Rows => self.row_bytes[table] * keys.all,
@@ -165,11 +172,12 @@ mod tests {
         let starts: Vec<Vec<u32>> = (0..world_size).map(|rank| starts(rank, 3, world_size)).collect();
         let owners =
             |rank| placements.map(|placement| Owners { placement, is_static: true, rank, world_size });
-        for what in [What::Keys, What::IdCounts, What::Rows, What::Gradients] {
+        for what in [What::Keys, What::IdCounts, What::Scores, What::Rows, What::Gradients] {
             let of_rank = |rank| {
                 let (owners, row_bytes) = (owners(rank), vec![16, 32, 48]);
-                let counts_ids = vec![true, false, true];
-                let conversation = Conversation { owners: &owners, starts: &starts, row_bytes, counts_ids };
+                let (counts_ids, takes_scores) = (vec![true, false, true], vec![true, true, false]);
+                let conversation =
+                    Conversation { owners: &owners, starts: &starts, row_bytes, counts_ids, takes_scores };
                 (conversation.asks(what), conversation.serves(what))
             };
             let all: Vec<_> = (0..world_size).map(of_rank).collect();
@@ -195,8 +203,9 @@ mod tests {
     fn keys_of_a_replicated_table_go_to_all_and_its_rows_to_none() {
         let starts: Vec<Vec<u32>> = vec![vec![0, 5, 7, 7, 7], vec![0, 0, 0, 2, 3]];
         let owners = [Owners { placement: Placement::Replicated, is_static: true, rank: 0, world_size: 2 }];
-        let (row_bytes, counts_ids) = (vec![16], vec![false]);
-        let conversation = Conversation { owners: &owners, starts: &starts, row_bytes, counts_ids };
+        let (row_bytes, counts_ids, takes_scores) = (vec![16], vec![false], vec![false]);
+        let conversation =
+            Conversation { owners: &owners, starts: &starts, row_bytes, counts_ids, takes_scores };
         let part = |begin, bytes| MessagePart { rank: 1, table: 0, begin, offset: 0, bytes };
         assert_eq!(conversation.asks(What::Keys).parts, [part(0, 56)]);
         assert_eq!(conversation.serves(What::Keys).parts, [part(0, 24)]);
