@@ -23,9 +23,9 @@ RULES = {
 
 class NativeStep:
     """Dynamic tables with a feature each, of `samples` bags, and all that a step needs. `limits`: by table, what else its configuration
-    says."""
+    says. `scores`: whether ids come with scores. `mode`: which rows a step updates."""
 
-    def __init__(self, num_tables, dim, rule="adam", samples=work.BATCH, limits=None):
+    def __init__(self, num_tables, dim, rule="adam", samples=work.BATCH, limits=None, scores=False, mode="local"):
         config = {
             "dim": dim,
             "vocabulary_size": None,
@@ -40,10 +40,11 @@ class NativeStep:
         limits = limits or [{}] * num_tables
         self.group = native.Group([json.dumps({"name": f"t{t}", **config, **limit}) for t, limit in enumerate(limits)])
         self.tables = [native.Table(self.group, number) for number in range(num_tables)]
-        features = [(f"f{t}", t, False, "last", False, False, "sum", None) for t in range(num_tables)]
+        self._scores = torch.arange(samples).reshape(-1, 1) if scores else None
+        features = [(f"f{t}", t, False, "last", False, scores, "sum", None) for t in range(num_tables)]
         self.plan = native.Plan(self.group, features)
         update = {"rule": RULES[rule], "weight_decay": None, "clipvalue": None, "clipnorm": None}
-        self.optimizer = native.Optimizer([self.group], [json.dumps(update)], False, False)
+        self.optimizer = native.Optimizer([self.group], [json.dumps(update)], False, False, mode=mode)
         random = np.random.default_rng(0)
         # One array: NumPy asks for huge pages where it is large, as the C program does.
         rows = np.zeros((num_tables, samples, dim), "float32")
@@ -68,7 +69,10 @@ class NativeStep:
 
     def take(self, batches):
         """The batches that steps take in turn: row numbers `(samples, bag)` for each feature."""
-        self._batches = [[torch.from_numpy(work.raw(feature)) for feature in batch] for batch in batches]
+        scores = [] if self._scores is None else [self._scores]
+        self._batches = [
+            [t for feature in batch for t in (torch.from_numpy(work.raw(feature)), *scores)] for batch in batches
+        ]
 
     def lookup(self, number, trains=True):
         ids = self._batches[number % len(self._batches)]

@@ -5,7 +5,8 @@
 Work: 26 features x 16,384 samples, one id each, dim 64, Adam, Zipf 1.05, as in `benches/step.py`. In each step, 1 % of the ids of the
 tables with at least 65,536 rows are new. Tables with an eviction policy have room for the rows that they begin with, so they remove rows to
 make room for the new ones. An admission policy counts the new ids, and keeps them out. Rows with a time to live stay
-for 400 steps, so that each step examines a 64th of them. Steps take turns; a cell is the median over rounds.
+for 400 steps, so that each step examines a 64th of them. Update modes other than "local" let all rows take each step: "global" at once,
+"lazy_global" when they are read. Steps take turns; a cell is the median over rounds.
 """
 
 import numpy as np
@@ -20,8 +21,12 @@ POLICIES = {
     "none": {},
     "lru": {"eviction": {"score": "lru", **EVICTION}},
     "lfu": {"eviction": {"score": {"lfu": {"half_life": None}}, **EVICTION}},
+    "custom": {"eviction": {"score": "custom", **EVICTION}},
     "frequency": {"admission": {"frequency": {"threshold": 3}}},
+    "frequency, 1,000 counts": {"admission": {"frequency": {"threshold": 3, "memory": 64_000}}},
     "time to live": {"time_to_live": {"lifetime": {"steps": LIFETIME}}},
+    "lazy_global": {},
+    "global": {},
 }
 
 
@@ -40,12 +45,13 @@ def batches(count):
         yield batch
 
 
-def make_step(policy, num_steps):
+def make_step(name, policy, num_steps):
     limits = [policy] * len(work.sizes())
     if "eviction" in policy:
         # Small tables have room for any batch.
         limits = [{"max_capacity": max(size, 2 * work.BATCH), **policy} for size in work.sizes()]
-    step = NativeStep(len(work.sizes()), DIM, "adam", limits=limits)
+    mode = name if "global" in name else "local"
+    step = NativeStep(len(work.sizes()), DIM, "adam", limits=limits, scores=name == "custom", mode=mode)
     step.fill(work.sizes())
     step.take(map(work.features_of, batches(num_steps)))
     return step
@@ -55,7 +61,7 @@ def main():
     arguments = work.parser(__doc__, rounds=5, runs=7).parse_args()
     native.set_num_threads(arguments.threads)
     num_steps = work.NUM_BATCHES + arguments.rounds * arguments.runs
-    steps = {name: make_step(policy, num_steps) for name, policy in POLICIES.items()}
+    steps = {name: make_step(name, policy, num_steps) for name, policy in POLICIES.items()}
     times = work.in_turns({name: step.run for name, step in steps.items()}, arguments.rounds, arguments.runs)
     rows = []
     for name, step in steps.items():

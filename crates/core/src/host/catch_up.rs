@@ -10,6 +10,10 @@ use crate::memory;
 use crate::pool::{Pool, num_pieces, run_if_large};
 use crate::store::arena::{NO_RECORD, RecordNumber};
 
+const WHAT: &str = "the records of a call";
+/// How many keys are prefetched ahead.
+const AHEAD: usize = 16;
+
 impl HostTable {
     /// Sets which rows a step of the optimizer updates. No row may have missed a step.
     ///
@@ -23,7 +27,7 @@ impl HostTable {
     }
 
     /// Whether rows may have missed steps.
-    fn is_behind(&self) -> bool {
+    pub(crate) fn is_behind(&self) -> bool {
         self.missed.as_ref().is_some_and(|missed| !missed.steps.is_empty())
     }
 
@@ -57,9 +61,12 @@ impl HostTable {
         if !self.is_behind() {
             return Ok(());
         }
-        let mut records = memory::with_capacity(keys.len() + 1, "the records of a call")?;
-        let keys = keys.chain(self.config.out_of_vocabulary_key);
-        records.extend(keys.map(|key| self.index.find(hash(key), key)));
+        let mut records = memory::with_capacity(keys.len() + 1, WHAT)?;
+        let keys = memory::collect(keys.chain(self.config.out_of_vocabulary_key), WHAT)?;
+        for some in keys.chunks(AHEAD) {
+            some.iter().for_each(|&key| self.index.prefetch(hash(key)));
+            records.extend(some.iter().map(|&key| self.index.find(hash(key), key)));
+        }
         self.catch_up(&records);
         Ok(())
     }

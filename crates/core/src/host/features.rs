@@ -5,6 +5,7 @@ use crate::contract::table::{Insertion, OutOfVocabulary, TableConfig};
 use crate::error::{Error, Result};
 use crate::host::runs::RowCode;
 use crate::key::Key;
+use crate::memory;
 
 /// A feature of the call, and its output.
 pub struct FeatureOutput<'a> {
@@ -65,18 +66,24 @@ pub(crate) fn role(feature: &Feature, config: &TableConfig, position: usize) -> 
     }
 }
 
-/// The keys of the active ids of a feature that have a score, each with its score.
-pub(crate) fn given_scores(
+/// Appends the keys of the active ids of a feature that have a score, each with its score.
+///
+/// # Errors
+/// [`Error::Memory`].
+pub(crate) fn add_given_scores(
     config: &TableConfig,
     feature: &Feature,
     scores: &Scores,
-) -> impl Iterator<Item = (Key, u64)> + Clone {
-    let has_score = |&position: &usize| {
-        scores.sent(position) > 0 && matches!(role(feature, config, position), Role::Active)
-    };
-    (0..scores.len())
-        .filter(has_score)
-        .map(|position| (feature.keys.get(position), scores.sent(position) - 1))
+    to: &mut Vec<(Key, u64)>,
+) -> Result<()> {
+    memory::reserve(to, scores.len(), "the scores of a call")?;
+    for position in 0..scores.len() {
+        let sent = scores.sent(position);
+        if sent > 0 && matches!(role(feature, config, position), Role::Active) {
+            to.push((feature.keys.get(position), sent - 1));
+        }
+    }
+    Ok(())
 }
 
 /// How gradient rows of these features are numbered.

@@ -7,13 +7,16 @@ use crate::formula::{Step, StepVisitor};
 use crate::host::update::update_record;
 use crate::memory;
 use crate::row_type::RowType;
-use crate::simd::{Kernel, dispatch};
+use crate::simd::{Kernel, dispatch, prefetch};
 use crate::store::arena::{NO_RECORD, RecordNumber, SharedArena};
 use crate::store::format::{Chance, RecordFormat};
 use crate::store::region::Region;
 
 /// Number of steps that are kept. When there are so many, all rows catch up.
 pub const MOST: usize = 1024;
+
+/// How many records are prefetched ahead.
+const AHEAD: usize = 4;
 
 /// The steps that rows of a table have missed.
 pub struct MissedSteps {
@@ -128,7 +131,7 @@ impl<const D: usize, S: Step> Kernel for Steps<'_, D, S> {
         let Steps { task, steps } = self;
         let CatchUp { arena, format, before, taken, first, records, .. } = task;
         let (num_steps, last) = (steps.len() as u32, first + taken.len() as RecordNumber);
-        let now = before + num_steps;
+        let (now, addresses) = (before + num_steps, arena.addresses());
         let dim = if D > 0 { D } else { format.dim };
         let (mut values, mut gradient) = (vec![0f32; dim], vec![0f32; dim]);
         let mut catch_up = |number: RecordNumber| {
@@ -153,7 +156,15 @@ impl<const D: usize, S: Step> Kernel for Steps<'_, D, S> {
             }
         };
         match records {
-            Some(records) => records.iter().for_each(|&record| catch_up(record)),
+            Some(records) => {
+                for (place, &record) in records.iter().enumerate() {
+                    if let Some(&later) = records.get(place + AHEAD) {
+                        let values = addresses.get(later);
+                        (0..arena.width()).step_by(16).for_each(|at| prefetch(values.wrapping_add(at)));
+                    }
+                    catch_up(record);
+                }
+            }
             None => (first..last).for_each(catch_up),
         }
     }

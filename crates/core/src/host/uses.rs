@@ -1,6 +1,5 @@
 //! Uses of rows by lookups.
 
-use crate::contract::table::TableConfig;
 use crate::host::eviction::{Evictor, InProgress};
 use crate::host::push::{SavedLookup, SavedTable};
 use crate::host::table::HostTable;
@@ -50,26 +49,37 @@ pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, 
         saved.runs().for_each(|(_, records)| table.touch(records));
     }
     if is_first {
-        give_scores(table, |_, give| saved.scores.iter().for_each(|&(key, score)| give(key, score)));
+        give_scores(table, &saved.scores);
     }
 }
 
-/// Gives rows the highest of the scores that come for their keys. Keys without a row are passed over.
-///
-/// `for_each`: calls a function with each key and its score. A key may come several times. It is called twice.
-pub(crate) fn give_scores(table: &mut HostTable, for_each: impl Fn(&TableConfig, &mut dyn FnMut(Key, u64))) {
-    let HostTable { evictor: Some(evictor), index, config, changes, .. } = table else { return };
-    let mut change = |key, change: &dyn Fn(u64) -> u64| {
-        let record = index.find(hash(key), key);
-        if record != NO_RECORD {
-            evictor.scores.set_score(record, change(evictor.scores.get(record).score));
+/// Gives rows the highest of the scores that come for their keys. `given`: keys, which may come several times, and scores. Keys without a row are
+/// passed over.
+pub(crate) fn give_scores(table: &mut HostTable, given: &[(Key, u64)]) {
+    let HostTable { evictor: Some(evictor), index, changes, .. } = table else { return };
+    let scores = &mut evictor.scores;
+    let mut change = |change: &dyn Fn(u64, u64) -> u64| {
+        for some in given.chunks(AHEAD) {
+            some.iter().for_each(|(key, _)| index.prefetch(hash(*key)));
+            let mut records = [NO_RECORD; AHEAD];
+            for (record, (key, _)) in records.iter_mut().zip(some) {
+                *record = index.find(hash(*key), *key);
+                if let Some(used) = scores.uses().get(*record as usize) {
+                    prefetch(used);
+                }
+            }
+            for (&record, (_, given)) in records.iter().zip(some).filter(|(record, _)| **record != NO_RECORD)
+            {
+                let used = scores.use_mut(record);
+                used.score = change(used.score, *given);
+            }
             if let Some(changes) = changes {
-                changes.touch(&[record]);
+                records.iter().filter(|record| **record != NO_RECORD).for_each(|&r| changes.touch(&[r]));
             }
         }
     };
-    for_each(config, &mut |key, _| change(key, &|_| 0));
-    for_each(config, &mut |key, given| change(key, &|score| score.max(given)));
+    change(&|_, _| 0);
+    change(&|score, given| score.max(given));
 }
 
 fn for_each_use(scores: &mut Scores, saved: &SavedTable, mut visit: impl FnMut(&mut Use, u64)) {

@@ -9,7 +9,7 @@ use crate::contract::table::{Insertion, Outcomes, TableStats};
 use crate::contract::ticket::RING;
 use crate::error::{Error, Result};
 use crate::host::accumulator::Accumulator;
-use crate::host::features::{FeatureOutput, Mode, given_scores};
+use crate::host::features::{FeatureOutput, Mode, add_given_scores};
 use crate::host::lookup::lookup_whole;
 use crate::host::lookup_split::lookup_split;
 use crate::host::push::{Push, PushedGradients, SavedLookup, SavedTable};
@@ -17,7 +17,7 @@ use crate::host::room::{check_vocabulary, lookup_with_room};
 use crate::host::table::HostTable;
 use crate::host::uses::give_scores;
 use crate::memory;
-use crate::pool::{Pool, SMALL_CALL, run_if_large};
+use crate::pool::{FirstError, Pool, SMALL_CALL, run_if_large};
 
 /// An output of more bytes is written with non-temporal stores.
 const STREAM_BYTES: usize = 4 << 20;
@@ -40,7 +40,7 @@ impl HostGroup {
         pool: &Pool,
     ) -> Result<u64> {
         self.check_features(features, &outputs)?;
-        self.catch_up_rows(features)?;
+        self.catch_up_rows(features, pool)?;
         self.tables.iter_mut().for_each(HostTable::begin);
         let looked = self.look_up(features, insertion, save, outputs, pool);
         if looked.is_err() {
@@ -104,7 +104,7 @@ impl HostGroup {
             self.save(SavedLookup::new(number, num_bags, looked));
         } else {
             features.iter().for_each(|feature| self.tables[feature.table].count_inference(feature));
-            self.give_inference_scores(features);
+            self.give_inference_scores(features)?;
         }
         Ok(number)
     }
@@ -139,18 +139,20 @@ impl HostGroup {
     }
 
     /// Gives rows the scores of features that are not looked up for training, where policies ask for that.
-    fn give_inference_scores(&mut self, features: &[Feature]) {
+    fn give_inference_scores(&mut self, features: &[Feature]) -> Result<()> {
         for (number, table) in self.tables.iter_mut().enumerate() {
-            let own = features.iter().filter(|feature| feature.table == number);
-            let scored = own.filter_map(|feature| Some((feature, feature.scores.as_ref()?)));
-            let counts_inference = table.config.eviction.is_some_and(|policy| policy.counts_inference);
-            if counts_inference && scored.clone().next().is_some() {
-                give_scores(table, |config, give| {
-                    let given = scored.clone().flat_map(|(f, scores)| given_scores(config, f, scores));
-                    given.for_each(|(key, score)| give(key, score));
-                });
+            if !table.config.eviction.is_some_and(|policy| policy.counts_inference) {
+                continue;
             }
+            let mut given = Vec::new();
+            for feature in features.iter().filter(|feature| feature.table == number) {
+                if let Some(scores) = &feature.scores {
+                    add_given_scores(&table.config, feature, scores, &mut given)?;
+                }
+            }
+            give_scores(table, &given);
         }
+        Ok(())
     }
 
     /// Copies the scores of features to the saved tables.
@@ -158,21 +160,29 @@ impl HostGroup {
         for feature in features {
             let saved = looked.iter_mut().find(|saved| saved.number == feature.table);
             if let (Some(scores), Some(saved)) = (&feature.scores, saved) {
-                let given = given_scores(&self.tables[feature.table].config, feature, scores);
-                memory::reserve(&mut saved.scores, scores.len(), "the scores of a call")?;
-                saved.scores.extend(given);
+                let config = &self.tables[feature.table].config;
+                add_given_scores(config, feature, scores, &mut saved.scores)?;
             }
         }
         Ok(())
     }
 
     /// Lets the rows of a lookup take the steps that they have missed.
-    fn catch_up_rows(&mut self, features: &[Feature]) -> Result<()> {
-        for feature in features {
-            let keys = (0..feature.keys.len()).map(|position| feature.keys.get(position));
-            self.tables[feature.table].catch_up_keys(keys)?;
+    fn catch_up_rows(&mut self, features: &[Feature], pool: &Pool) -> Result<()> {
+        let tables = self.tables.iter_mut().enumerate().filter(|(_, table)| table.is_behind());
+        let tasks: Vec<(usize, &mut HostTable)> = tables.collect();
+        if tasks.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let num_ids = features.iter().map(|feature| feature.keys.len()).sum();
+        let error = FirstError::default();
+        run_if_large(num_ids, tasks, pool, |(number, table)| {
+            for feature in features.iter().filter(|feature| feature.table == number) {
+                let keys = (0..feature.keys.len()).map(|position| feature.keys.get(position));
+                error.note(table.catch_up_keys(keys));
+            }
+        });
+        error.into_result()
     }
 
     /// Lets all rows take the steps that they have missed.
