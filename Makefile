@@ -76,7 +76,7 @@ sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done
 # An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
 soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a change should wait: long fuzzing, kills, races
 	cargo test --release -p sok-core -- --ignored soak_
-	SOK_TEST_TIMES=100 cargo test --release -p sok-core --test table_model --test group_model --test sharded --test sharded_programs
+	SOK_TEST_TIMES=100 cargo test --release -p sok-core --test table_model --test group_model --test sharded --test sharded_programs --test sharded_policies
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m soak --timeout 7200 || exit 1; done
 

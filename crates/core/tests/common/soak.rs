@@ -10,7 +10,7 @@ use super::steps::{Bench, Op, resolve};
 use super::subject::Maker;
 
 /// Gives a dynamic table an admission policy and a time to live, one of them, or none.
-fn add_policies(dice: &mut Dice, config: &mut TableConfig) {
+pub fn add_policies(dice: &mut Dice, config: &mut TableConfig) {
     if config.vocabulary_size.is_some() {
         return;
     }
