@@ -92,6 +92,8 @@ __all__ = [
     "compact",
     "dump",
     "dump_increment",
+    "exporters",
+    "importers",
     "init",
     "load",
     "local_rank",

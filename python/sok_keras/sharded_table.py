@@ -31,10 +31,13 @@ class ShardedTable:
         return rows, tuple(outcomes.tolist())
 
     def assign(self, keys: np.ndarray, rows: np.ndarray, insert: bool) -> tuple:
-        def assign(keys: np.ndarray, rows: np.ndarray) -> tuple:
-            return (self._shard.assign(keys, rows, insert),)
+        return self._assign(self._shard.assign, keys, rows, insert)
 
-        (outcomes,) = self._ask(keys, [rows], assign, writes=True, sums=1)
+    def assign_records(self, keys: np.ndarray, values: np.ndarray, insert: bool) -> tuple:
+        return self._assign(self._shard.assign_records, keys, values, insert)
+
+    def _assign(self, assign: Callable, keys: np.ndarray, values: np.ndarray, insert: bool) -> tuple:
+        (outcomes,) = self._ask(keys, [values], lambda *own: (assign(*own, insert),), writes=True, sums=1)
         return tuple(outcomes.tolist())
 
     def erase(self, keys: np.ndarray) -> int:

@@ -1,11 +1,12 @@
 """A table, as users read and write it outside of training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sok_keras import distributed
+from sok_keras.backend import native
 from sok_keras.errors import RankError, TableFullError
 from sok_keras.keys import is_key, signed_key
 from sok_keras.sharded_table import ShardedTable
@@ -327,20 +328,23 @@ class Table:
         self._core.warn_of_refused()
         return rows, Outcomes(*outcomes)
 
-    def assign(self, keys: Any, rows: Any, *, insert: bool = True) -> Outcomes:
-        """Overwrites rows. Optimizer states stay as they are.
+    def assign(self, keys: Any, rows: Any, *, insert: bool = True, states: Mapping[str, Any] | None = None) -> Outcomes:
+        """Overwrites rows.
 
         Args:
             keys: Integers of any shape; n is their number. Of duplicates the last one counts.
             rows: `(n, dim)` float32.
             insert: Whether keys without a row get one. If not, they count as refused.
+            states: All optimizer states of the rows by name, each `(n, width)` float32, as `export(states=True)` returns them. None: they
+                stay as they are; those of new rows have their first values.
 
         Returns:
             The `Outcomes`.
 
         Raises:
             TypeError: If keys are not integers.
-            ValueError: If `rows` is of another shape, or a key is outside a static table.
+            ValueError: If `rows` or `states` is of another shape, a key is outside a static table, or `states` are not those of the
+                optimizer that trains the table.
             TableFullError: If the keys do not fit and `check_mode` is `"raise"`. Nothing has changed then.
         """
         keys = as_keys(keys)
@@ -350,9 +354,35 @@ class Table:
         rows = rows.reshape(-1, self.dim)
         if len(rows) != len(keys):
             raise ValueError(f"`rows` must hold one row a key. Received: {len(rows)} rows for {len(keys)} keys")
-        outcomes = Outcomes(*self._ready().assign(keys, rows, insert))
+        if states is None:
+            outcomes = Outcomes(*self._ready().assign(keys, rows, insert))
+        else:
+            records = np.concatenate([rows, *self._states_in_order(states, len(keys))], axis=1)
+            outcomes = Outcomes(*self._ready().assign_records(keys, records, insert))
         self._core.warn_of_refused()
         return outcomes
+
+    def formula(self) -> str | None:
+        """Returns the name of the formula by which the optimizer updates the rows, such as `"adam"`. None before an optimizer is built."""
+        update = self._native.update_rule
+        return native.states_of(update, self.dim)[0] if update else None
+
+    def state_widths(self) -> dict[str, int]:
+        """Returns the name and the width of each optimizer state of a row, in the order of a record. Empty before an optimizer is built."""
+        update = self._native.update_rule
+        return dict(native.states_of(update, self.dim)[1]) if update else {}
+
+    def _states_in_order(self, states: Mapping[str, Any], num_rows: int) -> list[np.ndarray]:
+        widths = self.state_widths()
+        if set(states) != set(widths):
+            raise ValueError(
+                f"`states` must be those of the optimizer that trains the table, {sorted(widths)}. Received: {sorted(states)}"
+            )
+        arrays = [np.ascontiguousarray(states[name], "float32") for name in widths]
+        for (name, width), array in zip(widths.items(), arrays, strict=True):
+            if array.shape != (num_rows, width):
+                raise ValueError(f"`states` {name!r} must be of shape {(num_rows, width)}. Received: {array.shape}")
+        return arrays
 
     def erase(self, keys: Any) -> int:
         """Removes rows.

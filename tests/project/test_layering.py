@@ -36,6 +36,9 @@ LEVELS = [
     },
     {"profile"},
     {"callbacks.best", "callbacks.frequency", "callbacks.progress", "prefetching", "shards"},
+    {"exporters", "importers"},
+    {"importers.columns", "importers.dynamicemb_dumps", "importers.frameworks", "importers.sok_dumps"},
+    {"importers.pieces"},
     {"checkpoint"},
     {"dump_handle"},
     {"optimizer", "arrays"},
@@ -68,6 +71,7 @@ LEVELS = [
         "manifest",
         "mpi",
         "shares",
+        "sok_format",
         "strings",
         "whole_package",
     },
@@ -77,6 +81,7 @@ LEVELS = [
 # Imports of a framework in functions, where its own kinds of tensors or strategies are at hand: module -> framework -> functions.
 IN_FUNCTIONS = {
     "layers.base": {"tensorflow": {"check_one_device"}},
+    "importers.frameworks": {"torch": {"torch"}},
     "strings": {"tensorflow": {"_keys_of_tensor"}},
     "ragged": {
         "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_numbers", "rows_like"},

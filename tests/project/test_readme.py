@@ -37,7 +37,7 @@ def examples():
     """The doctests of all public names, methods included."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     public = {name: getattr(sok, name) for name in sok.__all__}
-    for module in (sok.callbacks, sok.optimizers):
+    for module in (sok.callbacks, sok.exporters, sok.importers, sok.optimizers, sok.policies):
         public |= {
             name: value
             for name, value in vars(module).items()
@@ -47,12 +47,12 @@ def examples():
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
-def test_example_of_a_docstring_runs(example):
+def test_example_of_a_docstring_runs(example, tmp_path):
     # What an example takes for granted.
     inputs = keras.Input((3,), dtype="int32")
     model = keras.Model(inputs, keras.layers.Dense(1)(sok.DynamicEmbedding(4, combiner="sum")(inputs)))
     x, y = np.ones((4, 3), "int32"), np.ones((4, 1))
-    example.globs = {"keras": keras, "np": np, "sok": sok, "model": model, "x": x, "y": y}
+    example.globs = {"keras": keras, "np": np, "sok": sok, "model": model, "x": x, "y": y, "tmp_path": tmp_path}
     told = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=told.append)
     assert not told, "".join(told)

@@ -117,6 +117,29 @@ def test_a_dump_of_three_ranks_goes_on_in_one_and_in_two(tmp_path):
         assert model.getinfo("model.weights.h5").file_size > 0.9 * (tmp_path / "model.weights.h5").stat().st_size
 
 
+@once_on("jax")
+def test_dumps_of_sparse_operation_kit_are_read_and_written_by_any_number_of_ranks(tmp_path):
+    random = np.random.default_rng(0)
+    keys, rows = random.permutation(200_000) - 50, random.normal(size=(200_000, 3)).astype("float32")
+    layer = sok.DynamicEmbedding(3, name="items")
+    ids = keras.Input((), dtype="int32")
+    model = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
+    model.compile(sok.OptimizerWrapper("adam"), "mse")
+    model.optimizer.build(model.trainable_variables)
+    layer.get_table().assign(keys, rows, states={"momentum": 2 * rows, "velocity": rows**2})
+    sok.exporters.sok(tmp_path / "from", layer.get_table(), states=True)
+    for ranks in (2, 3):
+        run(ranks, "imports.py", tmp_path)
+        found, order = np.load(tmp_path / f"world{ranks}.npz"), np.argsort(keys)
+        np.testing.assert_array_equal(found["keys"], keys[order])
+        np.testing.assert_array_equal(found["rows"], rows[order])
+        np.testing.assert_array_equal(found["velocity"], rows[order] ** 2)
+        other = sok.DynamicEmbedding(3, name="items")
+        other.build()
+        sok.importers.sok(tmp_path / f"to{ranks}", other.get_table(), progress=False)
+        np.testing.assert_array_equal(other.get_table().export().rows, rows[order])
+
+
 @pytest.mark.parametrize(
     "how", ["kill", *[pytest.param(how, marks=once_on("jax")) for how in ("stop", "raise", "other")]]
 )

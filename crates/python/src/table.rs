@@ -9,6 +9,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::{OwnUpdate, UpdateMode};
 use sok_core::contract::group::AnyGroup;
 use sok_core::contract::profile::StepPart;
+use sok_core::contract::records::Records;
 use sok_core::contract::table::{Cursor, Explanation, Outcomes, TableConfig};
 use sok_core::contract::tensor::Memory;
 use sok_core::error::{Error, Result};
@@ -196,6 +197,41 @@ impl Table {
         let (keys, rows) = (as_keys(&keys)?, rows.as_slice()?);
         detached(py, || self.group.lock()?.table_mut(self.number).assign(&keys, rows, insert))
             .map(outcomes_tuple)
+    }
+
+    /// As `assign`, with the states of the optimizer. `values`: `(n, dim + states)`.
+    fn assign_records(
+        &self,
+        py: Python<'_>,
+        keys: PyReadonlyArray1<'_, i64>,
+        values: PyReadonlyArray2<'_, f32>,
+        insert: bool,
+    ) -> PyResult<OutcomesTuple> {
+        const WHAT: &str = "the records of a call";
+        let (keys, values) = (as_keys(&keys)?, values.as_slice()?);
+        detached(py, || {
+            let mut group = self.group.lock()?;
+            let table = group.table_mut(self.number);
+            let (dim, width) = (table.layout().dim(), table.layout().width());
+            let rows = values.chunks_exact(width).flat_map(|record| &record[..dim]).copied();
+            let mut rows = memory::collect(rows, WHAT)?;
+            let outcomes = table.assign(&keys, &rows, insert)?;
+            // Keys that were refused have no record.
+            let mut is_found = memory::filled(false, keys.len(), WHAT)?;
+            table.find(&keys, &mut rows, &mut is_found)?;
+            let found = || is_found.iter().enumerate().filter(|(_, found)| **found).map(|(place, _)| place);
+            let records = Records {
+                keys: memory::collect(found().map(|place| keys[place]), WHAT)?,
+                values: memory::collect(
+                    found().flat_map(|place| &values[place * width..(place + 1) * width]).copied(),
+                    WHAT,
+                )?,
+                ..Records::default()
+            };
+            table.restore(&records)?;
+            Ok(outcomes)
+        })
+        .map(outcomes_tuple)
     }
 
     fn erase(&self, py: Python<'_>, keys: PyReadonlyArray1<'_, i64>) -> PyResult<usize> {

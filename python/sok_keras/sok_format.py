@@ -1,0 +1,81 @@
+"""The files of SparseOperationKit's dumps.
+
+A table has a file of keys, one of rows, and one for each optimizer state. A file is a header of 296 bytes and the numbers, in the order of
+the machine, row by row. It says neither how many rows there are nor how wide they are: the sizes of the files do.
+"""
+
+import string
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+HEADER_BYTES = 296
+KEYS, ROWS, STATES = range(3)
+_LAYOUT = struct.Struct(">256sI32sI")
+_DTYPES = ("int32", "int64", "uint32", "uint64", "float16", "float32", "float64")
+_KINDS = ("keys", "rows", "states")
+
+# By formula: the optimizer in the names of files, and by state its slot there.
+SLOTS: dict[str, tuple[str, dict[str, str]]] = {
+    "sgd": ("SGD", {"momentum": "momentum"}),
+    "adam": ("Adam", {"momentum": "m", "velocity": "v"}),
+    # SparseOperationKit writes Adamax under the name of Adam.
+    "adamax": ("Adam", {"momentum": "m", "norm": "v"}),
+    "adagrad": ("Adagrad", {"accumulator": "accumulator"}),
+    "adadelta": ("Adadelta", {"accumulated_grad": "accum_grad", "accumulated_delta_var": "accum_var"}),
+    "ftrl": ("Ftrl", {"accumulator": "accumulator", "linear": "linear"}),
+}
+
+
+class Header(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        table: Name of the table; in practice empty.
+        kind: `KEYS`, `ROWS` or `STATES`.
+        slot: Name of the state.
+        dtype: Type of the numbers.
+    """
+
+    table: str
+    kind: int
+    slot: str
+    dtype: str
+
+
+def write_header(header: Header) -> bytes:
+    """Returns the 296 bytes of a header."""
+    table, slot = header.table.encode(), header.slot.encode()
+    return _LAYOUT.pack(table.rjust(256), header.kind, slot.rjust(32), _DTYPES.index(header.dtype))
+
+
+def read_header(path: Path, kind: int) -> Header:
+    """Reads the header of a file of a kind.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is shorter than a header, of another kind, or has an unknown type. The error names file and byte.
+    """
+    with open(path, "rb") as file:
+        data = file.read(HEADER_BYTES)
+    if len(data) < HEADER_BYTES:
+        raise ValueError(f"{path} must begin with a header of {HEADER_BYTES} bytes. Received: {len(data)} bytes")
+    table, found, slot, dtype = _LAYOUT.unpack(data)
+    if found != kind:
+        of = _KINDS[found] if found < len(_KINDS) else f"kind {found}"
+        raise ValueError(f"{path} must be a file of {_KINDS[kind]}, as byte 256 says. Received: {of}")
+    if dtype >= len(_DTYPES):
+        raise ValueError(f"{path} must have a type from 0 to {len(_DTYPES) - 1} at byte 292. Received: {dtype}")
+    return Header(table.decode(errors="replace").strip(), found, slot.decode(errors="replace").strip(), _DTYPES[dtype])
+
+
+def file_name(table: str) -> str:
+    """Returns the name of a table in the names of its files: punctuation becomes underscores."""
+    return "".join("_" if letter in string.punctuation else letter for letter in table)
+
+
+def is_key_dtype(dtype: str) -> bool:
+    """Whether keys have this type."""
+    return np.dtype(dtype).kind in "iu"
