@@ -1,5 +1,5 @@
 //! Training steps over tables with policies, beside the same steps without one, in turns: with scores alone, over full tables, which remove
-//! rows, with a time to live, noting changes for increments, and counting keys that get no row yet. One id in a hundred is new. Times are
+//! rows, with a time to live, noting changes for increments, counting keys that get no row yet, and under other update modes. One id in a hundred is new. Times are
 //! means, since sweeps are rare: of rounds in which each full table sweeps. Then sweeps of one table, and reading what has changed.
 //!
 //!     policies
@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use common::training::{Gpu, Work, ids, normal, scalars, work};
 use common::{Bench, Shape, config, fill, key_of, median, nth_key};
+use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::group::Group;
 use sok_core::contract::records::Records;
 use sok_core::contract::table::{Contents, Cursor, Table, TableConfig};
@@ -36,14 +37,26 @@ struct Policy {
     is_tracked: bool,
     /// The new keys that get a row.
     admission: Option<Admission>,
+    /// Which rows a step updates.
+    mode: UpdateMode,
 }
 
-const NONE: Policy =
-    Policy { name: "none", score: None, is_full: false, lifetime: None, is_tracked: false, admission: None };
+const NONE: Policy = Policy {
+    name: "none",
+    score: None,
+    is_full: false,
+    lifetime: None,
+    is_tracked: false,
+    admission: None,
+    mode: UpdateMode::Local,
+};
 /// Keys that have come twice.
 const TWICE: Admission =
     Admission::Frequency { threshold: 2, once_per_step: false, half_life: None, memory: None };
-const POLICIES: [Policy; 7] = [
+/// The same, of which the lowest counts are forgotten.
+const TWICE_OF_FEW: Admission =
+    Admission::Frequency { threshold: 2, once_per_step: false, half_life: None, memory: Some(64 * 2000) };
+const POLICIES: [Policy; 11] = [
     NONE,
     Policy { name: "LRU, scores alone", score: Some(LRU), ..NONE },
     Policy { name: "LRU, full", score: Some(LRU), is_full: true, ..NONE },
@@ -51,6 +64,10 @@ const POLICIES: [Policy; 7] = [
     Policy { name: "time to live of 4,096 steps", lifetime: Some(4096), ..NONE },
     Policy { name: "changes since a dump", is_tracked: true, ..NONE },
     Policy { name: "admission of keys that come twice", admission: Some(TWICE), ..NONE },
+    Policy { name: "the same with 2,000 counts", admission: Some(TWICE_OF_FEW), ..NONE },
+    Policy { name: "scores that come with ids, full", score: Some(Score::Custom), is_full: true, ..NONE },
+    Policy { name: "update mode lazy_global", mode: UpdateMode::LazyGlobal, ..NONE },
+    Policy { name: "update mode global", mode: UpdateMode::Global, ..NONE },
 ];
 const ROUNDS: usize = 5;
 
@@ -98,6 +115,10 @@ fn time(bench: &Bench, work: &Work) {
             assign_all(&mut gpu.group, work);
         } else {
             fill(bench, &mut gpu.group, work.shape(), work.vocabulary, gpu.rows.address());
+        }
+        gpu.set_mode(policy.mode);
+        if policy.score == Some(Score::Custom) {
+            gpu.give_scores();
         }
         if policy.is_tracked {
             gpu.group.tables_mut().into_iter().for_each(|table| table.track(1).unwrap());

@@ -1,6 +1,6 @@
 //! Training steps of Adam over the tables of a layer.
 
-use sok_core::contract::binding::Binding;
+use sok_core::contract::binding::{Binding, UpdateMode};
 use sok_core::contract::group::Group;
 use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::formula::update::UpdateScalars;
@@ -9,6 +9,7 @@ use sok_core::row_type::RowType;
 use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::Buffer;
+use sok_cuda::step::{ScoreType, Scores};
 
 use super::{ADAM, Bench, Shape, config, draw_row, key_of, unit};
 
@@ -99,6 +100,8 @@ pub struct Gpu<'a> {
     pub rows: Buffer<f32>,
     gradients: Buffer<f32>,
     weights: Buffer<f32>,
+    /// Of each id, if ids come with scores.
+    scores: Option<Buffer<i64>>,
     weight_gradients: Buffer<f32>,
     ticket: Buffer<f32>,
     norm: Buffer<f32>,
@@ -127,6 +130,7 @@ impl<'a> Gpu<'a> {
             rows: Buffer::new(context, gradients.len()).unwrap(),
             gradients: Buffer::from_slice(context, gradients).unwrap(),
             weights: Buffer::from_slice(context, &weights).unwrap(),
+            scores: None,
             weight_gradients: Buffer::new(context, weights.len()).unwrap(),
             ticket: Buffer::new(context, 128).unwrap(),
             norm: Buffer::new(context, 1).unwrap(),
@@ -136,10 +140,30 @@ impl<'a> Gpu<'a> {
         }
     }
 
+    /// Sets which rows a step updates.
+    pub fn set_mode(&mut self, mode: UpdateMode) {
+        self.binding = Binding { mode, ..self.binding.clone() };
+        self.group.bind(self.binding.clone()).unwrap();
+    }
+
+    /// Lets the ids of later steps come with scores.
+    pub fn give_scores(&mut self) {
+        let len = self.work.samples * self.work.hotness * self.work.tables;
+        let scores: Vec<i64> = (0..len as i64).collect();
+        self.scores = Some(Buffer::from_slice(&self.bench.device.context, &scores).unwrap());
+    }
+
     pub fn step(&mut self, ids: &Buffer<u64>, scalars: &Buffer<f32>, hold: bool) {
         let stream = self.bench.stream();
         let weights = self.work.weighted.then(|| self.weights.address());
-        let features = self.work.shape().features(ids.address(), weights, self.rows.address());
+        let mut features = self.work.shape().features(ids.address(), weights, self.rows.address());
+        if let Some(scores) = &self.scores {
+            let of_table = self.work.samples * self.work.hotness;
+            for (t, feature) in features.iter_mut().enumerate() {
+                feature.scores =
+                    Some(Scores { address: scores.at(t * of_table), score_type: ScoreType::Wide });
+            }
+        }
         // SAFETY: The buffers are on this device, and live until it has been waited for.
         let number =
             unsafe { self.group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
