@@ -10,12 +10,15 @@ from seeds import draw_seeds_from
 import sok_keras as sok
 
 STEPS, BATCH, NUM_TABLES = 100, 12, 26
+# Tables with an optimizer of their own, one of which every rank has.
+OWN_OPTIMIZERS = (3, 6, 10)
 PLACEMENTS = ["distributed", "localized:0", "localized:1", "auto"]
 
 
 def config(number):
     """Static and dynamic tables, with ids that all are met or few; of some of them every rank has all rows."""
     size = None if number % 2 else 5 + 3 * number
+    own = keras.optimizers.Adam(0.01) if number in OWN_OPTIMIZERS else None
     placement = "replicated" if number % 8 == 6 else PLACEMENTS[number // 2 % len(PLACEMENTS)]
     return sok.TableConfig(
         f"table{number}",
@@ -24,6 +27,7 @@ def config(number):
         initializer=keras.initializers.RandomUniform(seed=number),
         combiner=("sum", "mean", "sqrtn")[number % 3],
         placement=placement,
+        optimizer=own,
     )
 
 

@@ -71,3 +71,21 @@ assert expiring.get_table().stats().expired > 0
 # The same rows go in each run: all ranks agree on what is left.
 digest = int(np.bitwise_xor.reduce(keys)) + int(table.export(scores=True).scores.sum())
 assert sok.all_reduce(digest) == world_size * digest
+
+# A score is the highest that came with an id in the last step that has met it, on any rank.
+layer = sok.DynamicEmbedding(DIM, max_capacity=10_000, eviction=sok.policies.Custom())
+ids, given = (keras.Input((5,), dtype="int32") for _ in range(2))
+rows = keras.layers.Flatten()(layer(ids, scores=given))
+model = keras.Model([ids, given], keras.layers.Dense(1)(rows))
+model.compile(sok.OptimizerWrapper(keras.optimizers.SGD(0.1)), "mse")
+expected = {}
+for batch in batches:
+    scores = random.integers(0, 1000, batch.shape).astype("int32")
+    part = slice(rank * len(batch) // world_size, (rank + 1) * len(batch) // world_size)
+    model.train_on_batch([batch[part], scores[part]], np.ones((len(batch[part]), 1)))
+    highest = {}
+    for key, score in zip(batch.ravel().tolist(), scores.ravel().tolist(), strict=True):
+        highest[key] = max(highest.get(key, 0), score)
+    expected |= highest
+contents = layer.get_table().export(scores=True)
+assert dict(zip(contents.keys.tolist(), contents.scores.tolist(), strict=True)) == expected
