@@ -13,17 +13,17 @@ class Plan:
         self._native = native.Plan(core.group, features, check_finite)
         # For each feature: its axis, its table's dim, and the places of its ids and row splits among all tensors.
         self._places, start = [], 0
-        for _, table, words, axis, weights, *_ in features:
+        for _, table, words, axis, weights, scores, *_ in features:
             end = start + 1 + words + (axis == "ragged")
             self._places.append((axis, core.dims[table], start, end - 1))
-            start = end + weights
+            start = end + scores + weights
         self.num_features = len(features)
         self.gpu = core.gpu
         self.handle = self._native.handle
         plans[self.handle] = self
 
     def shapes_of(self, tensors):
-        """Shape of each feature's rows. `tensors`: for each feature its ids, then its row splits and its weights if it has them."""
+        """Shape of each feature's rows. `tensors`: for each feature its ids, then its row splits, its scores and its weights if it has them."""
         return [_rows_shape(axis, dim, tensors[ids], tensors[splits]) for axis, dim, ids, splits in self._places]
 
     def num_floats(self, inputs):
@@ -36,7 +36,7 @@ class Plan:
     def output_shapes(self, inputs):
         """Static shape of each feature's rows. Unknown axes are None."""
         pairs = zip(self._places, inputs, strict=True)
-        return [_rows_shape(axis, dim, tensors[0], tensors[-1]) for (axis, dim, _, _), tensors in pairs]
+        return [_rows_shape(axis, dim, tensors[0], tensors[end - ids]) for (axis, dim, ids, end), tensors in pairs]
 
 
 def _rows_shape(axis, dim, ids, splits):

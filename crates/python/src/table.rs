@@ -213,10 +213,16 @@ impl Table {
             let mut group = self.group.lock()?;
             let table = group.table_mut(self.number);
             let (dim, width) = (table.layout().dim(), table.layout().width());
+            if values.len() != keys.len() * width {
+                let (values, keys) = (values.len(), keys.len());
+                return Err(Error::argument(format!(
+                    "records must have {width} numbers for each key. Received: {values} numbers for {keys} keys"
+                )));
+            }
             let rows = values.chunks_exact(width).flat_map(|record| &record[..dim]).copied();
             let mut rows = memory::collect(rows, WHAT)?;
             let outcomes = table.assign(&keys, &rows, insert)?;
-            // Keys that were refused have no record.
+            // Keys that were refused have no record. The table tells which only with their rows.
             let mut is_found = memory::filled(false, keys.len(), WHAT)?;
             table.find(&keys, &mut rows, &mut is_found)?;
             let found = || is_found.iter().enumerate().filter(|(_, found)| **found).map(|(place, _)| place);

@@ -48,38 +48,40 @@ pub(crate) fn take_uses(table: &mut HostTable, saved: &SavedTable, commit: u64, 
         });
         saved.runs().for_each(|(_, records)| table.touch(records));
     }
-    if is_first {
-        give_scores(table, &saved.scores);
-    }
 }
 
-/// Gives rows the highest of the scores that come for their keys. `given`: keys, which may come several times, and scores. Keys without a row are
-/// passed over.
-pub(crate) fn give_scores(table: &mut HostTable, given: &[(Key, u64)]) {
+/// Gives rows the highest of the scores that come for their keys. `given`: by lookup, keys, which may come several times, and scores. Keys
+/// without a row are passed over.
+pub(crate) fn give_scores(table: &mut HostTable, given: &[&[(Key, u64)]]) {
     let HostTable { evictor: Some(evictor), index, changes, .. } = table else { return };
     let scores = &mut evictor.scores;
-    let mut change = |change: &dyn Fn(u64, u64) -> u64| {
-        for some in given.chunks(AHEAD) {
-            some.iter().for_each(|(key, _)| index.prefetch(hash(*key)));
-            let mut records = [NO_RECORD; AHEAD];
-            for (record, (key, _)) in records.iter_mut().zip(some) {
-                *record = index.find(hash(*key), *key);
-                if let Some(used) = scores.uses().get(*record as usize) {
-                    prefetch(used);
-                }
-            }
-            for (&record, (_, given)) in records.iter().zip(some).filter(|(record, _)| **record != NO_RECORD)
-            {
-                let used = scores.use_mut(record);
-                used.score = change(used.score, *given);
-            }
-            if let Some(changes) = changes {
-                records.iter().filter(|record| **record != NO_RECORD).for_each(|&r| changes.touch(&[r]));
+    let all = || given.iter().flat_map(|of_lookup| of_lookup.chunks(AHEAD));
+    let find = |scores: &Scores, some: &[(Key, u64)]| {
+        some.iter().for_each(|(key, _)| index.prefetch(hash(*key)));
+        let mut records = [NO_RECORD; AHEAD];
+        for (record, (key, _)) in records.iter_mut().zip(some) {
+            *record = index.find(hash(*key), *key);
+            if let Some(used) = scores.uses().get(*record as usize) {
+                prefetch(used);
             }
         }
+        records
     };
-    change(&|_, _| 0);
-    change(&|score, given| score.max(given));
+    for some in all() {
+        for record in find(scores, some).into_iter().filter(|record| *record != NO_RECORD) {
+            scores.set_score(record, 0);
+            if let Some(changes) = changes {
+                changes.touch(&[record]);
+            }
+        }
+    }
+    for some in all() {
+        let records = find(scores, some);
+        for (&record, (_, given)) in records.iter().zip(some).filter(|(record, _)| **record != NO_RECORD) {
+            let used = scores.use_mut(record);
+            used.score = used.score.max(*given);
+        }
+    }
 }
 
 fn for_each_use(scores: &mut Scores, saved: &SavedTable, mut visit: impl FnMut(&mut Use, u64)) {

@@ -78,22 +78,22 @@ impl Sights {
         self.change_all(|count| count / 2);
     }
 
-    /// If there are more than `max` counts, forgets the lowest, as [`highest_forgotten`] says. Counts from `top` on are equal. Without memory it
+    /// If there are more than `max` counts, forgets the lowest, as [`highest_forgotten`] says. Counts from `threshold` on are equal. Without memory it
     /// forgets none.
-    pub fn forget_lowest(&mut self, max: u64, top: u32) {
+    pub fn forget_lowest(&mut self, max: u64, threshold: u32) {
         if self.len() as u64 <= max {
             return;
         }
-        let Ok(mut num_by_count) = memory::filled(0u64, top as usize + 1, WHAT) else { return };
-        self.index.for_each_mark(|_, count| num_by_count[(*count).min(top) as usize] += 1);
+        let Ok(mut num_by_count) = memory::filled(0u64, threshold as usize + 1, WHAT) else { return };
+        self.index.for_each_mark(|_, count| num_by_count[(*count).min(threshold) as usize] += 1);
         // These wait to be removed.
         num_by_count[0] = 0;
         if let Some(highest) = highest_forgotten(&num_by_count, max) {
-            self.change_all(|count| if count.min(top) <= highest { 0 } else { count });
+            self.change_all(|count| if count.min(threshold) <= highest { 0 } else { count });
         }
     }
 
-    /// Replaces each count. Without memory for a list of those that become 0, they take room until they count again.
+    /// Replaces each count; 0 forgets it. Without memory for a list of those that become 0, they take room until they count again.
     fn change_all(&mut self, change: impl Fn(u32) -> u32) {
         let mut num_zeros = 0;
         self.index.for_each_mark(|_, count| {

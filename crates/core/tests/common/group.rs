@@ -527,11 +527,12 @@ impl Model {
         self.num_commits += 1;
         self.pushes.retain(|push| push.number >= oldest);
         let mut oldest_lookup = u64::MAX;
+        let mut given = vec![BTreeMap::new(); self.tables.len()];
         for &(number, weight) in named {
             let at = self.pushes.iter().position(|push| push.number == number).unwrap();
             let push = self.pushes.remove(at);
             oldest_lookup = oldest_lookup.min(push.lookup);
-            self.count_uses(&push);
+            self.count_uses(&push, &mut given);
             let of_tables = self.committed.iter_mut().zip(push.gradients).zip(push.absent.iter());
             for ((sums, gradients), absent) in of_tables {
                 let born = |life: (Key, u64)| absent.birth(life).map(|birth| (life.0, birth));
@@ -542,6 +543,7 @@ impl Model {
                 }
             }
         }
+        self.tables.iter_mut().zip(&given).for_each(|(table, given)| table.give_scores(given));
         self.lookups.retain(|looked| looked.number >= oldest_lookup);
         self.pushes.iter().for_each(|push| push.uses.is_open.set(true));
         self.end_step();
@@ -570,8 +572,8 @@ impl Model {
         highest
     }
 
-    /// Counts the uses of the rows of a push, once for each lookup.
-    fn count_uses(&mut self, push: &Push) {
+    /// Counts the uses of the rows of a push, once for each lookup. Adds the scores that came with it to `given`, by table.
+    fn count_uses(&mut self, push: &Push, given: &mut [BTreeMap<Key, u64>]) {
         push.uses.is_open.set(false);
         let is_first = !push.uses.is_counted.replace(true);
         for ((table, ids), absent) in self.tables.iter_mut().zip(&push.uses.ids).zip(push.absent.iter()) {
@@ -587,7 +589,10 @@ impl Model {
         }
         for (number, scores) in push.uses.scores.iter().enumerate().filter(|_| is_first) {
             if push.absent[number].clears == self.tables[number].clears {
-                self.tables[number].give_scores(scores);
+                let highest = &mut given[number];
+                for (&key, &score) in scores {
+                    highest.entry(key).and_modify(|highest| *highest = score.max(*highest)).or_insert(score);
+                }
             }
         }
     }

@@ -196,10 +196,13 @@ impl GpuGroup {
         let lookups = absent::distinct(taken.iter().map(|(_, push)| &push.lookup));
         self.admit_candidates(&lookups, RING as u32, stream)?;
         self.age_candidates(stream)?;
+        let mut lookups = Vec::new();
         for (_, push) in &taken {
             push.lookup.is_admitted.store(true, Relaxed);
-            self.take_uses(&push.lookup, RING as u32, self.num_commits, stream)?;
+            let taking = self.take_uses(&push.lookup, RING as u32, self.num_commits, stream)?;
+            lookups.push((&push.lookup.saved, taking));
         }
+        self.workspace.give_scores(&self.tables, &lookups, stream)?;
         self.carried.extend(taken);
         Ok(())
     }
@@ -217,12 +220,12 @@ impl GpuGroup {
         row: u32,
         commit: u64,
         stream: Stream,
-    ) -> Result<()> {
+    ) -> Result<Taking> {
         let is_named = row == RING as u32;
         let is_first = if is_named { lookup.count_once() } else { !lookup.is_counted.load(Relaxed) };
         let taking = Taking { commit, resolved: self.resolved.address(), row, is_first };
         self.workspace.take_uses(&self.tables, &lookup.saved, taking, stream)?;
-        self.workspace.give_scores(&self.tables, &lookup.saved, taking, stream)
+        Ok(taking)
     }
 
     /// Enqueues what a commit does with uses of rows: counts those of the step, removes rows whose time to live is over, and ends the step.
@@ -243,7 +246,8 @@ impl GpuGroup {
         }
         self.workspace.beside(stream, |side| {
             if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
-                self.take_uses(&push.lookup, (number % RING) as u32, commit, side)?;
+                let taking = self.take_uses(&push.lookup, (number % RING) as u32, commit, side)?;
+                self.workspace.give_scores(&self.tables, &[(&push.lookup.saved, taking)], side)?;
             }
             self.workspace.expire(&self.tables, &expiries, self.resolved.address(), call, side)?;
             self.workspace.end_steps(&self.tables, self.resolved.address(), ended, side)

@@ -65,7 +65,11 @@ impl Candidates {
         let policy = of.admission;
         let forgetting = policy
             .and_then(Admission::max_counts)
-            .map(|_| Buffer::new(&device.context, size_of::<Forgetting>() / 4))
+            .map(|_| {
+                // They are launched much later, in the middle of a commit.
+                device.kernels(&ADMISSION, ["choose_forgotten", "forget_lowest"])?;
+                Buffer::new(&device.context, size_of::<Forgetting>() / 4)
+            })
             .transpose()?;
         Ok(Box::new(Candidates { policy, step: 1, is_closed: false, table, ids_since: 0, forgetting }))
     }

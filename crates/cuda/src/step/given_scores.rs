@@ -7,7 +7,7 @@ use sok_core::error::Result;
 use super::uses::Taking;
 use super::{Saved, Started, Workspace};
 use crate::abi::{Call, FIND_THREADS, RING};
-use crate::device::{Stream, launch_next};
+use crate::device::{Kernel, Stream, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::GIVEN;
 
@@ -33,34 +33,36 @@ impl Workspace {
         if to == 0 {
             return Ok(());
         }
-        let keep = self.device.kernel(&GIVEN, "keep_scores")?;
+        // The commit needs the others. They are compiled here, where an error changes nothing.
+        let [keep, _, _] = self.device.kernels(&GIVEN, ["keep_scores", "reset_scores", "raise_scores"])?;
         let (call, begins) = (started.call, begins.unwrap_or(0));
         // SAFETY: The arguments have the types of the kernel's parameters. Workspace and windows keep the memory that they point to.
         unsafe { launch_next!(keep, stream, blocks, FIND_THREADS, call, begins, to) }
     }
 
-    /// Enqueues giving rows the scores that came with the ids of a lookup, if a commit takes its first push.
+    /// Enqueues giving rows the highest of the scores that came with the ids of lookups of which a commit takes the first pushes.
     ///
     /// # Errors
     /// As `keep_scores`.
     pub fn give_scores(
         &self,
         tables: &[GpuTable],
-        saved: &Saved,
-        taking: Taking,
+        lookups: &[(&Saved, Taking)],
         stream: Stream,
     ) -> Result<()> {
-        if saved.given.address == 0 || !taking.is_first {
+        let scored = || lookups.iter().filter(|(saved, taking)| saved.given.address != 0 && taking.is_first);
+        if scored().next().is_none() {
             return Ok(());
         }
-        let takes_scores = |&&(table, _): &&(usize, u64)| tables[table].config.takes_scores();
-        let takers = saved.generations.iter().filter(takes_scores);
-        let (live, gone): (Vec<_>, Vec<_>) =
-            takers.partition(|&&(table, generation)| tables[table].generation == generation);
-        let chosen: Vec<u32> =
-            if gone.is_empty() { vec![ALL] } else { live.iter().map(|(table, _)| *table as u32).collect() };
-        let named = (taking.resolved, taking.row);
-        chosen.into_iter().try_for_each(|table| self.give(saved.call, saved.given, table, named, stream))
+        for kernel in self.device.kernels(&GIVEN, ["reset_scores", "raise_scores"])? {
+            for (saved, taking) in scored() {
+                let named = (taking.resolved, taking.row);
+                for table in takers(tables, saved) {
+                    self.give(kernel, saved.call, saved.given, table, named, stream)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Enqueues giving rows the scores that came with a lookup that is not one of training, where the policy of a table asks for that.
@@ -74,17 +76,24 @@ impl Workspace {
         stream: Stream,
     ) -> Result<()> {
         let given = GivenScores { address: started.places.given_scores, blocks: started.find_blocks };
-        for (number, table) in tables.iter().enumerate().filter(|_| given.address != 0) {
-            if table.config.takes_scores() && table.config.eviction.is_some_and(|p| p.counts_inference) {
-                self.give(started.call, given, number as u32, (0, RING as u32), stream)?;
+        if given.address == 0 {
+            return Ok(());
+        }
+        let counts = |table: &&GpuTable| table.config.eviction.is_some_and(|p| p.counts_inference);
+        let takers =
+            tables.iter().enumerate().filter(|(_, table)| table.config.takes_scores() && counts(table));
+        for (number, _) in takers {
+            for kernel in self.device.kernels(&GIVEN, ["reset_scores", "raise_scores"])? {
+                self.give(kernel, started.call, given, number as u32, (0, RING as u32), stream)?;
             }
         }
         Ok(())
     }
 
-    /// `table`: which table, or `ALL`. `resolved`, `row`: as for `Taking`.
+    /// `kernel`: resets scores, or raises them. `table`: which table, or `ALL`. `resolved`, `row`: as for `Taking`.
     fn give(
         &self,
+        kernel: Kernel,
         call: Call,
         given: GivenScores,
         table: u32,
@@ -94,12 +103,20 @@ impl Workspace {
         self.join(stream)?;
         let GivenScores { address: given, blocks } = given;
         let tables = self.tables();
-        for kernel in self.device.kernels(&GIVEN, ["reset_scores", "raise_scores"])? {
-            // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
-            unsafe {
-                launch_next!(kernel, stream, blocks, FIND_THREADS, call, tables, table, given, resolved, row)
-            }?;
+        // SAFETY: The arguments have the types of the kernel's parameters. Workspace and lookup keep the memory that they point to.
+        unsafe {
+            launch_next!(kernel, stream, blocks, FIND_THREADS, call, tables, table, given, resolved, row)
         }
-        Ok(())
     }
+}
+
+/// Returns the tables that take the scores of a lookup: `ALL`, or one by one those that still have its rows.
+fn takers(tables: &[GpuTable], saved: &Saved) -> Vec<u32> {
+    let takes_scores = |&&(table, _): &&(usize, u64)| tables[table].config.takes_scores();
+    let all = saved.generations.iter().filter(takes_scores);
+    let is_live = |&&(table, generation): &&(usize, u64)| tables[table].generation == generation;
+    if all.clone().all(|taker| is_live(&taker)) {
+        return vec![ALL];
+    }
+    all.filter(is_live).map(|(table, _)| *table as u32).collect()
 }

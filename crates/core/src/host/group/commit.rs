@@ -12,7 +12,7 @@ use crate::host::push::{Push, PushedGradients, SavedTable, merge_push};
 use crate::host::room::{add_used, check_capacity, distinct, insert};
 use crate::host::sights::{count_sights, num_admitted};
 use crate::host::table::HostTable;
-use crate::host::uses::take_uses;
+use crate::host::uses::{give_scores, take_uses};
 use crate::key::Key;
 use crate::math::sum_of_squares;
 use crate::pool::{Pool, num_pieces, run_if_large};
@@ -123,11 +123,15 @@ impl HostGroup {
         let tables = self.tables.iter_mut().enumerate().collect();
         run_if_large(num_ids, tables, pool, |(number, table): (usize, &mut HostTable)| {
             let generation = table.generation;
+            let is_own = |saved: &&SavedTable| saved.number == number && saved.generation == generation;
             for (lookup, is_first) in &lookups {
-                let is_own = |saved: &&SavedTable| saved.number == number && saved.generation == generation;
                 let own = lookup.tables.iter().filter(is_own);
                 own.for_each(|saved| take_uses(table, saved, commit, *is_first));
             }
+            let first = lookups.iter().filter(|(_, is_first)| *is_first);
+            let own = first.flat_map(|(lookup, _)| &lookup.tables).filter(is_own);
+            let given: Vec<&[(Key, u64)]> = own.map(|saved| &saved.scores[..]).collect();
+            give_scores(table, &given);
             table.end_step(commit);
         });
         taken.iter().for_each(|(_, push)| push.lookup.set_open(false));

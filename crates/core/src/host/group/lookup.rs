@@ -150,7 +150,7 @@ impl HostGroup {
                     add_given_scores(&table.config, feature, scores, &mut given)?;
                 }
             }
-            give_scores(table, &given);
+            give_scores(table, &[&given]);
         }
         Ok(())
     }

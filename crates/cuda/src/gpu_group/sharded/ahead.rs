@@ -244,7 +244,12 @@ impl ShardedGpuGroup {
         if self.ahead.lookups.is_empty() || !save {
             return Ok(None);
         }
-        let Some(forms) = forms_of(features) else { return Ok(None) };
+        let Some(forms) = forms_of(features) else {
+            // What was told was this lookup.
+            let begun = self.ahead.lookups.pop_front().and_then(|lookup| lookup.begun);
+            self.end_ahead(begun)?;
+            return Ok(None);
+        };
         while let Some(lookup) = self.ahead.lookups.pop_front() {
             if lookup.forms != forms {
                 self.end_ahead(lookup.begun)?;
