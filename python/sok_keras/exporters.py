@@ -1,6 +1,7 @@
 """Tables written in the formats of other systems."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,22 @@ import keras
 import numpy as np
 
 from sok_keras import distributed
-from sok_keras.importers.pieces import PIECE_ROWS, check_tables
-from sok_keras.sok_format import KEYS, ROWS, SLOTS, STATES, Header, file_name, write_header
+from sok_keras.importers.pieces import PIECE_ROWS, check_tables, on_all_ranks
+from sok_keras.sok_format import KEYS, ROWS, STATES, Header, file_name, slots_of, write_header
 from sok_keras.table import Table
 
+# By array of a table: the ending of its file's name, and the header.
+_Files = dict[str, tuple[str, Header]]
 
-def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress: bool = False) -> None:
+
+def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress: bool = True) -> None:
     """Writes tables as SparseOperationKit's `sok.dump` does, which its `sok.load` reads with any number of ranks.
 
-    Files that are there are replaced, each when it is whole. With many ranks all call it, and rank 0 writes.
+    A `DynamicEmbedding` becomes the dump of a `DynamicVariable`. A static table becomes that of a `Variable`: all its rows, in the order of
+    their ids; rows that are not in the table have their first values. With many ranks all call it, and rank 0 writes.
+
+    The files of a table are written beside those that are there, and replace them when they are whole. A dump of several files cannot be
+    replaced at once: if the process dies then, the table has no file of keys, and cannot be loaded.
 
     Example: see `sok_keras.importers.sok`.
 
@@ -29,67 +37,77 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
         progress: Whether a progress bar is shown.
 
     Raises:
-        ValueError: If SparseOperationKit has no files for the states of a table's optimizer. Nothing was written then.
+        TypeError: If `tables` has other values than tables.
+        ValueError: If a table is empty, which SparseOperationKit does not load; if it has no files for the states of a table's optimizer, or
+            `states` of a static table are asked for. Nothing was written then.
+        OSError: If a file cannot be written.
     """
     named, folder = check_tables(tables), Path(path)
-    for table in named.values() if states else ():
-        if table.formula() not in SLOTS:
-            raise ValueError(
-                f"`states` must be False for table {table.name!r}: SparseOperationKit's files have the states of {sorted(SLOTS)}. "
-                f"Received: a table whose optimizer is {table.formula()!r}"
-            )
+    files = {name: _files_of(table, states) for name, table in named.items()}
     for name, table in named.items():
-        files = _files(folder, name, table, states)
-        num_rows = len(table)
-        if distributed.rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(
-                files, table, states, keras.utils.Progbar(num_rows, unit_name="row") if progress and num_rows else None
-            )
-        else:
-            for _ in table.pieces(PIECE_ROWS, states=states):
-                pass
-    distributed.barrier()
+        num_rows = len(table) if table.vocabulary_size is None else table.vocabulary_size
+        bar = keras.utils.Progbar(num_rows, unit_name="row") if progress and distributed.rank() == 0 else None
+        on_all_ranks(functools.partial(_write, folder / file_name(name), files[name], _arrays(table, states), bar))
 
 
-def _files(folder: Path, name: str, table: Table, states: bool) -> dict[str, tuple[Path, Header]]:
-    """By array: its file, and the header."""
-    stem = file_name(name)
+def _files_of(table: Table, states: bool) -> _Files:
+    if table.vocabulary_size is None and len(table) == 0:
+        raise ValueError(
+            f"Table {table.name!r} must have rows: SparseOperationKit does not load an empty dump. Received: none"
+        )
     files = {
-        "keys": (folder / f"{stem}-key", Header("", KEYS, "", "int64")),
-        "rows": (folder / f"{stem}-weight", Header("", ROWS, "", "float32")),
+        "keys": ("key", Header("", KEYS, "", "int64")),
+        "rows": ("weight", Header("", ROWS, "", "float32")),
     }
-    if states:
-        optimizer, slots = SLOTS[table.formula() or ""]
-        for state in table.state_widths():
-            header = Header("", STATES, slots[state], "float32")
-            files[f"state {state}"] = (folder / f"{stem}-{optimizer}-{slots[state]}", header)
+    if not states:
+        return files
+    if table.vocabulary_size is not None:
+        raise ValueError(f"`states` must be False for the static table {table.name!r}: rows without an id have none")
+    optimizer, slots = slots_of(table.name, table.formula(), table.state_widths())
+    for state, slot in slots.items():
+        files[f"state {state}"] = (f"{optimizer}-{slot}", Header("", STATES, slot, "float32"))
     return files
 
 
-def _write(files: dict[str, tuple[Path, Header]], table: Table, states: bool, bar: Any) -> None:
-    """Writes files beside those that are there, and replaces these when all are whole."""
-    parts = {name: path.with_name(f".{path.name}.part") for name, (path, _) in files.items()}
+def _write(stem: Path, files: _Files, arrays: Iterator[dict[str, np.ndarray]], bar: Any) -> None:
+    """Writes all files of a table, then replaces those that are there. Ranks but 0 only help to make the arrays."""
+    if distributed.rank() != 0:
+        for _ in arrays:
+            pass
+        return
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = {name: stem.with_name(f"{stem.name}-{ending}") for name, (ending, _) in files.items()}
+    parts = {name: path.with_name(f".{path.name}.part") for name, path in paths.items()}
     try:
         with contextlib.ExitStack() as stack:
             opened = {name: stack.enter_context(open(part, "wb")) for name, part in parts.items()}
             for name, (_, header) in files.items():
                 opened[name].write(write_header(header))
             done = 0
-            for arrays in _arrays(table, states):
-                for name, array in arrays.items():
+            for of_piece in arrays:
+                for name, array in of_piece.items():
                     opened[name].write(np.ascontiguousarray(array).data)
-                done += len(arrays["keys"])
+                done += len(of_piece["keys"])
                 if bar is not None:
                     bar.update(done)
-        for name, (path, _) in files.items():
-            parts[name].replace(path)
+        # Without keys, what is left of an earlier dump cannot be loaded.
+        paths["keys"].unlink(missing_ok=True)
+        for other in stem.parent.glob(f"{stem.name}-*-*"):
+            other.unlink()
+        for name in reversed(paths):
+            parts[name].replace(paths[name])
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
 
 
 def _arrays(table: Table, states: bool) -> Iterator[dict[str, np.ndarray]]:
-    for contents in table.pieces(PIECE_ROWS, states=states):
-        named = {f"state {name}": array for name, array in contents.states.items()}
-        yield {"keys": contents.keys, "rows": contents.rows, **named}
+    if table.vocabulary_size is None:
+        for contents in table.pieces(PIECE_ROWS, states=states):
+            named = {f"state {name}": array for name, array in contents.states.items()}
+            yield {"keys": contents.keys, "rows": contents.rows, **named}
+        return
+    for start in range(0, table.vocabulary_size, PIECE_ROWS):
+        keys = np.arange(start, min(start + PIECE_ROWS, table.vocabulary_size))
+        # Each rank asks for keys of its own.
+        yield {"keys": keys, "rows": table.find(keys if distributed.rank() == 0 else keys[:0])[0]}

@@ -157,7 +157,7 @@ class Frequency(Admission):
     With `memory` there are at most `n = memory // 64` counts after each step. If a step ends with more, those of 1 are forgotten, then those
     of 2 and so on, until a 64th of `n` is free. So an id may get its row late, but never early. Each time that its count is forgotten it
     loses at most `1.02 * s / n` sights, where `s` is the sum of all counts. Ids that come again soon keep their counts among many that come
-    once.
+    once. A table keeps the memory that its largest step has needed, and on a GPU up to three times `memory`.
 
     Example:
 
@@ -193,8 +193,10 @@ class Frequency(Admission):
         _check_half_life(self.half_life)
         if self.memory is None:
             return
-        if not _is_positive(self.memory) or self.memory < 64:
-            raise ValueError(f"`memory` must be an int of at least 64 bytes, or None. Received: memory={self.memory!r}")
+        if not _is_positive(self.memory) or not 64 <= self.memory < 2**64:
+            raise ValueError(
+                f"`memory` must be an int from 64 bytes to {2**64 - 1}, or None. Received: memory={self.memory!r}"
+            )
         if self.threshold > 4095:
             raise ValueError(
                 f"`threshold` must be at most 4095 where `memory` is given. Received: threshold={self.threshold!r}"

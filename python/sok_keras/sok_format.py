@@ -6,10 +6,9 @@ the machine, row by row. It says neither how many rows there are nor how wide th
 
 import string
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 HEADER_BYTES = 296
 KEYS, ROWS, STATES = range(3)
@@ -76,6 +75,21 @@ def file_name(table: str) -> str:
     return "".join("_" if letter in string.punctuation else letter for letter in table)
 
 
-def is_key_dtype(dtype: str) -> bool:
-    """Whether keys have this type."""
-    return np.dtype(dtype).kind in "iu"
+def slots_of(table: str, formula: str | None, states: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Returns the optimizer's name in the names of files, and by state of a table its slot there.
+
+    Args:
+        table: Name of the table, for messages.
+        formula: Name of the formula that updates its rows.
+        states: Names of its states.
+
+    Raises:
+        ValueError: If SparseOperationKit has no files for the states.
+    """
+    optimizer, slots = SLOTS.get(formula or "", ("", {}))
+    if not states or not set(states) <= set(slots):
+        raise ValueError(
+            f"`states` must be False for table {table!r}: SparseOperationKit's files have the states of {sorted(SLOTS)}, without "
+            f"`amsgrad`, once the optimizer is built. Received: {formula or 'a table without an optimizer'} with the states {sorted(states)}"
+        )
+    return optimizer, {state: slots[state] for state in states}

@@ -336,7 +336,8 @@ class Table:
             rows: `(n, dim)` float32.
             insert: Whether keys without a row get one. If not, they count as refused.
             states: All optimizer states of the rows by name, each `(n, width)` float32, as `export(states=True)` returns them. None: they
-                stay as they are; those of new rows have their first values.
+                stay as they are; those of new rows have their first values. Rows that get states are as old as the last step, for a
+                `time_to_live`.
 
         Returns:
             The `Outcomes`.
@@ -374,6 +375,10 @@ class Table:
 
     def _states_in_order(self, states: Mapping[str, Any], num_rows: int) -> list[np.ndarray]:
         widths = self.state_widths()
+        if not widths:
+            raise ValueError(
+                "`states` must be None for a table without states: they are there once an optimizer is built that has some"
+            )
         if set(states) != set(widths):
             raise ValueError(
                 f"`states` must be those of the optimizer that trains the table, {sorted(widths)}. Received: {sorted(states)}"

@@ -81,7 +81,7 @@ LEVELS = [
 # Imports of a framework in functions, where its own kinds of tensors or strategies are at hand: module -> framework -> functions.
 IN_FUNCTIONS = {
     "layers.base": {"tensorflow": {"check_one_device"}},
-    "importers.frameworks": {"torch": {"torch"}},
+    "importers.frameworks": {"torch": {"_weights"}},
     "strings": {"tensorflow": {"_keys_of_tensor"}},
     "ragged": {
         "tensorflow": {"in_order", "bags_of", "dense_mask", "flat_numbers", "rows_like"},

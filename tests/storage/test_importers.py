@@ -120,6 +120,48 @@ def test_rows_that_are_there_are_replaced_and_others_stay(tmp_path):
     assert contents_of(table) == {1: [0] * DIM, 2: [1] * DIM, 3: [1] * DIM}
 
 
+def test_a_static_table_becomes_the_dump_of_a_variable(tmp_path):
+    size = 70_000
+    table = sok.TableConfig("users", size, DIM)
+    layer = sok.DistributedEmbedding(sok.FeatureConfig("users", table))
+    layer.build()
+    own, keys = layer.get_tables()["users"], np.random.default_rng(0).permutation(size)[:60_000]
+    own.assign(keys, np.repeat(keys[:, None], DIM, axis=1))
+    sok.exporters.sok(tmp_path, {"users": own}, progress=False)
+    written = np.fromfile(tmp_path / "users-key", "int64", offset=296)
+    np.testing.assert_array_equal(written, np.arange(size))
+    rows = np.fromfile(tmp_path / "users-weight", "float32", offset=296).reshape(-1, DIM)
+    np.testing.assert_array_equal(rows[keys, 0], keys)
+    np.testing.assert_array_equal(rows, own.find(np.arange(size))[0])
+
+
+def test_what_sparse_operation_kit_would_not_load_is_not_written(tmp_path):
+    def refused(match, tables, **kwargs):
+        with pytest.raises(ValueError, match=match):
+            sok.exporters.sok(tmp_path / "dump", tables, progress=False, **kwargs)
+        assert not (tmp_path / "dump").exists()
+
+    table = make_table()
+    refused("Table 'items' must have rows", table)
+    table.assign([1], np.ones((1, DIM)))
+    refused("`states` must be False for table 'items'", table, states=True)
+    refused("Each of `tables` must have a name of its own", [table, table])
+    refused("Each of `tables` must have a name of its own", {"a:0": table, "a.0": table})
+    amsgrad = make_table(keras.optimizers.Adam(amsgrad=True))
+    amsgrad.assign([1], np.ones((1, DIM)))
+    refused("without `amsgrad`", amsgrad, states=True)
+
+
+def test_a_new_dump_leaves_no_states_of_an_older_one(tmp_path):
+    table, other = make_table(keras.optimizers.Adam()), make_table(keras.optimizers.Adam())
+    table.assign([1], np.ones((1, DIM)))
+    sok.exporters.sok(tmp_path, table, states=True, progress=False)
+    sok.exporters.sok(tmp_path, table, progress=False)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["items-key", "items-weight"]
+    with pytest.raises(FileNotFoundError, match="items-Adam-m"):
+        sok.importers.sok(tmp_path, other, states=True, progress=False)
+
+
 def test_damaged_files_are_named_with_the_byte_and_change_nothing(tmp_path):
     keys, rows = some_rows(4)
     table = make_table()
@@ -153,7 +195,9 @@ def test_damaged_files_are_named_with_the_byte_and_change_nothing(tmp_path):
     with pytest.raises(ValueError, match="`states` must be False for table 'items'"):
         sok_file(key, 0, keys)
         sok.importers.sok(tmp_path, table, states=True, progress=False)
-    with pytest.raises(TypeError, match="`tables` must be a `Table`, a list of them"):
+    with pytest.raises(
+        TypeError, match="`tables` must be a `Table`, as `layer.get_table\\(\\)` returns, a list of them"
+    ):
         sok.importers.sok(tmp_path, "items", progress=False)
 
 
@@ -187,7 +231,7 @@ def test_dumps_of_dynamicemb_are_read(tmp_path, num_ranks):
 
 def test_damaged_dumps_of_dynamicemb_are_named(tmp_path):
     table, (keys, rows) = make_table(), some_rows(4)
-    with pytest.raises(FileNotFoundError, match="has no keys of table 'items'"):
+    with pytest.raises(FileNotFoundError, match="must have the keys of table 'items' of each rank of one dump"):
         sok.importers.dynamicemb(tmp_path, table, progress=False)
     keys.tofile(tmp_path / "items_emb_keys.rank_0.world_size_2")
     rows.tofile(tmp_path / "items_emb_values.rank_0.world_size_2")
@@ -213,10 +257,13 @@ def test_many_pieces_of_arrays_are_read(tmp_path, capsys):
     np.testing.assert_array_equal(table.export().rows, rows)
 
 
-def test_arrays_that_do_not_fit_are_refused():
+def test_arrays_that_do_not_fit_are_refused(tmp_path):
     table = make_table()
     with pytest.raises(KeyError, match="`source` must have arrays 'keys' and 'rows'"):
         sok.importers.numpy({"keys": [1]}, table)
+    np.save(tmp_path / "rows.npy", np.ones((1, DIM)))
+    with pytest.raises(ValueError, match="`source` must be an `.npz` file, or a mapping of arrays by name"):
+        sok.importers.numpy(tmp_path / "rows.npy", table)
     with pytest.raises(ValueError, match=r"must be of shape \(n,\) and \(n, 3\). Received: \(2,\) and \(1, 3\)"):
         sok.importers.numpy({"keys": np.arange(2), "rows": np.ones((1, DIM))}, table)
     with pytest.raises(TypeError, match="Keys must be integers"):
@@ -249,13 +296,20 @@ def test_parquet_files_that_do_not_fit_are_refused(tmp_path):
         ValueError, match=r"rows.parquet must have columns \['id', 'x'\]. Received: \['id', 'text', 'v'\]"
     ):
         sok.importers.parquet(path, table, keys="id", rows="x")
-    with pytest.raises(ValueError, match="row 0 and those after it must have values in column 'id'"):
+    with pytest.raises(ValueError, match="row group 0 must have values in column 'id'"):
         sok.importers.parquet(path, table, keys="id", rows="v")
     parquet.write_table(arrow.table({"id": [1, 2], "text": ["a", "b"], "v": [[1.0] * DIM, [1.0] * 2]}), path)
-    with pytest.raises(ValueError, match="must have rows of 3 numbers"):
+    with pytest.raises(ValueError, match=r"row group 0 must have lists of 3 numbers in column 'v'. Received: \[2, 3\]"):
         sok.importers.parquet(path, table, keys="id", rows="v")
+    with pytest.raises(ValueError, match="must have lists in column 'text'"):
+        sok.importers.parquet(path, table, keys="id", rows="text")
+    with pytest.raises(ValueError, match="`rows` must name 3 columns"):
+        sok.importers.parquet(path, table, keys="id", rows=["v"])
     with pytest.raises(TypeError, match="Keys must be integers"):
         sok.importers.parquet(path, table, keys="text", rows="v")
+    parquet.write_table(arrow.table({"id": [1], "v": [[1.0, None, 2.0]]}), path)
+    with pytest.raises(ValueError, match="row group 0 must have values in column 'v'"):
+        sok.importers.parquet(path, table, keys="id", rows="v")
     with pytest.raises(FileNotFoundError, match="has no files"):
         (tmp_path / "empty").mkdir()
         sok.importers.parquet(tmp_path / "empty", table, keys="id", rows="v")
@@ -281,6 +335,15 @@ def test_rows_of_keras_embeddings_are_read():
         sok.importers.keras(np.ones((2, 4)), table)
     with pytest.raises(ValueError, match="`keys` must hold one key for each of 5 rows"):
         sok.importers.keras(rows, table, keys=[1])
+    with pytest.raises(TypeError, match="Keys must be integers"):
+        sok.importers.keras(rows, table, vocabulary=[1.5, 2.5])
+    with pytest.raises(TypeError, match="`embedding` must be a `keras.layers.Embedding` or an array. Received: Dense"):
+        sok.importers.keras(keras.layers.Dense(1), table)
+    with pytest.raises(TypeError, match="`table` must be a `Table`"):
+        sok.importers.keras(rows, sok.DynamicEmbedding(DIM))
+    embedding.quantize("int8")
+    with pytest.raises(ValueError, match="`embedding` must not be quantized"):
+        sok.importers.keras(embedding, make_table())
     with pytest.raises(ValueError, match="both name the keys"):
         sok.importers.keras(rows, table, keys=np.arange(5), vocabulary=["a"])
     with pytest.raises(ValueError, match="`vocabulary` must have at most 5 tokens"):
@@ -327,6 +390,10 @@ def test_state_dicts_of_pytorch_are_read(tmp_path):
         sok.importers.torch({}, {"c.weight": table})
     with pytest.raises(ValueError, match="Weight 'a' must have rows of 3 numbers"):
         sok.importers.torch({"a": np.ones((2, 2))}, {"a": table})
+    with pytest.raises(KeyError, match=r"`keys` must be those of weights in `tables`, \['a'\]. Received: \['A'\]"):
+        sok.importers.torch({"a": np.ones((2, DIM))}, {"a": table}, keys={"A": [7, 8]})
+    with pytest.raises(TypeError, match="`tables` must be a dict of names of weights and tables. Received: Table"):
+        sok.importers.torch({"a": np.ones((2, DIM))}, table)
 
 
 def test_states_are_assigned_with_rows():
@@ -345,3 +412,21 @@ def test_states_are_assigned_with_rows():
     with pytest.raises(ValueError, match=r"`states` 'momentum' must be of shape \(1, 3\). Received: \(2, 3\)"):
         table.assign([1], rows[:1], states={"momentum": rows, "velocity": rows})
     assert make_table().formula() is None and make_table().state_widths() == {}
+    with pytest.raises(ValueError, match="once an optimizer is built"):
+        make_table().assign([1], rows[:1], states={"momentum": rows[:1]})
+
+
+def test_states_are_assigned_under_every_policy():
+    states = {"momentum": np.ones((4, DIM)), "velocity": np.ones((4, DIM))}
+    rows = np.arange(4 * DIM, dtype="float32").reshape(4, DIM)
+    # Of equal keys the last one counts.
+    table = make_table(keras.optimizers.Adam(), admission=sok.policies.Frequency(3), embedding_dtype="bfloat16")
+    assert table.assign([1, 2, 1, 3], rows, states=states).inserted == 3
+    assert table[1].tolist() == rows[2].tolist()
+    table = make_table(keras.optimizers.Adam(), max_capacity=2, eviction="lru")
+    assert table.assign([1, 2], rows[:2], states={name: state[:2] for name, state in states.items()}).inserted == 2
+    assert table.assign([3], rows[:1], states={name: state[:1] for name, state in states.items()}).evicted == 1
+    table = make_table(keras.optimizers.Adam(), max_capacity=2, check_mode="count")
+    assert table.assign([1, 2, 3, 4], rows, states=states).refused == 2
+    assert len(table) == 2 and (table.export(states=True).states["momentum"] == 1).all()
+    assert table.assign([], np.empty((0, DIM)), states={name: state[:0] for name, state in states.items()}).hit == 0

@@ -221,8 +221,10 @@ def test_arguments_are_checked():
         make_layer("frequency")
     with pytest.raises(ValueError, match="`half_life` must be a positive integer"):
         Frequency(2, half_life=0)
-    with pytest.raises(ValueError, match="`memory` must be an int of at least 64 bytes, or None"):
+    with pytest.raises(ValueError, match="`memory` must be an int from 64 bytes to"):
         Frequency(2, memory=63)
+    with pytest.raises(ValueError, match="`memory` must be an int from 64 bytes to"):
+        Frequency(2, memory=2**64)
     with pytest.raises(ValueError, match="`threshold` must be at most 4095 where `memory` is given"):
         Frequency(4096, memory=64)
     with pytest.raises(ValueError, match="`once_per_step` must be True or False"):

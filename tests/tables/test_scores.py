@@ -67,7 +67,7 @@ def test_ids_without_a_weight_and_padding_bring_no_score():
     layer = make_layer(padding_key=0)
     optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(0.1))
     ids, weights, scores = (keras.Input((4,), dtype=dtype) for dtype in ("int32", "float32", "int32"))
-    model = keras.Model([ids, weights, scores], keras.layers.Dense(1)(layer(ids, weights, scores)))
+    model = keras.Model([ids, weights, scores], keras.layers.Dense(1)(layer(ids, weights, scores=scores)))
     model.compile(optimizer, "mse", **FAST)
     batch = [
         np.array([[1, 2, 1, 0]], "int32"),
@@ -112,6 +112,36 @@ def test_each_feature_has_scores_of_its_own():
     assert scores_of(layer.get_tables()["t0"]) == {1: 7, 2: 9, 3: 0}
 
 
+def test_features_of_other_shapes_follow_one_with_scores():
+    table = sok.TableConfig("t", None, DIM, combiner="sum", max_capacity=99, eviction=Custom())
+    other = sok.TableConfig("u", None, DIM + 3, combiner="sum")
+    layer = sok.DistributedEmbedding([sok.FeatureConfig("f", table), sok.FeatureConfig("g", other)])
+    ids, scores, others = (keras.Input((length,), dtype="int32") for length in (5, 5, 2))
+    found = layer([ids, others], scores=[scores, None])
+    model = keras.Model([ids, scores, others], keras.layers.Dense(1)(keras.layers.Concatenate()(found)))
+    model.compile(sok.OptimizerWrapper("sgd"), "mse", **FAST)
+    batch = [np.arange(5)[None], np.arange(5)[None] * 3, np.array([[8, 9]])]
+    batch = [array.astype("int32") for array in batch]
+    model.train_on_batch(batch, np.ones((1, 1)))
+    assert model.predict(batch, verbose=0).shape == (1, 1)
+    assert scores_of(layer.get_tables()["t"]) == {key: 3 * key for key in range(5)}
+
+
+def test_of_two_calls_in_a_step_the_highest_score_counts():
+    for scores in ([9, 5], [5, 9]):
+        layer = make_layer()
+        inputs = [keras.Input((1,), dtype="int32") for _ in range(4)]
+        rows = [layer(ids, scores=given) for ids, given in (inputs[:2], inputs[2:])]
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.add(rows)))
+        model.compile(sok.OptimizerWrapper("sgd"), "mse", **FAST)
+        model.optimizer.build(
+            model.trainable_variables
+        )  # an eager step of TensorFlow builds it after its backward passes
+        batch = [np.array([[value]], "int32") for value in (1, scores[0], 1, scores[1])]
+        model.train_on_batch(batch, np.ones((1, 1)))
+        assert scores_of(layer.get_table()) == {1: 9}
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="other backends take ragged ids as values and row splits")
 def test_ragged_scores_are_those_of_ragged_ids():
     import tensorflow as tf
@@ -127,8 +157,9 @@ def test_ragged_scores_are_those_of_ragged_ids():
 def test_flat_scores_are_those_of_values_and_row_splits():
     layer = make_layer(eviction=Custom(count_inference=True))
     layer.get_table().find_or_insert([1, 2, 3])
-    ids = {"values": np.array([1, 2, 3], "int32"), "row_splits": np.array([0, 1, 3], "int32")}
-    infer(layer, ids, np.array([7, 8, 9], "int32"))
+    ids = {"values": np.array([1, 2, 3, 1, 1], "int32"), "row_splits": np.array([0, 1, 5], "int32")}
+    rows = infer(layer, ids, np.array([7, 8, 9, 2, 3], "int32"))
+    assert tuple(rows.shape) == (2, DIM)
     assert scores_of(layer.get_table()) == {1: 7, 2: 8, 3: 9}
 
 

@@ -1,5 +1,6 @@
 """Imports columns of keys and rows."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from sok_keras.importers.pieces import PIECE_ROWS, Piece, import_pieces, pieces_of
+from sok_keras.importers.pieces import (
+    PIECE_ROWS,
+    Piece,
+    Source,
+    check_table,
+    import_source,
+    on_all_ranks,
+    source_of,
+)
 from sok_keras.table import Outcomes, Table, as_keys
 
 
@@ -19,7 +28,7 @@ def numpy(
     rows: str = "rows",
     progress: bool = True,
 ) -> Outcomes:
-    """Imports arrays of keys and rows, from an `.npz` file or a mapping.
+    """Imports arrays of keys and rows, from an `.npz` file or a mapping. The arrays of a file are read whole.
 
     Example:
 
@@ -31,7 +40,7 @@ def numpy(
     2
 
     Args:
-        source: An `.npz` file, or arrays by name; they may be memory-mapped.
+        source: An `.npz` file, or arrays by name, such as those that `np.load("keys.npy", mmap_mode="r")` maps.
         table: Where the rows go.
         keys: Name of the array of keys, `(n,)`, integers.
         rows: Name of the array of rows, `(n, dim)`, floats.
@@ -42,26 +51,39 @@ def numpy(
 
     Raises:
         KeyError: If there is no such array.
-        TypeError: If keys are not integers.
-        ValueError: If the shapes do not fit.
+        TypeError: If keys are not integers, or `table` is not a `Table`.
+        ValueError: If the shapes do not fit, or a key is outside a static table; the pieces before it were imported then.
+        TableFullError: If the table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
-    arrays = source if isinstance(source, Mapping) else np.load(source)
-    missing = [name for name in (keys, rows) if name not in arrays]
-    if missing:
-        raise KeyError(f"`source` must have arrays {keys!r} and {rows!r}. Received: {sorted(arrays)}")
-    of_keys, of_rows = arrays[keys], arrays[rows]
+    arrays = on_all_ranks(lambda: _named_arrays(source, check_table(table), keys, rows))
+    return import_source(table, source_of(*arrays), progress)
+
+
+def _named_arrays(source: Any, table: Table, keys: str, rows: str) -> tuple[Any, Any]:
+    with contextlib.ExitStack() as stack:
+        if not isinstance(source, Mapping):
+            source = np.load(source)
+            if not isinstance(source, np.lib.npyio.NpzFile):
+                raise ValueError(
+                    "`source` must be an `.npz` file, or a mapping of arrays by name. Received: a file of one array"
+                )
+            stack.enter_context(source)
+        missing = [name for name in (keys, rows) if name not in source]
+        if missing:
+            raise KeyError(f"`source` must have arrays {keys!r} and {rows!r}. Received: {sorted(source)}")
+        of_keys, of_rows = source[keys], source[rows]
     if len(np.shape(of_keys)) != 1 or np.shape(of_rows) != (len(of_keys), table.dim):
         raise ValueError(
             f"Keys and rows must be of shape (n,) and (n, {table.dim}). Received: {np.shape(of_keys)} and {np.shape(of_rows)}"
         )
     as_keys(of_keys[:1])
-    return import_pieces(table, pieces_of(of_keys, of_rows), len(of_keys), progress)
+    return of_keys, of_rows
 
 
 def parquet(
     path: str | os.PathLike, table: Table, *, keys: str, rows: str | Sequence[str], progress: bool = True
 ) -> Outcomes:
-    """Imports columns of a Parquet file, or of a folder of such files. It needs pyarrow.
+    """Imports columns of a Parquet file, or of a folder of such files. It needs pyarrow. Ranks read row groups in turns.
 
     Args:
         path: The file, or a folder with files `*.parquet`, which are read in the order of their names.
@@ -76,49 +98,65 @@ def parquet(
     Raises:
         ImportError: If pyarrow is not installed.
         FileNotFoundError: If there is no such file.
-        TypeError: If keys are not integers.
-        ValueError: If a column is not there, has missing values, or is not as wide as the table. Pieces before the error were imported.
+        TypeError: If keys are not integers, or `table` is not a `Table`.
+        ValueError: If a column is not there, or is not as wide as the table; or, with pieces before it imported, if it has missing values
+            or a key is outside a static table.
+        TableFullError: If the table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
+    columns = [keys, *([rows] if isinstance(rows, str) else rows)]
+    files = on_all_ranks(lambda: _parquet_files(Path(path), check_table(table), columns, isinstance(rows, str)))
+
+    def pieces(rank: int, world_size: int) -> Iterator[Piece]:
+        groups = [(name, file, group) for name, file in files for group in range(file.num_row_groups)]
+        for name, file, group in groups[rank::world_size]:
+            for batch in file.iter_batches(PIECE_ROWS, row_groups=[group], columns=columns):
+                yield Piece(*_arrays(batch, columns, isinstance(rows, str), table.dim, f"{name}, row group {group}"))
+
+    return import_source(table, Source(sum(file.metadata.num_rows for _, file in files), pieces), progress)
+
+
+def _parquet_files(path: Path, table: Table, columns: list[str], is_list: bool) -> list[tuple[Path, Any]]:
     try:
+        from pyarrow import types
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ImportError("Parquet files need pyarrow: `pip install pyarrow`") from error
-    names = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
+    names = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not names:
         raise FileNotFoundError(f"{path} has no files `*.parquet`")
     files = [(name, ParquetFile(name)) for name in names]
-    columns = [keys, *([rows] if isinstance(rows, str) else rows)]
     for name, file in files:
-        missing = [column for column in columns if column not in file.schema_arrow.names]
+        schema = file.schema_arrow
+        missing = [column for column in columns if column not in schema.names]
         if missing:
-            raise ValueError(f"{name} must have columns {columns}. Received: {file.schema_arrow.names}")
-
-    def pieces() -> Iterator[Piece]:
-        for name, file in files:
-            start = 0
-            for batch in file.iter_batches(PIECE_ROWS, columns=columns):
-                yield Piece(*_arrays(batch, columns, isinstance(rows, str), table.dim, f"{name}, row {start}"))
-                start += len(batch)
-
-    return import_pieces(table, pieces(), sum(file.metadata.num_rows for _, file in files), progress)
+            raise ValueError(f"{name} must have columns {columns}. Received: {schema.names}")
+        kinds = {column: schema.field(column).type for column in columns}
+        if not types.is_integer(kinds[columns[0]]):
+            raise TypeError(f"Keys must be integers. Received: column {columns[0]!r} of {kinds[columns[0]]} in {name}")
+        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        if is_list and not any(is_kind(kinds[columns[1]]) for is_kind in lists):
+            raise ValueError(f"{name} must have lists in column {columns[1]!r}. Received: {kinds[columns[1]]}")
+        if not is_list and len(columns) - 1 != table.dim:
+            raise ValueError(
+                f"`rows` must name {table.dim} columns, one for each number of a row. Received: {columns[1:]}"
+            )
+    return files
 
 
 def _arrays(batch: Any, columns: list[str], is_list: bool, dim: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns keys and rows."""
     for name in columns:
-        if batch.column(name).null_count:
-            raise ValueError(
-                f"{where} and those after it must have values in column {name!r}. Received: missing values"
-            )
+        column = batch.column(name)
+        if column.null_count or (is_list and name == columns[1] and column.flatten().null_count):
+            raise ValueError(f"{where} must have values in column {name!r}. Received: missing values")
     keys = as_keys(batch.column(columns[0]).to_numpy(zero_copy_only=False))
     if not is_list:
         floats = [batch.column(name).to_numpy(zero_copy_only=False) for name in columns[1:]]
-        rows = np.stack(floats, axis=1) if floats else np.empty((len(keys), 0))
-    else:
-        lists = batch.column(columns[1])
-        widths = set(lists.value_lengths().to_pylist())
-        rows = np.empty((len(keys), 0))
-        if widths == {dim}:
-            rows = lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)
-    if rows.shape[1] != dim:
-        raise ValueError(f"{where} and those after it must have rows of {dim} numbers. Received: other lengths")
-    return keys, rows
+        return keys, np.stack(floats, axis=1)
+    lists = batch.column(columns[1])
+    widths = {len(one) for one in lists}
+    if widths - {dim}:
+        raise ValueError(
+            f"{where} must have lists of {dim} numbers in column {columns[1]!r}. Received: {sorted(widths)}"
+        )
+    return keys, lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)

@@ -2,13 +2,15 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sok_keras.importers.pieces import check_tables, import_pieces, map_file, pieces_of
+from sok_keras.importers.pieces import Piece, Source, check_tables, import_source, map_file, on_all_ranks, source_of
 from sok_keras.table import Outcomes, Table
 
-_KEYS = re.compile(r"_emb_keys(\.rank_\d+\.world_size_\d+)?$")
+# After the name of a table: which file it is, and of which rank.
+_ENDING = re.compile(r"_emb_keys(?:\.rank_(\d+)\.world_size_(\d+))?$")
 
 
 def dynamicemb(path: str | os.PathLike, tables: Any, *, progress: bool = True) -> dict[str, Outcomes]:
@@ -18,7 +20,7 @@ def dynamicemb(path: str | os.PathLike, tables: Any, *, progress: bool = True) -
     for all ranks has names without ranks. Optimizer states and scores stay behind.
 
     Args:
-        path: The folder.
+        path: The folder of the dump. The files of a table may be in a folder in it, as `DynamicEmbDump` makes one for each collection.
         tables: As for `sok_keras.importers.sok`; names are those of the tables in the dump.
         progress: Whether a progress bar is shown.
 
@@ -27,46 +29,52 @@ def dynamicemb(path: str | os.PathLike, tables: Any, *, progress: bool = True) -
 
     Raises:
         FileNotFoundError: If the dump has no such table, or lacks the file of a rank.
-        ValueError: If a file does not fit the table. The error names the file and the byte. All files are checked before a table changes.
+        TypeError: If `tables` has other values than tables.
+        ValueError: If a file does not fit the table, or several folders have files of its name. The error names the file and the byte. All
+            files are checked before a table changes. Also if a key is outside a static table; the pieces before it were imported then.
+        TableFullError: If a table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
-    folder, named = Path(path), check_tables(tables)
-    sources = {name: _files(folder, name, table) for name, table in named.items()}
-    imported = {}
-    for name, files in sources.items():
-        pieces = (piece for keys, rows in files for piece in pieces_of(keys, rows))
-        imported[name] = import_pieces(named[name], pieces, sum(len(keys) for keys, _ in files), progress)
-    return imported
+    named, folder = check_tables(tables), Path(path)
+    sources = on_all_ranks(lambda: {name: _source(folder, name, table) for name, table in named.items()})
+    return {name: import_source(named[name], source, progress) for name, source in sources.items()}
 
 
-def _files(folder: Path, name: str, table: Table) -> list[tuple[Any, Any]]:
-    """Maps the keys and rows of each rank."""
-    found = sorted(
-        file for file in folder.glob(f"{name}_emb_keys*") if file.name.startswith(name) and _KEYS.search(file.name)
-    )
-    found = [file for file in found if file.name[: _KEYS.search(file.name).start()] == name]  # type: ignore[union-attr]
-    if not found:
-        raise FileNotFoundError(f"{folder} has no keys of table {name!r}: no file `{name}_emb_keys`, for any rank")
-    _check_ranks(found, name)
-    arrays = []
-    for file in found:
-        values = file.with_name(file.name.replace("_emb_keys", "_emb_values"))
-        keys, rows = map_file(file, "<i8"), map_file(values, "<f4", row=table.dim)
+def _source(folder: Path, name: str, table: Table) -> Source:
+    parts = []
+    for keys_file in _files_of_keys(folder, name):
+        values_file = keys_file.with_name(f"{name}_emb_values{keys_file.name[len(f'{name}_emb_keys') :]}")
+        keys, rows = map_file(keys_file, "<i8"), map_file(values_file, "<f4", row=table.dim)
         if len(keys) != len(rows):
             raise ValueError(
-                f"{values} must hold {len(keys)} rows of {table.dim} numbers, one for each key. Received: {len(rows)}, up to byte "
-                f"{values.stat().st_size}"
+                f"{values_file} must hold {len(keys)} rows of {table.dim} numbers, one for each key. Received: {len(rows)}, up to byte "
+                f"{values_file.stat().st_size}"
             )
-        arrays.append((keys, rows))
-    return arrays
+        parts.append(source_of(keys, rows))
+
+    def pieces(rank: int, world_size: int) -> Iterator[Piece]:
+        for part in parts:
+            yield from part.pieces(rank, world_size)
+
+    return Source(sum(part.num_rows for part in parts), pieces)
 
 
-def _check_ranks(files: list[Path], name: str) -> None:
-    """Raises a `FileNotFoundError` unless the files are those of all ranks of one dump."""
-    ranks = [re.search(r"\.rank_(\d+)\.world_size_(\d+)$", file.name) for file in files]
-    numbers = sorted(int(rank[1]) for rank in ranks if rank)
-    sizes = {int(rank[2]) for rank in ranks if rank}
-    is_whole = len(files) == 1 if not numbers else len(sizes) == 1 and numbers == list(range(*sizes))
-    if not is_whole or (numbers and None in ranks):
+def _files_of_keys(folder: Path, name: str) -> list[Path]:
+    """Returns the file of each rank."""
+
+    def is_own(file: Path) -> bool:
+        return file.name.startswith(name) and _ENDING.fullmatch(file.name[len(name) :]) is not None
+
+    found = sorted(file for file in folder.rglob("*_emb_keys*") if is_own(file))
+    folders = sorted({str(file.parent) for file in found})
+    if len(folders) > 1:
+        raise ValueError(f"One folder in {folder} must have files of table {name!r}. Received: {folders}")
+    ranks = [_ENDING.search(file.name) for file in found]
+    numbers = sorted(int(rank[1]) for rank in ranks if rank and rank[1])
+    sizes = {int(rank[2]) for rank in ranks if rank and rank[2]}
+    is_whole = numbers == list(range(*sizes)) if len(sizes) == 1 else not numbers
+    if not found or len(found) != max(len(numbers), 1) or not is_whole:
         raise FileNotFoundError(
-            f"{files[0].parent} must have the keys of table {name!r} of each rank of one dump. Received: {[file.name for file in files]}"
+            f"{folder} must have the keys of table {name!r} of each rank of one dump: `{name}_emb_keys`, or `{name}_emb_keys.rank_0.world_size_n` "
+            f"and so on. Received: {[file.name for file in found]}"
         )
+    return found

@@ -7,9 +7,9 @@ from typing import Any
 import keras as keras_
 import numpy as np
 
-from sok_keras.importers.pieces import import_pieces, pieces_of
+from sok_keras.importers.pieces import check_table, import_source, on_all_ranks, source_of
 from sok_keras.strings import string_keys
-from sok_keras.table import Outcomes, Table
+from sok_keras.table import Outcomes, Table, as_keys
 
 
 def keras(embedding: Any, table: Table, *, vocabulary: Any = None, keys: Any = None, progress: bool = True) -> Outcomes:
@@ -40,43 +40,59 @@ def keras(embedding: Any, table: Table, *, vocabulary: Any = None, keys: Any = N
         The `Outcomes` of the keys.
 
     Raises:
-        ValueError: If the layer is not built, or the numbers of rows do not agree.
+        TypeError: If keys are not integers, `embedding` is another layer, or `table` is not a `Table`.
+        ValueError: If the layer is not built or is quantized, the numbers of rows do not agree, or a key is outside a static table; the
+            pieces before it were imported then.
+        TableFullError: If the table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
+    keys, rows = on_all_ranks(lambda: _rows_of(embedding, check_table(table), vocabulary, keys))
+    return import_source(table, source_of(keys, rows), progress)
+
+
+def _rows_of(embedding: Any, table: Table, vocabulary: Any, keys: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the keys and the rows that have one."""
     if isinstance(embedding, keras_.layers.Layer):
+        if not isinstance(embedding, keras_.layers.Embedding):
+            raise TypeError(
+                f"`embedding` must be a `keras.layers.Embedding` or an array. Received: {type(embedding).__name__}"
+            )
         if not embedding.built:
             raise ValueError(f"`embedding` must be built, so that it has rows. Received: {embedding}")
+        if embedding.quantization_mode is not None:
+            raise ValueError(
+                "`embedding` must not be quantized, since its rows are integers then. Received: "
+                f"quantization_mode={embedding.quantization_mode!r}"
+            )
         embedding = keras_.ops.convert_to_numpy(embedding.embeddings)
     rows = np.asarray(embedding)
     if rows.ndim != 2 or rows.shape[1] != table.dim:
         raise ValueError(f"`embedding` must have rows of {table.dim} numbers. Received: an array of shape {rows.shape}")
-    chosen, found = _keys_of(len(rows), vocabulary, keys)
-    return import_pieces(table, pieces_of(found, rows if chosen is None else rows[chosen]), len(found), progress)
-
-
-def _keys_of(num_rows: int, vocabulary: Any, keys: Any) -> tuple[Any, np.ndarray]:
-    """Returns the rows that have a key, None for all, and their keys."""
     if vocabulary is not None and keys is not None:
         raise ValueError("`vocabulary` and `keys` both name the keys of rows: give one of them")
-    if keys is not None:
-        keys = np.asarray(keys)
-        if keys.shape != (num_rows,):
-            raise ValueError(
-                f"`keys` must hold one key for each of {num_rows} rows. Received: an array of shape {keys.shape}"
-            )
-        return None, keys
     if vocabulary is None:
-        return None, np.arange(num_rows)
+        return _keys_of(len(rows), keys), rows
     tokens, num_special = vocabulary, 0
     if isinstance(vocabulary, keras_.layers.Layer):
         tokens = vocabulary.get_vocabulary(include_special_tokens=True)
         num_special = len(tokens) - len(vocabulary.get_vocabulary(include_special_tokens=False))
-    if len(tokens) > num_rows:
-        raise ValueError(f"`vocabulary` must have at most {num_rows} tokens, one for each row. Received: {len(tokens)}")
-    tokens = list(tokens)[num_special:]
+    if len(tokens) > len(rows):
+        raise ValueError(
+            f"`vocabulary` must have at most {len(rows)} tokens, one for each row. Received: {len(tokens)}"
+        )
     # Rows after those of the vocabulary are never looked up.
-    chosen = np.arange(num_special, num_special + len(tokens))
+    tokens, rows = list(tokens)[num_special:], rows[num_special : len(tokens)]
     is_text = bool(tokens) and isinstance(tokens[0], str | bytes)
-    return chosen, np.asarray(string_keys(tokens) if is_text else tokens, None if is_text else "int64")
+    return as_keys(string_keys(tokens) if is_text else tokens), rows
+
+
+def _keys_of(num_rows: int, keys: Any) -> np.ndarray:
+    """Returns the keys of all rows."""
+    if keys is None:
+        return np.arange(num_rows)
+    keys = as_keys(keys)
+    if len(keys) != num_rows:
+        raise ValueError(f"`keys` must hold one key for each of {num_rows} rows. Received: {len(keys)}")
+    return keys
 
 
 def torch(
@@ -108,32 +124,41 @@ def torch(
         By name of the weight, the `Outcomes` of the keys.
 
     Raises:
-        KeyError: If there is no such weight.
+        KeyError: If there is no such weight, or `keys` has others than `tables`.
+        TypeError: If keys are not integers, or `tables` is not a dict of tables.
         ValueError: If a weight is not as wide as its table, or there are not as many keys as rows. All weights are checked before a table
-            changes.
+            changes. Also if a key is outside a static table; the pieces before it were imported then.
+        TableFullError: If a table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
-    if isinstance(source, Mapping):
-        weights = source
-    else:
+    named = {name: check_table(table) for name, table in tables.items()} if isinstance(tables, Mapping) else None
+    if named is None:
+        raise TypeError(f"`tables` must be a dict of names of weights and tables. Received: {type(tables).__name__}")
+    sources = on_all_ranks(lambda: _weights(source, named, keys or {}))
+    return {name: import_source(named[name], source_of(*arrays), progress) for name, arrays in sources.items()}
+
+
+def _weights(
+    source: Any, tables: Mapping[str, Table], keys: Mapping[str, Any]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns the keys and rows of each weight."""
+    if not isinstance(source, Mapping):
         import torch as torch_
 
-        weights = torch_.load(source, map_location="cpu", weights_only=True, mmap=True)
-    missing = [name for name in tables if name not in weights]
+        source = torch_.load(source, map_location="cpu", weights_only=True, mmap=True)
+    missing = [name for name in tables if name not in source]
     if missing:
         raise KeyError(
-            f"`source` must have the weights {sorted(tables)}. Received: one without {missing}, with {sorted(weights)}"
+            f"`source` must have the weights {sorted(tables)}. Received: one without {missing}, with {sorted(source)}"
         )
-    arrays = {name: _array(weights[name]) for name in tables}
+    if set(keys) - set(tables):
+        raise KeyError(f"`keys` must be those of weights in `tables`, {sorted(tables)}. Received: {sorted(keys)}")
+    arrays = {name: _array(source[name]) for name in tables}
     for name, table in tables.items():
         if arrays[name].ndim != 2 or arrays[name].shape[1] != table.dim:
             raise ValueError(
                 f"Weight {name!r} must have rows of {table.dim} numbers. Received: shape {arrays[name].shape}"
             )
-    found = {name: _keys_of(len(arrays[name]), None, (keys or {}).get(name))[1] for name in tables}
-    return {
-        name: import_pieces(table, pieces_of(found[name], arrays[name]), len(found[name]), progress)
-        for name, table in tables.items()
-    }
+    return {name: (_keys_of(len(array), keys.get(name)), array) for name, array in arrays.items()}
 
 
 def _array(weight: Any) -> np.ndarray:

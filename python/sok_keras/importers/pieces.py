@@ -1,18 +1,20 @@
 """Pieces of rows, and how they come into a table."""
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 
 from sok_keras import distributed
+from sok_keras.sok_format import file_name
 from sok_keras.table import Outcomes, Table
 
 # Number of rows that are read at a time.
 PIECE_ROWS = 65_536
+
+_T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
@@ -29,44 +31,72 @@ class Piece(NamedTuple):
     states: Mapping[str, Any] | None = None
 
 
-def import_pieces(table: Table, pieces: Iterator[Piece], num_rows: int, progress: bool) -> Outcomes:
-    """Assigns the rows of all pieces, of which each rank takes its share.
+class Source(NamedTuple):
+    """What is imported into a table.
+
+    Attributes:
+        num_rows: Number of rows.
+        pieces: A function of a rank and the number of ranks: yields the pieces of the rank.
+        has_states: Whether pieces have optimizer states.
+    """
+
+    num_rows: int
+    pieces: Callable[[int, int], Iterator[Piece]]
+    has_states: bool = False
+
+
+def import_source(table: Table, source: Source, progress: bool) -> Outcomes:
+    """Assigns the rows of a source, of which each rank reads its share.
 
     Args:
         table: Where the rows go.
-        pieces: All pieces, in the same order on all ranks.
-        num_rows: Number of their rows.
+        source: The same on all ranks.
         progress: Whether rank 0 shows a progress bar.
 
     Returns:
         The sums of the `Outcomes`, over all ranks.
+
+    Raises:
+        RankError: On all ranks, if another one cannot read its share.
     """
-    world_size, has_states = distributed.world_size(), False
-    own = itertools.islice(pieces, distributed.rank(), None, world_size)
-    bar = keras.utils.Progbar(num_rows, unit_name="row") if progress and distributed.rank() == 0 and num_rows else None
+    rank, world_size = distributed.rank(), distributed.world_size()
+    own = source.pieces(rank, world_size)
+    widths = table.state_widths() if source.has_states else None
+    bar = keras.utils.Progbar(source.num_rows, unit_name="row") if progress and rank == 0 and source.num_rows else None
     outcomes, done = Outcomes(0, 0, 0, 0, 0, 0), 0
-    for number in itertools.count():
-        piece = next(own, None)
-        if piece is not None:
-            has_states = piece.states is not None
+    while True:
+        piece = on_all_ranks(lambda: next(own, None))
         # Tables of ranks are assigned by all ranks together.
-        if not _any_rank(piece is not None):
+        lengths = _of_all_ranks(-1 if piece is None else len(piece.keys))
+        if max(lengths) < 0:
             return outcomes if world_size == 1 else Outcomes(*distributed.all_reduce(np.array(outcomes)).tolist())
-        if piece is None:
-            widths = table.state_widths() if _any_rank(has_states) else None
-            piece = _empty(table, widths)
-        elif world_size > 1:
-            _any_rank(has_states)
-        more = table.assign(piece.keys, piece.rows, states=piece.states)
+        keys, rows, states = piece or _empty(table, widths)
+        more = table.assign(keys, rows, states=states)
         outcomes = Outcomes(*(sum(pair) for pair in zip(outcomes, more, strict=True)))
-        done = min(num_rows, (number + 1) * world_size * PIECE_ROWS)
+        done += sum(length for length in lengths if length > 0)
         if bar is not None:
             bar.update(done)
-    raise AssertionError("the loop returns")
 
 
-def _any_rank(value: bool) -> bool:
-    return bool(distributed.all_reduce(int(value), "max")) if distributed.world_size() > 1 else value
+def on_all_ranks(call: Callable[[], _T]) -> _T:
+    """Returns what a call returns. If it raises an error on one rank, all ranks raise one."""
+    if distributed.world_size() == 1:
+        return call()
+    try:
+        result = call()
+    except Exception as error:
+        distributed.agree(error)
+        raise
+    distributed.agree(None)
+    return result
+
+
+def _of_all_ranks(number: int) -> list[int]:
+    if distributed.world_size() == 1:
+        return [number]
+    own = np.zeros(distributed.world_size(), "int64")
+    own[distributed.rank()] = number
+    return distributed.all_reduce(own).tolist()
 
 
 def _empty(table: Table, widths: dict[str, int] | None) -> Piece:
@@ -74,11 +104,16 @@ def _empty(table: Table, widths: dict[str, int] | None) -> Piece:
     return Piece(np.empty(0, "int64"), np.empty((0, table.dim), "float32"), states)
 
 
-def pieces_of(keys: Any, rows: Any, states: Mapping[str, Any] | None = None) -> Iterator[Piece]:
-    """Yields pieces of arrays, which may be memory-mapped."""
-    for start in range(0, len(keys), PIECE_ROWS):
-        part = slice(start, start + PIECE_ROWS)
-        yield Piece(keys[part], rows[part], None if states is None else {name: s[part] for name, s in states.items()})
+def source_of(keys: Any, rows: Any, states: Mapping[str, Any] | None = None) -> Source:
+    """Returns a source of arrays, which may be memory-mapped."""
+
+    def pieces(rank: int, world_size: int) -> Iterator[Piece]:
+        for start in range(rank * PIECE_ROWS, len(keys), world_size * PIECE_ROWS):
+            part = slice(start, start + PIECE_ROWS)
+            of_states = None if states is None else {name: state[part] for name, state in states.items()}
+            yield Piece(keys[part], rows[part], of_states)
+
+    return Source(len(keys), pieces, states is not None)
 
 
 def map_file(path: Path, dtype: Any, *, offset: int = 0, row: int | None = None) -> Any:
@@ -104,22 +139,37 @@ def map_file(path: Path, dtype: Any, *, offset: int = 0, row: int | None = None)
     return np.memmap(path, dtype, "r", offset, shape) if size else np.empty(shape, dtype)
 
 
+def check_table(table: Any) -> Table:
+    """Raises a `TypeError` unless it is a `Table`."""
+    if not isinstance(table, Table):
+        raise TypeError(
+            "`table` must be a `Table`, as `layer.get_table()` or `layer.get_tables()[name]` returns. Received: "
+            f"{type(table).__name__}"
+        )
+    return table
+
+
 def check_tables(tables: Any) -> dict[str, Table]:
     """Returns tables by the names that they have in a source.
 
     Raises:
         TypeError: If `tables` is neither a `Table`, nor a sequence of them, nor a mapping of names to them.
+        ValueError: If two names are those of the same files.
     """
-    if isinstance(tables, Table):
-        return {tables.name: tables}
     if isinstance(tables, Mapping):
-        named = dict(tables)
-    elif isinstance(tables, list | tuple) and all(isinstance(table, Table) for table in tables):
-        named = {table.name: table for table in tables}
+        pairs = list(tables.items())
     else:
-        named = {"": tables}
-    if not all(isinstance(table, Table) for table in named.values()):
+        given = list(tables) if isinstance(tables, list | tuple) else [tables]
+        pairs = [(getattr(table, "name", ""), table) for table in given]
+    wrong = [table for _, table in pairs if not isinstance(table, Table)]
+    if wrong:
         raise TypeError(
-            f"`tables` must be a `Table`, a list of them, or a dict of names and tables. Received: {tables!r:.100}"
+            "`tables` must be a `Table`, as `layer.get_table()` returns, a list of them, or a dict of names and tables. Received: "
+            f"{type(wrong[0]).__name__}"
         )
-    return named
+    stems = [file_name(name) for name, _ in pairs]
+    if len(set(stems)) < len(stems):
+        raise ValueError(
+            f"Each of `tables` must have a name of its own, apart from punctuation. Received: {[name for name, _ in pairs]}"
+        )
+    return dict(pairs)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sok_keras.importers.pieces import check_tables, import_pieces, map_file, pieces_of
-from sok_keras.sok_format import HEADER_BYTES, KEYS, ROWS, SLOTS, STATES, file_name, is_key_dtype, read_header
+from sok_keras.importers.pieces import Source, check_tables, import_source, map_file, on_all_ranks, source_of
+from sok_keras.sok_format import HEADER_BYTES, KEYS, ROWS, STATES, file_name, read_header, slots_of
 from sok_keras.table import Outcomes, Table
 
 
@@ -20,7 +20,7 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
     >>> layer = sok.DynamicEmbedding(2, name="items")
     >>> layer.build()
     >>> outcomes = layer.get_table().assign([5, 9], np.ones((2, 2)))
-    >>> sok.exporters.sok(tmp_path / "dump", layer.get_table())
+    >>> sok.exporters.sok(tmp_path / "dump", layer.get_table(), progress=False)
     >>> other = sok.DynamicEmbedding(2)
     >>> other.build()
     >>> outcomes = sok.importers.sok(tmp_path / "dump", {"items": other.get_table()}, progress=False)
@@ -40,40 +40,37 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
 
     Raises:
         FileNotFoundError: If the dump has no such table, or no such states.
+        TypeError: If `tables` has other values than tables.
         ValueError: If a file is damaged, or does not fit the table. The error names the file and the byte. All files are checked before a
-            table changes.
+            table changes. Also if a key is outside a static table; the pieces before it were imported then.
+        TableFullError: If a table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
-    folder = Path(path)
-    sources = {name: _arrays(folder, name, table, states) for name, table in check_tables(tables).items()}
-    named = check_tables(tables)
-    return {
-        name: import_pieces(named[name], pieces_of(*arrays), len(arrays[0]), progress)
-        for name, arrays in sources.items()
-    }
+    named, folder = check_tables(tables), Path(path)
+    sources = on_all_ranks(lambda: {name: _source(folder, name, table, states) for name, table in named.items()})
+    return {name: import_source(named[name], source, progress) for name, source in sources.items()}
 
 
-def _arrays(folder: Path, name: str, table: Table, states: bool) -> tuple[Any, Any, dict[str, Any] | None]:
+def _source(folder: Path, name: str, table: Table, states: bool) -> Source:
     stem = file_name(name)
     keys = _map(folder / f"{stem}-key", KEYS, None)
     rows = _map(folder / f"{stem}-weight", ROWS, table.dim)
     _check_length(folder / f"{stem}-weight", len(rows), len(keys), table.dim)
     if not states:
-        return keys, rows, None
-    optimizer, slots = _slots_of(table)
-    files = {state: folder / f"{stem}-{optimizer}-{slots[state]}" for state in table.state_widths()}
+        return source_of(keys, rows)
+    optimizer, slots = slots_of(table.name, table.formula(), table.state_widths())
+    files = {state: folder / f"{stem}-{optimizer}-{slot}" for state, slot in slots.items()}
     arrays = {state: _map(file, STATES, table.state_widths()[state]) for state, file in files.items()}
     for state, array in arrays.items():
         _check_length(files[state], len(array), len(keys), array.shape[1])
-    return keys, rows, arrays
+    return source_of(keys, rows, arrays)
 
 
 def _map(path: Path, kind: int, row: int | None) -> Any:
-    dtype = read_header(path, kind).dtype
-    if is_key_dtype(dtype) != (kind == KEYS):
-        raise ValueError(
-            f"{path} must have {'integers' if kind == KEYS else 'floats'}, as byte 292 says. Received: {dtype}"
-        )
-    return map_file(path, np.dtype(dtype), offset=HEADER_BYTES, row=row)
+    dtype = np.dtype(read_header(path, kind).dtype)
+    if (dtype.kind in "iu") != (kind == KEYS):
+        numbers = "integers" if kind == KEYS else "floats"
+        raise ValueError(f"{path} must have {numbers}, as byte 292 says. Received: {dtype.name}")
+    return map_file(path, dtype, offset=HEADER_BYTES, row=row)
 
 
 def _check_length(path: Path, num_rows: int, num_keys: int, width: int) -> None:
@@ -82,13 +79,3 @@ def _check_length(path: Path, num_rows: int, num_keys: int, width: int) -> None:
             f"{path} must hold {num_keys} rows of {width} numbers, one for each key. Received: {num_rows}, up to byte "
             f"{path.stat().st_size}"
         )
-
-
-def _slots_of(table: Table) -> tuple[str, dict[str, str]]:
-    formula = table.formula()
-    if formula not in SLOTS:
-        raise ValueError(
-            f"`states` must be False for table {table.name!r}: SparseOperationKit's files have the states of {sorted(SLOTS)}. Received: "
-            f"a table whose optimizer is {formula!r}"
-        )
-    return SLOTS[formula]

@@ -75,10 +75,10 @@ class DistributedEmbedding(TableLayer):
     Call arguments:
         inputs: Ids, nested as `feature_configs`.
         weights: Floats, nested as `feature_configs`, one for each id. None: every id has weight 1.
-        scores: Integers, nested as `feature_configs`, one for each id of a table with `eviction=sok_keras.policies.Custom()`; None for
-            features of other tables. None: scores of rows stay as they are.
         training: When ids without a row get one. True: at once; with an `admission` policy as for None. None: when the optimizer applies
             a gradient of this call. False: never.
+        scores: Integers, nested as `feature_configs`, one for each id of a table with `eviction=sok_keras.policies.Custom()`; None for
+            features of other tables. None: scores of rows stay as they are.
 
     Input shape:
         Nested as `feature_configs`: for each feature ids and weights of any form that `DynamicEmbedding` takes.
@@ -118,7 +118,7 @@ class DistributedEmbedding(TableLayer):
         """The `FeatureConfig`s as they were given."""
         return self._structure.feature_configs
 
-    def call(self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None, scores: Any = None) -> Any:
         features, ordered, tensors, floats = self._features(inputs, weights, scores)
         rows = self._lookup_in_parts(features, tensors, floats, training)
         shaped = [
@@ -245,7 +245,7 @@ class DistributedEmbedding(TableLayer):
         return _map_up_to(self.feature_configs, shape_of, input_shape)
 
     def compute_output_spec(
-        self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None
+        self, inputs: Any, weights: Any = None, training: bool | None = None, scores: Any = None
     ) -> Any:
         def spec_of(config: FeatureConfig, value: Any) -> Any:
             reduces = config.table.combiner is not None

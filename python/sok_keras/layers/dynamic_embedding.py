@@ -94,9 +94,9 @@ class DynamicEmbedding(TableLayer):
     Call arguments:
         inputs: Ids.
         weights: Floats, one for each id. None: every id has weight 1.
-        scores: Integers, one for each id, for `eviction=sok_keras.policies.Custom()`. None: scores of rows stay as they are.
         training: When ids without a row get one. True: at once; with an `admission` policy as for None. None: when the optimizer applies
             a gradient of this call. False: never.
+        scores: Integers, one for each id, for `eviction=sok_keras.policies.Custom()`. None: scores of rows stay as they are.
 
     Input shape:
         Ids of any integer dtype and shape `(batch,)` to `(batch, ..., hotness)`:
@@ -199,7 +199,7 @@ class DynamicEmbedding(TableLayer):
         """Seed of first values: as given or drawn, or that of the rows that were loaded."""
         return self._core.seeds()[0]
 
-    def call(self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None, scores: Any = None) -> Any:
         feature, inputs, tensors, weights = self._feature(inputs, weights, scores)
         (rows,) = self._lookup((feature,), [tensors], [weights], training)
         return ids.rows_like(inputs, rows, feature[3])
@@ -296,7 +296,7 @@ class DynamicEmbedding(TableLayer):
         return ids.rows_shape(input_shape, self.output_dim, self.combiner is not None)
 
     def compute_output_spec(
-        self, inputs: Any, weights: Any = None, scores: Any = None, training: bool | None = None
+        self, inputs: Any, weights: Any = None, training: bool | None = None, scores: Any = None
     ) -> Any:
         reduces = self.combiner is not None
         inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::key::{Key, hash};
 
-/// What a count takes of a policy's memory, in bytes: more than on the host, about as much as on a device.
+/// What a count takes of a policy's memory, in bytes: more than on the host, and a third of what it may take on a device.
 pub const BYTES_OF_COUNT: u64 = 64;
 /// The highest threshold of a policy whose memory is limited. Counts from the threshold on are equal where the lowest are forgotten.
 pub const MAX_LIMITED_THRESHOLD: u32 = 4095;
