@@ -121,7 +121,9 @@ def _check_backend_has_strings(feature: str) -> None:
 def check_no_mask(value: Any) -> None:
     """Raises a `ValueError` for NumPy's masked arrays: frameworks ignore the mask."""
     if isinstance(value, np.ma.MaskedArray):
-        raise ValueError("Ids and weights must be plain arrays; `weights` of 0 leave ids out. Received: a masked array")
+        raise ValueError(
+            "Ids, weights and scores must be plain arrays; `weights` of 0 leave ids out. Received: a masked array"
+        )
 
 
 def _dtype_of(value: Any) -> str:
@@ -347,6 +349,13 @@ def _one_for_each_id(name: str, value: Any, ids: Any, feature: str) -> Any:
             raises `tf.errors.InvalidArgumentError` when it runs.
     """
     check_no_mask(value)
+    if isinstance(value, list | tuple):
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(
+                f"`{name}` must be in rows of equal length, as the ids are. Received: {value!r:.200} (feature {feature!r})"
+            ) from error
     ids = ids.values if isinstance(ids, ragged.Ragged) else ids  # their numbers are flat
     ids = ids["low"] if is_words(ids) else ids
     shape, wanted = shape_of(value), shape_of(ids)

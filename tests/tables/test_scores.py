@@ -189,6 +189,10 @@ def test_wrong_scores_are_refused():
         layer(ids, scores=ids.astype("float32"))
     with pytest.raises(ValueError, match="`scores` must be shaped as the ids are"):
         layer(ids, scores=ids[0])
+    with pytest.raises(ValueError, match="`scores` must be in rows of equal length, as the ids are"):
+        layer(ids, scores=[[1], [2, 3]])
+    with pytest.raises(ValueError, match="Ids, weights and scores must be plain arrays"):
+        layer(ids, scores=np.ma.masked_array(ids))
     if BACKEND == "jax":
         with pytest.raises(ValueError, match="JAX cuts int64 scores to 32 bits"):
             layer(ids, scores=ids.astype("int64"))
