@@ -12,10 +12,12 @@ from sok_keras.profile import Profile
 from sok_keras.shards import shard
 from sok_keras.table import EvictedRows, Explanation, Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
+from sok_keras.variables import DynamicVariable, assign, export, filter_variables, lookup_sparse
 
 __all__ = [
     "DistributedEmbedding",
     "DynamicEmbedding",
+    "DynamicVariable",
     "EvictedRows",
     "Explanation",
     "FeatureConfig",
@@ -27,12 +29,16 @@ __all__ = [
     "TableConfig",
     "TableContents",
     "TableStats",
+    "assign",
     "callbacks",
     "dump",
     "dump_increment",
+    "export",
     "exporters",
+    "filter_variables",
     "importers",
     "load",
+    "lookup_sparse",
     "optimizers",
     "policies",
     "prefetch",

@@ -27,6 +27,7 @@ from sok_keras.table_optimizers import (
     scalars_of,
     variables_of,
 )
+from sok_keras.variables import with_triggers
 
 
 def _core_of(variable: Any) -> Any:
@@ -243,7 +244,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             return
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        trainable_variables = list(trainable_variables)
+        grads, trainable_variables = with_triggers(grads, list(trainable_variables))
         if not self.built:
             self.build(trainable_variables)
         self._check_variables_are_known(trainable_variables)

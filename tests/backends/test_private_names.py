@@ -257,3 +257,21 @@ def test_checkpoint_calls_what_restores_a_variable(tmp_path):
     assert [list(tensor.numpy()) for tensor in seen] == [[1.0, 2.0]]
     assert list(other.numpy()) == [0.0, 0.0]
     assert issubclass(tf.Variable, private_tensorflow.Trackable)
+
+
+@of_backend["tensorflow"]
+def test_a_variable_without_a_value_is_watched_and_read_by_its_own_method():
+    """Else variables over tables would get no gradient, or `tf.nn.embedding_lookup` would read an empty array."""
+    import tensorflow as tf
+
+    from sok_keras.backend import private_tensorflow
+
+    class Rows(private_tensorflow.ResourceVariable):
+        def sparse_read(self, indices, name=None):
+            private_tensorflow.variable_accessed(self)
+            return tf.ones((*indices.shape, 2))
+
+    rows = Rows(tf.zeros((0, 2)), shape=tf.TensorShape([None, 2]))
+    with tf.GradientTape() as tape:
+        assert tf.nn.embedding_lookup(rows, tf.constant([1, 2])).shape == (2, 2)
+    assert tape.watched_variables() == (rows,)

@@ -43,6 +43,7 @@ LEVELS = [
     {"dump_handle"},
     {"optimizer", "arrays"},
     {"general"},
+    {"variables"},
     {"layers.distributed_embedding"},
     {"layers.dynamic_embedding"},
     {"layers.base", "preprocessing"},
@@ -56,7 +57,7 @@ LEVELS = [
     {"distributed"},
     {"startup"},
     {"backend"},
-    {"backend.tensorflow", "backend.jax", "backend.torch"},
+    {"backend.tensorflow", "backend.jax", "backend.torch", "backend.tensorflow_variables", "backend.no_variables"},
     STATES,
     {"backend.jax_trainer", "backend.torch_sums"},
     {"backend.private_keras", "backend.private_tensorflow", "backend.private_jax", "backend.private_torch"},
@@ -152,7 +153,9 @@ def test_native_module_is_imported_in_backend_alone():
     without = {"backend.handles", "backend.insertion", "backend.leaving", *STATES}
     without |= {
         "backend.tensorflow",
+        "backend.no_variables",
         "backend.tensorflow_data",
+        "backend.tensorflow_variables",
         "backend.torch_data",
         *(module for module in MODULES if module.startswith("backend.private_")),
     }

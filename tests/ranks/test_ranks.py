@@ -117,6 +117,16 @@ def test_a_dump_of_three_ranks_goes_on_in_one_and_in_two(tmp_path):
         assert model.getinfo("model.weights.h5").file_size > 0.9 * (tmp_path / "model.weights.h5").stat().st_size
 
 
+@once_on("tensorflow")
+def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
+    alone("variables.py", tmp_path)
+    run(2, "variables.py", tmp_path)
+    one, *two = (np.load(tmp_path / f"rank{name}.npz") for name in ("0of1", "0of2", "1of2"))
+    assert len(one.files) == 4
+    for of_rank in two:
+        compare(one, of_rank, one.files)
+
+
 @once_on("jax")
 def test_dumps_of_sparse_operation_kit_are_read_and_written_by_any_number_of_ranks(tmp_path):
     random = np.random.default_rng(0)

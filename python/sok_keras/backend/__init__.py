@@ -49,6 +49,10 @@ to_numpy = framework.to_numpy
 wait = framework.wait
 watch_gradients = framework.watch_gradients
 TableState = state.TableState
+if name == "tensorflow":
+    import sok_keras.backend.tensorflow_variables as variables
+else:
+    import sok_keras.backend.no_variables as variables  # type: ignore[no-redef]
 
 
 @functools.cache
@@ -82,6 +86,7 @@ __all__ = [
     "scatter",
     "sum_gradients",
     "to_numpy",
+    "variables",
     "wait",
     "watch_gradients",
 ]

@@ -2,8 +2,17 @@
 
 import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
+from tensorflow.python.eager.tape import variable_accessed
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-__all__ = ["Trackable", "op_wrappers", "restore_by", "should_record_backprop"]
+__all__ = [
+    "ResourceVariable",
+    "Trackable",
+    "op_wrappers",
+    "restore_by",
+    "should_record_backprop",
+    "variable_accessed",
+]
 
 Trackable = tf.__internal__.tracking.Trackable
 

@@ -1,0 +1,452 @@
+"""Embedding variables as SparseOperationKit has them, for training loops with `tf.GradientTape` instead of Keras layers."""
+
+import collections
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from sok_keras import backend
+from sok_keras.backend.insertion import Insertion
+from sok_keras.feature_config import FeatureConfig
+from sok_keras.layers.distributed_embedding import DistributedEmbedding
+from sok_keras.table import Table
+from sok_keras.table_config import TableConfig
+
+_COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
+# Options of HierarchicalKV that have no effect here: the memory of a table and its index is the core's.
+_WITHOUT_EFFECT = ("max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu")
+_numbers = itertools.count()
+
+
+class DynamicVariable(backend.variables.TableVariable):
+    """A variable of TensorFlow that has a row for each id that it meets: SparseOperationKit's `DynamicVariable`.
+
+    Its rows are in a table of the core. `lookup_sparse` and `tf.nn.embedding_lookup` read it and insert ids without a row, also in a
+    `tf.function`. A `tf.GradientTape` gives `tf.IndexedSlices`: distinct keys, and the sum of the gradients of each. `OptimizerWrapper`
+    applies them.
+
+    Make the variables of a program before the first of them is used: their tables are made together then, and one native call looks up all.
+
+    Example:
+
+    >>> import tensorflow as tf, sok_keras as sok
+    >>> v = sok.DynamicVariable(dimension=3, initializer="13")
+    >>> optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+    >>> with tf.GradientTape() as tape:
+    ...     rows = tf.nn.embedding_lookup(v, tf.constant([0, 1, 2**40], tf.int64))
+    ...     loss = tf.reduce_sum(rows)
+    >>> gradients = tape.gradient(loss, [v])
+    >>> step = optimizer.apply_gradients(zip(gradients, [v]))
+    >>> v.shape, v.size.numpy().tolist(), v.table[2**40].tolist()
+    (TensorShape([None, 3]), [3, 3], [12.0, 12.0, 12.0])
+
+    Args:
+        dimension: Number of floats in a row.
+        initializer: `"random"` (None): uniform from -0.05 to 0.05; `"normal"`: with deviation 1; `"uniform"`: from 0 to 1; `"ones"`,
+            `"zeros"`, or a number as a string; or a Keras initializer.
+        var_type: `"hbm"`: a table that grows, on the GPU if the program uses one. `"hybrid"`: rows are in the memory of the host, and if there
+            is a `max_capacity`, the least recently used ones go to make room.
+        name: Name of the variable, and of its table in dumps.
+        constraint: Must be None.
+        trainable: Whether a tape watches it.
+        key_type: `tf.int64` or `tf.int32`: what ids may be.
+        dtype: Must be `tf.float32`.
+        mode: None: the ranks share the rows. `"localized:r"`: rank r has all of them.
+        **kwargs: `init_capacity` and `max_capacity`, numbers of rows; `evict_strategy`, `"kLru"` or `"kLfu"`. HierarchicalKV's other options
+            have no effect.
+
+    Raises:
+        NotImplementedError: On another backend than TensorFlow.
+        ValueError: If an argument is another one.
+    """
+
+    def __init__(
+        self,
+        dimension: int,
+        initializer: Any = None,
+        var_type: str = "hbm",
+        name: str | None = None,
+        constraint: Any = None,
+        trainable: bool = True,
+        key_type: Any = "int64",
+        dtype: Any = "float32",
+        mode: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(dimension, int) or isinstance(dimension, bool) or dimension < 1:
+            raise ValueError(f"`dimension` must be a positive integer. Received: dimension={dimension!r}")
+        name = _unique(name or f"sok_dynamic_Variable_{next(_numbers)}")
+        super().__init__(dimension, name, trainable)
+        self.dimension = dimension
+        self.key_type = _dtype("key_type", key_type, ("int64", "int32"))
+        _dtype("dtype", dtype, ("float32",))
+        if constraint is not None:
+            raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
+        self._config = _table_config(name, dimension, initializer, var_type, mode, kwargs)
+        self._tables: _Tables | None = None
+        _waiting.append(weakref.ref(self))
+
+    @property
+    def tables(self) -> "_Tables":
+        """The tables that were made together with that of this variable."""
+        if self._tables is None:
+            with backend.eager_scope():
+                _Tables.make()
+        assert self._tables is not None
+        return self._tables
+
+    @property
+    def table(self) -> Table:
+        """The `Table` that has the rows."""
+        return self.tables.core.tables[self.tables.number_of(self)]
+
+    @property
+    def size(self) -> Any:
+        """Number of rows on this rank and `dimension`, int32 `(2,)`."""
+        table = self.table
+        return backend.variables.evaluated(lambda: [table.stats(local=True).size, self.dimension])
+
+    def __repr__(self) -> str:
+        size = 0 if self._tables is None else self.table.stats(local=True).size
+        return f"<sok_keras.DynamicVariable {self.name!r} shape=(None, {self.dimension}) with {size} rows>"
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Returns the rows of ids, `indices.shape + (dimension,)`, and inserts those without a row."""
+        del name
+        indices = self.keys_of(indices)
+
+        def gradient(upstream: Any) -> Any:
+            return backend.variables.merged(indices, upstream, self.dimension)
+
+        return _read([self], [(indices,)], [None], ["each"], ["sum"], [gradient])[0]
+
+    def keys_of(self, ids: Any) -> Any:
+        """Returns ids as a tensor. Raises a `ValueError` unless they have the type of keys."""
+        ids = keras.ops.convert_to_tensor(ids)
+        if keras.backend.standardize_dtype(ids.dtype) not in ("int32", self.key_type):
+            raise ValueError(f"Ids of {self.name} must be {self.key_type}. Received: ids of dtype {ids.dtype}")
+        return ids
+
+
+# Variables without tables.
+_waiting: list[weakref.ref] = []
+# How many variables of a name there were.
+_names: collections.Counter = collections.Counter()
+
+
+def _unique(name: str) -> str:
+    """Returns a name that no other variable has: names are those of tables in dumps."""
+    _names[name] += 1
+    return name if _names[name] == 1 else _unique(f"{name}_{_names[name] - 1}")
+
+
+class _Tables:
+    """The tables of variables that were made before one of them was used. One native call looks them all up."""
+
+    def __init__(self, variables: list[DynamicVariable]) -> None:
+        configs = [variable._config for variable in variables]
+        self._numbers = {id(variable): number for number, variable in enumerate(variables)}
+        self.layer = DistributedEmbedding([FeatureConfig(config.name, config) for config in configs], name="variables")
+        self.layer.build()
+        self.core = self.layer._core
+
+    @classmethod
+    def make(cls) -> None:
+        """Makes the tables of all variables that have none yet."""
+        variables = [variable for variable in (reference() for reference in _waiting) if variable is not None]
+        by_storage: dict[str, list[DynamicVariable]] = {variable._config.storage: [] for variable in variables}
+        for variable in variables:
+            by_storage[variable._config.storage].append(variable)
+        for together in by_storage.values():
+            tables = cls(together)
+            for variable in together:
+                variable._tables = tables
+        _waiting.clear()
+
+    def number_of(self, variable: DynamicVariable) -> int:
+        return self._numbers[id(variable)]
+
+    def lookup(
+        self,
+        variables: Sequence[DynamicVariable],
+        inputs: list,
+        weights: list,
+        axes: Sequence[str],
+        combiners: Sequence[str],
+    ) -> Callable:
+        """Returns a function of the trigger, of whether gradients will come, and of when ids are inserted: it looks up rows."""
+        features = tuple(
+            (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, None)
+            for variable, weight, axis, combiner in zip(variables, weights, axes, combiners, strict=True)
+        )
+        plan = self.core.plan(features, check_finite=False)
+
+        def call(trigger: Any, learns: bool, insertion: Insertion) -> list:
+            return backend.lookup(plan, trigger, learns, inputs, weights, insertion)
+
+        return call
+
+
+def _read(
+    variables: Sequence[DynamicVariable],
+    inputs: list,
+    weights: list,
+    axes: Sequence[str],
+    combiners: Sequence[str],
+    gradients: list,
+) -> list:
+    """Looks up rows, and inserts ids without one. The tables of the variables were made together."""
+    tables = variables[0].tables
+    lookup = tables.lookup(variables, inputs, weights, axes, combiners)
+
+    def rows(trigger: Any) -> list:
+        return list(lookup(trigger, False, Insertion.AT_LOOKUP))
+
+    return backend.variables.read(variables, tables.layer.trigger.value, rows, gradients)
+
+
+def lookup_sparse(
+    params: Any,
+    sp_ids: Any,
+    sp_weights: Any = None,
+    combiners: Any = None,
+    *,
+    hotness: Any = None,
+) -> Any:
+    """Looks up ids in several variables and combines their rows, as `tf.nn.embedding_lookup_sparse` does for one.
+
+    One native call looks up all variables whose tables were made together. Ids without a row get one.
+
+    Example:
+
+    >>> import tensorflow as tf, sok_keras as sok
+    >>> v = sok.DynamicVariable(dimension=2, initializer="1")
+    >>> sok.lookup_sparse(v, tf.ragged.constant([[3, 5], [], [3]], dtype=tf.int64), combiners="sum").numpy().tolist()
+    [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+
+    Args:
+        params: A `DynamicVariable`, or a list of them; one may come several times.
+        sp_ids: For each variable ids of two axes, a `tf.SparseTensor` with its values in order, or a `tf.RaggedTensor`.
+        sp_weights: For each variable None, or weights of the form of the ids. They get no gradient. None: all are 1.
+        combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
+        hotness: Not needed; accepted for programs that were written for SparseOperationKit 1.
+
+    Returns:
+        A tensor `(rows, dimension)`, or a list of them if `params` is a list. A row without ids is zeros.
+
+    Raises:
+        TypeError: If `params` are no `DynamicVariable`s, or ids are neither sparse nor ragged.
+        ValueError: If the lists are of different lengths, or a combiner or the dtype of ids is another one.
+    """
+    del hotness
+    is_list = isinstance(params, list | tuple)
+    variables = list(params) if is_list else [params]
+    if not variables or not all(isinstance(variable, DynamicVariable) for variable in variables):
+        raise TypeError(f"`params` must be `sok_keras.DynamicVariable`s. Received: {params!r:.200}")
+    given = {"sp_ids": sp_ids, "sp_weights": sp_weights, "combiners": combiners}
+    lists = {name: _as_list(name, value, is_list, len(variables)) for name, value in given.items()}
+    rows: list = [None] * len(variables)
+    groups: dict[int, list[int]] = {}
+    for number, variable in enumerate(variables):
+        groups.setdefault(id(variable.tables), []).append(number)
+    for numbers in groups.values():
+        chosen = [[values[number] for number in numbers] for values in (variables, *lists.values())]
+        for number, row in zip(numbers, _lookup_together(*chosen), strict=True):
+            rows[number] = row
+    return rows if is_list else rows[0]
+
+
+def _as_list(name: str, value: Any, is_list: bool, length: int) -> list:
+    if value is None or not is_list:
+        return [value] * length
+    if not isinstance(value, list | tuple) or len(value) != length:
+        raise ValueError(f"`{name}` must be a list as long as `params`, {length}. Received: {value!r:.200}")
+    return list(value)
+
+
+def _lookup_together(variables: list, ids: list, weights: list, combiners: list) -> list:
+    bags = [_bags_of(variable, value) for variable, value in zip(variables, ids, strict=True)]
+    floats = [_flat_weights(value) for value in weights]
+    names = [_combiner(value) for value in combiners]
+    gradients = [_gradient_of(*of_one) for of_one in zip(variables, bags, floats, names, strict=True)]
+    inputs = [(one.ids, one.row_splits) for one in bags]
+    return _read(variables, inputs, floats, ["ragged"] * len(bags), names, gradients)
+
+
+def _bags_of(variable: DynamicVariable, ids: Any) -> Any:
+    bags = backend.variables.bags_of(ids)
+    if bags is None:
+        raise TypeError(f"`sp_ids` must be sparse or ragged tensors of two axes. Received: {ids!r:.200}")
+    variable.keys_of(bags.ids)
+    return bags
+
+
+def _flat_weights(weights: Any) -> Any:
+    flat = None if weights is None else backend.variables.flat_weights(weights)
+    if weights is not None and flat is None:
+        raise TypeError(f"`sp_weights` must be sparse or ragged tensors. Received: {weights!r:.200}")
+    return flat
+
+
+def _combiner(name: Any) -> str:
+    known = _COMBINERS.get(name.lower() if isinstance(name, str) else "") if name is not None else "mean"
+    if known is None:
+        raise ValueError(f"`combiners` must be of {sorted(_COMBINERS)}. Received: {name!r}")
+    return known
+
+
+def _gradient_of(variable: DynamicVariable, bags: Any, weights: Any, combiner: str) -> Callable:
+    def gradient(upstream: Any) -> Any:
+        of_ids = backend.variables.of_ids(upstream, bags, weights, combiner)
+        return backend.variables.merged(bags.ids, of_ids, variable.dimension)
+
+    return gradient
+
+
+def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
+    """Hands the gradients of `DynamicVariable`s to their tables.
+
+    Returns:
+        Gradients and variables, with the ticket and the trigger of tables in place of their variables.
+    """
+    own = [isinstance(variable, DynamicVariable) for variable in variables]
+    if not any(own):
+        return gradients, variables
+    pairs = list(zip(gradients, variables, strict=True))
+    kept = [pair for pair, is_own in zip(pairs, own, strict=True) if not is_own]
+    groups: dict[int, list] = {}
+    for (gradient, variable), is_own in zip(pairs, own, strict=True):
+        if is_own:
+            groups.setdefault(id(variable.tables), []).append((gradient, variable))
+    for group in groups.values():
+        tables = group[0][1].tables
+        given = [(gradient, variable) for gradient, variable in group if gradient is not None]
+        kept.append((_ticket_of(tables, given) if given else None, tables.layer.trigger))
+    return [gradient for gradient, _ in kept], [variable for _, variable in kept]
+
+
+def _ticket_of(tables: _Tables, given: list) -> Any:
+    for gradient, variable in given:
+        if not hasattr(gradient, "indices"):
+            raise TypeError(
+                f"The gradient of {variable.name} must be `tf.IndexedSlices`. Received: {type(gradient).__name__}"
+            )
+    inputs = [(variable.keys_of(gradient.indices),) for gradient, variable in given]
+    variables, none = [variable for _, variable in given], [None] * len(given)
+    lookup = tables.lookup(variables, inputs, none, ["each"] * len(given), ["sum"] * len(given))
+    rows = [keras.ops.convert_to_tensor(gradient.values) for gradient, _ in given]
+    # A row that has gone since the forward pass gets no gradient.
+    return backend.variables.ticket_of(
+        lambda trigger: lookup(trigger, True, Insertion.NEVER), tables.layer.trigger.value, rows
+    )
+
+
+def filter_variables(variables: Sequence) -> tuple[list, list]:
+    """Separates `DynamicVariable`s from others, in their order.
+
+    Returns:
+        The `DynamicVariable`s, and the other variables.
+    """
+    own = [variable for variable in variables if isinstance(variable, DynamicVariable)]
+    return own, [variable for variable in variables if not isinstance(variable, DynamicVariable)]
+
+
+def export(var: DynamicVariable) -> tuple[Any, Any]:
+    """Copies the keys and rows that this rank has of a variable.
+
+    Returns:
+        Keys `(n,)`, ascending, of the variable's `key_type`; and rows `(n, dimension)` float32.
+    """
+    _check_variable(var)
+    contents = var.table.export(local=True)
+    keys = contents.keys.astype(var.key_type)
+    return keras.ops.convert_to_tensor(keys), keras.ops.convert_to_tensor(contents.rows)
+
+
+def assign(var: DynamicVariable, indices: Any, values: Any) -> DynamicVariable:
+    """Overwrites rows of a variable, and inserts keys without one. With many ranks all call it; rows go to the owners of their keys.
+
+    Args:
+        var: The variable.
+        indices: Keys `(n,)`.
+        values: Rows `(n, dimension)`.
+
+    Returns:
+        The variable.
+    """
+    _check_variable(var)
+    var.table.assign(keras.ops.convert_to_numpy(indices), keras.ops.convert_to_numpy(values))
+    return var
+
+
+def _check_variable(var: Any) -> None:
+    if not isinstance(var, DynamicVariable):
+        raise TypeError(f"`var` must be a `sok_keras.DynamicVariable`. Received: {type(var).__name__}")
+
+
+def _dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    name = value if isinstance(value, str) else getattr(value, "name", repr(value))
+    if name not in allowed:
+        raise ValueError(f"`{argument}` must be one of {', '.join(allowed)}. Received: {argument}={value!r}")
+    return name
+
+
+def _initializer(initializer: Any) -> Any:
+    if not isinstance(initializer, str) and initializer is not None:
+        return keras.initializers.get(initializer)
+    known = {
+        "": keras.initializers.RandomUniform(),
+        "random": keras.initializers.RandomUniform(),
+        "normal": keras.initializers.RandomNormal(stddev=1.0),
+        "uniform": keras.initializers.RandomUniform(0.0, 1.0),
+        "ones": keras.initializers.Constant(1.0),
+        "zeros": keras.initializers.Constant(0.0),
+    }
+    found = known.get(initializer or "")
+    if found is not None:
+        return found
+    try:
+        return keras.initializers.Constant(float(initializer))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(
+            f"`initializer` must be one of {sorted(known)[1:]}, a number as a string, or a Keras initializer. Received: "
+            f"initializer={initializer!r}"
+        ) from error
+
+
+def _table_config(
+    name: str, dimension: int, initializer: Any, var_type: str, mode: str | None, options: dict[str, Any]
+) -> TableConfig:
+    if var_type not in ("hbm", "hybrid"):
+        raise ValueError(f'`var_type` must be "hbm" or "hybrid". Received: var_type={var_type!r}')
+    unknown = sorted(set(options) - {"init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT})
+    if unknown:
+        raise ValueError(f"Options of a variable must be those of HierarchicalKV. Received: {unknown}")
+    ignored = sorted(set(options) & set(_WITHOUT_EFFECT))
+    if ignored:
+        warnings.warn(f"{ignored} have no effect: the memory of rows and index grows with the rows", stacklevel=3)
+    first, most = options.get("init_capacity", 0), options.get("max_capacity")
+    if most is not None and first > most:
+        raise ValueError(
+            f"`init_capacity` must be at most `max_capacity`. Received: init_capacity={first}, max_capacity={most}"
+        )
+    strategy = options.get("evict_strategy", "kLru")
+    if strategy not in ("kLru", "kLfu"):
+        raise ValueError(f'`evict_strategy` must be "kLru" or "kLfu". Received: evict_strategy={strategy!r}')
+    evicts = var_type == "hybrid" and most is not None
+    return TableConfig(
+        name,
+        None,
+        dimension,
+        _initializer(initializer),
+        combiner="sum",
+        initial_capacity=first,
+        max_capacity=most,
+        eviction=("lru" if strategy == "kLru" else "lfu") if evicts else None,
+        storage="host" if var_type == "hybrid" else "auto",
+        placement="distributed" if mode is None else mode,
+    )

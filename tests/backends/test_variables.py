@@ -1,0 +1,272 @@
+"""Variables of TensorFlow with a row for each id that they meet, in loops with `tf.GradientTape`."""
+
+import keras
+import numpy as np
+import pytest
+
+import sok_keras as sok
+from reference import BACKEND
+
+pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="variables of TensorFlow")
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+KEYS, DIM = 12, 3
+
+
+def variable(rows=None, **kwargs):
+    """A variable, with these rows for the keys from 0 on."""
+    made = sok.DynamicVariable(dimension=DIM, **kwargs)
+    return made if rows is None else sok.assign(made, np.arange(len(rows)), rows)
+
+
+def rows_of(variable):
+    keys, rows = sok.export(variable)
+    return dict(zip(keys.numpy().tolist(), rows.numpy().tolist(), strict=True))
+
+
+def some_rows(seed=0):
+    return np.random.default_rng(seed).normal(size=(KEYS, DIM)).astype("float32")
+
+
+def test_a_variable_is_read_and_grows():
+    """The first example of SparseOperationKit's page on the variable."""
+    v = sok.DynamicVariable(dimension=3, initializer="13")
+    assert v.shape.as_list() == [None, 3] and v.size.numpy().tolist() == [0, 3]
+    indices = tf.convert_to_tensor([0, 1, 2**40], dtype=tf.int64)
+    embedding = tf.nn.embedding_lookup(v, indices)
+    np.testing.assert_array_equal(embedding, np.full((3, 3), 13.0))
+    assert v.shape.as_list() == [None, 3] and v.size.numpy().tolist() == [3, 3]
+    assert "with 3 rows" in repr(v)
+
+
+def test_a_step_moves_the_rows_of_the_batch():
+    """The second one."""
+    v = sok.DynamicVariable(dimension=3, var_type="hbm", initializer="13")
+    indices = tf.convert_to_tensor([0, 1, 2**40], dtype=tf.int64)
+    with tf.GradientTape() as tape:
+        embedding = tf.nn.embedding_lookup(v, indices)
+        loss = tf.reduce_sum(embedding)
+    grads = tape.gradient(loss, [v])
+    assert grads[0].indices.numpy().tolist() == [0, 1, 2**40] and (grads[0].values.numpy() == 1).all()
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(learning_rate=1.0))
+    optimizer.apply_gradients(zip(grads, [v], strict=True))
+    np.testing.assert_array_equal(tf.nn.embedding_lookup(v, indices), np.full((3, 3), 12.0))
+
+
+def test_the_lookup_of_the_getting_started_page():
+    v1 = sok.DynamicVariable(dimension=3, initializer="1")
+    v2 = sok.DynamicVariable(dimension=5, initializer="2")
+    indices1 = tf.SparseTensor([[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]], tf.constant([1, 1, 3, 4, 5], tf.int64), [2, 3])
+    indices2 = tf.SparseTensor([[0, 0], [1, 0], [1, 1]], tf.constant([1, 2, 3], tf.int64), [2, 2])
+    with tf.GradientTape() as tape:
+        embeddings = sok.lookup_sparse([v1, v2], [indices1, indices2], combiners=["sum", "mean"])
+        loss = tf.add_n([tf.reduce_sum(embedding) for embedding in embeddings])
+    assert embeddings[0].numpy().tolist() == [[2] * 3, [3] * 3] and embeddings[1].numpy().tolist() == [[2] * 5] * 2
+    grads = tape.gradient(loss, [v1, v2])
+    assert dict(zip(grads[0].indices.numpy().tolist(), grads[0].values.numpy()[:, 0].tolist(), strict=True)) == {
+        1: 2,
+        3: 1,
+        4: 1,
+        5: 1,
+    }
+    assert dict(zip(grads[1].indices.numpy().tolist(), grads[1].values.numpy()[:, 0].tolist(), strict=True)) == {
+        1: 1,
+        2: 0.5,
+        3: 0.5,
+    }
+
+
+def bags(form, seed=0):
+    """Ids of five rows, one of them empty, and weights of the same form."""
+    random = np.random.default_rng(seed)
+    lengths = [3, 0, 1, 4, 2]
+    ids, weights = random.integers(0, KEYS, sum(lengths)), random.uniform(0.5, 2, sum(lengths)).astype("float32")
+    ragged = [tf.RaggedTensor.from_row_lengths(values, lengths) for values in (ids, weights)]
+    return ragged if form == "ragged" else [tensor.to_sparse() for tensor in ragged]
+
+
+@pytest.mark.parametrize("form", ["ragged", "sparse"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_and_gradients_are_those_of_tensorflow(form, combiner, weighted):
+    tables = [some_rows(0), some_rows(1)]
+    inputs = [bags(form, seed) for seed in (0, 1, 2)]
+    variables = [variable(rows) for rows in tables]
+    chosen = [0, 1, 0]  # one of them twice
+    weights = [pair[1] if weighted else None for pair in inputs]
+    dense = [tf.Variable(rows) for rows in tables]
+    upstream = [tf.constant(np.random.default_rng(9).normal(size=(5, DIM)).astype("float32")) for _ in chosen]
+    with tf.GradientTape() as tape:
+        expected = []
+        for number, (ids, own) in zip(chosen, inputs, strict=True):
+            sparse = [tensor if form == "sparse" else tensor.to_sparse() for tensor in (ids, own)]
+            # TensorFlow leaves rows without ids at the end away.
+            found = tf.nn.embedding_lookup_sparse(
+                dense[number], sparse[0], sparse[1] if weighted else None, combiner=combiner
+            )
+            expected.append(found)
+    wanted = tape.gradient(expected, dense, output_gradients=upstream)
+    with tf.GradientTape() as tape:
+        got = sok.lookup_sparse(
+            [variables[number] for number in chosen],
+            [ids for ids, _ in inputs],
+            weights,
+            combiners=[combiner.upper(), combiner, combiner.title()],
+        )
+    found = tape.gradient(got, variables, output_gradients=upstream)
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+    for one, other in zip(wanted, found, strict=True):
+        sums = [np.zeros((KEYS, DIM), "float32") for _ in range(2)]
+        for total, slices in zip(sums, (one, other), strict=True):
+            np.add.at(total, slices.indices.numpy(), slices.values.numpy())
+        np.testing.assert_allclose(sums[1], sums[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad", "Lion"])
+def test_variables_train_as_rows_of_a_dense_one(optimizer, compiled):
+    rows = some_rows()
+    v, w = variable(rows), keras.Variable(rows)
+    dense = [keras.Variable(np.ones((DIM, 1), "float32")) for _ in range(2)]
+    ours, theirs = (getattr(keras.optimizers, optimizer)(0.1) for _ in range(2))
+    ours = sok.OptimizerWrapper(ours)
+    every = tf.range(KEYS, dtype=tf.int64)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(tf.nn.embedding_lookup(v, every) @ dense[0].value))
+        of_v, of_dense = tape.gradient(loss, [v, dense[0].value])
+        ours.apply_gradients([(of_v, v), (of_dense, dense[0])])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(tf.gather(w.value, every) @ dense[1].value))
+        of_w, of_dense = tape.gradient(loss, [w.value, dense[1].value])
+        theirs.apply_gradients([(tf.convert_to_tensor(of_w), w), (of_dense, dense[1])])
+
+    run = tf.function(step) if compiled else step
+    for _ in range(5):
+        run()
+    assert not np.allclose(v.table[np.arange(KEYS)], rows, atol=1e-2)
+    np.testing.assert_allclose(v.table[np.arange(KEYS)], w.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dense[0].numpy(), dense[1].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_makes_variables_tables_and_is_traced_once():
+    v, w, traces = variable(initializer="1"), variable(initializer="2"), []
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+
+    @tf.function(input_signature=[tf.RaggedTensorSpec([None, None], tf.int64)])
+    def step(ids):
+        traces.append(1)
+        with tf.GradientTape() as tape:
+            rows = sok.lookup_sparse([v, w], [ids, ids], combiners=["sum", "sum"])
+            loss = tf.reduce_sum(rows[0]) + 2 * tf.reduce_sum(rows[1])
+        gradients = tape.gradient(loss, [v, w])
+        # What is done to gradients counts.
+        gradients = [tf.IndexedSlices(0.5 * slices.values, slices.indices) for slices in gradients]
+        optimizer.apply_gradients(zip(gradients, [v, w], strict=True))
+        return v.size
+
+    assert step(tf.ragged.constant([[7], [8, 9]], dtype=tf.int64)).numpy().tolist() == [3, DIM]
+    assert step(tf.ragged.constant([[7, 7], []], dtype=tf.int64)).numpy().tolist() == [3, DIM]
+    assert len(traces) <= 2  # Keras makes the optimizer's variables in the first one
+    assert v.tables is w.tables
+    assert rows_of(v) == {7: [-0.5] * DIM, 8: [0.5] * DIM, 9: [0.5] * DIM}
+    assert rows_of(w) == {7: [-1.0] * DIM, 8: [1.0] * DIM, 9: [1.0] * DIM}
+
+
+def test_variables_and_layers_have_one_optimizer():
+    v, layer = variable(initializer="1"), sok.DynamicEmbedding(DIM, embeddings_initializer="ones")
+    layer.build()
+    dense = keras.Variable(np.ones(DIM, "float32"))
+    optimizer, ids = sok.OptimizerWrapper(keras.optimizers.SGD(1.0)), tf.constant([5], tf.int64)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum((v.sparse_read(ids) + layer(ids, training=True)) * dense.value)
+    variables = [v, layer.trigger, dense]
+    gradients = tape.gradient(loss, [v, layer.trigger.value, dense.value])
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    assert rows_of(v) == {5: [0.0] * DIM}
+    np.testing.assert_array_equal(layer.get_table()[5], np.zeros(DIM))
+    np.testing.assert_array_equal(dense, np.full(DIM, -1.0))
+    assert sok.filter_variables([dense, v, layer.trigger]) == ([v], [dense, layer.trigger])
+
+
+def test_rows_that_went_since_the_forward_pass_get_no_gradient():
+    v, optimizer = variable(initializer="1"), sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(v.sparse_read(tf.constant([1, 2], tf.int64)))
+    v.table.erase([1])
+    optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+    assert rows_of(v) == {2: [0.0] * DIM}
+
+
+def test_a_variable_on_the_host_removes_rows_at_its_capacity():
+    with pytest.warns(UserWarning, match=r"\['max_hbm_for_vectors'\] have no effect"):
+        v = sok.DynamicVariable(
+            16, "uniform", "hybrid", init_capacity=2, max_capacity=4, max_hbm_for_vectors=2, name="items"
+        )
+    for key in range(6):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v.sparse_read(tf.constant([key], tf.int64)))
+        sok.OptimizerWrapper("sgd").apply_gradients([(tape.gradient(loss, v), v)])
+    assert v.size.numpy().tolist() == [4, 16] and v.table.stats().evicted == 2
+
+
+@pytest.mark.parametrize(
+    ("initializer", "low", "high"),
+    [
+        (None, -0.05, 0.05),
+        ("random", -0.05, 0.05),
+        ("uniform", 0, 1),
+        ("ones", 1, 1),
+        ("zeros", 0, 0),
+        ("0.5", 0.5, 0.5),
+    ],
+)
+def test_initializers_have_their_names(initializer, low, high):
+    rows = variable(initializer=initializer).sparse_read(tf.range(100, dtype=tf.int64)).numpy()
+    assert (rows >= low).all() and (rows <= high).all() and (low == high or np.ptp(rows) > 0.5 * (high - low))
+    normal = variable(initializer="normal").sparse_read(tf.range(300, dtype=tf.int64)).numpy()
+    assert 0.9 < normal.std() < 1.1
+
+
+def test_rows_are_dumped_by_the_table_and_not_by_a_checkpoint(tmp_path):
+    v = variable(some_rows(), name="dumped")
+    with pytest.raises(NotImplementedError, match="has its rows in a table"):
+        tf.train.Checkpoint(v=v).save(str(tmp_path / "checkpoint"))
+    sok.dump(tmp_path / "dump", v.table)
+    other = variable()
+    sok.load(tmp_path / "dump", {v.table.name: other.table})
+    assert rows_of(other) == rows_of(v)
+
+
+def test_wrong_arguments_are_refused():
+    def refused(match, call, kind=ValueError):
+        with pytest.raises(kind, match=match):
+            call()
+
+    make = sok.DynamicVariable
+    refused("`dimension` must be a positive integer", lambda: make(0))
+    refused("`initializer` must be one of", lambda: make(2, "thirteen"))
+    refused("`var_type` must be", lambda: make(2, var_type="disk"))
+    refused("`key_type` must be one of int64, int32", lambda: make(2, key_type=tf.float32))
+    refused("`dtype` must be one of float32", lambda: make(2, dtype=tf.float16))
+    refused("`constraint` must be None", lambda: make(2, constraint=abs))
+    refused("must be those of HierarchicalKV", lambda: make(2, init_capcity=3))
+    refused("`init_capacity` must be at most", lambda: make(2, init_capacity=3, max_capacity=2))
+    refused("`evict_strategy` must be", lambda: make(2, evict_strategy="kEpoch"))
+    refused("`placement` must be one of", lambda: make(2, mode="localized"))
+    v, ids = variable(), tf.ragged.constant([[1], [2, 3]], dtype=tf.int64)
+    refused("`params` must be", lambda: sok.lookup_sparse(tf.Variable([[1.0]]), ids), TypeError)
+    refused("`sp_ids` must be sparse or ragged", lambda: sok.lookup_sparse(v, tf.constant([[1]])), TypeError)
+    refused("`sp_weights` must be sparse or", lambda: sok.lookup_sparse(v, ids, tf.ones((2, 2))), TypeError)
+    refused("`sp_ids` must be a list as long as `params`, 2", lambda: sok.lookup_sparse([v, v], [ids]))
+    refused("`combiners` must be a list as long", lambda: sok.lookup_sparse([v], [ids], combiners=["sum"] * 2))
+    refused("`combiners` must be of", lambda: sok.lookup_sparse(v, ids, combiners="max"))
+    refused("must be int64. Received: ids of dtype", lambda: v.sparse_read(tf.constant([1.5])))
+    optimizer = sok.OptimizerWrapper("sgd")
+    refused("must be `tf.IndexedSlices`", lambda: optimizer.apply_gradients([(tf.ones((1, DIM)), v)]), TypeError)
+    refused("`var` must be", lambda: sok.export(tf.Variable(1.0)), TypeError)
+    assert v.size.numpy().tolist() == [0, DIM]
