@@ -17,6 +17,7 @@ from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of
 from sok_keras.table import Table
+from sok_keras.variables import DynamicVariable
 
 # A model is a layer to Keras; in a list it is refused.
 Source: TypeAlias = keras.layers.Layer | Table | Sequence[keras.layers.Layer | Table]
@@ -303,8 +304,8 @@ def _tables_of(source):
                 "A model must be `source` itself, not one of a list: its dense variables and its optimizer's would be left out. "
                 f"Pass `model`, or `model.layers` for the tables alone. Received: {part!r} in a list"
             )
-        if isinstance(part, Table):
-            found.append(part)
+        if isinstance(part, Table | DynamicVariable):
+            found.append(part if isinstance(part, Table) else part.table)
         elif isinstance(part, keras.layers.Layer):
             found += [table for layer in layers_of(part) for table in layer._core.tables]
         else:

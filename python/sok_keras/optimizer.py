@@ -172,6 +172,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """
         if self.built:
             return
+        variables = with_triggers([None] * len(variables), variables)[1]
         inner = self.inner_optimizer
         dense = [v for v in variables if _core_of(v) is None]
         with backend.eager_scope():

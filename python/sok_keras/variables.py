@@ -1,19 +1,20 @@
 """Embedding variables as SparseOperationKit has them, for training loops with `tf.GradientTape` instead of Keras layers."""
 
-import collections
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
-from sok_keras import backend
+from sok_keras import backend, ragged
 from sok_keras.backend.insertion import Insertion
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
-from sok_keras.table import Table
+from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig
 
 _COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
@@ -26,8 +27,8 @@ class DynamicVariable(backend.variables.TableVariable):
     """A variable of TensorFlow that has a row for each id that it meets: SparseOperationKit's `DynamicVariable`.
 
     Its rows are in a table of the core. `lookup_sparse` and `tf.nn.embedding_lookup` read it and insert ids without a row, also in a
-    `tf.function`. A `tf.GradientTape` gives `tf.IndexedSlices`: distinct keys, and the sum of the gradients of each. `OptimizerWrapper`
-    applies them.
+    `tf.function`. A `tf.GradientTape` gives `tf.IndexedSlices`: the distinct keys of each lookup, and the sum of the gradients of each.
+    `OptimizerWrapper` applies them.
 
     Make the variables of a program before the first of them is used: their tables are made together then, and one native call looks up all.
 
@@ -77,8 +78,9 @@ class DynamicVariable(backend.variables.TableVariable):
         mode: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(dimension, int) or isinstance(dimension, bool) or dimension < 1:
+        if isinstance(dimension, bool) or not hasattr(dimension, "__index__") or operator.index(dimension) < 1:
             raise ValueError(f"`dimension` must be a positive integer. Received: dimension={dimension!r}")
+        dimension = operator.index(dimension)
         name = _unique(name or f"sok_dynamic_Variable_{next(_numbers)}")
         super().__init__(dimension, name, trainable)
         self.dimension = dimension
@@ -88,6 +90,7 @@ class DynamicVariable(backend.variables.TableVariable):
             raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
         self._config = _table_config(name, dimension, initializer, var_type, mode, kwargs)
         self._tables: _Tables | None = None
+        weakref.finalize(self, _names.discard, name)
         _waiting.append(weakref.ref(self))
 
     @property
@@ -134,14 +137,17 @@ class DynamicVariable(backend.variables.TableVariable):
 
 # Variables without tables.
 _waiting: list[weakref.ref] = []
-# How many variables of a name there were.
-_names: collections.Counter = collections.Counter()
+# Names of variables.
+_names: set[str] = set()
 
 
 def _unique(name: str) -> str:
     """Returns a name that no other variable has: names are those of tables in dumps."""
-    _names[name] += 1
-    return name if _names[name] == 1 else _unique(f"{name}_{_names[name] - 1}")
+    found = next(
+        one for one in itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1))) if one not in _names
+    )
+    _names.add(found)
+    return found
 
 
 class _Tables:
@@ -165,7 +171,7 @@ class _Tables:
             tables = cls(together)
             for variable in together:
                 variable._tables = tables
-        _waiting.clear()
+            _waiting[:] = [one for one in _waiting if one() is not None and one()._tables is None]  # type: ignore[union-attr]
 
     def number_of(self, variable: DynamicVariable) -> int:
         return self._numbers[id(variable)]
@@ -214,6 +220,7 @@ def lookup_sparse(
     sp_ids: Any,
     sp_weights: Any = None,
     combiners: Any = None,
+    use_low_frequency_filter: bool = False,
     *,
     hotness: Any = None,
 ) -> Any:
@@ -233,6 +240,7 @@ def lookup_sparse(
         sp_ids: For each variable ids of two axes, a `tf.SparseTensor` with its values in order, or a `tf.RaggedTensor`.
         sp_weights: For each variable None, or weights of the form of the ids. They get no gradient. None: all are 1.
         combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
+        use_low_frequency_filter: Must be False: admission is a policy of layers, `sok_keras.policies.Probability`.
         hotness: Not needed; accepted for programs that were written for SparseOperationKit 1.
 
     Returns:
@@ -243,6 +251,10 @@ def lookup_sparse(
         ValueError: If the lists are of different lengths, or a combiner or the dtype of ids is another one.
     """
     del hotness
+    if use_low_frequency_filter:
+        raise ValueError(
+            "`use_low_frequency_filter` must be False: layers have `admission=sok_keras.policies.Probability(...)`. Received: True"
+        )
     is_list = isinstance(params, list | tuple)
     variables = list(params) if is_list else [params]
     if not variables or not all(isinstance(variable, DynamicVariable) for variable in variables):
@@ -262,6 +274,8 @@ def lookup_sparse(
 
 def _as_list(name: str, value: Any, is_list: bool, length: int) -> list:
     if value is None or not is_list:
+        return [value[0] if isinstance(value, list | tuple) and len(value) == 1 else value] * length
+    if name == "combiners" and isinstance(value, str):
         return [value] * length
     if not isinstance(value, list | tuple) or len(value) != length:
         raise ValueError(f"`{name}` must be a list as long as `params`, {length}. Received: {value!r:.200}")
@@ -270,7 +284,7 @@ def _as_list(name: str, value: Any, is_list: bool, length: int) -> list:
 
 def _lookup_together(variables: list, ids: list, weights: list, combiners: list) -> list:
     bags = [_bags_of(variable, value) for variable, value in zip(variables, ids, strict=True)]
-    floats = [_flat_weights(value) for value in weights]
+    floats = [_flat_weights(*pair) for pair in zip(weights, ids, strict=True)]
     names = [_combiner(value) for value in combiners]
     gradients = [_gradient_of(*of_one) for of_one in zip(variables, bags, floats, names, strict=True)]
     inputs = [(one.ids, one.row_splits) for one in bags]
@@ -285,11 +299,13 @@ def _bags_of(variable: DynamicVariable, ids: Any) -> Any:
     return bags
 
 
-def _flat_weights(weights: Any) -> Any:
-    flat = None if weights is None else backend.variables.flat_weights(weights)
-    if weights is not None and flat is None:
-        raise TypeError(f"`sp_weights` must be sparse or ragged tensors. Received: {weights!r:.200}")
-    return flat
+def _flat_weights(weights: Any, ids: Any) -> Any:
+    if weights is None:
+        return None
+    if backend.variables.flat_weights(weights) is None or type(weights) is not type(ids):
+        raise TypeError(f"`sp_weights` must be sparse or ragged tensors, as the ids are. Received: {weights!r:.200}")
+    message = "`sp_weights` must have values in the places of the ids. Received: others"
+    return keras.ops.cast(ragged.flat_numbers(ids, weights, message), "float32")
 
 
 def _combiner(name: Any) -> str:
@@ -363,7 +379,7 @@ def export(var: DynamicVariable) -> tuple[Any, Any]:
     """
     _check_variable(var)
     contents = var.table.export(local=True)
-    keys = contents.keys.astype(var.key_type)
+    keys = _of_type(contents.keys, var)
     return keras.ops.convert_to_tensor(keys), keras.ops.convert_to_tensor(contents.rows)
 
 
@@ -379,8 +395,18 @@ def assign(var: DynamicVariable, indices: Any, values: Any) -> DynamicVariable:
         The variable.
     """
     _check_variable(var)
-    var.table.assign(keras.ops.convert_to_numpy(indices), keras.ops.convert_to_numpy(values))
+    keys = as_keys(keras.ops.convert_to_numpy(indices))
+    _of_type(keys, var)
+    var.table.assign(keys, keras.ops.convert_to_numpy(values))
     return var
+
+
+def _of_type(keys: np.ndarray, var: DynamicVariable) -> np.ndarray:
+    """Returns keys in the type of a variable's keys."""
+    narrow = keys.astype(var.key_type)
+    if (narrow != keys).any():
+        raise ValueError(f"Keys of {var.name} must be {var.key_type}. Received: {keys[narrow != keys][0]}")
+    return narrow
 
 
 def _check_variable(var: Any) -> None:
@@ -423,7 +449,14 @@ def _table_config(
 ) -> TableConfig:
     if var_type not in ("hbm", "hybrid"):
         raise ValueError(f'`var_type` must be "hbm" or "hybrid". Received: var_type={var_type!r}')
-    unknown = sorted(set(options) - {"init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT})
+    if options.get("filter_ratio", 1.0) != 1.0:
+        raise ValueError(
+            "`filter_ratio` must be 1.0: layers have `admission=sok_keras.policies.Probability(...)`. Received: "
+            f"filter_ratio={options['filter_ratio']!r}"
+        )
+    unknown = sorted(
+        set(options) - {"filter_ratio", "init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT}
+    )
     if unknown:
         raise ValueError(f"Options of a variable must be those of HierarchicalKV. Received: {unknown}")
     ignored = sorted(set(options) & set(_WITHOUT_EFFECT))

@@ -236,10 +236,104 @@ def test_rows_are_dumped_by_the_table_and_not_by_a_checkpoint(tmp_path):
     v = variable(some_rows(), name="dumped")
     with pytest.raises(NotImplementedError, match="has its rows in a table"):
         tf.train.Checkpoint(v=v).save(str(tmp_path / "checkpoint"))
-    sok.dump(tmp_path / "dump", v.table)
+    sok.dump(tmp_path / "dump", [v])
     other = variable()
     sok.load(tmp_path / "dump", {v.table.name: other.table})
     assert rows_of(other) == rows_of(v)
+
+
+def test_a_tape_outside_of_a_function_sees_the_variable_in_each_call():
+    v, dense = variable(initializer="1"), tf.Variable(2.0)
+    forward = tf.function(lambda ids: tf.reduce_sum(v.sparse_read(ids)) * dense)
+    ids = tf.constant([3, 4, 3], tf.int64)
+    forward(ids)  # traced without a tape
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = forward(ids)
+        of_v, of_dense = tape.gradient(loss, [v, dense])
+        assert of_v.indices.numpy().tolist() == [3, 4] and of_v.values.numpy()[:, 0].tolist() == [4, 2]
+        assert float(of_dense) == 3 * DIM
+
+
+def test_a_function_takes_variables_as_arguments():
+    v, w = variable(initializer="1"), variable(initializer="2")
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+    optimizer.build([v, w])
+    read = tf.function(lambda variable: variable.sparse_read(tf.constant([1], tf.int64)))
+    assert read(v).numpy()[0, 0] == 1 and read(w).numpy()[0, 0] == 2 and read(v).numpy()[0, 0] == 1
+
+    @tf.function
+    def step(variables):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(one.sparse_read(tf.constant([1], tf.int64))) for one in variables])
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    step([v])
+    step([w])
+    step([w, v])
+    assert rows_of(v) == {1: [-1.0] * DIM} and rows_of(w) == {1: [0.0] * DIM}
+
+
+def test_what_would_see_an_empty_variable_is_refused():
+    import copy
+    import pickle
+
+    v = variable(some_rows())
+    calls = [
+        lambda: v.assign(np.ones((1, DIM))),
+        lambda: v + 1,
+        v.numpy,
+        lambda: tf.convert_to_tensor(v),
+        lambda: copy.deepcopy(v),
+        lambda: pickle.dumps(v),
+        lambda: v.scatter_sub(tf.IndexedSlices(tf.ones((1, DIM)), tf.constant([1]))),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="has its rows in a table"):
+            call()
+    assert len(rows_of(v)) == KEYS
+
+
+def test_weights_of_other_places_and_ids_out_of_order_are_refused():
+    v = variable()
+    ids = tf.ragged.constant([[1, 2], [3]], dtype=tf.int64)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="values in the places of the ids"):
+        sok.lookup_sparse(v, ids, tf.ragged.constant([[1.0], [2.0, 3.0]]))
+    unordered = tf.SparseTensor([[1, 0], [0, 0]], tf.constant([1, 2], tf.int64), [2, 1])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as `tf.sparse.reorder` puts them"):
+        sok.lookup_sparse(v, unordered)
+
+
+def test_keys_of_32_bits_are_not_cut():
+    v = variable(key_type=tf.int32)
+    assert v.sparse_read(tf.constant([-1, 5])).shape == (2, DIM)
+    assert sok.export(v)[0].dtype == tf.int32 and sok.export(v)[0].numpy().tolist() == [-1, 5]
+    with pytest.raises(ValueError, match="must be int32. Received: 1099511627781"):
+        sok.assign(v, [2**40 + 5], np.ones((1, DIM)))
+    with pytest.raises(ValueError, match="must be int32. Received: ids of dtype"):
+        v.sparse_read(tf.constant([5], tf.int64))
+
+
+def test_names_are_free_again_when_a_variable_is_gone():
+    import gc
+
+    first = variable(name="again")
+    assert variable(name="again").name == "again_1:0"
+    del first
+    gc.collect()
+    assert variable(name="again").name == "again:0"
+
+
+def test_spellings_of_sparse_operation_kit_are_taken():
+    v, ids = variable(initializer="1", filter_ratio=1.0), tf.ragged.constant([[1], [2, 3]], dtype=tf.int64)
+    for combiners in (["sum"], "sum"):
+        assert sok.lookup_sparse(v, ids, combiners=combiners).numpy()[:, 0].tolist() == [1, 2]
+        (rows,) = sok.lookup_sparse([v], [ids], combiners=combiners, hotness=[2])
+        assert rows.numpy()[:, 0].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="`use_low_frequency_filter` must be False"):
+        sok.lookup_sparse(v, ids, use_low_frequency_filter=True)
+    with pytest.raises(ValueError, match="`filter_ratio` must be 1.0"):
+        variable(filter_ratio=0.5)
 
 
 def test_wrong_arguments_are_refused():

@@ -2,8 +2,7 @@
 
 import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
-from tensorflow.python.eager.tape import variable_accessed
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable, VariableSpec, variable_accessed
 
 __all__ = [
     "ResourceVariable",
@@ -11,6 +10,7 @@ __all__ = [
     "op_wrappers",
     "restore_by",
     "should_record_backprop",
+    "tracing_type",
     "variable_accessed",
 ]
 
@@ -29,3 +29,10 @@ def op_wrappers(names):
 def restore_by(variable, restore):
     """A `tf.train.Checkpoint` calls `restore` with the variable's tensors, by name. It does not assign them."""
     variable._restore_from_tensors = restore
+
+
+def tracing_type(variable, context):
+    """The type by which a `tf.function` knows a variable among its arguments. It is traced anew for another variable."""
+    alias = ("sok_keras", variable.handle._id)
+    context.add_placeholder(alias, variable)
+    return VariableSpec(variable.shape, variable.dtype, variable.trainable, alias_id=alias)

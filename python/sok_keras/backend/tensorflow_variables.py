@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sok_keras.backend.private_tensorflow import ResourceVariable, variable_accessed
+from sok_keras.backend.private_tensorflow import ResourceVariable, tracing_type, variable_accessed
 
 
 class TableVariable(ResourceVariable):
@@ -26,10 +26,21 @@ class TableVariable(ResourceVariable):
     def sparse_read(self, indices, name=None):
         raise NotImplementedError
 
-    def _serialize_to_tensors(self):
+    def __tf_tracing_type__(self, signature_context):
+        return tracing_type(self, signature_context)
+
+    def _refuse(self, *arguments, **named):
+        """Stands for methods that would see an empty variable."""
+        del arguments, named
         raise NotImplementedError(
-            f"{self.name} has its rows in a table, which `sok_keras.dump(path, variable.table)` saves"
+            f"{self.name} has its rows in a table. Read them by `lookup_sparse` or `tf.nn.embedding_lookup`, write them by "
+            "`sok_keras.assign`, and save them by `sok_keras.dump(path, [variable])`"
         )
+
+    value = read_value = numpy = assign = assign_add = assign_sub = gather_nd = to_proto = _refuse
+    scatter_sub = scatter_add = scatter_update = scatter_max = scatter_min = scatter_mul = scatter_div = _refuse
+    batch_scatter_update = scatter_nd_sub = scatter_nd_add = scatter_nd_update = _refuse
+    __deepcopy__ = __copy__ = __reduce__ = __reduce_ex__ = _serialize_to_tensors = _dense_var_to_tensor = _refuse
 
 
 class Bags(NamedTuple):
@@ -38,29 +49,39 @@ class Bags(NamedTuple):
     Attributes:
         ids: `(n,)`.
         row_splits: `(rows + 1,)` int64.
-        rows: `(n,)` int64: the row of each id.
     """
 
     ids: tf.Tensor
     row_splits: tf.Tensor
-    rows: tf.Tensor
+
+    def rows(self):
+        """Returns the row of each id, `(n,)` int64."""
+        places = tf.range(tf.size(self.ids, tf.int64))
+        return tf.searchsorted(self.row_splits, places, side="right", out_type=tf.int64) - 1
 
 
 def bags_of(ids):
-    """Returns the `Bags` of a sparse or ragged tensor of two axes; None for anything else. Values of a sparse tensor must be in order."""
+    """Returns the `Bags` of a sparse or ragged tensor of two axes; None for anything else.
+
+    Raises:
+        InvalidArgumentError: If the values of a sparse tensor are not in the order of its rows. A graph raises it when it runs.
+    """
     if isinstance(ids, tf.RaggedTensor) and ids.ragged_rank == 1 and ids.shape.rank == 2:
-        return Bags(ids.values, tf.cast(ids.row_splits, tf.int64), tf.cast(ids.value_rowids(), tf.int64))
+        return Bags(ids.values, tf.cast(ids.row_splits, tf.int64))
     if isinstance(ids, tf.SparseTensor) and ids.dense_shape.shape[0] == 2:
         rows = ids.indices[:, 0]
-        return Bags(ids.values, tf.RaggedTensor.from_value_rowids(rows, rows, ids.dense_shape[0]).row_splits, rows)
+        message = "Values of sparse ids must be in the order of their rows, as `tf.sparse.reorder` puts them"
+        with tf.control_dependencies([tf.debugging.assert_non_negative(rows[1:] - rows[:-1], message)]):
+            splits = tf.searchsorted(rows, tf.range(ids.dense_shape[0] + 1), out_type=tf.int64)
+        return Bags(ids.values, splits)
     return None
 
 
 def flat_weights(weights):
-    """Returns the weights of a sparse or ragged tensor, `(n,)` float32; None for anything else."""
+    """Returns the values of a sparse or ragged tensor; None for anything else."""
     if isinstance(weights, tf.RaggedTensor):
-        return tf.cast(weights.flat_values, tf.float32)
-    return tf.cast(weights.values, tf.float32) if isinstance(weights, tf.SparseTensor) else None
+        return weights.flat_values
+    return weights.values if isinstance(weights, tf.SparseTensor) else None
 
 
 def read(variables, trigger, rows, gradients):
@@ -73,8 +94,7 @@ def read(variables, trigger, rows, gradients):
         gradients: For each variable a function of the gradient of its tensor: the `tf.IndexedSlices` of keys and rows.
     """
     for variable in variables:
-        if variable.trainable:
-            variable_accessed(variable)
+        variable_accessed(variable)
     value = tf.stop_gradient(tf.convert_to_tensor(trigger))
 
     @tf.custom_gradient
@@ -98,14 +118,14 @@ def merged(ids, gradients, dimension):
 
 def of_ids(gradients, bags, weights, combiner):
     """The gradient of each id, `(n, dimension)`, of the gradients of rows that were combined."""
-    factors = tf.ones_like(bags.ids, tf.float32) if weights is None else weights
+    factors, rows = tf.ones_like(bags.ids, tf.float32) if weights is None else weights, bags.rows()
     if combiner != "sum":
         terms = factors if combiner == "mean" else tf.square(factors)
         num_rows = tf.shape(gradients)[0]
-        sums = tf.math.unsorted_segment_sum(terms, bags.rows, num_rows)
+        sums = tf.math.unsorted_segment_sum(terms, rows, num_rows)
         divisors = sums if combiner == "mean" else tf.sqrt(sums)
-        factors *= tf.gather(tf.math.divide_no_nan(1.0, divisors), bags.rows)
-    return tf.gather(gradients, bags.rows) * factors[:, tf.newaxis]
+        factors *= tf.gather(tf.math.divide_no_nan(1.0, divisors), rows)
+    return tf.gather(gradients, rows) * factors[:, tf.newaxis]
 
 
 def ticket_of(lookup, trigger, gradients):
