@@ -83,6 +83,7 @@ class DynamicVariable(backend.variables.TableVariable):
         dimension = operator.index(dimension)
         name = _unique(name or f"sok_dynamic_Variable_{next(_numbers)}")
         super().__init__(dimension, name, trainable)
+        weakref.finalize(self, _names.discard, name)  # also if an argument is refused below
         self.dimension = dimension
         self.key_type = _dtype("key_type", key_type, ("int64", "int32"))
         _dtype("dtype", dtype, ("float32",))
@@ -90,7 +91,6 @@ class DynamicVariable(backend.variables.TableVariable):
             raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
         self._config = _table_config(name, dimension, initializer, var_type, mode, kwargs)
         self._tables: _Tables | None = None
-        weakref.finalize(self, _names.discard, name)
         _waiting.append(weakref.ref(self))
 
     @property
@@ -262,9 +262,9 @@ def lookup_sparse(
     given = {"sp_ids": sp_ids, "sp_weights": sp_weights, "combiners": combiners}
     lists = {name: _as_list(name, value, is_list, len(variables)) for name, value in given.items()}
     rows: list = [None] * len(variables)
-    groups: dict[int, list[int]] = {}
+    groups: dict[_Tables, list[int]] = {}
     for number, variable in enumerate(variables):
-        groups.setdefault(id(variable.tables), []).append(number)
+        groups.setdefault(variable.tables, []).append(number)
     for numbers in groups.values():
         chosen = [[values[number] for number in numbers] for values in (variables, *lists.values())]
         for number, row in zip(numbers, _lookup_together(*chosen), strict=True):
@@ -302,7 +302,7 @@ def _bags_of(variable: DynamicVariable, ids: Any) -> Any:
 def _flat_weights(weights: Any, ids: Any) -> Any:
     if weights is None:
         return None
-    if backend.variables.flat_weights(weights) is None or type(weights) is not type(ids):
+    if type(weights) is not type(ids):
         raise TypeError(f"`sp_weights` must be sparse or ragged tensors, as the ids are. Received: {weights!r:.200}")
     message = "`sp_weights` must have values in the places of the ids. Received: others"
     return keras.ops.cast(ragged.flat_numbers(ids, weights, message), "float32")
@@ -329,18 +329,15 @@ def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
     Returns:
         Gradients and variables, with the ticket and the trigger of tables in place of their variables.
     """
-    own = [isinstance(variable, DynamicVariable) for variable in variables]
-    if not any(own):
-        return gradients, variables
-    pairs = list(zip(gradients, variables, strict=True))
-    kept = [pair for pair, is_own in zip(pairs, own, strict=True) if not is_own]
-    groups: dict[int, list] = {}
-    for (gradient, variable), is_own in zip(pairs, own, strict=True):
-        if is_own:
-            groups.setdefault(id(variable.tables), []).append((gradient, variable))
-    for group in groups.values():
-        tables = group[0][1].tables
-        given = [(gradient, variable) for gradient, variable in group if gradient is not None]
+    kept: list[tuple] = []
+    groups: dict[_Tables, list[tuple]] = {}
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if isinstance(variable, DynamicVariable):
+            groups.setdefault(variable.tables, []).append((gradient, variable))
+        else:
+            kept.append((gradient, variable))
+    for tables, pairs in groups.items():
+        given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         kept.append((_ticket_of(tables, given) if given else None, tables.layer.trigger))
     return [gradient for gradient, _ in kept], [variable for _, variable in kept]
 

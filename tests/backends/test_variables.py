@@ -322,6 +322,10 @@ def test_names_are_free_again_when_a_variable_is_gone():
     del first
     gc.collect()
     assert variable(name="again").name == "again:0"
+    with pytest.raises(ValueError, match="`key_type` must be"):
+        variable(name="refused", key_type="float32")
+    gc.collect()
+    assert variable(name="refused").name == "refused:0"
 
 
 def test_spellings_of_sparse_operation_kit_are_taken():

@@ -72,7 +72,7 @@ __device__ __forceinline__ void take_steps(const Table& t, float4* at, const Mis
   if (RULE::REDUCES && column == 0) *(float*)state(STATES) = of_row;
 }
 
-// Begins a step, which the rows with gradients take: they take those before it that they have missed. It precedes their update.
+// Begins a step. The rows with gradients take the steps that they have missed, before the update takes this one.
 template <u32 SOURCE, class RULE, u32 ROW, class W>
 __device__ __forceinline__ void begin_step_of(const W& w, const Keys& keys, const Missed& missed, u32 now) {
   constexpr u32 LANES = lanes_of(ROW);

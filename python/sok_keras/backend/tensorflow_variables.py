@@ -11,7 +11,7 @@ from sok_keras.backend.private_tensorflow import ResourceVariable, tracing_type,
 class TableVariable(ResourceVariable):
     """A variable `(None, dimension)` whose rows are read by `sparse_read` alone.
 
-    TensorFlow sees an empty variable: tapes watch it, and `tf.nn.embedding_lookup` reads it by `sparse_read`.
+    TensorFlow sees an empty variable: tapes watch it, and `tf.nn.embedding_lookup` reads it by `sparse_read`, which a subclass defines.
     """
 
     def __init__(self, dimension, name, trainable):
@@ -22,9 +22,6 @@ class TableVariable(ResourceVariable):
                 name=name,
                 trainable=trainable,
             )
-
-    def sparse_read(self, indices, name=None):
-        raise NotImplementedError
 
     def __tf_tracing_type__(self, signature_context):
         return tracing_type(self, signature_context)
@@ -75,13 +72,6 @@ def bags_of(ids):
             splits = tf.searchsorted(rows, tf.range(ids.dense_shape[0] + 1), out_type=tf.int64)
         return Bags(ids.values, splits)
     return None
-
-
-def flat_weights(weights):
-    """Returns the values of a sparse or ragged tensor; None for anything else."""
-    if isinstance(weights, tf.RaggedTensor):
-        return weights.flat_values
-    return weights.values if isinstance(weights, tf.SparseTensor) else None
 
 
 def read(variables, trigger, rows, gradients):

@@ -46,7 +46,7 @@ impl MissedSteps {
         self.taken.num_bytes() + self.steps.capacity() * size_of::<UpdateScalars>()
     }
 
-    /// Notes that rows are made. They have missed no step. `next`: a number above those of all records.
+    /// Adds new rows, which have missed no step. `next`: a number above those of all records.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory).

@@ -93,7 +93,8 @@ impl Sights {
         }
     }
 
-    /// Replaces each count; 0 forgets it. Without memory for a list of those that become 0, they take room until they count again.
+    /// Replaces each count. A count that becomes 0 is forgotten. Without memory for a list of these keys, they take room until they are counted
+    /// again.
     fn change_all(&mut self, change: impl Fn(u32) -> u32) {
         let mut num_zeros = 0;
         self.index.for_each_mark(|_, count| {

@@ -424,7 +424,7 @@ pub fn a_commit_does_not_evict_the_rows_of_its_own_keys(maker: &Maker) {
     assert_eq!(contents(&mut *subject)[0].keys().copied().collect::<Vec<_>>(), [1, 2]);
 }
 
-/// Also of those that a commit inserts. A negative score counts as 0.
+/// A row that a commit inserts gets its score, too. A negative score counts as 0.
 pub fn rows_have_the_highest_score_of_the_last_lookup_that_brought_some(maker: &Maker) {
     let eviction = Some(Eviction { score: Score::Custom, counts_inference: false, keeps_evicted: false });
     let custom = TableConfig { max_capacity: Some(3), eviction, ..plain_config("t", 1) };
