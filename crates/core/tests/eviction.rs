@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
 use common::Dice;
-use common::group::Input;
+use common::input::Input;
 use common::large::{SGD, plain_update};
 use common::sharded::Directory;
 use common::strategies::plain_config;

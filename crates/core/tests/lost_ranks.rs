@@ -10,7 +10,7 @@ use std::process::{Child, Command};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::group::Input;
+use common::input::Input;
 use common::large::{ADAM, plain_update};
 use common::programs::{POOLS, free_address};
 use common::scan;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use common::Dice;
-use common::group::{Input, Shape};
+use common::input::{Input, Shape};
 use common::large::{ADAGRAD, plain_update};
 use common::programs::{program, thread_world};
 use common::ranks::{GlobalStep, Then};

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::group::Input;
+use common::input::Input;
 use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
 use common::programs::{POOLS, Program, program, thread_world};
 use common::ranks::{GlobalStep, Then, any_steps, any_tables};

@@ -5,7 +5,8 @@ mod common;
 use std::sync::Arc;
 
 use common::Dice;
-use common::group::{Input, Model};
+use common::group::Model;
+use common::input::Input;
 use common::large::{SGD, large_config, large_input, plain_update, skewed_keys};
 use common::programs::{POOLS, thread_world};
 use common::sharded::ShardedSubject;

@@ -14,7 +14,7 @@ use sok_core::policy::clock;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 
-use super::group::Input;
+use super::input::Input;
 use super::large::{SGD, plain_update};
 use super::sharded::Directory;
 use super::strategies::plain_config;

@@ -18,7 +18,7 @@ use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_core::row_type::RowType;
 
-use super::group::Input;
+use super::input::Input;
 use super::large::{ADAM, SGD, plain_update};
 use super::sharded::Directory;
 use super::strategies::plain_config;

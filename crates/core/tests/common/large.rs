@@ -10,7 +10,7 @@ use sok_core::row_type::RowType;
 
 use super::Dice;
 use super::general::rules;
-use super::group::{Ids, Input, KeyType, Shape};
+use super::input::{Ids, Input, KeyType, Shape};
 use super::steps::Op;
 use super::strategies::{DIMS, WEIGHTS, plain_config};
 use super::table::TableOp;

@@ -6,6 +6,7 @@ pub mod expiry;
 pub mod general;
 pub mod group;
 pub mod increments;
+pub mod input;
 pub mod large;
 pub mod programs;
 pub mod ranks;

@@ -18,7 +18,7 @@ use sok_core::key::Key;
 use sok_core::pool::Pool;
 use sok_core::row_type::RowType;
 
-use super::group::Input;
+use super::input::Input;
 use super::ranks::{GlobalStep, Then, part_of, share};
 use super::sharded::{ShardedSubject, TIMEOUT, restore, save};
 use super::subject::{OWNER, Subject, binding_of};

@@ -8,7 +8,7 @@ use sok_core::exchange::placement::Placement;
 use sok_core::key::Key;
 
 use super::Dice;
-use super::group::{Ids, Input, KeyType, Shape};
+use super::input::{Ids, Input, KeyType, Shape};
 use super::strategies::{WEIGHTS, plain_config};
 
 /// What a step does with the gradients of its lookup.

@@ -8,7 +8,7 @@ use sok_core::formula::update::UpdateScalars;
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 
-use super::group::Input;
+use super::input::Input;
 use super::large::{SGD, plain_update};
 use super::strategies::plain_config;
 use super::subject::{OWNER, Subject, binding};

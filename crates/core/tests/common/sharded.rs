@@ -25,7 +25,7 @@ use sok_core::key::Key;
 use sok_core::pool::Pool;
 use sok_core::row_type::RowType;
 
-use super::group::Input;
+use super::input::Input;
 use super::subject::{Kept, Subject, Tickets, all_scalars, lend};
 use super::{Dice, unwritten};
 

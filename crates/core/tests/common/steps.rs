@@ -7,7 +7,8 @@ use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::table::{Insertion, OutOfVocabulary, Outcomes, Table, TableConfig, TableStats};
 use sok_core::formula::update::{Update, UpdateScalars};
 
-use super::group::{Input, Model};
+use super::group::Model;
+use super::input::Input;
 use super::strategies::{DIMS, input, scalars, table_op, update};
 use super::subject::{Kept, Maker, OWNER, Subject, binding_of, mode_of};
 use super::table::TableOp;

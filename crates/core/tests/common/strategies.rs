@@ -13,7 +13,7 @@ use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_core::row_type::RowType;
 
 use super::general::rules;
-use super::group::{Ids, Input, KeyType, Shape};
+use super::input::{Ids, Input, KeyType, Shape};
 use super::table::TableOp;
 
 pub const DIMS: [usize; 8] = [1, 3, 8, 16, 17, 32, 64, 100];

@@ -17,7 +17,7 @@ use sok_core::host::push::OutputGradients;
 use sok_core::pool::Pool;
 
 use super::general::update_pieces;
-use super::group::Input;
+use super::input::Input;
 use super::unwritten;
 
 /// Gradients of a push, kept alive by whoever holds the `Arc`.

@@ -16,7 +16,8 @@ use sok_core::formula::{Rule, Sgd};
 use sok_core::key::Key;
 use sok_core::policy::eviction::{Eviction, Score};
 
-use super::group::{Input, Model, Shape};
+use super::group::Model;
+use super::input::{Input, Shape};
 use super::large::{ADAGRAD, ADAM, SGD, huge_inputs, large_steps, plain_update};
 use super::steps::{Bench, Op, run_all};
 use super::strategies::{WEIGHTS, plain_config};

@@ -15,7 +15,7 @@ use sok_core::formula::update::UpdateScalars;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_cuda::gpu_table::GpuTable;
 
-use crate::common::group::{Input, Shape};
+use crate::common::input::{Input, Shape};
 use crate::common::large::{ADAGRAD, ADAM, plain_update};
 use crate::common::strategies::plain_config;
 use crate::common::subject::{OWNER, Subject, binding};

@@ -12,7 +12,7 @@ mod subject;
 use std::sync::{Arc, LazyLock};
 
 use common::general::rules;
-use common::group::{Input, Shape};
+use common::input::{Input, Shape};
 use common::large::{SGD, any_update, large_config, large_ops, plain_update, skewed_keys};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, table_or_rule_op, update};

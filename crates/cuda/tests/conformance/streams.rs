@@ -19,7 +19,7 @@ use sok_cuda::nvrtc::Source;
 use sok_cuda::step::{Bags, Feature, KeyType};
 
 use crate::POOL;
-use crate::common::group::{Input, Shape};
+use crate::common::input::{Input, Shape};
 use crate::common::large::{any_update, skewed_keys};
 use crate::common::strategies::plain_config;
 use crate::common::subject::{HostSubject, Subject};

@@ -28,7 +28,7 @@ use sok_cuda::peers::{Exchange, Peers};
 use sok_cuda::step::{Bags, Feature, KeyType, ScoreType, Scores};
 
 use crate::common::general::{NUM_STATES, step_piece};
-use crate::common::group::{Ids, Input, Shape};
+use crate::common::input::{Ids, Input, Shape};
 use crate::common::sharded::TIMEOUT;
 use crate::common::subject::{Kept, Subject, scalar_rows, sum_of_tickets};
 use crate::common::unwritten;
