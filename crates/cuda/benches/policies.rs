@@ -70,6 +70,8 @@ const POLICIES: [Policy; 11] = [
     Policy { name: "update mode global", mode: UpdateMode::Global, ..NONE },
 ];
 const ROUNDS: usize = 5;
+/// Number of policies for whose tables there is memory at the same time.
+const AT_ONCE: usize = 4;
 
 fn table(name: &str, work: &Work, policy: &Policy) -> TableConfig {
     let &Policy { score, is_full, lifetime, admission, .. } = policy;
@@ -108,9 +110,25 @@ fn time(bench: &Bench, work: &Work) {
     let numbers = [numbers.learning_rate, numbers.step as f32, 1.0, numbers.factor];
     let numbers = Buffer::from_slice(&bench.device.context, &numbers).unwrap();
     let inputs: Vec<_> = batches.iter().map(upload).collect();
-    let mut subjects = POLICIES.map(|policy| {
-        let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, &policy));
-        let mut gpu = Gpu::with_tables(bench, work, configs.collect(), &gradients);
+    // There is memory for a few of them at the same time.
+    for (part, policies) in POLICIES[1..].chunks(AT_ONCE).enumerate() {
+        let policies: Vec<&Policy> = std::iter::once(&POLICIES[0]).chain(policies).collect();
+        time_beside(bench, work, &policies, part == 0, (&gradients, &numbers), inputs.chunks(steps));
+    }
+}
+
+/// Times steps over tables with these policies, in turns, of which the first is none.
+fn time_beside<'a>(
+    bench: &Bench,
+    work: &Work,
+    policies: &[&Policy],
+    prints_first: bool,
+    (gradients, numbers): (&[f32], &Buffer<f32>),
+    rounds: impl Iterator<Item = &'a [Buffer<u64>]>,
+) {
+    let make = |policy: &&Policy| {
+        let configs = (0..work.tables).map(|t| table(&format!("t{t}"), work, policy));
+        let mut gpu = Gpu::with_tables(bench, work, configs.collect(), gradients);
         if policy.admission.is_some() {
             assign_all(&mut gpu.group, work);
         } else {
@@ -124,21 +142,23 @@ fn time(bench: &Bench, work: &Work) {
             gpu.group.tables_mut().into_iter().for_each(|table| table.track(1).unwrap());
         }
         gpu
-    });
-    let mut times = POLICIES.map(|_| Vec::new());
-    for (round, inputs) in inputs.chunks(steps).enumerate() {
+    };
+    let mut subjects: Vec<_> = policies.iter().map(make).collect();
+    let mut times = vec![Vec::new(); policies.len()];
+    for (round, inputs) in rounds.enumerate() {
         for (gpu, times) in subjects.iter_mut().zip(&mut times) {
             bench.device.synchronize().unwrap();
             let start = bench.mark();
-            inputs.iter().for_each(|ids| gpu.step(ids, &numbers, true));
+            inputs.iter().for_each(|ids| gpu.step(ids, numbers, true));
             let end = bench.mark();
             bench.device.synchronize().unwrap();
             if round > 0 {
-                times.push(start.elapsed_ms(&end).unwrap() / steps as f32);
+                times.push(start.elapsed_ms(&end).unwrap() / inputs.len() as f32);
             }
         }
     }
-    for ((Policy { name, .. }, gpu), times_of) in POLICIES.iter().zip(&mut subjects).zip(&times) {
+    let all = policies.iter().zip(&mut subjects).zip(&times).skip(usize::from(!prints_first));
+    for ((Policy { name, .. }, gpu), times_of) in all {
         gpu.group.settle_tables();
         let ratios: Vec<f32> = times_of.iter().zip(&times[0]).map(|(mine, plain)| mine / plain).collect();
         let outcomes = (0..work.tables).map(|t| gpu.group.table(t).stats().unwrap().outcomes);

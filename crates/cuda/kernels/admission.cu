@@ -202,18 +202,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) list_absent(
   }
 }
 
-// Returns a number above those of all candidates.
-__device__ __forceinline__ u32 num_candidates(const Table& candidates) {
-  const u32 taken = candidates.index.counters->taken;
-  return candidates.fresh + (taken > candidates.num_released ? taken - candidates.num_released : 0);
-}
-
 // Halves the sights of all candidates, rounded down, if the tickets were valid.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_sights(
     const __grid_constant__ Table candidates, const Resolved* resolved) {
   begin();
   if (!resolved->is_due) return;
-  const u32 numbers = num_candidates(candidates);
+  const u32 numbers = num_numbers(candidates.index.counters);
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS)
     candidate_at(candidates, i)->sights /= 2;
 }
@@ -229,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) choose_forgotten(
   __shared__ u32 num_by_count[NUM_COUNTS];
   for (u32 c = threadIdx.x; c < NUM_COUNTS; c += TABLE_THREADS) num_by_count[c] = 0;
   __syncthreads();
-  const u32 numbers = num_candidates(candidates);
+  const u32 numbers = num_numbers(candidates.index.counters);
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) {
     const u32 sights = candidate_at(candidates, i)->sights;
     if (sights) atomicAdd(num_by_count + min(sights, top), 1);
@@ -263,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) forget_lowest(
     const __grid_constant__ Table candidates, const Resolved* resolved, u32 top, const Forgetting* forgetting) {
   begin();
   if (!resolved->is_due || !forgetting->highest) return;
-  const u32 numbers = num_candidates(candidates), highest = forgetting->highest;
+  const u32 numbers = num_numbers(candidates.index.counters), highest = forgetting->highest;
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) {
     Candidate* candidate = candidate_at(candidates, i);
     if (min(candidate->sights, top) <= highest) candidate->sights = 0;
@@ -277,7 +271,7 @@ constexpr u32 ERASED = ~0u;
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_candidates(
     const __grid_constant__ Table candidates, u32 forgotten, u32* num_listed, u64* keys, u32* sights) {
   begin();
-  const u32 numbers = num_candidates(candidates), end = 1 + (numbers + WARP - 1) / WARP * WARP;
+  const u32 numbers = num_numbers(candidates.index.counters), end = 1 + (numbers + WARP - 1) / WARP * WARP;
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < end; i += gridDim.x * TABLE_THREADS) {
     Candidate* candidate = candidate_at(candidates, i < numbers ? i : 0);
     bool is_one = i < numbers && candidate->record != ERASED && (candidate->sights == 0) == (forgotten != 0);

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(RING) resolve(const __grid_constant__ Groups<N
       const Counters* counters = c.tables[t].index.counters;
       // A table may have no candidates.
       if (!counters) continue;
-      c.report->counts[t] = {counters->taken, 0, counters->distinct, counters->dropped, counters->unknown, counters->filtered};
+      c.report->counts[t] = counts_of(counters);
     }
     __threadfence_system();
     __syncthreads();

@@ -7,12 +7,6 @@ template <u32 N> struct Expiries {
 
 __device__ __forceinline__ ExpiredRow* rows_of(ExpiredHead* list) { return (ExpiredRow*)(list + 1); }
 
-// Returns a number above those of all records that were given out.
-__device__ __forceinline__ u64 numbers_of(const Table& t) {
-  const u32 taken = t.index.counters->taken;
-  return t.fresh + (u64)(taken > t.num_released ? taken - t.num_released : 0);
-}
-
 // Returns when the row of a record changed; 0 if the table does not note changes.
 __device__ __forceinline__ u32 change_of(const Table& t, u64 record) { return t.changes ? t.changes[record] : 0; }
 
@@ -25,7 +19,7 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
   if (!resolved->is_due) return;
   const Expiry& e = all.of[blockIdx.x / blocks];
   const Table& t = tables[e.table];
-  const u64 numbers = numbers_of(t), stride = (u64)blocks * TABLE_THREADS, newest = e.newest;
+  const u64 numbers = num_numbers(t.index.counters), stride = (u64)blocks * TABLE_THREADS, newest = e.newest;
   Use* uses = t.uses;
   const u64* keys = t.keys;
   for (u64 first = 1 + (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x - lane(); first < numbers; first += stride) {
@@ -39,6 +33,7 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
     // The hash without a secret, as on the host.
     const bool goes = is_old && !is_own && (hash(0, key) & e.mask) == e.ending;
     const u32 place = take(&e.list->count, goes);
+    take(&t.index.counters->gone, goes);
     if (!goes) continue;
     const bool is_listed = place < e.capacity;
     if (is_listed) rows_of(e.list)[place] = {key, use.low, (u32)record, change_of(t, record)};
@@ -70,7 +65,7 @@ __global__ void __launch_bounds__(TABLE_THREADS) give_expired(const __grid_const
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
     const __grid_constant__ Table t, ExpiredHead* list, u32 capacity) {
   begin();
-  const u64 numbers = numbers_of(t);
+  const u64 numbers = num_numbers(t.index.counters);
   for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += (u64)gridDim.x * TABLE_THREADS) {
     const Pair use = load_pair(t.uses + record);
     if (use.high != UNLISTED) continue;

@@ -388,3 +388,20 @@ __device__ __forceinline__ u32 erase_key(const Index& index, u64 key) {
   }
   return record;
 }
+
+// Erases a key that is in the index and that no other thread erases. Only erasures may run in the launch.
+__device__ __forceinline__ void erase_distinct(const Index& index, u64 key) {
+  const u64 h = hash(index, key);
+  Bucket* bucket = index.buckets + first_of(h, index.num_buckets);
+  u32 place = place_of(load_line(bucket), key);
+  if (place == SLOTS) {
+    bucket = index.buckets + second_of(h, index.num_buckets);
+    place = place_of(load_line(bucket), key);
+  }
+  if (place < SLOTS) {
+    store_shared(&bucket->keys[place], empty_key(index, (u32)(bucket - index.buckets)));
+    store_shared(&bucket->records[place], NO_RECORD);
+  } else if (u32* at = find_stashed(index.stash, &index.counters->stashed, key)) {
+    store_shared(at, NO_RECORD);
+  }
+}

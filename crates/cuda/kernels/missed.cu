@@ -158,8 +158,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS) catch_up_all(
     const __grid_constant__ Table t, const __grid_constant__ Missed missed) {
   begin();
   __shared__ LaneList lists[UPDATE_THREADS / WARP];
-  const u32 now = *missed.now, taken = t.index.counters->taken;
-  const u32 numbers = t.fresh + (taken > t.num_released ? taken - t.num_released : 0);
+  const u32 now = *missed.now, numbers = num_numbers(t.index.counters);
   for (u32 start = blockIdx.x * UPDATE_THREADS; start < numbers; start += gridDim.x * UPDATE_THREADS) {
     const u32 record = start + threadIdx.x;
     // A row that has expired may be read by the host.

@@ -46,17 +46,29 @@ template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u6
   if (left > 3) at[3] = x.w;
 }
 
-// Returns the record number for place `taken` in the order in which numbers are given out: first the released ones, then those from
-// `fresh` on.
-__device__ __forceinline__ u32 number_of(const Table& t, u32 taken) {
-  return taken < t.num_released ? t.released[taken] : t.fresh + (taken - t.num_released);
+// Returns the record number that is given out as number `taken`: first come those in the ring, then those from `fresh` on.
+__device__ __forceinline__ u32 number_of(const Table& t, u64 taken) {
+  const Released& released = t.index.counters->released;
+  const u64 i = taken - released.base;
+  return i < released.count ? t.released[released.first + i & t.ring_mask] : (u32)(released.fresh + (i - released.count));
+}
+
+// Returns a number above all record numbers that were ever given out.
+__device__ __forceinline__ u32 num_numbers(const Counters* counters) {
+  const u64 given = counters->taken - counters->released.base, of_ring = counters->released.count;
+  return (u32)(counters->released.fresh + (given > of_ring ? given - of_ring : 0));
+}
+
+// Returns the counts of a table for a report.
+__device__ __forceinline__ TableCounts counts_of(const Counters* c) {
+  return {c->taken, c->gone, c->evicted, c->released, c->distinct, c->dropped, c->unknown, c->filtered};
 }
 
 // Returns consecutive numbers, from `count` on, to the lanes for which `is_in` is true. One atomic addition per warp.
-__device__ __forceinline__ u32 take(u32* count, bool is_in) {
+template <class T> __device__ __forceinline__ T take(T* count, bool is_in) {
   const u32 all = __ballot_sync(ALL, is_in);
-  u32 first = 0;
-  if (all && lane() == 0) first = atomicAdd(count, __popc(all));
+  T first = 0;
+  if (all && lane() == 0) first = atomicAdd(count, (T)__popc(all));
   return __shfl_sync(ALL, first, 0) + __popc(all & lanes_below());
 }
 
@@ -159,7 +171,7 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   if (leads) claim = claim_key(index, key, h);
   __syncwarp();
   const bool is_new = claim.is_mine;
-  const u32 taken = take(&t.index.counters->taken, is_new);
+  const u64 taken = take(&t.index.counters->taken, is_new);
   u32 record = NO_RECORD;
   if (is_new) {
     store_shared(claim.record, record = number_of(t, taken));
@@ -207,7 +219,7 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
     const Claim claim = settle(t.index, key, hint);
     is_new = claim.is_mine;
     if (is_new) {
-      store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1)));
+      store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1ull)));
       start_record(t, key, record);
     } else if (claim.record)
       while ((record = load_shared(claim.record)) == CLAIMED) {}

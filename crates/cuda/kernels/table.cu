@@ -170,17 +170,6 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
   if (t.uses && erased[i] != NO_RECORD) t.uses[erased[i]].commit = NO_ROW;
 }
 
-// Erases the rows that sweeps have chosen. The launch has `blocks` blocks for each sweep.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_chosen(const Sweep* sweeps, u32 blocks) {
-  begin();
-  const Sweep& s = sweeps[blockIdx.x / blocks];
-  const u32 n = s.choice->num_listed;
-  for (u32 i = blockIdx.x % blocks * TABLE_THREADS + threadIdx.x; i < n; i += blocks * TABLE_THREADS) {
-    erase_key(s.index, s.listed_keys[i]);
-    s.uses[s.listed_records[i]].commit = NO_ROW;
-  }
-}
-
 // Inserts an entry into an index. All keys are different, so no lock is needed. An entry without room goes to `overflow`.
 __device__ __forceinline__ void move_entry(const Index& to, u64 key, u32 record, const Moving& overflow) {
   const u64 h = hash(to, key);

@@ -58,12 +58,17 @@ __device__ __forceinline__ Pair load_pair_shared(const void* at) {
 // Volatile load and store of a value that other threads read and write.
 template <class T> __device__ __forceinline__ T load_shared(const T* at) { return *(const volatile T*)at; }
 template <class T> __device__ __forceinline__ void store_shared(T* at, T value) { *(volatile T*)at = value; }
-// Acquire and release operations on the word of a lock. After `acquire_or`, a thread sees what the previous holder of the lock wrote
-// before its `release`.
+// Acquire and release operations. After an acquire operation that sees the value of a release operation, a thread sees what the other thread
+// wrote before.
 __device__ __forceinline__ u32 acquire_or(u32* at, u32 bits) {
   u32 old;
   asm volatile("atom.acquire.gpu.global.or.b32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(bits) : "memory");
   return old;
+}
+__device__ __forceinline__ u32 acquire(const u32* at) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
 }
 __device__ __forceinline__ void release(u32* at, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");

@@ -12,7 +12,9 @@ use cudarc::driver::sys::CUevent_wait_flags_enum::CU_EVENT_WAIT_DEFAULT;
 use cudarc::driver::sys::CUfunction_attribute_enum::{
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
 };
-use cudarc::driver::sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+use cudarc::driver::sys::CUlaunchAttributeID_enum::{
+    CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUfunction, CUlaunchAttribute, CUlaunchAttributeValue, CUlaunchConfig, CUstream,
 };
@@ -364,14 +366,14 @@ impl Kernels {
 /// has completed.
 macro_rules! launch {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
-        $crate::device::put!(false, $kernel, $stream, $blocks, $threads, 0, $($value),*)
+        $crate::device::put!($crate::device::Order::After, $kernel, $stream, $blocks, $threads, 0, $($value),*)
     };
 }
 
 /// As `launch!`, with `bytes` of dynamic shared memory.
 macro_rules! launch_shared {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),* $(,)?) => {
-        $crate::device::put!(false, $kernel, $stream, $blocks, $threads, $bytes, $($value),*)
+        $crate::device::put!($crate::device::Order::After, $kernel, $stream, $blocks, $threads, $bytes, $($value),*)
     };
 }
 
@@ -380,24 +382,42 @@ macro_rules! launch_shared {
 /// to before the end of the previous launch.
 macro_rules! launch_next {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
-        $crate::device::put!(true, $kernel, $stream, $blocks, $threads, 0, $($value),*)
+        $crate::device::put!($crate::device::Order::Next, $kernel, $stream, $blocks, $threads, 0, $($value),*)
+    };
+}
+
+/// As `launch!`, for a kernel whose blocks wait for each other: all of them are on the device at the same time. There are at most as many as
+/// `Kernel::most_together` returns.
+macro_rules! launch_together {
+    ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
+        $crate::device::put!($crate::device::Order::Together, $kernel, $stream, $blocks, $threads, 0, $($value),*)
     };
 }
 
 /// Common part of the launch macros.
 macro_rules! put {
-    ($is_next:expr, $kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),*) => {{
+    ($order:expr, $kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $bytes:expr, $($value:expr),*) => {{
         let mut arguments = [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*];
         let grid = ($blocks as u32, $threads as u32, $bytes as u32);
-        $crate::device::Kernel::launch(&$kernel, $stream, grid, $is_next, &mut arguments)
+        $crate::device::Kernel::launch(&$kernel, $stream, grid, $order, &mut arguments)
     }};
 }
-pub(crate) use {launch, launch_next, launch_shared, put};
+pub(crate) use {launch, launch_next, launch_shared, launch_together, put};
+
+/// How a launch runs beside the previous one on the stream, and its blocks beside each other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// After it.
+    After,
+    /// It may be prepared while that one runs, if the device supports it. The kernel then waits in `begin` of kernels/types.cuh.
+    Next,
+    /// After it, and all blocks are on the device at the same time.
+    Together,
+}
 
 impl Kernel {
     /// Enqueues a launch on a stream. The grid has `blocks` blocks of `threads` threads, with `shared_bytes` of dynamic shared
-    /// memory. Does nothing if there are no blocks. `is_next`: the launch may be prepared while the previous one runs, if the
-    /// device supports it. The kernel then waits in `begin` of kernels/types.cuh.
+    /// memory. Does nothing if there are no blocks.
     ///
     /// # Errors
     /// [`Error::Device`] if the launch cannot be enqueued, or an earlier one has failed.
@@ -408,16 +428,24 @@ impl Kernel {
         &self,
         stream: Stream,
         (blocks, threads, shared_bytes): (u32, u32, u32),
-        is_next: bool,
+        order: Order,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
-        let mut overlaps = CUlaunchAttribute {
-            id: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        let (id, value) = match order {
+            Order::Together => (CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CUlaunchAttributeValue { cooperative: 1 }),
+            Order::After | Order::Next => (
+                CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+            ),
+        };
+        let mut attribute = CUlaunchAttribute { id, pad: [0; 4], value };
+        let has_attribute = match order {
+            Order::After => false,
+            Order::Next => self.may_overlap,
+            Order::Together => true,
         };
         let config = CUlaunchConfig {
             gridDimX: blocks,
@@ -428,8 +456,8 @@ impl Kernel {
             blockDimZ: 1,
             sharedMemBytes: shared_bytes,
             hStream: stream.0,
-            attrs: &raw mut overlaps,
-            numAttrs: u32::from(is_next && self.may_overlap),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(has_attribute),
         };
         // SAFETY: The caller guarantees it.
         unsafe { sys::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), std::ptr::null_mut()) }

@@ -42,8 +42,10 @@ pub const FORWARD: Source =
 /// The backward pass: merges gradients and updates records.
 pub const BACKWARD: Source =
     Source { name: "backward.cu", text: include_str!("../kernels/backward.cu"), headers };
-/// Scores of records: their uses, and which records have the lowest.
+/// Scores of records: their uses.
 pub const SCORES: Source = Source { name: "scores.cu", text: include_str!("../kernels/scores.cu"), headers };
+/// Sweeps: full tables remove the rows with the lowest scores.
+pub const SWEEP: Source = Source { name: "sweep.cu", text: include_str!("../kernels/sweep.cu"), headers };
 /// Scores that come with ids.
 pub const GIVEN: Source = Source { name: "given.cu", text: include_str!("../kernels/given.cu"), headers };
 /// The steps that rows without gradients have missed.

@@ -4,6 +4,7 @@
 
 mod abi;
 mod cache;
+mod delivery;
 pub mod device;
 pub mod gpu_group;
 pub mod gpu_table;

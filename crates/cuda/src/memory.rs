@@ -425,18 +425,6 @@ impl Shared {
         stream.synchronize()
     }
 
-    /// Enqueues a copy of words to the device, from the first words of this memory. Nobody may write to these until it has completed.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the copy cannot be enqueued.
-    pub(crate) fn copy_to(&mut self, to: CUdeviceptr, words: &[u32], stream: Stream) -> Result<()> {
-        assert!(words.len() <= self.len);
-        // SAFETY: The memory has room for the words, and `&mut self` is the only reference to it on the host.
-        unsafe { self.host.copy_from_nonoverlapping(words.as_ptr(), words.len()) };
-        // SAFETY: The caller guarantees that the words stay, and knows the address.
-        unsafe { stream.copy_to_device(to, self.host.cast(), 4 * words.len()) }
-    }
-
     /// Number of words.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -468,6 +456,13 @@ impl Shared {
     /// Reads 64 bits: the low word at this index, then the high word. The two loads are not atomic.
     pub fn get_wide(&self, word: usize) -> u64 {
         u64::from(self.get(word)) | u64::from(self.get(word + 1)) << 32
+    }
+
+    /// Reads a value that begins at this word.
+    pub fn get_all<T: Plain>(&self, word: usize) -> T {
+        let words: Vec<u32> = (word..word + size_of::<T>() / 4).map(|word| self.get(word)).collect();
+        // SAFETY: All bytes of plain values are valid, and there are as many. The words may be aligned to less.
+        unsafe { words.as_ptr().cast::<T>().read_unaligned() }
     }
 
     /// Reads the word with this index as a float32.

@@ -3,7 +3,7 @@
 use sok_core::formula::Rule;
 use sok_cuda::kernels::{
     ADMISSION, AT_OWNER, BACKWARD, CHANGES, CONTROL, EXPIRY, FORWARD, GENERAL, GIVEN, KEYS, MISSED, RANKS,
-    SCORES, SORT, TABLE, WEIGHTS,
+    SCORES, SORT, SWEEP, TABLE, WEIGHTS,
 };
 use sok_cuda::nvrtc::{Cubin, Nvrtc, Source};
 use sok_cuda::rule::type_name;
@@ -128,7 +128,6 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         "write_records",
         "lay_out",
         "erase_keys",
-        "erase_chosen",
         "move_entries",
         "settle_entries",
     ]);
@@ -211,22 +210,11 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         "add_norms",
         "add_vectors",
     ]);
-    let scores = own(&[
-        "take_uses",
-        "note_counts",
-        "count_records",
-        "end_steps",
-        "halve_scores",
-        "read_uses",
-        "write_uses",
-        "mark_used",
-        "measure_rows",
-        "count_ranks",
-        "list_chosen",
-    ]);
+    let scores = own(&["take_uses", "count_records", "end_steps", "halve_scores", "read_uses", "write_uses"]);
     vec![
         (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
         (&SCORES, scores),
+        (&SWEEP, own(&["choose_rows", "remove_chosen"])),
         (
             &CHANGES,
             own(&[

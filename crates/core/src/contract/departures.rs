@@ -13,8 +13,8 @@ use crate::policy::sweep::Rank;
 const MAX_DEPARTURES: usize = 1 << 20;
 const WHAT: &str = "the rows that a full table removes";
 
-/// Why rows went.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Why rows went; in the order in which rows go in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
     /// To make room.
     Evicted,
@@ -59,7 +59,7 @@ impl Departures {
         }
     }
 
-    /// Remembers keys that go in a step.
+    /// Remembers keys that go in a step. Those of a later step may have come before.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.
@@ -108,7 +108,8 @@ impl Departures {
 
     /// Says why a key without a row has none.
     pub fn explain(&self, key: Key) -> Explanation {
-        match self.sweeps.iter().rev().find(|sweep| sweep.keys.contains(&key)) {
+        let of_key = self.sweeps.iter().filter(|sweep| sweep.keys.contains(&key));
+        match of_key.max_by_key(|sweep| (sweep.step, sweep.reason)) {
             Some(&Sweep { reason: Reason::Evicted, step, .. }) => Explanation::Evicted { step },
             Some(&Sweep { reason: Reason::Expired, step, .. }) => Explanation::Expired { step },
             None => Explanation::Absent,
@@ -161,6 +162,10 @@ mod tests {
         assert_eq!(departures.explain(8), evicted(3));
         departures.take_back(lens);
         assert_eq!(departures.explain(8), evicted(1));
+        departures.remember(Reason::Expired, 3, vec![11]).unwrap();
+        departures.remember(Reason::Evicted, 3, vec![11]).unwrap();
+        assert_eq!(departures.explain(11), Explanation::Expired { step: 3 });
+        departures.forget(&[11]).unwrap();
         departures.forget(&[8]).unwrap();
         assert_eq!(departures.explain(8), Explanation::Absent);
         departures.remember(Reason::Evicted, 4, vec![1, 2]).unwrap();

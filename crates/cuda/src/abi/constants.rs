@@ -63,6 +63,14 @@ constants! {
     pub const MAX_CLASSES: usize = 256;
     /// Number of optimizer steps that are kept. When there are so many, all rows catch up.
     pub const MISSED_STEPS: usize = 1024;
+    /// Threads of a block of `choose_rows`.
+    pub const SWEEP_THREADS: usize = 512;
+    /// Maximum number of tables, and of lists of used records, of a launch of `choose_rows`.
+    pub const MAX_SWEEPS: usize = 512;
+    /// Number of the last sweeps of a table of which the device has notes.
+    pub const SWEEP_NOTES: usize = 1024;
+    /// Rows of which a sweep of a large table examines the ranks first.
+    pub const SAMPLES: usize = 8192;
     /// Bins in which a sweep counts rows by score and key.
     pub const RANK_BINS: usize = 1 << RANK_BITS;
     /// Bits of the number of a bin.
@@ -77,6 +85,8 @@ constants! {
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }
 
+/// Value of [`Sweep::usable`] if no numbers of removed rows may be given out.
+pub const NO_SWEEP: u64 = u64::MAX;
 /// Words of [`Sort::next`]: a counter for each pass, and unused ones.
 pub const SORT_STATE: usize = 32;
 /// Minimum number of bits of a digit of the sort.

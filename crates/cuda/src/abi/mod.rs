@@ -35,7 +35,8 @@ pub const FAULT_WORDS: usize = size_of::<Fault>() / 4;
 pub const PREPARED_WORDS: usize = size_of::<Prepared>() / 4;
 
 /// Positions of counts in [`Counters`], in 32-bit words.
-pub const TAKEN: usize = offset_of!(Counters, taken) / 4;
+pub const GONE_ROWS: usize = offset_of!(Counters, gone) / 4;
+pub const RELEASED: usize = offset_of!(Counters, released) / 4;
 pub const STASHED: usize = offset_of!(Counters, stashed) / 4;
 pub const DROPPED: usize = offset_of!(Counters, dropped) / 4;
 pub const DISTINCT: usize = offset_of!(Counters, distinct) / 4;

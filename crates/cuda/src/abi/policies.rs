@@ -115,33 +115,60 @@ structs! {
         pub table: u32,
     }
 
-    /// A sweep: it chooses the rows with the lowest scores, and of equal scores those with the lowest keys.
+    /// A sweep: it chooses the rows with the lowest scores, and of equal scores those with the lowest keys, and removes them. `choice`
+    /// and `bins` start and end as zeros.
     pub struct Sweep {
         pub index: Index,
         /// By record.
         pub uses: u64 as "Use*",
         /// By record.
         pub keys: u64 as "const u64*",
+        pub progress: u64 as "const Progress*",
         /// A bit for each record that must stay.
-        pub marks: u64 as "const u32*",
+        pub marks: u64 as "u32*",
         pub choice: u64 as "Choice*",
-        /// `RANK_BINS` zeros.
+        /// Counts of `RANK_BINS` bins.
         pub bins: u64 as "u32*",
-        /// Takes the keys of the chosen rows, in any order, as the next two.
-        pub listed_keys: u64 as "u64*",
-        /// Null if nobody needs the scores.
-        pub listed_scores: u64 as "u64*",
-        pub listed_records: u64 as "u32*",
-        /// Takes the words of `changes` of the chosen rows. Null if the table does not note changes, as the next one.
-        pub listed_changes: u64 as "u32*",
+        /// The ranks of a sample of the rows that may go, with room for `SAMPLES`.
+        pub samples: u64 as "Ranked*",
+        /// The rows with low ranks, with room for `low_room`.
+        pub low: u64 as "Ranked*",
+        pub low_room: u64,
+        /// The ring of released numbers, to which the numbers of the chosen rows are added.
+        pub released: u64 as "u32*",
+        /// By place in the ring: the key of the row that had the number.
+        pub departed_keys: u64 as "u64*",
+        /// By place in the ring: the word of `changes` of the row. Null if the table does not note changes, as the next one.
+        pub departed_changes: u64 as "u32*",
         pub changes: u64 as "const u32*",
-        /// Rows that later commits took gradients of must stay, too.
-        pub settled_commit: u64,
-        /// Number of rows to choose.
-        pub wanted: u64,
-        /// A number above those of all records.
-        pub numbers: u32,
-        pub pad: u32,
+        pub ring_mask: u64,
+        /// By number of the sweep, modulo `SWEEP_NOTES`.
+        pub notes: u64 as "SweepNote*",
+        /// Number of the sweep.
+        pub number: u64,
+        /// The numbers of rows that this sweep or an earlier one has removed may be given out. `NO_SWEEP`: of none.
+        pub usable: u64,
+        /// Maximum number of rows.
+        pub capacity: u64,
+        /// Maximum number of rows that go.
+        pub most: u64,
+        /// Number of keys that are inserted later, for which there must be room, too.
+        pub new_keys: u64,
+    }
+
+    /// What a sweep has done.
+    pub struct SweepNote {
+        /// Number of the step in progress.
+        pub step: u64,
+        /// Place in the ring after the numbers of its rows.
+        pub end: u64,
+    }
+
+    /// A row that may go: its score, its key and its record.
+    pub struct Ranked {
+        pub score: u64,
+        pub key: u64,
+        pub record: u64,
     }
 
     /// Which sights a policy with a limited memory forgets. It starts as zeros.
@@ -165,25 +192,33 @@ structs! {
     /// Records that a sweep must leave.
     pub struct Used {
         pub records: u64 as "const u32*",
-        pub marks: u64 as "u32*",
         /// The number of records, if the device alone knows it; otherwise null.
         pub counted: u64 as "const u32*",
+        /// Of a commit that is not known to be valid. If it was, and named the push of `row`, the records need not stay. Null otherwise.
+        pub resolved: u64 as "const Resolved*",
+        pub row: u32,
         /// Words from one number to the next.
         pub stride: u32,
         /// The number of records, or an upper bound.
         pub count: u32,
         /// Numbers from this one on are not those of records.
         pub end: u32,
+        /// Index of the sweep.
+        pub sweep: u32,
         pub pad: u32,
     }
 
-    /// The state of a sweep. It starts as zeros.
+    /// The state of a sweep.
     pub struct Choice {
+        /// Number of rows to choose.
+        pub wanted: u64,
         /// Number of rows that may go.
         pub count: u64,
-        /// Their lowest score, with all bits inverted.
+        /// Number of rows among which the sweep chooses; of rows that may go, or of samples.
+        pub num_ranked: u64,
+        /// The lowest score of those, with all bits inverted.
         pub inverse_of_lowest: u64,
-        /// Their highest score.
+        /// The highest score of those.
         pub highest: u64,
         /// The lowest rank of bin 0.
         pub low_score: u64,
@@ -193,12 +228,15 @@ structs! {
         pub high_key: u64,
         /// Number of rows with ranks below `low`.
         pub below: u64,
+        /// Number of samples; of rows in `low`, for all of which there may be no room; and of chosen rows.
+        pub num_samples: u32,
+        pub num_low: u32,
+        pub num_listed: u32,
         /// A bin has `1 << shift` ranks.
         pub shift: u32,
-        /// Whether `wanted` rows have no higher ranks than `high`.
+        /// Whether the rows that are searched for have no higher ranks than `high`.
         pub is_done: u32,
-        pub num_listed: u32,
-        /// Blocks of the launch that have ended.
+        /// Blocks of `remove_chosen` that have ended.
         pub blocks_done: u32,
     }
 }

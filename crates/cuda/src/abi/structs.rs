@@ -24,11 +24,31 @@ structs! {
         pub records: [u32; STASH],
     }
 
+    /// The numbers of removed rows that are given out again, in a ring. Places count on; the ring has them modulo its length.
+    pub struct Released {
+        /// `Counters::taken` when these fields were last updated.
+        pub base: u64,
+        /// Place of the number that was given out next then.
+        pub first: u64,
+        /// How many numbers from `first` on may be given out.
+        pub count: u64,
+        /// Place after the newest number.
+        pub end: u64,
+        /// Smallest number that had never been given out. Numbers from it on are given out after those of the ring.
+        pub fresh: u64,
+    }
+
     /// Counts of a table, each on a cache line of its own.
     pub struct Counters {
-        /// Record numbers given out since the host last updated the list of released numbers.
-        pub taken: u32,
-        pub pad0: [u32; 31],
+        /// Record numbers that were ever given out.
+        pub taken: u64,
+        pub pad0: [u32; 30],
+        /// Rows that were ever removed. The table has `taken - gone` rows.
+        pub gone: u64,
+        /// Those of them that sweeps have removed.
+        pub evicted: u64,
+        pub released: Released,
+        pub pad7: [u32; 18],
         /// Slots of the stash that threads have requested; more than `STASH` if it is full.
         pub stashed: u32,
         pub pad1: [u32; 31],
@@ -51,8 +71,10 @@ structs! {
 
     /// The counts of a table in a report: fields of `Counters`.
     pub struct TableCounts {
-        pub taken: u32,
-        pub pad: u32,
+        pub taken: u64,
+        pub gone: u64,
+        pub evicted: u64,
+        pub released: Released,
         pub distinct: u64,
         pub dropped: u64,
         pub unknown: u64,
@@ -117,8 +139,10 @@ structs! {
         pub initializer: Initializer,
         /// Address of record 0. Record r begins at `records + r * stride`.
         pub records: u64 as "float4*",
-        /// Numbers of erased records. They are given out before the numbers from `fresh` on.
+        /// The ring of released numbers.
         pub released: u64 as "const u32*",
+        /// A place in the ring has these bits of the place.
+        pub ring_mask: u64,
         /// Largest key of the vocabulary.
         pub last_key: u64,
         /// Size of a record, in units of 16 bytes.
@@ -129,9 +153,6 @@ structs! {
         pub states: u32,
         /// `RowType`: type of the numbers of rows.
         pub row_type: u32,
-        pub num_released: u32,
-        /// First number that had not been given out when `Counters::taken` was last reset.
-        pub fresh: u32,
         /// Initial value of the first state. The initial value of all others is 0.
         pub first_state: f32,
         /// `Missing`: the row of a key without a record.

@@ -16,7 +16,7 @@ use sok_core::key::Key;
 use super::{Committed, GpuGroup, SavedLookup};
 use crate::device::Stream;
 use crate::gpu_table::candidates::Candidates;
-use crate::gpu_table::sweep::Sweeps;
+use crate::gpu_table::sweep::Chosen;
 use crate::gpu_table::{GpuTable, Room};
 use crate::memory::read;
 use crate::step::AdmissionPart;
@@ -154,11 +154,10 @@ impl GpuGroup {
     pub(super) fn check_absent(&mut self, named: &[Named]) -> Result<()> {
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)?;
         for t in self.tight_tables(named) {
-            let (_, num_new, sweeps) = self.plan_room(named, t)?;
+            let (_, num_new, chosen) = self.plan_room(named, t)?;
             let table = &mut self.tables[t];
-            let removable = sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0));
-            table.forget_sweep(sweeps);
-            table.check_capacity(num_new, removable)?;
+            let chosen = table.check_sweep(num_new, chosen)?;
+            table.cancel_sweep(chosen)?;
         }
         Ok(())
     }
@@ -167,9 +166,9 @@ impl GpuGroup {
     /// device must be idle, and `check_absent` must have succeeded.
     pub(super) fn insert_absent(&mut self, named: &[Named]) -> Result<()> {
         for t in self.tight_tables(named) {
-            let (seen, _, sweeps) = self.plan_room(named, t)?;
+            let (seen, _, chosen) = self.plan_room(named, t)?;
             let table = &mut self.tables[t];
-            let evicted = table.end_own_sweep(sweeps)?;
+            let evicted = table.end_sweep(chosen)?;
             table.note(Outcomes { evicted, ..Outcomes::default() });
             for keys in &seen.of_lookups {
                 let room = table.room(keys.len(), 0)?;
@@ -184,14 +183,14 @@ impl GpuGroup {
     }
 
     /// Returns the keys of a table that pushes may insert, how many of them a commit would insert now, and the rows that go for them.
-    fn plan_room(&mut self, named: &[Named], table: usize) -> Result<(Seen, u64, Option<Sweeps>)> {
+    fn plan_room(&mut self, named: &[Named], table: usize) -> Result<(Seen, u64, Option<Chosen>)> {
         let seen = self.seen(named, table)?;
         let table = &mut self.tables[table];
         let keys = seen.of_lookups.concat();
         let room = table.room(keys.len(), 0)?;
         let num_new = seen.new_keys(table, &room, &keys)?.len() as u64;
-        let sweeps = table.sweep_for(num_new, room.used(keys.len()))?;
-        Ok((seen, num_new, sweeps))
+        let chosen = table.sweep_for(num_new, room.used(keys.len()))?;
+        Ok((seen, num_new, chosen))
     }
 
     /// The tables that might not have room for all candidates of these pushes. The counts of the device must be known.

@@ -18,7 +18,6 @@ use super::{GpuGroup, LookupNumber, OutputGradients, general};
 use crate::device::Stream;
 use crate::gpu_group::optimizer;
 use crate::gpu_table::GpuTable;
-use crate::gpu_table::sweep::SweepMemory;
 use crate::memory::Buffer;
 use crate::step::{Bags, Feature, Ids, KeyType, ScoreType, Scores};
 
@@ -161,7 +160,7 @@ impl Group for GpuGroup {
         let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes());
         let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
-        let sweeps = self.sweep_memory.as_ref().map_or(0, SweepMemory::num_bytes);
+        let sweeps = self.sweep_memory.num_bytes();
         lookups.chain(sums).chain(combined).sum::<usize>() + self.workspace.num_bytes() + sweeps
     }
 

@@ -10,7 +10,7 @@ use sok_core::contract::ticket::{Named, RING, gone};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
-use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, absent, table_counts};
+use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, absent};
 use crate::abi::{self, COUNTS_WORDS, Expiry, PREPARED_WORDS, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
@@ -51,8 +51,7 @@ impl GpuGroup {
     fn take_named(&mut self) -> Result<Vec<(f32, Push)>> {
         let Some(commit) = self.unseen.take() else { return Ok(Vec::new()) };
         self.wait_for(&self.report, word_of!(ReportHead, commit), commit)?;
-        let counts_of =
-            |report: &Shared, number: usize| table_counts(report, REPORT_WORDS + COUNTS_WORDS * number);
+        let counts_of = |report: &Shared, number: usize| report.get_all(REPORT_WORDS + COUNTS_WORDS * number);
         let num_tables = self.tables.len();
         for (t, table) in self.tables.iter_mut().enumerate() {
             table.learn_from(counts_of(&self.report, t), self.ids_since[t]);
@@ -99,7 +98,7 @@ impl GpuGroup {
     }
 
     /// Takes over which rows the last commit removes because their time is over, if the host has not done that yet. Waits for that commit.
-    fn take_expired(&mut self) -> Result<()> {
+    pub(super) fn take_expired(&mut self) -> Result<()> {
         for number in 0..self.tables.len() {
             let Some(unread) = self.tables[number].take_unread() else { continue };
             if let Some(list) = self.tables[number].expired_list() {
@@ -168,6 +167,7 @@ impl GpuGroup {
             Some(_) => Committed::Combined,
         };
         self.unseen = Some(self.next_commit);
+        self.unseen_push = if let Committed::Alone(number) = self.committed { Some(number) } else { None };
         self.next_commit += 1;
         self.ids_since.fill(0);
         self.tables.iter_mut().filter_map(|t| t.candidates.as_mut()).for_each(|c| c.expect_report());
@@ -261,11 +261,19 @@ impl GpuGroup {
         }
     }
 
-    /// As `settle_for_policies`, and lets all rows take the steps that they have missed.
+    /// As `settle_for_policies`, takes over which rows sweeps have removed, and lets all rows take the steps that they have missed.
     pub(super) fn settle_for_tables(&mut self) {
         self.settle_for_policies();
-        let caught_up = self.catch_up_tables();
-        self.unheard = self.unheard.take().or(caught_up.err());
+        let done = self.take_departures().and_then(|()| self.catch_up_tables());
+        self.unheard = self.unheard.take().or(done.err());
+    }
+
+    /// Takes over which rows sweeps have removed. Waits for them.
+    fn take_departures(&mut self) -> Result<()> {
+        if self.tables.iter().any(GpuTable::has_unread_sweeps) {
+            self.workspace.device.synchronize()?;
+        }
+        self.tables.iter_mut().try_for_each(GpuTable::take_departures)
     }
 
     /// Accumulates the committed gradients, in a step that does not update. Called after `commit`.
@@ -278,6 +286,7 @@ impl GpuGroup {
 
     /// Merges the carried pushes, and adds them to `combined`.
     fn combine_carried(&mut self, stream: Stream) -> Result<()> {
+        let num_ids = (0..self.tables.len()).map(|t| self.num_unapplied(t)).collect();
         let carried = std::mem::take(&mut self.carried);
         if carried.is_empty() {
             return Ok(());
@@ -302,7 +311,7 @@ impl GpuGroup {
         let parts: Vec<_> =
             merged.iter().map(|(weight, l, sums)| (*weight, &l.saved, sums.address())).collect();
         let (saved, sums) = self.workspace.combine(&self.tables, &parts, stream)?;
-        self.combined = Some(Combined { saved, sums });
+        self.combined = Some(Combined { saved, sums, num_ids });
         for (_, lookup, sums) in merged {
             self.workspace.give_back(sums);
             self.reuse_lookup(lookup);
@@ -518,7 +527,7 @@ impl GpuGroup {
         let (saved, sums) = self.workspace.combine(&self.tables, &[part], stream)?;
         self.workspace.give_back(combined.sums);
         self.workspace.give_back(combined.saved.memory);
-        self.combined = Some(Combined { saved, sums });
+        self.combined = Some(Combined { saved, sums, num_ids: combined.num_ids });
         Ok(())
     }
 

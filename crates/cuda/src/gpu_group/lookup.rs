@@ -3,23 +3,33 @@
 #![allow(unsafe_code)]
 
 use sok_core::contract::table::{Insertion, Outcomes};
+use sok_core::contract::ticket::RING;
 use sok_core::error::{Error, Result};
+use sok_core::key::Key;
 
-use super::{GpuGroup, SavedLookup, table_counts};
-use crate::abi::{ABSENT_LATER, ABSENT_UNKNOWN, COUNTS_WORDS, TableCounts};
-use crate::device::{Stream, driver_error};
-use crate::gpu_table::GpuTable;
-use crate::gpu_table::sweep::{Going, Sweeps};
+use super::{GpuGroup, SavedLookup};
+use crate::abi::{ABSENT_LATER, ABSENT_UNKNOWN};
+use crate::device::Stream;
+use crate::gpu_table::sweep::{Chosen, PlannedSweep};
+use crate::gpu_table::uses::Closing;
+use crate::gpu_table::{GpuTable, Room};
 use crate::memory::read;
 use crate::step::{Feature, KeyType, Remote, RowSource, Started};
 
-/// Sweeps of the tables of which a lookup has inserted too many keys.
-struct SweepsOfTables {
-    /// Index of each table, and how many rows are too many.
-    tables: Vec<(usize, u64)>,
-    sweeps: Sweeps,
-    /// By table, once it has remembered the rows that are to be erased.
-    going: Vec<Going>,
+/// A table of which a lookup may insert too many keys.
+struct Exceeding {
+    table: usize,
+    /// Number of ids that may be new keys.
+    ids: u64,
+}
+
+/// What a lookup inserts in a table that might have to refuse keys.
+struct Planned {
+    table: usize,
+    room: Room,
+    new_keys: Vec<Key>,
+    /// The rows that go for them.
+    chosen: Option<Chosen>,
 }
 
 /// What a lookup needs if ranks share the tables.
@@ -63,17 +73,16 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<u64> {
         // SAFETY: The caller guarantees it.
-        unsafe { self.look_up(features, insertion, save, number_to, OfRanks::default(), true, stream) }
+        unsafe { self.look_up(features, insertion, save, number_to, OfRanks::default(), stream) }
     }
 
-    /// As `lookup`. `exceeds`: whether tables that remove rows may insert first.
+    /// As `lookup`.
     ///
     /// # Errors
-    /// As `lookup`, and the error of the vote: no row has changed then, and the keys that were inserted are gone.
+    /// As `lookup`, and the error of the vote: nothing has changed then.
     ///
     /// # Safety
     /// As `lookup`.
-    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub(super) unsafe fn look_up(
         &mut self,
         features: &[Feature],
@@ -81,7 +90,6 @@ impl GpuGroup {
         save: bool,
         number_to: Option<u64>,
         of_ranks: OfRanks,
-        exceeds: bool,
         stream: Stream,
     ) -> Result<u64> {
         let OfRanks { remote, mut vote } = of_ranks;
@@ -98,24 +106,20 @@ impl GpuGroup {
             self.tables.iter().map(|table| table.own_insertion(insertion, save)).collect();
         let mut inserts: Vec<bool> = insertions.iter().map(|own| *own == Insertion::AtLookup).collect();
         let insert = inserts.contains(&true);
+        // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
+        let counts_apart = insert && !save;
+        if counts_apart {
+            self.count_steps()?;
+        }
         let mut exceeding = Vec::new();
         if insert {
-            if vote.is_some() {
-                // Earlier counts must not be undone with those of this lookup.
-                self.count_steps()?;
-            }
-            exceeding = self.make_room(features, &mut inserts, save, exceeds, &mut vote, stream)?;
+            exceeding = self.make_room(features, &mut inserts, save, true, &mut vote, stream)?;
         }
         let absent: Vec<u32> = insertions.iter().map(|own| absent_ids(*own, save)).collect();
         let becomes_candidate = |f: &&Feature| !f.is_silent && absent[f.table] & ABSENT_LATER != 0;
         let mut candidates = vec![0; self.tables.len()];
         features.iter().filter(becomes_candidate).for_each(|f| candidates[f.table] += f.ids.len as u64);
         self.expect_new_candidates(&candidates, stream)?;
-        // A lookup that inserts but is not saved counts its new keys here, because the device counts hits only of saved lookups.
-        let counts_apart = insert && !save;
-        if counts_apart {
-            self.count_steps()?;
-        }
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
@@ -124,60 +128,27 @@ impl GpuGroup {
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }
-        // Counts before and after the insertions are needed to undo these.
-        let notes_counts = !exceeding.is_empty() || vote.is_some();
-        if notes_counts {
-            workspace.note_counts(self.counts.address(), 0, 0, stream)?;
-        }
+        let planned = self.plan_sweeps(&started, &exceeding, stream);
+        let agreed = planned.and_then(|planned| vote.map_or(Ok(()), |vote| vote()).map(|()| planned));
+        let planned = match agreed {
+            Ok(planned) => planned,
+            Err(error) => {
+                self.workspace.forget(started);
+                return Err(error);
+            }
+        };
+        let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         workspace.find(&started, tables, &inserts, stream)?;
         let begins = remote.map(|remote| remote.begins);
         workspace.keep_id_counts(&started, features, begins, stream)?;
         workspace.keep_scores(&started, begins, stream)?;
-        if notes_counts {
-            self.num_noted += 1;
-            let [after, flag] =
-                [1, 2].map(|n| self.counts.address() + (4 * n * COUNTS_WORDS * tables.len()) as u64);
-            workspace.note_counts(after, flag, self.num_noted, stream)?;
-        }
-        let has_silent = features.iter().any(|f| f.is_silent);
-        // Their keys may be among those that go.
-        let finds_silent_last = has_silent && !exceeding.is_empty();
-        if has_silent && !finds_silent_last {
-            workspace.find_silent(&started, stream)?;
-        }
-        let sweeps = self.start_sweeps(&started, &exceeding, save, stream)?;
-        // The host removes rows meanwhile.
-        self.workspace.sort_ids(&started, stream)?;
-        if !finds_silent_last {
-            self.catch_up_found(&started, stream)?;
-            self.workspace.write_rows(&started, features, stream)?;
-        }
-        let sweeps = match sweeps.map(|sweeps| self.read_sweeps(sweeps)).transpose()? {
-            Some(None) => {
-                self.undo_insertions(features, &inserts, save)?;
-                self.workspace.forget(started);
-                let of_ranks = OfRanks { remote, vote };
-                // SAFETY: The caller guarantees it.
-                return unsafe {
-                    self.look_up(features, insertion, save, number_to, of_ranks, false, stream)
-                };
-            }
-            sweeps => sweeps.flatten(),
-        };
-        if let Some(Err(refused)) = vote.map(|vote| vote()) {
-            self.cancel_sweeps(sweeps);
-            if notes_counts {
-                self.undo_insertions(features, &inserts, save)?;
-            }
-            self.workspace.forget(started);
-            return Err(refused);
-        }
-        self.end_sweeps(sweeps, stream)?;
-        if finds_silent_last {
+        self.sweep(&planned, stream)?;
+        if features.iter().any(|f| f.is_silent) {
             self.workspace.find_silent(&started, stream)?;
-            self.catch_up_found(&started, stream)?;
-            self.workspace.write_rows(&started, features, stream)?;
         }
+        self.workspace.sort_ids(&started, stream)?;
+        self.catch_up_found(&started, stream)?;
+        self.workspace.write_rows(&started, features, stream)?;
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
         if !save {
             workspace.count_inference(tables, &started, stream)?;
@@ -215,7 +186,7 @@ impl GpuGroup {
         exceeds: bool,
         vote: &mut Vote,
         stream: Stream,
-    ) -> Result<Vec<usize>> {
+    ) -> Result<Vec<Exceeding>> {
         let mut ids = vec![0u64; self.tables.len()];
         for (table, ids) in ids.iter_mut().enumerate().filter(|(table, _)| inserts[*table]) {
             let of_table = features.iter().filter(|f| f.table == table && !f.is_silent);
@@ -223,45 +194,51 @@ impl GpuGroup {
         }
         let new = |tables: &[GpuTable], t: usize| tables[t].max_new(ids[t]);
         let soon = |tables: &[GpuTable], t: usize| tables[t].max_new_soon(ids[t]);
-        let may_exceed: Vec<bool> =
-            self.tables.iter().zip(&ids).map(|(table, ids)| exceeds && table.may_exceed(*ids)).collect();
-        let refuses = |tables: &[GpuTable], t: usize| !may_exceed[t] && tables[t].may_refuse(new(tables, t));
         let all = 0..self.tables.len();
-        let is_tight =
-            |tables: &[GpuTable], t: usize| !tables[t].has_room(new(tables, t)) || refuses(tables, t);
-        if all.clone().any(|t| is_tight(&self.tables, t)) {
+        // Whether the lookup fills a table: `Some(true)` if it may insert first, and rows go after that.
+        let fills = |group: &GpuGroup, t: usize| {
+            let fills = ids[t] > 0 && group.tables[t].may_refuse(new(&group.tables, t));
+            fills.then(|| exceeds && group.tables[t].may_exceed(ids[t], group.num_unapplied(t)))
+        };
+        let lacks_ring = |table: &GpuTable, ids: u64| !table.ring_has_room(table.most_swept(ids));
+        let is_tight = |group: &GpuGroup, t: usize, new: u64| {
+            let table = &group.tables[t];
+            !table.has_room(new)
+                || fills(group, t).is_some_and(|exceeds| !exceeds || lacks_ring(table, ids[t]))
+        };
+        if all.clone().any(|t| is_tight(self, t, new(&self.tables, t))) {
             self.settle()?;
-            let is_tight_soon =
-                |t: usize| !self.tables[t].has_room(soon(&self.tables, t)) || refuses(&self.tables, t);
-            if all.clone().any(is_tight_soon) {
+            if all.clone().any(|t| is_tight(self, t, soon(&self.tables, t))) {
                 self.workspace.device.synchronize()?;
                 self.tables.iter_mut().try_for_each(GpuTable::learn)?;
+                let filled: Vec<Option<bool>> = all.clone().map(|t| fills(self, t)).collect();
                 for t in all.clone() {
                     let (most, soon) = (new(&self.tables, t), soon(&self.tables, t));
-                    if !self.tables[t].has_room(soon) && !refuses(&self.tables, t) {
-                        match self.tables[t].make_room(most, soon, stream) {
-                            // There may be memory for fewer rows.
-                            Err(_) if may_exceed[t] => {
-                                return self.make_room(features, inserts, save, false, vote, stream);
-                            }
-                            made => made?,
+                    let mut made = Ok(());
+                    if !self.tables[t].has_room(soon) && filled[t] != Some(false) {
+                        made = self.tables[t].make_room(most, soon, stream);
+                    }
+                    if filled[t] == Some(true) && lacks_ring(&self.tables[t], ids[t]) {
+                        let removed = self.tables[t].most_swept(ids[t]);
+                        made = made.and_then(|()| self.tables[t].make_room_in_ring(removed));
+                    }
+                    match made {
+                        // There may be memory for fewer rows.
+                        Err(_) if filled[t] == Some(true) => {
+                            return self.make_room(features, inserts, save, false, vote, stream);
                         }
+                        made => made?,
                     }
                 }
-                let full: Vec<usize> =
-                    all.clone().filter(|&t| ids[t] > 0 && refuses(&self.tables, t)).collect();
-                if !full.is_empty() && may_exceed.contains(&true) {
-                    // What `admit` does could not be undone.
-                    return self.make_room(features, inserts, save, false, vote, stream);
-                }
+                let full: Vec<usize> = all.clone().filter(|&t| filled[t] == Some(false)).collect();
                 self.admit(features, &full, inserts, save, vote)?;
             }
         }
         let mut exceeding = Vec::new();
         for t in all {
             if inserts[t] {
-                if may_exceed[t] && ids[t] > 0 && self.tables[t].may_refuse(new(&self.tables, t)) {
-                    exceeding.push(t);
+                if fills(self, t).is_some() {
+                    exceeding.push(Exceeding { table: t, ids: ids[t] });
                 }
                 self.tables[t].expect(ids[t]);
                 self.ids_since[t] += ids[t];
@@ -270,118 +247,62 @@ impl GpuGroup {
         Ok(exceeding)
     }
 
-    /// Enqueues choosing the rows to remove from tables of which a lookup has inserted too many keys. Waits until they are inserted.
-    fn start_sweeps(
+    /// Returns how many rows of a table commits have taken gradients of at most that were not applied.
+    pub(super) fn num_unapplied(&self, table: usize) -> u64 {
+        let carried = self.carried.iter().map(|(_, push)| push.lookup.saved.num_ids_of(table));
+        let combined = self.combined.iter().map(|combined| combined.num_ids[table]);
+        carried.chain(combined).sum()
+    }
+
+    /// Returns the sweeps of tables of which the lookup may insert too many keys. Gets their memory.
+    fn plan_sweeps(
         &mut self,
         started: &Started,
-        exceeding: &[usize],
-        save: bool,
+        exceeding: &[Exceeding],
         stream: Stream,
-    ) -> Result<Option<SweepsOfTables>> {
-        if exceeding.is_empty() {
-            return Ok(None);
+    ) -> Result<Vec<PlannedSweep>> {
+        let (closing, mut planned) = (self.closing(), Vec::new());
+        for &Exceeding { table: t, ids } in exceeding {
+            let table = &self.tables[t];
+            let (used, out_of_vocabulary) = (started.records_of(t), table.found_out_of_vocabulary());
+            planned.extend(table.plan_sweep(ids, 0, used, closing, Some(out_of_vocabulary))?);
         }
-        self.wait_for(&self.counts, 2 * COUNTS_WORDS * self.tables.len(), self.num_noted)?;
-        // The report of the last commit has come before: which lookups are closed, and the step.
-        self.settle_for_policies();
-        let (mut tables, mut planned) = (Vec::new(), Vec::new());
-        for &t in exceeding {
-            let taken = self.counts_noted(self.tables.len() + t).taken;
-            let table = &mut self.tables[t];
-            let excess = table.excess(taken);
-            if excess > 0 {
-                table.count_taken(taken, save);
-                tables.push((t, excess));
-                planned.extend(table.plan_sweep(
-                    0,
-                    started.records_of(t),
-                    Some(table.found_out_of_vocabulary()),
-                )?);
-            } else {
-                table.max_taken = taken.into();
-            }
+        if !planned.is_empty() {
+            self.sweep_memory.prepare(&self.workspace.device, &planned, stream)?;
         }
-        if planned.is_empty() {
-            return Ok(None);
-        }
-        let sweeps = Sweeps::start(&self.workspace.device, self.sweep_memory.take(), planned, stream)?;
-        stream.record(&self.swept)?;
-        Ok(Some(SweepsOfTables { tables, sweeps, going: Vec::new() }))
+        Ok(planned)
     }
 
-    /// Waits for the sweeps, and remembers the chosen rows. `None` if too few may go.
-    fn read_sweeps(&mut self, mut sweeps: SweepsOfTables) -> Result<Option<SweepsOfTables>> {
-        self.swept.synchronize().map_err(driver_error("waiting for the GPU"))?;
-        sweeps.sweeps.read()?;
-        let mut all = sweeps.tables.iter().enumerate();
-        if !all.all(|(number, (_, excess))| sweeps.sweeps.num_removable(number) >= *excess) {
-            self.sweep_memory = Some(sweeps.sweeps.into_memory());
-            return Ok(None);
+    /// Enqueues the sweeps of a lookup, after it has inserted its keys.
+    fn sweep(&mut self, planned: &[PlannedSweep], stream: Stream) -> Result<()> {
+        let device = self.workspace.device.clone();
+        let tables = &mut self.tables;
+        let enqueued = |planned: &PlannedSweep| tables[planned.table].note_sweep(planned.sweep());
+        self.sweep_memory.sweep(&device, planned, enqueued, stream)?;
+        let keeps = |table: &GpuTable| table.config.eviction.is_some_and(|policy| policy.keeps_evicted);
+        if planned.iter().any(|planned| keeps(&self.tables[planned.table])) {
+            // The next call may give out the numbers of these rows again.
+            device.synchronize()?;
+            self.take_expired()?;
+            planned.iter().try_for_each(|planned| self.tables[planned.table].take_departures())?;
         }
-        for (number, (t, _)) in sweeps.tables.iter().enumerate() {
-            match self.tables[*t].begin_going(&sweeps.sweeps, number) {
-                Ok(going) => sweeps.going.push(going),
-                Err(error) => {
-                    self.cancel_sweeps(Some(sweeps));
-                    return Err(error);
-                }
-            }
-        }
-        Ok(Some(sweeps))
-    }
-
-    /// Leaves the chosen rows where they are.
-    fn cancel_sweeps(&mut self, sweeps: Option<SweepsOfTables>) {
-        let Some(SweepsOfTables { tables, sweeps, going }) = sweeps else { return };
-        tables.iter().zip(&going).for_each(|((t, _), going)| self.tables[*t].cancel_going(going));
-        self.sweep_memory = Some(sweeps.into_memory());
-    }
-
-    /// Removes the chosen rows.
-    fn end_sweeps(&mut self, sweeps: Option<SweepsOfTables>, stream: Stream) -> Result<()> {
-        let Some(SweepsOfTables { tables, sweeps, going }) = sweeps else { return Ok(()) };
-        sweeps.erase(stream)?;
-        for (number, ((t, _), going)) in tables.into_iter().zip(going).enumerate() {
-            let evicted = self.tables[t].end_going(&sweeps, number, going, stream)?;
-            self.tables[t].note(Outcomes { evicted, ..Outcomes::default() });
-        }
-        self.sweep_memory = Some(sweeps.into_memory());
         Ok(())
     }
 
-    /// Removes the keys that the last lookup has inserted, and takes back what it has counted. Waits for the device. After an error the group cannot be used.
-    fn undo_insertions(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
-        let undone = self.remove_inserted(features, inserts, save);
-        undone.inspect_err(|error| {
-            let what = format!(
-                "a lookup was refused, and its new keys could not be removed from the tables: {error}. Make the model again, and load a dump"
-            );
-            self.unusable = Some(Error::State(what));
-        })
-    }
-
-    fn remove_inserted(&mut self, features: &[Feature], inserts: &[bool], save: bool) -> Result<()> {
-        self.workspace.device.synchronize()?;
-        for (t, inserts) in inserts.iter().enumerate() {
-            let (before, after) = (self.counts_noted(t), self.counts_noted(self.tables.len() + t));
-            if *inserts {
-                let keys = self.active_keys(features, t)?;
-                self.tables[t].undo_insertions(&keys, before, after.taken, save)?;
-            } else {
-                self.tables[t].undo_counts(before)?;
-            }
-        }
-        Ok(())
+    /// The last commit, if the host has not read its report, and it names the only push of that lookup and of older ones.
+    fn closing(&self) -> Option<Closing> {
+        let number = self.unseen_push.filter(|_| self.unseen.is_some())?;
+        let newest_lookup = self.ring.get(number)?.lookup.number;
+        let mut of_lookups = self.ring.iter().filter(|push| push.lookup.number <= newest_lookup);
+        let is_only = of_lookups.nth(1).is_none();
+        let (resolved, row) = (self.resolved.address(), (number % RING) as u32);
+        is_only.then_some(Closing { resolved, row, newest_lookup })
     }
 
     /// Adds the counts of steps to the statistics of the tables. Waits for the device.
     fn count_steps(&mut self) -> Result<()> {
         self.workspace.device.synchronize()?;
         self.tables.iter_mut().try_for_each(GpuTable::count_steps)
-    }
-
-    fn counts_noted(&self, number: usize) -> TableCounts {
-        table_counts(&self.counts, number * COUNTS_WORDS)
     }
 
     /// For tables that might have to refuse keys: inserts the keys that fit, and resets `inserts`. The device must be
@@ -398,28 +319,44 @@ impl GpuGroup {
             return Ok(());
         }
         self.count_steps()?;
-        let mut new = Vec::new();
+        let mut planned = Vec::new();
+        let agreed = self.plan_admissions(features, full, &mut planned);
+        if let Err(refused) = agreed.and_then(|()| vote.take().map_or(Ok(()), |vote| vote())) {
+            planned
+                .into_iter()
+                .try_for_each(|Planned { table, chosen, .. }| self.tables[table].cancel_sweep(chosen))?;
+            return Err(refused);
+        }
+        for Planned { table: t, room, new_keys, chosen } in planned {
+            let outcomes = self.tables[t].admit(&room, &new_keys, chosen)?;
+            self.tables[t].note(outcomes);
+            if save {
+                self.tables[t].take_hits(outcomes.inserted);
+            }
+            inserts[t] = false;
+        }
+        Ok(())
+    }
+
+    /// Finds the new keys of tables that might have to refuse some, and the rows that go for them.
+    ///
+    /// # Errors
+    /// [`Error::TableFull`]. The plans of earlier tables stand.
+    fn plan_admissions(
+        &mut self,
+        features: &[Feature],
+        full: &[usize],
+        planned: &mut Vec<Planned>,
+    ) -> Result<()> {
         for &t in full {
             let keys = self.active_keys(features, t)?;
             let table = &mut self.tables[t];
             let room = table.room(keys.len(), 0)?;
             let new_keys = table.absent(&room, &keys)?;
             let num_new = new_keys.len() as u64;
-            let sweeps = table.sweep_for(num_new, room.used(keys.len()))?;
-            table.check_capacity(num_new, sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)))?;
-            new.push((room, new_keys, sweeps));
-        }
-        if let Some(Err(refused)) = vote.take().map(|vote| vote()) {
-            full.iter().zip(new).for_each(|(&t, (.., sweeps))| self.tables[t].forget_sweep(sweeps));
-            return Err(refused);
-        }
-        for (&t, (room, new, sweeps)) in full.iter().zip(new) {
-            let outcomes = self.tables[t].admit(&room, &new, sweeps)?;
-            self.tables[t].note(outcomes);
-            if save {
-                self.tables[t].take_hits(outcomes.inserted);
-            }
-            inserts[t] = false;
+            let chosen = table.sweep_for(num_new, room.used(keys.len()))?;
+            let chosen = table.check_sweep(num_new, chosen)?;
+            planned.push(Planned { table: t, room, new_keys, chosen });
         }
         Ok(())
     }

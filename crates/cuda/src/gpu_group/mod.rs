@@ -19,8 +19,6 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use cudarc::driver::CudaEvent;
-use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
@@ -31,9 +29,9 @@ use sok_core::policy::commits::BEFORE_FIRST_COMMIT;
 
 use crate::abi::{
     self, COUNTS_WORDS, EXPONENTS, FAULT_WORDS, FaultKind, PREPARED_WORDS, REPORT_WORDS, RESOLVED_WORDS,
-    Side, TableCounts, word_of,
+    Side, word_of,
 };
-use crate::device::{Device, driver_error};
+use crate::device::Device;
 use crate::gpu_table::sweep::SweepMemory;
 use crate::gpu_table::uses::{InProgress, SortedIds};
 use crate::gpu_table::{GpuTable, no_place};
@@ -106,6 +104,10 @@ impl SavedLookup {
 }
 
 impl InProgress for SavedLookup {
+    fn number(&self) -> u64 {
+        self.number
+    }
+
     fn ids(&self, number: usize, generation: u64) -> Option<SortedIds> {
         let is_live = self.is_open.load(Relaxed) && self.saved.generations.contains(&(number, generation));
         let sorted = if is_live { self.saved.sorted_of(number) } else { None };
@@ -131,18 +133,8 @@ enum Committed {
 struct Combined {
     saved: Saved,
     sums: Buffer<u32>,
-}
-
-/// Reads the counts of a table that a kernel has written, from a word on.
-fn table_counts(from: &Shared, first: usize) -> TableCounts {
-    TableCounts {
-        taken: from.get(first + word_of!(TableCounts, taken)),
-        pad: 0,
-        distinct: from.get_wide(first + word_of!(TableCounts, distinct)),
-        dropped: from.get_wide(first + word_of!(TableCounts, dropped)),
-        unknown: from.get_wide(first + word_of!(TableCounts, unknown)),
-        filtered: from.get_wide(first + word_of!(TableCounts, filtered)),
-    }
+    /// By table: the number of ids of the pushes.
+    num_ids: Vec<u64>,
 }
 
 /// How the squared norms of all ranks are added.
@@ -174,23 +166,16 @@ pub struct GpuGroup {
     combined: Option<Combined>,
     /// Number of the last commit, if the host has not read its report yet.
     unseen: Option<u64>,
+    /// The only push that it may name.
+    unseen_push: Option<u64>,
     /// An error of that report which nobody has heard of.
     unheard: Option<Error>,
-    /// Why keys of a refused lookup are still in the tables. No later lookup or commit can go on.
-    unusable: Option<Error>,
     next_commit: u64,
     /// Number of the newest commit whose ticket is known to be valid, as policies count commits.
     num_commits: u64,
     /// By table: number of ids looked up to insert since the last commit.
     ids_since: Vec<u64>,
-    /// `TableCounts` of each table before the last lookup that might insert too many keys; then those after it; then the number of such
-    /// lookups so far.
-    counts: Shared,
-    num_noted: u64,
-    /// Memory of sweeps, for later ones.
-    sweep_memory: Option<SweepMemory>,
-    /// Recorded after the sweeps of a lookup.
-    swept: CudaEvent,
+    sweep_memory: SweepMemory,
     /// `Report` of the last commit. Its counts are by descriptor.
     report: Shared,
     /// `Resolved` of the last commit.
@@ -253,17 +238,12 @@ impl GpuGroup {
             carried: Vec::new(),
             combined: None,
             unseen: None,
+            unseen_push: None,
             unheard: None,
-            unusable: None,
             next_commit: 1,
             num_commits: BEFORE_FIRST_COMMIT,
             ids_since: vec![0; num_tables],
-            counts: Shared::new(context, 2 * COUNTS_WORDS * num_tables + 2)?,
-            num_noted: 0,
-            sweep_memory: None,
-            swept: context
-                .new_event(Some(CU_EVENT_DISABLE_TIMING))
-                .map_err(driver_error("making an event"))?,
+            sweep_memory: SweepMemory::default(),
             report: Shared::new(context, REPORT_WORDS + 2 * COUNTS_WORDS * num_tables)?,
             resolved,
             prepared: Buffer::new(context, workspace.num_optimizers() * PREPARED_WORDS)?,
@@ -285,12 +265,8 @@ impl GpuGroup {
         &self.tables[number]
     }
 
-    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device. An error after which the group cannot
-    /// be used stays.
+    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device.
     pub fn take_fault(&mut self) -> Option<Error> {
-        if self.unusable.is_some() {
-            return self.unusable.clone();
-        }
         let fault = &self.workspace.fault;
         let kind = fault.get(word_of!(Fault, kind));
         if kind == FaultKind::None as u32 {

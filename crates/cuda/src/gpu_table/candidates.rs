@@ -110,9 +110,7 @@ impl Candidates {
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.table.index.num_bytes()
-            + self.table.arena.num_bytes()
-            + self.table.released_on_device.num_bytes()
+        self.table.index.num_bytes() + self.table.arena.num_bytes() + self.table.ring.num_bytes()
     }
 
     /// Returns a number above those of all candidates, and the same as far as the device has reported.

@@ -4,6 +4,7 @@ use sok_core::contract::table::CheckMode;
 use sok_core::error::{Error, Result};
 
 use super::{GpuTable, SPARE_NUMBERS};
+use crate::abi::Released;
 use crate::device::Stream;
 
 /// Numbers of removed rows are given out again, instead of getting memory, if they are this part of all numbers.
@@ -26,13 +27,14 @@ impl GpuTable {
 
     /// Returns a number above all record numbers that were in use when the device last reported.
     pub(crate) fn known_numbers(&self) -> u64 {
-        let taken = u64::from(self.reported.taken).saturating_sub(self.released.len() as u64);
-        self.max_numbers().min(u64::from(self.fresh) + taken)
+        let Released { base, count, fresh, .. } = self.reported.released;
+        self.max_numbers().min(fresh + (self.reported.taken - base).saturating_sub(count))
     }
 
     /// Returns the maximum number of record numbers, record 0 included, after `more` keys have been inserted.
     pub(super) fn numbers_for(&self, more: u64) -> u64 {
-        u64::from(self.fresh) + (self.max_taken + more).saturating_sub(self.released.len() as u64)
+        let Released { base, count, fresh, .. } = self.reported.released;
+        fresh + (self.max_taken + more - base).saturating_sub(count)
     }
 
     /// Gets memory for this many record numbers, and with `spare` for some more.
@@ -55,47 +57,43 @@ impl GpuTable {
         self.arena.grow(numbers as usize * 16 * self.layout.stride, spare)
     }
 
-    /// Returns an upper bound of the number of rows.
-    pub(super) fn max_rows(&self) -> u64 {
-        (self.len_before + self.max_taken as i64) as u64
-    }
-
     /// Returns whether this many new keys certainly fit into index and memory as they are.
     pub(crate) fn has_room(&self, new_keys: u64) -> bool {
-        let rows = self.max_rows() + new_keys;
+        let rows = self.max_rows + new_keys;
         rows <= self.index.capacity() as u64 && self.numbers_for(new_keys) <= self.num_numbers()
     }
 
     /// Returns the maximum number of new keys of a call with this many ids.
     pub(crate) fn max_new(&self, ids: u64) -> u64 {
-        let rows = self.max_rows();
+        let rows = self.max_rows;
         ids.min(self.config.vocabulary_size.unwrap_or(u64::MAX).max(rows) - rows)
     }
 
     /// Returns whether this many new keys might exceed the maximum capacity.
     pub(crate) fn may_refuse(&self, new_keys: u64) -> bool {
-        self.max_rows() + new_keys > self.config.capacity()
+        self.max_rows + new_keys > self.config.capacity()
     }
 
-    /// Returns whether a call with this many ids may insert first and then remove as many rows as are too many. For a while there must be
-    /// memory for both.
-    pub(crate) fn may_exceed(&self, ids: u64) -> bool {
-        self.config.eviction.is_some() && ids <= self.config.capacity() / 2 + SPARE_NUMBERS as u64
-    }
-
-    /// Returns how many rows are too many, if the device has given out so many record numbers.
-    pub(crate) fn excess(&self, taken: u32) -> u64 {
-        ((self.len_before + i64::from(taken)) as u64).saturating_sub(self.config.capacity())
+    /// Returns whether a call with this many ids may insert first, and then have the device remove as many rows as are too many. For a while there
+    /// must be memory for both. The host does not learn how many rows may go, so there must be enough for sure. `unapplied`: as for `max_used`.
+    pub(crate) fn may_exceed(&self, ids: u64, unapplied: u64) -> bool {
+        let capacity = self.config.capacity();
+        self.config.eviction.is_some()
+            && ids <= capacity / 2 + SPARE_NUMBERS as u64
+            && ids + self.max_used(unapplied) <= capacity
     }
 
     /// Returns the number of new keys that the maximum capacity certainly allows; the largest number without a maximum.
     pub(crate) fn room_left(&self) -> u64 {
-        self.config.max_capacity.map_or(u64::MAX, |capacity| capacity.saturating_sub(self.max_rows()))
+        self.config.max_capacity.map_or(u64::MAX, |capacity| capacity.saturating_sub(self.max_rows))
     }
 
-    /// Raises the upper bound of taken numbers for a call that inserts the missing keys of this many ids.
+    /// Raises the upper bounds of taken numbers and of rows for a call that inserts the missing keys of this many ids.
     pub(crate) fn expect(&mut self, ids: u64) {
-        self.max_taken += self.max_new(ids);
+        let new = self.max_new(ids);
+        self.max_taken += new;
+        // Rows beyond the capacity are gone at the end of the call.
+        self.max_rows = (self.max_rows + new).min(self.config.capacity().max(self.max_rows));
     }
 
     /// Returns the maximum number of new keys of this call and two more calls with this many ids, as far as the capacity allows.
@@ -105,7 +103,7 @@ impl GpuTable {
         if self.is_short {
             return self.max_new(ids);
         }
-        let rows = self.max_rows();
+        let rows = self.max_rows;
         self.max_new(3 * ids).min(self.config.capacity().max(rows) - rows).max(self.max_new(ids))
     }
 
@@ -117,7 +115,7 @@ impl GpuTable {
         if is_short && self.reusable.len() as u64 >= self.num_numbers() / RECLAIMED {
             self.reclaim()?;
         }
-        let rows = self.max_rows();
+        let rows = self.max_rows;
         let keys = self.index.capacity() as u64;
         if rows + soon > keys {
             let most = self.config.capacity().saturating_add(soon);

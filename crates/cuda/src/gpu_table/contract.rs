@@ -14,8 +14,9 @@ use sok_core::key::Key;
 use sok_core::memory;
 
 use super::record::{DeviceLayout, RowKind};
+use super::released::Ring;
 use super::{GpuTable, WAITING, arena, evictor};
-use crate::abi::{DeviceFields, TAKEN};
+use crate::abi::DeviceFields;
 use crate::index::Index;
 use crate::memory::Buffer;
 use crate::step;
@@ -43,8 +44,8 @@ impl Contents for GpuTable {
 
     fn len(&self) -> Result<usize> {
         self.device.synchronize()?;
-        let taken = self.index.counters.read(TAKEN, 1)?[0];
-        Ok((self.len_before + i64::from(taken)) as usize)
+        let counts = self.counts()?;
+        Ok((counts.taken - counts.gone) as usize)
     }
 
     fn update_rule(&self) -> Option<&Update> {
@@ -185,14 +186,15 @@ impl Table for GpuTable {
         if let (Some(empty), Some(candidates)) = (&mut candidates, &self.candidates) {
             empty.step = candidates.step;
         }
+        let ring = Ring::new(&self.device.context, 1)?;
         let mut empty = evictor(&self.device, &self.config)?;
         if let (Some(empty), Some(evictor)) = (&mut empty, &mut self.evictor) {
             empty.step = evictor.read_step()?;
             empty.commits = std::mem::take(&mut evictor.commits);
             empty.write_progress()?;
         }
-        self.reset(index, arena, empty, candidates);
-        Ok(())
+        self.reset(index, arena, ring, empty, candidates);
+        self.write_released()
     }
 
     fn explain(&self, key: Key) -> Result<Explanation> {
@@ -205,10 +207,7 @@ impl Table for GpuTable {
             return Ok(Explanation::Present { score });
         }
         match self.candidates.as_ref().map_or(Ok(0), |candidates| candidates.sights(key))? {
-            0 => Ok(self
-                .evictor
-                .as_ref()
-                .map_or(Explanation::Absent, |evictor| evictor.departures.explain(key))),
+            0 => self.explain_absent(key),
             sights => Ok(Explanation::Filtered { sights }),
         }
     }
@@ -320,29 +319,15 @@ impl Table for GpuTable {
         })?;
         self.wait()?;
         other.wait()?;
-        let room = other.room_to_release(0)?;
-        other.release(room, WAITING)?;
-        other.device.synchronize()?;
+        other.release()?;
         self.reserve_taken_steps(other.num_records())?;
-        let GpuTable {
-            config,
-            index,
-            arena,
-            layout,
-            update,
-            released,
-            released_on_device,
-            fresh,
-            len_before,
-            evictor,
-            candidates,
-            ..
-        } = other;
-        self.reset(index, arena, evictor, candidates);
+        let GpuTable { config, index, arena, layout, update, ring, reported, evictor, candidates, .. } =
+            other;
+        self.reset(index, arena, ring, evictor, candidates);
         self.config.seed = config.seed;
-        (self.layout, self.update, self.released, self.released_on_device) =
-            (layout, update, released, released_on_device);
-        (self.fresh, self.len_before) = (fresh, len_before);
+        (self.layout, self.update, self.reported) = (layout, update, reported);
+        (self.max_taken, self.max_rows) = (reported.taken, self.rows());
+        self.counted = [reported.taken, reported.evicted];
         self.start_rows(WAITING)?;
         self.device.synchronize()
     }

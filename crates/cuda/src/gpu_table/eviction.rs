@@ -44,8 +44,8 @@ pub(crate) struct Evictor {
     /// The saved lookups of the table. References to those that the group has forgotten are dead.
     pub lookups: Vec<Weak<dyn InProgress>>,
     pub departures: Departures,
-    /// Memory of a sweep, for the next one.
-    pub sweep_memory: Option<SweepMemory>,
+    /// Memory of sweeps of this table alone.
+    pub sweep_memory: SweepMemory,
     /// Memory for the list of rows whose time is over.
     pub expired: Option<ExpiredList>,
     /// The last commit that removes such rows, if the host has not read which.
@@ -68,7 +68,7 @@ impl Evictor {
             number: 0,
             lookups: Vec::new(),
             departures: Departures::default(),
-            sweep_memory: None,
+            sweep_memory: SweepMemory::default(),
             expired: None,
             unread: None,
         };
@@ -88,7 +88,7 @@ impl Evictor {
     }
 
     pub fn num_bytes(&self) -> usize {
-        let sweeps = self.sweep_memory.as_ref().map_or(0, SweepMemory::num_bytes);
+        let sweeps = self.sweep_memory.num_bytes();
         let expired = self.expired.as_ref().map_or(0, ExpiredList::num_bytes);
         self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + sweeps + expired
     }
@@ -109,7 +109,7 @@ impl Evictor {
         Sweep {
             uses: self.uses.address(),
             keys: self.keys.address(),
-            settled_commit: self.commits.settled,
+            progress: self.on_device.address(),
             ..Sweep::default()
         }
     }

@@ -134,7 +134,6 @@ impl GpuTable {
         if count == 0 {
             return Ok(());
         }
-        self.len_before -= count as i64;
         self.note(Outcomes { expired: count as u64, ..Outcomes::default() });
         // If not all keys are known that went, no increment can have them.
         let mut rows = self.all_expired(count, rows).inspect_err(|_| self.forget_changes())?;
@@ -192,8 +191,6 @@ impl GpuTable {
     /// As `take_expired`.
     pub(super) fn reclaim(&mut self) -> Result<()> {
         self.count_steps()?;
-        let room = self.room_to_release(0)?;
-        self.release(room, WAITING)?;
-        self.device.synchronize()
+        self.release()
     }
 }

@@ -8,7 +8,7 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-use super::sweep::Sweeps;
+use super::sweep::Chosen;
 use super::uses::UsedRecords;
 use super::{GpuTable, Room, WAITING, no_place};
 use crate::abi::{FIND_THREADS, NEW, Overflow, TABLE_THREADS};
@@ -72,10 +72,12 @@ impl GpuTable {
     }
 
     /// Enqueues the insertion of keys without a record. `keys`, `records` and `overflow` are as for `launch_look_up`. All keys must
-    /// be within the vocabulary. Waits only if memory must grow.
+    /// be within the vocabulary. If the table has an eviction policy, a use of each record is counted, and rows beyond the maximum capacity are
+    /// removed. Waits only if memory must grow.
     ///
     /// # Errors
-    /// [`Error::Device`] if there is not enough memory. No key has changed then.
+    /// [`Error::Device`] if there is not enough memory, [`Error::Argument`] if there may be more keys than a full table can make room for. No
+    /// key has changed then.
     ///
     /// # Safety
     /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
@@ -88,14 +90,44 @@ impl GpuTable {
         stream: Stream,
     ) -> Result<()> {
         let ids = n as u64;
-        if !self.has_room(self.max_new(ids)) {
+        let fills = |table: &GpuTable| table.may_refuse(table.max_new(ids));
+        let removed = self.most_swept(ids);
+        let is_tight = |table: &GpuTable| {
+            let lacks_ring = fills(table) && !(table.may_exceed(ids, 0) && table.ring_has_room(removed));
+            !table.has_room(table.max_new(ids)) || lacks_ring
+        };
+        if is_tight(self) {
             self.device.synchronize()?;
             self.learn()?;
-            self.make_room(self.max_new(ids), self.max_new_soon(ids), stream)?;
+            let keeps = self.config.keeps_removed() || self.config.out_of_vocabulary_key.is_some();
+            if fills(self) && (keeps || !self.may_exceed(ids, 0)) {
+                return Err(Error::argument(
+                    "a full table must have an eviction policy that keeps no rows, no out-of-vocabulary key, and room for twice as many keys",
+                ));
+            }
+            if !self.has_room(self.max_new(ids)) {
+                self.make_room(self.max_new(ids), self.max_new_soon(ids), stream)?;
+            }
+            if fills(self) && !self.ring_has_room(removed) {
+                self.make_room_in_ring(removed)?;
+            }
         }
+        let exceeds = fills(self);
         self.expect(ids);
+        let used = UsedRecords { address: records, count: n };
+        let planned = if exceeds { self.plan_sweep(ids, 0, used, None, None)? } else { None };
+        let (device, planned) = (self.device.clone(), planned.as_slice());
+        if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
+            evictor.sweep_memory.prepare(&device, planned, stream)?;
+        }
         // SAFETY: The caller guarantees it.
         unsafe { self.launch_look_up(keys, records, n, true, overflow, stream) }?;
+        if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
+            evictor.sweep_memory.sweep(&device, planned, |_| (), stream)?;
+        }
+        planned.iter().for_each(|planned| self.note_sweep(planned.sweep()));
+        // SAFETY: The caller guarantees it.
+        unsafe { self.count_records(records, 0, n, stream) }?;
         self.reserve_soon();
         Ok(())
     }
@@ -120,15 +152,15 @@ impl GpuTable {
         Ok(absent.filter(|key| seen.insert(*key)).collect())
     }
 
-    /// Removes the rows that a sweep of this table alone has chosen for new keys, and inserts as many of the keys as fit, in their order. The device must be
+    /// Removes the rows that `sweep_for` has chosen for new keys, and inserts as many of the keys as fit, in their order. The device must be
     /// idle.
     pub(crate) fn admit(
         &mut self,
         room: &Room,
         new_keys: &[Key],
-        sweeps: Option<Sweeps>,
+        chosen: Option<Chosen>,
     ) -> Result<Outcomes> {
-        let evicted = self.end_own_sweep(sweeps)?;
+        let evicted = self.end_sweep(chosen)?;
         let left = self.config.capacity().saturating_sub(self.rows()) as usize;
         let admitted = new_keys.len().min(left);
         self.insert(room, &new_keys[..admitted])?;
@@ -166,12 +198,10 @@ impl GpuTable {
         let new = self.absent(room, keys)?;
         let mut outcomes = Outcomes::default();
         if insert {
-            let sweeps = self.sweep_for(new.len() as u64, room.used(keys.len()))?;
-            self.check_capacity(
-                new.len() as u64,
-                sweeps.as_ref().map_or(0, |sweeps| sweeps.num_removable(0)),
-            )?;
-            outcomes = self.admit(room, &new, sweeps)?;
+            let num_new = new.len() as u64;
+            let chosen = self.sweep_for(num_new, room.used(keys.len()))?;
+            let chosen = self.check_sweep(num_new, chosen)?;
+            outcomes = self.admit(room, &new, chosen)?;
         } else {
             outcomes.refused = new.len() as u64;
         }

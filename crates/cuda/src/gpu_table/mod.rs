@@ -14,6 +14,7 @@ mod keys;
 pub(crate) mod missed_steps;
 pub(crate) mod record;
 mod records;
+mod released;
 pub(crate) mod sweep;
 pub(crate) mod uses;
 
@@ -24,7 +25,7 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 use sok_core::initializer::Initializer;
 
-use crate::abi::{self, InitializerKind, TableCounts, word_of};
+use crate::abi::{self, InitializerKind, Released, TableCounts, word_of};
 use crate::device::{Device, Stream};
 use crate::index::{Index, LOAD};
 use crate::kernels::TABLE;
@@ -35,6 +36,7 @@ use changes::Changes;
 use eviction::Evictor;
 use missed_steps::TakenSteps;
 use record::{DeviceLayout, RowKind};
+use released::Ring;
 
 /// The stream of operations that wait for their results: the default stream of the device.
 const WAITING: Stream = Stream::DEFAULT;
@@ -53,28 +55,21 @@ pub struct GpuTable {
     pub(crate) layout: DeviceLayout,
     index: Index,
     arena: Arena,
-    /// Record numbers that are given out again, before those from `fresh` on.
-    released: Vec<u32>,
-    released_on_device: Buffer<u32>,
-    /// The list before that one, whose memory the next one takes. Tables without an eviction policy keep none.
-    spare_released: Option<Buffer<u32>>,
-    /// The numbers that were last copied there.
-    released_copy: Vec<u32>,
-    fresh: u32,
-    /// Number of rows minus `Counters::taken`.
-    len_before: i64,
+    /// Record numbers that are given out again.
+    ring: Ring,
     /// Upper bound of `Counters::taken`.
-    pub(crate) max_taken: u64,
-    /// Part of `Counters::taken` that `stats` contains.
-    counted: u32,
+    max_taken: u64,
+    /// Upper bound of the number of rows.
+    max_rows: u64,
+    /// Parts of `Counters::taken` and `Counters::evicted` that `stats` contains.
+    counted: [u64; 2],
     /// Whether there was no memory for the keys of later calls.
     is_short: bool,
     /// Number of record numbers that `reserve_soon` must get memory for; 0: none.
     numbers_soon: u64,
-    /// The counts that the device last reported, without a wait for the device. All but `taken` are counted since
-    /// [`GpuTable::count_steps`].
+    /// The counts that the device last reported, or that the host last read. The last four are counted since [`GpuTable::count_steps`].
     reported: TableCounts,
-    /// Whether the counts on the device were reset after the last commit was enqueued. Its report is out of date then.
+    /// Whether the host has read the counts after the last commit was enqueued. Its report is out of date then.
     is_recounted: bool,
     /// Keys that were admitted for steps, which count them as found.
     admitted: u64,
@@ -135,10 +130,7 @@ impl GpuTable {
         let mut table = GpuTable {
             index: Index::new(device, rows, load, WAITING)?,
             arena: arena(device, &config, layout.stride)?,
-            released: Vec::new(),
-            released_on_device: Buffer::new(&device.context, 1)?,
-            spare_released: None,
-            released_copy: Vec::new(),
+            ring: Ring::new(&device.context, 1)?,
             evictor: evictor(device, &config)?,
             candidates: GpuTable::first_candidates(device, &config)?,
             taken: None,
@@ -147,13 +139,12 @@ impl GpuTable {
             config,
             update: None,
             layout,
-            fresh: 1,
-            len_before: 0,
             max_taken: 0,
-            counted: 0,
+            max_rows: 0,
+            counted: [0; 2],
             is_short: false,
             numbers_soon: 0,
-            reported: TableCounts::default(),
+            reported: counts_of_none(),
             is_recounted: false,
             admitted: 0,
             retired: Vec::new(),
@@ -165,6 +156,7 @@ impl GpuTable {
             has_moved: true,
             out_of_vocabulary_row: 0,
         };
+        table.write_released()?;
         table.reserve_numbers(table.numbers_for(rows as u64), false)?;
         device.synchronize()?;
         Ok(table)
@@ -176,7 +168,8 @@ impl GpuTable {
             index: self.index.descriptor(),
             initializer: initializer(&self.config),
             records: self.arena.address(),
-            released: self.released_on_device.address(),
+            released: self.ring.address(),
+            ring_mask: self.ring.mask(),
             last_key: self.config.vocabulary_size.map_or(u64::MAX, |size| size - 1),
             stride: self.layout.stride as u32,
             quads: abi::quads(self.config.dim) as u32,
@@ -184,8 +177,6 @@ impl GpuTable {
             states: RowKind::of(&self.config).states() as u32,
             row_type: self.config.row_type as u32,
             optimizer: self.config.optimizer as u32,
-            num_released: self.released.len() as u32,
-            fresh: self.fresh,
             first_state: self.layout.first_state,
             missing: self.config.missing as u32,
             kind,
@@ -244,9 +235,9 @@ impl GpuTable {
         })
     }
 
-    /// Returns the number of rows when numbers were last counted.
+    /// Returns the number of rows, as far as is known.
     fn rows(&self) -> u64 {
-        (self.len_before + i64::from(self.counted)) as u64
+        self.reported.taken - self.reported.gone
     }
 }
 
@@ -262,6 +253,11 @@ pub(crate) fn no_place(table: &str) -> Error {
 fn numbers_of(config: &TableConfig) -> usize {
     let rows = config.capacity().min(config.vocabulary_size.unwrap_or(u64::MAX)) as usize;
     rows.saturating_mul(2).saturating_add(SPARE_NUMBERS)
+}
+
+/// The counts of an empty table. Record 0 belongs to no key.
+fn counts_of_none() -> TableCounts {
+    TableCounts { released: Released { fresh: 1, ..Released::default() }, ..TableCounts::default() }
 }
 
 /// Reserves addresses for the records of a table.

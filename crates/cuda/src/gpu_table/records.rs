@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use sok_core::contract::records::Records;
 use sok_core::error::{Error, Result};
@@ -13,8 +13,9 @@ use sok_core::memory;
 use super::candidates::Candidates;
 use super::eviction::Evictor;
 use super::record::{DeviceLayout, RowKind};
-use super::{GpuTable, PIECE, Room, WAITING, arena};
-use crate::abi::{self, DISTINCT, DeviceFields, TABLE_THREADS, TAKEN, TableCounts};
+use super::released::Ring;
+use super::{GpuTable, PIECE, Room, WAITING, arena, counts_of_none};
+use crate::abi::{self, DeviceFields, TABLE_THREADS};
 use crate::device::{Stream, launch, launch_next};
 use crate::index::Index;
 use crate::kernels::TABLE;
@@ -145,6 +146,7 @@ impl GpuTable {
     pub(crate) fn forget_lookups(&mut self, oldest: u64) {
         let is_over = |entry: &mut (u64, Vec<u32>)| entry.0 < oldest;
         self.retired.extract_if(.., is_over).for_each(|(_, records)| self.reusable.extend(records));
+        self.ring.forget_lookups(oldest);
     }
 
     /// Keeps the numbers of erased records until no lookup refers to them.
@@ -155,42 +157,6 @@ impl GpuTable {
         }
     }
 
-    /// Allocates device memory for the numbers that may be given out again after `more` records are erased.
-    pub(super) fn room_to_release(&mut self, more: usize) -> Result<Buffer<u32>> {
-        let len = self.released.len() + self.reusable.len() + more;
-        let spare = if self.evictor.is_some() { len / 2 } else { 0 };
-        match self.spare_released.take().filter(|spare| spare.len() >= len) {
-            Some(spare) => Ok(spare),
-            None => Buffer::uninit(&self.device.context, (len + spare).max(1)),
-        }
-    }
-
-    /// Enqueues writing to the device which numbers may be given out again, and resetting `Counters::taken`. The counts of the device must
-    /// be known.
-    pub(super) fn release(&mut self, room: Buffer<u32>, stream: Stream) -> Result<()> {
-        let taken = self.counted as usize;
-        let given_out = taken.min(self.released.len());
-        let mut released = self.released.split_off(given_out);
-        released.append(&mut self.reusable);
-        self.fresh += (taken - given_out) as u32;
-        self.len_before += taken as i64;
-        (self.counted, self.max_taken, self.reported) = (0, 0, TableCounts::default());
-        (self.released, self.has_moved) = (released, true);
-        self.released_copy.clone_from(&self.released);
-        // SAFETY: The room has a word for each number. The list stays as it is until the next call, which follows a wait.
-        unsafe {
-            stream.copy_to_device(
-                room.address(),
-                self.released_copy.as_ptr().cast(),
-                4 * self.released_copy.len(),
-            )
-        }?;
-        let before = std::mem::replace(&mut self.released_on_device, room);
-        self.spare_released = self.evictor.is_some().then_some(before);
-        // SAFETY: The word is one of the counters.
-        unsafe { stream.fill(self.index.counters.at(TAKEN), 0, 4) }
-    }
-
     /// Removes keys. Returns how many there were. The device must be idle, and its counts known.
     ///
     /// # Errors
@@ -199,7 +165,6 @@ impl GpuTable {
         let context = self.device.context.clone();
         let on_device = Buffer::from_slice(&context, keys)?;
         let erased = Buffer::<u32>::uninit(&context, keys.len())?;
-        let room = self.room_to_release(keys.len())?;
         self.reserve_removed(keys.len())?;
         let erase = self.device.kernel(&TABLE, "erase_keys")?;
         let (table, from, to, n) = (self.alone(), on_device.address(), erased.address(), keys.len() as u32);
@@ -210,44 +175,10 @@ impl GpuTable {
         let (erased, keys): (Vec<u32>, Vec<Key>) = erased.filter(|(record, _)| *record != 0).unzip();
         let words = self.read_changes(&erased)?;
         self.note_removed(keys.into_iter().zip(words));
-        self.end_erasing(&erased, room, WAITING)?;
-        self.device.synchronize()?;
-        Ok(erased.len())
-    }
-
-    /// Undoes the insertions of the last lookup. `keys`: among others, those that it has inserted. `before`: the counts before it. `taken`:
-    /// how many record numbers were given out after it. `were_hits`: as `are_hits` of `count_taken`. The device must be idle.
-    pub(crate) fn undo_insertions(
-        &mut self,
-        keys: &[Key],
-        before: TableCounts,
-        taken: u32,
-        were_hits: bool,
-    ) -> Result<()> {
-        self.count_taken(taken, were_hits);
-        let inserted = u64::from(taken - before.taken);
-        self.stats.outcomes.inserted -= inserted;
-        if were_hits {
-            self.admitted -= inserted;
-        }
-        let released = self.released.len() as u32;
-        let number =
-            |at: u32| self.released.get(at as usize).copied().unwrap_or_else(|| self.fresh + (at - released));
-        let numbers: HashSet<u32> = (before.taken..taken).map(number).collect();
-        let room = self.room(keys.len(), 0)?;
-        let records = self.look_up(&room, keys, false)?;
-        let new = keys.iter().zip(records).filter(|(_, record)| numbers.contains(record));
-        let new: Vec<Key> = new.map(|(key, _)| *key).collect();
-        self.remove(&new)?;
-        let distinct = [before.distinct as u32, (before.distinct >> 32) as u32];
-        self.index.counters.write(DISTINCT, &distinct)
-    }
-
-    /// Takes back the records of erased keys. The counts of the device must be known. `room`: as `room_to_release` returns it.
-    pub(super) fn end_erasing(&mut self, erased: &[u32], room: Buffer<u32>, stream: Stream) -> Result<()> {
+        self.count_gone(erased.len() as u64)?;
         self.retire(erased.iter().copied());
-        self.len_before -= erased.len() as i64;
-        self.release(room, stream)
+        self.release()?;
+        Ok(erased.len())
     }
 
     /// Returns these fields of records, dense. Waits for the device.
@@ -287,7 +218,7 @@ impl GpuTable {
     pub(super) fn lay_out(&mut self, update: Option<&Update>) -> Result<()> {
         let layout = DeviceLayout::new(update, RowKind::of(&self.config));
         let mut arena = arena(&self.device, &self.config, layout.stride)?;
-        let numbers = self.fresh + (self.counted as usize).saturating_sub(self.released.len()) as u32;
+        let numbers = self.known_numbers() as u32;
         let kept =
             self.num_numbers().max(u64::from(numbers)).min(u64::from(numbers) + self.config.initial_capacity);
         arena.grow(kept as usize * 16 * layout.stride, false)?;
@@ -311,22 +242,24 @@ impl GpuTable {
         Ok(())
     }
 
-    /// Empties the table, which takes over this index, this memory, these scores and these candidates.
+    /// Empties the table, which takes over this index, this memory, this ring, these scores and these candidates.
     pub(super) fn reset(
         &mut self,
         index: Index,
         arena: Arena,
+        ring: Ring,
         evictor: Option<Box<Evictor>>,
         candidates: Option<Box<Candidates>>,
     ) {
-        (self.index, self.arena, self.evictor, self.candidates) = (index, arena, evictor, candidates);
+        (self.index, self.arena, self.ring) = (index, arena, ring);
+        (self.evictor, self.candidates) = (evictor, candidates);
         self.changes = None;
-        self.released.clear();
         self.retired.clear();
         self.reusable.clear();
-        (self.fresh, self.len_before, self.max_taken, self.counted) = (1, 0, 0, 0);
-        self.reported = TableCounts::default();
-        self.numbers_soon = 0;
+        (self.reported, self.counted) = (counts_of_none(), [0; 2]);
+        (self.max_taken, self.max_rows, self.numbers_soon) = (0, 0, 0);
+        // The report of an earlier commit tells of what is gone.
+        self.is_recounted = true;
         self.generation += 1;
         self.has_moved = true;
     }

@@ -13,8 +13,23 @@ pub(crate) struct SortedIds {
     pub end: u32,
 }
 
+/// A commit whose report the host has not read. If its ticket is valid and names its only push, that lookup is no longer in progress, nor are older
+/// ones.
+#[derive(Clone, Copy)]
+pub(crate) struct Closing {
+    /// Address of its `Resolved`.
+    pub resolved: u64,
+    /// Row of the ticket that names the push.
+    pub row: u32,
+    /// Number of the push's lookup.
+    pub newest_lookup: u64,
+}
+
 /// A lookup of training.
 pub(crate) trait InProgress: Send + Sync {
+    /// Its number in the group.
+    fn number(&self) -> u64;
+
     /// The ids that it looked up in a table, if their gradients may still come and were not committed yet. `number`: of the table in
     /// its group.
     fn ids(&self, number: usize, generation: u64) -> Option<SortedIds>;

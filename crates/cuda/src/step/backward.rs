@@ -13,6 +13,7 @@ use super::places::CandidatePlaces;
 use super::sort_plan::SortPlan;
 use super::{Saved, SavedFeature, Workspace};
 use crate::abi::*;
+use crate::delivery;
 use crate::device::{Stream, driver_error, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::record::RowKind;
@@ -93,7 +94,7 @@ impl Workspace {
         stream: Stream,
     ) -> Result<()> {
         let values = [words(sides), words(copied), words(products)].concat();
-        let room = self.delivered_at_once(values.len());
+        let room = delivery::at_once(&self.device, values.len());
         let now = values.len().min(room);
         if now < values.len() {
             self.deliver(saved.sides + 4 * now as u64, &values[now..], (0, 0), None, stream)?;

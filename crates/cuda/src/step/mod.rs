@@ -32,18 +32,13 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::error::{Error, Result};
 
 use crate::abi::{self, *};
-use crate::device::{Device, Kernel, Stream, driver_error, launch_next};
+use crate::delivery::deliver;
+use crate::device::{Device, Kernel, Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::record::RowKind;
-use crate::kernels::CONTROL;
 use crate::memory::{Buffer, Shared, words};
 use crate::nvrtc::Source;
 use crate::profiler::Profiler;
-
-/// Payload size of `deliver` in words that every device can take in the parameters of a launch.
-const FEW: usize = 960;
-/// Larger payload sizes, for devices that take them. There are several, because unused words of a payload take time too.
-const MORE: [usize; 2] = [2016, 8128];
 
 pub use admission::AdmissionPart;
 pub use at_owner::{PooledGradients, shares_splits};
@@ -301,16 +296,7 @@ impl Workspace {
         if self.is_forked.take() { stream.wait(&self.join) } else { Ok(()) }
     }
 
-    /// Returns the payload size of `deliver` for this many words. It may be smaller, which takes several launches.
-    fn delivered_at_once(&self, words: usize) -> usize {
-        if words <= FEW || self.device.parameter_bytes <= 4096 {
-            return FEW;
-        }
-        MORE.into_iter().find(|room| words <= *room).unwrap_or(MORE[1])
-    }
-
-    /// Enqueues writing words to the device. `zeros`: address and number of words that are set to 0. `number`: an address, and the
-    /// number of a lookup that is written there.
+    /// Enqueues writing words to the device, as `delivery::deliver`.
     fn deliver(
         &self,
         to: u64,
@@ -319,29 +305,7 @@ impl Workspace {
         number: Option<(u64, u64)>,
         stream: Stream,
     ) -> Result<()> {
-        let room = self.delivered_at_once(values.len());
-        let deliver = self.device.kernel(&CONTROL, &format!("deliver<{room}>"))?;
-        let mut payload = vec![0u32; room];
-        // Without values there may be words to set to 0, or a number.
-        let empty = values.is_empty().then_some(values);
-        for (i, chunk) in values.chunks(room).chain(empty).enumerate() {
-            payload[..chunk.len()].copy_from_slice(chunk);
-            let (number_to, number) = number.filter(|_| i == 0).unwrap_or_default();
-            let (zeros, num_zeros) = if i == 0 { zeros } else { (0, 0) };
-            let delivery = Delivery {
-                to: to + 4 * (i * room) as u64,
-                zeros,
-                count: chunk.len() as u32,
-                num_zeros: num_zeros as u32,
-                number_to,
-                number: [number as u32, (number >> 32) as u32],
-                pad: [0; 2],
-            };
-            // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point
-            // to.
-            unsafe { launch_next!(deliver, stream, 1, 1024, delivery, payload[0]) }?;
-        }
-        Ok(())
+        deliver(&self.device, to, values, zeros, number, stream)
     }
 
     /// Writes the descriptors of all tables to the device if one of them is out of date.

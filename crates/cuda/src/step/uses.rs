@@ -141,18 +141,6 @@ impl Workspace {
         Ok(())
     }
 
-    /// Enqueues copying the counts of each table. `to`: address that takes a `TableCounts` for each. `flag`: address that then takes the
-    /// number of the call; or 0.
-    ///
-    /// # Errors
-    /// As `take_uses`.
-    pub fn note_counts(&self, to: u64, flag: u64, call: u64, stream: Stream) -> Result<()> {
-        let note = self.device.kernel(&SCORES, "note_counts")?;
-        let (tables, n) = (self.tables(), self.kinds.len() as u32);
-        // SAFETY: The arguments have the types of the kernel's parameters. Workspace or caller keep the memory that they point to.
-        unsafe { launch_next!(note, stream, 1, TABLE_THREADS, tables, n, to, flag, call) }
-    }
-
     /// Enqueues counting a use by each id of a lookup that is not one of training, where the policy of a table asks for that.
     ///
     /// # Errors

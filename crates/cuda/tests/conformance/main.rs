@@ -22,11 +22,14 @@ use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
-use sok_core::contract::table::{Contents, Explanation, Insertion, OutOfVocabulary, Table, TableConfig};
+use sok_core::contract::table::{
+    CheckMode, Contents, Explanation, Insertion, OutOfVocabulary, Outcomes, Table, TableConfig,
+};
 use sok_core::error::Error;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::table::HostTable;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_core::pool::Pool;
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
@@ -120,6 +123,111 @@ fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
     keys.sort_unstable();
     assert_eq!(keys, [2, 3, 4, 9]);
     assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
+}
+
+/// Small tables, and such that a sweep takes a sample of. The host waits for no sweep, except for those of rows that are kept.
+#[test]
+#[ignore = "needs a GPU"]
+fn full_tables_remove_the_rows_that_those_of_the_host_remove() {
+    for (seed, (capacity, len)) in (1..).zip([(300, 50), (3000, 600), (60_000, 9000), (150_000, 20_000)]) {
+        let scores =
+            [Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(3) }, Score::Custom];
+        let lifetime = Lifetime::Steps(9);
+        let config = |(t, score): (usize, Score)| TableConfig {
+            max_capacity: Some(capacity),
+            eviction: Some(Eviction { score, counts_inference: t == 1, keeps_evicted: t == 2 }),
+            time_to_live: (t % 2 == 0).then_some(TimeToLive { lifetime, keeps_expired: t == 2 }),
+            out_of_vocabulary_key: (t == 3).then_some(5),
+            check_mode: CheckMode::Count,
+            ..plain_config(&format!("t{t}"), 3)
+        };
+        let configs: Vec<TableConfig> = scores.into_iter().enumerate().map(config).collect();
+        let mut gpu = GpuSubject::new(&configs);
+        gpu.settles = false;
+        let mut subjects: [Box<dyn Subject>; 2] =
+            [Box::new(HostSubject::new(&configs, &POOL)), Box::new(gpu)];
+        for subject in &mut subjects {
+            subject.bind(binding(1, plain_update(SGD))).unwrap();
+        }
+        let (mut dice, mut fresh, mut number) = (Dice(seed), 1 << 40, 0);
+        let (mut pending, mut late) = (Vec::new(), None);
+        for step in 1..=40 {
+            let mut key = || {
+                fresh += 1;
+                if dice.below(4) == 0 { fresh } else { skewed_keys(&mut dice, 1, 2 * capacity)[0] }
+            };
+            let keys: Vec<Vec<u64>> = configs.iter().map(|_| (0..len).map(|_| key()).collect()).collect();
+            let input = |(t, keys): (usize, &Vec<u64>)| {
+                let scores = (t == 3).then(|| keys.iter().map(|key| (key % 1000) as i64).collect());
+                Input { scores, ..Input::plain(t, keys) }
+            };
+            let inputs: Vec<Input> = keys.iter().enumerate().map(input).collect();
+            let saves = step % 5 != 4;
+            let gradients = Arc::new(vec![vec![0.5; 3 * len]; configs.len()]);
+            let looked_up =
+                subjects.each_mut().map(|s| s.lookup(&inputs, Insertion::AtLookup, saves).unwrap());
+            for (t, (host, gpu)) in looked_up[0].1.iter().zip(&looked_up[1].1).enumerate() {
+                assert!(bits(host) == bits(gpu), "{capacity} rows, step {step}, table {t}");
+            }
+            if saves {
+                pending.push(looked_up[0].0);
+            }
+            // Sometimes a lookup is ahead of the commit of the one before it. Some commits come before their updates: in the end so many
+            // that not all keys fit. Some lookups have a second push, after the commit of the first one.
+            while pending.len() > usize::from(step % 3 == 0) {
+                let lookup = pending.remove(0);
+                number += 1;
+                let is_update = if step > 30 { step == 38 } else { number % 4 != 2 };
+                let named: Vec<_> = late.into_iter().chain([number]).map(|number| (number, 1.0)).collect();
+                late = (step % 7 == 0).then_some(number + 1);
+                for subject in &mut subjects {
+                    subject.push(number, lookup, &gradients, true, &[]).unwrap();
+                    subject.commit(&named, is_update).unwrap();
+                    let scalars = UpdateScalars { learning_rate: 0.05, step: number, factor: 1.0 };
+                    subject.apply(scalars, is_update).unwrap();
+                    late.map(|late| subject.push(late, lookup, &gradients, true, &[]).unwrap());
+                }
+                number = late.unwrap_or(number);
+            }
+            if step % 10 != 0 {
+                continue;
+            }
+            let [mut host, mut gpu] = subjects.each_mut().map(|subject| subject.tables_mut());
+            for (t, (host, gpu)) in host.iter_mut().zip(&mut gpu).enumerate() {
+                let at = format!("{capacity} rows, step {step}, table {t}");
+                assert!(scan(&**host, 4096) == scan(&**gpu, 4096), "{at}");
+                let [of_host, of_gpu] = [&host, &gpu].map(|table| table.stats().unwrap());
+                assert_eq!(of_host.outcomes, of_gpu.outcomes, "{at}");
+                assert_eq!(of_host.dropped_gradients, of_gpu.dropped_gradients, "{at}");
+                let Outcomes { evicted, expired, refused, .. } = of_host.outcomes;
+                assert!(
+                    step < 40 || (evicted > capacity / 4 && (capacity > 3000 || refused > 0)),
+                    "{at}: {of_host:?}"
+                );
+                assert!(step < 40 || t != 2 || expired > 0, "{at}: {of_host:?}");
+                for key in keys[t].iter().take(40).copied().chain(0..200) {
+                    assert_eq!(host.explain(key).unwrap(), gpu.explain(key).unwrap(), "{at}, key {key}");
+                }
+                if t == 1 {
+                    let removed = [&host, &gpu].map(|table| {
+                        let since = table.epoch_of(7).map(|epoch| table.removed_since(epoch).unwrap());
+                        let mut keys = since.unwrap_or_default();
+                        keys.sort_unstable();
+                        keys
+                    });
+                    assert!(removed[0] == removed[1], "{at}");
+                    assert!(step < 40 || !removed[0].is_empty(), "{at}");
+                    if step == 20 {
+                        host.track(7).and(gpu.track(7)).unwrap();
+                    }
+                }
+                if t == 2 {
+                    let [of_host, of_gpu] = [host.take_evicted().unwrap(), gpu.take_evicted().unwrap()];
+                    assert!(of_host == of_gpu && (step < 40 || !of_host.keys.is_empty()), "{at}");
+                }
+            }
+        }
+    }
 }
 
 /// A dump copies a part of the records at a time, and reads it through pinned memory.

@@ -11,7 +11,7 @@ use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Rule, Sgd};
-use sok_cuda::device::Stream;
+use sok_cuda::device::{Order, Stream};
 use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
 use sok_cuda::memory::{Buffer, times_asked};
@@ -44,7 +44,8 @@ fn any_formula(dice: &mut Dice) -> Update {
 fn pause(stream: Stream, cycles: u64) {
     let delay = DEVICE.kernel(&DELAY, "delay").unwrap();
     // SAFETY: The kernel has this one parameter, and accesses no memory.
-    unsafe { delay.launch(stream, (1, 1, 0), false, &mut [(&raw const cycles).cast_mut().cast()]) }.unwrap();
+    unsafe { delay.launch(stream, (1, 1, 0), Order::After, &mut [(&raw const cycles).cast_mut().cast()]) }
+        .unwrap();
 }
 
 /// Delays the stream by up to a tenth of a millisecond.

@@ -272,15 +272,12 @@ impl ShardedGpuGroup {
         let serving = self.serving(requests, starts.as_deref(), stream);
         let Serving { features, mut served, remote } = self.fatal(serving)?;
         let LookupMode { insertion, save } = mode;
-        // A table that removes rows may insert first only if the numbers of keys are known, since the host reads the keys if it must undo.
-        let exceeds = must_agree;
         let mut agreed = None;
         let mut vote = || agreed.insert(agree(&*peers.communicator, tag.at(1), Ok(()))).clone();
         let vote: Option<&mut dyn FnMut() -> Result<()>> = if must_agree { Some(&mut vote) } else { None };
         let of_ranks = OfRanks { remote: remote.as_ref(), vote };
         // SAFETY: The addresses are of windows, which live until their ranks have seen all flags of this call, or of received keys.
-        let looked_up =
-            unsafe { self.shard.look_up(&features, insertion, save, None, of_ranks, exceeds, stream) };
+        let looked_up = unsafe { self.shard.look_up(&features, insertion, save, None, of_ranks, stream) };
         let looked_up = match (looked_up, agreed) {
             // This rank tells the others of its error.
             (Err(error), None) if must_agree => agree(&*peers.communicator, tag.at(1), Err(error)),
