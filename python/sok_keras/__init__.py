@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from sok_keras.strings import string_keys
 
 __all__ = [
+    "SGD",
     "CorruptDumpError",
     "DeviceError",
     "DistributedEmbedding",
@@ -85,7 +86,9 @@ __all__ = [
     "TicketError",
     "UnknownChangesError",
     "UnwrappedOptimizerError",
+    "Variable",
     "__version__",
+    "all2all_dense_embedding",
     "all_reduce",
     "assign",
     "barrier",

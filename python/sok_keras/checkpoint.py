@@ -16,11 +16,13 @@ from sok_keras.backend.private_keras import flatten_layers
 from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of
+from sok_keras.static_variables import Variable
 from sok_keras.table import Table
 from sok_keras.variables import DynamicVariable
 
 # A model is a layer to Keras; in a list it is refused.
-Source: TypeAlias = keras.layers.Layer | Table | Sequence[keras.layers.Layer | Table]
+_Part: TypeAlias = keras.layers.Layer | Table | DynamicVariable | Variable
+Source: TypeAlias = _Part | Sequence[_Part]
 
 # How often a dump that new ones replace while it is read is read anew.
 _ATTEMPTS = 32
@@ -46,6 +48,7 @@ class LoadReport:
 def dump(
     path: Path,
     source: Source,
+    optimizer: keras.optimizers.Optimizer | None = None,
     *,
     tables: Sequence[str] | None = None,
     overwrite: bool = True,
@@ -58,6 +61,7 @@ def dump(
 def dump(
     path: Path,
     source: Source,
+    optimizer: keras.optimizers.Optimizer | None = None,
     *,
     tables: Sequence[str] | None = None,
     overwrite: bool = True,
@@ -69,6 +73,7 @@ def dump(
 def dump(
     path: Path,
     source: Source,
+    optimizer: keras.optimizers.Optimizer | None = None,
     *,
     tables: Sequence[str] | None = None,
     overwrite: bool = True,
@@ -90,7 +95,8 @@ def dump(
 
     Args:
         path: A directory. It is made if it does not exist.
-        source: A `Model`, a layer, a `Table`, or a list of layers and tables.
+        source: A `Model`, a layer, a `Table`, a `DynamicVariable`, a `Variable`, or a list of them without models.
+        optimizer: Not needed, since tables have the states of their rows. It is for programs that were written for SparseOperationKit.
         tables: Names of the tables to write, as in `Table.name`: `"layer"` for a `DynamicEmbedding`, `"layer/table"` for a
             `DistributedEmbedding`. None: all.
         overwrite: Whether an existing dump is replaced.
@@ -109,6 +115,7 @@ def dump(
             `DumpHandle.result` raises it.
         MemoryError, DeviceError: Without `wait`, if there is not enough memory for the copies.
     """
+    _check_optimizer(optimizer, source)
     return _write(path, source, tables, overwrite, states, None, wait)
 
 
@@ -187,6 +194,7 @@ def dump_increment(
 
 def _write(path, source, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
+    source, _ = _with_copies(source)
     chosen = _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
     for table in chosen:
@@ -204,6 +212,7 @@ def _write(path, source, tables, overwrite, states, since, wait):
 def load(
     path: Path,
     source: Source | Mapping[str, Table],
+    optimizer: keras.optimizers.Optimizer | None = None,
     *,
     tables: Sequence[str] | None = None,
     mode: str = "replace",
@@ -227,6 +236,7 @@ def load(
         path: The dump's directory.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables. Or a dict: names of the dump's tables, and the `Table` to
             read each into, whatever its name and layer.
+        optimizer: As for `dump`.
         tables: Names of the tables of `source` to read into, as for `dump`. None: all. A dict has all that are read.
         mode: `"replace"` to replace all rows, `"merge"` to add the rows of the dump, which overwrite rows of the same key.
         states: Whether optimizer states are read. If not, they are reset.
@@ -244,15 +254,25 @@ def load(
     """
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
+    _check_optimizer(optimizer, source)
+    source, copies = _with_copies(source)
     if isinstance(source, Mapping):
         names, chosen = _named(source, tables)
     else:
         names, chosen = None, _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
+    report = _load_newest(path, source, chosen, names, mode, states)
+    for variable, table in copies:
+        if table in chosen:
+            variable.take(table)
+    return report
+
+
+def _load_newest(path, *arguments):
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(native.DumpReplacedError):
-            return _load(path, source, chosen, names, mode, states)
-    return _load(path, source, chosen, names, mode, states)
+            return _load(path, *arguments)
+    return _load(path, *arguments)
 
 
 def _load(path, source, chosen, names, mode, states):
@@ -295,6 +315,31 @@ def layers_of(layer):
     return [found for found in flatten_layers(layer) if isinstance(found, TableLayer)]
 
 
+def _check_optimizer(optimizer, source):
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"`optimizer` must be a Keras optimizer or None. Received: {optimizer!r}")
+    parts = source if isinstance(source, list | tuple) else [source]
+    names = [part.name for part in parts if isinstance(part, Variable)]
+    if names:
+        warnings.warn(
+            f"The optimizer has the states of {names}, which a dump does not have. `tf.train.Checkpoint` saves them",
+            stacklevel=3,
+        )
+
+
+def _with_copies(source):
+    """Returns a source with a table of the rows in place of each `Variable`, and the pairs of them."""
+    if isinstance(source, Variable):
+        source = [source]
+    if not isinstance(source, list | tuple):
+        return source, []
+    copies = [(part, part.as_table()) for part in source if isinstance(part, Variable)]
+    tables = {id(variable): table for variable, table in copies}
+    return [tables.get(id(part), part) for part in source], copies
+
+
 def _tables_of(source):
     is_list = isinstance(source, list | tuple)
     found = []
@@ -309,7 +354,9 @@ def _tables_of(source):
         elif isinstance(part, keras.layers.Layer):
             found += [table for layer in layers_of(part) for table in layer._core.tables]
         else:
-            raise ValueError(f"`source` must be a Model, a layer, a Table or a list of them. Received: {part!r}")
+            raise ValueError(
+                f"`source` must be a Model, a layer, a Table, a variable of this package or a list of them. Received: {part!r}"
+            )
     found = list(dict.fromkeys(found))
     if not found:
         raise ValueError("`source` has no embedding tables of sok_keras")

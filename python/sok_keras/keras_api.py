@@ -6,15 +6,24 @@ from sok_keras.feature_config import FeatureConfig
 from sok_keras.keras_extensions import extend_keras
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.layers.dynamic_embedding import DynamicEmbedding
-from sok_keras.optimizer import OptimizerWrapper
+from sok_keras.optimizer import SGD, OptimizerWrapper
 from sok_keras.prefetching import prefetch
 from sok_keras.profile import Profile
 from sok_keras.shards import shard
+from sok_keras.static_variables import Variable
 from sok_keras.table import EvictedRows, Explanation, Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
-from sok_keras.variables import DynamicVariable, assign, export, filter_variables, lookup_sparse
+from sok_keras.variables import (
+    DynamicVariable,
+    all2all_dense_embedding,
+    assign,
+    export,
+    filter_variables,
+    lookup_sparse,
+)
 
 __all__ = [
+    "SGD",
     "DistributedEmbedding",
     "DynamicEmbedding",
     "DynamicVariable",
@@ -29,6 +38,8 @@ __all__ = [
     "TableConfig",
     "TableContents",
     "TableStats",
+    "Variable",
+    "all2all_dense_embedding",
     "assign",
     "callbacks",
     "dump",

@@ -19,6 +19,7 @@ from sok_keras.backend.private_keras import (
 )
 from sok_keras.general import GeneralUpdate
 from sok_keras.optimizers import core_rule
+from sok_keras.static_variables import Variable
 from sok_keras.table_optimizers import (
     core_update,
     count_update,
@@ -46,6 +47,20 @@ def _as_float(value: Any) -> Any:
 
 def _tensor(value: Any) -> Any:
     return value if ops.is_tensor(value) else ops.convert_to_tensor(value, dtype="float32")
+
+
+def _divided(gradient: Any, divisor: int) -> Any:
+    """Returns a gradient, which may be `tf.IndexedSlices`, divided by a number."""
+    if not hasattr(gradient, "indices"):
+        return gradient / divisor
+    return type(gradient)(gradient.values / divisor, gradient.indices, gradient.dense_shape)
+
+
+def _whole(gradient: Any, variable: Any) -> Any:
+    """Returns the gradient of all elements of a variable. It may be `tf.IndexedSlices`."""
+    if not hasattr(gradient, "indices"):
+        return gradient
+    return ops.scatter(ops.expand_dims(gradient.indices, 1), gradient.values, tuple(variable.shape))
 
 
 def _sum_of_squares(tensors: list) -> Any:
@@ -175,12 +190,18 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         variables = with_triggers([None] * len(variables), variables)[1]
         inner = self.inner_optimizer
         dense = [v for v in variables if _core_of(v) is None]
+        copied = [v for v in dense if not isinstance(v, Variable)]
+        if inner.global_clipnorm and len(copied) < len(dense) and _world_size() > 1:
+            raise ValueError(
+                "`global_clipnorm` must be None for a `sok_keras.Variable` of many ranks, each of which has the gradients of its own rows. Received: "
+                f"global_clipnorm={inner.global_clipnorm!r}"
+            )
         with backend.eager_scope():
-            distributed.equalize(dense)
+            distributed.equalize(copied)
         inner.build(dense)
         super().build(variables)
-        if self._sums_over_ranks() and dense:
-            self._tables.sums = backend.watch_gradients(dense, self._divisor())
+        if self._sums_over_ranks() and copied:
+            self._tables.sums = backend.watch_gradients(copied, self._divisor())
         triggers = [v for v in variables if _core_of(v) is not None]
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
         updates = [self.update_for(trigger) for trigger in triggers]
@@ -254,7 +275,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         dense = [(g, v) for g, v in pairs if _core_of(v) is None and g is not None]
         if not tickets and not dense:
             raise ValueError(
-                f"No gradients provided for any variable. Received: variables {[v.path for v in trainable_variables]}"
+                f"No gradients provided for any variable. Received: variables {[getattr(v, 'path', v.name) for v in trainable_variables]}"
             )
         self._leave_tables_of_others(tickets)
         dense, is_update = self._reduce(dense, self._is_update(), [_tensor(ticket) for ticket, _ in tickets.values()])
@@ -300,11 +321,17 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """
         if not self._sums_over_ranks() or not dense:
             return dense, is_update
+        # The gradients of these are those of all ranks already.
+        of_shards = [(_divided(g, self._divisor()), v) for g, v in dense if isinstance(v, Variable)]
+        dense = [(g, v) for g, v in dense if not isinstance(v, Variable)]
+        if not dense:
+            return of_shards, is_update
         reduced = None if self._tables.sums is None else self._tables.sums.take(dense)
         if reduced is None:
             reduced, is_update = self._reduce_at_once(dense, is_update, tickets)
         pairs = zip(reduced, dense, strict=True)
-        return [(ops.cast(part, _tensor(gradient).dtype), variable) for part, (gradient, variable) in pairs], is_update
+        means = [(ops.cast(part, _tensor(gradient).dtype), variable) for part, (gradient, variable) in pairs]
+        return means + of_shards, is_update
 
     def _reduce_at_once(self, dense: list, is_update: Any, tickets: list) -> tuple:
         """Reduces gradients over the ranks as one vector."""
@@ -357,7 +384,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def _dense_means(self, dense: list, steps: int) -> list:
         """Dense gradients as the inner optimizer will clip them: unscaled, and the mean over accumulated steps."""
         inner = self.inner_optimizer
-        grads = [_as_float(g) / (inner.loss_scale_factor or 1.0) for g, _ in dense]
+        grads = [_as_float(_whole(*pair)) / (inner.loss_scale_factor or 1.0) for pair in dense]
         if steps == 1:
             return grads
         sums = [_as_float(accumulated_gradient(inner, v)) for _, v in dense]
@@ -445,3 +472,15 @@ class _Binding:
         # What sums dense gradients during the backward pass, if anything does.
         self.sums: Any = None
         self.waiting: tuple | None = None
+
+
+def SGD(lr: Any = 0.001) -> OptimizerWrapper:
+    """Stochastic gradient descent for variables, as in SparseOperationKit: the gradients of all ranks are added up.
+
+    Args:
+        lr: Learning rate, or a schedule.
+
+    Returns:
+        `OptimizerWrapper(keras.optimizers.SGD(lr), gradient_reduction="sum")`.
+    """
+    return OptimizerWrapper(keras.optimizers.SGD(lr), gradient_reduction="sum")

@@ -10,10 +10,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras import backend, ragged
+from sok_keras import backend, ragged, static_variables
 from sok_keras.backend.insertion import Insertion
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
+from sok_keras.static_variables import Variable, keys_of
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig
 
@@ -129,10 +130,7 @@ class DynamicVariable(backend.variables.TableVariable):
 
     def keys_of(self, ids: Any) -> Any:
         """Returns ids as a tensor. Raises a `ValueError` unless they have the type of keys."""
-        ids = keras.ops.convert_to_tensor(ids)
-        if keras.backend.standardize_dtype(ids.dtype) not in ("int32", self.key_type):
-            raise ValueError(f"Ids of {self.name} must be {self.key_type}. Received: ids of dtype {ids.dtype}")
-        return ids
+        return keys_of(self, ids)
 
 
 # Variables without tables.
@@ -215,6 +213,29 @@ def _read(
     return backend.variables.read(variables, tables.layer.trigger.value, rows, gradients)
 
 
+def all2all_dense_embedding(param: DynamicVariable | Variable, indices: Any) -> Any:
+    """Looks up ids of any shape, without combining rows.
+
+    Example:
+
+    >>> import tensorflow as tf, sok_keras as sok
+    >>> v = sok.Variable([[1.0], [2.0], [3.0]])
+    >>> sok.all2all_dense_embedding(v, tf.constant([[2, 0]])).numpy().tolist()
+    [[[3.0], [1.0]]]
+
+    Args:
+        param: The variable. All ranks call it with a `Variable`.
+        indices: Ids.
+
+    Returns:
+        Rows, `indices.shape + (dimension,)`.
+    """
+    _check_variable(param)
+    if isinstance(param, DynamicVariable):
+        return param.sparse_read(indices)
+    return static_variables.read(param, keys_of(param, indices))
+
+
 def lookup_sparse(
     params: Any,
     sp_ids: Any,
@@ -257,14 +278,17 @@ def lookup_sparse(
         )
     is_list = isinstance(params, list | tuple)
     variables = list(params) if is_list else [params]
-    if not variables or not all(isinstance(variable, DynamicVariable) for variable in variables):
-        raise TypeError(f"`params` must be `sok_keras.DynamicVariable`s. Received: {params!r:.200}")
+    if not variables or not all(isinstance(variable, DynamicVariable | Variable) for variable in variables):
+        raise TypeError(
+            f"`params` must be `sok_keras.DynamicVariable`s or `sok_keras.Variable`s. Received: {params!r:.200}"
+        )
     given = {"sp_ids": sp_ids, "sp_weights": sp_weights, "combiners": combiners}
     lists = {name: _as_list(name, value, is_list, len(variables)) for name, value in given.items()}
     rows: list = [None] * len(variables)
-    groups: dict[_Tables, list[int]] = {}
+    groups: dict[_Tables | None, list[int]] = {}
     for number, variable in enumerate(variables):
-        groups.setdefault(variable.tables, []).append(number)
+        tables = variable.tables if isinstance(variable, DynamicVariable) else None
+        groups.setdefault(tables, []).append(number)
     for numbers in groups.values():
         chosen = [[values[number] for number in numbers] for values in (variables, *lists.values())]
         for number, row in zip(numbers, _lookup_together(*chosen), strict=True):
@@ -286,16 +310,18 @@ def _lookup_together(variables: list, ids: list, weights: list, combiners: list)
     bags = [_bags_of(variable, value) for variable, value in zip(variables, ids, strict=True)]
     floats = [_flat_weights(*pair) for pair in zip(weights, ids, strict=True)]
     names = [_combiner(value) for value in combiners]
+    if isinstance(variables[0], Variable):
+        return static_variables.combined(variables, bags, floats, names)
     gradients = [_gradient_of(*of_one) for of_one in zip(variables, bags, floats, names, strict=True)]
     inputs = [(one.ids, one.row_splits) for one in bags]
     return _read(variables, inputs, floats, ["ragged"] * len(bags), names, gradients)
 
 
-def _bags_of(variable: DynamicVariable, ids: Any) -> Any:
+def _bags_of(variable: DynamicVariable | Variable, ids: Any) -> Any:
     bags = backend.variables.bags_of(ids)
     if bags is None:
         raise TypeError(f"`sp_ids` must be sparse or ragged tensors of two axes. Received: {ids!r:.200}")
-    variable.keys_of(bags.ids)
+    keys_of(variable, bags.ids)
     return bags
 
 
@@ -359,46 +385,54 @@ def _ticket_of(tables: _Tables, given: list) -> Any:
 
 
 def filter_variables(variables: Sequence) -> tuple[list, list]:
-    """Separates `DynamicVariable`s from others, in their order.
+    """Separates `DynamicVariable`s and `Variable`s from others, in their order.
 
     Returns:
-        The `DynamicVariable`s, and the other variables.
+        The variables of this package, and the other variables.
     """
-    own = [variable for variable in variables if isinstance(variable, DynamicVariable)]
-    return own, [variable for variable in variables if not isinstance(variable, DynamicVariable)]
+    own = [variable for variable in variables if isinstance(variable, DynamicVariable | Variable)]
+    return own, [variable for variable in variables if not isinstance(variable, DynamicVariable | Variable)]
 
 
-def export(var: DynamicVariable) -> tuple[Any, Any]:
+def export(var: DynamicVariable | Variable) -> tuple[Any, Any]:
     """Copies the keys and rows that this rank has of a variable.
 
     Returns:
-        Keys `(n,)`, ascending, of the variable's `key_type`; and rows `(n, dimension)` float32.
+        Keys `(n,)`, ascending, of the variable's `key_type`; and rows `(n, dimension)` float32. The keys of a `Variable` are the numbers of its rows.
     """
     _check_variable(var)
+    if isinstance(var, Variable):
+        return keras.ops.convert_to_tensor(var.own_ids()), keras.ops.convert_to_tensor(var)
     contents = var.table.export(local=True)
     keys = _of_type(contents.keys, var)
     return keras.ops.convert_to_tensor(keys), keras.ops.convert_to_tensor(contents.rows)
 
 
-def assign(var: DynamicVariable, indices: Any, values: Any) -> DynamicVariable:
+def assign(var: DynamicVariable | Variable, indices: Any, values: Any) -> DynamicVariable | Variable:
     """Overwrites rows of a variable, and inserts keys without one. With many ranks all call it; rows go to the owners of their keys.
 
     Args:
         var: The variable.
-        indices: Keys `(n,)`.
+        indices: Keys `(n,)`; those of a `Variable` are the numbers of its rows.
         values: Rows `(n, dimension)`.
 
     Returns:
         The variable.
+
+    Raises:
+        ValueError: If a key is outside of the variable's `key_type`, or a `Variable` has no such row.
     """
     _check_variable(var)
-    keys = as_keys(keras.ops.convert_to_numpy(indices))
+    keys, rows = as_keys(keras.ops.convert_to_numpy(indices)), keras.ops.convert_to_numpy(values)
     _of_type(keys, var)
-    var.table.assign(keys, keras.ops.convert_to_numpy(values))
+    if isinstance(var, Variable):
+        var.assign_rows(keys, rows)
+    else:
+        var.table.assign(keys, rows)
     return var
 
 
-def _of_type(keys: np.ndarray, var: DynamicVariable) -> np.ndarray:
+def _of_type(keys: np.ndarray, var: DynamicVariable | Variable) -> np.ndarray:
     """Returns keys in the type of a variable's keys."""
     narrow = keys.astype(var.key_type)
     if (narrow != keys).any():
@@ -407,8 +441,10 @@ def _of_type(keys: np.ndarray, var: DynamicVariable) -> np.ndarray:
 
 
 def _check_variable(var: Any) -> None:
-    if not isinstance(var, DynamicVariable):
-        raise TypeError(f"`var` must be a `sok_keras.DynamicVariable`. Received: {type(var).__name__}")
+    if not isinstance(var, DynamicVariable | Variable):
+        raise TypeError(
+            f"`var` must be a `sok_keras.DynamicVariable` or `sok_keras.Variable`. Received: {type(var).__name__}"
+        )
 
 
 def _dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

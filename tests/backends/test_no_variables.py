@@ -10,3 +10,5 @@ from reference import BACKEND
 def test_variables_of_tensorflow_are_refused():
     with pytest.raises(NotImplementedError, match="`sok_keras.DynamicVariable` is a variable of TensorFlow. Received"):
         sok.DynamicVariable(dimension=3)
+    with pytest.raises(NotImplementedError, match="`sok_keras.Variable` is a variable of TensorFlow. Received"):
+        sok.Variable([[1.0]])

@@ -127,6 +127,20 @@ def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
         compare(one, of_rank, one.files)
 
 
+@once_on("tensorflow")
+def test_static_variables_are_trained_by_many_ranks_as_by_one(tmp_path):
+    alone("static_variables.py", tmp_path)
+    one = np.load(tmp_path / "static0of1.npz")
+    for ranks in (2, 3):
+        run(ranks, "static_variables.py", tmp_path)
+        found = [np.load(tmp_path / f"static{rank}of{ranks}.npz") for rank in range(ranks)]
+        for rank, of_rank in enumerate(found):
+            many = {name: one[name][rank::ranks] for name in ("spread", "drawn")} | {"dense": one["dense"]}
+            compare(of_rank, many, many)
+        np.testing.assert_allclose(found[-1]["whole"], one["whole"], rtol=1e-4, atol=1e-6)
+        assert [len(of_rank["ids of whole"]) for of_rank in found] == [0] * (ranks - 1) + [len(one["whole"])]
+
+
 @once_on("jax")
 def test_dumps_of_sparse_operation_kit_are_read_and_written_by_any_number_of_ranks(tmp_path):
     random = np.random.default_rng(0)

@@ -50,8 +50,10 @@ wait = framework.wait
 watch_gradients = framework.watch_gradients
 TableState = state.TableState
 if name == "tensorflow":
+    import sok_keras.backend.tensorflow_shards as shards
     import sok_keras.backend.tensorflow_variables as variables
 else:
+    import sok_keras.backend.no_variables as shards  # type: ignore[no-redef]
     import sok_keras.backend.no_variables as variables  # type: ignore[no-redef]
 
 
@@ -84,6 +86,7 @@ __all__ = [
     "native",
     "prefetch",
     "scatter",
+    "shards",
     "sum_gradients",
     "to_numpy",
     "variables",

@@ -1,4 +1,4 @@
-"""What stands in for `tensorflow_variables` on other backends."""
+"""What stands in for `tensorflow_variables` and `tensorflow_shards` on other backends."""
 
 import keras
 
@@ -9,5 +9,8 @@ class TableVariable:
     def __init__(self, *arguments):
         del arguments
         raise NotImplementedError(
-            f"`sok_keras.DynamicVariable` is a variable of TensorFlow. Received: KERAS_BACKEND={keras.backend.backend()!r}"
+            f"`sok_keras.{type(self).__name__}` is a variable of TensorFlow. Received: KERAS_BACKEND={keras.backend.backend()!r}"
         )
+
+
+ShardVariable = TableVariable

@@ -99,23 +99,35 @@ def read(variables, trigger, rows, gradients):
     return call(*(variable.handle for variable in variables))
 
 
-def merged(ids, gradients, dimension):
-    """The gradient of a variable: distinct keys, each with the sum of its gradients. `gradients`: those of the ids, in any shape."""
+def merged(ids, gradients, dimension, num_rows=-1):
+    """The gradient of a variable: distinct ids, each with the sum of its gradients.
+
+    Args:
+        ids: Numbers of rows, or keys, in any shape.
+        gradients: Those of the ids.
+        dimension: Number of floats in a row.
+        num_rows: Number of rows of the variable; -1: it grows.
+    """
     keys, places = tf.unique(tf.reshape(ids, [-1]))
     rows = tf.math.unsorted_segment_sum(tf.reshape(gradients, [-1, dimension]), places, tf.size(keys))
-    return tf.IndexedSlices(rows, keys, tf.constant([-1, dimension], tf.int64))
+    return tf.IndexedSlices(rows, keys, tf.constant([num_rows, dimension], tf.int64))
+
+
+def factors_of(bags, weights, combiner, num_rows):
+    """By what the row of each id is multiplied, float32 `(n,)`, before the rows of a bag are added up. `num_rows`: number of bags."""
+    factors, rows = tf.ones_like(bags.ids, tf.float32) if weights is None else weights, bags.rows()
+    if combiner == "sum":
+        return factors
+    terms = factors if combiner == "mean" else tf.square(factors)
+    sums = tf.math.unsorted_segment_sum(terms, rows, num_rows)
+    divisors = sums if combiner == "mean" else tf.sqrt(sums)
+    return factors * tf.gather(tf.math.divide_no_nan(1.0, divisors), rows)
 
 
 def of_ids(gradients, bags, weights, combiner):
     """The gradient of each id, `(n, dimension)`, of the gradients of rows that were combined."""
-    factors, rows = tf.ones_like(bags.ids, tf.float32) if weights is None else weights, bags.rows()
-    if combiner != "sum":
-        terms = factors if combiner == "mean" else tf.square(factors)
-        num_rows = tf.shape(gradients)[0]
-        sums = tf.math.unsorted_segment_sum(terms, rows, num_rows)
-        divisors = sums if combiner == "mean" else tf.sqrt(sums)
-        factors *= tf.gather(tf.math.divide_no_nan(1.0, divisors), rows)
-    return tf.gather(gradients, rows) * factors[:, tf.newaxis]
+    factors = factors_of(bags, weights, combiner, tf.shape(gradients)[0])
+    return tf.gather(gradients, bags.rows()) * factors[:, tf.newaxis]
 
 
 def ticket_of(lookup, trigger, gradients):

@@ -1,0 +1,129 @@
+"""Variables of TensorFlow of whose rows each rank has a part."""
+
+import tensorflow as tf
+
+from sok_keras.backend.exchange import exchange_parts
+from sok_keras.backend.private_tensorflow import ResourceVariable, tracing_type, variable_accessed
+from sok_keras.backend.tensorflow_variables import factors_of, merged
+
+
+class ShardVariable(ResourceVariable):
+    """A variable that has the rows of this rank. Optimizers of TensorFlow and Keras train it like another one."""
+
+    def __init__(self, rows, name, trainable):
+        with tf.init_scope():
+            super().__init__(rows, name=name, trainable=trainable)
+
+    def __tf_tracing_type__(self, signature_context):
+        return tracing_type(self, signature_context)
+
+
+def distinct(ids):
+    """Returns the distinct ids of a tensor of any shape, int64 `(d,)`, and the place of each id among them, int32 `(n,)`."""
+    return tf.unique(tf.cast(tf.reshape(ids, [-1]), tf.int64))
+
+
+def pooled(rows, places, bags, weights, combiner):
+    """Combines the rows of ids, `(num_bags, dim)`. `places`: of each id among `rows`."""
+    num_bags = tf.size(bags.row_splits) - 1
+    factors = factors_of(bags, weights, combiner, num_bags)
+    of_ids = tf.gather(rows, places) * factors[:, tf.newaxis]
+    return tf.math.unsorted_segment_sum(of_ids, bags.rows(), num_bags)
+
+
+def rows_of(variables, ids, num_ranks):
+    """Returns the rows of distinct ids, `(d, dim)` for each variable, differentiable in the variables. All ranks call it.
+
+    The gradient of a variable is `tf.IndexedSlices` of the rows that this rank has, with the gradients of all ranks added up.
+
+    Args:
+        variables: `ShardVariable`s of float32 with `num_rows`, `owners(ids)` and `key_map(ids)`.
+        ids: For each variable the numbers of the rows, int64 `(d,)`.
+        num_ranks: Number of ranks.
+
+    Raises:
+        InvalidArgumentError: If a variable has no such row. A graph raises it when it runs.
+    """
+    for variable in variables:
+        variable_accessed(variable)
+    pairs = list(zip(variables, ids, strict=True))
+    wrong = [tf.boolean_mask(one, (one < 0) | (one >= variable.num_rows)) for variable, one in pairs]
+    checks = (
+        []
+        if num_ranks > 1
+        else [
+            tf.debugging.assert_equal(tf.size(of), 0, _outside(variable))
+            for variable, of in zip(variables, wrong, strict=True)
+        ]
+    )
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        own_numbers = [variable.key_map(tf.identity(one)) for variable, one in pairs]
+    owners = [variable.owners(one) for variable, one in pairs]
+    orders = [tf.argsort(owner, stable=True) for owner in owners]
+    sent = [tf.cast(tf.math.bincount(tf.cast(owner, tf.int32), minlength=num_ranks), tf.int64) for owner in owners]
+
+    @tf.custom_gradient
+    def call(*handles):
+        asked = [tf.gather(one, order) for one, order in zip(own_numbers, orders, strict=True)]
+        asked, received = _exchange(asked, sent, num_ranks, wrong, [_outside(variable) for variable in variables])
+        own = [
+            tf.raw_ops.ResourceGather(resource=handle, indices=one, dtype=tf.float32)
+            for handle, one in zip(handles, asked, strict=True)
+        ]
+        answers, _ = _exchange(own, received, num_ranks)
+        rows = [tf.gather(answer, tf.argsort(order)) for answer, order in zip(answers, orders, strict=True)]
+
+        def backward(*upstream):
+            gradients = [
+                tf.gather(one, order) for one, order in zip(map(tf.convert_to_tensor, upstream), orders, strict=True)
+            ]
+            gradients, _ = _exchange(gradients, sent, num_ranks)
+            return [
+                merged(one, gradient, variable.shape[1], variable.shape[0])
+                for one, gradient, variable in zip(asked, gradients, variables, strict=True)
+            ]
+
+        return rows, backward
+
+    return call(*(variable.handle for variable in variables))
+
+
+def assigned(variable, rows, values):
+    """Overwrites rows of a variable, which this rank has."""
+    with tf.init_scope():
+        variable.scatter_update(tf.IndexedSlices(values, rows))
+
+
+def _outside(variable):
+    return f"Ids of {variable.name} must be at least 0 and less than {variable.num_rows}"
+
+
+def _exchange(arrays, counts, num_ranks, wrong=(), messages=()):
+    """Sends parts of arrays to the ranks. All ranks call it.
+
+    Args:
+        arrays: Tensors `(n, ...)`; the part for rank 0 comes first. All ranks give as many, of the same dtypes and row shapes.
+        counts: For each array the lengths of its parts, int64 `(ranks,)`.
+        num_ranks: Number of ranks.
+        wrong: Tensors that must be empty on all ranks.
+        messages: What is wrong with what is in them.
+
+    Returns:
+        The arrays of received parts, that of rank 0 first, and the lengths of these parts.
+    """
+    if num_ranks == 1:
+        return arrays, counts
+    num = len(arrays)
+
+    def call(*values):
+        found = zip(messages, values[2 * num :], strict=True)
+        error = next((f"{message}. Received: {one[0]}" for message, one in found if len(one)), None)
+        return exchange_parts(values[:num], values[num : 2 * num], error)
+
+    types = [array.dtype for array in arrays]
+    received = tf.numpy_function(call, [*arrays, *counts, *wrong], [*types, *(tf.int64 for _ in arrays)])
+    for one, array in zip(received, arrays, strict=False):
+        one.set_shape([None, *array.shape[1:]])
+    for one in received[num:]:
+        one.set_shape([num_ranks])
+    return received[:num], received[num:]
