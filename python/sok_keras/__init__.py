@@ -101,6 +101,7 @@ __all__ = [
     "exporters",
     "filter_variables",
     "importers",
+    "incremental_model_dump",
     "init",
     "load",
     "local_rank",

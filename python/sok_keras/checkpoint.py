@@ -302,7 +302,7 @@ def _warn_of_seeds(loaded):
         warnings.warn(
             f"Rows of another seed were merged into {', '.join(map(repr, mixed))}: ids without a row go on answering by the table's own "
             "seed, not as they did where the dump was written.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -19,6 +19,7 @@ from sok_keras.variables import (
     assign,
     export,
     filter_variables,
+    incremental_model_dump,
     lookup_sparse,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "exporters",
     "filter_variables",
     "importers",
+    "incremental_model_dump",
     "load",
     "lookup_sparse",
     "optimizers",

@@ -63,6 +63,11 @@ class ShardedTable:
         names = [[name for name, _ in of_kind] for of_kind in (named, columns)]
         return keys[order], rows, *_with_names(arrays, *names)
 
+    def changed(self, snapshot: int | None, new: int) -> tuple:
+        """Those of rank 0 first."""
+        keys, rows, *_ = self._shard.changed(snapshot, new)
+        return tuple(np.concatenate(column) for column in zip(*_gather([keys, rows]), strict=True))
+
     def commit_times(self) -> list:
         return self._shard.commit_times()
 

@@ -1,7 +1,10 @@
 """Embedding variables as SparseOperationKit has them, for training loops with `tf.GradientTape` instead of Keras layers."""
 
+import collections
+import datetime
 import itertools
 import operator
+import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +25,8 @@ _COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
 # Options of HierarchicalKV that have no effect here: the memory of a table and its index is the core's.
 _WITHOUT_EFFECT = ("max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu")
 _numbers = itertools.count()
+# As many snapshots as a table has records of changes since.
+_MAX_MARKS = 16
 
 
 class DynamicVariable(backend.variables.TableVariable):
@@ -92,6 +97,8 @@ class DynamicVariable(backend.variables.TableVariable):
             raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
         self._config = _table_config(name, dimension, initializer, var_type, mode, kwargs)
         self._tables: _Tables | None = None
+        # When changes began to be recorded, and the numbers of these snapshots.
+        self._marks: collections.deque[tuple[datetime.datetime, int]] = collections.deque(maxlen=_MAX_MARKS)
         _waiting.append(weakref.ref(self))
 
     @property
@@ -117,6 +124,14 @@ class DynamicVariable(backend.variables.TableVariable):
     def __repr__(self) -> str:
         size = 0 if self._tables is None else self.table.stats(local=True).size
         return f"<sok_keras.DynamicVariable {self.name!r} shape=(None, {self.dimension}) with {size} rows>"
+
+    def changed_since(self, time: datetime.datetime) -> tuple[np.ndarray, np.ndarray]:
+        """Returns keys and rows as `incremental_model_dump` does."""
+        since = max((mark for mark in self._marks if mark[0] <= time), default=(None, None))[1]
+        mark = datetime.datetime.now(datetime.timezone.utc), secrets.randbits(63)
+        keys, rows, *_ = self.table._ready().changed(since, mark[1])
+        self._marks.append(mark)
+        return _of_type(keys, self), rows
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Returns the rows of ids, `indices.shape + (dimension,)`, and inserts those without a row."""
@@ -430,6 +445,48 @@ def assign(var: DynamicVariable | Variable, indices: Any, values: Any) -> Dynami
     else:
         var.table.assign(keys, rows)
     return var
+
+
+def incremental_model_dump(sok_vars: Sequence[DynamicVariable], time_threshold: Any) -> tuple[list, list]:
+    """Copies the rows of all ranks that were made or changed since a time, as SparseOperationKit does.
+
+    The first call of a variable gives all its rows, and each call begins to record changes, which takes 4 bytes a row. A call gives the rows
+    that have changed since the newest call at or before `time_threshold`. Rows that have gone are not told of; `dump_increment` has them.
+
+    Example:
+
+    >>> import datetime, sok_keras as sok
+    >>> v = sok.assign(sok.DynamicVariable(2), [1, 2], np.zeros((2, 2)))
+    >>> keys, rows = sok.incremental_model_dump([v], datetime.datetime.now(datetime.timezone.utc))
+    >>> threshold = datetime.datetime.now(datetime.timezone.utc)
+    >>> v = sok.assign(v, [2], np.ones((1, 2)))
+    >>> keys, rows = sok.incremental_model_dump([v], threshold)
+    >>> keys[0].tolist(), rows[0].tolist()
+    ([2], [[1.0, 1.0]])
+
+    Args:
+        sok_vars: Variables. With many ranks all call it.
+        time_threshold: A `datetime` with a time zone, or a list with one for each variable.
+
+    Returns:
+        For each variable its keys `(n,)`, and for each its rows `(n, dimension)`, as NumPy arrays; those of rank 0 come first.
+
+    Raises:
+        TypeError: If a variable is not a `DynamicVariable`, or a time is not a `datetime` with a time zone.
+        ValueError: If the list is of another length.
+    """
+    times = list(time_threshold) if isinstance(time_threshold, list | tuple) else [time_threshold] * len(sok_vars)
+    if len(times) != len(sok_vars):
+        raise ValueError(
+            f"`time_threshold` must have a time for each of {len(sok_vars)} variables. Received: {len(times)}"
+        )
+    for variable, time in zip(sok_vars, times, strict=True):
+        if not isinstance(variable, DynamicVariable):
+            raise TypeError(f"`sok_vars` must be `sok_keras.DynamicVariable`s. Received: {type(variable).__name__}")
+        if not isinstance(time, datetime.datetime) or time.tzinfo is None:
+            raise TypeError(f"`time_threshold` must be a `datetime` with a time zone. Received: {time!r}")
+    found = [variable.changed_since(time) for variable, time in zip(sok_vars, times, strict=True)]
+    return [keys for keys, _ in found], [rows for _, rows in found]
 
 
 def _of_type(keys: np.ndarray, var: DynamicVariable | Variable) -> np.ndarray:

@@ -1,5 +1,8 @@
 """Variables of TensorFlow with a row for each id that they meet, in loops with `tf.GradientTape`."""
 
+import datetime
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -368,3 +371,29 @@ def test_wrong_arguments_are_refused():
     refused("must be `tf.IndexedSlices`", lambda: optimizer.apply_gradients([(tf.ones((1, DIM)), v)]), TypeError)
     refused("`var` must be", lambda: sok.export(tf.Variable(1.0)), TypeError)
     assert v.size.numpy().tolist() == [0, DIM]
+
+
+def test_rows_that_have_changed_since_a_time_are_copied():
+    now = functools.partial(datetime.datetime.now, datetime.timezone.utc)
+    v, w = variable(some_rows()), variable(some_rows(1))
+    start = now()
+    keys, rows = sok.incremental_model_dump([v, w], start)
+    assert [len(part) for part in keys] == [KEYS, KEYS]
+    np.testing.assert_array_equal(rows[1], some_rows(1))
+    middle = now()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.nn.embedding_lookup(v, tf.constant([3, 100])))
+    sok.SGD(1.0).apply_gradients(zip(tape.gradient(loss, [v]), [v], strict=True))
+    sok.assign(w, [5], np.ones((1, DIM)))
+    keys, rows = sok.incremental_model_dump([v, w], [middle, middle])
+    assert [part.tolist() for part in keys] == [[3, 100], [5]] and (rows[1] == 1).all()
+    np.testing.assert_allclose(rows[0][0], some_rows()[3] - 1, rtol=1e-6)
+    # Of an earlier time, what has changed since the call before it; of one before all calls, everything.
+    assert [len(part) for part in sok.incremental_model_dump([v, w], [middle, now()])[0]] == [2, 0]
+    assert len(sok.incremental_model_dump([v], start)[0][0]) == KEYS + 1
+    with pytest.raises(TypeError, match="time zone"):
+        sok.incremental_model_dump([v], datetime.datetime.now())
+    with pytest.raises(ValueError, match="a time for each of 1 variables. Received: 2"):
+        sok.incremental_model_dump([v], [start, start])
+    with pytest.raises(TypeError, match="DynamicVariable"):
+        sok.incremental_model_dump([sok.Variable([[1.0]])], start)

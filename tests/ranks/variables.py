@@ -1,5 +1,6 @@
 """A rank that trains variables of TensorFlow by its share of each batch."""
 
+import datetime
 import os
 import sys
 
@@ -40,6 +41,10 @@ def main(folder):
     for variable in variables:
         contents = variable.table.export(states=True)
         arrays |= {f"{variable.name} keys": contents.keys, f"{variable.name} rows": contents.rows}
+    keys, rows = sok.incremental_model_dump(variables[:1], datetime.datetime.now(datetime.timezone.utc))
+    order = np.argsort(keys[0])
+    np.testing.assert_array_equal(keys[0][order], arrays[f"{variables[0].name} keys"])
+    np.testing.assert_array_equal(rows[0][order], arrays[f"{variables[0].name} rows"])
     np.savez(os.path.join(folder, f"rank{rank}of{world_size}.npz"), **arrays)
 
 

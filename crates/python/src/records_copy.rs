@@ -53,6 +53,19 @@ impl RecordsCopy {
         Ok((Self::sorted(table, records)?, next))
     }
 
+    /// The records that were made or changed since a snapshot; all of them if the table has no record of that.
+    pub fn of_changed(table: &dyn Table, snapshot: Option<u64>) -> Result<RecordsCopy> {
+        let Some(since) = snapshot.and_then(|snapshot| table.epoch_of(snapshot)) else {
+            return Self::of_all(table);
+        };
+        let mut records = Self::room(table, table.num_changed(since)?)?;
+        let mut cursor = Some(Cursor::default());
+        while let Some(at) = cursor {
+            cursor = table.scan_changed(since, at, AT_ONCE, &mut records)?;
+        }
+        Self::sorted(table, records)
+    }
+
     fn room(table: &dyn Table, num_rows: usize) -> Result<Records> {
         let width = table.layout().width();
         Ok(Records {

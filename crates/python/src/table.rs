@@ -330,6 +330,18 @@ impl Table {
         Ok((copy.export(py, states)?, next.map(|Cursor(next)| next)))
     }
 
+    /// The rows that were made or changed since a snapshot, as `export` returns them; all rows if the table has no record of that. Then starts to
+    /// record changes since `next`, a snapshot of now.
+    fn changed<'py>(&self, py: Python<'py>, snapshot: Option<u64>, next: u64) -> PyResult<Exported<'py>> {
+        let copy = detached(py, || {
+            let mut group = self.group.settled()?;
+            let copy = RecordsCopy::of_changed(group.table(self.number), snapshot)?;
+            group.table_mut(self.number).track(next)?;
+            Ok(copy)
+        })?;
+        copy.export(py, false)
+    }
+
     /// Seed of first values.
     #[getter]
     fn seed(&self, py: Python<'_>) -> PyResult<u64> {
