@@ -10,6 +10,8 @@ import numpy as np
 from sok_keras import _native as native
 from sok_keras.startup import find_start
 
+# Whether the program has connected the ranks as programs for Horovod do, and will call `init`, too.
+_for_horovod = False
 _STATIC_BYTES = 1 << 20  # a static table of at most so many bytes of rows is replicated
 
 
@@ -56,6 +58,8 @@ def init(
             `exchange_dtype`.
         SokError: If `init` was called before, or if not all ranks have come within the timeout.
     """
+    if _for_horovod and is_initialized() and (rank, world_size, address, merge_blocks) == (None, None, None, None):
+        return
     start = find_start(rank, world_size, address, float(timeout))
     if exchange_dtype not in ("float32", "bfloat16"):
         raise ValueError(
@@ -73,6 +77,14 @@ def init(
         blocks = start.world_size if merge_blocks is None else merge_blocks
         _check_same(f"merge_blocks={blocks}, exchange_dtype={exchange_dtype!r}")
         backend.bind_gpu(local_rank())
+
+
+def init_for_horovod() -> None:
+    """Connects the ranks as `init` does. A later `init` without arguments does nothing."""
+    global _for_horovod
+    if not is_initialized():
+        init()
+    _for_horovod = True
 
 
 def _check_same(own: str) -> None:
@@ -166,7 +178,7 @@ def all_reduce(value: Any, op: str = "sum") -> np.ndarray:
         raise ValueError(f'`op` must be "sum", "mean", "min" or "max". Received: op={op!r}')
     value = np.asarray(value)
     dtype = value.dtype if op != "mean" or value.dtype.kind == "f" else np.dtype("float64")
-    return reductions[op](np.stack(_gather_arrays(value)), axis=0).astype(dtype)
+    return reductions[op](np.stack(_arrays_of_one_shape(value)), axis=0).astype(dtype)
 
 
 def broadcast(value: Any, root: int = 0) -> np.ndarray:
@@ -229,16 +241,19 @@ def core_placement(config: Any) -> Any:
     return placement
 
 
-def _gather_arrays(value: np.ndarray) -> list[np.ndarray]:
-    if not is_initialized():
-        return [value]
-    arrays = [_from_bytes(part) for part in native.gather(_to_bytes(value))]
+def _arrays_of_one_shape(value: np.ndarray) -> list[np.ndarray]:
+    arrays = gather_arrays(value)
     for other, array in enumerate(arrays):
         if (array.shape, array.dtype) != (value.shape, value.dtype):
             raise native.RankError(
                 f"rank {other} gives an array {array.shape} of {array.dtype}, but rank {rank()} one {value.shape} of {value.dtype}"
             )
     return arrays
+
+
+def gather_arrays(value: np.ndarray) -> list[np.ndarray]:
+    """Returns the arrays of all ranks, which may differ in shape."""
+    return [_from_bytes(part) for part in native.gather(_to_bytes(value))] if is_initialized() else [value]
 
 
 def _to_bytes(array: np.ndarray) -> bytes:

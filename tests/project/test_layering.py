@@ -41,7 +41,7 @@ LEVELS = [
     {"importers.pieces"},
     {"checkpoint"},
     {"dump_handle"},
-    {"optimizer", "arrays"},
+    {"optimizer", "arrays", "horovod"},
     {"general"},
     {"variables"},
     {"static_variables"},

@@ -128,6 +128,12 @@ def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
 
 
 @once_on("tensorflow")
+def test_programs_of_sparse_operation_kits_pages_run(tmp_path):
+    for ranks in (1, 2):
+        run(ranks, "sok_pages.py", tmp_path)
+
+
+@once_on("tensorflow")
 def test_static_variables_are_trained_by_many_ranks_as_by_one(tmp_path):
     alone("static_variables.py", tmp_path)
     one = np.load(tmp_path / "static0of1.npz")

@@ -145,6 +145,11 @@ def ticket_of(lookup, trigger, gradients):
     return tape.gradient(rows, value, output_gradients=gradients)
 
 
+def dense(gradient):
+    """Returns a gradient as a tensor. It may be `tf.IndexedSlices`."""
+    return tf.convert_to_tensor(gradient)
+
+
 def evaluated(function):
     """Returns two integers that a function computes now, or whenever a graph runs, as int32 `(2,)`."""
     if tf.executing_eagerly():
