@@ -29,7 +29,7 @@ class Variable(backend.shards.ShardVariable):
 
     Example:
 
-    >>> import numpy as np, tensorflow as tf, sok_keras as sok
+    >>> import tensorflow as tf, numpy as np, sok_keras as sok
     >>> v = sok.Variable(np.arange(15 * 2).reshape(15, 2), dtype=tf.float32)
     >>> rows = sok.lookup_sparse(v, tf.ragged.constant([[1, 1], [4]], dtype=tf.int64), combiners="sum")
     >>> v.shape, rows.numpy().tolist()

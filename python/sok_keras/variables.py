@@ -455,7 +455,7 @@ def incremental_model_dump(sok_vars: Sequence[DynamicVariable], time_threshold: 
 
     Example:
 
-    >>> import datetime, sok_keras as sok
+    >>> import tensorflow as tf, datetime, sok_keras as sok
     >>> v = sok.assign(sok.DynamicVariable(2), [1, 2], np.zeros((2, 2)))
     >>> keys, rows = sok.incremental_model_dump([v], datetime.datetime.now(datetime.timezone.utc))
     >>> threshold = datetime.datetime.now(datetime.timezone.utc)

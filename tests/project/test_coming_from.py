@@ -1,0 +1,41 @@
+"""The programs of the pages for those who come from other systems."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import sok_keras as sok
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "coming_from").glob("*.md"))}
+
+
+def blocks(kind):
+    found = [
+        (name, re.findall(rf"^```python {kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+        for name, text in PAGES.items()
+    ]
+    return [pytest.param(block, id=name) for name, of_page in found for block in of_page]
+
+
+@pytest.mark.parametrize("program", blocks("here"))
+def test_our_program_runs(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "page", "exec"), {})
+
+
+@pytest.mark.parametrize("program", blocks("there"))
+def test_their_program_is_python(program):
+    assert "sok" not in {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
+
+
+def test_each_page_has_both_programs_and_names_that_exist():
+    assert len(blocks("here")) == len(blocks("there")) == len(PAGES) == 4
+    for page, text in PAGES.items():
+        for name in re.findall(r"\bsok\.([A-Za-z_]+)(?:\.([A-Za-z_]+))?", text):
+            value = getattr(sok, name[0])
+            assert not name[1] or hasattr(value, name[1]), (page, name)
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (ROOT / "docs" / "coming_from" / link).exists(), (page, link)
