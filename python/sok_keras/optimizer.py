@@ -51,14 +51,14 @@ def _tensor(value: Any) -> Any:
 
 def _divided(gradient: Any, divisor: int) -> Any:
     """Returns a gradient, which may be `tf.IndexedSlices`, divided by a number."""
-    if not hasattr(gradient, "indices"):
+    if not hasattr(gradient, "dense_shape"):
         return gradient / divisor
     return type(gradient)(gradient.values / divisor, gradient.indices, gradient.dense_shape)
 
 
 def _whole(gradient: Any, variable: Any) -> Any:
     """Returns the gradient of all elements of a variable. It may be `tf.IndexedSlices`."""
-    if not hasattr(gradient, "indices"):
+    if not hasattr(gradient, "dense_shape"):
         return gradient
     return ops.scatter(ops.expand_dims(gradient.indices, 1), gradient.values, tuple(variable.shape))
 

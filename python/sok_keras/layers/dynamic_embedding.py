@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras import ids, preprocessing
+from sok_keras import distributed, ids, preprocessing
 from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
 from sok_keras.policies import Admission, Eviction, TimeToLive, get_admission, get_eviction, get_time_to_live
@@ -14,6 +14,8 @@ from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 from sok_keras.table_optimizers import optimizer_config
 
+# Rows of an `initial_value` that are read at once.
+_ROWS_AT_ONCE = 65_536
 # Arguments of `keras.layers.Embedding` that this layer does not have, and what to do instead.
 _UNSUPPORTED_ARGUMENTS = {
     "input_dim": "A table takes any 64-bit id and grows. Leave it out",
@@ -21,7 +23,7 @@ _UNSUPPORTED_ARGUMENTS = {
     "embeddings_regularizer": "Rows are no Keras variables. Use `activity_regularizer`, or an optimizer with weight decay",
     "embeddings_constraint": "Rows are no Keras variables. Limit them after the layer, for example by "
     "`keras.layers.UnitNormalization`",
-    "weights": "Set rows by `layer.set_embedding_tables`, or by `layer.get_table().assign(keys, rows)`",
+    "weights": "Give rows as `initial_value`, or set them by `layer.set_embedding_tables`",
     "lora_rank": "Rows are no Keras variables. `layer.trainable = False` freezes them",
 }
 
@@ -60,6 +62,8 @@ class DynamicEmbedding(TableLayer):
     Args:
         output_dim: Number of floats in a row.
         embeddings_initializer: Keras initializer of new rows. A row's first value is a function of seed, key and column.
+        initial_value: Rows `(n, output_dim)` of the keys from 0 to n - 1, which the table has from `build` on. An array, or what has a shape and
+            gives parts of itself as arrays, such as `np.memmap`; it is read in parts, and not kept. All ranks give the same. None: no rows.
         combiner: None for one row for each id. `"mean"`, `"sum"` or `"sqrtn"` to combine the rows of the ids along the last axis. An
             empty bag gives zeros. Inputs with one axis are not combined.
         padding_key: An id that means "no id": it makes no row, is no member of a bag, and gives zeros where rows are not combined. The
@@ -120,6 +124,7 @@ class DynamicEmbedding(TableLayer):
         output_dim: int,
         embeddings_initializer: Any = "uniform",
         *,
+        initial_value: Any = None,
         combiner: str | None = None,
         padding_key: int | None = None,
         mask_zero: bool = False,
@@ -192,7 +197,20 @@ class DynamicEmbedding(TableLayer):
             placement=placement,
         )
         self.optimizer = table.optimizer
+        self._initial_value = None if initial_value is None else _checked_value(initial_value, output_dim, table)
         self._make_core([table_core_config(table)], [table])
+
+    def build(self, *args: Any, **kwargs: Any) -> None:
+        super().build(*args, **kwargs)
+        value, self._initial_value = self._initial_value, None
+        if value is None:
+            return
+        rank, world_size = distributed.rank(), distributed.world_size()
+        for start in range(0, len(value), _ROWS_AT_ONCE):
+            rows = np.asarray(value[start : start + _ROWS_AT_ONCE])
+            # Each rank hands a part of them to their owners.
+            keys = np.arange(start, start + len(rows))[rank::world_size]
+            self.get_table().assign(keys, rows[rank::world_size])
 
     @property
     def seed(self) -> int:
@@ -328,6 +346,18 @@ class DynamicEmbedding(TableLayer):
             "placement": self.placement,
             "save_rows": self.save_rows,
         }
+
+
+def _checked_value(value: Any, dim: int, table: TableConfig) -> Any:
+    """Returns the rows that a table starts with, if it can have them."""
+    value = value if hasattr(value, "shape") else np.asarray(value)
+    if len(value.shape) != 2 or value.shape[1] != dim:
+        raise ValueError(f"`initial_value` must have the shape (n, {dim}). Received: shape {tuple(value.shape)}")
+    if table.max_capacity is not None and len(value) > table.max_capacity:
+        raise ValueError(
+            f"`initial_value` must have at most `max_capacity` rows, {table.max_capacity}. Received: {len(value)} rows"
+        )
+    return value
 
 
 def set_tables(own: dict[str, Table], given: dict) -> None:

@@ -1,0 +1,61 @@
+"""Tables that start with rows."""
+
+import keras
+import numpy as np
+import pytest
+
+import sok_keras as sok
+from sok_keras.layers import dynamic_embedding
+
+DIM = 3
+
+
+def some_rows(count=7):
+    return np.random.default_rng(0).normal(size=(count, DIM)).astype("float32")
+
+
+def model_of(layer):
+    ids = keras.Input((2,), dtype="int32")
+    model = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
+    model.compile(sok.OptimizerWrapper("adam"), "mse")
+    return model
+
+
+def test_the_first_rows_are_those_that_were_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_embedding, "_ROWS_AT_ONCE", 3)
+    rows = some_rows()
+    stored = np.memmap(tmp_path / "rows", "float32", "w+", shape=rows.shape)
+    stored[:] = rows
+    layer = sok.DynamicEmbedding(DIM, initial_value=stored, combiner="sum", name="items")
+    model = model_of(layer)
+    contents = layer.get_table().export()
+    np.testing.assert_array_equal(contents.keys, np.arange(7))
+    np.testing.assert_array_equal(contents.rows, rows)
+    model.fit(np.array([[0, 6], [2, 100]], "int32"), np.zeros((2, 1)), verbose=0)
+    trained = layer.get_table().export()
+    assert trained.keys.tolist() == [*range(7), 100]
+    same = (trained.rows[:7] == rows).all(axis=1)
+    assert same.tolist() == [key not in (0, 2, 6) for key in range(7)]
+    np.testing.assert_array_equal(stored, rows)
+    # A copy of the layer has no rows to start with, and a model that is loaded has those of the file.
+    assert len(model_of(sok.DynamicEmbedding.from_config(layer.get_config())).layers[1].get_table()) == 0
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras").get_layer("items").get_table().export()
+    np.testing.assert_array_equal(loaded.rows, trained.rows)
+
+
+def test_lists_and_rows_of_sixteen_bits():
+    layer = sok.DynamicEmbedding(
+        2, initial_value=[[1.0, 2.0], [3.001, 4.0]], embedding_dtype="bfloat16", max_capacity=2
+    )
+    layer.build()
+    layer.build()
+    assert layer.get_table()[[1, 0]].tolist() == [[3, 4], [1, 2]]
+
+
+def test_other_shapes_are_refused():
+    for value, shape in [(np.zeros((4, 2)), r"\(4, 2\)"), (np.zeros(3), r"\(3,\)")]:
+        with pytest.raises(ValueError, match=rf"shape \(n, 3\). Received: shape {shape}"):
+            sok.DynamicEmbedding(DIM, initial_value=value)
+    with pytest.raises(ValueError, match="at most `max_capacity` rows, 6. Received: 7 rows"):
+        sok.DynamicEmbedding(DIM, initial_value=some_rows(), max_capacity=6)
