@@ -191,10 +191,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         dense = [v for v in variables if _core_of(v) is None]
         copied = [v for v in dense if not isinstance(v, Variable)]
-        if inner.global_clipnorm and len(copied) < len(dense) and _world_size() > 1:
+        needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
+        if needs_norm and len(copied) < len(dense) and _world_size() > 1:
             raise ValueError(
-                "`global_clipnorm` must be None for a `sok_keras.Variable` of many ranks, each of which has the gradients of its own rows. Received: "
-                f"global_clipnorm={inner.global_clipnorm!r}"
+                "`clipnorm` and `global_clipnorm` must be None for a `sok_keras.Variable` of many ranks, each of which has the gradients of "
+                f"its own rows. Received: clipnorm={inner.clipnorm!r}, global_clipnorm={inner.global_clipnorm!r}"
             )
         with backend.eager_scope():
             distributed.equalize(copied)
@@ -203,7 +204,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if self._sums_over_ranks() and copied:
             self._tables.sums = backend.watch_gradients(copied, self._divisor())
         triggers = [v for v in variables if _core_of(v) is not None]
-        needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
         updates = [self.update_for(trigger) for trigger in triggers]
         cores = [_core_of(trigger) for trigger in triggers]
         with backend.eager_scope():

@@ -62,8 +62,9 @@ def main(folder):
             sok.all2all_dense_embedding(spread, ids)
         with pytest.raises((ValueError, sok.RankError), match="less than"):
             sok.assign(spread, [ROWS if rank == 1 else 1], np.zeros((1, 3)))
-        with pytest.raises(ValueError, match="global_clipnorm"):
-            sok.OptimizerWrapper(keras.optimizers.SGD(global_clipnorm=1.0)).build([spread])
+        for clipping in ("clipnorm", "global_clipnorm"):
+            with pytest.raises(ValueError, match=f"{clipping}=1.0"):
+                sok.OptimizerWrapper(keras.optimizers.SGD(**{clipping: 1.0})).build([spread])
         before = [v.numpy() for v in variables[:3]]
         for v in variables[:3]:
             v.assign(tf.zeros_like(v))
