@@ -26,6 +26,8 @@ def distinct(ids):
 def pooled(rows, places, bags, weights, combiner):
     """Combines the rows of ids, `(num_bags, dim)`. `places`: of each id among `rows`."""
     num_bags = tf.size(bags.row_splits) - 1
+    if weights is None and combiner == "sum":
+        return tf.sparse.segment_sum(rows, places, bags.rows(), num_segments=num_bags)
     factors = factors_of(bags, weights, combiner, num_bags)
     of_ids = tf.gather(rows, places) * factors[:, tf.newaxis]
     return tf.math.unsorted_segment_sum(of_ids, bags.rows(), num_bags)
@@ -58,34 +60,50 @@ def rows_of(variables, ids, num_ranks):
     )
     with tf.control_dependencies([check for check in checks if check is not None]):
         own_numbers = [variable.key_map(tf.identity(one)) for variable, one in pairs]
-    owners = [variable.owners(one) for variable, one in pairs]
-    orders = [tf.argsort(owner, stable=True) for owner in owners]
-    sent = [tf.cast(tf.math.bincount(tf.cast(owner, tf.int32), minlength=num_ranks), tf.int64) for owner in owners]
+    orders, sent = zip(*(_by_owner(variable.owners(one), num_ranks) for variable, one in pairs), strict=True)
 
     @tf.custom_gradient
     def call(*handles):
-        asked = [tf.gather(one, order) for one, order in zip(own_numbers, orders, strict=True)]
+        asked = [_in_order(one, order) for one, order in zip(own_numbers, orders, strict=True)]
         asked, received = _exchange(asked, sent, num_ranks, wrong, [_outside(variable) for variable in variables])
         own = [
             tf.raw_ops.ResourceGather(resource=handle, indices=one, dtype=tf.float32)
             for handle, one in zip(handles, asked, strict=True)
         ]
         answers, _ = _exchange(own, received, num_ranks)
-        rows = [tf.gather(answer, tf.argsort(order)) for answer, order in zip(answers, orders, strict=True)]
+        places = [None if order is None else tf.math.invert_permutation(order) for order in orders]
+        rows = [_in_order(answer, place) for answer, place in zip(answers, places, strict=True)]
 
         def backward(*upstream):
-            gradients = [
-                tf.gather(one, order) for one, order in zip(map(tf.convert_to_tensor, upstream), orders, strict=True)
-            ]
+            dense = map(tf.convert_to_tensor, upstream)
+            gradients = [_in_order(one, order) for one, order in zip(dense, orders, strict=True)]
             gradients, _ = _exchange(gradients, sent, num_ranks)
-            return [
-                merged(one, gradient, variable.shape[1], variable.shape[0])
-                for one, gradient, variable in zip(asked, gradients, variables, strict=True)
-            ]
+            triples = zip(asked, gradients, variables, strict=True)
+            if num_ranks == 1:  # they are distinct
+                return [
+                    tf.IndexedSlices(gradient, one, tf.constant(v.shape.as_list(), tf.int64))
+                    for one, gradient, v in triples
+                ]
+            return [merged(one, gradient, v.shape[1], v.shape[0]) for one, gradient, v in triples]
 
         return rows, backward
 
     return call(*(variable.handle for variable in variables))
+
+
+def _by_owner(owners, num_ranks):
+    """Returns the places of rows by the rank that has them, int32 `(d,)`, and how many each has, int64 `(ranks,)`.
+
+    Places are None if they are in this order.
+    """
+    if num_ranks == 1:
+        return None, tf.size(owners, tf.int64)[tf.newaxis]
+    parts = tf.dynamic_partition(tf.range(tf.size(owners)), tf.cast(owners, tf.int32), num_ranks)
+    return tf.concat(parts, 0), tf.stack([tf.size(part, tf.int64) for part in parts])
+
+
+def _in_order(array, places):
+    return array if places is None else tf.gather(array, places)
 
 
 def assigned(variable, rows, values):
