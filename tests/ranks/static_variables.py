@@ -28,6 +28,12 @@ def main(folder):
     own = len(range(rank, ROWS, world_size))
     assert [v.shape[0] for v in variables[:3]] == [own, ROWS if rank == world_size - 1 else 0, own]
     np.testing.assert_array_equal(spread, first[rank::world_size])
+    layer = sok.DynamicEmbedding(3, initial_value=first)
+    layer.build()
+    contents = layer.get_table().export()
+    np.testing.assert_array_equal(contents.keys, np.arange(ROWS))
+    np.testing.assert_array_equal(contents.rows, first)
+    assert len(layer.get_table().keys(local=True)) < ROWS or world_size == 1
     dense = keras.Variable(np.full(2, 1.0 + rank, "float32"))  # that of rank 0 goes to all
     inner = keras.optimizers.Adagrad(0.1)
     optimizer = sok.OptimizerWrapper(inner, gradient_reduction="sum")
