@@ -194,7 +194,9 @@ def dump_increment(
 
 def _write(path, source, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
-    source, _ = _with_copies(source)
+    source, copies = _with_copies(source)
+    if copies and since is not None:
+        raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0][0].name}")
     chosen = _choose(_tables_of(source), tables)
     _wait_for_steps(source, chosen)
     for table in chosen:

@@ -58,7 +58,8 @@ def init(
             `exchange_dtype`.
         SokError: If `init` was called before, or if not all ranks have come within the timeout.
     """
-    if _for_horovod and is_initialized() and (rank, world_size, address, merge_blocks) == (None, None, None, None):
+    given = rank, world_size, address, timeout, merge_blocks, exchange_dtype
+    if _for_horovod and given == (None, None, None, 60.0, None, "float32"):
         return
     start = find_start(rank, world_size, address, float(timeout))
     if exchange_dtype not in ("float32", "bfloat16"):
@@ -85,6 +86,11 @@ def init_for_horovod() -> None:
     if not is_initialized():
         init()
     _for_horovod = True
+
+
+def is_for_horovod() -> bool:
+    """Whether `init_for_horovod` was called."""
+    return _for_horovod
 
 
 def _check_same(own: str) -> None:

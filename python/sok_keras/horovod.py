@@ -39,7 +39,7 @@ def init() -> None:
 
 def is_initialized() -> bool:
     """Whether `init` has been called, or the ranks were connected otherwise."""
-    return distributed.is_initialized()
+    return distributed.is_for_horovod() or distributed.is_initialized()
 
 
 def shutdown() -> None:
@@ -56,18 +56,22 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
         op: `Average` or `Sum`.
 
     Raises:
-        ValueError: If `op` is another one.
+        ValueError: If `op` is another one, or the dtype is not float32, float16 or bfloat16.
     """
     del name
     op = op or (Sum if average is False else Average)
     if op not in (Average, Sum):
         raise ValueError(f"`op` must be `Average` or `Sum`. Received: op={op!r}")
     tensor = backend.variables.dense(tensor)
+    if keras.backend.standardize_dtype(tensor.dtype) not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"`tensor` must be of floats of at most 32 bits. Received: dtype {tensor.dtype}")
     if size() == 1:
         return tensor
     flat = keras.ops.cast(keras.ops.reshape(tensor, (-1,)), "float32")
     sums, _ = backend.sum_gradients(flat, keras.ops.zeros((1,), "float32"))
-    return keras.ops.cast(keras.ops.reshape(sums, tensor.shape), tensor.dtype) / (size() if op == Average else 1)
+    return keras.ops.cast(keras.ops.reshape(sums, keras.ops.shape(tensor)), tensor.dtype) / (
+        size() if op == Average else 1
+    )
 
 
 def allgather(tensor: Any, name: str | None = None) -> Any:
@@ -84,6 +88,11 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """Gives dense variables the values that they have on a rank."""
+    own = [variable.name for variable in variables if _is_own(variable)]
+    if own:
+        raise TypeError(
+            f"Ranks have rows of their own of variables of this package: give dense variables. Received: {own}"
+        )
     for variable in variables:
         variable.assign(distributed.broadcast(keras.ops.convert_to_numpy(variable), root_rank))
 
@@ -96,7 +105,7 @@ class DistributedGradientTape:
         op: `Average` or `Sum`.
     """
 
-    def __init__(self, gradtape: Any, op: str = Average) -> None:
+    def __init__(self, gradtape: Any, *, op: str = Average) -> None:
         self._tape, self._op = gradtape, op
 
     def __enter__(self) -> "DistributedGradientTape":
@@ -110,12 +119,15 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Returns the gradients. Those of variables of this package are left as they are: `OptimizerWrapper` reduces them."""
+        """Returns the gradients. Those of variables of this package are left as they are."""
         gradients = self._tape.gradient(target, sources, output_gradients)
         if not isinstance(sources, list | tuple):
             return self._reduced(gradients, sources)
         return [self._reduced(gradient, source) for gradient, source in zip(gradients, sources, strict=True)]
 
     def _reduced(self, gradient: Any, source: Any) -> Any:
-        is_own = isinstance(source, backend.variables.TableVariable | backend.shards.ShardVariable)
-        return gradient if gradient is None or is_own else allreduce(gradient, op=self._op)
+        return gradient if gradient is None or _is_own(source) else allreduce(gradient, op=self._op)
+
+
+def _is_own(variable: Any) -> bool:
+    return isinstance(variable, backend.variables.TableVariable | backend.shards.ShardVariable)

@@ -49,6 +49,14 @@ def _tensor(value: Any) -> Any:
     return value if ops.is_tensor(value) else ops.convert_to_tensor(value, dtype="float32")
 
 
+def _merged(gradient: Any, variable: Any) -> Any:
+    """Returns the gradient of a `Variable` with each row once. A tape joins those of several lookups."""
+    if not isinstance(variable, Variable) or not hasattr(gradient, "dense_shape"):
+        return gradient
+    num_rows, dim = variable.shape
+    return backend.variables.merged(gradient.indices, gradient.values, dim, num_rows)
+
+
 def _divided(gradient: Any, divisor: int) -> Any:
     """Returns a gradient, which may be `tf.IndexedSlices`, divided by a number."""
     if not hasattr(gradient, "dense_shape"):
@@ -192,6 +200,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         dense = [v for v in variables if _core_of(v) is None]
         copied = [v for v in dense if not isinstance(v, Variable)]
         needs_norm = bool(inner.clipnorm or inner.global_clipnorm)
+        if inner.loss_scale_factor and len(copied) < len(dense):
+            raise ValueError(
+                "`loss_scale_factor` must be None for a `sok_keras.Variable`; put a `LossScaleOptimizer` around the optimizer. Received: "
+                f"loss_scale_factor={inner.loss_scale_factor!r}"
+            )
         if needs_norm and len(copied) < len(dense) and _world_size() > 1:
             raise ValueError(
                 "`clipnorm` and `global_clipnorm` must be None for a `sok_keras.Variable` of many ranks, each of which has the gradients of "
@@ -272,7 +285,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self._check_variables_are_known(trainable_variables)
         pairs = list(zip(grads, trainable_variables, strict=True))
         tickets = {id(_core_of(v)): (g, v) for g, v in pairs if _core_of(v) is not None and g is not None}
-        dense = [(g, v) for g, v in pairs if _core_of(v) is None and g is not None]
+        dense = [(_merged(g, v), v) for g, v in pairs if _core_of(v) is None and g is not None]
         if not tickets and not dense:
             raise ValueError(
                 f"No gradients provided for any variable. Received: variables {[getattr(v, 'path', v.name) for v in trainable_variables]}"

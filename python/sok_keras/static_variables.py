@@ -158,7 +158,10 @@ class Variable(backend.shards.ShardVariable):
             )
         elif rows.shape != (len(ids), dimension):
             error = ValueError(f"Rows must have the shape {(len(ids), dimension)}. Received: shape {rows.shape}")
-        distributed.agree(error) if self.num_gpus > 1 else _raise(error)
+        if self.num_gpus > 1:
+            distributed.agree(error)
+        elif error is not None:
+            raise error
         rows = rows.astype("float32")
         if self.num_gpus > 1:
             owners = self.owners(ids)
@@ -190,11 +193,6 @@ def _target(mode: str, num_ranks: int) -> int:
     return int(rank)
 
 
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
-
-
 def keys_of(variable: Any, ids: Any) -> Any:
     """Returns ids as a tensor. Raises a `ValueError` unless they have the type of a variable's keys."""
     ids = keras.ops.convert_to_tensor(ids)
@@ -214,7 +212,7 @@ def rows_of(variables: Sequence[Variable], ids: Sequence[Any]) -> tuple[list, li
         For each variable the distinct rows that were asked for, `(d, dimension)`, and the place of each id among them, `(n,)`.
 
     Raises:
-        InvalidArgumentError: If a variable has no such row.
+        InvalidArgumentError: If a variable has no such row; with many ranks a `SokError`, or in a graph an `UnknownError`, on all of them.
     """
     found = [backend.shards.distinct(one) for one in ids]
     rows = backend.shards.rows_of(variables, [one for one, _ in found], distributed.world_size())
@@ -224,10 +222,7 @@ def rows_of(variables: Sequence[Variable], ids: Sequence[Any]) -> tuple[list, li
 def read(variable: Variable, ids: Any) -> Any:
     """Rows of ids, `ids.shape + (dimension,)`."""
     (rows,), (places,) = rows_of([variable], [ids])
-    shape = (*ids.shape, variable.global_shape[1])
-    return keras.ops.reshape(
-        keras.ops.take(rows, places, axis=0), [-1 if length is None else length for length in shape]
-    )
+    return backend.shards.take(rows, places, ids)
 
 
 def combined(variables: list, bags: list, weights: list, combiners: list) -> list:

@@ -6,6 +6,7 @@ import pytest
 
 import sok_keras as sok
 from reference import BACKEND
+from sok_keras import horovod
 
 pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="variables of TensorFlow")
 
@@ -202,6 +203,53 @@ def test_states_of_rows_are_the_optimizers(tmp_path):
     assert sok.load(tmp_path / "own", [dynamic], sok.OptimizerWrapper("adam")).tables == {"variables/d": 1}
     with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):
         sok.dump(tmp_path / "own", [dynamic], ["d"])
+
+
+def test_a_tape_outside_of_a_function_sees_the_variable():
+    v = sok.Variable(some_rows())
+    read = tf.function(lambda ids: tf.reduce_sum(sok.all2all_dense_embedding(v, ids)))
+    combine = tf.function(lambda ids: tf.reduce_sum(sok.lookup_sparse(v, ids, combiners="mean")))
+    for function, ids in ((read, tf.constant([3, 3])), (combine, tf.ragged.constant([[3], [3]], dtype=tf.int64))):
+        with tf.GradientTape() as tape:
+            loss = function(ids)
+        gradient = tape.gradient(loss, v)
+        assert gradient.indices.numpy().tolist() == [3] and (gradient.values.numpy() == 2).all()
+
+
+@pytest.mark.parametrize("clipping", ["clipvalue", "clipnorm", "global_clipnorm"])
+def test_gradients_of_several_lookups_are_clipped_as_one(clipping):
+    v, dense = sok.Variable(some_rows()), tf.Variable(some_rows())
+    optimizers = [sok.OptimizerWrapper(keras.optimizers.SGD(1.0, **{clipping: 1.0})) for _ in range(2)]
+    with tf.GradientTape() as tape:
+        parts = [sok.all2all_dense_embedding(v, tf.constant(ids)) for ids in ([1, 2], [1])]
+        loss = tf.add_n([tf.reduce_sum(part) for part in parts])
+    optimizers[0].apply_gradients(zip(tape.gradient(loss, [v]), [v], strict=True))
+    whole = np.zeros((ROWS, DIM), "float32")
+    whole[[1, 2]] = [[2], [1]]
+    optimizers[1].apply_gradients([(tf.constant(whole), dense)])
+    np.testing.assert_allclose(v, dense, rtol=1e-6)
+
+
+def test_ids_of_unknown_shape_are_read():
+    v = sok.Variable(some_rows())
+    for shape in ([None, None], None):
+        read = tf.function(
+            lambda ids: sok.all2all_dense_embedding(v, ids), input_signature=[tf.TensorSpec(shape, tf.int64)]
+        )
+        np.testing.assert_array_equal(read(tf.constant([[1, 2]], tf.int64)), some_rows()[[[1, 2]]])
+
+
+def test_what_would_give_wrong_rows_is_refused(tmp_path):
+    v = sok.Variable(some_rows(), name="v")
+    with pytest.raises(TypeError, match="rows of their own"):
+        horovod.broadcast_variables([v], 0)
+    with pytest.raises(ValueError, match="loss_scale_factor=2"):
+        sok.OptimizerWrapper(keras.optimizers.SGD(loss_scale_factor=2.0)).build([v])
+    sok.dump(tmp_path / "d", [v])
+    with pytest.raises(TypeError, match="dump it whole"):
+        sok.dump_increment(tmp_path / "d", [v])
+    with pytest.raises(ValueError, match="32 bits"):
+        horovod.allreduce(tf.constant([1]))
 
 
 def test_sgd_adds_gradients():

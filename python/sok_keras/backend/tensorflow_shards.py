@@ -25,6 +25,7 @@ def distinct(ids):
 
 def pooled(rows, places, bags, weights, combiner):
     """Combines the rows of ids, `(num_bags, dim)`. `places`: of each id among `rows`."""
+    weights = None if weights is None else tf.stop_gradient(weights)
     num_bags = tf.size(bags.row_splits) - 1
     if weights is None and combiner == "sum":
         return tf.sparse.segment_sum(rows, places, bags.rows(), num_segments=num_bags)
@@ -79,22 +80,31 @@ def rows_of(variables, ids, num_ranks):
             gradients = [_in_order(one, order) for one, order in zip(dense, orders, strict=True)]
             gradients, _ = _exchange(gradients, sent, num_ranks)
             triples = zip(asked, gradients, variables, strict=True)
-            if num_ranks == 1:  # they are distinct
-                return [
-                    tf.IndexedSlices(gradient, one, tf.constant(v.shape.as_list(), tf.int64))
-                    for one, gradient, v in triples
-                ]
-            return [merged(one, gradient, v.shape[1], v.shape[0]) for one, gradient, v in triples]
+            if num_ranks > 1:
+                return [merged(one, gradient, v.shape[1], v.shape[0]) for one, gradient, v in triples]
+            # They are distinct. A tensor of the forward pass must go through an op of the backward pass.
+            return [
+                tf.IndexedSlices(gradient, tf.identity(one), tf.constant(v.shape.as_list(), tf.int64))
+                for one, gradient, v in triples
+            ]
 
         return rows, backward
 
     return call(*(variable.handle for variable in variables))
 
 
+def take(rows, places, ids):
+    """Returns the rows at the places of ids of any shape, `ids.shape + (dim,)`."""
+    found = tf.gather(rows, places)
+    found = tf.reshape(found, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+    found.set_shape(ids.shape.concatenate(rows.shape[1:]))
+    return found
+
+
 def _by_owner(owners, num_ranks):
     """Returns the places of rows by the rank that has them, int32 `(d,)`, and how many each has, int64 `(ranks,)`.
 
-    Places are None if they are in this order.
+    With one rank the places are None: rows are in this order already.
     """
     if num_ranks == 1:
         return None, tf.size(owners, tf.int64)[tf.newaxis]
@@ -103,6 +113,7 @@ def _by_owner(owners, num_ranks):
 
 
 def _in_order(array, places):
+    """Returns the rows of an array at these places; all of them, if there are none."""
     return array if places is None else tf.gather(array, places)
 
 
