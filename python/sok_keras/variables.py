@@ -244,6 +244,11 @@ def all2all_dense_embedding(param: DynamicVariable | Variable, indices: Any) -> 
 
     Returns:
         Rows, `indices.shape + (dimension,)`.
+
+    Raises:
+        TypeError: If `param` is no variable of this package.
+        ValueError: If ids have another dtype.
+        InvalidArgumentError: If a `Variable` has no such row; with many ranks a `SokError`, or in a graph an `UnknownError`, on all of them.
     """
     _check_variable(param)
     if isinstance(param, DynamicVariable):
@@ -262,7 +267,7 @@ def lookup_sparse(
 ) -> Any:
     """Looks up ids in several variables and combines their rows, as `tf.nn.embedding_lookup_sparse` does for one.
 
-    One native call looks up all variables whose tables were made together. Ids without a row get one.
+    One native call looks up all variables whose tables were made together. Ids without a row get one; a `Variable` has a fixed number of rows, and another id is an error.
 
     Example:
 
@@ -272,7 +277,7 @@ def lookup_sparse(
     [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
 
     Args:
-        params: A `DynamicVariable`, or a list of them; one may come several times.
+        params: A `DynamicVariable` or `Variable`, or a list of them; one may come several times.
         sp_ids: For each variable ids of two axes, a `tf.SparseTensor` with its values in order, or a `tf.RaggedTensor`.
         sp_weights: For each variable None, or weights of the form of the ids. They get no gradient. None: all are 1.
         combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
@@ -283,7 +288,7 @@ def lookup_sparse(
         A tensor `(rows, dimension)`, or a list of them if `params` is a list. A row without ids is zeros.
 
     Raises:
-        TypeError: If `params` are no `DynamicVariable`s, or ids are neither sparse nor ragged.
+        TypeError: If `params` are no variables of this package, or ids are neither sparse nor ragged.
         ValueError: If the lists are of different lengths, or a combiner or the dtype of ids is another one.
     """
     del hotness

@@ -130,8 +130,9 @@ def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
 
 @once_on("tensorflow")
 def test_programs_of_sparse_operation_kits_pages_run(tmp_path):
-    if not (Path(__file__).resolve().parents[3] / "shared" / "seeds").exists():
-        pytest.skip("the pages are not there")
+    pages = Path(__file__).resolve().parents[3] / "shared" / "seeds"
+    if not pages.exists():
+        pytest.skip(f"{pages}, which has the pages, is not there")
     for ranks in (1, 2):
         run(ranks, "sok_pages.py", tmp_path)
 

@@ -172,7 +172,7 @@ struct Measure {
   }
 };
 
-// Prepares the search for the row that is number `target` of those that were measured.
+// Prepares the search for the row with the `target`-th lowest rank of the measured rows.
 __device__ __forceinline__ void start_search(Choice& c, u64 target) {
   const u64 lowest = ~c.inverse_of_lowest, highest = c.highest;
   const u32 bits = 64 + (highest > lowest ? 64 - __clzll(highest - lowest) : 0);
@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 2) choose_rows(
   meeting.wait();
   search(sweeps, shared, meeting, true);
 
-  // Lists the rows that may be among those that go.
+  // Lists the rows whose ranks are low enough for removal.
   shares.divide(num, [&](u32 a) { return num_numbers(sweeps[shared.active[a]].index.counters); });
   shares.for_each(num, [&](u32 a, u64 begin, u64 end) {
     const Sweep& s = sweeps[shared.active[a]];

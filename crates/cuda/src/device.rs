@@ -386,8 +386,8 @@ macro_rules! launch_next {
     };
 }
 
-/// As `launch!`, for a kernel whose blocks wait for each other: all of them are on the device at the same time. There are at most as many as
-/// `Kernel::most_together` returns.
+/// As `launch!`, for a kernel whose blocks wait for each other: all of them are on the device at the same time. The launch fails if there is not room for
+/// all.
 macro_rules! launch_together {
     ($kernel:expr, $stream:expr, $blocks:expr, $threads:expr, $($value:expr),* $(,)?) => {
         $crate::device::put!($crate::device::Order::Together, $kernel, $stream, $blocks, $threads, 0, $($value),*)

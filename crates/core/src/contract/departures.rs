@@ -59,7 +59,7 @@ impl Departures {
         }
     }
 
-    /// Remembers keys that go in a step. Those of a later step may have come before.
+    /// Remembers keys that go in a step. Steps need not come in their order.
     ///
     /// # Errors
     /// [`Error::Memory`](crate::Error::Memory). Nothing has changed then.

@@ -65,7 +65,7 @@ constants! {
     pub const MISSED_STEPS: usize = 1024;
     /// Threads of a block of `choose_rows`.
     pub const SWEEP_THREADS: usize = 512;
-    /// Maximum number of tables, and of lists of used records, of a launch of `choose_rows`.
+    /// Maximum number of tables of a launch of `choose_rows`. It reads as many lists of used records at a time.
     pub const MAX_SWEEPS: usize = 512;
     /// Number of the last sweeps of a table of which the device has notes.
     pub const SWEEP_NOTES: usize = 1024;

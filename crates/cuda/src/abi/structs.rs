@@ -34,7 +34,7 @@ structs! {
         pub count: u64,
         /// Place after the newest number.
         pub end: u64,
-        /// Smallest number that had never been given out. Numbers from it on are given out after those of the ring.
+        /// Smallest record number that was never given out before `base`. Insertion takes it, and the next ones, when the ring has no more.
         pub fresh: u64,
     }
 
@@ -45,7 +45,7 @@ structs! {
         pub pad0: [u32; 30],
         /// Rows that were ever removed. The table has `taken - gone` rows.
         pub gone: u64,
-        /// Those of them that sweeps have removed.
+        /// Rows that sweeps have removed; a part of `gone`.
         pub evicted: u64,
         pub released: Released,
         pub pad7: [u32; 18],
@@ -293,8 +293,7 @@ structs! {
         pub pad: u32,
         pub overflow: Overflow,
         pub fault: u64 as "Fault*",
-        /// By place of an id: takes its record number, or the number of its candidate from `Section::first_candidate` on. Null if the call has no
-        /// candidates.
+        /// By place of an id: takes its record number, or that of its candidate from `Section::first_candidate` on. Null without candidates.
         pub numbers: u64 as "u32*",
     }
 
@@ -432,8 +431,7 @@ structs! {
         pub count: u64,
     }
 
-    /// Ids that are sorted together: those of one table, or in a sort of merged gradients those of one dim. A block belongs to one
-    /// section.
+    /// Ids that are sorted together: those of one table, or for merged gradients those of one dim. A block belongs to one section.
     pub struct Section {
         /// Place of its first id.
         pub first: u32,
@@ -595,8 +593,7 @@ structs! {
         pub weights: [f32; RING],
     }
 
-    /// The result of a commit, in memory that the host reads. In kernels it is the head of `Report`, where the counts of each table
-    /// follow.
+    /// The result of a commit, in memory that the host reads. In kernels it is the head of `Report`; the counts of tables follow.
     pub struct ReportHead {
         /// Number of the commit, written last.
         pub commit: u64,

@@ -36,7 +36,7 @@ pub(crate) struct PlannedSweep {
     sweep: Sweep,
     /// Without the index of the sweep.
     used: Vec<Used>,
-    /// A number above those of all records.
+    /// Upper bound of the record numbers, exclusive.
     numbers: u64,
     /// Memory that `used` refers to.
     _lent: Option<Buffer<u32>>,
