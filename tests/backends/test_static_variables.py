@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import sok_keras as sok
+from bags import bags
 from reference import BACKEND
 from sok_keras import horovod
 
@@ -18,15 +19,6 @@ ROWS, DIM = 12, 3
 
 def some_rows(seed=0):
     return np.random.default_rng(seed).normal(size=(ROWS, DIM)).astype("float32")
-
-
-def bags(form, seed=0):
-    """Ids of five rows, one of them empty, and weights of the same form."""
-    random = np.random.default_rng(seed)
-    lengths = [3, 0, 1, 4, 2]
-    ids, weights = random.integers(0, ROWS, sum(lengths)), random.uniform(0.5, 2, sum(lengths)).astype("float32")
-    ragged = [tf.RaggedTensor.from_row_lengths(values, lengths) for values in (ids, weights)]
-    return ragged if form == "ragged" else [tensor.to_sparse() for tensor in ragged]
 
 
 def dense_of(slices):
@@ -51,7 +43,7 @@ def test_a_variable_is_a_tf_variable():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_and_gradients_are_those_of_tensorflow(form, combiner, weighted):
     tables = [some_rows(0), some_rows(1)]
-    inputs = [bags(form, seed) for seed in (0, 1, 2)]
+    inputs = [bags(form, ROWS, seed) for seed in (0, 1, 2)]
     variables = [sok.Variable(rows) for rows in tables]
     chosen = [0, 1, 0]  # one of them twice
     weights = [pair[1] if weighted else None for pair in inputs]
@@ -112,7 +104,7 @@ def test_plain_optimizers_train_it_as_a_dense_variable(optimizer, wrapped, compi
     if compiled:
         step = tf.function(step, input_signature=[tf.RaggedTensorSpec([None, None], tf.int64)])
     for seed in range(5):
-        ids, _ = bags("ragged", seed)
+        ids, _ = bags("ragged", ROWS, seed)
         step(ids)
         with tf.GradientTape() as tape:
             found = tf.nn.embedding_lookup_sparse(plain, ids.to_sparse(), None, combiner="mean")
@@ -129,7 +121,7 @@ def test_one_optimizer_trains_static_dynamic_and_dense_variables():
     variables = [static, dense, dynamic]
     assert sok.filter_variables(variables) == ([static, dynamic], [dense])
     optimizer = sok.OptimizerWrapper(keras.optimizers.Adagrad(0.1, global_clipnorm=1.0))
-    ids, _ = bags("ragged")
+    ids, _ = bags("ragged", ROWS)
     for _ in range(3):
         with tf.GradientTape() as tape:
             found = sok.lookup_sparse([static, dynamic], [ids, ids], combiners="sum")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import sok_keras as sok
+from bags import bags
 from reference import BACKEND
 
 pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="variables of TensorFlow")
@@ -81,21 +82,12 @@ def test_the_lookup_of_the_getting_started_page():
     }
 
 
-def bags(form, seed=0):
-    """Ids of five rows, one of them empty, and weights of the same form."""
-    random = np.random.default_rng(seed)
-    lengths = [3, 0, 1, 4, 2]
-    ids, weights = random.integers(0, KEYS, sum(lengths)), random.uniform(0.5, 2, sum(lengths)).astype("float32")
-    ragged = [tf.RaggedTensor.from_row_lengths(values, lengths) for values in (ids, weights)]
-    return ragged if form == "ragged" else [tensor.to_sparse() for tensor in ragged]
-
-
 @pytest.mark.parametrize("form", ["ragged", "sparse"])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_and_gradients_are_those_of_tensorflow(form, combiner, weighted):
     tables = [some_rows(0), some_rows(1)]
-    inputs = [bags(form, seed) for seed in (0, 1, 2)]
+    inputs = [bags(form, KEYS, seed) for seed in (0, 1, 2)]
     variables = [variable(rows) for rows in tables]
     chosen = [0, 1, 0]  # one of them twice
     weights = [pair[1] if weighted else None for pair in inputs]
