@@ -17,15 +17,6 @@ __device__ __forceinline__ void take_places(const Keys& keys, u32 (&first)[NUM_L
   first[SINGLES] = (u32)cold, first[SEVERAL] = (u32)(cold >> 32), first[RUNS] = (u32)of_hot, first[HOT_KEYS] = (u32)(of_hot >> 32);
 }
 
-// Returns the inclusive prefix sum of `x` over the first N lanes of a warp.
-template <u32 N> __device__ __forceinline__ u32 sum_to(u32 x) {
-  for (u32 by = 1; by < N; by *= 2) {
-    const u32 y = __shfl_up_sync(ALL, x, by);
-    if (lane() >= by) x += y;
-  }
-  return x;
-}
-
 // Returns the end of the ids with a record: by strides that double, then by bisection. `low`: position of an id of the record. `end`: end
 // of the section's ids.
 __device__ __forceinline__ u32 end_of_key(const Sorted* __restrict__ sorted, u32 record, u32 low, u32 end) {
@@ -118,7 +109,7 @@ __device__ __forceinline__ void list_found(const Keys& keys, const Sorted* __res
   u32 found[NUM_LISTS] = {};
   tally(count, found);
   const u32 runs = found[RUNS];
-  if (found[HOT_KEYS]) found[RUNS] = sum_to<WARP>(runs);
+  if (found[HOT_KEYS]) found[RUNS] = sum_to(runs);
   if (lane() == WARP - 1) {
 #pragma unroll
     for (u32 list = 0; list < NUM_LISTS; ++list) of_warps[list][warp] = found[list];
@@ -149,7 +140,7 @@ __device__ __forceinline__ void list_lanes(const Keys& keys, const Sorted* __res
   const u32 singles = __ballot_sync(ALL, count == 1), several = __ballot_sync(ALL, count > 1 && count <= HOT),
             hot = __ballot_sync(ALL, count > HOT);
   if (!(singles | several | hot)) return;
-  const u32 runs = count > HOT ? (count + RUN - 1) / RUN : 0, runs_to = hot ? sum_to<WARP>(runs) : 0;
+  const u32 runs = count > HOT ? (count + RUN - 1) / RUN : 0, runs_to = hot ? sum_to(runs) : 0;
   u32 next[NUM_LISTS] = {(u32)__popc(singles), (u32)__popc(several), (u32)__popc(hot), __shfl_sync(ALL, runs_to, WARP - 1)};
   if (lane() == 0) take_places(keys, next);
 #pragma unroll

@@ -146,15 +146,6 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) count_firsts(u32* 
   for (u32 c = threadIdx.x; c < classes; c += REQUEST_THREADS) r.counts[c * r.num_blocks + block] = counts[c];
 }
 
-// Returns the inclusive prefix sum of `x` over the lanes of a warp.
-__device__ __forceinline__ u32 warp_sum_to(u32 x) {
-  for (u32 by = 1; by < WARP; by *= 2) {
-    const u32 y = __shfl_up_sync(ALL, x, by);
-    if (lane() >= by) x += y;
-  }
-  return x;
-}
-
 // Turns the counts of first ids into places. One block for each table.
 extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) place_firsts(const __grid_constant__ Requests all) {
   begin();
@@ -189,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(REQUEST_THREADS) place_firsts(const
     for (u32 first = 0; first < r.num_blocks; first += WARP) {
       const u32 b = first + lane();
       u32* at = r.counts + c * r.num_blocks + b;
-      const u32 count = b < r.num_blocks ? *at : 0, sum = warp_sum_to(count);
+      const u32 count = b < r.num_blocks ? *at : 0, sum = sum_to(count);
       if (b < r.num_blocks) *at = start + sum - count;
       start += __shfl_sync(ALL, sum, WARP - 1);
     }
@@ -306,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(256) connect(
   for (u32 start = 0; start < num_features; start += WARP) {
     const u32 number = start + lane();
     const u32 blocks = number < num_features ? (s.features[number].num_ids + FIND_THREADS - 1) / FIND_THREADS : 0;
-    const u32 sum = warp_sum_to(blocks);
+    const u32 sum = sum_to(blocks);
     if (number < num_features) s.first_find[number] = before + sum - blocks;
     before += __shfl_sync(ALL, sum, WARP - 1);
   }

@@ -47,8 +47,7 @@ template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u6
 }
 
 // Returns the record number that is given out as number `taken`: first come those in the ring, then those from `fresh` on.
-__device__ __forceinline__ u32 number_of(const Table& t, u64 taken) {
-  const Released& released = t.index.counters->released;
+__device__ __forceinline__ u32 number_of(const Table& t, const Released& released, u64 taken) {
   const u64 i = taken - released.base;
   return i < released.count ? t.released[released.first + i & t.ring_mask] : (u32)(released.fresh + (i - released.count));
 }
@@ -167,6 +166,8 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   const u32 missing = __ballot_sync(ALL, is_missing);
   if (is_missing) leader = __ffs(__match_any_sync(missing, key)) - 1;
   const bool leads = is_missing && leader == lane();
+  // Loaded before the claim, so that the number of a new record does not wait for it.
+  const Released released = t.index.counters->released;
   Claim claim = {nullptr, false};
   if (leads) claim = claim_key(index, key, h);
   __syncwarp();
@@ -174,7 +175,7 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   const u64 taken = take(&t.index.counters->taken, is_new);
   u32 record = NO_RECORD;
   if (is_new) {
-    store_shared(claim.record, record = number_of(t, taken));
+    store_shared(claim.record, record = number_of(t, released, taken));
     start_record(t, key, record);
   }
   write_first(t, is_new, key, record, list);
@@ -219,7 +220,7 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
     const Claim claim = settle(t.index, key, hint);
     is_new = claim.is_mine;
     if (is_new) {
-      store_shared(claim.record, record = number_of(t, atomicAdd(&t.index.counters->taken, 1ull)));
+      store_shared(claim.record, record = number_of(t, t.index.counters->released, atomicAdd(&t.index.counters->taken, 1ull)));
       start_record(t, key, record);
     } else if (claim.record)
       while ((record = load_shared(claim.record)) == CLAIMED) {}

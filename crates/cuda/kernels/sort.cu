@@ -84,20 +84,6 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) count_digits(
     if (const u32 count = counts[i]) atomicAdd(&sort.counts[number * all + i], count);
 }
 
-// Returns the exclusive prefix sum of `x` over the threads of a block. `of_warps`: shared memory for a sum of each warp.
-__device__ __forceinline__ u64 sum_before(u64 x, u64* of_warps) {
-  u64 sum = x;
-  for (u32 by = 1; by < WARP; by *= 2) {
-    const u64 y = __shfl_up_sync(ALL, sum, by);
-    if (lane() >= by) sum += y;
-  }
-  if (lane() == WARP - 1) of_warps[threadIdx.x / WARP] = sum;
-  __syncthreads();
-  u64 before = sum - x;
-  for (u32 w = 0; w < threadIdx.x / WARP; ++w) before += of_warps[w];
-  return before;
-}
-
 // The counts or positions of the N digits that belong to a thread.
 template <u32 N> struct Digits {
   static_assert(N == 1 || N == 2 || N == 4, "moved at once from memory");

@@ -1,6 +1,7 @@
 // Sweeps: a full table removes the rows with the lowest scores. One launch chooses them, for all tables that have too many rows, and one
 // removes them. The host learns later which rows went.
 #include "records.cuh"
+#include "stage.cuh"
 
 // A number of 128 bits: a score and a key.
 struct Rank {
@@ -31,10 +32,13 @@ __device__ __forceinline__ u32 bin_of(const Rank& rank, const Rank& low, u32 shi
 // Returns the rank below the start of bin 1, if `low` is that of bin 0.
 __device__ __forceinline__ Rank end_of(const Rank& low, u32 shift) { return difference(sum(low, start_of(1, shift)), {0, 1}); }
 
-// Number of records that a thread reads at once.
+// Number of rows that a thread reads at once.
 constexpr u32 AT_ONCE = 4;
-// Units of work in which the blocks share it.
-constexpr u32 PART = SWEEP_THREADS * AT_ONCE;
+// Uses that a thread requests at a time in advance, when it looks for low ranks.
+constexpr u32 LOADS = 2;
+typedef Stage<LOADS, SWEEP_THREADS> UseStage;
+// Rows of a list that a block takes at a time, and records.
+constexpr u32 PART = SWEEP_THREADS, PART_OF_RECORDS = 16 * SWEEP_THREADS;
 // A table with fewer records is read whole instead of a sample.
 constexpr u64 SAMPLED_FROM = 8 * SAMPLES;
 
@@ -70,19 +74,15 @@ struct Meeting {
 struct Shares {
   // Where the parts of each list begin.
   u32 first[MAX_SWEEPS + 1];
-  // Divides lists, of which `len` returns the lengths.
-  template <class Len> __device__ __forceinline__ void divide(u32 num, const Len& len) {
+  // Divides lists, of which `len` returns the lengths, into parts of LEN rows.
+  template <u32 LEN = PART, class Len> __device__ __forceinline__ void divide(u32 num, const Len& len) {
     __syncthreads();
-    for (u32 i = threadIdx.x; i < num; i += SWEEP_THREADS) first[i + 1] = (u32)((len(i) + PART - 1) / PART);
+    for (u32 i = threadIdx.x; i < num; i += SWEEP_THREADS) first[i + 1] = (u32)((len(i) + LEN - 1) / LEN);
     __syncthreads();
     if (threadIdx.x < WARP) {
       u32 before = 0;
       for (u32 start = 0; start < num; start += WARP) {
-        u32 x = start + lane() < num ? first[start + lane() + 1] : 0;
-        for (u32 by = 1; by < WARP; by *= 2) {
-          const u32 y = __shfl_up_sync(ALL, x, by);
-          if (lane() >= by) x += y;
-        }
+        const u32 x = sum_to(start + lane() < num ? first[start + lane() + 1] : 0);
         if (start + lane() < num) first[start + lane() + 1] = before + x;
         before += __shfl_sync(ALL, x, WARP - 1);
       }
@@ -90,71 +90,120 @@ struct Shares {
     }
     __syncthreads();
   }
-  // Calls `body` with the number of each list of which this block has parts, and where they begin and end. All threads call it.
-  template <class Body> __device__ __forceinline__ void for_each(u32 num, const Body& body) {
-    const u64 all = first[num];
-    const u32 begin = (u32)(all * blockIdx.x / gridDim.x), end = (u32)(all * (blockIdx.x + 1) / gridDim.x);
-    for (u32 i = 0; i < num && first[i] < end; ++i) {
-      const u32 from = max(begin, first[i]), to = min(end, first[i + 1]);
-      if (from < to) body(i, (u64)(from - first[i]) * PART, (u64)(to - first[i]) * PART);
+  // Calls `body` with the number of each list of which this block has parts, and where its first part begins. Its other parts are `stride`
+  // apart, so that rows which belong together are shared by many blocks. All threads call it.
+  template <u32 LEN = PART, class Body> __device__ __forceinline__ void for_each(u32 num, const Body& body) {
+    for (u32 i = 0; i < num; ++i) {
+      const u32 before = first[i] % gridDim.x,
+                skipped = blockIdx.x < before ? blockIdx.x + gridDim.x - before : blockIdx.x - before;
+      if (skipped < first[i + 1] - first[i]) body(i, (u64)skipped * LEN);
     }
   }
 };
+// From a part of LEN rows to the next one of the same block.
+template <u32 LEN = PART> __device__ __forceinline__ u64 stride() { return (u64)gridDim.x * LEN; }
 
+__device__ __forceinline__ bool is_used(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
+
+// Returns whether all rows that go are in the list of rows with low ranks.
+__device__ __forceinline__ bool has_low(const Sweep& s) {
+  return s.choice->num_low >= s.choice->wanted && s.choice->num_low <= s.low_room;
+}
+// Returns the length of that list, or above all record numbers if it does not have all rows that go.
+__device__ __forceinline__ u64 num_places(const Sweep& s) { return has_low(s) ? s.choice->num_low : num_numbers(s.index.counters); }
+
+// Calls `body` with the rank and the record of each row that may go, in the parts from `begin` on.
+template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, u64 begin, const Body& body) {
+  const u64 end = num_numbers(s.index.counters), settled = s.progress->settled_commit;
+  for (u64 record = begin + threadIdx.x; record < end; record += stride()) {
+    // Record 0 belongs to no key.
+    if (record == 0) continue;
+    const Pair use = load_pair(s.uses + record);
+    if (use.high <= settled && !is_used(s, record)) body(Rank{use.low, s.keys[record]}, (u32)record);
+  }
+}
+
+// Calls `body` with the rank and the place of each row of a list, in the parts from `begin` on.
+template <class Body>
+__device__ __forceinline__ void for_each_of(const Ranked* list, u32 len, u64 begin, u64 by, const Body& body) {
+  for (u64 start = begin + threadIdx.x; start < len; start += AT_ONCE * by) {
+    Rank ranks[AT_ONCE];
+    const auto place_of = [&](u32 k) { return start + k * by; };
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k)
+      if (place_of(k) < len) ranks[k] = {list[place_of(k)].score, list[place_of(k)].key};
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k)
+      if (place_of(k) < len) body(ranks[k], (u32)place_of(k));
+  }
+}
+
+// Places that a warp has found, until it writes the rows there to a list. It takes room for them by one atomic addition.
+class Staged {
+  static constexpr u32 PER_LANE = 4;
+  static constexpr u32 ROOM = PER_LANE * WARP;
+  u32* places;
+  u32 count = 0;
+
+ public:
+  static constexpr u32 WORDS = ROOM * (SWEEP_THREADS / WARP);
+  __device__ __forceinline__ Staged(u32* memory) : places(memory + threadIdx.x / WARP * ROOM) {}
+  // Adds the places of the lanes for which `is_in` is true. `len`, `load` and `write`: as for `flush`.
+  template <class Load, class Write>
+  __device__ __forceinline__ void add(bool is_in, u32 place, u32* len, const Load& load, const Write& write) {
+    const u32 all = __ballot_sync(ALL, is_in);
+    if (!all) return;
+    if (is_in) places[count + __popc(all & lanes_below())] = place;
+    count += __popc(all);
+    if (count > ROOM - WARP) flush(len, load, write);
+  }
+  // Calls `load` with each place, which returns whether the row there is listed, and `write` with the index of each listed row. `len`: that
+  // of the list.
+  template <class Load, class Write> __device__ __forceinline__ void flush(u32* len, const Load& load, const Write& write) {
+    if (!count) return;
+    // The places of all lanes are visible after this.
+    __syncwarp();
+    Ranked rows[PER_LANE];
+    bool is_listed[PER_LANE];
+#pragma unroll
+    for (u32 k = 0; k < PER_LANE; ++k) {
+      const u32 i = k * WARP + lane();
+      is_listed[k] = i < count && load(places[i], rows[k]);
+    }
+    u32 before[PER_LANE], all = 0;
+#pragma unroll
+    for (u32 k = 0; k < PER_LANE; ++k) {
+      const u32 listed = __ballot_sync(ALL, is_listed[k]);
+      before[k] = all + __popc(listed & lanes_below()), all += __popc(listed);
+    }
+    u32 first = 0;
+    if (lane() == 0 && all) first = atomicAdd(len, all);
+    first = __shfl_sync(ALL, first, 0);
+#pragma unroll
+    for (u32 k = 0; k < PER_LANE; ++k)
+      if (is_listed[k]) write(rows[k], first + before[k]);
+    count = 0;
+  }
+};
+// Memory of a block while it lists rows.
+struct Listing {
+  UseStage::Memory uses;
+  u32 places[Staged::WORDS];
+};
+
+// Memory of a block.
 struct Choosing {
   Shares shares;
   // Indices of the sweeps that remove rows.
   u32 active[MAX_SWEEPS];
   u32 num_active;
-  u32 bins[RANK_BINS];
-  u32 of_threads[SWEEP_THREADS];
+  u32 of_warps[SWEEP_THREADS / WARP];
+  union {
+    // Counts of bins.
+    u32 bins[RANK_BINS];
+    Listing listing;
+  };
 };
-
-__device__ __forceinline__ bool is_used(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
-
-// Calls `body` with the number and the use of each record between `from` and `to` whose row may go.
-template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, u64 from, u64 to, const Body& body) {
-  const u64 end = min(to, (u64)num_numbers(s.index.counters)), settled = s.progress->settled_commit;
-  for (u64 start = from; start < end; start += PART) {
-    Pair pair[AT_ONCE];
-#pragma unroll
-    for (u32 k = 0; k < AT_ONCE; ++k) {
-      const u64 record = start + k * SWEEP_THREADS + threadIdx.x;
-      // A record without a row has the largest number of a commit. Record 0 belongs to no key.
-      pair[k] = record > 0 && record < end ? load_pair(s.uses + record) : Pair{0, NO_ROW};
-    }
-#pragma unroll
-    for (u32 k = 0; k < AT_ONCE; ++k) {
-      const u64 record = start + k * SWEEP_THREADS + threadIdx.x;
-      if (pair[k].high <= settled && !is_used(s, record)) body(record, Use{pair[k].low, pair[k].high});
-    }
-  }
-}
-
-// Calls `body` with the ranks of a list between `from` and `to`.
-template <class Body> __device__ __forceinline__ void for_each_of(const Ranked* list, u32 len, u64 from, u64 to, const Body& body) {
-  for (u64 i = from + threadIdx.x; i < min(to, (u64)len); i += SWEEP_THREADS) {
-    const Ranked one = list[i];
-    body(Rank{one.score, one.key}, one.record);
-  }
-}
-
-// Among which rows a sweep chooses.
-enum From : u32 { FROM_SAMPLES, FROM_LOW, FROM_ALL };
-__device__ __forceinline__ From source_of(const Sweep& s, const Choice& c) {
-  // All rows that go are in the list of rows with low ranks.
-  return c.num_low >= c.wanted && c.num_low <= s.low_room ? FROM_LOW : FROM_ALL;
-}
-__device__ __forceinline__ u64 len_of(const Sweep& s, const Choice& c, From from) {
-  return from == FROM_SAMPLES ? c.num_samples : from == FROM_LOW ? c.num_low : num_numbers(s.index.counters);
-}
-// Calls `body` with the ranks and records of a source between `begin` and `end`.
-template <class Body>
-__device__ __forceinline__ void for_each_from(const Sweep& s, const Choice& c, From from, u64 begin, u64 end, const Body& body) {
-  if (from == FROM_SAMPLES) for_each_of(s.samples, c.num_samples, begin, end, body);
-  else if (from == FROM_LOW) for_each_of(s.low, c.num_low, begin, end, body);
-  else for_each_removable(s, begin, end, [&](u64 record, const Use& use) { body(Rank{use.score, s.keys[record]}, record); });
-}
 
 // Counts rows among which a sweep will choose, and their lowest and highest scores.
 struct Measure {
@@ -190,33 +239,77 @@ __device__ __forceinline__ u64 num_low_samples(const Sweep& s, const Choice& c) 
 
 __device__ __forceinline__ bool is_sampled(const Sweep& s) { return num_numbers(s.index.counters) >= SAMPLED_FROM; }
 
-// Divides the bin with the row that is number `target`, until it has found its rank or a rank with no other row between. `is_sampling`: it
-// searches among samples. All blocks call it.
-__device__ __forceinline__ void search(const Sweep* sweeps, Choosing& shared, Meeting& meeting, bool is_sampling) {
+// Counts rows in bins. `for_each`: calls a function with their ranks. All threads of the block call it.
+template <class ForEach> __device__ __forceinline__ void count_in_bins(u32* bins, const Choice& c, const ForEach& for_each) {
+  for (u32 b = threadIdx.x; b < RANK_BINS; b += SWEEP_THREADS) bins[b] = 0;
+  __syncthreads();
+  const Rank low = {c.low_score, c.low_key};
+  const u32 shift = c.shift;
+  for_each([&](const Rank& rank, u32) {
+    if (rank < low) return;
+    const u32 bin = bin_of(rank, low, shift);
+    if (bin < RANK_BINS) atomicAdd(bins + bin, 1);
+  });
+  __syncthreads();
+}
+
+// Continues a search in the bin with the row that is number `target`. `bins`: how many rows are in each. Sets them to zeros. All threads of
+// the block call it.
+__device__ __forceinline__ void enter_bin(Choosing& shared, u32* bins, Choice* choice, u64 target) {
+  constexpr u32 PER_THREAD = RANK_BINS / SWEEP_THREADS;
+  const Rank low = {choice->low_score, choice->low_key};
+  const u32 shift = choice->shift;
+  u32 mine[PER_THREAD], all = 0;
+  for (u32 k = 0; k < PER_THREAD; ++k) {
+    u32* bin = bins + threadIdx.x * PER_THREAD + k;
+    all += mine[k] = load_shared(bin);
+    *bin = 0;
+  }
+  u64 below = choice->below + sum_before(all, shared.of_warps);
+  __syncthreads();
+  for (u32 k = 0; k < PER_THREAD; ++k, below += mine[k - 1]) {
+    // True for one bin of one thread.
+    if (below >= target || below + mine[k] < target) continue;
+    const Rank start = sum(low, start_of(threadIdx.x * PER_THREAD + k, shift)), high = end_of(start, shift);
+    choice->low_score = start.score, choice->low_key = start.key;
+    choice->high_score = high.score, choice->high_key = high.key;
+    choice->below = below;
+    choice->is_done = shift == 0 || below + mine[k] == target;
+    choice->shift = shift > RANK_BITS ? shift - RANK_BITS : 0;
+  }
+  __syncthreads();
+}
+
+// Searches among the samples of a table, until it has found the rank of number `target` or one with no other sample between. All threads of
+// the block call it.
+__device__ __forceinline__ void search_samples(Choosing& shared, const Sweep& s) {
+  Choice* choice = s.choice;
+  const u64 target = num_low_samples(s, *choice);
+  while (!load_shared(&choice->is_done)) {
+    count_in_bins(
+        shared.bins, *choice, [&](const auto& body) { for_each_of(s.samples, choice->num_samples, 0, SWEEP_THREADS, body); });
+    enter_bin(shared, shared.bins, choice, target);
+  }
+}
+
+// Searches among the rows of all tables, until it has found the ranks of the last rows that go or ranks with no other row between. All
+// blocks call it.
+__device__ __forceinline__ void search(const Sweep* sweeps, Choosing& shared, Meeting& meeting) {
   const u32 num = shared.num_active;
-  const auto from_of = [&](const Sweep& s) { return is_sampling ? FROM_SAMPLES : source_of(s, *s.choice); };
-  const auto is_done = [&](const Sweep& s) { return s.choice->is_done || (is_sampling && !is_sampled(s)); };
   for (;;) {
     bool is_open = false;
-    for (u32 a = threadIdx.x; a < num; a += SWEEP_THREADS) is_open |= !is_done(sweeps[shared.active[a]]);
+    for (u32 a = threadIdx.x; a < num; a += SWEEP_THREADS) is_open |= !sweeps[shared.active[a]].choice->is_done;
     if (!__syncthreads_or(is_open)) return;
     shared.shares.divide(num, [&](u32 a) {
       const Sweep& s = sweeps[shared.active[a]];
-      return is_done(s) ? 0 : len_of(s, *s.choice, from_of(s));
+      return s.choice->is_done ? 0 : num_places(s);
     });
-    shared.shares.for_each(num, [&](u32 a, u64 begin, u64 end) {
+    shared.shares.for_each(num, [&](u32 a, u64 begin) {
       const Sweep& s = sweeps[shared.active[a]];
-      const Choice& c = *s.choice;
-      for (u32 b = threadIdx.x; b < RANK_BINS; b += SWEEP_THREADS) shared.bins[b] = 0;
-      __syncthreads();
-      const Rank low = {c.low_score, c.low_key};
-      const u32 shift = c.shift;
-      for_each_from(s, c, from_of(s), begin, end, [&](const Rank& rank, u64) {
-        if (rank < low) return;
-        const u32 bin = bin_of(rank, low, shift);
-        if (bin < RANK_BINS) atomicAdd(shared.bins + bin, 1);
+      count_in_bins(shared.bins, *s.choice, [&](const auto& body) {
+        if (has_low(s)) for_each_of(s.low, s.choice->num_low, begin, stride(), body);
+        else for_each_removable(s, begin, body);
       });
-      __syncthreads();
       for (u32 b = threadIdx.x; b < RANK_BINS; b += SWEEP_THREADS)
         if (shared.bins[b]) atomicAdd(s.bins + b, shared.bins[b]);
       __syncthreads();
@@ -224,42 +317,113 @@ __device__ __forceinline__ void search(const Sweep* sweeps, Choosing& shared, Me
     meeting.wait();
     for (u32 a = blockIdx.x; a < num; a += gridDim.x) {
       const Sweep& s = sweeps[shared.active[a]];
-      if (is_done(s)) continue;
-      constexpr u32 PER_THREAD = RANK_BINS / SWEEP_THREADS;
-      Choice* choice = s.choice;
-      const u64 target = is_sampling ? num_low_samples(s, *choice) : choice->wanted;
-      const Rank low = {choice->low_score, choice->low_key};
-      const u32 shift = choice->shift;
-      u32 mine[PER_THREAD], all = 0;
-      for (u32 k = 0; k < PER_THREAD; ++k) {
-        u32* bin = s.bins + threadIdx.x * PER_THREAD + k;
-        all += mine[k] = load_shared(bin);
-        *bin = 0;
-      }
-      shared.of_threads[threadIdx.x] = all;
-      __syncthreads();
-      u64 below = choice->below;
-      for (u32 t = 0; t < threadIdx.x; ++t) below += shared.of_threads[t];
-      __syncthreads();
-      for (u32 k = 0; k < PER_THREAD; ++k, below += mine[k - 1]) {
-        // True for one bin of one thread.
-        if (below >= target || below + mine[k] < target) continue;
-        const Rank start = sum(low, start_of(threadIdx.x * PER_THREAD + k, shift)), high = end_of(start, shift);
-        choice->low_score = start.score, choice->low_key = start.key;
-        choice->high_score = high.score, choice->high_key = high.key;
-        choice->below = below;
-        choice->is_done = shift == 0 || below + mine[k] == target;
-        choice->shift = shift > RANK_BITS ? shift - RANK_BITS : 0;
-      }
-      __syncthreads();
+      if (!s.choice->is_done) enter_bin(shared, s.bins, s.choice, s.choice->wanted);
     }
     meeting.wait();
   }
 }
 
+// Lists the rows that may go and have ranks up to that which the samples gave, in the parts from `begin` on.
+__device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 begin) {
+  constexpr u32 TURN = LOADS * SWEEP_THREADS, TURNS = PART_OF_RECORDS / TURN;
+  Choice* choice = s.choice;
+  const Use* uses = s.uses;
+  const u64* keys = s.keys;
+  const u32 end = num_numbers(s.index.counters);
+  const u64 settled = s.progress->settled_commit;
+  const Rank high = {choice->high_score, choice->high_key};
+  Measure measure;
+  Staged staged(memory.places);
+  const auto load = [&](u32 record, Ranked& row) {
+    row = {uses[record].score, keys[record], record};
+    return !is_used(s, record);
+  };
+  const auto write = [&](const Ranked& row, u32 i) {
+    measure.add(row.score);
+    if (i < s.low_room) s.low[i] = row;
+  };
+  const UseStage stage = {memory.uses};
+  const u32 step = (u32)stride<PART_OF_RECORDS>(), turns = (end - begin + step - 1) / step * TURNS;
+  const auto first_of = [&](u32 turn) { return begin + turn / TURNS * step + turn % TURNS * TURN + threadIdx.x; };
+  // Record 0 belongs to no key.
+  const auto valid = [&](u32 record) { return min(max(record, 1u), end - 1); };
+  const auto start = [&](u32 turn) {
+#pragma unroll
+    for (u32 k = 0; k < LOADS; ++k) {
+      if (turn < turns) stage.start(turn, k, (const float4*)(uses + valid(first_of(turn) + k * SWEEP_THREADS)));
+    }
+    stage.end();
+  };
+  // Many rows may have the score of `high`. A warp that has met some loads the keys of its next rows in advance.
+  u64 key[LOADS];
+  const auto load_keys = [&](u32 turn, u32 which) {
+#pragma unroll
+    for (u32 k = 0; k < LOADS; ++k)
+      if (which >> k & 1) key[k] = keys[valid(first_of(turn) + k * SWEEP_THREADS)];
+  };
+  constexpr u32 EACH = (1u << LOADS) - 1;
+  u32 loaded = 0;
+  start(0);
+  for (u32 turn = 0; turn < turns; ++turn) {
+    start(turn + 1);
+    stage.wait();
+    u32 low = 0, ties = 0;
+#pragma unroll
+    for (u32 k = 0; k < LOADS; ++k) {
+      const Use use = *(const Use*)&stage.at(turn, k);
+      const u32 record = first_of(turn) + k * SWEEP_THREADS;
+      // A record without a row has the largest number of a commit.
+      const bool may_go = use.commit <= settled && record == valid(record);
+      low |= (u32)(may_go && use.score < high.score) << k, ties |= (u32)(may_go && use.score == high.score) << k;
+    }
+    const bool has_ties = __any_sync(ALL, ties);
+    if (has_ties) {
+      load_keys(turn, ties & ~loaded);
+#pragma unroll
+      for (u32 k = 0; k < LOADS; ++k) low |= ties & (u32)(key[k] <= high.key) << k;
+    }
+    load_keys(turn + 1, loaded = has_ties ? EACH : 0);
+    if (!__any_sync(ALL, low)) continue;
+#pragma unroll 1
+    for (u32 k = 0; k < LOADS; ++k) staged.add(low >> k & 1, first_of(turn) + k * SWEEP_THREADS, &choice->num_low, load, write);
+  }
+  staged.flush(&choice->num_low, load, write);
+  measure.give(choice);
+}
+
+// Writes the chosen rows to the ring, in the parts from `begin` on.
+__device__ __forceinline__ void list_chosen(u32* memory, const Sweep& s, u64 begin) {
+  Choice* choice = s.choice;
+  const bool is_low = has_low(s);
+  const Rank high = {choice->high_score, choice->high_key};
+  const u64 first = s.index.counters->released.end, end = num_places(s), settled = s.progress->settled_commit;
+  Staged staged(memory);
+  const auto load = [&](u32 place, Ranked& row) {
+    if (!is_low && place == 0) return false;
+    row = is_low ? s.low[place] : Ranked{s.uses[place].score, s.keys[place], place};
+    const bool may_go = is_low || (s.uses[place].commit <= settled && !is_used(s, place));
+    return may_go && !(high < Rank{row.score, row.key});
+  };
+  const auto write = [&](const Ranked& row, u32 i) {
+    const u64 place = (first + i) & s.ring_mask;
+    s.released[place] = (u32)row.record, s.departed_keys[place] = row.key;
+    if (s.changes) s.departed_changes[place] = s.changes[row.record];
+  };
+  for (u64 start = begin; start < end; start += stride())
+    staged.add(start + threadIdx.x < end, (u32)(start + threadIdx.x), &choice->num_listed, load, write);
+  staged.flush(&choice->num_listed, load, write);
+}
+
+// Prepares the search for the last row that goes.
+__device__ __forceinline__ void start_last_search(const Sweep& s) {
+  Choice& c = *s.choice;
+  c.count = c.num_ranked;
+  start_search(c, c.wanted);
+}
+
 // Chooses the rows that go, of all tables that have too many rows, and writes their numbers and keys to the ring, after its end. All blocks
 // of the launch are on the device at the same time. `arrived`: counts them; 0 before and after.
-extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 2) choose_rows(
+extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
     const Sweep* sweeps, u32 num_sweeps, const Used* all_used, u32 num_used, u32* arrived) {
   begin();
   __shared__ Choosing shared;
@@ -285,10 +449,10 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 2) choose_rows(
 
   // Marks the rows that must stay.
   shares.divide(num, [&](u32 a) { return (num_numbers(sweeps[shared.active[a]].index.counters) + WARP - 1) / WARP; });
-  shares.for_each(num, [&](u32 a, u64 begin, u64 end) {
+  shares.for_each(num, [&](u32 a, u64 begin) {
     const Sweep& s = sweeps[shared.active[a]];
     const u64 words = (num_numbers(s.index.counters) + WARP - 1) / WARP;
-    for (u64 i = begin + threadIdx.x; i < min(end, words); i += SWEEP_THREADS) s.marks[i] = 0;
+    for (u64 i = begin + threadIdx.x; i < words; i += stride()) s.marks[i] = 0;
   });
   for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
     const Sweep& s = sweeps[shared.active[a]];
@@ -304,10 +468,11 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 2) choose_rows(
       if (num_wanted(sweeps[used.sweep]) == 0) return 0u;
       return used.resolved && used.resolved->is_due && used.resolved->weights[used.row] != 0 ? 0u : count_of(used);
     });
-    shares.for_each(num_some, [&](u32 u, u64 begin, u64 end) {
+    shares.for_each(num_some, [&](u32 u, u64 begin) {
       const Used& used = some[u];
       u32* marks = sweeps[used.sweep].marks;
-      for (u64 i = begin + threadIdx.x; i < min(end, (u64)count_of(used)); i += SWEEP_THREADS) {
+      const u32 count = count_of(used);
+      for (u64 i = begin + threadIdx.x; i < count; i += stride()) {
         const u32 record = used.records[i * used.stride] & ~NEW;
         if (record && record < used.end) atomicOr(marks + record / WARP, 1u << record % WARP);
       }
@@ -317,86 +482,68 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 2) choose_rows(
 
   // A sample of the rows gives a rank above that of the last row that goes. Rows above it need not be examined again.
   shares.divide(num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? SAMPLES : 0; });
-  shares.for_each(num, [&](u32 a, u64 begin, u64 end) {
+  shares.for_each(num, [&](u32 a, u64 begin) {
     const Sweep& s = sweeps[shared.active[a]];
     const u64 numbers = num_numbers(s.index.counters), settled = s.progress->settled_commit;
     Measure measure;
-    for (u64 i = begin + threadIdx.x; i < min(end, (u64)SAMPLES); i += SWEEP_THREADS) {
+    for (u64 i = begin + threadIdx.x; i < SAMPLES; i += stride()) {
       // A random record of each of equal ranges.
       const u64 from = i * numbers / SAMPLES, range = (i + 1) * numbers / SAMPLES - from;
       const u64 record = from + hash(s.number, i) % range;
       const Pair use = record ? load_pair(s.uses + record) : Pair{0, NO_ROW};
-      if (use.high > settled || is_used(s, record)) continue;
-      s.samples[atomicAdd(&s.choice->num_samples, 1)] = {use.low, s.keys[record], record};
+      const bool is_one = use.high <= settled && !is_used(s, record);
+      const u32 place = take(&s.choice->num_samples, is_one);
+      if (!is_one) continue;
+      s.samples[place] = {use.low, s.keys[record], (u32)record};
       measure.add(use.low);
     }
     __syncwarp();
     measure.give(s.choice);
   });
   meeting.wait();
-  for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
+  for (u32 a = blockIdx.x; a < num; a += gridDim.x) {
     const Sweep& s = sweeps[shared.active[a]];
-    if (is_sampled(s)) start_search(*s.choice, num_low_samples(s, *s.choice));
+    if (!is_sampled(s)) continue;
+    if (threadIdx.x == 0) start_search(*s.choice, num_low_samples(s, *s.choice));
+    __syncthreads();
+    search_samples(shared, s);
   }
   meeting.wait();
-  search(sweeps, shared, meeting, true);
 
   // Lists the rows whose ranks are low enough for removal.
-  shares.divide(num, [&](u32 a) { return num_numbers(sweeps[shared.active[a]].index.counters); });
-  shares.for_each(num, [&](u32 a, u64 begin, u64 end) {
-    const Sweep& s = sweeps[shared.active[a]];
-    Choice* choice = s.choice;
-    const Rank high = {choice->high_score, choice->high_key};
-    const bool lists = is_sampled(s);
-    Measure measure;
-    u64 count = 0;
-    for_each_removable(s, begin, end, [&](u64 record, const Use& use) {
-      ++count;
-      if (!lists) {
-        measure.add(use.score);
-        return;
-      }
-      if (use.score > high.score) return;
-      const u64 key = s.keys[record];
-      if (use.score == high.score && key > high.key) return;
-      measure.add(use.score);
-      const u32 place = atomicAdd(&choice->num_low, 1);
-      if (place < s.low_room) s.low[place] = {use.score, key, record};
-    });
-    __syncwarp();
-    for (u32 by = WARP / 2; by; by /= 2) count += __shfl_down_sync(ALL, count, by);
-    if (lane() == 0 && count) atomicAdd(&choice->count, count);
-    measure.give(choice);
-  });
+  shares.divide<PART_OF_RECORDS>(
+      num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? num_numbers(sweeps[shared.active[a]].index.counters) : 0; });
+  shares.for_each<PART_OF_RECORDS>(num, [&](u32 a, u64 begin) { list_low(shared.listing, sweeps[shared.active[a]], (u32)begin); });
   meeting.wait();
-  for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
-    const Sweep& s = sweeps[shared.active[a]];
-    Choice& c = *s.choice;
-    if (source_of(s, c) == FROM_ALL && is_sampled(s)) {
-      // The list does not help. The scores of the other rows may be any.
-      c.num_ranked = c.count, c.inverse_of_lowest = ~0ull, c.highest = ~0ull;
-    }
-    start_search(c, c.wanted);
-  }
-  meeting.wait();
-  search(sweeps, shared, meeting, false);
 
+  // Where there is no such list, all rows are examined again.
   shares.divide(num, [&](u32 a) {
     const Sweep& s = sweeps[shared.active[a]];
-    return len_of(s, *s.choice, source_of(s, *s.choice));
+    return has_low(s) ? 0 : num_numbers(s.index.counters);
   });
-  shares.for_each(num, [&](u32 a, u64 begin, u64 end) {
-    const Sweep& s = sweeps[shared.active[a]];
-    Choice* choice = s.choice;
-    const Rank high = {choice->high_score, choice->high_key};
-    const u64 first = s.index.counters->released.end;
-    for_each_from(s, *choice, source_of(s, *choice), begin, end, [&](const Rank& rank, u64 record) {
-      if (high < rank) return;
-      const u64 place = (first + atomicAdd(&choice->num_listed, 1)) & s.ring_mask;
-      s.released[place] = (u32)record, s.departed_keys[place] = rank.key;
-      if (s.changes) s.departed_changes[place] = s.changes[record];
+  if (shares.first[num]) {
+    for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
+      const Sweep& s = sweeps[shared.active[a]];
+      Choice& c = *s.choice;
+      if (!has_low(s)) c.num_ranked = 0, c.inverse_of_lowest = 0, c.highest = 0;
+    }
+    meeting.wait();
+    shares.for_each(num, [&](u32 a, u64 begin) {
+      const Sweep& s = sweeps[shared.active[a]];
+      Measure measure;
+      for_each_removable(s, begin, [&](const Rank& rank, u32) { measure.add(rank.score); });
+      __syncwarp();
+      measure.give(s.choice);
     });
-  });
+    meeting.wait();
+  }
+  for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS)
+    start_last_search(sweeps[shared.active[a]]);
+  meeting.wait();
+  search(sweeps, shared, meeting);
+
+  shares.divide(num, [&](u32 a) { return num_places(sweeps[shared.active[a]]); });
+  shares.for_each(num, [&](u32 a, u64 begin) { list_chosen(shared.listing.places, sweeps[shared.active[a]], begin); });
   meeting.end();
 }
 
@@ -421,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) remove_chosen(const 
   released->base = taken, released->fresh += given - of_ring;
   released->first += of_ring, released->count -= of_ring, released->end = first + n;
   s.notes[s.number % SWEEP_NOTES] = {s.progress->step, first + n};
-  if (s.usable != ~0ull) {
+  if (s.usable != NO_SWEEP) {
     const u64 end = s.notes[s.usable % SWEEP_NOTES].end;
     if (end > released->first + released->count) released->count = end - released->first;
   }

@@ -97,6 +97,26 @@ __device__ __forceinline__ u32 sum_of_warp(u32 x) {
   return x;
 }
 
+// Returns the inclusive prefix sum of `x` over the first N lanes of a warp.
+template <u32 N = WARP, class T> __device__ __forceinline__ T sum_to(T x) {
+#pragma unroll
+  for (u32 by = 1; by < N; by *= 2) {
+    const T y = __shfl_up_sync(ALL, x, by);
+    if (lane() >= by) x += y;
+  }
+  return x;
+}
+
+// Returns the exclusive prefix sum of `x` over the threads of a block. `of_warps`: shared memory for a sum of each warp.
+template <class T> __device__ __forceinline__ T sum_before(T x, T* of_warps) {
+  const T sum = sum_to(x);
+  if (lane() == WARP - 1) of_warps[threadIdx.x / WARP] = sum;
+  __syncthreads();
+  T before = sum - x;
+  for (u32 w = 0; w < threadIdx.x / WARP; ++w) before += of_warps[w];
+  return before;
+}
+
 // A list of lanes of a warp, in ascending order.
 struct LaneList {
   unsigned char lanes[WARP];

@@ -69,6 +69,8 @@ constants! {
     pub const MAX_SWEEPS: usize = 512;
     /// Number of the last sweeps of a table of which the device has notes.
     pub const SWEEP_NOTES: usize = 1024;
+    /// Value of [`Sweep::usable`] if no numbers of removed rows may be given out.
+    pub const NO_SWEEP: u64 = u64::MAX;
     /// Rows of which a sweep of a large table examines the ranks first.
     pub const SAMPLES: usize = 8192;
     /// Bins in which a sweep counts rows by score and key.
@@ -85,8 +87,6 @@ constants! {
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }
 
-/// Value of [`Sweep::usable`] if no numbers of removed rows may be given out.
-pub const NO_SWEEP: u64 = u64::MAX;
 /// Words of [`Sort::next`]: a counter for each pass, and unused ones.
 pub const SORT_STATE: usize = 32;
 /// Minimum number of bits of a digit of the sort.

@@ -31,7 +31,10 @@ macro_rules! constants {
         $($(#[doc = $doc])* pub const $name: $type = $value;)*
 
         pub fn constants(text: &mut String) {
-            $(let _ = writeln!(text, "constexpr u32 {} = {}u;", stringify!($name), $name);)*
+            $(
+                let in_cuda = if stringify!($type) == "u64" { "u64" } else { "u32" };
+                let _ = writeln!(text, "constexpr {in_cuda} {} = {}u;", stringify!($name), $name);
+            )*
         }
     };
 }

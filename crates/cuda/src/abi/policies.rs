@@ -212,7 +212,7 @@ structs! {
     pub struct Choice {
         /// Number of rows to choose.
         pub wanted: u64,
-        /// Number of rows that may go.
+        /// Number of rows that may go, or of those in `low` if all rows that go are there.
         pub count: u64,
         /// Number of rows among which the sweep chooses; of rows that may go, or of samples.
         pub num_ranked: u64,

@@ -196,7 +196,7 @@ fn descriptor_words(planned: &[PlannedSweep]) -> usize {
 pub(crate) struct Chosen {
     planned: PlannedSweep,
     sweeps: Sweeps,
-    /// Number of rows that may go.
+    /// Number of rows that may go, or a smaller number that is enough for the new keys.
     pub num_removable: u64,
 }
 
