@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sok_keras.whole_package import WholePackage
 
 if TYPE_CHECKING:
-    from sok_keras import callbacks, optimizers, policies
+    from sok_keras import callbacks, optimizers, planner, policies
     from sok_keras.distributed import (
         all_reduce,
         barrier,
@@ -107,6 +107,7 @@ __all__ = [
     "local_rank",
     "lookup_sparse",
     "optimizers",
+    "planner",
     "policies",
     "prefetch",
     "rank",

@@ -236,14 +236,19 @@ def of_rank_0(value: Any) -> Any:
     return json.loads(native.broadcast(json.dumps(value).encode() if rank() == 0 else b"", 0))
 
 
+def is_replicated_by_default(config: Any) -> bool:
+    """Returns whether `placement="auto"` gives every rank all rows of a table."""
+    num_ids = config.vocabulary_size
+    return num_ids is not None and num_ids * config.embedding_dim * 4 <= _STATIC_BYTES
+
+
 def core_placement(config: Any) -> Any:
     """Returns the place of a table's rows among the ranks, for the core."""
-    placement, num_ids = config.placement, config.vocabulary_size
+    placement = config.placement
     if placement.startswith("localized:"):
         return {"localized": int(placement.removeprefix("localized:"))}
     if placement in ("auto", "default_device"):
-        is_small = num_ids is not None and num_ids * config.embedding_dim * 4 <= _STATIC_BYTES
-        return "replicated" if is_small else "distributed"
+        return "replicated" if is_replicated_by_default(config) else "distributed"
     return placement
 
 

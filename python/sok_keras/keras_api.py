@@ -1,6 +1,6 @@
 """What of the package needs Keras. Importing it registers the layers with Keras, so that saved models find them."""
 
-from sok_keras import callbacks, exporters, importers, optimizers, policies
+from sok_keras import callbacks, exporters, importers, optimizers, planner, policies
 from sok_keras.checkpoint import LoadReport, dump, dump_increment, load
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.keras_extensions import extend_keras
@@ -53,6 +53,7 @@ __all__ = [
     "load",
     "lookup_sparse",
     "optimizers",
+    "planner",
     "policies",
     "prefetch",
     "shard",

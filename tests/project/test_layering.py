@@ -36,7 +36,13 @@ LEVELS = [
     },
     {"profile"},
     {"callbacks.best", "callbacks.frequency", "callbacks.progress", "prefetching", "shards"},
-    {"exporters", "importers"},
+    {"exporters", "importers", "planner"},
+    {"planner.sharding_planner"},
+    {"planner.search", "planner.sharding_plan"},
+    {"planner.enumerator"},
+    {"planner.costs", "planner.measuring", "planner.units"},
+    {"planner.topology", "planner.workload"},
+    {"planner.hardware"},
     {"importers.columns", "importers.dynamicemb_dumps", "importers.frameworks", "importers.sok_dumps"},
     {"importers.pieces"},
     {"checkpoint"},
@@ -163,7 +169,16 @@ def test_native_module_is_imported_in_backend_alone():
         *(module for module in MODULES if module.startswith("backend.private_")),
     }
     of_backend = {m for m in MODULES if m.startswith("backend") and m not in without}
-    assert importers == of_backend | {"distributed", "dump_handle", "errors", "manifest", "policies", "strings"}
+    assert importers == of_backend | {
+        "distributed",
+        "dump_handle",
+        "errors",
+        "manifest",
+        "planner.costs",
+        "planner.measuring",
+        "policies",
+        "strings",
+    }
     # TensorFlow loads the library itself, to see the ops in it.
     assert "load_op_library" in ast.unparse(MODULES["backend.tensorflow"])
 

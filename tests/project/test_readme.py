@@ -37,7 +37,7 @@ def examples():
     """The doctests of all public names, methods included."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     public = {name: getattr(sok, name) for name in sok.__all__}
-    for module in (sok.callbacks, sok.exporters, sok.importers, sok.optimizers, sok.policies):
+    for module in (sok.callbacks, sok.exporters, sok.importers, sok.optimizers, sok.planner, sok.policies):
         public |= {
             name: value
             for name, value in vars(module).items()

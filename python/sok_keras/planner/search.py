@@ -1,0 +1,132 @@
+"""The search for the options that make the slowest rank fastest."""
+
+import dataclasses
+
+import numpy as np
+
+# An exact search is for so many tables, and examines so many assignments.
+_MOST_TABLES, _MOST_EXAMINED = 32, 20_000
+_PASSES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Options of tables as arrays.
+
+    Args:
+        times: By table, `(options, ranks)` float64: seconds.
+        sizes: By table, `(options, 2 * ranks)` float64: bytes of each device, then bytes of the hosts for each rank.
+        budgets: `(2 * ranks,)` float64: bytes that there are.
+    """
+
+    times: list[np.ndarray]
+    sizes: list[np.ndarray]
+    budgets: np.ndarray
+
+    def sums(self, choice: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the times of ranks and the bytes of memories."""
+        times = sum(times[option] for times, option in zip(self.times, choice, strict=True))
+        return times, sum(sizes[option] for sizes, option in zip(self.sizes, choice, strict=True))
+
+    def missing(self, sizes: np.ndarray) -> np.ndarray:
+        """Returns the bytes that are missing: in one memory, or in each of many along the last axis."""
+        return np.maximum(sizes - self.budgets, 0.0)
+
+
+def _heuristic(problem: Problem) -> list[int]:
+    """Starts with the fastest option of each table. While memory is missing, it moves the table with the shortest additional time for each
+    byte of that. Then it changes single tables while the slowest rank becomes faster.
+    """
+    choice = [int(times.max(axis=1).argmin()) for times in problem.times]
+    times, sizes = problem.sums(choice)
+    while problem.missing(sizes).any():
+        best = None
+        for table, option in enumerate(choice):
+            of_table, of_sizes = problem.times[table], problem.sizes[table]
+            saved = problem.missing(sizes).sum() - problem.missing(sizes + of_sizes - of_sizes[option]).sum(axis=1)
+            slower = (times + of_table - of_table[option]).max(axis=1) - times.max()
+            ratio = np.where(saved > 0, np.maximum(slower, 1e-12) / np.maximum(saved, 1e-9), np.inf)
+            if ratio.min() < np.inf and (best is None or ratio.min() < best[0]):
+                best = ratio.min(), table, int(ratio.argmin())
+        if best is None:
+            return choice
+        _, table, option = best
+        times, sizes = _changed(problem, choice, times, sizes, table, option)
+    order = sorted(range(len(choice)), key=lambda table: -problem.times[table].max())
+    for _ in range(_PASSES):
+        before = times.max(), times.sum()
+        for table in order:
+            of_table, of_sizes, option = problem.times[table], problem.sizes[table], choice[table]
+            all_times = times + of_table - of_table[option]
+            fits = ~problem.missing(sizes + of_sizes - of_sizes[option]).any(axis=1)
+            # A rank that is not the slowest also counts, a little.
+            score = np.where(fits, all_times.max(axis=1) + 1e-6 * all_times.sum(axis=1), np.inf)
+            best_option = int(score.argmin())
+            if score[best_option] < score[option] * (1 - 1e-12):
+                times, sizes = _changed(problem, choice, times, sizes, table, best_option)
+        if (times.max(), times.sum()) >= before:
+            break
+    return choice
+
+
+def _changed(
+    problem: Problem, choice: list[int], times: np.ndarray, sizes: np.ndarray, table: int, option: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Changes the option of a table. Returns the sums then."""
+    before, choice[table] = choice[table], option
+    of_table, of_sizes = problem.times[table], problem.sizes[table]
+    return times + of_table[option] - of_table[before], sizes + of_sizes[option] - of_sizes[before]
+
+
+class _Exact:
+    """Examines all assignments that may be better than the best one so far."""
+
+    def __init__(self, problem: Problem, choice: list[int]) -> None:
+        self.problem, self.choice = problem, list(choice)
+        self.order = sorted(range(len(choice)), key=lambda table: -problem.times[table].max())
+        times, sizes = problem.sums(choice)
+        self.best = np.inf if problem.missing(sizes).any() else times.max()
+        self.examined = 0
+        # The shortest sum over ranks that the tables from a place on can have.
+        least = [problem.times[table].sum(axis=1).min() for table in self.order]
+        self.rest = np.append(np.cumsum(least[::-1])[::-1], 0.0)
+
+    def search(self) -> bool:
+        """Returns whether all were examined."""
+        ranks = self.problem.times[0].shape[1]
+        return self._visit(0, np.zeros(ranks), np.zeros(2 * ranks), [0] * len(self.order))
+
+    def _visit(self, place: int, times: np.ndarray, sizes: np.ndarray, chosen: list[int]) -> bool:
+        if place == len(self.order):
+            self.best, self.choice = times.max(), list(chosen)
+            return True
+        table = self.order[place]
+        of_table, of_sizes = self.problem.times[table], self.problem.sizes[table]
+        all_times = times + of_table
+        bound = np.maximum(all_times.max(axis=1), (all_times.sum(axis=1) + self.rest[place + 1]) / len(times))
+        seen = set()
+        for option in np.argsort(all_times.max(axis=1), kind="stable"):
+            # All ranks are alike as long as they have nothing.
+            alike = tuple(np.sort(of_table[option])), tuple(np.sort(of_sizes[option]))
+            if bound[option] >= self.best * (1 - 1e-12) or (place == 0 and alike in seen):
+                continue
+            seen.add(alike)
+            if self.problem.missing(sizes + of_sizes[option]).any():
+                continue
+            self.examined += 1
+            if self.examined > _MOST_EXAMINED:
+                return False
+            chosen[table] = int(option)
+            if not self._visit(place + 1, all_times[option], sizes + of_sizes[option], chosen):
+                return False
+        return True
+
+
+def search(problem: Problem) -> tuple[list[int], bool]:
+    """Returns the number of an option for each table, and whether no others are faster. Memory may be missing then only if it is with all."""
+    choice = _heuristic(problem)
+    exact = _Exact(problem, choice)
+    if exact.best <= exact.rest[0] / problem.times[0].shape[1] * (1 + 1e-12):
+        return choice, True
+    is_exact = len(choice) <= _MOST_TABLES and exact.search()
+    return exact.choice, is_exact

@@ -1,0 +1,235 @@
+"""A plan: what was chosen for each table, and why."""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+from sok_keras.feature_config import FeatureConfig
+from sok_keras.planner.enumerator import ShardingOption
+from sok_keras.planner.topology import Topology
+from sok_keras.planner.units import bytes_text, table_text, time_text
+from sok_keras.planner.workload import tables_of
+from sok_keras.table_config import TableConfig
+
+_PARTS = ("lookup", "update", "exchange", "host")
+_BAR = 40
+
+
+class ShardingPlan(Mapping[str, ShardingOption]):
+    """Maps the names of tables to the `ShardingOption` chosen for each.
+
+    Args:
+        topology: The ranks.
+        batch_size: Samples of a step on each rank.
+        chosen: The option of each table, by name.
+        options: All options of each table, by name.
+        is_exact: Whether no other options are faster, by the same figures.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        chosen: dict[str, ShardingOption],
+        options: dict[str, list[ShardingOption]],
+        is_exact: bool,
+    ) -> None:
+        self.topology, self.batch_size = topology, batch_size
+        self.chosen, self.options, self.is_exact = chosen, options, is_exact
+        ranks = range(topology.world_size)
+        self._used = [self.rank_bytes(rank) for rank in ranks]
+        self._times = [sum(self.parts(rank).values()) for rank in ranks]
+
+    def __getitem__(self, name: str) -> ShardingOption:
+        return self.chosen[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.chosen)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    # ---- figures
+
+    def fixed_time(self) -> float:
+        """Returns the seconds of a step that do not depend on the tables: launches, and one exchange with each other rank."""
+        hardware, ranks = self.topology.hardware, self.topology.world_size
+        storages = {option.storage for option in self.values()}
+        launches = (hardware.launch if "hbm" in storages else 0.0) + (
+            hardware.host_launch if "host" in storages else 0.0
+        )
+        has_exchange = any(cost.exchange for option in self.values() for cost in option.costs)
+        return launches + (hardware.link_latency * (ranks - 1) if has_exchange else 0.0)
+
+    def parts(self, rank: int) -> dict[str, float]:
+        """Returns the seconds of each part of a step on a rank."""
+        costs = [option.costs[rank] for option in self.values()]
+        return {"fixed": self.fixed_time()} | {part: sum(getattr(cost, part) for cost in costs) for part in _PARTS}
+
+    def step_time(self, rank: int | None = None) -> float:
+        """Returns the seconds that the tables take in a step: of a rank, or of the slowest one."""
+        return max(self._times) if rank is None else self._times[rank]
+
+    def table_bytes(self, name: str) -> float:
+        """Returns the bytes of a table on all ranks."""
+        return sum(cost.memory + cost.host_memory for cost in self[name].costs)
+
+    def rank_bytes(self, rank: int) -> tuple[float, float]:
+        """Returns the bytes of all tables on the device of a rank, and on its host."""
+        costs = [option.costs[rank] for option in self.values()]
+        return sum(cost.memory for cost in costs), sum(cost.host_memory for cost in costs)
+
+    # ---- use
+
+    def apply(self, configs: Any) -> Any:
+        """Returns the same structure of `TableConfig` or `FeatureConfig` with the placements and storages of the plan.
+
+        The given objects stay as they are. Features that share a table still do.
+
+        Raises:
+            ValueError: If the plan has no option for a table.
+        """
+        tables = {}
+        for name, (config, _) in tables_of(configs).items():
+            if name not in self:
+                raise ValueError(
+                    f"the plan must be for the same tables. Received: table {name!r}, which it does not have"
+                )
+            tables[name] = copy.copy(config)
+            tables[name].placement, tables[name].storage = self[name].placement, self[name].storage
+
+        def applied(config: Any) -> Any:
+            if isinstance(config, TableConfig):
+                return tables[config.name]
+            feature: FeatureConfig = copy.copy(config)
+            feature.table = tables[config.table.name]
+            return feature
+
+        return keras.tree.map_structure(applied, configs)
+
+    # ---- reports
+
+    def explain(self) -> str:
+        """Returns a report: bytes and times of each rank and table, what was rejected and why, and a plot of the ranks' times."""
+        hardware = self.topology.hardware
+        kind = "exact" if self.is_exact else "heuristic"
+        title = (
+            f"{len(self)} tables on {self.topology.world_size} x {hardware.name}, {self.batch_size} samples a rank: "
+            f"{time_text(self.step_time())} a step ({kind} search)"
+        )
+        return (
+            "\n\n".join([title, self._ranks_text(), self._plot_text(), self._tables_text(), self._rejected_text()])
+            + "\n"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def _ranks_text(self) -> str:
+        rows = []
+        for rank in range(self.topology.world_size):
+            on_device, on_host = self.rank_bytes(rank)
+            parts = self.parts(rank)
+            rows.append(
+                [
+                    str(rank),
+                    f"{bytes_text(on_device)} of {bytes_text(self.topology.budget)}",
+                    f"{bytes_text(on_host)} of {bytes_text(self.topology.host_budget)}",
+                    *(time_text(seconds) for seconds in parts.values()),
+                    time_text(sum(parts.values())),
+                ]
+            )
+        return table_text(["rank", "device", "host", "fixed", *_PARTS, "step"], rows)
+
+    def _plot_text(self) -> str:
+        longest = self.step_time()
+        lines = []
+        for rank in range(self.topology.world_size):
+            parts = self.parts(rank)
+            bar = "".join(name[0] * round(_BAR * seconds / longest) for name, seconds in parts.items())
+            lines.append(f"rank {rank:3} |{bar}")
+        return "\n".join([*lines, "          f fixed, l lookup, u update, e exchange, h host"])
+
+    def _tables_text(self) -> str:
+        rows = [
+            [name, option.placement, option.storage, bytes_text(self.table_bytes(name)), time_text(option.time)]
+            for name, option in self.items()
+        ]
+        return table_text(["table", "placement", "storage", "bytes, all ranks", "on the slowest rank"], _grouped(rows))
+
+    def _rejected_text(self) -> str:
+        rows = []
+        for name, options in self.options.items():
+            # Tables on one rank differ in the rank alone. The best of them stands for all.
+            best: dict[tuple[str, str], tuple[float, str]] = {}
+            for option in options:
+                if option is self[name]:
+                    continue
+                kind = (option.placement.split(":")[0], option.storage)
+                time, reason = self._instead(option)
+                if kind not in best or time < best[kind][0]:
+                    best[kind] = time, reason
+            rows += [[name, f"{placement}, {storage}", reason] for (placement, storage), (_, reason) in best.items()]
+        rows.sort(key=lambda row: row[1:])
+        return table_text(["table", "rejected", "because"], _grouped(rows)) if rows else "There was no other option."
+
+    def _instead(self, option: ShardingOption) -> tuple[float, str]:
+        """Returns the time of a step with this option instead of the chosen one, and why it was rejected."""
+        pairs = list(zip(option.costs, self[option.table].costs, strict=True))
+        for rank, (cost, instead_of) in enumerate(pairs):
+            on_device, on_host = self._used[rank]
+            device = on_device + cost.memory - instead_of.memory - self.topology.budget
+            host = on_host + cost.host_memory - instead_of.host_memory - self.topology.host_budget
+            for missing, place in ((device, "device"), (host, "host")):
+                if missing > 0:
+                    return float("inf"), f"{bytes_text(missing)} would be missing on the {place} of rank {rank}"
+        times = [
+            seconds + cost.time - instead_of.time
+            for seconds, (cost, instead_of) in zip(self._times, pairs, strict=True)
+        ]
+        slower = max(times) - max(self._times)
+        if slower > 1e-9:
+            return slower, f"the step would take {time_text(slower)} more"
+        work = sum(times) - sum(self._times)
+        return slower, f"the slowest rank would take as long, and all ranks together {time_text(max(work, 0.0))} more"
+
+    def compare(self, measured: Mapping[str, Any]) -> str:
+        """Returns a report of what was predicted beside what was measured.
+
+        Args:
+            measured: `"step"`: the seconds that the tables take in a step, of the slowest rank. `"bytes"`: the bytes of tables by name, as
+                `Table.stats().bytes`, of all ranks together.
+
+        Raises:
+            ValueError: If there is something else, or a table that the plan does not have.
+        """
+        unknown = set(measured) - {"step", "bytes"}
+        sizes = measured.get("bytes", {})
+        if unknown or not measured:
+            raise ValueError(f'`measured` must hold "step", "bytes" or both. Received: {sorted(measured)}')
+        if not set(sizes) <= set(self):
+            raise ValueError(
+                f"`measured` must be of tables of the plan. Received: bytes of {sorted(set(sizes) - set(self))}"
+            )
+        rows = []
+        if "step" in measured:
+            rows.append(_compared("step", self.step_time(), measured["step"], time_text))
+        rows += [
+            _compared(f"bytes of {name}", self.table_bytes(name), size, bytes_text) for name, size in sizes.items()
+        ]
+        return table_text(["", "predicted", "measured", "predicted / measured"], rows) + "\n"
+
+
+def _grouped(rows: list[list[str]]) -> list[list[str]]:
+    """Returns the rows, with one for many that come one after the other and differ in the name of the table alone."""
+    groups = [(names, list(some)) for names, some in itertools.groupby(rows, key=lambda row: row[1:])]
+    return [
+        [some[0][0] if len(some) == 1 else f"{some[0][0]} and {len(some) - 1} like it", *rest] for rest, some in groups
+    ]
+
+
+def _compared(what: str, predicted: float, measured: float, text: Any) -> list[str]:
+    return [what, text(predicted), text(measured), f"{predicted / measured:.3f}" if measured else ""]
