@@ -287,6 +287,44 @@ pub fn an_increment_has_what_has_changed_and_no_more(maker: &Maker) {
     assert!(bytes < 100 * 16 + 10 * 8 + 400, "{bytes}");
 }
 
+pub fn rows_that_the_first_lookup_of_a_table_removes_are_known(maker: &Maker) {
+    const ROWS: u64 = 30;
+    let full = |name, keeps_evicted| TableConfig {
+        max_capacity: Some(ROWS),
+        eviction: Some(Eviction { score: Score::Lru, counts_inference: false, keeps_evicted }),
+        ..plain_config(name, 2)
+    };
+    for (number, is_cleared, keeps) in
+        [(0, false, false), (1, false, false), (1, true, false), (1, false, true)]
+    {
+        let configs = [full("a", keeps), full("b", keeps)];
+        let mut subject = (maker.make)(&configs).remove(0);
+        subject.bind(binding(OWNER, plain_update(ADAM))).unwrap();
+        if is_cleared {
+            // The other table has had lookups.
+            subject.table_mut(1 - number).assign(&[1], &[1.0; 2], true).unwrap();
+            subject.lookup(&[Input::plain(1 - number, &[1])], Insertion::AtLookup, true).unwrap();
+            subject.table_mut(number).clear().unwrap();
+        }
+        let keys: Vec<Key> = (0..ROWS).collect();
+        subject.table_mut(number).assign(&keys, &vec![1.0; 2 * keys.len()], true).unwrap();
+        subject.table_mut(number).track(7).unwrap();
+        subject.lookup(&[Input::plain(number, &[100, 101])], Insertion::AtLookup, true).unwrap();
+        assert_eq!(subject.table_mut(number).erase(&[29]).unwrap(), 1);
+        let left = scan(subject.table(number), 7);
+        let mut gone: Vec<Key> = keys.into_iter().filter(|key| !left.contains_key(key)).collect();
+        let of_case = format!("table {number}, cleared {is_cleared}, keeps {keeps}");
+        let epoch = subject.table(number).epoch_of(7).unwrap();
+        assert_eq!(subject.table(number).removed_since(epoch).unwrap(), gone, "{of_case}");
+        assert_eq!(gone, [0, 1, 29], "{of_case}");
+        if keeps {
+            gone.retain(|key| *key != 29);
+            let evicted = subject.table_mut(number).take_evicted().unwrap();
+            assert_eq!((evicted.keys, evicted.values), (gone, vec![1.0; 4]), "{of_case}");
+        }
+    }
+}
+
 pub fn a_merge_of_a_chain_leaves_rows_that_went_from_it(maker: &Maker) {
     let directory = Directory::new("merge");
     let mut dice = Dice(5);

@@ -187,7 +187,7 @@ macro_rules! expiry_suite {
 #[macro_export]
 macro_rules! increments_suite {
     ($maker:expr $(, #[$attribute:meta])?) => {
-        $crate::increments_suite!(@ $maker, [$(#[$attribute])?] a_chain_loads_as_the_whole_dump_would a_frozen_dump_is_of_its_step_whatever_comes_later an_increment_has_what_has_changed_and_no_more a_merge_of_a_chain_leaves_rows_that_went_from_it an_optimizer_without_states_changes_no_row nothing_of_an_erased_row_is_left_after_compaction);
+        $crate::increments_suite!(@ $maker, [$(#[$attribute])?] a_chain_loads_as_the_whole_dump_would a_frozen_dump_is_of_its_step_whatever_comes_later an_increment_has_what_has_changed_and_no_more rows_that_the_first_lookup_of_a_table_removes_are_known a_merge_of_a_chain_leaves_rows_that_went_from_it an_optimizer_without_states_changes_no_row nothing_of_an_erased_row_is_left_after_compaction);
     };
     (@ $maker:expr, $attributes:tt $($name:ident)*) => { $($crate::increments_suite!(@one $maker, $attributes $name);)* };
     (@one $maker:expr, [$(#[$attribute:meta])?] $name:ident) => {

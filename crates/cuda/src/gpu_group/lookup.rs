@@ -265,7 +265,7 @@ impl GpuGroup {
         for &Exceeding { table: t, ids } in exceeding {
             let table = &self.tables[t];
             let (used, out_of_vocabulary) = (started.records_of(t), table.found_out_of_vocabulary());
-            planned.extend(table.plan_sweep(ids, 0, used, closing, Some(out_of_vocabulary))?);
+            planned.extend(table.plan_sweep(t, ids, 0, used, closing, Some(out_of_vocabulary))?);
         }
         if !planned.is_empty() {
             self.sweep_memory.prepare(&self.workspace.device, &planned, stream)?;

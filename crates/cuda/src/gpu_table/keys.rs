@@ -96,10 +96,10 @@ impl GpuTable {
             let lacks_ring = fills(table) && !(table.may_exceed(ids, 0) && table.ring_has_room(removed));
             !table.has_room(table.max_new(ids)) || lacks_ring
         };
-        if is_tight(self) {
+        let keeps = self.config.keeps_removed() || self.config.out_of_vocabulary_key.is_some();
+        if is_tight(self) || (keeps && fills(self)) {
             self.device.synchronize()?;
             self.learn()?;
-            let keeps = self.config.keeps_removed() || self.config.out_of_vocabulary_key.is_some();
             if fills(self) && (keeps || !self.may_exceed(ids, 0)) {
                 return Err(Error::argument(
                     "a full table must have an eviction policy that keeps no rows, no out-of-vocabulary key, and room for twice as many keys",
@@ -115,7 +115,7 @@ impl GpuTable {
         let exceeds = fills(self);
         self.expect(ids);
         let used = UsedRecords { address: records, count: n };
-        let planned = if exceeds { self.plan_sweep(ids, 0, used, None, None)? } else { None };
+        let planned = if exceeds { self.plan_sweep(0, ids, 0, used, None, None)? } else { None };
         let (device, planned) = (self.device.clone(), planned.as_slice());
         if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
             evictor.sweep_memory.prepare(&device, planned, stream)?;

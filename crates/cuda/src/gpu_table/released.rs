@@ -243,7 +243,8 @@ impl GpuTable {
         }
         let words = match (&self.changes, &departed.changes) {
             (Some(_), Some(words)) => read_places(words, mask, start, end)?,
-            _ => Vec::new(),
+            // Words of no epoch.
+            _ => vec![0; keys.len()],
         };
         // If not all keys are known that went, no increment can have them.
         self.reserve_removed(keys.len()).inspect_err(|_| self.forget_changes())?;

@@ -201,8 +201,8 @@ pub(crate) struct Chosen {
 }
 
 impl GpuTable {
-    /// Returns a sweep that removes the rows with the lowest scores, if the table has too many rows after `inserted` keys have been inserted, with
-    /// `new_keys` more. The row of the out-of-vocabulary key stays, and so do those of lookups whose gradients were not applied yet, and the
+    /// Returns a sweep of table `number` of a group, which removes the rows with the lowest scores if the table has too many rows after
+    /// `inserted` keys have been inserted, with `new_keys` more. The row of the out-of-vocabulary key stays, and so do those of lookups whose gradients were not applied yet, and the
     /// used ones. There must be room in the ring for `most_swept` rows. `inserted`: an upper bound. `closing`: a commit whose report the
     /// host has not read. `out_of_vocabulary`: address of the record number of that key, if work on the stream finds it; otherwise
     /// the device must be idle.
@@ -211,6 +211,7 @@ impl GpuTable {
     /// [`Error::Device`](sok_core::Error::Device).
     pub(crate) fn plan_sweep(
         &self,
+        number: usize,
         inserted: u64,
         new_keys: u64,
         used: UsedRecords,
@@ -254,7 +255,7 @@ impl GpuTable {
             ..evictor.sweep()
         };
         self.number_sweep(&mut sweep);
-        Ok(Some(PlannedSweep { table: evictor.number, sweep, used: all_used, numbers, _lent: lent }))
+        Ok(Some(PlannedSweep { table: number, sweep, used: all_used, numbers, _lent: lent }))
     }
 
     /// Returns how many rows a sweep removes at most, for so many new keys.
@@ -285,7 +286,7 @@ impl GpuTable {
         if !self.ring_has_room(removed) {
             self.make_room_in_ring(removed)?;
         }
-        let Some(planned) = self.plan_sweep(0, new_keys, used, None, None)? else { return Ok(None) };
+        let Some(planned) = self.plan_sweep(0, 0, new_keys, used, None, None)? else { return Ok(None) };
         let device = self.device.clone();
         let Some(evictor) = &mut self.evictor else { return Ok(None) };
         let sweeps = evictor.sweep_memory.choose(&device, std::slice::from_ref(&planned), WAITING)?;
