@@ -6,6 +6,7 @@ import math
 import keras
 
 from sok_keras import _native as native
+from sok_keras.general import GeneralUpdate
 from sok_keras.optimizers import core_rule
 from sok_keras.planner.topology import Topology
 from sok_keras.planner.workload import Workload
@@ -25,6 +26,8 @@ _HOST_SLOT, _HOST_PART, _HOST_LOADS = 16, 2**17, (0.6, 0.8)
 # Index of a table on a GPU: bytes and slots of a bucket, load, and keys of the smallest index (`crates/cuda/src/index.rs`).
 _BUCKET, _BUCKET_SLOTS, _LOAD, _FIRST_KEYS = 64, 5, 0.7, 224
 _UNIT, _PAGE = 16, 2**21
+# Bytes of a row's score, key and last use: of a host, where their memory doubles, and of a GPU.
+_HOST_USE, _USE = 20, (16, 8)
 # Bytes of a GPU's second-level cache.
 _CACHE = 50e6
 
@@ -57,14 +60,10 @@ class Cost:
 def state_widths(config: TableConfig, optimizer: keras.optimizers.Optimizer | None) -> list[int]:
     """Returns the numbers of a row's optimizer states, for each state."""
     optimizer = config.optimizer or optimizer
-    if optimizer is None or not config.trainable:
+    if optimizer is None:
         return []
     if core_rule(optimizer) is None:
-        # A state of an optimizer that the core has no formula of is a number for each column.
-        variable = keras.Variable(keras.ops.zeros((1, config.embedding_dim)))
-        clone = optimizer.__class__.from_config(optimizer.get_config())
-        clone.build([variable])
-        return [config.embedding_dim for state in clone.variables if tuple(state.shape) == (1, config.embedding_dim)]
+        return [config.embedding_dim] * len(GeneralUpdate(optimizer).states)
     return [width for _, width in native.states_of(core_update(optimizer), config.embedding_dim)[1]]
 
 
@@ -76,7 +75,8 @@ def record_bytes(config: TableConfig, states: list[int], storage: str) -> int:
     """Returns the bytes of a row with its states."""
     number = _NUMBER_BYTES[config.embedding_dtype]
     if storage == "host":
-        return 4 * (math.ceil(config.embedding_dim * number / 4) + sum(states))
+        key = 2 if config.stochastic_rounding else 0
+        return 4 * (math.ceil(config.embedding_dim * number / 4) + key + sum(states))
     row = math.ceil(_quads(config.embedding_dim) * number / 4) + int(config.stochastic_rounding)
     return _UNIT * (row + sum(map(_quads, states)))
 
@@ -96,22 +96,24 @@ def _host_index_bytes(rows: int) -> float:
 def _device_index_bytes(rows: int, capacity: float) -> float:
     keys: float = _FIRST_KEYS
     while keys < rows:
-        keys = max(rows, min(2 * keys, capacity))
+        keys = min(2 * keys, max(capacity, rows))
     return _BUCKET * math.ceil(keys / _LOAD / _BUCKET_SLOTS)
 
 
 def table_bytes(config: TableConfig, rows: int, states: list[int], storage: str) -> float:
-    """Returns the bytes of a table with so many rows, as `Table.stats().bytes` counts them when it has memory for these rows and no more.
+    """Returns the bytes of a table with so many rows, as `Table.stats().bytes` counts them.
 
-    A table on a GPU that grows has memory for up to a quarter more rows.
+    A table on a GPU that grows has memory for up to a quarter more records.
     """
     records = record_bytes(config, states, storage) * (rows + 1)
     has_uses = config.eviction is not None or config.time_to_live is not None
+    reserved = max(rows, config.initial_capacity)
     if storage == "host":
-        return records + _host_index_bytes(rows) + (16 if has_uses else 0) * rows
+        uses = _HOST_USE * 2 ** math.ceil(math.log2(max(rows + 1, 64))) if has_uses else 0
+        return records + _host_index_bytes(reserved) + uses
     capacity = config.max_capacity or math.inf
-    uses = sum(math.ceil(size * (rows + 1) / _PAGE) * _PAGE for size in (16, 8)) if has_uses else 0
-    return math.ceil(records / _PAGE) * _PAGE + _device_index_bytes(rows, capacity) + uses
+    pages = [record_bytes(config, states, storage), *(_USE if has_uses else ())]
+    return sum(math.ceil(size * (reserved + 1) / _PAGE) * _PAGE for size in pages) + _device_index_bytes(rows, capacity)
 
 
 class CostModel:
@@ -139,8 +141,10 @@ class CostModel:
         self.num_bags = batch_size * load.bags
         self.row_bytes = 4 * config.embedding_dim
 
-    def _work(self, num_ids: float, num_bags: float, distinct: float, storage: str) -> tuple[float, float]:
-        """Returns the seconds of a lookup and of an update by the processor that has the table."""
+    def _work(
+        self, num_ids: float, num_bags: float, distinct: float, storage: str, updated: float | None = None
+    ) -> tuple[float, float]:
+        """Returns the seconds of a lookup and of an update by the processor that has the table. `updated`: rows, if not the `distinct` ones."""
         gather = self._gather(storage)
         copy = self.topology.hardware.copy if storage == "hbm" else _HOST_BYTES_OF_GATHER * gather
         record = record_bytes(self.config, self.states, storage)
@@ -148,7 +152,9 @@ class CostModel:
         of_ids = num_ids / (_IDS_OF_GATHER * gather)
         outputs = num_bags * self.row_bytes / copy
         again = self.misses * 2 * max(num_ids - num_bags, 0.0) * self.row_bytes / copy if storage == "hbm" else 0.0
-        trained = (of_ids / 2 + outputs + again + 2 * distinct * record / copy) if self.config.trainable else 0.0
+        trained = (
+            (of_ids / 2 + outputs + again + 2 * (updated or distinct) * record / copy) if self.config.trainable else 0.0
+        )
         return of_ids / 2 + outputs + distinct * row / copy, trained
 
     def _cost(
@@ -173,7 +179,7 @@ class CostModel:
 
     def distributed(self, storage: str) -> Cost:
         """Returns what a table costs each rank if each row is on one of them."""
-        ranks, link = self.topology.world_size, self.topology.link
+        ranks, link = self.topology.world_size, self.topology.link(storage)
         own = self.load.distinct(self.num_ids)
         owned = self.load.distinct(ranks * self.num_ids) / ranks
         lookup, update = self._work(self.num_ids, self.num_bags, owned, storage)
@@ -188,24 +194,26 @@ class CostModel:
 
     def localized(self, storage: str) -> tuple[Cost, Cost]:
         """Returns what a table costs the rank that has all rows, and each other one."""
-        ranks, link = self.topology.world_size, self.topology.link
+        ranks, link = self.topology.world_size, self.topology.link(storage)
         num_ids, num_bags = ranks * self.num_ids, ranks * self.num_bags
         lookup, update = self._work(num_ids, num_bags, self.load.distinct(num_ids), storage)
         served, outputs = (ranks - 1) * self.num_ids, self.num_bags * self.row_bytes
-        exchange = served / (_SERVED_OF_GATHER * self._gather(storage)) + (ranks - 1) * outputs / link
-        owner = self._cost(self.load.num_rows, storage, lookup, update, exchange, self._link_bytes(num_ids, num_bags))
-        # Other ranks send ids and gradients, while they receive outputs.
-        gradients = outputs if self.config.trainable else 0.0
-        return owner, Cost(exchange=(self.num_ids * _ID_BYTES + gradients) / link)
+        # Outputs leave the owner, and gradients come to it.
+        sent = self._directions * (ranks - 1) * outputs
+        exchange = served / (_SERVED_OF_GATHER * self._gather(storage)) + sent / link
+        own = self._link_bytes(self.num_ids, self.num_bags)
+        owner = self._cost(self.load.num_rows, storage, lookup, update, exchange, own)
+        ids = self.num_ids * _ID_BYTES / link if ranks > 1 else 0.0
+        return owner, self._cost(0, storage, 0.0, 0.0, ids, own)
 
     def replicated(self, storage: str) -> Cost:
         """Returns what a table costs each rank if all have all rows."""
         ranks = self.topology.world_size
         own, union = self.load.distinct(self.num_ids), self.load.distinct(ranks * self.num_ids)
-        lookup, update = self._work(self.num_ids, self.num_bags, union, storage)
+        lookup, update = self._work(self.num_ids, self.num_bags, own, storage, union)
         # Each rank sends the gradients of its rows to all others.
         sent = (ranks - 1) * own * (_ID_BYTES + self.row_bytes) if self.config.trainable else 0.0
-        exchange = sent / self.topology.link if ranks > 1 else 0.0
+        exchange = sent / self.topology.link(storage) if ranks > 1 else 0.0
         return self._cost(
             self.load.num_rows, storage, lookup, update, exchange, self._link_bytes(self.num_ids, self.num_bags)
         )

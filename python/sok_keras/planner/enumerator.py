@@ -110,7 +110,7 @@ class Enumerator:
         ranks = self.topology.world_size
         if constraints.placements is None and config.placement not in ("auto", "default_device"):
             asked = [config.placement]
-        elif constraints.placements is None or "auto" in constraints.placements:
+        elif constraints.placements is None or {"auto", "default_device"} & set(constraints.placements):
             asked = ["distributed"]
             if ranks > 1:
                 asked += ["replicated"] if is_replicated_by_default(config) else []

@@ -49,7 +49,7 @@ class Hardware:
                 raise ValueError(f"`{field.name}` must be a positive number. Received: {field.name}={value!r}")
 
 
-# Copy, gather, link and launch were measured (`benches/results/planner.md`). The host's gather is an estimate for 16 cores, and the network is a
+# Fitted to measured steps (`benches/results/planner.md`). The gather and the launch of the host are estimates for 16 cores, and the network is a
 # card of 400 Gbit/s by its datasheet.
 H200 = Hardware(
     name="H200",

@@ -23,31 +23,34 @@ _LAUNCHES = 12
 _SENT = 4 * 2**20
 
 
-def measure(name: str = "measured", size: int = 2**26) -> Hardware:
-    """Measures this process's device and host, and with ranks the connection between them. Takes some seconds. All ranks must call it.
+def measure(name: str = "measured", memory: float | None = None, size: int | None = None) -> Hardware:
+    """Measures the device and the host of rank 0, and with ranks the network. Takes some seconds. All ranks must call it, and get the same.
 
-    What cannot be measured is as for an `H200`: the memory of a device and the link between devices. Give them with
-    `dataclasses.replace(hardware, memory=..., link=...)`.
+    `link`, `link_latency` and `host_launch` are those of an `H200`, and without ranks `network` is. They can be set with
+    `dataclasses.replace(hardware, link=...)`.
 
     Args:
         name: Name of the returned figures.
-        size: Bytes that are copied and gathered from.
+        memory: Bytes of the device. It must be given where there is a GPU.
+        size: Bytes that are copied and gathered from. None: 2**30 with a GPU, 2**26 without one.
 
     Returns:
         A `Hardware`, with `memory=0` without a GPU.
     """
+    has_device = backend.gpu() is not None
+    if has_device and memory is None:
+        raise ValueError("`memory` must be given where there is a GPU: its bytes. Received: memory=None")
+    size = 2 ** (30 if has_device else 26) if size is None else size
     if not isinstance(size, int) or size < 2**20:
         raise ValueError(f"`size` must be an int of at least 2**20 bytes. Received: size={size!r}")
-    hardware = dataclasses.replace(
-        H200,
-        name=name,
-        host_memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        host_gather=_host_gather(size),
-        network=_network() if distributed.world_size() > 1 else H200.network,
-    )
-    if backend.gpu() is None:
-        return dataclasses.replace(hardware, memory=0.0)
-    return _with_device(hardware, size)
+    network = _network() if distributed.world_size() > 1 else H200.network
+    hardware = dataclasses.replace(H200, name=name, network=network, memory=float(memory or 0.0) if has_device else 0.0)
+    if distributed.rank() == 0:
+        of_host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        hardware = dataclasses.replace(hardware, host_memory=of_host, host_gather=_host_gather(size))
+        hardware = _with_device(hardware, size) if has_device else hardware
+    # The others wait here, so that rank 0 has the host for itself.
+    return Hardware(**distributed.of_rank_0(dataclasses.asdict(hardware)))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -85,7 +88,7 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
     """Returns the figures with those of the device."""
 
     def wait(x: Any) -> None:
-        keras.ops.convert_to_numpy(ops.ravel(x)[:1])
+        keras.ops.convert_to_numpy(x[:1])
 
     values = ops.ones((size // (4 * _ROW), _ROW), "float32")
     places = ops.convert_to_tensor(_places(values.shape[0]))
@@ -98,11 +101,15 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
         wait(x)
 
     waiting = _seconds(lambda: wait(small))
+
+    def beyond_waiting(call: Callable[[], Any]) -> float:
+        return max(_seconds(call) - waiting, 1e-6)
+
     given = np.ones(size // 4, "float32")
     return dataclasses.replace(
         hardware,
-        copy=2 * size / (_seconds(lambda: wait(values * 2.0)) - waiting),
-        gather=places.shape[0] / (_seconds(lambda: wait(ops.take(values, places, axis=0))) - waiting),
-        launch=max(_seconds(steps) - waiting, 1e-6),
-        host_link=size / (_seconds(lambda: wait(ops.convert_to_tensor(given))) - waiting),
+        copy=2 * size / beyond_waiting(lambda: wait(values * 2.0)),
+        gather=places.shape[0] / beyond_waiting(lambda: wait(ops.take(values, places, axis=0))),
+        launch=beyond_waiting(steps),
+        host_link=size / beyond_waiting(lambda: wait(ops.convert_to_tensor(given))),
     )

@@ -7,6 +7,8 @@ import numpy as np
 # An exact search is for so many tables, and examines so many assignments.
 _MOST_TABLES, _MOST_EXAMINED = 32, 20_000
 _PASSES = 16
+# Tables of an exact search for any assignment that fits, at most: each is a call in a call.
+_DEEPEST = 700
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,13 +17,15 @@ class Problem:
 
     Args:
         times: By table, `(options, ranks)` float64: seconds.
-        sizes: By table, `(options, 2 * ranks)` float64: bytes of each device, then bytes of the hosts for each rank.
-        budgets: `(2 * ranks,)` float64: bytes that there are.
+        sizes: By table, `(options, memories)` float64: bytes of the devices and hosts.
+        budgets: `(memories,)` float64: bytes that there are.
+        are_alike: Whether no rank differs from another one in the options of any table.
     """
 
     times: list[np.ndarray]
     sizes: list[np.ndarray]
     budgets: np.ndarray
+    are_alike: bool = False
 
     def sums(self, choice: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the times of ranks and the bytes of memories."""
@@ -30,7 +34,8 @@ class Problem:
 
     def missing(self, sizes: np.ndarray) -> np.ndarray:
         """Returns the bytes that are missing: in one memory, or in each of many along the last axis."""
-        return np.maximum(sizes - self.budgets, 0.0)
+        # Sums in another order may differ in the last bits.
+        return np.where(sizes > self.budgets + 1, sizes - self.budgets, 0.0)
 
 
 def _heuristic(problem: Problem) -> list[int]:
@@ -79,22 +84,21 @@ def _changed(
 
 
 class _Exact:
-    """Examines all assignments that may be better than the best one so far."""
+    """Examines all assignments that may be better than the best one so far. `order`: the numbers of tables as they are assigned."""
 
-    def __init__(self, problem: Problem, choice: list[int]) -> None:
-        self.problem, self.choice = problem, list(choice)
-        self.order = sorted(range(len(choice)), key=lambda table: -problem.times[table].max())
+    def __init__(self, problem: Problem, choice: list[int], order: list[int]) -> None:
+        self.problem, self.choice, self.order = problem, list(choice), order
         times, sizes = problem.sums(choice)
         self.best = np.inf if problem.missing(sizes).any() else times.max()
         self.examined = 0
-        # The shortest sum over ranks that the tables from a place on can have.
-        least = [problem.times[table].sum(axis=1).min() for table in self.order]
-        self.rest = np.append(np.cumsum(least[::-1])[::-1], 0.0)
+        # The shortest sum over ranks, and the smallest memories, that the tables from a place on can have.
+        self.rest = _sums_from([problem.times[table].sum(axis=1).min() for table in order])
+        self.least = _sums_from([problem.sizes[table].min(axis=0) for table in order])
 
     def search(self) -> bool:
         """Returns whether all were examined."""
         ranks = self.problem.times[0].shape[1]
-        return self._visit(0, np.zeros(ranks), np.zeros(2 * ranks), [0] * len(self.order))
+        return self._visit(0, np.zeros(ranks), np.zeros(len(self.problem.budgets)), [0] * len(self.order))
 
     def _visit(self, place: int, times: np.ndarray, sizes: np.ndarray, chosen: list[int]) -> bool:
         if place == len(self.order):
@@ -102,31 +106,50 @@ class _Exact:
             return True
         table = self.order[place]
         of_table, of_sizes = self.problem.times[table], self.problem.sizes[table]
-        all_times = times + of_table
+        all_times, all_sizes = times + of_table, sizes + of_sizes
         bound = np.maximum(all_times.max(axis=1), (all_times.sum(axis=1) + self.rest[place + 1]) / len(times))
+        fits = np.asarray(~self.problem.missing(all_sizes + self.least[place + 1]).any(axis=1))
         seen = set()
         for option in np.argsort(all_times.max(axis=1), kind="stable"):
-            # All ranks are alike as long as they have nothing.
+            if not fits[option] or bound[option] >= self.best * (1 - 1e-12):
+                continue
+            # As long as no table is assigned, ranks that are alike may change places.
             alike = tuple(np.sort(of_table[option])), tuple(np.sort(of_sizes[option]))
-            if bound[option] >= self.best * (1 - 1e-12) or (place == 0 and alike in seen):
+            if place == 0 and self.problem.are_alike and alike in seen:
                 continue
             seen.add(alike)
-            if self.problem.missing(sizes + of_sizes[option]).any():
-                continue
             self.examined += 1
             if self.examined > _MOST_EXAMINED:
                 return False
             chosen[table] = int(option)
-            if not self._visit(place + 1, all_times[option], sizes + of_sizes[option], chosen):
+            if not self._visit(place + 1, all_times[option], all_sizes[option], chosen):
                 return False
         return True
 
 
+def _sums_from(values: list) -> np.ndarray:
+    """Returns the sums of the values from each place on, and 0 at the end."""
+    array = np.array(values)
+    return np.concatenate([np.cumsum(array[::-1], axis=0)[::-1], np.zeros((1, *array.shape[1:]))])
+
+
 def search(problem: Problem) -> tuple[list[int], bool]:
-    """Returns the number of an option for each table, and whether no others are faster. Memory may be missing then only if it is with all."""
+    """Returns the number of an option for each table, and whether it is known that no others are better.
+
+    If memory is missing with the returned ones and it is known, then it is missing with all.
+    """
     choice = _heuristic(problem)
-    exact = _Exact(problem, choice)
+    tables = range(len(choice))
+    exact = _Exact(problem, choice, sorted(tables, key=lambda table: -problem.times[table].max()))
     if exact.best <= exact.rest[0] / problem.times[0].shape[1] * (1 + 1e-12):
         return choice, True
-    is_exact = len(choice) <= _MOST_TABLES and exact.search()
+    if exact.best < np.inf:
+        is_exact = len(choice) <= _MOST_TABLES and exact.search()
+        return exact.choice, is_exact
+    # The largest tables first: whether the others fit depends on them.
+    order = sorted(tables, key=lambda table: -problem.sizes[table].max())
+    if len(order) > _DEEPEST:
+        return choice, False
+    exact = _Exact(problem, choice, order)
+    is_exact = exact.search()
     return exact.choice, is_exact

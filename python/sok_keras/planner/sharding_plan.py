@@ -2,10 +2,12 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.planner.enumerator import ShardingOption
@@ -41,7 +43,12 @@ class ShardingPlan(Mapping[str, ShardingOption]):
         self.chosen, self.options, self.is_exact = chosen, options, is_exact
         ranks = range(topology.world_size)
         self._used = [self.rank_bytes(rank) for rank in ranks]
-        self._times = [sum(self.parts(rank).values()) for rank in ranks]
+        self._on_hosts = [
+            sum(of_host for rank, (_, of_host) in enumerate(self._used) if topology.host_of(rank) == host)
+            for host in range(topology.num_hosts)
+        ]
+        # Without what does not depend on the tables.
+        self._times = [sum(list(self.parts(rank).values())[1:]) for rank in ranks]
 
     def __getitem__(self, name: str) -> ShardingOption:
         return self.chosen[name]
@@ -56,13 +63,14 @@ class ShardingPlan(Mapping[str, ShardingOption]):
 
     def fixed_time(self) -> float:
         """Returns the seconds of a step that do not depend on the tables: launches, and one exchange with each other rank."""
+        return self._fixed_time({option.storage for option in self.values()})
+
+    def _fixed_time(self, storages: set[str]) -> float:
         hardware, ranks = self.topology.hardware, self.topology.world_size
-        storages = {option.storage for option in self.values()}
         launches = (hardware.launch if "hbm" in storages else 0.0) + (
             hardware.host_launch if "host" in storages else 0.0
         )
-        has_exchange = any(cost.exchange for option in self.values() for cost in option.costs)
-        return launches + (hardware.link_latency * (ranks - 1) if has_exchange else 0.0)
+        return launches + hardware.link_latency * (ranks - 1)
 
     def parts(self, rank: int) -> dict[str, float]:
         """Returns the seconds of each part of a step on a rank."""
@@ -71,7 +79,7 @@ class ShardingPlan(Mapping[str, ShardingOption]):
 
     def step_time(self, rank: int | None = None) -> float:
         """Returns the seconds that the tables take in a step: of a rank, or of the slowest one."""
-        return max(self._times) if rank is None else self._times[rank]
+        return self.fixed_time() + (max(self._times) if rank is None else self._times[rank])
 
     def table_bytes(self, name: str) -> float:
         """Returns the bytes of a table on all ranks."""
@@ -87,11 +95,47 @@ class ShardingPlan(Mapping[str, ShardingOption]):
     def apply(self, configs: Any) -> Any:
         """Returns the same structure of `TableConfig` or `FeatureConfig` with the placements and storages of the plan.
 
-        The given objects stay as they are. Features that share a table still do.
+        The given objects stay as they are. Initializers and optimizers are shared with them, and features that share a table still do.
 
         Raises:
-            ValueError: If the plan has no option for a table.
+            ValueError: If the plan has no option for a table, or if features of one layer would have tables in two storages: `split` makes
+                the features of two layers of them.
         """
+        tables = self._applied_tables(configs)
+        storages = {feature.table.name: tables[feature.table.name].storage for feature in _features(configs)}
+        if len(set(storages.values())) > 1:
+            raise ValueError(
+                "The tables of a layer must have one `storage`. Make a layer for each with `plan.split(configs)`. Received: "
+                + ", ".join(f"{name}={storage!r}" for name, storage in list(storages.items())[:16])
+            )
+        return keras.tree.map_structure(_applied(tables), configs)
+
+    def split(self, configs: Any) -> dict[str, Any]:
+        """Returns the applied configs by storage, each for a layer of its own.
+
+        Args:
+            configs: A list, a tuple or a dict of `TableConfig` or `FeatureConfig`.
+
+        Returns:
+            `"hbm"` and `"host"`, as far as there are tables: a list, or a dict with the same names.
+
+        Raises:
+            ValueError: If the plan has no option for a table, or if `configs` is nested.
+        """
+        if not isinstance(configs, list | tuple | dict):
+            raise ValueError(f"`configs` must be a list, a tuple or a dict. Received: {type(configs).__name__}")
+        items = list(configs.items() if isinstance(configs, dict) else enumerate(configs))
+        if not all(isinstance(config, TableConfig | FeatureConfig) for _, config in items):
+            raise ValueError("`configs` must not be nested, so that it can be split")
+        applied = _applied(self._applied_tables(configs))
+        parts: dict[str, list] = {}
+        for name, config in items:
+            table = config.table if isinstance(config, FeatureConfig) else config
+            parts.setdefault(self[table.name].storage, []).append((name, applied(config)))
+        is_dict = isinstance(configs, dict)
+        return {storage: dict(some) if is_dict else [config for _, config in some] for storage, some in parts.items()}
+
+    def _applied_tables(self, configs: Any) -> dict[str, TableConfig]:
         tables = {}
         for name, (config, _) in tables_of(configs).items():
             if name not in self:
@@ -100,15 +144,7 @@ class ShardingPlan(Mapping[str, ShardingOption]):
                 )
             tables[name] = copy.copy(config)
             tables[name].placement, tables[name].storage = self[name].placement, self[name].storage
-
-        def applied(config: Any) -> Any:
-            if isinstance(config, TableConfig):
-                return tables[config.name]
-            feature: FeatureConfig = copy.copy(config)
-            feature.table = tables[config.table.name]
-            return feature
-
-        return keras.tree.map_structure(applied, configs)
+        return tables
 
     # ---- reports
 
@@ -137,12 +173,14 @@ class ShardingPlan(Mapping[str, ShardingOption]):
                 [
                     str(rank),
                     f"{bytes_text(on_device)} of {bytes_text(self.topology.budget)}",
-                    f"{bytes_text(on_host)} of {bytes_text(self.topology.host_budget)}",
+                    bytes_text(on_host),
                     *(time_text(seconds) for seconds in parts.values()),
                     time_text(sum(parts.values())),
                 ]
             )
-        return table_text(["rank", "device", "host", "fixed", *_PARTS, "step"], rows)
+        budget = bytes_text(self.topology.host_budget)
+        hosts = [f"host {host}: {bytes_text(used)} of {budget}" for host, used in enumerate(self._on_hosts)]
+        return "\n".join([table_text(["rank", "device", "host", "fixed", *_PARTS, "step"], rows), *hosts])
 
     def _plot_text(self) -> str:
         longest = self.step_time()
@@ -179,18 +217,22 @@ class ShardingPlan(Mapping[str, ShardingOption]):
     def _instead(self, option: ShardingOption) -> tuple[float, str]:
         """Returns the time of a step with this option instead of the chosen one, and why it was rejected."""
         pairs = list(zip(option.costs, self[option.table].costs, strict=True))
+        on_hosts = list(self._on_hosts)
         for rank, (cost, instead_of) in enumerate(pairs):
-            on_device, on_host = self._used[rank]
-            device = on_device + cost.memory - instead_of.memory - self.topology.budget
-            host = on_host + cost.host_memory - instead_of.host_memory - self.topology.host_budget
-            for missing, place in ((device, "device"), (host, "host")):
-                if missing > 0:
-                    return float("inf"), f"{bytes_text(missing)} would be missing on the {place} of rank {rank}"
+            missing = self._used[rank][0] + cost.memory - instead_of.memory - self.topology.budget
+            if missing > 1:
+                return math.inf, f"{bytes_text(missing)} would be missing on the device of rank {rank}"
+            on_hosts[self.topology.host_of(rank)] += cost.host_memory - instead_of.host_memory
+        for host, used in enumerate(on_hosts):
+            missing = used - self.topology.host_budget
+            if missing > 1:
+                return math.inf, f"{bytes_text(missing)} would be missing on host {host}"
         times = [
             seconds + cost.time - instead_of.time
             for seconds, (cost, instead_of) in zip(self._times, pairs, strict=True)
         ]
-        slower = max(times) - max(self._times)
+        storages = {other.storage for name, other in self.items() if name != option.table} | {option.storage}
+        slower = max(times) + self._fixed_time(storages) - self.step_time()
         if slower > 1e-9:
             return slower, f"the step would take {time_text(slower)} more"
         work = sum(times) - sum(self._times)
@@ -201,7 +243,7 @@ class ShardingPlan(Mapping[str, ShardingOption]):
 
         Args:
             measured: `"step"`: the seconds that the tables take in a step, of the slowest rank. `"bytes"`: the bytes of tables by name, as
-                `Table.stats().bytes`, of all ranks together.
+                `Table.stats().bytes` has them: of all ranks together, or of one rank if the table is replicated.
 
         Raises:
             ValueError: If there is something else, or a table that the plan does not have.
@@ -214,13 +256,36 @@ class ShardingPlan(Mapping[str, ShardingOption]):
             raise ValueError(
                 f"`measured` must be of tables of the plan. Received: bytes of {sorted(set(sizes) - set(self))}"
             )
+        figures = [measured["step"]] if "step" in measured else []
+        for figure in [*figures, *sizes.values()]:
+            if not (isinstance(figure, int | float | np.number) and figure > 0):
+                raise ValueError(f"`measured` must hold positive numbers. Received: {figure!r}")
         rows = []
         if "step" in measured:
             rows.append(_compared("step", self.step_time(), measured["step"], time_text))
-        rows += [
-            _compared(f"bytes of {name}", self.table_bytes(name), size, bytes_text) for name, size in sizes.items()
-        ]
+        for name, size in sizes.items():
+            ranks = self.topology.world_size if self[name].placement == "replicated" else 1
+            rows.append(_compared(f"bytes of {name}", self.table_bytes(name) / ranks, size, bytes_text))
         return table_text(["", "predicted", "measured", "predicted / measured"], rows) + "\n"
+
+
+def _features(configs: Any) -> list[FeatureConfig]:
+    return [config for config in keras.tree.flatten(configs) if isinstance(config, FeatureConfig)]
+
+
+def _applied(tables: dict[str, TableConfig]) -> Callable[[Any], Any]:
+    """Returns a function that replaces the table of a config. Objects that are the same stay the same."""
+    features: dict[int, FeatureConfig] = {}
+
+    def applied(config: Any) -> Any:
+        if isinstance(config, TableConfig):
+            return tables[config.name]
+        if id(config) not in features:
+            features[id(config)] = copy.copy(config)
+            features[id(config)].table = tables[config.table.name]
+        return features[id(config)]
+
+    return applied
 
 
 def _grouped(rows: list[list[str]]) -> list[list[str]]:
@@ -232,4 +297,4 @@ def _grouped(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _compared(what: str, predicted: float, measured: float, text: Any) -> list[str]:
-    return [what, text(predicted), text(measured), f"{predicted / measured:.3f}" if measured else ""]
+    return [what, text(predicted), text(measured), f"{predicted / measured:.3f}"]

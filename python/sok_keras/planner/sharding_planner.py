@@ -24,53 +24,93 @@ class ShardingPlanner:
         batch_size: Samples of a step on each rank.
         constraints: `ParameterConstraints` by name of a table.
         optimizer: Keras optimizer of the tables that have none of their own, or its name. None: rows have no states.
-        enumerator: An `Enumerator`, in place of one with these arguments.
+        enumerator: An `Enumerator`, in place of all these arguments.
     """
 
     def __init__(
         self,
-        topology: Topology,
-        batch_size: int = 1024,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         optimizer: Any = None,
         enumerator: Enumerator | None = None,
     ) -> None:
-        self.enumerator = enumerator or Enumerator(topology, batch_size, constraints, optimizer)
+        given = (topology, batch_size, constraints, optimizer)
+        if (enumerator is None) == (topology is None) or (enumerator and any(value is not None for value in given)):
+            raise ValueError(
+                "Either `enumerator` alone must be given, or `topology` with the other arguments. Received: "
+                f"topology={topology!r}, enumerator={enumerator!r}"
+            )
+        if enumerator is None and topology is not None:
+            enumerator = Enumerator(topology, 1024 if batch_size is None else batch_size, constraints, optimizer)
+        self.enumerator: Any = enumerator
 
     def plan(self, configs: Any) -> ShardingPlan:
-        """Returns a plan for a structure of `TableConfig` or `FeatureConfig`.
+        """Returns a plan for a structure of `TableConfig` or `FeatureConfig`. Ranks that train together must plan with equal arguments.
 
         Raises:
-            ValueError: If the tables do not fit: how many bytes are missing on which rank. Also as `Enumerator.enumerate`.
+            ValueError: If no plan is found that fits: how many bytes are missing on which device or host. Also as `Enumerator.enumerate`.
         """
         options = self.enumerator.enumerate(configs)
         topology = self.enumerator.topology
-        problem = _problem(list(options.values()), topology)
-        choice, is_exact = search(problem)
-        missing = problem.missing(problem.sums(choice)[1])
-        if missing.any():
-            raise ValueError(_missing_text(missing, topology))
-        chosen = {name: some[option] for (name, some), option in zip(options.items(), choice, strict=True)}
-        return ShardingPlan(topology, self.enumerator.batch_size, chosen, options, is_exact)
+        best, missing, is_certain = None, None, True
+        # The launches of a step depend on which storages there are.
+        for storages in (("hbm",), ("host",), ("hbm", "host")):
+            allowed = {name: [one for one in some if one.storage in storages] for name, some in options.items()}
+            if not all(allowed.values()):
+                continue
+            problem = _problem(list(allowed.values()), topology)
+            choice, is_exact = search(problem)
+            too_much = problem.missing(problem.sums(choice)[1])
+            is_certain &= is_exact
+            if too_much.any():
+                missing = too_much if missing is None or too_much.sum() < missing.sum() else missing
+                continue
+            chosen = {name: some[option] for (name, some), option in zip(allowed.items(), choice, strict=True)}
+            plan = ShardingPlan(topology, self.enumerator.batch_size, chosen, options, is_certain)
+            if best is None or plan.step_time() < best.step_time():
+                best = plan
+        if best is None:
+            raise ValueError(_missing_text(missing, topology, is_certain))
+        best.is_exact = is_certain
+        return best
+
+
+def _memories(option: ShardingOption, topology: Topology) -> np.ndarray:
+    """Returns the bytes of devices, by rank, and of hosts."""
+    devices = np.array([cost.memory for cost in option.costs])
+    hosts = np.zeros(topology.num_hosts)
+    for rank, cost in enumerate(option.costs):
+        hosts[topology.host_of(rank)] += cost.host_memory
+    return np.concatenate([devices, hosts])
 
 
 def _problem(options: list[list[ShardingOption]], topology: Topology) -> Problem:
     times = [np.array([[cost.time for cost in option.costs] for option in some]) for some in options]
-    sizes = [
-        np.array([[c.memory for c in option.costs] + [c.host_memory for c in option.costs] for option in some])
-        for some in options
+    sizes = [np.array([_memories(option, topology) for option in some]) for some in options]
+    budgets = np.array([topology.budget] * topology.world_size + [topology.host_budget] * topology.num_hosts)
+    return Problem(times, sizes, budgets, topology.num_hosts == 1 and all(_are_alike(some) for some in options))
+
+
+def _are_alike(options: list[ShardingOption]) -> bool:
+    """Returns whether ranks may change places: whatever one has in an option, each other one has in another one."""
+    costs = {option.costs for option in options}
+
+    def swapped(of_option: tuple, rank: int) -> tuple:
+        return (*of_option[:rank], of_option[rank + 1], of_option[rank], *of_option[rank + 2 :])
+
+    return all(swapped(of_option, rank) in costs for of_option in costs for rank in range(len(of_option) - 1))
+
+
+def _missing_text(missing: Any, topology: Topology, is_certain: bool) -> str:
+    ranks = topology.world_size
+    names = [f"the device of rank {rank}" for rank in range(ranks)] + [
+        f"host {host}" for host in range(topology.num_hosts)
     ]
-    ranks = topology.world_size
-    return Problem(times, sizes, np.array([topology.budget] * ranks + [topology.host_budget] * ranks))
-
-
-def _missing_text(missing: np.ndarray, topology: Topology) -> str:
-    ranks = topology.world_size
-    of_devices = [(f"the device of rank {rank}", size) for rank, size in enumerate(missing[:ranks]) if size]
-    of_hosts = [(f"the host of rank {rank}", size) for rank, size in enumerate(missing[ranks:]) if size]
-    places = [f"{bytes_text(size)} on {place}" for place, size in of_devices + of_hosts]
+    places = [f"{bytes_text(size)} on {name}" for name, size in zip(names, missing, strict=True) if size]
     shown = ", ".join(places[:8]) + (f" and {len(places) - 8} others" if len(places) > 8 else "")
+    what = "The tables do not fit" if is_certain else "No plan was found in which the tables fit"
     return (
-        f"the tables do not fit. Missing: {shown}. There are {bytes_text(topology.budget)} for tables on each device and "
-        f"{bytes_text(topology.host_budget)} on the host of each rank"
+        f"{what}. Missing: {shown}. There are {bytes_text(topology.budget)} for tables on each device and "
+        f"{bytes_text(topology.host_budget)} on each host"
     )

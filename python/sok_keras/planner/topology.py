@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from sok_keras.planner.hardware import H200, Hardware
 
 
@@ -24,15 +26,17 @@ class Topology:
     host_memory: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hardware, Hardware):
+            raise ValueError(f"`hardware` must be a `Hardware`. Received: hardware={self.hardware!r}")
         for name in ("world_size", "ranks_per_host"):
             value = getattr(self, name)
             if value is None and name != "world_size":
                 continue
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{name}` must be a positive int. Received: {name}={value!r}")
         for name in ("memory", "host_memory"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
+            if value is not None and not (isinstance(value, int | float | np.number) and value >= 0):
                 raise ValueError(f"`{name}` must be a number of bytes or None. Received: {name}={value!r}")
 
     @property
@@ -46,18 +50,21 @@ class Topology:
 
     @property
     def host_budget(self) -> float:
-        """Bytes of a host for tables, for each rank there."""
-        of_host = 0.85 * self.hardware.host_memory if self.host_memory is None else self.host_memory
-        return of_host / self.ranks_of_a_host
+        """Bytes of a host for the tables of all its ranks."""
+        return 0.85 * self.hardware.host_memory if self.host_memory is None else self.host_memory
 
     @property
     def ranks_of_a_host(self) -> int:
         return min(self.ranks_per_host or self.world_size, self.world_size)
 
+    def host_of(self, rank: int) -> int:
+        """Returns the number of a rank's host."""
+        return rank // self.ranks_of_a_host
+
     @property
-    def link(self) -> float:
-        """Bytes that a rank sends to others, a second."""
-        spans_hosts = self.ranks_of_a_host < self.world_size
-        if spans_hosts or not self.has_devices:
-            return self.hardware.network
-        return self.hardware.link
+    def num_hosts(self) -> int:
+        return self.host_of(self.world_size - 1) + 1
+
+    def link(self, storage: str) -> float:
+        """Returns the bytes that a rank sends to others, a second, of tables in this storage. Hosts send by the network, also to themselves."""
+        return self.hardware.link if storage == "hbm" and self.num_hosts == 1 else self.hardware.network

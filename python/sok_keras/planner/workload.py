@@ -1,6 +1,7 @@
 """What a plan must know about the ids of each table."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from sok_keras.table_config import TableConfig, check_choice, check_placement
 _NUM_GROUPS = 4096
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ParameterConstraints:
     """What a plan may choose for a table, and what is known about its ids.
 
@@ -26,7 +27,8 @@ class ParameterConstraints:
         hotness: Ids of the table in a sample, of all features together. None: from `samples` or the features' shapes, otherwise 1.
         skew: Exponent of the power law of the ids: the id at rank r comes with a probability in proportion to r^-skew. 0: all alike.
             Ignored with `samples`.
-        samples: Ids of the table as batches have them: `(N,)` for one id a sample, `(N, hotness)`, or a list with the ids of each sample.
+        samples: Ids of the table as batches have them, without padding: `(N,)` for one id a sample, `(N, hotness)`, or a list with the ids of
+            each sample. Ids that were not seen have as much probability as those that were seen once.
         growth: How many times as many rows the table will have as `samples` have different ids.
     """
 
@@ -39,16 +41,34 @@ class ParameterConstraints:
     growth: float = 1.0
 
     def __post_init__(self) -> None:
-        for placement in self.placements or ():
-            check_placement(placement, 1)
-        for storage in self.storages or ():
-            check_choice("storage", storage)
-        for name in ("num_rows", "hotness", "growth"):
+        for name, check in (
+            ("placements", _check_placement),
+            ("storages", lambda value: check_choice("storage", value)),
+        ):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if isinstance(values, str) or not len(values):
+                raise ValueError(
+                    f"`{name}` must be a list with at least one of them, or None. Received: {name}={values!r}"
+                )
+            for value in values:
+                check(value)
+        for name in ("hotness", "growth"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not (isinstance(value, int | float | np.number) and 0 < value < math.inf):
                 raise ValueError(f"`{name}` must be a positive number. Received: {name}={value!r}")
-        if not self.skew >= 0:
-            raise ValueError(f"`skew` must not be negative. Received: skew={self.skew!r}")
+        if self.num_rows is not None and not (
+            isinstance(self.num_rows, int | np.integer) and 0 < self.num_rows < 2**62
+        ):
+            raise ValueError(f"`num_rows` must be a positive int. Received: num_rows={self.num_rows!r}")
+        if not (isinstance(self.skew, int | float | np.number) and 0 <= self.skew < math.inf):
+            raise ValueError(f"`skew` must be a number of at least 0. Received: skew={self.skew!r}")
+
+
+def _check_placement(placement: Any) -> None:
+    # Whether a table can be replicated depends on the table.
+    check_placement(placement, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +103,39 @@ def power_law(num_rows: int, skew: float) -> np.ndarray:
     return np.stack([counts, weights / (counts * weights).sum()])
 
 
-def _ids_of(samples: Any) -> tuple[np.ndarray, float]:
-    """Returns all ids of samples, and how many a sample has."""
-    if isinstance(samples, list | tuple) and samples and not np.isscalar(samples[0]):
-        lists = [np.asarray(ids).reshape(-1) for ids in samples]
-        return np.concatenate(lists), sum(map(len, lists)) / len(lists)
-    ids = np.asarray(samples)
-    return ids.reshape(-1), ids.size / max(len(ids), 1) if ids.ndim else 1.0
+def _ids_of(name: str, samples: Any) -> tuple[np.ndarray, float]:
+    """Returns all ids of samples, and how many a sample has.
+
+    Raises:
+        ValueError: If there are none, or something else than ids.
+    """
+    if isinstance(samples, list | tuple) and len(samples) and np.ndim(samples[0]) > 0:
+        lists = [np.asarray(ids) for ids in samples]
+        ids = np.concatenate([some for some in lists if some.size] or [np.zeros(0, "int64")], axis=None)
+        is_right = all(some.ndim == 1 for some in lists)
+        hotness = ids.size / len(lists)
+    else:
+        ids = np.asarray(samples)
+        is_right, hotness = ids.ndim in (1, 2), ids.size / max(len(ids), 1) if ids.ndim else 0.0
+    if not is_right or not ids.size or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"`samples` of table {name!r} must hold ids, `(N,)`, `(N, hotness)` or a list with those of each sample. Received: an array "
+            f"{ids.shape} of {ids.dtype}"
+        )
+    return ids.reshape(-1), hotness
+
+
+def _groups_of(ids: np.ndarray, num_rows: int) -> np.ndarray:
+    """Returns groups of ids from samples of them, as `power_law`.
+
+    The ids that were not seen have the probability of those that were seen once (Good, 1953).
+    """
+    counts = np.unique(ids, return_counts=True)[1]
+    sizes, numbers_of = np.unique(counts, return_counts=True)
+    unseen = max(num_rows - len(counts), 0)
+    missing = (counts == 1).mean() * len(counts) / ids.size if unseen else 0.0
+    groups = [numbers_of.astype(float), sizes / ids.size * (1 - missing)]
+    return np.stack(groups) if not unseen else np.concatenate([groups, [[unseen], [missing / unseen]]], axis=1)
 
 
 def workload_of(config: TableConfig, features: Sequence[FeatureConfig], constraints: ParameterConstraints) -> Workload:
@@ -98,31 +144,29 @@ def workload_of(config: TableConfig, features: Sequence[FeatureConfig], constrai
     Raises:
         ValueError: If nothing says how many rows a dynamic table will have.
     """
-    hotness, num_rows, groups = constraints.hotness, constraints.num_rows, None
-    num_features = max(len(features), 1)
+    hotness, num_rows, ids = constraints.hotness, constraints.num_rows, None
+    most = config.vocabulary_size or config.max_capacity
+    if num_rows is not None and most is not None and num_rows > most:
+        raise ValueError(
+            f"`num_rows` of table {config.name!r} must be at most {most}, as its config says. Received: num_rows={num_rows}"
+        )
     if constraints.samples is not None:
-        ids, of_samples = _ids_of(constraints.samples)
-        if not ids.size:
-            raise ValueError(f"`samples` of table {config.name!r} must hold ids. Received: none")
-        counts = np.unique(ids, return_counts=True)[1]
-        sizes, numbers = np.unique(counts, return_counts=True)
-        groups = np.stack([numbers.astype(float), sizes / counts.sum()])
+        ids, of_samples = _ids_of(config.name, constraints.samples)
         hotness = hotness or of_samples
-        num_rows = num_rows or config.vocabulary_size or int(np.ceil(len(counts) * constraints.growth))
-    num_rows = num_rows or config.vocabulary_size or config.max_capacity
+        grown = math.ceil(len(np.unique(ids)) * constraints.growth)
+        num_rows = num_rows or config.vocabulary_size or min(grown, most or grown)
+    num_rows = num_rows or most
     if num_rows is None:
         raise ValueError(
             f"table {config.name!r} is dynamic: set `num_rows` or `samples` in its `ParameterConstraints`, or its `max_capacity`, so that "
             "the plan knows how many rows it will have"
         )
+    shapes = [tuple(length or 1 for length in (feature.input_shape or (1,))[1:]) or (1,) for feature in features]
     if hotness is None:
-        shapes = [tuple(feature.input_shape or ()) for feature in features]
-        of_shapes = [shape[-1] if len(shape) > 1 and shape[-1] else 1 for shape in shapes]
-        hotness = float(sum(of_shapes)) if of_shapes else 1.0
-    if groups is None:
-        groups = power_law(int(num_rows), constraints.skew)
-    bags = float(num_features) if config.combiner is not None else float(hotness)
-    return Workload(int(num_rows), float(hotness), bags, groups)
+        hotness = sum(math.prod(shape) for shape in shapes) or 1
+    bags = (sum(math.prod(shape[:-1]) for shape in shapes) or 1) if config.combiner is not None else hotness
+    groups = power_law(int(num_rows), constraints.skew) if ids is None else _groups_of(ids, int(num_rows))
+    return Workload(int(num_rows), float(hotness), float(bags), groups)
 
 
 def tables_of(configs: Any) -> dict[str, tuple[TableConfig, list[FeatureConfig]]]:
@@ -156,4 +200,7 @@ def constraints_of(constraints: Mapping[str, ParameterConstraints] | None, names
     unknown = set(constraints or ()) - set(names)
     if unknown:
         raise ValueError(f"`constraints` must be for tables of the plan. Received: constraints of {sorted(unknown)}")
+    for name, value in (constraints or {}).items():
+        if not isinstance(value, ParameterConstraints):
+            raise ValueError(f"`constraints` must hold `ParameterConstraints`. Received: {value!r} for table {name!r}")
     return {name: (constraints or {}).get(name, ParameterConstraints()) for name in names}
