@@ -135,8 +135,19 @@ class Variable(backend.shards.ShardVariable):
         return table
 
     def take(self, table: Table) -> None:
-        """Overwrites the rows that a table has. All ranks call it."""
+        """Overwrites the rows with those of a table. All ranks call it.
+
+        Raises:
+            ValueError: If the table does not have all rows. They stay as they are then.
+        """
         contents = table.export(local=True)
+        num_own, error = len(self.own_ids()), None
+        if len(contents.keys) != num_own:
+            error = ValueError(f"{self.name} must get all its rows. Received: {len(contents.keys)} of {num_own}")
+        if self.num_gpus > 1:
+            distributed.agree(error)
+        elif error is not None:
+            raise error
         self.assign_rows(contents.keys, contents.rows)
 
     def assign_rows(self, ids: np.ndarray, rows: np.ndarray) -> None:

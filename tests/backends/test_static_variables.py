@@ -169,6 +169,17 @@ def test_rows_are_exported_assigned_dumped_and_in_checkpoints(tmp_path):
     np.testing.assert_array_equal(v, rows)
 
 
+def test_a_dump_that_lacks_rows_changes_none(tmp_path):
+    rows = some_rows()
+    v = sok.Variable(rows, name="v")
+    table = v.as_table()
+    assert table.erase([3]) == 1
+    sok.dump(tmp_path / "dump", [table])
+    with pytest.raises(ValueError, match=f"must get all its rows. Received: {ROWS - 1} of {ROWS}"):
+        sok.load(tmp_path / "dump", [v])
+    np.testing.assert_array_equal(v, rows)
+
+
 def test_states_of_rows_are_the_optimizers(tmp_path):
     """The order of arguments is that of SparseOperationKit."""
     v, optimizer = sok.Variable(some_rows(), name="v"), keras.optimizers.Adagrad(0.1)
