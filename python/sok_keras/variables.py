@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras import backend, ragged, static_variables
+from sok_keras import backend, distributed, ragged, static_variables
 from sok_keras.backend.insertion import Insertion
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
@@ -441,10 +441,19 @@ def assign(var: DynamicVariable | Variable, indices: Any, values: Any) -> Dynami
 
     Raises:
         ValueError: If a key is outside of the variable's `key_type`, or a `Variable` has no such row.
+        RankError: If another rank raises an error.
     """
     _check_variable(var)
-    keys, rows = as_keys(keras.ops.convert_to_numpy(indices)), keras.ops.convert_to_numpy(values)
-    _of_type(keys, var)
+    error: Exception | None = None
+    try:
+        keys, rows = as_keys(keras.ops.convert_to_numpy(indices)), keras.ops.convert_to_numpy(values)
+        _of_type(keys, var)
+    except (TypeError, ValueError) as raised:
+        error = raised
+    if distributed.world_size() > 1:
+        distributed.agree(error)
+    elif error is not None:
+        raise error
     if isinstance(var, Variable):
         var.assign_rows(keys, rows)
     else:

@@ -68,6 +68,8 @@ def main(folder):
             sok.all2all_dense_embedding(spread, ids)
         with pytest.raises((ValueError, sok.RankError), match="less than"):
             sok.assign(spread, [ROWS if rank == 1 else 1], np.zeros((1, 3)))
+        with pytest.raises((TypeError, ValueError, sok.RankError), match="integer|int64|keys|Keys"):
+            sok.assign(spread, [0.5 if rank == 1 else 1], np.zeros((1, 3)))
         for clipping in ("clipnorm", "global_clipnorm"):
             with pytest.raises(ValueError, match=f"{clipping}=1.0"):
                 sok.OptimizerWrapper(keras.optimizers.SGD(**{clipping: 1.0})).build([spread])
