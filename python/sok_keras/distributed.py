@@ -156,6 +156,10 @@ def agree(error: Exception | None) -> None:
         RankError: If the call has failed on another rank.
         Exception: `error`, if there is one.
     """
+    if world_size() == 1:
+        if error is not None:
+            raise error
+        return
     if error is not None:
         with contextlib.suppress(native.RankError):  # the others may be at another place
             native.gather(f"{type(error).__name__}: {error}".encode())

@@ -144,10 +144,7 @@ class Variable(backend.shards.ShardVariable):
         num_own, error = len(self.own_ids()), None
         if len(contents.keys) != num_own:
             error = ValueError(f"{self.name} must get all its rows. Received: {len(contents.keys)} of {num_own}")
-        if self.num_gpus > 1:
-            distributed.agree(error)
-        elif error is not None:
-            raise error
+        distributed.agree(error)
         self.assign_rows(contents.keys, contents.rows)
 
     def assign_rows(self, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -169,10 +166,7 @@ class Variable(backend.shards.ShardVariable):
             )
         elif rows.shape != (len(ids), dimension):
             error = ValueError(f"Rows must have the shape {(len(ids), dimension)}. Received: shape {rows.shape}")
-        if self.num_gpus > 1:
-            distributed.agree(error)
-        elif error is not None:
-            raise error
+        distributed.agree(error)
         rows = rows.astype("float32")
         if self.num_gpus > 1:
             owners = self.owners(ids)

@@ -450,10 +450,7 @@ def assign(var: DynamicVariable | Variable, indices: Any, values: Any) -> Dynami
         _of_type(keys, var)
     except (TypeError, ValueError) as raised:
         error = raised
-    if distributed.world_size() > 1:
-        distributed.agree(error)
-    elif error is not None:
-        raise error
+    distributed.agree(error)
     if isinstance(var, Variable):
         var.assign_rows(keys, rows)
     else:
