@@ -28,16 +28,15 @@ class Step:
     ranks: int = 1
     is_localized: bool = False
 
-    def placement(self, table: int) -> str:
-        if not self.is_localized:
-            return "distributed"
-        loads = [0] * self.ranks
-        for other in sorted(range(len(self.hotness)), key=lambda other: -self.hotness[other]):
-            rank = loads.index(min(loads))
-            if other == table:
-                return f"localized:{rank}"
-            loads[rank] += self.hotness[other]
-        raise IndexError(table)
+    def placements(self) -> list[str]:
+        """Returns the placement of each table. Tables on one rank are dealt out so that ranks have about as many ids each."""
+        placements, loads = ["distributed"] * len(self.hotness), [0] * self.ranks
+        if self.is_localized:
+            for table in sorted(range(len(self.hotness)), key=lambda table: -self.hotness[table]):
+                rank = loads.index(min(loads))
+                placements[table] = f"localized:{rank}"
+                loads[rank] += self.hotness[table]
+        return placements
 
     def predicted(self) -> float:
         """Returns the milliseconds of the plan that has the same placements."""
@@ -46,64 +45,47 @@ class Step:
             for i in range(len(self.hotness))
         ]
         constraints = {
-            f"t{i}": ParameterConstraints(hotness=hotness, skew=self.skew, placements=[self.placement(i)])
-            for i, hotness in enumerate(self.hotness)
+            f"t{i}": ParameterConstraints(hotness=hotness, skew=self.skew, placements=[placement])
+            for i, (hotness, placement) in enumerate(zip(self.hotness, self.placements(), strict=True))
         }
         optimizer = sok.optimizers.RowWiseAdagrad() if self.optimizer == "row-wise adagrad" else self.optimizer
         planner = ShardingPlanner(Topology(self.ranks, self.hardware), self.batch_size, constraints, optimizer)
         return 1e3 * planner.plan(tables).step_time()
 
 
-_ONE_HOT = [1] * 26
 _MILLION = 1_000_000
+
+
+def one_hot(milliseconds: float, batch_size: int = 65_536, skew: float = 1.05, **arguments) -> Step:
+    ids = "uniform" if skew == 0 else "Zipf"
+    return Step(
+        f"26 x {batch_size:,}, dim 64, {ids}", milliseconds, [1] * 26, batch_size, 64, _MILLION, skew=skew, **arguments
+    )
+
+
+def dcn(milliseconds: float, **arguments) -> Step:
+    name = "DCNv2: 214 ids x 6,912, dim 128, row-wise Adagrad"
+    name += ", tables on one rank each" if arguments.get("is_localized") else ""
+    return Step(name, milliseconds, _DCN, 6_912, 128, _MILLION, "sum", optimizer="row-wise adagrad", **arguments)
+
+
 STEPS = [
-    Step("26 x 65,536, dim 64, Zipf", 0.670, _ONE_HOT, 65_536, 64, _MILLION),
-    Step("26 x 65,536, dim 64, uniform", 1.137, _ONE_HOT, 65_536, 64, _MILLION, skew=0.0),
-    Step("26 x 16,384, dim 64, Zipf", 0.234, _ONE_HOT, 16_384, 64, _MILLION),
+    one_hot(0.670),
+    one_hot(1.137, skew=0.0),
+    one_hot(0.234, 16_384),
     Step("8 x 20 ids x 16,384, dim 64, sum, Zipf", 0.730, [20] * 8, 16_384, 64, 4 * _MILLION, "sum"),
     Step("10 x 104,857, dim 128, Zipf", 0.726, [1] * 10, 104_857, 128, 1_680_000),
-    Step(
-        "DCNv2: 214 ids x 6,912, dim 128, row-wise Adagrad",
-        0.843,
-        _DCN,
-        6_912,
-        128,
-        _MILLION,
-        "sum",
-        optimizer="row-wise adagrad",
-    ),
-    Step("26 x 65,536, dim 64, Zipf", 0.834, _ONE_HOT, 65_536, 64, _MILLION, hardware=H100),
-    Step("26 x 16,384, dim 64, Zipf", 0.285, _ONE_HOT, 16_384, 64, _MILLION, hardware=H100),
-    Step("26 x 65,536, dim 64, Zipf", 1.240, _ONE_HOT, 65_536, 64, _MILLION, ranks=2),
-    Step("26 x 16,384, dim 64, Zipf", 0.437, _ONE_HOT, 16_384, 64, _MILLION, ranks=2),
-    Step("DCNv2", 1.335, _DCN, 6_912, 128, _MILLION, "sum", optimizer="row-wise adagrad", ranks=2),
-    Step(
-        "DCNv2, tables on one rank each",
-        1.44,
-        _DCN,
-        6_912,
-        128,
-        _MILLION,
-        "sum",
-        optimizer="row-wise adagrad",
-        ranks=2,
-        is_localized=True,
-    ),
-    Step("26 x 65,536, dim 64, Zipf", 1.567, _ONE_HOT, 65_536, 64, _MILLION, ranks=4),
-    Step("26 x 16,384, dim 64, Zipf", 0.683, _ONE_HOT, 16_384, 64, _MILLION, ranks=4),
-    Step("DCNv2", 1.856, _DCN, 6_912, 128, _MILLION, "sum", optimizer="row-wise adagrad", ranks=4),
-    Step(
-        "DCNv2, tables on one rank each",
-        1.77,
-        _DCN,
-        6_912,
-        128,
-        _MILLION,
-        "sum",
-        optimizer="row-wise adagrad",
-        ranks=4,
-        is_localized=True,
-    ),
+    dcn(0.843),
+    one_hot(0.834, hardware=H100),
+    one_hot(0.285, 16_384, hardware=H100),
+    one_hot(1.240, ranks=2),
+    one_hot(0.437, 16_384, ranks=2),
+    dcn(1.335, ranks=2),
+    dcn(1.44, ranks=2, is_localized=True),
+    one_hot(1.567, ranks=4),
+    one_hot(0.683, 16_384, ranks=4),
+    dcn(1.856, ranks=4),
+    dcn(1.77, ranks=4, is_localized=True),
 ]
 
 if __name__ == "__main__":

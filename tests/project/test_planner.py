@@ -298,6 +298,8 @@ def test_what_was_measured_is_compared_with_the_plan():
     assert re.search(r"^bytes of users .* 1\.000$", report, re.MULTILINE)
     two = ShardingPlanner(Topology(2, H200), 512).plan([sok.TableConfig("days", 7, 8, placement="replicated")])
     assert " 1.000\n" in two.compare({"bytes": {"days": two.table_bytes("days") / 2}})
+    with pytest.raises(ValueError, match='must hold "step", "bytes" or both'):
+        plan.compare({"bytes": {}})
     with pytest.raises(ValueError, match="must hold positive numbers"):
         plan.compare({"step": "1"})
     with pytest.raises(ValueError, match="bytes of \\['other'\\]"):
@@ -341,8 +343,11 @@ def test_ranks_of_many_hosts_send_by_the_network():
         (lambda: ParameterConstraints(num_rows=0.5), "`num_rows` must be a positive int"),
         (lambda: ParameterConstraints(growth=float("inf")), "`growth` must be a positive number"),
         (lambda: Topology(2, "H200"), "`hardware` must be a `Hardware`"),
-        (lambda: ShardingPlanner(), "Either `enumerator` alone must be given"),
-        (lambda: ShardingPlanner(Topology(1), enumerator=Enumerator(Topology(2), 8)), "Either `enumerator` alone"),
+        (lambda: ShardingPlanner(), "Either `topology` or `enumerator` must be given"),
+        (
+            lambda: ShardingPlanner(Topology(1), enumerator=Enumerator(Topology(2), 8)),
+            "`enumerator` must be given alone",
+        ),
         (
             lambda: ShardingPlanner(Topology(1), constraints={"t": {}}).plan([table()]),
             "must hold `ParameterConstraints`",

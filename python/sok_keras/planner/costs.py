@@ -15,10 +15,10 @@ from sok_keras.table_optimizers import core_update
 
 _NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ID_BYTES = 8
-# Speeds as multiples of the speed at which random rows of 64 bytes are gathered, fitted to measured steps (`benches/results/planner.md`): of the
-# ids of a step, each of which is looked up, sorted and merged; of those that ranks make distinct first; of those for which a rank serves others.
+# Ids a second, divided by `gather`, the random rows of 64 bytes a second: ids that a step looks up, sorts and merges; ids that a rank makes distinct
+# before it sends them; ids that an owner looks up and pools for other ranks. Fitted to measured steps (`benches/results/planner.md`).
 _IDS_OF_GATHER, _DISTINCT_OF_GATHER, _SERVED_OF_GATHER = 0.42, 0.8, 0.18
-# Bytes of rows that a host reads and writes, as a multiple of those that it gathers. A GPU does that as fast as it copies.
+# Bytes of rows a second that a host reads and writes, divided by `host_gather`. Fitted to four steps on two cores. A GPU reaches `copy`.
 _HOST_BYTES_OF_GATHER = 0.41 * 64
 
 # Index of a table on a host: bytes of a slot, slots of a part, and between which loads the parts double (`crates/core/src/store/index`).

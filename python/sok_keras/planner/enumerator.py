@@ -81,9 +81,9 @@ class Enumerator:
     def _options_of(
         self, config: TableConfig, constraints: ParameterConstraints, model: CostModel
     ) -> list[ShardingOption]:
-        ranks = self.topology.world_size
-        options = []
+        ranks, options = self.topology.world_size, []
         for storage in self._storages(config, constraints):
+            of_owner, of_others = model.localized(storage)
             for placement in self._placements(config, constraints):
                 if placement == "distributed":
                     costs = (model.distributed(storage),) * ranks
@@ -91,7 +91,6 @@ class Enumerator:
                     costs = (model.replicated(storage),) * ranks
                 else:
                     owner = int(placement.removeprefix("localized:"))
-                    of_owner, of_others = model.localized(storage)
                     costs = tuple(of_owner if rank == owner else of_others for rank in range(ranks))
                 options.append(ShardingOption(config.name, placement, storage, costs))
         return options

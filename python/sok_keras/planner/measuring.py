@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
 
@@ -73,9 +72,12 @@ def _host_gather(size: int) -> float:
         (some, np.empty((len(some), _ROW), "float32"))
         for some in np.array_split(_places(len(rows)), os.cpu_count() or 1)
     ]
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as threads:
+
+    def gather(part: tuple[np.ndarray, np.ndarray]) -> None:
         # With mode "clip" NumPy writes to `out` without a copy.
-        gather = lambda part: np.take(rows, part[0], axis=0, out=part[1], mode="clip")  # noqa: E731
+        np.take(rows, part[0], axis=0, out=part[1], mode="clip")
+
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as threads:
         return sum(len(some) for some, _ in parts) / _seconds(lambda: list(threads.map(gather, parts)))
 
 
@@ -88,7 +90,7 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
     """Returns the figures with those of the device."""
 
     def wait(x: Any) -> None:
-        keras.ops.convert_to_numpy(x[:1])
+        ops.convert_to_numpy(x[:1])
 
     values = ops.ones((size // (4 * _ROW), _ROW), "float32")
     places = ops.convert_to_tensor(_places(values.shape[0]))

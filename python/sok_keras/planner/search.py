@@ -17,9 +17,9 @@ class Problem:
 
     Args:
         times: By table, `(options, ranks)` float64: seconds.
-        sizes: By table, `(options, memories)` float64: bytes of the devices and hosts.
+        sizes: By table, `(options, memories)` float64: bytes of the ranks' devices, then of the hosts.
         budgets: `(memories,)` float64: bytes that there are.
-        are_alike: Whether no rank differs from another one in the options of any table.
+        are_alike: Whether ranks may change places: all are on one host, the last memory, and have the same options in every table.
     """
 
     times: list[np.ndarray]
@@ -113,11 +113,13 @@ class _Exact:
         for option in np.argsort(all_times.max(axis=1), kind="stable"):
             if not fits[option] or bound[option] >= self.best * (1 - 1e-12):
                 continue
-            # As long as no table is assigned, ranks that are alike may change places.
-            alike = tuple(np.sort(of_table[option])), tuple(np.sort(of_sizes[option]))
-            if place == 0 and self.problem.are_alike and alike in seen:
-                continue
-            seen.add(alike)
+            if place == 0 and self.problem.are_alike:
+                # As long as no table is assigned, ranks may change places. They share the host.
+                ranks = sorted(zip(of_table[option], of_sizes[option][:-1], strict=True))
+                alike = (*ranks, of_sizes[option][-1])
+                if alike in seen:
+                    continue
+                seen.add(alike)
             self.examined += 1
             if self.examined > _MOST_EXAMINED:
                 return False

@@ -41,14 +41,13 @@ class ShardingPlan(Mapping[str, ShardingOption]):
     ) -> None:
         self.topology, self.batch_size = topology, batch_size
         self.chosen, self.options, self.is_exact = chosen, options, is_exact
-        ranks = range(topology.world_size)
-        self._used = [self.rank_bytes(rank) for rank in ranks]
-        self._on_hosts = [
-            sum(of_host for rank, (_, of_host) in enumerate(self._used) if topology.host_of(rank) == host)
-            for host in range(topology.num_hosts)
-        ]
+        costs = [[option.costs[rank] for option in chosen.values()] for rank in range(topology.world_size)]
+        self._used = [(sum(cost.memory for cost in some), sum(cost.host_memory for cost in some)) for some in costs]
+        self._on_hosts = [0.0] * topology.num_hosts
+        for rank, (_, on_host) in enumerate(self._used):
+            self._on_hosts[topology.host_of(rank)] += on_host
         # Without what does not depend on the tables.
-        self._times = [sum(list(self.parts(rank).values())[1:]) for rank in ranks]
+        self._times = [sum(cost.time for cost in some) for some in costs]
 
     def __getitem__(self, name: str) -> ShardingOption:
         return self.chosen[name]
@@ -87,8 +86,7 @@ class ShardingPlan(Mapping[str, ShardingOption]):
 
     def rank_bytes(self, rank: int) -> tuple[float, float]:
         """Returns the bytes of all tables on the device of a rank, and on its host."""
-        costs = [option.costs[rank] for option in self.values()]
-        return sum(cost.memory for cost in costs), sum(cost.host_memory for cost in costs)
+        return self._used[rank]
 
     # ---- use
 
@@ -102,7 +100,8 @@ class ShardingPlan(Mapping[str, ShardingOption]):
                 the features of two layers of them.
         """
         tables = self._applied_tables(configs)
-        storages = {feature.table.name: tables[feature.table.name].storage for feature in _features(configs)}
+        features = [config for config in keras.tree.flatten(configs) if isinstance(config, FeatureConfig)]
+        storages = {feature.table.name: tables[feature.table.name].storage for feature in features}
         if len(set(storages.values())) > 1:
             raise ValueError(
                 "The tables of a layer must have one `storage`. Make a layer for each with `plan.split(configs)`. Received: "
@@ -248,16 +247,15 @@ class ShardingPlan(Mapping[str, ShardingOption]):
         Raises:
             ValueError: If there is something else, or a table that the plan does not have.
         """
-        unknown = set(measured) - {"step", "bytes"}
         sizes = measured.get("bytes", {})
-        if unknown or not measured:
+        figures = [*([measured["step"]] if "step" in measured else []), *sizes.values()]
+        if set(measured) - {"step", "bytes"} or not figures:
             raise ValueError(f'`measured` must hold "step", "bytes" or both. Received: {sorted(measured)}')
         if not set(sizes) <= set(self):
             raise ValueError(
                 f"`measured` must be of tables of the plan. Received: bytes of {sorted(set(sizes) - set(self))}"
             )
-        figures = [measured["step"]] if "step" in measured else []
-        for figure in [*figures, *sizes.values()]:
+        for figure in figures:
             if not (isinstance(figure, int | float | np.number) and figure > 0):
                 raise ValueError(f"`measured` must hold positive numbers. Received: {figure!r}")
         rows = []
@@ -267,10 +265,6 @@ class ShardingPlan(Mapping[str, ShardingOption]):
             ranks = self.topology.world_size if self[name].placement == "replicated" else 1
             rows.append(_compared(f"bytes of {name}", self.table_bytes(name) / ranks, size, bytes_text))
         return table_text(["", "predicted", "measured", "predicted / measured"], rows) + "\n"
-
-
-def _features(configs: Any) -> list[FeatureConfig]:
-    return [config for config in keras.tree.flatten(configs) if isinstance(config, FeatureConfig)]
 
 
 def _applied(tables: dict[str, TableConfig]) -> Callable[[Any], Any]:

@@ -24,7 +24,7 @@ class ShardingPlanner:
         batch_size: Samples of a step on each rank.
         constraints: `ParameterConstraints` by name of a table.
         optimizer: Keras optimizer of the tables that have none of their own, or its name. None: rows have no states.
-        enumerator: An `Enumerator`, in place of all these arguments.
+        enumerator: An `Enumerator`, in place of all other arguments.
     """
 
     def __init__(
@@ -35,15 +35,13 @@ class ShardingPlanner:
         optimizer: Any = None,
         enumerator: Enumerator | None = None,
     ) -> None:
-        given = (topology, batch_size, constraints, optimizer)
-        if (enumerator is None) == (topology is None) or (enumerator and any(value is not None for value in given)):
-            raise ValueError(
-                "Either `enumerator` alone must be given, or `topology` with the other arguments. Received: "
-                f"topology={topology!r}, enumerator={enumerator!r}"
-            )
-        if enumerator is None and topology is not None:
+        if enumerator is None:
+            if topology is None:
+                raise ValueError("Either `topology` or `enumerator` must be given. Received: neither")
             enumerator = Enumerator(topology, 1024 if batch_size is None else batch_size, constraints, optimizer)
-        self.enumerator: Any = enumerator
+        elif any(value is not None for value in (topology, batch_size, constraints, optimizer)):
+            raise ValueError("`enumerator` must be given alone, since it has the other arguments. Received: others too")
+        self.enumerator = enumerator
 
     def plan(self, configs: Any) -> ShardingPlan:
         """Returns a plan for a structure of `TableConfig` or `FeatureConfig`. Ranks that train together must plan with equal arguments.
@@ -53,27 +51,24 @@ class ShardingPlanner:
         """
         options = self.enumerator.enumerate(configs)
         topology = self.enumerator.topology
-        best, missing, is_certain = None, None, True
+        found, missing, is_exact = [], [], True
         # The launches of a step depend on which storages there are.
         for storages in (("hbm",), ("host",), ("hbm", "host")):
             allowed = {name: [one for one in some if one.storage in storages] for name, some in options.items()}
             if not all(allowed.values()):
                 continue
             problem = _problem(list(allowed.values()), topology)
-            choice, is_exact = search(problem)
+            choice, is_best = search(problem)
+            is_exact &= is_best
             too_much = problem.missing(problem.sums(choice)[1])
-            is_certain &= is_exact
             if too_much.any():
-                missing = too_much if missing is None or too_much.sum() < missing.sum() else missing
-                continue
-            chosen = {name: some[option] for (name, some), option in zip(allowed.items(), choice, strict=True)}
-            plan = ShardingPlan(topology, self.enumerator.batch_size, chosen, options, is_certain)
-            if best is None or plan.step_time() < best.step_time():
-                best = plan
-        if best is None:
-            raise ValueError(_missing_text(missing, topology, is_certain))
-        best.is_exact = is_certain
-        return best
+                missing.append(too_much)
+            else:
+                found.append({name: allowed[name][option] for name, option in zip(allowed, choice, strict=True)})
+        if not found:
+            raise ValueError(_missing_text(min(missing, key=np.sum), topology, is_exact))
+        plans = [ShardingPlan(topology, self.enumerator.batch_size, chosen, options, is_exact) for chosen in found]
+        return min(plans, key=ShardingPlan.step_time)
 
 
 def _memories(option: ShardingOption, topology: Topology) -> np.ndarray:
@@ -102,14 +97,14 @@ def _are_alike(options: list[ShardingOption]) -> bool:
     return all(swapped(of_option, rank) in costs for of_option in costs for rank in range(len(of_option) - 1))
 
 
-def _missing_text(missing: Any, topology: Topology, is_certain: bool) -> str:
+def _missing_text(missing: np.ndarray, topology: Topology, is_exact: bool) -> str:
     ranks = topology.world_size
     names = [f"the device of rank {rank}" for rank in range(ranks)] + [
         f"host {host}" for host in range(topology.num_hosts)
     ]
     places = [f"{bytes_text(size)} on {name}" for name, size in zip(names, missing, strict=True) if size]
     shown = ", ".join(places[:8]) + (f" and {len(places) - 8} others" if len(places) > 8 else "")
-    what = "The tables do not fit" if is_certain else "No plan was found in which the tables fit"
+    what = "The tables do not fit" if is_exact else "No plan was found in which the tables fit"
     return (
         f"{what}. Missing: {shown}. There are {bytes_text(topology.budget)} for tables on each device and "
         f"{bytes_text(topology.host_budget)} on each host"

@@ -42,7 +42,8 @@ class ParameterConstraints:
 
     def __post_init__(self) -> None:
         for name, check in (
-            ("placements", _check_placement),
+            # Whether a table can be replicated depends on the table.
+            ("placements", lambda value: check_placement(value, 1)),
             ("storages", lambda value: check_choice("storage", value)),
         ):
             values = getattr(self, name)
@@ -64,11 +65,6 @@ class ParameterConstraints:
             raise ValueError(f"`num_rows` must be a positive int. Received: num_rows={self.num_rows!r}")
         if not (isinstance(self.skew, int | float | np.number) and 0 <= self.skew < math.inf):
             raise ValueError(f"`skew` must be a number of at least 0. Received: skew={self.skew!r}")
-
-
-def _check_placement(placement: Any) -> None:
-    # Whether a table can be replicated depends on the table.
-    check_placement(placement, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +121,16 @@ def _ids_of(name: str, samples: Any) -> tuple[np.ndarray, float]:
     return ids.reshape(-1), hotness
 
 
-def _groups_of(ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """Returns groups of ids from samples of them, as `power_law`.
+def _groups_of(counts: np.ndarray, num_rows: int) -> np.ndarray:
+    """Returns groups of ids, as `power_law`, from how often each came in samples.
 
     The ids that were not seen have the probability of those that were seen once (Good, 1953).
     """
-    counts = np.unique(ids, return_counts=True)[1]
-    sizes, numbers_of = np.unique(counts, return_counts=True)
+    sizes, numbers = np.unique(counts, return_counts=True)
     unseen = max(num_rows - len(counts), 0)
-    missing = (counts == 1).mean() * len(counts) / ids.size if unseen else 0.0
-    groups = [numbers_of.astype(float), sizes / ids.size * (1 - missing)]
-    return np.stack(groups) if not unseen else np.concatenate([groups, [[unseen], [missing / unseen]]], axis=1)
+    of_unseen = (counts == 1).sum() / counts.sum() if unseen else 0.0
+    groups = np.stack([numbers, sizes / counts.sum() * (1 - of_unseen)])
+    return np.append(groups, [[unseen], [of_unseen / unseen]], axis=1) if unseen else groups
 
 
 def workload_of(config: TableConfig, features: Sequence[FeatureConfig], constraints: ParameterConstraints) -> Workload:
@@ -144,7 +139,7 @@ def workload_of(config: TableConfig, features: Sequence[FeatureConfig], constrai
     Raises:
         ValueError: If nothing says how many rows a dynamic table will have.
     """
-    hotness, num_rows, ids = constraints.hotness, constraints.num_rows, None
+    hotness, num_rows, counts = constraints.hotness, constraints.num_rows, None
     most = config.vocabulary_size or config.max_capacity
     if num_rows is not None and most is not None and num_rows > most:
         raise ValueError(
@@ -153,7 +148,8 @@ def workload_of(config: TableConfig, features: Sequence[FeatureConfig], constrai
     if constraints.samples is not None:
         ids, of_samples = _ids_of(config.name, constraints.samples)
         hotness = hotness or of_samples
-        grown = math.ceil(len(np.unique(ids)) * constraints.growth)
+        counts = np.unique(ids, return_counts=True)[1]
+        grown = math.ceil(len(counts) * constraints.growth)
         num_rows = num_rows or config.vocabulary_size or min(grown, most or grown)
     num_rows = num_rows or most
     if num_rows is None:
@@ -165,7 +161,7 @@ def workload_of(config: TableConfig, features: Sequence[FeatureConfig], constrai
     if hotness is None:
         hotness = sum(math.prod(shape) for shape in shapes) or 1
     bags = (sum(math.prod(shape[:-1]) for shape in shapes) or 1) if config.combiner is not None else hotness
-    groups = power_law(int(num_rows), constraints.skew) if ids is None else _groups_of(ids, int(num_rows))
+    groups = power_law(int(num_rows), constraints.skew) if counts is None else _groups_of(counts, int(num_rows))
     return Workload(int(num_rows), float(hotness), float(bags), groups)
 
 
