@@ -119,7 +119,7 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Returns the gradients. Those of variables of this package are left as they are."""
+        """Returns the gradients, reduced over the ranks. Gradients of variables of this package are not reduced."""
         gradients = self._tape.gradient(target, sources, output_gradients)
         if not isinstance(sources, list | tuple):
             return self._reduced(gradients, sources)

@@ -50,7 +50,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _merged(gradient: Any, variable: Any) -> Any:
-    """Returns the gradient of a `Variable` with each row once. A tape joins those of several lookups."""
+    """Returns the gradient of a `Variable` with one entry a row. A tape concatenates the gradients of several lookups, so a row may occur twice."""
     if not isinstance(variable, Variable) or not hasattr(gradient, "dense_shape"):
         return gradient
     num_rows, dim = variable.shape

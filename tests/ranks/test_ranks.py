@@ -132,7 +132,7 @@ def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
 def test_programs_of_sparse_operation_kits_pages_run(tmp_path):
     pages = Path(__file__).resolve().parents[3] / "shared" / "seeds"
     if not pages.exists():
-        pytest.skip(f"{pages}, which has the pages, is not there")
+        pytest.skip(f"needs the documents of SparseOperationKit in {pages}")
     for ranks in (1, 2):
         run(ranks, "sok_pages.py", tmp_path)
 

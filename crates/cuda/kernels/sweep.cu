@@ -37,7 +37,7 @@ constexpr u32 AT_ONCE = 4;
 // Uses that a thread requests at a time in advance, when it looks for low ranks.
 constexpr u32 LOADS = 2;
 typedef Stage<LOADS, SWEEP_THREADS> UseStage;
-// Rows of a list that a block takes at a time, and records.
+// A part of a list has PART rows. A part of the records of a table has PART_OF_RECORDS of them.
 constexpr u32 PART = SWEEP_THREADS, PART_OF_RECORDS = 16 * SWEEP_THREADS;
 // A table with fewer records is read whole instead of a sample.
 constexpr u64 SAMPLED_FROM = 8 * SAMPLES;
@@ -112,18 +112,18 @@ __device__ __forceinline__ bool has_low(const Sweep& s) {
 // Returns the length of that list, or above all record numbers if it does not have all rows that go.
 __device__ __forceinline__ u64 num_places(const Sweep& s) { return has_low(s) ? s.choice->num_low : num_numbers(s.index.counters); }
 
-// Calls `body` with the rank and the record of each row that may go, in the parts from `begin` on.
+// Calls `body` with the rank of each row that may go, in the parts of this block, of which the first starts at `begin`.
 template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, u64 begin, const Body& body) {
   const u64 end = num_numbers(s.index.counters), settled = s.progress->settled_commit;
   for (u64 record = begin + threadIdx.x; record < end; record += stride()) {
     // Record 0 belongs to no key.
     if (record == 0) continue;
     const Pair use = load_pair(s.uses + record);
-    if (use.high <= settled && !is_used(s, record)) body(Rank{use.low, s.keys[record]}, (u32)record);
+    if (use.high <= settled && !is_used(s, record)) body(Rank{use.low, s.keys[record]});
   }
 }
 
-// Calls `body` with the rank and the place of each row of a list, in the parts from `begin` on.
+// Calls `body` with the rank of each row of a list, in the parts of this block: the first starts at `begin`, the next ones `by` further.
 template <class Body>
 __device__ __forceinline__ void for_each_of(const Ranked* list, u32 len, u64 begin, u64 by, const Body& body) {
   for (u64 start = begin + threadIdx.x; start < len; start += AT_ONCE * by) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void for_each_of(const Ranked* list, u32 len, u64 beg
       if (place_of(k) < len) ranks[k] = {list[place_of(k)].score, list[place_of(k)].key};
 #pragma unroll
     for (u32 k = 0; k < AT_ONCE; ++k)
-      if (place_of(k) < len) body(ranks[k], (u32)place_of(k));
+      if (place_of(k) < len) body(ranks[k]);
   }
 }
 
@@ -185,6 +185,7 @@ class Staged {
     count = 0;
   }
 };
+
 // Memory of a block while it lists rows.
 struct Listing {
   UseStage::Memory uses;
@@ -245,7 +246,7 @@ template <class ForEach> __device__ __forceinline__ void count_in_bins(u32* bins
   __syncthreads();
   const Rank low = {c.low_score, c.low_key};
   const u32 shift = c.shift;
-  for_each([&](const Rank& rank, u32) {
+  for_each([&](const Rank& rank) {
     if (rank < low) return;
     const u32 bin = bin_of(rank, low, shift);
     if (bin < RANK_BINS) atomicAdd(bins + bin, 1);
@@ -323,7 +324,7 @@ __device__ __forceinline__ void search(const Sweep* sweeps, Choosing& shared, Me
   }
 }
 
-// Lists the rows that may go and have ranks up to that which the samples gave, in the parts from `begin` on.
+// Lists the rows that may go and have ranks up to that which the samples gave, in the parts of this block, of which the first starts at `begin`.
 __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 begin) {
   constexpr u32 TURN = LOADS * SWEEP_THREADS, TURNS = PART_OF_RECORDS / TURN;
   Choice* choice = s.choice;
@@ -391,7 +392,7 @@ __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 be
   measure.give(choice);
 }
 
-// Writes the chosen rows to the ring, in the parts from `begin` on.
+// Writes the chosen rows to the ring, from the parts of this block, of which the first starts at `begin`.
 __device__ __forceinline__ void list_chosen(u32* memory, const Sweep& s, u64 begin) {
   Choice* choice = s.choice;
   const bool is_low = has_low(s);
@@ -531,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
     shares.for_each(num, [&](u32 a, u64 begin) {
       const Sweep& s = sweeps[shared.active[a]];
       Measure measure;
-      for_each_removable(s, begin, [&](const Rank& rank, u32) { measure.add(rank.score); });
+      for_each_removable(s, begin, [&](const Rank& rank) { measure.add(rank.score); });
       __syncwarp();
       measure.give(s.choice);
     });

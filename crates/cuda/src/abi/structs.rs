@@ -431,7 +431,8 @@ structs! {
         pub count: u64,
     }
 
-    /// Ids that are sorted together: those of one table, or for merged gradients those of one dim. A block belongs to one section.
+    /// Ids that are sorted together. A section of a lookup has the ids of one table. A section of merged gradients has the ids of all tables of one
+    /// dim. A block belongs to one section.
     pub struct Section {
         /// Place of its first id.
         pub first: u32,

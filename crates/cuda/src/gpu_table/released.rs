@@ -243,8 +243,9 @@ impl GpuTable {
         }
         let words = match (&self.changes, &departed.changes) {
             (Some(_), Some(words)) => read_places(words, mask, start, end)?,
-            // Words of no epoch.
-            _ => vec![0; keys.len()],
+            // An increment must have all keys whose words are not known. No epoch has the word 0.
+            (Some(_), None) => vec![0; keys.len()],
+            (None, _) => Vec::new(),
         };
         // If not all keys are known that went, no increment can have them.
         self.reserve_removed(keys.len()).inspect_err(|_| self.forget_changes())?;

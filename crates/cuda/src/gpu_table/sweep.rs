@@ -201,11 +201,14 @@ pub(crate) struct Chosen {
 }
 
 impl GpuTable {
-    /// Returns a sweep of table `number` of a group, which removes the rows with the lowest scores if the table has too many rows after
-    /// `inserted` keys have been inserted, with `new_keys` more. The row of the out-of-vocabulary key stays, and so do those of lookups whose gradients were not applied yet, and the
-    /// used ones. There must be room in the ring for `most_swept` rows. `inserted`: an upper bound. `closing`: a commit whose report the
-    /// host has not read. `out_of_vocabulary`: address of the record number of that key, if work on the stream finds it; otherwise
-    /// the device must be idle.
+    /// Returns a sweep of table `number` of a group, if the table has an eviction policy. The sweep removes the rows with the lowest scores if the
+    /// table has too many rows after `inserted` keys have been inserted, with `new_keys` more.
+    ///
+    /// These rows stay: that of the out-of-vocabulary key, rows of lookups whose gradients were not applied yet, and rows of `used`. There must be
+    /// room in the ring for `most_swept` rows.
+    ///
+    /// `number`: 0 if the table sweeps alone. `inserted`: an upper bound. `closing`: a commit whose report the host has not read.
+    /// `out_of_vocabulary`: address of the record number of that key, if work on the stream finds it; otherwise the device must be idle.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device).
