@@ -121,7 +121,7 @@ template <u32 N, class RULE> __global__ void __launch_bounds__(2 * RING) prepare
   const bool counts = threadIdx.x == 0 && p.new_trigger && p.resolved->is_due;
   if (p.new_trigger) p.new_trigger[threadIdx.x] = p.trigger[threadIdx.x] + (counts ? 1.0f : 0.0f);
   for (u32 t = threadIdx.x; t < p.num_tables; t += blockDim.x)
-    if (p.tables[t].uses && p.resolved->is_due) p.tables[t].progress->settled_commit = p.commit;
+    if (p.tables[t].commits && p.resolved->is_due) p.tables[t].progress->settled_commit = p.commit;
   if (threadIdx.x != 0) return;
   const float learning_rate = p.scalars[0], step = p.scalars[1], factor = p.scalars[3];
   const float weight = p.row == RING ? 1.0f : p.resolved->weights[p.row];

@@ -20,13 +20,12 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
   const Expiry& e = all.of[blockIdx.x / blocks];
   const Table& t = tables[e.table];
   const u64 numbers = num_numbers(t.index.counters), stride = (u64)blocks * TABLE_THREADS, newest = e.newest;
-  Use* uses = t.uses;
+  const u64* commits = t.commits;
   const u64* keys = t.keys;
   for (u64 first = 1 + (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x - lane(); first < numbers; first += stride) {
     const u64 record = first + lane();
-    const Pair use = record < numbers ? load_pair(uses + record) : Pair{0, NO_ROW};
     // A record without a row has a larger number.
-    const bool is_old = use.high <= newest;
+    const bool is_old = (record < numbers ? commits[record] : NO_ROW) <= newest;
     if (!__any_sync(ALL, is_old)) continue;
     const u64 key = is_old ? keys[record] : 0;
     const bool is_own = t.has_out_of_vocabulary_key && key == t.out_of_vocabulary_key;
@@ -36,8 +35,8 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
     take(&t.index.counters->gone, goes);
     if (!goes) continue;
     const bool is_listed = place < e.capacity;
-    if (is_listed) rows_of(e.list)[place] = {key, use.low, (u32)record, change_of(t, record)};
-    uses[record].commit = is_listed ? NO_ROW : UNLISTED;
+    if (is_listed) rows_of(e.list)[place] = {key, t.scores[record], (u32)record, change_of(t, record)};
+    vacate(t.vacant, t.commits, (u32)record, is_listed ? NO_ROW : UNLISTED);
     erase_key(t.index, key);
   }
 }
@@ -67,11 +66,10 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
   begin();
   const u64 numbers = num_numbers(t.index.counters);
   for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += (u64)gridDim.x * TABLE_THREADS) {
-    const Pair use = load_pair(t.uses + record);
-    if (use.high != UNLISTED) continue;
+    if (t.commits[record] != UNLISTED) continue;
     const u32 place = atomicAdd(&list->count, 1);
     if (place >= capacity) continue;
-    rows_of(list)[place] = {t.keys[record], use.low, (u32)record, change_of(t, record)};
-    t.uses[record].commit = NO_ROW;
+    rows_of(list)[place] = {t.keys[record], t.scores[record], (u32)record, change_of(t, record)};
+    t.commits[record] = NO_ROW;
   }
 }

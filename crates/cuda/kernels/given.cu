@@ -36,7 +36,7 @@ __device__ __forceinline__ void with_given(
   const Feature& feature = call.features[number];
   const Table& t = tables[feature.table];
   const u32 i = (blockIdx.x - call.first_find[number]) * FIND_THREADS + threadIdx.x;
-  if (i >= feature.num_ids || t.scoring != GIVEN || !t.uses || (table != ~0u && table != feature.table)) return;
+  if (i >= feature.num_ids || t.scoring != GIVEN || !t.scores || (table != ~0u && table != feature.table)) return;
   const KeyScore one = given[feature.first_id + i];
   const u32 record = one.score ? find_alone(t.index, one.key) : NO_RECORD;
   if (record != NO_RECORD) body(t, record, one.score - 1);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void with_given(
 extern "C" __global__ void __launch_bounds__(FIND_THREADS) reset_scores(
     const __grid_constant__ Call call, const Table* tables, u32 table, const KeyScore* given, const Resolved* resolved, u32 row) {
   begin();
-  with_given(call, tables, table, given, resolved, row, [](const Table& t, u32 record, u64) { t.uses[record].score = 0; });
+  with_given(call, tables, table, given, resolved, row, [](const Table& t, u32 record, u64) { t.scores[record] = 0; });
 }
 
 // Then raises them to the highest that came.
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS) raise_scores(
     const __grid_constant__ Call call, const Table* tables, u32 table, const KeyScore* given, const Resolved* resolved, u32 row) {
   begin();
   with_given(call, tables, table, given, resolved, row, [](const Table& t, u32 record, u64 score) {
-    atomicMax(&t.uses[record].score, score);
+    atomicMax(t.scores + record, score);
     note_change(t, record);
   });
 }

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS) catch_up_all(
   for (u32 start = blockIdx.x * UPDATE_THREADS; start < numbers; start += gridDim.x * UPDATE_THREADS) {
     const u32 record = start + threadIdx.x;
     // A row that has expired may be read by the host.
-    const bool is_record = record > 0 && record < numbers && !(t.uses && t.uses[record].commit >= UNLISTED);
+    const bool is_record = record > 0 && record < numbers && !(t.scores && is_vacant(t, record));
     const u32 from = is_record ? t.taken[record] : now;
     if (from != now) t.taken[record] = now;
     catch_up<ROW, RULE>(t, missed, from != now, record, from, now, lists[threadIdx.x / WARP]);

@@ -137,10 +137,19 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
   }
 }
 
-// `Use::commit` of a record without a row.
+// The commit of a record without a row.
 constexpr u64 NO_ROW = ~0ull;
 // The same, if the host does not know yet that the row has expired, because the list of expired rows was full. No commit has a larger number.
 constexpr u64 UNLISTED = ~0ull - 1;
+
+// Returns whether a record has no row, if a policy of the table removes rows.
+__device__ __forceinline__ bool is_vacant(const Table& t, u32 record) { return t.vacant[record / WARP] >> record % WARP & 1; }
+
+// Notes that a record has no row any more. `vacant` and `commits`: of its table.
+__device__ __forceinline__ void vacate(u32* vacant, u64* commits, u32 record, u64 commit = NO_ROW) {
+  atomicOr(vacant + record / WARP, 1u << record % WARP);
+  if (commits) commits[record] = commit;
+}
 
 // Notes that the row of a record changes, or its use.
 __device__ __forceinline__ void note_change(const Table& t, u32 record) {
@@ -153,9 +162,34 @@ __device__ __forceinline__ void note_change(const Table& t, u32 record) {
 __device__ __forceinline__ void start_record(const Table& t, u64 key, u32 record) {
   if (t.changes) t.changes[record] = t.epoch << 1 | 1;
   if (t.taken) t.taken[record] = *t.now;
-  if (!t.uses) return;
-  t.uses[record] = {t.scoring == STEPS ? t.progress->step : 0, t.progress->settled_commit};
+  if (!t.scores) return;
+  atomicAnd(t.vacant + record / WARP, ~(1u << record % WARP));
+  t.scores[record] = t.scoring == STEPS ? t.progress->step : 0;
+  if (t.commits) t.commits[record] = t.progress->settled_commit;
   t.keys[record] = key;
+}
+
+// Starts what a table has beside a new record, and writes the record's number to the index. Other threads wait for the number.
+__device__ __forceinline__ void publish(const Table& t, u64 key, u32 record, u32* to) {
+  if (t.scoring == COUNTED_IDS) {
+    // A thread that reads the number may count a use of the record, so the first score comes before.
+    start_record(t, key, record);
+    release(to, record);
+  } else {
+    store_shared(to, record);
+    start_record(t, key, record);
+  }
+}
+
+// Adds ids to a number of ids, which stays at its maximum. Wherever an addition passes it, the maximum is written after that.
+__device__ __forceinline__ void add_ids(u64* score, u64 ids) {
+  if (atomicAdd(score, ids) + ids < ids) atomicExch(score, ~0ull);
+}
+
+// Counts a use of a record by a number of ids, if a policy of the table removes rows.
+__device__ __forceinline__ void count_use(const Table& t, u32 record, u64 step, u32 ids) {
+  if (t.scoring == STEPS) t.scores[record] = step;
+  else if (t.scoring == COUNTED_IDS) add_ids(t.scores + record, ids);
 }
 
 // Inserts the keys that the warp's find has missed, and writes the initial values of their records. All lanes of a warp must call
@@ -175,8 +209,8 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   const u64 taken = take(&t.index.counters->taken, is_new);
   u32 record = NO_RECORD;
   if (is_new) {
-    store_shared(claim.record, record = number_of(t, released, taken));
-    start_record(t, key, record);
+    record = number_of(t, released, taken);
+    publish(t, key, record, claim.record);
   }
   write_first(t, is_new, key, record, list);
   // The warp has already written all record numbers of its own claims. A warp that waits here therefore never waits for a warp that
@@ -220,8 +254,8 @@ __device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
     const Claim claim = settle(t.index, key, hint);
     is_new = claim.is_mine;
     if (is_new) {
-      store_shared(claim.record, record = number_of(t, t.index.counters->released, atomicAdd(&t.index.counters->taken, 1ull)));
-      start_record(t, key, record);
+      record = number_of(t, t.index.counters->released, atomicAdd(&t.index.counters->taken, 1ull));
+      publish(t, key, record, claim.record);
     } else if (claim.record)
       while ((record = load_shared(claim.record)) == CLAIMED) {}
   }

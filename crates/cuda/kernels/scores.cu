@@ -5,17 +5,6 @@
 // Number of sorted ids that a thread of `take_uses` examines.
 constexpr u32 PER_THREAD = LIST_BLOCK / LIST_THREADS;
 
-// Adds ids to a number of ids, which stays at its maximum. Wherever an addition passes it, the maximum is written after that.
-__device__ __forceinline__ void add_ids(u64* score, u64 ids) {
-  if (atomicAdd(score, ids) + ids < ids) atomicExch(score, ~0ull);
-}
-
-// Counts a use of a record by a number of ids.
-__device__ __forceinline__ void count_use(const Table& t, Use* use, u64 step, u32 ids) {
-  if (t.scoring == STEPS) use->score = step;
-  else if (t.scoring == COUNTED_IDS) add_ids(&use->score, ids);
-}
-
 // Returns how many lanes from this one on have the same record, if it is the first of them; otherwise 0. All lanes of a warp must call this.
 __device__ __forceinline__ u32 same_from(u32 record) {
   const u32 before = __shfl_up_sync(ALL, record, 1);
@@ -37,11 +26,11 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
   const u32 block = first_block + blockIdx.x;
   const Section section = section_at(sections, num_sections, block, number, [](const Section& s) { return s.first_list; });
   const Table& t = tables[section.table];
-  if (!t.uses) return;
+  if (!t.scores) return;
   const u64 step = t.progress->step;
   const u32 end = section.first + section.count, at = section.first + (block - section.first_list) * LIST_BLOCK + threadIdx.x;
   u32 record[PER_THREAD], ids[PER_THREAD];
-  Pair use[PER_THREAD];
+  bool has_row[PER_THREAD];
 #pragma unroll
   for (u32 k = 0; k < PER_THREAD; ++k) {
     const u32 i = at + k * LIST_THREADS;
@@ -53,19 +42,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) take_uses(const Table
     // Only a score that is a number of ids needs the ids of each key.
     if (of_keys.counts && t.scoring == COUNTED_IDS && record[k]) ids[k] = num_ids_at(of_keys, sorted[at + k * LIST_THREADS].value);
     if (record[k] == 0) ids[k] = 0;
-    if (ids[k]) use[k] = load_pair_shared(t.uses + record[k]);
+    has_row[k] = ids[k] && !is_vacant(t, record[k]);
   }
 #pragma unroll
   for (u32 k = 0; k < PER_THREAD; ++k) {
-    if (ids[k] == 0 || use[k].high >= UNLISTED) continue;
-    Use* to = t.uses + record[k];
+    if (!has_row[k]) continue;
     note_change(t, record[k]);
-    if (is_first && t.scoring == STEPS) {
-      *to = {step, commit};
-    } else {
-      if (is_first && t.scoring == COUNTED_IDS) add_ids(&to->score, ids[k]);
-      to->commit = commit;
-    }
+    if (is_first) count_use(t, record[k], step, ids[k]);
+    if (t.commits) t.commits[record[k]] = commit;
   }
 }
 
@@ -76,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) count_records(
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x, record = i < n ? records[i] & ~NEW : 0;
   const u32 same = same_from(record), ids = counts && record && t.scoring == COUNTED_IDS ? counts[i] : same;
   if (!record || !ids) return;
-  count_use(t, t.uses + record, t.progress->step, ids);
+  count_use(t, record, t.progress->step, ids);
   note_change(t, record);
 }
 
@@ -85,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) end_steps(const Tabl
   begin();
   if (!resolved->is_due) return;
   for (u32 t = threadIdx.x; t < n; t += TABLE_THREADS)
-    if (tables[t].uses && tables[t].progress->step != ~0ull) ++tables[t].progress->step;
+    if (tables[t].scores && tables[t].progress->step != ~0ull) ++tables[t].progress->step;
 }
 
 // Halves all scores, if the tickets were valid.
@@ -93,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
     const __grid_constant__ Table t, u32 numbers, const Resolved* resolved) {
   begin();
   if (!resolved->is_due) return;
-  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) t.uses[i].score /= 2;
+  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) t.scores[i] /= 2;
 }
 
 // Copies the uses of records.
@@ -101,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) read_uses(
     const __grid_constant__ Table t, const u32* __restrict__ records, Use* __restrict__ uses, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i < n) uses[i] = t.uses[records[i]];
+  if (i < n) uses[i] = {t.scores[records[i]], t.commits ? t.commits[records[i]] : 0};
 }
 
 // Sets the uses of records, which are distinct.
@@ -109,5 +93,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_uses(
     const __grid_constant__ Table t, const u32* __restrict__ records, const Use* __restrict__ uses, u32 n) {
   begin();
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
-  if (i < n) t.uses[records[i]] = uses[i];
+  if (i >= n) return;
+  t.scores[records[i]] = uses[i].score;
+  if (t.commits) t.commits[records[i]] = uses[i].commit;
 }

@@ -34,9 +34,9 @@ __device__ __forceinline__ Rank end_of(const Rank& low, u32 shift) { return diff
 
 // Number of rows that a thread reads at once.
 constexpr u32 AT_ONCE = 4;
-// Uses that a thread requests at a time in advance, when it looks for low ranks.
-constexpr u32 LOADS = 2;
-typedef Stage<LOADS, SWEEP_THREADS> UseStage;
+// Scores that a thread requests at a time in advance, when it looks for low ranks.
+constexpr u32 LOADS = 4;
+typedef Stage<LOADS / 2, SWEEP_THREADS> ScoreStage;
 // A part of a list has PART rows. A part of the records of a table has PART_OF_RECORDS of them.
 constexpr u32 PART = SWEEP_THREADS, PART_OF_RECORDS = 16 * SWEEP_THREADS;
 // A table with fewer records is read whole instead of a sample.
@@ -103,7 +103,8 @@ struct Shares {
 // From a part of LEN rows to the next one of the same block.
 template <u32 LEN = PART> __device__ __forceinline__ u64 stride() { return (u64)gridDim.x * LEN; }
 
-__device__ __forceinline__ bool is_used(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
+// Returns whether a record has no row, or one that must stay.
+__device__ __forceinline__ bool must_stay(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
 
 // Returns whether all rows that go are in the list of rows with low ranks.
 __device__ __forceinline__ bool has_low(const Sweep& s) {
@@ -114,12 +115,10 @@ __device__ __forceinline__ u64 num_places(const Sweep& s) { return has_low(s) ? 
 
 // Calls `body` with the rank of each row that may go, in the parts of this block, of which the first starts at `begin`.
 template <class Body> __device__ __forceinline__ void for_each_removable(const Sweep& s, u64 begin, const Body& body) {
-  const u64 end = num_numbers(s.index.counters), settled = s.progress->settled_commit;
+  const u64 end = num_numbers(s.index.counters);
   for (u64 record = begin + threadIdx.x; record < end; record += stride()) {
     // Record 0 belongs to no key.
-    if (record == 0) continue;
-    const Pair use = load_pair(s.uses + record);
-    if (use.high <= settled && !is_used(s, record)) body(Rank{use.low, s.keys[record]});
+    if (record != 0 && !must_stay(s, record)) body(Rank{s.scores[record], s.keys[record]});
   }
 }
 
@@ -183,12 +182,14 @@ class Staged {
     for (u32 k = 0; k < PER_LANE; ++k)
       if (is_listed[k]) write(rows[k], first + before[k]);
     count = 0;
+    // All lanes have read the places before others are written there.
+    __syncwarp();
   }
 };
 
 // Memory of a block while it lists rows.
 struct Listing {
-  UseStage::Memory uses;
+  ScoreStage::Memory scores;
   u32 places[Staged::WORDS];
 };
 
@@ -328,22 +329,20 @@ __device__ __forceinline__ void search(const Sweep* sweeps, Choosing& shared, Me
 __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 begin) {
   constexpr u32 TURN = LOADS * SWEEP_THREADS, TURNS = PART_OF_RECORDS / TURN;
   Choice* choice = s.choice;
-  const Use* uses = s.uses;
-  const u64* keys = s.keys;
+  const u64 *scores = s.scores, *keys = s.keys;
   const u32 end = num_numbers(s.index.counters);
-  const u64 settled = s.progress->settled_commit;
   const Rank high = {choice->high_score, choice->high_key};
   Measure measure;
   Staged staged(memory.places);
   const auto load = [&](u32 record, Ranked& row) {
-    row = {uses[record].score, keys[record], record};
-    return !is_used(s, record);
+    row = {scores[record], keys[record], record};
+    return !must_stay(s, record);
   };
   const auto write = [&](const Ranked& row, u32 i) {
     measure.add(row.score);
     if (i < s.low_room) s.low[i] = row;
   };
-  const UseStage stage = {memory.uses};
+  const ScoreStage stage = {memory.scores};
   const u32 step = (u32)stride<PART_OF_RECORDS>(), turns = (end - begin + step - 1) / step * TURNS;
   const auto first_of = [&](u32 turn) { return begin + turn / TURNS * step + turn % TURNS * TURN + threadIdx.x; };
   // Record 0 belongs to no key.
@@ -351,7 +350,7 @@ __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 be
   const auto start = [&](u32 turn) {
 #pragma unroll
     for (u32 k = 0; k < LOADS; ++k) {
-      if (turn < turns) stage.start(turn, k, (const float4*)(uses + valid(first_of(turn) + k * SWEEP_THREADS)));
+      if (turn < turns) stage.start_half(turn, k, (const uint2*)(scores + valid(first_of(turn) + k * SWEEP_THREADS)));
     }
     stage.end();
   };
@@ -371,11 +370,10 @@ __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 be
     u32 low = 0, ties = 0;
 #pragma unroll
     for (u32 k = 0; k < LOADS; ++k) {
-      const Use use = *(const Use*)&stage.at(turn, k);
+      const u64 score = *(const u64*)&stage.half_at(turn, k);
       const u32 record = first_of(turn) + k * SWEEP_THREADS;
-      // A record without a row has the largest number of a commit.
-      const bool may_go = use.commit <= settled && record == valid(record);
-      low |= (u32)(may_go && use.score < high.score) << k, ties |= (u32)(may_go && use.score == high.score) << k;
+      const bool is_there = record == valid(record);
+      low |= (u32)(is_there && score < high.score) << k, ties |= (u32)(is_there && score == high.score) << k;
     }
     const bool has_ties = __any_sync(ALL, ties);
     if (has_ties) {
@@ -397,13 +395,12 @@ __device__ __forceinline__ void list_chosen(u32* memory, const Sweep& s, u64 beg
   Choice* choice = s.choice;
   const bool is_low = has_low(s);
   const Rank high = {choice->high_score, choice->high_key};
-  const u64 first = s.index.counters->released.end, end = num_places(s), settled = s.progress->settled_commit;
+  const u64 first = s.index.counters->released.end, end = num_places(s);
   Staged staged(memory);
   const auto load = [&](u32 place, Ranked& row) {
-    if (!is_low && place == 0) return false;
-    row = is_low ? s.low[place] : Ranked{s.uses[place].score, s.keys[place], place};
-    const bool may_go = is_low || (s.uses[place].commit <= settled && !is_used(s, place));
-    return may_go && !(high < Rank{row.score, row.key});
+    if (!is_low && (place == 0 || must_stay(s, place))) return false;
+    row = is_low ? s.low[place] : Ranked{s.scores[place], s.keys[place], place};
+    return !(high < Rank{row.score, row.key});
   };
   const auto write = [&](const Ranked& row, u32 i) {
     const u64 place = (first + i) & s.ring_mask;
@@ -453,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   shares.for_each(num, [&](u32 a, u64 begin) {
     const Sweep& s = sweeps[shared.active[a]];
     const u64 words = (num_numbers(s.index.counters) + WARP - 1) / WARP;
-    for (u64 i = begin + threadIdx.x; i < words; i += stride()) s.marks[i] = 0;
+    for (u64 i = begin + threadIdx.x; i < words; i += stride()) s.marks[i] = s.vacant[i];
   });
   for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
     const Sweep& s = sweeps[shared.active[a]];
@@ -485,18 +482,18 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   shares.divide(num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? SAMPLES : 0; });
   shares.for_each(num, [&](u32 a, u64 begin) {
     const Sweep& s = sweeps[shared.active[a]];
-    const u64 numbers = num_numbers(s.index.counters), settled = s.progress->settled_commit;
+    const u64 numbers = num_numbers(s.index.counters);
     Measure measure;
     for (u64 i = begin + threadIdx.x; i < SAMPLES; i += stride()) {
       // A random record of each of equal ranges.
       const u64 from = i * numbers / SAMPLES, range = (i + 1) * numbers / SAMPLES - from;
       const u64 record = from + hash(s.number, i) % range;
-      const Pair use = record ? load_pair(s.uses + record) : Pair{0, NO_ROW};
-      const bool is_one = use.high <= settled && !is_used(s, record);
+      const bool is_one = record && !must_stay(s, record);
       const u32 place = take(&s.choice->num_samples, is_one);
       if (!is_one) continue;
-      s.samples[place] = {use.low, s.keys[record], (u32)record};
-      measure.add(use.low);
+      const u64 score = s.scores[record];
+      s.samples[place] = {score, s.keys[record], (u32)record};
+      measure.add(score);
     }
     __syncwarp();
     measure.give(s.choice);
@@ -560,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) remove_chosen(const 
   for (u32 i = blockIdx.x % blocks * TABLE_THREADS + threadIdx.x; i < n; i += blocks * TABLE_THREADS) {
     const u64 place = (first + i) & s.ring_mask;
     erase_distinct(s.index, s.departed_keys[place]);
-    s.uses[s.released[place]].commit = NO_ROW;
+    vacate(s.vacant, s.commits, s.released[place]);
   }
   if (!is_last_block(&choice->blocks_done, blocks) || threadIdx.x != 0) return;
   counters->gone += n, counters->evicted += n;

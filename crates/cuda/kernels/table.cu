@@ -15,25 +15,37 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) clear_index(Index in
   index.buckets[at] = bucket;
 }
 
-// Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit.
+// Counts a use of a record by one id. A policy of the table removes rows.
+__device__ __forceinline__ void count_id(const Table& t, u32 record) {
+  count_use(t, record, t.progress->step, 1);
+  note_change(t, record);
+}
+
+// Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit. With `counts`, a
+// use of each record is counted, if a policy of the table removes rows.
 extern "C" __global__ void __launch_bounds__(FIND_THREADS, 16) look_up(
-    Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, Overflow overflow) {
+    Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, u32 counts, Overflow overflow) {
   begin();
   __shared__ LaneList lists[FIND_THREADS / WARP];
   const u32 i = blockIdx.x * FIND_THREADS + threadIdx.x;
   bool is_new;
   const u32 record =
       find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, overflow, lists[threadIdx.x / WARP], is_new);
-  if (i < n) records[i] = is_new ? record | NEW : record;
+  if (i >= n) return;
+  records[i] = is_new ? record | NEW : record;
+  if (counts && t.scores && record) count_id(t, record);
 }
 
 // Inserts the keys for which `look_up` found no room. Returns NEW alone for a key that finds no room even so.
-extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_keys(Table t, const u64* keys, u32* records, Overflow overflow) {
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_keys(
+    Table t, const u64* keys, u32* records, u32 counts, Overflow overflow) {
   begin();
   const u32 n = *overflow.count;
   for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
     const u32 at = overflow.ids[k], record = find_room(t, keys[at]);
-    if (lane() == 0) records[at] = record | NEW;
+    if (lane() != 0) continue;
+    records[at] = record | NEW;
+    if (counts && t.scores && record) count_id(t, record);
   }
 }
 
@@ -167,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) erase_keys(
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (i >= n) return;
   erased[i] = erase_key(t.index, keys[i]);
-  if (t.uses && erased[i] != NO_RECORD) t.uses[erased[i]].commit = NO_ROW;
+  if (t.scores && erased[i] != NO_RECORD) vacate(t.vacant, t.commits, erased[i]);
 }
 
 // Inserts an entry into an index. All keys are different, so no lock is needed. An entry without room goes to `overflow`.

@@ -8,11 +8,10 @@ use super::structs::{Index, Overflow};
 use crate::memory::Plain;
 
 structs! {
-    /// The score of a record, and the newest commit that took gradients of it.
+    /// The score of a record, and its commit as in `Table::commits`, if that is there.
     #[repr(align(16))]
     pub struct Use {
         pub score: u64,
-        /// Number of the commit in its group; or `NO_ROW`, or `UNLISTED`.
         pub commit: u64,
     }
 
@@ -119,12 +118,13 @@ structs! {
     /// and `bins` start and end as zeros.
     pub struct Sweep {
         pub index: Index,
-        /// By record.
-        pub uses: u64 as "Use*",
-        /// By record.
+        /// As in `Table`.
+        pub scores: u64 as "const u64*",
+        pub commits: u64 as "u64*",
+        pub vacant: u64 as "u32*",
         pub keys: u64 as "const u64*",
         pub progress: u64 as "const Progress*",
-        /// A bit for each record that must stay.
+        /// A bit for each record that has no row, or one that must stay.
         pub marks: u64 as "u32*",
         pub choice: u64 as "Choice*",
         /// Counts of `RANK_BINS` bins.

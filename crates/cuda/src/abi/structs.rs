@@ -164,8 +164,12 @@ structs! {
         pub out_of_vocabulary_key: u64,
         /// Of a table that ranks share: the row of `out_of_vocabulary_key`, which another rank may own; null otherwise.
         pub out_of_vocabulary_row: u64 as "const float4*",
-        /// By record. Null if no policy removes rows, as the next two.
-        pub uses: u64 as "Use*",
+        /// By record: its score. Null if no policy removes rows, as `vacant`, `keys` and `progress`.
+        pub scores: u64 as "u64*",
+        /// By record: number of the newest commit that took gradients of it; or `NO_ROW`, or `UNLISTED`. Null if rows have no time to live.
+        pub commits: u64 as "u64*",
+        /// A bit for each record that has no row.
+        pub vacant: u64 as "u32*",
         /// By record: its key.
         pub keys: u64 as "u64*",
         pub progress: u64 as "Progress*",
@@ -648,7 +652,7 @@ structs! {
         pub formula: [f32; NUM_SCALARS],
         /// Row of the push that is applied. `RING`: the sums of several pushes are applied, which already contain the weights.
         pub row: u32,
-        /// 0 if no table removes rows, or the step does not update.
+        /// 0 if rows of no table have a time to live, or the step does not update.
         pub num_tables: u32,
         pub pad: u32,
     }

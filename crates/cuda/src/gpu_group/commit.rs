@@ -39,7 +39,7 @@ impl GpuGroup {
             push.lookup.is_admitted.store(true, Relaxed);
         }
         if matches!(self.committed, Committed::Alone(_)) {
-            self.carried.extend(taken);
+            self.carry(taken);
         } else {
             taken.into_iter().for_each(|(_, push)| self.reuse(push));
         }
@@ -203,7 +203,7 @@ impl GpuGroup {
             lookups.push((&push.lookup.saved, taking));
         }
         self.workspace.give_scores(&self.tables, &lookups, stream)?;
-        self.carried.extend(taken);
+        self.carry(taken);
         Ok(())
     }
 
@@ -286,14 +286,14 @@ impl GpuGroup {
 
     /// Merges the carried pushes, and adds them to `combined`.
     fn combine_carried(&mut self, stream: Stream) -> Result<()> {
-        let num_ids = (0..self.tables.len()).map(|t| self.num_unapplied(t)).collect();
         let carried = std::mem::take(&mut self.carried);
         if carried.is_empty() {
             return Ok(());
         }
-        let mut merged = Vec::new();
+        let (mut merged, mut lookups) = (Vec::new(), Vec::new());
         if let Some(before) = self.combined.take() {
             merged.push((1.0, Arc::new(SavedLookup::new(0, before.saved)), before.sums));
+            lookups = before.lookups;
         }
         for (weight, push) in carried {
             self.refresh_sides(&push, stream)?;
@@ -306,17 +306,27 @@ impl GpuGroup {
                 }
             };
             push.copy.into_iter().for_each(|copy| self.workspace.give_back(copy));
+            if self.must_keep_rows(&push.lookup) {
+                lookups.push(push.lookup.clone());
+            } else {
+                push.lookup.num_unapplied.fetch_sub(1, Relaxed);
+            }
             merged.push((weight, push.lookup, sums));
         }
         let parts: Vec<_> =
             merged.iter().map(|(weight, l, sums)| (*weight, &l.saved, sums.address())).collect();
         let (saved, sums) = self.workspace.combine(&self.tables, &parts, stream)?;
-        self.combined = Some(Combined { saved, sums, num_ids });
+        self.combined = Some(Combined { saved, sums, lookups });
         for (_, lookup, sums) in merged {
             self.workspace.give_back(sums);
             self.reuse_lookup(lookup);
         }
         Ok(())
+    }
+
+    /// Returns whether sweeps could remove rows of a lookup.
+    fn must_keep_rows(&self, lookup: &SavedLookup) -> bool {
+        lookup.saved.generations.iter().any(|&(table, _)| self.tables[table].config.eviction.is_some())
     }
 
     /// Writes the sides of a push to the device, if the device has others.
@@ -376,8 +386,9 @@ impl GpuGroup {
     /// accumulated gradients do.
     pub(super) fn drop_alone(&mut self) {
         self.settle_later();
-        let carried = std::mem::take(&mut self.carried);
-        carried.into_iter().for_each(|(_, push)| self.reuse(push));
+        self.drop_carried();
+        let lookups = self.combined.as_mut().map(|combined| std::mem::take(&mut combined.lookups));
+        self.drop_combined(lookups.unwrap_or_default());
         self.committed = Committed::Nothing;
         let newest = self.num_commits;
         for evictor in self.evictors() {
@@ -431,7 +442,7 @@ impl GpuGroup {
         new_trigger: u64,
     ) -> abi::Preparation {
         let row = if let Committed::Alone(number) = self.committed { number % RING } else { RING };
-        let removes_rows = self.tables.iter().any(|table| table.evictor.is_some());
+        let counts_commits = self.tables.iter().any(|table| table.config.time_to_live.is_some());
         abi::Preparation {
             scalars,
             resolved: self.resolved.address(),
@@ -443,7 +454,7 @@ impl GpuGroup {
             tables: self.workspace.tables(),
             commit: self.newest_commit(),
             row: row as u32,
-            num_tables: if is_update && removes_rows { self.tables.len() as u32 } else { 0 },
+            num_tables: if is_update && counts_commits { self.tables.len() as u32 } else { 0 },
             pad: 0,
         }
     }
@@ -497,8 +508,7 @@ impl GpuGroup {
                 self.refresh_sides(push, stream)?;
                 let sums = push.sums.as_ref().map(Buffer::address);
                 self.update_by_all(&push.lookup.saved, binding, sums, scalars, stream)?;
-                let carried = std::mem::take(&mut self.carried);
-                carried.into_iter().for_each(|(_, push)| self.reuse(push));
+                self.drop_carried();
             }
             // Earlier steps may have accumulated gradients.
             Committed::Nothing | Committed::Combined => {
@@ -507,6 +517,7 @@ impl GpuGroup {
                 self.update_by_all(&combined.saved, binding, sums, scalars, stream)?;
                 self.workspace.give_back(combined.sums);
                 self.workspace.give_back(combined.saved.memory);
+                self.drop_combined(combined.lookups);
             }
         }
         Ok(())
@@ -527,7 +538,7 @@ impl GpuGroup {
         let (saved, sums) = self.workspace.combine(&self.tables, &[part], stream)?;
         self.workspace.give_back(combined.sums);
         self.workspace.give_back(combined.saved.memory);
-        self.combined = Some(Combined { saved, sums, num_ids: combined.num_ids });
+        self.combined = Some(Combined { saved, sums, lookups: combined.lookups });
         Ok(())
     }
 

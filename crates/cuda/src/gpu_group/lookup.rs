@@ -7,7 +7,7 @@ use sok_core::contract::ticket::RING;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
 
-use super::{GpuGroup, SavedLookup};
+use super::{Committed, GpuGroup, SavedLookup};
 use crate::abi::{ABSENT_LATER, ABSENT_UNKNOWN};
 use crate::device::Stream;
 use crate::gpu_table::sweep::{Chosen, PlannedSweep};
@@ -198,7 +198,7 @@ impl GpuGroup {
         // Whether the lookup fills a table: `Some(true)` if it may insert first, and rows go after that.
         let fills = |group: &GpuGroup, t: usize| {
             let fills = ids[t] > 0 && group.tables[t].may_refuse(new(&group.tables, t));
-            fills.then(|| exceeds && group.tables[t].may_exceed(ids[t], group.num_unapplied(t)))
+            fills.then(|| exceeds && group.tables[t].may_exceed(ids[t]))
         };
         let lacks_ring = |table: &GpuTable, ids: u64| !table.ring_has_room(table.most_swept(ids));
         let is_tight = |group: &GpuGroup, t: usize, new: u64| {
@@ -247,13 +247,6 @@ impl GpuGroup {
         Ok(exceeding)
     }
 
-    /// Returns how many rows of a table commits have taken gradients of at most that were not applied.
-    pub(super) fn num_unapplied(&self, table: usize) -> u64 {
-        let carried = self.carried.iter().map(|(_, push)| push.lookup.saved.num_ids_of(table));
-        let combined = self.combined.iter().map(|combined| combined.num_ids[table]);
-        carried.chain(combined).sum()
-    }
-
     /// Returns the sweeps of tables of which the lookup may insert too many keys. Gets their memory.
     fn plan_sweeps(
         &mut self,
@@ -289,13 +282,15 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// The last commit, if the host has not read its report, and it names the only push of that lookup and of older ones.
+    /// The last commit, if the host has not read its report, and it names the only push of its lookup and of older ones.
     fn closing(&self) -> Option<Closing> {
         let number = self.unseen_push.filter(|_| self.unseen.is_some())?;
         let newest_lookup = self.ring.get(number)?.lookup.number;
         let mut of_lookups = self.ring.iter().filter(|push| push.lookup.number <= newest_lookup);
         let is_only = of_lookups.nth(1).is_none();
         let (resolved, row) = (self.resolved.address(), (number % RING) as u32);
+        let is_applied = self.committed == Committed::Nothing;
+        let newest_lookup = if is_applied { newest_lookup } else { newest_lookup - 1 };
         is_only.then_some(Closing { resolved, row, newest_lookup })
     }
 

@@ -16,7 +16,7 @@ mod push;
 pub mod sharded;
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use sok_core::contract::binding::Binding;
@@ -73,6 +73,8 @@ struct SavedLookup {
     is_admitted: AtomicBool,
     /// Whether its gradients may still come and were not committed yet.
     is_open: AtomicBool,
+    /// Number of its pushes that are committed and not applied yet, as far as the host knows.
+    num_unapplied: AtomicU32,
 }
 
 impl SavedLookup {
@@ -85,6 +87,7 @@ impl SavedLookup {
             is_counted: AtomicBool::new(false),
             is_admitted: AtomicBool::new(false),
             is_open: AtomicBool::new(true),
+            num_unapplied: AtomicU32::new(0),
         }
     }
 
@@ -109,7 +112,8 @@ impl InProgress for SavedLookup {
     }
 
     fn ids(&self, number: usize, generation: u64) -> Option<SortedIds> {
-        let is_live = self.is_open.load(Relaxed) && self.saved.generations.contains(&(number, generation));
+        let is_used = self.is_open.load(Relaxed) || self.num_unapplied.load(Relaxed) > 0;
+        let is_live = is_used && self.saved.generations.contains(&(number, generation));
         let sorted = if is_live { self.saved.sorted_of(number) } else { None };
         // After a commit has decided on the candidates, all numbers are those of records.
         let end = |ids: &SortedIds| if self.is_admitted.load(Relaxed) { u32::MAX } else { ids.end };
@@ -133,8 +137,8 @@ enum Committed {
 struct Combined {
     saved: Saved,
     sums: Buffer<u32>,
-    /// By table: the number of ids of the pushes.
-    num_ids: Vec<u64>,
+    /// The lookups of the pushes whose rows must stay.
+    lookups: Vec<Arc<SavedLookup>>,
 }
 
 /// How the squared norms of all ranks are added.
@@ -347,6 +351,30 @@ impl GpuGroup {
         self.reuse_window(push.window);
         push.sums.into_iter().chain(push.copy).for_each(|memory| self.workspace.give_back(memory));
         self.reuse_lookup(push.lookup);
+    }
+
+    /// Keeps pushes that were committed until they are applied.
+    fn carry(&mut self, taken: Vec<(f32, Push)>) {
+        for (_, push) in &taken {
+            push.lookup.num_unapplied.fetch_add(1, Relaxed);
+        }
+        self.carried.extend(taken);
+    }
+
+    /// Drops the pushes that were committed, which are applied or dropped.
+    fn drop_carried(&mut self) {
+        for (_, push) in std::mem::take(&mut self.carried) {
+            push.lookup.num_unapplied.fetch_sub(1, Relaxed);
+            self.reuse(push);
+        }
+    }
+
+    /// Drops lookups of combined pushes, whose rows need not stay any more.
+    fn drop_combined(&mut self, lookups: Vec<Arc<SavedLookup>>) {
+        for lookup in lookups {
+            lookup.num_unapplied.fetch_sub(1, Relaxed);
+            self.reuse_lookup(lookup);
+        }
     }
 
     fn reuse_lookup(&mut self, lookup: Arc<SavedLookup>) {

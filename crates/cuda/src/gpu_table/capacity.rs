@@ -46,7 +46,7 @@ impl GpuTable {
             )));
         }
         if let Some(evictor) = &mut self.evictor {
-            evictor.reserve_numbers(numbers as usize, spare)?;
+            evictor.reserve_numbers(&self.device, numbers as usize, spare)?;
         }
         if let Some(changes) = &mut self.changes {
             changes.reserve_numbers(numbers as usize, spare)?;
@@ -75,12 +75,12 @@ impl GpuTable {
     }
 
     /// Returns whether a call with this many ids may insert first, and then have the device remove as many rows as are too many. For a while there
-    /// must be memory for both. The host does not learn how many rows may go, so there must be enough for sure. `unapplied`: as for `max_used`.
-    pub(crate) fn may_exceed(&self, ids: u64, unapplied: u64) -> bool {
+    /// must be memory for both. The host does not learn how many rows may go, so there must be enough for sure.
+    pub(crate) fn may_exceed(&self, ids: u64) -> bool {
         let capacity = self.config.capacity();
         self.config.eviction.is_some()
             && ids <= capacity / 2 + SPARE_NUMBERS as u64
-            && ids + self.max_used(unapplied) <= capacity
+            && ids + self.max_used() <= capacity
     }
 
     /// Returns the number of new keys that the maximum capacity certainly allows; the largest number without a maximum.

@@ -27,8 +27,12 @@ use crate::memory::{Arena, Buffer};
 pub(crate) struct Evictor {
     /// How uses are counted.
     pub policy: Eviction,
-    /// A `Use` for each record.
-    uses: Arena,
+    /// The score of each record.
+    scores: Arena,
+    /// The newest commit of each record, if rows have a time to live.
+    newest_commits: Option<Arena>,
+    /// A bit for each record that has no row.
+    vacant: Arena,
     /// The key of each record.
     keys: Arena,
     /// A `Progress`.
@@ -59,7 +63,9 @@ impl Evictor {
         let arena = |bytes: usize| Arena::new(&device.context, numbers.saturating_mul(bytes), what());
         let evictor = Evictor {
             policy,
-            uses: arena(size_of::<Use>())?,
+            scores: arena(size_of::<u64>())?,
+            newest_commits: config.time_to_live.map(|_| arena(size_of::<u64>())).transpose()?,
+            vacant: Arena::new(&device.context, vacant_bytes(numbers), what())?,
             keys: arena(size_of::<Key>())?,
             on_device: Buffer::new(&device.context, size_of::<Progress>() / 8)?,
             step: 1,
@@ -78,25 +84,48 @@ impl Evictor {
 
     /// For how many record numbers there is memory.
     pub fn num_numbers(&self) -> u64 {
-        (self.uses.num_bytes() / size_of::<Use>()).min(self.keys.num_bytes() / size_of::<Key>()) as u64
+        let of_words = self.arenas_of_words().map(|arena| arena.num_bytes() / size_of::<u64>());
+        of_words.min().unwrap_or(0).min(8 * self.vacant.num_bytes()) as u64
     }
 
     /// Gets memory for this many record numbers.
-    pub fn reserve_numbers(&mut self, numbers: usize, spare: bool) -> Result<()> {
-        self.uses.grow(numbers * size_of::<Use>(), spare)?;
-        self.keys.grow(numbers * size_of::<Key>(), spare)
+    pub fn reserve_numbers(&mut self, device: &Device, numbers: usize, spare: bool) -> Result<()> {
+        self.scores.grow(numbers * size_of::<u64>(), spare)?;
+        if let Some(commits) = &mut self.newest_commits {
+            commits.grow(numbers * size_of::<u64>(), spare)?;
+        }
+        self.keys.grow(numbers * size_of::<Key>(), spare)?;
+        let before = self.vacant.num_bytes();
+        self.vacant.grow(vacant_bytes(numbers), spare)?;
+        let more = self.vacant.num_bytes() - before;
+        if more > 0 {
+            // On the default stream the fill would wait for steps.
+            let stream = Stream::of_cudarc(&device.copies);
+            // SAFETY: The range has physical memory.
+            unsafe { stream.fill(self.vacant.address() + before as u64, 0, more) }?;
+            stream.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// The memory with 64 bits for each record.
+    fn arenas_of_words(&self) -> impl Iterator<Item = &Arena> {
+        [&self.scores, &self.keys].into_iter().chain(&self.newest_commits)
     }
 
     pub fn num_bytes(&self) -> usize {
         let sweeps = self.sweep_memory.num_bytes();
         let expired = self.expired.as_ref().map_or(0, ExpiredList::num_bytes);
-        self.uses.num_bytes() + self.keys.num_bytes() + self.departures.num_bytes() + sweeps + expired
+        let of_words: usize = self.arenas_of_words().map(Arena::num_bytes).sum();
+        of_words + self.vacant.num_bytes() + self.departures.num_bytes() + sweeps + expired
     }
 
     /// Fills in the fields of a descriptor.
     pub fn describe(&self, table: &mut abi::Table) {
-        (table.uses, table.keys, table.progress) =
-            (self.uses.address(), self.keys.address(), self.on_device.address());
+        table.scores = self.scores.address();
+        table.commits = self.commits();
+        (table.vacant, table.keys) = (self.vacant.address(), self.keys.address());
+        table.progress = self.on_device.address();
         table.scoring = match self.policy.score {
             Score::Lru => Scoring::Steps,
             Score::Lfu { .. } => Scoring::Ids,
@@ -107,11 +136,18 @@ impl Evictor {
     /// A sweep of the table's records, without what depends on the call.
     pub fn sweep(&self) -> Sweep {
         Sweep {
-            uses: self.uses.address(),
+            scores: self.scores.address(),
+            commits: self.commits(),
+            vacant: self.vacant.address(),
             keys: self.keys.address(),
             progress: self.on_device.address(),
             ..Sweep::default()
         }
+    }
+
+    /// Address of the commits of records, or 0.
+    fn commits(&self) -> u64 {
+        self.newest_commits.as_ref().map_or(0, Arena::address)
     }
 
     /// Reads the number of the step in progress. The device must be idle.
@@ -163,6 +199,11 @@ impl Evictor {
         self.number = number;
         self.lookups.push(lookup);
     }
+}
+
+/// Bytes of a bit for each record.
+fn vacant_bytes(numbers: usize) -> usize {
+    size_of::<u32>() * numbers.div_ceil(32)
 }
 
 impl GpuTable {

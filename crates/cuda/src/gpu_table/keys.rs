@@ -33,40 +33,55 @@ impl GpuTable {
         room.overflow.write(0, &[0])?;
         let (at, records, overflow) = (room.keys.address(), room.records.address(), room.overflow.address());
         // SAFETY: The room has memory for all keys, and the call below waits.
-        unsafe { self.launch_look_up(at, records, keys.len(), insert, overflow, WAITING) }?;
+        unsafe { self.launch_look_up(at, records, keys.len(), [insert, false], overflow, WAITING) }?;
         self.device.synchronize()?;
         room.records.read(0, keys.len())
     }
 
     /// Enqueues a lookup of `n` keys. `keys`: `(n,)` u64. `records`: takes the record numbers, `(n,)` u32, as `look_up` returns
-    /// them. `overflow`: a word with the value 0, and room for a word for each key.
+    /// them. `options`: whether it inserts, and whether it counts a use of each record, if the table has an eviction policy. `overflow`: a word with
+    /// the value 0, and room for a word for each key.
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     ///
     /// # Safety
     /// The addresses are of memory on this device, with the stated lengths, that lives until the stream has completed the call.
-    pub unsafe fn launch_look_up(
+    unsafe fn launch_look_up(
         &self,
         keys: u64,
         records: u64,
         n: usize,
-        insert: bool,
+        options: [bool; 2],
         overflow: u64,
         stream: Stream,
     ) -> Result<()> {
         let [look_up, settle] = self.device.kernels(&TABLE, ["look_up", "settle_keys"])?;
-        let (table, count, inserts) = (self.alone(), n as u32, u32::from(insert));
+        let (table, count, [inserts, counts]) = (self.alone(), n as u32, options.map(u32::from));
         let overflow = Overflow { count: overflow, ids: overflow + 4 };
         let blocks = n.div_ceil(FIND_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
         unsafe {
-            launch!(look_up, stream, blocks, FIND_THREADS, table, keys, records, count, inserts, overflow)
+            launch!(
+                look_up,
+                stream,
+                blocks,
+                FIND_THREADS,
+                table,
+                keys,
+                records,
+                count,
+                inserts,
+                counts,
+                overflow
+            )
         }?;
-        if insert {
+        if inserts == 1 {
             let blocks = 4 * self.device.multiprocessors;
             // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
-            unsafe { launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, overflow) }?;
+            unsafe {
+                launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, counts, overflow)
+            }?;
         }
         Ok(())
     }
@@ -93,14 +108,14 @@ impl GpuTable {
         let fills = |table: &GpuTable| table.may_refuse(table.max_new(ids));
         let removed = self.most_swept(ids);
         let is_tight = |table: &GpuTable| {
-            let lacks_ring = fills(table) && !(table.may_exceed(ids, 0) && table.ring_has_room(removed));
+            let lacks_ring = fills(table) && !(table.may_exceed(ids) && table.ring_has_room(removed));
             !table.has_room(table.max_new(ids)) || lacks_ring
         };
         let keeps = self.config.keeps_removed() || self.config.out_of_vocabulary_key.is_some();
         if is_tight(self) || (keeps && fills(self)) {
             self.device.synchronize()?;
             self.learn()?;
-            if fills(self) && (keeps || !self.may_exceed(ids, 0)) {
+            if fills(self) && (keeps || !self.may_exceed(ids)) {
                 return Err(Error::argument(
                     "a full table must have an eviction policy that keeps no rows, no out-of-vocabulary key, and room for twice as many keys",
                 ));
@@ -121,13 +136,11 @@ impl GpuTable {
             evictor.sweep_memory.prepare(&device, planned, stream)?;
         }
         // SAFETY: The caller guarantees it.
-        unsafe { self.launch_look_up(keys, records, n, true, overflow, stream) }?;
+        unsafe { self.launch_look_up(keys, records, n, [true, true], overflow, stream) }?;
         if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
             evictor.sweep_memory.sweep(&device, planned, |_| (), stream)?;
         }
         planned.iter().for_each(|planned| self.note_sweep(planned.sweep()));
-        // SAFETY: The caller guarantees it.
-        unsafe { self.count_records(records, 0, n, stream) }?;
         self.reserve_soon();
         Ok(())
     }

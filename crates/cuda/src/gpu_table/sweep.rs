@@ -268,12 +268,12 @@ impl GpuTable {
         sweep_size(new_keys + self.rows().saturating_sub(capacity), capacity)
     }
 
-    /// Returns how many rows must stay at most, because lookups are in progress, or commits that were not applied. `unapplied`: of those.
-    pub(crate) fn max_used(&self, unapplied: u64) -> u64 {
+    /// Returns how many rows must stay at most, because lookups are in progress.
+    pub(crate) fn max_used(&self) -> u64 {
         let Some(evictor) = &self.evictor else { return 0 };
         let lookups = evictor.lookups.iter().filter_map(Weak::upgrade);
         let ids = lookups.filter_map(|lookup| lookup.ids(evictor.number, self.generation));
-        ids.map(|ids| ids.count as u64).sum::<u64>() + unapplied + 1
+        ids.map(|ids| ids.count as u64).sum::<u64>() + 1
     }
 
     /// Chooses rows to make room for new keys, as `plan_sweep`. Gets the memory for those that may fit. The device must be idle, and its

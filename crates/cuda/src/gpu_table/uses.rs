@@ -13,15 +13,15 @@ pub(crate) struct SortedIds {
     pub end: u32,
 }
 
-/// A commit whose report the host has not read. If its ticket is valid and names its only push, that lookup is no longer in progress, nor are older
-/// ones.
+/// A commit whose report the host has not read. If its ticket is valid and names its only push, lookups up to `newest_lookup` are no longer in
+/// progress.
 #[derive(Clone, Copy)]
 pub(crate) struct Closing {
     /// Address of its `Resolved`.
     pub resolved: u64,
     /// Row of the ticket that names the push.
     pub row: u32,
-    /// Number of the push's lookup.
+    /// Number of the push's lookup if its gradients are applied, otherwise of the one before.
     pub newest_lookup: u64,
 }
 
@@ -30,8 +30,7 @@ pub(crate) trait InProgress: Send + Sync {
     /// Its number in the group.
     fn number(&self) -> u64;
 
-    /// The ids that it looked up in a table, if their gradients may still come and were not committed yet. `number`: of the table in
-    /// its group.
+    /// The ids that it looked up in a table, if gradients of them may still come or be applied. `number`: of the table in its group.
     fn ids(&self, number: usize, generation: u64) -> Option<SortedIds>;
 }
 

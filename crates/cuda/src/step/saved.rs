@@ -88,12 +88,6 @@ impl Saved {
         })
     }
 
-    /// Returns the number of ids of a table, or an upper bound.
-    pub fn num_ids_of(&self, table: usize) -> u64 {
-        let of_table = |s: &&Section| s.table as usize == table;
-        self.sections.1.iter().filter(of_table).map(|section| u64::from(section.count)).sum()
-    }
-
     /// Returns whether a commit may insert keys of the lookup.
     pub fn has_candidates(&self) -> bool {
         self.candidates.numbers != 0
