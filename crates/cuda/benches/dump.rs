@@ -1,20 +1,23 @@
 //! Training steps while a dump of the tables is written: the longest step and the mean one, beside steps before it. Then the same dump
-//! written while training waits, and a plain write of as many bytes.
+//! written while training waits, and a plain write of as many bytes. Then a load of the dump, and a plain read of its files.
 //!
 //!     dump [DIRECTORY] [ROWS]
+
+#![allow(unsafe_code)]
 
 mod common;
 
 use std::fs::File;
-use std::io::Write;
-use std::path::PathBuf;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use common::training::{Gpu, Work, ids, normal, work};
 use common::{Bench, fill, median};
-use sok_core::checkpoint::{DumpOptions, dump, freeze};
+use sok_core::checkpoint::{DumpOptions, LoadOptions, dump, freeze, load};
 use sok_core::contract::group::Group;
-use sok_core::contract::table::Contents;
+use sok_core::contract::table::{Contents, Table};
 use sok_cuda::memory::Buffer;
 
 const BATCHES: usize = 8;
@@ -102,9 +105,50 @@ fn main() {
     (0..bytes / piece.len() as u64).for_each(|_| file.write_all(&piece).unwrap());
     file.sync_all().unwrap();
     let plain = start.elapsed().as_secs_f64();
+    std::fs::remove_file(directory.join("plain")).unwrap();
     println!("\n| written | GB/s |\n|---|---|");
     println!("| while training goes on | {:.2} |", speed(seconds));
     println!("| while training waits | {:.2} |", speed(waiting));
     println!("| plain bytes | {:.2} |", speed(plain));
+    println!("\n| read | from the disk, GB/s | from the cache, GB/s |\n|---|---|---|");
+    let print = |name: &str, read: &mut dyn FnMut()| {
+        let [cold, warm] = [true, false].map(|is_cold| {
+            if is_cold {
+                forget_files(&directory);
+            }
+            let start = Instant::now();
+            read();
+            start.elapsed().as_secs_f64()
+        });
+        println!("| {name} | {:.2} | {:.2} |", speed(cold), speed(warm));
+    };
+    print("plain bytes", &mut || read_files(&directory));
+    print("into the tables", &mut || load_tables(&directory, gpu.group.tables_mut()));
+    print("plain bytes again", &mut || read_files(&directory));
     std::fs::remove_dir_all(&directory).unwrap();
+}
+
+/// Drops the files of a directory from the system's cache.
+fn forget_files(directory: &Path) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let file = File::open(entry.unwrap().path()).unwrap();
+        file.sync_all().unwrap();
+        // SAFETY: The call changes no memory of the process.
+        let result = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        assert_eq!(result, 0);
+    }
+}
+
+fn read_files(directory: &Path) {
+    let mut piece = vec![0; 16 << 20];
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let mut file = File::open(entry.unwrap().path()).unwrap();
+        while file.read(&mut piece).unwrap() > 0 {}
+    }
+}
+
+fn load_tables(directory: &Path, tables: Vec<&mut dyn Table>) {
+    let names: Vec<String> = tables.iter().map(|table| table.config().name.clone()).collect();
+    let mut targets: Vec<(&str, &mut dyn Table)> = names.iter().map(String::as_str).zip(tables).collect();
+    load(directory, &mut targets, &LoadOptions::default()).unwrap();
 }

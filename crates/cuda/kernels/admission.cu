@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) settle_admitted(cons
     const u32 sorted = a.sorted[listed.first].record;
     if (!is_candidate(section, sorted)) continue;
     Candidate* candidate = candidate_at(a.tables[t.candidates], sorted - section.first_candidate);
-    const u32 record = find_room(t, candidate->key);
+    const u32 record = find_room(t, LaneGroup<WARP>(), candidate->key);
     if (lane() == 0) {
       if (record == NO_RECORD) report(a.fault, NO_PLACE, 0, section.table, candidate->key);
       else atomicAdd(&t.index.counters->distinct, 1ull);

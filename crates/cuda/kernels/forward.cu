@@ -64,20 +64,22 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 20) find_records(
 extern "C" __global__ void __launch_bounds__(FIND_THREADS) settle_records(
     const __grid_constant__ Call call, const __grid_constant__ Found found) {
   begin();
-  const u32 n = *found.overflow.count;
-  for (u32 k = blockIdx.x * WARPS + threadIdx.x / WARP; k < n; k += gridDim.x * WARPS) {
+  const LaneGroup<MOVERS> group;
+  if (group.number == group.PER_WARP) return;
+  const u32 n = *found.overflow.count, warp = blockIdx.x * WARPS + threadIdx.x / WARP;
+  for (u32 k = warp * group.PER_WARP + group.number; k < n; k += gridDim.x * WARPS * group.PER_WARP) {
     const u32 at = found.overflow.ids[k];
     u32 number = 0;
-    for (u32 start = 0; start < call.num_features; start += WARP) {
-      const u32 has_it = __ballot_sync(ALL, start + lane() < call.num_features && at - call.features[start + lane()].first_id <
-                                                                                      call.features[start + lane()].num_ids);
+    for (u32 start = 0; start < call.num_features; start += MOVERS) {
+      const u32 f = start + group.at;
+      const u32 has_it = group.ballot(f < call.num_features && at - call.features[f].first_id < call.features[f].num_ids);
       if (has_it) number = start + __ffs(has_it) - 1;
     }
     const Feature& feature = call.features[number];
     const Table& t = call.tables[feature.table];
     const u64 key = key_at(feature, at - feature.first_id);
-    const u32 record = find_room(feature.inserts ? t : call.tables[t.candidates], key);
-    if (lane() != 0) continue;
+    const u32 record = find_room(feature.inserts ? t : call.tables[t.candidates], group, key);
+    if (!group.leads()) continue;
     if (record == NO_RECORD) report(found.fault, NO_PLACE, number, feature.table, key);
     else if (feature.inserts) found.records[at] = record;
     if (found.numbers) found.numbers[at] = record == NO_RECORD || feature.inserts ? record : feature.first_candidate + record;

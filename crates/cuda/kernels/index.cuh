@@ -295,12 +295,30 @@ __device__ __noinline__ u32 make_room(Index index, Bucket* bucket, Bucket* held,
   return SLOTS;
 }
 
+// Number of lanes that look for an entry of a key's two buckets which can be moved.
+constexpr u32 MOVERS = 2 * SLOTS;
+
+// A group of N neighbouring lanes of a warp.
+template <u32 N> struct LaneGroup {
+  static constexpr u32 PER_WARP = WARP / N;
+  // Number of the group in its warp, and of the lane in the group. The last lanes of a warp may be in no group.
+  u32 number = lane() / N, at = lane() % N;
+  u32 first = number * N, mask = (u32)((1ull << N) - 1) << first;
+  __device__ __forceinline__ bool leads() const { return at == 0; }
+  // Returns which lanes have a condition, the group's first lane in bit 0.
+  __device__ __forceinline__ u32 ballot(bool condition) const { return __ballot_sync(mask, condition) >> first; }
+  // Returns the value that the first lane has.
+  template <class T> __device__ __forceinline__ T from_first(T value) const { return __shfl_sync(mask, value, first); }
+};
+
 // Looks for one of the ten entries of a key's two full buckets whose other bucket has room. Ten lanes examine one entry each. Returns
-// bucket << 8 | slot, with bucket 0 or 1, or ALL if there is none. All lanes of a warp must call this. The result is a hint: the entry or
+// bucket << 8 | slot, with bucket 0 or 1, or ALL if there is none. All lanes of the group must call this. The result is a hint: the entry or
 // the room may be gone when the entry is moved.
-__device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, const Bucket* second) {
+template <u32 N>
+__device__ __forceinline__ u32 movable(const Index& index, const LaneGroup<N>& group, const Bucket* first, const Bucket* second) {
+  static_assert(N >= MOVERS, "each entry has a lane");
   bool has_room = false;
-  const u32 side = lane() / SLOTS, place = lane() % SLOTS;
+  const u32 side = group.at / SLOTS, place = group.at % SLOTS;
   if (side < 2) {
     const Bucket* bucket = side ? second : first;
     const u64 h = hash(index, load_shared(&bucket->keys[place]));
@@ -308,7 +326,7 @@ __device__ __forceinline__ u32 movable(const Index& index, const Bucket* first, 
     const Bucket* other = one == bucket ? index.buckets + second_of(h, index.num_buckets) : one;
     has_room = free_slots(load_line(other)) != 0;
   }
-  const u32 all = __ballot_sync(ALL, has_room);
+  const u32 all = group.ballot(has_room);
   return all ? (__ffs(all) - 1) / SLOTS << 8 | (__ffs(all) - 1) % SLOTS : ALL;
 }
 
@@ -389,19 +407,46 @@ __device__ __forceinline__ u32 erase_key(const Index& index, u64 key) {
   return record;
 }
 
-// Erases a key that is in the index and that no other thread erases. Only erasures may run in the launch.
-__device__ __forceinline__ void erase_distinct(const Index& index, u64 key) {
+// Erases the keys of the lanes that are `on`, each from one bucket, as far as they are there. Returns whether the lane's key was there. Four lanes
+// read a line together, as in `probe`. No other thread erases these keys, and only erasures may run in the launch. All lanes of a warp must
+// call this.
+__device__ __forceinline__ bool erase_from(const Index& index, u32 bucket, u64 key, bool on) {
+  constexpr u32 LANES = 4, GROUPS = WARP / LANES;
+  const u32 group = lane() / LANES, part = lane() % LANES, wanted = __ballot_sync(ALL, on);
+  Bucket* buckets[LANES];
+  Pair parts[LANES];
+#pragma unroll
+  for (u32 round = 0; round < LANES; ++round) {
+    const u32 from = round * GROUPS + group;
+    buckets[round] = index.buckets + __shfl_sync(ALL, bucket, from);
+    if (wanted >> from & 1) parts[round] = load_pair_shared((const char*)buckets[round] + 16 * part);
+  }
+  bool is_erased = false;
+#pragma unroll
+  for (u32 round = 0; round < LANES; ++round) {
+    const u32 from = round * GROUPS + group;
+    const u64 k = __shfl_sync(ALL, key, from);
+    // The parts of a line are as in `probe`. An empty slot has another key.
+    const bool is_on = wanted >> from & 1, is_low = is_on && part < 3 && parts[round].low == k,
+               is_high = is_on && part < 2 && parts[round].high == k;
+    if (is_low || is_high) {
+      const u32 place = 2 * part + is_high;
+      store_shared(&buckets[round]->keys[place], empty_key(index, (u32)(buckets[round] - index.buckets)));
+      store_shared(&buckets[round]->records[place], NO_RECORD);
+    }
+    const u32 hits = __ballot_sync(ALL, is_low || is_high);
+    if (lane() / GROUPS == round) is_erased = hits >> lane() % GROUPS * LANES & (1u << LANES) - 1;
+  }
+  return is_erased;
+}
+
+// Erases the keys of the lanes that are `on`. They are in the index, and no other thread erases them. Only erasures may run in the launch. All
+// lanes of a warp must call this.
+__device__ __forceinline__ void erase_distinct(const Index& index, u64 key, bool on) {
   const u64 h = hash(index, key);
-  Bucket* bucket = index.buckets + first_of(h, index.num_buckets);
-  u32 place = place_of(load_line(bucket), key);
-  if (place == SLOTS) {
-    bucket = index.buckets + second_of(h, index.num_buckets);
-    place = place_of(load_line(bucket), key);
-  }
-  if (place < SLOTS) {
-    store_shared(&bucket->keys[place], empty_key(index, (u32)(bucket - index.buckets)));
-    store_shared(&bucket->records[place], NO_RECORD);
-  } else if (u32* at = find_stashed(index.stash, &index.counters->stashed, key)) {
-    store_shared(at, NO_RECORD);
-  }
+  bool is_left = on && !erase_from(index, first_of(h, index.num_buckets), key, on);
+  if (!__any_sync(ALL, is_left)) return;
+  is_left &= !erase_from(index, second_of(h, index.num_buckets), key, is_left);
+  if (!is_left) return;
+  if (u32* at = find_stashed(index.stash, &index.counters->stashed, key)) store_shared(at, NO_RECORD);
 }

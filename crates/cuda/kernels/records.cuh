@@ -169,18 +169,6 @@ __device__ __forceinline__ void start_record(const Table& t, u64 key, u32 record
   t.keys[record] = key;
 }
 
-// Starts what a table has beside a new record, and writes the record's number to the index. Other threads wait for the number.
-__device__ __forceinline__ void publish(const Table& t, u64 key, u32 record, u32* to) {
-  if (t.scoring == COUNTED_IDS) {
-    // A thread that reads the number may count a use of the record, so the first score comes before.
-    start_record(t, key, record);
-    release(to, record);
-  } else {
-    store_shared(to, record);
-    start_record(t, key, record);
-  }
-}
-
 // Adds ids to a number of ids, which stays at its maximum. Wherever an addition passes it, the maximum is written after that.
 __device__ __forceinline__ void add_ids(u64* score, u64 ids) {
   if (atomicAdd(score, ids) + ids < ids) atomicExch(score, ~0ull);
@@ -209,8 +197,8 @@ __device__ __forceinline__ u32 insert_missing(const Table& t, const Index& index
   const u64 taken = take(&t.index.counters->taken, is_new);
   u32 record = NO_RECORD;
   if (is_new) {
-    record = number_of(t, released, taken);
-    publish(t, key, record, claim.record);
+    store_shared(claim.record, record = number_of(t, released, taken));
+    start_record(t, key, record);
   }
   write_first(t, is_new, key, record, list);
   // The warp has already written all record numbers of its own claims. A warp that waits here therefore never waits for a warp that
@@ -242,27 +230,28 @@ __device__ __forceinline__ u32 find_or_insert(
   return record;
 }
 
-// Inserts a key whose buckets were both full, in a launch of its own. One warp per key. Returns the record number to every lane, or
-// NO_RECORD if even the stash is full.
-__device__ __forceinline__ u32 find_room(const Table& t, u64 key) {
+// Inserts a key whose buckets were both full, in a launch of its own. A group of lanes has one key. Returns the record number to all of them,
+// or NO_RECORD if even the stash is full.
+template <u32 N> __device__ __forceinline__ u32 find_room(const Table& t, const LaneGroup<N>& group, u64 key) {
   u32 record = NO_RECORD;
   bool is_new = false;
-  const u64 h = hash(t.index, key);
+  const Index& index = t.index;
+  const u64 h = hash(index, key);
   const u32 hint =
-      movable(t.index, t.index.buckets + first_of(h, t.index.num_buckets), t.index.buckets + second_of(h, t.index.num_buckets));
-  if (lane() == 0) {
-    const Claim claim = settle(t.index, key, hint);
+      movable(index, group, index.buckets + first_of(h, index.num_buckets), index.buckets + second_of(h, index.num_buckets));
+  if (group.leads()) {
+    const Claim claim = settle(index, key, hint);
     is_new = claim.is_mine;
     if (is_new) {
-      record = number_of(t, t.index.counters->released, atomicAdd(&t.index.counters->taken, 1ull));
-      publish(t, key, record, claim.record);
+      store_shared(claim.record, record = number_of(t, index.counters->released, atomicAdd(&index.counters->taken, 1ull)));
+      start_record(t, key, record);
     } else if (claim.record)
       while ((record = load_shared(claim.record)) == CLAIMED) {}
   }
-  record = __shfl_sync(ALL, record, 0);
-  if (__shfl_sync(ALL, is_new, 0)) {
+  record = group.from_first(record);
+  if (group.from_first(is_new)) {
     float4* at = t.records + (u64)record * t.stride;
-    for (u32 part = lane(); part < parts_of(t); part += WARP) write_part(t, at, key, part);
+    for (u32 part = group.at; part < parts_of(t); part += N) write_part(t, at, key, part);
   }
   return record;
 }

@@ -103,6 +103,21 @@ struct Shares {
 // From a part of LEN rows to the next one of the same block.
 template <u32 LEN = PART> __device__ __forceinline__ u64 stride() { return (u64)gridDim.x * LEN; }
 
+// Calls `load` with the numbers below `end` in the parts of this block, and `body` with each number and its value. The first part starts at `begin`,
+// the next ones `by` further. A thread loads several values before it uses the first.
+template <class Load, class Body>
+__device__ __forceinline__ void for_each_at_once(u64 begin, u64 end, const Load& load, const Body& body, u64 by = stride()) {
+  for (u64 start = begin + threadIdx.x; start < end; start += AT_ONCE * by) {
+    decltype(load(start)) values[AT_ONCE];
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k)
+      if (start + k * by < end) values[k] = load(start + k * by);
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k)
+      if (start + k * by < end) body(start + k * by, values[k]);
+  }
+}
+
 // Returns whether a record has no row, or one that must stay.
 __device__ __forceinline__ bool must_stay(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
 
@@ -125,16 +140,8 @@ template <class Body> __device__ __forceinline__ void for_each_removable(const S
 // Calls `body` with the rank of each row of a list, in the parts of this block: the first starts at `begin`, the next ones `by` further.
 template <class Body>
 __device__ __forceinline__ void for_each_of(const Ranked* list, u32 len, u64 begin, u64 by, const Body& body) {
-  for (u64 start = begin + threadIdx.x; start < len; start += AT_ONCE * by) {
-    Rank ranks[AT_ONCE];
-    const auto place_of = [&](u32 k) { return start + k * by; };
-#pragma unroll
-    for (u32 k = 0; k < AT_ONCE; ++k)
-      if (place_of(k) < len) ranks[k] = {list[place_of(k)].score, list[place_of(k)].key};
-#pragma unroll
-    for (u32 k = 0; k < AT_ONCE; ++k)
-      if (place_of(k) < len) body(ranks[k]);
-  }
+  for_each_at_once(
+      begin, len, [&](u64 i) { return Rank{list[i].score, list[i].key}; }, [&](u64, const Rank& rank) { body(rank); }, by);
 }
 
 // Places that a warp has found, until it writes the rows there to a list. It takes room for them by one atomic addition.
@@ -446,11 +453,13 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   Shares& shares = shared.shares;
 
   // Marks the rows that must stay.
-  shares.divide(num, [&](u32 a) { return (num_numbers(sweeps[shared.active[a]].index.counters) + WARP - 1) / WARP; });
+  const auto num_quads = [&](const Sweep& s) { return (num_numbers(s.index.counters) + 4 * WARP - 1) / (4 * WARP); };
+  shares.divide(num, [&](u32 a) { return num_quads(sweeps[shared.active[a]]); });
   shares.for_each(num, [&](u32 a, u64 begin) {
     const Sweep& s = sweeps[shared.active[a]];
-    const u64 words = (num_numbers(s.index.counters) + WARP - 1) / WARP;
-    for (u64 i = begin + threadIdx.x; i < words; i += stride()) s.marks[i] = s.vacant[i];
+    for_each_at_once(
+        begin, num_quads(s), [&](u64 i) { return ((const uint4*)s.vacant)[i]; },
+        [&](u64 i, const uint4& quad) { ((uint4*)s.marks)[i] = quad; });
   });
   for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
     const Sweep& s = sweeps[shared.active[a]];
@@ -469,11 +478,11 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
     shares.for_each(num_some, [&](u32 u, u64 begin) {
       const Used& used = some[u];
       u32* marks = sweeps[used.sweep].marks;
-      const u32 count = count_of(used);
-      for (u64 i = begin + threadIdx.x; i < count; i += stride()) {
-        const u32 record = used.records[i * used.stride] & ~NEW;
-        if (record && record < used.end) atomicOr(marks + record / WARP, 1u << record % WARP);
-      }
+      for_each_at_once(
+          begin, count_of(used), [&](u64 i) { return used.records[i * used.stride] & ~NEW; },
+          [&](u64, u32 record) {
+            if (record && record < used.end) atomicOr(marks + record / WARP, 1u << record % WARP);
+          });
     });
   }
   meeting.wait();
@@ -554,10 +563,11 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) remove_chosen(const 
   Released* released = &counters->released;
   const u32 n = choice->num_listed;
   const u64 first = released->end;
-  for (u32 i = blockIdx.x % blocks * TABLE_THREADS + threadIdx.x; i < n; i += blocks * TABLE_THREADS) {
+  for (u32 start = blockIdx.x % blocks * TABLE_THREADS + threadIdx.x - lane(); start < n; start += blocks * TABLE_THREADS) {
+    const u32 i = start + lane();
     const u64 place = (first + i) & s.ring_mask;
-    erase_distinct(s.index, s.departed_keys[place]);
-    vacate(s.vacant, s.commits, s.released[place]);
+    erase_distinct(s.index, i < n ? s.departed_keys[place] : 0, i < n);
+    if (i < n) vacate(s.vacant, s.commits, s.released[place]);
   }
   if (!is_last_block(&choice->blocks_done, blocks) || threadIdx.x != 0) return;
   counters->gone += n, counters->evicted += n;

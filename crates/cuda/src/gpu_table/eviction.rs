@@ -233,6 +233,11 @@ impl GpuTable {
         }
     }
 
+    /// Returns whether scores are numbers of ids.
+    pub(super) fn counts_ids(&self) -> bool {
+        self.evictor.as_ref().is_some_and(|evictor| matches!(evictor.policy.score, Score::Lfu { .. }))
+    }
+
     /// Enqueues halving all scores. `resolved`: address of the `Resolved` of a commit, which must have been valid.
     ///
     /// # Errors

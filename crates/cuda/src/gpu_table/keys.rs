@@ -39,7 +39,7 @@ impl GpuTable {
     }
 
     /// Enqueues a lookup of `n` keys. `keys`: `(n,)` u64. `records`: takes the record numbers, `(n,)` u32, as `look_up` returns
-    /// them. `options`: whether it inserts, and whether it counts a use of each record, if the table has an eviction policy. `overflow`: a word with
+    /// them. `options`: whether it inserts, and whether it notes the use of each record, if scores are steps. `overflow`: a word with
     /// the value 0, and room for a word for each key.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl GpuTable {
         stream: Stream,
     ) -> Result<()> {
         let [look_up, settle] = self.device.kernels(&TABLE, ["look_up", "settle_keys"])?;
-        let (table, count, [inserts, counts]) = (self.alone(), n as u32, options.map(u32::from));
+        let (table, count, [inserts, notes]) = (self.alone(), n as u32, options.map(u32::from));
         let overflow = Overflow { count: overflow, ids: overflow + 4 };
         let blocks = n.div_ceil(FIND_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
@@ -72,7 +72,7 @@ impl GpuTable {
                 records,
                 count,
                 inserts,
-                counts,
+                notes,
                 overflow
             )
         }?;
@@ -80,7 +80,7 @@ impl GpuTable {
             let blocks = 4 * self.device.multiprocessors;
             // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
             unsafe {
-                launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, counts, overflow)
+                launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, notes, overflow)
             }?;
         }
         Ok(())
@@ -141,6 +141,10 @@ impl GpuTable {
             evictor.sweep_memory.sweep(&device, planned, |_| (), stream)?;
         }
         planned.iter().for_each(|planned| self.note_sweep(planned.sweep()));
+        if self.counts_ids() {
+            // SAFETY: The caller guarantees it.
+            unsafe { self.count_records(records, 0, n, stream) }?;
+        }
         self.reserve_soon();
         Ok(())
     }
