@@ -7,9 +7,12 @@ use crate::contract::record::Field;
 use crate::contract::records::{Column, Records};
 use crate::error::Result;
 use crate::memory;
+use crate::pool;
 use crate::row_type::RowType;
 
 const BUFFER: &str = "the rows of a dump";
+/// Number of records that a thread decodes at a time.
+const DECODED: usize = 1024;
 
 /// The bytes of a tensor, block by block.
 struct Stream {
@@ -63,22 +66,36 @@ impl RawRecords<'_> {
     /// Returns the records.
     ///
     /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory).
+    /// [`Error::Memory`](crate::Error::Memory), and those of the pool.
     pub fn decode(&self) -> Result<Records> {
         let (mut records, width) = (Records::default(), self.first.len());
         let rows = self.bytes[0].len() / KEY_BYTES;
         memory::reserve(&mut records.keys, rows, BUFFER)?;
-        memory::reserve(&mut records.values, rows * width, BUFFER)?;
         records.keys.extend(numbers_of(&self.bytes[0]));
-        (0..rows).for_each(|_| records.values.extend_from_slice(self.first));
-        for ((bytes, field), row_type) in self.bytes[1..].iter().zip(self.fields).zip(types(self.row_type)) {
-            read_field(bytes, field, row_type, width, &mut records.values);
-        }
+        records.values = memory::filled(0.0, rows * width, BUFFER)?;
+        let parts = records.values.chunks_mut((DECODED * width).max(1)).enumerate();
+        let parts = memory::collect(parts, BUFFER)?;
+        pool::global()?.run(parts, |(part, values)| self.read_values(part * DECODED, values));
         for (bytes, &column) in self.bytes[1 + self.fields.len()..].iter().zip(&self.columns) {
             memory::reserve(records.column_mut(column), rows, BUFFER)?;
             records.column_mut(column).extend(numbers_of(bytes));
         }
         Ok(records)
+    }
+}
+
+impl RawRecords<'_> {
+    /// Reads the values of records from record `start` on.
+    fn read_values(&self, start: usize, values: &mut [f32]) {
+        let fields = self.fields.iter().zip(types(self.row_type)).zip(&self.bytes[1..]);
+        for (record, values) in values.chunks_exact_mut(self.first.len()).enumerate() {
+            values.copy_from_slice(self.first);
+            for ((field, row_type), bytes) in fields.clone() {
+                let row_bytes = row_type.num_bytes() * field.columns.len();
+                let row = &bytes[(start + record) * row_bytes..][..row_bytes];
+                row_type.read(row, &mut values[field.columns.clone()]);
+            }
+        }
     }
 }
 
@@ -180,14 +197,6 @@ fn numbers_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
 }
 
 /// The types of a record's fields: of the row, then of its states.
-fn types(row_type: RowType) -> impl Iterator<Item = RowType> {
+fn types(row_type: RowType) -> impl Iterator<Item = RowType> + Clone {
     std::iter::once(row_type).chain(std::iter::repeat(RowType::Float32))
-}
-
-/// Fills one field of records of `width` floats from numbers of a type.
-fn read_field(bytes: &[u8], field: &Field, row_type: RowType, width: usize, values: &mut [f32]) {
-    let parts = bytes.chunks_exact((row_type.num_bytes() * field.columns.len()).max(1));
-    for (record, part) in values.chunks_exact_mut(width).zip(parts) {
-        row_type.read(part, &mut record[field.columns.clone()]);
-    }
 }

@@ -279,14 +279,15 @@ impl Candidates {
 
     fn write(&mut self, keys: &[Key], sights: impl Iterator<Item = u32>, insert: bool) -> Result<()> {
         let room = self.table.room(keys.len(), WIDTH)?;
-        let records = if insert {
-            self.table.locate(&room, keys, true)?.0
+        let (records, num_new) = if insert {
+            let (records, outcomes) = self.table.locate(&room, keys, true)?;
+            (records, outcomes.inserted)
         } else {
-            self.table.look_up(&room, keys, false)?
+            (self.table.look_up(&room, keys, false)?, 0)
         };
         let words = |(&key, sights): (&Key, u32)| [sights, 0, 0, 0, key as u32, (key >> 32) as u32, 0, 0];
         let values: Vec<f32> = keys.iter().zip(sights).flat_map(words).map(f32::from_bits).collect();
-        self.table.write(&room, self.table.layout.fields, &records, &values)
+        self.table.write(&room, self.table.layout.fields, &records, num_new, &values)
     }
 }
 

@@ -151,7 +151,7 @@ impl Table for GpuTable {
         self.wait()?;
         let room = self.room(keys.len(), self.config.dim)?;
         let (records, outcomes) = self.locate(&room, keys, insert)?;
-        self.write(&room, self.layout.row(), &records, rows)?;
+        self.write(&room, self.layout.row(), &records, outcomes.inserted, rows)?;
         self.note(outcomes);
         Ok(outcomes)
     }
@@ -292,9 +292,9 @@ impl Table for GpuTable {
         self.wait()?;
         let room = self.room(records.keys.len(), self.layout.fields.width as usize)?;
         let (located, outcomes) = self.locate(&room, &records.keys, true)?;
-        let Outcomes { refused, evicted, .. } = outcomes;
+        let Outcomes { inserted, refused, evicted, .. } = outcomes;
         self.note(Outcomes { refused, evicted, ..Outcomes::default() });
-        self.write(&room, self.layout.fields, &located, &records.values)?;
+        self.write(&room, self.layout.fields, &located, inserted, &records.values)?;
         self.write_columns(&located, records)
     }
 

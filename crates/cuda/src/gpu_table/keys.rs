@@ -186,20 +186,20 @@ impl GpuTable {
         Ok(Outcomes { inserted: admitted as u64, refused, evicted, ..Outcomes::default() })
     }
 
-    /// Inserts keys without a record. The index grows if keys find no slot.
-    pub(super) fn insert(&mut self, room: &Room, keys: &[Key]) -> Result<()> {
+    /// Returns the record number of each key. Keys without a record get one; the table must have room for them. The index grows if keys find no
+    /// slot. Also returns how many keys were new. The device must be idle.
+    pub(super) fn insert(&mut self, room: &Room, keys: &[Key]) -> Result<(Vec<u32>, u64)> {
         if keys.is_empty() {
-            return Ok(());
+            return Ok((Vec::new(), 0));
         }
         self.make_room(keys.len() as u64, keys.len() as u64, WAITING)?;
-        let mut overflow = keys.to_vec();
+        let mut inserted = 0;
         for _ in 0..INDEX_TRIES {
-            let records = self.look_up(room, &overflow, true)?;
-            self.count_inserted()?;
-            overflow =
-                overflow.into_iter().zip(records).filter(|(_, r)| *r == NEW).map(|(key, _)| key).collect();
-            if overflow.is_empty() {
-                return Ok(());
+            let mut records = self.look_up(room, keys, true)?;
+            inserted += self.count_inserted()?;
+            if !records.contains(&NEW) {
+                records.iter_mut().for_each(|record| *record &= !NEW);
+                return Ok((records, inserted));
             }
             let larger = self.index.capacity() * 5 / 4;
             self.index = self.index.grown(larger, self.rows() as usize, WAITING)?;
@@ -212,8 +212,15 @@ impl GpuTable {
     /// The device must be idle.
     pub(super) fn locate(&mut self, room: &Room, keys: &[Key], insert: bool) -> Result<(Vec<u32>, Outcomes)> {
         self.check_keys(keys)?;
-        let new = self.absent(room, keys)?;
         let mut outcomes = Outcomes::default();
+        if insert && !self.may_refuse(self.max_new(keys.len() as u64)) {
+            let (records, inserted) = self.insert(room, keys)?;
+            self.forget_sights(keys)?;
+            outcomes.inserted = inserted;
+            outcomes.hit = num_distinct(&records, inserted) - inserted;
+            return Ok((records, outcomes));
+        }
+        let new = self.absent(room, keys)?;
         if insert {
             let num_new = new.len() as u64;
             let chosen = self.sweep_for(num_new, room.used(keys.len()))?;
@@ -223,8 +230,15 @@ impl GpuTable {
             outcomes.refused = new.len() as u64;
         }
         let records = self.look_up(room, keys, false)?;
-        let distinct: HashSet<u32> = records.iter().copied().filter(|&r| r != 0).collect();
-        outcomes.hit = distinct.len() as u64 - outcomes.inserted;
+        outcomes.hit = num_distinct(&records, outcomes.inserted) - outcomes.inserted;
         Ok((records, outcomes))
     }
+}
+
+/// Returns the number of distinct records, without record 0. `new`: how many of them are new; a new one comes at least once.
+fn num_distinct(records: &[u32], new: u64) -> u64 {
+    if new == records.len() as u64 {
+        return new;
+    }
+    records.iter().filter(|record| **record != 0).collect::<HashSet<_>>().len() as u64
 }

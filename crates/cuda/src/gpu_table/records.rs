@@ -109,22 +109,25 @@ impl GpuTable {
         )))
     }
 
-    /// Writes these fields of records. Of equal records the last one wins. Records 0 are skipped.
+    /// Writes these fields of records. Of equal records the last one wins. Records 0 are skipped. `num_new`: how many records are new.
     pub(super) fn write(
         &self,
         room: &Room,
         fields: DeviceFields,
         records: &[u32],
+        num_new: u64,
         values: &[f32],
     ) -> Result<()> {
-        let last: HashMap<u32, usize> =
-            records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i)).collect();
+        let last: Option<HashMap<u32, usize>> = (num_new != records.len() as u64)
+            .then(|| records.iter().enumerate().filter(|(_, r)| **r != 0).map(|(i, r)| (*r, i)).collect());
         let write = self.device.kernel(&TABLE, "write_records")?;
         let (piece, width) = (room.piece, fields.width as usize);
         for (number, (of_piece, values)) in
             records.chunks(piece).zip(values.chunks(piece * width)).enumerate()
         {
-            let wins = |(i, record): &(usize, &u32)| last.get(record) == Some(&(number * piece + i));
+            let wins = |(i, record): &(usize, &u32)| {
+                last.as_ref().is_none_or(|last| last.get(record) == Some(&(number * piece + i)))
+            };
             let (places, records): (Vec<u32>, Vec<u32>) =
                 of_piece.iter().enumerate().filter(wins).map(|(i, record)| (i as u32, *record)).unzip();
             room.places.write(0, &places)?;
