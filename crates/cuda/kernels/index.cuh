@@ -444,9 +444,9 @@ __device__ __forceinline__ bool erase_from(const Index& index, u32 bucket, u64 k
 // lanes of a warp must call this.
 __device__ __forceinline__ void erase_distinct(const Index& index, u64 key, bool on) {
   const u64 h = hash(index, key);
-  bool is_left = on && !erase_from(index, first_of(h, index.num_buckets), key, on);
+  const bool is_in_first = erase_from(index, first_of(h, index.num_buckets), key, on), is_left = on && !is_in_first;
   if (!__any_sync(ALL, is_left)) return;
-  is_left &= !erase_from(index, second_of(h, index.num_buckets), key, is_left);
-  if (!is_left) return;
+  const bool is_in_second = erase_from(index, second_of(h, index.num_buckets), key, is_left);
+  if (!is_left || is_in_second) return;
   if (u32* at = find_stashed(index.stash, &index.counters->stashed, key)) store_shared(at, NO_RECORD);
 }

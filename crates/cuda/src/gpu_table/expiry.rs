@@ -127,44 +127,44 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). The rows are gone nevertheless.
     pub(crate) fn take_expired(&mut self, unread: &Unread) -> Result<()> {
-        let Some(list) = self.evictor.as_ref().and_then(|evictor| evictor.expired.as_ref()) else {
+        let Some(list) = self.evictor.as_mut().and_then(|evictor| evictor.expired.take()) else {
             return Ok(());
         };
-        let (count, rows) = (list.count(), list.rows().to_vec());
-        if count == 0 {
-            return Ok(());
+        let taken = if list.count() == 0 { Ok(()) } else { self.take_list(&list, unread) };
+        if let Some(evictor) = &mut self.evictor {
+            evictor.expired = Some(list);
         }
+        taken
+    }
+
+    /// As `take_expired`. `list`: the rows.
+    fn take_list(&mut self, list: &ExpiredList, unread: &Unread) -> Result<()> {
+        let (count, listed) = (list.count(), list.rows());
         self.note(Outcomes { expired: count as u64, ..Outcomes::default() });
         // If not all keys are known that went, no increment can have them.
-        let mut rows = self.all_expired(count, rows).inspect_err(|_| self.forget_changes())?;
-        self.retire(rows.iter().map(|row| row.record));
+        let unlisted = self.list_unlisted(count - listed.len()).inspect_err(|_| self.forget_changes())?;
+        self.reserve_removed(count).inspect_err(|_| self.forget_changes())?;
+        let rows = || listed.iter().chain(&unlisted);
+        self.note_removed(rows().map(|row| (row.key, row.change)));
+        self.retire(rows().map(|row| row.record));
         if self.config.keeps_expired() {
+            let mut rows: Vec<&ExpiredRow> = rows().collect();
             rows.sort_unstable_by_key(|row| (row.score, row.key));
             self.keep_expired(&rows)?;
         }
         if let Some(evictor) = &mut self.evictor {
             evictor.departures.trim();
-            let keys = rows.iter().map(|row| row.key).collect();
+            let keys = rows().map(|row| row.key).collect();
             evictor.departures.remember(Reason::Expired, unread.step, keys)?;
         }
         Ok(())
     }
 
-    /// Returns all rows that have expired, and notes that they are removed. `listed`: those that had room in the list.
-    fn all_expired(&mut self, count: usize, mut listed: Vec<ExpiredRow>) -> Result<Vec<ExpiredRow>> {
-        if count > listed.len() {
-            listed.extend(self.list_unlisted(count - listed.len())?);
-        }
-        self.reserve_removed(listed.len())?;
-        self.note_removed(listed.iter().map(|row| (row.key, row.change)));
-        Ok(listed)
-    }
-
     /// Keeps expired rows until they are taken. Gradients that still come for a row change its record, so it is read now.
-    fn keep_expired(&mut self, rows: &[ExpiredRow]) -> Result<()> {
+    fn keep_expired(&mut self, rows: &[&ExpiredRow]) -> Result<()> {
         let records: Vec<u32> = rows.iter().map(|row| row.record).collect();
         let values = self.read_records(self.layout.row(), &records)?;
-        let ranks = rows.iter().map(|&ExpiredRow { key, score, .. }| Rank { score, key });
+        let ranks = rows.iter().map(|&&ExpiredRow { key, score, .. }| Rank { score, key });
         let dim = self.config.dim;
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         evictor
@@ -172,8 +172,11 @@ impl GpuTable {
             .keep(ranks.zip(values.chunks_exact(dim)), dim, |from: &[f32], to| to.copy_from_slice(from))
     }
 
-    /// Returns the rows of the last commit that were not listed. Waits for the device.
+    /// Returns the rows of the last commit that were not listed. Waits for the device if there are some.
     fn list_unlisted(&self, count: usize) -> Result<Vec<ExpiredRow>> {
+        if count == 0 {
+            return Ok(Vec::new());
+        }
         self.device.synchronize()?;
         let words = Buffer::<u64>::new(&self.device.context, (HEAD + ROW * count) / 2)?;
         let list = self.device.kernel(&EXPIRY, "list_unlisted")?;

@@ -16,7 +16,7 @@ use crate::memory::words;
 /// Numbers of tables for which `expire_rows` and `give_expired` are instantiated.
 const EXPIRED_AT_ONCE: [usize; 2] = [1, 32];
 /// Blocks that copy the expired rows of a table to the host.
-const GIVING_BLOCKS: u32 = 8;
+const GIVING_BLOCKS: u32 = 32;
 
 /// A commit that takes a push of a lookup.
 #[derive(Clone, Copy)]
