@@ -19,7 +19,6 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) clear_index(Index in
 __device__ __forceinline__ void note_use(const Table& t, u32 record) {
   if (!t.scores || t.scoring != STEPS || record == NO_RECORD) return;
   t.scores[record] = t.progress->step;
-  note_change(t, record);
 }
 
 // Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit. With `notes`,

@@ -19,7 +19,7 @@ structs! {
     pub struct Progress {
         /// Number of the step in progress.
         pub step: u64,
-        /// Number of the newest commit whose gradients were applied.
+        /// Number of the newest commit whose gradients were applied, if rows have a time to live.
         pub settled_commit: u64,
     }
 

@@ -14,7 +14,7 @@ use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut}
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};
 
-use super::{GpuGroup, LookupNumber, OutputGradients, general};
+use super::{GpuGroup, LookupNumber, OutputGradients, absent, general};
 use crate::device::Stream;
 use crate::gpu_group::optimizer;
 use crate::gpu_table::GpuTable;
@@ -157,7 +157,9 @@ impl Group for GpuGroup {
     }
 
     fn step_bytes(&self) -> usize {
-        let lookups = self.lookups.iter().map(|l| l.saved.memory.num_bytes());
+        let combined = self.combined.iter().flat_map(|combined| &combined.lookups);
+        let lookups = absent::distinct(self.lookups.iter().chain(combined));
+        let lookups = lookups.iter().map(|lookup| lookup.saved.memory.num_bytes());
         let sums = self.ring.iter().flat_map(|p| p.sums.iter().chain(&p.copy)).map(Buffer::num_bytes);
         let combined = self.combined.iter().map(|c| c.saved.memory.num_bytes() + c.sums.num_bytes());
         let sweeps = self.sweep_memory.num_bytes();

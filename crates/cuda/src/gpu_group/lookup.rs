@@ -206,6 +206,13 @@ impl GpuGroup {
             !table.has_room(new)
                 || fills(group, t).is_some_and(|exceeds| !exceeds || lacks_ring(table, ids[t]))
         };
+        // A lookup in progress names the rows that a commit has made of its candidates when the host knows of the commit.
+        let is_admitting = matches!(self.committed, Committed::Alone(_))
+            && self.unseen.is_some()
+            && self.alone().is_some_and(|push| push.lookup.has_candidates());
+        if is_admitting && all.clone().any(|t| fills(self, t).is_some()) {
+            self.settle()?;
+        }
         if all.clone().any(|t| is_tight(self, t, new(&self.tables, t))) {
             self.settle()?;
             if all.clone().any(|t| is_tight(self, t, soon(&self.tables, t))) {

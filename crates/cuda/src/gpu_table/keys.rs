@@ -39,7 +39,7 @@ impl GpuTable {
     }
 
     /// Enqueues a lookup of `n` keys. `keys`: `(n,)` u64. `records`: takes the record numbers, `(n,)` u32, as `look_up` returns
-    /// them. `options`: whether it inserts, and whether it notes the use of each record, if scores are steps. `overflow`: a word with
+    /// them. `options`: whether it inserts, and whether it notes the use of each record, if scores are steps; no changes are noted. `overflow`: a word with
     /// the value 0, and room for a word for each key.
     ///
     /// # Errors
@@ -128,6 +128,8 @@ impl GpuTable {
             }
         }
         let exceeds = fills(self);
+        // While keys are inserted, a thread may meet a record whose first score and change are not written yet.
+        let counts_later = self.counts_ids() || self.changes.is_some();
         self.expect(ids);
         let used = UsedRecords { address: records, count: n };
         let planned = if exceeds { self.plan_sweep(0, ids, 0, used, None, None)? } else { None };
@@ -136,12 +138,12 @@ impl GpuTable {
             evictor.sweep_memory.prepare(&device, planned, stream)?;
         }
         // SAFETY: The caller guarantees it.
-        unsafe { self.launch_look_up(keys, records, n, [true, true], overflow, stream) }?;
+        unsafe { self.launch_look_up(keys, records, n, [true, !counts_later], overflow, stream) }?;
         if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
             evictor.sweep_memory.sweep(&device, planned, |_| (), stream)?;
         }
         planned.iter().for_each(|planned| self.note_sweep(planned.sweep()));
-        if self.counts_ids() {
+        if counts_later {
             // SAFETY: The caller guarantees it.
             unsafe { self.count_records(records, 0, n, stream) }?;
         }
@@ -192,7 +194,8 @@ impl GpuTable {
         if keys.is_empty() {
             return Ok((Vec::new(), 0));
         }
-        self.make_room(keys.len() as u64, keys.len() as u64, WAITING)?;
+        let most = self.max_new(keys.len() as u64);
+        self.make_room(most, most, WAITING)?;
         let mut inserted = 0;
         for _ in 0..INDEX_TRIES {
             let mut records = self.look_up(room, keys, true)?;
@@ -213,7 +216,9 @@ impl GpuTable {
     pub(super) fn locate(&mut self, room: &Room, keys: &[Key], insert: bool) -> Result<(Vec<u32>, Outcomes)> {
         self.check_keys(keys)?;
         let mut outcomes = Outcomes::default();
-        if insert && !self.may_refuse(self.max_new(keys.len() as u64)) {
+        let most = self.max_new(keys.len() as u64);
+        // Otherwise it matters how many keys are new.
+        if insert && self.has_room(most) && !self.may_refuse(most) {
             let (records, inserted) = self.insert(room, keys)?;
             self.forget_sights(keys)?;
             outcomes.inserted = inserted;

@@ -50,11 +50,10 @@ impl PlannedSweep {
     /// Words of the memory that need not be zeros: marks, samples and rows with low ranks.
     fn scratch_words(&self) -> [usize; 3] {
         let ranked = size_of::<Ranked>() / 4;
-        [
-            (self.numbers as usize).div_ceil(32).next_multiple_of(32),
-            ranked * SAMPLES,
-            ranked * self.sweep.low_room as usize,
-        ]
+        let words =
+            [(self.numbers as usize).div_ceil(32), ranked * SAMPLES, ranked * self.sweep.low_room as usize];
+        // Marks are written 16 bytes at a time.
+        words.map(|words| words.next_multiple_of(32))
     }
 }
 
