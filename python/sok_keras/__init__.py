@@ -115,6 +115,7 @@ __all__ = [
     "shard",
     "size",
     "string_keys",
+    "triggers",
     "verify",
     "world_size",
 ]

@@ -1,6 +1,6 @@
 """What of the package needs Keras. Importing it registers the layers with Keras, so that saved models find them."""
 
-from sok_keras import callbacks, exporters, importers, optimizers, planner, policies
+from sok_keras import backend, callbacks, exporters, importers, optimizers, planner, policies
 from sok_keras.checkpoint import LoadReport, dump, dump_increment, load
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.keras_extensions import extend_keras
@@ -10,7 +10,6 @@ from sok_keras.optimizer import SGD, OptimizerWrapper
 from sok_keras.prefetching import prefetch
 from sok_keras.profile import Profile
 from sok_keras.shards import shard
-from sok_keras.static_variables import Variable
 from sok_keras.table import EvictedRows, Explanation, Outcomes, Table, TableContents, TableStats
 from sok_keras.table_config import TableConfig
 from sok_keras.variables import (
@@ -21,7 +20,13 @@ from sok_keras.variables import (
     filter_variables,
     incremental_model_dump,
     lookup_sparse,
+    triggers,
 )
+
+if backend.name == "tensorflow":
+    from sok_keras.static_variables import Variable
+else:
+    from sok_keras.fixed_variables import Variable  # type: ignore[assignment]
 
 __all__ = [
     "SGD",
@@ -57,6 +62,7 @@ __all__ = [
     "policies",
     "prefetch",
     "shard",
+    "triggers",
 ]
 
 extend_keras()

@@ -1,11 +1,10 @@
-"""Embedding variables as SparseOperationKit has them, for training loops with `tf.GradientTape` instead of Keras layers."""
+"""Embedding variables as SparseOperationKit has them, for training loops instead of Keras layers."""
 
 import collections
 import datetime
 import itertools
 import operator
 import secrets
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,21 +19,23 @@ from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.static_variables import Variable, keys_of
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig
+from sok_keras.variable_options import combiner_of, dtype_of, table_config
 
-_COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
-# Options of HierarchicalKV that have no effect here: the memory of a table and its index is the core's.
-_WITHOUT_EFFECT = ("max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu")
 _numbers = itertools.count()
+_FORMS = (
+    "pairs of values and row splits, or dense ids of two axes",
+    "sparse or ragged tensors of two axes",
+)
 # As many snapshots as a table has records of changes since.
 _MAX_MARKS = 16
 
 
 class DynamicVariable(backend.variables.TableVariable):
-    """A variable of TensorFlow that has a row for each id that it meets: SparseOperationKit's `DynamicVariable`.
+    """A variable that has a row for each id that it meets: SparseOperationKit's `DynamicVariable`.
 
-    Its rows are in a table of the core. `lookup_sparse` and `tf.nn.embedding_lookup` read it and insert ids without a row, also in a
-    `tf.function`. A `tf.GradientTape` gives `tf.IndexedSlices`: the distinct keys of each lookup, and the sum of the gradients of each.
-    `OptimizerWrapper` applies them.
+    Its rows are in a table of the core. `lookup_sparse` reads it and inserts ids without a row. On TensorFlow it is a `tf.Variable`, which
+    `tf.nn.embedding_lookup` reads, too, also in a `tf.function`: a `tf.GradientTape` gives `tf.IndexedSlices`, the distinct keys of each lookup
+    and the sum of the gradients of each, which `OptimizerWrapper` applies. On JAX and PyTorch the gradient is that of a trigger: see `triggers`.
 
     Make the variables of a program before the first of them is used: their tables are made together then, and one native call looks up all.
 
@@ -60,14 +61,13 @@ class DynamicVariable(backend.variables.TableVariable):
         name: Name of the variable, and of its table in dumps.
         constraint: Must be None.
         trainable: Whether a tape watches it.
-        key_type: `tf.int64` or `tf.int32`: what ids may be.
+        key_type: `"int64"` or `"int32"`, or TensorFlow's: what ids may be.
         dtype: Must be `tf.float32`.
         mode: None: the ranks share the rows. `"localized:r"`: rank r has all of them.
         **kwargs: `init_capacity` and `max_capacity`, numbers of rows; `evict_strategy`, `"kLru"` or `"kLfu"`. HierarchicalKV's other options
             have no effect.
 
     Raises:
-        NotImplementedError: On another backend than TensorFlow.
         ValueError: If an argument is another one.
     """
 
@@ -87,15 +87,24 @@ class DynamicVariable(backend.variables.TableVariable):
         if isinstance(dimension, bool) or not hasattr(dimension, "__index__") or operator.index(dimension) < 1:
             raise ValueError(f"`dimension` must be a positive integer. Received: dimension={dimension!r}")
         dimension = operator.index(dimension)
-        name = _unique(name or f"sok_dynamic_Variable_{next(_numbers)}")
-        super().__init__(dimension, name, trainable)
-        weakref.finalize(self, _names.discard, name)  # also if an argument is refused below
-        self.dimension = dimension
-        self.key_type = _dtype("key_type", key_type, ("int64", "int32"))
-        _dtype("dtype", dtype, ("float32",))
+        name = self._name_it(dimension, name or f"sok_dynamic_Variable_{next(_numbers)}", trainable)
+        self.key_type = dtype_of("key_type", key_type, ("int64", "int32"))
+        dtype_of("dtype", dtype, ("float32",))
         if constraint is not None:
             raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
-        self._config = _table_config(name, dimension, initializer, var_type, mode, kwargs)
+        self._start(table_config(name, dimension, initializer, var_type, mode, kwargs))
+
+    def _name_it(self, dimension: int, name: str, trainable: bool) -> str:
+        """Gives the variable a name that no other one has, and returns it."""
+        name = _unique(name)
+        backend.variables.TableVariable.__init__(self, dimension, name, trainable)
+        weakref.finalize(self, _names.discard, name)  # also if an argument is refused later
+        self.dimension = dimension
+        return name
+
+    def _start(self, config: TableConfig, first_rows: np.ndarray | None = None) -> None:
+        """Waits for a table. `first_rows`: of the keys from 0 on, which the table gets when it is made."""
+        self._config, self._first_rows = config, first_rows
         self._tables: _Tables | None = None
         # When changes began to be recorded, and the numbers of these snapshots.
         self._marks: collections.deque[tuple[datetime.datetime, int]] = collections.deque(maxlen=_MAX_MARKS)
@@ -137,6 +146,8 @@ class DynamicVariable(backend.variables.TableVariable):
         """Returns the rows of ids, `indices.shape + (dimension,)`, and inserts those without a row."""
         del name
         indices = self.keys_of(indices)
+        if backend.name != "tensorflow":
+            return _looked_up([self], [((indices,), None, "each", "sum", None)], None, True)[0]
 
         def gradient(upstream: Any) -> Any:
             return backend.variables.merged(indices, upstream, self.dimension)
@@ -184,7 +195,21 @@ class _Tables:
             tables = cls(together)
             for variable in together:
                 variable._tables = tables
+                rows, variable._first_rows = variable._first_rows, None
+                if rows is not None:
+                    variable.table.assign(np.arange(len(rows)), rows)
             _waiting[:] = [one for one in _waiting if one() is not None and one()._tables is None]  # type: ignore[union-attr]
+
+    def present_trigger(self, ids: Any) -> Any:
+        """Returns the present value of the trigger, for a lookup of these ids on JAX or PyTorch."""
+        if backend.name == "jax":
+            if backend.is_tracing(ids):
+                raise ValueError(
+                    "`triggers` must be given in a function that JAX traces, as an argument of the function. Received: triggers=None"
+                )
+            # A loop has values of its own, so the lookup does not depend on its last step.
+            self.core.wait_for_steps()
+        return self.layer.trigger.value
 
     def number_of(self, variable: DynamicVariable) -> int:
         return self._numbers[id(variable)]
@@ -196,11 +221,13 @@ class _Tables:
         weights: list,
         axes: Sequence[str],
         combiners: Sequence[str],
+        padding_keys: Sequence[int | None] | None = None,
     ) -> Callable:
         """Returns a function of the trigger, of whether gradients will come, and of when ids are inserted: it looks up rows."""
+        of_features = zip(variables, weights, axes, combiners, padding_keys or [None] * len(variables), strict=True)
         features = tuple(
-            (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, None)
-            for variable, weight, axis, combiner in zip(variables, weights, axes, combiners, strict=True)
+            (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, padding_key)
+            for variable, weight, axis, combiner, padding_key in of_features
         )
         plan = self.core.plan(features, check_finite=False)
 
@@ -217,18 +244,51 @@ def _read(
     axes: Sequence[str],
     combiners: Sequence[str],
     gradients: list,
+    training: bool = True,
 ) -> list:
-    """Looks up rows, and inserts ids without one. The tables of the variables were made together."""
+    """Looks up rows, and inserts ids without one if `training`. The tables of the variables were made together."""
     tables = variables[0].tables
     lookup = tables.lookup(variables, inputs, weights, axes, combiners)
 
     def rows(trigger: Any) -> list:
-        return list(lookup(trigger, False, Insertion.AT_LOOKUP))
+        return list(lookup(trigger, False, Insertion.AT_LOOKUP if training else Insertion.NEVER))
 
     return backend.variables.read(variables, tables.layer.trigger.value, rows, gradients)
 
 
-def all2all_dense_embedding(param: DynamicVariable | Variable, indices: Any) -> Any:
+def triggers(params: Any) -> list:
+    """Returns the triggers of variables, on JAX and PyTorch: the Keras variables by which tables learn.
+
+    A lookup depends on the trigger of its tables. The gradient of the trigger stands for those of all rows that were looked up, and
+    `OptimizerWrapper` applies it. Variables that were made together have one trigger. A loop gives the optimizer triggers in place of variables.
+
+    On PyTorch a trigger's `value` has the gradient. On JAX `lookup_sparse` takes the values of triggers as an argument, in which a function is
+    differentiated, and `stateless_apply` returns their new values.
+
+    Example:
+
+    >>> import keras, numpy as np, sok_keras as sok
+    >>> v = sok.DynamicVariable(dimension=2, initializer="1", trainable=keras.backend.backend() != "tensorflow")
+    >>> len(sok.triggers(v)) if v.trainable else 1
+    1
+
+    Args:
+        params: A `DynamicVariable` or `Variable`, or a list of them.
+
+    Raises:
+        NotImplementedError: On TensorFlow, where a tape gives the gradients of variables.
+        TypeError: If `params` are no variables of this package.
+    """
+    if backend.name == "tensorflow":
+        raise NotImplementedError(
+            "A `tf.GradientTape` gives the gradients of variables. Received: triggers on TensorFlow"
+        )
+    variables = _as_variables(params)
+    tables = {id(variable.tables): variable.tables for variable in variables}
+    return [one.layer.trigger for one in tables.values()]
+
+
+def all2all_dense_embedding(param: DynamicVariable | Variable, indices: Any, *, triggers: Any = None) -> Any:
     """Looks up ids of any shape, without combining rows.
 
     Example:
@@ -241,6 +301,7 @@ def all2all_dense_embedding(param: DynamicVariable | Variable, indices: Any) -> 
     Args:
         param: The variable. All ranks call it with a `Variable`.
         indices: Ids.
+        triggers: As for `lookup_sparse`.
 
     Returns:
         Rows, `indices.shape + (dimension,)`.
@@ -251,6 +312,10 @@ def all2all_dense_embedding(param: DynamicVariable | Variable, indices: Any) -> 
         InvalidArgumentError: If a `Variable` has no such row; with many ranks a `SokError`, or in a graph an `UnknownError`, on all of them.
     """
     _check_variable(param)
+    if backend.name != "tensorflow":
+        inputs = ((param.keys_of(indices),), None, "each", "sum", None)
+        return _looked_up([param], [inputs], _values_of(triggers, 1)[0], True)[0]
+    _refuse_triggers(triggers)
     if isinstance(param, DynamicVariable):
         return param.sparse_read(indices)
     return static_variables.read(param, keys_of(param, indices))
@@ -264,6 +329,8 @@ def lookup_sparse(
     use_low_frequency_filter: bool = False,
     *,
     hotness: Any = None,
+    triggers: Any = None,
+    training: bool = True,
 ) -> Any:
     """Looks up ids in several variables and combines their rows, as `tf.nn.embedding_lookup_sparse` does for one.
 
@@ -278,30 +345,31 @@ def lookup_sparse(
 
     Args:
         params: A `DynamicVariable` or `Variable`, or a list of them; one may come several times.
-        sp_ids: For each variable ids of two axes, a `tf.SparseTensor` with its values in order, or a `tf.RaggedTensor`.
-        sp_weights: For each variable None, or weights of the form of the ids. They get no gradient. None: all are 1.
+        sp_ids: For each variable ids of two axes. On TensorFlow a `tf.SparseTensor` with its values in order, or a `tf.RaggedTensor`. On JAX and
+            PyTorch a pair of values `(n,)` and row splits `(rows + 1,)`, or dense ids `(rows, hotness)`, of which -1 stands for none.
+        sp_weights: For each variable None, or weights of the form of the ids; for a pair, those of its values. None: all are 1. On TensorFlow they
+            get no gradient.
         combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
         use_low_frequency_filter: Must be False: admission is a policy of layers, `sok_keras.policies.Probability`.
         hotness: Not needed; accepted for programs that were written for SparseOperationKit 1.
+        triggers: On JAX and PyTorch: the values of `triggers(params)`, in their order. A function that JAX traces must be given them. None:
+            their present values.
+        training: Whether ids without a row get one. If not, they answer as those of a table in inference.
 
     Returns:
         A tensor `(rows, dimension)`, or a list of them if `params` is a list. A row without ids is zeros.
 
     Raises:
-        TypeError: If `params` are no variables of this package, or ids are neither sparse nor ragged.
-        ValueError: If the lists are of different lengths, or a combiner or the dtype of ids is another one.
+        TypeError: If `params` are no variables of this package, or ids are of another form.
+        ValueError: If the lists are of different lengths, or a combiner or the dtype of ids is another one. If `triggers` are given on TensorFlow, or
+            not given in a function that JAX traces.
     """
     del hotness
     if use_low_frequency_filter:
         raise ValueError(
             "`use_low_frequency_filter` must be False: layers have `admission=sok_keras.policies.Probability(...)`. Received: True"
         )
-    is_list = isinstance(params, list | tuple)
-    variables = list(params) if is_list else [params]
-    if not variables or not all(isinstance(variable, DynamicVariable | Variable) for variable in variables):
-        raise TypeError(
-            f"`params` must be `sok_keras.DynamicVariable`s or `sok_keras.Variable`s. Received: {params!r:.200}"
-        )
+    is_list, variables = isinstance(params, list | tuple), _as_variables(params)
     given = {"sp_ids": sp_ids, "sp_weights": sp_weights, "combiners": combiners}
     lists = {name: _as_list(name, value, is_list, len(variables)) for name, value in given.items()}
     rows: list = [None] * len(variables)
@@ -309,11 +377,41 @@ def lookup_sparse(
     for number, variable in enumerate(variables):
         tables = variable.tables if isinstance(variable, DynamicVariable) else None
         groups.setdefault(tables, []).append(number)
-    for numbers in groups.values():
+    values = _values_of(triggers, len(groups))
+    if backend.name == "tensorflow":
+        _refuse_triggers(triggers)
+    for numbers, value in zip(groups.values(), values, strict=True):
         chosen = [[values[number] for number in numbers] for values in (variables, *lists.values())]
-        for number, row in zip(numbers, _lookup_together(*chosen), strict=True):
+        of_group = _lookup_together(chosen[0], chosen[1], chosen[2], chosen[3], value, training)
+        for number, row in zip(numbers, of_group, strict=True):
             rows[number] = row
     return rows if is_list else rows[0]
+
+
+def _as_variables(params: Any) -> list:
+    variables = list(params) if isinstance(params, list | tuple) else [params]
+    if not variables or not all(isinstance(variable, DynamicVariable | Variable) for variable in variables):
+        raise TypeError(
+            f"`params` must be `sok_keras.DynamicVariable`s or `sok_keras.Variable`s. Received: {params!r:.200}"
+        )
+    return variables
+
+
+def _values_of(triggers: Any, length: int) -> list:
+    """Returns the value of the trigger of each of so many sets of tables, or None for its present one."""
+    if triggers is None:
+        return [None] * length
+    values = list(triggers) if isinstance(triggers, list | tuple) else [triggers]
+    if len(values) != length:
+        raise ValueError(
+            f"`triggers` must be the values of the {length} triggers of `params`. Received: {len(values)} values"
+        )
+    return [getattr(value, "value", value) for value in values]
+
+
+def _refuse_triggers(triggers: Any) -> None:
+    if triggers is not None:
+        raise ValueError("`triggers` must be None on TensorFlow, where a tape gives the gradients of variables")
 
 
 def _as_list(name: str, value: Any, is_list: bool, length: int) -> list:
@@ -326,21 +424,53 @@ def _as_list(name: str, value: Any, is_list: bool, length: int) -> list:
     return list(value)
 
 
-def _lookup_together(variables: list, ids: list, weights: list, combiners: list) -> list:
+def _lookup_together(variables: list, ids: list, weights: list, combiners: list, trigger: Any, training: bool) -> list:
     bags = [_bags_of(variable, value) for variable, value in zip(variables, ids, strict=True)]
+    names = [combiner_of(value) for value in combiners]
+    if backend.name != "tensorflow":
+        floats = [_same_weights(*pair) for pair in zip(weights, bags, strict=True)]
+        of_bags = zip(bags, floats, names, strict=True)
+        given = [(one.inputs, weight, one.axis, name, one.padding_key) for one, weight, name in of_bags]
+        return _looked_up(variables, given, trigger, training)
     floats = [_flat_weights(*pair) for pair in zip(weights, ids, strict=True)]
-    names = [_combiner(value) for value in combiners]
     if isinstance(variables[0], Variable):
         return static_variables.combined(variables, bags, floats, names)
     gradients = [_gradient_of(*of_one) for of_one in zip(variables, bags, floats, names, strict=True)]
     inputs = [(one.ids, one.row_splits) for one in bags]
-    return _read(variables, inputs, floats, ["ragged"] * len(bags), names, gradients)
+    return _read(variables, inputs, floats, ["ragged"] * len(bags), names, gradients, training)
+
+
+def _looked_up(variables: list, inputs: list, trigger: Any, training: bool) -> list:
+    """Looks up rows of variables whose tables were made together, on JAX and PyTorch.
+
+    Args:
+        variables: The variables.
+        inputs: For each a tuple of tensors, weights or None, the axis, the combiner, and the id that stands for none.
+        trigger: The value of their trigger, or None for its present one.
+        training: Whether ids without a row get one.
+    """
+    tables = variables[0].tables
+    rows: list = [None] * len(variables)
+    if trigger is None:
+        trigger = tables.present_trigger(inputs[0][0][0])
+    for learns in (True, False):
+        chosen = [number for number, variable in enumerate(variables) if variable.trainable == learns]
+        if not chosen:
+            continue
+        tensors, weights, axes, combiners, padding_keys = zip(*(inputs[number] for number in chosen), strict=True)
+        lookup = tables.lookup(
+            [variables[number] for number in chosen], list(tensors), list(weights), axes, combiners, padding_keys
+        )
+        insertion = Insertion.AT_LOOKUP if training else Insertion.NEVER
+        for number, row in zip(chosen, lookup(trigger, learns, insertion), strict=True):
+            rows[number] = row
+    return rows
 
 
 def _bags_of(variable: DynamicVariable | Variable, ids: Any) -> Any:
     bags = backend.variables.bags_of(ids)
     if bags is None:
-        raise TypeError(f"`sp_ids` must be sparse or ragged tensors of two axes. Received: {ids!r:.200}")
+        raise TypeError(f"`sp_ids` must be {_FORMS[backend.name == 'tensorflow']}. Received: {ids!r:.200}")
     keys_of(variable, bags.ids)
     return bags
 
@@ -354,11 +484,16 @@ def _flat_weights(weights: Any, ids: Any) -> Any:
     return keras.ops.cast(ragged.flat_numbers(ids, weights, message), "float32")
 
 
-def _combiner(name: Any) -> str:
-    known = _COMBINERS.get(name.lower() if isinstance(name, str) else "") if name is not None else "mean"
-    if known is None:
-        raise ValueError(f"`combiners` must be of {sorted(_COMBINERS)}. Received: {name!r}")
-    return known
+def _same_weights(weights: Any, bags: Any) -> Any:
+    """Returns weights of the form of ids, on JAX and PyTorch."""
+    if weights is None:
+        return None
+    weights = keras.ops.cast(keras.ops.convert_to_tensor(weights), "float32")
+    if tuple(weights.shape) != tuple(bags.ids.shape):
+        raise ValueError(
+            f"`sp_weights` must have the shape of the ids, {tuple(bags.ids.shape)}. Received: {tuple(weights.shape)}"
+        )
+    return weights
 
 
 def _gradient_of(variable: DynamicVariable, bags: Any, weights: Any, combiner: str) -> Callable:
@@ -389,6 +524,11 @@ def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
 
 
 def _ticket_of(tables: _Tables, given: list) -> Any:
+    if backend.name != "tensorflow":
+        raise TypeError(
+            "On JAX and PyTorch an optimizer takes `sok_keras.triggers(variables)` and their gradients. Received: the variable "
+            f"{given[0][1].name}"
+        )
     for gradient, variable in given:
         if not hasattr(gradient, "indices"):
             raise TypeError(
@@ -419,12 +559,15 @@ def export(var: DynamicVariable | Variable) -> tuple[Any, Any]:
 
     Returns:
         Keys `(n,)`, ascending, of the variable's `key_type`; and rows `(n, dimension)` float32. The keys of a `Variable` are the numbers of its rows.
+        NumPy arrays on JAX without x64, whose arrays do not hold all keys.
     """
     _check_variable(var)
     if isinstance(var, Variable):
         return keras.ops.convert_to_tensor(var.own_ids()), keras.ops.convert_to_tensor(var)
     contents = var.table.export(local=True)
     keys = _of_type(contents.keys, var)
+    if not backend.has_wide_integers():
+        return keys, contents.rows
     return keras.ops.convert_to_tensor(keys), keras.ops.convert_to_tensor(contents.rows)
 
 
@@ -513,74 +656,3 @@ def _check_variable(var: Any) -> None:
         raise TypeError(
             f"`var` must be a `sok_keras.DynamicVariable` or `sok_keras.Variable`. Received: {type(var).__name__}"
         )
-
-
-def _dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    name = value if isinstance(value, str) else getattr(value, "name", repr(value))
-    if name not in allowed:
-        raise ValueError(f"`{argument}` must be one of {', '.join(allowed)}. Received: {argument}={value!r}")
-    return name
-
-
-def _initializer(initializer: Any) -> Any:
-    if not isinstance(initializer, str) and initializer is not None:
-        return keras.initializers.get(initializer)
-    known = {
-        "": keras.initializers.RandomUniform(),
-        "random": keras.initializers.RandomUniform(),
-        "normal": keras.initializers.RandomNormal(stddev=1.0),
-        "uniform": keras.initializers.RandomUniform(0.0, 1.0),
-        "ones": keras.initializers.Constant(1.0),
-        "zeros": keras.initializers.Constant(0.0),
-    }
-    found = known.get(initializer or "")
-    if found is not None:
-        return found
-    try:
-        return keras.initializers.Constant(float(initializer))  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ValueError(
-            f"`initializer` must be one of {sorted(known)[1:]}, a number as a string, or a Keras initializer. Received: "
-            f"initializer={initializer!r}"
-        ) from error
-
-
-def _table_config(
-    name: str, dimension: int, initializer: Any, var_type: str, mode: str | None, options: dict[str, Any]
-) -> TableConfig:
-    if var_type not in ("hbm", "hybrid"):
-        raise ValueError(f'`var_type` must be "hbm" or "hybrid". Received: var_type={var_type!r}')
-    if options.get("filter_ratio", 1.0) != 1.0:
-        raise ValueError(
-            "`filter_ratio` must be 1.0: layers have `admission=sok_keras.policies.Probability(...)`. Received: "
-            f"filter_ratio={options['filter_ratio']!r}"
-        )
-    unknown = sorted(
-        set(options) - {"filter_ratio", "init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT}
-    )
-    if unknown:
-        raise ValueError(f"Options of a variable must be those of HierarchicalKV. Received: {unknown}")
-    ignored = sorted(set(options) & set(_WITHOUT_EFFECT))
-    if ignored:
-        warnings.warn(f"{ignored} have no effect: the memory of rows and index grows with the rows", stacklevel=3)
-    first, most = options.get("init_capacity", 0), options.get("max_capacity")
-    if most is not None and first > most:
-        raise ValueError(
-            f"`init_capacity` must be at most `max_capacity`. Received: init_capacity={first}, max_capacity={most}"
-        )
-    strategy = options.get("evict_strategy", "kLru")
-    if strategy not in ("kLru", "kLfu"):
-        raise ValueError(f'`evict_strategy` must be "kLru" or "kLfu". Received: evict_strategy={strategy!r}')
-    evicts = var_type == "hybrid" and most is not None
-    return TableConfig(
-        name,
-        None,
-        dimension,
-        _initializer(initializer),
-        combiner="sum",
-        initial_capacity=first,
-        max_capacity=most,
-        eviction=("lru" if strategy == "kLru" else "lfu") if evicts else None,
-        storage="host" if var_type == "hybrid" else "auto",
-        placement="distributed" if mode is None else mode,
-    )

@@ -49,8 +49,9 @@ LEVELS = [
     {"dump_handle"},
     {"optimizer", "arrays", "horovod"},
     {"general"},
+    {"fixed_variables"},
     {"variables"},
-    {"static_variables"},
+    {"static_variables", "variable_options"},
     {"layers.distributed_embedding"},
     {"layers.dynamic_embedding"},
     {"layers.base", "preprocessing"},
@@ -64,7 +65,7 @@ LEVELS = [
     {"distributed"},
     {"startup"},
     {"backend"},
-    {"backend.tensorflow", "backend.jax", "backend.torch", "backend.tensorflow_shards", "backend.no_variables"},
+    {"backend.tensorflow", "backend.jax", "backend.torch", "backend.tensorflow_shards", "backend.table_variables"},
     {"backend.tensorflow_variables", "backend.exchange"},
     STATES,
     {"backend.jax_trainer", "backend.torch_sums"},
@@ -161,7 +162,7 @@ def test_native_module_is_imported_in_backend_alone():
     without = {"backend.handles", "backend.insertion", "backend.leaving", *STATES}
     without |= {
         "backend.tensorflow",
-        "backend.no_variables",
+        "backend.table_variables",
         "backend.tensorflow_data",
         "backend.tensorflow_shards",
         "backend.tensorflow_variables",

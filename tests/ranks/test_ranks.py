@@ -128,6 +128,16 @@ def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
         compare(one, of_rank, one.files)
 
 
+@pytest.mark.skipif(keras.backend.backend() == "tensorflow", reason="TensorFlow has variables of its own")
+def test_loops_with_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
+    alone("functional_variables.py", tmp_path)
+    run(2, "functional_variables.py", tmp_path)
+    one, *two = (np.load(tmp_path / f"rank{name}.npz") for name in ("0of1", "0of2", "1of2"))
+    assert len(one.files) == 7
+    for of_rank in two:
+        compare(one, of_rank, one.files)
+
+
 @once_on("tensorflow")
 def test_programs_of_sparse_operation_kits_pages_run(tmp_path):
     pages = Path(__file__).resolve().parents[3] / "shared" / "seeds"

@@ -53,8 +53,8 @@ if name == "tensorflow":
     import sok_keras.backend.tensorflow_shards as shards
     import sok_keras.backend.tensorflow_variables as variables
 else:
-    import sok_keras.backend.no_variables as shards  # type: ignore[no-redef]
-    import sok_keras.backend.no_variables as variables  # type: ignore[no-redef]
+    import sok_keras.backend.table_variables as shards  # type: ignore[no-redef]
+    import sok_keras.backend.table_variables as variables  # type: ignore[no-redef]
 
 
 @functools.cache

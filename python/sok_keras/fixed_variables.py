@@ -1,0 +1,84 @@
+"""Variables with a fixed number of rows on JAX and PyTorch, for training loops instead of Keras layers."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from sok_keras.table_config import TableConfig
+from sok_keras.variables import DynamicVariable
+
+_numbers = itertools.count()
+
+
+class Variable(DynamicVariable):
+    """A variable with a fixed number of rows, which the ranks share: SparseOperationKit's `Variable` on JAX and PyTorch.
+
+    Its rows are in a table of the core, as those of a `DynamicVariable`, and are trained in the same way: the rows of a batch move, unless the
+    `update_mode` of the `OptimizerWrapper` says otherwise. An id that is not the number of a row is an error.
+
+    Example:
+
+    >>> import keras, numpy as np, sok_keras as sok
+    >>> v = sok.Variable(np.arange(4.0).reshape(2, 2))
+    >>> tuple(v.shape)
+    (2, 2)
+
+    Args:
+        initial_value: All rows, `(num_rows, dimension)`, or a function that returns them. Every rank gives the same. None: `shape` and `initializer`
+            are given.
+        trainable: Whether lookups learn.
+        name: Name of the variable, and of its table in dumps.
+        dtype: Must be float32.
+        mode: None or `"distributed"`: the ranks share the rows. `"localized:r"`: rank r has all of them.
+        initializer: A Keras initializer, or a function of `shape` and `dtype` that returns all rows. None: `"uniform"`.
+        shape: `(num_rows, dimension)`, if there is no `initial_value`.
+
+    Raises:
+        ValueError: If an argument is another one.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any = None,
+        trainable: bool = True,
+        *,
+        name: str | None = None,
+        dtype: Any = "float32",
+        mode: str | None = None,
+        initializer: Any = None,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        if keras.backend.standardize_dtype(dtype or "float32") != "float32":
+            raise ValueError(f"`dtype` must be float32. Received: dtype={dtype!r}")
+        if (initial_value is None) == (shape is None):
+            raise ValueError(
+                f"Either `initial_value` or `shape` must be given. Received: initial_value={initial_value!r:.200}, shape={shape!r}"
+            )
+        makes_rows = callable(initializer) and not isinstance(initializer, keras.initializers.Initializer | type)
+        if shape is not None and makes_rows:
+            initial_value, initializer = initializer(shape=tuple(shape), dtype="float32"), None
+        rows = None
+        if initial_value is not None:
+            value = initial_value() if callable(initial_value) else initial_value
+            rows = keras.ops.convert_to_numpy(value).astype("float32")
+            if shape is not None and rows.shape != tuple(shape):
+                raise ValueError(f"`initializer` must return rows {tuple(shape)}. Received: an array {rows.shape}")
+            shape = rows.shape
+        shape = tuple(int(length) for length in shape or ())
+        if len(shape) != 2 or min(shape) < 1:
+            raise ValueError(f"A variable must have two axes, of its rows and of their floats. Received: shape={shape}")
+        name = self._name_it(shape[1], name or f"sok_static_Variable_{next(_numbers)}", trainable)
+        self.shape, self.key_type = shape, "int64"
+        placement = mode or "distributed"
+        config = TableConfig(name, *shape, initializer or "uniform", combiner="sum", placement=placement)
+        self._start(config, rows)
+
+    def __repr__(self) -> str:
+        return f"<sok_keras.Variable {self.name!r} shape={self.shape}>"
+
+    def numpy(self) -> np.ndarray:
+        """Returns all rows of all ranks, float32. With many ranks all call it."""
+        return self.table.find(np.arange(self.shape[0]))[0]

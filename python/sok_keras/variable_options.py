@@ -1,0 +1,90 @@
+"""The options of variables, as SparseOperationKit names them."""
+
+import warnings
+from typing import Any
+
+import keras
+
+from sok_keras.table_config import TableConfig
+
+_COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
+# Options of HierarchicalKV that have no effect here: the memory of a table and its index is the core's.
+_WITHOUT_EFFECT = ("max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu")
+
+
+def combiner_of(name: Any) -> str:
+    known = _COMBINERS.get(name.lower() if isinstance(name, str) else "") if name is not None else "mean"
+    if known is None:
+        raise ValueError(f"`combiners` must be of {sorted(_COMBINERS)}. Received: {name!r}")
+    return known
+
+
+def dtype_of(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    name = value if isinstance(value, str) else getattr(value, "name", repr(value))
+    if name not in allowed:
+        raise ValueError(f"`{argument}` must be one of {', '.join(allowed)}. Received: {argument}={value!r}")
+    return name
+
+
+def initializer_of(initializer: Any) -> Any:
+    if not isinstance(initializer, str) and initializer is not None:
+        return keras.initializers.get(initializer)
+    known = {
+        "": keras.initializers.RandomUniform(),
+        "random": keras.initializers.RandomUniform(),
+        "normal": keras.initializers.RandomNormal(stddev=1.0),
+        "uniform": keras.initializers.RandomUniform(0.0, 1.0),
+        "ones": keras.initializers.Constant(1.0),
+        "zeros": keras.initializers.Constant(0.0),
+    }
+    found = known.get(initializer or "")
+    if found is not None:
+        return found
+    try:
+        return keras.initializers.Constant(float(initializer))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(
+            f"`initializer` must be one of {sorted(known)[1:]}, a number as a string, or a Keras initializer. Received: "
+            f"initializer={initializer!r}"
+        ) from error
+
+
+def table_config(
+    name: str, dimension: int, initializer: Any, var_type: str, mode: str | None, options: dict[str, Any]
+) -> TableConfig:
+    if var_type not in ("hbm", "hybrid"):
+        raise ValueError(f'`var_type` must be "hbm" or "hybrid". Received: var_type={var_type!r}')
+    if options.get("filter_ratio", 1.0) != 1.0:
+        raise ValueError(
+            "`filter_ratio` must be 1.0: layers have `admission=sok_keras.policies.Probability(...)`. Received: "
+            f"filter_ratio={options['filter_ratio']!r}"
+        )
+    unknown = sorted(
+        set(options) - {"filter_ratio", "init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT}
+    )
+    if unknown:
+        raise ValueError(f"Options of a variable must be those of HierarchicalKV. Received: {unknown}")
+    ignored = sorted(set(options) & set(_WITHOUT_EFFECT))
+    if ignored:
+        warnings.warn(f"{ignored} have no effect: the memory of rows and index grows with the rows", stacklevel=3)
+    first, most = options.get("init_capacity", 0), options.get("max_capacity")
+    if most is not None and first > most:
+        raise ValueError(
+            f"`init_capacity` must be at most `max_capacity`. Received: init_capacity={first}, max_capacity={most}"
+        )
+    strategy = options.get("evict_strategy", "kLru")
+    if strategy not in ("kLru", "kLfu"):
+        raise ValueError(f'`evict_strategy` must be "kLru" or "kLfu". Received: evict_strategy={strategy!r}')
+    evicts = var_type == "hybrid" and most is not None
+    return TableConfig(
+        name,
+        None,
+        dimension,
+        initializer_of(initializer),
+        combiner="sum",
+        initial_capacity=first,
+        max_capacity=most,
+        eviction=("lru" if strategy == "kLru" else "lfu") if evicts else None,
+        storage="host" if var_type == "hybrid" else "auto",
+        placement="distributed" if mode is None else mode,
+    )
