@@ -5,8 +5,9 @@ use std::collections::HashSet;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::SystemTime;
 
 use safetensors::Dtype;
@@ -315,26 +316,12 @@ impl<'a> Writer<'a> {
         };
         let layout = table.layout();
         let fields = if options.states { layout.fields() } else { &layout.fields()[..1] };
-        let mut rows = RowsWriter::new(self, entry, fields, layout.width(), options.shard_bytes);
-        let room = rows.chunk_rows.min(rows.left);
-        let mut records = Records {
-            keys: memory::with_capacity(room, BUFFER)?,
-            values: memory::with_capacity(room * layout.width(), BUFFER)?,
-            ..Records::default()
-        };
-        let mut cursor = Some(Cursor::default());
-        while let Some(here) = cursor {
-            records.truncate(0);
-            cursor = match since {
-                None => table.scan(here, rows.chunk_rows, &mut records)?,
-                Some(since) => table.scan_changed(since, here, rows.chunk_rows, &mut records)?,
-            };
-            rows.add(&records)?;
-            if let Some(num_written) = options.num_written {
-                num_written.fetch_add(records.keys.len() as u64, Relaxed);
-            }
-        }
-        let mut entry = rows.finish()?;
+        let rows = RowsWriter::new(self, entry, fields, layout.width(), options.shard_bytes);
+        let max = rows.chunk_rows;
+        let mut entry = rows.add_all(options.num_written, |cursor, records| match since {
+            None => table.scan(cursor, max, records),
+            Some(since) => table.scan_changed(since, cursor, max, records),
+        })?;
         table.free_copy();
         if let Some(sights) = &mut entry.sights {
             sights.files = self.write_sights(&entry.name, &*table.sights()?, options.shard_bytes)?;
@@ -458,6 +445,61 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
             open: None,
             entry,
         }
+    }
+
+    /// Writes all records, and returns the entry with its shards. While a thread encodes and writes some records, the caller reads the next ones.
+    ///
+    /// `scan`: appends the records of a cursor, at most as many as are best added at once, and returns the next cursor. `num_written`: counts records.
+    ///
+    /// # Errors
+    /// The errors of `scan`, of `add` and of `finish`.
+    fn add_all(
+        mut self,
+        num_written: Option<&AtomicU64>,
+        mut scan: impl FnMut(Cursor, &mut Records) -> Result<Option<Cursor>>,
+    ) -> Result<TableEntry> {
+        let room = self.chunk_rows.min(self.left);
+        let width = self.width;
+        let new_buffer = || {
+            let keys = memory::with_capacity(room, BUFFER)?;
+            let values = memory::with_capacity(room * width, BUFFER)?;
+            Ok(Records { keys, values, ..Records::default() })
+        };
+        let (filled, next_filled) = mpsc::sync_channel::<Records>(1);
+        let (added, next_added) = mpsc::channel();
+        let add_each = move || {
+            for records in next_filled {
+                self.add(&records)?;
+                if let Some(num_written) = num_written {
+                    num_written.fetch_add(records.keys.len() as u64, Relaxed);
+                }
+                // The caller may have read all records.
+                let _ = added.send(records);
+            }
+            self.finish()
+        };
+        thread::scope(|scope| {
+            let adding = thread::Builder::new().name("sok-dump-encode".into()).spawn_scoped(scope, add_each);
+            let adding = adding.map_err(|e| Error::State(format!("a dump cannot start a thread: {e}")))?;
+            let mut scan_all = || {
+                let mut cursor = Some(Cursor::default());
+                while let Some(here) = cursor {
+                    let mut records = next_added.try_recv().map_or_else(|_| new_buffer(), Ok)?;
+                    records.truncate(0);
+                    cursor = scan(here, &mut records)?;
+                    if filled.send(records).is_err() {
+                        // The thread has ended with an error.
+                        break;
+                    }
+                }
+                Ok(())
+            };
+            let scanned = scan_all();
+            drop(filled);
+            let panicked = |_| Err(Error::State("a thread that writes a dump has panicked".into()));
+            let entry = adding.join().unwrap_or_else(panicked);
+            scanned.and(entry)
+        })
     }
 
     /// Writes records.
