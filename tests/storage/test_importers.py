@@ -244,6 +244,65 @@ def test_damaged_dumps_of_dynamicemb_are_named(tmp_path):
     assert len(table) == 0
 
 
+# ---- TensorFlow Recommenders Addons
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+@pytest.mark.parametrize("types", [("int64", "float32"), ("int32", "float16"), ("int64", "float64")])
+def test_files_of_tfra_are_read(tmp_path, shards, ranks, types):
+    """Files as its `SaveToFileSystem` writes them: the numbers of keys, and those of rows, shard by shard."""
+    key_dtype, dtype = types
+    keys, rows = np.arange(37) * 5, np.arange(37 * DIM).reshape(37, DIM)
+    parts = [(rank, shard) for rank in range(max(ranks, 1)) for shard in range(shards)]
+    for number, (rank, shard) in enumerate(parts):
+        own = np.arange(37) % len(parts) == number
+        of_rank = f"_rank{rank}_size{ranks}" if ranks else ""
+        stem = tmp_path / f"items-parameter_mht_{shard + 1}of{shards}{of_rank}"
+        keys[own].astype(key_dtype).tofile(f"{stem}-keys")
+        rows[own].astype(dtype).tofile(f"{stem}-values")
+        # States of optimizers, and a variable whose name begins like it.
+        keys.tofile(
+            tmp_path / f"items-parameter_DynamicEmbedding_Adam-shadow_m_mht_{shard + 1}of{shards}{of_rank}-keys"
+        )
+        keys.tofile(tmp_path / f"items-parameter2_mht_{shard + 1}of{shards}{of_rank}-keys")
+    for name in ("items", "items-parameter"):
+        table = make_table()
+        read = sok.importers.tfra(tmp_path, {name: table}, key_dtype=key_dtype, dtype=dtype, progress=False)
+        assert read[name].inserted == 37
+        assert contents_of(table) == as_dict(keys, rows.astype("float32"))
+
+
+def test_damaged_files_of_tfra_are_named(tmp_path):
+    table, (keys, rows) = make_table(), some_rows(4)
+    with pytest.raises(FileNotFoundError, match="must have the keys of all shards of 'items'"):
+        sok.importers.tfra(tmp_path, table, progress=False)
+    keys.tofile(tmp_path / "items_mht_1of2-keys")
+    rows.tofile(tmp_path / "items_mht_1of2-values")
+    with pytest.raises(FileNotFoundError, match=r"Received: \['items_mht_1of2-keys'\]"):
+        sok.importers.tfra(tmp_path, table, progress=False)
+    keys.tofile(tmp_path / "items_mht_2of2-keys")
+    with pytest.raises(FileNotFoundError, match="items_mht_2of2-values"):
+        sok.importers.tfra(tmp_path, table, progress=False)
+    (tmp_path / "items_mht_2of2-values").write_bytes(rows.tobytes()[:-1])
+    with pytest.raises(
+        ValueError, match=r"items_mht_2of2-values must hold rows of 12 bytes .* 11 bytes from byte 36 on"
+    ):
+        sok.importers.tfra(tmp_path, table, progress=False)
+    rows[:3].tofile(tmp_path / "items_mht_2of2-values")
+    with pytest.raises(
+        ValueError, match="must hold 4 rows of 3 numbers of type float32, one for each key of type int64"
+    ):
+        sok.importers.tfra(tmp_path, table, progress=False)
+    keys.tofile(tmp_path / "items_mht_1of1-keys")
+    with pytest.raises(FileNotFoundError, match="that were saved together"):
+        sok.importers.tfra(tmp_path, table, progress=False)
+    for argument in ("key_dtype", "dtype"):
+        with pytest.raises(ValueError, match=f"`{argument}` must be one of"):
+            sok.importers.tfra(tmp_path, table, progress=False, **{argument: "uint8"})
+    assert len(table) == 0
+
+
 # ---- arrays and columns
 
 

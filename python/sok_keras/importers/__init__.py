@@ -8,5 +8,6 @@ from sok_keras.importers.columns import numpy, parquet
 from sok_keras.importers.dynamicemb_dumps import dynamicemb
 from sok_keras.importers.frameworks import keras, torch
 from sok_keras.importers.sok_dumps import sok
+from sok_keras.importers.tfra_files import tfra
 
-__all__ = ["dynamicemb", "keras", "numpy", "parquet", "sok", "torch"]
+__all__ = ["dynamicemb", "keras", "numpy", "parquet", "sok", "tfra", "torch"]
