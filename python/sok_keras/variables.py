@@ -148,11 +148,7 @@ class DynamicVariable(backend.variables.TableVariable):
         indices = self.keys_of(indices)
         if backend.name != "tensorflow":
             return _looked_up([self], [((indices,), None, "each", "sum", None)], None, True)[0]
-
-        def gradient(upstream: Any) -> Any:
-            return backend.variables.merged(indices, upstream, self.dimension)
-
-        return _read([self], [(indices,)], [None], ["each"], ["sum"], [gradient])[0]
+        return _read([self], [(indices,)], [None], ["each"], ["sum"])[0]
 
     def keys_of(self, ids: Any) -> Any:
         """Returns ids as a tensor. Raises a `ValueError` unless they have the type of keys."""
@@ -243,7 +239,6 @@ def _read(
     weights: list,
     axes: Sequence[str],
     combiners: Sequence[str],
-    gradients: list,
     training: bool = True,
 ) -> list:
     """Looks up rows, and inserts ids without one if `training`. The tables of the variables were made together."""
@@ -252,6 +247,9 @@ def _read(
 
     def rows(trigger: Any) -> list:
         return list(lookup(trigger, False, Insertion.AT_LOOKUP if training else Insertion.NEVER))
+
+    def gradients(upstream: list) -> list:
+        return _gradients_of(variables, inputs, weights, combiners, upstream)
 
     return backend.variables.read(variables, tables.layer.trigger.value, rows, gradients)
 
@@ -435,9 +433,8 @@ def _lookup_together(variables: list, ids: list, weights: list, combiners: list,
     floats = [_flat_weights(*pair) for pair in zip(weights, ids, strict=True)]
     if isinstance(variables[0], Variable):
         return static_variables.combined(variables, bags, floats, names)
-    gradients = [_gradient_of(*of_one) for of_one in zip(variables, bags, floats, names, strict=True)]
     inputs = [(one.ids, one.row_splits) for one in bags]
-    return _read(variables, inputs, floats, ["ragged"] * len(bags), names, gradients, training)
+    return _read(variables, inputs, floats, ["ragged"] * len(bags), names, training)
 
 
 def _looked_up(variables: list, inputs: list, trigger: Any, training: bool) -> list:
@@ -496,12 +493,18 @@ def _same_weights(weights: Any, bags: Any) -> Any:
     return weights
 
 
-def _gradient_of(variable: DynamicVariable, bags: Any, weights: Any, combiner: str) -> Callable:
-    def gradient(upstream: Any) -> Any:
-        of_ids = backend.variables.of_ids(upstream, bags, weights, combiner)
-        return backend.variables.merged(bags.ids, of_ids, variable.dimension)
-
-    return gradient
+def _gradients_of(variables: Sequence, inputs: list, weights: list, combiners: Sequence[str], upstream: list) -> list:
+    """Returns the gradient of each variable, of the gradients of the rows that were looked up, on TensorFlow."""
+    of_all = zip(inputs, weights, combiners, upstream, strict=True)
+    if variables[0].tables.core.gpu is not None:
+        # Where the gradients are, TensorFlow's own operations merge them.
+        found = [backend.variables.merged_bags(*of_one) for of_one in of_all]
+    else:
+        found = backend.framework.merge_gradients(list(of_all))
+    return [
+        backend.variables.slices(keys, rows, variable.key_type, variable.dimension)
+        for variable, (keys, rows) in zip(variables, found, strict=True)
+    ]
 
 
 def with_triggers(gradients: list, variables: list) -> tuple[list, list]:

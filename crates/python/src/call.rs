@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
 use sok_core::contract::general::{Gather, Scatter};
 use sok_core::contract::gradients::Keep;
@@ -16,6 +17,9 @@ use sok_core::contract::table::Insertion;
 use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut, num_elements};
 use sok_core::contract::ticket::{RING, TICKET_LEN};
 use sok_core::error::{Error, Result};
+use sok_core::host::key_gradients::{BagGradients, merge_by_key};
+use sok_core::key::Key;
+use sok_core::pool;
 
 use crate::ranks;
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
@@ -222,6 +226,53 @@ pub fn sum_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs, stream: Strea
         }
     }
     Ok(())
+}
+
+/// Sums up the gradients of equal ids of each variable, on the host.
+///
+/// Tensors in: int32 `(n, 2)`, for each variable how its ids were combined (0: not, 1: sum, 2: mean, 3: sqrtn), and whether they have weights. Then
+/// for each its ids, its row splits int64 if ids were combined, its weights if there are some, and the gradients of its rows
+/// float32 `(.., dim)`. Tensors out: the distinct ids of each variable, int64 `(k,)`; then the sums of each, float32 `(k, dim)`.
+pub fn merge_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<()> {
+    let mut inputs = inputs.iter();
+    let forms = take(&mut inputs)?.slice::<i32>()?.as_chunks::<2>().0;
+    let mut of_variables = Vec::with_capacity(forms.len());
+    for &[combined, is_weighted] in forms {
+        let keys = keys_of(take(&mut inputs)?)?;
+        let splits = (combined != 0).then(|| take(&mut inputs)?.slice::<i64>()).transpose()?;
+        let weights = (is_weighted != 0).then(|| take(&mut inputs)?.slice::<f32>()).transpose()?;
+        let gradients = take(&mut inputs)?;
+        let dim = gradients.dims().last().map_or(0, |&dim| dim as usize);
+        let combiner = match combined {
+            2 => Combiner::Mean,
+            3 => Combiner::Sqrtn,
+            _ => Combiner::Sum,
+        };
+        let gradients = gradients.slice()?;
+        of_variables.push(BagGradients { keys, splits, combiner, weights, gradients, dim });
+    }
+    let merged = merge_by_key(&of_variables, &*pool::global()?)?;
+    for (number, (merged, from)) in merged.iter().zip(&of_variables).enumerate() {
+        let (count, dim) = (merged.keys.len() as i64, from.dim as i64);
+        outputs.output(number, DType::I64, &[count])?.slice_mut()?.copy_from_slice(&as_signed(&merged.keys));
+        let mut rows = outputs.output(forms.len() + number, DType::F32, &[count, dim])?;
+        rows.slice_mut()?.copy_from_slice(&merged.rows);
+    }
+    Ok(())
+}
+
+/// The keys of ids.
+fn keys_of(ids: &Tensor) -> Result<Vec<Key>> {
+    Ok(match ids.dtype() {
+        DType::I32 => ids.slice::<i32>()?.iter().map(|&id| i64::from(id) as Key).collect(),
+        DType::U32 => ids.slice::<u32>()?.iter().map(|&id| Key::from(id)).collect(),
+        DType::U64 => ids.slice::<u64>()?.to_vec(),
+        _ => ids.slice::<i64>()?.iter().map(|&id| id as Key).collect(),
+    })
+}
+
+fn as_signed(keys: &[Key]) -> Vec<i64> {
+    keys.iter().map(|&key| key as i64).collect()
 }
 
 /// Tensors in: scalars float32 `(rows, 4)` = learning rate, step (1-based), is_update, factor of each optimizer; what `commit` gave, for its data

@@ -31,7 +31,7 @@ def _late_ops():
     """Does the same for a native module that was imported before. TensorFlow has no public API for that."""
     importlib.import_module(NATIVE).register_tensorflow()
     calls = ("Lookup", "Push", "Commit", "Gather", "Scatter", "Apply", "SumGradients")
-    names = [f"Sok{device}{call}" for device in ("", "Gpu") for call in calls]
+    names = ["SokMergeGradients", *(f"Sok{device}{call}" for device in ("", "Gpu") for call in calls)]
     ops = types.ModuleType("sok_keras_ops")
     exec(op_wrappers(names), ops.__dict__)
     ops._IS_TENSORFLOW_PLUGIN = True  # AutoGraph leaves it as it is
@@ -101,6 +101,25 @@ def _push(op, _, *gradients):
         gradient.set_shape(weight.shape)
     found = iter(weight_gradients)
     return [*(next(found) if tensor.dtype == tf.float32 else None for tensor in tensors), ticket]
+
+
+def merge_gradients(of_variables):
+    """Returns distinct ids of each variable, int64 `(k,)`, and the sums of their gradients, `(k, dim)`. Computed on the host.
+
+    Args:
+        of_variables: For each a tuple of inputs, weights, combiner and gradients, as for `tensorflow_variables.merged_bags`.
+    """
+    forms, tensors = [], []
+    for inputs, weights, combiner, gradients in of_variables:
+        combined = len(inputs) > 1 and 1 + ("sum", "mean", "sqrtn").index(combiner)
+        forms.append([int(combined), int(weights is not None)])
+        tensors += [tensor for tensor in (*inputs, weights, gradients) if tensor is not None]
+    keys, rows = _ops.sok_merge_gradients(forms=np.asarray(forms, "int32"), tensors=tensors, N=len(forms))
+    if not tf.executing_eagerly():
+        for one, row, (*_, gradients) in zip(keys, rows, of_variables, strict=True):
+            one.set_shape((None,))
+            row.set_shape((None, gradients.shape[-1]))
+    return list(zip(keys, rows, strict=True))
 
 
 def commit(tables, is_update, tickets):

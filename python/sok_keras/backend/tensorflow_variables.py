@@ -81,7 +81,7 @@ def read(variables, trigger, rows, gradients):
         variables: `TableVariable`s.
         trigger: The trigger of their tables, which `rows` takes as a tensor.
         rows: A function of the trigger: a tensor for each variable.
-        gradients: For each variable a function of the gradient of its tensor: the `tf.IndexedSlices` of keys and rows.
+        gradients: A function of the gradients of all tensors: a list of the `tf.IndexedSlices` of each variable.
     """
     for variable in variables:
         variable_accessed(variable)
@@ -92,7 +92,7 @@ def read(variables, trigger, rows, gradients):
         del handles
 
         def backward(*upstream):
-            return [of(tf.convert_to_tensor(gradient)) for of, gradient in zip(gradients, upstream, strict=True)]
+            return gradients([tf.convert_to_tensor(gradient) for gradient in upstream])
 
         return rows(value), backward
 
@@ -111,6 +111,27 @@ def merged(ids, gradients, dimension, num_rows=-1):
     keys, places = tf.unique(tf.reshape(ids, [-1]))
     rows = tf.math.unsorted_segment_sum(tf.reshape(gradients, [-1, dimension]), places, tf.size(keys))
     return tf.IndexedSlices(rows, keys, tf.constant([num_rows, dimension], tf.int64))
+
+
+def merged_bags(inputs, weights, combiner, gradients):
+    """Returns distinct ids, each with the sum of its gradients.
+
+    Args:
+        inputs: Ids of any shape, or those of bags `(n,)` and row splits `(rows + 1,)`.
+        weights: Those of the ids, or None.
+        combiner: How the rows of bags were combined.
+        gradients: Those of the rows.
+    """
+    ids, *splits = inputs
+    if splits:
+        gradients = of_ids(gradients, Bags(ids, *splits), weights, combiner)
+    found = merged(ids, gradients, gradients.shape[-1])
+    return found.indices, found.values
+
+
+def slices(keys, rows, key_type, dimension):
+    """The gradient of a variable that grows."""
+    return tf.IndexedSlices(rows, tf.cast(keys, key_type), tf.constant([-1, dimension], tf.int64))
 
 
 def factors_of(bags, weights, combiner, num_rows):

@@ -11,6 +11,7 @@ mod expiry;
 mod features;
 mod find;
 pub mod group;
+pub mod key_gradients;
 mod lookup;
 mod lookup_split;
 mod merge;

@@ -90,7 +90,7 @@ fn api() -> &'static Api {
 // ---- registration ------------------------------------------------------------------------------------------------
 
 struct Op {
-    /// Of the op on tables on the host, and on a GPU.
+    /// Of the op on tables on the host, and on a GPU. An op with one name is for the host alone.
     names: [&'static CStr; 2],
     attrs: &'static [&'static CStr],
     inputs: &'static [&'static CStr],
@@ -99,7 +99,7 @@ struct Op {
 }
 
 /// Stateful, so that TensorFlow neither drops, merges nor reorders them. Tensors come in the order of [`crate::call`].
-const OPS: [Op; 7] = [
+const OPS: [Op; 8] = [
     Op {
         names: [c"SokLookup", c"SokGpuLookup"],
         attrs: &[
@@ -155,6 +155,13 @@ const OPS: [Op; 7] = [
         outputs: &[c"sums: float", c"then: float"],
         create: [create_sum_gradients::<false>, create_sum_gradients::<true>],
     },
+    Op {
+        names: [c"SokMergeGradients"; 2],
+        attrs: &[c"T: list({int32, int64, uint32, uint64, float}) >= 1", c"N: int >= 1"],
+        inputs: &[c"forms: int32", c"tensors: T"],
+        outputs: &[c"keys: N * int64", c"rows: N * float"],
+        create: [create_merge_gradients; 2],
+    },
 ];
 
 /// Registers the ops with the TensorFlow of this process, once. Later calls return the same result.
@@ -193,13 +200,14 @@ fn register_in(library: Object) -> MessageResult<()> {
     let api = API.get_or_init(|| loaded);
     for op in &OPS {
         let [on_host, on_gpu] = op.names;
-        for name in op.names {
-            define(api, op, name)?;
-        }
+        define(api, op, on_host)?;
         for device in [c"CPU", c"GPU"] {
-            add_kernel(api, op, on_host, device)?;
+            add_kernel(api, op, on_host, device, false)?;
         }
-        add_kernel(api, op, on_gpu, c"GPU")?;
+        if on_gpu != on_host {
+            define(api, op, on_gpu)?;
+            add_kernel(api, op, on_gpu, c"GPU", true)?;
+        }
     }
     Ok(())
 }
@@ -253,8 +261,7 @@ fn define(api: &Api, op: &Op, name: &CStr) -> MessageResult<()> {
 /// On a GPU each tensor of ours is asked for in host memory if the tables are there; else the lookup's number alone, so that a push
 /// finds it.
 #[expect(clippy::multiple_unsafe_ops_per_block, reason = "the calls of a builder have one contract")]
-fn add_kernel(api: &Api, op: &Op, name: &CStr, device: &CStr) -> MessageResult<()> {
-    let is_on_gpu = name == op.names[1];
+fn add_kernel(api: &Api, op: &Op, name: &CStr, device: &CStr, is_on_gpu: bool) -> MessageResult<()> {
     let status = Status::new();
     // SAFETY: - every string ends with a zero byte; TensorFlow copies it.
     //         - the callbacks have the types that the C API asks for, and live as long as the process.
@@ -304,6 +311,7 @@ enum Call {
     Scatter { optimizer: i64 },
     Apply { optimizer: i64 },
     SumGradients,
+    MergeGradients,
 }
 
 extern "C" fn create_lookup<const GPU: bool>(construction: Object) -> Object {
@@ -346,6 +354,10 @@ extern "C" fn create_apply<const GPU: bool>(construction: Object) -> Object {
 
 extern "C" fn create_sum_gradients<const GPU: bool>(construction: Object) -> Object {
     create(construction, GPU, |_| Ok(Call::SumGradients))
+}
+
+extern "C" fn create_merge_gradients(construction: Object) -> Object {
+    create(construction, false, |_| Ok(Call::MergeGradients))
 }
 
 fn create(construction: Object, is_on_gpu: bool, read: impl FnOnce(&Attrs) -> Result<Call>) -> Object {
@@ -408,6 +420,7 @@ impl Kernel {
             Call::Scatter { optimizer } => call::scatter(optimizer, &tensors, outputs, stream),
             Call::Apply { optimizer } => call::apply(optimizer, &tensors, outputs, stream),
             Call::SumGradients => call::sum_gradients(&tensors, outputs, stream),
+            Call::MergeGradients => call::merge_gradients(&tensors, outputs),
         }
     }
 }
