@@ -7,10 +7,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from sok_keras import distributed
 from sok_keras.table_config import TableConfig
 from sok_keras.variables import DynamicVariable
 
 _numbers = itertools.count()
+# Rows that a new table gets at once.
+_AT_ONCE = 1 << 20
 
 
 class Variable(DynamicVariable):
@@ -73,8 +76,21 @@ class Variable(DynamicVariable):
         name = self._name_it(shape[1], name or f"sok_static_Variable_{next(_numbers)}", trainable)
         self.shape, self.key_type = shape, "int64"
         placement = mode or "distributed"
-        config = TableConfig(name, *shape, initializer or "uniform", combiner="sum", placement=placement)
-        self._start(config, rows)
+        initializer = keras.initializers.get(initializer or "uniform")
+        config = TableConfig(name, *shape, initializer, combiner="sum", placement=placement)
+        self._first_rows = rows
+        self._start(config)
+
+    def _fill(self) -> None:
+        num_rows = self.shape[0]
+        for start in range(0, num_rows, _AT_ONCE):
+            # The ranks share the work.
+            ids = np.arange(start + distributed.rank(), min(start + _AT_ONCE, num_rows), distributed.world_size())
+            if self._first_rows is None:
+                self.table.find_or_insert(ids)
+            else:
+                self.table.assign(ids, self._first_rows[ids])
+        self._first_rows = None
 
     def __repr__(self) -> str:
         return f"<sok_keras.Variable {self.name!r} shape={self.shape}>"

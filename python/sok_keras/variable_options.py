@@ -4,7 +4,9 @@ import warnings
 from typing import Any
 
 import keras
+import numpy as np
 
+from sok_keras import backend
 from sok_keras.table_config import TableConfig
 
 _COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
@@ -19,8 +21,30 @@ def combiner_of(name: Any) -> str:
     return known
 
 
+def narrowed(ids: Any) -> Any:
+    """Returns ids as int32 where the framework has no wider integers.
+
+    Raises:
+        ValueError: If one of them does not fit.
+    """
+    if backend.has_wide_integers() or not isinstance(ids, np.ndarray | list | tuple):
+        return ids
+    array = np.asarray(ids)
+    if array.dtype not in (np.int64, np.uint64):
+        return ids
+    narrow = array.astype("int32")
+    if (narrow != array).any():
+        raise ValueError(
+            f"Without `JAX_ENABLE_X64=1`, JAX has ids of 32 bits. Received: {array[narrow != array].flat[0]}"
+        )
+    return narrow
+
+
 def dtype_of(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    name = value if isinstance(value, str) else getattr(value, "name", repr(value))
+    try:
+        name = keras.backend.standardize_dtype(value)
+    except ValueError:
+        name = repr(value)
     if name not in allowed:
         raise ValueError(f"`{argument}` must be one of {', '.join(allowed)}. Received: {argument}={value!r}")
     return name

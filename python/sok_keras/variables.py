@@ -15,11 +15,12 @@ import numpy as np
 from sok_keras import backend, distributed, ragged, static_variables
 from sok_keras.backend.insertion import Insertion
 from sok_keras.feature_config import FeatureConfig
+from sok_keras.initializers import core_initializer
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.static_variables import Variable, keys_of
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig
-from sok_keras.variable_options import combiner_of, dtype_of, table_config
+from sok_keras.variable_options import combiner_of, dtype_of, narrowed, table_config
 
 _numbers = itertools.count()
 _FORMS = (
@@ -102,9 +103,13 @@ class DynamicVariable(backend.variables.TableVariable):
         self.dimension = dimension
         return name
 
-    def _start(self, config: TableConfig, first_rows: np.ndarray | None = None) -> None:
-        """Waits for a table. `first_rows`: of the keys from 0 on, which the table gets when it is made."""
-        self._config, self._first_rows = config, first_rows
+    def _fill(self) -> None:
+        """Gives a new table the rows that it has from the start."""
+
+    def _start(self, config: TableConfig) -> None:
+        """Waits for a table. Raises a `ValueError` if the core has no formula for the initializer."""
+        core_initializer(config.initializer, config.embedding_dim, config.vocabulary_size)
+        self._config = config
         self._tables: _Tables | None = None
         # When changes began to be recorded, and the numbers of these snapshots.
         self._marks: collections.deque[tuple[datetime.datetime, int]] = collections.deque(maxlen=_MAX_MARKS)
@@ -114,6 +119,10 @@ class DynamicVariable(backend.variables.TableVariable):
     def tables(self) -> "_Tables":
         """The tables that were made together with that of this variable."""
         if self._tables is None:
+            if backend.name == "jax" and backend.framework.is_in_trace():  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"{self.name} must have been used before a function that JAX traces uses it: call `sok_keras.triggers(variables)` first"
+                )
             with backend.eager_scope():
                 _Tables.make()
         assert self._tables is not None
@@ -152,7 +161,7 @@ class DynamicVariable(backend.variables.TableVariable):
 
     def keys_of(self, ids: Any) -> Any:
         """Returns ids as a tensor. Raises a `ValueError` unless they have the type of keys."""
-        return keys_of(self, ids)
+        return keys_of(self, narrowed(ids))
 
 
 # Variables without tables.
@@ -191,15 +200,14 @@ class _Tables:
             tables = cls(together)
             for variable in together:
                 variable._tables = tables
-                rows, variable._first_rows = variable._first_rows, None
-                if rows is not None:
-                    variable.table.assign(np.arange(len(rows)), rows)
             _waiting[:] = [one for one in _waiting if one() is not None and one()._tables is None]  # type: ignore[union-attr]
+            for variable in together:
+                variable._fill()
 
-    def present_trigger(self, ids: Any) -> Any:
-        """Returns the present value of the trigger, for a lookup of these ids on JAX or PyTorch."""
+    def present_trigger(self) -> Any:
+        """Returns the present value of the trigger, on JAX or PyTorch."""
         if backend.name == "jax":
-            if backend.is_tracing(ids):
+            if backend.framework.is_in_trace():  # type: ignore[attr-defined]
                 raise ValueError(
                     "`triggers` must be given in a function that JAX traces, as an argument of the function. Received: triggers=None"
                 )
@@ -344,9 +352,9 @@ def lookup_sparse(
     Args:
         params: A `DynamicVariable` or `Variable`, or a list of them; one may come several times.
         sp_ids: For each variable ids of two axes. On TensorFlow a `tf.SparseTensor` with its values in order, or a `tf.RaggedTensor`. On JAX and
-            PyTorch a pair of values `(n,)` and row splits `(rows + 1,)`, or dense ids `(rows, hotness)`, of which -1 stands for none.
-        sp_weights: For each variable None, or weights of the form of the ids; for a pair, those of its values. None: all are 1. On TensorFlow they
-            get no gradient.
+            PyTorch a pair of values `(n,)` and row splits `(rows + 1,)`, int32 or int64, or dense ids `(rows, hotness)`, of which -1 stands for none.
+        sp_weights: For each variable None, or weights of the form of the ids; for a pair, those of its values. None: all are 1. They have
+            gradients on JAX and PyTorch, if the variable is trainable.
         combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
         use_low_frequency_filter: Must be False: admission is a policy of layers, `sok_keras.policies.Probability`.
         hotness: Not needed; accepted for programs that were written for SparseOperationKit 1.
@@ -449,7 +457,7 @@ def _looked_up(variables: list, inputs: list, trigger: Any, training: bool) -> l
     tables = variables[0].tables
     rows: list = [None] * len(variables)
     if trigger is None:
-        trigger = tables.present_trigger(inputs[0][0][0])
+        trigger = tables.present_trigger()
     for learns in (True, False):
         chosen = [number for number, variable in enumerate(variables) if variable.trainable == learns]
         if not chosen:
@@ -465,6 +473,8 @@ def _looked_up(variables: list, inputs: list, trigger: Any, training: bool) -> l
 
 
 def _bags_of(variable: DynamicVariable | Variable, ids: Any) -> Any:
+    if not backend.has_wide_integers():
+        ids = tuple(map(narrowed, ids)) if isinstance(ids, tuple | list) else narrowed(ids)
     bags = backend.variables.bags_of(ids)
     if bags is None:
         raise TypeError(f"`sp_ids` must be {_FORMS[backend.name == 'tensorflow']}. Received: {ids!r:.200}")

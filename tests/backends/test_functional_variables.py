@@ -1,5 +1,7 @@
 """Variables in training loops without Keras layers, on JAX and PyTorch."""
 
+import copy
+import pickle
 import re
 from pathlib import Path
 
@@ -196,8 +198,46 @@ def test_a_jitted_step_is_a_pure_function_of_triggers():
     # Without triggers, a lookup waits for the steps that were started.
     np.testing.assert_array_equal(sok.lookup_sparse(v, array([[4], [0]]), combiners="sum"), np.full((2, DIM), -1.0))
     assert len(traces) == 1 and v.table.stats().size == 6
-    with pytest.raises(ValueError, match="`triggers` must be given in a function that JAX traces"):
+    untraced = array([[1]])
+    for function in (
+        jax.jit(lambda x: x * sok.lookup_sparse(v, untraced)),
+        jax.grad(lambda x: x * sok.lookup_sparse(v, untraced).sum()),
+    ):
+        with pytest.raises(ValueError, match="`triggers` must be given in a function that JAX traces"):
+            function(1.0)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a function of JAX")
+def test_a_variable_is_first_used_outside_of_traces():
+    v = sok.DynamicVariable(dimension=DIM, initializer="2")
+    with pytest.raises(ValueError, match="must have been used before a function that JAX traces uses it"):
         jax.jit(lambda ids: sok.lookup_sparse(v, ids))(array([[1]]))
+    np.testing.assert_array_equal(sok.lookup_sparse(v, array([[1]])), np.full((1, DIM), 2.0))
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="frameworks other than JAX have integers of 64 bits")
+def test_ids_that_jax_would_cut_are_refused():
+    v = sok.DynamicVariable(dimension=DIM, initializer="0")
+    assert sok.lookup_sparse(v, np.array([[1, -1], [2, 3]])).shape == (2, DIM)
+    for look_up in (sok.lookup_sparse, sok.all2all_dense_embedding):
+        with pytest.raises(ValueError, match="JAX has ids of 32 bits. Received: 1099511627783"):
+            look_up(v, np.array([[1, 2**40 + 7]]))
+    with pytest.raises(ValueError, match="JAX has ids of 32 bits. Received: 4294967305"):
+        sok.lookup_sparse(v, (np.array([1, 2**32 + 9]), np.array([0, 2])))
+    assert v.table.keys().tolist() == [1, 2, 3]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a mode of PyTorch")
+def test_a_variable_that_inference_has_used_first_can_be_trained():
+    v = sok.DynamicVariable(dimension=DIM, initializer="1")
+    with torch.inference_mode():
+        sok.lookup_sparse(v, array([[1]]))
+    step(
+        [v],
+        sok.OptimizerWrapper(keras.optimizers.SGD(RATE)),
+        lambda values: sok.lookup_sparse(v, torch.tensor([[1]])).sum(),
+    )
+    np.testing.assert_array_equal(v.table.find([1])[0], [[1.0 - RATE] * DIM])
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a loop of PyTorch")
@@ -253,6 +293,9 @@ def test_a_variable_of_a_fixed_size():
         v.table.find([0])
         sok.lookup_sparse(v, array([[0]]))
     shaped = sok.Variable(shape=(4, 2), initializer=keras.initializers.Constant(3.0))
+    keys, contents = sok.export(shaped)
+    assert keras.ops.convert_to_numpy(keys).tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(shaped.numpy(), keras.ops.convert_to_numpy(contents))
     np.testing.assert_array_equal(shaped.numpy(), np.full((4, 2), 3.0))
     made = sok.Variable(shape=(2, 2), initializer=lambda shape, dtype: np.ones(shape, dtype))
     np.testing.assert_array_equal(made.numpy(), np.ones((2, 2)))
@@ -279,7 +322,16 @@ def test_the_program_of_the_page_runs(capsys):
 
 def test_wrong_arguments():
     v = sok.DynamicVariable(dimension=2)
-    for wrong in (array([1, 2]), (array([1]),), [1, 2], (array([[1]]), array([0, 1])), "ids", None):
+    for made in (v, sok.Variable([[1.0]])):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(NotImplementedError, match="has its rows in a table"):
+                copied(made)
+    for initializer in (keras.initializers.Orthogonal(), keras.initializers.HeNormal()):
+        with pytest.raises(ValueError, match="initializer"):
+            sok.DynamicVariable(dimension=2, initializer=initializer)
+    assert sok.DynamicVariable(2, key_type=np.int32, dtype=np.float32).key_type == "int32"
+    splits = (array([1, 2]), array([0.0, 2.0], "float32")), (array([1, 2]), array([]))
+    for wrong in (array([1, 2]), (array([1]),), [1, 2], (array([[1]]), array([0, 1])), *splits, "ids", None):
         with pytest.raises(TypeError, match="`sp_ids` must be pairs of values and row splits, or dense ids"):
             sok.lookup_sparse(v, wrong)
     with pytest.raises(ValueError, match=r"`sp_weights` must have the shape of the ids, \(1, 2\). Received: \(2,\)"):

@@ -212,6 +212,23 @@ def test_the_function_that_is_traced_knows_its_values():
 
 
 @of_backend["jax"]
+def test_a_trace_is_known_also_where_arguments_are_concrete():
+    """Else a lookup in a function that JAX differentiates would leave its gradients out."""
+    import jax
+
+    from sok_keras.backend import private_jax
+
+    found = []
+
+    def ask(x):
+        found.append(private_jax.trace_state_clean())
+        return x
+
+    ask(1.0), jax.grad(ask)(1.0), jax.jit(ask)(1.0)
+    assert found == [True, False, False]
+
+
+@of_backend["jax"]
 def test_the_group_of_jax_is_known():
     """Else ranks of `jax.distributed` could not tell their address without computing, which takes a GPU."""
     from sok_keras.backend import private_jax

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import re
 import runpy
-import time
 
 import keras
 import numpy as np
@@ -41,14 +40,11 @@ def medium():
 
 
 @pytest.mark.parametrize("optimizer, on_host", [("adagrad", False), ("adam", True)])
-def test_a_large_set_of_tables_is_planned_in_seconds(optimizer, on_host):
+def test_a_large_set_of_tables_is_planned(optimizer, on_host):
     tables, constraints = medium()
     topology = Topology(8, dataclasses.replace(H100, memory=80 * GIB))
-    start = time.monotonic()
     plan = ShardingPlanner(topology, 8192, constraints, optimizer).plan(tables)
     report = plan.explain()
-    # It takes 0.2 s.
-    assert time.monotonic() - start < 5
     assert len(plan) == 311 and ("host" in {option.storage for option in plan.values()}) == on_host
     for rank in range(8):
         on_device, of_host = plan.rank_bytes(rank)

@@ -258,15 +258,15 @@ def test_files_of_tfra_are_read(tmp_path, shards, ranks, types):
     for number, (rank, shard) in enumerate(parts):
         own = np.arange(37) % len(parts) == number
         of_rank = f"_rank{rank}_size{ranks}" if ranks else ""
-        stem = tmp_path / f"items-parameter_mht_{shard + 1}of{shards}{of_rank}"
+        stem = tmp_path / f"model_items-parameter_mht_{shard + 1}of{shards}{of_rank}"
         keys[own].astype(key_dtype).tofile(f"{stem}-keys")
         rows[own].astype(dtype).tofile(f"{stem}-values")
         # States of optimizers, and a variable whose name begins like it.
         keys.tofile(
-            tmp_path / f"items-parameter_DynamicEmbedding_Adam-shadow_m_mht_{shard + 1}of{shards}{of_rank}-keys"
+            tmp_path / f"model_items-parameter_DynamicEmbedding_Adam-shadow_m_mht_{shard + 1}of{shards}{of_rank}-keys"
         )
-        keys.tofile(tmp_path / f"items-parameter2_mht_{shard + 1}of{shards}{of_rank}-keys")
-    for name in ("items", "items-parameter"):
+        keys.tofile(tmp_path / f"model_items-parameter2_mht_{shard + 1}of{shards}{of_rank}-keys")
+    for name in ("model/items", "model/items-parameter"):
         table = make_table()
         read = sok.importers.tfra(tmp_path, {name: table}, key_dtype=key_dtype, dtype=dtype, progress=False)
         assert read[name].inserted == 37

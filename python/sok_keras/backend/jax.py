@@ -20,7 +20,7 @@ from sok_keras import _native
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.jax_trainer import chosen_updates, guard_trainer, traced_scope
 from sok_keras.backend.leaving import note_thread, watch_exit
-from sok_keras.backend.private_jax import backends_are_initialized, is_traced_now
+from sok_keras.backend.private_jax import backends_are_initialized, is_traced_now, trace_state_clean
 
 _process = os.getpid()
 
@@ -263,6 +263,11 @@ def is_compiling():
 def is_tracing(value):
     """Whether what is called now becomes a graph."""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_in_trace():
+    """Whether JAX traces or differentiates what is called now, also if its arguments are concrete."""
+    return not trace_state_clean()
 
 
 def has_wide_integers():

@@ -17,6 +17,15 @@ class TableVariable:
         self.trainable = trainable
         self.shape = (None, dimension)
 
+    def _refuse(self, *arguments):
+        """Stands for copies, which would share the rows."""
+        del arguments
+        raise NotImplementedError(
+            f"{self.name} has its rows in a table. Save them by `sok_keras.dump(path, [variable])`"
+        )
+
+    __copy__ = __deepcopy__ = __reduce__ = __reduce_ex__ = _refuse
+
 
 class ShardVariable:
     """Refuses to be made: `sok_keras.Variable` has its rows in a table here."""
@@ -54,7 +63,10 @@ def bags_of(ids):
     """Returns the `Bags` of dense ids `(rows, hotness)`, or of a pair of values `(n,)` and row splits `(rows + 1,)`; None for anything else."""
     if isinstance(ids, tuple | list) and len(ids) == 2 and all(hasattr(part, "shape") for part in ids):
         values, row_splits = map(keras.ops.convert_to_tensor, ids)
-        return Bags(values, row_splits) if len(values.shape) == len(row_splits.shape) == 1 else None
+        are_splits = (
+            keras.backend.standardize_dtype(row_splits.dtype) in ("int32", "int64") and 0 not in row_splits.shape
+        )
+        return Bags(values, row_splits) if are_splits and len(values.shape) == len(row_splits.shape) == 1 else None
     if isinstance(ids, tuple | list) or not hasattr(ids, "shape") or len(ids.shape) != 2:
         return None
     return Bags(keras.ops.convert_to_tensor(ids), None)

@@ -357,8 +357,8 @@ def after(done, gradients):
 
 
 def eager_scope():
-    """A scope in which assignments happen now, also while a step is traced."""
-    return contextlib.nullcontext()
+    """A scope in which assignments happen now, also while a step is traced. What it makes can be trained."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def wait(trigger):

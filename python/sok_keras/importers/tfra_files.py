@@ -28,7 +28,7 @@ def tfra(
     Args:
         path: The folder, such as `TFRADynamicEmbedding` beside the variables of a model.
         tables: As for `sok_keras.importers.sok`; names are those of the variables, such as `"items-parameter"` of a Keras layer `items`. A name
-            without `-parameter` finds these files, too.
+            without `-parameter` finds these files, too. A slash of a name is an underscore in those of files.
         key_dtype: Type of the keys, `"int64"` or `"int32"`. The files do not say it.
         dtype: Type of the rows, `"float32"`, `"float16"` or `"float64"`.
         progress: Whether a progress bar is shown.
@@ -75,7 +75,8 @@ def _files_of_keys(folder: Path, name: str) -> list[Path]:
     """Returns the file of each shard of each process."""
     found: dict[tuple[int, int], Path] = {}
     sizes = set()
-    for stem in (name, f"{name}-parameter"):
+    base = name.replace("/", "_")
+    for stem in (base, f"{base}-parameter"):
         for file in sorted(folder.glob("*-keys")):
             ending = _ENDING.fullmatch(file.name[len(stem) :]) if file.name.startswith(stem) else None
             if ending is not None:

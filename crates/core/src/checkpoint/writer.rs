@@ -482,9 +482,18 @@ impl<'w, 'a> RowsWriter<'w, 'a> {
             let adding = thread::Builder::new().name("sok-dump-encode".into()).spawn_scoped(scope, add_each);
             let adding = adding.map_err(|e| Error::State(format!("a dump cannot start a thread: {e}")))?;
             let mut scan_all = || {
-                let mut cursor = Some(Cursor::default());
+                let (mut cursor, mut has_buffer) = (Some(Cursor::default()), false);
                 while let Some(here) = cursor {
-                    let mut records = next_added.try_recv().map_or_else(|_| new_buffer(), Ok)?;
+                    let mut records = match next_added.try_recv() {
+                        Ok(records) => records,
+                        Err(_) => match (new_buffer(), has_buffer) {
+                            (Ok(records), _) => records,
+                            // Without memory for another buffer, the thread gives one back.
+                            (Err(error), true) => next_added.recv().map_err(|_| error)?,
+                            (Err(error), false) => return Err(error),
+                        },
+                    };
+                    has_buffer = true;
                     records.truncate(0);
                     cursor = scan(here, &mut records)?;
                     if filled.send(records).is_err() {
