@@ -236,6 +236,8 @@ class _Tables:
         plan = self.core.plan(features, check_finite=False)
 
         def call(trigger: Any, learns: bool, insertion: Insertion) -> list:
+            if learns and backend.is_tracing(inputs[0][0]) and not backend.is_compiling():
+                self.core.note_traced_call(plan, inputs)
             return backend.lookup(plan, trigger, learns, inputs, weights, insertion)
 
         return call
