@@ -66,6 +66,8 @@ class Core:
         self.trigger = Trigger(self.names)
         # Kept alive here: under JAX a step may still run when the user drops the optimizer.
         self.optimizer = None
+        # Names of the tables that no step may change, beside others that are trained.
+        self.frozen = []
         self._plans = {}
         # Most floats in the rows of a traced call so far, counting equal ids; None if a call did not tell.
         self.most_floats = 0

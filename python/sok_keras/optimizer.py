@@ -219,6 +219,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         triggers = [v for v in variables if _core_of(v) is not None]
         updates = [self.update_for(trigger) for trigger in triggers]
         cores = [_core_of(trigger) for trigger in triggers]
+        frozen = [name for core in cores for name in core.frozen]
+        if frozen and self.update_mode != "local" and any(json.loads(update)["weight_decay"] for update in updates):
+            raise ValueError(
+                f"`update_mode={self.update_mode!r}` with weight decay moves all rows of a layer, so its tables must be trainable. Put others into a "
+                f"layer with `trainable=False`. Received: tables {frozen} with `trainable=False`"
+            )
         with backend.eager_scope():
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way

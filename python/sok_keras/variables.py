@@ -1,6 +1,7 @@
 """Embedding variables as SparseOperationKit has them, for training loops instead of Keras layers."""
 
 import collections
+import dataclasses
 import datetime
 import itertools
 import operator
@@ -109,7 +110,7 @@ class DynamicVariable(backend.variables.TableVariable):
     def _start(self, config: TableConfig) -> None:
         """Waits for a table. Raises a `ValueError` if the core has no formula for the initializer."""
         core_initializer(config.initializer, config.embedding_dim, config.vocabulary_size)
-        self._config = config
+        self._config = dataclasses.replace(config, trainable=bool(self.trainable))
         self._tables: _Tables | None = None
         # When changes began to be recorded, and the numbers of these snapshots.
         self._marks: collections.deque[tuple[datetime.datetime, int]] = collections.deque(maxlen=_MAX_MARKS)

@@ -305,3 +305,21 @@ def threads(request):
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_gradients_give_the_same_bits_on_every_backend_and_number_of_threads(size, threads):
     assert trained_digest(*SIZES[size]) == DIGESTS[size]
+
+
+@pytest.mark.parametrize("mode", ["global", "lazy_global"])
+def test_weight_decay_of_all_rows_refuses_frozen_tables(mode):
+    """A step would change their rows, which no gradient asks for."""
+
+    def layer(*trainable):
+        tables = [sok.TableConfig(f"t{n}", None, 2, combiner="sum", trainable=one) for n, one in enumerate(trainable)]
+        made = sok.DistributedEmbedding([sok.FeatureConfig(table.name, table) for table in tables])
+        made.build()
+        return made
+
+    decays = keras.optimizers.AdamW(0.1, weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"its tables must be trainable.*Received: tables \['t1'\] with"):
+        sok.OptimizerWrapper(decays, update_mode=mode).build(layer(True, False).trainable_variables)
+    sok.OptimizerWrapper("adamw", update_mode=mode).build(layer(True, True).trainable_variables)
+    sok.OptimizerWrapper("adam", update_mode=mode).build(layer(True, False).trainable_variables)
+    sok.OptimizerWrapper("adamw").build(layer(True, False).trainable_variables)

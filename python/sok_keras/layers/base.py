@@ -128,6 +128,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
             # 0 is the model's.
             config["optimizer"] = 1 + optimizers.index(table.optimizer) if table.optimizer is not None else 0
         self._core = Core(configs, storages.pop(), optimizers)
+        self._core.frozen = [table.name for table in tables if not table.trainable]
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # tables have no input shape
