@@ -407,7 +407,7 @@ __device__ __forceinline__ u32 erase_key(const Index& index, u64 key) {
   return record;
 }
 
-// Erases the keys of the lanes that are `on`, each from one bucket, as far as they are there. Returns whether the lane's key was there. Four lanes
+// Erases keys from buckets. Each lane that is `on` has a key, and a bucket that may contain it. Returns whether the bucket contained it. Four lanes
 // read a line together, as in `probe`. No other thread erases these keys, and only erasures may run in the launch. All lanes of a warp must
 // call this.
 __device__ __forceinline__ bool erase_from(const Index& index, u32 bucket, u64 key, bool on) {

@@ -15,16 +15,16 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) clear_index(Index in
   index.buckets[at] = bucket;
 }
 
-// Notes that a record is used in the step in progress, if its score is the step of its last use.
-__device__ __forceinline__ void note_use(const Table& t, u32 record) {
+// Makes the step in progress the score of a record, if the table's scores are steps.
+__device__ __forceinline__ void score_use(const Table& t, u32 record) {
   if (!t.scores || t.scoring != STEPS || record == NO_RECORD) return;
   t.scores[record] = t.progress->step;
 }
 
-// Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit. With `notes`,
-// calls `note_use` for each record.
+// Finds the record numbers of keys. With `inserts`, a key without a record gets one, whose number is returned with the NEW bit. With `scores`,
+// `score_use` is called for each record.
 extern "C" __global__ void __launch_bounds__(FIND_THREADS, 16) look_up(
-    Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, u32 notes, Overflow overflow) {
+    Table t, const u64* __restrict__ keys, u32* __restrict__ records, u32 n, u32 inserts, u32 scores, Overflow overflow) {
   begin();
   __shared__ LaneList lists[FIND_THREADS / WARP];
   const u32 i = blockIdx.x * FIND_THREADS + threadIdx.x;
@@ -33,12 +33,12 @@ extern "C" __global__ void __launch_bounds__(FIND_THREADS, 16) look_up(
       find_or_insert(t, i < n, inserts, i < n ? load_once(keys + i) : 0, i, overflow, lists[threadIdx.x / WARP], is_new);
   if (i >= n) return;
   records[i] = is_new ? record | NEW : record;
-  if (notes) note_use(t, record);
+  if (scores) score_use(t, record);
 }
 
 // Inserts the keys for which `look_up` found no room. Returns NEW alone for a key that finds no room even so.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 4) settle_keys(
-    Table t, const u64* keys, u32* records, u32 notes, Overflow overflow) {
+    Table t, const u64* keys, u32* records, u32 scores, Overflow overflow) {
   begin();
   const LaneGroup<MOVERS> group;
   if (group.number == group.PER_WARP) return;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 4) settle_keys(
     const u32 at = overflow.ids[k], record = find_room(t, group, keys[at]);
     if (!group.leads()) continue;
     records[at] = record | NEW;
-    if (notes) note_use(t, record);
+    if (scores) score_use(t, record);
   }
 }
 

@@ -254,7 +254,8 @@ pub fn merge_gradients(inputs: &[Tensor], outputs: &mut dyn Outputs) -> Result<(
     let merged = merge_by_key(&of_variables, &*pool::global()?)?;
     for (number, (merged, from)) in merged.iter().zip(&of_variables).enumerate() {
         let (count, dim) = (merged.keys.len() as i64, from.dim as i64);
-        outputs.output(number, DType::I64, &[count])?.slice_mut()?.copy_from_slice(&as_signed(&merged.keys));
+        let mut keys = outputs.output(number, DType::I64, &[count])?;
+        keys.slice_mut::<i64>()?.iter_mut().zip(&merged.keys).for_each(|(to, &key)| *to = key as i64);
         let mut rows = outputs.output(forms.len() + number, DType::F32, &[count, dim])?;
         rows.slice_mut()?.copy_from_slice(&merged.rows);
     }
@@ -269,10 +270,6 @@ fn keys_of(ids: &Tensor) -> Result<Vec<Key>> {
         DType::U64 => ids.slice::<u64>()?.to_vec(),
         _ => ids.slice::<i64>()?.iter().map(|&id| id as Key).collect(),
     })
-}
-
-fn as_signed(keys: &[Key]) -> Vec<i64> {
-    keys.iter().map(|&key| key as i64).collect()
 }
 
 /// Tensors in: scalars float32 `(rows, 4)` = learning rate, step (1-based), is_update, factor of each optimizer; what `commit` gave, for its data

@@ -66,7 +66,7 @@ impl RawRecords<'_> {
     /// Returns the records.
     ///
     /// # Errors
-    /// [`Error::Memory`](crate::Error::Memory), and those of the pool.
+    /// [`Error::Memory`](crate::Error::Memory), and the errors of [`pool::global`].
     pub fn decode(&self) -> Result<Records> {
         let (mut records, width) = (Records::default(), self.first.len());
         let rows = self.bytes[0].len() / KEY_BYTES;
@@ -82,9 +82,7 @@ impl RawRecords<'_> {
         }
         Ok(records)
     }
-}
 
-impl RawRecords<'_> {
     /// Reads the values of records from record `start` on.
     fn read_values(&self, start: usize, values: &mut [f32]) {
         let fields = self.fields.iter().zip(types(self.row_type)).zip(&self.bytes[1..]);

@@ -119,20 +119,6 @@ structs! {
         pub pad: u32,
     }
 
-    /// The record of a key without a row that a lookup of training has met.
-    #[repr(align(16))]
-    pub struct Candidate {
-        /// Number of sights in earlier steps.
-        pub sights: u32,
-        /// Number of sights in the commit in progress; 0 otherwise.
-        pub more: u32,
-        /// Record number that the key has got in the last commit that saw it, or `NO_RECORD`.
-        pub record: u32,
-        pub pad: u32,
-        pub key: u64,
-        pub pad1: u64,
-    }
-
     /// Descriptor of a table.
     pub struct Table {
         pub index: Index,

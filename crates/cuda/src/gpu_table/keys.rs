@@ -25,6 +25,16 @@ impl Room {
     }
 }
 
+/// What a lookup of keys does beside finding their records.
+#[derive(Clone, Copy, PartialEq)]
+enum LookUp {
+    Find,
+    /// Keys without a record get one.
+    Insert,
+    /// The same. In a table whose scores are steps, the score of each record becomes the step in progress.
+    InsertAndScore,
+}
+
 impl GpuTable {
     /// Returns the record numbers of keys; 0 for a key without a record. With `insert`, keys without a record get one, and its
     /// number is returned with the `NEW` bit. `NEW` alone: the index has no slot for the key.
@@ -32,15 +42,15 @@ impl GpuTable {
         room.keys.write(0, keys)?;
         room.overflow.write(0, &[0])?;
         let (at, records, overflow) = (room.keys.address(), room.records.address(), room.overflow.address());
+        let look_up = if insert { LookUp::Insert } else { LookUp::Find };
         // SAFETY: The room has memory for all keys, and the call below waits.
-        unsafe { self.launch_look_up(at, records, keys.len(), [insert, false], overflow, WAITING) }?;
+        unsafe { self.launch_look_up(at, records, keys.len(), look_up, overflow, WAITING) }?;
         self.device.synchronize()?;
         room.records.read(0, keys.len())
     }
 
     /// Enqueues a lookup of `n` keys. `keys`: `(n,)` u64. `records`: takes the record numbers, `(n,)` u32, as `look_up` returns
-    /// them. `options`: whether it inserts, and whether it notes the use of each record, if scores are steps; no changes are noted. `overflow`: a word with
-    /// the value 0, and room for a word for each key.
+    /// them. `overflow`: a word with the value 0, and room for a word for each key.
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
@@ -52,12 +62,14 @@ impl GpuTable {
         keys: u64,
         records: u64,
         n: usize,
-        options: [bool; 2],
+        how: LookUp,
         overflow: u64,
         stream: Stream,
     ) -> Result<()> {
         let [look_up, settle] = self.device.kernels(&TABLE, ["look_up", "settle_keys"])?;
-        let (table, count, [inserts, notes]) = (self.alone(), n as u32, options.map(u32::from));
+        let (table, count) = (self.alone(), n as u32);
+        let inserts = u32::from(how != LookUp::Find);
+        let scores = u32::from(how == LookUp::InsertAndScore);
         let overflow = Overflow { count: overflow, ids: overflow + 4 };
         let blocks = n.div_ceil(FIND_THREADS);
         // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
@@ -72,7 +84,7 @@ impl GpuTable {
                 records,
                 count,
                 inserts,
-                notes,
+                scores,
                 overflow
             )
         }?;
@@ -80,7 +92,7 @@ impl GpuTable {
             let blocks = 4 * self.device.multiprocessors;
             // SAFETY: The arguments have the types of the kernel's parameters. Table or caller keep the memory that they point to.
             unsafe {
-                launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, notes, overflow)
+                launch_next!(settle, stream, blocks, TABLE_THREADS, table, keys, records, scores, overflow)
             }?;
         }
         Ok(())
@@ -130,6 +142,7 @@ impl GpuTable {
         let exceeds = fills(self);
         // While keys are inserted, a thread may meet a record whose first score and change are not written yet.
         let counts_later = self.counts_ids() || self.changes.is_some();
+        let how = if counts_later { LookUp::Insert } else { LookUp::InsertAndScore };
         self.expect(ids);
         let used = UsedRecords { address: records, count: n };
         let planned = if exceeds { self.plan_sweep(0, ids, 0, used, None, None)? } else { None };
@@ -138,7 +151,7 @@ impl GpuTable {
             evictor.sweep_memory.prepare(&device, planned, stream)?;
         }
         // SAFETY: The caller guarantees it.
-        unsafe { self.launch_look_up(keys, records, n, [true, !counts_later], overflow, stream) }?;
+        unsafe { self.launch_look_up(keys, records, n, how, overflow, stream) }?;
         if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
             evictor.sweep_memory.sweep(&device, planned, |_| (), stream)?;
         }
