@@ -9,6 +9,7 @@ import numpy as np
 
 from sok_keras import distributed
 from sok_keras.table_config import TableConfig
+from sok_keras.variable_options import rows_or_shape
 from sok_keras.variables import DynamicVariable
 
 _numbers = itertools.count()
@@ -54,31 +55,24 @@ class Variable(DynamicVariable):
         initializer: Any = None,
         shape: Sequence[int] | None = None,
     ) -> None:
-        if keras.backend.standardize_dtype(dtype or "float32") != "float32":
-            raise ValueError(f"`dtype` must be float32. Received: dtype={dtype!r}")
-        if (initial_value is None) == (shape is None):
-            raise ValueError(
-                f"Either `initial_value` or `shape` must be given. Received: initial_value={initial_value!r:.200}, shape={shape!r}"
-            )
-        makes_rows = callable(initializer) and not isinstance(initializer, keras.initializers.Initializer | type)
-        if shape is not None and makes_rows:
-            initial_value, initializer = initializer(shape=tuple(shape), dtype="float32"), None
-        rows = None
-        if initial_value is not None:
-            value = initial_value() if callable(initial_value) else initial_value
-            rows = keras.ops.convert_to_numpy(value).astype("float32")
-            if shape is not None and rows.shape != tuple(shape):
-                raise ValueError(f"`initializer` must return rows {tuple(shape)}. Received: an array {rows.shape}")
-            shape = rows.shape
-        shape = tuple(int(length) for length in shape or ())
-        if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"A variable must have two axes, of its rows and of their floats. Received: shape={shape}")
-        name = self._name_it(shape[1], name or f"sok_static_Variable_{next(_numbers)}", trainable)
-        self.shape, self.key_type = shape, "int64"
+        rows, (num_rows, dimension) = rows_or_shape(initial_value, shape, dtype)
+        if (
+            rows is None
+            and callable(initializer)
+            and not isinstance(initializer, keras.initializers.Initializer | type)
+        ):
+            rows = keras.ops.convert_to_numpy(initializer(shape=(num_rows, dimension), dtype="float32"))
+            initializer = None
+            if rows.shape != (num_rows, dimension):
+                raise ValueError(
+                    f"`initializer` must return rows {(num_rows, dimension)}. Received: an array {rows.shape}"
+                )
+        name = self._name_it(dimension, name or f"sok_static_Variable_{next(_numbers)}", trainable)
+        self.shape, self.key_type = (num_rows, dimension), "int64"
         placement = mode or "distributed"
         initializer = keras.initializers.get(initializer or "uniform")
-        config = TableConfig(name, *shape, initializer, combiner="sum", placement=placement)
-        self._first_rows = rows
+        config = TableConfig(name, num_rows, dimension, initializer, combiner="sum", placement=placement)
+        self._first_rows = None if rows is None else rows.astype("float32")
         self._start(config)
 
     def _fill(self) -> None:

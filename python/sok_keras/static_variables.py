@@ -14,6 +14,7 @@ from sok_keras.initializers import core_initializer
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
+from sok_keras.variable_options import rows_or_shape
 
 _numbers = itertools.count()
 # Rows of which first values are computed at once.
@@ -61,29 +62,13 @@ class Variable(backend.shards.ShardVariable):
         initializer: Any = None,
         shape: Sequence[int] | None = None,
     ) -> None:
-        if keras.backend.standardize_dtype(dtype or "float32") != "float32":
-            raise ValueError(f"`dtype` must be float32. Received: dtype={dtype!r}")
+        value, self.global_shape = rows_or_shape(initial_value, shape, dtype)
         self.key_type = "int64"
         self.mode = mode or "distributed"
         self.num_gpus = distributed.world_size()
         self.target_gpu = _target(self.mode, self.num_gpus)
-        if (initial_value is None) == (shape is None):
-            raise ValueError(
-                f"Either `initial_value` or `shape` must be given. Received: initial_value={initial_value!r:.200}, shape={shape!r}"
-            )
-        if shape is None:
-            value = keras.ops.convert_to_numpy(initial_value() if callable(initial_value) else initial_value)
-            shape = value.shape
-        self.global_shape = tuple(int(length) for length in shape)
-        if len(self.global_shape) != 2 or min(self.global_shape) < 1:
-            raise ValueError(
-                f"A variable must have two axes, of its rows and of their floats. Received: shape={self.global_shape}"
-            )
         name = name or f"sok_static_Variable_{next(_numbers)}"
-        if initial_value is not None:
-            rows = value[self._own()].astype("float32")
-        else:
-            rows = self._first_rows(name, initializer)
+        rows = value[self._own()].astype("float32") if value is not None else self._first_rows(name, initializer)
         super().__init__(rows, name, trainable)
 
     @property

@@ -14,6 +14,28 @@ _COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
 _WITHOUT_EFFECT = ("max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu")
 
 
+def rows_or_shape(initial_value: Any, shape: Any, dtype: Any) -> tuple[Any, tuple[int, int]]:
+    """Returns the rows of a variable of a fixed size, or None if only `shape` is given; and its shape.
+
+    Raises:
+        ValueError: If `dtype` is not float32, both or neither are given, or the shape has not two axes.
+    """
+    if keras.backend.standardize_dtype(dtype or "float32") != "float32":
+        raise ValueError(f"`dtype` must be float32. Received: dtype={dtype!r}")
+    if (initial_value is None) == (shape is None):
+        raise ValueError(
+            f"Either `initial_value` or `shape` must be given. Received: initial_value={initial_value!r:.200}, shape={shape!r}"
+        )
+    rows = None
+    if shape is None:
+        rows = keras.ops.convert_to_numpy(initial_value() if callable(initial_value) else initial_value)
+        shape = rows.shape
+    lengths = tuple(int(length) for length in shape)
+    if len(lengths) != 2 or min(lengths) < 1:
+        raise ValueError(f"A variable must have two axes, of its rows and of their floats. Received: shape={lengths}")
+    return rows, lengths
+
+
 def combiner_of(name: Any) -> str:
     known = _COMBINERS.get(name.lower() if isinstance(name, str) else "") if name is not None else "mean"
     if known is None:

@@ -274,12 +274,7 @@ def triggers(params: Any) -> list:
     On PyTorch a trigger's `value` has the gradient. On JAX `lookup_sparse` takes the values of triggers as an argument, in which a function is
     differentiated, and `stateless_apply` returns their new values.
 
-    Example:
-
-    >>> import keras, numpy as np, sok_keras as sok
-    >>> v = sok.DynamicVariable(dimension=2, initializer="1", trainable=keras.backend.backend() != "tensorflow")
-    >>> len(sok.triggers(v)) if v.trainable else 1
-    1
+    `docs/variables.md` has a loop of each.
 
     Args:
         params: A `DynamicVariable` or `Variable`, or a list of them.

@@ -118,24 +118,23 @@ def test_a_dump_of_three_ranks_goes_on_in_one_and_in_two(tmp_path):
         assert model.getinfo("model.weights.h5").file_size > 0.9 * (tmp_path / "model.weights.h5").stat().st_size
 
 
-@once_on("tensorflow")
-def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
-    alone("variables.py", tmp_path)
-    run(2, "variables.py", tmp_path)
+def trained_by_two_ranks_as_by_one(program, tmp_path, num_arrays):
+    alone(program, tmp_path)
+    run(2, program, tmp_path)
     one, *two = (np.load(tmp_path / f"rank{name}.npz") for name in ("0of1", "0of2", "1of2"))
-    assert len(one.files) == 4
+    assert len(one.files) == num_arrays
     for of_rank in two:
         compare(one, of_rank, one.files)
+
+
+@once_on("tensorflow")
+def test_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
+    trained_by_two_ranks_as_by_one("variables.py", tmp_path, 4)
 
 
 @pytest.mark.skipif(keras.backend.backend() == "tensorflow", reason="TensorFlow has variables of its own")
 def test_loops_with_variables_are_trained_by_two_ranks_as_by_one(tmp_path):
-    alone("functional_variables.py", tmp_path)
-    run(2, "functional_variables.py", tmp_path)
-    one, *two = (np.load(tmp_path / f"rank{name}.npz") for name in ("0of1", "0of2", "1of2"))
-    assert len(one.files) == 7
-    for of_rank in two:
-        compare(one, of_rank, one.files)
+    trained_by_two_ranks_as_by_one("functional_variables.py", tmp_path, 7)
 
 
 @once_on("tensorflow")

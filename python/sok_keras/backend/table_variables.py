@@ -32,7 +32,9 @@ class ShardVariable:
 
     def __init__(self, *arguments):
         del arguments
-        raise NotImplementedError(f"Variables of TensorFlow. Received: KERAS_BACKEND={keras.backend.backend()!r}")
+        raise NotImplementedError(
+            f"This class is a variable of TensorFlow; use `sok_keras.Variable`. Received: KERAS_BACKEND={keras.backend.backend()!r}"
+        )
 
 
 class Bags(NamedTuple):

@@ -2,11 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sok_keras.importers.pieces import Piece, Source, check_tables, import_source, map_file, on_all_ranks, source_of
+from sok_keras.importers.pieces import Source, check_tables, import_source, on_all_ranks, source_of_files
 from sok_keras.table import Outcomes, Table
 
 # After the name of a table: which file it is, and of which rank.
@@ -40,22 +39,10 @@ def dynamicemb(path: str | os.PathLike, tables: Any, *, progress: bool = True) -
 
 
 def _source(folder: Path, name: str, table: Table) -> Source:
-    parts = []
-    for keys_file in _files_of_keys(folder, name):
-        values_file = keys_file.with_name(f"{name}_emb_values{keys_file.name[len(f'{name}_emb_keys') :]}")
-        keys, rows = map_file(keys_file, "<i8"), map_file(values_file, "<f4", row=table.dim)
-        if len(keys) != len(rows):
-            raise ValueError(
-                f"{values_file} must hold {len(keys)} rows of {table.dim} numbers, one for each key. Received: {len(rows)}, up to byte "
-                f"{values_file.stat().st_size}"
-            )
-        parts.append(source_of(keys, rows))
-
-    def pieces(rank: int, world_size: int) -> Iterator[Piece]:
-        for part in parts:
-            yield from part.pieces(rank, world_size)
-
-    return Source(sum(part.num_rows for part in parts), pieces)
+    of_keys = _files_of_keys(folder, name)
+    endings = [file.name[len(f"{name}_emb_keys") :] for file in of_keys]
+    of_rows = [file.with_name(f"{name}_emb_values{ending}") for file, ending in zip(of_keys, endings, strict=True)]
+    return source_of_files(of_keys, of_rows, table.dim)
 
 
 def _files_of_keys(folder: Path, name: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """Pieces of rows, and how they come into a table."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,6 +114,33 @@ def source_of(keys: Any, rows: Any, states: Mapping[str, Any] | None = None) -> 
             yield Piece(keys[part], rows[part], of_states)
 
     return Source(len(keys), pieces, states is not None)
+
+
+def source_of_files(
+    of_keys: Sequence[Path], of_rows: Sequence[Path], dim: int, key_dtype: str = "int64", dtype: str = "float32"
+) -> Source:
+    """Returns a source of pairs of files: the keys of a part, and its rows of `dim` numbers. All numbers are little-endian.
+
+    Raises:
+        FileNotFoundError: If a file is not there.
+        ValueError: If a file does not end with a whole row, or a part has more or fewer rows than keys. The error names the file and the byte.
+    """
+    parts = []
+    for keys_file, rows_file in zip(of_keys, of_rows, strict=True):
+        keys = map_file(keys_file, np.dtype(key_dtype).newbyteorder("<"))
+        rows = map_file(rows_file, np.dtype(dtype).newbyteorder("<"), row=dim)
+        if len(keys) != len(rows):
+            raise ValueError(
+                f"{rows_file} must hold {len(keys)} rows of {dim} numbers of type {dtype}, one for each key of type {key_dtype}. Received: "
+                f"{len(rows)}, up to byte {rows_file.stat().st_size}"
+            )
+        parts.append(source_of(keys, rows))
+
+    def pieces(rank: int, world_size: int) -> Iterator[Piece]:
+        for part in parts:
+            yield from part.pieces(rank, world_size)
+
+    return Source(sum(part.num_rows for part in parts), pieces)
 
 
 def map_file(path: Path, dtype: Any, *, offset: int = 0, row: int | None = None) -> Any:

@@ -2,13 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from sok_keras.importers.pieces import Piece, Source, check_tables, import_source, map_file, on_all_ranks, source_of
+from sok_keras.importers.pieces import Source, check_tables, import_source, on_all_ranks, source_of_files
 from sok_keras.table import Outcomes, Table
 
 # After the name of a variable: which of its shards the file has, and of which process.
@@ -46,29 +43,17 @@ def tfra(
     for argument, value, allowed in (("key_dtype", key_dtype, _KEYS), ("dtype", dtype, _ROWS)):
         if value not in allowed:
             raise ValueError(f"`{argument}` must be one of {', '.join(allowed)}. Received: {argument}={value!r}")
-    dtypes = np.dtype(key_dtype).newbyteorder("<"), np.dtype(dtype).newbyteorder("<")
     named, folder = check_tables(tables), Path(path)
-    sources = on_all_ranks(lambda: {name: _source(folder, name, table, *dtypes) for name, table in named.items()})
+    sources = on_all_ranks(
+        lambda: {name: _source(folder, name, table, key_dtype, dtype) for name, table in named.items()}
+    )
     return {name: import_source(named[name], source, progress) for name, source in sources.items()}
 
 
-def _source(folder: Path, name: str, table: Table, key_dtype: Any, dtype: Any) -> Source:
-    parts = []
-    for keys_file in _files_of_keys(folder, name):
-        rows_file = keys_file.with_name(f"{keys_file.name.removesuffix('-keys')}-values")
-        keys, rows = map_file(keys_file, key_dtype), map_file(rows_file, dtype, row=table.dim)
-        if len(keys) != len(rows):
-            raise ValueError(
-                f"{rows_file} must hold {len(keys)} rows of {table.dim} numbers of type {dtype.name}, one for each key of type "
-                f"{key_dtype.name}. Received: {len(rows)}, up to byte {rows_file.stat().st_size}"
-            )
-        parts.append(source_of(keys, rows))
-
-    def pieces(rank: int, world_size: int) -> Iterator[Piece]:
-        for part in parts:
-            yield from part.pieces(rank, world_size)
-
-    return Source(sum(part.num_rows for part in parts), pieces)
+def _source(folder: Path, name: str, table: Table, key_dtype: str, dtype: str) -> Source:
+    of_keys = _files_of_keys(folder, name)
+    of_rows = [file.with_name(f"{file.name.removesuffix('-keys')}-values") for file in of_keys]
+    return source_of_files(of_keys, of_rows, table.dim, key_dtype, dtype)
 
 
 def _files_of_keys(folder: Path, name: str) -> list[Path]:
