@@ -136,7 +136,10 @@ impl Evictor {
     pub fn set_number(&mut self, column: Column, record: RecordNumber, number: u64) {
         match column {
             Column::Scores => self.scores.set_score(record, number),
-            Column::Ages => self.scores.use_mut(record).commit = self.commits.before(number),
+            Column::Ages => {
+                let used = self.scores.use_mut(record);
+                used.commit = self.commits.with_age(used.commit, number);
+            }
         }
     }
 

@@ -35,8 +35,14 @@ impl Commits {
     }
 
     /// Returns the commit after which so many others were made.
-    pub fn before(&self, age: u64) -> u64 {
+    fn before(&self, age: u64) -> u64 {
         self.newest.saturating_sub(age)
+    }
+
+    /// Returns the commit of a row that gets an age. `commit`: what it has. A row whose commit is not settled is in use, and keeps it; no other
+    /// row may get such a commit.
+    pub fn with_age(&self, commit: u64, age: u64) -> u64 {
+        if commit > self.settled { commit } else { self.before(age).min(self.settled) }
     }
 
     /// Returns times in milliseconds, each with the age of a commit, as `Table::commit_times`.

@@ -282,3 +282,19 @@ pub fn ages_go_with_a_dump(maker: &Maker) {
     let mut again = loaded(&plain, expiring(Lifetime::Steps(6)), maker);
     assert!(again.ages().into_values().eq([0; 4]));
 }
+
+/// A row is in use by the gradients that are not applied yet, not because of its age.
+pub fn rows_that_are_loaded_while_gradients_accumulate_may_go(maker: &Maker) {
+    let eviction = Eviction { score: Score::Lru, counts_inference: false, keeps_evicted: false };
+    let config =
+        TableConfig { max_capacity: Some(3), eviction: Some(eviction), ..expiring(Lifetime::Steps(100)) };
+    let mut trained = Trained::new(config, maker);
+    trained.train(&[1]);
+    trained.commit(&[2], false);
+    let loaded = Records { keys: vec![5], values: vec![0.5; 2], scores: vec![0], ages: vec![0] };
+    trained.table().restore(&loaded).unwrap();
+    trained.commit(&[6], true);
+    assert_eq!(trained.keys(), [1, 2, 6]);
+    trained.apply();
+    assert_eq!(trained.keys(), [1, 2, 6]);
+}

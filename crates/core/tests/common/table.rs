@@ -379,8 +379,10 @@ impl ModelTable {
             }
         }
         for (key, age) in records.keys.iter().zip(&records.ages) {
-            if let Some(record) = self.rows.get_mut(key) {
-                record.commit = self.newest_commit - age;
+            // Rows of later commits are in use.
+            if let Some(record) = self.rows.get_mut(key).filter(|record| record.commit <= self.settled_commit)
+            {
+                record.commit = (self.newest_commit - age).min(self.settled_commit);
             }
         }
         Ok(())

@@ -284,7 +284,7 @@ impl GpuTable {
                 match (column, from.column(column).get(place)) {
                     (_, None) => {}
                     (Column::Scores, Some(&score)) => used.score = score,
-                    (Column::Ages, Some(&age)) => used.commit = evictor.commits.before(age),
+                    (Column::Ages, Some(&age)) => used.commit = evictor.commits.with_age(used.commit, age),
                 }
             }
         }
