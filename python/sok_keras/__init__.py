@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sok_keras.whole_package import WholePackage
 
 if TYPE_CHECKING:
-    from sok_keras import callbacks, optimizers, planner, policies
+    from sok_keras import callbacks, initializers, optimizers, planner, policies
     from sok_keras.distributed import (
         all_reduce,
         barrier,
@@ -103,6 +103,7 @@ __all__ = [
     "importers",
     "incremental_model_dump",
     "init",
+    "initializers",
     "load",
     "local_rank",
     "lookup_sparse",

@@ -1,81 +1,76 @@
-"""Converts Keras initializers for the core, where a row's first value is a function of seed, key and column."""
+"""Initializers of rows that Keras does not have. In a table, a row's first value is a function of seed, key and column."""
 
 import math
-import zlib
+from typing import Any
 
 import keras
 
-# Standard deviation of a normal distribution that is truncated at two standard deviations. Keras divides by it.
-_TRUNCATED_STDDEV = 0.87962566103423978
-
-_NAMES = (
-    "RandomUniform, RandomNormal, TruncatedNormal, Constant, Zeros, Ones, VarianceScaling and the classes made of it"
-)
+# Values of float32 are exact for all of them, and DynamicEmb has as many.
+_DEBUG_KEYS = 100_000
 
 
-def core_initializer(initializer, dim, vocabulary_size):
-    """Returns the core's description of a Keras initializer.
+@keras.saving.register_keras_serializable(package="sok_keras")
+class TruncatedNormal(keras.initializers.TruncatedNormal):
+    """The normal distribution between two bounds, as DynamicEmb's `TRUNCATED_NORMAL`.
+
+    Keras' own `TruncatedNormal` is cut at two standard deviations from the mean.
 
     Args:
-        initializer: `keras.Initializer`.
-        dim: Columns of a row.
-        vocabulary_size: Rows of a static table; None for a dynamic one.
+        mean: float. Mean of the distribution that is cut.
+        stddev: float, above 0. Its standard deviation.
+        lower: float. Lower bound. None: two standard deviations below the mean.
+        upper: float, above `lower`. Upper bound. None: two standard deviations above the mean.
+        seed: int, or `keras.random.SeedGenerator`.
 
     Raises:
-        ValueError: If the core has no formula for the initializer, or if it needs the number of rows of a dynamic
-            table.
+        ValueError: If `stddev` is not above 0, or no values of the distribution are between the bounds.
     """
-    kinds = keras.initializers
-    if isinstance(initializer, kinds.VarianceScaling):
-        return _variance_scaling(initializer, dim, vocabulary_size)
-    if isinstance(initializer, kinds.RandomUniform):
-        return {"kind": "uniform", "minval": float(initializer.minval), "maxval": float(initializer.maxval)}
-    if isinstance(initializer, kinds.RandomNormal | kinds.TruncatedNormal):
-        kind = "normal" if isinstance(initializer, kinds.RandomNormal) else "truncated_normal"
-        return {"kind": kind, "mean": float(initializer.mean), "stddev": float(initializer.stddev)}
-    for known, value in ((kinds.Zeros, 0.0), (kinds.Ones, 1.0)):
-        if isinstance(initializer, known):
-            return {"kind": "constant", "value": value}
-    if isinstance(initializer, kinds.Constant) and isinstance(initializer.value, int | float):
-        return {"kind": "constant", "value": float(initializer.value)}
-    raise ValueError(
-        f"The core has a formula for {_NAMES}; a row's first value must be a function of its key. Received: initializer={initializer}"
-    )
 
+    def __init__(
+        self,
+        mean: float = 0.0,
+        stddev: float = 0.05,
+        lower: float | None = None,
+        upper: float | None = None,
+        seed: Any = None,
+    ) -> None:
+        super().__init__(mean=mean, stddev=stddev, seed=seed)
+        if not stddev > 0:
+            raise ValueError(f"`stddev` must be above 0. Received: stddev={stddev}")
+        self.lower = mean - 2.0 * stddev if lower is None else float(lower)
+        self.upper = mean + 2.0 * stddev if upper is None else float(upper)
+        low, high = self.shares_below()
+        if not low < high:
+            raise ValueError(
+                "`lower` and `upper` must have values of the distribution between them. "
+                f"Received: mean={mean}, stddev={stddev}, lower={lower}, upper={upper}"
+            )
 
-def _variance_scaling(initializer, dim, vocabulary_size):
-    if initializer.mode != "fan_out" and vocabulary_size is None:
-        raise ValueError(
-            f"A dynamic table has no number of rows, so `mode={initializer.mode!r}` has no meaning for it; use "
-            f"`VarianceScaling(mode='fan_out')`. Received: initializer={initializer}"
+    def shares_below(self) -> tuple[float, float]:
+        """Returns which parts of the distribution that is cut are below the bounds."""
+        low, high = (
+            0.5 * math.erfc((self.mean - bound) / (self.stddev * math.sqrt(2))) for bound in (self.lower, self.upper)
         )
-    fans = {"fan_out": dim, "fan_in": vocabulary_size, "fan_avg": ((vocabulary_size or 0) + dim) / 2}
-    scale = initializer.scale / max(1.0, fans[initializer.mode])
-    if initializer.distribution == "uniform":
-        limit = math.sqrt(3.0 * scale)
-        return {"kind": "uniform", "minval": -limit, "maxval": limit}
-    if initializer.distribution == "truncated_normal":
-        return {"kind": "truncated_normal", "mean": 0.0, "stddev": math.sqrt(scale) / _TRUNCATED_STDDEV}
-    return {"kind": "normal", "mean": 0.0, "stddev": math.sqrt(scale)}
+        return low, high
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        low, high = self.shares_below()
+        shares = keras.random.uniform(shape, low, high, seed=self.seed)
+        values = self.mean + self.stddev * math.sqrt(2) * keras.ops.erfinv(2 * shares - 1)
+        return keras.ops.cast(keras.ops.clip(values, self.lower, self.upper), dtype or keras.config.floatx())
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "lower": self.lower, "upper": self.upper}
 
 
-def core_seed(seed, initializer, name=""):
-    """Returns a table's seed: `seed` if given, else the initializer's, which Keras may have drawn.
+@keras.saving.register_keras_serializable(package="sok_keras")
+class Debug(keras.initializers.Initializer):
+    """The key modulo 100,000 in every column, as DynamicEmb's `DEBUG`: a row shows whose it is."""
 
-    Args:
-        seed: int or None.
-        initializer: `keras.Initializer`.
-        name: Mixed into the seed, so that the tables of a layer start with different rows.
-    """
-    if seed is None:
-        seed = getattr(initializer, "seed", None)
-    if isinstance(seed, keras.random.SeedGenerator):
-        seed = int(keras.ops.convert_to_numpy(seed.state.value)[0])
-    if seed is not None and not hasattr(seed, "__index__"):
-        raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
-    return mixed_seed(0 if seed is None else int(seed), name)
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        rows = keras.ops.arange(shape[0]) % _DEBUG_KEYS
+        column = keras.ops.reshape(rows, (-1,) + (1,) * (len(shape) - 1))
+        return keras.ops.cast(keras.ops.broadcast_to(column, shape), dtype or keras.config.floatx())
 
-
-def mixed_seed(seed, name):
-    """Mixes a table's name into a seed, if there is one. Mixing it in twice gives the seed again."""
-    return (seed ^ zlib.crc32(name.encode()) << 32) % 2**64 if name else seed % 2**64
+    def get_config(self) -> dict[str, Any]:
+        return {}

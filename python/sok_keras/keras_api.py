@@ -1,6 +1,6 @@
 """What of the package needs Keras. Importing it registers the layers with Keras, so that saved models find them."""
 
-from sok_keras import backend, callbacks, exporters, importers, optimizers, planner, policies
+from sok_keras import backend, callbacks, exporters, importers, initializers, optimizers, planner, policies
 from sok_keras.checkpoint import LoadReport, dump, dump_increment, load
 from sok_keras.feature_config import FeatureConfig
 from sok_keras.keras_extensions import extend_keras
@@ -55,6 +55,7 @@ __all__ = [
     "filter_variables",
     "importers",
     "incremental_model_dump",
+    "initializers",
     "load",
     "lookup_sparse",
     "optimizers",

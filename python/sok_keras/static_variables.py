@@ -9,8 +9,8 @@ import numpy as np
 
 from sok_keras import backend, distributed
 from sok_keras.backend.exchange import exchange_parts
+from sok_keras.core_initializers import core_initializer
 from sok_keras.feature_config import FeatureConfig
-from sok_keras.initializers import core_initializer
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.table import Table
 from sok_keras.table_config import TableConfig

@@ -15,8 +15,8 @@ import numpy as np
 
 from sok_keras import backend, distributed, ragged, static_variables
 from sok_keras.backend.insertion import Insertion
+from sok_keras.core_initializers import core_initializer
 from sok_keras.feature_config import FeatureConfig
-from sok_keras.initializers import core_initializer
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.static_variables import Variable, keys_of
 from sok_keras.table import Table, as_keys

@@ -148,6 +148,8 @@ INITIALIZERS = {
     "random_uniform": (initializers.RandomUniform(1.0, 3.0), (1.0, 3.0), 2.0, 2 / 12**0.5),
     "random_normal": (initializers.RandomNormal(1.0, 2.0), None, 1.0, 2.0),
     "truncated_normal": (initializers.TruncatedNormal(1.0, 2.0), (-3.0, 5.0), 1.0, 2.0 * 0.8796),
+    # Between the mean and one standard deviation above it.
+    "between_bounds": (sok.initializers.TruncatedNormal(1.0, 2.0, 1.0, 3.0), (1.0, 3.0), 1.919724, 0.564457),
     "zeros": ("zeros", (0.0, 0.0), 0.0, 0.0),
     "ones": ("ones", (1.0, 1.0), 1.0, 0.0),
     "constant": (initializers.Constant(0.25), (0.25, 0.25), 0.25, 0.0),
@@ -168,13 +170,38 @@ INITIALIZERS = {
 
 
 @pytest.mark.parametrize("name", INITIALIZERS)
-def test_initializers_of_keras_have_their_distribution(name):
+def test_initializers_have_their_distribution(name):
     initializer, bounds, mean, deviation = INITIALIZERS[name]
     rows = sok.DynamicEmbedding(DIM, initializer, seed=1).get_table().find(MANY)[0]
     assert rows.mean() == pytest.approx(mean, abs=4 * deviation / rows.size**0.5 + 1e-7)
     assert rows.std() == pytest.approx(deviation, rel=0.01, abs=1e-7)
     if bounds:
         assert bounds[0] - 1e-6 <= rows.min() <= rows.max() <= bounds[1] + 1e-6
+
+
+def test_initializers_fill_arrays_as_those_of_keras():
+    between = sok.initializers.TruncatedNormal(1.0, 2.0, 1.0, 3.0, seed=1)
+    values = to_numpy(between((20_000, DIM)))
+    assert values.min() >= 1.0
+    assert values.max() <= 3.0
+    assert (values.mean(), values.std()) == (pytest.approx(1.919724, abs=0.01), pytest.approx(0.564457, rel=0.01))
+    again = initializers.deserialize(initializers.serialize(between))
+    np.testing.assert_array_equal(to_numpy(again((5, DIM))), to_numpy(between.clone()((5, DIM))))
+    own = sok.initializers.TruncatedNormal(1.0, 2.0)
+    assert (own.lower, own.upper) == (-3.0, 5.0)
+    assert own.shares_below() == pytest.approx((0.0227501319, 0.9772498681))
+    np.testing.assert_array_equal(to_numpy(sok.initializers.Debug()((3, 2))), [[0, 0], [1, 1], [2, 2]])
+
+
+def test_debug_rows_say_their_key():
+    rows = sok.DynamicEmbedding(DIM, sok.initializers.Debug()).get_table().find([7, 1_234_567])[0]
+    np.testing.assert_array_equal(rows, [[7.0] * DIM, [34_567.0] * DIM])
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(1.0, 1.0), (2.0, 1.0), (100.0, 101.0)])
+def test_bounds_without_values_between_them_are_refused(lower, upper):
+    with pytest.raises(ValueError, match="`lower` and `upper` must have values of the distribution between them"):
+        sok.initializers.TruncatedNormal(0.0, 1.0, lower, upper)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,27 @@ pub enum Initializer {
         /// Standard deviation.
         stddev: f32,
     },
-    /// The normal distribution, cut at two standard deviations from the mean.
+    /// The normal distribution, cut at two bounds.
     TruncatedNormal {
         /// Mean.
         mean: f32,
         /// Standard deviation of the normal distribution that is cut.
         stddev: f32,
+        /// Shares of that distribution below the lower and below the upper bound. Without them, the bounds are two standard deviations from
+        /// the mean.
+        #[serde(default = "two_deviations")]
+        below: [f64; 2],
     },
+    /// The key modulo [`DEBUG_KEYS`] in every column, which shows whose row a row is.
+    Debug,
+}
+
+/// Different keys of [`Initializer::Debug`], whose values are exact.
+pub const DEBUG_KEYS: u64 = 100_000;
+
+/// Shares of a normal distribution below -2 and below 2 standard deviations.
+pub const fn two_deviations() -> [f64; 2] {
+    [0.022_750_131_948_179_21, 0.977_249_868_051_820_8]
 }
 
 impl Initializer {
@@ -59,16 +73,17 @@ impl Initializer {
                 // Otherwise the widest draws would be infinite.
                 check_finite("maxval - minval", maxval - minval)
             }
-            Initializer::Normal { mean, stddev } | Initializer::TruncatedNormal { mean, stddev } => {
-                check_finite("mean", mean)?;
-                check_finite("stddev", stddev)?;
-                if stddev < 0.0 {
-                    return Err(Error::argument(format!(
-                        "`stddev` must not be negative. Received: {stddev}"
-                    )));
+            Initializer::Normal { mean, stddev } => check_normal(mean, stddev),
+            Initializer::TruncatedNormal { mean, stddev, below: [low, high] } => {
+                check_normal(mean, stddev)?;
+                if low >= 0.0 && low < high && high <= 1.0 {
+                    return Ok(());
                 }
-                Ok(())
+                Err(Error::argument(format!(
+                    "a part of the normal distribution must be between the bounds. Received: the shares below them {low} and {high}"
+                )))
             }
+            Initializer::Debug => Ok(()),
         }
     }
 
@@ -84,20 +99,17 @@ impl Initializer {
                 let (mean, stddev) = (f64::from(mean), f64::from(stddev));
                 draw(seed, key, row, |word| (mean + stddev * normal_quantile(unit_f64(word))) as f32);
             }
-            Initializer::TruncatedNormal { mean, stddev } => {
+            Initializer::TruncatedNormal { mean, stddev, below: [low, high] } => {
                 let (mean, stddev) = (f64::from(mean), f64::from(stddev));
                 draw(seed, key, row, |word| {
-                    let p = BELOW_MINUS_2 + unit_f64(word) * (BELOW_2 - BELOW_MINUS_2);
+                    let p = low + unit_f64(word) * (high - low);
                     (mean + stddev * normal_quantile(p)) as f32
                 });
             }
+            Initializer::Debug => row.fill((key % DEBUG_KEYS) as f32),
         }
     }
 }
-
-/// Shares of a normal distribution below -2 and below 2 standard deviations.
-const BELOW_MINUS_2: f64 = 0.022_750_131_948_179_21;
-const BELOW_2: f64 = 0.977_249_868_051_820_8;
 
 /// Makes a float in `[0, 1)` of the upper 24 bits. A float32 holds 24 bits, so neighbours have the same distance everywhere.
 #[inline(always)]
@@ -110,6 +122,15 @@ fn unit_f32(word: u32) -> f32 {
 #[inline(always)]
 fn unit_f64(word: u32) -> f64 {
     (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0)
+}
+
+fn check_normal(mean: f32, stddev: f32) -> Result<()> {
+    check_finite("mean", mean)?;
+    check_finite("stddev", stddev)?;
+    if stddev < 0.0 {
+        return Err(Error::argument(format!("`stddev` must not be negative. Received: {stddev}")));
+    }
+    Ok(())
 }
 
 fn check_finite(name: &str, value: f32) -> Result<()> {

@@ -3,7 +3,7 @@
 //! The expected values were made by other programs: the hash, Philox and the draws in Python (NumPy float32, the quantile of
 //! `statistics.NormalDist`), the functions with mpmath at 40 digits.
 
-use sok_core::initializer::{Initializer, philox};
+use sok_core::initializer::{Initializer, philox, two_deviations};
 use sok_core::key::{Key, hash};
 use sok_core::math::{clip, ln, normal_quantile, pow, sum_of_squares, whole_power};
 
@@ -79,13 +79,18 @@ fn normal_rows_keep_their_bits() {
 #[test]
 fn truncated_normal_rows_keep_their_bits() {
     assert_bits(
-        Initializer::TruncatedNormal { mean: 0.5, stddev: 2.0 },
+        truncated(0.5, 2.0),
         [
             (0, [0x3fcd_a3b7, 0x3ff4_4048, 0xc004_3665, 0x3ecb_86fc, 0x407c_038f, 0x3e00_3017]),
             (1, [0x3fb1_21a7, 0xbec4_30cb, 0xbbae_ae8d, 0x3fbd_f891, 0x4055_6626, 0x3f46_2cfc]),
             (u64::MAX, [0x3e29_987c, 0xbf80_0f5d, 0x3f86_982d, 0xbffc_b12a, 0x3ff3_0d5c, 0xbf2e_ef7d]),
         ],
     );
+}
+
+/// A normal distribution that is cut at two standard deviations.
+fn truncated(mean: f32, stddev: f32) -> Initializer {
+    Initializer::TruncatedNormal { mean, stddev, below: two_deviations() }
 }
 
 #[test]
@@ -98,7 +103,7 @@ fn a_column_does_not_depend_on_the_width_of_its_row() {
     for initializer in [
         Initializer::Uniform { minval: -1.0, maxval: 1.0 },
         Initializer::Normal { mean: 0.0, stddev: 1.0 },
-        Initializer::TruncatedNormal { mean: 0.0, stddev: 1.0 },
+        truncated(0.0, 1.0),
     ] {
         let widest = row_of(initializer, 3, 40);
         for dim in 0..40 {
@@ -140,11 +145,26 @@ fn normal_draws_have_their_mean_and_deviation() {
 
 #[test]
 fn truncated_normal_draws_stay_within_two_deviations() {
-    let [mean, stddev, least, greatest] = moments(Initializer::TruncatedNormal { mean: 1.0, stddev: 2.0 });
+    let [mean, stddev, least, greatest] = moments(truncated(1.0, 2.0));
     assert_near(mean, 1.0, 0.01);
     // What `VarianceScaling` divides by.
     assert_near(stddev, 2.0 * 0.879_625_661_034_239_8, 0.006);
     assert!((-3.0..-2.999).contains(&least) && (4.999..=5.0).contains(&greatest));
+}
+
+#[test]
+fn draws_stay_within_their_bounds() {
+    // From the mean to one standard deviation above it.
+    let below = [0.5, 0.841_344_746_068_542_9];
+    let [mean, _, least, greatest] = moments(Initializer::TruncatedNormal { mean: 1.0, stddev: 2.0, below });
+    // The density at the mean less that one deviation above it, over the share between them.
+    assert_near(mean, 1.0 + 2.0 * 0.459_862_195_5, 0.003);
+    assert!((1.0..1.001).contains(&least) && (2.999..=3.0).contains(&greatest));
+}
+
+#[test]
+fn debug_rows_say_their_key() {
+    assert_eq!(row_of(Initializer::Debug, 1_234_567, 3), [34_567.0; 3]);
 }
 
 #[test]
@@ -160,15 +180,16 @@ fn wrong_initializers_are_told_by_name_rule_and_value() {
             "`maxval - minval` must be finite. Received: inf",
         ),
         (Initializer::Normal { mean: 0.0, stddev: -0.5 }, "`stddev` must not be negative. Received: -0.5"),
+        (truncated(f32::INFINITY, 1.0), "`mean` must be finite. Received: inf"),
         (
-            Initializer::TruncatedNormal { mean: f32::INFINITY, stddev: 1.0 },
-            "`mean` must be finite. Received: inf",
+            Initializer::TruncatedNormal { mean: 0.0, stddev: 1.0, below: [0.5, 0.5] },
+            "a part of the normal distribution must be between the bounds. Received: the shares below them 0.5 and 0.5",
         ),
     ] {
         assert_eq!(initializer.validate().unwrap_err().to_string(), message);
     }
     Initializer::Uniform { minval: 0.5, maxval: 0.5 }.validate().unwrap();
-    Initializer::TruncatedNormal { mean: 0.0, stddev: 0.0 }.validate().unwrap();
+    truncated(0.0, 0.0).validate().unwrap();
 }
 
 #[test]

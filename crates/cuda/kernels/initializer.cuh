@@ -23,13 +23,15 @@ __device__ __forceinline__ double unit_f64(u32 word) { return ((double)word + 0.
 __device__ __forceinline__ float first_value(const Initializer& init, u32 word) {
   if (init.kind == CONSTANT) return init.a;
   if (init.kind == UNIFORM) return init.a + init.b * unit_f32(word);
-  const double below_minus_2 = 0.02275013194817921, below_2 = 0.9772498680518208;
-  const double u = unit_f64(word), p = init.kind == NORMAL ? u : below_minus_2 + u * (below_2 - below_minus_2);
-  return (float)((double)init.a + (double)init.b * normal_quantile(p));
+  return (float)((double)init.a + (double)init.b * normal_quantile(init.below + unit_f64(word) * init.between));
 }
 
 // Returns the initial values of columns 4 * group to 4 * group + 3.
 __device__ __forceinline__ float4 first_values(const Initializer& init, u64 key, u32 group) {
+  if (init.kind == DEBUG) {
+    const float x = (float)(key % DEBUG_KEYS);
+    return make_float4(x, x, x, x);
+  }
   const Words x = philox((u32)key, (u32)(key >> 32), group, 0, (u32)init.seed, (u32)(init.seed >> 32));
   return make_float4(first_value(init, x.w[0]), first_value(init, x.w[1]), first_value(init, x.w[2]), first_value(init, x.w[3]));
 }

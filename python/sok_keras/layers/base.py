@@ -13,8 +13,8 @@ from sok_keras import backend, distributed, ids, ragged, rows_file, table_optimi
 from sok_keras.backend.insertion import Insertion
 from sok_keras.backend.private_keras import in_symbolic_scope
 from sok_keras.core import Core
+from sok_keras.core_initializers import core_initializer, core_seed, mixed_seed
 from sok_keras.export_guard import check_format
-from sok_keras.initializers import core_initializer, core_seed, mixed_seed
 from sok_keras.policies import (
     core_admission,
     core_eviction,

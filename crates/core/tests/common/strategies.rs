@@ -46,7 +46,8 @@ fn initializer() -> impl Strategy<Value = Initializer> {
     select(vec![
         Initializer::Uniform { minval: -1.0, maxval: 0.5 },
         Initializer::Normal { mean: 0.1, stddev: 0.5 },
-        Initializer::TruncatedNormal { mean: 0.0, stddev: 1.0 },
+        Initializer::TruncatedNormal { mean: 0.0, stddev: 1.0, below: [0.25, 0.875] },
+        Initializer::Debug,
         Initializer::Constant { value: 0.25 },
     ])
 }

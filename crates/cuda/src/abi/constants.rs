@@ -83,6 +83,8 @@ constants! {
     pub const ROW_DIM_BITS: usize = 24;
     /// In the code of a row, after the dim: updates round by chance.
     pub const ROW_BY_CHANCE: usize = 4;
+    /// Different values of the initializer `DEBUG`.
+    pub const DEBUG_KEYS: u64 = sok_core::initializer::DEBUG_KEYS;
     /// Maximum number of scalars of a formula's step.
     pub const NUM_SCALARS: usize = MAX_SCALARS;
 }
@@ -135,8 +137,10 @@ enums! {
     pub enum InitializerKind {
         Constant = 0 as CONSTANT,
         Uniform = 1 as UNIFORM,
+        /// Cut at two bounds, or not.
         Normal = 2 as NORMAL,
-        TruncatedNormal = 3 as TRUNCATED_NORMAL,
+        /// The key modulo `DEBUG_KEYS`.
+        Debug = 3 as DEBUG,
     }
 
     /// Errors that kernels report.

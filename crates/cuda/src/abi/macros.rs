@@ -17,7 +17,7 @@ macro_rules! in_cuda {
         })+
     };
 }
-in_cuda! { u32: "u32", u64: "u64", f32: "float" }
+in_cuda! { u32: "u32", u64: "u64", f32: "float", f64: "double" }
 
 impl<T: InCuda, const N: usize> InCuda for [T; N] {
     fn declare(field: &str) -> String {

@@ -95,6 +95,9 @@ structs! {
     /// Distribution of the initial values of rows.
     pub struct Initializer {
         pub seed: u64,
+        /// Share of the normal distribution below the lower bound, and between the bounds.
+        pub below: f64,
+        pub between: f64,
         /// `InitializerKind`
         pub kind: u32,
         /// The value, `minval` or `mean`, by kind.

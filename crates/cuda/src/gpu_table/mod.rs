@@ -273,11 +273,15 @@ fn evictor(device: &Arc<Device>, config: &TableConfig) -> Result<Option<Box<Evic
 }
 
 fn initializer(config: &TableConfig) -> abi::Initializer {
-    let (kind, a, b) = match config.initializer {
-        Initializer::Constant { value } => (InitializerKind::Constant, value, 0.0),
-        Initializer::Uniform { minval, maxval } => (InitializerKind::Uniform, minval, maxval - minval),
-        Initializer::Normal { mean, stddev } => (InitializerKind::Normal, mean, stddev),
-        Initializer::TruncatedNormal { mean, stddev } => (InitializerKind::TruncatedNormal, mean, stddev),
+    const WHOLE: [f64; 2] = [0.0, 1.0];
+    let (kind, a, b, [low, high]) = match config.initializer {
+        Initializer::Constant { value } => (InitializerKind::Constant, value, 0.0, WHOLE),
+        Initializer::Uniform { minval, maxval } => (InitializerKind::Uniform, minval, maxval - minval, WHOLE),
+        Initializer::Normal { mean, stddev } => (InitializerKind::Normal, mean, stddev, WHOLE),
+        Initializer::TruncatedNormal { mean, stddev, below } => {
+            (InitializerKind::Normal, mean, stddev, below)
+        }
+        Initializer::Debug => (InitializerKind::Debug, 0.0, 0.0, WHOLE),
     };
-    abi::Initializer { seed: config.seed, kind: kind as u32, a, b, pad: 0 }
+    abi::Initializer { seed: config.seed, below: low, between: high - low, kind: kind as u32, a, b, pad: 0 }
 }
