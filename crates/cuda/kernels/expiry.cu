@@ -1,75 +1,92 @@
 // Rows that go because training has not used them for long.
-#include "records.cuh"
+#include "removal.cuh"
 
 template <u32 N> struct Expiries {
   Expiry of[N];
 };
 
-__device__ __forceinline__ ExpiredRow* rows_of(ExpiredHead* list) { return (ExpiredRow*)(list + 1); }
+struct ExpiredRow {
+  u64 key;
+  u32 record;
+};
+typedef StagedRows<TABLE_THREADS, ExpiredRow> Staged;
 
-// Returns when the row of a record changed; 0 if the table does not note changes.
-__device__ __forceinline__ u32 change_of(const Table& t, u64 record) { return t.changes ? t.changes[record] : 0; }
+// Number of records that a thread reads at once.
+constexpr u32 AT_ONCE = 4;
 
-// Erases the rows whose time to live is over, if the tickets were valid, and lists as many of them as there is room for. The launch has
-// `blocks` blocks for each entry.
+// Erases the rows of a table whose time to live is over, and adds as many of them to the ring as there is room for. `block`: of `blocks`.
+__device__ __forceinline__ void expire(u32* memory, const Expiry& e, const Table& t, u32 block, u32 blocks) {
+  const u64 newest = e.newest, step = t.progress->step, ring_end = t.index.counters->released.end;
+  const u32 numbers = num_numbers(t.index.counters), stride = blocks * TABLE_THREADS;
+  const u64 *commits = t.commits, *keys = t.keys;
+  u32* num_expired = &t.progress->num_expired;
+  Staged staged(memory);
+  const auto load = [&](u32 record, ExpiredRow& row) {
+    row = {keys[record], record};
+    return true;
+  };
+  const auto remove = [&](const ExpiredRow& row, u32 i, bool is_in) {
+    const bool is_listed = i < e.room;
+    if (is_in && is_listed) add_removed(e.removal, ring_end + i, row.record, row.key, t.changes);
+    if (is_in) vacate(t.vacant, t.commits, row.record, is_listed ? NO_ROW : unlisted_at(step));
+    erase_distinct(t.index, is_in ? row.key : 0, is_in);
+  };
+  for (u64 first = 1 + block * TABLE_THREADS + threadIdx.x - lane(); first < numbers; first += AT_ONCE * stride) {
+    u64 commit[AT_ONCE], key[AT_ONCE];
+    bool is_old[AT_ONCE];
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) {
+      const u64 record = first + k * stride + lane();
+      commit[k] = record < numbers ? commits[record] : NO_ROW;
+    }
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) {
+      // A record without a row has a larger number.
+      is_old[k] = commit[k] <= newest;
+      if (is_old[k]) key[k] = keys[first + k * stride + lane()];
+    }
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) {
+      const bool is_own = t.has_out_of_vocabulary_key && key[k] == t.out_of_vocabulary_key;
+      // The hash without a secret, as on the host.
+      const bool goes = is_old[k] && !is_own && (hash(0, key[k]) & e.mask) == e.ending;
+      staged.add(goes, (u32)first + k * stride + lane(), num_expired, load, remove);
+    }
+  }
+  staged.flush(num_expired, load, remove);
+}
+
+// Erases the rows whose time to live is over, if the tickets were valid. The launch has `blocks` blocks for each entry.
 template <u32 N>
 __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
     const Table* tables, const Resolved* resolved, const __grid_constant__ Expiries<N> all, u32 blocks) {
   begin();
-  if (!resolved->is_due) return;
+  __shared__ u32 places[Staged::WORDS];
   const Expiry& e = all.of[blockIdx.x / blocks];
   const Table& t = tables[e.table];
-  const u64 numbers = num_numbers(t.index.counters), stride = (u64)blocks * TABLE_THREADS, newest = e.newest;
-  const u64* commits = t.commits;
-  const u64* keys = t.keys;
-  for (u64 first = 1 + (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x - lane(); first < numbers; first += stride) {
-    const u64 record = first + lane();
-    // A record without a row has a larger number.
-    const bool is_old = (record < numbers ? commits[record] : NO_ROW) <= newest;
-    if (!__any_sync(ALL, is_old)) continue;
-    const u64 key = is_old ? keys[record] : 0;
-    const bool is_own = t.has_out_of_vocabulary_key && key == t.out_of_vocabulary_key;
-    // The hash without a secret, as on the host.
-    const bool goes = is_old && !is_own && (hash(0, key) & e.mask) == e.ending;
-    const u32 place = take(&e.list->count, goes);
-    take(&t.index.counters->gone, goes);
-    if (!goes) continue;
-    const bool is_listed = place < e.capacity;
-    if (is_listed) rows_of(e.list)[place] = {key, t.scores[record], (u32)record, change_of(t, record)};
-    vacate(t.vacant, t.commits, (u32)record, is_listed ? NO_ROW : UNLISTED);
-    erase_key(t.index, key);
-  }
+  Progress* progress = t.progress;
+  if (resolved->is_due) expire(places, e, t, blockIdx.x % blocks, blocks);
+  if (!is_last_block(&progress->blocks_done, blocks) || threadIdx.x != 0) return;
+  Counters* counters = t.index.counters;
+  const u32 n = load_shared(&progress->num_expired), listed = min(n, e.room);
+  progress->num_expired = 0;
+  counters->gone += n, counters->expired += n, counters->unlisted += n - listed;
+  end_removal(counters, e.removal, progress->step, listed);
 }
 
-// Copies the list of expired rows to memory that the host reads, then the number of the commit, and empties the list. The launch has
-// `blocks` blocks for each entry.
-template <u32 N>
-__global__ void __launch_bounds__(TABLE_THREADS) give_expired(const __grid_constant__ Expiries<N> all, u64 commit, u32 blocks) {
-  begin();
-  const Expiry& e = all.of[blockIdx.x / blocks];
-  const u32 count = load_shared(&e.list->count);
-  const u64 words = (u64)min(count, e.capacity) * (sizeof(ExpiredRow) / sizeof(u64));
-  const u64 *from = (const u64*)rows_of(e.list), stride = (u64)blocks * TABLE_THREADS;
-  u64* to = (u64*)rows_of(e.given);
-  for (u64 i = (u64)(blockIdx.x % blocks) * TABLE_THREADS + threadIdx.x; i < words; i += stride) to[i] = from[i];
-  __threadfence_system();
-  if (!is_last_block(&e.list->blocks_done, blocks) || threadIdx.x != 0) return;
-  e.list->count = 0;
-  store_shared(&e.given->count, count);
-  __threadfence_system();
-  store_shared(&e.given->commit, commit);
-}
-
-// Lists the rows for which a list had no room.
+// Lists expired rows for which the ring had no room. `takes`: whether they are not listed again.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
-    const __grid_constant__ Table t, ExpiredHead* list, u32 capacity) {
+    const __grid_constant__ Table t, UnlistedRow* list, u32* count, u32 room, u32 takes) {
   begin();
-  const u64 numbers = num_numbers(t.index.counters);
-  for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += (u64)gridDim.x * TABLE_THREADS) {
-    if (t.commits[record] != UNLISTED) continue;
-    const u32 place = atomicAdd(&list->count, 1);
-    if (place >= capacity) continue;
-    rows_of(list)[place] = {t.keys[record], t.scores[record], (u32)record, change_of(t, record)};
+  const u32 numbers = num_numbers(t.index.counters);
+  for (u32 record = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += gridDim.x * TABLE_THREADS) {
+    const u64 commit = t.commits[record];
+    if (!is_unlisted(commit)) continue;
+    const u32 place = atomicAdd(count, 1);
+    if (place >= room) continue;
+    list[place] = {t.keys[record], commit & ~UNLISTED, record, t.changes ? t.changes[record] : 0};
+    if (!takes) continue;
     t.commits[record] = NO_ROW;
+    atomicAdd(&t.index.counters->unlisted, ~0ull);
   }
 }

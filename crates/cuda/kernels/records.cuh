@@ -60,7 +60,7 @@ __device__ __forceinline__ u32 num_numbers(const Counters* counters) {
 
 // Returns the counts of a table for a report.
 __device__ __forceinline__ TableCounts counts_of(const Counters* c) {
-  return {c->taken, c->gone, c->evicted, c->released, c->distinct, c->dropped, c->unknown, c->filtered};
+  return {c->taken, c->gone, c->evicted, c->expired, c->unlisted, c->released, c->distinct, c->dropped, c->unknown, c->filtered};
 }
 
 // Returns consecutive numbers, from `count` on, to the lanes for which `is_in` is true. One atomic addition per warp.
@@ -139,8 +139,10 @@ __device__ __forceinline__ void write_first(const Table& t, bool is_new, u64 key
 
 // The commit of a record without a row.
 constexpr u64 NO_ROW = ~0ull;
-// The same, if the host does not know yet that the row has expired, because the list of expired rows was full. No commit has a larger number.
-constexpr u64 UNLISTED = ~0ull - 1;
+// The same, if the row has expired at the end of this step, and the ring of released numbers had no room for it. No commit has a larger number.
+constexpr u64 UNLISTED = 1ull << 63;
+__device__ __forceinline__ u64 unlisted_at(u64 step) { return UNLISTED | min(step, UNLISTED - 2); }
+__device__ __forceinline__ bool is_unlisted(u64 commit) { return commit >= UNLISTED && commit != NO_ROW; }
 
 // Returns whether a record has no row, if a policy of the table removes rows.
 __device__ __forceinline__ bool is_vacant(const Table& t, u32 record) { return t.vacant[record / WARP] >> record % WARP & 1; }

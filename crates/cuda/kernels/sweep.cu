@@ -1,6 +1,6 @@
 // Sweeps: a full table removes the rows with the lowest scores. One launch chooses them, for all tables that have too many rows, and one
 // removes them. The host learns later which rows went.
-#include "records.cuh"
+#include "removal.cuh"
 #include "stage.cuh"
 
 // A number of 128 bits: a score and a key.
@@ -144,55 +144,7 @@ __device__ __forceinline__ void for_each_of(const Ranked* list, u32 len, u64 beg
       begin, len, [&](u64 i) { return Rank{list[i].score, list[i].key}; }, [&](u64, const Rank& rank) { body(rank); }, by);
 }
 
-// Places that a warp has found, until it writes the rows there to a list. It takes room for them by one atomic addition.
-class Staged {
-  static constexpr u32 PER_LANE = 4;
-  static constexpr u32 ROOM = PER_LANE * WARP;
-  u32* places;
-  u32 count = 0;
-
- public:
-  static constexpr u32 WORDS = ROOM * (SWEEP_THREADS / WARP);
-  __device__ __forceinline__ Staged(u32* memory) : places(memory + threadIdx.x / WARP * ROOM) {}
-  // Adds the places of the lanes for which `is_in` is true. `len`, `load` and `write`: as for `flush`.
-  template <class Load, class Write>
-  __device__ __forceinline__ void add(bool is_in, u32 place, u32* len, const Load& load, const Write& write) {
-    const u32 all = __ballot_sync(ALL, is_in);
-    if (!all) return;
-    if (is_in) places[count + __popc(all & lanes_below())] = place;
-    count += __popc(all);
-    if (count > ROOM - WARP) flush(len, load, write);
-  }
-  // Calls `load` with each place, which returns whether the row there is listed, and `write` with the index of each listed row. `len`: that
-  // of the list.
-  template <class Load, class Write> __device__ __forceinline__ void flush(u32* len, const Load& load, const Write& write) {
-    if (!count) return;
-    // The places of all lanes are visible after this.
-    __syncwarp();
-    Ranked rows[PER_LANE];
-    bool is_listed[PER_LANE];
-#pragma unroll
-    for (u32 k = 0; k < PER_LANE; ++k) {
-      const u32 i = k * WARP + lane();
-      is_listed[k] = i < count && load(places[i], rows[k]);
-    }
-    u32 before[PER_LANE], all = 0;
-#pragma unroll
-    for (u32 k = 0; k < PER_LANE; ++k) {
-      const u32 listed = __ballot_sync(ALL, is_listed[k]);
-      before[k] = all + __popc(listed & lanes_below()), all += __popc(listed);
-    }
-    u32 first = 0;
-    if (lane() == 0 && all) first = atomicAdd(len, all);
-    first = __shfl_sync(ALL, first, 0);
-#pragma unroll
-    for (u32 k = 0; k < PER_LANE; ++k)
-      if (is_listed[k]) write(rows[k], first + before[k]);
-    count = 0;
-    // All lanes have read the places before others are written there.
-    __syncwarp();
-  }
-};
+typedef StagedRows<SWEEP_THREADS, Ranked> Staged;
 
 // Memory of a block while it lists rows.
 struct Listing {
@@ -345,7 +297,8 @@ __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 be
     row = {scores[record], keys[record], record};
     return !must_stay(s, record);
   };
-  const auto write = [&](const Ranked& row, u32 i) {
+  const auto write = [&](const Ranked& row, u32 i, bool is_in) {
+    if (!is_in) return;
     measure.add(row.score);
     if (i < s.low_room) s.low[i] = row;
   };
@@ -402,17 +355,15 @@ __device__ __forceinline__ void list_chosen(u32* memory, const Sweep& s, u64 beg
   Choice* choice = s.choice;
   const bool is_low = has_low(s);
   const Rank high = {choice->high_score, choice->high_key};
-  const u64 first = s.index.counters->released.end, end = num_places(s);
+  const u64 ring_end = s.index.counters->released.end, end = num_places(s);
   Staged staged(memory);
   const auto load = [&](u32 place, Ranked& row) {
     if (!is_low && (place == 0 || must_stay(s, place))) return false;
     row = is_low ? s.low[place] : Ranked{s.scores[place], s.keys[place], place};
     return !(high < Rank{row.score, row.key});
   };
-  const auto write = [&](const Ranked& row, u32 i) {
-    const u64 place = (first + i) & s.ring_mask;
-    s.released[place] = (u32)row.record, s.departed_keys[place] = row.key;
-    if (s.changes) s.departed_changes[place] = s.changes[row.record];
+  const auto write = [&](const Ranked& row, u32 i, bool is_in) {
+    if (is_in) add_removed(s.removal, ring_end + i, (u32)row.record, row.key, s.changes);
   };
   for (u64 start = begin; start < end; start += stride())
     staged.add(start + threadIdx.x < end, (u32)(start + threadIdx.x), &choice->num_listed, load, write);
@@ -496,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
     for (u64 i = begin + threadIdx.x; i < SAMPLES; i += stride()) {
       // A random record of each of equal ranges.
       const u64 from = i * numbers / SAMPLES, range = (i + 1) * numbers / SAMPLES - from;
-      const u64 record = from + hash(s.number, i) % range;
+      const u64 record = from + hash(s.removal.sweep, i) % range;
       const bool is_one = record && !must_stay(s, record);
       const u32 place = take(&s.choice->num_samples, is_one);
       if (!is_one) continue;
@@ -560,25 +511,16 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) remove_chosen(const 
   const Sweep& s = sweeps[blockIdx.x / blocks];
   Choice* choice = s.choice;
   Counters* counters = s.index.counters;
-  Released* released = &counters->released;
   const u32 n = choice->num_listed;
-  const u64 first = released->end;
+  const u64 ring_end = counters->released.end;
   for (u32 start = blockIdx.x % blocks * TABLE_THREADS + threadIdx.x - lane(); start < n; start += blocks * TABLE_THREADS) {
     const u32 i = start + lane();
-    const u64 place = (first + i) & s.ring_mask;
-    erase_distinct(s.index, i < n ? s.departed_keys[place] : 0, i < n);
-    if (i < n) vacate(s.vacant, s.commits, s.released[place]);
+    const u64 place = (ring_end + i) & s.removal.mask;
+    erase_distinct(s.index, i < n ? s.removal.keys[place] : 0, i < n);
+    if (i < n) vacate(s.vacant, s.commits, s.removal.numbers[place]);
   }
   if (!is_last_block(&choice->blocks_done, blocks) || threadIdx.x != 0) return;
   counters->gone += n, counters->evicted += n;
-  // What was given out since the last sweep.
-  const u64 taken = counters->taken, given = taken - released->base, of_ring = min(given, released->count);
-  released->base = taken, released->fresh += given - of_ring;
-  released->first += of_ring, released->count -= of_ring, released->end = first + n;
-  s.notes[s.number % SWEEP_NOTES] = {s.progress->step, first + n};
-  if (s.usable != NO_SWEEP) {
-    const u64 end = s.notes[s.usable % SWEEP_NOTES].end;
-    if (end > released->first + released->count) released->count = end - released->first;
-  }
+  end_removal(counters, s.removal, s.progress->step, n);
   *choice = {};
 }

@@ -19,6 +19,7 @@ fn headers() -> &'static [(&'static str, String)] {
             ("optimizer.cuh", include_str!("../kernels/optimizer.cuh")),
             ("peers.cuh", include_str!("../kernels/peers.cuh")),
             ("records.cuh", include_str!("../kernels/records.cuh")),
+            ("removal.cuh", include_str!("../kernels/removal.cuh")),
             ("rows.cuh", include_str!("../kernels/rows.cuh")),
             ("sort.cuh", include_str!("../kernels/sort.cuh")),
             ("stage.cuh", include_str!("../kernels/stage.cuh")),

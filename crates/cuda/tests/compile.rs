@@ -227,16 +227,7 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
                 "copy_records",
             ]),
         ),
-        (
-            &EXPIRY,
-            own(&[
-                "expire_rows<1>",
-                "expire_rows<32>",
-                "give_expired<1>",
-                "give_expired<32>",
-                "list_unlisted",
-            ]),
-        ),
+        (&EXPIRY, own(&["expire_rows<1>", "expire_rows<32>", "list_unlisted"])),
         (
             &ADMISSION,
             own(&[

@@ -22,6 +22,16 @@ pub enum Reason {
     Expired,
 }
 
+impl Reason {
+    /// Says that a row went in a step for this reason.
+    pub fn at(self, step: u64) -> Explanation {
+        match self {
+            Reason::Evicted => Explanation::Evicted { step },
+            Reason::Expired => Explanation::Expired { step },
+        }
+    }
+}
+
 /// Keys that went in the same step, for the same reason.
 struct Sweep {
     reason: Reason,
@@ -109,11 +119,8 @@ impl Departures {
     /// Says why a key without a row has none.
     pub fn explain(&self, key: Key) -> Explanation {
         let of_key = self.sweeps.iter().filter(|sweep| sweep.keys.contains(&key));
-        match of_key.max_by_key(|sweep| (sweep.step, sweep.reason)) {
-            Some(&Sweep { reason: Reason::Evicted, step, .. }) => Explanation::Evicted { step },
-            Some(&Sweep { reason: Reason::Expired, step, .. }) => Explanation::Expired { step },
-            None => Explanation::Absent,
-        }
+        let newest = of_key.max_by_key(|sweep| (sweep.step, sweep.reason));
+        newest.map_or(Explanation::Absent, |sweep| sweep.reason.at(sweep.step))
     }
 
     /// Forgets that these keys were ever there.

@@ -21,6 +21,9 @@ structs! {
         pub step: u64,
         /// Number of the newest commit whose gradients were applied, if rows have a time to live.
         pub settled_commit: u64,
+        /// Of `expire_rows`: rows that have expired, and blocks that have ended. Zeros between launches.
+        pub num_expired: u32,
+        pub blocks_done: u32,
     }
 
     /// How many ids each key stands for, where a lookup has the distinct keys of ranks.
@@ -91,23 +94,30 @@ structs! {
         pub is_counted: u32,
     }
 
-    /// A row whose time to live is over.
-    pub struct ExpiredRow {
-        pub key: u64,
-        pub score: u64,
-        pub record: u32,
-        /// The record's word of `Table::changes`; 0 without changes.
-        pub change: u32,
+    /// The rows that a sweep removes: where their numbers are added to the ring of released numbers, and what is written beside them.
+    pub struct Removal {
+        /// The ring.
+        pub numbers: u64 as "u32*",
+        /// By place in the ring: the key of the row that had the number.
+        pub keys: u64 as "u64*",
+        /// By place in the ring: the word of `Table::changes` of the row. Null if the table does not note changes.
+        pub changes: u64 as "u32*",
+        /// The bits of a place that are its place in the ring.
+        pub mask: u64,
+        /// By number of the sweep, modulo `SWEEP_NOTES`.
+        pub notes: u64 as "SweepNote*",
+        /// Number of the sweep.
+        pub sweep: u64,
+        /// The numbers of rows that this sweep or an earlier one has removed may be given out. `NO_SWEEP`: of none.
+        pub usable: u64,
     }
 
-    /// The head of a list of expired rows, which follow it.
-    pub struct ExpiredHead {
-        /// In memory that the host reads: number of the commit, written last.
-        pub commit: u64,
-        /// How many rows have expired. Not all of them may be in the list.
-        pub count: u32,
-        /// On the device: blocks of `give_expired` that are done.
-        pub blocks_done: u32,
+    /// What a sweep has done.
+    pub struct SweepNote {
+        /// Number of the step in progress.
+        pub step: u64,
+        /// Place in the ring after the numbers of its rows.
+        pub end: u64,
     }
 
     /// The part of a table's keys of which a commit erases rows whose time to live is over.
@@ -118,14 +128,21 @@ structs! {
         pub ending: u64,
         /// The bits of a hash that this concerns.
         pub mask: u64,
-        /// A list on the device. Its count is 0 at the start.
-        pub list: u64 as "ExpiredHead*",
-        /// The copy of the list in memory that the host reads.
-        pub given: u64 as "ExpiredHead*",
-        /// Number of rows for which both have room.
-        pub capacity: u32,
+        pub removal: Removal,
+        /// Maximum number of rows that are added to the ring.
+        pub room: u32,
         /// Number of the table.
         pub table: u32,
+    }
+
+    /// An expired row for which the ring had no room.
+    pub struct UnlistedRow {
+        pub key: u64,
+        /// The step at the end of which it has expired.
+        pub step: u64,
+        pub record: u32,
+        /// The record's word of `Table::changes`; 0 without changes.
+        pub change: u32,
     }
 
     /// A sweep: it chooses the rows with the lowest scores, and of equal scores those with the lowest keys, and removes them. `choice`
@@ -148,34 +165,15 @@ structs! {
         /// The rows with low ranks, with room for `low_room`.
         pub low: u64 as "Ranked*",
         pub low_room: u64,
-        /// The ring of released numbers, to which the numbers of the chosen rows are added.
-        pub released: u64 as "u32*",
-        /// By place in the ring: the key of the row that had the number.
-        pub departed_keys: u64 as "u64*",
-        /// By place in the ring: the word of `changes` of the row. Null if the table does not note changes, as the next one.
-        pub departed_changes: u64 as "u32*",
+        pub removal: Removal,
+        /// As in `Table`.
         pub changes: u64 as "const u32*",
-        pub ring_mask: u64,
-        /// By number of the sweep, modulo `SWEEP_NOTES`.
-        pub notes: u64 as "SweepNote*",
-        /// Number of the sweep.
-        pub number: u64,
-        /// The numbers of rows that this sweep or an earlier one has removed may be given out. `NO_SWEEP`: of none.
-        pub usable: u64,
         /// Maximum number of rows.
         pub capacity: u64,
         /// Maximum number of rows that go.
         pub most: u64,
         /// Number of keys that are inserted later, for which there must be room, too.
         pub new_keys: u64,
-    }
-
-    /// What a sweep has done.
-    pub struct SweepNote {
-        /// Number of the step in progress.
-        pub step: u64,
-        /// Place in the ring after the numbers of its rows.
-        pub end: u64,
     }
 
     /// A row that may go: its score, its key and its record.

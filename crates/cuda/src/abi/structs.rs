@@ -45,10 +45,14 @@ structs! {
         pub pad0: [u32; 30],
         /// Rows that were ever removed. The table has `taken - gone` rows.
         pub gone: u64,
-        /// Rows that sweeps have removed; a part of `gone`.
+        /// Rows that sweeps have removed to make room; a part of `gone`, as the next ones.
         pub evicted: u64,
+        /// Rows that have expired.
+        pub expired: u64,
+        /// Expired rows for which the ring of released numbers had no room, and which the host has not read.
+        pub unlisted: u64,
         pub released: Released,
-        pub pad7: [u32; 18],
+        pub pad7: [u32; 14],
         /// Slots of the stash that threads have requested; more than `STASH` if it is full.
         pub stashed: u32,
         pub pad1: [u32; 31],
@@ -74,6 +78,8 @@ structs! {
         pub taken: u64,
         pub gone: u64,
         pub evicted: u64,
+        pub expired: u64,
+        pub unlisted: u64,
         pub released: Released,
         pub distinct: u64,
         pub dropped: u64,
@@ -155,7 +161,7 @@ structs! {
         pub out_of_vocabulary_row: u64 as "const float4*",
         /// By record: its score. Null if no policy removes rows, as `vacant`, `keys` and `progress`.
         pub scores: u64 as "u64*",
-        /// By record: number of the newest commit that took gradients of it; or `NO_ROW`, or `UNLISTED`. Null if rows have no time to live.
+        /// By record: number of the newest commit that took gradients of it; or `NO_ROW`, or `unlisted_at`. Null if rows have no time to live.
         pub commits: u64 as "u64*",
         /// A bit for each record that has no row.
         pub vacant: u64 as "u32*",

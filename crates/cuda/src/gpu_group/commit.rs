@@ -11,10 +11,11 @@ use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
 
 use super::{Combined, Committed, GpuGroup, Push, SavedLookup, SharedTotals, absent};
-use crate::abi::{self, COUNTS_WORDS, Expiry, PREPARED_WORDS, REPORT_WORDS, word_of};
+use crate::abi::{self, COUNTS_WORDS, PREPARED_WORDS, REPORT_WORDS, word_of};
 use crate::device::{Device, Stream};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
+use crate::gpu_table::expiry::PlannedExpiry;
 use crate::memory::{Buffer, Shared};
 use crate::rule;
 use crate::step::{By, Saved, Taking, num_described};
@@ -22,17 +23,16 @@ use crate::step::{By, Saved, Taking, num_described};
 impl GpuGroup {
     // ---- commit
 
-    /// Takes over which rows the last commit removes, then reads its report. Waits for both if they are not written yet. Drops the pushes that
-    /// the commit named, because their updates are enqueued; a push that is not applied yet goes to `carried`.
+    /// Reads the report of the last commit. Waits for it if it is not written yet. Drops the pushes that the commit named, because their updates are enqueued; a push that is not applied yet goes to `carried`.
     ///
     /// # Errors
     /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
     pub fn settle(&mut self) -> Result<()> {
-        self.take_expired()?;
         if let Some(error) = self.unheard.take() {
             return Err(error);
         }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
+        self.take_expired()?;
         // The device has counted their uses and inserted their keys.
         for (_, push) in &taken {
             push.lookup.is_counted.store(true, Relaxed);
@@ -97,14 +97,16 @@ impl GpuGroup {
         Ok(taken)
     }
 
-    /// Takes over which rows the last commit removes because their time is over, if the host has not done that yet. Waits for that commit.
+    /// Takes over which rows the last commit has removed because their time was over, if their numbers must not be given out before. Waits for the
+    /// device then.
     pub(super) fn take_expired(&mut self) -> Result<()> {
-        for number in 0..self.tables.len() {
-            let Some(unread) = self.tables[number].take_unread() else { continue };
-            if let Some(list) = self.tables[number].expired_list() {
-                self.wait_for(list, word_of!(ExpiredHead, commit), unread.commit)?;
-            }
-            self.tables[number].take_expired(&unread)?;
+        if !self.tables.iter().any(GpuTable::has_unread_expiry) {
+            return Ok(());
+        }
+        self.workspace.device.synchronize()?;
+        for table in self.tables.iter_mut().filter(|table| table.has_unread_expiry()) {
+            table.learn()?;
+            table.take_departures()?;
         }
         Ok(())
     }
@@ -152,6 +154,7 @@ impl GpuGroup {
     ) -> Result<abi::Committed> {
         self.check_own_fault()?;
         self.settle()?;
+        self.tables.iter_mut().try_for_each(GpuTable::prepare_expiry)?;
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
         self.drop_stale(stream)?;
@@ -237,21 +240,24 @@ impl GpuGroup {
         // With its report the host learns that the step has ended.
         let is_seen = u64::from(self.unseen.is_none());
         let ended = |evictor: &Evictor| evictor.step - is_seen;
-        let (commit, call) = (self.newest_commit(), self.next_commit - 1);
-        let mut expiries = Vec::new();
+        let commit = self.newest_commit();
+        let is_valid = self.unseen.is_none();
+        let mut planned = Vec::new();
         for (number, table) in self.tables.iter_mut().enumerate() {
             let Some(step) = table.evictor.as_deref().map(ended) else { continue };
-            let expiry = table.plan_expiry(commit, step, call, self.unseen.is_none());
-            expiries.extend(expiry.map(|expiry| Expiry { table: number as u32, ..expiry }));
+            planned.extend(table.plan_expiry(number, commit, step, is_valid));
         }
         self.workspace.beside(stream, |side| {
             if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
                 let taking = self.take_uses(&push.lookup, (number % RING) as u32, commit, side)?;
                 self.workspace.give_scores(&self.tables, &[(&push.lookup.saved, taking)], side)?;
             }
-            self.workspace.expire(&self.tables, &expiries, self.resolved.address(), call, side)?;
+            self.workspace.expire(&planned, self.resolved.address(), side)?;
             self.workspace.end_steps(&self.tables, self.resolved.address(), ended, side)
-        })
+        })?;
+        let expired = planned.iter().map(|PlannedExpiry { expiry, .. }| expiry);
+        expired.for_each(|expiry| self.tables[expiry.table as usize].note_expiry(expiry));
+        Ok(())
     }
 
     /// Reads the report of the last commit, as `settle`, which will return the error.

@@ -113,6 +113,7 @@ impl GpuGroup {
         }
         let mut exceeding = Vec::new();
         if insert {
+            self.take_expired()?;
             exceeding = self.make_room(features, &mut inserts, save, true, &mut vote, stream)?;
         }
         let absent: Vec<u32> = insertions.iter().map(|own| absent_ids(*own, save)).collect();
@@ -277,13 +278,12 @@ impl GpuGroup {
     fn sweep(&mut self, planned: &[PlannedSweep], stream: Stream) -> Result<()> {
         let device = self.workspace.device.clone();
         let tables = &mut self.tables;
-        let enqueued = |planned: &PlannedSweep| tables[planned.table].note_sweep(planned.sweep());
+        let enqueued = |planned: &PlannedSweep| planned.note_in(&mut tables[planned.table]);
         self.sweep_memory.sweep(&device, planned, enqueued, stream)?;
         let keeps = |table: &GpuTable| table.config.eviction.is_some_and(|policy| policy.keeps_evicted);
         if planned.iter().any(|planned| keeps(&self.tables[planned.table])) {
             // The next call may give out the numbers of these rows again.
             device.synchronize()?;
-            self.take_expired()?;
             planned.iter().try_for_each(|planned| self.tables[planned.table].take_departures())?;
         }
         Ok(())

@@ -327,7 +327,7 @@ impl Table for GpuTable {
         self.config.seed = config.seed;
         (self.layout, self.update, self.reported) = (layout, update, reported);
         (self.max_taken, self.max_rows) = (reported.taken, self.rows());
-        self.counted = [reported.taken, reported.evicted];
+        self.counted = [reported.taken, reported.evicted, reported.expired];
         self.start_rows(WAITING)?;
         self.device.synchronize()
     }

@@ -37,26 +37,39 @@ impl GpuTable {
     /// Reads the counts from the device, which must be idle.
     pub(super) fn counts(&self) -> Result<TableCounts> {
         let all = memory::read::<Counters>(&self.device.context, self.index.counters.address(), 1)?;
-        let Counters { taken, gone, evicted, released, distinct, dropped, unknown, filtered, .. } = all[0];
-        Ok(TableCounts { taken, gone, evicted, released, distinct, dropped, unknown, filtered })
+        let Counters { taken, gone, evicted, expired, unlisted, released, .. } = all[0];
+        let Counters { distinct, dropped, unknown, filtered, .. } = all[0];
+        Ok(TableCounts {
+            taken,
+            gone,
+            evicted,
+            expired,
+            unlisted,
+            released,
+            distinct,
+            dropped,
+            unknown,
+            filtered,
+        })
     }
 
     /// Adds the counts of steps to the statistics, and resets them on the device. Takes over which rows sweeps have removed. The device must
     /// be idle.
     pub(crate) fn count_steps(&mut self) -> Result<()> {
         self.learn()?;
-        let TableCounts { taken, evicted, distinct, dropped, unknown, filtered, .. } = self.reported;
+        let TableCounts { taken, evicted, expired, distinct, dropped, unknown, filtered, .. } = self.reported;
         let inserted = taken - self.counted[0];
         self.stats.outcomes.inserted += inserted;
         self.stats.outcomes.hit += distinct.saturating_sub(inserted + self.admitted);
         self.stats.outcomes.evicted += evicted - self.counted[1];
+        self.stats.outcomes.expired += expired - self.counted[2];
         self.stats.dropped_gradients += dropped;
         self.stats.unknown_ids += unknown;
         self.stats.outcomes.filtered += filtered;
         self.admitted = 0;
         self.forget_counts()?;
         [UNKNOWN, FILTERED].into_iter().try_for_each(|at| self.index.counters.write(at, &[0; 2]))?;
-        self.counted = [taken, evicted];
+        self.counted = [taken, evicted, expired];
         let (unknown, filtered) = (0, 0);
         self.reported = TableCounts { unknown, filtered, ..self.reported };
         self.take_departures()
@@ -138,6 +151,7 @@ impl GpuTable {
         stats.outcomes.inserted += inserted;
         stats.outcomes.hit += counts.distinct.saturating_sub(inserted + self.admitted);
         stats.outcomes.evicted += counts.evicted - self.counted[1];
+        stats.outcomes.expired += counts.expired - self.counted[2];
         stats.dropped_gradients += counts.dropped;
         stats.unknown_ids += counts.unknown;
         stats.outcomes.filtered += counts.filtered;

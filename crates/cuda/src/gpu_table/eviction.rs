@@ -14,7 +14,6 @@ use sok_core::policy::commits::Commits;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::Lifetime;
 
-use super::expiry::{ExpiredList, Unread};
 use super::sweep::SweepMemory;
 use super::uses::InProgress;
 use super::{GpuTable, WAITING, numbers_of};
@@ -50,10 +49,6 @@ pub(crate) struct Evictor {
     pub departures: Departures,
     /// Memory of sweeps of this table alone.
     pub sweep_memory: SweepMemory,
-    /// Memory for the list of rows whose time is over.
-    pub expired: Option<ExpiredList>,
-    /// The last commit that removes such rows, if the host has not read which.
-    pub unread: Option<Unread>,
 }
 
 impl Evictor {
@@ -75,8 +70,6 @@ impl Evictor {
             lookups: Vec::new(),
             departures: Departures::default(),
             sweep_memory: SweepMemory::default(),
-            expired: None,
-            unread: None,
         };
         evictor.write_progress()?;
         Ok(evictor)
@@ -115,9 +108,8 @@ impl Evictor {
 
     pub fn num_bytes(&self) -> usize {
         let sweeps = self.sweep_memory.num_bytes();
-        let expired = self.expired.as_ref().map_or(0, ExpiredList::num_bytes);
         let of_words: usize = self.arenas_of_words().map(Arena::num_bytes).sum();
-        of_words + self.vacant.num_bytes() + self.departures.num_bytes() + sweeps + expired
+        of_words + self.vacant.num_bytes() + self.departures.num_bytes() + sweeps
     }
 
     /// Fills in the fields of a descriptor.

@@ -155,7 +155,7 @@ impl GpuTable {
         if let Some(evictor) = self.evictor.as_mut().filter(|_| exceeds) {
             evictor.sweep_memory.sweep(&device, planned, |_| (), stream)?;
         }
-        planned.iter().for_each(|planned| self.note_sweep(planned.sweep()));
+        planned.iter().for_each(|planned| planned.note_in(self));
         if counts_later {
             // SAFETY: The caller guarantees it.
             unsafe { self.count_records(records, 0, n, stream) }?;

@@ -61,8 +61,8 @@ pub struct GpuTable {
     max_taken: u64,
     /// Upper bound of the number of rows.
     max_rows: u64,
-    /// Parts of `Counters::taken` and `Counters::evicted` that `stats` contains.
-    counted: [u64; 2],
+    /// Parts of `Counters::taken`, `Counters::evicted` and `Counters::expired` that `stats` contains.
+    counted: [u64; 3],
     /// Whether there was no memory for the keys of later calls.
     is_short: bool,
     /// Number of record numbers that `reserve_soon` must get memory for; 0: none.
@@ -141,7 +141,7 @@ impl GpuTable {
             layout,
             max_taken: 0,
             max_rows: 0,
-            counted: [0; 2],
+            counted: [0; 3],
             is_short: false,
             numbers_soon: 0,
             reported: counts_of_none(),

@@ -259,7 +259,7 @@ impl GpuTable {
         self.changes = None;
         self.retired.clear();
         self.reusable.clear();
-        (self.reported, self.counted) = (counts_of_none(), [0; 2]);
+        (self.reported, self.counted) = (counts_of_none(), [0; 3]);
         (self.max_taken, self.max_rows, self.numbers_soon) = (0, 0, 0);
         // The report of an earlier commit tells of what is gone.
         self.is_recounted = true;

@@ -1,4 +1,4 @@
-//! The numbers of removed rows, which are given out again, and the keys that sweeps have removed, in rings on the device.
+//! The numbers of removed rows, which are given out again, and the keys that sweeps and expiries have removed, in rings on the device.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +13,7 @@ use sok_core::key::Key;
 use sok_core::policy::sweep::Rank;
 
 use super::GpuTable;
-use crate::abi::{NO_SWEEP, RELEASED, Released, SWEEP_NOTES, Sweep, SweepNote};
+use crate::abi::{NO_SWEEP, RELEASED, Released, Removal, SWEEP_NOTES, SweepNote, UnlistedRow};
 use crate::memory::{Buffer, Plain, words};
 
 /// Minimum number of places of the ring of a table that sweeps.
@@ -40,6 +40,8 @@ struct Departed {
     next: u64,
     /// Number of the first sweep of which the host has not read the keys.
     first_unread: u64,
+    /// Why rows went: of each sweep that the host has not read.
+    reasons: VecDeque<Reason>,
     /// Place of its first key.
     unread_from: u64,
     /// How many rows the sweeps have removed at most whose ends are not known.
@@ -50,6 +52,34 @@ struct Departed {
     waiting: VecDeque<(u64, u64)>,
     /// The newest sweep whose numbers may be given out.
     usable: Option<u64>,
+}
+
+/// Rows that a sweep has removed.
+struct Removed {
+    reason: Reason,
+    /// The step in progress.
+    step: u64,
+    keys: Vec<Key>,
+    /// Numbers of their records, if the table keeps removed rows; otherwise empty.
+    records: Vec<u32>,
+    /// Words of their changes, if the table notes changes; otherwise empty.
+    changes: Vec<u32>,
+}
+
+/// Adds expired rows for which the ring had no room.
+fn add_unlisted(all: &mut Vec<Removed>, unlisted: &[UnlistedRow]) {
+    for &UnlistedRow { key, step, record, change } in unlisted {
+        let of_step = |removed: &Removed| removed.reason == Reason::Expired && removed.step == step;
+        let place = all.iter().position(of_step).unwrap_or_else(|| {
+            let none =
+                Removed { reason: Reason::Expired, step, keys: vec![], records: vec![], changes: vec![] };
+            all.push(none);
+            all.len() - 1
+        });
+        all[place].keys.push(key);
+        all[place].records.push(record);
+        all[place].changes.push(change);
+    }
 }
 
 impl Ring {
@@ -66,6 +96,7 @@ impl Ring {
             notes: Buffer::new(context, SWEEP_NOTES)?,
             next: 0,
             first_unread: 0,
+            reasons: VecDeque::new(),
             unread_from: 0,
             unreported: 0,
             told_by_report: 0,
@@ -175,39 +206,44 @@ impl GpuTable {
     /// Gets places in the ring for the rows of a sweep, of which there are up to `most`. The device must be idle, and its counts known.
     pub(crate) fn make_room_in_ring(&mut self, most: u64) -> Result<()> {
         self.take_departures()?;
-        if self.ring_has_room(most) {
+        // The next sweep may come before the report of this one.
+        if self.ring_has_room(2 * most) {
             return Ok(());
         }
         let len = self.num_released() + self.reusable.len() as u64;
-        let places = (len + 4 * most).max(self.config.capacity().min(REMEMBERED)).max(MIN_PLACES);
+        let places = (len + 4 * most).max(self.max_numbers().min(REMEMBERED)).max(MIN_PLACES);
         let places = places.next_power_of_two() as usize;
         let ring = Ring::for_sweeps(&self.device.context, places, self.changes.is_some())?;
         self.release_into(Some(ring))
     }
 
-    /// Fills in the number of a sweep, and what it needs of the ring. There must be places for the rows that it removes.
-    pub(super) fn number_sweep(&self, sweep: &mut Sweep) {
-        let Some(departed) = &self.ring.departed else { return };
-        let number = departed.next;
-        let usable = if self.newest_lookup == 0 { Some(number) } else { departed.usable };
+    /// Returns what the next sweep writes about the rows that it removes. There must be places for them in the ring.
+    pub(super) fn next_removal(&self) -> Removal {
+        let Some(departed) = &self.ring.departed else { return Removal::default() };
+        let sweep = departed.next;
+        let usable = if self.newest_lookup == 0 { Some(sweep) } else { departed.usable };
         // Without the note of that sweep, the numbers have to wait for another one.
-        let has_note = |usable: &u64| number - usable < SWEEP_NOTES as u64;
-        (sweep.number, sweep.usable) = (number, usable.filter(has_note).unwrap_or(NO_SWEEP));
-        (sweep.released, sweep.ring_mask) = (self.ring.numbers.address(), self.ring.mask());
-        (sweep.departed_keys, sweep.notes) = (departed.keys.address(), departed.notes.address());
-        if let (Some(changes), Some(words)) = (&self.changes, &departed.changes) {
-            (sweep.changes, sweep.departed_changes) = (changes.address(), words.address());
+        let has_note = |usable: &u64| sweep - usable < SWEEP_NOTES as u64;
+        Removal {
+            numbers: self.ring.address(),
+            keys: departed.keys.address(),
+            changes: departed.changes.as_ref().map_or(0, Buffer::address),
+            mask: self.ring.mask(),
+            notes: departed.notes.address(),
+            sweep,
+            usable: usable.filter(has_note).unwrap_or(NO_SWEEP),
         }
     }
 
-    /// Takes over that a sweep was enqueued.
-    pub(crate) fn note_sweep(&mut self, sweep: &Sweep) {
+    /// Takes over that a sweep was enqueued. `sweep`: its number. `most`: how many rows it removes at most.
+    pub(super) fn note_sweep(&mut self, reason: Reason, sweep: u64, most: u64) {
         let Some(departed) = &mut self.ring.departed else { return };
-        departed.next = sweep.number + 1;
-        departed.unreported += sweep.most;
+        departed.next = sweep + 1;
+        departed.reasons.push_back(reason);
+        departed.unreported += most;
         match self.newest_lookup {
-            0 => departed.usable = Some(sweep.number),
-            newest => departed.waiting.push_back((sweep.number, newest)),
+            0 => departed.usable = Some(sweep),
+            newest => departed.waiting.push_back((sweep, newest)),
         }
     }
 
@@ -216,16 +252,42 @@ impl GpuTable {
         self.ring.departed.as_ref().is_some_and(|departed| departed.first_unread < departed.next)
     }
 
-    /// Returns the sweeps that the host has not read, the place of the first key that is still there, and the keys from it on. The sweeps must have
+    /// Returns whether there are expired rows that the host has not read, and must read before their numbers are given out or used up.
+    pub(crate) fn has_unread_expiry(&self) -> bool {
+        let reasons = || self.ring.departed.iter().flat_map(|departed| &departed.reasons);
+        self.reported.unlisted > 0
+            || self.config.keeps_expired() && reasons().any(|&reason| reason == Reason::Expired)
+    }
+
+    /// Returns what sweeps have removed that the host has not read, in the order of the sweeps, and the place of the next row. They must have
     /// completed.
-    fn read_sweeps(&self) -> Result<(Vec<SweepNote>, u64, Vec<Key>)> {
-        let Some(departed) = &self.ring.departed else { return Ok(Default::default()) };
-        let (first, next) = (departed.first_unread, departed.next);
-        let notes = read_places(&departed.notes, SWEEP_NOTES as u64 - 1, first, next)?;
+    fn read_removed(&self) -> Result<(Vec<Removed>, u64)> {
+        let Some(departed) = &self.ring.departed else { return Ok((Vec::new(), 0)) };
+        let mask = self.ring.mask();
+        let notes =
+            read_places(&departed.notes, SWEEP_NOTES as u64 - 1, departed.first_unread, departed.next)?;
         let end = notes.last().map_or(departed.unread_from, |note| note.end);
         // Nobody needs all of them if the oldest may be overwritten.
-        let start = departed.unread_from.max(end.saturating_sub(self.ring.places()));
-        Ok((notes, start, read_places(&departed.keys, self.ring.mask(), start, end)?))
+        let mut at = departed.unread_from.max(end.saturating_sub(self.ring.places()));
+        let keys = read_places(&departed.keys, mask, at, end)?;
+        let keeps = self.config.keeps_removed();
+        let records = if keeps { self.ring.read(at, end)? } else { Vec::new() };
+        let changes = match (&self.changes, &departed.changes) {
+            (Some(_), Some(words)) => read_places(words, mask, at, end)?,
+            // An increment must have all keys whose words are not known. No epoch has the word 0.
+            (Some(_), None) => vec![0; keys.len()],
+            (None, _) => Vec::new(),
+        };
+        let start = at;
+        let mut all = Vec::new();
+        for (&reason, note) in departed.reasons.iter().zip(notes).filter(|(_, note)| note.end > start) {
+            let places = (at - start) as usize..(note.end - start) as usize;
+            let of = |all: &[u32]| all.get(places.clone()).map_or(Vec::new(), <[u32]>::to_vec);
+            let (records, changes) = (of(&records), of(&changes));
+            all.push(Removed { reason, step: note.step, keys: keys[places].to_vec(), records, changes });
+            at = note.end;
+        }
+        Ok((all, end))
     }
 
     /// Takes over which rows sweeps have removed. They must have completed.
@@ -233,58 +295,51 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). The rows are gone nevertheless.
     pub(crate) fn take_departures(&mut self) -> Result<()> {
-        let (notes, start, keys) = self.read_sweeps()?;
-        let Some(&SweepNote { end, .. }) = notes.last() else { return Ok(()) };
-        let mask = self.ring.mask();
-        let Some(departed) = &mut self.ring.departed else { return Ok(()) };
-        (departed.first_unread, departed.unread_from) = (departed.next, end);
-        if keys.is_empty() {
-            return Ok(());
+        let (mut all, end) = self.read_removed()?;
+        if let Some(departed) = &mut self.ring.departed {
+            (departed.first_unread, departed.unread_from) = (departed.next, end);
+            departed.reasons.clear();
         }
-        let words = match (&self.changes, &departed.changes) {
-            (Some(_), Some(words)) => read_places(words, mask, start, end)?,
-            // An increment must have all keys whose words are not known. No epoch has the word 0.
-            (Some(_), None) => vec![0; keys.len()],
-            (None, _) => Vec::new(),
-        };
+        let unlisted = self.read_unlisted(self.reported.unlisted, true)?;
+        self.reported.unlisted = 0;
+        self.retire(unlisted.iter().map(|row| row.record));
+        add_unlisted(&mut all, &unlisted);
         // If not all keys are known that went, no increment can have them.
-        self.reserve_removed(keys.len()).inspect_err(|_| self.forget_changes())?;
-        self.note_removed(keys.iter().copied().zip(words));
-        if self.evictor.as_ref().is_some_and(|evictor| evictor.policy.keeps_evicted) {
-            let records = self.ring.read(start, end)?;
-            self.keep_departed(&keys, &records)?;
+        let num_keys = all.iter().map(|removed| removed.keys.len()).sum();
+        self.reserve_removed(num_keys).inspect_err(|_| self.forget_changes())?;
+        for removed in all {
+            self.note_removed(removed.keys.iter().copied().zip(removed.changes.iter().copied()));
+            self.keep_removed(&removed)?;
+            let Some(evictor) = &mut self.evictor else { continue };
+            evictor.departures.remember(removed.reason, removed.step, removed.keys)?;
         }
-        let Some(evictor) = &mut self.evictor else { return Ok(()) };
-        let mut at = start;
-        for note in notes.into_iter().filter(|note| note.end > start) {
-            let some = &keys[(at - start) as usize..(note.end - start) as usize];
-            evictor.departures.remember(Reason::Evicted, note.step, some.to_vec())?;
-            at = note.end;
-        }
-        evictor.departures.trim();
+        self.evictor.iter_mut().for_each(|evictor| evictor.departures.trim());
         Ok(())
     }
 
     /// Says why a key without a row has none. The device must be idle.
     pub(super) fn explain_absent(&self, key: Key) -> Result<Explanation> {
         let Some(evictor) = &self.evictor else { return Ok(Explanation::Absent) };
-        let known = evictor.departures.explain(key);
-        let (notes, start, keys) = self.read_sweeps()?;
-        let Some(place) = keys.iter().rposition(|&departed| departed == key) else { return Ok(known) };
-        let of_key = notes.iter().find(|note| note.end > start + place as u64);
-        let evicted = of_key.map_or(0, |note| note.step);
-        // A row that has expired in the same step went at its end.
-        Ok(match known {
-            Explanation::Expired { step } if step >= evicted => known,
-            _ => Explanation::Evicted { step: evicted },
-        })
+        let mut all = self.read_removed()?.0;
+        add_unlisted(&mut all, &self.read_unlisted(self.counts()?.unlisted, false)?);
+        let of_key = all.iter().filter(|removed| removed.keys.contains(&key));
+        let newest = of_key.max_by_key(|removed| (removed.step, removed.reason));
+        Ok(newest
+            .map_or_else(|| evictor.departures.explain(key), |&Removed { reason, step, .. }| reason.at(step)))
     }
 
-    /// Keeps the rows that have gone until they are taken. Their numbers must not have been given out yet.
-    fn keep_departed(&mut self, keys: &[Key], records: &[u32]) -> Result<()> {
-        let values = self.read_records(self.layout.row(), records)?;
-        let uses = self.read_uses(records)?;
-        let ranks = uses.iter().zip(keys).map(|(used, &key)| Rank { score: used.score, key });
+    /// Keeps rows that have gone until they are taken, if the table does that. Their numbers must not have been given out yet.
+    fn keep_removed(&mut self, removed: &Removed) -> Result<()> {
+        let keeps = match removed.reason {
+            Reason::Evicted => self.config.eviction.is_some_and(|policy| policy.keeps_evicted),
+            Reason::Expired => self.config.keeps_expired(),
+        };
+        if !keeps {
+            return Ok(());
+        }
+        let values = self.read_records(self.layout.row(), &removed.records)?;
+        let uses = self.read_uses(&removed.records)?;
+        let ranks = uses.iter().zip(&removed.keys).map(|(used, &key)| Rank { score: used.score, key });
         let dim = self.config.dim;
         let mut rows: Vec<(Rank, &[f32])> = ranks.zip(values.chunks_exact(dim)).collect();
         rows.sort_unstable_by_key(|(rank, _)| *rank);

@@ -4,6 +4,7 @@
 
 use std::sync::Weak;
 
+use sok_core::contract::departures::Reason;
 use sok_core::contract::table::Outcomes;
 use sok_core::error::Result;
 use sok_core::policy::eviction::sweep_size;
@@ -43,8 +44,9 @@ pub(crate) struct PlannedSweep {
 }
 
 impl PlannedSweep {
-    pub fn sweep(&self) -> &Sweep {
-        &self.sweep
+    /// Takes over that the sweep was enqueued. `table`: the one that it sweeps.
+    pub fn note_in(&self, table: &mut GpuTable) {
+        table.note_sweep(Reason::Evicted, self.sweep.removal.sweep, self.sweep.most);
     }
 
     /// Words of the memory that need not be zeros: marks, samples and rows with low ranks.
@@ -248,15 +250,16 @@ impl GpuTable {
             }
         }
         let (capacity, numbers) = (self.config.capacity(), self.max_numbers());
-        let mut sweep = Sweep {
+        let sweep = Sweep {
             index: self.index.descriptor(),
             low_room: (capacity / 16 + 1024).min(numbers),
             capacity,
             most: self.most_swept(inserted + new_keys),
             new_keys,
+            removal: self.next_removal(),
+            changes: self.changes.as_ref().map_or(0, |changes| changes.address()),
             ..evictor.sweep()
         };
-        self.number_sweep(&mut sweep);
         Ok(Some(PlannedSweep { table: number, sweep, used: all_used, numbers, _lent: lent }))
     }
 
@@ -331,7 +334,7 @@ impl GpuTable {
         let (Some(chosen), Some(evictor)) = (chosen, &mut self.evictor) else { return Ok(0) };
         let memory = &mut evictor.sweep_memory;
         memory.remove(&self.device, &chosen.sweeps, WAITING).inspect_err(|_| memory.num_zeros = 0)?;
-        self.note_sweep(&chosen.planned.sweep);
+        chosen.planned.note_in(self);
         self.device.synchronize()?;
         let evicted = self.count_evicted()?;
         if let Err(error) = self.take_departures() {

@@ -9,14 +9,13 @@ use crate::abi::{Expiry, FIND_THREADS, LIST_BLOCK, LIST_THREADS, Section, TABLE_
 use crate::device::{Stream, launch, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::gpu_table::eviction::Evictor;
+use crate::gpu_table::expiry::PlannedExpiry;
 use crate::gpu_table::uses::UsedRecords;
 use crate::kernels::{EXPIRY, RANKS, SCORES};
 use crate::memory::words;
 
-/// Numbers of tables for which `expire_rows` and `give_expired` are instantiated.
+/// Numbers of tables for which `expire_rows` is instantiated.
 const EXPIRED_AT_ONCE: [usize; 2] = [1, 32];
-/// Blocks that copy the expired rows of a table to the host.
-const GIVING_BLOCKS: u32 = 32;
 
 /// A commit that takes a push of a lookup.
 #[derive(Clone, Copy)]
@@ -156,37 +155,23 @@ impl Workspace {
         Ok(())
     }
 
-    /// Enqueues removing the rows whose time to live is over. `resolved`: address of the `Resolved` of the commit. `call`: number of the commit
-    /// in the group.
+    /// Enqueues removing the rows whose time to live is over. `resolved`: address of the `Resolved` of the commit.
     ///
     /// # Errors
     /// As `take_uses`.
-    pub(crate) fn expire(
-        &self,
-        tables: &[GpuTable],
-        expiries: &[Expiry],
-        resolved: u64,
-        call: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        for some in expiries.chunks(EXPIRED_AT_ONCE[1]) {
+    pub(crate) fn expire(&self, planned: &[PlannedExpiry], resolved: u64, stream: Stream) -> Result<()> {
+        for some in planned.chunks(EXPIRED_AT_ONCE[1]) {
             let at_once = if some.len() == 1 { EXPIRED_AT_ONCE[0] } else { EXPIRED_AT_ONCE[1] };
-            let names = [format!("expire_rows<{at_once}>"), format!("give_expired<{at_once}>")];
-            let [expire, give] = self.device.kernels(&EXPIRY, [&names[0][..], &names[1][..]])?;
-            let numbers =
-                some.iter().map(|expiry| tables[expiry.table as usize].max_numbers() as usize).max();
+            let expire = self.device.kernel(&EXPIRY, &format!("expire_rows<{at_once}>"))?;
+            let numbers = some.iter().map(|planned| planned.numbers).max();
             let blocks = self.device.blocks_for(numbers.unwrap_or(0), some.len());
-            let (on_device, mut all) = (self.tables(), some.to_vec());
+            let mut all: Vec<Expiry> = some.iter().map(|planned| planned.expiry).collect();
             all.resize(at_once, Expiry::default());
-            let launched = some.len() * blocks as usize;
+            let (on_device, launched) = (self.tables(), some.len() * blocks as usize);
             // SAFETY: The arguments have the types of the kernel's parameters. Tables and workspace keep the memory that they point to.
             unsafe {
                 launch_next!(expire, stream, launched, TABLE_THREADS, on_device, resolved, all[0], blocks)
             }?;
-            let blocks = GIVING_BLOCKS;
-            let launched = some.len() * blocks as usize;
-            // SAFETY: As above.
-            unsafe { launch_next!(give, stream, launched, TABLE_THREADS, all[0], call, blocks) }?;
         }
         Ok(())
     }
