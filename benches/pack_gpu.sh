@@ -13,7 +13,7 @@ newest() { find "target/$1/deps" -maxdepth 1 -name "$2-*" -executable -type f -p
 cargo test -q -p sok-cuda --no-run
 cargo bench -q -p sok-cuda --no-run
 install -s "$(newest debug conformance)" "$folder/conformance"
-for bench in dump find growth lookup policies ranks step; do install -s "$(newest release "$bench")" "$folder/$bench"; done
+for bench in dump find growth lookup policies ranks shapes step; do install -s "$(newest release "$bench")" "$folder/$bench"; done
 cc -O1 -shared -fPIC -o "$folder/libcuda.so" crates/cuda/tests/faults/driver.c -ldl
 rm -f "$folder"/*.whl
 if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; else

@@ -1,5 +1,5 @@
 //! Training steps while a dump of the tables is written: the longest step and the mean one, beside steps before it. Then the same dump
-//! written while training waits, and a plain write of as many bytes. Then a load of the dump, and a plain read of its files.
+//! written while training waits, and plain writes of as many bytes before and after it. Then a load of the dump, and a plain read of its files.
 //!
 //!     dump [DIRECTORY] [ROWS]
 
@@ -94,22 +94,18 @@ fn main() {
         std::fs::read_dir(&directory).unwrap().map(|f| f.unwrap().metadata().unwrap().len()).sum();
     println!("\n{:.1} GB in 26 tables. The copy waits for the step before it.", bytes as f64 / 1e9);
     let speed = |seconds: f64| bytes as f64 / 1e9 / seconds;
+    let before_dump = plain(&directory, bytes);
     let start = Instant::now();
     gpu.group.settle_tables();
     let tables: Vec<&dyn Contents> = (0..work.tables).map(|t| gpu.group.table(t) as &dyn Contents).collect();
     dump(&directory, &tables, &[], &options).unwrap();
     let waiting = start.elapsed().as_secs_f64();
-    let start = Instant::now();
-    let piece = vec![7u8; 64 << 20];
-    let mut file = File::create(directory.join("plain")).unwrap();
-    (0..bytes / piece.len() as u64).for_each(|_| file.write_all(&piece).unwrap());
-    file.sync_all().unwrap();
-    let plain = start.elapsed().as_secs_f64();
-    std::fs::remove_file(directory.join("plain")).unwrap();
+    let after = plain(&directory, bytes);
     println!("\n| written | GB/s |\n|---|---|");
+    println!("| plain bytes | {:.2} |", speed(before_dump));
     println!("| while training goes on | {:.2} |", speed(seconds));
     println!("| while training waits | {:.2} |", speed(waiting));
-    println!("| plain bytes | {:.2} |", speed(plain));
+    println!("| plain bytes again | {:.2} |", speed(after));
     println!("\n| read | from the disk, GB/s | from the cache, GB/s |\n|---|---|---|");
     let print = |name: &str, read: &mut dyn FnMut()| {
         let [cold, warm] = [true, false].map(|is_cold| {
@@ -126,6 +122,18 @@ fn main() {
     print("into the tables", &mut || load_tables(&directory, gpu.group.tables_mut()));
     print("plain bytes again", &mut || read_files(&directory));
     std::fs::remove_dir_all(&directory).unwrap();
+}
+
+/// Writes as many plain bytes, and syncs them. Returns the seconds that this takes.
+fn plain(directory: &Path, bytes: u64) -> f64 {
+    let start = Instant::now();
+    let piece = vec![7u8; 64 << 20];
+    let mut file = File::create(directory.join("plain")).unwrap();
+    (0..bytes / piece.len() as u64).for_each(|_| file.write_all(&piece).unwrap());
+    file.sync_all().unwrap();
+    let seconds = start.elapsed().as_secs_f64();
+    std::fs::remove_file(directory.join("plain")).unwrap();
+    seconds
 }
 
 /// Drops the files of a directory from the system's cache.

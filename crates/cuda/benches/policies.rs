@@ -2,7 +2,7 @@
 //! rows, with a time to live, noting changes for increments, counting keys that get no row yet, and under other update modes. One id in a hundred is new. Times are
 //! means, since sweeps are rare: of rounds in which each full table sweeps. Then sweeps of one table, and reading what has changed.
 //!
-//!     policies
+//!     policies [steps] [sweeps] [expiry] [changes]
 
 mod common;
 
@@ -270,17 +270,27 @@ fn time_changes(bench: &Bench, rows: u64) {
 }
 
 fn main() {
+    let parts: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let is_wanted = |part: &str| parts.is_empty() || parts.iter().any(|wanted| wanted == part);
     let bench = Bench::start("a training step of Adam over tables with policies");
-    println!("| work | policy | ms | over none | rows removed |\n|---|---|---|---|---|");
-    WORKS.iter().for_each(|work| time(&bench, work));
-    println!("\n| rows of the table | policy | ms of a call that sweeps |\n|---|---|---|");
-    [1 << 20, 1 << 24, 1 << 26].into_iter().for_each(|rows| time_sweeps(&bench, rows));
-    println!(
-        "\n| rows of the table | rows that expire in a step | ms over a step without a time to live |\n|---|---|---|"
-    );
-    [1 << 20, 1 << 26].into_iter().for_each(|rows| time_expiry(&bench, rows));
-    println!(
-        "\n| rows of the table | changed | ms to count them | ms to read their records | ms to read all records |\n|---|---|---|---|---|"
-    );
-    [1 << 20, 1 << 24, 1 << 26].into_iter().for_each(|rows| time_changes(&bench, rows));
+    if is_wanted("steps") {
+        println!("| work | policy | ms | over none | rows removed |\n|---|---|---|---|---|");
+        WORKS.iter().for_each(|work| time(&bench, work));
+    }
+    if is_wanted("sweeps") {
+        println!("\n| rows of the table | policy | ms of a call that sweeps |\n|---|---|---|");
+        [1 << 20, 1 << 24, 1 << 26].into_iter().for_each(|rows| time_sweeps(&bench, rows));
+    }
+    if is_wanted("expiry") {
+        println!(
+            "\n| rows of the table | rows that expire in a step | ms over a step without a time to live |\n|---|---|---|"
+        );
+        [1 << 20, 1 << 26].into_iter().for_each(|rows| time_expiry(&bench, rows));
+    }
+    if is_wanted("changes") {
+        println!(
+            "\n| rows of the table | changed | ms to count them | ms to read their records | ms to read all records |\n|---|---|---|---|---|"
+        );
+        [1 << 20, 1 << 24, 1 << 26].into_iter().for_each(|rows| time_changes(&bench, rows));
+    }
 }
