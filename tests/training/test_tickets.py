@@ -277,3 +277,10 @@ def test_refused_apply_of_two_layers_moves_neither():
             layers[0].get_table().synchronize()
     for layer, rows in zip(layers, before, strict=True):
         np.testing.assert_array_equal(rows_in(layer), rows)
+
+
+def test_a_gradient_of_other_tables_is_refused():
+    (model, optimizer), _ = pair(lambda: keras.optimizers.SGD(0.5))
+    (other, _), _ = pair(lambda: keras.optimizers.SGD(0.5))
+    backward_passes(model, 1)
+    assert_refused(model, optimizer, backward_passes(other, 1)[0])

@@ -3,9 +3,12 @@
 //!
 //! The ticket of push number q is zeros, but for row q mod 64, which is `UNIT` * [1, mark(q)]. All linear operations on gradients
 //! (loss scale, own factors, sums over calls, skipped steps) apply to tickets too. So a row of the sum of several tickets holds the
-//! weight of its push, and the mark proves to which turn of the ring the push belongs.
+//! weight of its push, and the mark proves to which turn of the ring the push belongs. Groups of tables begin with different turns, so
+//! that the ticket of one names no push of another.
 
 use std::collections::VecDeque;
+
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Number of pushes that tickets can distinguish at one time.
 pub const RING: u64 = 64;
@@ -16,6 +19,8 @@ pub const TICKET_LEN: usize = RING as usize * 2;
 pub const UNIT: f32 = 1.0 / (1 << 20) as f32;
 /// Error that scaling and adding may leave in a mark. The marks of turns that could be confused differ by far more.
 const TOLERANCE: f64 = 3e-6;
+/// Turns of the ring with which groups begin. The numbers of later turns are still exact in the mark.
+const FIRST_TURNS: u64 = 1 << 16;
 
 /// Returns the mark of a push, which differs from one turn of the ring to the next.
 pub fn mark(number: u64) -> f32 {
@@ -41,18 +46,19 @@ pub struct Named {
 
 /// Pushes that wait for a ticket to name them.
 pub struct PushRing<P> {
-    /// Number of the next push; the first is 1.
+    /// Number of the next push.
     next: u64,
     pending: VecDeque<(u64, P)>,
 }
 
-impl<P> Default for PushRing<P> {
-    fn default() -> Self {
-        PushRing { next: 1, pending: VecDeque::new() }
-    }
-}
-
 impl<P> PushRing<P> {
+    /// The ring of a group of tables with these names. All ranks number their pushes alike.
+    pub fn of<'a>(tables: impl Iterator<Item = &'a str>) -> PushRing<P> {
+        let names: Vec<&str> = tables.collect();
+        let turn = xxh3_64(names.join("\n").as_bytes()) % FIRST_TURNS;
+        PushRing { next: RING * turn + 1, pending: VecDeque::new() }
+    }
+
     /// Number of pushes that wait.
     pub fn len(&self) -> usize {
         self.pending.len()
@@ -160,8 +166,8 @@ impl<P> PushRing<P> {
 /// Returns the message for a ticket that names a push which does not wait.
 pub fn gone(row: u64, weight: f32, pending: usize) -> String {
     format!(
-        "a gradient is applied whose push is gone: applied before, or older than the newest {RING} backward passes \
-         (row {row}, weight {weight}, {pending} pending). Nothing was changed"
+        "a gradient is applied whose push is gone: applied before, older than the newest {RING} backward passes, \
+         or of other tables (row {row}, weight {weight}, {pending} pending). Nothing was changed"
     )
 }
 
@@ -169,8 +175,12 @@ pub fn gone(row: u64, weight: f32, pending: usize) -> String {
 mod tests {
     use super::*;
 
+    fn empty<P>() -> PushRing<P> {
+        PushRing { next: 1, pending: VecDeque::new() }
+    }
+
     fn ring(pushes: u64) -> (PushRing<u64>, Vec<[f32; TICKET_LEN]>) {
-        let mut ring = PushRing::default();
+        let mut ring = empty();
         let tickets = (1..=pushes).map(|q| {
             let (number, _) = ring.add(q);
             assert_eq!(number, q);
@@ -215,13 +225,28 @@ mod tests {
 
     #[test]
     fn gradients_that_are_not_finite_keep_their_name() {
-        let mut ring = PushRing::default();
+        let mut ring = empty();
         let (number, _) = ring.add(());
         let mut ticket = [0.0; TICKET_LEN];
         write_ticket(number, false, &mut ticket);
         let named = ring.resolve(&ticket).unwrap();
         assert_eq!(named[0].number, number);
         assert!(named[0].weight.is_nan());
+    }
+
+    #[test]
+    fn a_ticket_names_no_push_of_other_tables() {
+        let mut rings = ["users", "items"].map(|name| PushRing::of([name].into_iter()));
+        let tickets = rings.each_mut().map(|ring| {
+            let mut ticket = [0.0; TICKET_LEN];
+            write_ticket(ring.add(()).0, true, &mut ticket);
+            ticket
+        });
+        for (of_ring, ring) in rings.iter().enumerate() {
+            for (of_ticket, ticket) in tickets.iter().enumerate() {
+                assert_eq!(ring.resolve(ticket).is_ok(), of_ring == of_ticket);
+            }
+        }
     }
 
     #[test]

@@ -380,7 +380,9 @@ fn refuse_ticket(subject: &mut dyn Subject, named: &[(u64, f32)]) {
     let error = subject.commit(named, true).expect_err("a push of it is gone");
     assert!(matches!(&error, Error::Ticket { tables, .. } if tables == "`t`"), "{error}");
     assert!(
-        error.to_string().contains("gone: applied before, or older than the newest 64 backward passes"),
+        error
+            .to_string()
+            .contains("gone: applied before, older than the newest 64 backward passes, or of other tables"),
         "{error}"
     );
     assert_eq!((contents(subject), subject.pending_pushes()), (before, pending));

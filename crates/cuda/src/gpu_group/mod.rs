@@ -234,7 +234,7 @@ impl GpuGroup {
             next_lookup: 1,
             lookups: VecDeque::new(),
             by_address: HashMap::new(),
-            ring: PushRing::default(),
+            ring: PushRing::of(tables.iter().map(|table| &*table.config.name)),
             pushes_without_optimizer: 0,
             committed: Committed::Nothing,
             missed: None,

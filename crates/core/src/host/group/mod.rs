@@ -65,7 +65,7 @@ impl HostGroup {
             next_lookup: 1,
             lookups: VecDeque::new(),
             oldest_needed: None,
-            ring: PushRing::default(),
+            ring: PushRing::of(tables.iter().map(|table| &*table.config.name)),
             committed: Vec::new(),
             num_commits: BEFORE_FIRST_COMMIT,
             pushes_without_optimizer: 0,

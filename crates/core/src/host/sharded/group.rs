@@ -57,6 +57,7 @@ impl ShardedGroup {
             Shards::new(configs, communicator.rank(), communicator.world_size(), merge_blocks, row_type)?;
         let blocks = merge_blocks / communicator.world_size();
         let requests = owners.into_iter().map(|owners| Requests::new(owners, blocks));
+        let ring = PushRing::of(configs.iter().map(|config| &*config.name));
         Ok(ShardedGroup {
             spare: configs.iter().map(|_| Spare::default()).collect(),
             shard: HostGroup::new(configs)?,
@@ -68,7 +69,7 @@ impl ShardedGroup {
             num_lookups: 0,
             num_commits: 0,
             lookups: VecDeque::new(),
-            ring: PushRing::default(),
+            ring,
             pushes_without_optimizer: 0,
         })
     }
