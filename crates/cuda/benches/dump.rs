@@ -1,5 +1,5 @@
 //! Training steps while a dump of the tables is written: the longest step and the mean one, beside steps before it. Then the same dump
-//! written while training waits, and plain writes of as many bytes before and after it. Then a load of the dump, and a plain read of its files.
+//! written while training waits, in its place and in an empty directory, and plain writes of as many bytes before and after. Then a load of the dump, and a plain read of its files.
 //!
 //!     dump [DIRECTORY] [ROWS]
 
@@ -95,16 +95,23 @@ fn main() {
     println!("\n{:.1} GB in 26 tables. The copy waits for the step before it.", bytes as f64 / 1e9);
     let speed = |seconds: f64| bytes as f64 / 1e9 / seconds;
     let before_dump = plain(&directory, bytes);
-    let start = Instant::now();
-    gpu.group.settle_tables();
-    let tables: Vec<&dyn Contents> = (0..work.tables).map(|t| gpu.group.table(t) as &dyn Contents).collect();
-    dump(&directory, &tables, &[], &options).unwrap();
-    let waiting = start.elapsed().as_secs_f64();
+    let mut dump_waiting = || {
+        let start = Instant::now();
+        gpu.group.settle_tables();
+        let tables: Vec<&dyn Contents> =
+            (0..work.tables).map(|t| gpu.group.table(t) as &dyn Contents).collect();
+        dump(&directory, &tables, &[], &options).unwrap();
+        start.elapsed().as_secs_f64()
+    };
+    let replacing = dump_waiting();
+    std::fs::remove_dir_all(&directory).unwrap();
+    let new = dump_waiting();
     let after = plain(&directory, bytes);
     println!("\n| written | GB/s |\n|---|---|");
     println!("| plain bytes | {:.2} |", speed(before_dump));
-    println!("| while training goes on | {:.2} |", speed(seconds));
-    println!("| while training waits | {:.2} |", speed(waiting));
+    println!("| while training goes on, in place of a dump | {:.2} |", speed(seconds));
+    println!("| while training waits, in place of a dump | {:.2} |", speed(replacing));
+    println!("| while training waits, nothing to replace | {:.2} |", speed(new));
     println!("| plain bytes again | {:.2} |", speed(after));
     println!("\n| read | from the disk, GB/s | from the cache, GB/s |\n|---|---|---|");
     let print = |name: &str, read: &mut dyn FnMut()| {
