@@ -40,6 +40,7 @@ struct Work {
     samples: usize,
     dim: usize,
     vocabulary: u64,
+    is_zipf: bool,
     update: Update,
     /// Whether each table is on one rank.
     is_localized: bool,
@@ -56,6 +57,7 @@ fn works() -> Vec<Work> {
         samples,
         dim: 64,
         vocabulary: 1_000_000,
+        is_zipf: true,
         update: ADAM,
         is_localized: false,
     };
@@ -65,6 +67,7 @@ fn works() -> Vec<Work> {
         samples: 6912,
         dim: 128,
         vocabulary: 1_000_000,
+        is_zipf: true,
         update: row_wise,
         is_localized,
     };
@@ -73,6 +76,28 @@ fn works() -> Vec<Work> {
         zipf("26 x 16,384, dim 64, Zipf, Adam", 16_384),
         dcn("DCNv2: 26 tables, 214 ids x 6,912, dim 128, Zipf, row-wise Adagrad", false),
         dcn("DCNv2, each table on one rank", true),
+        // The planner's constants were not fitted to these (`shapes.rs`).
+        Work {
+            hotness: &[1; 12],
+            dim: 128,
+            vocabulary: 2_000_000,
+            ..zipf("12 x 32,768, dim 128, Zipf", 32_768)
+        },
+        Work { hotness: &[1; 40], dim: 32, vocabulary: 500_000, ..zipf("40 x 8,192, dim 32, Zipf", 8_192) },
+        Work {
+            hotness: &[10; 16],
+            dim: 16,
+            vocabulary: 3_000_000,
+            ..zipf("16 x 10 ids x 8,192, dim 16, sum, Zipf", 8_192)
+        },
+        Work {
+            hotness: &[1; 6],
+            dim: 32,
+            vocabulary: 5_000_000,
+            is_zipf: false,
+            ..zipf("6 x 131,072, dim 32, uniform", 131_072)
+        },
+        Work { hotness: &[5; 4], dim: 256, ..zipf("4 x 5 ids x 16,384, dim 256, sum, Zipf", 16_384) },
     ]
 }
 
@@ -111,7 +136,7 @@ impl Work {
             let number = (step as u64 + 1) << 32 | i as u64;
             ids.push(match i % 100 {
                 7 => key_of(self.vocabulary + number),
-                _ => key_of(draw_row(unit(number), self.vocabulary, true)),
+                _ => key_of(draw_row(unit(number), self.vocabulary, self.is_zipf)),
             });
         }
         ids
@@ -417,6 +442,7 @@ impl Ranks {
             samples,
             dim: 64,
             vocabulary: (samples * ranks) as u64,
+            is_zipf: true,
             update: ADAM,
             is_localized: false,
         };

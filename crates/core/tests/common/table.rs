@@ -586,8 +586,8 @@ impl TableOp {
                     if model.config.eviction.is_none() {
                         record.score = first_score;
                     }
-                    // A dump holds the ages of rows with a time to live.
-                    if model.config.time_to_live.is_none() {
+                    // A dump holds the ages of rows with a time to live. No row is in use after the load.
+                    if model.config.time_to_live.is_none() || record.commit > model.settled_commit {
                         record.commit = model.settled_commit;
                     }
                 }
