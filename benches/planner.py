@@ -6,7 +6,7 @@ python benches/planner.py
 import dataclasses
 
 import sok_keras as sok
-from sok_keras.planner import H100, H200, Hardware, ParameterConstraints, ShardingPlanner, Topology
+from sok_keras.planner import H100, H200, Hardware, ParameterConstraints, ShardingPlan, ShardingPlanner, Topology
 
 _DCN = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
 
@@ -27,6 +27,7 @@ class Step:
     hardware: Hardware = H200
     ranks: int = 1
     is_localized: bool = False
+    bytes_of_table: int = 0
 
     def placements(self) -> list[str]:
         """Returns the placement of each table. Tables on one rank are dealt out so that ranks have about as many ids each."""
@@ -38,8 +39,8 @@ class Step:
                 loads[rank] += self.hotness[table]
         return placements
 
-    def predicted(self) -> float:
-        """Returns the milliseconds of the plan that has the same placements."""
+    def plan(self) -> ShardingPlan:
+        """Returns the plan that has the same placements."""
         tables = [
             sok.TableConfig(f"t{i}", None, self.dim, combiner=self.combiner, max_capacity=self.rows, storage="hbm")
             for i in range(len(self.hotness))
@@ -50,7 +51,15 @@ class Step:
         }
         optimizer = sok.optimizers.RowWiseAdagrad() if self.optimizer == "row-wise adagrad" else self.optimizer
         planner = ShardingPlanner(Topology(self.ranks, self.hardware), self.batch_size, constraints, optimizer)
-        return 1e3 * planner.plan(tables).step_time()
+        return planner.plan(tables)
+
+    def predicted(self) -> float:
+        """Returns the milliseconds of a step."""
+        return 1e3 * self.plan().step_time()
+
+    def predicted_bytes(self) -> float:
+        """Returns the bytes of a table."""
+        return self.plan().table_bytes("t0")
 
 
 _MILLION = 1_000_000
@@ -88,11 +97,41 @@ STEPS = [
     dcn(1.77, ranks=4, is_localized=True),
 ]
 
-if __name__ == "__main__":
+
+def other(
+    milliseconds: float, name: str, hotness: int, tables: int, batch_size: int, dim: int, rows: int, **arguments
+) -> Step:
+    combiner = "sum" if hotness > 1 else None
+    return Step(name, milliseconds, [hotness] * tables, batch_size, dim, rows, combiner, **arguments)
+
+
+# Shapes to which no constant was fitted (`crates/cuda/benches/shapes.rs`, `ranks.rs`), and the bytes of a table on one GPU.
+OTHERS = [
+    other(0.356, "12 x 32,768, dim 128, Zipf", 1, 12, 32_768, 128, 2 * _MILLION, bytes_of_table=3_108_912_452),
+    other(0.161, "40 x 8,192, dim 32, Zipf", 1, 40, 8_192, 32, _MILLION // 2, bytes_of_table=202_094_212),
+    other(0.256, "16 x 10 ids x 8,192, dim 16, sum, Zipf", 10, 16, 8_192, 16, 3 * _MILLION, bytes_of_table=631_587_268),
+    other(
+        0.376, "6 x 131,072, dim 32, uniform", 1, 6, 131_072, 32, 5 * _MILLION, skew=0.0, bytes_of_table=2_012_433_156
+    ),
+    other(0.369, "4 x 5 ids x 16,384, dim 256, sum, Zipf", 5, 4, 16_384, 256, _MILLION, bytes_of_table=3_090_626_756),
+]
+
+
+def print_steps(steps) -> None:
     print("| step, per rank | GPUs | measured, ms | predicted, ms | predicted / measured |\n|---|---|---|---|---|")
-    for step in STEPS:
+    for step in steps:
         predicted = step.predicted()
         ratio = predicted / step.milliseconds
         print(
             f"| {step.name} | {step.ranks} {step.hardware.name} | {step.milliseconds:.3f} | {predicted:.3f} | {ratio:.2f} |"
         )
+
+
+if __name__ == "__main__":
+    print_steps(STEPS)
+    print()
+    print_steps(OTHERS)
+    print("\n| table | bytes measured | predicted | predicted / measured |\n|---|---|---|---|")
+    for step in (step for step in OTHERS if step.bytes_of_table):
+        measured, predicted = step.bytes_of_table, step.predicted_bytes()
+        print(f"| {step.rows:,} x {step.dim}, Adam | {measured:,} | {predicted:,.0f} | {predicted / measured:.5f} |")

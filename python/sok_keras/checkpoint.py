@@ -6,16 +6,16 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import keras
 
 from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
-from sok_keras.backend.private_keras import flatten_layers
+from sok_keras.backend.private_keras import flatten_layers, row_states_of
 from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
-from sok_keras.manifest import Manifest, Path, manifest_of
+from sok_keras.manifest import Manifest, Path, manifest_of, read_manifest
 from sok_keras.static_variables import Variable
 from sok_keras.table import Table
 from sok_keras.variables import DynamicVariable
@@ -96,7 +96,7 @@ def dump(
     Args:
         path: A directory. It is made if it does not exist.
         source: A `Model`, a layer, a `Table`, a `DynamicVariable`, a `Variable`, or a list of them without models.
-        optimizer: Not needed, since tables have the states of their rows. It is for programs that were written for SparseOperationKit.
+        optimizer: The optimizer that trains each `Variable` of TensorFlow, to write its states of their rows. Tables have those of their own rows.
         tables: Names of the tables to write, as in `Table.name`: `"layer"` for a `DynamicEmbedding`, `"layer/table"` for a
             `DistributedEmbedding`. None: all.
         overwrite: Whether an existing dump is replaced.
@@ -115,8 +115,8 @@ def dump(
             `DumpHandle.result` raises it.
         MemoryError, DeviceError: Without `wait`, if there is not enough memory for the copies.
     """
-    _check_optimizer(optimizer, source)
-    return _write(path, source, tables, overwrite, states, None, wait)
+    _check_optimizer(optimizer)
+    return _write(path, source, optimizer, tables, overwrite, states, None, wait)
 
 
 @overload
@@ -189,15 +189,16 @@ def dump_increment(
     """
     if since is not None and (isinstance(since, bool) or not isinstance(since, int) or since < 0):
         raise ValueError(f"`since` must be None or the step of a part of the dump. Received: since={since!r}")
-    return _write(path, source, tables, True, states, -1 if since is None else since, wait)
+    return _write(path, source, None, tables, True, states, -1 if since is None else since, wait)
 
 
-def _write(path, source, tables, overwrite, states, since, wait):
+def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
-    source, copies = _with_copies(source)
+    source, copies = _with_copies(source, optimizer if states else None, tables)
     if copies and since is not None:
-        raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0][0].name}")
+        raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0].variable.name}")
     chosen = _choose(_tables_of(source), tables)
+    chosen += [copy.table for copy in copies if copy.state is not None]
     _wait_for_steps(source, chosen)
     for table in chosen:
         table.synchronize()
@@ -238,7 +239,7 @@ def load(
         path: The dump's directory.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables. Or a dict: names of the dump's tables, and the `Table` to
             read each into, whatever its name and layer.
-        optimizer: As for `dump`.
+        optimizer: As for `dump`, after its `build` or a step. States that the dump does not have stay as they are, with a warning.
         tables: Names of the tables of `source` to read into, as for `dump`. None: all. A dict has all that are read.
         mode: `"replace"` to replace all rows, `"merge"` to add the rows of the dump, which overwrite rows of the same key.
         states: Whether optimizer states are read. If not, they are reset.
@@ -256,17 +257,18 @@ def load(
     """
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
-    _check_optimizer(optimizer, source)
-    source, copies = _with_copies(source)
+    _check_optimizer(optimizer)
+    source, copies = _with_copies(source, optimizer if states else None, tables)
     if isinstance(source, Mapping):
         names, chosen = _named(source, tables)
     else:
         names, chosen = None, _choose(_tables_of(source), tables)
+        chosen += _states_in(path, copies)
     _wait_for_steps(source, chosen)
     report = _load_newest(path, source, chosen, names, mode, states)
-    for variable, table in copies:
-        if table in chosen:
-            variable.take(table)
+    for copy in copies:
+        if copy.table in chosen:
+            copy.variable.take(copy.table, copy.state)
     return report
 
 
@@ -317,29 +319,45 @@ def layers_of(layer):
     return [found for found in flatten_layers(layer) if isinstance(found, TableLayer)]
 
 
-def _check_optimizer(optimizer, source):
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+def _check_optimizer(optimizer):
+    if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"`optimizer` must be a Keras optimizer or None. Received: {optimizer!r}")
-    parts = source if isinstance(source, list | tuple) else [source]
-    names = [part.name for part in parts if isinstance(part, Variable)]
-    if names:
-        warnings.warn(
-            f"The optimizer has the states of {names}, which a dump does not have. `tf.train.Checkpoint` saves them",
-            stacklevel=3,
-        )
 
 
-def _with_copies(source):
-    """Returns a source with a table of the rows in place of each `Variable`, and the pairs of them."""
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """A table of the rows of a `Variable`, or of a state that an optimizer has of them."""
+
+    variable: Any
+    table: Table
+    state: Any = None
+
+
+def _with_copies(source, optimizer, tables):
+    """Returns a source with a table of the rows in place of each `Variable`, and the copies: of its rows, and of its states in the optimizer."""
     if isinstance(source, Variable):
         source = [source]
     if not isinstance(source, list | tuple):
         return source, []
-    copies = [(part, part.as_table()) for part in source if isinstance(part, Variable)]
-    tables = {id(variable): table for variable, table in copies}
-    return [tables.get(id(part), part) for part in source], copies
+    rows = [_Copy(part, part.as_table()) for part in source if isinstance(part, Variable)]
+    by_variable = {id(copy.variable): copy.table for copy in rows}
+    states = [
+        _Copy(copy.variable, copy.variable.as_table(name, state), state)
+        for copy in rows
+        if optimizer is not None and (tables is None or copy.table.name in tables)
+        for name, state in row_states_of(optimizer, copy.variable).items()
+    ]
+    return [by_variable.get(id(part), part) for part in source], rows + states
+
+
+def _states_in(path, copies):
+    """Returns the tables of states that a dump has."""
+    states = [copy.table for copy in copies if copy.state is not None]
+    names = {table.name for table in read_manifest(path).tables} if states else ()
+    missing = [table.name for table in states if table.name not in names]
+    if missing:
+        warnings.warn(f"The dump does not have {missing}: these states stay as they are", stacklevel=3)
+    return [table for table in states if table.name in names]
 
 
 def _tables_of(source):

@@ -112,15 +112,25 @@ class Variable(backend.shards.ShardVariable):
             )
         return rows.astype("float32")
 
-    def as_table(self) -> Table:
-        """Returns a table with a copy of the rows, as dumps have it."""
+    def as_table(self, state: str | None = None, values: Any = None) -> Table:
+        """Returns a table with a copy of the rows, as dumps have it.
+
+        Args:
+            state: Name of an optimizer's state, whose values the table gets instead of the rows.
+            values: The state on this rank, of the shape of its rows.
+        """
         placement = "distributed" if self.target_gpu < 0 else self.mode
-        table = _table_of(self.name.removesuffix(":0"), self.global_shape, placement, keras.initializers.Zeros())
-        table.assign(self.own_ids(), self.numpy())
+        name = self.name.removesuffix(":0") + ("" if state is None else f".{state}")
+        table = _table_of(name, self.global_shape, placement, keras.initializers.Zeros())
+        table.assign(self.own_ids(), self.numpy() if state is None else keras.ops.convert_to_numpy(values))
         return table
 
-    def take(self, table: Table) -> None:
+    def take(self, table: Table, state: Any = None) -> None:
         """Overwrites the rows with those of a table. All ranks call it.
+
+        Args:
+            table: As `as_table` returns it.
+            state: The state of an optimizer that is overwritten instead of the rows. None: the rows.
 
         Raises:
             ValueError: If the table does not have all rows. They stay as they are then.
@@ -130,7 +140,10 @@ class Variable(backend.shards.ShardVariable):
         if len(contents.keys) != num_own:
             error = ValueError(f"{self.name} must get all its rows. Received: {len(contents.keys)} of {num_own}")
         distributed.agree(error)
-        self.assign_rows(contents.keys, contents.rows)
+        if state is None:
+            self.assign_rows(contents.keys, contents.rows)
+        else:
+            state.assign(contents.rows[np.argsort(contents.keys)])
 
     def assign_rows(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Overwrites rows. All ranks call it; rows go to the ranks that have them.

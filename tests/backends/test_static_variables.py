@@ -180,26 +180,42 @@ def test_a_dump_that_lacks_rows_changes_none(tmp_path):
     np.testing.assert_array_equal(v, rows)
 
 
-def test_states_of_rows_are_the_optimizers(tmp_path):
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, sok.OptimizerWrapper])
+def test_states_of_rows_are_the_optimizers(wrap, tmp_path):
     """The order of arguments is that of SparseOperationKit."""
-    v, optimizer = sok.Variable(some_rows(), name="v"), keras.optimizers.Adagrad(0.1)
+    variables = [sok.Variable(some_rows(), name="v"), sok.Variable(some_rows(1), name="other")]
+    optimizer = wrap(keras.optimizers.Adam(0.1))
 
     def step():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.square(sok.all2all_dense_embedding(v, tf.constant([1, 5]))))
-        optimizer.apply_gradients(zip(tape.gradient(loss, [v]), [v], strict=True))
+            loss = sum(tf.reduce_sum(tf.square(sok.all2all_dense_embedding(v, tf.constant([1, 5])))) for v in variables)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
     step()
-    with pytest.warns(UserWarning, match="The optimizer has the states of .*v"):
-        sok.dump(tmp_path / "dump", [v], optimizer)
-    saved = tf.train.Checkpoint(v=v, optimizer=optimizer).save(str(tmp_path / "tf"))
+    manifest = sok.dump(tmp_path / "dump", variables, optimizer)
+    of_one = ["variables/v", "variables/v.momentums", "variables/v.velocities"]
+    assert sorted(t.name for t in manifest.tables) == sorted(of_one + [n.replace("/v", "/other") for n in of_one])
+    saved = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "tf"))
     step()
-    after = v.numpy()
-    with pytest.warns(UserWarning, match="The optimizer has the states of .*v"):
-        sok.load(tmp_path / "dump", [v], optimizer)
-    tf.train.Checkpoint(v=v, optimizer=optimizer).restore(saved).assert_consumed()
+    after = [v.numpy() for v in variables]
+    sok.load(tmp_path / "dump", variables, optimizer)
+    # The number of steps is the optimizer's.
+    (optimizer.inner_optimizer if wrap is sok.OptimizerWrapper else optimizer).iterations.assign(1)
     step()
-    np.testing.assert_array_equal(v, after)
+    for v, rows in zip(variables, after, strict=True):
+        np.testing.assert_array_equal(v, rows)
+    # The checkpoint has the same states.
+    sok.load(tmp_path / "dump", variables, states=False)
+    tf.train.Checkpoint(optimizer=optimizer).restore(saved)
+    step()
+    np.testing.assert_array_equal(variables[0], after[0])
+    assert len(sok.dump(tmp_path / "one", variables, optimizer, tables=["variables/v"]).tables) == 3
+    assert len(sok.dump(tmp_path / "rows", variables, optimizer, states=False).tables) == 2
+    with pytest.warns(UserWarning, match=r"does not have \['variables/v.momentums'.*stay as they are"):
+        sok.load(tmp_path / "rows", variables, optimizer)
+
+
+def test_an_optimizer_has_no_states_of_a_dynamic_variable(tmp_path):
     dynamic = sok.DynamicVariable(DIM, name="d")
     sok.assign(dynamic, [1], np.ones((1, DIM)))
     sok.dump(tmp_path / "own", [dynamic], sok.OptimizerWrapper("adam"))

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import sok_keras as sok
+from sok_keras.backend.private_keras import row_states_of
 
 ROWS, STEPS, BATCH = 41, 20, 12
 
@@ -60,7 +61,8 @@ def main(folder):
     arrays |= {"dense": dense.numpy(), "ids of whole": sok.export(whole)[0].numpy()}
     np.savez(os.path.join(folder, f"static{rank}of{world_size}.npz"), **arrays)
     path = os.path.join(folder, f"dump{world_size}")
-    sok.dump(path, variables)
+    manifest = sok.dump(path, variables, optimizer)
+    assert len(manifest.tables) == 4 + 3  # the states of three variables
     if world_size > 1:
         # All ranks hear of an id that one of them gives.
         ids = tf.constant([0, ROWS if rank == 1 else 1], tf.int64)
@@ -73,15 +75,16 @@ def main(folder):
         for clipping in ("clipnorm", "global_clipnorm"):
             with pytest.raises(ValueError, match=f"{clipping}=1.0"):
                 sok.OptimizerWrapper(keras.optimizers.SGD(**{clipping: 1.0})).build([spread])
-        before = [v.numpy() for v in variables[:3]]
-        for v in variables[:3]:
+        saved = [*variables[:3], *(row_states_of(optimizer, v)["accumulators"] for v in variables[:3])]
+        before = [np.array(v) for v in saved]
+        for v in saved:
             v.assign(tf.zeros_like(v))
-        sok.load(path, variables)
-        for v, rows in zip(variables, before, strict=False):
+        sok.load(path, variables, optimizer)
+        for v, rows in zip(saved, before, strict=True):
             np.testing.assert_array_equal(v, rows)
         # The dump of one process, which has other ranks for the rows.
-        sok.load(os.path.join(folder, "dump1"), variables)
-        for v, rows in zip(variables, before, strict=False):
+        sok.load(os.path.join(folder, "dump1"), variables, optimizer)
+        for v, rows in zip(saved, before, strict=True):
             np.testing.assert_allclose(v, rows, rtol=1e-5, atol=1e-6)
     sok.assign(spread, [ROWS - 1 - rank, 0], np.full((2, 3), [[rank], [7]]))
     for row, value in [(0, 7), *((ROWS - 1 - other, other) for other in range(world_size))]:

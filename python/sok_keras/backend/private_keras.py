@@ -26,6 +26,7 @@ __all__ = [
     "make_stateless",
     "rate_of",
     "resume_fit",
+    "row_states_of",
     "start_epoch",
     "steps_of",
     "uses_weight_decay",
@@ -71,6 +72,25 @@ def steps_of(optimizer):
 def rate_of(optimizer):
     """The variable of a constant learning rate; otherwise a schedule or a function."""
     return optimizer._learning_rate
+
+
+def row_states_of(optimizer, variable):
+    """The variables of an optimizer that have the shape of one that it trains, by name: none before it is built."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    trained = getattr(optimizer, "_trainable_variables", [])
+    place = next((place for place, one in enumerate(trained) if one is variable), None)
+    if place is None:
+        return {}
+    others = ("_trainable_variables", "_variables", "_accumulated_gradients")
+    lists = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and len(value) == len(trained) and name not in others
+    }
+    shape = tuple(variable.shape)
+    states = {name.strip("_"): value[place] for name, value in lists.items()}
+    return {name: state for name, state in states.items() if tuple(getattr(state, "shape", ())) == shape}
 
 
 def make_stateless(optimizer):
