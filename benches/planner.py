@@ -114,6 +114,11 @@ OTHERS = [
         0.376, "6 x 131,072, dim 32, uniform", 1, 6, 131_072, 32, 5 * _MILLION, skew=0.0, bytes_of_table=2_012_433_156
     ),
     other(0.369, "4 x 5 ids x 16,384, dim 256, sum, Zipf", 5, 4, 16_384, 256, _MILLION, bytes_of_table=3_090_626_756),
+    other(0.610, "12 x 32,768, dim 128, Zipf", 1, 12, 32_768, 128, 2 * _MILLION, ranks=2),
+    other(0.405, "40 x 8,192, dim 32, Zipf", 1, 40, 8_192, 32, _MILLION // 2, ranks=2),
+    other(0.547, "16 x 10 ids x 8,192, dim 16, sum, Zipf", 10, 16, 8_192, 16, 3 * _MILLION, ranks=2),
+    other(0.792, "6 x 131,072, dim 32, uniform", 1, 6, 131_072, 32, 5 * _MILLION, skew=0.0, ranks=2),
+    other(0.740, "4 x 5 ids x 16,384, dim 256, sum, Zipf", 5, 4, 16_384, 256, _MILLION, ranks=2),
 ]
 
 

@@ -404,6 +404,6 @@ def test_the_program_of_the_page_runs(capsys):
 def test_hardware_can_be_given():
     slow = Hardware("slow", 8 * GIB, 1e11, 1e9, 1e-4, 1e10, 1e-4, 64 * GIB, 1e8, 1e-4, 1e10, 1e9)
     fast, of_slow = (
-        ShardingPlanner(Topology(2, hardware), 4096).plan([table(rows=10**6)]) for hardware in (H200, slow)
+        ShardingPlanner(Topology(2, hardware), 65_536).plan([table(rows=10**6)]) for hardware in (H200, slow)
     )
     assert of_slow.step_time() > 2 * fast.step_time()
