@@ -501,9 +501,9 @@ fn run(rank: usize, ranks: usize, port: usize) {
     let nccl = world.connect(Exchange::Nccl, 6);
     if rank == 0 {
         println!(
-            "| work, per rank | one GPU, ms | ranks, ms | by NCCL, ms | host, µs: one, ranks, by NCCL |"
+            "| work, per rank | one GPU, ms | ranks, ms | next known, ms | by NCCL, ms | host, µs: one, ranks, by NCCL |"
         );
-        println!("|---|---|---|---|---|");
+        println!("|---|---|---|---|---|---|");
     }
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let is_chosen = |name: &str| chosen.is_empty() || chosen.iter().any(|c| name.contains(c.as_str()));
