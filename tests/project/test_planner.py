@@ -12,7 +12,16 @@ import pytest
 
 import sok_keras as sok
 from sok_keras import planner
-from sok_keras.planner import H100, H200, Enumerator, Hardware, ParameterConstraints, ShardingPlanner, Topology
+from sok_keras.planner import (
+    H100,
+    H200,
+    Enumerator,
+    Hardware,
+    ParameterConstraints,
+    ShardingPlanner,
+    Topology,
+    measuring,
+)
 from sok_keras.planner.costs import state_widths, table_bytes
 from sok_keras.planner.search import Problem, search
 from sok_keras.planner.workload import power_law, workload_of
@@ -312,6 +321,14 @@ def test_the_hardware_at_hand_is_measured_and_plans_for_hosts_need_no_gpu():
         assert plan["t"].storage == "host" and plan.parts(0)["host"] > 0
     two = ShardingPlanner(Topology(2, CPU), 32, optimizer="adam").plan([table(rows=10**6)])
     assert {option.storage for option in two.values()} == {"host"}
+
+
+def test_a_device_is_measured_by_lookups_of_tables():
+    # The device is what the backend runs on.
+    hardware = measuring._with_device(H200, 2**22)
+    figures = hardware.copy, hardware.gather, hardware.launch, hardware.host_link
+    assert all(figure > 0 for figure in figures)
+    assert figures != (H200.copy, H200.gather, H200.launch, H200.host_link)
 
 
 def test_ranks_of_many_hosts_send_by_the_network():

@@ -8,6 +8,7 @@ import keras
 from sok_keras import _native as native
 from sok_keras.general import GeneralUpdate
 from sok_keras.optimizers import core_rule
+from sok_keras.planner.hardware import IDS_OF_GATHER
 from sok_keras.planner.topology import Topology
 from sok_keras.planner.workload import Workload
 from sok_keras.table_config import TableConfig
@@ -15,9 +16,8 @@ from sok_keras.table_optimizers import core_update
 
 _NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ID_BYTES = 8
-# Ids a second, divided by `gather`, the random rows of 64 bytes a second: ids that a step looks up, sorts and merges; ids that a rank makes distinct
-# before it sends them; ids that an owner looks up and pools for other ranks. Fitted to measured steps (`benches/results/planner.md`).
-_IDS_OF_GATHER, _DISTINCT_OF_GATHER, _SERVED_OF_GATHER = 0.42, 0.8, 0.18
+# As `IDS_OF_GATHER`: ids that a rank makes distinct before it sends them; ids that an owner looks up and pools for other ranks.
+_DISTINCT_OF_GATHER, _SERVED_OF_GATHER = 0.8, 0.18
 # Bytes of rows a second that a host reads and writes, divided by `host_gather`. Fitted to four steps on two cores. A GPU reaches `copy`.
 _HOST_BYTES_OF_GATHER = 0.41 * 64
 
@@ -150,7 +150,7 @@ class CostModel:
         copy = self.topology.hardware.copy if storage == "hbm" else _HOST_BYTES_OF_GATHER * gather
         record = record_bytes(self.config, self.states, storage)
         row = _NUMBER_BYTES[self.config.embedding_dtype] * self.config.embedding_dim
-        of_ids = num_ids / (_IDS_OF_GATHER * gather)
+        of_ids = num_ids / (IDS_OF_GATHER * gather)
         outputs = num_bags * self.row_bytes / copy
         again = self.misses * 2 * max(num_ids - num_bags, 0.0) * self.row_bytes / copy if storage == "hbm" else 0.0
         trained = (

@@ -3,6 +3,8 @@
 import dataclasses
 
 _GIB = 2**30
+# Ids a second that a step looks up, sorts and merges, divided by `Hardware.gather`. Fitted to measured steps (`benches/results/planner.md`).
+IDS_OF_GATHER = 0.42
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,10 @@ from keras import ops
 
 from sok_keras import _native as native
 from sok_keras import backend, distributed
-from sok_keras.planner.hardware import H200, Hardware
+from sok_keras.feature_config import FeatureConfig
+from sok_keras.layers.distributed_embedding import DistributedEmbedding
+from sok_keras.planner.hardware import H200, IDS_OF_GATHER, Hardware
+from sok_keras.table_config import TableConfig
 
 _REPEATS = 7
 # Floats of a row of 64 bytes.
@@ -44,10 +48,11 @@ def measure(name: str = "measured", memory: float | None = None, size: int | Non
         raise ValueError(f"`size` must be an int of at least 2**20 bytes. Received: size={size!r}")
     network = _network() if distributed.world_size() > 1 else H200.network
     hardware = dataclasses.replace(H200, name=name, network=network, memory=float(memory or 0.0) if has_device else 0.0)
+    if has_device:
+        hardware = _with_device(hardware, size)
     if distributed.rank() == 0:
         of_host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         hardware = dataclasses.replace(hardware, host_memory=of_host, host_gather=_host_gather(size))
-        hardware = _with_device(hardware, size) if has_device else hardware
     # The others wait here, so that rank 0 has the host for itself.
     return Hardware(**distributed.of_rank_0(dataclasses.asdict(hardware)))
 
@@ -92,8 +97,7 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
     def wait(x: Any) -> None:
         ops.convert_to_numpy(x[:1])
 
-    values = ops.ones((size // (4 * _ROW), _ROW), "float32")
-    places = ops.convert_to_tensor(_places(values.shape[0]))
+    values = ops.ones((size // 4,), "float32")
     small = ops.ones((1,), "float32")
 
     def steps() -> None:
@@ -108,10 +112,39 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
         return max(_seconds(call) - waiting, 1e-6)
 
     given = np.ones(size // 4, "float32")
+    copy = 2 * size / beyond_waiting(lambda: wait(values * 2.0))
     return dataclasses.replace(
         hardware,
-        copy=2 * size / beyond_waiting(lambda: wait(values * 2.0)),
-        gather=places.shape[0] / beyond_waiting(lambda: wait(ops.take(values, places, axis=0))),
+        copy=copy,
+        gather=_gather(size // (16 * _ROW), copy, wait),
         launch=beyond_waiting(steps),
         host_link=size / beyond_waiting(lambda: wait(ops.convert_to_tensor(given))),
     )
+
+
+def _gather(num_ids: int, copy: float, wait: Callable[[Any], None]) -> float:
+    """Returns the `gather` with which `CostModel` predicts the time that a lookup of this package takes.
+
+    A gather of a framework says little: PyTorch's takes ten times as long on an H200.
+
+    Args:
+        num_ids: Ids of a lookup, and rows of the table.
+        copy: Bytes a second.
+        wait: Waits for a tensor.
+    """
+    # A rank reads the rows of such a table by itself.
+    table = TableConfig("measured", num_ids, _ROW, placement="replicated")
+    layer = DistributedEmbedding({"measured": FeatureConfig("measured", table)}, name="measured")
+    layer.build()
+    layer.get_tables()["measured"].find_or_insert(np.arange(num_ids))
+
+    def lookup(count: int) -> float:
+        ids = ops.convert_to_tensor(np.random.default_rng(1).integers(0, num_ids, count).astype("int32"))
+        return _seconds(lambda: wait(layer({"measured": ids}, training=False)["measured"]))
+
+    # A lookup of few ids takes the framework as long.
+    seconds = lookup(num_ids) - lookup(num_ids // 64)
+    num_ids -= num_ids // 64
+    # Outputs are written, and distinct rows read.
+    num_bytes = 4 * _ROW * num_ids * (2 - math.exp(-1))
+    return num_ids / (2 * IDS_OF_GATHER * max(seconds - num_bytes / copy, 1e-6))
