@@ -102,7 +102,8 @@ impl Initializer {
             Initializer::TruncatedNormal { mean, stddev, below: [low, high] } => {
                 let (mean, stddev) = (f64::from(mean), f64::from(stddev));
                 draw(seed, key, row, |word| {
-                    let p = low + unit_f64(word) * (high - low);
+                    // The largest number below 1.
+                    let p = (low + unit_f64(word) * (high - low)).min(1.0 - f64::EPSILON / 2.0);
                     (mean + stddev * normal_quantile(p)) as f32
                 });
             }

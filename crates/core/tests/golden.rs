@@ -160,6 +160,10 @@ fn draws_stay_within_their_bounds() {
     // The density at the mean less that one deviation above it, over the share between them.
     assert_near(mean, 1.0 + 2.0 * 0.459_862_195_5, 0.003);
     assert!((1.0..1.001).contains(&least) && (2.999..=3.0).contains(&greatest));
+    // Seven deviations from the mean and more.
+    let [.., least, greatest] =
+        moments(Initializer::TruncatedNormal { mean: 0.0, stddev: 1.0, below: [1.0 - 1.28e-12, 1.0] });
+    assert!((6.99..7.01).contains(&least) && (7.5..9.0).contains(&greatest), "{least}, {greatest}");
 }
 
 #[test]

@@ -23,7 +23,9 @@ __device__ __forceinline__ double unit_f64(u32 word) { return ((double)word + 0.
 __device__ __forceinline__ float first_value(const Initializer& init, u32 word) {
   if (init.kind == CONSTANT) return init.a;
   if (init.kind == UNIFORM) return init.a + init.b * unit_f32(word);
-  return (float)((double)init.a + (double)init.b * normal_quantile(init.below + unit_f64(word) * init.between));
+  // The largest number below 1.
+  const double p = fmin(init.below + unit_f64(word) * init.between, 0.99999999999999988898);
+  return (float)((double)init.a + (double)init.b * normal_quantile(p));
 }
 
 // Returns the initial values of columns 4 * group to 4 * group + 3.
