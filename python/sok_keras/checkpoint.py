@@ -15,8 +15,8 @@ from sok_keras.backend import native
 from sok_keras.backend.private_keras import flatten_layers, row_states_of
 from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
-from sok_keras.manifest import Manifest, Path, manifest_of, read_manifest
-from sok_keras.static_variables import Variable
+from sok_keras.manifest import Manifest, Path, manifest_of
+from sok_keras.static_variables import STATE_OF, Variable
 from sok_keras.table import Table
 from sok_keras.variables import DynamicVariable
 
@@ -194,11 +194,11 @@ def dump_increment(
 
 def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
-    source, copies = _with_copies(source, optimizer if states else None, tables)
+    source, copies = _with_copies(source, optimizer if states else None)
     if copies and since is not None:
         raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0].variable.name}")
     chosen = _choose(_tables_of(source), tables)
-    chosen += [copy.table for copy in copies if copy.state is not None]
+    chosen += [copy.table for copy in copies if copy.state is not None and copy.rows in chosen]
     _wait_for_steps(source, chosen)
     for table in chosen:
         table.synchronize()
@@ -258,16 +258,16 @@ def load(
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
     _check_optimizer(optimizer)
-    source, copies = _with_copies(source, optimizer if states else None, tables)
+    source, copies = _with_copies(source, optimizer if states else None)
     if isinstance(source, Mapping):
         names, chosen = _named(source, tables)
     else:
         names, chosen = None, _choose(_tables_of(source), tables)
-        chosen += _states_in(path, copies)
     _wait_for_steps(source, chosen)
-    report = _load_newest(path, source, chosen, names, mode, states)
+    of_states = [copy for copy in copies if copy.state is not None and copy.rows in chosen]
+    report, loaded = _load_newest(path, source, chosen, names, mode, states, of_states, optimizer is not None)
     for copy in copies:
-        if copy.table in chosen:
+        if copy.table in loaded:
             copy.variable.take(copy.table, copy.state)
     return report
 
@@ -279,11 +279,21 @@ def _load_newest(path, *arguments):
     return _load(path, *arguments)
 
 
-def _load(path, source, chosen, names, mode, states):
-    """Reads one dump, from its first byte to its last. `names`: of each table in the dump; None: as `_match` finds them."""
+def _load(path, source, chosen, names, mode, states, of_states, has_optimizer):
+    """Reads one dump, from its first byte to its last. Returns the report, and the tables that were read.
+
+    Args:
+        names: Of each table in the dump; None: as `_match` finds them.
+        of_states: Copies of the states that an optimizer has of chosen tables.
+        has_optimizer: Whether the optimizer was given.
+    """
     reader = native.DumpReader(os.fspath(path))
     body = json.loads(reader.manifest())
-    names = names or _match(manifest_of(path, body), chosen)
+    manifest = manifest_of(path, body)
+    names = names or _match(manifest, chosen)
+    if has_optimizer and states:
+        names_of_states, tables_of_states = _match_states(manifest, dict(zip(chosen, names, strict=True)), of_states)
+        names, chosen = names + names_of_states, chosen + tables_of_states
     expected = [expected_update(source, table) if isinstance(source, keras.Model) else None for table in chosen]
     arrays = None
     newest = [body, *body.get("increments", ())][-1]
@@ -297,7 +307,7 @@ def _load(path, source, chosen, names, mode, states):
         arrays.assign()
     _warn_of_seeds(report["tables"])
     rows = {entry["name"]: entry["num_rows"] for entry in report["tables"]}
-    return LoadReport(report["step"], {name: rows[name] for name in names}, arrays is not None)
+    return LoadReport(report["step"], {name: rows[name] for name in names}, arrays is not None), chosen
 
 
 def _warn_of_seeds(loaded):
@@ -326,38 +336,60 @@ def _check_optimizer(optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A table of the rows of a `Variable`, or of a state that an optimizer has of them."""
+    """A table of the rows of a `Variable`, or of a state that an optimizer has of them.
+
+    Args:
+        variable: The `Variable`.
+        table: The table.
+        rows: That of the rows.
+        state: The state, a Keras variable; None for the rows.
+        name: Name of the state.
+    """
 
     variable: Any
     table: Table
+    rows: Table
     state: Any = None
+    name: str = ""
 
 
-def _with_copies(source, optimizer, tables):
+def _with_copies(source, optimizer):
     """Returns a source with a table of the rows in place of each `Variable`, and the copies: of its rows, and of its states in the optimizer."""
     if isinstance(source, Variable):
         source = [source]
     if not isinstance(source, list | tuple):
         return source, []
-    rows = [_Copy(part, part.as_table()) for part in source if isinstance(part, Variable)]
-    by_variable = {id(copy.variable): copy.table for copy in rows}
-    states = [
-        _Copy(copy.variable, copy.variable.as_table(name, state), state)
-        for copy in rows
-        if optimizer is not None and (tables is None or copy.table.name in tables)
-        for name, state in row_states_of(optimizer, copy.variable).items()
-    ]
-    return [by_variable.get(id(part), part) for part in source], rows + states
+    variables = [part for part in source if isinstance(part, Variable)]
+    tables = {id(variable): variable.as_table() for variable in variables}
+    copies = [_Copy(variable, tables[id(variable)], tables[id(variable)]) for variable in variables]
+    for variable in variables if optimizer is not None else ():
+        for name, state in row_states_of(optimizer, variable).items():
+            copies.append(_Copy(variable, variable.as_table(name, state), tables[id(variable)], state, name))
+    return [tables.get(id(part), part) for part in source], copies
 
 
-def _states_in(path, copies):
-    """Returns the tables of states that a dump has."""
-    states = [copy.table for copy in copies if copy.state is not None]
-    names = {table.name for table in read_manifest(path).tables} if states else ()
-    missing = [table.name for table in states if table.name not in names]
+def _is_state(name, stored):
+    """Whether a table of a dump has a state of another one."""
+    return name.rpartition(STATE_OF)[0] in stored
+
+
+def _match_states(manifest, names, of_states):
+    """Returns the names and the tables of the states that a dump has. `names`: by chosen table, its name in the dump."""
+    stored = {entry.name for entry in manifest.tables}
+    by_name = {names[copy.rows] + STATE_OF + copy.name: copy.table for copy in of_states}
+    missing = sorted(set(by_name) - stored)
     if missing:
-        warnings.warn(f"The dump does not have {missing}: these states stay as they are", stacklevel=3)
-    return [table for table in states if table.name in names]
+        warnings.warn(f"The dump does not have {missing}: these states stay as they are", stacklevel=5)
+    chosen = set(names.values())
+    of_dump = {name for name in stored if name.rpartition(STATE_OF)[0] in chosen}
+    unknown = sorted(of_dump - set(by_name))
+    if unknown:
+        warnings.warn(
+            f"The optimizer does not have the states {unknown} of the dump: call its `build`, or make a step, before `load`",
+            stacklevel=5,
+        )
+    found = [name for name in by_name if name in stored]
+    return found, [by_name[name] for name in found]
 
 
 def _tables_of(source):
@@ -413,7 +445,8 @@ def _choose(found, names):
 
 def _match(manifest, chosen):
     """The name in the dump of each table."""
-    stored = [entry.name for entry in manifest.tables]
+    all_stored = {entry.name for entry in manifest.tables}
+    stored = [entry.name for entry in manifest.tables if not _is_state(entry.name, all_stored)]
     names = [table.name for table in chosen]
     if len(stored) != len(names) or set(stored) & set(names):
         return names  # one that is missing is the core's to report: by its place it could get the rows of another

@@ -17,6 +17,8 @@ from sok_keras.table_config import TableConfig
 from sok_keras.variable_options import rows_or_shape
 
 _numbers = itertools.count()
+# In the name of a table, between that of a variable and that of an optimizer's state of its rows.
+STATE_OF = "#"
 # Rows of which first values are computed at once.
 _AT_ONCE = 1 << 20
 
@@ -120,7 +122,7 @@ class Variable(backend.shards.ShardVariable):
             values: The state on this rank, of the shape of its rows.
         """
         placement = "distributed" if self.target_gpu < 0 else self.mode
-        name = self.name.removesuffix(":0") + ("" if state is None else f".{state}")
+        name = self.name.removesuffix(":0") + ("" if state is None else STATE_OF + state)
         table = _table_of(name, self.global_shape, placement, keras.initializers.Zeros())
         table.assign(self.own_ids(), self.numpy() if state is None else keras.ops.convert_to_numpy(values))
         return table
