@@ -72,12 +72,13 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) end_steps(const Tabl
     if (tables[t].scores && tables[t].progress->step != ~0ull) ++tables[t].progress->step;
 }
 
-// Halves all scores, if the tickets were valid.
+// Halves the scores of all rows, if the tickets were valid. The host may still read those of rows that have gone.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
     const __grid_constant__ Table t, u32 numbers, const Resolved* resolved) {
   begin();
   if (!resolved->is_due) return;
-  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) t.scores[i] /= 2;
+  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS)
+    if (!is_vacant(t, i)) t.scores[i] /= 2;
 }
 
 // Copies the uses of records.

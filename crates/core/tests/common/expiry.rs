@@ -15,7 +15,7 @@ use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 
 use super::input::Input;
-use super::large::{SGD, plain_update};
+use super::large::{ADAM, SGD, plain_update};
 use super::sharded::Directory;
 use super::strategies::plain_config;
 use super::subject::{Maker, OWNER, Subject, binding};
@@ -297,4 +297,30 @@ pub fn rows_that_are_loaded_while_gradients_accumulate_may_go(maker: &Maker) {
     assert_eq!(trained.keys(), [1, 2, 6]);
     trained.apply();
     assert_eq!(trained.keys(), [1, 2, 6]);
+}
+
+/// After a dump, a table notes changes until its optimizer has other states.
+pub fn rows_go_whether_changes_are_noted_or_not(maker: &Maker) {
+    let mut trained = Trained::new(expiring(Lifetime::Steps(1)), maker);
+    trained.train(&[1]);
+    trained.table().track(1).unwrap();
+    trained.train(&[2]);
+    assert_eq!(trained.keys(), [2]);
+    trained.subject.bind(binding(OWNER, plain_update(ADAM))).unwrap();
+    trained.train(&[3]);
+    trained.train(&[4]);
+    assert_eq!(trained.keys(), [4]);
+    assert!(trained.table().epoch_of(1).is_none());
+}
+
+/// Scores are halved at the end of the step in which the row goes, after it has gone.
+pub fn a_kept_row_has_the_score_that_it_went_with(maker: &Maker) {
+    let score = Score::Lfu { half_life: Some(2) };
+    let eviction = Some(Eviction { score, counts_inference: false, keeps_evicted: false });
+    let config = TableConfig { max_capacity: Some(9), eviction, ..expiring(Lifetime::Steps(1)) };
+    let mut trained = Trained::new(config, maker);
+    trained.train(&[1, 1, 1, 1, 1, 1]);
+    trained.train(&[2]);
+    let gone = trained.table().take_evicted().unwrap();
+    assert_eq!((gone.keys, gone.scores), (vec![1], vec![6]));
 }

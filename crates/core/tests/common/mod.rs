@@ -171,7 +171,7 @@ macro_rules! table_suite {
 #[macro_export]
 macro_rules! expiry_suite {
     ($maker:expr $(, #[$attribute:meta])?) => {
-        $crate::expiry_suite!(@ $maker, [$(#[$attribute])?] a_row_goes_at_the_end_of_the_step_that_is_so_many_after_its_last_one many_rows_go_part_by_part many_rows_of_one_part_go_at_once a_table_whose_rows_come_and_go_stays_small a_kept_row_is_as_it_went rows_of_pending_commits_and_the_row_of_unknown_keys_stay a_row_goes_when_its_time_is_over_by_a_clock_that_never_goes_back a_table_with_both_policies_removes_by_both ages_go_with_a_dump rows_that_are_loaded_while_gradients_accumulate_may_go);
+        $crate::expiry_suite!(@ $maker, [$(#[$attribute])?] a_row_goes_at_the_end_of_the_step_that_is_so_many_after_its_last_one many_rows_go_part_by_part many_rows_of_one_part_go_at_once a_table_whose_rows_come_and_go_stays_small a_kept_row_is_as_it_went rows_of_pending_commits_and_the_row_of_unknown_keys_stay a_row_goes_when_its_time_is_over_by_a_clock_that_never_goes_back a_table_with_both_policies_removes_by_both ages_go_with_a_dump rows_that_are_loaded_while_gradients_accumulate_may_go rows_go_whether_changes_are_noted_or_not a_kept_row_has_the_score_that_it_went_with);
     };
     (@ $maker:expr, $attributes:tt $($name:ident)*) => { $($crate::expiry_suite!(@one $maker, $attributes $name);)* };
     (@one $maker:expr, [$(#[$attribute:meta])?] $name:ident) => {

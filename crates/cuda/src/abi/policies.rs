@@ -94,7 +94,8 @@ structs! {
         pub is_counted: u32,
     }
 
-    /// The rows that a sweep removes: where their numbers are added to the ring of released numbers, and what is written beside them.
+    /// The rows that a sweep or an expiry removes: where their numbers are added to the ring of released numbers, and what is written beside them. Expiries are
+    /// numbered with the sweeps.
     pub struct Removal {
         /// The ring.
         pub numbers: u64 as "u32*",
@@ -128,6 +129,7 @@ structs! {
         pub ending: u64,
         /// The bits of a hash that this concerns.
         pub mask: u64,
+        /// Where the rows are added.
         pub removal: Removal,
         /// Maximum number of rows that are added to the ring.
         pub room: u32,

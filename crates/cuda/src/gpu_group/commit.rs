@@ -1,5 +1,6 @@
 //! Commit and apply of one group: from the pushes that a ticket names to updated records.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -23,7 +24,7 @@ use crate::step::{By, Saved, Taking, num_described};
 impl GpuGroup {
     // ---- commit
 
-    /// Reads the report of the last commit. Waits for it if it is not written yet. Drops the pushes that the commit named, because their updates are enqueued; a push that is not applied yet goes to `carried`.
+    /// Reads the report of the last commit. Waits for it if it is not written yet. Drops the pushes that the commit named, because their updates are enqueued; a push that is not applied yet goes to `carried`. Takes over which rows the commit has removed, if the host must know them now, and waits for the device then.
     ///
     /// # Errors
     /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
@@ -32,7 +33,6 @@ impl GpuGroup {
             return Err(error);
         }
         let taken = self.take_named().inspect_err(|_| self.committed = Committed::Nothing)?;
-        self.take_expired()?;
         // The device has counted their uses and inserted their keys.
         for (_, push) in &taken {
             push.lookup.is_counted.store(true, Relaxed);
@@ -43,7 +43,7 @@ impl GpuGroup {
         } else {
             taken.into_iter().for_each(|(_, push)| self.reuse(push));
         }
-        Ok(())
+        self.take_expired()
     }
 
     /// Returns the pushes that the last commit named, with their weights, if the host has not read its report yet. Waits for the
@@ -144,7 +144,17 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Returns what the kernel `resolve` needs of this group. `accumulates`: whether the optimizer accumulates the gradients of
+    /// Does what a commit waits for before it enqueues anything.
+    ///
+    /// # Errors
+    /// As `settle`, and those of the device.
+    pub(crate) fn prepare_commit(&mut self) -> Result<()> {
+        self.check_own_fault()?;
+        self.settle()?;
+        self.tables.iter_mut().try_for_each(GpuTable::prepare_expiry)
+    }
+
+    /// Returns what the kernel `resolve` needs of this group, after `prepare_commit`. `accumulates`: whether the optimizer accumulates the gradients of
     /// several steps.
     pub(crate) fn begin_commit(
         &mut self,
@@ -152,9 +162,6 @@ impl GpuGroup {
         accumulates: bool,
         stream: Stream,
     ) -> Result<abi::Committed> {
-        self.check_own_fault()?;
-        self.settle()?;
-        self.tables.iter_mut().try_for_each(GpuTable::prepare_expiry)?;
         self.workspace.enter(stream)?;
         self.workspace.describe(&mut self.tables, stream)?;
         self.drop_stale(stream)?;
@@ -247,17 +254,19 @@ impl GpuGroup {
             let Some(step) = table.evictor.as_deref().map(ended) else { continue };
             planned.extend(table.plan_expiry(number, commit, step, is_valid));
         }
-        self.workspace.beside(stream, |side| {
+        let enqueued = Cell::new(0);
+        let done = self.workspace.beside(stream, |side| {
             if let (Committed::Alone(number), Some(push)) = (self.committed, self.alone()) {
                 let taking = self.take_uses(&push.lookup, (number % RING) as u32, commit, side)?;
                 self.workspace.give_scores(&self.tables, &[(&push.lookup.saved, taking)], side)?;
             }
-            self.workspace.expire(&planned, self.resolved.address(), side)?;
+            self.workspace.expire(&planned, self.resolved.address(), &enqueued, side)?;
             self.workspace.end_steps(&self.tables, self.resolved.address(), ended, side)
-        })?;
-        let expired = planned.iter().map(|PlannedExpiry { expiry, .. }| expiry);
-        expired.for_each(|expiry| self.tables[expiry.table as usize].note_expiry(expiry));
-        Ok(())
+        });
+        for PlannedExpiry { expiry, .. } in &planned[..enqueued.get()] {
+            self.tables[expiry.table as usize].note_expiry(expiry);
+        }
+        done
     }
 
     /// Reads the report of the last commit, as `settle`, which will return the error.

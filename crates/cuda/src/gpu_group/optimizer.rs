@@ -164,6 +164,7 @@ pub(crate) unsafe fn resolve(
             groups.len()
         )));
     };
+    groups.iter_mut().try_for_each(|group| group.prepare_commit())?;
     let mut committed = Vec::with_capacity(at_once);
     for (group, ticket) in groups.iter_mut().zip(tickets) {
         committed.push(group.begin_commit(*ticket, accumulates, stream)?);

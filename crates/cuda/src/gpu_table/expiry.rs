@@ -38,7 +38,9 @@ impl GpuTable {
             self.learn()?;
             self.take_departures()?;
             // Without memory, the rows stay.
-            let _ = self.make_room_in_ring(room);
+            if let Ok(Some(ring)) = self.larger_ring(room) {
+                self.release_into(Some(ring))?;
+            }
         }
         Ok(())
     }
@@ -75,10 +77,9 @@ impl GpuTable {
         }
         let newest = newest?.min(evictor.commits.settled);
         let part = self.part_due(step)?;
-        let room = self.room_for(part);
-        if !self.ring_has_room(room) {
-            return None;
-        }
+        // The commit may have raised the upper bound of numbers since, or may have swept. Rows beyond the room go, too.
+        let rooms = std::iter::successors(Some(self.room_for(part)), |room| Some(room / 2));
+        let room = rooms.take_while(|room| *room > 0).find(|room| self.ring_has_room(*room))?;
         let removal = self.next_removal();
         let (ending, mask) = (part.ending, part.mask());
         let expiry = Expiry { newest, ending, mask, removal, room: room as u32, table: number as u32 };

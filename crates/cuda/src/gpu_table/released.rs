@@ -206,15 +206,25 @@ impl GpuTable {
     /// Gets places in the ring for the rows of a sweep, of which there are up to `most`. The device must be idle, and its counts known.
     pub(crate) fn make_room_in_ring(&mut self, most: u64) -> Result<()> {
         self.take_departures()?;
+        match self.larger_ring(most)? {
+            Some(ring) => self.release_into(Some(ring)),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns a ring with room for a sweep, unless the table has one. The host has read what sweeps have removed.
+    ///
+    /// # Errors
+    /// [`Error::Device`](sok_core::Error::Device) without enough memory.
+    pub(super) fn larger_ring(&self, most: u64) -> Result<Option<Ring>> {
         // The next sweep may come before the report of this one.
         if self.ring_has_room(2 * most) {
-            return Ok(());
+            return Ok(None);
         }
         let len = self.num_released() + self.reusable.len() as u64;
         let places = (len + 4 * most).max(self.max_numbers().min(REMEMBERED)).max(MIN_PLACES);
         let places = places.next_power_of_two() as usize;
-        let ring = Ring::for_sweeps(&self.device.context, places, self.changes.is_some())?;
-        self.release_into(Some(ring))
+        Ring::for_sweeps(&self.device.context, places, self.changes.is_some()).map(Some)
     }
 
     /// Returns what the next sweep writes about the rows that it removes. There must be places for them in the ring.
@@ -227,7 +237,8 @@ impl GpuTable {
         Removal {
             numbers: self.ring.address(),
             keys: departed.keys.address(),
-            changes: departed.changes.as_ref().map_or(0, Buffer::address),
+            // The ring of a table that has noted changes before still has room for them.
+            changes: departed.changes.as_ref().filter(|_| self.changes.is_some()).map_or(0, Buffer::address),
             mask: self.ring.mask(),
             notes: departed.notes.address(),
             sweep,
@@ -295,20 +306,26 @@ impl GpuTable {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device), [`Error::Memory`](sok_core::Error::Memory). The rows are gone nevertheless.
     pub(crate) fn take_departures(&mut self) -> Result<()> {
-        let (mut all, end) = self.read_removed()?;
+        let (all, end) = self.read_removed()?;
         if let Some(departed) = &mut self.ring.departed {
             (departed.first_unread, departed.unread_from) = (departed.next, end);
             departed.reasons.clear();
         }
+        // If not all keys are known that went, no increment can have them.
+        self.take_removed(all).inspect_err(|_| self.forget_changes())
+    }
+
+    /// Takes over that these rows have gone, and those that were not listed.
+    fn take_removed(&mut self, mut all: Vec<Removed>) -> Result<()> {
         let unlisted = self.read_unlisted(self.reported.unlisted, true)?;
         self.reported.unlisted = 0;
         self.retire(unlisted.iter().map(|row| row.record));
         add_unlisted(&mut all, &unlisted);
-        // If not all keys are known that went, no increment can have them.
-        let num_keys = all.iter().map(|removed| removed.keys.len()).sum();
-        self.reserve_removed(num_keys).inspect_err(|_| self.forget_changes())?;
-        for removed in all {
+        self.reserve_removed(all.iter().map(|removed| removed.keys.len()).sum())?;
+        for removed in &all {
             self.note_removed(removed.keys.iter().copied().zip(removed.changes.iter().copied()));
+        }
+        for removed in all {
             self.keep_removed(&removed)?;
             let Some(evictor) = &mut self.evictor else { continue };
             evictor.departures.remember(removed.reason, removed.step, removed.keys)?;
@@ -364,7 +381,7 @@ impl GpuTable {
     }
 
     /// As `release`, into a new ring, which has room for all numbers, or into the one that the table has.
-    fn release_into(&mut self, ring: Option<Ring>) -> Result<()> {
+    pub(super) fn release_into(&mut self, ring: Option<Ring>) -> Result<()> {
         let (taken, Released { base, first, count, end, fresh }) =
             (self.reported.taken, self.reported.released);
         let of_ring = (taken - base).min(count);
@@ -374,10 +391,13 @@ impl GpuTable {
             self.retired.push((self.newest_lookup, waiting));
         }
         numbers.append(&mut self.reusable);
-        if let Some(ring) = ring {
-            self.ring = ring;
+        match ring {
+            Some(mut ring) => {
+                ring.restart(&numbers)?;
+                self.ring = ring;
+            }
+            None => self.ring.restart(&numbers)?,
         }
-        self.ring.restart(&numbers)?;
         let len = numbers.len() as u64;
         let fresh = fresh + (taken - base - of_ring);
         self.reported.released = Released { base: taken, first: 0, count: len, end: len, fresh };

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
+
 use sok_core::error::Result;
 
 use super::{Feature, Saved, Started, Workspace};
@@ -155,11 +157,18 @@ impl Workspace {
         Ok(())
     }
 
-    /// Enqueues removing the rows whose time to live is over. `resolved`: address of the `Resolved` of the commit.
+    /// Enqueues removing the rows whose time to live is over. `resolved`: address of the `Resolved` of the commit. `enqueued`: counts the tables for
+    /// which that was done, also if there is an error.
     ///
     /// # Errors
     /// As `take_uses`.
-    pub(crate) fn expire(&self, planned: &[PlannedExpiry], resolved: u64, stream: Stream) -> Result<()> {
+    pub(crate) fn expire(
+        &self,
+        planned: &[PlannedExpiry],
+        resolved: u64,
+        enqueued: &Cell<usize>,
+        stream: Stream,
+    ) -> Result<()> {
         for some in planned.chunks(EXPIRED_AT_ONCE[1]) {
             let at_once = if some.len() == 1 { EXPIRED_AT_ONCE[0] } else { EXPIRED_AT_ONCE[1] };
             let expire = self.device.kernel(&EXPIRY, &format!("expire_rows<{at_once}>"))?;
@@ -172,6 +181,7 @@ impl Workspace {
             unsafe {
                 launch_next!(expire, stream, launched, TABLE_THREADS, on_device, resolved, all[0], blocks)
             }?;
+            enqueued.update(|before| before + some.len());
         }
         Ok(())
     }
