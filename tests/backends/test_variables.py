@@ -227,14 +227,48 @@ def test_initializers_have_their_names(initializer, low, high):
     assert 0.9 < normal.std() < 1.1
 
 
-def test_rows_are_dumped_by_the_table_and_not_by_a_checkpoint(tmp_path):
+def test_rows_are_dumped_by_the_table(tmp_path):
     v = variable(some_rows(), name="dumped")
-    with pytest.raises(NotImplementedError, match="has its rows in a table"):
-        tf.train.Checkpoint(v=v).save(str(tmp_path / "checkpoint"))
     sok.dump(tmp_path / "dump", [v])
     other = variable()
     sok.load(tmp_path / "dump", {v.table.name: other.table})
     assert rows_of(other) == rows_of(v)
+
+
+def test_a_checkpoint_brings_rows_and_states(tmp_path):
+    v = variable(some_rows(), name="saved")
+    optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.1))
+
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(sok.all2all_dense_embedding(v, tf.constant(ids, tf.int64))))
+        optimizer.apply_gradients(zip(tape.gradient(loss, [v]), [v], strict=True))
+
+    step([1, 2, 1000])
+    checkpoint = tf.train.Checkpoint(v=v, optimizer=optimizer)
+    saved = checkpoint.save(str(tmp_path / "checkpoint"))
+    before = rows_of(v)
+    step([2, 7, 2000])
+    after = rows_of(v)
+    checkpoint.restore(saved).assert_consumed()
+    assert rows_of(v) == before
+    step([2, 7, 2000])
+    assert rows_of(v) == after
+
+    asynchronous = tf.train.Checkpoint(v=v)
+    options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+    path = asynchronous.save(str(tmp_path / "asynchronous"), options)
+    step([3])
+    asynchronous.sync()
+    asynchronous.restore(path)
+    assert rows_of(v) == after
+    other = variable(name="untrained")
+    with pytest.warns(UserWarning, match="the rows were loaded alone"):
+        tf.train.Checkpoint(v=other).restore(saved).expect_partial()
+    assert rows_of(other) == before
+    narrow = sok.DynamicVariable(1)
+    with pytest.raises(ValueError, match="must have 1 columns"):
+        tf.train.Checkpoint(v=narrow).restore(saved).expect_partial()
 
 
 def test_a_tape_outside_of_a_function_sees_the_variable_in_each_call():

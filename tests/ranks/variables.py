@@ -46,6 +46,16 @@ def main(folder):
     np.testing.assert_array_equal(keys[0][order], arrays[f"{variables[0].name} keys"])
     np.testing.assert_array_equal(rows[0][order], arrays[f"{variables[0].name} rows"])
     np.savez(os.path.join(folder, f"rank{rank}of{world_size}.npz"), **arrays)
+    # Each rank saves its rows.
+    checkpoint = tf.train.Checkpoint(variables=variables)
+    saved = checkpoint.save(os.path.join(folder, f"checkpoint{rank}of{world_size}"))
+    step(tf.ragged.constant([[1, 1000], [2000]], dtype=tf.int64))
+    checkpoint.restore(saved)
+    for variable in variables:
+        contents = variable.table.export(states=True)
+        np.testing.assert_array_equal(contents.keys, arrays[f"{variable.name} keys"])
+        np.testing.assert_array_equal(contents.rows, arrays[f"{variable.name} rows"])
+        assert set(contents.states) == {"accumulator"}
 
 
 main(sys.argv[1])

@@ -16,7 +16,7 @@ class TableState:
 
         def restore(tensors):
             """Keeps the trigger's own value. Notes a trigger that comes without its rows."""
-            _call(look_at, list(tensors.values()))
+            eagerly(look_at, list(tensors.values()))
 
         def look_at(value):
             if value.numpy()[-1, -1] != rows.restored_mark:
@@ -35,9 +35,29 @@ def _rows_of(layer):
     return layer.__dict__["_rows"]
 
 
-def _call(function, tensors, result=()):
+def eagerly(function, tensors, result=()):
     """Calls a function of eager tensors: at once, or in a graph when it runs."""
     return function(*tensors) if tf.executing_eagerly() else tf.py_function(function, tensors, result)
+
+
+def packed(arrays):
+    """Arrays by name as one string, as `numpy.savez` writes it."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpacked(string):
+    with np.load(io.BytesIO(string), allow_pickle=False) as file:
+        return dict(file)
+
+
+def snapshot(rows, object_map):
+    """Copies the present rows of an object with one string, for an asynchronous checkpoint."""
+    if rows not in object_map:
+        with tf.init_scope():
+            object_map[rows] = _Snapshot()
+    object_map[rows].rows.assign(rows._serialize_to_tensors()["rows"])
 
 
 class _Rows(Trackable):
@@ -49,26 +69,19 @@ class _Rows(Trackable):
         self.restored_mark = None
 
     def _serialize_to_tensors(self):
-        return {"rows": _call(self._write, [], tf.string)}
+        return {"rows": eagerly(self._write, [], tf.string)}
 
     def _restore_from_tensors(self, tensors):
-        _call(self._read, [tensors["rows"]])
+        eagerly(self._read, [tensors["rows"]])
 
     def _copy_trackable_to_cpu(self, object_map):
-        """Copies the present rows for an asynchronous checkpoint."""
-        if self not in object_map:
-            with tf.init_scope():
-                object_map[self] = _Snapshot()
-        object_map[self].rows.assign(self._serialize_to_tensors()["rows"])
+        snapshot(self, object_map)
 
     def _write(self):
-        file = io.BytesIO()
-        np.savez(file, mark=self._layer._core.trigger.mark, **self._layer._rows_to_save())
-        return tf.constant(file.getvalue())
+        return tf.constant(packed({"mark": self._layer._core.trigger.mark, **self._layer._rows_to_save()}))
 
     def _read(self, rows):
-        with np.load(io.BytesIO(rows.numpy()), allow_pickle=False) as file:
-            arrays = dict(file)
+        arrays = unpacked(rows.numpy())
         mark = arrays.pop("mark")
         self._layer._load_rows(arrays, "checkpoint")
         self._layer._core.trigger.keep_rows()  # the trigger may have come first

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sok_keras.backend.private_tensorflow import ResourceVariable, tracing_type, variable_accessed
+from sok_keras.backend.private_tensorflow import ResourceVariable, restore_by, tracing_type, variable_accessed
+from sok_keras.backend.tensorflow_state import eagerly, packed, snapshot, unpacked
 
 
 class TableVariable(ResourceVariable):
@@ -31,13 +32,24 @@ class TableVariable(ResourceVariable):
         del arguments, named
         raise NotImplementedError(
             f"{self.name} has its rows in a table. Read them by `lookup_sparse` or `tf.nn.embedding_lookup`, write them by "
-            "`sok_keras.assign`, and save them by `sok_keras.dump(path, [variable])`"
+            "`sok_keras.assign`, and save them by `sok_keras.dump(path, [variable])` or a `tf.train.Checkpoint`"
         )
 
     value = read_value = numpy = assign = assign_add = assign_sub = gather_nd = to_proto = _refuse
     scatter_sub = scatter_add = scatter_update = scatter_max = scatter_min = scatter_mul = scatter_div = _refuse
     batch_scatter_update = scatter_nd_sub = scatter_nd_add = scatter_nd_update = _refuse
-    __deepcopy__ = __copy__ = __reduce__ = __reduce_ex__ = _serialize_to_tensors = _dense_var_to_tensor = _refuse
+    __deepcopy__ = __copy__ = __reduce__ = __reduce_ex__ = _dense_var_to_tensor = _refuse
+
+    # A checkpoint has the rows of this rank as one string. A subclass defines `saved_rows` and `take_saved_rows`.
+
+    def _serialize_to_tensors(self):
+        return {"rows": eagerly(lambda: tf.constant(packed(self.saved_rows())), [], tf.string)}
+
+    def _restore_from_tensors(self, tensors):
+        eagerly(lambda rows: self.take_saved_rows(unpacked(rows.numpy())), [tensors["rows"]])
+
+    def _copy_trackable_to_cpu(self, object_map):
+        snapshot(self, object_map)
 
 
 class Bags(NamedTuple):
@@ -169,6 +181,11 @@ def ticket_of(lookup, trigger, gradients):
 def dense(gradient):
     """Returns a gradient as a tensor. It may be `tf.IndexedSlices`."""
     return tf.convert_to_tensor(gradient)
+
+
+def keep_trigger(trigger):
+    """Leaves a trigger as it is when a checkpoint of an optimizer has one: the checkpoint brings rows by their variables."""
+    restore_by(trigger, lambda tensors: None)
 
 
 def evaluated(function):
