@@ -6,7 +6,6 @@ import datetime
 import itertools
 import operator
 import secrets
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras import backend, distributed, ragged, static_variables
+from sok_keras import backend, distributed, ragged, saved_rows, static_variables
 from sok_keras.backend.insertion import Insertion
 from sok_keras.core_initializers import core_initializer
 from sok_keras.feature_config import FeatureConfig
@@ -25,8 +24,6 @@ from sok_keras.table_config import TableConfig
 from sok_keras.variable_options import combiner_of, dtype_of, narrowed, table_config
 
 _numbers = itertools.count()
-# In the name of an array of a checkpoint, before that of a state.
-_STATE = "state "
 _FORMS = (
     "pairs of values and row splits, or dense ids of two axes",
     "sparse or ragged tensors of two axes",
@@ -157,31 +154,11 @@ class DynamicVariable(backend.variables.TableVariable):
 
     def saved_rows(self) -> dict[str, np.ndarray]:
         """Returns the rows of this rank and their optimizer states, for a `tf.train.Checkpoint`."""
-        contents = self.table.export(states=True, local=True)
-        states = {_STATE + name: state for name, state in contents.states.items()}
-        return {"keys": contents.keys, "rows": contents.rows, **states}
+        return saved_rows.rows_to_save(self.table)
 
     def take_saved_rows(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replaces all rows by what `saved_rows` has returned. All ranks call it.
-
-        Raises:
-            ValueError: If the rows have another dimension. They stay as they are then.
-        """
-        table, keys, rows = self.table, arrays["keys"], arrays["rows"]
-        error = None
-        if rows.shape != (len(keys), self.dimension):
-            error = ValueError(f"Rows of {self.name} must have {self.dimension} columns. Received: shape {rows.shape}")
-        distributed.agree(error)
-        states = {name.removeprefix(_STATE): array for name, array in arrays.items() if name.startswith(_STATE)}
-        if states and set(states) != set(table.state_widths()):
-            warnings.warn(
-                f"The checkpoint has the states {sorted(states)} of {self.name}, and its optimizer {sorted(table.state_widths())}: the rows were "
-                "loaded alone, and states start anew. Build the optimizer before `restore`",
-                stacklevel=2,
-            )
-            states = {}
-        table.clear()
-        table.assign(keys, rows, states=states or None)
+        """Replaces all rows by what `saved_rows` has returned. All ranks call it."""
+        saved_rows.take(self.table, arrays)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Returns the rows of ids, `indices.shape + (dimension,)`, and inserts those without a row."""
