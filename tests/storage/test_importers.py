@@ -251,7 +251,7 @@ def test_damaged_dumps_of_dynamicemb_are_named(tmp_path):
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 @pytest.mark.parametrize("types", [("int64", "float32"), ("int32", "float16"), ("int64", "float64")])
 def test_files_of_tfra_are_read(tmp_path, shards, ranks, types):
-    """TFRA writes two files a shard: the numbers of its keys, and those of its rows."""
+    """TFRA writes two files for each shard: one has the keys, the other one the rows."""
     key_dtype, dtype = types
     keys, rows = np.arange(37) * 5, np.arange(37 * DIM).reshape(37, DIM)
     parts = [(rank, shard) for rank in range(max(ranks, 1)) for shard in range(shards)]

@@ -43,7 +43,7 @@ __device__ __forceinline__ void expire(u32* memory, const Expiry& e, const Table
     for (u32 k = 0; k < AT_ONCE; ++k) {
       // A record without a row has a larger number.
       is_old[k] = commit[k] <= newest;
-      if (is_old[k]) key[k] = keys[first + k * stride + lane()];
+      key[k] = is_old[k] ? keys[first + k * stride + lane()] : 0;
     }
 #pragma unroll
     for (u32 k = 0; k < AT_ONCE; ++k) {
@@ -78,13 +78,13 @@ __global__ void __launch_bounds__(TABLE_THREADS) expire_rows(
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) list_unlisted(
     const __grid_constant__ Table t, UnlistedRow* list, u32* count, u32 room, u32 takes) {
   begin();
-  const u32 numbers = num_numbers(t.index.counters);
-  for (u32 record = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += gridDim.x * TABLE_THREADS) {
+  const u64 numbers = num_numbers(t.index.counters);
+  for (u64 record = 1 + (u64)blockIdx.x * TABLE_THREADS + threadIdx.x; record < numbers; record += (u64)gridDim.x * TABLE_THREADS) {
     const u64 commit = t.commits[record];
     if (!is_unlisted(commit)) continue;
     const u32 place = atomicAdd(count, 1);
     if (place >= room) continue;
-    list[place] = {t.keys[record], commit & ~UNLISTED, record, t.changes ? t.changes[record] : 0};
+    list[place] = {t.keys[record], commit & ~UNLISTED, (u32)record, t.changes ? t.changes[record] : 0};
     if (!takes) continue;
     t.commits[record] = NO_ROW;
     atomicAdd(&t.index.counters->unlisted, ~0ull);

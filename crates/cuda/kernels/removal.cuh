@@ -51,7 +51,7 @@ template <u32 THREADS, class Row> class StagedRows {
   }
 };
 
-// Adds a row to the ring of released numbers. `changes`: those of its table.
+// Writes a removed row to a place in the ring of released numbers. `changes`: `Table::changes` of the row's table.
 __device__ __forceinline__ void add_removed(const Removal& removal, u64 place, u32 record, u64 key, const u32* changes) {
   const u64 at = place & removal.mask;
   removal.numbers[at] = record, removal.keys[at] = key;

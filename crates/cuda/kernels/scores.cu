@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) end_steps(const Tabl
     if (tables[t].scores && tables[t].progress->step != ~0ull) ++tables[t].progress->step;
 }
 
-// Halves the scores of all rows, if the tickets were valid. The host may still read those of rows that have gone.
+// Halves the score of each row, if the tickets were valid. A removed row keeps its score, because the host may read it later.
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
     const __grid_constant__ Table t, u32 numbers, const Resolved* resolved) {
   begin();

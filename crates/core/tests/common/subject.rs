@@ -171,7 +171,7 @@ pub struct HostSubject {
     pool: &'static Pool,
     tickets: Tickets,
     held: Vec<Kept>,
-    /// What the group's numbers of pushes are above those of the test, when one is known.
+    /// The difference between the group's number of a push and the test's. `None` before the first commit.
     above: Option<u64>,
 }
 

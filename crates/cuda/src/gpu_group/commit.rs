@@ -144,10 +144,11 @@ impl GpuGroup {
         Ok(())
     }
 
-    /// Does what a commit waits for before it enqueues anything.
+    /// Reads the report of the last commit, and makes room in rings for the rows that this one removes. A commit calls this for all groups before it
+    /// enqueues work.
     ///
     /// # Errors
-    /// As `settle`, and those of the device.
+    /// The errors of `settle`, and [`Error::Device`] if the device has failed.
     pub(crate) fn prepare_commit(&mut self) -> Result<()> {
         self.check_own_fault()?;
         self.settle()?;

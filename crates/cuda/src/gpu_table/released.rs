@@ -315,7 +315,7 @@ impl GpuTable {
         self.take_removed(all).inspect_err(|_| self.forget_changes())
     }
 
-    /// Takes over that these rows have gone, and those that were not listed.
+    /// Records which rows were removed: `all`, and expired rows for which the ring had no room.
     fn take_removed(&mut self, mut all: Vec<Removed>) -> Result<()> {
         let unlisted = self.read_unlisted(self.reported.unlisted, true)?;
         self.reported.unlisted = 0;
