@@ -1,4 +1,4 @@
-"""Two ranks of which one fails before a step: by a signal, by an exception, or by a call that the other does not make."""
+"""Ranks of which rank 1 fails in a step: by a signal, in each phase of it, by an exception, or by a call that the others do not make."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from train import OPTIMIZERS, batches, make_model, share
 import sok_keras as sok
 
 TIMEOUT = 10
+PHASES = ("before the lookup", "after the lookup", "in the backward pass", "before the update", "after the update")
 
 
 def main(folder, how):
@@ -39,14 +40,47 @@ def main(folder, how):
         try:
             sok.dump(os.path.join(folder, "dump"), model)
         except sok.RankError:
-            np.save(os.path.join(folder, "heard.npy"), np.array([seconds, rows]))
+            np.save(os.path.join(folder, f"heard{sok.rank()}.npy"), np.array([seconds, rows]))
         os._exit(1)  # JAX may still wait for what rank 1 never sent
-    raise AssertionError("rank 0 has heard of nothing")
+    raise AssertionError("the others have heard of nothing")
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in(phase, model):
+    """Kills this process in its next step, if the step is not compiled."""
+    layer = next(layer for layer in model.layers if isinstance(layer, sok.DistributedEmbedding))
+    lookup, apply = layer.call, model.optimizer.apply
+
+    def killed_beside_lookup(*args, **kwargs):
+        if phase == "before the lookup":
+            kill()
+        rows = lookup(*args, **kwargs)
+        if phase == "after the lookup":
+            kill()
+        # Tables have their gradients in turn: those of `other` may be there by now.
+        rows["shop"].register_hook(kill)
+        return rows
+
+    def killed_beside_update(*args, **kwargs):
+        if phase == "before the update":
+            kill()
+        apply(*args, **kwargs)
+        kill()
+
+    if phase in ("before the lookup", "after the lookup", "in the backward pass"):
+        layer.call = killed_beside_lookup
+    else:
+        model.optimizer.apply = killed_beside_update
 
 
 def fail(how, model, part):
     if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
+    elif how in PHASES:
+        kill_in(how, model)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "raise":

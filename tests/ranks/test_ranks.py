@@ -8,11 +8,15 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from fail import PHASES
 from processes import alone, last_line, launch, run, start
 
 import sok_keras as sok
 from once import once_on
 from reference import ON_GPU
+
+
+STEPS_IN_PYTHON = pytest.mark.skipif(keras.backend.backend() != "torch", reason="steps of other backends are compiled")
 
 
 def compare(one, many, names):
@@ -184,13 +188,20 @@ def test_dumps_of_sparse_operation_kit_are_read_and_written_by_any_number_of_ran
 
 
 @pytest.mark.parametrize(
-    "how", ["kill", *[pytest.param(how, marks=once_on("jax")) for how in ("stop", "raise", "other")]]
+    "how",
+    [
+        "kill",
+        *[pytest.param(how, marks=once_on("jax")) for how in ("stop", "raise", "other")],
+        *[pytest.param(how, marks=STEPS_IN_PYTHON) for how in PHASES],
+    ],
 )
-def test_a_rank_hears_of_another_that_fails(how, tmp_path):
+def test_ranks_hear_of_another_that_fails(how, tmp_path):
     """`stop`: the launcher must end a rank that does nothing any more."""
-    status, text = launch(2, "fail.py", tmp_path, how, timeout=120)
+    ranks = int(os.environ.get("SOK_TEST_RANKS", 2))
+    status, text = launch(ranks, "fail.py", tmp_path, how, timeout=120)
     assert status != 0, text
-    assert (tmp_path / "heard.npy").exists(), text
+    heard = {path.name for path in tmp_path.glob("heard*.npy")}
+    assert heard == {f"heard{rank}.npy" for rank in range(ranks) if rank != 1}, text
 
 
 @pytest.mark.parametrize("placement", ["everywhere", "localized:x", "localized:", "localized:-1", 3])
