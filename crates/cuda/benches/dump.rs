@@ -1,5 +1,6 @@
 //! Training steps while a dump of the tables is written: the longest step and the mean one, beside steps before it. Then the same dump
-//! written while training waits, in its place and in an empty directory, and plain writes of as many bytes before and after. Then a load of the dump, and a plain read of its files.
+//! written while training waits, in its place and in an empty directory, and plain writes of as many bytes before and after, and in place
+//! of as many. Then a load of the dump, and a plain read of its files.
 //!
 //!     dump [DIRECTORY] [ROWS]
 
@@ -95,6 +96,7 @@ fn main() {
     println!("\n{:.1} GB in 26 tables. The copy waits for the step before it.", bytes as f64 / 1e9);
     let speed = |seconds: f64| bytes as f64 / 1e9 / seconds;
     let before_dump = plain(&directory, bytes);
+    remove_plain(&directory);
     let mut dump_waiting = || {
         let start = Instant::now();
         gpu.group.settle_tables();
@@ -105,12 +107,18 @@ fn main() {
     };
     let replacing = dump_waiting();
     std::fs::remove_dir_all(&directory).unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    let [plain_new, plain_replacing] = [(); 2].map(|()| plain(&directory, bytes));
+    remove_plain(&directory);
     let new = dump_waiting();
     let after = plain(&directory, bytes);
+    remove_plain(&directory);
     println!("\n| written | GB/s |\n|---|---|");
     println!("| plain bytes | {:.2} |", speed(before_dump));
     println!("| while training goes on, in place of a dump | {:.2} |", speed(seconds));
     println!("| while training waits, in place of a dump | {:.2} |", speed(replacing));
+    println!("| plain bytes, in place of as many | {:.2} |", speed(plain_replacing));
+    println!("| plain bytes, nothing to replace | {:.2} |", speed(plain_new));
     println!("| while training waits, nothing to replace | {:.2} |", speed(new));
     println!("| plain bytes again | {:.2} |", speed(after));
     println!("\n| read | from the disk, GB/s | from the cache, GB/s |\n|---|---|---|");
@@ -131,16 +139,20 @@ fn main() {
     std::fs::remove_dir_all(&directory).unwrap();
 }
 
-/// Writes as many plain bytes, and syncs them. Returns the seconds that this takes.
+/// Writes as many plain bytes aside, syncs them, and puts them in place of those of the call before. Returns the seconds that this takes.
 fn plain(directory: &Path, bytes: u64) -> f64 {
     let start = Instant::now();
     let piece = vec![7u8; 64 << 20];
-    let mut file = File::create(directory.join("plain")).unwrap();
+    let aside = directory.join("aside");
+    let mut file = File::create(&aside).unwrap();
     (0..bytes / piece.len() as u64).for_each(|_| file.write_all(&piece).unwrap());
     file.sync_all().unwrap();
-    let seconds = start.elapsed().as_secs_f64();
+    std::fs::rename(&aside, directory.join("plain")).unwrap();
+    start.elapsed().as_secs_f64()
+}
+
+fn remove_plain(directory: &Path) {
     std::fs::remove_file(directory.join("plain")).unwrap();
-    seconds
 }
 
 /// Drops the files of a directory from the system's cache.
