@@ -7,7 +7,7 @@ import itertools
 import operator
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -228,29 +228,54 @@ class _Tables:
     def number_of(self, variable: DynamicVariable) -> int:
         return self._numbers[id(variable)]
 
-    def lookup(
+    def plan(
+        self,
+        variables: Sequence[DynamicVariable],
+        weights: list,
+        axes: Sequence[str],
+        combiners: Sequence[str],
+        padding_keys: Sequence[int | None] | None = None,
+    ) -> Any:
+        """Returns the plan of lookups of these variables."""
+        of_features = zip(variables, weights, axes, combiners, padding_keys or [None] * len(variables), strict=True)
+        features = tuple(
+            (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, padding_key)
+            for variable, weight, axis, combiner, padding_key in of_features
+        )
+        return self.core.plan(features, check_finite=False)
+
+    def lookup(self, plan: Any, inputs: list, weights: list, trigger: Any, learns: bool, insertion: Insertion) -> list:
+        """Looks up rows.
+
+        Args:
+            plan: What `plan` gives.
+            inputs: For each variable a tuple of tensors.
+            weights: For each variable weights or None.
+            trigger: The value of the trigger.
+            learns: Whether gradients will come.
+            insertion: When ids without a row get one.
+        """
+        if learns:
+            self._note(plan, inputs)
+        return backend.lookup(plan, trigger, learns, inputs, weights, insertion)
+
+    def call(
         self,
         variables: Sequence[DynamicVariable],
         inputs: list,
         weights: list,
         axes: Sequence[str],
         combiners: Sequence[str],
-        padding_keys: Sequence[int | None] | None = None,
-    ) -> Callable:
-        """Returns a function of the trigger, of whether gradients will come, and of when ids are inserted: it looks up rows."""
-        of_features = zip(variables, weights, axes, combiners, padding_keys or [None] * len(variables), strict=True)
-        features = tuple(
-            (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, padding_key)
-            for variable, weight, axis, combiner, padding_key in of_features
-        )
-        plan = self.core.plan(features, check_finite=False)
+        insertion: Insertion,
+    ) -> Any:
+        """Returns a lookup of these variables on TensorFlow, of which gradients may come."""
+        plan = self.plan(variables, weights, axes, combiners)
+        self._note(plan, inputs)
+        return backend.variables.Call(plan, inputs, weights, list(combiners), insertion)  # type: ignore[attr-defined]
 
-        def call(trigger: Any, learns: bool, insertion: Insertion) -> list:
-            if learns and backend.is_tracing(inputs[0][0]) and not backend.is_compiling():
-                self.core.note_traced_call(plan, inputs)
-            return backend.lookup(plan, trigger, learns, inputs, weights, insertion)
-
-        return call
+    def _note(self, plan: Any, inputs: list) -> None:
+        if backend.is_tracing(inputs[0][0]) and not backend.is_compiling():
+            self.core.note_traced_call(plan, inputs)
 
 
 def _read(
@@ -261,17 +286,10 @@ def _read(
     combiners: Sequence[str],
     training: bool = True,
 ) -> list:
-    """Looks up rows, and inserts ids without one if `training`. The tables of the variables were made together."""
-    tables = variables[0].tables
-    lookup = tables.lookup(variables, inputs, weights, axes, combiners)
-
-    def rows(trigger: Any) -> list:
-        return list(lookup(trigger, False, Insertion.AT_LOOKUP if training else Insertion.NEVER))
-
-    def gradients(upstream: list) -> list:
-        return _gradients_of(variables, inputs, weights, combiners, upstream)
-
-    return backend.variables.read(variables, tables.layer.trigger.value, rows, gradients)
+    """Looks up rows on TensorFlow, and inserts ids without one if `training`. The tables of the variables were made together."""
+    tables, insertion = variables[0].tables, Insertion.AT_LOOKUP if training else Insertion.NEVER
+    call = tables.call(variables, inputs, weights, axes, combiners, insertion)
+    return backend.variables.read(variables, tables.layer.trigger.value, call)  # type: ignore[attr-defined]
 
 
 def triggers(params: Any) -> list:
@@ -470,11 +488,10 @@ def _looked_up(variables: list, inputs: list, trigger: Any, training: bool) -> l
         if not chosen:
             continue
         tensors, weights, axes, combiners, padding_keys = zip(*(inputs[number] for number in chosen), strict=True)
-        lookup = tables.lookup(
-            [variables[number] for number in chosen], list(tensors), list(weights), axes, combiners, padding_keys
-        )
+        plan = tables.plan([variables[number] for number in chosen], list(weights), axes, combiners, padding_keys)
         insertion = Insertion.AT_LOOKUP if training else Insertion.NEVER
-        for number, row in zip(chosen, lookup(trigger, learns, insertion), strict=True):
+        found = tables.lookup(plan, list(tensors), list(weights), trigger, learns, insertion)
+        for number, row in zip(chosen, found, strict=True):
             rows[number] = row
     return rows
 
@@ -510,20 +527,6 @@ def _same_weights(weights: Any, bags: Any) -> Any:
     return weights
 
 
-def _gradients_of(variables: Sequence, inputs: list, weights: list, combiners: Sequence[str], upstream: list) -> list:
-    """Returns the gradient of each variable, of the gradients of the rows that were looked up, on TensorFlow."""
-    of_all = zip(inputs, weights, combiners, upstream, strict=True)
-    if variables[0].tables.core.gpu is not None:
-        # Where the gradients are, TensorFlow's own operations merge them.
-        found = [backend.variables.merged_bags(*of_one) for of_one in of_all]
-    else:
-        found = backend.framework.merge_gradients(list(of_all))
-    return [
-        backend.variables.slices(keys, rows, variable.key_type, variable.dimension)
-        for variable, (keys, rows) in zip(variables, found, strict=True)
-    ]
-
-
 def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
     """Hands the gradients of `DynamicVariable`s to their tables.
 
@@ -549,19 +552,21 @@ def _ticket_of(tables: _Tables, given: list) -> Any:
             "On JAX and PyTorch an optimizer takes `sok_keras.triggers(variables)` and their gradients. Received: the variable "
             f"{given[0][1].name}"
         )
+    ticket, given = backend.variables.taken(given)  # type: ignore[attr-defined]
     for gradient, variable in given:
         if not hasattr(gradient, "indices"):
             raise TypeError(
                 f"The gradient of {variable.name} must be `tf.IndexedSlices`. Received: {type(gradient).__name__}"
             )
+    if not given:
+        return ticket
     inputs = [(variable.keys_of(gradient.indices),) for gradient, variable in given]
     variables, none = [variable for _, variable in given], [None] * len(given)
-    lookup = tables.lookup(variables, inputs, none, ["each"] * len(given), ["sum"] * len(given))
-    rows = [keras.ops.convert_to_tensor(gradient.values) for gradient, _ in given]
     # A row that has gone since the forward pass gets no gradient.
-    return backend.variables.ticket_of(
-        lambda trigger: lookup(trigger, True, Insertion.NEVER), tables.layer.trigger.value, rows
-    )
+    call = tables.call(variables, inputs, none, ["each"] * len(given), ["sum"] * len(given), Insertion.NEVER)
+    rows = [keras.ops.convert_to_tensor(gradient.values) for gradient, _ in given]
+    found = call.push(call.lookup(tables.layer.trigger.value)[1], rows)
+    return found if ticket is None else ticket + found
 
 
 def filter_variables(variables: Sequence) -> tuple[list, list]:

@@ -9,7 +9,7 @@ import pytest
 
 import sok_keras as sok
 from bags import bags
-from reference import BACKEND
+from reference import BACKEND, ON_GPU
 
 pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="variables of TensorFlow")
 
@@ -170,6 +170,113 @@ def test_a_function_makes_variables_tables_and_is_traced_once():
     assert v.tables is w.tables
     assert rows_of(v) == {7: [-0.5] * DIM, 8: [0.5] * DIM, 9: [0.5] * DIM}
     assert rows_of(w) == {7: [-1.0] * DIM, 8: [1.0] * DIM, 9: [1.0] * DIM}
+
+
+def native_calls(function):
+    """Names of the native calls that a function makes when it is compiled and run."""
+    graph = tf.function(function).get_concrete_function().graph
+    return [operation.type for operation in graph.get_operations() if operation.type.startswith("Sok")]
+
+
+def test_a_compiled_step_makes_four_native_calls():
+    many, dense = [variable(initializer="1") for _ in range(200)], keras.Variable(np.ones(DIM, "float32"))
+    optimizer, ids = sok.OptimizerWrapper("adam"), tf.ragged.constant([[1, 2], [1]], dtype=tf.int64)
+    optimizer.build([*many, dense])
+
+    def step(change=lambda gradients: gradients):
+        with tf.GradientTape() as tape:
+            rows = sok.lookup_sparse(many, [ids] * len(many), combiners="sum")
+            loss = tf.reduce_sum(tf.add_n(rows) * dense.value)
+        *of_many, of_dense = tape.gradient(loss, [*many, dense.value])
+        optimizer.apply_gradients(zip([*change(of_many), of_dense], [*many, dense], strict=True))
+
+    kind = "SokGpu" if ON_GPU else "Sok"
+    assert native_calls(step) == [f"{kind}Lookup", f"{kind}Push", f"{kind}Commit", f"{kind}Apply"]
+    # The tables take other gradients than those of the backward pass by a lookup of their keys.
+    halves = native_calls(lambda: step(halved))
+    assert [call for call in halves if call != "SokMergeGradients"] == [
+        f"{kind}{call}" for call in ("Lookup", "Push", "Lookup", "Push", "Commit", "Apply")
+    ]
+
+
+def halved(gradients):
+    return [tf.IndexedSlices(0.5 * slices.values, slices.indices) for slices in gradients]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "all",
+        "halved",
+        "the first",
+        "one halved",
+        "exchanged",
+        "twice",
+        "of two lookups",
+        "of a lookup after it",
+        "read in a branch",
+    ],
+)
+def test_gradients_count_as_they_are_given(given, compiled):
+    """Two variables of equal first rows, whose gradients are 1 and 2 for each time that a key comes."""
+    v, w = variable(initializer="1"), variable(initializer="1")
+    optimizer, ids = sok.OptimizerWrapper(keras.optimizers.SGD(1.0)), tf.constant([7, 8, 8], tf.int64)
+    optimizer.build([v, w])
+    v.tables  # noqa: B018  makes the tables
+
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            if given == "of two lookups":
+                rows = [one.sparse_read(ids) for one in (v, w)]
+            else:
+                splits = tf.constant([0, 1, 3], tf.int64)
+                ragged = tf.RaggedTensor.from_row_splits(ids, splits)
+                rows = sok.lookup_sparse([v, w], [ragged, ragged], combiners="sum")
+                if given == "of a lookup after it":
+                    rows += sok.lookup_sparse([v, w], [ragged, ragged], combiners="sum")
+            sums = [tf.reduce_sum(row) for row in rows]
+            loss = tf.add_n(sums[::2]) + 2 * tf.add_n(sums[1::2])
+        of_v, of_w = tape.gradient(loss, [v, w])
+        if given == "twice":
+            of_v, of_w = tape.gradient(loss, [v, w])
+        pairs = {
+            "halved": lambda: zip(halved([of_v, of_w]), [v, w], strict=True),
+            "the first": lambda: [(of_v, v), (None, w)],
+            "one halved": lambda: [(of_v, v), (halved([of_w])[0], w)],
+            "exchanged": lambda: [(of_w, v), (of_v, w)],
+            "read in a branch": lambda: [
+                (
+                    tf.IndexedSlices(
+                        tf.cond(tf.constant(True), lambda: of_v.values, lambda: of_w.values), of_v.indices
+                    ),
+                    v,
+                ),
+                (of_w, w),
+            ],
+        }
+        optimizer.apply_gradients(pairs.get(given, lambda: [(of_v, v), (of_w, w)])())
+
+    (tf.function(step) if compiled else step)()
+    moves = {
+        "halved": [(0.5, 1), (1, 2)],
+        "the first": [(1, 2), (0, 0)],
+        "one halved": [(1, 2), (1, 2)],
+        "exchanged": [(2, 4), (1, 2)],
+        "of a lookup after it": [(2, 4), (4, 8)],
+    }.get(given, [(1, 2), (2, 4)])
+    for one, (of_7, of_8) in zip((v, w), moves, strict=True):
+        assert rows_of(one) == {7: [1.0 - of_7] * DIM, 8: [1.0 - of_8] * DIM}
+
+
+def test_a_gradient_shows_keys_and_rows():
+    v = variable(initializer="1")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(v.sparse_read(tf.constant([7, 8, 8], tf.int64)))
+    gradient = tape.gradient(loss, v)
+    assert "indices=tf.Tensor([7 8]" in str(gradient) and gradient.dense_shape.numpy().tolist() == [-1, DIM]
+    dense = tf.function(lambda slices: tf.math.unsorted_segment_sum(slices.values, slices.indices, 9))(gradient)
+    assert dense.numpy()[:, 0].tolist() == [0] * 7 + [1, 2]
 
 
 def test_variables_and_layers_have_one_optimizer():

@@ -15,7 +15,6 @@ import sok_keras as sok
 from once import once_on
 from reference import ON_GPU
 
-
 STEPS_IN_PYTHON = pytest.mark.skipif(keras.backend.backend() != "torch", reason="steps of other backends are compiled")
 
 

@@ -60,7 +60,6 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
     Returns:
         A list with a float32 tensor for each feature.
     """
-    note_thread()
     groups = zip(inputs, weights, strict=True)
     tensors = [tf.convert_to_tensor(tensor) for group in groups for tensor in _flat(*group)]
     trigger = tf.convert_to_tensor(trigger)  # a tape watches a variable once it is read
@@ -71,12 +70,28 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
         save = should_record_backprop([trigger, *tensors]) or (
             insertion == Insertion.AT_LOOKUP and not tf.executing_eagerly()
         )
+    _, rows = _lookup(plan, trigger, inputs, tensors, insertion, save)
+    return rows
+
+
+def lookup_to_push(plan, trigger, inputs, weights, insertion):
+    """Rows of each feature as `lookup` gives them, and the number of the lookup, by which `push` takes their gradients."""
+    groups = zip(inputs, weights, strict=True)
+    tensors = [tf.stop_gradient(tensor) for group in groups for tensor in _flat(*group)]
+    number, rows = _lookup(plan, tf.stop_gradient(trigger), inputs, tensors, insertion, True)
+    return rows, number
+
+
+def _lookup(plan, trigger, inputs, tensors, insertion, save):
+    note_thread()
     op = _ops.sok_gpu_lookup if plan.gpu is not None else _ops.sok_lookup
-    _, rows = op(tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insertion=int(insertion), save=save)
+    number, rows = op(
+        tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insertion=int(insertion), save=save
+    )
     if not tf.executing_eagerly():
         for row, shape in zip(rows, plan.output_shapes(inputs), strict=True):
             row.set_shape(shape)
-    return list(rows)
+    return number, list(rows)
 
 
 @tf.RegisterGradient("SokGpuLookup")
@@ -89,18 +104,33 @@ def _push(op, _, *gradients):
     """
     *tensors, _ = op.inputs
     weights = [tensor for tensor in tensors if tensor.dtype == tf.float32]
-    push = _ops.sok_gpu_push if op.type == "SokGpuLookup" else _ops.sok_push
-    ticket, weight_gradients = push(
-        number=op.outputs[0],
-        gradients=[tf.convert_to_tensor(gradient) for gradient in gradients],  # tf.gather gives IndexedSlices
-        weights=weights,
-        plan=op.get_attr("plan"),
-    )
-    ticket.set_shape((64, 2))
+    call = _ops.sok_gpu_push if op.type == "SokGpuLookup" else _ops.sok_push
+    ticket, weight_gradients = _pushed(call, op.get_attr("plan"), op.outputs[0], gradients, weights)
     for gradient, weight in zip(weight_gradients, weights, strict=True):
         gradient.set_shape(weight.shape)
     found = iter(weight_gradients)
     return [*(next(found) if tensor.dtype == tf.float32 else None for tensor in tensors), ticket]
+
+
+def push(plan, number, gradients, weights):
+    """Hands the gradients of the rows of a lookup to the tables. Returns the ticket.
+
+    Args:
+        plan: That of the lookup.
+        number: The lookup's number.
+        gradients: For each feature those of its rows.
+        weights: Those of the lookup: a float32 tensor or None for each feature.
+    """
+    call = _ops.sok_gpu_push if plan.gpu is not None else _ops.sok_push
+    given = [weight for weight in weights if weight is not None]
+    return _pushed(call, plan.handle, number, gradients, given)[0]
+
+
+def _pushed(call, plan, number, gradients, weights):
+    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # tf.gather gives IndexedSlices
+    ticket, weight_gradients = call(number=number, gradients=gradients, weights=weights, plan=plan)
+    ticket.set_shape((64, 2))
+    return ticket, weight_gradients
 
 
 def merge_gradients(of_variables):

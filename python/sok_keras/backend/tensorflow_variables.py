@@ -1,11 +1,19 @@
 """Variables of TensorFlow whose rows are in tables of the core."""
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from sok_keras.backend.private_tensorflow import ResourceVariable, restore_by, tracing_type, variable_accessed
+import sok_keras.backend.tensorflow as framework
+from sok_keras.backend.private_tensorflow import (
+    ResourceVariable,
+    restore_by,
+    should_record_backprop,
+    tracing_type,
+    variable_accessed,
+)
 from sok_keras.backend.tensorflow_state import eagerly, packed, snapshot, unpacked
 
 
@@ -86,29 +94,158 @@ def bags_of(ids):
     return None
 
 
-def read(variables, trigger, rows, gradients):
-    """Returns what `rows` returns, differentiable in variables.
+class Call(NamedTuple):
+    """A lookup of variables whose tables were made together.
+
+    Attributes:
+        plan: The plan of the lookup.
+        inputs: For each variable ids of any shape, or those of bags `(n,)` and row splits `(rows + 1,)`.
+        weights: For each variable those of its ids, or None.
+        combiners: How the rows of bags are combined.
+        insertion: When ids without a row get one.
+    """
+
+    plan: object
+    inputs: list
+    weights: list
+    combiners: list
+    insertion: object
+
+    def rows(self, trigger):
+        """Looks up rows of which no gradients come."""
+        return framework.lookup(self.plan, trigger, False, self.inputs, self.weights, self.insertion)
+
+    def lookup(self, trigger):
+        """Looks up rows, a list of tensors. Returns them and the number of the lookup."""
+        return framework.lookup_to_push(self.plan, trigger, self.inputs, self.weights, self.insertion)
+
+    def push(self, number, gradients):
+        """Hands the gradients of the rows of a lookup to the tables. Returns the ticket."""
+        return framework.push(self.plan, number, gradients, self.weights)
+
+    def merged(self, gradients):
+        """Returns for each variable distinct ids, each with the sum of its gradients."""
+        of_all = list(zip(self.inputs, self.weights, self.combiners, gradients, strict=True))
+        if self.plan.gpu is not None:
+            # Where the gradients are, TensorFlow's own operations merge them.
+            return [merged_bags(*of_one) for of_one in of_all]
+        return framework.merge_gradients(of_all)
+
+
+class Push:
+    """Gradients of the rows of a lookup that tables have taken.
+
+    Attributes:
+        variables: The variables of the lookup.
+        ticket: The ticket of the push.
+    """
+
+    def __init__(self, variables, ticket, call, gradients):
+        self.variables, self.ticket = variables, ticket
+        self._call, self._gradients, self._merged = call, gradients, None
+
+    def made(self, gradient, variable):
+        """Whether the push has made a gradient of a variable."""
+        return isinstance(gradient, TableSlices) and gradient.push is self and gradient.variable is variable
+
+    def merged(self):
+        """Returns for each variable distinct ids and sums of gradients, which are computed when one of them is first asked for."""
+        if self._merged is None:
+            first = self._gradients[0]
+            # A graph inside of this one, as `tf.cond` makes, may ask first.
+            graph = contextlib.nullcontext() if tf.executing_eagerly() else first.graph.as_default()
+            with graph:
+                self._merged = self._call.merged(self._gradients)
+        return self._merged
+
+
+class TableSlices(tf.IndexedSlices):
+    """The gradient of a variable, which its table has taken already. Its keys and rows are computed when a program reads them.
+
+    What a program makes of it is a plain `tf.IndexedSlices`, and has no `push`.
+    """
+
+    def __init__(self, push, number):
+        self.push, self._number = push, number
+
+    @property
+    def variable(self):
+        return self.push.variables[self._number]
+
+    @property
+    def _indices(self):
+        return tf.cast(self.push.merged()[self._number][0], self.variable.key_type)
+
+    @property
+    def _values(self):
+        return self.push.merged()[self._number][1]
+
+    @property
+    def _dense_shape(self):
+        return shape_of(self.variable)
+
+
+def shape_of(variable):
+    """The dense shape of the gradient of a variable that grows."""
+    return tf.constant([-1, variable.dimension], tf.int64)
+
+
+def read(variables, trigger, call):
+    """Returns the rows of a `Call`, a tensor for each variable, differentiable in the variables.
+
+    Where a tape will ask for gradients, the tables take them as the backward pass makes them.
 
     Args:
         variables: `TableVariable`s.
-        trigger: The trigger of their tables, which `rows` takes as a tensor.
-        rows: A function of the trigger: a tensor for each variable.
-        gradients: A function of the gradients of all tensors: a list of the `tf.IndexedSlices` of each variable.
+        trigger: The trigger of their tables.
+        call: The lookup.
     """
     for variable in variables:
         variable_accessed(variable)
     value = tf.stop_gradient(tf.convert_to_tensor(trigger))
+    handles = [variable.handle for variable in variables]
+    # A tape outside of a `tf.function` asks only after the function is traced.
+    is_recorded = should_record_backprop(handles)
 
     @tf.custom_gradient
-    def call(*handles):
+    def differentiable(*handles):
         del handles
+        rows, number = call.lookup(value) if is_recorded else (call.rows(value), None)
 
         def backward(*upstream):
-            return gradients([tf.convert_to_tensor(gradient) for gradient in upstream])
+            gradients = [tf.convert_to_tensor(gradient) for gradient in upstream]
+            if is_recorded:
+                push = Push(variables, call.push(number, gradients), call, gradients)
+                return [TableSlices(push, place) for place in range(len(variables))]
+            merged = zip(variables, call.merged(gradients), strict=True)
+            return [
+                tf.IndexedSlices(rows, tf.cast(keys, variable.key_type), shape_of(variable))
+                for variable, (keys, rows) in merged
+            ]
 
-        return rows(value), backward
+        return rows, backward
 
-    return call(*(variable.handle for variable in variables))
+    return differentiable(*handles)
+
+
+def taken(given):
+    """Separates gradients that tables have taken from others.
+
+    A push counts if all its gradients are here, as the backward pass has made them.
+
+    Args:
+        given: Pairs of a gradient and its variable, whose tables were made together.
+
+    Returns:
+        The sum of the tickets of pushes, or None, and the other pairs.
+    """
+    ticket, left = None, list(given)
+    for push in {gradient.push: None for gradient, _ in given if isinstance(gradient, TableSlices)}:
+        own = [pair for pair in left if push.made(*pair)]
+        if {id(variable) for _, variable in own} == {id(variable) for variable in push.variables}:
+            ticket = push.ticket if ticket is None else ticket + push.ticket
+            left = [pair for pair in left if not push.made(*pair)]
+    return ticket, left
 
 
 def merged(ids, gradients, dimension, num_rows=-1):
@@ -141,11 +278,6 @@ def merged_bags(inputs, weights, combiner, gradients):
     return found.indices, found.values
 
 
-def slices(keys, rows, key_type, dimension):
-    """The gradient of a variable that grows."""
-    return tf.IndexedSlices(rows, tf.cast(keys, key_type), tf.constant([-1, dimension], tf.int64))
-
-
 def factors_of(bags, weights, combiner, num_rows):
     """By what the row of each id is multiplied, float32 `(n,)`, before the rows of a bag are added up. `num_rows`: number of bags."""
     factors, rows = tf.ones_like(bags.ids, tf.float32) if weights is None else weights, bags.rows()
@@ -161,21 +293,6 @@ def of_ids(gradients, bags, weights, combiner):
     """The gradient of each id, `(n, dimension)`, of the gradients of rows that were combined."""
     factors = factors_of(bags, weights, combiner, tf.shape(gradients)[0])
     return tf.gather(gradients, bags.rows()) * factors[:, tf.newaxis]
-
-
-def ticket_of(lookup, trigger, gradients):
-    """Hands gradients of rows to tables. Returns the ticket.
-
-    Args:
-        lookup: A function of the trigger that looks up the rows for training.
-        trigger: The trigger of the tables.
-        gradients: Those of the rows.
-    """
-    value = tf.convert_to_tensor(trigger)
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(value)
-        rows = lookup(value)
-    return tape.gradient(rows, value, output_gradients=gradients)
 
 
 def dense(gradient):
