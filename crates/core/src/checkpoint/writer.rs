@@ -35,7 +35,8 @@ use crate::row_type::RowType;
 /// What memory is for.
 const BUFFER: &str = "the rows of a dump";
 
-/// Threads that remove the files of a dump that was replaced. The operating system takes 0.2 s to free each GB that it has in memory.
+/// Threads that remove the files of a dump that was replaced. This takes 0.2 s for each GB where the operating system has it in memory, and tells
+/// the disk which blocks are free.
 const REMOVING_THREADS: usize = 4;
 
 /// How a dump is written.
