@@ -9,6 +9,7 @@ from seeds import draw_seeds_from
 from train import OPTIMIZERS, batches, make_model, share
 
 import sok_keras as sok
+from sok_keras.planner import H200, measuring
 
 
 def check_tables(tables):
@@ -58,6 +59,9 @@ def main(folder, action, seed):
         for inputs, targets in batches():
             model.train_on_batch({name: share(ids) for name, ids in inputs.items()}, share(targets))
         check_tables(tables)
+        # The device is what the backend runs on.
+        measured = measuring._with_device(H200, 2**20)
+        assert 0 < measured.link != H200.link
         return
     if action == "weights":
         model.load_weights(os.path.join(folder, "model.weights.h5"))

@@ -47,7 +47,10 @@ __device__ __forceinline__ void with_given(
 extern "C" __global__ void __launch_bounds__(FIND_THREADS) reset_scores(
     const __grid_constant__ Call call, const Table* tables, u32 table, const KeyScore* given, const Resolved* resolved, u32 row) {
   begin();
-  with_given(call, tables, table, given, resolved, row, [](const Table& t, u32 record, u64) { t.scores[record] = 0; });
+  with_given(call, tables, table, given, resolved, row, [](const Table& t, u32 record, u64) {
+    t.scores[record] = 0;
+    lower_floor(t.floor_scores, record);
+  });
 }
 
 // Then raises them to the highest that came.

@@ -153,6 +153,11 @@ __device__ __forceinline__ void vacate(u32* vacant, u64* commits, u32 record, u6
   if (commits) commits[record] = commit;
 }
 
+// Notes that the rank of a row may be lower than it was. `floor_scores`: of its table, or null.
+__device__ __forceinline__ void lower_floor(u64* floor_scores, u32 record) {
+  if (floor_scores) floor_scores[record / FLOOR_RECORDS] = 0;
+}
+
 // Notes that the row of a record changes, or its use.
 __device__ __forceinline__ void note_change(const Table& t, u32 record) {
   if (!t.changes) return;
@@ -167,6 +172,7 @@ __device__ __forceinline__ void start_record(const Table& t, u64 key, u32 record
   if (!t.scores) return;
   atomicAnd(t.vacant + record / WARP, ~(1u << record % WARP));
   t.scores[record] = t.scoring == STEPS ? t.progress->step : 0;
+  lower_floor(t.floor_scores, record);
   if (t.commits) t.commits[record] = t.progress->settled_commit;
   t.keys[record] = key;
 }

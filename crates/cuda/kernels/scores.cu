@@ -77,8 +77,10 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
     const __grid_constant__ Table t, u32 numbers, const Resolved* resolved) {
   begin();
   if (!resolved->is_due) return;
-  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS)
+  for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) {
     if (!is_vacant(t, i)) t.scores[i] /= 2;
+    lower_floor(t.floor_scores, i);
+  }
 }
 
 // Copies the uses of records.
@@ -96,5 +98,6 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) write_uses(
   const u32 i = blockIdx.x * TABLE_THREADS + threadIdx.x;
   if (i >= n) return;
   t.scores[records[i]] = uses[i].score;
+  lower_floor(t.floor_scores, records[i]);
   if (t.commits) t.commits[records[i]] = uses[i].commit;
 }

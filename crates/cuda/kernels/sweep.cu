@@ -1,7 +1,6 @@
 // Sweeps: a full table removes the rows with the lowest scores. One launch chooses them, for all tables that have too many rows, and one
 // removes them. The host learns later which rows went.
 #include "removal.cuh"
-#include "stage.cuh"
 
 // A number of 128 bits: a score and a key.
 struct Rank {
@@ -34,11 +33,8 @@ __device__ __forceinline__ Rank end_of(const Rank& low, u32 shift) { return diff
 
 // Number of rows that a thread reads at once.
 constexpr u32 AT_ONCE = 4;
-// Scores that a thread requests at a time in advance, when it looks for low ranks.
-constexpr u32 LOADS = 4;
-typedef Stage<LOADS / 2, SWEEP_THREADS> ScoreStage;
-// A part of a list has PART rows. A part of the records of a table has PART_OF_RECORDS of them.
-constexpr u32 PART = SWEEP_THREADS, PART_OF_RECORDS = 16 * SWEEP_THREADS;
+// A part of a list has PART rows. A part of the records of a table has AT_ONCE groups of records for each thread.
+constexpr u32 PART = SWEEP_THREADS, PART_OF_RECORDS = AT_ONCE * SWEEP_THREADS * FLOOR_RECORDS;
 // A table with fewer records is read whole instead of a sample.
 constexpr u64 SAMPLED_FROM = 8 * SAMPLES;
 
@@ -118,8 +114,11 @@ __device__ __forceinline__ void for_each_at_once(u64 begin, u64 end, const Load&
   }
 }
 
+// Returns the bit of a record.
+__device__ __forceinline__ bool has_bit(const u32* bits, u64 record) { return bits[record / WARP] >> record % WARP & 1; }
+
 // Returns whether a record has no row, or one that must stay.
-__device__ __forceinline__ bool must_stay(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
+__device__ __forceinline__ bool must_stay(const Sweep& s, u64 record) { return has_bit(s.marks, record); }
 
 // Returns whether all rows that go are in the list of rows with low ranks.
 __device__ __forceinline__ bool has_low(const Sweep& s) {
@@ -148,7 +147,8 @@ typedef StagedRows<SWEEP_THREADS, Ranked> Staged;
 
 // Memory of a block while it lists rows.
 struct Listing {
-  ScoreStage::Memory scores;
+  // By warp: groups of records whose floors are low.
+  u32 groups[SWEEP_THREADS / WARP][WARP + AT_ONCE * WARP];
   u32 places[Staged::WORDS];
 };
 
@@ -192,13 +192,32 @@ __device__ __forceinline__ void start_search(Choice& c, u64 target) {
   c.num_ranked = 0, c.inverse_of_lowest = 0, c.highest = 0;
 }
 
-// How many samples have ranks up to that of the row that is number `wanted` of all, with so many to spare that they nearly always have.
+// How many samples have ranks up to that of the row that is number `wanted` of all, with four standard deviations to spare.
 __device__ __forceinline__ u64 num_low_samples(const Sweep& s, const Choice& c) {
   const float expected = (float)c.wanted * SAMPLES / (float)num_numbers(s.index.counters);
-  return (u64)(expected + 6 * sqrtf(expected) + 16);
+  return (u64)(expected + 4 * sqrtf(expected) + 8);
 }
 
 __device__ __forceinline__ bool is_sampled(const Sweep& s) { return num_numbers(s.index.counters) >= SAMPLED_FROM; }
+
+// Takes samples of the rows, in the parts of this block, of which the first starts at `begin`.
+__device__ __forceinline__ void take_samples(const Sweep& s, u64 begin) {
+  const u64 numbers = num_numbers(s.index.counters);
+  Measure measure;
+  for (u64 i = begin + threadIdx.x; i < SAMPLES; i += stride()) {
+    // A random record of each of equal ranges.
+    const u64 from = i * numbers / SAMPLES, range = (i + 1) * numbers / SAMPLES - from;
+    const u64 record = from + hash(s.removal.sweep, i) % range;
+    const bool is_one = record && !has_bit(s.vacant, record);
+    const u32 place = take(&s.choice->num_samples, is_one);
+    if (!is_one) continue;
+    const u64 score = s.scores[record];
+    s.samples[place] = {score, s.keys[record], record};
+    measure.add(score);
+  }
+  __syncwarp();
+  measure.give(s.choice);
+}
 
 // Counts rows in bins. `for_each`: calls a function with their ranks. All threads of the block call it.
 template <class ForEach> __device__ __forceinline__ void count_in_bins(u32* bins, const Choice& c, const ForEach& for_each) {
@@ -247,8 +266,14 @@ __device__ __forceinline__ void search_samples(Choosing& shared, const Sweep& s)
   Choice* choice = s.choice;
   const u64 target = num_low_samples(s, *choice);
   while (!load_shared(&choice->is_done)) {
-    count_in_bins(
-        shared.bins, *choice, [&](const auto& body) { for_each_of(s.samples, choice->num_samples, 0, SWEEP_THREADS, body); });
+    count_in_bins(shared.bins, *choice, [&](const auto& body) {
+      for_each_at_once(
+          0, choice->num_samples, [&](u64 i) { return s.samples[i]; },
+          [&](u64, const Ranked& row) {
+            if (!must_stay(s, row.record)) body(Rank{row.score, row.key});
+          },
+          SWEEP_THREADS);
+    });
     enter_bin(shared, shared.bins, choice, target);
   }
 }
@@ -284,68 +309,99 @@ __device__ __forceinline__ void search(const Sweep* sweeps, Choosing& shared, Me
   }
 }
 
+// Returns a floor that holds for rows that come later.
+__device__ __forceinline__ Rank floor_of_later(const Sweep& s) { return {s.scoring == STEPS ? s.progress->step : ~0ull, 0}; }
+
 // Lists the rows that may go and have ranks up to that which the samples gave, in the parts of this block, of which the first starts at `begin`.
-__device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u32 begin) {
-  constexpr u32 TURN = LOADS * SWEEP_THREADS, TURNS = PART_OF_RECORDS / TURN;
+// Groups of records with a higher floor have none. The other groups get floors for the rows that are not listed.
+__device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u64 begin) {
   Choice* choice = s.choice;
   const u64 *scores = s.scores, *keys = s.keys;
-  const u32 end = num_numbers(s.index.counters);
-  const Rank high = {choice->high_score, choice->high_key};
+  const u32 end = num_numbers(s.index.counters), num_groups = (end + FLOOR_RECORDS - 1) / FLOOR_RECORDS;
+  const Rank high = {choice->high_score, choice->high_key}, later = floor_of_later(s);
   Measure measure;
   Staged staged(memory.places);
   const auto load = [&](u32 record, Ranked& row) {
     row = {scores[record], keys[record], record};
-    return !must_stay(s, record);
+    return true;
   };
   const auto write = [&](const Ranked& row, u32 i, bool is_in) {
     if (!is_in) return;
     measure.add(row.score);
     if (i < s.low_room) s.low[i] = row;
   };
-  const ScoreStage stage = {memory.scores};
-  const u32 step = (u32)stride<PART_OF_RECORDS>(), turns = (end - begin + step - 1) / step * TURNS;
-  const auto first_of = [&](u32 turn) { return begin + turn / TURNS * step + turn % TURNS * TURN + threadIdx.x; };
-  // Record 0 belongs to no key.
-  const auto valid = [&](u32 record) { return min(max(record, 1u), end - 1); };
-  const auto start = [&](u32 turn) {
+  u32* groups = memory.groups[threadIdx.x / WARP];
+  u32 count = 0;
+  const auto load_group = [&](const u64* all, u32 group, u64* to) {
 #pragma unroll
-    for (u32 k = 0; k < LOADS; ++k) {
-      if (turn < turns) stage.start_half(turn, k, (const uint2*)(scores + valid(first_of(turn) + k * SWEEP_THREADS)));
+    for (u32 k = 0; k < FLOOR_RECORDS; k += 2) {
+      const Pair pair = load_pair(all + (u64)group * FLOOR_RECORDS + k);
+      to[k] = pair.low, to[k + 1] = pair.high;
     }
-    stage.end();
   };
-  // Many rows may have the score of `high`. A warp that has met some loads the keys of its next rows in advance.
-  u64 key[LOADS];
-  const auto load_keys = [&](u32 turn, u32 which) {
+  // Examines the last groups of the warp's list, one by each lane.
+  const auto examine = [&]() {
+    __syncwarp();
+    const u32 num = min(count, WARP);
+    count -= num;
+    const bool is_one = lane() < num;
+    const u32 group = is_one ? groups[count + lane()] : 0;
+    __syncwarp();
+    u64 score[FLOOR_RECORDS], key[FLOOR_RECORDS] = {};
+    // A bit for each record of the group.
+    u32 present = 0, removable = 0, low = 0, ties = 0;
+    if (is_one) {
+      load_group(scores, group, score);
+      // Record 0 belongs to no key.
+      const u32 first = group * FLOOR_RECORDS, records = (1u << min(end - first, FLOOR_RECORDS)) - 1 & ~(first == 0);
+      present = ~((const unsigned char*)s.vacant)[group] & records, removable = ~((const unsigned char*)s.marks)[group] & records;
 #pragma unroll
-    for (u32 k = 0; k < LOADS; ++k)
-      if (which >> k & 1) key[k] = keys[valid(first_of(turn) + k * SWEEP_THREADS)];
-  };
-  constexpr u32 EACH = (1u << LOADS) - 1;
-  u32 loaded = 0;
-  start(0);
-  for (u32 turn = 0; turn < turns; ++turn) {
-    start(turn + 1);
-    stage.wait();
-    u32 low = 0, ties = 0;
+      for (u32 k = 0; k < FLOOR_RECORDS; ++k)
+        low |= (u32)(score[k] < high.score) << k, ties |= (u32)(score[k] == high.score) << k;
+      if (ties & present) {
+        load_group(keys, group, key);
 #pragma unroll
-    for (u32 k = 0; k < LOADS; ++k) {
-      const u64 score = *(const u64*)&stage.half_at(turn, k);
-      const u32 record = first_of(turn) + k * SWEEP_THREADS;
-      const bool is_there = record == valid(record);
-      low |= (u32)(is_there && score < high.score) << k, ties |= (u32)(is_there && score == high.score) << k;
+        for (u32 k = 0; k < FLOOR_RECORDS; ++k) low |= ties & (u32)(key[k] <= high.key) << k;
+      }
+      low &= removable;
+      Rank floor = later;
+#pragma unroll
+      for (u32 k = 0; k < FLOOR_RECORDS; ++k) {
+        const Rank rank = {score[k], key[k]};
+        if ((present & ~low) >> k & 1 && rank < floor) floor = rank;
+      }
+      s.floor_scores[group] = floor.score, s.floor_keys[group] = floor.key;
     }
-    const bool has_ties = __any_sync(ALL, ties);
-    if (has_ties) {
-      load_keys(turn, ties & ~loaded);
-#pragma unroll
-      for (u32 k = 0; k < LOADS; ++k) low |= ties & (u32)(key[k] <= high.key) << k;
-    }
-    load_keys(turn + 1, loaded = has_ties ? EACH : 0);
-    if (!__any_sync(ALL, low)) continue;
 #pragma unroll 1
-    for (u32 k = 0; k < LOADS; ++k) staged.add(low >> k & 1, first_of(turn) + k * SWEEP_THREADS, &choice->num_low, load, write);
+    for (u32 k = 0; k < FLOOR_RECORDS; ++k)
+      staged.add(low >> k & 1, group * FLOOR_RECORDS + k, &choice->num_low, load, write);
+  };
+  // The floors of the next groups are loaded while these are examined.
+  u64 floors[AT_ONCE];
+  const auto load_floors = [&](u64 first) {
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) {
+      const u64 group = first + k * SWEEP_THREADS + threadIdx.x;
+      floors[k] = group < num_groups ? load_shared(s.floor_scores + group) : ~0ull;
+    }
+  };
+  const u64 step = stride<PART_OF_RECORDS>() / FLOOR_RECORDS;
+  u64 first = begin / FLOOR_RECORDS;
+  load_floors(first);
+  for (; first < num_groups; first += step) {
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) {
+      const u64 group = first + k * SWEEP_THREADS + threadIdx.x;
+      const bool is_tie = floors[k] == high.score && floors[k] && group < num_groups;
+      const bool is_low = group < num_groups && (is_tie ? s.floor_keys[group] <= high.key : floors[k] < high.score || !floors[k]);
+      const u32 all = __ballot_sync(ALL, is_low);
+      if (is_low) groups[count + __popc(all & lanes_below())] = (u32)group;
+      count += __popc(all);
+    }
+    load_floors(first + step);
+    while (count >= WARP) examine();
   }
+  while (count) examine();
   staged.flush(&choice->num_low, load, write);
   measure.give(choice);
 }
@@ -358,9 +414,14 @@ __device__ __forceinline__ void list_chosen(u32* memory, const Sweep& s, u64 beg
   const u64 ring_end = s.index.counters->released.end, end = num_places(s);
   Staged staged(memory);
   const auto load = [&](u32 place, Ranked& row) {
+    // `list_low` has listed more rows than there is room for.
+    if (!is_low) lower_floor(s.floor_scores, place);
     if (!is_low && (place == 0 || must_stay(s, place))) return false;
     row = is_low ? s.low[place] : Ranked{s.scores[place], s.keys[place], place};
-    return !(high < Rank{row.score, row.key});
+    const bool is_chosen = !(high < Rank{row.score, row.key});
+    // The floors are those of rows that are not in the list.
+    if (!is_chosen) lower_floor(s.floor_scores, (u32)row.record);
+    return is_chosen;
   };
   const auto write = [&](const Ranked& row, u32 i, bool is_in) {
     if (is_in) add_removed(s.removal, ring_end + i, (u32)row.record, row.key, s.changes);
@@ -403,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   Meeting meeting = {arrived, 0};
   Shares& shares = shared.shares;
 
-  // Marks the rows that must stay.
+  // Marks the rows that must stay, and takes samples.
   const auto num_quads = [&](const Sweep& s) { return (num_numbers(s.index.counters) + 4 * WARP - 1) / (4 * WARP); };
   shares.divide(num, [&](u32 a) { return num_quads(sweeps[shared.active[a]]); });
   shares.for_each(num, [&](u32 a, u64 begin) {
@@ -412,6 +473,8 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
         begin, num_quads(s), [&](u64 i) { return ((const uint4*)s.vacant)[i]; },
         [&](u64 i, const uint4& quad) { ((uint4*)s.marks)[i] = quad; });
   });
+  shares.divide(num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? SAMPLES : 0; });
+  shares.for_each(num, [&](u32 a, u64 begin) { take_samples(sweeps[shared.active[a]], begin); });
   for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
     const Sweep& s = sweeps[shared.active[a]];
     s.choice->wanted = num_wanted(s);
@@ -439,26 +502,6 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   meeting.wait();
 
   // A sample of the rows gives a rank above that of the last row that goes. Rows above it need not be examined again.
-  shares.divide(num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? SAMPLES : 0; });
-  shares.for_each(num, [&](u32 a, u64 begin) {
-    const Sweep& s = sweeps[shared.active[a]];
-    const u64 numbers = num_numbers(s.index.counters);
-    Measure measure;
-    for (u64 i = begin + threadIdx.x; i < SAMPLES; i += stride()) {
-      // A random record of each of equal ranges.
-      const u64 from = i * numbers / SAMPLES, range = (i + 1) * numbers / SAMPLES - from;
-      const u64 record = from + hash(s.removal.sweep, i) % range;
-      const bool is_one = record && !must_stay(s, record);
-      const u32 place = take(&s.choice->num_samples, is_one);
-      if (!is_one) continue;
-      const u64 score = s.scores[record];
-      s.samples[place] = {score, s.keys[record], (u32)record};
-      measure.add(score);
-    }
-    __syncwarp();
-    measure.give(s.choice);
-  });
-  meeting.wait();
   for (u32 a = blockIdx.x; a < num; a += gridDim.x) {
     const Sweep& s = sweeps[shared.active[a]];
     if (!is_sampled(s)) continue;
@@ -471,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   // Lists the rows whose ranks are low enough for removal.
   shares.divide<PART_OF_RECORDS>(
       num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? num_numbers(sweeps[shared.active[a]].index.counters) : 0; });
-  shares.for_each<PART_OF_RECORDS>(num, [&](u32 a, u64 begin) { list_low(shared.listing, sweeps[shared.active[a]], (u32)begin); });
+  shares.for_each<PART_OF_RECORDS>(num, [&](u32 a, u64 begin) { list_low(shared.listing, sweeps[shared.active[a]], begin); });
   meeting.wait();
 
   // Where there is no such list, all rows are examined again.

@@ -26,8 +26,9 @@ _HOST_SLOT, _HOST_PART, _HOST_LOADS = 16, 2**17, (0.6, 0.8)
 # Index of a table on a GPU: bytes and slots of a bucket, load, and keys of the smallest index (`crates/cuda/src/index.rs`).
 _BUCKET, _BUCKET_SLOTS, _LOAD, _FIRST_KEYS = 64, 5, 0.7, 224
 _UNIT, _PAGE = 16, 2**21
-# Bytes of a row's score, key and last use of a host, where their memory doubles. Of a GPU: of its score, its key, and a bit; and of its last use.
-_HOST_USE, _USE, _LAST_USE = 20, (8, 8, 1 / 8), 8
+# Bytes of a row's score, key and last use of a host, where their memory doubles. Of a GPU: of its score, its key, and a bit; of its part of a
+# floor, if rows are evicted; and of its last use.
+_HOST_USE, _USE, _FLOOR, _LAST_USE = 20, (8, 8, 1 / 8), (1, 1), 8
 # Bytes of a GPU's second-level cache.
 _CACHE = 50e6
 
@@ -113,7 +114,8 @@ def table_bytes(config: TableConfig, rows: int, states: list[int], storage: str)
         return records + _host_index_bytes(reserved) + uses
     capacity = config.max_capacity or math.inf
     last_use = [_LAST_USE] if config.time_to_live is not None else []
-    pages = [record_bytes(config, states, storage), *(_USE if has_uses else ()), *last_use]
+    floor = _FLOOR if config.eviction is not None else ()
+    pages = [record_bytes(config, states, storage), *(_USE if has_uses else ()), *floor, *last_use]
     return sum(math.ceil(size * (reserved + 1) / _PAGE) * _PAGE for size in pages) + _device_index_bytes(rows, capacity)
 
 

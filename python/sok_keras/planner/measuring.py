@@ -21,15 +21,15 @@ from sok_keras.table_config import TableConfig
 _REPEATS = 7
 # Floats of a row of 64 bytes.
 _ROW = 16
-# Kernels that a training step of tables launches, more or less.
-_LAUNCHES = 12
+# As many lookups of a few ids as take the time of a training step that does no work. Fitted to an H200 (`benches/results/planner.md`).
+_LOOKUPS_OF_LAUNCH = 1.26
 _SENT = 4 * 2**20
 
 
 def measure(name: str = "measured", memory: float | None = None, size: int | None = None) -> Hardware:
-    """Measures the device and the host of rank 0, and with ranks the network. Takes some seconds. All ranks must call it, and get the same.
+    """Measures the device and the host of rank 0, and with ranks the network and the link of their GPUs. Takes some seconds. All ranks must call it, and get the same.
 
-    `link`, `link_latency` and `host_launch` are those of an `H200`, and without ranks `network` is. They can be set with
+    `link_latency` and `host_launch` are those of an `H200`, and without ranks `link` and `network` are. They can be set with
     `dataclasses.replace(hardware, link=...)`.
 
     Args:
@@ -100,12 +100,6 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
     values = ops.ones((size // 4,), "float32")
     small = ops.ones((1,), "float32")
 
-    def steps() -> None:
-        x = small
-        for _ in range(_LAUNCHES):
-            x = x + 1.0
-        wait(x)
-
     waiting = _seconds(lambda: wait(small))
 
     def beyond_waiting(call: Callable[[], Any]) -> float:
@@ -113,33 +107,66 @@ def _with_device(hardware: Hardware, size: int) -> Hardware:
 
     given = np.ones(size // 4, "float32")
     copy = 2 * size / beyond_waiting(lambda: wait(values * 2.0))
+    if (ranks := distributed.world_size()) > 1:
+        # A rank sends its part of the vector to each other one, and each other one the sums of its part.
+        sent = 2 * size * (ranks - 1) / ranks
+        hardware = dataclasses.replace(
+            hardware, link=sent / beyond_waiting(lambda: wait(backend.sum_gradients(values, small)[0]))
+        )
+    num_ids = size // (16 * _ROW)
+    layer = _layer(num_ids)
     return dataclasses.replace(
         hardware,
         copy=copy,
-        gather=_gather(size // (16 * _ROW), copy, wait),
-        launch=beyond_waiting(steps),
+        gather=_gather(layer, num_ids, copy, wait),
+        launch=_launch(layer),
         host_link=size / beyond_waiting(lambda: wait(ops.convert_to_tensor(given))),
     )
 
 
-def _gather(num_ids: int, copy: float, wait: Callable[[Any], None]) -> float:
+def _layer(num_rows: int) -> DistributedEmbedding:
+    """Returns a layer with a table of so many rows, of which each rank has all."""
+    table = TableConfig("measured", num_rows, _ROW, placement="replicated")
+    layer = DistributedEmbedding({"measured": FeatureConfig("measured", table)}, name="measured")
+    layer.build()
+    layer.get_tables()["measured"].find_or_insert(np.arange(num_rows))
+    return layer
+
+
+def _random_ids(num_rows: int, count: int) -> Any:
+    return ops.convert_to_tensor(np.random.default_rng(1).integers(0, num_rows, count).astype("int32"))
+
+
+def _launch(layer: DistributedEmbedding) -> float:
+    """Returns the seconds of a step that does no work. From Python they cannot be told from those of the framework."""
+    ids, core = _random_ids(1, 1), layer._core
+    layer({"measured": ids}, training=False)
+    core.wait_for_steps()
+    core.group.measure(True)
+    try:
+        for _ in range(_REPEATS):
+            layer({"measured": ids}, training=False)
+        core.wait_for_steps()
+        seconds = sum(seconds for _, _, seconds in core.group.take_profile())
+    finally:
+        core.group.measure(False)
+    return _LOOKUPS_OF_LAUNCH * max(seconds, 1e-6) / _REPEATS
+
+
+def _gather(layer: DistributedEmbedding, num_ids: int, copy: float, wait: Callable[[Any], None]) -> float:
     """Returns the `gather` with which `CostModel` predicts the time that a lookup of this package takes.
 
     A gather of a framework says little: PyTorch's takes ten times as long on an H200.
 
     Args:
+        layer: A layer with a table of so many rows.
         num_ids: Ids of a lookup, and rows of the table.
         copy: Bytes a second.
         wait: Waits for a tensor.
     """
-    # A rank reads the rows of such a table by itself.
-    table = TableConfig("measured", num_ids, _ROW, placement="replicated")
-    layer = DistributedEmbedding({"measured": FeatureConfig("measured", table)}, name="measured")
-    layer.build()
-    layer.get_tables()["measured"].find_or_insert(np.arange(num_ids))
 
     def lookup(count: int) -> float:
-        ids = ops.convert_to_tensor(np.random.default_rng(1).integers(0, num_ids, count).astype("int32"))
+        ids = _random_ids(num_ids, count)
         return _seconds(lambda: wait(layer({"measured": ids}, training=False)["measured"]))
 
     # A lookup of few ids takes the framework as long.

@@ -156,6 +156,10 @@ structs! {
         pub commits: u64 as "u64*",
         pub vacant: u64 as "u32*",
         pub keys: u64 as "const u64*",
+        /// By group of `FLOOR_RECORDS` records: a lower bound of the ranks of their rows. None has a lower score, or this score and a lower key. With
+        /// a score of 0, the key means nothing.
+        pub floor_scores: u64 as "u64*",
+        pub floor_keys: u64 as "u64*",
         pub progress: u64 as "const Progress*",
         /// A bit for each record that has no row, or one that must stay.
         pub marks: u64 as "u32*",
@@ -176,6 +180,9 @@ structs! {
         pub most: u64,
         /// Number of keys that are inserted later, for which there must be room, too.
         pub new_keys: u64,
+        /// As in `Table`.
+        pub scoring: u32,
+        pub pad: u32,
     }
 
     /// A row that may go: its score, its key and its record.

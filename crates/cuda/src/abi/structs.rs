@@ -167,6 +167,8 @@ structs! {
         pub vacant: u64 as "u32*",
         /// By record: its key.
         pub keys: u64 as "u64*",
+        /// As in `Sweep`. Null if no row is evicted, and where scores are steps: new rows have none that is lower.
+        pub floor_scores: u64 as "u64*",
         pub progress: u64 as "Progress*",
         /// By record: when its row changed, as `contract/epochs.rs` of the core says. Null if the table does not note changes.
         pub changes: u64 as "u32*",

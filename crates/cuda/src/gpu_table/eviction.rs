@@ -17,7 +17,7 @@ use sok_core::policy::time_to_live::Lifetime;
 use super::sweep::SweepMemory;
 use super::uses::InProgress;
 use super::{GpuTable, WAITING, numbers_of};
-use crate::abi::{self, Progress, Scoring, Sweep, TABLE_THREADS, Use, word_of};
+use crate::abi::{self, FLOOR_RECORDS, Progress, Scoring, Sweep, TABLE_THREADS, Use, word_of};
 use crate::device::{Device, Stream, launch, launch_next};
 use crate::kernels::SCORES;
 use crate::memory::{Arena, Buffer};
@@ -34,6 +34,8 @@ pub(crate) struct Evictor {
     vacant: Arena,
     /// The key of each record.
     keys: Arena,
+    /// The score and the key of the floor of each group of records, if rows are evicted.
+    floors: Option<[Arena; 2]>,
     /// A `Progress`.
     on_device: Buffer<u64>,
     /// Number of the step in progress, from 1, as far as the host knows: reports of later commits were not read.
@@ -56,12 +58,15 @@ impl Evictor {
         let numbers = numbers_of(config);
         let what = || format!("the scores of table `{}`", config.name);
         let arena = |bytes: usize| Arena::new(&device.context, numbers.saturating_mul(bytes), what());
+        let floor = || Arena::new(&device.context, floor_bytes(numbers), what());
+        let floors = || -> Result<[Arena; 2]> { Ok([floor()?, floor()?]) };
         let evictor = Evictor {
             policy,
             scores: arena(size_of::<u64>())?,
             newest_commits: config.time_to_live.map(|_| arena(size_of::<u64>())).transpose()?,
             vacant: Arena::new(&device.context, vacant_bytes(numbers), what())?,
             keys: arena(size_of::<Key>())?,
+            floors: config.eviction.map(|_| floors()).transpose()?,
             on_device: Buffer::new(&device.context, size_of::<Progress>() / 8)?,
             step: 1,
             commits: Commits::default(),
@@ -78,7 +83,9 @@ impl Evictor {
     /// For how many record numbers there is memory.
     pub fn num_numbers(&self) -> u64 {
         let of_words = self.arenas_of_words().map(|arena| arena.num_bytes() / size_of::<u64>());
-        of_words.min().unwrap_or(0).min(8 * self.vacant.num_bytes()) as u64
+        let of_floors =
+            self.floors.iter().flatten().map(|arena| arena.num_bytes() / size_of::<u64>() * FLOOR_RECORDS);
+        of_words.chain(of_floors).min().unwrap_or(0).min(8 * self.vacant.num_bytes()) as u64
     }
 
     /// Gets memory for this many record numbers.
@@ -88,17 +95,10 @@ impl Evictor {
             commits.grow(numbers * size_of::<u64>(), spare)?;
         }
         self.keys.grow(numbers * size_of::<Key>(), spare)?;
-        let before = self.vacant.num_bytes();
-        self.vacant.grow(vacant_bytes(numbers), spare)?;
-        let more = self.vacant.num_bytes() - before;
-        if more > 0 {
-            // On the default stream the fill would wait for steps.
-            let stream = Stream::of_cudarc(&device.copies);
-            // SAFETY: The range has physical memory.
-            unsafe { stream.fill(self.vacant.address() + before as u64, 0, more) }?;
-            stream.synchronize()?;
-        }
-        Ok(())
+        grow_with_zeros(&mut self.vacant, device, vacant_bytes(numbers), spare)?;
+        let Some([scores, keys]) = &mut self.floors else { return Ok(()) };
+        keys.grow(floor_bytes(numbers), spare)?;
+        grow_with_zeros(scores, device, floor_bytes(numbers), spare)
     }
 
     /// The memory with 64 bits for each record.
@@ -109,7 +109,8 @@ impl Evictor {
     pub fn num_bytes(&self) -> usize {
         let sweeps = self.sweep_memory.num_bytes();
         let of_words: usize = self.arenas_of_words().map(Arena::num_bytes).sum();
-        of_words + self.vacant.num_bytes() + self.departures.num_bytes() + sweeps
+        let floors: usize = self.floors.iter().flatten().map(Arena::num_bytes).sum();
+        of_words + self.vacant.num_bytes() + floors + self.departures.num_bytes() + sweeps
     }
 
     /// Fills in the fields of a descriptor.
@@ -118,11 +119,8 @@ impl Evictor {
         table.commits = self.commits();
         (table.vacant, table.keys) = (self.vacant.address(), self.keys.address());
         table.progress = self.on_device.address();
-        table.scoring = match self.policy.score {
-            Score::Lru => Scoring::Steps,
-            Score::Lfu { .. } => Scoring::Ids,
-            Score::Custom => Scoring::Given,
-        } as u32;
+        table.scoring = self.scoring();
+        table.floor_scores = if self.policy.score == Score::Lru { 0 } else { self.floors()[0] };
     }
 
     /// A sweep of the table's records, without what depends on the call.
@@ -132,7 +130,10 @@ impl Evictor {
             commits: self.commits(),
             vacant: self.vacant.address(),
             keys: self.keys.address(),
+            floor_scores: self.floors()[0],
+            floor_keys: self.floors()[1],
             progress: self.on_device.address(),
+            scoring: self.scoring(),
             ..Sweep::default()
         }
     }
@@ -142,6 +143,28 @@ impl Evictor {
         self.newest_commits.as_ref().map_or(0, Arena::address)
     }
 
+    /// Addresses of the scores and the keys of floors, or zeros.
+    fn floors(&self) -> [u64; 2] {
+        self.floors.as_ref().map_or([0; 2], |floors| floors.each_ref().map(Arena::address))
+    }
+
+    /// What scores are, a `Scoring`.
+    fn scoring(&self) -> u32 {
+        let scoring = match self.policy.score {
+            Score::Lru => Scoring::Steps,
+            Score::Lfu { .. } => Scoring::Ids,
+            Score::Custom => Scoring::Given,
+        };
+        scoring as u32
+    }
+
+    /// Enqueues that the next sweep examines all rows.
+    pub fn clear_floors(&self, stream: Stream) -> Result<()> {
+        let Some([scores, _]) = &self.floors else { return Ok(()) };
+        // SAFETY: The range has physical memory.
+        unsafe { stream.fill(scores.address(), 0, scores.num_bytes()) }
+    }
+
     /// Reads the number of the step in progress. The device must be idle.
     pub fn read_step(&self) -> Result<u64> {
         Ok(self.on_device.read(word_of!(Progress, step) / 2, 1)?[0])
@@ -149,6 +172,10 @@ impl Evictor {
 
     /// Goes on counting steps from a number. The device must be idle.
     pub fn set_step(&mut self, step: u64) -> Result<()> {
+        if step < self.read_step()? {
+            // Later rows may have lower scores than those that are there.
+            self.clear_floors(WAITING)?;
+        }
         self.step = step;
         self.write_progress()
     }
@@ -191,6 +218,26 @@ impl Evictor {
         self.number = number;
         self.lookups.push(lookup);
     }
+}
+
+/// Gets memory for so many bytes. Those that are new are zeros.
+fn grow_with_zeros(arena: &mut Arena, device: &Device, bytes: usize, spare: bool) -> Result<()> {
+    let before = arena.num_bytes();
+    arena.grow(bytes, spare)?;
+    let more = arena.num_bytes() - before;
+    if more > 0 {
+        // On the default stream the fill would wait for steps.
+        let stream = Stream::of_cudarc(&device.copies);
+        // SAFETY: The range has physical memory.
+        unsafe { stream.fill(arena.address() + before as u64, 0, more) }?;
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+/// Bytes of a score or a key for each group of records.
+pub(super) fn floor_bytes(numbers: usize) -> usize {
+    size_of::<u64>() * numbers.div_ceil(FLOOR_RECORDS)
 }
 
 /// Bytes of a bit for each record.
@@ -287,6 +334,9 @@ impl GpuTable {
         let write = self.device.kernel(&SCORES, "write_uses")?;
         let (table, at, from, n) = (self.alone(), at.address(), from.address(), records.len() as u32);
         let blocks = records.len().div_ceil(TABLE_THREADS);
+        if table.floor_scores == 0 {
+            evictor.clear_floors(WAITING)?;
+        }
         // SAFETY: The arguments have the types of the kernel's parameters. The buffers live until the wait below.
         unsafe { launch!(write, WAITING, blocks, TABLE_THREADS, table, at, from, n) }?;
         self.device.synchronize()

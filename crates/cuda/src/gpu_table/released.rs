@@ -278,10 +278,11 @@ impl GpuTable {
         let notes =
             read_places(&departed.notes, SWEEP_NOTES as u64 - 1, departed.first_unread, departed.next)?;
         let end = notes.last().map_or(departed.unread_from, |note| note.end);
-        // Nobody needs all of them if the oldest may be overwritten.
-        let mut at = departed.unread_from.max(end.saturating_sub(self.ring.places()));
-        let keys = read_places(&departed.keys, mask, at, end)?;
         let keeps = self.config.keeps_removed();
+        // Nobody needs all of them if the oldest may be overwritten.
+        let needed = if keeps || self.changes.is_some() { u64::MAX } else { REMEMBERED };
+        let mut at = departed.unread_from.max(end.saturating_sub(needed.min(self.ring.places())));
+        let keys = read_places(&departed.keys, mask, at, end)?;
         let records = if keeps { self.ring.read(at, end)? } else { Vec::new() };
         let changes = match (&self.changes, &departed.changes) {
             (Some(_), Some(words)) => read_places(words, mask, at, end)?,

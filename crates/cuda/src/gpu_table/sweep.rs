@@ -9,6 +9,7 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::Result;
 use sok_core::policy::eviction::sweep_size;
 
+use super::eviction::floor_bytes;
 use super::uses::{Closing, SortedIds, UsedRecords};
 use super::{GpuTable, WAITING};
 use crate::abi::{
@@ -47,6 +48,12 @@ impl PlannedSweep {
     /// Takes over that the sweep was enqueued. `table`: the one that it sweeps.
     pub fn note_in(&self, table: &mut GpuTable) {
         table.note_sweep(Reason::Evicted, self.sweep.removal.sweep, self.sweep.most);
+    }
+
+    /// Enqueues that the next sweep examines all rows, because those that this one has chosen may stay.
+    fn clear_floors(&self, stream: Stream) -> Result<()> {
+        // SAFETY: The table has floors of so many record numbers.
+        unsafe { stream.fill(self.sweep.floor_scores, 0, floor_bytes(self.numbers as usize)) }
     }
 
     /// Words of the memory that need not be zeros: marks, samples and rows with low ranks.
@@ -179,10 +186,19 @@ impl SweepMemory {
         for some in planned.chunks(MAX_SWEEPS) {
             let chosen = self.choose(device, some, stream);
             let removed = chosen.and_then(|sweeps| self.remove(device, &sweeps, stream));
-            removed.inspect_err(|_| self.num_zeros = 0)?;
+            removed.inspect_err(|_| self.forget(some, stream))?;
             some.iter().for_each(&mut enqueued);
         }
         Ok(())
+    }
+}
+
+impl SweepMemory {
+    /// Takes over that sweeps may have chosen rows that were not removed.
+    fn forget(&mut self, planned: &[PlannedSweep], stream: Stream) {
+        self.num_zeros = 0;
+        // Nothing more can be done if this fails, too.
+        planned.iter().for_each(|planned| drop(planned.clear_floors(stream)));
     }
 }
 
@@ -322,6 +338,7 @@ impl GpuTable {
             let num_listed = chosen.sweeps.choices + 4 * word_of!(Choice, num_listed) as u64;
             // SAFETY: The word is in the memory of the sweep.
             unsafe { WAITING.fill(num_listed, 0, 4) }?;
+            chosen.planned.clear_floors(WAITING)?;
         }
         self.end_sweep(chosen).map(drop)
     }
@@ -333,7 +350,9 @@ impl GpuTable {
     pub(crate) fn end_sweep(&mut self, chosen: Option<Chosen>) -> Result<u64> {
         let (Some(chosen), Some(evictor)) = (chosen, &mut self.evictor) else { return Ok(0) };
         let memory = &mut evictor.sweep_memory;
-        memory.remove(&self.device, &chosen.sweeps, WAITING).inspect_err(|_| memory.num_zeros = 0)?;
+        memory
+            .remove(&self.device, &chosen.sweeps, WAITING)
+            .inspect_err(|_| memory.forget(std::slice::from_ref(&chosen.planned), WAITING))?;
         chosen.planned.note_in(self);
         self.device.synchronize()?;
         let evicted = self.count_evicted()?;

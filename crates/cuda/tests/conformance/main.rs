@@ -22,6 +22,7 @@ use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
+use sok_core::contract::records::Records;
 use sok_core::contract::table::{
     CheckMode, Contents, Explanation, Insertion, OutOfVocabulary, Outcomes, Table, TableConfig,
 };
@@ -125,7 +126,8 @@ fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
     assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
 }
 
-/// Small tables, and such that a sweep takes a sample of. The host waits for no sweep, except for those of rows that are kept.
+/// Small tables, and such that a sweep takes a sample of. Scores also become lower, by rows that are loaded and by an earlier step. The host waits
+/// for no sweep, except for those of rows that are kept.
 #[test]
 #[ignore = "needs a GPU"]
 fn full_tables_remove_the_rows_that_those_of_the_host_remove() {
@@ -220,6 +222,19 @@ fn full_tables_remove_the_rows_that_those_of_the_host_remove() {
                     if step == 20 {
                         host.track(7).and(gpu.track(7)).unwrap();
                     }
+                }
+                if step < 40 {
+                    let keys: Vec<u64> = host.keys().unwrap().into_iter().step_by(7).collect();
+                    let lowered = Records {
+                        values: vec![1.0; 3 * keys.len()],
+                        scores: (0..keys.len() as u64).map(|i| i % 5).collect(),
+                        ages: if t % 2 == 0 { vec![0; keys.len()] } else { Vec::new() },
+                        keys,
+                    };
+                    host.restore(&lowered).and(gpu.restore(&lowered)).unwrap();
+                }
+                if t == 0 && step == 20 {
+                    host.set_step(7).and(gpu.set_step(7)).unwrap();
                 }
                 if t == 2 {
                     let [of_host, of_gpu] = [host.take_evicted().unwrap(), gpu.take_evicted().unwrap()];
