@@ -289,7 +289,8 @@ def _read(
     """Looks up rows on TensorFlow, and inserts ids without one if `training`. The tables of the variables were made together."""
     tables, insertion = variables[0].tables, Insertion.AT_LOOKUP if training else Insertion.NEVER
     call = tables.call(variables, inputs, weights, axes, combiners, insertion)
-    return backend.variables.read(variables, tables.layer.trigger.value, call)  # type: ignore[attr-defined]
+    is_bound = tables.core.group.is_bound()
+    return backend.variables.read(variables, tables.layer.trigger.value, call, is_bound)  # type: ignore[attr-defined]
 
 
 def triggers(params: Any) -> list:

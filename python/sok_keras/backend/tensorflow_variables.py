@@ -190,22 +190,24 @@ def shape_of(variable):
     return tf.constant([-1, variable.dimension], tf.int64)
 
 
-def read(variables, trigger, call):
+def read(variables, trigger, call, is_bound):
     """Returns the rows of a `Call`, a tensor for each variable, differentiable in the variables.
 
-    Where a tape will ask for gradients, the tables take them as the backward pass makes them.
+    Where a tape will ask for gradients, the tables take them as the backward pass makes them, once they have an optimizer. Without one they take
+    them a single time, and the optimizer may have to hand over others.
 
     Args:
         variables: `TableVariable`s.
         trigger: The trigger of their tables.
         call: The lookup.
+        is_bound: Whether the tables have an optimizer.
     """
     for variable in variables:
         variable_accessed(variable)
     value = tf.stop_gradient(tf.convert_to_tensor(trigger))
     handles = [variable.handle for variable in variables]
     # A tape outside of a `tf.function` asks only after the function is traced.
-    is_recorded = should_record_backprop(handles)
+    is_recorded = is_bound and should_record_backprop(handles)
 
     @tf.custom_gradient
     def differentiable(*handles):
