@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import warnings
@@ -252,9 +253,15 @@ def load(
         DumpMismatchError: If a dim, vocabulary size or optimizer differs, or if the dump has some of the tables but not all. The optimizer
             of a model counts before its first step too; `states=False` loads without states.
         DumpError: If new dumps replace the one that is read, 32 times in a row.
-        FileNotFoundError: If there is no dump.
+        FileNotFoundError: If there is no dump. It names the importer if there are files of SparseOperationKit.
         ValueError: As for `dump`, or for an unknown `mode`.
     """
+    if not os.path.exists(os.path.join(path, "manifest.json")) and glob.glob(
+        os.path.join(glob.escape(os.fspath(path)), "*-weight")
+    ):
+        raise FileNotFoundError(
+            f"{path} must be a dump of this package. `sok_keras.importers.sok` reads files of SparseOperationKit"
+        )
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
     _check_optimizer(optimizer)

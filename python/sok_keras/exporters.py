@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
 
     Args:
         path: The folder. It is made if it is not there.
-        tables: As for `sok_keras.importers.sok`.
+        tables: As for `sok_keras.importers.sok`. A variable of int32 keys gets files of such keys.
         states: Whether optimizer states are written, too, of SGD with momentum, Adam, Adamax, Adagrad, Adadelta or Ftrl.
         progress: Whether a progress bar is shown.
 
@@ -43,20 +43,23 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
         OSError: If a file cannot be written.
     """
     named, folder = check_tables(tables), Path(path)
-    files = {name: _files_of(table, states) for name, table in named.items()}
+    given = tables.values() if isinstance(tables, Mapping) else tables if isinstance(tables, list | tuple) else [tables]
+    key_types = [getattr(one, "key_type", "int64") for one in given]
+    of_tables = zip(named.items(), key_types, strict=True)
+    files = {name: _files_of(table, states, key_type) for (name, table), key_type in of_tables}
     for name, table in named.items():
         num_rows = len(table) if table.vocabulary_size is None else table.vocabulary_size
         bar = keras.utils.Progbar(num_rows, unit_name="row") if progress and distributed.rank() == 0 else None
         on_all_ranks(functools.partial(_write, folder / file_name(name), files[name], _arrays(table, states), bar))
 
 
-def _files_of(table: Table, states: bool) -> _Files:
+def _files_of(table: Table, states: bool, key_type: str) -> _Files:
     if table.vocabulary_size is None and len(table) == 0:
         raise ValueError(
             f"Table {table.name!r} must have rows: SparseOperationKit does not load an empty dump. Received: none"
         )
     files = {
-        "keys": ("key", Header("", KEYS, "", "int64")),
+        "keys": ("key", Header("", KEYS, "", key_type)),
         "rows": ("weight", Header("", ROWS, "", "float32")),
     }
     if not states:
@@ -86,7 +89,7 @@ def _write(stem: Path, files: _Files, arrays: Iterator[dict[str, np.ndarray]], b
             done = 0
             for of_piece in arrays:
                 for name, array in of_piece.items():
-                    opened[name].write(np.ascontiguousarray(array).data)
+                    opened[name].write(np.ascontiguousarray(array, files[name][1].dtype).data)
                 done += len(of_piece["keys"])
                 if bar is not None:
                     bar.update(done)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sok_keras import distributed
 from sok_keras.table_config import TableConfig
-from sok_keras.variable_options import rows_or_shape
+from sok_keras.variable_options import owner_of, rows_or_shape
 from sok_keras.variables import DynamicVariable
 
 _numbers = itertools.count()
@@ -56,6 +56,7 @@ class Variable(DynamicVariable):
         shape: Sequence[int] | None = None,
     ) -> None:
         rows, (num_rows, dimension) = rows_or_shape(initial_value, shape, dtype)
+        owner_of(mode)
         if (
             rows is None
             and callable(initializer)

@@ -285,9 +285,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             return
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        grads, trainable_variables = with_triggers(grads, list(trainable_variables))
         if not self.built:
-            self.build(trainable_variables)
+            self.build(list(trainable_variables))
+        grads, trainable_variables = with_triggers(grads, list(trainable_variables))
         self._check_variables_are_known(trainable_variables)
         pairs = list(zip(grads, trainable_variables, strict=True))
         tickets = {id(_core_of(v)): (g, v) for g, v in pairs if _core_of(v) is not None and g is not None}

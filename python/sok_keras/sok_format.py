@@ -50,24 +50,35 @@ def write_header(header: Header) -> bytes:
     return _LAYOUT.pack(table.rjust(256), header.kind, slot.rjust(32), _DTYPES.index(header.dtype))
 
 
-def read_header(path: Path, kind: int) -> Header:
+def read_header(path: Path, kind: int, table: str, slot: str = "") -> Header:
     """Reads the header of a file of a kind.
+
+    Args:
+        path: The file.
+        kind: `KEYS`, `ROWS` or `STATES`.
+        table: Name of the table that the file must have, unless it has none.
+        slot: Name of the state, likewise.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is shorter than a header, of another kind, or has an unknown type. The error names file and byte.
+        ValueError: If the file is shorter than a header, of another kind, table or state, or has an unknown type. The error names file and
+            byte.
     """
     with open(path, "rb") as file:
         data = file.read(HEADER_BYTES)
     if len(data) < HEADER_BYTES:
         raise ValueError(f"{path} must begin with a header of {HEADER_BYTES} bytes. Received: {len(data)} bytes")
-    table, found, slot, dtype = _LAYOUT.unpack(data)
+    of_table, found, of_slot, dtype = _LAYOUT.unpack(data)
     if found != kind:
         of = _KINDS[found] if found < len(_KINDS) else f"kind {found}"
         raise ValueError(f"{path} must be a file of {_KINDS[kind]}, as byte 256 says. Received: {of}")
     if dtype >= len(_DTYPES):
         raise ValueError(f"{path} must have a type from 0 to {len(_DTYPES) - 1} at byte 292. Received: {dtype}")
-    return Header(table.decode(errors="replace").strip(), found, slot.decode(errors="replace").strip(), _DTYPES[dtype])
+    names = [name.decode(errors="replace").strip(" \0") for name in (of_table, of_slot)]
+    for what, name, expected, byte in zip(("table", "state"), names, (table, slot), (0, 260), strict=True):
+        if name and file_name(name) != file_name(expected):
+            raise ValueError(f"{path} must be of the {what} {expected!r}, as byte {byte} says. Received: {name!r}")
+    return Header(names[0], found, names[1], _DTYPES[dtype])
 
 
 def file_name(table: str) -> str:

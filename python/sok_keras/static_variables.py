@@ -14,7 +14,7 @@ from sok_keras.feature_config import FeatureConfig
 from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
-from sok_keras.variable_options import rows_or_shape
+from sok_keras.variable_options import owner_of, rows_or_shape
 
 _numbers = itertools.count()
 # In the name of a table, between that of a variable and that of an optimizer's state of its rows.
@@ -68,7 +68,7 @@ class Variable(backend.shards.ShardVariable):
         self.key_type = "int64"
         self.mode = mode or "distributed"
         self.num_gpus = distributed.world_size()
-        self.target_gpu = _target(self.mode, self.num_gpus)
+        self.target_gpu = owner_of(self.mode)
         name = name or f"sok_static_Variable_{next(_numbers)}"
         rows = value[self._own()].astype("float32") if value is not None else self._first_rows(name, initializer)
         super().__init__(rows, name, trainable)
@@ -182,20 +182,6 @@ def _table_of(name: str, shape: Sequence[int], placement: str, initializer: Any)
     layer = DistributedEmbedding([FeatureConfig(name, config)], name="variables")
     layer.build()
     return layer._core.tables[0]
-
-
-def _target(mode: str, num_ranks: int) -> int:
-    """Returns the rank that has all rows; -1 if all have some."""
-    if mode == "distributed":
-        return -1
-    rank = mode.removeprefix("localized:")
-    if rank == mode or not (rank.isascii() and rank.isdecimal()):
-        raise ValueError(
-            f'`mode` must be "distributed" or "localized:r", with the number of a rank. Received: mode={mode!r}'
-        )
-    if int(rank) >= num_ranks:
-        raise ValueError(f"`mode` must name one of the {num_ranks} ranks, from 0. Received: mode={mode!r}")
-    return int(rank)
 
 
 def keys_of(variable: Any, ids: Any) -> Any:

@@ -41,7 +41,8 @@ def optimizer_config(optimizer: Any) -> dict[str, Any] | None:
     if optimizer is None:
         return None
     config = keras.saving.serialize_keras_object(optimizer)
-    if config["module"].startswith("keras."):
+    # A class of the program that runs has no module.
+    if (config["module"] or "").startswith("keras."):
         # PyTorch's own classes serialise under a module that other backends cannot load.
         config["module"], config["registered_name"] = "keras.optimizers", None
     return config

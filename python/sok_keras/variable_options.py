@@ -1,12 +1,13 @@
 """The options of variables, as SparseOperationKit names them."""
 
+import operator
 import warnings
 from typing import Any
 
 import keras
 import numpy as np
 
-from sok_keras import backend
+from sok_keras import backend, distributed
 from sok_keras.table_config import TableConfig
 
 _COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
@@ -62,6 +63,32 @@ def narrowed(ids: Any) -> Any:
     return narrow
 
 
+def owner_of(mode: str | None) -> int:
+    """Returns the rank that has all rows of a variable; -1 if all have some.
+
+    Raises:
+        ValueError: If `mode` is another one, or there is no such rank.
+    """
+    if mode in (None, "distributed"):
+        return -1
+    rank = mode.removeprefix("localized:") if isinstance(mode, str) else mode
+    if rank == mode or not (rank.isascii() and rank.isdecimal()):
+        raise ValueError(
+            f'`mode` must be "distributed" or "localized:r", with the number of a rank. Received: mode={mode!r}'
+        )
+    if int(rank) >= distributed.world_size():
+        raise ValueError(
+            f"`mode` must name one of the {distributed.world_size()} ranks, from 0. Received: mode={mode!r}"
+        )
+    return int(rank)
+
+
+def _capacity_of(argument: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise ValueError(f"`{argument}` must be an integer of at least {least}. Received: {argument}={value!r}")
+    return operator.index(value)
+
+
 def dtype_of(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     try:
         name = keras.backend.standardize_dtype(value)
@@ -113,7 +140,10 @@ def table_config(
     ignored = sorted(set(options) & set(_WITHOUT_EFFECT))
     if ignored:
         warnings.warn(f"{ignored} have no effect: the memory of rows and index grows with the rows", stacklevel=3)
-    first, most = options.get("init_capacity", 0), options.get("max_capacity")
+    owner_of(mode)
+    first, most = _capacity_of("init_capacity", options.get("init_capacity", 0), 0), options.get("max_capacity")
+    if most is not None:
+        most = _capacity_of("max_capacity", most, 1)
     if most is not None and first > most:
         raise ValueError(
             f"`init_capacity` must be at most `max_capacity`. Received: init_capacity={first}, max_capacity={most}"

@@ -198,6 +198,8 @@ class _Tables:
         self.layer.build()
         backend.variables.keep_trigger(self.layer.trigger)
         self.core = self.layer._core
+        if backend.name == "tensorflow":
+            self.steps = backend.variables.Steps()  # type: ignore[attr-defined]
 
     @classmethod
     def make(cls) -> None:
@@ -278,6 +280,10 @@ class _Tables:
             self.core.note_traced_call(plan, inputs)
 
 
+def _picked(values: Sequence, numbers: list[int]) -> list:
+    return [values[number] for number in numbers]
+
+
 def _read(
     variables: Sequence[DynamicVariable],
     inputs: list,
@@ -287,10 +293,20 @@ def _read(
     training: bool = True,
 ) -> list:
     """Looks up rows on TensorFlow, and inserts ids without one if `training`. The tables of the variables were made together."""
+    trained = [variable.trainable for variable in variables]
+    if any(trained) and not all(trained):
+        # The optimizer takes the gradients of a lookup as a whole.
+        rows: list = [None] * len(variables)
+        for kind in (True, False):
+            chosen = [number for number, learns in enumerate(trained) if learns == kind]
+            some, (ids, floats) = _picked(variables, chosen), (_picked(inputs, chosen), _picked(weights, chosen))
+            found = _read(some, ids, floats, _picked(axes, chosen), _picked(combiners, chosen), training)
+            for number, row in zip(chosen, found, strict=True):
+                rows[number] = row
+        return rows
     tables, insertion = variables[0].tables, Insertion.AT_LOOKUP if training else Insertion.NEVER
     call = tables.call(variables, inputs, weights, axes, combiners, insertion)
-    is_bound = tables.core.group.is_bound()
-    return backend.variables.read(variables, tables.layer.trigger.value, call, is_bound)  # type: ignore[attr-defined]
+    return backend.variables.read(variables, tables.layer.trigger.value, call, tables.steps)  # type: ignore[attr-defined]
 
 
 def triggers(params: Any) -> list:
@@ -533,10 +549,18 @@ def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
 
     Returns:
         Gradients and variables, with the ticket and the trigger of tables in place of their variables.
+
+    Raises:
+        ValueError: If a gradient is that of another variable.
     """
     kept: list[tuple] = []
     groups: dict[_Tables, list[tuple]] = {}
     for gradient, variable in zip(gradients, variables, strict=True):
+        other = getattr(gradient, "variable", variable)
+        if other is not variable:
+            raise ValueError(
+                f"Each gradient must be that of the variable beside it. Received: the gradient of {other.name} for {variable.name}"
+            )
         if isinstance(variable, DynamicVariable):
             groups.setdefault(variable.tables, []).append((gradient, variable))
         else:
@@ -553,11 +577,18 @@ def _ticket_of(tables: _Tables, given: list) -> Any:
             "On JAX and PyTorch an optimizer takes `sok_keras.triggers(variables)` and their gradients. Received: the variable "
             f"{given[0][1].name}"
         )
-    ticket, given = backend.variables.taken(given)  # type: ignore[attr-defined]
+    ticket, given = backend.variables.taken(given, tables.steps)  # type: ignore[attr-defined]
+    tables.steps.end()
     for gradient, variable in given:
         if not hasattr(gradient, "indices"):
             raise TypeError(
                 f"The gradient of {variable.name} must be `tf.IndexedSlices`. Received: {type(gradient).__name__}"
+            )
+        num_rows, columns = backend.variables.shape_of_slices(gradient)  # type: ignore[attr-defined]
+        if num_rows not in (None, -1) or columns not in (None, variable.dimension):
+            raise ValueError(
+                f"The gradient of {variable.name} must have rows of {variable.dimension} floats, and not be that of a variable with a fixed number of rows. "
+                f"Received: `tf.IndexedSlices` of {num_rows} rows of {columns} floats"
             )
     if not given:
         return ticket

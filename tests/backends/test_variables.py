@@ -1,5 +1,6 @@
 """Variables of TensorFlow with a row for each id that they meet, in loops with `tf.GradientTape`."""
 
+import copy
 import datetime
 import functools
 
@@ -192,10 +193,10 @@ def test_a_compiled_step_makes_four_native_calls():
 
     kind = "SokGpu" if ON_GPU else "Sok"
     assert native_calls(step) == [f"{kind}Lookup", f"{kind}Push", f"{kind}Commit", f"{kind}Apply"]
-    # The tables take other gradients than those of the backward pass by a lookup of their keys.
+    # The tables take gradients that a program has changed by a lookup of their keys.
     halves = native_calls(lambda: step(halved))
     assert [call for call in halves if call != "SokMergeGradients"] == [
-        f"{kind}{call}" for call in ("Lookup", "Push", "Lookup", "Push", "Commit", "Apply")
+        f"{kind}{call}" for call in ("Lookup", "Lookup", "Push", "Commit", "Apply")
     ]
 
 
@@ -212,7 +213,6 @@ def halved(gradients):
         "halved",
         "the first",
         "one halved",
-        "exchanged",
         "twice",
         "of two lookups",
         "of a lookup after it",
@@ -245,7 +245,6 @@ def test_gradients_count_as_they_are_given(given, is_built, compiled):
             "halved": lambda: zip(halved([of_v, of_w]), [v, w], strict=True),
             "the first": lambda: [(of_v, v), (None, w)],
             "one halved": lambda: [(of_v, v), (halved([of_w])[0], w)],
-            "exchanged": lambda: [(of_w, v), (of_v, w)],
             "read in a branch": lambda: [
                 (
                     tf.IndexedSlices(
@@ -263,11 +262,133 @@ def test_gradients_count_as_they_are_given(given, is_built, compiled):
         "halved": [(0.5, 1), (1, 2)],
         "the first": [(1, 2), (0, 0)],
         "one halved": [(1, 2), (1, 2)],
-        "exchanged": [(2, 4), (1, 2)],
         "of a lookup after it": [(2, 4), (4, 8)],
     }.get(given, [(1, 2), (2, 4)])
     for one, (of_7, of_8) in zip((v, w), moves, strict=True):
         assert rows_of(one) == {7: [1.0 - of_7] * DIM, 8: [1.0 - of_8] * DIM}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_count_when_they_are_applied(compiled):
+    v = variable(initializer="1")
+    optimizer, ids = sok.OptimizerWrapper(keras.optimizers.SGD(1.0)), tf.constant([7], tf.int64)
+    optimizer.build([v])
+
+    def step():
+        gradients = []
+        for _ in range(70):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(v.sparse_read(ids))
+            gradients.append(tape.gradient(loss, v))
+        for gradient in [*reversed(gradients), gradients[0], gradients[3]]:
+            optimizer.apply_gradients([(gradient, v)])
+
+    (tf.function(step) if compiled else step)()
+    assert rows_of(v) == {7: [1.0 - 72] * DIM}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_many_variables_are_read_one_by_one(compiled):
+    many, dense = [variable(initializer="1") for _ in range(80)], keras.Variable(np.ones(DIM, "float32"))
+    optimizer, ids = sok.OptimizerWrapper(keras.optimizers.SGD(1.0)), tf.constant([7, 7], tf.int64)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(tf.nn.embedding_lookup(one, ids) * dense.value) for one in many])
+        *of_many, of_dense = tape.gradient(loss, [*many, dense.value])
+        optimizer.apply_gradients(zip([*of_many, of_dense], [*many, dense], strict=True))
+
+    run = tf.function(step) if compiled else step
+    for _ in range(2):
+        run()
+    # In the second step, the dense variable is 1 - 160.
+    assert all(rows_of(one) == {7: [1.0 - 2 - 2 * -159] * DIM} for one in many)
+
+
+def test_a_tape_outside_of_a_function_may_be_there_when_it_is_traced():
+    v, w = variable(initializer="1"), variable(initializer="1")
+    optimizer, ids = sok.OptimizerWrapper(keras.optimizers.SGD(1.0)), tf.constant([7, 8, 8], tf.int64)
+    forward = tf.function(lambda: tf.reduce_sum(v.sparse_read(ids)) + tf.reduce_sum(w.sparse_read(ids)))
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = forward()
+        optimizer.apply_gradients(zip(tape.gradient(loss, [v, w]), [v, w], strict=True))
+    assert rows_of(v) == rows_of(w) == {7: [-2.0] * DIM, 8: [-5.0] * DIM}
+
+
+def test_rows_are_there_when_a_function_within_another_has_made_them():
+    optimizer = sok.OptimizerWrapper(keras.optimizers.SGD(1.0))
+    v = variable(initializer="1")
+    optimizer.build([v])
+    for number in range(20):
+        ids = tf.constant([number, 100, 100], tf.int64)
+        inner = tf.function(lambda ids=ids: tf.reduce_sum(v.sparse_read(ids)))
+
+        @tf.function
+        def step(inner=inner):
+            with tf.GradientTape() as tape:
+                loss = inner()
+            optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+
+        step()
+        assert rows_of(v)[number] == [0.0] * DIM and rows_of(v)[100] == [-1.0 - 2 * number] * DIM
+
+
+def test_a_frozen_variable_is_read_beside_others():
+    v, frozen, dense = variable(initializer="1"), variable(initializer="2", trainable=False), tf.Variable(1.0)
+    optimizer, ids = sok.OptimizerWrapper(keras.optimizers.Adam(1.0)), tf.ragged.constant([[7, 8]], dtype=tf.int64)
+    optimizer.build([v])
+
+    def step():
+        with tf.GradientTape() as tape:
+            rows = sok.lookup_sparse([frozen, v], [ids, ids], combiners="sum")
+            loss = tf.reduce_sum(rows[0] * rows[1]) * dense
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+
+    calls = [call.removeprefix("SokGpu").removeprefix("Sok") for call in native_calls(step)]
+    assert calls == ["Lookup", "Lookup", "Push", "Commit", "Apply"]
+    step()
+    assert rows_of(frozen) == {7: [2.0] * DIM, 8: [2.0] * DIM} and rows_of(v)[7][0] < 0.5
+
+
+def test_rows_that_a_tape_has_seen_may_go_if_no_gradient_comes():
+    v = sok.DynamicVariable(DIM, var_type="hybrid", max_capacity=100)
+    optimizer = sok.OptimizerWrapper("sgd")
+    optimizer.build([v])
+    for number in range(50):
+        with tf.GradientTape():
+            v.sparse_read(tf.range(10 * number, 10 * (number + 1), dtype=tf.int64))
+    assert v.size.numpy()[0] <= 100 and v.table.stats().evicted > 0
+
+
+def test_a_gradient_belongs_to_its_variable():
+    v, w, optimizer = variable(initializer="1"), variable(initializer="1"), sok.OptimizerWrapper("sgd")
+    static, dense = sok.Variable(np.ones((9, DIM))), tf.Variable(tf.ones((9, DIM)))
+    other, ids = sok.DynamicVariable(DIM + 1), tf.constant([7, 8], tf.int64)
+    optimizer.build([v, w, static])
+
+    def gradient(read, of):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(read())
+        return tape.gradient(loss, of)
+
+    of_v, of_other = (gradient(lambda one=one: one.sparse_read(ids), one) for one in (v, other))
+    of_static = gradient(lambda: sok.all2all_dense_embedding(static, ids), static)
+    of_dense = gradient(lambda: tf.gather(dense, ids), dense)
+    for given, of, message in [
+        (of_v, w, "the gradient of sok_dynamic"),
+        (of_v, static, "the gradient of sok_dynamic"),
+        (of_static, v, "the gradient of sok_static"),
+        (of_other, v, "the gradient of sok_dynamic"),
+        (tf.IndexedSlices(of_other.values, of_other.indices), v, f"must have rows of {DIM} floats"),
+        (of_dense, v, "`tf.IndexedSlices` of 9 rows"),
+        (tf.ones((2, DIM)), v, "must be `tf.IndexedSlices`"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            optimizer.apply_gradients([(given, of)])
+    assert rows_of(v) == {7: [1.0] * DIM, 8: [1.0] * DIM} and rows_of(w) == {}
+    optimizer.apply_gradients([(of_v, v)])
+    assert rows_of(v)[7][0] < 1.0
 
 
 def test_a_gradient_shows_keys_and_rows():
@@ -278,6 +399,13 @@ def test_a_gradient_shows_keys_and_rows():
     assert "indices=tf.Tensor([7 8]" in str(gradient) and gradient.dense_shape.numpy().tolist() == [-1, DIM]
     dense = tf.function(lambda slices: tf.math.unsorted_segment_sum(slices.values, slices.indices, 9))(gradient)
     assert dense.numpy()[:, 0].tolist() == [0] * 7 + [1, 2]
+    # First read in a graph, they are there afterwards, too.
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(v.sparse_read(tf.constant([7, 8, 8], tf.int64)))
+    gradient = tape.gradient(loss, v)
+    assert float(tf.function(lambda: tf.reduce_sum(gradient.values))()) == 3 * DIM
+    copied = copy.deepcopy(gradient)
+    assert copied.indices.numpy().tolist() == gradient.indices.numpy().tolist() == [7, 8]
 
 
 def test_variables_and_layers_have_one_optimizer():
@@ -412,7 +540,6 @@ def test_a_function_takes_variables_as_arguments():
 
 
 def test_what_would_see_an_empty_variable_is_refused():
-    import copy
     import pickle
 
     v = variable(some_rows())
@@ -492,7 +619,11 @@ def test_wrong_arguments_are_refused():
     refused("must be those of HierarchicalKV", lambda: make(2, init_capcity=3))
     refused("`init_capacity` must be at most", lambda: make(2, init_capacity=3, max_capacity=2))
     refused("`evict_strategy` must be", lambda: make(2, evict_strategy="kEpoch"))
-    refused("`placement` must be one of", lambda: make(2, mode="localized"))
+    refused("`mode` must be", lambda: make(2, mode="localized"))
+    refused("`mode` must name one of the 1 ranks", lambda: make(2, mode="localized:5"))
+    refused("`init_capacity` must be an integer of at least 0", lambda: make(2, init_capacity=-1))
+    refused("`init_capacity` must be an integer of at least 0", lambda: make(2, init_capacity="x"))
+    refused("`max_capacity` must be an integer of at least 1", lambda: make(2, max_capacity=1.5))
     v, ids = variable(), tf.ragged.constant([[1], [2, 3]], dtype=tf.int64)
     refused("`params` must be", lambda: sok.lookup_sparse(tf.Variable([[1.0]]), ids), TypeError)
     refused("`sp_ids` must be sparse or ragged", lambda: sok.lookup_sparse(v, tf.constant([[1]])), TypeError)

@@ -8,6 +8,7 @@ import pytest
 
 import sok_keras as sok
 from reference import BACKEND, FAST
+from sok_keras.sok_format import file_name
 
 DIM = 3
 
@@ -189,16 +190,37 @@ def test_damaged_files_are_named_with_the_byte_and_change_nothing(tmp_path):
     refused("items-weight must have a type from 0 to 6 at byte 292. Received: 99")
     sok_file(weight, 1, rows.astype("int32"))
     refused("items-weight must have floats, as byte 292 says. Received: int32")
-    sok_file(weight, 1, rows)
+    weight.write_bytes(b"others".rjust(256) + whole[256:])
+    refused("items-weight must be of the table 'items', as byte 0 says. Received: 'others'")
+    weight.write_bytes(b"items".rjust(256) + whole[256:])
     sok_file(key, 0, rows[:, 0])
     refused("items-key must have integers, as byte 292 says. Received: float32")
     with pytest.raises(ValueError, match="`states` must be False for table 'items'"):
         sok_file(key, 0, keys)
         sok.importers.sok(tmp_path, table, states=True, progress=False)
-    with pytest.raises(
-        TypeError, match="`tables` must be a `Table`, as `layer.get_table\\(\\)` returns, a list of them"
-    ):
+    with pytest.raises(TypeError, match="`tables` must be a `Table`, as `layer.get_table\\(\\)` returns, or a `Dyn"):
         sok.importers.sok(tmp_path, "items", progress=False)
+    table = make_table(keras.optimizers.Adam())
+    sok_file(key, 0, keys)
+    sok_file(weight, 1, rows)
+    sok_file(tmp_path / "items-Adam-m", 2, rows, "m")
+    sok_file(tmp_path / "items-Adam-v", 2, rows, "zzz")
+    with pytest.raises(ValueError, match="Adam-v must be of the state 'v', as byte 260 says. Received: 'zzz'"):
+        sok.importers.sok(tmp_path, table, states=True, progress=False)
+    assert len(table) == 0
+
+
+def test_variables_are_written_and_read_with_keys_of_their_type(tmp_path):
+    keys, rows = np.array([-7, 3, 5, 2**30], "int32"), some_rows(4)[1]
+    for key_type in ("int32", "int64"):
+        made = sok.assign(sok.DynamicVariable(DIM, key_type=key_type, name=f"of_{key_type}"), keys, rows)
+        sok.exporters.sok(tmp_path, made, progress=False)
+        stem = tmp_path / file_name(made.table.name)
+        written = np.fromfile(f"{stem}-key", key_type, offset=296)
+        assert sorted(written.tolist()) == sorted(keys.tolist())
+        other = sok.DynamicVariable(DIM, key_type=key_type)
+        sok.importers.sok(tmp_path, {made.table.name: other}, progress=False)
+        assert contents_of(other.table) == as_dict(keys, rows)
 
 
 def test_all_tables_are_checked_before_one_changes(tmp_path):

@@ -354,3 +354,19 @@ def test_two_layers_and_a_dense_variable_in_one_model():
         assert_close(rows_of(layer, rows), rows_of(other, rows))
     for one, other in zip(mine.layers[-1].weights, plain.layers[-1].weights, strict=True):
         assert_close(to_numpy(one), to_numpy(other))
+
+
+def test_a_model_with_an_optimizer_of_the_program_that_runs_is_saved(tmp_path):
+    """Keras gives no module for such a class."""
+    made = type("Signs", (keras.optimizers.SGD,), {"__module__": "__main__"})
+    ids = keras.Input((2,), dtype="int32")
+    rows = sok.DynamicEmbedding(2, combiner="sum")(ids)
+    model = keras.Model(ids, keras.layers.Dense(1)(rows))
+    model.compile(sok.OptimizerWrapper(made(0.1)), "mse")
+    model.fit(np.arange(8).reshape(4, 2), np.ones((4, 1)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Signs": made})
+    assert isinstance(again.optimizer.inner_optimizer, made)
+    np.testing.assert_allclose(
+        again.predict(np.array([[1, 2]]), verbose=0), model.predict(np.array([[1, 2]]), verbose=0)
+    )

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) halve_scores(
   if (!resolved->is_due) return;
   for (u32 i = 1 + blockIdx.x * TABLE_THREADS + threadIdx.x; i < numbers; i += gridDim.x * TABLE_THREADS) {
     if (!is_vacant(t, i)) t.scores[i] /= 2;
-    lower_floor(t.floor_scores, i);
+    if (i % FLOOR_RECORDS == 0 || i == 1) lower_floor(t.floor_scores, i);
   }
 }
 

@@ -114,11 +114,8 @@ __device__ __forceinline__ void for_each_at_once(u64 begin, u64 end, const Load&
   }
 }
 
-// Returns the bit of a record.
-__device__ __forceinline__ bool has_bit(const u32* bits, u64 record) { return bits[record / WARP] >> record % WARP & 1; }
-
 // Returns whether a record has no row, or one that must stay.
-__device__ __forceinline__ bool must_stay(const Sweep& s, u64 record) { return has_bit(s.marks, record); }
+__device__ __forceinline__ bool must_stay(const Sweep& s, u64 record) { return s.marks[record / WARP] >> record % WARP & 1; }
 
 // Returns whether all rows that go are in the list of rows with low ranks.
 __device__ __forceinline__ bool has_low(const Sweep& s) {
@@ -200,7 +197,7 @@ __device__ __forceinline__ u64 num_low_samples(const Sweep& s, const Choice& c) 
 
 __device__ __forceinline__ bool is_sampled(const Sweep& s) { return num_numbers(s.index.counters) >= SAMPLED_FROM; }
 
-// Takes samples of the rows, in the parts of this block, of which the first starts at `begin`.
+// Takes samples of the rows that may go, in the parts of this block, of which the first starts at `begin`.
 __device__ __forceinline__ void take_samples(const Sweep& s, u64 begin) {
   const u64 numbers = num_numbers(s.index.counters);
   Measure measure;
@@ -208,7 +205,7 @@ __device__ __forceinline__ void take_samples(const Sweep& s, u64 begin) {
     // A random record of each of equal ranges.
     const u64 from = i * numbers / SAMPLES, range = (i + 1) * numbers / SAMPLES - from;
     const u64 record = from + hash(s.removal.sweep, i) % range;
-    const bool is_one = record && !has_bit(s.vacant, record);
+    const bool is_one = record && !must_stay(s, record);
     const u32 place = take(&s.choice->num_samples, is_one);
     if (!is_one) continue;
     const u64 score = s.scores[record];
@@ -266,14 +263,8 @@ __device__ __forceinline__ void search_samples(Choosing& shared, const Sweep& s)
   Choice* choice = s.choice;
   const u64 target = num_low_samples(s, *choice);
   while (!load_shared(&choice->is_done)) {
-    count_in_bins(shared.bins, *choice, [&](const auto& body) {
-      for_each_at_once(
-          0, choice->num_samples, [&](u64 i) { return s.samples[i]; },
-          [&](u64, const Ranked& row) {
-            if (!must_stay(s, row.record)) body(Rank{row.score, row.key});
-          },
-          SWEEP_THREADS);
-    });
+    count_in_bins(
+        shared.bins, *choice, [&](const auto& body) { for_each_of(s.samples, choice->num_samples, 0, SWEEP_THREADS, body); });
     enter_bin(shared, shared.bins, choice, target);
   }
 }
@@ -414,12 +405,12 @@ __device__ __forceinline__ void list_chosen(u32* memory, const Sweep& s, u64 beg
   const u64 ring_end = s.index.counters->released.end, end = num_places(s);
   Staged staged(memory);
   const auto load = [&](u32 place, Ranked& row) {
-    // `list_low` has listed more rows than there is room for.
+    // The list of low rows is too long, too short or was not made.
     if (!is_low) lower_floor(s.floor_scores, place);
     if (!is_low && (place == 0 || must_stay(s, place))) return false;
     row = is_low ? s.low[place] : Ranked{s.scores[place], s.keys[place], place};
     const bool is_chosen = !(high < Rank{row.score, row.key});
-    // The floors are those of rows that are not in the list.
+    // This row was left out of its group's floor, and stays.
     if (!is_chosen) lower_floor(s.floor_scores, (u32)row.record);
     return is_chosen;
   };
@@ -464,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   Meeting meeting = {arrived, 0};
   Shares& shares = shared.shares;
 
-  // Marks the rows that must stay, and takes samples.
+  // Marks the rows that must stay.
   const auto num_quads = [&](const Sweep& s) { return (num_numbers(s.index.counters) + 4 * WARP - 1) / (4 * WARP); };
   shares.divide(num, [&](u32 a) { return num_quads(sweeps[shared.active[a]]); });
   shares.for_each(num, [&](u32 a, u64 begin) {
@@ -473,8 +464,6 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
         begin, num_quads(s), [&](u64 i) { return ((const uint4*)s.vacant)[i]; },
         [&](u64 i, const uint4& quad) { ((uint4*)s.marks)[i] = quad; });
   });
-  shares.divide(num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? SAMPLES : 0; });
-  shares.for_each(num, [&](u32 a, u64 begin) { take_samples(sweeps[shared.active[a]], begin); });
   for (u32 a = blockIdx.x * SWEEP_THREADS + threadIdx.x; a < num; a += gridDim.x * SWEEP_THREADS) {
     const Sweep& s = sweeps[shared.active[a]];
     s.choice->wanted = num_wanted(s);
@@ -502,6 +491,9 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1) choose_rows(
   meeting.wait();
 
   // A sample of the rows gives a rank above that of the last row that goes. Rows above it need not be examined again.
+  shares.divide(num, [&](u32 a) { return is_sampled(sweeps[shared.active[a]]) ? SAMPLES : 0; });
+  shares.for_each(num, [&](u32 a, u64 begin) { take_samples(sweeps[shared.active[a]], begin); });
+  meeting.wait();
   for (u32 a = blockIdx.x; a < num; a += gridDim.x) {
     const Sweep& s = sweeps[shared.active[a]];
     if (!is_sampled(s)) continue;

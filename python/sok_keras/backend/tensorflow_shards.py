@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from sok_keras.backend.exchange import exchange_parts
 from sok_keras.backend.private_tensorflow import ResourceVariable, tracing_type, variable_accessed
-from sok_keras.backend.tensorflow_variables import factors_of, merged
+from sok_keras.backend.tensorflow_variables import VariableSlices, factors_of, merged
 
 
 class ShardVariable(ResourceVariable):
@@ -81,10 +81,11 @@ def rows_of(variables, ids, num_ranks):
             gradients, _ = _exchange(gradients, sent, num_ranks)
             triples = zip(asked, gradients, variables, strict=True)
             if num_ranks > 1:
-                return [merged(one, gradient, v.shape[1], v.shape[0]) for one, gradient, v in triples]
+                found = ((v, merged(one, gradient, v.shape[1], v.shape[0])) for one, gradient, v in triples)
+                return [VariableSlices(v, slices.values, slices.indices, slices.dense_shape) for v, slices in found]
             # They are distinct. A tensor of the forward pass must go through an op of the backward pass.
             return [
-                tf.IndexedSlices(gradient, tf.identity(one), tf.constant(v.shape.as_list(), tf.int64))
+                VariableSlices(v, gradient, tf.identity(one), tf.constant(v.shape.as_list(), tf.int64))
                 for one, gradient, v in triples
             ]
 

@@ -1,6 +1,5 @@
 """Variables of TensorFlow whose rows are in tables of the core."""
 
-import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -132,57 +131,74 @@ class Call(NamedTuple):
         return framework.merge_gradients(of_all)
 
 
-class Push:
-    """Gradients of the rows of a lookup that tables have taken.
+class RowGradients:
+    """Gradients of the rows of a lookup that was saved. The tables have not taken them yet.
 
     Attributes:
-        variables: The variables of the lookup.
-        ticket: The ticket of the push.
+        call: The lookup.
+        number: Its number.
+        variables: Its variables.
+        gradients: Those of the rows of each.
+        step: The optimizer steps of the tables before the lookup.
     """
 
-    def __init__(self, variables, ticket, call, gradients):
-        self.variables, self.ticket = variables, ticket
-        self._call, self._gradients, self._merged = call, gradients, None
+    def __init__(self, call, number, variables, gradients, step):
+        self.call, self.number, self.variables, self.gradients, self.step = call, number, variables, gradients, step
+        self._slices = None
+
+    def slices(self):
+        """Returns for each variable distinct ids, sums of gradients and the dense shape, which are computed when one of them is first asked for."""
+        if self._slices is None:
+            first = self.gradients[0]
+            # A graph inside of this one, as `tf.cond` makes, may ask first.
+            place = first.graph.as_default() if tf.is_symbolic_tensor(first) else tf.init_scope()
+            with place:
+                merged = zip(self.variables, self.call.merged(self.gradients), strict=True)
+                self._slices = [
+                    (tf.cast(keys, variable.key_type), rows, shape_of(variable)) for variable, (keys, rows) in merged
+                ]
+        return self._slices
 
     def made(self, gradient, variable):
-        """Whether the push has made a gradient of a variable."""
-        return isinstance(gradient, TableSlices) and gradient.push is self and gradient.variable is variable
-
-    def merged(self):
-        """Returns for each variable distinct ids and sums of gradients, which are computed when one of them is first asked for."""
-        if self._merged is None:
-            first = self._gradients[0]
-            # A graph inside of this one, as `tf.cond` makes, may ask first.
-            graph = contextlib.nullcontext() if tf.executing_eagerly() else first.graph.as_default()
-            with graph:
-                self._merged = self._call.merged(self._gradients)
-        return self._merged
+        """Whether a gradient of a variable is one of these."""
+        return isinstance(gradient, LookupSlices) and gradient.of_rows is self and gradient.variable is variable
 
 
-class TableSlices(tf.IndexedSlices):
-    """The gradient of a variable, which its table has taken already. Its keys and rows are computed when a program reads them.
+class VariableSlices(tf.IndexedSlices):
+    """The gradient of a variable of this package. What a program makes of it is a plain `tf.IndexedSlices`, and has no `variable`."""
 
-    What a program makes of it is a plain `tf.IndexedSlices`, and has no `push`.
+    def __init__(self, variable, values, indices, dense_shape):
+        super().__init__(values, indices, dense_shape)
+        self.variable = variable
+
+
+class LookupSlices(tf.IndexedSlices):
+    """The gradient of a variable that was looked up. Its keys and rows are computed when a program reads them.
+
+    What a program makes of it is a plain `tf.IndexedSlices`.
     """
 
-    def __init__(self, push, number):
-        self.push, self._number = push, number
+    def __init__(self, of_rows, number):
+        self.of_rows, self._number = of_rows, number
+
+    def __reduce__(self):
+        return tf.IndexedSlices, (self.values, self.indices, self.dense_shape)
 
     @property
     def variable(self):
-        return self.push.variables[self._number]
+        return self.of_rows.variables[self._number]
 
     @property
     def _indices(self):
-        return tf.cast(self.push.merged()[self._number][0], self.variable.key_type)
+        return self.of_rows.slices()[self._number][0]
 
     @property
     def _values(self):
-        return self.push.merged()[self._number][1]
+        return self.of_rows.slices()[self._number][1]
 
     @property
     def _dense_shape(self):
-        return shape_of(self.variable)
+        return self.of_rows.slices()[self._number][2]
 
 
 def shape_of(variable):
@@ -190,38 +206,71 @@ def shape_of(variable):
     return tf.constant([-1, variable.dimension], tf.int64)
 
 
-def read(variables, trigger, call, is_bound):
+def shape_of_slices(slices):
+    """Returns the number of rows of the variable whose gradient this is, or -1 if it grows, and that of columns. None: it is not known."""
+    lengths = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+    return None if lengths is None else int(lengths[0]), slices.values.shape[-1]
+
+
+class Steps:
+    """How far the program is with the optimizer steps of tables.
+
+    Attributes:
+        number: Number of the steps so far.
+        num_saved: Number of the lookups that were saved since the last one.
+    """
+
+    # Rows of saved lookups are not evicted, and the tables keep a limited number of lookups.
+    MAX_SAVED = 8
+
+    def __init__(self):
+        self.number = self.num_saved = 0
+
+    def save(self):
+        """Whether one more lookup may be saved, which is counted."""
+        self.num_saved += 1
+        return self.num_saved <= self.MAX_SAVED
+
+    def end(self):
+        """Notes an optimizer step: lookups before it are forgotten."""
+        self.number += 1
+        self.num_saved = 0
+
+
+def read(variables, trigger, call, steps):
     """Returns the rows of a `Call`, a tensor for each variable, differentiable in the variables.
 
-    Where a tape will ask for gradients, the tables take them as the backward pass makes them, once they have an optimizer. Without one they take
-    them a single time, and the optimizer may have to hand over others.
+    Where a tape will ask for gradients, the tables keep the lookup. If the optimizer is given the gradients of the backward pass as they are, the
+    tables take them without a second lookup.
 
     Args:
         variables: `TableVariable`s.
         trigger: The trigger of their tables.
         call: The lookup.
-        is_bound: Whether the tables have an optimizer.
+        steps: The `Steps` of the tables.
     """
     for variable in variables:
         variable_accessed(variable)
     value = tf.stop_gradient(tf.convert_to_tensor(trigger))
     handles = [variable.handle for variable in variables]
-    # A tape outside of a `tf.function` asks only after the function is traced.
-    is_recorded = is_bound and should_record_backprop(handles)
+    is_saved, step = should_record_backprop(handles) and steps.save(), steps.number
 
     @tf.custom_gradient
     def differentiable(*handles):
         del handles
-        rows, number = call.lookup(value) if is_recorded else (call.rows(value), None)
+        rows, number = call.lookup(value) if is_saved else (call.rows(value), None)
 
         def backward(*upstream):
-            gradients = [tf.convert_to_tensor(gradient) for gradient in upstream]
-            if is_recorded:
-                push = Push(variables, call.push(number, gradients), call, gradients)
-                return [TableSlices(push, place) for place in range(len(variables))]
+            # Where functions call each other, TensorFlow may run the backward pass first: these gradients need not depend on rows. The rows must
+            # become an input of its graph.
+            with tf.control_dependencies([tf.identity(rows[0])]):
+                gradients = [tf.identity(tf.convert_to_tensor(gradient)) for gradient in upstream]
+            if is_saved:
+                of_rows = RowGradients(call, number, variables, gradients, step)
+                return [LookupSlices(of_rows, place) for place in range(len(variables))]
             merged = zip(variables, call.merged(gradients), strict=True)
             return [
-                tf.IndexedSlices(rows, tf.cast(keys, variable.key_type), shape_of(variable))
+                VariableSlices(variable, rows, tf.cast(keys, variable.key_type), shape_of(variable))
                 for variable, (keys, rows) in merged
             ]
 
@@ -230,23 +279,27 @@ def read(variables, trigger, call, is_bound):
     return differentiable(*handles)
 
 
-def taken(given):
-    """Separates gradients that tables have taken from others.
+def taken(given, steps):
+    """Hands gradients to tables that are those of lookups since the last step, as the backward pass has made them.
 
-    A push counts if all its gradients are here, as the backward pass has made them.
+    Gradients count in this way if all of a lookup are here.
 
     Args:
         given: Pairs of a gradient and its variable, whose tables were made together.
+        steps: The `Steps` of the tables.
 
     Returns:
-        The sum of the tickets of pushes, or None, and the other pairs.
+        The sum of the tickets, or None, and the other pairs.
     """
     ticket, left = None, list(given)
-    for push in {gradient.push: None for gradient, _ in given if isinstance(gradient, TableSlices)}:
-        own = [pair for pair in left if push.made(*pair)]
-        if {id(variable) for _, variable in own} == {id(variable) for variable in push.variables}:
-            ticket = push.ticket if ticket is None else ticket + push.ticket
-            left = [pair for pair in left if not push.made(*pair)]
+    for of_rows in {gradient.of_rows: None for gradient, _ in given if isinstance(gradient, LookupSlices)}:
+        own = [pair for pair in left if of_rows.made(*pair)]
+        is_whole = len(own) == len({id(variable) for _, variable in own}) == len(of_rows.variables)
+        if not is_whole or of_rows.step != steps.number:
+            continue
+        pushed = of_rows.call.push(of_rows.number, of_rows.gradients)
+        ticket = pushed if ticket is None else ticket + pushed
+        left = [pair for pair in left if not of_rows.made(*pair)]
     return ticket, left
 
 

@@ -176,22 +176,28 @@ def check_table(table: Any) -> Table:
     return table
 
 
+def _table_of(given: Any) -> Any:
+    """Returns the table of a variable that has one. Anything else stays as it is."""
+    return given if isinstance(given, Table) else getattr(given, "table", given)
+
+
 def check_tables(tables: Any) -> dict[str, Table]:
     """Returns tables by the names that they have in a source.
 
     Raises:
-        TypeError: If `tables` is neither a `Table`, nor a sequence of them, nor a mapping of names to them.
+        TypeError: If `tables` is neither a `Table` or a `DynamicVariable`, nor a sequence of them, nor a mapping of names to them.
         ValueError: If two names are those of the same files.
     """
     if isinstance(tables, Mapping):
         pairs = list(tables.items())
     else:
         given = list(tables) if isinstance(tables, list | tuple) else [tables]
-        pairs = [(getattr(table, "name", ""), table) for table in given]
+        pairs = [(getattr(_table_of(one), "name", ""), one) for one in given]
+    pairs = [(name, _table_of(one)) for name, one in pairs]
     wrong = [table for _, table in pairs if not isinstance(table, Table)]
     if wrong:
         raise TypeError(
-            "`tables` must be a `Table`, as `layer.get_table()` returns, a list of them, or a dict of names and tables. Received: "
+            "`tables` must be a `Table`, as `layer.get_table()` returns, or a `DynamicVariable`, a list of them, or a dict of names and them. Received: "
             f"{type(wrong[0]).__name__}"
         )
     stems = [file_name(name) for name, _ in pairs]

@@ -29,8 +29,8 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
 
     Args:
         path: The folder.
-        tables: A `Table`, a list of them, or a dict of tables by the names of the dumped variables, such as `"items:0"`. Without a dict a
-            table has its own name there.
+        tables: A `Table` or a `DynamicVariable`, a list of them, or a dict of them by the names of the dumped variables, such as `"items:0"`.
+            Without a dict each has its own name there.
         states: Whether optimizer states are imported, too. The optimizer must be built, and be that of the dump: SGD with momentum, Adam,
             Adamax, Adagrad, Adadelta or Ftrl.
         progress: Whether a progress bar is shown.
@@ -52,21 +52,23 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
 
 def _source(folder: Path, name: str, table: Table, states: bool) -> Source:
     stem = file_name(name)
-    keys = _map(folder / f"{stem}-key", KEYS, None)
-    rows = _map(folder / f"{stem}-weight", ROWS, table.dim)
+    keys = _map(folder / f"{stem}-key", KEYS, None, name)
+    rows = _map(folder / f"{stem}-weight", ROWS, table.dim, name)
     _check_length(folder / f"{stem}-weight", len(rows), len(keys), table.dim)
     if not states:
         return source_of(keys, rows)
     optimizer, slots = slots_of(table.name, table.formula(), table.state_widths())
     files = {state: folder / f"{stem}-{optimizer}-{slot}" for state, slot in slots.items()}
-    arrays = {state: _map(file, STATES, table.state_widths()[state]) for state, file in files.items()}
+    arrays = {
+        state: _map(file, STATES, table.state_widths()[state], name, slots[state]) for state, file in files.items()
+    }
     for state, array in arrays.items():
         _check_length(files[state], len(array), len(keys), array.shape[1])
     return source_of(keys, rows, arrays)
 
 
-def _map(path: Path, kind: int, row: int | None) -> Any:
-    dtype = np.dtype(read_header(path, kind).dtype)
+def _map(path: Path, kind: int, row: int | None, table: str, slot: str = "") -> Any:
+    dtype = np.dtype(read_header(path, kind, table, slot).dtype)
     if (dtype.kind in "iu") != (kind == KEYS):
         numbers = "integers" if kind == KEYS else "floats"
         raise ValueError(f"{path} must have {numbers}, as byte 292 says. Received: {dtype.name}")

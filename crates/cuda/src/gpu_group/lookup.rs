@@ -329,8 +329,14 @@ impl GpuGroup {
                 .try_for_each(|Planned { table, chosen, .. }| self.tables[table].cancel_sweep(chosen))?;
             return Err(refused);
         }
-        for Planned { table: t, room, new_keys, chosen } in planned {
-            let outcomes = self.tables[t].admit(&room, &new_keys, chosen)?;
+        let mut planned = planned.into_iter();
+        while let Some(Planned { table: t, room, new_keys, chosen }) = planned.next() {
+            let admitted = self.tables[t].admit(&room, &new_keys, chosen);
+            let outcomes = admitted.inspect_err(|_| {
+                planned
+                    .by_ref()
+                    .for_each(|Planned { table, chosen, .. }| drop(self.tables[table].cancel_sweep(chosen)));
+            })?;
             self.tables[t].note(outcomes);
             if save {
                 self.tables[t].take_hits(outcomes.inserted);

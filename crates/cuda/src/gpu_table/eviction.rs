@@ -334,6 +334,7 @@ impl GpuTable {
         let write = self.device.kernel(&SCORES, "write_uses")?;
         let (table, at, from, n) = (self.alone(), at.address(), from.address(), records.len() as u32);
         let blocks = records.len().div_ceil(TABLE_THREADS);
+        // Kernels do not lower floors where scores are steps.
         if table.floor_scores == 0 {
             evictor.clear_floors(WAITING)?;
         }

@@ -191,9 +191,7 @@ impl SweepMemory {
         }
         Ok(())
     }
-}
 
-impl SweepMemory {
     /// Takes over that sweeps may have chosen rows that were not removed.
     fn forget(&mut self, planned: &[PlannedSweep], stream: Stream) {
         self.num_zeros = 0;
@@ -311,9 +309,10 @@ impl GpuTable {
         let device = self.device.clone();
         let Some(evictor) = &mut self.evictor else { return Ok(None) };
         let sweeps = evictor.sweep_memory.choose(&device, std::slice::from_ref(&planned), WAITING)?;
-        device.synchronize()?;
-        let word = word_of!(Choice, count);
-        let num_removable = memory::read::<u64>(&device.context, sweeps.choices + 4 * word as u64, 1)?[0];
+        let at = sweeps.choices + 4 * word_of!(Choice, count) as u64;
+        let read = device.synchronize().and_then(|()| memory::read::<u64>(&device.context, at, 1));
+        let num_removable =
+            read.inspect_err(|_| evictor.sweep_memory.forget(std::slice::from_ref(&planned), WAITING))?[0];
         Ok(Some(Chosen { planned, sweeps, num_removable }))
     }
 
