@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import glob
 import json
+import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -188,9 +189,9 @@ def dump_increment(
         FileNotFoundError: If there is no dump.
         OSError: If it cannot be written. The dump is unchanged then.
     """
-    if since is not None and (isinstance(since, bool) or not isinstance(since, int) or since < 0):
+    if since is not None and (isinstance(since, bool) or not hasattr(since, "__index__") or operator.index(since) < 0):
         raise ValueError(f"`since` must be None or the step of a part of the dump. Received: since={since!r}")
-    return _write(path, source, None, tables, True, states, -1 if since is None else since, wait)
+    return _write(path, source, None, tables, True, states, -1 if since is None else operator.index(since), wait)
 
 
 def _write(path, source, optimizer, tables, overwrite, states, since, wait):

@@ -16,6 +16,7 @@ _STATIC_BYTES = 1 << 20  # a static table of at most so many bytes of rows is re
 
 
 def init(
+    comm_tool: str | None = None,
     *,
     rank: int | None = None,
     world_size: int | None = None,
@@ -43,6 +44,7 @@ def init(
     (0, 1)
 
     Args:
+        comm_tool: Not needed; `"horovod"` is accepted for programs that were written for SparseOperationKit.
         rank: Number of this process, from 0.
         world_size: Number of processes.
         address: `"host:port"` of rank 0, which listens there.
@@ -58,6 +60,8 @@ def init(
             `exchange_dtype`.
         SokError: If `init` was called before, or if not all ranks have come within the timeout.
     """
+    if comm_tool not in (None, "horovod"):
+        raise ValueError(f'`comm_tool` must be None or "horovod". Received: comm_tool={comm_tool!r}')
     given = rank, world_size, address, timeout, merge_blocks, exchange_dtype
     if _for_horovod and given == (None, None, None, 60.0, None, "float32"):
         return

@@ -150,3 +150,29 @@ def test_a_train_step_with_two_optimizers():
     assert losses[-1] < losses[0]
     states = [set(layer.get_table().export(states=True).states) for layer in (model.wide, model.deep)]
     assert states == [{"accumulator", "linear"}, {"momentum", "velocity"}]
+
+
+def of_many(optimizer):
+    model_of = keras.Sequential(
+        [keras.Input((2,), dtype="int32"), sok.DynamicEmbedding(DIM, combiner="sum", seed=1, name="emb")]
+    )
+    model_of.add(keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=2), name="head"))
+    model_of.compile(optimizer, "mse")
+    for _ in range(STEPS):
+        model_of.train_on_batch(np.array([[1, 2], [5, 1]], "int32"), np.ones((2, 1)))
+    return contents_of(model_of.layers[0].get_table()), [
+        to_numpy(variable) for variable in model_of.layers[1].trainable_variables
+    ]
+
+
+def test_keras_multi_optimizer_has_a_wrapper_for_tables():
+    chosen = optimizers.OptimizerMap(default_optimizer=optimizers.Adam(0.1))
+    chosen[".*emb.*"] = sok.OptimizerWrapper(optimizers.Adam(0.1))
+    (rows, dense), (expected_rows, expected) = map(
+        of_many, (optimizers.MultiOptimizer(chosen), sok.OptimizerWrapper(optimizers.Adam(0.1)))
+    )
+    assert rows.keys() == expected_rows.keys() and rows["keys"].tolist() == [1, 2, 5]
+    for name, array in rows.items():
+        np.testing.assert_allclose(array, expected_rows[name], rtol=1e-6)
+    for one, other in zip(dense, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -347,8 +347,7 @@ __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u64 be
       const u32 first = group * FLOOR_RECORDS, records = (1u << min(end - first, FLOOR_RECORDS)) - 1 & ~(first == 0);
       present = ~((const unsigned char*)s.vacant)[group] & records, removable = ~((const unsigned char*)s.marks)[group] & records;
 #pragma unroll
-      for (u32 k = 0; k < FLOOR_RECORDS; ++k)
-        low |= (u32)(score[k] < high.score) << k, ties |= (u32)(score[k] == high.score) << k;
+      for (u32 k = 0; k < FLOOR_RECORDS; ++k) low |= (u32)(score[k] < high.score) << k, ties |= (u32)(score[k] == high.score) << k;
       if (ties & present) {
         load_group(keys, group, key);
 #pragma unroll
@@ -364,8 +363,7 @@ __device__ __forceinline__ void list_low(Listing& memory, const Sweep& s, u64 be
       s.floor_scores[group] = floor.score, s.floor_keys[group] = floor.key;
     }
 #pragma unroll 1
-    for (u32 k = 0; k < FLOOR_RECORDS; ++k)
-      staged.add(low >> k & 1, group * FLOOR_RECORDS + k, &choice->num_low, load, write);
+    for (u32 k = 0; k < FLOOR_RECORDS; ++k) staged.add(low >> k & 1, group * FLOOR_RECORDS + k, &choice->num_low, load, write);
   };
   // The floors of the next groups are loaded while these are examined.
   u64 floors[AT_ONCE];
