@@ -14,7 +14,7 @@ use sok_core::policy::commits::Commits;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::Lifetime;
 
-use super::sweep::SweepMemory;
+use super::sweep::{SweepMemory, floor_bytes};
 use super::uses::InProgress;
 use super::{GpuTable, WAITING, numbers_of};
 use crate::abi::{self, FLOOR_RECORDS, Progress, Scoring, Sweep, TABLE_THREADS, Use, word_of};
@@ -233,11 +233,6 @@ fn grow_with_zeros(arena: &mut Arena, device: &Device, bytes: usize, spare: bool
         stream.synchronize()?;
     }
     Ok(())
-}
-
-/// Bytes of a score or a key for each group of records.
-pub(super) fn floor_bytes(numbers: usize) -> usize {
-    size_of::<u64>() * numbers.div_ceil(FLOOR_RECORDS)
 }
 
 /// Bytes of a bit for each record.

@@ -9,12 +9,11 @@ use sok_core::contract::table::Outcomes;
 use sok_core::error::Result;
 use sok_core::policy::eviction::sweep_size;
 
-use super::eviction::floor_bytes;
 use super::uses::{Closing, SortedIds, UsedRecords};
 use super::{GpuTable, WAITING};
 use crate::abi::{
-    Choice, MAX_SWEEPS, RANK_BINS, Ranked, SAMPLES, SWEEP_THREADS, Sorted, Sweep, TABLE_THREADS, Used,
-    word_of,
+    Choice, FLOOR_RECORDS, MAX_SWEEPS, RANK_BINS, Ranked, SAMPLES, SWEEP_THREADS, Sorted, Sweep,
+    TABLE_THREADS, Used, word_of,
 };
 use crate::delivery::deliver;
 use crate::device::{Device, Stream, launch_next, launch_together};
@@ -198,6 +197,11 @@ impl SweepMemory {
         // Nothing more can be done if this fails, too.
         planned.iter().for_each(|planned| drop(planned.clear_floors(stream)));
     }
+}
+
+/// Bytes of a score or a key for each group of records.
+pub(super) fn floor_bytes(numbers: usize) -> usize {
+    size_of::<u64>() * numbers.div_ceil(FLOOR_RECORDS)
 }
 
 /// Words of the descriptors of sweeps.
