@@ -15,7 +15,9 @@ import sok_keras as sok
 from once import once_on
 from reference import ON_GPU
 
-STEPS_IN_PYTHON = pytest.mark.skipif(keras.backend.backend() != "torch", reason="steps of other backends are compiled")
+STEPS_IN_PYTHON = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="a phase is a Python call, and other backends compile the step"
+)
 
 
 def compare(one, many, names):

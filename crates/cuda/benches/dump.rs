@@ -139,7 +139,7 @@ fn main() {
     std::fs::remove_dir_all(&directory).unwrap();
 }
 
-/// Writes as many plain bytes aside, syncs them, and puts them in place of those of the call before. Returns the seconds that this takes.
+/// Writes a plain file of `bytes` bytes, syncs it, and renames it over the plain file of the last call. Returns the seconds that this takes.
 fn plain(directory: &Path, bytes: u64) -> f64 {
     let start = Instant::now();
     let piece = vec![7u8; 64 << 20];

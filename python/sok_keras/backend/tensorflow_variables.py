@@ -132,14 +132,14 @@ class Call(NamedTuple):
 
 
 class RowGradients:
-    """Gradients of the rows of a lookup that was saved. The tables have not taken them yet.
+    """Gradients of the rows of a saved lookup. They were not pushed to the tables yet.
 
     Attributes:
         call: The lookup.
         number: Its number.
         variables: Its variables.
         gradients: Those of the rows of each.
-        step: The optimizer steps of the tables before the lookup.
+        step: Number of optimizer steps before the lookup.
     """
 
     def __init__(self, call, number, variables, gradients, step):
@@ -213,7 +213,7 @@ def shape_of_slices(slices):
 
 
 class Steps:
-    """How far the program is with the optimizer steps of tables.
+    """Counts the optimizer steps of tables, and the lookups that were saved since the last one.
 
     Attributes:
         number: Number of the steps so far.
@@ -227,7 +227,7 @@ class Steps:
         self.number = self.num_saved = 0
 
     def save(self):
-        """Whether one more lookup may be saved, which is counted."""
+        """Counts a lookup. Returns whether it may be saved."""
         self.num_saved += 1
         return self.num_saved <= self.MAX_SAVED
 
@@ -280,9 +280,9 @@ def read(variables, trigger, call, steps):
 
 
 def taken(given, steps):
-    """Hands gradients to tables that are those of lookups since the last step, as the backward pass has made them.
+    """Pushes the gradients of saved lookups to the tables.
 
-    Gradients count in this way if all of a lookup are here.
+    It pushes those of a lookup if all of them are given, unchanged, and no optimizer step came after the lookup.
 
     Args:
         given: Pairs of a gradient and its variable, whose tables were made together.

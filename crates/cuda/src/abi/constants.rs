@@ -67,7 +67,7 @@ constants! {
     pub const SWEEP_THREADS: usize = 512;
     /// Maximum number of tables of a launch of `choose_rows`. It reads as many lists of used records at a time.
     pub const MAX_SWEEPS: usize = 512;
-    /// Records that share a floor, the lower bound of their ranks: those of a byte of [`Table::vacant`](super::structs::Table::vacant).
+    /// Number of consecutive records that share a floor, a lower bound of their ranks. [`Table::vacant`](super::structs::Table::vacant) has a byte for them.
     pub const FLOOR_RECORDS: usize = 8;
     /// Number of the last sweeps of a table of which the device has notes.
     pub const SWEEP_NOTES: usize = 1024;

@@ -167,7 +167,7 @@ structs! {
         pub vacant: u64 as "u32*",
         /// By record: its key.
         pub keys: u64 as "u64*",
-        /// As in `Sweep`. Null if no row is evicted, and where scores are steps: that of a new row is the step in progress, and no floor has a higher one.
+        /// As in `Sweep`. Null without eviction, and with LRU, where a new row has the highest score: the step in progress.
         pub floor_scores: u64 as "u64*",
         pub progress: u64 as "Progress*",
         /// By record: when its row changed, as `contract/epochs.rs` of the core says. Null if the table does not note changes.

@@ -173,7 +173,7 @@ impl Evictor {
     /// Goes on counting steps from a number. The device must be idle.
     pub fn set_step(&mut self, step: u64) -> Result<()> {
         if step < self.read_step()? {
-            // Later rows may have lower scores than those that are there.
+            // A new row gets the lower step as its score, which floors do not allow for.
             self.clear_floors(WAITING)?;
         }
         self.step = step;
@@ -220,7 +220,7 @@ impl Evictor {
     }
 }
 
-/// Gets memory for so many bytes. Those that are new are zeros.
+/// Grows an arena to `bytes` bytes. Fills the added memory with zeros.
 fn grow_with_zeros(arena: &mut Arena, device: &Device, bytes: usize, spare: bool) -> Result<()> {
     let before = arena.num_bytes();
     arena.grow(bytes, spare)?;

@@ -49,7 +49,7 @@ impl PlannedSweep {
         table.note_sweep(Reason::Evicted, self.sweep.removal.sweep, self.sweep.most);
     }
 
-    /// Enqueues that the next sweep examines all rows, because those that this one has chosen may stay.
+    /// Enqueues clearing the floors of the table. This sweep has left the rows that it chose out of them, and those rows may stay.
     fn clear_floors(&self, stream: Stream) -> Result<()> {
         // SAFETY: The table has floors of so many record numbers.
         unsafe { stream.fill(self.sweep.floor_scores, 0, floor_bytes(self.numbers as usize)) }

@@ -126,8 +126,8 @@ fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
     assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
 }
 
-/// Small tables, and such that a sweep takes a sample of. Scores also become lower, by rows that are loaded and by an earlier step. The host waits
-/// for no sweep, except for those of rows that are kept.
+/// Tables with fewer and with more rows than a sweep samples. Loads and `set_step` make scores lower. The host waits for a sweep only where
+/// removed rows are kept.
 #[test]
 #[ignore = "needs a GPU"]
 fn full_tables_remove_the_rows_that_those_of_the_host_remove() {
