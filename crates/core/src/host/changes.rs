@@ -3,6 +3,7 @@
 use crate::contract::epochs::{Epochs, made_in};
 use crate::error::Result;
 use crate::key::Key;
+use crate::policy::sweep::Rank;
 use crate::simd::prefetch;
 use crate::store::arena::{NO_RECORD, RecordNumber};
 use crate::store::region::Region;
@@ -61,6 +62,16 @@ impl Changes {
     /// Notes that a key is removed. There must be room.
     pub fn remove(&mut self, key: Key, record: RecordNumber) {
         self.epochs.remove(key, self.words[record as usize]);
+    }
+
+    /// Notes that rows are removed. There must be room.
+    pub fn remove_all(&mut self, going: &[(Rank, RecordNumber)]) {
+        for (place, &(rank, record)) in going.iter().enumerate() {
+            if let Some(&(_, later)) = going.get(place + AHEAD) {
+                prefetch(&raw const self.words[later as usize]);
+            }
+            self.remove(rank.key, record);
+        }
     }
 
     /// Whether a row has changed since the start of an epoch.

@@ -10,12 +10,15 @@ use crate::memory;
 use crate::policy::commits::Commits;
 use crate::policy::eviction::{Eviction, sweep_size};
 use crate::policy::sweep::{Rank, lowest};
+use crate::simd::prefetch_slice;
 use crate::store::arena::{Arena, NO_RECORD, RecordNumber};
 use crate::store::format::RecordFormat;
 use crate::store::index::Index;
 use crate::store::record_set::RecordSet;
 use crate::store::scores::Scores;
 
+/// How many kept rows are prefetched ahead.
+const AHEAD: usize = 8;
 const WHAT: &str = "the rows that a full table removes";
 
 /// A lookup of training.
@@ -97,8 +100,14 @@ impl Evictor {
             Reason::Expired => self.keeps_expired,
         };
         if keeps {
+            let rows = going.iter().enumerate().map(|(place, &row)| {
+                if let Some(&(_, later)) = going.get(place + AHEAD) {
+                    prefetch_slice(arena.record(later));
+                }
+                row
+            });
             let read = |record, row: &mut [f32]| format.read_row(arena.record(record), row);
-            self.departures.keep(going.iter().copied(), format.dim, read)?;
+            self.departures.keep(rows, format.dim, read)?;
         }
         let keys = memory::collect(going.iter().map(|(rank, _)| rank.key), WHAT);
         let remembered = keys.and_then(|keys| self.departures.remember(reason, step, keys));

@@ -4,12 +4,15 @@ use super::table::HostTable;
 use crate::contract::departures::Reason;
 use crate::contract::table::Outcomes;
 use crate::error::Result;
+use crate::key::Key;
 use crate::memory;
 use crate::policy::clock;
 use crate::policy::sweep::Rank;
 use crate::policy::time_to_live::Part;
 use crate::store::arena::RecordNumber;
 
+/// How many entries are prefetched ahead.
+const AHEAD: usize = 16;
 const WHAT: &str = "the rows whose time to live is over";
 
 impl HostTable {
@@ -39,15 +42,24 @@ impl HostTable {
         let Some(evictor) = &mut self.evictor else { return Ok(0) };
         evictor.begin();
         let out_of_vocabulary = self.config.out_of_vocabulary_key;
-        let mut going: Vec<(Rank, RecordNumber)> = Vec::new();
+        let mut entries: Vec<(Key, RecordNumber)> = Vec::new();
         let mut listed = Ok(());
         self.index.for_each_ending(part.ending, part.bits, |key, record| {
-            let used = evictor.scores.get(record);
-            if used.commit <= newest && Some(key) != out_of_vocabulary && listed.is_ok() {
-                listed = memory::push(&mut going, (Rank { score: used.score, key }, record), WHAT);
+            if listed.is_ok() {
+                listed = memory::push(&mut entries, (key, record), WHAT);
             }
         });
         listed?;
+        let mut going: Vec<(Rank, RecordNumber)> = Vec::new();
+        for (place, &(key, record)) in entries.iter().enumerate() {
+            if let Some(&(_, later)) = entries.get(place + AHEAD) {
+                evictor.scores.prefetch(later);
+            }
+            let used = evictor.scores.get(record);
+            if used.commit <= newest && Some(key) != out_of_vocabulary {
+                memory::push(&mut going, (Rank { score: used.score, key }, record), WHAT)?;
+            }
+        }
         if going.is_empty() {
             return Ok(0);
         }

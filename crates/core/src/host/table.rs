@@ -21,6 +21,9 @@ use crate::store::index::Index;
 use crate::store::journal::Journal;
 use crate::store::record_set::RecordSet;
 
+/// How many removals ahead buckets are prefetched.
+const AHEAD: usize = 8;
+
 /// A table in the memory of the host.
 pub struct HostTable {
     pub(crate) config: TableConfig,
@@ -223,12 +226,15 @@ impl HostTable {
             changes.epochs.reserve_removed(going.len())?;
         }
         evictor.remember(reason, self.step, going, &self.arena, self.first.format)?;
-        for (rank, record) in going {
-            self.index.remove(hash(rank.key), rank.key);
-            if let Some(changes) = &mut self.changes {
-                changes.remove(rank.key, *record);
+        for (place, (rank, record)) in going.iter().enumerate() {
+            if let Some((later, _)) = going.get(place + AHEAD) {
+                self.index.prefetch(hash(later.key));
             }
+            self.index.remove(hash(rank.key), rank.key);
             self.retired.push((self.newest_lookup, *record));
+        }
+        if let Some(changes) = &mut self.changes {
+            changes.remove_all(going);
         }
         Ok(())
     }

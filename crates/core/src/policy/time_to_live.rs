@@ -29,9 +29,9 @@ pub enum Lifetime {
 }
 
 /// A cycle, in which each part of the keys is swept once, has at most `1 << CYCLE_BITS` steps and `1 << PART_BITS` parts. So a sweep of a table
-/// of 64 Mi rows removes 262,144 rows at most, by and large.
+/// of 64 Mi rows removes 131,072 rows at most, by and large.
 const CYCLE_BITS: u32 = 12;
-const PART_BITS: u32 = 8;
+const PART_BITS: u32 = 9;
 
 /// The keys that one sweep looks at: those whose hashes end with the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,9 +159,9 @@ mod tests {
             (Lifetime::Steps(1), 1, 1),
             (Lifetime::Steps(7), 1, 1),
             (Lifetime::Steps(100), 16, 16),
-            (Lifetime::Steps(5000), 1024, 256),
-            (Lifetime::Steps(u64::MAX), 4096, 256),
-            (Lifetime::Milliseconds(1), 4096, 256),
+            (Lifetime::Steps(5000), 1024, 512),
+            (Lifetime::Steps(u64::MAX), 4096, 512),
+            (Lifetime::Milliseconds(1), 4096, 512),
         ] {
             for seed in [0, 1, u64::MAX] {
                 let due: Vec<Part> = (77..77 + cycle).filter_map(|s| lifetime.part_due(s, seed)).collect();

@@ -3,6 +3,7 @@
 
 use crate::error::Result;
 use crate::key::Key;
+use crate::simd::prefetch;
 use crate::store::arena::RecordNumber;
 use crate::store::region::{Plain, Region};
 
@@ -51,6 +52,10 @@ impl Scores {
 
     pub fn get(&self, record: RecordNumber) -> Use {
         self.uses[record as usize]
+    }
+
+    pub fn prefetch(&self, record: RecordNumber) {
+        prefetch(&raw const self.uses[record as usize]);
     }
 
     pub fn set_score(&mut self, record: RecordNumber, score: u64) {

@@ -245,6 +245,73 @@ fn full_tables_remove_the_rows_that_those_of_the_host_remove() {
     }
 }
 
+/// So many rows that a sweep takes samples. Few of them may go, or none: then the samples are few, or there are none.
+#[test]
+#[ignore = "needs a GPU"]
+fn full_tables_whose_rows_are_in_use_remove_those_that_are_not() {
+    const CAPACITY: u64 = 100_000;
+    for (score, check_mode, free) in [
+        (Score::Lru, CheckMode::Raise, 0),
+        (Score::Lru, CheckMode::Count, 0),
+        (Score::Lfu { half_life: None }, CheckMode::Raise, 3),
+        (Score::Lfu { half_life: None }, CheckMode::Count, 3),
+        (Score::Lru, CheckMode::Count, 700),
+        (Score::Custom, CheckMode::Count, 40_000),
+    ] {
+        let at = format!("{score:?}, {check_mode:?}, {free} rows may go");
+        let config = TableConfig {
+            max_capacity: Some(CAPACITY),
+            eviction: Some(Eviction { score, counts_inference: false, keeps_evicted: false }),
+            check_mode,
+            ..plain_config("t", 3)
+        };
+        let configs = [config];
+        let mut gpu = GpuSubject::new(&configs);
+        gpu.settles = false;
+        let mut subjects: [Box<dyn Subject>; 2] =
+            [Box::new(HostSubject::new(&configs, &POOL)), Box::new(gpu)];
+        let input = |keys: &[u64]| {
+            let scores = (score == Score::Custom).then(|| keys.iter().map(|key| (key % 9) as i64).collect());
+            Input { scores, ..Input::plain(0, keys) }
+        };
+        let key = |i: u64| i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 1;
+        let keys: Vec<u64> = (0..CAPACITY).map(key).collect();
+        let fresh: Vec<u64> = (CAPACITY..CAPACITY + 1000).map(key).collect();
+        let results = subjects.each_mut().map(|subject| {
+            subject.bind(binding(1, plain_update(SGD))).unwrap();
+            let (first, _) = subject.lookup(&[input(&keys)], Insertion::AtLookup, true).unwrap();
+            subject.push(1, first, &Arc::new(vec![vec![0.5; 3 * keys.len()]]), true, &[]).unwrap();
+            subject.commit(&[(1, 1.0)], true).unwrap();
+            subject.apply(UpdateScalars { learning_rate: 0.05, step: 1, factor: 1.0 }, true).unwrap();
+            subject.lookup(&[input(&keys[free..])], Insertion::AtLookup, true).unwrap();
+            let result = subject.lookup(&[input(&fresh)], Insertion::AtLookup, false).map(|(_, rows)| rows);
+            // A GPU reports a full table with the next call.
+            let result = result.and_then(|rows| {
+                subject.lookup(&[input(&fresh[..1])], Insertion::AtLookup, false).map(|_| rows)
+            });
+            let mut tables = subject.tables_mut();
+            (result, scan(&*tables[0], 4096), tables.remove(0).stats().unwrap().outcomes)
+        });
+        let [(of_host, host, counts), (of_gpu, gpu, gpu_counts)] = results;
+        let is_refused = free < 1000 && check_mode == CheckMode::Raise;
+        assert_eq!(matches!(of_host, Err(Error::TableFull { .. })), is_refused, "{at}");
+        assert_eq!(matches!(of_gpu, Err(Error::TableFull { .. })), is_refused, "{at}");
+        if !is_refused {
+            assert!(
+                of_host
+                    .unwrap()
+                    .iter()
+                    .map(|rows| bits(rows))
+                    .eq(of_gpu.unwrap().iter().map(|rows| bits(rows))),
+                "{at}"
+            );
+            assert_eq!(counts, gpu_counts, "{at}");
+            assert_eq!(counts.evicted, free.min(CAPACITY as usize / 64) as u64, "{at}");
+        }
+        assert!(host == gpu, "{at}");
+    }
+}
+
 /// A dump copies a part of the records at a time, and reads it through pinned memory.
 #[test]
 #[ignore = "needs a GPU"]

@@ -10,11 +10,15 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use super::{GROWTH_LOAD, SLOTS};
 use crate::error::Result;
 use crate::key::{Key, hash};
+use crate::simd::prefetch;
 use crate::store::arena::{NO_RECORD, RecordNumber};
 use crate::store::region::{Plain, Region};
 
 /// See [`Segment::is_attacked`].
 const MAX_EXCESS: u32 = 1 << 14;
+
+/// How many homes ahead `for_each_ending` prefetches buckets.
+const AHEAD: usize = 8;
 
 /// SipHash under a key that the system draws once a process.
 static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::new);
@@ -311,6 +315,9 @@ impl Segment {
             return wanted.for_each(|(key, record, _)| visit(key, record));
         }
         for home in (ending as usize..num_buckets).step_by(step) {
+            if let Some(later) = self.buckets.get(home + AHEAD * step) {
+                prefetch(later);
+            }
             let mut at = home;
             loop {
                 let bucket = &self.buckets[at];
