@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from sok_keras import backend, distributed
+from sok_keras.policies import Probability
 from sok_keras.table_config import TableConfig
 
 _COMBINERS = {"sum": "sum", "mean": "mean", "average": "mean", "sqrtn": "sqrtn"}
@@ -127,11 +128,9 @@ def table_config(
 ) -> TableConfig:
     if var_type not in ("hbm", "hybrid"):
         raise ValueError(f'`var_type` must be "hbm" or "hybrid". Received: var_type={var_type!r}')
-    if options.get("filter_ratio", 1.0) != 1.0:
-        raise ValueError(
-            "`filter_ratio` must be 1.0: layers have `admission=sok_keras.policies.Probability(...)`. Received: "
-            f"filter_ratio={options['filter_ratio']!r}"
-        )
+    ratio = options.get("filter_ratio", 1.0)
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise ValueError(f"`filter_ratio` must be a number above 0, up to 1. Received: filter_ratio={ratio!r}")
     unknown = sorted(
         set(options) - {"filter_ratio", "init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT}
     )
@@ -161,6 +160,8 @@ def table_config(
         initial_capacity=first,
         max_capacity=most,
         eviction=("lru" if strategy == "kLru" else "lfu") if evicts else None,
+        admission=Probability(float(ratio)) if ratio < 1 else None,
+        missing="zeros" if ratio < 1 else "initial",
         storage="host" if var_type == "hybrid" else "auto",
         placement="distributed" if mode is None else mode,
     )

@@ -66,8 +66,8 @@ class DynamicVariable(backend.variables.TableVariable):
         key_type: `"int64"` or `"int32"`, or TensorFlow's: what ids may be.
         dtype: Must be `tf.float32`.
         mode: None: the ranks share the rows. `"localized:r"`: rank r has all of them.
-        **kwargs: `init_capacity` and `max_capacity`, numbers of rows; `evict_strategy`, `"kLru"` or `"kLfu"`. HierarchicalKV's other options
-            have no effect.
+        **kwargs: `init_capacity` and `max_capacity`, numbers of rows; `evict_strategy`, `"kLru"` or `"kLfu"`; `filter_ratio`, the probability with
+            which an id gets a row in a step in which it comes: see `lookup_sparse`. HierarchicalKV's other options have no effect.
 
     Raises:
         ValueError: If an argument is another one.
@@ -128,6 +128,11 @@ class DynamicVariable(backend.variables.TableVariable):
                 _Tables.make()
         assert self._tables is not None
         return self._tables
+
+    @property
+    def filters(self) -> bool:
+        """Whether an id gets its row by chance."""
+        return self._config.admission is not None
 
     @property
     def table(self) -> Table:
@@ -398,7 +403,9 @@ def lookup_sparse(
         sp_weights: For each variable None, or weights of the form of the ids; for a pair, those of its values. None: all are 1. They have
             gradients on JAX and PyTorch, if the variable is trainable.
         combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
-        use_low_frequency_filter: Must be False: admission is a policy of layers, `sok_keras.policies.Probability`.
+        use_low_frequency_filter: Must be True in training if a variable has a `filter_ratio` below 1: an id without a row gets one with this probability
+            when the optimizer applies the step. Until then it is a row of zeros, which `"mean"` counts, and has no gradient. Other variables have
+            a ratio of 1.
         hotness: Not needed; accepted for programs that were written for SparseOperationKit 1.
         triggers: On JAX and PyTorch: the values of `triggers(params)`, in their order. A function that JAX traces must be given them. None:
             their present values.
@@ -413,11 +420,8 @@ def lookup_sparse(
             not given in a function that JAX traces.
     """
     del hotness
-    if use_low_frequency_filter:
-        raise ValueError(
-            "`use_low_frequency_filter` must be False: layers have `admission=sok_keras.policies.Probability(...)`. Received: True"
-        )
     is_list, variables = isinstance(params, list | tuple), _as_variables(params)
+    _check_filter(variables, use_low_frequency_filter, training)
     given = {"sp_ids": sp_ids, "sp_weights": sp_weights, "combiners": combiners}
     lists = {name: _as_list(name, value, is_list, len(variables)) for name, value in given.items()}
     rows: list = [None] * len(variables)
@@ -443,6 +447,18 @@ def _as_variables(params: Any) -> list:
             f"`params` must be `sok_keras.DynamicVariable`s or `sok_keras.Variable`s. Received: {params!r:.200}"
         )
     return variables
+
+
+def _check_filter(variables: list, use_low_frequency_filter: bool, training: bool) -> None:
+    for variable in variables:
+        if isinstance(variable, DynamicVariable) and variable.filters and training and not use_low_frequency_filter:
+            raise ValueError(
+                f"`use_low_frequency_filter` must be True for {variable.name}, whose `filter_ratio` is below 1. Received: False"
+            )
+        if isinstance(variable, Variable) and use_low_frequency_filter:
+            raise ValueError(
+                f"`use_low_frequency_filter` must be False for {variable.name}, which has a fixed number of rows. Received: True"
+            )
 
 
 def _values_of(triggers: Any, length: int) -> list:
@@ -590,15 +606,18 @@ def _ticket_of(tables: _Tables, given: list) -> Any:
                 f"The gradient of {variable.name} must have rows of {variable.dimension} floats, and not be that of a variable with a fixed number of rows. "
                 f"Received: `tf.IndexedSlices` of {num_rows} rows of {columns} floats"
             )
-    if not given:
-        return ticket
-    inputs = [(variable.keys_of(gradient.indices),) for gradient, variable in given]
-    variables, none = [variable for _, variable in given], [None] * len(given)
-    # A row that has gone since the forward pass gets no gradient.
-    call = tables.call(variables, inputs, none, ["each"] * len(given), ["sum"] * len(given), Insertion.NEVER)
-    rows = [keras.ops.convert_to_tensor(gradient.values) for gradient, _ in given]
-    found = call.push(call.lookup(tables.layer.trigger.value)[1], rows)
-    return found if ticket is None else ticket + found
+    # A row that has gone since the forward pass gets no gradient. An id that gets its row by chance may get it now.
+    for filters, insertion in ((False, Insertion.NEVER), (True, Insertion.AT_COMMIT)):
+        pairs = [(gradient, variable) for gradient, variable in given if variable.filters == filters]
+        if not pairs:
+            continue
+        inputs = [(variable.keys_of(gradient.indices),) for gradient, variable in pairs]
+        variables, none = [variable for _, variable in pairs], [None] * len(pairs)
+        call = tables.call(variables, inputs, none, ["each"] * len(pairs), ["sum"] * len(pairs), insertion)
+        rows = [keras.ops.convert_to_tensor(gradient.values) for gradient, _ in pairs]
+        found = call.push(call.lookup(tables.layer.trigger.value)[1], rows)
+        ticket = found if ticket is None else ticket + found
+    return ticket
 
 
 def filter_variables(variables: Sequence) -> tuple[list, list]:

@@ -350,3 +350,18 @@ def test_wrong_arguments():
         sok.Variable([[1.0]], dtype="float16")
     with pytest.raises(TypeError, match="`params` must be"):
         sok.triggers([1])
+
+
+def test_ids_get_their_rows_by_chance_with_a_filter():
+    v = sok.DynamicVariable(dimension=DIM, initializer="3", filter_ratio=0.3)
+    ids = array(np.arange(1000).reshape(500, 2))
+
+    def loss(triggers):
+        rows = sok.lookup_sparse(v, ids, combiners="sum", use_low_frequency_filter=True, triggers=triggers)
+        return rows.sum()
+
+    step([v], sok.OptimizerWrapper(keras.optimizers.SGD(1.0)), loss)
+    keys, rows = map(keras.ops.convert_to_numpy, sok.export(v))
+    assert 200 < len(keys) < 400 and (rows == 2).all()
+    with pytest.raises(ValueError, match="`use_low_frequency_filter` must be True"):
+        sok.lookup_sparse(v, ids)

@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 
 import sok_keras as sok
+from reference import BACKEND
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "coming_from").glob("*.md"))}
 
 
 def blocks(kind):
-    found = [
-        (name, re.findall(rf"^```python {kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-        for name, text in PAGES.items()
-    ]
-    return [pytest.param(block, id=name) for name, of_page in found for block in of_page]
+    """Programs of a kind. One may name the backend that it needs."""
+    found = []
+    for name, text in PAGES.items():
+        for backend, block in re.findall(rf"^```python {kind}( \w+)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            marks = pytest.mark.skipif(backend.strip() not in ("", BACKEND), reason=f"a program for{backend}")
+            found.append(pytest.param(block, id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("program", blocks("here"))
@@ -32,9 +35,9 @@ def test_their_program_is_python(program):
 
 
 def test_each_page_has_both_programs_and_names_that_exist():
-    assert len(blocks("here")) == len(blocks("there")) == len(PAGES) == 4
+    assert len(blocks("here")) == len(blocks("there")) == len(PAGES) == 5
     for page, text in PAGES.items():
-        for name in re.findall(r"\bsok\.([A-Za-z_]+)(?:\.([A-Za-z_]+))?", text):
+        for name in re.findall(r"\bsok\.([A-Za-z_0-9]+)(?:\.([A-Za-z_0-9]+))?", text):
             value = getattr(sok, name[0])
             assert not name[1] or hasattr(value, name[1]), (page, name)
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
