@@ -8,13 +8,14 @@ import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
 import keras
 
 from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
-from sok_keras.backend.private_keras import flatten_layers, row_states_of
+from sok_keras.backend.private_keras import flatten_layers
+from sok_keras.copies import with_copies
 from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of
@@ -196,7 +197,7 @@ def dump_increment(
 
 def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
-    source, copies = _with_copies(source, optimizer if states else None)
+    source, copies = with_copies(source, optimizer if states else None)
     if copies and since is not None:
         raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0].variable.name}")
     chosen = _choose(_tables_of(source), tables)
@@ -216,7 +217,7 @@ def _write(path, source, optimizer, tables, overwrite, states, since, wait):
 
 def load(
     path: Path,
-    source: Source | Mapping[str, Table],
+    source: Source | Mapping[str, Table | Variable],
     optimizer: keras.optimizers.Optimizer | None = None,
     *,
     tables: Sequence[str] | None = None,
@@ -239,8 +240,8 @@ def load(
 
     Args:
         path: The dump's directory.
-        source: A `Model`, a layer, a `Table`, or a list of layers and tables. Or a dict: names of the dump's tables, and the `Table` to
-            read each into, whatever its name and layer.
+        source: A `Model`, a layer, a `Table`, or a list of layers and tables. Or a dict: names of the dump's tables, and the `Table` or
+            `Variable` to read each into, whatever its name and layer.
         optimizer: As for `dump`, after its `build` or a step. States that the dump does not have stay as they are, with a warning.
         tables: Names of the tables of `source` to read into, as for `dump`. None: all. A dict has all that are read.
         mode: `"replace"` to replace all rows, `"merge"` to add the rows of the dump, which overwrite rows of the same key.
@@ -266,7 +267,7 @@ def load(
     if mode not in ("replace", "merge"):
         raise ValueError(f'`mode` must be "replace" or "merge". Received: mode={mode!r}')
     _check_optimizer(optimizer)
-    source, copies = _with_copies(source, optimizer if states else None)
+    source, copies = with_copies(source, optimizer if states else None)
     if isinstance(source, Mapping):
         names, chosen = _named(source, tables)
     else:
@@ -276,7 +277,7 @@ def load(
     report, loaded = _load_newest(path, source, chosen, names, mode, states, of_states, optimizer is not None)
     for copy in copies:
         if copy.table in loaded:
-            copy.variable.take(copy.table, copy.state)
+            copy.take_back()
     return report
 
 
@@ -340,40 +341,6 @@ def layers_of(layer):
 def _check_optimizer(optimizer):
     if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"`optimizer` must be a Keras optimizer or None. Received: {optimizer!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    """A table of the rows of a `Variable`, or of a state that an optimizer has of them.
-
-    Args:
-        variable: The `Variable`.
-        table: The table.
-        rows: That of the rows.
-        state: The state, a Keras variable; None for the rows.
-        name: Name of the state.
-    """
-
-    variable: Any
-    table: Table
-    rows: Table
-    state: Any = None
-    name: str = ""
-
-
-def _with_copies(source, optimizer):
-    """Returns a source with a table of the rows in place of each `Variable`, and the copies: of its rows, and of its states in the optimizer."""
-    if isinstance(source, Variable):
-        source = [source]
-    if not isinstance(source, list | tuple):
-        return source, []
-    variables = [part for part in source if isinstance(part, Variable)]
-    tables = {id(variable): variable.as_table() for variable in variables}
-    copies = [_Copy(variable, tables[id(variable)], tables[id(variable)]) for variable in variables]
-    for variable in variables if optimizer is not None else ():
-        for name, state in row_states_of(optimizer, variable).items():
-            copies.append(_Copy(variable, variable.as_table(name, state), tables[id(variable)], state, name))
-    return [tables.get(id(part), part) for part in source], copies
 
 
 def _is_state(name, stored):

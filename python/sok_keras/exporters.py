@@ -3,15 +3,16 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from sok_keras import distributed
-from sok_keras.importers.pieces import PIECE_ROWS, check_tables, on_all_ranks
+from sok_keras.copies import Copy, class_of, name_of, with_copies
+from sok_keras.importers.pieces import PIECE_ROWS, by_name, check_tables, on_all_ranks
 from sok_keras.sok_format import KEYS, ROWS, STATES, Header, file_name, slots_of, write_header
 from sok_keras.table import Table
 
@@ -19,7 +20,30 @@ from sok_keras.table import Table
 _Files = dict[str, tuple[str, Header]]
 
 
-def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress: bool = True) -> None:
+class _Content(NamedTuple):
+    """What is written of a table.
+
+    Attributes:
+        table: The table.
+        files: Its files.
+        states: Whether they have states of the table's own optimizer.
+        of_variable: States of a `Variable`, by name.
+    """
+
+    table: Table
+    files: _Files
+    states: bool
+    of_variable: dict[str, Table]
+
+
+def sok(
+    path: str | os.PathLike,
+    tables: Any,
+    *,
+    states: bool = False,
+    optimizer: keras.optimizers.Optimizer | None = None,
+    progress: bool = True,
+) -> None:
     """Writes tables as SparseOperationKit's `sok.dump` does, which its `sok.load` reads with any number of ranks.
 
     A `DynamicEmbedding` becomes the dump of a `DynamicVariable`. A static table becomes that of a `Variable`: all its rows, in the order of
@@ -34,26 +58,30 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
         path: The folder. It is made if it is not there.
         tables: As for `sok_keras.importers.sok`. A variable of int32 keys gets files of such keys.
         states: Whether optimizer states are written, too, of SGD with momentum, Adam, Adamax, Adagrad, Adadelta or Ftrl.
+        optimizer: The optimizer that trains each `Variable` of TensorFlow, which has its states.
         progress: Whether a progress bar is shown.
 
     Raises:
         TypeError: If `tables` has other values than tables.
         ValueError: If a table is empty, which SparseOperationKit does not load; if it has no files for the states of a table's optimizer, or
-            `states` of a static table are asked for. Nothing was written then.
+            `states` of a static table that is not a `Variable` are asked for. Nothing was written then.
         OSError: If a file cannot be written.
     """
-    named, folder = check_tables(tables), Path(path)
-    given = tables.values() if isinstance(tables, Mapping) else tables if isinstance(tables, list | tuple) else [tables]
-    key_types = [getattr(one, "key_type", "int64") for one in given]
-    of_tables = zip(named.items(), key_types, strict=True)
-    files = {name: _files_of(table, states, key_type) for (name, table), key_type in of_tables}
-    for name, table in named.items():
+    given, folder = by_name(tables, name_of), Path(path)
+    of_names, copies = with_copies(given, optimizer if states else None)
+    key_types = {name: getattr(one, "key_type", "int64") for name, one in given.items()}
+    contents = {
+        name: _content_of(table, states, key_types[name], copies, optimizer)
+        for name, table in check_tables(of_names).items()
+    }
+    for name, content in contents.items():
+        table = content.table
         num_rows = len(table) if table.vocabulary_size is None else table.vocabulary_size
         bar = keras.utils.Progbar(num_rows, unit_name="row") if progress and distributed.rank() == 0 else None
-        on_all_ranks(functools.partial(_write, folder / file_name(name), files[name], _arrays(table, states), bar))
+        on_all_ranks(functools.partial(_write, folder / file_name(name), content.files, _arrays(content), bar))
 
 
-def _files_of(table: Table, states: bool, key_type: str) -> _Files:
+def _content_of(table: Table, states: bool, key_type: str, copies: list[Copy], optimizer: Any) -> _Content:
     if table.vocabulary_size is None and len(table) == 0:
         raise ValueError(
             f"Table {table.name!r} must have rows: SparseOperationKit does not load an empty dump. Received: none"
@@ -63,13 +91,17 @@ def _files_of(table: Table, states: bool, key_type: str) -> _Files:
         "rows": ("weight", Header("", ROWS, "", "float32")),
     }
     if not states:
-        return files
-    if table.vocabulary_size is not None:
+        return _Content(table, files, False, {})
+    of_variable = {copy.name: copy.table for copy in copies if copy.rows is table and copy.state is not None}
+    if any(copy.table is table for copy in copies):
+        kind, slots = slots_of(table.name, class_of(optimizer), of_variable)
+    elif table.vocabulary_size is not None:
         raise ValueError(f"`states` must be False for the static table {table.name!r}: rows without an id have none")
-    optimizer, slots = slots_of(table.name, table.formula(), table.state_widths())
+    else:
+        kind, slots = slots_of(table.name, table.formula(), table.state_widths())
     for state, slot in slots.items():
-        files[f"state {state}"] = (f"{optimizer}-{slot}", Header("", STATES, slot, "float32"))
-    return files
+        files[f"state {state}"] = (f"{kind}-{slot}", Header("", STATES, slot, "float32"))
+    return _Content(table, files, not of_variable, of_variable)
 
 
 def _write(stem: Path, files: _Files, arrays: Iterator[dict[str, np.ndarray]], bar: Any) -> None:
@@ -104,13 +136,16 @@ def _write(stem: Path, files: _Files, arrays: Iterator[dict[str, np.ndarray]], b
             part.unlink(missing_ok=True)
 
 
-def _arrays(table: Table, states: bool) -> Iterator[dict[str, np.ndarray]]:
+def _arrays(content: _Content) -> Iterator[dict[str, np.ndarray]]:
+    table = content.table
     if table.vocabulary_size is None:
-        for contents in table.pieces(PIECE_ROWS, states=states):
-            named = {f"state {name}": array for name, array in contents.states.items()}
-            yield {"keys": contents.keys, "rows": contents.rows, **named}
+        for piece in table.pieces(PIECE_ROWS, states=content.states):
+            named = {f"state {name}": array for name, array in piece.states.items()}
+            yield {"keys": piece.keys, "rows": piece.rows, **named}
         return
+    arrays = {"rows": table, **{f"state {name}": of_state for name, of_state in content.of_variable.items()}}
     for start in range(0, table.vocabulary_size, PIECE_ROWS):
         keys = np.arange(start, min(start + PIECE_ROWS, table.vocabulary_size))
         # Each rank asks for keys of its own.
-        yield {"keys": keys, "rows": table.find(keys if distributed.rank() == 0 else keys[:0])[0]}
+        asked = keys if distributed.rank() == 0 else keys[:0]
+        yield {"keys": keys, **{name: rows.find(asked)[0] for name, rows in arrays.items()}}

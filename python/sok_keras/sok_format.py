@@ -27,6 +27,16 @@ SLOTS: dict[str, tuple[str, dict[str, str]]] = {
     "ftrl": ("Ftrl", {"accumulator": "accumulator", "linear": "linear"}),
 }
 
+# By class of Keras: the same for a `Variable`, whose states the optimizer itself has, by the names of its lists.
+SLOTS_OF_KERAS: dict[str, tuple[str, dict[str, str]]] = {
+    "SGD": ("SGD", {"momentums": "momentum"}),
+    "Adam": ("Adam", {"momentums": "m", "velocities": "v"}),
+    "Adamax": ("Adam", {"m": "m", "u": "v"}),
+    "Adagrad": ("Adagrad", {"accumulators": "accumulator"}),
+    "Adadelta": ("Adadelta", {"accumulated_grads": "accum_grad", "accumulated_delta_vars": "accum_var"}),
+    "Ftrl": ("Ftrl", {"accumulators": "accumulator", "linears": "linear"}),
+}
+
 
 class Header(NamedTuple):
     """What a file says of itself.
@@ -87,20 +97,20 @@ def file_name(table: str) -> str:
 
 
 def slots_of(table: str, formula: str | None, states: Collection[str]) -> tuple[str, dict[str, str]]:
-    """Returns the optimizer's name in the names of files, and by state of a table its slot there.
+    """Returns the optimizer's name in the names of files, and by state its slot there.
 
     Args:
         table: Name of the table, for messages.
-        formula: Name of the formula that updates its rows.
+        formula: Name of the formula that updates its rows; of a `Variable`, the class of its optimizer.
         states: Names of its states.
 
     Raises:
         ValueError: If SparseOperationKit has no files for the states.
     """
-    optimizer, slots = SLOTS.get(formula or "", ("", {}))
+    optimizer, slots = (SLOTS | SLOTS_OF_KERAS).get(formula or "", ("", {}))
     if not states or not set(states) <= set(slots):
         raise ValueError(
             f"`states` must be False for table {table!r}: SparseOperationKit's files have the states of {sorted(SLOTS)}, without "
-            f"`amsgrad`, once the optimizer is built. Received: {formula or 'a table without an optimizer'} with the states {sorted(states)}"
+            f"`amsgrad`, once the optimizer is built. Received: {formula or 'no optimizer'} with the states {sorted(states)}"
         )
     return optimizer, {state: slots[state] for state in states}

@@ -1,5 +1,7 @@
 """Variables of TensorFlow with a fixed number of rows, in loops with `tf.GradientTape`. `tests/ranks` has those of many ranks."""
 
+import struct
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import sok_keras as sok
 from bags import bags
 from reference import BACKEND
 from sok_keras import horovod
+from sok_keras.backend.private_keras import row_states_of
 
 pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="variables of TensorFlow")
 
@@ -332,3 +335,59 @@ def test_wrong_arguments_are_refused():
         sok.lookup_sparse(v, tf.constant([[1]]))
     with pytest.raises(TypeError, match="sok_keras.Variable"):
         sok.lookup_sparse(tf.Variable(some_rows()), tf.ragged.constant([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "slots"),
+    [
+        (keras.optimizers.SGD(0.1, momentum=0.9), "SGD", {"momentum": "momentums"}),
+        (keras.optimizers.Adam(0.1), "Adam", {"m": "momentums", "v": "velocities"}),
+        (keras.optimizers.Adamax(0.1), "Adam", {"m": "m", "v": "u"}),
+        (keras.optimizers.Adagrad(0.1), "Adagrad", {"accumulator": "accumulators"}),
+        (
+            keras.optimizers.Adadelta(0.1),
+            "Adadelta",
+            {"accum_grad": "accumulated_grads", "accum_var": "accumulated_delta_vars"},
+        ),
+        (keras.optimizers.Ftrl(0.1), "Ftrl", {"accumulator": "accumulators", "linear": "linears"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows_and_states_are_files_of_sparse_operation_kit(optimizer, name, slots, tmp_path):
+    kind = type(optimizer)
+    v = sok.Variable(some_rows(), name="v")
+    optimizer = sok.OptimizerWrapper(optimizer)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.square(sok.all2all_dense_embedding(v, tf.constant([1, 5, 7]))))
+    optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+    sok.exporters.sok(tmp_path, [v], states=True, optimizer=optimizer, progress=False)
+    files = {"v_0-key", "v_0-weight", *(f"v_0-{name}-{slot}" for slot in slots)}
+    assert {file.name for file in tmp_path.iterdir()} == files
+    states = row_states_of(optimizer, v)
+    for slot, own in slots.items():
+        data = (tmp_path / f"v_0-{name}-{slot}").read_bytes()
+        assert data[256:296] == struct.pack(">I", 2) + slot.rjust(32).encode() + struct.pack(">I", 5)
+        np.testing.assert_array_equal(np.frombuffer(data[296:], "float32").reshape(ROWS, DIM), states[own])
+    other = sok.Variable(np.zeros((ROWS, DIM), "float32"), name="w")
+    again = kind(**({"momentum": 0.9} if kind is keras.optimizers.SGD else {}))
+    with pytest.raises(ValueError, match="once the optimizer is built"):
+        sok.importers.sok(tmp_path, {"v:0": other}, states=True, optimizer=again, progress=False)
+    with pytest.raises(ValueError, match="Received: no optimizer"):
+        sok.importers.sok(tmp_path, {"v:0": other}, states=True, progress=False)
+    assert not other.numpy().any()
+    again.build([other])
+    outcomes = sok.importers.sok(tmp_path, {"v:0": other}, states=True, optimizer=again, progress=False)
+    assert outcomes["v:0"].hit == ROWS
+    np.testing.assert_array_equal(other, v)
+    for state, values in row_states_of(again, other).items():
+        np.testing.assert_array_equal(values, states[state])
+
+
+def test_states_that_have_no_files_are_refused(tmp_path):
+    v, optimizer = sok.Variable(some_rows(), name="v"), keras.optimizers.AdamW()
+    optimizer.build([v])
+    with pytest.raises(ValueError, match="Received: AdamW with the states"):
+        sok.exporters.sok(tmp_path / "dump", v, states=True, optimizer=optimizer, progress=False)
+    assert not (tmp_path / "dump").exists()
+    sok.exporters.sok(tmp_path / "dump", v, optimizer=optimizer, progress=False)
+    assert sorted(file.name for file in (tmp_path / "dump").iterdir()) == ["v_0-key", "v_0-weight"]

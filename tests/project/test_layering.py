@@ -52,7 +52,7 @@ LEVELS = [
     },
     {"importers.pieces"},
     {"checkpoint"},
-    {"dump_handle"},
+    {"copies", "dump_handle"},
     {"optimizer", "arrays", "horovod"},
     {"general"},
     {"fixed_variables"},

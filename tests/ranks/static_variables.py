@@ -63,6 +63,8 @@ def main(folder):
     path = os.path.join(folder, f"dump{world_size}")
     manifest = sok.dump(path, variables, optimizer)
     assert len(manifest.tables) == 4 + 3  # the states of three variables
+    files = os.path.join(folder, f"files{world_size}")
+    sok.exporters.sok(files, variables[:3], states=True, optimizer=optimizer, progress=False)
     if world_size > 1:
         # All ranks hear of an id that one of them gives.
         ids = tf.constant([0, ROWS if rank == 1 else 1], tf.int64)
@@ -77,15 +79,25 @@ def main(folder):
                 sok.OptimizerWrapper(keras.optimizers.SGD(**{clipping: 1.0})).build([spread])
         saved = [*variables[:3], *(row_states_of(optimizer, v)["accumulators"] for v in variables[:3])]
         before = [np.array(v) for v in saved]
-        for v in saved:
-            v.assign(tf.zeros_like(v))
-        sok.load(path, variables, optimizer)
-        for v, rows in zip(saved, before, strict=True):
-            np.testing.assert_array_equal(v, rows)
+        for read in (
+            lambda: sok.load(path, variables, optimizer),
+            lambda: sok.importers.sok(files, variables[:3], states=True, optimizer=optimizer, progress=False),
+        ):
+            for v in saved:
+                v.assign(tf.zeros_like(v))
+            read()
+            for v, rows in zip(saved, before, strict=True):
+                np.testing.assert_array_equal(v, rows)
         # The dump of one process, which has other ranks for the rows.
         sok.load(os.path.join(folder, "dump1"), variables, optimizer)
-        for v, rows in zip(saved, before, strict=True):
+        of_one = [np.array(v) for v in saved]
+        for v, rows in zip(of_one, before, strict=True):
             np.testing.assert_allclose(v, rows, rtol=1e-5, atol=1e-6)
+        sok.importers.sok(
+            os.path.join(folder, "files1"), variables[:3], states=True, optimizer=optimizer, progress=False
+        )
+        for v, rows in zip(saved, of_one, strict=True):
+            np.testing.assert_array_equal(v, rows)
     sok.assign(spread, [ROWS - 1 - rank, 0], np.full((2, 3), [[rank], [7]]))
     for row, value in [(0, 7), *((ROWS - 1 - other, other) for other in range(world_size))]:
         if row % world_size == rank:

@@ -23,6 +23,7 @@ __all__ = [
     "forget_epoch",
     "get_stateless_scope",
     "in_symbolic_scope",
+    "innermost",
     "make_stateless",
     "rate_of",
     "resume_fit",
@@ -74,10 +75,16 @@ def rate_of(optimizer):
     return optimizer._learning_rate
 
 
-def row_states_of(optimizer, variable):
-    """The variables of an optimizer that have the shape of one that it trains, by name: none before it is built."""
+def innermost(optimizer):
+    """The optimizer within those that wrap it."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def row_states_of(optimizer, variable):
+    """The variables of an optimizer that have the shape of one that it trains, by name: none before it is built."""
+    optimizer = innermost(optimizer)
     trained = getattr(optimizer, "_trainable_variables", [])
     place = next((place for place, one in enumerate(trained) if one is variable), None)
     if place is None:

@@ -181,28 +181,41 @@ def _table_of(given: Any) -> Any:
     return given if isinstance(given, Table) else getattr(given, "table", given)
 
 
-def check_tables(tables: Any) -> dict[str, Table]:
-    """Returns tables by the names that they have in a source.
+def by_name(tables: Any, name_of: Callable[[Any], str]) -> dict[str, Any]:
+    """Returns tables and variables by the names that they have in files.
+
+    Args:
+        tables: One, a sequence of them, or a mapping of names to them.
+        name_of: Gives the name of one without a mapping.
 
     Raises:
-        TypeError: If `tables` is neither a `Table` or a `DynamicVariable`, nor a sequence of them, nor a mapping of names to them.
         ValueError: If two names are those of the same files.
     """
     if isinstance(tables, Mapping):
         pairs = list(tables.items())
     else:
-        given = list(tables) if isinstance(tables, list | tuple) else [tables]
-        pairs = [(getattr(_table_of(one), "name", ""), one) for one in given]
-    pairs = [(name, _table_of(one)) for name, one in pairs]
-    wrong = [table for _, table in pairs if not isinstance(table, Table)]
-    if wrong:
-        raise TypeError(
-            "`tables` must be a `Table`, as `layer.get_table()` returns, or a `DynamicVariable`, a list of them, or a dict of names and them. Received: "
-            f"{type(wrong[0]).__name__}"
-        )
+        pairs = [(name_of(one), one) for one in (tables if isinstance(tables, list | tuple) else [tables])]
     stems = [file_name(name) for name, _ in pairs]
     if len(set(stems)) < len(stems):
         raise ValueError(
             f"Each of `tables` must have a name of its own, apart from punctuation. Received: {[name for name, _ in pairs]}"
         )
     return dict(pairs)
+
+
+def check_tables(tables: Any) -> dict[str, Table]:
+    """Returns tables by the names that they have in a source.
+
+    Raises:
+        TypeError: If `tables` is neither a `Table` or a variable that has one, nor a sequence of them, nor a mapping of names to them.
+        ValueError: If two names are those of the same files.
+    """
+    named = by_name(tables, lambda one: getattr(_table_of(one), "name", ""))
+    found = {name: _table_of(one) for name, one in named.items()}
+    for table in found.values():
+        if not isinstance(table, Table):
+            raise TypeError(
+                "`tables` must be a `Table`, as `layer.get_table()` returns, or a `DynamicVariable`, a list of them, or a dict of names and them. "
+                f"Received: {type(table).__name__}"
+            )
+    return found

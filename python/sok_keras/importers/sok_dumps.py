@@ -4,14 +4,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
-from sok_keras.importers.pieces import Source, check_tables, import_source, map_file, on_all_ranks, source_of
+from sok_keras.copies import Copy, class_of, name_of, with_copies
+from sok_keras.importers.pieces import Source, by_name, check_tables, import_source, map_file, on_all_ranks, source_of
 from sok_keras.sok_format import HEADER_BYTES, KEYS, ROWS, STATES, file_name, read_header, slots_of
 from sok_keras.table import Outcomes, Table
 
 
-def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress: bool = True) -> dict[str, Outcomes]:
+def sok(
+    path: str | os.PathLike,
+    tables: Any,
+    *,
+    states: bool = False,
+    optimizer: keras.optimizers.Optimizer | None = None,
+    progress: bool = True,
+) -> dict[str, Outcomes]:
     """Imports tables from a folder that SparseOperationKit's `sok.dump` has written, by any number of ranks.
 
     Example:
@@ -29,10 +38,11 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
 
     Args:
         path: The folder.
-        tables: A `Table` or a `DynamicVariable`, a list of them, or a dict of them by the names of the dumped variables, such as `"items:0"`.
-            Without a dict each has its own name there.
+        tables: A `Table`, a `DynamicVariable` or a `Variable`, a list of them, or a dict of them by the names of the dumped variables, such as
+            `"items:0"`. Without a dict each has its own name there, that of a variable with `":0"`.
         states: Whether optimizer states are imported, too. The optimizer must be built, and be that of the dump: SGD with momentum, Adam,
             Adamax, Adagrad, Adadelta or Ftrl.
+        optimizer: The optimizer that trains each `Variable` of TensorFlow, which has its states.
         progress: Whether a progress bar is shown.
 
     Returns:
@@ -45,26 +55,45 @@ def sok(path: str | os.PathLike, tables: Any, *, states: bool = False, progress:
             table changes. Also if a key is outside a static table; the pieces before it were imported then.
         TableFullError: If a table is full, and its `check_mode` is `"raise"`. The pieces before were imported.
     """
-    named, folder = check_tables(tables), Path(path)
-    sources = on_all_ranks(lambda: {name: _source(folder, name, table, states) for name, table in named.items()})
-    return {name: import_source(named[name], source, progress) for name, source in sources.items()}
+    of_names, copies = with_copies(by_name(tables, name_of), optimizer if states else None)
+    named, folder = check_tables(of_names), Path(path)
+    sources = on_all_ranks(
+        lambda: {name: _sources(folder, name, table, states, copies, optimizer) for name, table in named.items()}
+    )
+    outcomes = {}
+    for name, of_name in sources.items():
+        outcomes[name], *_ = [import_source(table, source, progress) for table, source in of_name]
+    for copy in copies:
+        copy.take_back()
+    return outcomes
 
 
-def _source(folder: Path, name: str, table: Table, states: bool) -> Source:
+def _sources(
+    folder: Path, name: str, table: Table, states: bool, copies: list[Copy], optimizer: Any
+) -> list[tuple[Table, Source]]:
+    """Returns what is imported under a name: into the table, and into those of the states of a `Variable`."""
     stem = file_name(name)
     keys = _map(folder / f"{stem}-key", KEYS, None, name)
     rows = _map(folder / f"{stem}-weight", ROWS, table.dim, name)
     _check_length(folder / f"{stem}-weight", len(rows), len(keys), table.dim)
     if not states:
-        return source_of(keys, rows)
-    optimizer, slots = slots_of(table.name, table.formula(), table.state_widths())
-    files = {state: folder / f"{stem}-{optimizer}-{slot}" for state, slot in slots.items()}
-    arrays = {
-        state: _map(file, STATES, table.state_widths()[state], name, slots[state]) for state, file in files.items()
-    }
-    for state, array in arrays.items():
-        _check_length(files[state], len(array), len(keys), array.shape[1])
-    return source_of(keys, rows, arrays)
+        return [(table, source_of(keys, rows))]
+    of_variable = {copy.name: copy.table for copy in copies if copy.rows is table and copy.state is not None}
+    widths = {state: table.dim for state in of_variable}
+    if any(copy.table is table for copy in copies):
+        kind, slots = slots_of(table.name, class_of(optimizer), of_variable)
+    else:
+        widths = table.state_widths()
+        kind, slots = slots_of(table.name, table.formula(), widths)
+    arrays = {}
+    for state, slot in slots.items():
+        file = folder / f"{stem}-{kind}-{slot}"
+        arrays[state] = _map(file, STATES, widths[state], name, slot)
+        _check_length(file, len(arrays[state]), len(keys), widths[state])
+    if not of_variable:
+        return [(table, source_of(keys, rows, arrays))]
+    of_states = [(of_variable[state], source_of(keys, array)) for state, array in arrays.items()]
+    return [(table, source_of(keys, rows)), *of_states]
 
 
 def _map(path: Path, kind: int, row: int | None, table: str, slot: str = "") -> Any:
