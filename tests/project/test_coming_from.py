@@ -42,3 +42,23 @@ def test_each_page_has_both_programs_and_names_that_exist():
             assert not name[1] or hasattr(value, name[1]), (page, name)
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / "docs" / "coming_from" / link).exists(), (page, link)
+
+
+def test_each_name_of_dynamicembs_page_has_its_counterpart():
+    """Classes, arguments and members of the blocks of code there."""
+    seeds = ROOT.parent / "shared" / "seeds"
+    if not seeds.exists():
+        pytest.skip(f"needs the document of DynamicEmb in {seeds}")
+    (document,) = (path.read_text() for path in seeds.glob("001_*"))
+    names = set()
+    for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL):
+        for pattern in (
+            r"^\s*(\w+) : ",
+            r"^\s*(?:class|def|from [\w.]+ import) (\w+)",
+            r"^\s*(\w+): ?[\w.\[\]]+.* =",
+            r"^\s*([A-Z]+) = ",
+        ):
+            names.update(re.findall(pattern, block, re.MULTILINE))
+    names.remove("__init__")
+    assert len(names) > 50
+    assert not sorted(name for name in names if not re.search(rf"\b{name}\b", PAGES["dynamicemb"]))

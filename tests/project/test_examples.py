@@ -23,9 +23,9 @@ sys.path.insert(0, str(EXAMPLES))
 import criteo  # noqa: E402
 
 
-def run_example(name, *flags, folder, timeout=600):
-    """Returns what `examples/name` prints when run in `folder`, by the backend that the tests run under."""
-    command = [sys.executable, str(EXAMPLES / name), "--backend", BACKEND, *map(str, flags)]
+def run_example(name, *flags, folder, timeout=600, launch=()):
+    """Returns what `examples/name` prints when run in `folder`, by the backend that the tests run under. `launch`: what starts its ranks."""
+    command = [sys.executable, *map(str, launch), str(EXAMPLES / name), "--backend", BACKEND, *map(str, flags)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -265,6 +265,19 @@ def test_deepfm_learns(tmp_path, made, embedding):
     printed = run_example("criteo_deepfm.py", *flags, folder=tmp_path)
     assert 0.6 < number_after("held-out AUC:", printed) < number_after("best possible:", printed)
     assert ("predicts the same" in printed) == (embedding == "sok")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@once_on("torch")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_deepfm_learns_on_ranks(tmp_path, made, ranks):
+    """They share the tables, and each batch."""
+    flags = ["--data", made[0], "--tower", "2x32", "--batch-size", 128]
+    launch = ["-m", "sok_keras.launch", "-n", ranks]
+    printed = run_example("criteo_deepfm.py", *flags, folder=tmp_path, launch=launch)
+    assert 0.6 < number_after("held-out AUC:", printed) < number_after("best possible:", printed)
+    assert "predicts the same" in printed
 
 
 @pytest.mark.slow

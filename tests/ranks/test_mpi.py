@@ -25,6 +25,8 @@ SETTINGS = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
+SEEDS = HERE.parents[2] / "shared" / "seeds"
+
 
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpirun(request):
@@ -115,3 +117,9 @@ def test_a_choice_that_cannot_be_is_an_error(exchange, arguments, told, monkeypa
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it were not installed
     with pytest.raises(ValueError, match=re.escape(told)):
         sok.init(**arguments)
+
+
+def test_programs_of_sparse_operation_kits_pages_run(mpirun, tmp_path):
+    if not SEEDS.exists():
+        pytest.skip(f"needs the documents of SparseOperationKit in {SEEDS}")
+    run(mpirun, 2, "sok_pages.py", tmp_path, KERAS_BACKEND="tensorflow")
