@@ -1,6 +1,9 @@
 //! The types of the numbers of rows: in tables, and in messages between ranks. Arithmetic is float32 in any case.
+#![allow(unsafe_code)]
 
 use serde::{Deserialize, Serialize};
+
+use crate::simd::{narrow_to_halves, widen_halves};
 
 /// The type of the numbers of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,7 +110,25 @@ pub trait Number: Copy + Default + PartialEq + Send + Sync + std::fmt::Debug + '
     /// Calls `with` with a row in float32, which is not copied if it is that already.
     #[inline(always)]
     fn with_f32<const D: usize>(row: &[Self; D], with: impl FnOnce(&[f32; D])) {
-        with(&std::array::from_fn(|k| row[k].to_f32()));
+        with(&Self::widened(row));
+    }
+
+    /// Returns a row in float32.
+    #[inline(always)]
+    fn widened<const D: usize>(row: &[Self; D]) -> [f32; D] {
+        std::array::from_fn(|k| row[k].to_f32())
+    }
+
+    /// Reads numbers as float32.
+    #[inline(always)]
+    fn widen(row: &[Self], to: &mut [f32]) {
+        to.iter_mut().zip(row).for_each(|(to, x)| *to = x.to_f32());
+    }
+
+    /// Writes numbers, each rounded as by `from_f32`.
+    #[inline(always)]
+    fn narrow(row: &[f32], to: &mut [Self]) {
+        to.iter_mut().zip(row).for_each(|(to, x)| *to = Self::from_f32(*x));
     }
 
     /// Rounds to the nearest, ties to even.
@@ -203,9 +224,40 @@ impl Float16 {
     }
 }
 
-// Nothing here reads or makes a subnormal float32, which some frameworks' threads take for zero.
+#[inline(always)]
+fn bits_of(row: &[Float16]) -> &[u16] {
+    // SAFETY: `Float16` is transparent.
+    unsafe { std::slice::from_raw_parts(row.as_ptr().cast(), row.len()) }
+}
+
+#[inline(always)]
+fn bits_of_mut(row: &mut [Float16]) -> &mut [u16] {
+    // SAFETY: as above, and all bits are values.
+    unsafe { std::slice::from_raw_parts_mut(row.as_mut_ptr().cast(), row.len()) }
+}
+
+// Nothing here reads or makes a subnormal float32, which some frameworks' threads take for zero. F16C does not heed their mode.
 impl Number for Float16 {
     const ROW_TYPE: RowType = RowType::Float16;
+
+    #[inline(always)]
+    fn widened<const D: usize>(row: &[Float16; D]) -> [f32; D] {
+        let mut floats = [0.0; D];
+        Float16::widen(row, &mut floats);
+        floats
+    }
+
+    #[inline(always)]
+    fn widen(row: &[Float16], to: &mut [f32]) {
+        let done = widen_halves(bits_of(row), to);
+        to[done..].iter_mut().zip(&row[done..]).for_each(|(to, x)| *to = x.to_f32());
+    }
+
+    #[inline(always)]
+    fn narrow(row: &[f32], to: &mut [Float16]) {
+        let done = narrow_to_halves(row, bits_of_mut(to));
+        to[done..].iter_mut().zip(&row[done..]).for_each(|(to, x)| *to = Float16::from_f32(*x));
+    }
 
     #[inline(always)]
     fn to_f32(self) -> f32 {
@@ -290,6 +342,32 @@ mod tests {
             assert_eq!((Float16::from_f32(x).0, Float16::from_f32(-x).0), (expected, expected | 0x8000));
         }
         assert_eq!(Float16::from_f32(1e-30), Float16(0));
+    }
+
+    /// By F16C where the processor has it.
+    #[test]
+    fn rows_are_converted_as_their_numbers_are() {
+        let halves: Vec<Float16> = (0..=u16::MAX).map(Float16).collect();
+        let mut floats = vec![0.0; halves.len()];
+        for len in [halves.len(), 1003, 7] {
+            Float16::widen(&halves[..len], &mut floats[..len]);
+            for (x, half) in floats[..len].iter().zip(&halves) {
+                assert!(
+                    x.to_bits() == half.to_f32().to_bits() || x.is_nan() && half.to_f32().is_nan(),
+                    "{half:?}"
+                );
+            }
+        }
+        let some = |i: u32| f32::from_bits(i.wrapping_mul(2_654_435_761));
+        let near = halves.windows(2).map(|pair| (pair[0].to_f32() + pair[1].to_f32()) / 2.0);
+        let floats: Vec<f32> =
+            (0..300_003).map(some).chain(near).chain([f32::NAN, 1e-40, -1e-40, 65_520.0]).collect();
+        let mut rounded = vec![Float16(0); floats.len()];
+        Float16::narrow(&floats, &mut rounded);
+        for (x, half) in floats.iter().zip(&rounded) {
+            assert_eq!(*half, Float16::from_f32(*x), "{x} {:x}", x.to_bits());
+        }
+        assert_eq!(Float16::widened(&[Float16(0x3c00); 11]), [1.0; 11]);
     }
 
     #[test]

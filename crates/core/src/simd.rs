@@ -89,6 +89,7 @@ pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     if is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("bmi2")
         && is_x86_feature_detected!("lzcnt")
+        && is_x86_feature_detected!("f16c")
     {
         // SAFETY: the processor has what the function is compiled for: checked above.
         return unsafe { with_avx2(kernel) };
@@ -97,7 +98,71 @@ pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+#[target_feature(enable = "avx2,bmi1,bmi2,f16c,lzcnt,popcnt")]
 fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
+}
+
+/// Converts float16 to float32 by F16C, eight at a time. Returns how many.
+#[inline(always)]
+pub fn widen_halves(halves: &[u16], floats: &mut [f32]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("f16c") {
+        // SAFETY: the processor has F16C: checked above.
+        return unsafe { f16c::widen(halves, floats) };
+    }
+    let _ = (halves, floats);
+    0
+}
+
+/// Rounds float32 to the nearest float16 by F16C, eight at a time, ties to even. Returns how many: up to eight among which one is not a number.
+#[inline(always)]
+pub fn narrow_to_halves(floats: &[f32], halves: &mut [u16]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("f16c") {
+        // SAFETY: as above.
+        return unsafe { f16c::narrow(floats, halves) };
+    }
+    let _ = (floats, halves);
+    0
+}
+
+#[cfg(target_arch = "x86_64")]
+mod f16c {
+    use core::arch::x86_64::{
+        _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cmp_ps,
+        _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_movemask_ps, _mm256_storeu_ps,
+    };
+
+    #[inline]
+    #[target_feature(enable = "f16c")]
+    pub fn widen(halves: &[u16], floats: &mut [f32]) -> usize {
+        let (from, to) = (halves.as_chunks::<8>().0, floats.as_chunks_mut::<8>().0);
+        for (from, to) in from.iter().zip(to) {
+            // SAFETY: it has 16 bytes.
+            let x = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+            let x = _mm256_cvtph_ps(x);
+            // SAFETY: it has room for eight.
+            unsafe { _mm256_storeu_ps(to.as_mut_ptr(), x) };
+        }
+        halves.len().min(floats.len()) / 8 * 8
+    }
+
+    #[inline]
+    #[target_feature(enable = "f16c")]
+    pub fn narrow(floats: &[f32], halves: &mut [u16]) -> usize {
+        let mut done = 0;
+        for (from, to) in floats.as_chunks::<8>().0.iter().zip(halves.as_chunks_mut::<8>().0) {
+            // SAFETY: it has eight.
+            let x = unsafe { _mm256_loadu_ps(from.as_ptr()) };
+            if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x)) != 0 {
+                break;
+            }
+            let x = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+            // SAFETY: it has room for 16 bytes.
+            unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), x) };
+            done += 8;
+        }
+        done
+    }
 }

@@ -5,12 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Rooms of the core from the top down. A room imports those below it.
-const ROOMS: [&[&str]; 6] = [
+const ROOMS: [&[&str]; 7] = [
     &["checkpoint", "host"],
     &["store", "contract"],
     &["formula", "exchange", "policy"],
     &["initializer", "pool"],
-    &["math", "memory", "simd", "fork", "key", "fingerprint", "row_type"],
+    &["math", "memory", "fork", "key", "fingerprint", "row_type"],
+    &["simd"],
     &["error"],
 ];
 

@@ -173,15 +173,15 @@ impl<'a, const D: usize, N: Number> PlainPooling<'a, D, N> {
         for output in output {
             let mut sum = match found.next() {
                 Some((position, record)) if hotness > 0 => {
-                    missing.or::<D, MAY_MISS>(rows, record, keys, position).map(N::to_f32)
+                    N::widened(missing.or::<D, MAY_MISS>(rows, record, keys, position))
                 }
                 _ => [0.0; D],
             };
             for _ in 1..hotness {
                 let Some((position, record)) = found.next() else { break };
-                let row = missing.or::<D, MAY_MISS>(rows, record, keys, position);
+                let row = N::widened(missing.or::<D, MAY_MISS>(rows, record, keys, position));
                 for k in 0..D {
-                    sum[k] += row[k].to_f32();
+                    sum[k] += row[k];
                 }
             }
             if scale != 1.0 {

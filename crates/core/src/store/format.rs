@@ -52,18 +52,21 @@ impl RecordFormat {
     }
 
     /// Reads the row of a record.
+    #[inline(always)]
     pub fn read_row(self, record: &[f32], row: &mut [f32]) {
         with_number!(self.row_type, N => read_numbers::<N>(record, row));
     }
 
     /// Writes the row of a record, rounded to the nearest.
+    #[inline(always)]
     pub fn write_row(self, record: &mut [f32], row: &[f32]) {
         with_number!(self.row_type, N => {
-            numbers_mut::<N>(record).iter_mut().zip(row).for_each(|(to, x)| *to = N::from_f32(*x));
+            N::narrow(row, &mut numbers_mut::<N>(record)[..row.len()]);
         });
     }
 
     /// Writes the row of a record after an update.
+    #[inline(always)]
     pub fn write_updated(self, record: &mut [f32], row: &[f32], chance: &Chance) {
         if !self.rounds_by_chance {
             return self.write_row(record, row);
@@ -117,8 +120,9 @@ impl Chance {
     }
 }
 
+#[inline(always)]
 fn read_numbers<N: Number>(record: &[f32], row: &mut [f32]) {
-    row.iter_mut().zip(numbers::<N>(record)).for_each(|(to, x)| *to = x.to_f32());
+    N::widen(&numbers::<N>(record)[..row.len()], row);
 }
 
 /// The words of a record as numbers of a row.
