@@ -37,8 +37,17 @@ _NUM_STEPS, _SHAPE = 3, (4, 3)
 
 
 class _State(NamedTuple):
+    """A state of each element.
+
+    Attributes:
+        name: Its name in tables.
+        initial: What it starts at.
+        is_relative: Whether it starts at the element itself. Tables have what it is above that, which starts at 0.
+    """
+
     name: str
     initial: float
+    is_relative: bool = False
 
 
 class GeneralUpdate:
@@ -64,12 +73,13 @@ class GeneralUpdate:
     def rule(self) -> dict[str, Any]:
         """The rule in the core: class of the optimizer, and its states."""
         name = keras.saving.get_registered_name(type(self._optimizer))
-        return {"name": "general", "class": name, "states": [state._asdict() for state in self.states]}
+        states = [{"name": state.name, "initial": state.initial} for state in self.states]
+        return {"name": "general", "class": name, "states": states}
 
     def build(self, gpu: int | None) -> None:
         """Makes the variables that stand for a piece of the rows and its states. `gpu`: where the tables are; None: on the host."""
         sizes = _SIZES if gpu is None else _SIZES_ON_GPU
-        self._pieces = [_Piece(self._optimizer, size) for size in sizes]
+        self._pieces = [_Piece(self._optimizer, self.states, size) for size in sizes]
 
     def run(self, tables: Any, scalars: Any, after: Any, is_update: Any) -> Any:
         """Computes the new values of all rows that the commit has named. They are written to the records by `apply`.
@@ -121,8 +131,10 @@ def _traced_floats(tables: Any) -> int | None:
 class _Piece:
     """A copy of an optimizer for one variable, which stands for a piece of the rows."""
 
-    def __init__(self, optimizer: Any, size: int) -> None:
+    def __init__(self, optimizer: Any, of_elements: list[_State], size: int) -> None:
         self.size = size
+        self._is_relative = [False, *(state.is_relative for state in of_elements)]
+        self._decay = optimizer.weight_decay or 0.0
         self._copy = _copied(optimizer)
         make_stateless(self._copy)
         self._row = keras.Variable(np.zeros(size, "float32"), dtype="float32", name="rows")
@@ -137,12 +149,17 @@ class _Piece:
             scalars: float32, begins with the learning rate and the step from 1 on.
         """
         variables, count, rate = [self._row, *self._states], steps_of(self._copy), rate_of(self._copy)
+        if any(self._is_relative):
+            # The row has decayed since the last step, its states have not.
+            row = arrays[0] / (1 - self._decay * scalars[0])
+            arrays = [row + x if is_relative else x for x, is_relative in zip(arrays, self._is_relative, strict=True)]
         mapping = [*zip(variables, arrays, strict=True), (count, ops.cast(scalars[1], count.dtype) - 1)]
         if isinstance(rate, keras.Variable):
             mapping.append((rate, scalars[0]))
         with keras.StatelessScope(mapping) as scope:
             self._copy.update_step(gradients, self._row, scalars[0])
-        return [scope.get_current_value(variable) for variable in variables]
+        new = [scope.get_current_value(variable) for variable in variables]
+        return [x - new[0] if is_relative else x for x, is_relative in zip(new, self._is_relative, strict=True)]
 
 
 # ---- what an optimizer is
@@ -191,11 +208,14 @@ def _states_of(optimizer: Any) -> list[_State]:
                 f"whose formula needs the whole variable: its state `{name}` has the shape {tuple(state.shape)}",
             )
         values = backend.to_numpy(state.value)
+        if (values == start).all():
+            states.append(_State(f"{name}_above_row", 0.0, is_relative=True))
+            continue
         if (values != values.flat[0]).any():
             raise _refused(optimizer, f"whose state `{name}` does not start at the same value everywhere")
         states.append(_State(name, float(values.flat[0])))
     if len({state.name for state in states}) < len(states):
-        states = [_State(f"state_{number}", state.initial) for number, state in enumerate(states)]
+        states = [state._replace(name=f"state_{number}") for number, state in enumerate(states)]
     return states
 
 
@@ -243,8 +263,9 @@ def _moved_in_parts(optimizer: Any, start: np.ndarray, gradients: list, order: n
     rate, decay = float(ops.convert_to_numpy(_copied(optimizer).learning_rate)), optimizer.weight_decay or 0.0
     new = np.empty(start.size, "float32")
     for places in np.split(order, 2):
-        piece = _Piece(optimizer, len(places))
-        arrays = [start.ravel()[places], *(np.full(len(places), s.initial, "float32") for s in _states_of(optimizer))]
+        states = _states_of(optimizer)
+        piece = _Piece(optimizer, states, len(places))
+        arrays = [start.ravel()[places], *(np.full(len(places), state.initial, "float32") for state in states)]
         for number, gradient in enumerate(gradients):
             arrays[0] = arrays[0] - arrays[0] * decay * rate
             given = [ops.convert_to_tensor(array, dtype="float32") for array in (gradient.ravel()[places], *arrays)]

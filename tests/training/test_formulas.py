@@ -248,6 +248,39 @@ def test_lamb_takes_a_row_as_a_variable_of_one_row(dim):
         assert_close(layer.get_tables()[f"dim_{dim}"].export().rows, np.concatenate([to_numpy(row) for row in theirs]))
 
 
+@pytest.mark.parametrize("mode", ["global", "lazy_global"])
+def test_fifty_sparse_steps_of_lamb_equal_variables_of_one_row(mode):
+    make = functools.partial(optimizers.Lamb, 0.05, beta_1=0.8, beta_2=0.95, epsilon=1e-3, weight_decay=0.2)
+    random = np.random.default_rng(3)
+    (start,) = normal(random, (NUM_KEYS, DIMS[1]))
+    layer, theirs = tables_of([start]), [keras.Variable(row[None]) for row in start]
+    ours = apply_of(sok.OptimizerWrapper(make(), update_mode=mode), [layer.trigger])
+    plain, push = apply_of(make(), theirs), push_of(layer)
+    for _ in range(50):
+        keys, (rows,) = random.choice(NUM_KEYS, 2, replace=False).astype("int32"), normal(random, (2, DIMS[1]))
+        whole = np.zeros_like(start)
+        whole[keys] = rows
+        ours([push([keys], [rows])])
+        plain(tensors([row[None] for row in whole]))
+    (table,) = layer.get_tables().values()
+    assert_close(table.export().rows, np.concatenate([to_numpy(row) for row in theirs]), 1e-5)
+
+
+def test_each_class_of_keras_is_held_against_a_dense_variable_or_refused():
+    """A class that a later Keras brings is in none of the lists."""
+    held = {rule.func for rule in RULES.values()} | {optimizers.Lamb}
+    # Of test_general_optimizers.py.
+    held.add(getattr(optimizers, "ScheduleFreeAdamW", None))
+    refused = {optimizers.Muon, optimizers.Adafactor}
+    wrappers = {optimizers.LossScaleOptimizer, getattr(optimizers, "MultiOptimizer", None)}
+    classes = {
+        value
+        for value in vars(optimizers).values()
+        if isinstance(value, type) and issubclass(value, optimizers.Optimizer) and value is not optimizers.Optimizer
+    }
+    assert classes - wrappers - refused <= held, classes - wrappers - refused - held
+
+
 def test_learning_rate_of_a_schedule_is_read_before_the_step():
     assert_rows_move_as_variables(
         lambda: optimizers.SGD(optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.5, 0.1, 0.02])), steps=8

@@ -90,6 +90,14 @@ RULES = {
     "of_iterations": functools.partial(OfIterations, 0.3),
     "own_adam": functools.partial(OwnAdam, 0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3, amsgrad=True),
 }
+SCHEDULE_FREE = getattr(optimizers, "ScheduleFreeAdamW", None)
+# A state starts at the row itself. On other backends Keras reads it after it has changed it.
+if BACKEND == "jax" and SCHEDULE_FREE is not None:
+    schedule_free = functools.partial(SCHEDULE_FREE, 0.05, beta_1=0.8, beta_2=0.95, epsilon=1e-3, warmup_steps=5)
+    RULES |= {
+        "schedule_free": schedule_free,
+        "schedule_free_decay": functools.partial(schedule_free, weight_decay=0.3),
+    }
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -195,12 +203,12 @@ class Noisy(optimizers.Optimizer):
 
 
 class FromVariable(TwoStates):
-    """A state starts at the values of the variable."""
+    """A state starts at twice the values of the variable."""
 
     def build(self, variables):
         super().build(variables)
         for momentum, variable in zip(self.momentums, variables, strict=True):
-            momentum.assign(variable)
+            momentum.assign(2 * variable)
 
 
 class Unmakeable(optimizers.Optimizer):
@@ -219,6 +227,13 @@ class Unmakeable(optimizers.Optimizer):
         (functools.partial(ScalarState, 0.1), r"needs the whole variable: its state `count` has the shape \(\)"),
         (functools.partial(Noisy, 0.1), "moves parts of a variable otherwise"),
         (FromVariable, "state `momentum` does not start at the same value everywhere"),
+        pytest.param(
+            SCHEDULE_FREE,
+            "needs the whole variable: its `update_step` moves parts",
+            marks=pytest.mark.skipif(
+                BACKEND == "jax" or SCHEDULE_FREE is None, reason="one of the formulas above, if Keras has it"
+            ),
+        ),
         (functools.partial(Unmakeable, 0.1), "cannot be made anew from its config"),
         (functools.partial(optimizers.Optimizer, 0.1), "`update_step` cannot be called"),
     ],
