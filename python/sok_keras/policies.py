@@ -5,6 +5,7 @@ import datetime
 from typing import Any
 
 import keras
+import numpy as np
 
 from sok_keras import _native as native
 
@@ -26,14 +27,24 @@ class _Policy:
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
 
+    def _take_integers(self, *names: str) -> None:
+        """Makes Python's integers of NumPy's, so that a configuration is JSON."""
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
+
 
 def _check_half_life(half_life: Any) -> None:
-    if half_life is not None and not _is_positive(half_life):
-        raise ValueError(f"`half_life` must be a positive integer or None. Received: half_life={half_life!r}")
+    if half_life is not None and not _is_count(half_life):
+        raise ValueError(
+            f"`half_life` must be a positive integer of 64 bits or None. Received: half_life={half_life!r}"
+        )
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_count(value: Any) -> bool:
+    """Whether a value is an integer from 1 to 2^64 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +112,7 @@ class LFU(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._take_integers("half_life")
         _check_half_life(self.half_life)
 
     def _core_score(self) -> Any:
@@ -185,7 +197,8 @@ class Frequency(Admission):
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_positive(self.threshold) or self.threshold >= 2**32:
+        self._take_integers("threshold", "half_life", "memory")
+        if not _is_count(self.threshold) or self.threshold >= 2**32:
             raise ValueError(
                 f"`threshold` must be an int from 1 to {2**32 - 1}. Received: threshold={self.threshold!r}"
             )
@@ -193,7 +206,7 @@ class Frequency(Admission):
         _check_half_life(self.half_life)
         if self.memory is None:
             return
-        if not _is_positive(self.memory) or not 64 <= self.memory < 2**64:
+        if not _is_count(self.memory) or self.memory < 64:
             raise ValueError(
                 f"`memory` must be an int from 64 bytes to {2**64 - 1}, or None. Received: memory={self.memory!r}"
             )
@@ -218,9 +231,10 @@ class Probability(Admission):
     probability: float
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.probability, int | float) and not isinstance(self.probability, bool)
+        is_number = isinstance(self.probability, int | float | np.number) and not isinstance(self.probability, bool)
         if not (is_number and 0 <= self.probability <= 1):
             raise ValueError(f"`probability` must be a float from 0 to 1. Received: probability={self.probability!r}")
+        object.__setattr__(self, "probability", float(self.probability))
 
 
 @keras.saving.register_keras_serializable(package="sok_keras")
@@ -255,10 +269,11 @@ class TimeToLive(_Policy):
     keep_expired: bool = False
 
     def __post_init__(self) -> None:
+        self._take_integers("time_to_live")
         time = self.time_to_live
-        if not (_is_positive(time) or (isinstance(time, datetime.timedelta) and time >= _MILLISECOND)):
+        if not (_is_count(time) or (isinstance(time, datetime.timedelta) and time >= _MILLISECOND)):
             raise ValueError(
-                "`time_to_live` must be a positive number of steps or a `datetime.timedelta` of at least a millisecond. Received: "
+                "`time_to_live` must be a positive number of steps of 64 bits or a `datetime.timedelta` of at least a millisecond. Received: "
                 f"time_to_live={time!r}"
             )
         self._check_flags("keep_expired")
@@ -286,11 +301,14 @@ def set_clock(now: datetime.datetime | None) -> None:
         now: The time at which it stands, with a time zone. None: it follows the clock of the system again.
 
     Raises:
+        TypeError: If it is no `datetime`.
         ValueError: If it is before 1970, or without a time zone.
     """
     if now is None:
         native.set_clock(None)
         return
+    if not isinstance(now, datetime.datetime):
+        raise TypeError(f"`now` must be a `datetime` with a time zone or None. Received: now={now!r}")
     since = None if now.tzinfo is None else now - datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
     if since is None or since < datetime.timedelta(0):
         raise ValueError(f"`now` must have a time zone and not be before 1970. Received: now={now!r}")

@@ -5,6 +5,7 @@ import datetime
 from typing import Any
 
 import keras
+import numpy as np
 
 from sok_keras.policies import (
     Admission,
@@ -18,6 +19,14 @@ from sok_keras.policies import (
 )
 from sok_keras.table_optimizers import get_optimizer, optimizer_config
 
+_INTEGERS = (
+    "vocabulary_size",
+    "embedding_dim",
+    "out_of_vocabulary_key",
+    "seed",
+    "initial_capacity",
+    "max_capacity",
+)
 _CHOICES = {
     "combiner": ("mean", "sum", "sqrtn"),
     "missing": ("initial", "zeros"),
@@ -118,6 +127,8 @@ class TableConfig:
             all arithmetic are float32. A row is rounded to the nearest when it is stored.
         stochastic_rounding: Whether updates round rows of 16 bits by chance instead of to the nearest, so that steps which are smaller
             than the distance between two numbers are not lost. The chance is a function of seed, step, id and column.
+        initial_value: Rows `(n, embedding_dim)` of the keys from 0 to n - 1, which the table has when its layer is built. An array, or what has a shape and
+            gives parts by slices, such as a memory-mapped file. Every rank gives the same. It is no part of the configuration that is saved.
         storage: `"hbm"` for the memory of the GPU that the model runs on, `"host"` for the memory of the host, or `"auto"` for
             `"hbm"` where there is a GPU. If the model runs on a GPU, ids and rows of a table on the host are copied in each step.
     """
@@ -146,9 +157,13 @@ class TableConfig:
     time_to_live: TimeToLive | datetime.timedelta | int | None = None
     embedding_dtype: str = "float32"
     stochastic_rounding: bool = False
+    initial_value: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        for argument in _INTEGERS:
+            if isinstance(getattr(self, argument), np.integer):
+                setattr(self, argument, int(getattr(self, argument)))
         self.initializer = keras.initializers.get(self.initializer)
         self.optimizer = get_optimizer(self.optimizer)
         check_placement(self.placement, self.vocabulary_size)
@@ -164,6 +179,23 @@ class TableConfig:
             check_is_dynamic(policy, getattr(self, policy), self.vocabulary_size)
         check_eviction(self.eviction, self.max_capacity)
         self._check_out_of_vocabulary_key()
+        if self.initial_value is not None:
+            self.initial_value = self._checked_value()
+
+    def _checked_value(self) -> Any:
+        """Returns the rows that the table starts with, if it can have them."""
+        value = self.initial_value if hasattr(self.initial_value, "shape") else np.asarray(self.initial_value)
+        if len(value.shape) != 2 or value.shape[1] != self.embedding_dim:
+            raise ValueError(
+                f"`initial_value` must have the shape (n, {self.embedding_dim}). Received: shape {tuple(value.shape)}"
+            )
+        for argument in ("vocabulary_size", "max_capacity"):
+            most = getattr(self, argument)
+            if most is not None and len(value) > most:
+                raise ValueError(
+                    f"`initial_value` must have at most `{argument}` rows, {most}. Received: {len(value)} rows"
+                )
+        return value
 
     def _check_out_of_vocabulary_key(self) -> None:
         key, size = self.out_of_vocabulary_key, self.vocabulary_size
@@ -180,7 +212,7 @@ class TableConfig:
             )
 
     def get_config(self) -> dict[str, Any]:
-        config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "initial_value"}
         for name in ("initializer", "eviction", "admission", "time_to_live"):
             config[name] = keras.saving.serialize_keras_object(getattr(self, name))
         config["optimizer"] = optimizer_config(self.optimizer)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import sok_keras as sok
-from sok_keras.layers import dynamic_embedding
+from sok_keras.layers import base
 
 DIM = 3
 
@@ -22,7 +22,7 @@ def model_of(layer):
 
 
 def test_the_first_rows_are_those_that_were_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_embedding, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(base, "_ROWS_AT_ONCE", 3)
     rows = some_rows()
     stored = np.memmap(tmp_path / "rows", "float32", "w+", shape=rows.shape)
     stored[:] = rows
@@ -59,3 +59,41 @@ def test_other_shapes_are_refused():
             sok.DynamicEmbedding(DIM, initial_value=value)
     with pytest.raises(ValueError, match="at most `max_capacity` rows, 6. Received: 7 rows"):
         sok.DynamicEmbedding(DIM, initial_value=some_rows(), max_capacity=6)
+
+
+def test_tables_of_a_layer_start_with_their_rows():
+    rows = some_rows()
+    tables = [
+        sok.TableConfig("users", np.int64(9), DIM, combiner="sum", initial_value=rows),
+        sok.TableConfig("items", None, DIM, combiner="sum", initial_value=rows[:2]),
+        sok.TableConfig("shops", 5, DIM, combiner="sum"),
+    ]
+    layer = sok.DistributedEmbedding({table.name: sok.FeatureConfig(table.name, table) for table in tables})
+    layer.build()
+    layer.build()
+    users, items, shops = layer.get_tables().values()
+    np.testing.assert_array_equal(users.find(np.arange(7))[0], rows)
+    assert (len(users), items.keys().tolist(), len(shops)) == (7, [0, 1], 0)
+    found = layer({name: np.array([[1, 0]], "int32") for name in ("users", "items", "shops")})
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(found["users"])[0], rows[:2].sum(axis=0), rtol=1e-6)
+    again = sok.DistributedEmbedding.from_config(layer.get_config())
+    again.build()
+    assert [len(table) for table in again.get_tables().values()] == [0, 0, 0]
+    with pytest.raises(ValueError, match="at most `vocabulary_size` rows, 6. Received: 7 rows"):
+        sok.TableConfig("users", 6, DIM, initial_value=rows)
+
+
+def test_sizes_may_be_integers_of_numpy(tmp_path):
+    policies = sok.policies
+    layer = sok.DynamicEmbedding(
+        np.int32(DIM),
+        max_capacity=np.int64(8),
+        initial_capacity=np.uint8(2),
+        eviction=policies.LFU(half_life=np.int64(5)),
+        admission=policies.Frequency(np.int64(2), memory=np.int64(640)),
+        time_to_live=np.int64(50),
+        name="items",
+    )
+    model_of(layer).save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras").get_layer("items")
+    assert loaded.get_config() == layer.get_config() and loaded.max_capacity == 8

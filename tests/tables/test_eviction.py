@@ -219,6 +219,6 @@ def test_a_policy_of_a_static_table_or_with_a_wrong_half_life_is_refused():
     for argument in ("count_inference", "keep_evicted"):
         with pytest.raises(ValueError, match=f"`{argument}` must be True or False. Received: {argument}='yes'"):
             sok.policies.LRU(**{argument: "yes"})
-    for half_life in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="`half_life` must be a positive integer or None"):
+    for half_life in (0, -1, 2.5, True, 2**64):
+        with pytest.raises(ValueError, match="`half_life` must be a positive integer of 64 bits or None"):
             sok.policies.LFU(half_life=half_life)

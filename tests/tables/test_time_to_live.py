@@ -162,7 +162,7 @@ def test_statistics_have_expired_rows():
     assert history.history["expired_rows"] == [6] and history.history["rows"] == [2]
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "30 days", DAY * 0, -DAY, datetime.timedelta(microseconds=999)])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, 2**64, "30 days", DAY * 0, -DAY, datetime.timedelta(microseconds=999)])
 def test_wrong_times_are_refused(value):
     with pytest.raises(ValueError, match="`time_to_live` must be a positive number of steps"):
         sok.DynamicEmbedding(4, time_to_live=value)
@@ -183,3 +183,5 @@ def test_wrong_arguments_are_refused():
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_tables_are_on_the_gpu():
     assert sok.DynamicEmbedding(4, time_to_live=3)._core.gpu is not None
+    with pytest.raises(TypeError, match="`now` must be a `datetime` with a time zone or None. Received: now='noon'"):
+        sok.policies.set_clock("noon")

@@ -23,9 +23,12 @@ from sok_keras.policies import (
     get_eviction,
     get_time_to_live,
 )
+from sok_keras.table import Table
 from sok_keras.table_config import TableConfig
 
 _ROWS = "rows.npz"
+# Rows of an `initial_value` that are read at once.
+_ROWS_AT_ONCE = 65_536
 
 _SIZES = {
     "embedding_dim": "a positive integer",
@@ -61,6 +64,16 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "stochastic_rounding": config.stochastic_rounding,
         "placement": distributed.core_placement(config),
     }
+
+
+def _assign_first(table: Table, rows: Any) -> None:
+    """Gives a table its first rows, those of the keys from 0 on. All ranks call it."""
+    rank, world_size = distributed.rank(), distributed.world_size()
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        some = np.asarray(rows[start : start + _ROWS_AT_ONCE])
+        # Each rank hands a part of them to their owners.
+        keys = np.arange(start, start + len(some))[rank::world_size]
+        table.assign(keys, some[rank::world_size])
 
 
 def _missing_key(config: TableConfig) -> int | None:
@@ -129,6 +142,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
             config["optimizer"] = 1 + optimizers.index(table.optimizer) if table.optimizer is not None else 0
         self._core = Core(configs, storages.pop(), optimizers)
         self._core.frozen = [table.name for table in tables if not table.trainable]
+        self._initial_values = [table.initial_value for table in tables]
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # tables have no input shape
@@ -143,6 +157,10 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         self._core.trigger.watch(self.trigger)
         self._watch_state()
         self.built = True
+        values, self._initial_values = list(self._initial_values), []
+        for table, value in zip(self._core.tables, values, strict=True):
+            if value is not None:
+                _assign_first(table, value)
 
     def _lookup(
         self, features: tuple, inputs: list, weights: list, training: bool | None, frozen: bool = False

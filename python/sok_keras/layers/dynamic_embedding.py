@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras import distributed, ids, preprocessing
+from sok_keras import ids, preprocessing
 from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
 from sok_keras.policies import Admission, Eviction, TimeToLive, get_admission, get_eviction, get_time_to_live
@@ -14,8 +14,6 @@ from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 from sok_keras.table_optimizers import optimizer_config
 
-# Rows of an `initial_value` that are read at once.
-_ROWS_AT_ONCE = 65_536
 # Arguments of `keras.layers.Embedding` that this layer does not have, and what to do instead.
 _UNSUPPORTED_ARGUMENTS = {
     "input_dim": "A table takes any 64-bit id and grows. Leave it out",
@@ -147,7 +145,7 @@ class DynamicEmbedding(TableLayer):
     ) -> None:
         _check_arguments(output_dim, embeddings_initializer, kwargs)
         super().__init__(save_rows=save_rows, **kwargs)
-        if not isinstance(output_dim, int) or output_dim < 1:
+        if not isinstance(output_dim, int | np.integer) or output_dim < 1:
             raise ValueError(f"`output_dim` must be a positive integer. Received: output_dim={output_dim!r}")
         if combiner is not None:
             check_choice("combiner", combiner)
@@ -157,7 +155,6 @@ class DynamicEmbedding(TableLayer):
                 "`mask_zero` must be False with another `padding_key` than 0, since both name the id that is masked. Received: "
                 f"mask_zero={mask_zero!r}, padding_key={padding_key!r}"
             )
-        self.output_dim = output_dim
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
         self.combiner = combiner
         self.padding_key = padding_key
@@ -165,9 +162,6 @@ class DynamicEmbedding(TableLayer):
         self._padding_key = 0 if mask_zero else padding_key
         self.supports_masking = self._padding_key is not None
         self.missing = missing
-        self.out_of_vocabulary_key = out_of_vocabulary_key
-        self.initial_capacity = initial_capacity
-        self.max_capacity = max_capacity
         self.check_mode = check_mode
         self.eviction = get_eviction(eviction)
         self.admission = get_admission(admission)
@@ -195,22 +189,14 @@ class DynamicEmbedding(TableLayer):
             stochastic_rounding=stochastic_rounding,
             storage=storage,
             placement=placement,
+            initial_value=initial_value,
         )
+        self.output_dim = table.embedding_dim
+        self.out_of_vocabulary_key = table.out_of_vocabulary_key
+        self.initial_capacity = table.initial_capacity
+        self.max_capacity = table.max_capacity
         self.optimizer = table.optimizer
-        self._initial_value = None if initial_value is None else _checked_value(initial_value, output_dim, table)
         self._make_core([table_core_config(table)], [table])
-
-    def build(self, *args: Any, **kwargs: Any) -> None:
-        super().build(*args, **kwargs)
-        value, self._initial_value = self._initial_value, None
-        if value is None:
-            return
-        rank, world_size = distributed.rank(), distributed.world_size()
-        for start in range(0, len(value), _ROWS_AT_ONCE):
-            rows = np.asarray(value[start : start + _ROWS_AT_ONCE])
-            # Each rank hands a part of them to their owners.
-            keys = np.arange(start, start + len(rows))[rank::world_size]
-            self.get_table().assign(keys, rows[rank::world_size])
 
     @property
     def seed(self) -> int:
@@ -346,18 +332,6 @@ class DynamicEmbedding(TableLayer):
             "placement": self.placement,
             "save_rows": self.save_rows,
         }
-
-
-def _checked_value(value: Any, dim: int, table: TableConfig) -> Any:
-    """Returns the rows that a table starts with, if it can have them."""
-    value = value if hasattr(value, "shape") else np.asarray(value)
-    if len(value.shape) != 2 or value.shape[1] != dim:
-        raise ValueError(f"`initial_value` must have the shape (n, {dim}). Received: shape {tuple(value.shape)}")
-    if table.max_capacity is not None and len(value) > table.max_capacity:
-        raise ValueError(
-            f"`initial_value` must have at most `max_capacity` rows, {table.max_capacity}. Received: {len(value)} rows"
-        )
-    return value
 
 
 def set_tables(own: dict[str, Table], given: dict) -> None:
