@@ -80,7 +80,7 @@ soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a 
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m soak --timeout 7200 || exit 1; done
 
-BENCHES = step bridge general model growth dump scaling ranks policies expiry $(if $(PEERS),peers)
+BENCHES = step bridge general model growth dump scaling ranks policies expiry kept $(if $(PEERS),peers)
 
 bench: $(BACKENDS:%=$(VENV)/%.done) ## what a step costs and beside what, into benches/results (PEERS=1: the frameworks' own embeddings too)
 	for bench in $(BENCHES); do \

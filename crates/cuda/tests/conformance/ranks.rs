@@ -14,6 +14,7 @@ use sok_core::exchange::communicator::Communicator;
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::tcp::TcpRank;
 use sok_core::formula::update::UpdateScalars;
+use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_core::row_type::RowType;
@@ -153,6 +154,9 @@ fn one_rank() {
                     .then_some(TimeToLive { lifetime, keeps_expired: false });
             }
         }
+        for (config, _) in &mut configs {
+            config.admission = any_admission(&mut dice).filter(|_| config.vocabulary_size.is_none());
+        }
         let mut update = any_update(&mut dice);
         update.clipnorm = dice.pick(&[None, Some(0.5)]).filter(|_| update.clipvalue.is_none());
         let steps = any_steps(&mut dice, &configs, 6 * ranks, 6);
@@ -178,8 +182,8 @@ fn one_rank() {
     // Localized tables are on rank 0. A few cases may have none with bags.
     let pools = communicator.rank() == 0 && ranks > 1 && peers.nccl().is_none();
     assert!(HAS_POOLED.load(Relaxed) == pools || number("SOK_TEST_CASES", 24) < 24);
-    for has_removed in [&HAS_EVICTED, &HAS_EXPIRED] {
-        assert!(has_removed.load(Relaxed) || number("SOK_TEST_CASES", 24) < 24);
+    for has_happened in [&HAS_EVICTED, &HAS_EXPIRED, &HAS_FILTERED] {
+        assert!(has_happened.load(Relaxed) || number("SOK_TEST_CASES", 24) < 24);
     }
 }
 
@@ -214,9 +218,17 @@ fn any_eviction(dice: &mut Dice) -> Option<Eviction> {
     (dice.below(4) > 0).then_some(Eviction { score, counts_inference, keeps_evicted })
 }
 
-/// Whether this rank has removed rows to make room, or because their time was over.
+fn any_admission(dice: &mut Dice) -> Option<Admission> {
+    let (threshold, once_per_step) = (1 + dice.below(4) as u32, dice.below(2) == 0);
+    let (half_life, memory) = (dice.pick(&[None, Some(3)]), dice.pick(&[None, Some(64 * 20)]));
+    let frequency = Admission::Frequency { threshold, once_per_step, half_life, memory };
+    dice.pick(&[None, None, Some(frequency), Some(Admission::Probability { probability: 0.3 })])
+}
+
+/// Whether this rank has removed rows to make room, or because their time was over, and whether it has kept keys out.
 static HAS_EVICTED: AtomicBool = AtomicBool::new(false);
 static HAS_EXPIRED: AtomicBool = AtomicBool::new(false);
+static HAS_FILTERED: AtomicBool = AtomicBool::new(false);
 
 /// Runs steps on this rank's share of each batch, on the host and on the GPU.
 fn follow(
@@ -281,6 +293,7 @@ fn follow(
             assert_eq!(host, gpu, "rank {rank}, step {number}, table {table}");
             HAS_EVICTED.fetch_or(gpu.0.evicted > 0, Relaxed);
             HAS_EXPIRED.fetch_or(gpu.0.expired > 0, Relaxed);
+            HAS_FILTERED.fetch_or(gpu.0.filtered > 0, Relaxed);
         }
     }
 }
