@@ -14,7 +14,6 @@ from native_step import NativeStep
 
 POWER, FIFTH = 1.0 - 1.05, 5
 EVICTION = {"counts_inference": False, "keeps_evicted": False}
-OFTEN = {"frequency": {"threshold": 10}}
 POLICIES = {
     "LFU": {"eviction": {"score": {"lfu": {"half_life": None}}, **EVICTION}},
     "LRU": {"eviction": {"score": "lru", **EVICTION}},
@@ -60,6 +59,9 @@ def main():
     parser.add_argument("--keys", type=int, default=50_000)
     parser.add_argument("--ids", type=int, default=5_000_000)
     parser.add_argument("--batch", type=int, default=1000)
+    parser.add_argument(
+        "--thresholds", type=int, nargs="+", default=[1, 2, 10], help="of Frequency; 1: no admission policy"
+    )
     arguments = parser.parse_args()
     given = arguments.keys, arguments.ids, arguments.batch
 
@@ -69,9 +71,10 @@ def main():
     best, seen = share_below(given[0] // FIFTH + 1.0, given[0]), share(most_seen(*given))
     rows = [["the most frequent of those seen", "", f"{seen / best:.1%}", "100.0%"]]
     for name, policy in POLICIES.items():
-        for admission in (None, OFTEN):
+        for threshold in arguments.thresholds:
+            admission = {"frequency": {"threshold": threshold}} if threshold > 1 else None
             kept = kept_by({**policy, "admission": admission}, *given)
-            how = "all" if admission is None else "come 10 times"
+            how = "all" if admission is None else f"come {threshold} times"
             rows.append([name, how, f"{share(kept) / best:.1%}", f"{share(kept) / seen:.1%}"])
     table = work.table(["rows that are kept", "ids that get a row", "of the best", "of those seen"], rows)
     title = f"What a fifth of {given[0]:,} keys keeps after {given[1]:,} ids"

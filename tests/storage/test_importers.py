@@ -510,3 +510,31 @@ def test_states_are_assigned_under_every_policy():
     assert table.assign([1, 2, 3, 4], rows, states=states).refused == 2
     assert len(table) == 2 and (table.export(states=True).states["momentum"] == 1).all()
     assert table.assign([], np.empty((0, DIM)), states={name: state[:0] for name, state in states.items()}).hit == 0
+
+
+@pytest.mark.parametrize("end", [0, 10, 100, 0.5, -1])
+def test_files_that_are_cut_are_named_with_the_byte(tmp_path, end):
+    """`end`: bytes that are left, or their share."""
+    keys, rows = some_rows(1000)
+    table, frame = make_table(), {"key": keys, **{f"x{column}": rows[:, column] for column in range(DIM)}}
+    columns = [f"x{column}" for column in range(DIM)]
+    readers = {"rows.npz": lambda path: sok.importers.numpy(path, table, progress=False)}
+    np.savez(tmp_path / "rows.npz", keys=keys, rows=rows)
+    if BACKEND == "torch":
+        import torch
+
+        torch.save({"items": torch.from_numpy(rows)}, tmp_path / "rows.pt")
+        readers["rows.pt"] = lambda path: sok.importers.torch(path, {"items": table}, progress=False)
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(frame), tmp_path / "rows.parquet")
+    readers["rows.parquet"] = lambda path: sok.importers.parquet(path, table, keys="key", rows=columns, progress=False)
+    for name, read in readers.items():
+        data = (tmp_path / name).read_bytes()
+        cut = data[: int(len(data) * end) if isinstance(end, float) else end]
+        (tmp_path / name).write_bytes(cut)
+        with pytest.raises(
+            ValueError, match=rf"{name} must be .*, whole. Received: a file that ends at byte {len(cut)}"
+        ):
+            read(tmp_path / name)
+        assert len(table) == 0

@@ -162,7 +162,9 @@ def test_statistics_have_expired_rows():
     assert history.history["expired_rows"] == [6] and history.history["rows"] == [2]
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, 2**64, "30 days", DAY * 0, -DAY, datetime.timedelta(microseconds=999)])
+@pytest.mark.parametrize(
+    "value", [0, -1, True, 1.5, 2**64, "30 days", DAY * 0, -DAY, datetime.timedelta(microseconds=999)]
+)
 def test_wrong_times_are_refused(value):
     with pytest.raises(ValueError, match="`time_to_live` must be a positive number of steps"):
         sok.DynamicEmbedding(4, time_to_live=value)

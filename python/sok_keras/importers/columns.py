@@ -15,6 +15,7 @@ from sok_keras.importers.pieces import (
     check_table,
     import_source,
     on_all_ranks,
+    reading,
     source_of,
 )
 from sok_keras.table import Outcomes, Table, as_keys
@@ -62,7 +63,9 @@ def numpy(
 def _named_arrays(source: Any, table: Table, keys: str, rows: str) -> tuple[Any, Any]:
     with contextlib.ExitStack() as stack:
         if not isinstance(source, Mapping):
-            source = np.load(source)
+            path = source
+            with reading(path, "an `.npz` file"):
+                source = np.load(path)
             if not isinstance(source, np.lib.npyio.NpzFile):
                 raise ValueError(
                     "`source` must be an `.npz` file, or a mapping of arrays by name. Received: a file of one array"
@@ -71,7 +74,11 @@ def _named_arrays(source: Any, table: Table, keys: str, rows: str) -> tuple[Any,
         missing = [name for name in (keys, rows) if name not in source]
         if missing:
             raise KeyError(f"`source` must have arrays {keys!r} and {rows!r}. Received: {sorted(source)}")
-        of_keys, of_rows = source[keys], source[rows]
+        if isinstance(source, np.lib.npyio.NpzFile):
+            with reading(path, "an `.npz` file"):
+                of_keys, of_rows = source[keys], source[rows]
+        else:
+            of_keys, of_rows = source[keys], source[rows]
     if len(np.shape(of_keys)) != 1 or np.shape(of_rows) != (len(of_keys), table.dim):
         raise ValueError(
             f"Keys and rows must be of shape (n,) and (n, {table.dim}). Received: {np.shape(of_keys)} and {np.shape(of_rows)}"
@@ -109,7 +116,12 @@ def parquet(
     def pieces(rank: int, world_size: int) -> Iterator[Piece]:
         groups = [(name, file, group) for name, file in files for group in range(file.num_row_groups)]
         for name, file, group in groups[rank::world_size]:
-            for batch in file.iter_batches(PIECE_ROWS, row_groups=[group], columns=columns):
+            batches = file.iter_batches(PIECE_ROWS, row_groups=[group], columns=columns)
+            while True:
+                with reading(name, "a Parquet file"):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
                 yield Piece(*_arrays(batch, columns, isinstance(rows, str), table.dim, f"{name}, row group {group}"))
 
     return import_source(table, Source(sum(file.metadata.num_rows for _, file in files), pieces), progress)
@@ -124,7 +136,10 @@ def _parquet_files(path: Path, table: Table, columns: list[str], is_list: bool) 
     names = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not names:
         raise FileNotFoundError(f"{path} has no files `*.parquet`")
-    files = [(name, ParquetFile(name)) for name in names]
+    files = []
+    for name in names:
+        with reading(name, "a Parquet file"):
+            files.append((name, ParquetFile(name)))
     for name, file in files:
         schema = file.schema_arrow
         missing = [column for column in columns if column not in schema.names]

@@ -7,7 +7,7 @@ from typing import Any
 import keras as keras_
 import numpy as np
 
-from sok_keras.importers.pieces import check_table, import_source, on_all_ranks, source_of
+from sok_keras.importers.pieces import check_table, import_source, on_all_ranks, reading, source_of
 from sok_keras.strings import string_keys
 from sok_keras.table import Outcomes, Table, as_keys
 
@@ -144,7 +144,8 @@ def _weights(
     if not isinstance(source, Mapping):
         import torch as torch_
 
-        source = torch_.load(source, map_location="cpu", weights_only=True, mmap=True)
+        with reading(source, "a file of `torch.save`"):
+            source = torch_.load(source, map_location="cpu", weights_only=True, mmap=True)
     missing = [name for name in tables if name not in source]
     if missing:
         raise KeyError(

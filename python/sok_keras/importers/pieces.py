@@ -1,5 +1,6 @@
 """Pieces of rows, and how they come into a table."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -164,6 +165,20 @@ def map_file(path: Path, dtype: Any, *, offset: int = 0, row: int | None = None)
         )
     shape = (size // width,) if row is None else (size // width, row)
     return np.memmap(path, dtype, "r", offset, shape) if size else np.empty(shape, dtype)
+
+
+@contextlib.contextmanager
+def reading(path: Any, what: str) -> Iterator[None]:
+    """Within, what a library cannot read of a file becomes a `ValueError` that names the file and the byte at which it ends."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        size = Path(path).stat().st_size
+        raise ValueError(
+            f"{path} must be {what}, whole. Received: a file that ends at byte {size}, of which {error}"
+        ) from error
 
 
 def check_table(table: Any) -> Table:
