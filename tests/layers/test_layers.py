@@ -6,6 +6,7 @@ import pytest
 from keras import initializers, ops
 
 import sok_keras as sok
+from notebook import FIRST_FORWARD, NOTEBOOK_KEYS, NOTEBOOK_ROWS, SECOND_FORWARD
 from one_table import DIM, distributed, table_of, train_step
 from reference import BACKEND, assert_close, gradients, to_numpy
 from sok_keras import ids as ids_module
@@ -28,30 +29,6 @@ def wide_ids():
 
 # ---- the numbers of the HugeCTR TensorFlow plugin's notebook, "Verify Accuracy"
 
-NOTEBOOK_ROWS = np.arange(1, 33, dtype="float32").reshape(8, 4)
-NOTEBOOK_KEYS = np.array(
-    [
-        [[0, -1], [1, -1], [2, 6]],
-        [[0, -1], [1, -1], [-1, -1]],
-        [[0, -1], [1, -1], [6, -1]],
-        [[0, -1], [1, -1], [2, -1]],
-    ],
-    "int32",
-)
-FIRST_FORWARD = [
-    [[1, 2, 3, 4], [5, 6, 7, 8], [34, 36, 38, 40]],
-    [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 0]],
-    [[1, 2, 3, 4], [5, 6, 7, 8], [25, 26, 27, 28]],
-    [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]],
-]
-SLOT_0 = [0.90024906, 1.9002491, 2.900249, 3.900249]
-SLOT_1 = [4.900249, 5.900249, 6.900249, 7.900249]
-SECOND_FORWARD = [
-    [SLOT_0, SLOT_1, [33.800995, 35.800995, 37.800995, 39.800995]],
-    [SLOT_0, SLOT_1, [0, 0, 0, 0]],
-    [SLOT_0, SLOT_1, [24.900497, 25.900497, 26.900497, 27.900497]],
-    [SLOT_0, SLOT_1, [8.900497, 9.900497, 10.900497, 11.900497]],
-]
 NOTEBOOK_LAYERS = {
     "dynamic_embedding": lambda: sok.DynamicEmbedding(4, combiner="sum", padding_key=-1),
     "distributed_dynamic": lambda: distributed(combiner="sum", padding_key=-1),
@@ -59,14 +36,15 @@ NOTEBOOK_LAYERS = {
 }
 
 
+@pytest.mark.parametrize("update_mode", ["local", "global", "lazy_global"])
 @pytest.mark.parametrize("kind", NOTEBOOK_LAYERS)
-def test_numbers_of_the_hugectr_notebook(kind):
+def test_numbers_of_the_hugectr_notebook(kind, update_mode):
     layer = NOTEBOOK_LAYERS[kind]()
     table_of(layer).assign(np.arange(8), NOTEBOOK_ROWS)
     forward = lambda: layer(NOTEBOOK_KEYS, training=True)
     np.testing.assert_array_equal(to_numpy(forward()), FIRST_FORWARD)
     adam = keras.optimizers.Adam(0.1, beta_1=0.9, beta_2=0.99, epsilon=1e-3)
-    train_step(layer, sok.OptimizerWrapper(adam), lambda: ops.sum(forward()))
+    train_step(layer, sok.OptimizerWrapper(adam, update_mode=update_mode), lambda: ops.sum(forward()))
     np.testing.assert_allclose(to_numpy(forward()), SECOND_FORWARD, rtol=2e-6)
     np.testing.assert_array_equal(table_of(layer).find([3, 4, 5, 7])[0], NOTEBOOK_ROWS[[3, 4, 5, 7]])
 

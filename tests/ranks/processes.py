@@ -12,7 +12,9 @@ import sok_keras as sok
 from reference import ON_GPU
 
 HERE = pathlib.Path(__file__).parent
-PACKAGES = os.pathsep.join([str(pathlib.Path(sok.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+PACKAGES = os.pathsep.join(
+    [str(pathlib.Path(sok.__file__).parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+)
 
 
 def environment(**variables):

@@ -158,6 +158,12 @@ def test_rows_and_gradients_of_ranks_are_those_of_tensorflow(ranks, tmp_path):
 
 
 @once_on("tensorflow")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_have_the_numbers_of_the_hugectr_notebook(ranks):
+    run(ranks, "plugin.py")
+
+
+@once_on("tensorflow")
 def test_static_variables_are_trained_by_many_ranks_as_by_one(tmp_path):
     alone("static_variables.py", tmp_path)
     one = np.load(tmp_path / "static0of1.npz")
