@@ -16,12 +16,11 @@ import numpy as np
 from sok_keras import backend, distributed, ragged, saved_rows, static_variables
 from sok_keras.backend.insertion import Insertion
 from sok_keras.core_initializers import core_initializer
-from sok_keras.feature_config import FeatureConfig
-from sok_keras.layers.distributed_embedding import DistributedEmbedding
 from sok_keras.static_variables import Variable, keys_of
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig
 from sok_keras.variable_options import combiner_of, dtype_of, narrowed, table_config
+from sok_keras.variable_tables import VariableTables, waiting
 
 _numbers = itertools.count()
 _FORMS = (
@@ -111,13 +110,13 @@ class DynamicVariable(backend.variables.TableVariable):
         """Waits for a table. Raises a `ValueError` if the core has no formula for the initializer."""
         core_initializer(config.initializer, config.embedding_dim, config.vocabulary_size)
         self._config = dataclasses.replace(config, trainable=bool(self.trainable))
-        self._tables: _Tables | None = None
+        self._tables: VariableTables | None = None
         # When changes began to be recorded, and the numbers of these snapshots.
         self._marks: collections.deque[tuple[datetime.datetime, int]] = collections.deque(maxlen=_MAX_MARKS)
-        _waiting.append(weakref.ref(self))
+        waiting.append(weakref.ref(self))
 
     @property
-    def tables(self) -> "_Tables":
+    def tables(self) -> VariableTables:
         """The tables that were made together with that of this variable."""
         if self._tables is None:
             if backend.name == "jax" and backend.framework.is_in_trace():  # type: ignore[attr-defined]
@@ -125,7 +124,7 @@ class DynamicVariable(backend.variables.TableVariable):
                     f"{self.name} must have been used before a function that JAX traces uses it: call `sok_keras.triggers(variables)` first"
                 )
             with backend.eager_scope():
-                _Tables.make()
+                VariableTables.make()
         assert self._tables is not None
         return self._tables
 
@@ -178,8 +177,6 @@ class DynamicVariable(backend.variables.TableVariable):
         return keys_of(self, narrowed(ids))
 
 
-# Variables without tables.
-_waiting: list[weakref.ref] = []
 # Names of variables.
 _names: set[str] = set()
 
@@ -191,98 +188,6 @@ def _unique(name: str) -> str:
     )
     _names.add(found)
     return found
-
-
-class _Tables:
-    """The tables of variables that were made before one of them was used. One native call looks them all up."""
-
-    def __init__(self, variables: list[DynamicVariable]) -> None:
-        configs = [variable._config for variable in variables]
-        self._numbers = {id(variable): number for number, variable in enumerate(variables)}
-        self.layer = DistributedEmbedding([FeatureConfig(config.name, config) for config in configs], name="variables")
-        self.layer.build()
-        backend.variables.keep_trigger(self.layer.trigger)
-        self.core = self.layer._core
-        if backend.name == "tensorflow":
-            self.steps = backend.variables.Steps()  # type: ignore[attr-defined]
-
-    @classmethod
-    def make(cls) -> None:
-        """Makes the tables of all variables that have none yet."""
-        variables = [variable for variable in (reference() for reference in _waiting) if variable is not None]
-        by_storage: dict[str, list[DynamicVariable]] = {variable._config.storage: [] for variable in variables}
-        for variable in variables:
-            by_storage[variable._config.storage].append(variable)
-        for together in by_storage.values():
-            tables = cls(together)
-            for variable in together:
-                variable._tables = tables
-            _waiting[:] = [one for one in _waiting if one() is not None and one()._tables is None]  # type: ignore[union-attr]
-            for variable in together:
-                variable._fill()
-
-    def present_trigger(self) -> Any:
-        """Returns the present value of the trigger, on JAX or PyTorch."""
-        if backend.name == "jax":
-            if backend.framework.is_in_trace():  # type: ignore[attr-defined]
-                raise ValueError(
-                    "`triggers` must be given in a function that JAX traces, as an argument of the function. Received: triggers=None"
-                )
-            # A loop has values of its own, so the lookup does not depend on its last step.
-            self.core.wait_for_steps()
-        return self.layer.trigger.value
-
-    def number_of(self, variable: DynamicVariable) -> int:
-        return self._numbers[id(variable)]
-
-    def plan(
-        self,
-        variables: Sequence[DynamicVariable],
-        weights: list,
-        axes: Sequence[str],
-        combiners: Sequence[str],
-        padding_keys: Sequence[int | None] | None = None,
-    ) -> Any:
-        """Returns the plan of lookups of these variables."""
-        of_features = zip(variables, weights, axes, combiners, padding_keys or [None] * len(variables), strict=True)
-        features = tuple(
-            (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, padding_key)
-            for variable, weight, axis, combiner, padding_key in of_features
-        )
-        return self.core.plan(features, check_finite=False)
-
-    def lookup(self, plan: Any, inputs: list, weights: list, trigger: Any, learns: bool, insertion: Insertion) -> list:
-        """Looks up rows.
-
-        Args:
-            plan: What `plan` gives.
-            inputs: For each variable a tuple of tensors.
-            weights: For each variable weights or None.
-            trigger: The value of the trigger.
-            learns: Whether gradients will come.
-            insertion: When ids without a row get one.
-        """
-        if learns:
-            self._note(plan, inputs)
-        return backend.lookup(plan, trigger, learns, inputs, weights, insertion)
-
-    def call(
-        self,
-        variables: Sequence[DynamicVariable],
-        inputs: list,
-        weights: list,
-        axes: Sequence[str],
-        combiners: Sequence[str],
-        insertion: Insertion,
-    ) -> Any:
-        """Returns a lookup of these variables on TensorFlow, of which gradients may come."""
-        plan = self.plan(variables, weights, axes, combiners)
-        self._note(plan, inputs)
-        return backend.variables.Call(plan, inputs, weights, list(combiners), insertion)  # type: ignore[attr-defined]
-
-    def _note(self, plan: Any, inputs: list) -> None:
-        if backend.is_tracing(inputs[0][0]) and not backend.is_compiling():
-            self.core.note_traced_call(plan, inputs)
 
 
 def _picked(values: Sequence, numbers: list[int]) -> list:
@@ -425,7 +330,7 @@ def lookup_sparse(
     given = {"sp_ids": sp_ids, "sp_weights": sp_weights, "combiners": combiners}
     lists = {name: _as_list(name, value, is_list, len(variables)) for name, value in given.items()}
     rows: list = [None] * len(variables)
-    groups: dict[_Tables | None, list[int]] = {}
+    groups: dict[VariableTables | None, list[int]] = {}
     for number, variable in enumerate(variables):
         tables = variable.tables if isinstance(variable, DynamicVariable) else None
         groups.setdefault(tables, []).append(number)
@@ -570,7 +475,7 @@ def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
         ValueError: If a gradient is that of another variable.
     """
     kept: list[tuple] = []
-    groups: dict[_Tables, list[tuple]] = {}
+    groups: dict[VariableTables, list[tuple]] = {}
     for gradient, variable in zip(gradients, variables, strict=True):
         other = getattr(gradient, "variable", variable)
         if other is not variable:
@@ -587,7 +492,7 @@ def with_triggers(gradients: list, variables: list) -> tuple[list, list]:
     return [gradient for gradient, _ in kept], [variable for _, variable in kept]
 
 
-def _ticket_of(tables: _Tables, given: list) -> Any:
+def _ticket_of(tables: VariableTables, given: list) -> Any:
     if backend.name != "tensorflow":
         raise TypeError(
             "On JAX and PyTorch an optimizer takes `sok_keras.triggers(variables)` and their gradients. Received: the variable "

@@ -57,7 +57,7 @@ LEVELS = [
     {"general"},
     {"fixed_variables"},
     {"variables"},
-    {"static_variables", "saved_rows"},
+    {"static_variables", "saved_rows", "variable_tables"},
     {"variable_options"},
     {"layers.distributed_embedding"},
     {"layers.dynamic_embedding"},
