@@ -57,7 +57,7 @@ class DynamicVariable(backend.variables.TableVariable):
         dimension: Number of floats in a row.
         initializer: `"random"` (None): uniform from -0.05 to 0.05; `"normal"`: with deviation 1; `"uniform"`: from 0 to 1; `"ones"`,
             `"zeros"`, or a number as a string; or a Keras initializer.
-        var_type: `"hbm"`: a table that grows, on the GPU if the program uses one. `"hybrid"`: rows are in the memory of the host, and if there
+        var_type: `"hbm"` (None): a table that grows, on the GPU if the program uses one. `"hybrid"`: rows are in the memory of the host, and if there
             is a `max_capacity`, the least recently used ones go to make room.
         name: Name of the variable, and of its table in dumps.
         constraint: Must be None.
@@ -76,7 +76,7 @@ class DynamicVariable(backend.variables.TableVariable):
         self,
         dimension: int,
         initializer: Any = None,
-        var_type: str = "hbm",
+        var_type: str | None = "hbm",
         name: str | None = None,
         constraint: Any = None,
         trainable: bool = True,
@@ -93,7 +93,7 @@ class DynamicVariable(backend.variables.TableVariable):
         dtype_of("dtype", dtype, ("float32",))
         if constraint is not None:
             raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
-        self._start(table_config(name, dimension, initializer, var_type, mode, kwargs))
+        self._start(table_config(name, dimension, initializer, var_type or "hbm", mode, kwargs))
 
     def _name_it(self, dimension: int, name: str, trainable: bool) -> str:
         """Gives the variable a name that no other one has, and returns it."""

@@ -593,7 +593,7 @@ def test_names_are_free_again_when_a_variable_is_gone():
 
 
 def test_spellings_of_sparse_operation_kit_are_taken():
-    v, ids = variable(initializer="1", filter_ratio=1.0), tf.ragged.constant([[1], [2, 3]], dtype=tf.int64)
+    v, ids = variable(initializer="1", var_type=None, filter_ratio=1.0), tf.ragged.constant([[1], [2, 3]], dtype=tf.int64)
     for combiners in (["sum"], "sum"):
         assert sok.lookup_sparse(v, ids, combiners=combiners).numpy()[:, 0].tolist() == [1, 2]
         (rows,) = sok.lookup_sparse([v], [ids], combiners=combiners, hotness=[2])

@@ -209,3 +209,34 @@ def test_ascend_recsdk(clock):
     assert states(table, 1) == ["filtered"] and not read(layer, 1).any()
     train(model, 1)
     assert states(table, 1) == ["present"]
+
+
+# What each system does if nothing is said: of all but two, nothing. MCH has no default.
+DEFAULTS = {
+    "DynamicEmb": {"max_capacity": 8, "eviction": "lru"},  # score strategy TIMESTAMP
+    "TorchEasyRec": {"max_capacity": 8, "check_mode": "count", "missing": "zeros"},
+    "TorchRec MPZCH": {},  # neither eviction nor opt-in
+    "FBGEMM key-value": {},
+    "DeepRec": {},  # steps_to_live and filter_freq are 0
+    "Monolith": {"time_to_live": datetime.timedelta(days=36_500)},  # threshold 0
+    "TFRA": {},  # restrict policies remove rows when they are called
+    "RecIS": {"missing": "zeros"},
+    "Ascend RecSDK": {"missing": "zeros"},  # admit_threshold is -1, the time 0
+}
+
+
+@pytest.mark.parametrize("system", DEFAULTS)
+def test_defaults_keep_each_id_that_there_is_room_for(system, clock):
+    layer, model, table = make(**DEFAULTS[system])
+    train(model, 1, 2, 3)
+    clock(datetime.timedelta(days=3650))
+    for _ in range(20):
+        train(model, 4)
+    assert states(table, 1, 2, 3, 4) == ["present"] * 4
+    stats = table.stats()
+    assert (stats.filtered, stats.evicted, stats.expired, stats.refused) == (0, 0, 0, 0)
+    assert read(layer, 99).any() == ("missing" not in DEFAULTS[system])
+    train(model, *range(10, 18))
+    evicts, refuses = "eviction" in DEFAULTS[system], "check_mode" in DEFAULTS[system]
+    stats = table.stats()
+    assert (stats.evicted, stats.refused) == (4 * evicts, 4 * refuses)
