@@ -217,7 +217,7 @@ def _write(path, source, optimizer, tables, overwrite, states, since, wait):
 
 def load(
     path: Path,
-    source: Source | Mapping[str, Table | Variable],
+    source: Source | Mapping[str, Table | DynamicVariable | Variable],
     optimizer: keras.optimizers.Optimizer | None = None,
     *,
     tables: Sequence[str] | None = None,
@@ -241,7 +241,7 @@ def load(
     Args:
         path: The dump's directory.
         source: A `Model`, a layer, a `Table`, or a list of layers and tables. Or a dict: names of the dump's tables, and the `Table` or
-            `Variable` to read each into, whatever its name and layer.
+            variable to read each into, whatever its name and layer.
         optimizer: As for `dump`, after its `build` or a step. States that the dump does not have stay as they are, with a warning.
         tables: Names of the tables of `source` to read into, as for `dump`. None: all. A dict has all that are read.
         mode: `"replace"` to replace all rows, `"merge"` to add the rows of the dump, which overwrite rows of the same key.
@@ -400,9 +400,12 @@ def _named(source, tables):
         raise ValueError(
             f"`tables` must be None if `source` is a dict, which has the tables to read. Received: tables={tables!r}"
         )
+    source = {name: one.table if isinstance(one, DynamicVariable) else one for name, one in source.items()}
     wrong = [value for value in source.values() if not isinstance(value, Table)]
     if wrong or not source:
-        raise ValueError(f"A dict as `source` must have `Table`s as values. Received: {wrong or source!r}")
+        raise ValueError(
+            f"A dict as `source` must have `Table`s or variables of this package as values. Received: {wrong or source!r}"
+        )
     if len(set(source.values())) < len(source):
         raise ValueError(f"A dict as `source` must have each `Table` once. Received: {source!r}")
     return list(source), list(source.values())

@@ -64,7 +64,7 @@ def sok(
     Raises:
         TypeError: If `tables` has other values than tables.
         ValueError: If a table is empty, which SparseOperationKit does not load; if it has no files for the states of a table's optimizer, or
-            `states` of a static table that is not a `Variable` are asked for. Nothing was written then.
+            `states` of a static table that is not a `Variable` of TensorFlow are asked for. Nothing was written then.
         OSError: If a file cannot be written.
     """
     given, folder = by_name(tables, name_of), Path(path)

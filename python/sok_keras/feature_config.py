@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from sok_keras.policies import as_python_int
 from sok_keras.table_config import TableConfig, check_name
 
 
@@ -35,6 +36,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        self.padding_key = as_python_int(self.padding_key)
         if not isinstance(self.table, TableConfig):
             raise ValueError(f"`table` must be a `TableConfig`. Received: table={self.table!r} (feature {self.name!r})")
 

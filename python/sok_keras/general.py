@@ -76,10 +76,29 @@ class GeneralUpdate:
         states = [{"name": state.name, "initial": state.initial} for state in self.states]
         return {"name": "general", "class": name, "states": states}
 
-    def build(self, gpu: int | None) -> None:
-        """Makes the variables that stand for a piece of the rows and its states. `gpu`: where the tables are; None: on the host."""
+    def build(self, gpu: int | None, decays: list[float], row_types: list[str]) -> None:
+        """Makes the variables that stand for a piece of the rows and its states.
+
+        Args:
+            gpu: Where the tables are; None: on the host.
+            decays: The weight decay of the rows of each layer.
+            row_types: Types of the rows of all tables.
+
+        Raises:
+            ValueError: If a state starts at the row, and rows are rounded or do not decay alike.
+        """
+        if any(state.is_relative for state in self.states):
+            if len(set(decays)) > 1:
+                raise ValueError(
+                    f"{_name_of_class(self._optimizer)} must decay the rows of all layers, or of none, since its states start at the rows. Received: "
+                    f"weight decays {decays}"
+                )
+            if set(row_types) != {"float32"}:
+                raise ValueError(
+                    f"{_name_of_class(self._optimizer)} needs rows of float32, since its states start at the rows. Received: {sorted(set(row_types))}"
+                )
         sizes = _SIZES if gpu is None else _SIZES_ON_GPU
-        self._pieces = [_Piece(self._optimizer, self.states, size) for size in sizes]
+        self._pieces = [_Piece(self._optimizer, self.states, decays[0], size) for size in sizes]
 
     def run(self, tables: Any, scalars: Any, after: Any, is_update: Any) -> Any:
         """Computes the new values of all rows that the commit has named. They are written to the records by `apply`.
@@ -131,10 +150,10 @@ def _traced_floats(tables: Any) -> int | None:
 class _Piece:
     """A copy of an optimizer for one variable, which stands for a piece of the rows."""
 
-    def __init__(self, optimizer: Any, of_elements: list[_State], size: int) -> None:
+    def __init__(self, optimizer: Any, of_elements: list[_State], decay: float, size: int) -> None:
         self.size = size
         self._is_relative = [False, *(state.is_relative for state in of_elements)]
-        self._decay = optimizer.weight_decay or 0.0
+        self._decay = decay
         self._copy = _copied(optimizer)
         make_stateless(self._copy)
         self._row = keras.Variable(np.zeros(size, "float32"), dtype="float32", name="rows")
@@ -183,11 +202,15 @@ def _built(optimizer: Any, variable: Any) -> list:
     return [each for each in optimizer.variables if id(each) not in before]
 
 
-def _refused(optimizer: Any, reason: str) -> ValueError:
+def _name_of_class(optimizer: Any) -> str:
     cls = type(optimizer)
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def _refused(optimizer: Any, reason: str) -> ValueError:
     return ValueError(
         "`inner_optimizer` must compute each element of a variable by itself, or be one that the core has a formula for. Received: "
-        f"{cls.__module__}.{cls.__name__}, {reason}"
+        f"{_name_of_class(optimizer)}, {reason}"
     )
 
 
@@ -264,7 +287,7 @@ def _moved_in_parts(optimizer: Any, start: np.ndarray, gradients: list, order: n
     new = np.empty(start.size, "float32")
     for places in np.split(order, 2):
         states = _states_of(optimizer)
-        piece = _Piece(optimizer, states, len(places))
+        piece = _Piece(optimizer, states, decay, len(places))
         arrays = [start.ravel()[places], *(np.full(len(places), state.initial, "float32") for state in states)]
         for number, gradient in enumerate(gradients):
             arrays[0] = arrays[0] - arrays[0] * decay * rate

@@ -229,7 +229,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             for core in cores:
                 core.synchronize()  # a step of the optimizer before may still be under way
             if self._tables.general and cores:
-                self._tables.general.build(cores[0].gpu)
+                decays = [json.loads(update)["weight_decay"] or 0.0 for update in updates]
+                row_types = [config["row_type"] for core in cores for config in core.configs]
+                self._tables.general.build(cores[0].gpu, decays, row_types)
         for core, update in zip(cores, updates, strict=True):
             core.warn_of_lost_states(update)
         others = [optimizer for core in cores for optimizer in core.table_optimizers]

@@ -30,9 +30,7 @@ class _Policy:
     def _take_integers(self, *names: str) -> None:
         """Makes Python's integers of NumPy's, so that a configuration is JSON."""
         for name in names:
-            value = getattr(self, name)
-            if isinstance(value, np.integer):
-                object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, as_python_int(getattr(self, name)))
 
 
 def _check_half_life(half_life: Any) -> None:
@@ -40,6 +38,11 @@ def _check_half_life(half_life: Any) -> None:
         raise ValueError(
             f"`half_life` must be a positive integer of 64 bits or None. Received: half_life={half_life!r}"
         )
+
+
+def as_python_int(value: Any) -> Any:
+    """Returns an integer of NumPy as one of Python, and anything else as it is. To NumPy a span of time is an integer, too."""
+    return int(value) if isinstance(value, np.integer) and not isinstance(value, np.timedelta64) else value
 
 
 def _is_count(value: Any) -> bool:
@@ -231,7 +234,9 @@ class Probability(Admission):
     probability: float
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.probability, int | float | np.number) and not isinstance(self.probability, bool)
+        is_number = isinstance(self.probability, int | float | np.integer | np.floating) and not isinstance(
+            self.probability, bool | np.timedelta64
+        )
         if not (is_number and 0 <= self.probability <= 1):
             raise ValueError(f"`probability` must be a float from 0 to 1. Received: probability={self.probability!r}")
         object.__setattr__(self, "probability", float(self.probability))

@@ -31,6 +31,7 @@ SLOTS: dict[str, tuple[str, dict[str, str]]] = {
 SLOTS_OF_KERAS: dict[str, tuple[str, dict[str, str]]] = {
     "SGD": ("SGD", {"momentums": "momentum"}),
     "Adam": ("Adam", {"momentums": "m", "velocities": "v"}),
+    "AdamW": ("Adam", {"momentums": "m", "velocities": "v"}),
     "Adamax": ("Adam", {"m": "m", "u": "v"}),
     "Adagrad": ("Adagrad", {"accumulators": "accumulator"}),
     "Adadelta": ("Adadelta", {"accumulated_grads": "accum_grad", "accumulated_delta_vars": "accum_var"}),

@@ -129,7 +129,7 @@ def as_keys(keys: Any) -> np.ndarray:
     if keys.size == 0:
         return np.empty(0, "int64")
     if keys.dtype.kind not in "iu":
-        raise TypeError(f"Keys must be integers of 64 bits. Received: keys of dtype {keys.dtype}")
+        raise TypeError(f"Keys must be integers of at most 64 bits. Received: keys of dtype {keys.dtype}")
     keys = np.ravel(keys)
     return np.ascontiguousarray(keys.view("int64") if keys.dtype == np.uint64 else keys.astype("int64"))
 

@@ -11,6 +11,7 @@ from sok_keras.policies import (
     Admission,
     Eviction,
     TimeToLive,
+    as_python_int,
     check_eviction,
     check_is_dynamic,
     get_admission,
@@ -162,8 +163,7 @@ class TableConfig:
     def __post_init__(self) -> None:
         check_name(self.name)
         for argument in _INTEGERS:
-            if isinstance(getattr(self, argument), np.integer):
-                setattr(self, argument, int(getattr(self, argument)))
+            setattr(self, argument, as_python_int(getattr(self, argument)))
         self.initializer = keras.initializers.get(self.initializer)
         self.optimizer = get_optimizer(self.optimizer)
         check_placement(self.placement, self.vocabulary_size)
@@ -185,15 +185,18 @@ class TableConfig:
     def _checked_value(self) -> Any:
         """Returns the rows that the table starts with, if it can have them."""
         value = self.initial_value if hasattr(self.initial_value, "shape") else np.asarray(self.initial_value)
+        kind = keras.ops.convert_to_numpy(value[:1]).dtype.kind if len(value.shape) else "f"
+        if kind not in "fiu":
+            raise ValueError(f"`initial_value` must have numbers. Received: {value!r:.100}")
         if len(value.shape) != 2 or value.shape[1] != self.embedding_dim:
             raise ValueError(
                 f"`initial_value` must have the shape (n, {self.embedding_dim}). Received: shape {tuple(value.shape)}"
             )
         for argument in ("vocabulary_size", "max_capacity"):
             most = getattr(self, argument)
-            if most is not None and len(value) > most:
+            if most is not None and value.shape[0] > most:
                 raise ValueError(
-                    f"`initial_value` must have at most `{argument}` rows, {most}. Received: {len(value)} rows"
+                    f"`initial_value` must have at most `{argument}` rows, {most}. Received: {value.shape[0]} rows"
                 )
         return value
 

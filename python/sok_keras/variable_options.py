@@ -129,7 +129,7 @@ def table_config(
     if var_type not in ("hbm", "hybrid"):
         raise ValueError(f'`var_type` must be "hbm" or "hybrid". Received: var_type={var_type!r}')
     ratio = options.get("filter_ratio", 1.0)
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float | np.floating) or not 0 < ratio <= 1:
         raise ValueError(f"`filter_ratio` must be a number above 0, up to 1. Received: filter_ratio={ratio!r}")
     unknown = sorted(
         set(options) - {"filter_ratio", "init_capacity", "max_capacity", "evict_strategy", *_WITHOUT_EFFECT}

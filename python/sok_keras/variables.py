@@ -93,6 +93,10 @@ class DynamicVariable(backend.variables.TableVariable):
         dtype_of("dtype", dtype, ("float32",))
         if constraint is not None:
             raise ValueError(f"`constraint` must be None. Received: constraint={constraint!r}")
+        if kwargs.get("filter_ratio", 1.0) != 1.0 and not trainable:
+            raise ValueError(
+                f"`filter_ratio` must be 1.0 if `trainable` is False: rows come with training. Received: filter_ratio={kwargs['filter_ratio']!r}"
+            )
         self._start(table_config(name, dimension, initializer, var_type or "hbm", mode, kwargs))
 
     def _name_it(self, dimension: int, name: str, trainable: bool) -> str:
@@ -309,8 +313,8 @@ def lookup_sparse(
             gradients on JAX and PyTorch, if the variable is trainable.
         combiners: For each variable `"sum"`, `"mean"` (also `"average"`) or `"sqrtn"`, in any case. None: `"mean"`.
         use_low_frequency_filter: Must be True in training if a variable has a `filter_ratio` below 1: an id without a row gets one with this probability
-            when the optimizer applies the step. Until then it is a row of zeros, which `"mean"` counts, and has no gradient. Other variables have
-            a ratio of 1.
+            when the optimizer applies the step. Until then it is a row of zeros, which `"mean"` counts. Its gradient is applied if it gets its row in
+            this step, and dropped if not. Other variables have a ratio of 1.
         hotness: Not needed; accepted for programs that were written for SparseOperationKit 1.
         triggers: On JAX and PyTorch: the values of `triggers(params)`, in their order. A function that JAX traces must be given them. None:
             their present values.
@@ -359,10 +363,6 @@ def _check_filter(variables: list, use_low_frequency_filter: bool, training: boo
         if isinstance(variable, DynamicVariable) and variable.filters and training and not use_low_frequency_filter:
             raise ValueError(
                 f"`use_low_frequency_filter` must be True for {variable.name}, whose `filter_ratio` is below 1. Received: False"
-            )
-        if isinstance(variable, Variable) and use_low_frequency_filter:
-            raise ValueError(
-                f"`use_low_frequency_filter` must be False for {variable.name}, which has a fixed number of rows. Received: True"
             )
 
 

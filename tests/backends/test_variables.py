@@ -593,15 +593,20 @@ def test_names_are_free_again_when_a_variable_is_gone():
 
 
 def test_spellings_of_sparse_operation_kit_are_taken():
-    v, ids = variable(initializer="1", var_type=None, filter_ratio=1.0), tf.ragged.constant([[1], [2, 3]], dtype=tf.int64)
+    v, ids = (
+        variable(initializer="1", var_type=None, filter_ratio=1.0),
+        tf.ragged.constant([[1], [2, 3]], dtype=tf.int64),
+    )
     for combiners in (["sum"], "sum"):
         assert sok.lookup_sparse(v, ids, combiners=combiners).numpy()[:, 0].tolist() == [1, 2]
         (rows,) = sok.lookup_sparse([v], [ids], combiners=combiners, hotness=[2])
         assert rows.numpy()[:, 0].tolist() == [1, 2]
     rows = sok.lookup_sparse(v, ids, combiners="sum", use_low_frequency_filter=True)
     assert rows.numpy()[:, 0].tolist() == [1, 2]
-    with pytest.raises(ValueError, match="`use_low_frequency_filter` must be False"):
-        sok.lookup_sparse(sok.Variable(some_rows()), ids, use_low_frequency_filter=True)
+    rows = sok.lookup_sparse([v, sok.Variable(some_rows())], [ids, ids], use_low_frequency_filter=True)
+    assert [row.shape for row in rows] == [(2, DIM)] * 2
+    with pytest.raises(ValueError, match="`filter_ratio` must be 1.0 if `trainable` is False"):
+        variable(filter_ratio=0.5, trainable=False)
     for ratio in (0, 1.5, True, "0.5"):
         with pytest.raises(ValueError, match="`filter_ratio` must be a number above 0"):
             variable(filter_ratio=ratio)

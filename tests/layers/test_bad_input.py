@@ -328,7 +328,7 @@ def test_batch_that_does_not_fit_changes_nothing(call):
 @pytest.mark.parametrize("method", ["find", "find_or_insert", "erase"])
 def test_keys_must_be_integers(method):
     layer = dynamic()
-    with pytest.raises(TypeError, match=r"Keys must be integers of 64 bits. Received: keys of dtype float64"):
+    with pytest.raises(TypeError, match=r"Keys must be integers of at most 64 bits. Received: keys of dtype float64"):
         getattr(layer.get_table(), method)([1.5])
     assert_untouched(layer)
 
@@ -348,7 +348,11 @@ def test_assigned_rows_must_be_of_the_dim():
 
 
 GIVEN_TABLES = {
-    "float_keys": (([7.5], ROWS[:1]), TypeError, "Keys must be integers of 64 bits. Received: keys of dtype float64"),
+    "float_keys": (
+        ([7.5], ROWS[:1]),
+        TypeError,
+        "Keys must be integers of at most 64 bits. Received: keys of dtype float64",
+    ),
     "too_many": ((np.arange(5), np.ones((5, DIM))), sok.TableFullError, "5 keys for at most 4 rows"),
     "other_dim": (([7], ROWS[:1, :2]), ValueError, r"shape \(1, 4\). Received: shape \(1, 2\)"),
     "fewer_rows": (([7, 8], ROWS[:1]), ValueError, r"shape \(2, 4\). Received: shape \(1, 4\)"),

@@ -1,5 +1,8 @@
 """Tables that start with rows."""
 
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -97,3 +100,37 @@ def test_sizes_may_be_integers_of_numpy(tmp_path):
     model_of(layer).save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras").get_layer("items")
     assert loaded.get_config() == layer.get_config() and loaded.max_capacity == 8
+
+
+def test_rows_that_were_loaded_before_stay(tmp_path):
+    rows = some_rows()
+    saved = sok.DynamicEmbedding(DIM, name="items")
+    saved.build()
+    saved.get_table().assign([0, 50], rows[:2] + 9)
+    sok.dump(tmp_path / "dump", saved)
+    layer = sok.DynamicEmbedding(DIM, initial_value=rows, name="items")
+    sok.load(tmp_path / "dump", layer)
+    layer.build()
+    assert layer.get_table().keys().tolist() == [0, 50]
+    np.testing.assert_array_equal(layer.get_table()[[0, 50]], rows[:2] + 9)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_starts_with_the_rows_that_were_given(copied):
+    rows = some_rows()
+    for built in (False, True):
+        layer = sok.DynamicEmbedding(DIM, initial_value=rows)
+        if built:
+            layer.build()
+        again = copied(layer)
+        again.build()
+        np.testing.assert_array_equal(again.get_table().export().rows, rows)
+
+
+def test_what_has_no_numbers_is_refused():
+    with pytest.raises(ValueError, match="`initial_value` must have numbers"):
+        sok.DynamicEmbedding(2, initial_value=[["a", "b"]])
+    value = keras.Variable(np.ones((2, DIM)))
+    layer = sok.DynamicEmbedding(DIM, initial_value=value)
+    layer.build()
+    assert (layer.get_table()[[0, 1]] == 1).all()

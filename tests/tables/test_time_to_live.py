@@ -163,7 +163,8 @@ def test_statistics_have_expired_rows():
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1, True, 1.5, 2**64, "30 days", DAY * 0, -DAY, datetime.timedelta(microseconds=999)]
+    "value",
+    [0, -1, True, 1.5, 2**64, np.timedelta64(30, "ns"), "30 days", DAY * 0, -DAY, datetime.timedelta(microseconds=999)],
 )
 def test_wrong_times_are_refused(value):
     with pytest.raises(ValueError, match="`time_to_live` must be a positive number of steps"):

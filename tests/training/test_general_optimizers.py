@@ -385,3 +385,30 @@ def test_a_model_with_an_optimizer_of_the_program_that_runs_is_saved(tmp_path):
     np.testing.assert_allclose(
         again.predict(np.array([[1, 2]]), verbose=0), model.predict(np.array([[1, 2]]), verbose=0)
     )
+
+
+@pytest.mark.skipif(BACKEND != "jax" or SCHEDULE_FREE is None, reason="an optimizer of JAX, if Keras has it")
+def test_rows_that_are_excluded_from_weight_decay_move_as_a_variable():
+    """A state starts at the row."""
+
+    def made(excluded):
+        inner = schedule_free(weight_decay=0.3)
+        inner.exclude_from_weight_decay(var_names=[excluded])
+        return inner
+
+    start, *gradients = normal(np.random.default_rng(2), *[(NUM_KEYS, 8)] * 7)
+    layer, theirs = tables_of([start]), keras.Variable(start, name="rows")
+    ours, plain = apply_of(sok.OptimizerWrapper(made("trigger")), [layer.trigger]), apply_of(made("rows"), [theirs])
+    push = push_of(layer)
+    for gradient in gradients:
+        ours([push([np.arange(NUM_KEYS, dtype="int32")], [gradient])])
+        plain([ops.convert_to_tensor(gradient)])
+    assert_close(layer.get_tables()["dim_8"].export().rows, theirs)
+
+
+@pytest.mark.skipif(BACKEND != "jax" or SCHEDULE_FREE is None, reason="an optimizer of JAX, if Keras has it")
+def test_a_state_that_starts_at_the_row_needs_rows_of_float32():
+    layer = sok.DynamicEmbedding(4, embedding_dtype="bfloat16")
+    layer.build()
+    with pytest.raises(ValueError, match="needs rows of float32"):
+        sok.OptimizerWrapper(schedule_free()).build([layer.trigger])

@@ -1,6 +1,7 @@
 """Pieces of rows, and how they come into a table."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -172,12 +173,13 @@ def reading(path: Any, what: str) -> Iterator[None]:
     """Within, what a library cannot read of a file becomes a `ValueError` that names the file and the byte at which it ends."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, PermissionError, MemoryError):
         raise
     except Exception as error:
-        size = Path(path).stat().st_size
+        if not isinstance(path, str | os.PathLike):
+            raise
         raise ValueError(
-            f"{path} must be {what}, whole. Received: a file that ends at byte {size}, of which {error}"
+            f"{path} must be {what}, whole. Received: a file that ends at byte {Path(path).stat().st_size}; reading it: {error}"
         ) from error
 
 

@@ -69,8 +69,8 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
 def _assign_first(table: Table, rows: Any) -> None:
     """Gives a table its first rows, those of the keys from 0 on. All ranks call it."""
     rank, world_size = distributed.rank(), distributed.world_size()
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        some = np.asarray(rows[start : start + _ROWS_AT_ONCE])
+    for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
+        some = ops.convert_to_numpy(rows[start : start + _ROWS_AT_ONCE])
         # Each rank hands a part of them to their owners.
         keys = np.arange(start, start + len(some))[rank::world_size]
         table.assign(keys, some[rank::world_size])
@@ -157,10 +157,11 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         self._core.trigger.watch(self.trigger)
         self._watch_state()
         self.built = True
-        values, self._initial_values = list(self._initial_values), []
-        for table, value in zip(self._core.tables, values, strict=True):
-            if value is not None:
+        for table, value in zip(self._core.tables, self._initial_values, strict=True):
+            # Rows that were loaded or set before stay.
+            if value is not None and len(table) == 0:
                 _assign_first(table, value)
+        self._initial_values = [None] * len(self._initial_values)
 
     def _lookup(
         self, features: tuple, inputs: list, weights: list, training: bool | None, frozen: bool = False
@@ -250,6 +251,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
 
     def __deepcopy__(self, memo: dict) -> "TableLayer":
         copy = type(self).from_config(self.get_config())
+        copy._initial_values = list(self._initial_values)
         memo[id(self)] = copy
         if self.built:
             copy.build()
@@ -259,7 +261,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
     def __reduce__(self) -> tuple:
         state: dict[str, np.ndarray] = {}
         rows_file.save(self._core, state)
-        return _rebuild, (type(self), self.get_config(), self.built, state)
+        return _rebuild, (type(self), self.get_config(), self.built, state, list(self._initial_values))
 
 
 def _insertion(training: bool | None, learns: bool) -> Insertion:
@@ -280,9 +282,10 @@ def _has_weights_file(frame: Any) -> bool:
 
 
 def _rebuild(
-    cls: type["TableLayer"], config: dict[str, Any], is_built: bool, state: dict[str, np.ndarray]
+    cls: type["TableLayer"], config: dict[str, Any], is_built: bool, state: dict[str, np.ndarray], initial_values: list
 ) -> "TableLayer":
     layer = cls.from_config(config)
+    layer._initial_values = initial_values
     if is_built:
         layer.build()
     rows_file.load(layer._core, state)

@@ -9,7 +9,15 @@ import numpy as np
 from sok_keras import ids, preprocessing
 from sok_keras.keys import signed_key
 from sok_keras.layers.base import TableLayer, axis_of, table_core_config
-from sok_keras.policies import Admission, Eviction, TimeToLive, get_admission, get_eviction, get_time_to_live
+from sok_keras.policies import (
+    Admission,
+    Eviction,
+    TimeToLive,
+    as_python_int,
+    get_admission,
+    get_eviction,
+    get_time_to_live,
+)
 from sok_keras.table import Table, as_keys
 from sok_keras.table_config import TableConfig, check_choice
 from sok_keras.table_optimizers import optimizer_config
@@ -150,6 +158,7 @@ class DynamicEmbedding(TableLayer):
         if combiner is not None:
             check_choice("combiner", combiner)
         ids.check_padding_key(padding_key)
+        padding_key = as_python_int(padding_key)
         if signed_key(padding_key) not in (None, 0) and mask_zero:
             raise ValueError(
                 "`mask_zero` must be False with another `padding_key` than 0, since both name the id that is masked. Received: "
