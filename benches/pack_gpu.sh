@@ -18,8 +18,8 @@ cc -O1 -shared -fPIC -o "$folder/libcuda.so" crates/cuda/tests/faults/driver.c -
 rm -f "$folder"/*.whl
 if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; else
   make -s .venv/package.done && .venv/bin/maturin build -q --release -o "$folder"; fi
-rm -rf "$folder/tests" "$folder/examples"
-cp -r tests examples benches/gpu_latency.py benches/gpu_bridge.py benches/gpu_fit.py benches/gpu_ranks.py benches/turns.py benches/run_gpu.sh "$folder"
+rm -rf "$folder/tests" "$folder/examples" "$folder/docs"
+cp -r tests examples docs benches/gpu_latency.py benches/gpu_bridge.py benches/gpu_fit.py benches/gpu_ranks.py benches/turns.py benches/run_gpu.sh "$folder"
 mv "$folder/run_gpu.sh" "$folder/run.sh"
 git rev-parse --short HEAD > "$folder/commit"
 echo "$folder is ready"
