@@ -46,6 +46,7 @@ pub fn ten_million_ids(maker: &Maker) {
         for table in 0..configs.len() {
             seen += bench.subjects[0].table(table).stats().unwrap().outcomes;
         }
+        println!("seed {seed}: {num_ids} ids");
         if num_ids >= 10_000_000 {
             break;
         }
