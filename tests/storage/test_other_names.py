@@ -57,8 +57,8 @@ def test_a_dict_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
         ({"unknown": table}, sok.DumpMismatchError, "got `unknown`"),
         ({"filled": table, "two/dynamic": narrow}, sok.DumpMismatchError, "dim"),
         ({"filled": table, "two/dynamic": table}, ValueError, "each `Table` once"),
-        ({"filled": filled()}, ValueError, "must have `Table`s as values"),
-        ({}, ValueError, "must have `Table`s as values"),
+        ({"filled": filled()}, ValueError, "must have `Table`s or variables of this package as values"),
+        ({}, ValueError, "must have `Table`s or variables of this package as values"),
     ):
         with pytest.raises(error, match=says):
             sok.load(tmp_path / "d", source)
