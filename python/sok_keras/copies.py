@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sok_keras.backend.private_keras import innermost, row_states_of
+from sok_keras.sok_format import slots_of
 from sok_keras.static_variables import Variable
 from sok_keras.table import Table
 
@@ -58,9 +59,20 @@ def with_copies(source: Any, optimizer: Any) -> tuple[Any, list[Copy]]:
     return [tables.get(id(part), part) for part in source], copies
 
 
-def class_of(optimizer: Any) -> str | None:
-    """Returns the name of an optimizer's class, without what wraps it; None without an optimizer."""
-    return None if optimizer is None else type(innermost(optimizer)).__name__
+def files_of_states(table: Table, copies: list[Copy], optimizer: Any) -> tuple[str, dict[str, str], dict[str, Table]]:
+    """Says how SparseOperationKit names the files of the states of a table, or of a `Variable` whose rows were copied to it.
+
+    Returns:
+        The optimizer in the names of files, by state its slot there, and by state of a `Variable` the table with a copy of it.
+
+    Raises:
+        ValueError: If SparseOperationKit has no files for the states.
+    """
+    of_variable = {copy.name: copy.table for copy in copies if copy.rows is table and copy.state is not None}
+    if any(copy.table is table for copy in copies):
+        kind = None if optimizer is None else type(innermost(optimizer)).__name__
+        return *slots_of(table.name, kind, of_variable), of_variable
+    return *slots_of(table.name, table.formula(), table.state_widths()), of_variable
 
 
 def name_of(given: Any) -> str:

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 
 from sok_keras import distributed
-from sok_keras.copies import Copy, class_of, name_of, with_copies
+from sok_keras.copies import Copy, files_of_states, name_of, with_copies
 from sok_keras.importers.pieces import PIECE_ROWS, by_name, check_tables, on_all_ranks
-from sok_keras.sok_format import KEYS, ROWS, STATES, Header, file_name, slots_of, write_header
+from sok_keras.sok_format import KEYS, ROWS, STATES, Header, file_name, write_header
 from sok_keras.table import Table
 
 # By array of a table: the ending of its file's name, and the header.
@@ -92,13 +92,9 @@ def _content_of(table: Table, states: bool, key_type: str, copies: list[Copy], o
     }
     if not states:
         return _Content(table, files, False, {})
-    of_variable = {copy.name: copy.table for copy in copies if copy.rows is table and copy.state is not None}
-    if any(copy.table is table for copy in copies):
-        kind, slots = slots_of(table.name, class_of(optimizer), of_variable)
-    elif table.vocabulary_size is not None:
+    if table.vocabulary_size is not None and not any(copy.table is table for copy in copies):
         raise ValueError(f"`states` must be False for the static table {table.name!r}: rows without an id have none")
-    else:
-        kind, slots = slots_of(table.name, table.formula(), table.state_widths())
+    kind, slots, of_variable = files_of_states(table, copies, optimizer)
     for state, slot in slots.items():
         files[f"state {state}"] = (f"{kind}-{slot}", Header("", STATES, slot, "float32"))
     return _Content(table, files, not of_variable, of_variable)

@@ -18,7 +18,7 @@ def blocks(kind):
     found = []
     for name, text in PAGES.items():
         for backend, block in re.findall(rf"^```python {kind}( \w+)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            marks = pytest.mark.skipif(backend.strip() not in ("", BACKEND), reason=f"a program for{backend}")
+            marks = pytest.mark.skipif(backend.strip() not in ("", BACKEND), reason=f"a program of {backend.strip()}")
             found.append(pytest.param(block, id=name, marks=marks))
     return found
 

@@ -387,7 +387,9 @@ def test_a_model_with_an_optimizer_of_the_program_that_runs_is_saved(tmp_path):
     )
 
 
-@pytest.mark.skipif(BACKEND != "jax" or SCHEDULE_FREE is None, reason="an optimizer of JAX, if Keras has it")
+@pytest.mark.skipif(
+    BACKEND != "jax" or SCHEDULE_FREE is None, reason="ScheduleFreeAdamW is refused on other backends than JAX"
+)
 def test_rows_that_are_excluded_from_weight_decay_move_as_a_variable():
     """A state starts at the row."""
 
@@ -406,7 +408,9 @@ def test_rows_that_are_excluded_from_weight_decay_move_as_a_variable():
     assert_close(layer.get_tables()["dim_8"].export().rows, theirs)
 
 
-@pytest.mark.skipif(BACKEND != "jax" or SCHEDULE_FREE is None, reason="an optimizer of JAX, if Keras has it")
+@pytest.mark.skipif(
+    BACKEND != "jax" or SCHEDULE_FREE is None, reason="ScheduleFreeAdamW is refused on other backends than JAX"
+)
 def test_a_state_that_starts_at_the_row_needs_rows_of_float32():
     layer = sok.DynamicEmbedding(4, embedding_dtype="bfloat16")
     layer.build()

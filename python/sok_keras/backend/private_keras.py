@@ -76,7 +76,7 @@ def rate_of(optimizer):
 
 
 def innermost(optimizer):
-    """The optimizer within those that wrap it."""
+    """Returns the optimizer that wrappers such as `LossScaleOptimizer` have inside."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer

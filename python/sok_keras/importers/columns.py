@@ -62,8 +62,8 @@ def numpy(
 
 def _named_arrays(source: Any, table: Table, keys: str, rows: str) -> tuple[Any, Any]:
     with contextlib.ExitStack() as stack:
-        if not isinstance(source, Mapping):
-            path = source
+        path = None if isinstance(source, Mapping) else source
+        if path is not None:
             with reading(path, "an `.npz` file"):
                 source = np.load(path)
             if not isinstance(source, np.lib.npyio.NpzFile):
@@ -74,10 +74,7 @@ def _named_arrays(source: Any, table: Table, keys: str, rows: str) -> tuple[Any,
         missing = [name for name in (keys, rows) if name not in source]
         if missing:
             raise KeyError(f"`source` must have arrays {keys!r} and {rows!r}. Received: {sorted(source)}")
-        if isinstance(source, np.lib.npyio.NpzFile):
-            with reading(path, "an `.npz` file"):
-                of_keys, of_rows = source[keys], source[rows]
-        else:
+        with reading(path, "an `.npz` file"):
             of_keys, of_rows = source[keys], source[rows]
     if len(np.shape(of_keys)) != 1 or np.shape(of_rows) != (len(of_keys), table.dim):
         raise ValueError(

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from sok_keras.copies import Copy, class_of, name_of, with_copies
+from sok_keras.copies import Copy, files_of_states, name_of, with_copies
 from sok_keras.importers.pieces import Source, by_name, check_tables, import_source, map_file, on_all_ranks, source_of
-from sok_keras.sok_format import HEADER_BYTES, KEYS, ROWS, STATES, file_name, read_header, slots_of
+from sok_keras.sok_format import HEADER_BYTES, KEYS, ROWS, STATES, file_name, read_header
 from sok_keras.table import Outcomes, Table
 
 
@@ -71,20 +71,15 @@ def sok(
 def _sources(
     folder: Path, name: str, table: Table, states: bool, copies: list[Copy], optimizer: Any
 ) -> list[tuple[Table, Source]]:
-    """Returns what is imported under a name: into the table, and into those of the states of a `Variable`."""
+    """Returns the sources of a name, each with the table that takes it: the rows, and each state of a `Variable`."""
     stem = file_name(name)
     keys = _map(folder / f"{stem}-key", KEYS, None, name)
     rows = _map(folder / f"{stem}-weight", ROWS, table.dim, name)
     _check_length(folder / f"{stem}-weight", len(rows), len(keys), table.dim)
     if not states:
         return [(table, source_of(keys, rows))]
-    of_variable = {copy.name: copy.table for copy in copies if copy.rows is table and copy.state is not None}
-    widths = {state: table.dim for state in of_variable}
-    if any(copy.table is table for copy in copies):
-        kind, slots = slots_of(table.name, class_of(optimizer), of_variable)
-    else:
-        widths = table.state_widths()
-        kind, slots = slots_of(table.name, table.formula(), widths)
+    kind, slots, of_variable = files_of_states(table, copies, optimizer)
+    widths = {state: table.dim for state in of_variable} or table.state_widths()
     arrays = {}
     for state, slot in slots.items():
         file = folder / f"{stem}-{kind}-{slot}"

@@ -67,7 +67,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
 
 
 def _assign_first(table: Table, rows: Any) -> None:
-    """Gives a table its first rows, those of the keys from 0 on. All ranks call it."""
+    """Assigns `rows` to the keys from 0 on. All ranks call it."""
     rank, world_size = distributed.rank(), distributed.world_size()
     for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
         some = ops.convert_to_numpy(rows[start : start + _ROWS_AT_ONCE])
