@@ -57,10 +57,12 @@ pub fn ten_million_ids(maker: &Maker) {
     }
     let Outcomes { hit, inserted, filtered, evicted, expired, refused } = seen;
     println!("{num_ids} ids: {seen:?}");
+    // The groups of a part are few: its counts scatter.
+    let least = if parts == 1 { 10_000 } else { 100 };
     assert!(
         [hit, inserted, filtered, evicted, expired, refused]
             .iter()
-            .all(|count| *count > 10_000 / parts as u64),
+            .all(|count| *count > least),
         "{seen:?}"
     );
 }
