@@ -4,7 +4,7 @@ out, under JAX's jit, PyTorch eager or a tf.function.
     KERAS_BACKEND=torch python benches/gpu_bridge.py [ms of the native step, held, merged] [--turns 1]
 
 Prints rows of a table, a way of making steps each, over batches of ids drawn afresh, one in a hundred new; medians. Tables have room for
-all of them: none grows.
+all of them: none grows. With --dtype bfloat16 the framework gets rows and gives gradients of 16 bits; with --cast it converts those of float32.
 """
 
 import argparse
@@ -21,6 +21,13 @@ import numpy as np
 import sok_keras as sok
 from sok_keras.backend.insertion import Insertion
 from turns import is_live, print_columns, turns
+
+parser = argparse.ArgumentParser()
+parser.add_argument("native", nargs="*", type=float)
+parser.add_argument("--turns", type=int, default=1)
+parser.add_argument("--dtype", default="float32")
+parser.add_argument("--cast", action="store_true")
+arguments = parser.parse_args()
 
 TABLES, SAMPLES, DIM, ROWS = 26, 65_536, 64, 1_000_000
 # Steps: before a measurement, alone, in a row; and how often so many in a row.
@@ -49,15 +56,17 @@ def make(num_steps):
     optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.01))
     optimizer.build(layer.trainable_variables)
     features = tuple((f"t{t}", t, False, "each", False, False, "sum", None) for t in range(TABLES))
-    return layer, layer._core.plan(features), optimizer._tables
+    return layer, layer._core.plan(features, "float32" if arguments.cast else arguments.dtype), optimizer._tables
 
 
 def torch_step(plan, tables, gradients):
     import torch
 
+    dtype = getattr(torch, arguments.dtype)
+
     one, scalars = torch.ones(1, device="cuda"), torch.tensor([0.01, 1.0, 1.0, 1.0], device="cuda")
     of_loss = torch.ones((), device="cuda")
-    given = [torch.as_tensor(g, device="cuda") for g in gradients]
+    given = [torch.as_tensor(g, device="cuda").to(dtype) for g in gradients]
 
     class Loss(torch.autograd.Function):
         """Where the gradients come from; `autograd.grad` given 26 of them takes as long as all the rest of the host's step."""
@@ -72,7 +81,7 @@ def torch_step(plan, tables, gradients):
 
     def step(ids, trigger):
         rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, Insertion.AT_LOOKUP)
-        (ticket,) = torch.autograd.grad(Loss.apply(*rows), [trigger], of_loss)
+        (ticket,) = torch.autograd.grad(Loss.apply(*(row.to(dtype) for row in rows)), [trigger], of_loss)
         norm = sok.backend.commit(tables, one, [ticket])
         return sok.backend.apply(tables, scalars, norm, [trigger.detach()])[0].requires_grad_()
 
@@ -84,13 +93,14 @@ def jax_step(plan, tables, gradients):
     import jax
     import jax.numpy as jnp
 
-    given = [jnp.asarray(g) for g in gradients]
+    given = [jnp.asarray(g, arguments.dtype) for g in gradients]
     scalars = jnp.asarray([0.01, 1.0, 1.0, 1.0], "float32")
 
     @jax.jit
     def step(ids, trigger, given):
         def lookup(trigger):
-            return sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, Insertion.AT_LOOKUP)
+            rows = sok.backend.lookup(plan, trigger, True, [(i,) for i in ids], [None] * TABLES, Insertion.AT_LOOKUP)
+            return [row.astype(arguments.dtype) for row in rows]
 
         _, backward = jax.vjp(lookup, trigger)
         (ticket,) = backward(given)
@@ -117,6 +127,7 @@ def tensorflow_step(plan, tables, gradients):
             rows = sok.backend.lookup(
                 plan, trigger, True, [(ids[t],) for t in range(TABLES)], [None] * TABLES, Insertion.AT_LOOKUP
             )
+            rows = [tf.cast(row, arguments.dtype) for row in rows]
         ticket = tape.gradient(rows, trigger, output_gradients=rows)
         norm = sok.backend.commit(tables, tf.ones(1), [ticket])
         return sok.backend.apply(tables, scalars, norm, [trigger])[0]
@@ -140,10 +151,6 @@ def ways():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("native", nargs="*", type=float)
-    parser.add_argument("--turns", type=int, default=1)
-    arguments = parser.parse_args()
     layer, plan, tables = make(arguments.turns * len(ways()) * (WARM + 2 * ALONE + TIMES * IN_A_ROW))
     random = np.random.default_rng(0)
     gradients = [random.normal(size=(SAMPLES, DIM)).astype("float32") for _ in range(TABLES)]
@@ -193,6 +200,8 @@ def main():
             in_rows = [in_a_row(IN_A_ROW) for _ in range(TIMES)]
         row = statistics.median(in_rows)
         above = f"{1e3 * (row - native[how]):.0f}" if how in native else ""
+        dtype = f"{arguments.dtype}, cast" if arguments.cast else arguments.dtype
+        name = name if dtype == "float32" else f"{name}, {dtype}"
         print(f"| {name} | {how} | {row:.3f} | {statistics.median(times):.3f} | {above} |")
         if path := os.environ.get("SOK_SAMPLES"):
             with open(path, "a") as file:

@@ -77,7 +77,7 @@ class Plan:
         self,
         group: Group,
         features: list[tuple[str, int, bool, str, bool, bool, str, int | None]],
-        check_finite: bool = False,
+        row_dtype: str = "float32",
     ) -> None: ...
 
 class Optimizer:

@@ -88,14 +88,15 @@ class Core:
         return [table._native.seed for table in self.tables]
 
     @backend.constant
-    def plan(self, features, check_finite=False):
+    def plan(self, features, row_dtype="float32"):
         """Returns the plan of a call with these features. Equal calls share one.
 
-        `check_finite`: whether gradients that are not finite make the ticket NaN, so that a loss scale notices the overflow.
+        `row_dtype`: dtype of the rows and of their gradients, `"float32"`, `"bfloat16"` or `"float16"`. Those of float16 that are not finite make
+        the ticket NaN, so that a loss scale notices the overflow.
         """
-        key = (*features, check_finite)
+        key = (*features, row_dtype)
         if key not in self._plans:
-            self._plans[key] = Plan(self, list(features), check_finite)
+            self._plans[key] = Plan(self, list(features), row_dtype)
         return self._plans[key]
 
     def note_traced_call(self, plan, inputs):

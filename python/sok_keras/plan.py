@@ -9,8 +9,8 @@ from sok_keras.backend.handles import plans
 class Plan:
     """Describes the tensors of a layer's calls: features, tables, forms of ids. It is made when a call is traced."""
 
-    def __init__(self, core, features, check_finite):
-        self._native = native.Plan(core.group, features, check_finite)
+    def __init__(self, core, features, row_dtype):
+        self._native = native.Plan(core.group, features, row_dtype)
         # For each feature: its axis, its table's dim, and the places of its ids and row splits among all tensors.
         self._places, start = [], 0
         for _, table, words, axis, weights, scores, *_ in features:
@@ -18,6 +18,8 @@ class Plan:
             self._places.append((axis, core.dims[table], start, end - 1))
             start = end + scores + weights
         self.num_features = len(features)
+        # Dtype of the rows and of their gradients.
+        self.row_dtype = row_dtype
         self.gpu = core.gpu
         self.handle = self._native.handle
         plans[self.handle] = self

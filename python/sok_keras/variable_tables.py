@@ -69,7 +69,7 @@ class VariableTables:
             (variable.name, self.number_of(variable), False, axis, weight is not None, False, combiner, padding_key)
             for variable, weight, axis, combiner, padding_key in of_features
         )
-        return self.core.plan(features, check_finite=False)
+        return self.core.plan(features)
 
     def lookup(self, plan: Any, inputs: list, weights: list, trigger: Any, learns: bool, insertion: Insertion) -> list:
         """Looks up rows.

@@ -4,13 +4,14 @@ mod common;
 
 use common::{Bench, Shape, config, draw_row, fill, keep_samples, key_of, median, time_in_a_row, unit};
 use sok_core::contract::table::Insertion;
+use sok_core::row_type::RowType;
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::memory::Buffer;
 
 const DIM: usize = 64;
 const VOCABULARY: u64 = 1_000_000;
-const ROWS: Shape = Shape { tables: 26, samples: 65_536, hotness: 1, dim: DIM };
-const BAGS: Shape = Shape { tables: 8, samples: 16_384, hotness: 20, dim: DIM };
+const ROWS: Shape = Shape { tables: 26, samples: 65_536, hotness: 1, dim: DIM, array_type: RowType::Float32 };
+const BAGS: Shape = Shape { tables: 8, samples: 16_384, hotness: 20, dim: DIM, array_type: RowType::Float32 };
 /// Name, shape, and whether ids have weights.
 const WORKS: [(&str, Shape, bool); 3] = [
     ("26 x 65,536", ROWS, false),

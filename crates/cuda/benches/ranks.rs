@@ -159,6 +159,7 @@ impl Work {
                 id_counts: 0,
                 scores: None,
                 rows: rows + (4 * table * self.samples * self.dim) as u64,
+                array_type: RowType::Float32,
             });
             first += len;
         }
@@ -231,7 +232,8 @@ impl<'a> Steps<'a> {
         let len = self.work.samples * self.work.dim;
         let rows: Vec<u64> = (0..features.len()).map(|table| self.gradients.at(table * len)).collect();
         let lens = vec![len; features.len()];
-        let output = OutputGradients { rows, keep: Some(Box::new(())), check_finite: false };
+        let array_type = RowType::Float32;
+        let output = OutputGradients { rows, array_type, keep: Some(Box::new(())), check_finite: false };
         let (ticket, norm) = (self.ticket.address(), self.norm.address());
         let (bindings, tickets, scalars) = ([self.binding.clone()], [ticket], self.scalars.address());
         let triggers = [(self.triggers[0].address(), self.triggers[1].address())];

@@ -24,7 +24,7 @@ use sok_core::pool::Pool;
 use sok_core::row_type::RowType;
 use sok_cuda::memory::Buffer;
 
-const WORKS: [Work; 9] = [
+const WORKS: [Work; 12] = [
     Work { fbgemm: 2.24, goals: [0.70, 0.80], ..work("26 x 65,536, dim 64, Zipf", 26, 65_536, 1, 1_000_000) },
     Work {
         row_type: (RowType::Bfloat16, false),
@@ -38,6 +38,21 @@ const WORKS: [Work; 9] = [
     Work {
         row_type: (RowType::Float16, false),
         ..work("26 x 65,536, dim 64, Zipf, float16", 26, 65_536, 1, 1_000_000)
+    },
+    Work {
+        array_type: RowType::Bfloat16,
+        ..work("26 x 65,536, dim 64, Zipf, arrays of bfloat16", 26, 65_536, 1, 1_000_000)
+    },
+    Work {
+        row_type: (RowType::Bfloat16, false),
+        array_type: RowType::Bfloat16,
+        goals: [0.60, 0.0],
+        ..work("26 x 65,536, dim 64, Zipf, rows and arrays of bfloat16", 26, 65_536, 1, 1_000_000)
+    },
+    Work {
+        row_type: (RowType::Float16, false),
+        array_type: RowType::Float16,
+        ..work("26 x 65,536, dim 64, Zipf, rows and arrays of float16", 26, 65_536, 1, 1_000_000)
     },
     Work {
         zipf: false,
@@ -124,7 +139,8 @@ fn check(gpu: &Gpu, batches: &[Vec<Key>], gradients: &[f32]) {
 }
 
 fn time(bench: &Bench, work: &Work, checks: bool) {
-    let gradients = normal(work.samples * work.dim * work.tables);
+    let mut gradients = normal(work.samples * work.dim * work.tables);
+    work.array_type.round(&mut gradients);
     let batches: Vec<Vec<Key>> = std::thread::scope(|scope| {
         let threads = (0..2 * (WARM + TIMED)).map(|step| scope.spawn(move || ids(work, step)));
         threads.collect::<Vec<_>>().into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -5,10 +5,38 @@
 #include "step.cuh"
 
 // Copies numbers of four bytes. `blocks` blocks work on each copy.
-extern "C" __global__ void __launch_bounds__(256) copy_all(const WordCopy* copies, u32 blocks) {
+extern "C" __global__ void __launch_bounds__(256) copy_all(const NumberCopy* copies, u32 blocks) {
   begin();
-  const WordCopy& copy = copies[blockIdx.x / blocks];
-  copy_words(copy.from, copy.to, copy.count, blockIdx.x % blocks * 256 + threadIdx.x, blocks * 256);
+  const NumberCopy& copy = copies[blockIdx.x / blocks];
+  copy_numbers((const u32*)copy.from, (u32*)copy.to, copy.count, blockIdx.x % blocks * 256 + threadIdx.x, blocks * 256);
+}
+
+// Calls `one` with each number of a copy, and `four` with each group of four. `half`: the array whose numbers have 16 bits.
+template <class Four, class One>
+__device__ __forceinline__ void each_number(
+    const NumberCopy& copy, const void* wide, const void* half, u32 blocks, const Four& four, const One& one) {
+  const u64 first = blockIdx.x % blocks * 256 + threadIdx.x, stride = blocks * 256;
+  const u64 quads = (u64)wide % sizeof(float4) == 0 && (u64)half % sizeof(uint2) == 0 ? copy.count / 4 : 0;
+#pragma unroll 4
+  for (u64 i = first; i < quads; i += stride) four(i);
+  for (u64 i = 4 * quads + first; i < copy.count; i += stride) one(i);
+}
+// Copies float32, rounded to numbers of TYPE, which has 16 bits.
+template <u32 TYPE> __global__ void __launch_bounds__(256) narrow_all(const NumberCopy* copies, u32 blocks) {
+  begin();
+  const NumberCopy& copy = copies[blockIdx.x / blocks];
+  const float* from = (const float*)copy.from;
+  each_number(
+      copy, copy.from, copy.to, blocks, [&](u64 i) { ((uint2*)copy.to)[i] = narrow(TYPE, __ldcs((const float4*)from + i)); },
+      [&](u64 i) { ((unsigned short*)copy.to)[i] = narrow(TYPE, make_float4(from[i], 0, 0, 0)).x; });
+}
+// Copies numbers of TYPE, which has 16 bits, as float32.
+template <u32 TYPE> __global__ void __launch_bounds__(256) widen_all(const NumberCopy* copies, u32 blocks) {
+  begin();
+  const NumberCopy& copy = copies[blockIdx.x / blocks];
+  each_number(
+      copy, copy.to, copy.from, blocks, [&](u64 i) { ((float4*)copy.to)[i] = widen(TYPE, __ldcs((const uint2*)copy.from + i)); },
+      [&](u64 i) { ((float*)copy.to)[i] = widen(TYPE, make_uint2(((const unsigned short*)copy.from)[i], 0)).x; });
 }
 
 // Checks row splits, and copies them for the owner. `to`: by feature, where they go; null for features that keep theirs. `blocks` blocks

@@ -6,15 +6,16 @@
 #include "sort.cuh"
 #include "stage.cuh"
 
-// Copies the gradients of all features to the addresses in `sides`. The array of `Gradients` follows `sides` in memory. Block b copies
-// gradients of feature b % num_features.
-extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(const Side* sides, u32 num_features) {
+// Copies the gradients of all features, numbers of BYTES, to the addresses in `sides`. The array of `Gradients` follows `sides` in memory. Block b
+// copies gradients of feature b % num_features.
+template <u32 BYTES> __global__ void __launch_bounds__(UPDATE_THREADS) copy_gradients(const Side* sides, u32 num_features) {
   begin();
   const u32 feature = blockIdx.x % num_features;
   const Gradients of = ((const Gradients*)(sides + num_features))[feature];
   const u64 stride = (u64)gridDim.x / num_features * UPDATE_THREADS,
             first = (u64)(blockIdx.x / num_features) * UPDATE_THREADS + threadIdx.x;
-  copy_words(of.from, (float*)sides[feature].gradients, of.count, first, stride);
+  typedef typename NumberOf<BYTES>::type Number;
+  copy_numbers((const Number*)of.from, (Number*)sides[feature].gradients, of.count, first, stride);
 }
 
 // Number of keys of several ids that a group of lanes processes.
@@ -23,7 +24,7 @@ static_assert(2 * PER_SEVERAL >= PER_SINGLE && HOT >= PER_SINGLE, "a launch has 
 
 // The gradient of an id: its address, its row there, and what the row must be multiplied by.
 struct Gradient {
-  const float* rows;
+  const void* rows;
   u32 row;
   float scale;
 };
@@ -42,8 +43,7 @@ template <u32 SOURCE, class W> __device__ __forceinline__ Gradient gradient_of(c
 template <u32 SOURCE, u32 ROW, bool AGAIN, class W>
 __device__ __forceinline__ float4 load_gradient(const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
-  return scaled(
-      SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<dim_of(ROW), !AGAIN>(g.rows, g.row, quad), g.scale);
+  return scaled(SOURCE == SUMS ? __ldcs((const float4*)g.rows + quad) : load_columns<ROW, !AGAIN>(g.rows, g.row, quad), g.scale);
 }
 
 // Requests the columns that `load_gradient` would load. Returns what they must be multiplied by.
@@ -51,8 +51,13 @@ template <u32 SOURCE, u32 ROW, class S, class W>
 __device__ __forceinline__ float start_gradient(const S& stage, u32 turn, u32 k, const W& w, u32 value, u32 quad) {
   const Gradient g = gradient_of<SOURCE>(w, value);
   if (SOURCE == SUMS) stage.start(turn, k, (const float4*)g.rows + quad);
-  else stage.template start_columns<dim_of(ROW)>(turn, k, g.rows, g.row, quad);
+  else start_columns<ROW>(stage, turn, k, g.rows, g.row, quad);
   return g.scale;
+}
+// Returns the columns that have come.
+template <u32 SOURCE, u32 ROW, class S> __device__ __forceinline__ float4 started_gradient(const S& stage, u32 turn, u32 k) {
+  if constexpr (SOURCE == SUMS) return stage.at(turn, k);
+  else return columns_of<ROW>(stage, turn, k);
 }
 
 // The rule of a merge without an update.
@@ -275,7 +280,7 @@ template <u32 SOURCE, u32 ROW, class RULE, bool AGAIN, class W> struct Update {
       for (u32 chunk = 0; chunk < GroupType::CHUNKS; ++chunk)
         if (group.is_mine(chunk))
           group.sum[chunk] = chunk ? load_gradient<SOURCE, ROW, AGAIN>(group.w, value, chunk * GroupType::LANES + group.column)
-                                   : scaled(stage.at(turn, GroupType::PARTS), in_flight.scale);
+                                   : scaled(started_gradient<SOURCE, ROW>(stage, turn, GroupType::PARTS), in_flight.scale);
       ahead.parts[0] = quad_of<ROW>(stage, turn, 0);
 #pragma unroll
       for (u32 k = 0; k < RULE::STATES; ++k) ahead.parts[1 + k] = stage.at(turn, 1 + k);

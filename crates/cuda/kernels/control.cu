@@ -22,16 +22,20 @@ constexpr float UNIT = 1.0f / (1 << 20);
 template <u32 N> struct GradientList {
   Gradients of[N];
 };
-// Sets `is_bad` to 1 if a gradient is not finite. Block b reads gradients of entry b % num of the list.
-template <u32 N>
+// Sets `is_bad` to 1 if a gradient, a number of TYPE, is not finite. Block b reads gradients of entry b % num of the list.
+template <u32 N, u32 TYPE>
 __global__ void __launch_bounds__(256) check_finite(const __grid_constant__ GradientList<N> all, u32 num, u32* is_bad) {
   begin();
   const Gradients& of = all.of[blockIdx.x % num];
   const u64 stride = (u64)gridDim.x / num * 256, first = (u64)(blockIdx.x / num) * 256 + threadIdx.x;
+  constexpr u32 INFINITY_BITS = TYPE == FLOAT32 ? 0x7f800000 : TYPE == FLOAT16 ? 0x7c00 : 0x7f80;
   u32 largest = 0;
 #pragma unroll 4
-  for (u64 i = first; i < of.count; i += stride) largest = max(largest, __float_as_uint(of.from[i]) & 0x7fffffff);
-  if (largest >= 0x7f800000) *is_bad = 1;
+  for (u64 i = first; i < of.count; i += stride) {
+    const u32 magnitude = TYPE == FLOAT32 ? ((const u32*)of.from)[i] & 0x7fffffff : ((const unsigned short*)of.from)[i] & 0x7fff;
+    largest = max(largest, magnitude);
+  }
+  if (largest >= INFINITY_BITS) *is_bad = 1;
 }
 
 // Writes the words of the payload and the ticket of a push.

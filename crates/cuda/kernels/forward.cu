@@ -112,7 +112,7 @@ template <u32 ROW> __device__ __noinline__ void write_missing(const Table& t, co
     const u64 key = key_at(f, bag);
     const bool is_padding = f.has_padding && key == f.padding_key;
     for (u32 quad = lane() % LANES; quad < quads_of(ROW); quad += LANES)
-      store_columns<dim_of(ROW)>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
+      store_columns<ROW>(f.rows, bag, quad, is_padding ? make_float4(0, 0, 0, 0) : missing_columns(t, key, quad));
     for (u32 k = 0; k < GROUPS; ++k) missing &= missing - 1;
   }
 }
@@ -151,8 +151,7 @@ __device__ __forceinline__ void gather(
     if (turn + 1 < TURNS) start(turn + 1);
     stage.end();
     stage.wait();
-    each(turn,
-        [&](u32 k, u32 at, u32 quad, u32) { store_columns<dim_of(ROW)>(f.rows, first + at, quad, quad_of<ROW>(stage, turn, k)); });
+    each(turn, [&](u32 k, u32 at, u32 quad, u32) { store_columns<ROW>(f.rows, first + at, quad, quad_of<ROW>(stage, turn, k)); });
   }
   if (missing) write_missing<ROW>(t, f, first, missing);
 }
@@ -189,7 +188,7 @@ template <u32 ROW>
 __device__ __forceinline__ void store_sum(const Feature& f, u32 bag, u32 quad, float4 sum, bool is_empty, float scale) {
   if (is_empty) sum = make_float4(0, 0, 0, 0);
   else if (scale != 1.0f) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
-  store_columns<dim_of(ROW)>(f.rows, bag, quad, sum);
+  store_columns<ROW>(f.rows, bag, quad, sum);
 }
 
 // Pools the rows of a bag, with a group of lanes. ROLES: ids may have weights, or no record. This takes twice the registers.

@@ -24,28 +24,6 @@ template <u32 FIRST, u32... OTHERS, class Body> __device__ __forceinline__ void 
   }
 }
 
-// Loads four columns of a row of a framework's array (rows, DIM). Columns beyond the last are 0. ONCE: the columns are not read again.
-template <u32 DIM, bool ONCE> __device__ __forceinline__ float4 load_columns(const float* rows, u64 row, u32 quad) {
-  const float* at = rows + row * DIM + 4 * quad;
-  if (DIM % 4 == 0) return ONCE ? __ldcs((const float4*)at) : *(const float4*)at;
-  const u32 left = DIM - 4 * quad;
-  return make_float4(at[0], left > 1 ? at[1] : 0, left > 2 ? at[2] : 0, left > 3 ? at[3] : 0);
-}
-
-// Stores four columns of a row of a framework's array (rows, DIM). Columns beyond the last are not stored.
-template <u32 DIM> __device__ __forceinline__ void store_columns(float* rows, u64 row, u32 quad, const float4& x) {
-  float* at = rows + row * DIM + 4 * quad;
-  if (DIM % 4 == 0) {
-    store_once((float4*)at, x);
-    return;
-  }
-  const u32 left = DIM - 4 * quad;
-  at[0] = x.x;
-  if (left > 1) at[1] = x.y;
-  if (left > 2) at[2] = x.z;
-  if (left > 3) at[3] = x.w;
-}
-
 // Returns the record number that is given out as number `taken`: first come those in the ring, then those from `fresh` on.
 __device__ __forceinline__ u32 number_of(const Table& t, const Released& released, u64 taken) {
   const u64 i = taken - released.base;

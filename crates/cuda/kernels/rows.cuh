@@ -3,11 +3,12 @@
 #pragma once
 #include "initializer.cuh"
 
-// ROW, a template parameter of many kernels, is the code of a row: its dim, the type of its numbers, and whether updates round by chance, as
-// `RowKind::code` of the host has them.
+// ROW, a template parameter of many kernels, is the code of a row: its dim, the type of its numbers, whether updates round by chance, and the
+// type of the numbers of a framework's arrays of such rows and of their gradients, as `RowKind::code` of the host has them.
 __host__ __device__ constexpr u32 dim_of(u32 row) { return row & (1u << ROW_DIM_BITS) - 1; }
 __host__ __device__ constexpr u32 type_of(u32 row) { return row >> ROW_DIM_BITS & 3; }
 __host__ __device__ constexpr bool rounds_by_chance(u32 row) { return row >> ROW_DIM_BITS & ROW_BY_CHANCE; }
+__host__ __device__ constexpr u32 array_type_of(u32 row) { return row >> (ROW_DIM_BITS + ROW_ARRAY_BITS) & 3; }
 
 // A lane has four columns. Those of float32 are 16 bytes of a record, those of 16 bits are 8. The last quad may be partly unused.
 __host__ __device__ constexpr u32 quads_of(u32 row) { return (dim_of(row) + 3) / 4; }
@@ -119,4 +120,72 @@ template <u32 ROW, class S> __device__ __forceinline__ float4 quad_of(const S& s
 template <u32 ROW, class S> __device__ __forceinline__ void put_quad(const S& stage, u32 turn, u32 k, const float4& x) {
   if constexpr (type_of(ROW) == FLOAT32) stage.at(turn, k) = x;
   else stage.half_at(turn, k) = narrow(type_of(ROW), x);
+}
+
+// Loads four columns of a row of a framework's array (rows, DIM), of numbers of 16 bits, as they are. Columns beyond the last are 0.
+template <u32 DIM, bool ONCE> __device__ __forceinline__ uint2 load_narrow(const unsigned short* rows, u64 row, u32 quad) {
+  const unsigned short* at = rows + row * DIM + 4 * quad;
+  if (DIM % 4 == 0) return ONCE ? __ldcs((const uint2*)at) : *(const uint2*)at;
+  const u32 left = DIM - 4 * quad;
+  return pack(at[0], left > 1 ? at[1] : 0, left > 2 ? at[2] : 0, left > 3 ? at[3] : 0);
+}
+
+// Loads four columns of a row of a framework's array (rows, dim). Columns beyond the last are 0. ONCE: the columns are not read again.
+template <u32 ROW, bool ONCE> __device__ __forceinline__ float4 load_columns(const void* rows, u64 row, u32 quad) {
+  constexpr u32 DIM = dim_of(ROW), TYPE = array_type_of(ROW);
+  if constexpr (TYPE != FLOAT32) {
+    return widen(TYPE, load_narrow<DIM, ONCE>((const unsigned short*)rows, row, quad));
+  } else {
+    const float* at = (const float*)rows + row * DIM + 4 * quad;
+    if (DIM % 4 == 0) return ONCE ? __ldcs((const float4*)at) : *(const float4*)at;
+    const u32 left = DIM - 4 * quad;
+    return make_float4(at[0], left > 1 ? at[1] : 0, left > 2 ? at[2] : 0, left > 3 ? at[3] : 0);
+  }
+}
+
+// Stores four columns of a row of a framework's array (rows, dim). Columns beyond the last are not stored.
+template <u32 ROW> __device__ __forceinline__ void store_columns(void* rows, u64 row, u32 quad, const float4& x) {
+  constexpr u32 DIM = dim_of(ROW), TYPE = array_type_of(ROW);
+  const u32 left = DIM - 4 * quad;
+  if constexpr (TYPE != FLOAT32) {
+    unsigned short* at = (unsigned short*)rows + row * DIM + 4 * quad;
+    const uint2 bits = narrow(TYPE, x);
+    if (DIM % 4 == 0) {
+      __stcs((uint2*)at, bits);
+      return;
+    }
+    at[0] = bits.x;
+    if (left > 1) at[1] = bits.x >> 16;
+    if (left > 2) at[2] = bits.y;
+    if (left > 3) at[3] = bits.y >> 16;
+  } else {
+    float* at = (float*)rows + row * DIM + 4 * quad;
+    if (DIM % 4 == 0) {
+      store_once((float4*)at, x);
+      return;
+    }
+    at[0] = x.x;
+    if (left > 1) at[1] = x.y;
+    if (left > 2) at[2] = x.z;
+    if (left > 3) at[3] = x.w;
+  }
+}
+
+// Requests four columns of a row of a framework's array (rows, dim), as row `k` of a turn of a stage.
+template <u32 ROW, class S>
+__device__ __forceinline__ void start_columns(const S& stage, u32 turn, u32 k, const void* rows, u64 row, u32 quad) {
+  constexpr u32 DIM = dim_of(ROW);
+  if constexpr (array_type_of(ROW) == FLOAT32) {
+    stage.template start_columns<DIM>(turn, k, (const float*)rows, row, quad);
+  } else if constexpr (DIM % 4 == 0) {
+    stage.start_half(turn, 2 * k, (const uint2*)((const unsigned short*)rows + row * DIM + 4 * quad));
+  } else {
+    // An asynchronous copy has at least four bytes.
+    stage.half_at(turn, 2 * k) = load_narrow<DIM, true>((const unsigned short*)rows, row, quad);
+  }
+}
+// Returns four columns that have come.
+template <u32 ROW, class S> __device__ __forceinline__ float4 columns_of(const S& stage, u32 turn, u32 k) {
+  if constexpr (array_type_of(ROW) == FLOAT32) return stage.at(turn, k);
+  else return widen(array_type_of(ROW), stage.half_at(turn, 2 * k));
 }

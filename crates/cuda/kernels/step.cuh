@@ -82,10 +82,19 @@ __device__ __noinline__ void check_split(const Feature& f, const Fault* fault, u
     report((Fault*)fault, BAD_SPLITS, number, f.table, bag);
 }
 
-// Copies numbers of four bytes. The threads of a copy have the numbers from `first` on, with `stride` between them.
-__device__ __forceinline__ void copy_words(const float* from, float* to, u64 count, u64 first, u64 stride) {
-  const u64 quads = ((u64)from | (u64)to) % sizeof(float4) == 0 ? count / 4 : 0;
+// Unsigned integers of BYTES.
+template <u32 BYTES> struct NumberOf;
+template <> struct NumberOf<2> {
+  typedef unsigned short type;
+};
+template <> struct NumberOf<4> {
+  typedef u32 type;
+};
+// Copies numbers. The threads of a copy have the numbers from `first` on, with `stride` between them.
+template <class T> __device__ __forceinline__ void copy_numbers(const T* from, T* to, u64 count, u64 first, u64 stride) {
+  constexpr u32 AT_ONCE = sizeof(uint4) / sizeof(T);
+  const u64 quads = ((u64)from | (u64)to) % sizeof(uint4) == 0 ? count / AT_ONCE : 0;
 #pragma unroll 4
-  for (u64 i = first; i < quads; i += stride) ((float4*)to)[i] = __ldcs((const float4*)from + i);
-  for (u64 i = 4 * quads + first; i < count; i += stride) to[i] = from[i];
+  for (u64 i = first; i < quads; i += stride) ((uint4*)to)[i] = __ldcs((const uint4*)from + i);
+  for (u64 i = AT_ONCE * quads + first; i < count; i += stride) to[i] = from[i];
 }

@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_rows(const Table& t, bool wanted, u32 recor
         if (to[k] != ALL) row[k] = type_of(ROW) == FLOAT32 ? load_row(from[k] + quad) : load_quad<ROW>(from[k], quad);
 #pragma unroll
       for (u32 k = 0; k < ROWS; ++k)
-        if (to[k] != ALL) store_columns<dim_of(ROW)>(out, first + to[k], quad, row[k]);
+        if (to[k] != ALL) store_columns<ROW>(out, first + to[k], quad, row[k]);
     }
   }
 }

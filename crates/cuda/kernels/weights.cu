@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_products(
       if (first + k < n && r != NO_RECORD && r != PADDING && quad < QUADS)
         rows[k] = load_quad<ROW>(side.records + (u64)r * side.stride, quad);
     }
-    const float4 g = quad < QUADS ? load_columns<dim_of(ROW), false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
+    const float4 g = quad < QUADS ? load_columns<ROW, false>(side.gradients, bag, quad) : make_float4(0, 0, 0, 0);
 #pragma unroll
     for (u32 k = 0; k < IDS; ++k) {
       if (first + k < n && ids.missing >> (first + k) & 1) {

@@ -24,6 +24,8 @@ pub unsafe trait Plain: Copy {}
 // SAFETY: A number.
 unsafe impl Plain for u8 {}
 // SAFETY: A number.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
 unsafe impl Plain for i32 {}
 // SAFETY: A number.
 unsafe impl Plain for i64 {}

@@ -11,6 +11,8 @@ use sok_cuda::rule::type_name;
 const DIMS: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
 /// Codes of rows of 16 bits, as `RowKind::code` makes them: float16, bfloat16, and both with rounding by chance.
 const NARROW: [usize; 4] = [17 | 1 << 24, 64 | 2 << 24, 100 | 5 << 24, 257 | 6 << 24];
+/// Codes of rows whose arrays have 16 bits, as `RowKind::code_with` makes them: bfloat16, float16, and bfloat16 of rows of bfloat16.
+const NARROW_ARRAYS: [usize; 3] = [3 | 16 << 24, 64 | 8 << 24, 100 | 18 << 24];
 /// The second one is compiled with all formulas. No formula has code that depends on the architecture, so the others are compiled with those
 /// in `SHAPES`.
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
@@ -66,6 +68,7 @@ fn kernels_compile_for_older_devices() {
     let backward = own(&[
         "update<0, AdamStep<false>, true, 3, 64>",
         "update<0, AdamStep<false>, true, 33554496>",
+        "update<0, AdamStep<false>, true, 268435520, 268435457>",
         "merge<0, true, 3, 64>",
     ]);
     let sort = own(&["sort_pass<13, 11, 1>"]);
@@ -148,6 +151,15 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         table.extend([format!("find_rows<{row}, 4>"), format!("gather_rows<{row}, 4>")]);
         general.extend(["gather", "scatter"].map(|what| format!("{what}_piece<0, {row}>")));
     }
+    for row in NARROW_ARRAYS {
+        forward.extend([0, 1, 2].map(|bags| format!("make_rows<{bags}, {row}>")));
+        weights.push(format!("weight_gradients<{row}>"));
+        backward.push(format!("update<0, AdamStep<false>, false, {row}>"));
+        backward.push(format!("update_in_turns<1, AdamStep<false>, true, {row}>"));
+        backward.extend([format!("merge<0, false, {row}>"), format!("merge<1, true, {row}>")]);
+        backward
+            .extend([format!("sum_squares<0, {row}>"), format!("update_sums<0, AdamStep<false>, {row}>")]);
+    }
     for rule in rules {
         backward.push(format!("update<1, {rule}, true, 64>"));
         backward.push(format!("update<0, {rule}, false, 8, 257>"));
@@ -160,7 +172,8 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         missed.extend([64, 1024, NARROW[0], NARROW[3]].map(|row| format!("catch_up_all<{rule}, {row}>")));
     }
     backward.extend(own(&[
-        "copy_gradients",
+        "copy_gradients<2>",
+        "copy_gradients<4>",
         "list_entries<0, 8, 64>",
         "list_entries<1, 64>",
         "list_entries<2, 64>",
@@ -172,7 +185,9 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
         "write_ticket<960>",
         "write_ticket<2016>",
         "write_ticket<8128>",
-        "check_finite<240>",
+        "check_finite<240, 0>",
+        "check_finite<240, 1>",
+        "check_finite<240, 2>",
         "resolve<1>",
         "resolve<60>",
         "prepare_weight",
@@ -212,7 +227,18 @@ fn kernels(rules: &[String]) -> Vec<(&'static Source, Vec<String>)> {
     ]);
     let scores = own(&["take_uses", "count_records", "end_steps", "halve_scores", "read_uses", "write_uses"]);
     vec![
-        (&AT_OWNER, own(&["copy_all", "share_splits", "number_pooled"])),
+        (
+            &AT_OWNER,
+            own(&[
+                "copy_all",
+                "narrow_all<1>",
+                "narrow_all<2>",
+                "widen_all<1>",
+                "widen_all<2>",
+                "share_splits",
+                "number_pooled",
+            ]),
+        ),
         (&SCORES, scores),
         (&SWEEP, own(&["choose_rows", "remove_chosen"])),
         (

@@ -20,6 +20,7 @@ use sok_core::error::{Error, Result};
 use sok_core::host::key_gradients::{BagGradients, merge_by_key};
 use sok_core::key::Key;
 use sok_core::pool;
+use sok_core::row_type::RowType;
 
 use crate::ranks;
 use crate::registry::{self, Axis, Optimizer, Plan, PlanFeature};
@@ -84,7 +85,7 @@ pub fn row_dims(plan: &Plan, inputs: &[Tensor]) -> Result<Vec<Vec<i64>>> {
 /// Tensors in: for each feature of the plan its ids (two int32 tensors for low and high words), then row splits,
 /// scores and weights, each only if the plan says so.
 ///
-/// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature.
+/// Tensors out: 0 is the lookup's number as int32 `(2,)` (low word, high word), for `push`; then the rows of each feature, of the plan's type.
 ///
 /// `insertion`: when keys without a row get one. `save`: whether to keep what `push` needs.
 pub fn lookup(
@@ -102,7 +103,7 @@ pub fn lookup(
     for (number, planned) in plan.features.iter().enumerate() {
         let (feature, dims) = feature(planned, plan.dims[planned.table], &mut inputs)?;
         features.push(feature);
-        rows.push(outputs.output(1 + number, DType::F32, &dims)?);
+        rows.push(outputs.output(1 + number, DType::of(plan.row_type), &dims)?);
     }
     let number = outputs.output(0, DType::I32, &[2])?;
     plan.group.lock()?.lookup(&features, insertion, save, number, rows, stream)
@@ -140,7 +141,9 @@ pub fn push(
         weights.push(WeightGradient { feature, to: outputs.output(1 + weights.len(), DType::F32, dims)? });
     }
     let ticket = outputs.output(0, DType::F32, &[RING as i64, 2])?;
-    let gradients = GradientTensors { rows, keep, check_finite: plan.check_finite };
+    // A loss scale, which only float16 needs, must notice gradients that are not finite.
+    let check_finite = plan.row_type == RowType::Float16;
+    let gradients = GradientTensors { rows, keep, check_finite };
     plan.group.lock()?.push(number, gradients, weights, ticket, stream)
 }
 

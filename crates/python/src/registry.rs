@@ -6,6 +6,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::{Binding, OwnUpdate, UpdateMode};
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
+use sok_core::row_type::RowType;
 
 use crate::handles::Handles;
 use crate::shared_group::SharedGroup;
@@ -43,8 +44,8 @@ pub struct Plan {
     pub features: Vec<PlanFeature>,
     /// Of each table.
     pub dims: Vec<usize>,
-    /// Whether a gradient that is not finite makes the ticket NaN.
-    pub check_finite: bool,
+    /// Type of the numbers of the rows and of their gradients in the framework.
+    pub row_type: RowType,
 }
 
 /// Groups that are updated together.

@@ -20,6 +20,7 @@ use sok_core::host::sharded::ShardedGroup;
 use sok_core::memory;
 use sok_core::policy::clock;
 use sok_core::pool;
+use sok_core::row_type::RowType;
 use sok_cuda::device::Device;
 use sok_cuda::gpu_group::GpuGroup;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
@@ -396,8 +397,8 @@ type FeatureTuple = (String, i64, bool, String, bool, bool, String, Option<i64>)
 #[pymethods]
 impl Plan {
     #[new]
-    #[pyo3(signature = (group, features, check_finite=false))]
-    fn new(py: Python<'_>, group: &Group, features: Vec<FeatureTuple>, check_finite: bool) -> PyResult<Plan> {
+    #[pyo3(signature = (group, features, row_dtype="float32"))]
+    fn new(py: Python<'_>, group: &Group, features: Vec<FeatureTuple>, row_dtype: &str) -> PyResult<Plan> {
         let group = group.inner.clone();
         detached(py, || {
             let tables = group.lock()?;
@@ -405,7 +406,9 @@ impl Plan {
             drop(tables);
             let features = features.into_iter().map(|feature| plan_feature(feature, dims.len()));
             let features = features.collect::<Result<_>>()?;
-            let plan = registry::Plan { group, features, dims, check_finite };
+            let row_type = RowType::ALL.into_iter().find(|row_type| row_type.name() == row_dtype);
+            let row_type = row_type.ok_or_else(|| unknown("row dtype", row_dtype))?;
+            let plan = registry::Plan { group, features, dims, row_type };
             Ok(Plan { handle: registry::add_plan(plan)? })
         })
     }
@@ -417,11 +420,14 @@ impl Drop for Plan {
     }
 }
 
+fn unknown(what: &str, value: &str) -> Error {
+    Error::argument(format!("unknown {what} `{value}`"))
+}
+
 fn plan_feature(
     (name, table, words, axis, weights, scores, combiner, padding_key): FeatureTuple,
     num_tables: usize,
 ) -> Result<PlanFeature> {
-    let unknown = |what: &str, value: &str| Error::argument(format!("unknown {what} `{value}`"));
     let table = check_table(table, num_tables)?;
     let axis = match axis.as_str() {
         "each" => Axis::Each,

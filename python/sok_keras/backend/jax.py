@@ -35,6 +35,7 @@ class _Call(NamedTuple):
 
     plan: int
     shapes: tuple
+    dtype: str
     insertion: Insertion
     scope: int
 
@@ -54,11 +55,11 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
         insertion: When keys without a row get one. `AT_COMMIT` has an effect only if the call is differentiated.
 
     Returns:
-        A list with a float32 array for each feature.
+        A list with an array for each feature, of the plan's `row_dtype`.
     """
     note_thread()
     shapes = tuple(tuple(shape) for shape in plan.output_shapes(inputs))
-    call = _Call(plan.handle, shapes, insertion, traced_scope())
+    call = _Call(plan.handle, shapes, plan.row_dtype, insertion, traced_scope())
     inputs, weights = tuple(map(tuple, inputs)), tuple(weights)
     if not any(map(is_tracing, jax.tree.leaves((trigger, weights, inputs)))):
         return list(_compiled(call)(trigger, weights, inputs))
@@ -209,7 +210,8 @@ def _run(call, trigger, weights, inputs, save, before=None):
     """Returns the lookup's number, which the push needs, and the rows of each feature. `before`: what must be computed before."""
     groups = zip(inputs, weights, strict=True)
     tensors = [tensor for ids, weight in groups for tensor in (*ids, weight) if tensor is not None]
-    results = [jax.ShapeDtypeStruct((2,), "int32"), *(_float32(*shape) for shape in call.shapes)]
+    rows = [jax.ShapeDtypeStruct(shape, call.dtype) for shape in call.shapes]
+    results = [jax.ShapeDtypeStruct((2,), "int32"), *rows]
     plan, insertion = np.int64(call.plan), np.int64(call.insertion)
     # XLA leaves out a call whose results are empty or unused. The other ranks, with samples in their batches, wait in it.
     stays = not save and _native.ranks() is not None and any(0 in shape for shape in call.shapes)

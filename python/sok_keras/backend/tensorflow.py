@@ -58,7 +58,7 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
             `tf.function` is traced.
 
     Returns:
-        A list with a float32 tensor for each feature.
+        A list with a tensor for each feature, of the plan's `row_dtype`.
     """
     groups = zip(inputs, weights, strict=True)
     tensors = [tf.convert_to_tensor(tensor) for group in groups for tensor in _flat(*group)]
@@ -86,7 +86,13 @@ def _lookup(plan, trigger, inputs, tensors, insertion, save):
     note_thread()
     op = _ops.sok_gpu_lookup if plan.gpu is not None else _ops.sok_lookup
     number, rows = op(
-        tensors=tensors, trigger=trigger, N=len(inputs), plan=plan.handle, insertion=int(insertion), save=save
+        tensors=tensors,
+        trigger=trigger,
+        N=len(inputs),
+        plan=plan.handle,
+        insertion=int(insertion),
+        save=save,
+        dtype=plan.row_dtype,
     )
     if not tf.executing_eagerly():
         for row, shape in zip(rows, plan.output_shapes(inputs), strict=True):

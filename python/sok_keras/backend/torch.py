@@ -108,8 +108,13 @@ def _new_number():
     return torch.empty(2, dtype=torch.int32, device="cpu")
 
 
-def _new(device, shape):
-    return torch.empty(shape, dtype=torch.float32, device=device)
+def _new(device, shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _row_dtype(plan):
+    """Dtype of the rows of a plan."""
+    return getattr(torch, plan.row_dtype)
 
 
 def _new_rows(device, plan, tensors):
@@ -119,7 +124,7 @@ def _new_rows(device, plan, tensors):
     """
     rows = [None] * plan.num_features
     for shape, lengths, features in _native.pieces_of_rows(plan.handle, tensors):
-        memory = _new(device, shape)
+        memory = _new(device, shape, _row_dtype(plan))
         # No views to autograd: each may be changed in place.
         parts = [memory] if len(features) == 1 else torch.unsafe_split_with_sizes(memory, lengths)
         for feature, part in zip(features, parts, strict=True):
@@ -129,7 +134,7 @@ def _new_rows(device, plan, tensors):
 
 def _new_rows_apart(device, plan, tensors):
     """The same, each with memory of its own."""
-    return [_new(device, shape) for shape in plan.shapes_of(tensors)]
+    return [_new(device, shape, _row_dtype(plan)) for shape in plan.shapes_of(tensors)]
 
 
 # ---- the four calls
@@ -212,14 +217,15 @@ _library.impl("sum_gradients", _sum_gradients, _KEY)
 @torch.library.register_fake("sok_keras::lookup", lib=_library)
 def _(trigger, tensors, plan, insertion, save):
     del insertion, save
-    rows = [trigger.new_empty(shape) for shape in _plan(plan).shapes_of(tensors)]
+    plan = _plan(plan)
+    rows = [trigger.new_empty(shape, dtype=_row_dtype(plan)) for shape in plan.shapes_of(tensors)]
     return [_new_number(), *rows]
 
 
 @torch.library.register_fake("sok_keras::push", lib=_library)
 def _(number, gradients, weights, plan):
     del number, plan
-    return [gradients[0].new_empty(_TICKET), *(torch.empty_like(weight) for weight in weights)]
+    return [gradients[0].new_empty(_TICKET, dtype=torch.float32), *(torch.empty_like(weight) for weight in weights)]
 
 
 @torch.library.register_fake("sok_keras::commit", lib=_library)
@@ -275,13 +281,13 @@ def lookup(plan, trigger, learns, inputs, weights, insertion):
         insertion: When keys without a row get one. `AT_COMMIT` has an effect only if a gradient is recorded.
 
     Returns:
-        A list with a float32 tensor for each feature.
+        A list with a tensor for each feature, of the plan's `row_dtype`.
     """
     if not torch.compiler.is_compiling():
         note_thread()
     if inputs[0][0].is_meta:  # Keras asks for shapes alone
         shapes = plan.output_shapes(inputs)
-        return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
+        return [torch.empty(shape, dtype=_row_dtype(plan), device="meta") for shape in shapes]
     # An exported graph is never differentiated, so its lookups must keep nothing for a backward pass.
     learns = learns and not (_is_exporting() or torch.jit.is_tracing())
     tensors, places, given = [], [], []

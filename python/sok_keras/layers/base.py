@@ -181,7 +181,7 @@ class TableLayer(backend.TableState, keras.layers.Layer):
         if is_tracing:
             check_format(self.name)
         self._core.trigger.check()
-        plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
+        plan = self._plan(features)
         if is_tracing and not backend.is_compiling():
             self._core.note_traced_call(plan, inputs)
         rows = backend.lookup(plan, self.trigger.value, learns, inputs, weights, insertion)
@@ -189,11 +189,16 @@ class TableLayer(backend.TableState, keras.layers.Layer):
             self._core.warn_of_refused()
         return [ops.cast(row, self.compute_dtype) for row in rows]
 
+    def _plan(self, features: tuple) -> Any:
+        """Returns the plan of a call. The core writes rows in the compute dtype, so that no cast is needed, if it has numbers of it."""
+        is_narrow = self.compute_dtype in ("bfloat16", "float16")
+        return self._core.plan(features, self.compute_dtype if is_narrow else "float32")
+
     def _tell(self, features: tuple, tensors: list) -> None:
         """Tells the core the ids of a later call with `training=True`. The arguments are those of `_lookup`, without weights."""
         if isinstance(tensors[0][0], keras.KerasTensor) or backend.is_tracing(tensors[0][0]):
             raise ValueError("`prefetch` must be called outside of functions that are traced or compiled")
-        plan = self._core.plan(features, check_finite=self.compute_dtype == "float16")
+        plan = self._plan(features)
         if plan.gpu is not None and distributed.world_size() > 1:
             backend.prefetch(plan, tensors)
 

@@ -1,6 +1,7 @@
 //! Tensors of a framework, read and written in place.
 
 use crate::error::{Error, Result};
+use crate::row_type::{Bfloat16, Float16, RowType};
 
 /// Element types of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +14,10 @@ pub enum DType {
     U32,
     /// uint64
     U64,
+    /// float16
+    F16,
+    /// bfloat16
+    BF16,
     /// float32
     F32,
 }
@@ -21,9 +26,37 @@ impl DType {
     /// Bytes of an element.
     pub fn size(self) -> usize {
         match self {
+            DType::F16 | DType::BF16 => 2,
             DType::I32 | DType::U32 | DType::F32 => 4,
             DType::I64 | DType::U64 => 8,
         }
+    }
+
+    /// Returns its name, as NumPy and Keras have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::I32 => "int32",
+            DType::I64 => "int64",
+            DType::U32 => "uint32",
+            DType::U64 => "uint64",
+            DType::F16 => "float16",
+            DType::BF16 => "bfloat16",
+            DType::F32 => "float32",
+        }
+    }
+
+    /// Returns the element type of arrays of rows of this type.
+    pub fn of(row_type: RowType) -> DType {
+        match row_type {
+            RowType::Float32 => DType::F32,
+            RowType::Float16 => DType::F16,
+            RowType::Bfloat16 => DType::BF16,
+        }
+    }
+
+    /// Returns the type of rows of such elements; `None` for integers.
+    pub fn row_type(self) -> Option<RowType> {
+        RowType::ALL.into_iter().find(|row_type| DType::of(*row_type) == self)
     }
 }
 
@@ -40,7 +73,7 @@ macro_rules! element {
         })+
     };
 }
-element! { i32: I32, i64: I64, u32: U32, u64: U64, f32: F32 }
+element! { i32: I32, i64: I64, u32: U32, u64: U64, Float16: F16, Bfloat16: BF16, f32: F32 }
 
 /// The memory that a tensor is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,7 +246,11 @@ impl Tensor {
 
     fn check(&self, dtype: DType, memory: Memory) -> Result<()> {
         if self.dtype != dtype {
-            return Err(Error::argument(format!("a tensor must be {dtype:?}. Received: {:?}", self.dtype)));
+            return Err(Error::argument(format!(
+                "a tensor must be {}. Received: {}",
+                dtype.name(),
+                self.dtype.name()
+            )));
         }
         if self.memory != memory {
             let (expected, received) = (memory.name(), self.memory.name());

@@ -3,6 +3,7 @@
 mod absent;
 mod accumulator;
 pub(crate) mod admission;
+mod arrays;
 mod catch_up;
 mod changes;
 mod eviction;

@@ -60,9 +60,7 @@ pub fn ten_million_ids(maker: &Maker) {
     // The groups of a part are few: its counts scatter.
     let least = if parts == 1 { 10_000 } else { 100 };
     assert!(
-        [hit, inserted, filtered, evicted, expired, refused]
-            .iter()
-            .all(|count| *count > least),
+        [hit, inserted, filtered, evicted, expired, refused].iter().all(|count| *count > least),
         "{seen:?}"
     );
 }

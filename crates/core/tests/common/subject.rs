@@ -15,6 +15,7 @@ use sok_core::formula::{Adagrad, Formula, Rule};
 use sok_core::host::group::{ApplyScalars, HostGroup};
 use sok_core::host::push::OutputGradients;
 use sok_core::pool::Pool;
+use sok_core::row_type::RowType;
 
 use super::general::update_pieces;
 use super::input::Input;
@@ -36,10 +37,15 @@ pub trait Subject {
         false
     }
 
+    /// The type of the arrays that it writes rows to and reads gradients from.
+    fn array_type(&self) -> RowType {
+        RowType::Float32
+    }
+
     /// The lookup's number, and the rows of each feature.
     fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)>;
 
-    /// Push number `number`, of the gradients of a lookup's rows. `ids`: of each feature that has weights. Gives the gradients of
+    /// Push number `number`, of the gradients of a lookup's rows, numbers of the arrays' type. `ids`: of each feature that has weights. Gives the gradients of
     /// weights, of each feature that has them.
     fn push(
         &mut self,

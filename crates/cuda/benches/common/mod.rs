@@ -88,12 +88,14 @@ pub struct Shape {
     pub samples: usize,
     pub hotness: usize,
     pub dim: usize,
+    /// Type of the arrays of rows and gradients.
+    pub array_type: RowType,
 }
 
 impl Shape {
     /// Returns the features of a call. `ids`, `weights` and `rows` are addresses of contiguous arrays, one table after the other.
     pub fn features(self, ids: u64, weights: Option<u64>, rows: u64) -> Vec<Feature<'static>> {
-        let Shape { tables, samples: num_bags, hotness, dim } = self;
+        let Shape { tables, samples: num_bags, hotness, dim, array_type } = self;
         let len = num_bags * hotness;
         let feature = |t: usize| Feature {
             name: "f",
@@ -107,7 +109,8 @@ impl Shape {
             at_owner: false,
             id_counts: 0,
             scores: None,
-            rows: rows + (t * num_bags * dim * 4) as u64,
+            rows: rows + (t * num_bags * dim * array_type.num_bytes()) as u64,
+            array_type,
         };
         (0..tables).map(feature).collect()
     }

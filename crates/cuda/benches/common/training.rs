@@ -27,6 +27,8 @@ pub struct Work {
     pub weighted: bool,
     /// Type of the rows, and whether updates round them by chance.
     pub row_type: (RowType, bool),
+    /// Type of the arrays of rows and gradients.
+    pub array_type: RowType,
     /// FBGEMM's milliseconds; 0 if unknown.
     pub fbgemm: f32,
     /// Milliseconds that we want to reach, with held and with merged gradients.
@@ -50,6 +52,7 @@ pub const fn work(
         zipf: true,
         weighted: false,
         row_type: (RowType::Float32, false),
+        array_type: RowType::Float32,
         fbgemm: 0.0,
         goals: [0.0; 2],
     }
@@ -57,7 +60,8 @@ pub const fn work(
 
 impl Work {
     pub fn shape(&self) -> Shape {
-        Shape { tables: self.tables, samples: self.samples, hotness: self.hotness, dim: self.dim }
+        let Work { tables, samples, hotness, dim, array_type, .. } = *self;
+        Shape { tables, samples, hotness, dim, array_type }
     }
 
     pub fn configs(&self, initial_capacity: u64) -> Vec<TableConfig> {
@@ -91,6 +95,13 @@ pub fn normal(n: usize) -> Vec<f32> {
     some.into_iter().cycle().take(n).collect()
 }
 
+/// Copies numbers to the device, rounded to this type.
+fn array_of(bench: &Bench, numbers: &[f32], array_type: RowType) -> Buffer<u8> {
+    let mut bytes = vec![0; numbers.len() * array_type.num_bytes()];
+    array_type.write(numbers, &mut bytes);
+    Buffer::from_slice(&bench.device.context, &bytes).unwrap()
+}
+
 /// A group on a GPU, and the tensors of its steps.
 pub struct Gpu<'a> {
     pub bench: &'a Bench,
@@ -98,7 +109,8 @@ pub struct Gpu<'a> {
     pub group: GpuGroup,
     pub binding: Binding,
     pub rows: Buffer<f32>,
-    gradients: Buffer<f32>,
+    /// Numbers of the arrays' type.
+    gradients: Buffer<u8>,
     weights: Buffer<f32>,
     /// Of each id, if ids come with scores.
     scores: Option<Buffer<i64>>,
@@ -128,7 +140,7 @@ impl<'a> Gpu<'a> {
             group,
             binding,
             rows: Buffer::new(context, gradients.len()).unwrap(),
-            gradients: Buffer::from_slice(context, gradients).unwrap(),
+            gradients: array_of(bench, gradients, work.array_type),
             weights: Buffer::from_slice(context, &weights).unwrap(),
             scores: None,
             weight_gradients: Buffer::new(context, weights.len()).unwrap(),
@@ -168,9 +180,11 @@ impl<'a> Gpu<'a> {
         let number =
             unsafe { self.group.lookup(&features, Insertion::AtLookup, true, None, stream) }.unwrap();
         let len = self.work.samples * self.work.dim;
-        let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * len)).collect();
+        let array_type = self.work.array_type;
+        let row_bytes = len * array_type.num_bytes();
+        let rows: Vec<u64> = (0..self.work.tables).map(|t| self.gradients.at(t * row_bytes)).collect();
         let keep = hold.then(|| Box::new(()) as _);
-        let gradients = OutputGradients { rows, keep, check_finite: false };
+        let gradients = OutputGradients { rows, array_type, keep, check_finite: false };
         let lens = vec![len; self.work.tables];
         let of_table = self.work.samples * self.work.hotness;
         let weighted = (0..self.work.tables).filter(|_| self.work.weighted);

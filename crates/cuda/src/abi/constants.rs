@@ -85,6 +85,8 @@ constants! {
     pub const ROW_DIM_BITS: usize = 24;
     /// In the code of a row, after the dim: updates round by chance.
     pub const ROW_BY_CHANCE: usize = 4;
+    /// Bits of the type of a row and of how updates round. The type of a framework's arrays follows.
+    pub const ROW_ARRAY_BITS: usize = 3;
     /// Different values of the initializer `DEBUG`.
     pub const DEBUG_KEYS: u64 = sok_core::initializer::DEBUG_KEYS;
     /// Maximum number of scalars of a formula's step.

@@ -140,10 +140,10 @@ structs! {
         pub rows: u64 as "u32*",
     }
 
-    /// A copy of numbers of four bytes.
-    pub struct WordCopy {
-        pub from: u64 as "const float*",
-        pub to: u64 as "float*",
+    /// A copy of numbers.
+    pub struct NumberCopy {
+        pub from: u64 as "const void*",
+        pub to: u64 as "void*",
         pub count: u64,
     }
 

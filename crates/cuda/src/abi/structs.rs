@@ -200,7 +200,7 @@ structs! {
         pub splits: u64 as "const void*",
         /// One weight for each id, or null.
         pub weights: u64 as "const float*",
-        /// Output, `(bags, dim)`.
+        /// Output, `(bags, dim)`: float32, or of 16 bits as the kernel's code of rows says.
         pub rows: u64 as "float*",
         /// `Table::records` of the feature's table.
         pub records: u64 as "float4*",
@@ -413,7 +413,7 @@ structs! {
 
     /// What the backward pass needs of a feature.
     pub struct Side {
-        /// Gradient rows, `(bags, dim)`.
+        /// Gradient rows, `(bags, dim)`: float32, or of 16 bits as the kernel's code of rows says.
         pub gradients: u64 as "const float*",
         /// `Table::records` of the feature's table.
         pub records: u64 as "float4*",
@@ -427,8 +427,8 @@ structs! {
 
     /// Gradients of a feature, in memory of the framework.
     pub struct Gradients {
-        pub from: u64 as "const float*",
-        /// Number of floats.
+        pub from: u64 as "const void*",
+        /// Number of numbers.
         pub count: u64,
     }
 

@@ -13,6 +13,7 @@ use sok_core::contract::table::{Insertion, Table};
 use sok_core::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::error::{Error, Result};
+use sok_core::row_type::RowType;
 
 use super::{GpuGroup, LookupNumber, OutputGradients, absent, general};
 use crate::device::Stream;
@@ -79,11 +80,13 @@ impl Group for GpuGroup {
         };
         let GradientTensors { rows, keep, check_finite } = gradients;
         let lens: Vec<usize> = rows.iter().map(|gradient| gradient.len()).collect();
-        let rows = rows.iter().map(|gradient| gradient.address(DType::F32)).collect::<Result<Vec<_>>>()?;
+        let array_type = array_type(rows.first().map(|gradient| gradient.dtype()))?;
+        let rows = rows.iter().map(|gradient| gradient.address(DType::of(array_type)));
+        let rows = rows.collect::<Result<Vec<_>>>()?;
         let weights =
             weight_gradients.iter().map(|weight| Ok((weight.feature, weight.to.address(DType::F32)?)));
         let weights = weights.collect::<Result<Vec<_>>>()?;
-        let gradients = OutputGradients { rows, keep, check_finite };
+        let gradients = OutputGradients { rows, array_type, keep, check_finite };
         let ticket = ticket.address(DType::F32)?;
         // SAFETY: Whoever created the tensors guarantees that their memory is valid.
         unsafe { GpuGroup::push(self, number, gradients, &lens, &weights, ticket, Stream::of(stream)) }
@@ -198,8 +201,11 @@ pub(super) fn lookup_arguments<'a>(
     rows: &[TensorMut],
 ) -> Result<(Vec<Feature<'a>>, Option<u64>)> {
     features.iter().try_for_each(|feature| check_memory(group, feature.ids.memory()))?;
-    let features =
-        features.iter().zip(rows).map(|(tensors, rows)| feature_of(tensors, rows.address(DType::F32)?));
+    let array_type = array_type(rows.first().map(TensorMut::dtype))?;
+    let features = features.iter().zip(rows).map(|(tensors, rows)| {
+        let rows = rows.address(DType::of(array_type))?;
+        Ok(Feature { rows, array_type, ..feature_of(tensors)? })
+    });
     let to = match number.memory() {
         Memory::Device => Some(number.address(DType::I32)?),
         Memory::Host => None,
@@ -210,7 +216,7 @@ pub(super) fn lookup_arguments<'a>(
 /// Returns the features of a lookup without memory for rows.
 pub(super) fn ids_of<'a>(group: &AnyGroup, features: &[FeatureTensors<'a>]) -> Result<Vec<Feature<'a>>> {
     features.iter().try_for_each(|feature| check_memory(group, feature.ids.memory()))?;
-    features.iter().map(|tensors| feature_of(tensors, 0)).collect()
+    features.iter().map(feature_of).collect()
 }
 
 /// The addresses of the tensors of a commit.
@@ -240,8 +246,16 @@ fn floats(tensor: &Tensor, len: usize, what: &str) -> Result<u64> {
     tensor.address(DType::F32)
 }
 
-/// Returns a feature with the addresses of its tensors. `rows`: that of its output.
-fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>> {
+/// Returns the type of the numbers of rows or gradients, all of which have it.
+fn array_type(of_first: Option<DType>) -> Result<RowType> {
+    let Some(dtype) = of_first else { return Ok(RowType::Float32) };
+    dtype
+        .row_type()
+        .ok_or_else(|| Error::argument(format!("rows must be floats. Received: {}", dtype.name())))
+}
+
+/// Returns a feature with the addresses of its tensors, without memory for rows.
+fn feature_of<'a>(tensors: &FeatureTensors<'a>) -> Result<Feature<'a>> {
     let FeatureTensors { name, table, combiner, padding_key, ids, .. } = *tensors;
     if let Some(high) = tensors.high.filter(|high| high.len() != ids.len()) {
         return Err(Error::argument(format!(
@@ -256,7 +270,9 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>
         DType::I32 => KeyType::Signed,
         DType::U32 => KeyType::Unsigned,
         DType::I64 | DType::U64 => KeyType::Wide,
-        DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
+        other @ (DType::F16 | DType::BF16 | DType::F32) => {
+            return Err(Error::argument(format!("ids must be integers. Received: {}", other.name())));
+        }
     };
     let ids_of =
         Ids { address: ids.address(ids.dtype())?, high: high.unwrap_or(0), key_type, len: ids.len() };
@@ -284,7 +300,8 @@ fn feature_of<'a>(tensors: &FeatureTensors<'a>, rows: u64) -> Result<Feature<'a>
         at_owner: false,
         id_counts: 0,
         scores: tensors.scores.map(|scores| scores_of(name, scores, ids.len())).transpose()?,
-        rows,
+        rows: 0,
+        array_type: RowType::Float32,
     })
 }
 

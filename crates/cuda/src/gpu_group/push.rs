@@ -8,13 +8,14 @@ use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
 use sok_core::contract::ticket::{RING, mark};
 use sok_core::error::{Error, Result};
+use sok_core::row_type::RowType;
 
 use super::{GpuGroup, Push, SavedLookup, sharded};
-use crate::abi::{self, Gradients, NewTicket, Side, WordCopy};
+use crate::abi::{self, Gradients, NewTicket, NumberCopy, Side};
 use crate::device::Stream;
 use crate::memory::{Buffer, read};
 use crate::peers::Window;
-use crate::step::{Saved, SavedFeature};
+use crate::step::{NumberCopyKind, Saved, SavedFeature};
 
 /// The number of a lookup, as the caller of a push has it.
 #[derive(Clone, Copy, Debug)]
@@ -27,8 +28,10 @@ pub enum LookupNumber {
 
 /// The gradients of a lookup's outputs.
 pub struct OutputGradients {
-    /// By feature: address of its gradients on the device, float32 `(bags, dim)`.
+    /// By feature: address of its gradients on the device, `(bags, dim)`.
     pub rows: Vec<u64>,
+    /// Type of their numbers, which must be that of the outputs.
+    pub array_type: RowType,
     /// If given, the gradients stay where they are until they are applied. If not, they are merged or copied at once.
     pub keep: Option<Keep>,
     /// Whether a gradient that is not finite makes the ticket NaN.
@@ -90,7 +93,7 @@ impl GpuGroup {
         }
     }
 
-    /// Enqueues the push of a lookup's gradients. `gradient_lens`: by feature, the number of floats of its gradients.
+    /// Enqueues the push of a lookup's gradients. `gradient_lens`: by feature, the number of numbers of its gradients.
     /// `weight_gradients`: for features with weights, the index of the feature and the address that takes the gradients of its
     /// weights, float32 `(ids,)`. `ticket`: address that takes the ticket, float32 `(64, 2)`.
     ///
@@ -115,7 +118,7 @@ impl GpuGroup {
             tables: self.names(),
             what: format!("a gradient comes for a lookup that is gone: older than the newest {RING}, or from before a load"),
         })?;
-        self.check_gradients(&saved.saved, gradient_lens)?;
+        self.check_gradients(&saved.saved, gradients.array_type, gradient_lens)?;
         if self.binding.is_none() && self.pushes_without_optimizer > 0 {
             return Err(Error::UnwrappedOptimizer { tables: self.names() });
         }
@@ -153,7 +156,7 @@ impl GpuGroup {
             (rows, copied, copy) = (places, &given, Some(memory));
         }
         if gradients.check_finite {
-            workspace.check_finite(&given, &self.is_bad, stream)?;
+            workspace.check_finite(&given, saved.saved.array_type, &self.is_bad, stream)?;
         }
         let sides = self.sides(&saved.saved, &rows, &[], window.as_ref());
         let reads_rows = window.is_some() && !weight_gradients.is_empty();
@@ -212,13 +215,19 @@ impl GpuGroup {
         let pooled = saved.features.iter().zip(given).filter(|(feature, _)| feature.at_owner);
         let copy = |(feature, from): (&SavedFeature, &Gradients)| {
             let place = places[feature.table].next().expect("a window has room for each feature");
-            WordCopy { from: from.from, to: window.address() + place as u64, count: from.count }
+            NumberCopy { from: from.from, to: window.address() + place as u64, count: from.count }
         };
-        let copies: Vec<WordCopy> = pooled.map(copy).collect();
-        self.workspace.copy_all(&copies, stream)
+        let copies: Vec<NumberCopy> = pooled.map(copy).collect();
+        self.workspace.copy_all(&copies, NumberCopyKind::Widen(saved.array_type), stream)
     }
 
-    fn check_gradients(&self, saved: &Saved, lens: &[usize]) -> Result<()> {
+    fn check_gradients(&self, saved: &Saved, array_type: RowType, lens: &[usize]) -> Result<()> {
+        if array_type != saved.array_type {
+            let (expected, received) = (saved.array_type.name(), array_type.name());
+            return Err(Error::argument(format!(
+                "the gradients of a lookup must have the type of its rows, {expected}. Received: {received}"
+            )));
+        }
         if lens.len() != saved.features.len() {
             return Err(Error::argument(format!(
                 "a push brings the gradient of each feature. Received: {} of {}",

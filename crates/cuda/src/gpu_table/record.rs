@@ -5,7 +5,7 @@ use sok_core::contract::table::TableConfig;
 use sok_core::formula::update::Update;
 use sok_core::row_type::RowType;
 
-use crate::abi::{DeviceField, DeviceFields, ROW_BY_CHANCE, ROW_DIM_BITS, quads};
+use crate::abi::{DeviceField, DeviceFields, ROW_ARRAY_BITS, ROW_BY_CHANCE, ROW_DIM_BITS, quads};
 
 /// The rows of a table, for which kernels are compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,11 @@ impl RowKind {
     pub fn code(self) -> usize {
         let by_chance = if self.rounds_by_chance { ROW_BY_CHANCE } else { 0 };
         self.dim | (self.row_type as usize | by_chance) << ROW_DIM_BITS
+    }
+
+    /// Returns the code for kernels that read or write a framework's arrays of such rows, of numbers of this type.
+    pub fn code_with(self, arrays: RowType) -> usize {
+        self.code() | (arrays as usize) << (ROW_DIM_BITS + ROW_ARRAY_BITS)
     }
 
     /// Returns the same rows with whole groups of four columns.
@@ -129,5 +134,7 @@ mod tests {
         }
         assert_eq!(row(64, RowType::Float32, false).code(), 64);
         assert_eq!(row(64, RowType::Bfloat16, true).code(), 64 + (6 << 24));
+        assert_eq!(row(64, RowType::Bfloat16, true).code_with(RowType::Float32), 64 + (6 << 24));
+        assert_eq!(row(64, RowType::Float32, false).code_with(RowType::Float16), 64 + (8 << 24));
     }
 }

@@ -4,9 +4,10 @@
 
 use sok_core::contract::profile::StepPart;
 use sok_core::error::Result;
+use sok_core::row_type::RowType;
 
 use super::{Bags, Feature, Saved, Started, Workspace};
-use crate::abi::{FIND_THREADS, Pooled, PooledFeature, Side, WordCopy};
+use crate::abi::{FIND_THREADS, NumberCopy, Pooled, PooledFeature, Side};
 use crate::device::{Stream, launch_next};
 use crate::gpu_table::GpuTable;
 use crate::kernels::AT_OWNER;
@@ -21,18 +22,41 @@ pub struct PooledGradients {
     pub sums: u64,
 }
 
+/// What becomes of numbers that are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NumberCopyKind {
+    /// They have four bytes, and stay as they are.
+    Words,
+    /// They are float32, and are rounded to this type.
+    Narrow(RowType),
+    /// They are of this type, and become float32.
+    Widen(RowType),
+}
+
+impl NumberCopyKind {
+    fn kernel_name(self) -> String {
+        match self {
+            NumberCopyKind::Words
+            | NumberCopyKind::Narrow(RowType::Float32)
+            | NumberCopyKind::Widen(RowType::Float32) => "copy_all".into(),
+            NumberCopyKind::Narrow(to) => format!("narrow_all<{}>", to as u32),
+            NumberCopyKind::Widen(from) => format!("widen_all<{}>", from as u32),
+        }
+    }
+}
+
 impl Workspace {
-    /// Enqueues copying numbers of four bytes.
+    /// Enqueues copying numbers.
     ///
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) without enough memory, or if a kernel cannot be compiled or launched.
-    pub fn copy_all(&mut self, copies: &[WordCopy], stream: Stream) -> Result<()> {
+    pub fn copy_all(&mut self, copies: &[NumberCopy], kind: NumberCopyKind, stream: Stream) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
         }
         let list = self.take_memory(words(copies).len())?;
         self.deliver(list.address(), words(copies), (0, 0), None, stream)?;
-        let copy = self.device.kernel(&AT_OWNER, "copy_all")?;
+        let copy = self.device.kernel(&AT_OWNER, &kind.kernel_name())?;
         let (at, blocks) = (list.address(), (8 * self.device.multiprocessors).div_ceil(copies.len() as u32));
         let all = blocks as usize * copies.len();
         // SAFETY: The arguments have the types of the kernel's parameters. The caller keeps the memory that they point to.

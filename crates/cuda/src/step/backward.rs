@@ -7,6 +7,7 @@ use std::ops::Range;
 use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 use sok_core::formula::update::Update;
+use sok_core::row_type::RowType;
 
 use super::given_scores::GivenScores;
 use super::places::CandidatePlaces;
@@ -27,15 +28,15 @@ const UPDATE_BLOCKS: usize = 48;
 /// Maximum number of gradient arrays in the parameters of a launch of `check_finite`.
 const CHECKED: usize = 240;
 
-/// Divides gradients into pieces of similar sizes. There are at most `CHECKED / 2` more pieces than gradients.
-fn pieces(gradients: &[Gradients]) -> Vec<Gradients> {
+/// Divides gradients, numbers of so many bytes, into pieces of similar sizes. There are at most `CHECKED / 2` more pieces than gradients.
+fn pieces(gradients: &[Gradients], num_bytes: usize) -> Vec<Gradients> {
     let total: u64 = gradients.iter().map(|g| g.count).sum();
     let size = total.div_ceil(CHECKED as u64 / 2).max(1 << 14);
     let pieces_of = |g: &Gradients| {
         let Gradients { from, count } = *g;
         (0..count.div_ceil(size)).map(move |i| {
             let start = i * size;
-            Gradients { from: from + 4 * start, count: size.min(count - start) }
+            Gradients { from: from + num_bytes as u64 * start, count: size.min(count - start) }
         })
     };
     gradients.iter().flat_map(pieces_of).collect()
@@ -113,7 +114,8 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn copy_gradients(&self, saved: &Saved, stream: Stream) -> Result<()> {
-        let copy = self.device.kernel(&BACKWARD, "copy_gradients")?;
+        let copy =
+            self.device.kernel(&BACKWARD, &format!("copy_gradients<{}>", saved.array_type.num_bytes()))?;
         if saved.features.is_empty() {
             return Ok(());
         }
@@ -123,14 +125,21 @@ impl Workspace {
         unsafe { launch_next!(copy, stream, blocks, UPDATE_THREADS, sides, count) }
     }
 
-    /// Enqueues a check that sets `is_bad` if a gradient is not finite.
+    /// Enqueues a check that sets `is_bad` if a gradient, a number of this type, is not finite.
     ///
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
-    pub fn check_finite(&self, gradients: &[Gradients], is_bad: &Buffer<u32>, stream: Stream) -> Result<()> {
-        let check = self.device.kernel(&CONTROL, &format!("check_finite<{CHECKED}>"))?;
+    pub fn check_finite(
+        &self,
+        gradients: &[Gradients],
+        array_type: RowType,
+        is_bad: &Buffer<u32>,
+        stream: Stream,
+    ) -> Result<()> {
+        let name = format!("check_finite<{CHECKED}, {}>", array_type as u32);
+        let check = self.device.kernel(&CONTROL, &name)?;
         let is_bad = is_bad.address();
-        for some in pieces(gradients).chunks(CHECKED) {
+        for some in pieces(gradients, array_type.num_bytes()).chunks(CHECKED) {
             let mut list = [Gradients::default(); CHECKED];
             list[..some.len()].copy_from_slice(some);
             let count = some.len() as u32;
@@ -147,7 +156,8 @@ impl Workspace {
     /// # Errors
     /// [`Error::Device`] if a kernel cannot be compiled or launched.
     pub fn weight_gradients(&self, saved: &Saved, copied: usize, stream: Stream) -> Result<()> {
-        let kernels = self.kernels_by_kinds(&WEIGHTS, |rows| format!("weight_gradients<{rows}>"))?;
+        let kernels =
+            self.kernels_by_kinds(&WEIGHTS, saved.array_type, |rows| format!("weight_gradients<{rows}>"))?;
         let (call, kept, sides) = (saved.call, saved.kept, saved.sides);
         let before = saved.features.len() * size_of::<Side>() + copied * size_of::<Gradients>();
         let products = sides + before as u64;
@@ -189,7 +199,7 @@ impl Workspace {
     pub fn merge(&self, saved: &Saved, sums: Option<u64>, stream: Stream) -> Result<()> {
         self.join(stream)?;
         let name = |rows: &str| format!("merge<{}, {}, {rows}>", saved.source as u32, saved.again);
-        let kernels = self.kernels_by_kinds(&BACKWARD, name)?;
+        let kernels = self.kernels_by_kinds(&BACKWARD, saved.array_type, name)?;
         let started = self.profiler.start(stream)?;
         for (merge, kinds) in kernels {
             let mut work = saved.work(self, kinds.clone(), 0, 0, sums.unwrap_or(0));
@@ -210,7 +220,8 @@ impl Workspace {
         let rule = rule::type_name(&by.update.rule);
         let kernel = if saved.is_bounded { "update_in_turns" } else { "update" };
         let name = |rows: &str| format!("{kernel}<{}, {rule}, {}, {rows}>", saved.source as u32, saved.again);
-        let kernels = self.kernels_of_kinds(self.kinds_of(by.optimizer), &BACKWARD, name)?;
+        let kernels =
+            self.kernels_of_kinds(self.kinds_of(by.optimizer), &BACKWARD, saved.array_type, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
             let work = saved.work(self, kinds.clone(), by.prepared, 0, 0);
@@ -231,7 +242,8 @@ impl Workspace {
     pub fn update_sums(&self, saved: &Saved, by: &By, sums: u64, stream: Stream) -> Result<()> {
         let rule = rule::type_name(&by.update.rule);
         let name = |rows: &str| format!("update_sums<{}, {rule}, {rows}>", saved.source as u32);
-        let kernels = self.kernels_of_kinds(self.kinds_of(by.optimizer), &BACKWARD, name)?;
+        let kernels =
+            self.kernels_of_kinds(self.kinds_of(by.optimizer), &BACKWARD, saved.array_type, name)?;
         let started = self.profiler.start(stream)?;
         for (kernel, kinds) in kernels {
             let work = saved.work(self, kinds.clone(), by.prepared, by.factors, sums);
@@ -269,7 +281,7 @@ impl Workspace {
         totals.zero(stream)?;
         let totals = totals.address();
         let name = |rows: &str| format!("sum_squares<{}, {rows}>", saved.source as u32);
-        for (kernel, kinds) in self.kernels_by_kinds(&BACKWARD, name)? {
+        for (kernel, kinds) in self.kernels_by_kinds(&BACKWARD, saved.array_type, name)? {
             let work = saved.work(self, kinds, prepared, 0, sums);
             let blocks = 8 * self.device.multiprocessors;
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
@@ -402,7 +414,7 @@ impl Workspace {
                 (0..tables.len()).map(|t| if is_gone(t) { GONE } else { firsts[t] }).collect();
             let by_table = Buffer::from_slice(&self.device.context, &by_table)?;
             let all_kinds = 0..self.rows.len();
-            let rows = self.row_list(all_kinds.clone());
+            let rows = self.row_list(all_kinds.clone(), RowType::Float32);
             let list =
                 self.device.kernel(&BACKWARD, &format!("list_entries<{}, {rows}>", saved.source as u32))?;
             for (kind, &count) in counts.iter().enumerate() {
@@ -453,6 +465,7 @@ impl Workspace {
             ids_by_kind,
             shift: 0,
             source: Source::Sums,
+            array_type: RowType::Float32,
             is_bounded: false,
             again: false,
             features: Vec::new(),
@@ -473,7 +486,7 @@ mod tests {
     fn pieces_of_gradients_are_all_of_them_and_alike() {
         let gradients = [(1 << 40, 9_000_000), (64, 100), (128, 0)];
         let gradients = gradients.map(|(from, count)| Gradients { from, count });
-        let pieces = pieces(&gradients);
+        let pieces = pieces(&gradients, 4);
         assert!(pieces.len() <= CHECKED && pieces.iter().all(|p| p.count <= 80_000));
         let mut next = 1 << 40;
         for piece in &pieces[..pieces.len() - 1] {

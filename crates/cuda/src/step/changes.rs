@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use sok_core::error::Result;
+use sok_core::row_type::RowType;
 
 use super::{Saved, Workspace};
 use crate::abi::UPDATE_THREADS;
@@ -21,7 +22,7 @@ impl Workspace {
             return Ok(());
         }
         let name = |rows: &str| format!("note_updated<{}, {rows}>", saved.source as u32);
-        let kernels = self.kernels_by_kinds(&CHANGES, name)?;
+        let kernels = self.kernels_by_kinds(&CHANGES, RowType::Float32, name)?;
         if is_first {
             self.device.kernels(&CHANGES, ["list_changed", "copy_records"])?;
         }

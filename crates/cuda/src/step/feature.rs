@@ -4,6 +4,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::TableConfig;
 use sok_core::error::{Error, Result};
 use sok_core::key::Key;
+use sok_core::row_type::RowType;
 
 pub use crate::abi::{KeyType, ScoreType};
 
@@ -77,15 +78,22 @@ pub struct Feature<'a> {
     pub scores: Option<Scores>,
     /// The key that means "no id".
     pub padding_key: Option<Key>,
-    /// Address of the output, float32 `(bags, dim)`. Every element is written.
+    /// Address of the output, `(bags, dim)`. Every element is written.
     pub rows: u64,
+    /// Type of the numbers of the output and of its gradients, the same for all features of a call.
+    pub array_type: RowType,
+}
+
+/// Returns the type of the numbers of a call's outputs.
+pub(super) fn array_type_of(features: &[Feature]) -> RowType {
+    features.first().map_or(RowType::Float32, |feature| feature.array_type)
 }
 
 impl Feature<'_> {
     /// Returns the feature under another name.
     pub fn named<'a>(&self, name: &'a str) -> Feature<'a> {
         let Feature { table, ids, bags, combiner, weights, padding_key, .. } = *self;
-        let Feature { is_silent, at_owner, id_counts, scores, rows, .. } = *self;
+        let Feature { is_silent, at_owner, id_counts, scores, rows, array_type, .. } = *self;
         Feature {
             name,
             table,
@@ -99,6 +107,7 @@ impl Feature<'_> {
             scores,
             padding_key,
             rows,
+            array_type,
         }
     }
 
@@ -184,6 +193,7 @@ mod tests {
             id_counts: 0,
             scores: None,
             rows: 0,
+            array_type: RowType::Float32,
         }
     }
 

@@ -4,6 +4,7 @@
 
 use sok_core::contract::profile::StepPart;
 use sok_core::error::Result;
+use sok_core::row_type::RowType;
 
 use super::{Saved, Workspace};
 use crate::abi::{Piece, UPDATE_THREADS};
@@ -36,7 +37,9 @@ impl Workspace {
     pub fn count_rows(&self, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let mut launch = piece.launch;
         for (kernel, kinds) in
-            self.kernels_of_kinds(self.kinds_of(0), &GENERAL, |rows| format!("count_rows<{rows}>"))?
+            self.kernels_of_kinds(self.kinds_of(0), &GENERAL, RowType::Float32, |rows| {
+                format!("count_rows<{rows}>")
+            })?
         {
             let work = merged.saved.work(self, kinds, merged.prepared, merged.factors, merged.sums);
             let piece = Piece { launch, ..piece };
@@ -53,7 +56,7 @@ impl Workspace {
     /// [`Error::Device`](sok_core::error::Error::Device) if a kernel cannot be compiled or launched.
     pub fn visit_piece(&self, kernel: &str, merged: Merged, piece: Piece, stream: Stream) -> Result<u32> {
         let name = |rows: &str| format!("{kernel}<{}, {rows}>", merged.saved.source as u32);
-        let kernels = self.kernels_of_kinds(self.kinds_of(0), &GENERAL, name)?;
+        let kernels = self.kernels_of_kinds(self.kinds_of(0), &GENERAL, RowType::Float32, name)?;
         let started = self.profiler.start(stream)?;
         let mut launch = piece.launch;
         for (kernel, kinds) in kernels {

@@ -5,6 +5,7 @@
 use sok_core::contract::profile::StepPart;
 use sok_core::error::{Error, Result};
 
+use super::feature::array_type_of;
 use super::given_scores::GivenScores;
 use super::places::Places;
 use super::sort_plan::{Scratch, SortPlan};
@@ -285,8 +286,9 @@ impl Workspace {
             return Ok(());
         }
         let Started { places, call, found, rows_blocks, bags, .. } = started;
-        let make_rows =
-            self.kernels_by_kinds(&FORWARD, |rows| format!("make_rows<{}, {rows}>", *bags as u32))?;
+        let make_rows = self.kernels_by_kinds(&FORWARD, array_type_of(features), |rows| {
+            format!("make_rows<{}, {rows}>", *bags as u32)
+        })?;
         let rows = Rows {
             records: found.records,
             named: places.named,
@@ -345,6 +347,7 @@ impl Workspace {
             ids_by_kind,
             shift: call.shift,
             source: if places.named == 0 { Source::Rows } else { Source::WeightedRows },
+            array_type: array_type_of(features),
             is_bounded,
             again: features.iter().any(|f| !matches!(f.bags, Bags::Each | Bags::Fixed { hotness: 1, .. })),
             features: features.iter().map(feature).collect(),

@@ -4,6 +4,7 @@
 
 use sok_core::error::Result;
 use sok_core::formula::update::Update;
+use sok_core::row_type::RowType;
 
 use super::{By, Saved, Started, Workspace};
 use crate::abi::{FIND_THREADS, Missed, PER_SUM, UPDATE_THREADS};
@@ -22,7 +23,9 @@ impl Workspace {
         self.join(stream)?;
         let rule = rule::type_name(&by.update.rule);
         let name = |rows: &str| format!("begin_steps<{}, {rule}, {rows}>", saved.source as u32);
-        for (kernel, kinds) in self.kernels_of_kinds(self.kinds_of(by.optimizer), &MISSED, name)? {
+        for (kernel, kinds) in
+            self.kernels_of_kinds(self.kinds_of(by.optimizer), &MISSED, RowType::Float32, name)?
+        {
             let work = saved.work(self, kinds.clone(), by.prepared, 0, 0);
             let blocks = self.blocks_in_turns(saved, kinds, PER_SUM);
             // SAFETY: The arguments have the types of the kernel's parameters. Workspace, lookup or caller keep their memory.
@@ -65,7 +68,9 @@ impl Workspace {
     ) -> Result<()> {
         let rule = rule::type_name(&update.rule);
         let name = |rows: &str| format!("catch_up_found<{rule}, {rows}>");
-        for (kernel, kinds) in self.kernels_of_kinds(self.kinds_of(optimizer), &MISSED, name)? {
+        for (kernel, kinds) in
+            self.kernels_of_kinds(self.kinds_of(optimizer), &MISSED, RowType::Float32, name)?
+        {
             let (call, records, kinds, blocks) =
                 (started.call, started.found.records, self.kinds_of_launch(&kinds), started.find_blocks);
             // SAFETY: As above.
@@ -87,7 +92,7 @@ impl Workspace {
         stream: Stream,
     ) -> Result<()> {
         let (kind, table) = (self.kinds[number], &tables[number]);
-        let rows = self.row_list(kind..kind + 1);
+        let rows = self.row_list(kind..kind + 1, RowType::Float32);
         let name = format!("catch_up_all<{}, {rows}>", rule::type_name(&update.rule));
         let kernel = self.device.kernel(&MISSED, &name)?;
         let numbers = table.max_numbers() as usize;

@@ -30,6 +30,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
 use cudarc::driver::{CudaEvent, CudaStream};
 use sok_core::error::{Error, Result};
+use sok_core::row_type::RowType;
 
 use crate::abi::{self, *};
 use crate::delivery::deliver;
@@ -41,7 +42,7 @@ use crate::nvrtc::Source;
 use crate::profiler::Profiler;
 
 pub use admission::AdmissionPart;
-pub use at_owner::{PooledGradients, shares_splits};
+pub use at_owner::{NumberCopyKind, PooledGradients, shares_splits};
 pub use backward::By;
 pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType, ScoreType, Scores};
@@ -171,10 +172,10 @@ impl Workspace {
         Ok(Workspace { has_whole_quads: true, ..Workspace::new(device, tables)? })
     }
 
-    /// Returns the rows of some kinds as template arguments of kernels.
-    fn row_list(&self, kinds: Range<usize>) -> String {
+    /// Returns the rows of some kinds as template arguments of kernels. `arrays`: type of the framework's arrays that they read or write.
+    fn row_list(&self, kinds: Range<usize>, arrays: RowType) -> String {
         let row = |row: &RowKind| if self.has_whole_quads { row.of_whole_quads() } else { *row };
-        self.rows[kinds].iter().map(|of| row(of).code().to_string()).collect::<Vec<_>>().join(", ")
+        self.rows[kinds].iter().map(|of| row(of).code_with(arrays).to_string()).collect::<Vec<_>>().join(", ")
     }
 
     /// Returns the kernels of a launch and the kinds that each processes. `name`: of the kernel for a list of rows. There are several
@@ -182,9 +183,10 @@ impl Workspace {
     fn kernels_by_kinds(
         &self,
         source: &Source,
+        arrays: RowType,
         name: impl Fn(&str) -> String,
     ) -> Result<Vec<(Kernel, Range<usize>)>> {
-        self.kernels_of_kinds(0..self.rows.len(), source, name)
+        self.kernels_of_kinds(0..self.rows.len(), source, arrays, name)
     }
 
     /// As `kernels_by_kinds`, for some kinds.
@@ -192,11 +194,12 @@ impl Workspace {
         &self,
         kinds: Range<usize>,
         source: &Source,
+        arrays: RowType,
         name: impl Fn(&str) -> String,
     ) -> Result<Vec<(Kernel, Range<usize>)>> {
         let starts = kinds.clone().step_by(ROWS_OF_A_KERNEL);
         let parts = starts.map(|start| start..kinds.end.min(start + ROWS_OF_A_KERNEL));
-        let names: Vec<String> = parts.clone().map(|kinds| name(&self.row_list(kinds))).collect();
+        let names: Vec<String> = parts.clone().map(|kinds| name(&self.row_list(kinds, arrays))).collect();
         Ok(self.device.kernels_apart(source, &names)?.into_iter().zip(parts).collect())
     }
 
@@ -363,9 +366,10 @@ impl Workspace {
     /// # Errors
     /// As `take_memory`.
     pub fn take_copy(&mut self, saved: &Saved) -> Result<(Buffer<u32>, Vec<u64>)> {
+        let words = |f: &SavedFeature| (f.num_bags * f.dim * saved.array_type.num_bytes()).div_ceil(4);
         let places = |base| {
             let mut parts = BumpAllocator { base, at: 0 };
-            let rows: Vec<u64> = saved.features.iter().map(|f| parts.take(f.num_bags * f.dim)).collect();
+            let rows: Vec<u64> = saved.features.iter().map(|f| parts.take(words(f))).collect();
             (rows, parts.at)
         };
         let memory = self.take_memory(places(0).1)?;

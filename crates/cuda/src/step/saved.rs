@@ -3,6 +3,8 @@
 use std::mem::offset_of;
 use std::ops::Range;
 
+use sok_core::row_type::RowType;
+
 use super::Workspace;
 use super::given_scores::GivenScores;
 use super::places::CandidatePlaces;
@@ -36,6 +38,8 @@ pub struct Saved {
     pub(super) ids_by_kind: Vec<usize>,
     pub(super) shift: u32,
     pub(super) source: Source,
+    /// Type of the numbers of the outputs and of their gradients.
+    pub array_type: RowType,
     /// Whether a gradient row may be read several times.
     pub(super) again: bool,
     /// Whether the numbers of ids of the features are upper bounds.
@@ -111,15 +115,17 @@ impl Saved {
 
     /// Returns whether the gradients of all bags take at most half the memory that the merged gradients of keys may take.
     pub fn has_few_gradients(&self) -> bool {
-        let words =
+        let numbers =
             |of: fn(&SavedFeature) -> usize| self.features.iter().map(|f| of(f) * f.dim).sum::<usize>();
-        2 * words(|f| f.num_bags) <= words(|f| f.num_ids)
+        let (of_bags, merged) = (self.array_type.num_bytes(), size_of::<f32>());
+        2 * of_bags * numbers(|f| f.num_bags) <= merged * numbers(|f| f.num_ids)
     }
 
-    /// Returns whether kernels can read gradient rows at these addresses. If the dim is a multiple of 4, they read four floats at
-    /// once, so the address must be a multiple of 16.
+    /// Returns whether kernels can read gradient rows at these addresses. If the dim is a multiple of 4, they read four numbers at
+    /// once, so the address must be a multiple of as many bytes.
     pub fn is_aligned(&self, rows: &[u64]) -> bool {
-        self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % 16 == 0)
+        let bytes = 4 * self.array_type.num_bytes() as u64;
+        self.features.iter().zip(rows).all(|(f, row)| f.dim % 4 != 0 || row % bytes == 0)
     }
 
     /// Returns the `Work` parameter of a merge or an update of some kinds, in words. The other arguments are addresses; `prepared` and `factors` may be

@@ -6,6 +6,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::ticket::RING;
 use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
+use sok_core::row_type::RowType;
 
 use super::{Bags, By, Feature, Ids, KeyType, Workspace};
 use crate::abi::{PREPARED_WORDS, Preparation};
@@ -46,6 +47,7 @@ pub fn update_once(
         id_counts: 0,
         scores: None,
         rows: rows.address(),
+        array_type: RowType::Float32,
     };
     workspace.enter(stream)?;
     if let Some(saved) = workspace.lookup(tables, &[feature], &[false], &[], true, None, stream)? {

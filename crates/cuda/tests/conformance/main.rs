@@ -32,6 +32,7 @@ use sok_core::host::table::HostTable;
 use sok_core::policy::eviction::{Eviction, Score};
 use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_core::pool::Pool;
+use sok_core::row_type::RowType;
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 use subject::{DEVICE, GpuSubject};
@@ -40,10 +41,20 @@ static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
 
 const GPU: Maker = Maker { make: group_on_gpu, tells_late: true, dims: &[3, 64], has_modes: true };
 const EVERY_DIM: [usize; 9] = [1, 3, 8, 17, 64, 100, 128, 257, 1024];
-const ALL_DIMS: Maker = Maker { dims: &[], ..GPU };
+/// With arrays of 16 bits.
+const FLOAT16: Maker = Maker { make: with_arrays_of_float16, ..GPU };
+const BFLOAT16: Maker = Maker { make: with_arrays_of_bfloat16, ..GPU };
 
 fn group_on_gpu(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
     vec![Box::new(GpuSubject::new(configs))]
+}
+
+fn with_arrays_of_float16(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
+    vec![Box::new(GpuSubject::new(configs).with_arrays(RowType::Float16))]
+}
+
+fn with_arrays_of_bfloat16(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
+    vec![Box::new(GpuSubject::new(configs).with_arrays(RowType::Bfloat16))]
 }
 
 fn table_on_gpu(config: TableConfig) -> Box<dyn Table> {
@@ -79,6 +90,17 @@ proptest! {
     ) {
         run_all(&configs, update, &ops, &GPU);
     }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn any_list_of_steps_with_arrays_of_16_bits_leaves_a_group_as_its_model(
+        configs in prop::collection::vec(config(), 1..5),
+        update in update(),
+        ops in prop::collection::vec(op(), 1..30),
+        is_float16 in any::<bool>(),
+    ) {
+        run_all(&configs, update, &ops, if is_float16 { &FLOAT16 } else { &BFLOAT16 });
+    }
 }
 
 #[test]
@@ -90,7 +112,7 @@ fn large_calls_leave_a_group_as_its_model() {
         let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
         let update = any_update(&mut dice);
         let ops = large_ops(&mut dice, configs.len());
-        run_all(&configs, update, &ops, &GPU);
+        run_all(&configs, update, &ops, [&GPU, &BFLOAT16, &FLOAT16][seed as usize % 3]);
     }
 }
 
@@ -511,8 +533,19 @@ fn every_dim_and_rule_gives_the_hosts_bits() {
             let scalars = UpdateScalars { learning_rate: 0.05, step, factor: 1.0 };
             ops.push(Op::Apply { scalars, is_update: true });
         }
-        run_all(&configs, common::large::plain_update(rule), &ops, &ALL_DIMS);
+        // A rule has code of its own, as have arrays of each type.
+        let array_type = RowType::ALL[i % 3];
+        run_all(&configs, common::large::plain_update(rule), &ops, &all_dims_with(array_type));
     }
+}
+
+fn all_dims_with(array_type: RowType) -> Maker {
+    let maker = match array_type {
+        RowType::Float32 => GPU,
+        RowType::Float16 => FLOAT16,
+        RowType::Bfloat16 => BFLOAT16,
+    };
+    Maker { dims: &[], ..maker }
 }
 
 /// Weights, padding, bags of any length and unknown ids, at dims with every number of lanes per row, also with lanes without
@@ -553,7 +586,10 @@ fn any_bags_follow_the_model_at_every_dim() {
         let scalars = UpdateScalars { learning_rate: 0.05, step: step as u64, factor: 1.0 };
         ops.push(Op::Apply { scalars, is_update: true });
     }
-    run_all(&configs, common::large::plain_update(common::large::SGD), &ops, &ALL_DIMS);
+    for array_type in RowType::ALL {
+        let update = common::large::plain_update(common::large::SGD);
+        run_all(&configs, update, &ops, &all_dims_with(array_type));
+    }
 }
 
 /// This test takes nearly all memory of the device, so it must run alone.

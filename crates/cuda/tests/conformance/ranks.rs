@@ -178,7 +178,8 @@ fn one_rank() {
         }
         let host = ShardedSubject::new(&configs, communicator.clone(), merge_blocks, row_type, &POOL);
         let gpu = ShardedGpuGroup::new(&DEVICE, configs.clone(), &peers, 2, merge_blocks, row_type).unwrap();
-        let gpu = GpuSubject::of(Tested::Shared(Box::new(gpu)));
+        let array_type = RowType::ALL[seed as usize % 3];
+        let gpu = GpuSubject::of(Tested::Shared(Box::new(gpu))).with_arrays(array_type);
         println!("rank {}, seed {seed}, {merge_blocks} blocks", communicator.rank());
         follow(&configs, update, &steps, Box::new(host), Box::new(gpu), &peers, is_even);
     }
@@ -251,10 +252,13 @@ fn follow(
             step.inputs.iter().map(|input| share(input.bags().len(), rank, world_size, is_even)).collect();
         let inputs: Vec<_> =
             step.inputs.iter().zip(&bags).map(|(input, bags)| part_of(input, bags.clone())).collect();
+        let array_type = subjects[1].array_type();
         let gradients =
             step.inputs.iter().zip(&bags).zip(&step.gradients).map(|((input, bags), gradients)| {
                 let dim = configs[input.table].0.dim;
-                gradients[bags.start * dim..bags.end * dim].to_vec()
+                let mut gradients = gradients[bags.start * dim..bags.end * dim].to_vec();
+                array_type.round(&mut gradients);
+                gradients
             });
         // In some steps each rank has a weight of its own.
         let weight = if number % 3 == 0 { step.weight * (1 + rank) as f32 } else { step.weight };
@@ -284,8 +288,9 @@ fn follow(
             (outputs, weights, norm, tables)
         });
         let [host, gpu] = seen;
-        for (feature, (host, gpu)) in host.0.iter().zip(&gpu.0).enumerate() {
-            assert_eq!(bits(host), bits(gpu), "rank {rank}, step {number}, output {feature}");
+        for (feature, (mut host, gpu)) in host.0.into_iter().zip(&gpu.0).enumerate() {
+            array_type.round(&mut host);
+            assert_eq!(bits(&host), bits(gpu), "rank {rank}, step {number}, output {feature}");
         }
         for (feature, (host, gpu)) in host.1.iter().zip(&gpu.1).enumerate() {
             let is_near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * (1.0 + a.abs());

@@ -11,6 +11,7 @@ use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::contract::ticket::TICKET_LEN;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::formula::{Rule, Sgd};
+use sok_core::row_type::RowType;
 use sok_cuda::device::{Order, Stream};
 use sok_cuda::gpu_group::optimizer;
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
@@ -104,6 +105,7 @@ impl Flight {
                 id_counts: 0,
                 scores: None,
                 rows: self.rows[table].address(),
+                array_type: RowType::Float32,
             }
         };
         let features: Vec<Feature> = (0..self.ids.len()).map(feature).collect();
@@ -112,6 +114,7 @@ impl Flight {
         let lookup = unsafe { group.lookup(&features, Insertion::AtLookup, true, None, next()) }.unwrap();
         let output = OutputGradients {
             rows: self.gradients.iter().map(Buffer::address).collect(),
+            array_type: RowType::Float32,
             keep: holds.then(|| Box::new(()) as Keep),
             check_finite: false,
         };

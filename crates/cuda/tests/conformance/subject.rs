@@ -18,7 +18,7 @@ use sok_core::exchange::message::{Call, Tag};
 use sok_core::exchange::placement::Placement;
 use sok_core::exchange::threads::ThreadRank;
 use sok_core::formula::update::UpdateScalars;
-use sok_core::row_type::RowType;
+use sok_core::row_type::{Bfloat16, Float16, Number, RowType};
 use sok_cuda::device::{Device, Stream};
 use sok_cuda::gpu_group::sharded::{self, ShardedGpuGroup};
 use sok_cuda::gpu_group::{GpuGroup, LookupNumber, OutputGradients};
@@ -80,6 +80,49 @@ pub struct GpuSubject {
     inputs: Vec<Arc<dyn Any + Send + Sync>>,
     /// Whether a commit waits for its report.
     pub settles: bool,
+    /// The type of the arrays of rows and gradients.
+    array_type: RowType,
+}
+
+/// An array of rows or gradients.
+enum Array {
+    Float32(Buffer<f32>),
+    Float16(Buffer<u16>),
+    Bfloat16(Buffer<u16>),
+}
+
+impl Array {
+    /// `floats`: numbers of this type.
+    fn new(floats: &[f32], array_type: RowType) -> Array {
+        match array_type {
+            RowType::Float32 => Array::Float32(on_device(floats)),
+            RowType::Float16 => {
+                Array::Float16(on_device(&floats.iter().map(|x| Float16::from_f32(*x).0).collect::<Vec<_>>()))
+            }
+            RowType::Bfloat16 => Array::Bfloat16(on_device(
+                &floats.iter().map(|x| Bfloat16::from_f32(*x).0).collect::<Vec<_>>(),
+            )),
+        }
+    }
+
+    fn at(&self, number: usize) -> u64 {
+        match self {
+            Array::Float32(array) => array.at(number),
+            Array::Float16(array) | Array::Bfloat16(array) => array.at(number),
+        }
+    }
+
+    fn floats(&self) -> Vec<f32> {
+        match self {
+            Array::Float32(array) => array.to_vec().unwrap(),
+            Array::Float16(array) => {
+                array.to_vec().unwrap().into_iter().map(|x| Float16(x).to_f32()).collect()
+            }
+            Array::Bfloat16(array) => {
+                array.to_vec().unwrap().into_iter().map(|x| Bfloat16(x).to_f32()).collect()
+            }
+        }
+    }
 }
 
 pub fn on_device<T: Plain>(values: &[T]) -> Buffer<T> {
@@ -118,7 +161,13 @@ impl GpuSubject {
             held: Vec::new(),
             inputs: Vec::new(),
             settles: true,
+            array_type: RowType::Float32,
         }
+    }
+
+    /// With arrays of this type.
+    pub fn with_arrays(self, array_type: RowType) -> GpuSubject {
+        GpuSubject { array_type, ..self }
     }
 
     fn stream(&mut self) -> Stream {
@@ -213,11 +262,14 @@ impl Subject for GpuSubject {
         matches!(self.group, Tested::Shared(_))
     }
 
+    fn array_type(&self) -> RowType {
+        self.array_type
+    }
+
     fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<(u64, Vec<Vec<f32>>)> {
-        let rows: Vec<Buffer<f32>> = inputs
-            .iter()
-            .map(|i| on_device(&unwritten(i.bags().len() * self.group.group().table(i.table).config().dim)))
-            .collect();
+        let dim = |input: &Input| self.group.group().table(input.table).config().dim;
+        let array = |input: &Input| Array::new(&unwritten(input.bags().len() * dim(input)), self.array_type);
+        let rows: Vec<Array> = inputs.iter().map(array).collect();
         let mut features = Vec::new();
         for (input, rows) in inputs.iter().zip(&rows) {
             let ids = self.ids(&input.ids);
@@ -243,7 +295,8 @@ impl Subject for GpuSubject {
                 at_owner: false,
                 id_counts: 0,
                 scores: input.scores.as_ref().map(|scores| self.scores(scores, input.table % 2 == 1)),
-                rows: rows.address(),
+                rows: rows.at(0),
+                array_type: self.array_type,
             });
         }
         let stream = self.stream();
@@ -265,7 +318,7 @@ impl Subject for GpuSubject {
         }
         let weighted = (0..inputs.len()).filter(|&f| inputs[f].weights.is_some()).collect();
         self.weighted.insert(number, weighted);
-        Ok((number, rows.iter().map(|r| r.to_vec().unwrap()).collect()))
+        Ok((number, rows.iter().map(Array::floats).collect()))
     }
 
     fn push(
@@ -278,8 +331,8 @@ impl Subject for GpuSubject {
     ) -> Result<Vec<Vec<f32>>> {
         // The only row of a framework's batch may begin at an address that is not a multiple of 16.
         let before = usize::from(number.is_multiple_of(3));
-        let given = |g: &Vec<f32>| on_device(&[&[7.0][..before], g].concat());
-        let rows: Vec<Buffer<f32>> = gradients.iter().map(given).collect();
+        let given = |g: &Vec<f32>| Array::new(&[&[7.0][..before], g].concat(), self.array_type);
+        let rows: Vec<Array> = gradients.iter().map(given).collect();
         let weights: Vec<Buffer<f32>> = ids.iter().map(|n| on_device(&unwritten(*n))).collect();
         let weighted = self.weighted.get(&lookup).into_iter().flatten().copied();
         let weight_gradients: Vec<_> = weighted.zip(weights.iter().map(Buffer::address)).collect();
@@ -288,7 +341,8 @@ impl Subject for GpuSubject {
         let lens: Vec<usize> = gradients.iter().map(Vec::len).collect();
         let (keep, merged_at_once) =
             if hold { (Some(Box::new((gradients.clone(), rows)) as Keep), None) } else { (None, Some(rows)) };
-        let output = OutputGradients { rows: addresses, keep, check_finite: true };
+        let array_type = self.array_type;
+        let output = OutputGradients { rows: addresses, array_type, keep, check_finite: true };
         let stream = self.stream();
         let (address, to) = (ticket.address(), LookupNumber::Known(lookup));
         match &mut self.group {

@@ -21,6 +21,7 @@ const CUDA_HOST: c_int = 3;
 const INT: u8 = 0;
 const UINT: u8 = 1;
 const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
 
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -213,10 +214,12 @@ impl<'a, 'py> View<'a, 'py> {
             (INT, 64, 1) => DType::I64,
             (UINT, 32, 1) => DType::U32,
             (UINT, 64, 1) => DType::U64,
+            (FLOAT, 16, 1) => DType::F16,
+            (BFLOAT, 16, 1) => DType::BF16,
             (FLOAT, 32, 1) => DType::F32,
             _ => {
                 return Err(PyTypeError::new_err(format!(
-                    "a tensor must be int32, int64, uint32, uint64 or float32. Received: {}",
+                    "a tensor must be int32, int64, uint32, uint64, float16, bfloat16 or float32. Received: {}",
                     self.object.getattr("dtype")?
                 )));
             }

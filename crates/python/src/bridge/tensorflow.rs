@@ -108,15 +108,16 @@ const OPS: [Op; 8] = [
             c"plan: int",
             c"insertion: int",
             c"save: bool",
+            c"dtype: {half, bfloat16, float} = DT_FLOAT",
         ],
         inputs: &[c"tensors: T", c"trigger: float"],
-        outputs: &[c"number: int32", c"rows: N * float"],
+        outputs: &[c"number: int32", c"rows: N * dtype"],
         create: [create_lookup::<false>, create_lookup::<true>],
     },
     Op {
         names: [c"SokPush", c"SokGpuPush"],
-        attrs: &[c"N: int >= 1", c"M: int >= 0", c"plan: int"],
-        inputs: &[c"number: int32", c"gradients: N * float", c"weights: M * float"],
+        attrs: &[c"N: int >= 1", c"M: int >= 0", c"plan: int", c"dtype: {half, bfloat16, float}"],
+        inputs: &[c"number: int32", c"gradients: N * dtype", c"weights: M * float"],
         outputs: &[c"ticket: float", c"weight_gradients: M * float"],
         create: [create_push::<false>, create_push::<true>],
     },
@@ -611,9 +612,9 @@ impl Held {
     fn dtype(&self) -> Result<DType> {
         // SAFETY: the tensor is live.
         let number = unsafe { (api().TF_TensorType)(self.0) };
-        let known = [DType::I32, DType::I64, DType::U32, DType::U64, DType::F32];
+        let known = [DType::I32, DType::I64, DType::U32, DType::U64, DType::F16, DType::BF16, DType::F32];
         known.into_iter().find(|&dtype| type_number(dtype) == number).ok_or_else(|| {
-            let rule = "tensors must be int32, int64, uint32, uint64 or float32";
+            let rule = "tensors must be int32, int64, uint32, uint64, float16, bfloat16 or float32";
             Error::argument(format!("{rule}: got TensorFlow's dtype number {number}"))
         })
     }
@@ -625,6 +626,8 @@ fn type_number(dtype: DType) -> c_int {
         DType::F32 => 1,
         DType::I32 => 3,
         DType::I64 => 9,
+        DType::BF16 => 14,
+        DType::F16 => 19,
         DType::U32 => 22,
         DType::U64 => 23,
     }

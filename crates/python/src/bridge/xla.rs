@@ -599,9 +599,11 @@ fn dtype(number: c_int) -> Result<DType> {
         5 => Ok(DType::I64),
         8 => Ok(DType::U32),
         9 => Ok(DType::U64),
+        10 => Ok(DType::F16),
         11 => Ok(DType::F32),
+        16 => Ok(DType::BF16),
         _ => {
-            let rule = "tensors must be int32, int64, uint32, uint64 or float32";
+            let rule = "tensors must be int32, int64, uint32, uint64, float16, bfloat16 or float32";
             Err(Error::argument(format!("{rule}: got XLA's dtype number {number}")))
         }
     }

@@ -13,6 +13,7 @@ use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{DType, Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::{Error, Result};
 use crate::host::accumulator::Accumulator;
+use crate::host::arrays::{FloatGradients, with_float_rows};
 use crate::host::push::{OutputGradients, PushedGradients, Spare};
 use crate::host::table::HostTable;
 use crate::pool;
@@ -56,8 +57,10 @@ impl Group for HostGroup {
     ) -> Result<()> {
         features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
         let features = features.iter().map(feature_of).collect::<Result<Vec<_>>>()?;
-        let rows = rows.iter_mut().map(TensorMut::slice_mut).collect::<Result<Vec<_>>>()?;
-        let looked_up = HostGroup::lookup(self, &features, insertion, save, rows, &*pool::global()?)?;
+        let pool = pool::global()?;
+        let looked_up = with_float_rows(&mut rows, &pool, |rows| {
+            HostGroup::lookup(self, &features, insertion, save, rows, &pool)
+        })?;
         write_lookup_number(looked_up, &mut number)
     }
 
@@ -72,10 +75,11 @@ impl Group for HostGroup {
         check_memory(self, number.memory())?;
         let number = lookup_number(self, number)?;
         let GradientTensors { rows, keep, check_finite } = gradients;
-        let rows = rows.iter().map(|gradient| gradient.gradient_rows()).collect::<Result<Vec<_>>>()?;
+        let pool = pool::global()?;
+        let FloatGradients { rows, keep, wide: _wide } = FloatGradients::of(&rows, keep, &pool)?;
         let weights = weight_gradients.iter_mut().map(|w| w.to.slice_mut()).collect::<Result<Vec<_>>>()?;
         let gradients = OutputGradients { rows, keep, check_finite };
-        HostGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &*pool::global()?).map(drop)
+        HostGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &pool).map(drop)
     }
 
     fn commit(&mut self, others: Vec<&mut AnyGroup>, commit: Commit<'_>) -> Result<()> {
@@ -216,6 +220,8 @@ fn keys_of(ids: &Tensor) -> Result<Keys<'_>> {
         DType::U64 => Keys::U64(ids.slice()?),
         DType::I32 => Keys::I32(ids.slice()?),
         DType::U32 => Keys::U32(ids.slice()?),
-        DType::F32 => return Err(Error::argument("ids must be integers. Received: float32")),
+        other @ (DType::F16 | DType::BF16 | DType::F32) => {
+            return Err(Error::argument(format!("ids must be integers. Received: {}", other.name())));
+        }
     })
 }

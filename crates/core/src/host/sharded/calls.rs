@@ -14,6 +14,7 @@ use crate::contract::table::{Insertion, Table};
 use crate::contract::tensor::{Memory, StreamHandle, Tensor, TensorMut};
 use crate::error::Result;
 use crate::exchange::buckets::Owners;
+use crate::host::arrays::{FloatGradients, with_float_rows};
 use crate::host::group::calls::feature_of;
 use crate::host::push::{OutputGradients, PushedGradients};
 use crate::pool;
@@ -59,8 +60,10 @@ impl Group for ShardedGroup {
     ) -> Result<()> {
         features.iter().try_for_each(|feature| check_memory(self, feature.ids.memory()))?;
         let features = features.iter().map(feature_of).collect::<Result<Vec<Feature>>>()?;
-        let rows = rows.iter_mut().map(TensorMut::slice_mut).collect::<Result<Vec<_>>>()?;
-        let looked_up = ShardedGroup::lookup(self, &features, insertion, save, rows, &*pool::global()?)?;
+        let pool = pool::global()?;
+        let looked_up = with_float_rows(&mut rows, &pool, |rows| {
+            ShardedGroup::lookup(self, &features, insertion, save, rows, &pool)
+        })?;
         write_lookup_number(looked_up, &mut number)
     }
 
@@ -75,10 +78,11 @@ impl Group for ShardedGroup {
         check_memory(self, number.memory())?;
         let number = lookup_number(self, number)?;
         let GradientTensors { rows, keep, check_finite } = gradients;
-        let rows = rows.iter().map(|gradient| gradient.gradient_rows()).collect::<Result<Vec<_>>>()?;
+        let pool = pool::global()?;
+        let FloatGradients { rows, keep, wide: _wide } = FloatGradients::of(&rows, keep, &pool)?;
         let weights = weight_gradients.iter_mut().map(|w| w.to.slice_mut()).collect::<Result<Vec<_>>>()?;
         let gradients = OutputGradients { rows, keep, check_finite };
-        ShardedGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &*pool::global()?)
+        ShardedGroup::push(self, number, gradients, weights, ticket.slice_mut()?, &pool)
     }
 
     fn commit(&mut self, others: Vec<&mut AnyGroup>, to_commit: Commit<'_>) -> Result<()> {

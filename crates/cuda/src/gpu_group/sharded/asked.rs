@@ -4,6 +4,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::error::{Error, Result};
 use sok_core::exchange::message::{Reader, Writer};
 use sok_core::key::Key;
+use sok_core::row_type::RowType;
 
 use crate::step::{Bags, Feature, Ids, KeyType};
 
@@ -113,6 +114,7 @@ impl AskedBags {
             id_counts: 0,
             scores: None,
             rows,
+            array_type: RowType::Float32,
         }
     }
 }

@@ -8,15 +8,18 @@
 
 use sok_core::error::Result;
 use sok_core::exchange::buckets::Owners;
+use sok_core::row_type::RowType;
 
 use super::layout::{GradientLayout, LookupLayout, row_bytes};
 use super::lent::Lent;
 use super::request::RankRequest;
 use super::{Served, ShardedGpuGroup};
-use crate::abi::{PooledFeature, WordCopy};
+use crate::abi::{NumberCopy, PooledFeature};
 use crate::device::Stream;
 use crate::memory::{Buffer, Shared};
-use crate::step::{Bags, Feature, PooledGradients, RowSource, Saved, Workspace, shares_splits};
+use crate::step::{
+    Bags, Feature, NumberCopyKind, PooledGradients, RowSource, Saved, Workspace, shares_splits,
+};
 
 /// Numbers of bags and ids of the features of a table.
 #[derive(Clone, Copy, Default)]
@@ -111,7 +114,7 @@ impl PooledBags {
 pub(super) struct PooledMerge {
     /// Number of the lookup.
     lookup: u64,
-    copies: Vec<WordCopy>,
+    copies: Vec<NumberCopy>,
     /// By feature.
     gradients: Vec<PooledGradients>,
 }
@@ -169,10 +172,11 @@ impl ShardedGpuGroup {
         for (_, feature, (_, rows)) in pooled_places(features, layout) {
             let count = (feature.num_bags() * self.front.tables[feature.table].config.dim) as u64;
             if feature.rows != 0 {
-                copies.push(WordCopy { from: window + rows as u64, to: feature.rows, count });
+                copies.push(NumberCopy { from: window + rows as u64, to: feature.rows, count });
             }
         }
-        self.front.workspace.copy_all(&copies, stream)
+        let array_type = features.first().map_or(RowType::Float32, |feature| feature.array_type);
+        self.front.workspace.copy_all(&copies, NumberCopyKind::Narrow(array_type), stream)
     }
 
     /// Enqueues pooling the bags that other ranks ask for. The shard has looked up their keys. `features`: by table and rank, those of the
@@ -247,11 +251,11 @@ impl ShardedGpuGroup {
                 *splits = to;
             }
             if count > 0 {
-                copies.push(WordCopy { from, to, count: count as u64 });
+                copies.push(NumberCopy { from, to, count: count as u64 });
             }
             to += 4 * count.next_multiple_of(4) as u64;
         }
-        pooling.copy_all(&copies, stream)?;
+        pooling.copy_all(&copies, NumberCopyKind::Words, stream)?;
         Ok(near)
     }
 
@@ -287,7 +291,7 @@ impl ShardedGpuGroup {
         for of in &bags.features {
             let place = layouts[of.rank].bags[of.table][of.index] as u64;
             let to = take(floats(of).next_multiple_of(4));
-            copies.push(WordCopy { from: windows[of.rank] + place, to, count: floats(of) as u64 });
+            copies.push(NumberCopy { from: windows[of.rank] + place, to, count: floats(of) as u64 });
             gradients.push(PooledGradients { bags: to, sums: sums[of.table] });
             firsts[of.rank][of.table] = sums[of.table] + (of.first_row * row_bytes(&tables[of.table])) as u64;
         }
@@ -301,7 +305,7 @@ impl ShardedGpuGroup {
         let served = served.iter().find(|served| served.number == merge.lookup);
         let bags = served.and_then(|served| served.pooled.as_ref()).expect("the merge is of these bags");
         let pooling = pooling.as_mut().expect("made above");
-        pooling.copy_all(&merge.copies, stream)?;
+        pooling.copy_all(&merge.copies, NumberCopyKind::Words, stream)?;
         pooling.merge_pooled(&shard.tables, &bags.saved, &merge.gradients, stream)
     }
 }

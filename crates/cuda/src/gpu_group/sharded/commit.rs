@@ -12,6 +12,7 @@ use sok_core::contract::ticket::{RING, mark};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::{agree, gather};
 use sok_core::exchange::message::{Call, Reader, Writer};
+use sok_core::row_type::RowType;
 
 use super::asked::TableRequest;
 use super::at_owner::PooledMerge;
@@ -300,7 +301,8 @@ impl ShardedGpuGroup {
         let lens: Vec<usize> =
             lookup.saved.features.iter().map(|feature| feature.num_bags * feature.dim).collect();
         let number = self.shard.ring.next_number();
-        let gradients = OutputGradients { rows, keep: Some(keep), check_finite: false };
+        let array_type = RowType::Float32;
+        let gradients = OutputGradients { rows, array_type, keep: Some(keep), check_finite: false };
         let unread = self.tickets.at(2 * RING as usize);
         // SAFETY: The gradients are in windows, which their ranks reuse after this rank has applied them. The ticket is of this group.
         unsafe {

@@ -8,6 +8,7 @@ use sok_core::error::{Error, Result};
 use sok_core::exchange::collectives::{agree, gather};
 use sok_core::exchange::message::{Call, Reader, Tag, Writer};
 use sok_core::host::sharded::LookupMode;
+use sok_core::row_type::RowType;
 
 use super::asked::{TableRequest, read_bags, requests_of, write_bags};
 use super::at_owner::FirstKeys;
@@ -438,6 +439,7 @@ impl ShardedGpuGroup {
                     } else {
                         rows
                     },
+                    array_type: RowType::Float32,
                 });
                 of_features.push((table, from));
                 begins.push(begin as u64);
