@@ -16,9 +16,9 @@ from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
 from sok_keras.backend.private_keras import flatten_layers
 from sok_keras.copies import with_copies
-from sok_keras.dump_handle import DumpHandle
+from sok_keras.dump_handle import DumpHandle, wait_for_dumps
 from sok_keras.layers.base import TableLayer
-from sok_keras.manifest import Manifest, Path, manifest_of
+from sok_keras.manifest import Manifest, Path, manifest_of, path_of
 from sok_keras.static_variables import STATE_OF, Variable
 from sok_keras.table import Table
 from sok_keras.variables import DynamicVariable
@@ -97,7 +97,7 @@ def dump(
     True
 
     Args:
-        path: A directory. It is made if it does not exist.
+        path: A directory. It is made if it does not exist. A dump of this process that is being written there is waited for.
         source: A `Model`, a layer, a `Table`, a `DynamicVariable`, a `Variable`, or a list of them without models.
         optimizer: The optimizer that trains each `Variable` of TensorFlow, to write its states of their rows. Tables have those of their own rows.
         tables: Names of the tables to write, as in `Table.name`: `"layer"` for a `DynamicEmbedding`, `"layer/table"` for a
@@ -174,7 +174,9 @@ def dump_increment(
     Args:
         path: The directory of a dump that was written from `source`, or loaded into it.
         source: As for `dump`, with the same tables.
-        since: Step of the part that the increment follows. Later increments are removed from the dump. None: the newest part.
+        since: Step of the part that the increment follows, as the manifest has it; of several such parts, the newest. Later increments are
+            removed from the dump. None: the newest part. The step of a part is the number of updates of the model's optimizer, or if `source`
+            is not a model, the highest number of steps that the policies of a table have counted.
         tables: As for `dump`, with the tables of the dump.
         states: As for `dump`, with the value that the dump was written with.
         wait: As for `dump`.
@@ -185,18 +187,23 @@ def dump_increment(
     Raises:
         ValueError: As for `dump`, or if no part of the dump has the step `since`.
         DumpMismatchError: If the dump has other tables, seeds or optimizer states.
-        UnknownChangesError: If a table has no record of its changes since that part: the dump was not written by this process or loaded
-            under the same name, or the table was cleared or got other optimizer states. Write a whole dump by `dump`.
+        UnknownChangesError: If a table has no record of its changes since that part: this process has neither written the dump nor loaded it
+            with `mode="replace"` under the same name, or since then the table was cleared, got other optimizer states, or took rows from a
+            weights file or from `set_embedding_tables`. Write a whole dump by `dump`.
         FileNotFoundError: If there is no dump.
         OSError: If it cannot be written. The dump is unchanged then.
     """
-    if since is not None and (isinstance(since, bool) or not hasattr(since, "__index__") or operator.index(since) < 0):
+    if since is not None and (
+        isinstance(since, bool) or not hasattr(since, "__index__") or not 0 <= operator.index(since) < 2**63
+    ):
         raise ValueError(f"`since` must be None or the step of a part of the dump. Received: since={since!r}")
     return _write(path, source, None, tables, True, states, -1 if since is None else operator.index(since), wait)
 
 
 def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
+    path = path_of(path)
+    _check_flags(overwrite=overwrite, states=states, wait=wait)
     source, copies = with_copies(source, optimizer if states else None)
     if copies and since is not None:
         raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0].variable.name}")
@@ -205,11 +212,13 @@ def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     _wait_for_steps(source, chosen)
     for table in chosen:
         table.synchronize()
-    arrays, step = [], 0
     if isinstance(source, keras.Model):
         arrays, step = arrays_of(source, states), step_of(source)
+    else:
+        arrays, step = [], max(table.step for table in chosen) - 1
     own = [table._native for table in chosen]
-    request = os.fspath(path), own, arrays, (overwrite, step, states, since)
+    request = path, own, arrays, (overwrite, step, states, since)
+    wait_for_dumps(path)
     if not wait:
         return DumpHandle(path, native.FrozenDump(request))
     return manifest_of(path, json.loads(native.dump(request)))
@@ -252,14 +261,18 @@ def load(
 
     Raises:
         CorruptDumpError: If a byte differs from what was written. The message names the file.
-        DumpMismatchError: If a dim, vocabulary size or optimizer differs, or if the dump has some of the tables but not all. The optimizer
-            of a model counts before its first step too; `states=False` loads without states.
+        DumpMismatchError: If a dim, vocabulary size or optimizer differs, if a table would have more rows than its `max_capacity` (with an
+            `eviction` policy: than twice that), or if the dump has some of the tables but not all. The optimizer of a model counts before
+            its first step too; `states=False` loads without states.
         DumpError: If new dumps replace the one that is read, 32 times in a row.
         FileNotFoundError: If there is no dump. It names the importer if there are files of SparseOperationKit.
         ValueError: As for `dump`, or for an unknown `mode`.
     """
+    path = path_of(path)
+    _check_flags(states=states)
+    wait_for_dumps(path)
     if not os.path.exists(os.path.join(path, "manifest.json")) and glob.glob(
-        os.path.join(glob.escape(os.fspath(path)), "*-weight")
+        os.path.join(glob.escape(path), "*-weight")
     ):
         raise FileNotFoundError(
             f"{path} must be a dump of this package. `sok_keras.importers.sok` reads files of SparseOperationKit"
@@ -296,7 +309,7 @@ def _load(path, source, chosen, names, mode, states, of_states, has_optimizer):
         of_states: Copies of the states that an optimizer has of chosen tables.
         has_optimizer: Whether the optimizer was given.
     """
-    reader = native.DumpReader(os.fspath(path))
+    reader = native.DumpReader(path)
     body = json.loads(reader.manifest())
     manifest = manifest_of(path, body)
     names = names or _match(manifest, chosen)
@@ -330,6 +343,12 @@ def _warn_of_seeds(loaded):
 
 
 # ---- tables
+
+
+def _check_flags(**flags):
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` must be True or False. Received: {name}={flag!r}")
 
 
 def layers_of(layer):

@@ -10,6 +10,17 @@ from sok_keras import _native as native
 Path: TypeAlias = str | os.PathLike[str]
 
 
+def path_of(path: Path) -> str:
+    """Returns a path as a string.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"`path` must be a string or an `os.PathLike` of strings. Received: path={path!r}")
+    return os.fspath(path)
+
+
 @dataclasses.dataclass(frozen=True)
 class TableEntry:
     """A table in a dump.
@@ -22,8 +33,8 @@ class TableEntry:
         num_rows: Number of rows; of an increment, those that were made or changed.
         num_removed: Of an increment: number of keys that were removed.
         states: Names of its optimizer states.
-        optimizer: Name of the optimizer's formula; None if the table had none.
-        score: What the scores of its rows count, `"lru"` or `"lfu"`; None if it has none.
+        optimizer: Name of the optimizer's formula, `"general"` for an optimizer without one; None if the table had none.
+        score: What the scores of its rows count, `"lru"`, `"lfu"` or `"custom"`; None if it has none.
     """
 
     name: str
@@ -80,21 +91,27 @@ class Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Returns the `Manifest` of the dump at `path`.
 
+    Args:
+        path: The dump's directory.
+
     Raises:
         CorruptDumpError: If the manifest differs from what was written.
         FileNotFoundError: If there is no dump.
     """
-    return manifest_of(path, json.loads(native.read_manifest(os.fspath(path))))
+    return manifest_of(path, json.loads(native.read_manifest(path_of(path))))
 
 
 def verify(path: Path) -> None:
     """Reads every byte of a dump and compares it with its checksums.
 
+    Args:
+        path: The dump's directory.
+
     Raises:
         CorruptDumpError: If a byte differs from what was written. The message names the file and the block.
         FileNotFoundError: If there is no dump.
     """
-    native.verify(os.fspath(path))
+    native.verify(path_of(path))
 
 
 def compact(path: Path) -> Manifest:
@@ -113,7 +130,7 @@ def compact(path: Path) -> Manifest:
         CorruptDumpError: If a byte differs from what was written. The dump is unchanged then.
         FileNotFoundError: If there is no dump.
     """
-    return manifest_of(path, json.loads(native.compact(os.fspath(path))))
+    return manifest_of(path, json.loads(native.compact(path_of(path))))
 
 
 def _name_of(score: str | dict[str, Any]) -> str:

@@ -127,7 +127,16 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         gradient_reduction: str | None = "mean",
         name: str | None = None,
     ) -> None:
-        inner = keras.optimizers.get(inner_optimizer)
+        inner = keras.optimizers.get(inner_optimizer) if inner_optimizer is not None else None
+        if not isinstance(inner, keras.optimizers.Optimizer):
+            raise ValueError(
+                f"`inner_optimizer` must be a Keras optimizer or its name. Received: inner_optimizer={inner_optimizer!r}"
+            )
+        if type(inner).__name__ == "MultiOptimizer":
+            raise ValueError(
+                "`inner_optimizer` must be one optimizer: a `MultiOptimizer` goes around the wrapper, which takes the layers of this package "
+                f"there. Received: {inner!r}"
+            )
         if isinstance(inner, OptimizerWrapper | keras.optimizers.LossScaleOptimizer):
             raise ValueError(
                 "`inner_optimizer` must be a plain optimizer; a `LossScaleOptimizer` goes around the wrapper, and `compile` puts "

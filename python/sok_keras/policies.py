@@ -9,6 +9,8 @@ import numpy as np
 
 from sok_keras import _native as native
 
+__all__ = ["LFU", "LRU", "Custom", "Frequency", "Probability", "TimeToLive", "set_clock"]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Policy:

@@ -27,6 +27,7 @@ class _Stored(NamedTuple):
         score: The kind of its scores, if any.
         step: Number of the step in progress, as policies count.
         commit_times: As `Table.commit_times`, if its rows have ages.
+        num_ranks: Number of ranks that shared it. Each had room for its part of `max_capacity`, rounded up.
     """
 
     update_rule: str | None
@@ -35,6 +36,7 @@ class _Stored(NamedTuple):
     score: str | None = None
     step: int = 1
     commit_times: list | None = None
+    num_ranks: int = 1
 
 
 def has_rows(store: Store) -> bool:
@@ -63,7 +65,15 @@ def save(core: Any, store: Store, *, on_all_ranks: bool = True) -> None:
             for name, array in arrays.items() if writes else ():
                 store[f"{number}.{name}.{piece:06d}"] = array
         times = native_table.commit_times() if config["time_to_live"] else None
-        stored = _Stored(update, native_table.seed, num_rows, _kind_of_score(config), native_table.step, times)
+        stored = _Stored(
+            update,
+            native_table.seed,
+            num_rows,
+            _kind_of_score(config),
+            native_table.step,
+            times,
+            distributed.world_size(),
+        )
         described.append(stored._asdict())
     if writes:
         store["tables"] = np.frombuffer(json.dumps(described).encode(), "uint8")
@@ -192,7 +202,11 @@ def _check_shapes(store, names, table, config, stored):
             f"The file must hold table {table.name!r} whole. Received: {num_rows} of {stored.num_rows} rows"
         )
     capacity = config["max_capacity"]
-    if capacity is not None and num_rows > capacity:
+    if capacity is None:
+        return
+    # A table that removes rows gets rid of what is too much by itself.
+    beyond = capacity if config["eviction"] is not None else stored.num_ranks - 1
+    if num_rows > capacity + beyond:
         raise ValueError(
             f"`max_capacity` of table {table.name!r} must be at least the file's rows, {num_rows}. Received: max_capacity={capacity}"
         )

@@ -394,6 +394,9 @@ class Table:
 
         Gradients for them that no optimizer has applied yet are dropped.
 
+        Args:
+            keys: Integers, `(n,)`. Those without a row are ignored.
+
         Returns:
             The number of rows that were removed.
         """
@@ -436,6 +439,9 @@ class Table:
             ValueError: If `scores` is True and the table has no `eviction` policy.
             MemoryError: If there is no memory for the copy.
         """
+        for name, flag in (("states", states), ("scores", scores)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"`{name}` must be True or False. Received: {name}={flag!r}")
         if scores and not self._evicts:
             raise ValueError(
                 f"`scores` must be False, because table {self.name!r} has no `eviction` policy. Received: scores=True"

@@ -100,7 +100,7 @@ def test_dumps_go_from_one_memory_to_the_other(tmp_path):
 def steps_of(num_tables, weighted=False):
     """A function that makes the next of a few steps of a layer with so many tables, 500 ids each, the first of them new.
 
-    `weighted`: ids have weights, and gradients are looked at for a loss scale.
+    `weighted`: ids have weights, and gradients are float16, which are looked at for a loss scale.
     """
     import torch
 
@@ -110,10 +110,12 @@ def steps_of(num_tables, weighted=False):
     optimizer = sok.OptimizerWrapper(keras.optimizers.Adam(0.1))
     optimizer.build(layer.trainable_variables)
     features = [(table.name, t, False, "each", weighted, False, "sum", None) for t, table in enumerate(tables)]
-    plan = layer._core.plan(tuple(features), check_finite=weighted)
+    row_dtype = "float16" if weighted else "float32"
+    plan = layer._core.plan(tuple(features), row_dtype)
     weights = [torch.full((500,), 0.5, device="cuda") if weighted else None] * num_tables
     batches = iter([[torch.arange(first, first + 500, device="cuda")] * num_tables for first in range(12)])
-    gradients = [torch.ones(500, table.embedding_dim, device="cuda") for table in tables]
+    dtype = getattr(torch, row_dtype)
+    gradients = [torch.ones(500, table.embedding_dim, device="cuda", dtype=dtype) for table in tables]
     one, scalars = torch.ones(1, device="cuda"), torch.tensor([0.1, 1.0, 1.0, 1.0], device="cuda")
 
     class Loss(torch.autograd.Function):

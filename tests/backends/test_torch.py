@@ -47,7 +47,7 @@ def test_core_takes_tensors_of_its_own_kinds_alone():
     with FakeTensorMode():
         fake = torch.zeros(2, dtype=torch.int32)
     of_others = torch.zeros(2, dtype=torch.int16), torch.zeros(2, device="meta"), fake, np.zeros(2)
-    told = "uint64 or float32. Received: torch.int16", "PyTorch", "memory of its own", "PyTorch"
+    told = "bfloat16 or float32. Received: torch.int16", "PyTorch", "memory of its own", "PyTorch"
     for wrong, what in zip(of_others, told, strict=True):
         with pytest.raises(TypeError, match=what):
             native.pieces_of_rows(plan.handle, [*tensors[:3], wrong])

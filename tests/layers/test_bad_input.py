@@ -257,7 +257,7 @@ NESTED = {
 def test_inputs_must_be_nested_as_the_features(name):
     given, message = NESTED[name]
     layer = distributed()
-    with pytest.raises(ValueError, match=f"Inputs must be nested as `feature_configs` is.*{message}"):
+    with pytest.raises(ValueError, match=f"Ids, weights and scores must be nested as `feature_configs` is.*{message}"):
         layer(given, training=True)
     assert_untouched(layer)
 

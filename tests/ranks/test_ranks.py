@@ -54,6 +54,16 @@ def test_policies_count_the_ids_of_all_ranks():
     run(2, "policies.py")
 
 
+@once_on("torch")
+@pytest.mark.parametrize("eviction", ["lru", "none"])
+def test_a_full_table_is_loaded_by_other_numbers_of_ranks(tmp_path, eviction):
+    """Hashes do not give each rank as many rows as its part of `max_capacity`."""
+    run(3, "full.py", tmp_path, "save", eviction)
+    run(2, "full.py", tmp_path, "load", eviction)
+    if eviction == "lru":
+        alone("full.py", tmp_path, "load", eviction)
+
+
 def test_many_tables_are_trained_by_uneven_and_empty_batches_as_by_one_process(tmp_path):
     alone("many_tables.py", tmp_path)
     run(2, "many_tables.py", tmp_path)

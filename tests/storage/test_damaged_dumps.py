@@ -42,7 +42,7 @@ MISMATCHES = {
         {"vocabulary_size": 7},
         "`vocabulary_size` of table `one/t` must be the dump's: expected None .*, got 7",
     ),
-    "capacity": ({"max_capacity": 3}, "`max_capacity` must be at least the dump's rows: expected 5, got 3"),
+    "capacity": ({"max_capacity": 3}, "`max_capacity` must be at least the rows after the load: expected 5, got 3"),
 }
 
 
@@ -93,7 +93,7 @@ def test_merge_that_does_not_fit_changes_nothing(tmp_path):
     table = layer.get_tables()["t"]
     table.clear()
     table.find_or_insert([100, 101])
-    assert_load_is_refused(tmp_path / "d", layer, sok.TableFullError, "at most 6 rows", mode="merge")
+    assert_load_is_refused(tmp_path / "d", layer, sok.DumpMismatchError, "expected 7, got 6", mode="merge")
 
 
 def test_missing_dump_is_a_missing_file(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+import keras
 import numpy as np
 import pytest
 
@@ -150,3 +151,57 @@ sok.dump(sys.argv[1], table, wait=False)
     subprocess.run([sys.executable, "-c", program, os.fspath(tmp_path)], check=True, timeout=200)
     assert sok.verify(tmp_path) is None
     assert sok.read_manifest(tmp_path).tables[0].num_rows == 200_000
+
+
+def test_a_dump_waits_for_another_one_of_the_process_to_the_same_directory(tmp_path, slow):
+    model = make_model()
+    train(model, *range(20))
+    handle = sok.dump(tmp_path / "d", model, wait=False)
+    threading.Timer(0.2, slow.set).start()
+    train(model, 100)
+    assert [part.tables[0].num_rows for part in sok.dump_increment(tmp_path / "d", model).increments] == [1]
+    assert handle.done()
+    assert not dump_handle._writing
+    assert_holds(tmp_path / "d", contents(model))
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_interrupted_fit_goes_on_with_the_dump_that_was_being_written(tmp_path, slow, is_new):
+    model, ids = make_model(), np.arange(32, dtype="int32")
+
+    def fit(callback, *others):
+        model.fit(ids, np.ones((32, 1)), batch_size=4, shuffle=False, verbose=0, callbacks=[callback, *others])
+
+    def make():
+        return sok.callbacks.DumpCheckpoint(tmp_path, save_freq=4, keep=3, wait=False)
+
+    callback = make()
+    with pytest.raises(KeyboardInterrupt):
+        fit(callback, Interrupt())
+    threading.Timer(0.2, slow.set).start()
+    callback = make() if is_new else callback
+    fit(callback)
+    # Four batches before the interruption, and the four after them.
+    assert int(model.optimizer.iterations) == 8
+    assert [os.path.basename(path) for path in callback.dumps()] == ["step-4", "step-8"]
+
+
+def test_whole_dumps_come_as_often_after_a_restart(tmp_path):
+    ids = np.arange(64, dtype="int32")
+
+    def fit(path, *others, model=None):
+        callback = sok.callbacks.DumpCheckpoint(path, save_freq=4, increments_every=1, base_every=2, keep=9)
+        model = model or make_model()
+        model.fit(ids, np.ones((64, 1)), batch_size=4, shuffle=False, verbose=0, callbacks=[callback, *others])
+        return [os.path.basename(path) for path in callback.dumps()]
+
+    expected = fit(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "two", Interrupt())
+    assert fit(tmp_path / "two") == expected

@@ -215,3 +215,40 @@ def test_wrong_arguments_of_the_callback_are_refused(name, tmp_path):
             sok.callbacks.DumpCheckpoint(tmp_path, **{name: value})
     with pytest.raises(ValueError, match="must be None if `save_best_only` is True"):
         sok.callbacks.DumpCheckpoint(tmp_path, monitor="loss", save_best_only=True, **{name: 2})
+
+
+def test_parts_of_a_table_have_the_steps_that_its_policies_count(tmp_path):
+    inputs = keras.Input((), dtype="int32")
+    layer = sok.DynamicEmbedding(4, max_capacity=50, eviction="lru", seed=1, name="e")
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    model.compile(sok.OptimizerWrapper("sgd"), "mse")
+    for step in range(1, 4):
+        model.train_on_batch(np.arange(step, step + 2, dtype="int32"), np.ones((2, 1)))
+        (sok.dump if step == 1 else sok.dump_increment)(tmp_path, layer)
+        if step == 2:
+            rows = layer.get_table().export()
+    manifest = sok.read_manifest(tmp_path)
+    assert (manifest.step, [part.step for part in manifest.increments]) == (1, [2, 3])
+    with pytest.raises(ValueError, match=r"7"):
+        sok.dump_increment(tmp_path, layer, since=7)
+    manifest = sok.dump_increment(tmp_path, layer, since=2)
+    assert [part.step for part in manifest.increments] == [2, 3]
+    assert manifest.increments[1].tables[0].num_rows == 2
+    other = sok.DynamicEmbedding(4, max_capacity=50, eviction="lru", name="e")
+    assert sok.load(tmp_path, other).step == 3
+    assert set(rows.keys.tolist()) < set(other.get_table().keys().tolist())
+
+
+@pytest.mark.parametrize("name, value", [("states", "no"), ("states", 1), ("wait", None), ("wait", "no")])
+def test_flags_of_dumps_are_booleans(tmp_path, name, value):
+    layer = sok.DynamicEmbedding(2, name="e")
+    for call in (sok.dump, sok.dump_increment):
+        with pytest.raises(TypeError, match=f"`{name}` must be True or False. Received: {name}={value!r}"):
+            call(tmp_path, layer, **{name: value})
+    for path in (None, 3, b"bytes"):
+        with pytest.raises(TypeError, match="`path` must be a string or an `os.PathLike` of strings"):
+            sok.dump(path, layer)
+        with pytest.raises(TypeError, match="`path` must be"):
+            sok.compact(path)
+    with pytest.raises(ValueError, match="`since` must be None or the step of a part"):
+        sok.dump_increment(tmp_path, layer, since=10**30)

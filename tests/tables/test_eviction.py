@@ -222,3 +222,76 @@ def test_a_policy_of_a_static_table_or_with_a_wrong_half_life_is_refused():
     for half_life in (0, -1, 2.5, True, 2**64):
         with pytest.raises(ValueError, match="`half_life` must be a positive integer of 64 bits or None"):
             sok.policies.LFU(half_life=half_life)
+
+
+# ---- steps that fail
+
+
+def attempt(model, ids):
+    """Whether a step succeeds."""
+    try:
+        train(model, ids)
+    except Exception as error:
+        assert "is full" in str(error), error
+        return False
+    return True
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU tells some errors a step late")
+@pytest.mark.parametrize("cause", ["another table", "the user's loss"])
+def test_steps_that_fail_do_not_keep_their_rows_for_ever(cause):
+    """The lookups of several steps that fail use all rows of the table."""
+    inputs = [keras.Input((None,), dtype="int32") for _ in range(2)]
+    evicting, full = make_layer(name="evicting"), sok.DynamicEmbedding(DIM, max_capacity=2, name="full")
+    rows = [keras.layers.GlobalAveragePooling1D()(layer(i)) for layer, i in zip((evicting, full), inputs, strict=True)]
+    fails = []
+
+    def loss(targets, predictions):
+        if fails:
+            raise RuntimeError("the user's")
+        return keras.ops.mean(keras.ops.square(targets - predictions))
+
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()(rows)))
+    model.compile(sok.OptimizerWrapper(keras.optimizers.Adam(0.1)), loss, run_eagerly=BACKEND != "jax")
+    if BACKEND == "jax" and cause == "the user's loss":
+        pytest.skip("JAX calls a loss where it traces")
+
+    def step(first, other=0):
+        ids = np.arange(first, first + 5, dtype="int32")[None]
+        model.train_on_batch([ids, np.full((1, 1), other, "int32")], np.ones((1, 1)))
+
+    step(0)
+    full.get_table().find_or_insert([1])
+    for number in range(1, 4):
+        if cause == "the user's loss":
+            fails.append(True)
+        with pytest.raises(Exception, match="is full|the user's"):
+            step(100 * number, 0 if fails else 10 * number)
+            evicting.get_table().synchronize()
+            full.get_table().synchronize()
+    fails.clear()
+    outcomes = []
+    for number in range(4, 9):
+        try:
+            step(100 * number)
+            evicting.get_table().synchronize()
+            outcomes.append(True)
+        except Exception as error:
+            assert "is full" in str(error), error
+            outcomes.append(False)
+    assert outcomes.count(False) <= 1 and all(outcomes[1:]), outcomes
+    assert set(range(800, 805)) <= set(evicting.get_table().keys().tolist())
+
+
+def test_a_call_outside_of_training_keeps_no_rows_from_going():
+    layer = make_layer()
+    model = make_model(layer)
+    train(model, np.arange(CAPACITY))
+    rows = model(np.arange(CAPACITY, dtype="int32")[None], training=False)
+    train(model, np.arange(100, 100 + CAPACITY))
+    assert layer.get_table().keys().tolist() == list(range(100, 100 + CAPACITY))
+    del rows
+
+
+def test_the_policies_module_has_what_it_documents_alone():
+    assert set(sok.policies.__all__) == {"LFU", "LRU", "Custom", "Frequency", "Probability", "TimeToLive", "set_clock"}

@@ -210,6 +210,7 @@ def test_progress_holds_the_dumps_that_are_kept(tmp_path):
     with pytest.raises(Stop):
         train(compiled(SGD()), 3, [sok.callbacks.DumpCheckpoint(tmp_path, save_freq=1, keep=2), StopAfter(STEPS + 1)])
     entries = json.loads((tmp_path / "sok-progress.json").read_text())
-    assert entries[f"step-{STEPS}"] == {"epoch": 1, "batches": 0, "best": None}
+    expected = {"epoch": 1, "batches": 0, "trained": STEPS, "since_base": 0, "best": None}
+    assert entries[f"step-{STEPS}"] == expected
     assert {f"step-{STEPS}"} <= set(entries) and len(entries) <= 3
     assert not list(tmp_path.glob(".sok-progress*"))

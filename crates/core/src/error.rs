@@ -17,7 +17,8 @@ pub enum Error {
     /// A batch has more new keys than the table may hold.
     #[error(
         "table `{table}` is full: no room for {refused} of the new keys, it holds {len} of at most {capacity} rows. \
-         Raise `max_capacity`, or set `check_mode=\"warn\"` or \"count\" to go on without them"
+         Raise `max_capacity`, or set `check_mode=\"warn\"` or \"count\" to go on without them. Under an eviction policy the rows of the batch \
+         and of steps in progress stay"
     )]
     TableFull {
         /// Name of the table.

@@ -166,6 +166,8 @@ impl Number for f32 {
 const INFINITY: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
 
+const BFLOAT16_NAN: u16 = 0x7fff;
+
 /// The bits of a bfloat16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
@@ -184,8 +186,8 @@ impl Number for Bfloat16 {
     fn from_f32(x: f32) -> Bfloat16 {
         let bits = x.to_bits();
         let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-        // Rounding could carry a NaN over to zero, and cutting could leave infinity. The quiet bit prevents both.
-        Bfloat16(if bits & !SIGN > INFINITY { (bits >> 16) as u16 | 0x40 } else { rounded })
+        // Rounding could carry a NaN over to zero. Like a GPU's instruction, all become one.
+        Bfloat16(if bits & !SIGN > INFINITY { BFLOAT16_NAN } else { rounded })
     }
 
     #[inline(always)]

@@ -17,11 +17,21 @@ __host__ __device__ constexpr u32 units_of(u32 row) { return type_of(row) == FLO
 // Returns how many times 16 bytes come before the states. Rows that are rounded by chance are followed by their key.
 __host__ __device__ constexpr u32 states_of(u32 row) { return units_of(row) + rounds_by_chance(row); }
 
-// Rounds to the nearest bfloat16, ties to even.
-__device__ __forceinline__ u32 to_bfloat16(float x) {
-  const u32 bits = __float_as_uint(x);
-  return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+// Rounds two numbers to the nearest bfloat16, ties to even. The first one becomes the lower half of the word.
+__device__ __forceinline__ u32 to_bfloat16(float first, float second) {
+#if __CUDA_ARCH__ >= 800
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+#else
+  const auto rounded = [](float x) {
+    const u32 bits = __float_as_uint(x);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  };
+  return rounded(first) | rounded(second) << 16;
+#endif
 }
+__device__ __forceinline__ u32 to_bfloat16(float x) { return to_bfloat16(x, 0); }
 // Rounds to the nearest float16, ties to even.
 __device__ __forceinline__ u32 to_float16(float x) {
   unsigned short bits;
@@ -54,7 +64,7 @@ __device__ __forceinline__ u32 float16_by_chance(float x, u32 draw) {
 __device__ __forceinline__ uint2 pack(u32 a, u32 b, u32 c, u32 d) { return make_uint2(a | b << 16, c | d << 16); }
 __device__ __forceinline__ uint2 narrow(u32 type, const float4& x) {
   if (type == FLOAT16) return pack(to_float16(x.x), to_float16(x.y), to_float16(x.z), to_float16(x.w));
-  return pack(to_bfloat16(x.x), to_bfloat16(x.y), to_bfloat16(x.z), to_bfloat16(x.w));
+  return make_uint2(to_bfloat16(x.x, x.y), to_bfloat16(x.z, x.w));
 }
 __device__ __forceinline__ float4 widen(u32 type, const uint2& x) {
   if (type == FLOAT16)

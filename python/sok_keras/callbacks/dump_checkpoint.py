@@ -14,9 +14,9 @@ from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
 from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
-from sok_keras.dump_handle import DumpHandle
+from sok_keras.dump_handle import DumpHandle, wait_for_dumps
 from sok_keras.errors import DumpError, DumpMismatchError, UnknownChangesError
-from sok_keras.manifest import read_manifest
+from sok_keras.manifest import path_of, read_manifest
 
 _MANIFEST = "manifest.json"
 # Files that a dump writes, as docs/checkpoint_format.md names them.
@@ -77,7 +77,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         check_frequency("save_freq", save_freq)
-        if not (isinstance(keep, int) and keep > 0):
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"`keep` must be a positive integer. Received: keep={keep!r}")
         if mode not in ("auto", "min", "max"):
             raise ValueError(f'`mode` must be "auto", "min" or "max". Received: mode={mode!r}')
@@ -94,7 +94,10 @@ class DumpCheckpoint(keras.callbacks.Callback):
                 "`increments_every` and `base_every` must be None if `save_best_only` is True, since the best dump is a whole one. Received: "
                 f"increments_every={increments_every!r}, base_every={base_every!r}"
             )
-        self.path = os.fspath(path)
+        for name, flag in (("restore", restore), ("save_best_only", save_best_only), ("wait", wait)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"`{name}` must be True or False. Received: {name}={flag!r}")
+        self.path = path_of(path)
         self.save_freq = save_freq
         self.keep = keep
         self.restore = restore
@@ -126,6 +129,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._finish()
+        # Another callback may have started one before its `fit` was interrupted.
+        wait_for_dumps(self.path, below=True)
         self._epoch, self._done = 0, 0
         if self._best is not None:
             self._best.begin(self.model)
@@ -134,6 +139,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         newest = distributed.of_rank_0(dumps[-1] if dumps else None)
         if newest is not None:
             step = checkpoint.load(newest, self.model).step
+            # If it is not known how many were asked for by `save_freq`, all count.
             self._base, self._since_base = newest, len(read_manifest(newest).increments)
             self._go_on(distributed.of_rank_0(self._progress.of(f"step-{step}") if distributed.rank() == 0 else None))
 
@@ -141,6 +147,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         if entry is None:
             return
         self._epoch, self._done = entry["epoch"], entry["batches"]
+        self._batches, self._since_base = entry["trained"], entry["since_base"]
         if self._best is not None:
             self._best.value = entry["best"]
         resume_fit(self.model, self._epoch, self._done)
@@ -192,7 +199,15 @@ class DumpCheckpoint(keras.callbacks.Callback):
         # Written before the dump: whichever of them is the newest after a crash, its entry is there.
         if distributed.rank() == 0:
             best = None if self._best is None else self._best.value
-            self._progress.note(os.path.basename(path), {"epoch": epoch, "batches": batches, "best": best})
+            since_base = 0 if is_whole else self._since_base
+            entry = {
+                "epoch": epoch,
+                "batches": batches,
+                "trained": self._batches,
+                "since_base": since_base,
+                "best": best,
+            }
+            self._progress.note(os.path.basename(path), entry)
         if is_whole or not self._add_increment():
             self._write_whole(path)
 
@@ -240,6 +255,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
 
     def _when_written(self, path):
         """What sorts dumps: our own come last, whatever a clock says; the others by the manifest, whose time is copied with it."""
+        if self._pending is not None and path == self._pending[1]:
+            return len(self._written), "", 0
         if path in self._written:
             return self._written.index(path), "", 0
         try:

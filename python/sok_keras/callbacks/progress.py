@@ -5,6 +5,8 @@ import os
 import tempfile
 
 _FILE = "sok-progress.json"
+# Where training goes on; the number of batches that were trained, and of dumps since the last whole one.
+_COUNTS = ("epoch", "batches", "trained", "since_base")
 
 
 class Progress:
@@ -19,10 +21,10 @@ class Progress:
         self._path = os.path.join(directory, _FILE)
 
     def of(self, dump):
-        """Returns the entry of a dump, by its name: a dict with `epoch`, `batches` and `best`. None if there is none."""
+        """Returns the entry of a dump, by its name: a dict with `best` and the counts. None if there is none."""
         entry = self._read().get(dump)
-        is_whole = isinstance(entry, dict) and set(entry) == {"epoch", "batches", "best"}
-        if not is_whole or not all(isinstance(entry[key], int) and entry[key] >= 0 for key in ("epoch", "batches")):
+        is_whole = isinstance(entry, dict) and set(entry) == {*_COUNTS, "best"}
+        if not is_whole or not all(isinstance(entry[key], int) and entry[key] >= 0 for key in _COUNTS):
             return None
         return entry if entry["best"] is None or isinstance(entry["best"], int | float) else None
 

@@ -15,10 +15,10 @@ class TableStatistics(keras.callbacks.Callback):
     Callbacks that come after it in the list see them: `CSVLogger`, `TensorBoard`; so do `History` and the line that `fit` prints. By
     default these are totals over all tables: `rows`, `table_bytes`, and since the last update `new_rows`, `refused_rows` and
     `unknown_ids`. The latter are the ids that had no row in validation. If a table has an admission policy, there is `filtered_rows`, too;
-    if one has a time to live, `expired_rows`.
+    if one has an eviction policy, `evicted_rows`; if one has a time to live, `expired_rows`.
 
     For each table there are `<name>/size`, `<name>/bytes`, `<name>/occupancy` (size over `max_capacity`, or over the capacity of the
-    index), and since the last update `<name>/hits`, `<name>/inserted`, `<name>/filtered`, `<name>/expired`, `<name>/refused`, `<name>/unknown`. They go to the logs with
+    index), and since the last update `<name>/hits`, `<name>/inserted`, `<name>/filtered`, `<name>/evicted`, `<name>/expired`, `<name>/refused`, `<name>/unknown`. They go to the logs with
     `per_table=True`, and to TensorBoard alone with `log_dir`.
 
     In `evaluate` and `predict`, callbacks that come after it see `unknown_ids` of the whole call when it ends.
@@ -116,7 +116,7 @@ class TableStatistics(keras.callbacks.Callback):
             now, last = table.stats(wait=wait), before.get(table.name)
             since = {
                 name: getattr(now, name) - (getattr(last, name) if last else 0)
-                for name in ("hits", "inserted", "filtered", "expired", "refused", "unknown_ids")
+                for name in ("hits", "inserted", "filtered", "evicted", "expired", "refused", "unknown_ids")
             }
             since["unknown"] = since.pop("unknown_ids")
             before[table.name] = now
@@ -129,7 +129,7 @@ class TableStatistics(keras.callbacks.Callback):
             totals["new_rows"] += since["inserted"]
             totals["refused_rows"] += since["refused"]
             totals["unknown_ids"] += since["unknown"]
-            for policy, name in (("admission", "filtered"), ("time_to_live", "expired")):
+            for policy, name in (("admission", "filtered"), ("eviction", "evicted"), ("time_to_live", "expired")):
                 if table._core.configs[table._number][policy] is not None:
                     totals[f"{name}_rows"] = totals.get(f"{name}_rows", 0) + since[name]
         return totals, numbers

@@ -28,11 +28,13 @@ def _map_up_to(structure: Any, function: Callable, *trees: Any) -> Any:
             isinstance(structure, list | tuple) and isinstance(tree, list | tuple)
         ):
             raise ValueError(
-                f"Inputs must be nested as `feature_configs` is, here a {type(structure).__name__}. Received: {type(tree).__name__}"
+                f"Ids, weights and scores must be nested as `feature_configs` is, here a {type(structure).__name__}. Received: {type(tree).__name__}"
             )
         if len(tree) != len(structure) or (isinstance(structure, dict) and set(tree) != set(structure)):
             names = sorted(structure) if isinstance(structure, dict) else f"{len(structure)} of them"
-            raise ValueError(f"Inputs must be nested as `feature_configs` is: {names}. Received: {_outline(tree)}")
+            raise ValueError(
+                f"Ids, weights and scores must be nested as `feature_configs` is: {names}. Received: {_outline(tree)}"
+            )
     if isinstance(structure, dict):
         return {key: _map_up_to(structure[key], function, *(tree[key] for tree in trees)) for key in structure}
     mapped = [_map_up_to(part, function, *parts) for part, *parts in zip(structure, *trees, strict=True)]

@@ -150,9 +150,11 @@ impl DumpReader {
     /// stay the table's. [`TargetBinding`] says whose the states are.
     ///
     /// # Errors
-    /// [`Error::DumpMismatch`] says what a table and the dump do not have in common; [`Error::TableFull`] if a merge does
-    /// not fit; [`Error::CorruptDump`] as [`DumpReader::verify`]; [`Error::DumpReplaced`] if a new dump took a file away: then
+    /// [`Error::DumpMismatch`] says what a table and the dump do not have in common, or that the rows do not fit; [`Error::CorruptDump`] as [`DumpReader::verify`]; [`Error::DumpReplaced`] if a new dump took a file away: then
     /// nothing has changed.
+    ///
+    /// A load removes no rows to make room. A rank may have more rows after it than its part of `max_capacity`; the next call with new keys
+    /// removes them, if a policy does.
     ///
     /// `ranks`: the ranks that load together. Each reads a part of the files. If one rank fails, no rank changes its tables.
     pub fn load(
@@ -279,24 +281,35 @@ impl<'a> Chain<'a> {
         if self.parts.len() == 1 {
             return Ok(());
         }
-        let mut order: Vec<_> = self.newest().iter().zip(num_rows).collect();
-        order.sort_unstable_by_key(|(load, _)| (&load.entry.name, &load.table));
-        for (load, &of_rank) in order {
-            let is_shared = load.owners.is_some_and(|owners| !owners.is_replicated());
-            let total = match ranks.filter(|_| is_shared) {
-                None => of_rank as u64,
-                Some(Ranks { communicator, tag }) => {
-                    let own = (of_rank as u64).to_le_bytes().to_vec();
-                    let all = gather(&**communicator, tag.at(8), Ok(own))?;
-                    let counts =
-                        all.iter().enumerate().map(|(rank, count)| Reader::new(count, rank).number());
-                    counts.sum::<Result<u64>>()?
-                }
-            };
-            check_total(load.dump, load.entry, total)?;
-        }
-        Ok(())
+        let of_rank: Vec<u64> = num_rows.iter().map(|rows| *rows as u64).collect();
+        let totals = totals(self.newest(), &of_rank, ranks, 8)?;
+        let mut loads = self.newest().iter().zip(totals);
+        loads.try_for_each(|(load, total)| check_total(load.dump, load.entry, total))
     }
+}
+
+/// Sums a number of each table over the ranks that share it. `round`: of the tag.
+fn totals(loads: &[TableLoad], of_rank: &[u64], ranks: Option<&Ranks>, round: u8) -> Result<Vec<u64>> {
+    let mut totals = of_rank.to_vec();
+    let Some(Ranks { communicator, tag }) = ranks else { return Ok(totals) };
+    // Ranks may have their targets in other orders.
+    let mut order: Vec<usize> = (0..loads.len()).collect();
+    order.sort_unstable_by_key(|&load| (&loads[load].entry.name, &loads[load].table));
+    for number in order {
+        if loads[number].num_ranks() > 1 {
+            let own = of_rank[number].to_le_bytes().to_vec();
+            let all = gather(&**communicator, tag.at(round), Ok(own))?;
+            let mut numbers = all.iter().enumerate().map(|(rank, own)| Reader::new(own, rank).number());
+            totals[number] = numbers.try_fold(0u64, |sum, number| Ok(sum.saturating_add(number?)))?;
+        }
+    }
+    Ok(totals)
+}
+
+/// Returns the maximum number of rows of each table, over all ranks.
+fn capacities(loads: &[TableLoad], targets: &[Target], ranks: Option<&Ranks>) -> Result<Vec<u64>> {
+    let own: Vec<u64> = targets.iter().map(|target| target.table.config().capacity()).collect();
+    totals(loads, &own, ranks, 12)
 }
 
 /// Checks that the parts of a dump hold as many rows of a table as its newest entry says.
@@ -365,9 +378,14 @@ fn load_fresh(
     ranks: Option<&Ranks>,
 ) -> Result<Vec<Box<dyn Table>>> {
     let loads = chain.newest();
+    let capacities = capacities(loads, targets, ranks)?;
     let made = dump.verify_others(loads, ranks).and_then(|()| {
-        let pairs = loads.iter().zip(targets);
-        pairs.map(|(load, target)| load.fresh(&*target.table)).collect::<Result<Vec<_>>>()
+        let all = loads.iter().zip(targets).zip(capacities);
+        let fresh = all.map(|((load, target), capacity)| {
+            load.check_capacity(load.entry.total_rows(), capacity)?;
+            load.fresh(&*target.table)
+        });
+        fresh.collect::<Result<Vec<_>>>()
     });
     let mut fresh = agreed(ranks, 6, made)?;
     let mut num_rows = vec![0; fresh.len()];
@@ -395,24 +413,39 @@ fn check_merge(dump: &DumpReader, chain: &Chain, targets: &[Target], ranks: Opti
         .verify_others(&[], ranks)
         .and_then(|()| loads.iter().map(TableLoad::room_for_keys).collect::<Result<Vec<_>>>());
     let mut keys = agreed(ranks, 6, verified)?;
+    let lens = targets.iter().map(|target| target.table.len().map(|len| len as u64));
+    let lens = agreed(ranks, 9, lens.collect::<Result<Vec<_>>>())?;
+    let lens = totals(loads, &lens, ranks, 10)?;
+    let capacities = capacities(loads, targets, ranks)?;
+    // Only where not all keys of the dump would fit, it matters how many of them are new.
+    let fits = |number: usize| {
+        let dumped = loads[number].entry.total_rows();
+        loads[number].check_capacity(lens[number].saturating_add(dumped), capacities[number]).is_ok()
+    };
     let mut num_new = vec![0u64; loads.len()];
     chain.read(false, ranks, |number, records| {
         memory::reserve(&mut keys[number], records.keys.len(), BUFFER)?;
         keys[number].extend(&records.keys);
-        num_new[number] += loads[number].num_new(&*targets[number].table, &records.keys)?;
+        if !fits(number) {
+            num_new[number] += num_absent(&*targets[number].table, &records.keys)?;
+        }
         Ok(())
     })?;
     chain.check_rows(&keys.iter().map(Vec::len).collect::<Vec<_>>(), ranks)?;
-    for (((load, target), keys), num_new) in loads.iter().zip(targets).zip(&mut keys).zip(num_new) {
-        load.check_distinct(keys)?;
-        let config = target.table.config();
-        let (len, capacity) = (target.table.len()? as u64, config.capacity());
-        if len.saturating_add(num_new) > capacity {
-            let refused = len.saturating_add(num_new) - capacity;
-            return Err(Error::TableFull { table: config.name.clone(), refused, len, capacity });
-        }
+    let num_new = totals(loads, &num_new, ranks, 11)?;
+    for (number, load) in loads.iter().enumerate() {
+        load.check_distinct(&mut keys[number])?;
+        load.check_capacity(lens[number].saturating_add(num_new[number]), capacities[number])?;
     }
     Ok(())
+}
+
+/// Returns how many of these keys have no row.
+fn num_absent(table: &dyn Table, keys: &[Key]) -> Result<u64> {
+    let mut rows = memory::filled(0.0, keys.len() * table.config().dim, BUFFER)?;
+    let mut found = memory::filled(false, keys.len(), BUFFER)?;
+    table.find(keys, &mut rows, &mut found)?;
+    Ok(found.iter().filter(|found| !**found).count() as u64)
 }
 
 /// Writes the records of all tables into the targets.
@@ -441,6 +474,8 @@ struct TableLoad<'a> {
     columns: Vec<Column>,
     /// Whether policies of the table count steps from that of the dump.
     takes_step: bool,
+    /// Whether the table removes rows to make room.
+    evicts: bool,
     owners: Option<Owners>,
 }
 
@@ -493,7 +528,20 @@ impl<'a> TableLoad<'a> {
             options.mode == LoadMode::Replace && entry.sights.is_some() && config.admission.is_some();
         let takes_step = takes_sights || !columns.is_empty();
         let states = dumped.is_some();
-        Ok(TableLoad { dump, entry, table, update, layout, first, states, columns, takes_step, owners })
+        let evicts = config.eviction.is_some();
+        Ok(TableLoad {
+            dump,
+            entry,
+            table,
+            update,
+            layout,
+            first,
+            states,
+            columns,
+            takes_step,
+            evicts,
+            owners,
+        })
     }
 
     /// Whether the table has all that the dump has, and nothing else.
@@ -510,16 +558,26 @@ impl<'a> TableLoad<'a> {
         }
     }
 
-    /// Number of keys that a merge into the table adds, if it may not have room for all.
-    fn num_new(&self, table: &dyn Table, keys: &[Key]) -> Result<u64> {
-        let config = table.config();
-        if (table.len()? as u64).saturating_add(self.entry.total_rows()) <= config.capacity() {
-            return Ok(0);
+    /// The number of ranks that share the rows of the table.
+    fn num_ranks(&self) -> usize {
+        self.owners.filter(|owners| !owners.is_replicated()).map_or(1, |owners| owners.world_size)
+    }
+
+    /// Checks that a table takes so many rows, over all ranks. One rank may get more of them than its part. `capacity`: that of all ranks.
+    fn check_capacity(&self, num_rows: u64, capacity: u64) -> Result<()> {
+        let parts = self.dump.manifest().parts().flat_map(|part| part.tables);
+        let num_files = parts.filter(|table| table.name == self.entry.name).map(|table| table.shards.len());
+        // The parts of the ranks that wrote the dump were rounded up. A rank with rows has written a file at least.
+        let rounded = num_files.max().unwrap_or(0).saturating_sub(1) as u64;
+        // A table that removes rows gets rid of what is too much by itself.
+        let beyond = if self.evicts { capacity } else { rounded };
+        if num_rows <= capacity.saturating_add(beyond) {
+            return Ok(());
         }
-        let mut rows = memory::filled(0.0, keys.len() * config.dim, BUFFER)?;
-        let mut found = memory::filled(false, keys.len(), BUFFER)?;
-        table.find(keys, &mut rows, &mut found)?;
-        Ok(found.iter().filter(|found| !**found).count() as u64)
+        let what = format!(
+            "`max_capacity` must be at least the rows after the load: expected {num_rows}, got {capacity}"
+        );
+        Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)))
     }
 
     /// Room for all keys that this rank takes of the dump, if the machine has it.
@@ -533,9 +591,7 @@ impl<'a> TableLoad<'a> {
     }
 
     fn num_rows_of_rank(&self) -> usize {
-        let world_size =
-            self.owners.filter(|owners| !owners.is_replicated()).map_or(1, |owners| owners.world_size);
-        (self.entry.total_rows() as usize).div_ceil(world_size)
+        (self.entry.total_rows() as usize).div_ceil(self.num_ranks())
     }
 
     fn check_distinct(&self, keys: &mut [Key]) -> Result<()> {
@@ -551,14 +607,8 @@ impl<'a> TableLoad<'a> {
         Error::corrupt_dump(self.dump.path.join(MANIFEST), self.of_table(what))
     }
 
-    /// Makes an empty table for the rows. A rank's part is counted when it is loaded.
+    /// Makes an empty table for the rows.
     fn fresh(&self, table: &dyn Table) -> Result<Box<dyn Table>> {
-        let (dumped, capacity) = (self.entry.total_rows(), table.config().capacity());
-        if dumped > capacity && self.owners.is_none() {
-            let what =
-                format!("`max_capacity` must be at least the dump's rows: expected {dumped}, got {capacity}");
-            return Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)));
-        }
         let mut fresh = table.fresh(self.update, self.num_rows_of_rank())?;
         fresh.set_seed(self.entry.seed);
         self.set_step(&mut *fresh)?;

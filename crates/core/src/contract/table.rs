@@ -578,12 +578,12 @@ pub trait Table: Contents {
     /// [`Error::Device`] if a device fails, [`Error::Memory`].
     fn keys(&self) -> Result<Vec<Key>>;
 
-    /// Inserts complete records. A record with the same key is overwritten. If there are no scores, each
+    /// Inserts complete records, also beyond the capacity. A record with the same key is overwritten. If there are no scores, each
     /// new record gets the score of a new row.
     ///
     /// # Errors
-    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`],
-    /// [`Error::Device`]. Nothing has changed then.
+    /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::Memory`], [`Error::Device`]. Nothing
+    /// has changed then.
     fn restore(&mut self, records: &Records) -> Result<()>;
 
     /// Counts keys without a row as often as these [`Contents::sights`] say, if an admission policy counts keys. None of them has a row, and
@@ -615,6 +615,6 @@ pub trait Table: Contents {
 /// The error for a table that does not keep the rows that it removes.
 pub fn not_kept(table: &str) -> Error {
     Error::State(format!(
-        "table `{table}` does not keep the rows that it removes. Ask for that in its eviction policy or its time to live"
+        "table `{table}` does not keep the rows that it removes. Set `keep_evicted=True` in its eviction policy, or `keep_expired=True` in its `TimeToLive`"
     ))
 }

@@ -64,12 +64,12 @@ pub fn check_capacity(
     num_new: usize,
     used: impl Fn(&HostTable, &mut RecordSet),
 ) -> Result<()> {
-    let needed = (num_new as u64).saturating_sub(table.room());
+    let needed = table.num_too_many(num_new as u64);
     if needed == 0 || table.config.check_mode != CheckMode::Raise {
         return Ok(());
     }
     let removable = table.removable(&|set| used(table, set))?;
-    let refused = needed.saturating_sub(removable.map_or(0, |removable| removable.len()));
+    let refused = needed.saturating_sub(removable.map_or(0, |removable| removable.len())).min(num_new as u64);
     if refused == 0 {
         return Ok(());
     }

@@ -157,6 +157,14 @@ impl HostTable {
         self.config.capacity().saturating_sub(self.index.len() as u64)
     }
 
+    /// Number of rows that must go before so many new ones fit. A load may have left more rows than there is room for: these go, too.
+    pub(crate) fn num_too_many(&self, num_new: u64) -> u64 {
+        if num_new == 0 {
+            return 0;
+        }
+        (self.index.len() as u64 + num_new).saturating_sub(self.config.capacity())
+    }
+
     /// Notes which rows the call has inserted, and gives them their first scores.
     ///
     /// # Errors
@@ -203,14 +211,14 @@ impl HostTable {
         num_new: u64,
         used: &dyn Fn(&HostTable, &mut RecordSet),
     ) -> Result<u64> {
-        let needed = num_new.saturating_sub(self.room());
+        let needed = self.num_too_many(num_new);
         if needed == 0 {
             return Ok(0);
         }
         let Some(removable) = self.removable(&|set| used(self, set))? else { return Ok(0) };
         let going = removable.lowest(needed, self.config.capacity())?;
         self.remove(Reason::Evicted, &going)?;
-        self.journal.room += going.len() as u64;
+        self.journal.room = self.room();
         Ok(going.len() as u64)
     }
 

@@ -162,11 +162,6 @@ impl HostTable {
         let unknown = || Error::UnknownChanges { table: self.config.name.clone() };
         self.changes.as_deref().ok_or_else(unknown)
     }
-
-    /// Whether the table has room for as many new keys.
-    fn fits(&self, num_keys: usize) -> bool {
-        self.index.len() as u64 + num_keys as u64 <= self.config.capacity()
-    }
 }
 
 impl Contents for HostTable {
@@ -495,31 +490,20 @@ impl Table for HostTable {
                 )));
             }
         }
-        let located = if self.fits(num_keys) {
-            self.check_keys(&records.keys)?;
-            self.whole_or_nothing(|table| table.locate_unfilled(&records.keys))?
-        } else {
-            let (located, outcomes) = self.locate(&records.keys, true)?;
-            let Outcomes { refused, evicted, .. } = outcomes;
-            self.note(Outcomes { refused, evicted, ..Outcomes::default() }, 0);
-            located
-        };
+        self.check_keys(&records.keys)?;
+        let located = self.whole_or_nothing(|table| table.locate_unfilled(&records.keys))?;
         self.touch(&located);
         let format = self.first.format;
         for ((&record, &key), values) in
             located.iter().zip(&records.keys).zip(records.values.chunks_exact(width))
         {
-            if record != NO_RECORD {
-                format.write(self.arena.record_mut(record), key, values);
-            }
+            format.write(self.arena.record_mut(record), key, values);
         }
         if let Some(evictor) = &mut self.evictor {
-            let rows = located.iter().filter(|record| **record != NO_RECORD);
-            rows.for_each(|&record| evictor.renew(record));
+            located.iter().for_each(|&record| evictor.renew(record));
             for column in Column::ALL {
                 let numbers = located.iter().zip(records.column(column));
-                let of_rows = numbers.filter(|(record, _)| **record != NO_RECORD);
-                of_rows.for_each(|(&record, &number)| evictor.set_number(column, record, number));
+                numbers.for_each(|(&record, &number)| evictor.set_number(column, record, number));
             }
         }
         Ok(())

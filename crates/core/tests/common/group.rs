@@ -147,6 +147,17 @@ impl Model {
 
     /// Rows of each feature. With `save` the lookup is remembered.
     pub fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<Vec<Vec<f32>>> {
+        let looked = self.look_up(inputs, insertion, save);
+        looked.inspect_err(|_| self.abandon_steps())
+    }
+
+    /// Rows of lookups may go once a call has failed.
+    fn abandon_steps(&self) {
+        self.lookups.iter().for_each(|looked| looked.uses.is_open.set(false));
+        self.pushes.iter().for_each(|push| push.uses.is_open.set(false));
+    }
+
+    fn look_up(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<Vec<Vec<f32>>> {
         self.find_rows_in_progress();
         for input in inputs {
             let table = &self.tables[input.table];
@@ -180,7 +191,8 @@ impl Model {
         }
         if save {
             let at_commit = |insertion: &Insertion| *insertion == Insertion::AtCommit;
-            self.remember(inputs, &insertions.iter().map(at_commit).collect::<Vec<_>>());
+            let at_commit: Vec<bool> = insertions.iter().map(at_commit).collect();
+            self.remember(inputs, &at_commit, insertion != Insertion::Never);
         }
         for (table, keys) in self.tables.iter_mut().zip(&active) {
             if !save && table.config.eviction.is_some_and(|policy| policy.counts_inference) {
@@ -243,7 +255,8 @@ impl Model {
         rows
     }
 
-    fn remember(&mut self, inputs: &[Input], at_commit: &[bool]) {
+    /// `is_open`: whether the rows stay until their gradients have come.
+    fn remember(&mut self, inputs: &[Input], at_commit: &[bool], is_open: bool) {
         let mut terms: Vec<Vec<Term>> = self.tables.iter().map(|_| Vec::new()).collect();
         let mut lives = Vec::new();
         let mut absent: Vec<Absent> =
@@ -280,7 +293,7 @@ impl Model {
         }
         let number = self.next_lookup;
         let scores = (0..self.tables.len()).map(|table| self.scores(inputs, table)).collect();
-        let uses = Rc::new(Uses { ids, scores, is_counted: Cell::new(false), is_open: Cell::new(true) });
+        let uses = Rc::new(Uses { ids, scores, is_counted: Cell::new(false), is_open: Cell::new(is_open) });
         let (inputs, absent) = (inputs.to_vec(), Rc::new(absent));
         self.lookups.push(Looked { number, inputs, terms, absent, uses, lives });
         self.next_lookup += 1;
@@ -362,7 +375,7 @@ impl Model {
             self.end_step();
             return Ok(());
         };
-        self.insert_absent(named)?;
+        self.insert_absent(named).inspect_err(|_| self.abandon_steps())?;
         self.num_commits += 1;
         self.pushes.retain(|push| push.number >= oldest);
         let mut oldest_lookup = u64::MAX;

@@ -95,7 +95,8 @@ pub fn a_batch_that_does_not_fit_raises_and_changes_no_table(maker: &Maker) {
     assert_eq!(
         error.to_string(),
         "table `small` is full: no room for 2 of the new keys, it holds 2 of at most 3 rows. Raise `max_capacity`, or set \
-         `check_mode=\"warn\"` or \"count\" to go on without them"
+         `check_mode=\"warn\"` or \"count\" to go on without them. Under an eviction policy the rows of the batch and of steps in \
+         progress stay"
     );
     subject.lookup(&[Input::plain(1, &[10, 5, 5])], Insertion::AtLookup, true).unwrap();
 }

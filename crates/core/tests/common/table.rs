@@ -162,7 +162,7 @@ impl ModelTable {
     pub fn full_error(&self, new: &[Key], used: &[Key]) -> Result<()> {
         let (len, capacity) = (self.rows.len() as u64, self.config.capacity());
         let needed = (len + new.len() as u64).saturating_sub(capacity);
-        let refused = needed.saturating_sub(self.removable(used).len() as u64);
+        let refused = needed.saturating_sub(self.removable(used).len() as u64).min(new.len() as u64);
         if refused == 0 || self.config.check_mode != CheckMode::Raise {
             return Ok(());
         }
@@ -188,7 +188,7 @@ impl ModelTable {
     pub fn evict(&mut self, num_new: usize, used: &[Key]) -> u64 {
         let capacity = self.config.capacity();
         let needed = (self.rows.len() as u64 + num_new as u64).saturating_sub(capacity);
-        if needed == 0 {
+        if needed == 0 || num_new == 0 {
             return 0;
         }
         let mut going = self.removable(used);
@@ -318,19 +318,23 @@ impl ModelTable {
         let new = self.absent(keys);
         outcomes.hit = (distinct.len() - new.len()) as u64;
         for key in new {
-            if self.rows.len() as u64 == self.config.capacity() {
+            if self.rows.len() as u64 >= self.config.capacity() {
                 outcomes.refused += 1;
                 continue;
             }
             outcomes.inserted += 1;
-            self.births += 1;
-            let values = [self.first_row(key), self.first_states()].concat();
-            let record =
-                Record { birth: self.births, values, score: self.first_score(), commit: self.settled_commit };
-            self.rows.insert(key, record);
-            self.sights.remove(&key);
+            self.make(key);
         }
         outcomes
+    }
+
+    fn make(&mut self, key: Key) {
+        self.births += 1;
+        let values = [self.first_row(key), self.first_states()].concat();
+        let record =
+            Record { birth: self.births, values, score: self.first_score(), commit: self.settled_commit };
+        self.rows.insert(key, record);
+        self.sights.remove(&key);
     }
 
     fn check_insert(&self, keys: &[Key], insert: bool) -> Result<()> {
@@ -365,7 +369,10 @@ impl ModelTable {
     }
 
     fn restore(&mut self, records: &Records) -> Result<()> {
-        self.locate(&records.keys, true)?;
+        self.outside_error(None, &records.keys)?;
+        for key in self.absent(&records.keys) {
+            self.make(key);
+        }
         for (key, values) in records.keys.iter().zip(records.values.chunks_exact(self.width())) {
             if let Some(record) = self.rows.get_mut(key) {
                 record.values.copy_from_slice(values);
@@ -595,7 +602,7 @@ impl TableOp {
             TableOp::TakeEvicted => {
                 if !model.config.keeps_removed() {
                     return Err(Error::State(format!(
-                        "table `{}` does not keep the rows that it removes. Ask for that in its eviction policy or its time to live",
+                        "table `{}` does not keep the rows that it removes. Set `keep_evicted=True` in its eviction policy, or `keep_expired=True` in its `TimeToLive`",
                         model.config.name
                     )));
                 }

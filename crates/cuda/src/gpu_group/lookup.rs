@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use sok_core::contract::table::{Insertion, Outcomes};
 use sok_core::contract::ticket::RING;
 use sok_core::error::{Error, Result};
@@ -73,7 +75,15 @@ impl GpuGroup {
         stream: Stream,
     ) -> Result<u64> {
         // SAFETY: The caller guarantees it.
-        unsafe { self.look_up(features, insertion, save, number_to, OfRanks::default(), stream) }
+        let looked =
+            unsafe { self.look_up(features, insertion, save, number_to, OfRanks::default(), stream) };
+        looked.inspect_err(|_| self.abandon_steps())
+    }
+
+    /// Ends the steps in progress, as `HostGroup::abandon_steps`.
+    pub(super) fn abandon_steps(&self) {
+        let of_pushes = self.ring.iter().map(|push| &push.lookup);
+        self.lookups.iter().chain(of_pushes).for_each(|lookup| lookup.is_open.store(false, Relaxed));
     }
 
     /// As `lookup`.
@@ -168,7 +178,9 @@ impl GpuGroup {
             }
         }
         if let Some(saved) = saved {
-            self.save(SavedLookup::new(number, saved));
+            let saved = SavedLookup::new(number, saved);
+            saved.is_open.store(insertion != Insertion::Never, Relaxed);
+            self.save(saved);
             number_to.map(|to| self.by_address.insert(to, number));
         }
         Ok(number)

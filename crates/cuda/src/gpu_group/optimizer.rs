@@ -99,6 +99,27 @@ pub(crate) unsafe fn commit_together(
     vote: Vote,
     stream: Stream,
 ) -> Result<()> {
+    // SAFETY: The caller guarantees it.
+    let committed =
+        unsafe { enqueue_commit(groups, bindings, tickets, is_update_at, norm_to, refuses, vote, stream) };
+    committed.inspect_err(|_| groups.iter().for_each(|group| group.abandon_steps()))
+}
+
+/// Does the work of `commit_together`.
+///
+/// # Safety
+/// As `commit`.
+#[expect(clippy::too_many_arguments, reason = "those of `commit_together`")]
+unsafe fn enqueue_commit(
+    groups: &mut [&mut GpuGroup],
+    bindings: &[Binding],
+    tickets: &[u64],
+    is_update_at: Option<u64>,
+    norm_to: u64,
+    refuses: Option<bool>,
+    vote: Vote,
+    stream: Stream,
+) -> Result<()> {
     let Some(first) = groups.first() else { return Ok(()) };
     let device = first.device().clone();
     for (group, binding) in groups.iter().zip(bindings) {

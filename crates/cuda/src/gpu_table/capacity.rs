@@ -79,6 +79,8 @@ impl GpuTable {
     pub(crate) fn may_exceed(&self, ids: u64) -> bool {
         let capacity = self.config.capacity();
         self.config.eviction.is_some()
+            // Otherwise rows would go even if no key is new.
+            && self.rows() <= capacity
             && ids <= capacity / 2 + SPARE_NUMBERS as u64
             && ids + self.max_used() <= capacity
     }
@@ -171,7 +173,7 @@ impl GpuTable {
     /// [`Error::TableFull`] if they do not, and the check mode is `Raise`.
     pub(crate) fn check_capacity(&self, new_keys: u64, removable: u64) -> Result<()> {
         let (len, capacity) = (self.rows(), self.config.capacity());
-        let refused = (len + new_keys).saturating_sub(capacity.saturating_add(removable));
+        let refused = (len + new_keys).saturating_sub(capacity.saturating_add(removable)).min(new_keys);
         if refused == 0 || self.config.check_mode != CheckMode::Raise {
             return Ok(());
         }

@@ -291,9 +291,9 @@ impl Table for GpuTable {
         }
         self.wait()?;
         let room = self.room(records.keys.len(), self.layout.fields.width as usize)?;
-        let (located, outcomes) = self.locate(&room, &records.keys, true)?;
-        let Outcomes { inserted, refused, evicted, .. } = outcomes;
-        self.note(Outcomes { refused, evicted, ..Outcomes::default() });
+        self.check_keys(&records.keys)?;
+        let (located, inserted) = self.insert(&room, &records.keys)?;
+        self.forget_sights(&records.keys)?;
         self.write(&room, self.layout.fields, &located, inserted, &records.values)?;
         self.write_columns(&located, records)
     }

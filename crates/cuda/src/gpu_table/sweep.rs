@@ -284,7 +284,7 @@ impl GpuTable {
     /// Returns how many rows a sweep removes at most, for so many new keys.
     pub(crate) fn most_swept(&self, new_keys: u64) -> u64 {
         let capacity = self.config.capacity();
-        // A sweep that has failed may have left too many rows.
+        // A sweep that has failed, or a load, may have left too many rows.
         sweep_size(new_keys + self.rows().saturating_sub(capacity), capacity)
     }
 
@@ -299,7 +299,8 @@ impl GpuTable {
     /// Chooses rows to make room for new keys, as `plan_sweep`. Gets the memory for those that may fit. The device must be idle, and its
     /// counts known.
     pub(crate) fn sweep_for(&mut self, new_keys: u64, used: UsedRecords) -> Result<Option<Chosen>> {
-        if self.config.eviction.is_none() || self.rows() + new_keys <= self.config.capacity() {
+        let is_full = new_keys > 0 && self.rows() + new_keys > self.config.capacity();
+        if self.config.eviction.is_none() || !is_full {
             return Ok(None);
         }
         // The index may grow, and a sweep erases from the one that it has seen.

@@ -113,12 +113,11 @@ impl Saved {
         self.named != 0
     }
 
-    /// Returns whether the gradients of all bags take at most half the memory that the merged gradients of keys may take.
+    /// Returns whether the gradients of all bags are at most half as many as the merged gradients of keys may be.
     pub fn has_few_gradients(&self) -> bool {
         let numbers =
             |of: fn(&SavedFeature) -> usize| self.features.iter().map(|f| of(f) * f.dim).sum::<usize>();
-        let (of_bags, merged) = (self.array_type.num_bytes(), size_of::<f32>());
-        2 * of_bags * numbers(|f| f.num_bags) <= merged * numbers(|f| f.num_ids)
+        2 * numbers(|f| f.num_bags) <= numbers(|f| f.num_ids)
     }
 
     /// Returns whether kernels can read gradient rows at these addresses. If the dim is a multiple of 4, they read four numbers at

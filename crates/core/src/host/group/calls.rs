@@ -92,7 +92,9 @@ impl Group for HostGroup {
             group.check_owner(binding)?;
             named.push(group.resolve(ticket.slice()?)?);
         }
-        groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
+        let have_room = groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named));
+        // The step has failed for all of them.
+        have_room.inspect_err(|_| groups.iter().for_each(|group| group.abandon_steps()))?;
         let pool = pool::global()?;
         let mut total = 0.0;
         for ((group, named), binding) in groups.iter_mut().zip(&named).zip(bindings) {

@@ -27,19 +27,20 @@ impl HostGroup {
         self.ring.resolve(ticket).map_err(|what| Error::Ticket { tables: self.names(), what })
     }
 
-    /// Checks that the tables have room for the absent keys of these pushes. Changes nothing.
+    /// Checks that the tables have room for the absent keys of these pushes. Changes no table.
     ///
     /// # Errors
-    /// [`Error::TableFull`] if a table would refuse some, and its check mode is to raise.
+    /// [`Error::TableFull`] if a table would refuse some, and its check mode is to raise. The steps in progress have ended then.
     pub fn check_absent(&self, named: &[Named]) -> Result<()> {
-        self.tables.iter().enumerate().try_for_each(|(number, table)| {
+        let checked = self.tables.iter().enumerate().try_for_each(|(number, table)| {
             let lookups = absent_of(&self.ring, named, number, table.generation);
             if surely_fit(table, &lookups) {
                 return Ok(());
             }
             let num_new = num_admitted(table, &lookups)?;
             check_capacity(table, num_new, |table, used| add_used(table, keys_of(&lookups), used))
-        })
+        });
+        checked.inspect_err(|_| self.abandon_steps())
     }
 
     /// Inserts the absent keys of these pushes, in the order of the pushes. Keys that the table does not admit or has no room for get no

@@ -39,14 +39,20 @@ impl HostGroup {
         outputs: Vec<&mut [f32]>,
         pool: &Pool,
     ) -> Result<u64> {
-        self.check_features(features, &outputs)?;
-        self.catch_up_rows(features, pool)?;
-        self.tables.iter_mut().for_each(HostTable::begin);
-        let looked = self.look_up(features, insertion, save, outputs, pool);
-        if looked.is_err() {
-            self.tables.iter_mut().for_each(HostTable::undo);
-        }
-        looked
+        let ready = self.check_features(features, &outputs).and_then(|()| self.catch_up_rows(features, pool));
+        let looked = ready.and_then(|()| {
+            self.tables.iter_mut().for_each(HostTable::begin);
+            let looked = self.look_up(features, insertion, save, outputs, pool);
+            looked.inspect_err(|_| self.tables.iter_mut().for_each(HostTable::undo))
+        });
+        looked.inspect_err(|_| self.abandon_steps())
+    }
+
+    /// Ends the steps in progress, since a call of one has failed: rows of their lookups may go from now on. Otherwise a table whose rows are
+    /// all in use would refuse every later step. A gradient that still comes is taken for the rows that are there.
+    pub(in crate::host) fn abandon_steps(&self) {
+        let of_pushes = self.ring.iter().map(|push| &push.lookup);
+        self.lookups.iter().chain(of_pushes).for_each(|lookup| lookup.set_open(false));
     }
 
     /// The counts of the tables, for `undo_lookup`.
@@ -101,7 +107,9 @@ impl HostGroup {
         if save {
             keep_id_counts(features, &mut looked)?;
             self.keep_scores(features, &mut looked)?;
-            self.save(SavedLookup::new(number, num_bags, looked));
+            let saved = SavedLookup::new(number, num_bags, looked);
+            saved.set_open(insertion != Insertion::Never);
+            self.save(saved);
         } else {
             features.iter().for_each(|feature| self.tables[feature.table].count_inference(feature));
             self.give_inference_scores(features)?;

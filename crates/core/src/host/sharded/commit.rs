@@ -122,6 +122,7 @@ pub(super) fn commit(
     if let Err(error) = vote(&*communicator, tag.at(1), pushed) {
         for (group, prepared) in groups.iter_mut().zip(prepared) {
             prepared.of_shard.iter().for_each(|push| group.shard.cancel_push(push.number));
+            group.shard.abandon_steps();
         }
         return Err(error);
     }

@@ -46,6 +46,18 @@ impl ShardedGroup {
         outputs: Vec<&mut [f32]>,
         pool: &Pool,
     ) -> Result<u64> {
+        let looked = self.look_up(features, insertion, save, outputs, pool);
+        looked.inspect_err(|_| self.shard.abandon_steps())
+    }
+
+    fn look_up(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        outputs: Vec<&mut [f32]>,
+        pool: &Pool,
+    ) -> Result<u64> {
         self.num_lookups += 1;
         let tag = self.tag(Call::Lookup, self.num_lookups);
         let mode = LookupMode { insertion, save };

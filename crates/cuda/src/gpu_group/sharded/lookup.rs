@@ -61,6 +61,23 @@ impl ShardedGpuGroup {
         number_to: Option<u64>,
         stream: Stream,
     ) -> Result<u64> {
+        // SAFETY: The caller guarantees it.
+        let looked = unsafe { self.look_up(features, insertion, save, number_to, stream) };
+        looked.inspect_err(|_| self.shard.abandon_steps())
+    }
+
+    /// Does the work of `lookup`.
+    ///
+    /// # Safety
+    /// As `lookup`.
+    unsafe fn look_up(
+        &mut self,
+        features: &[Feature],
+        insertion: Insertion,
+        save: bool,
+        number_to: Option<u64>,
+        stream: Stream,
+    ) -> Result<u64> {
         // The others are told of an error by the exchange.
         let checked = self.check();
         self.num_lookups += 1;
