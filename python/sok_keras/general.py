@@ -267,7 +267,8 @@ def _check_is_elementwise(optimizer: Any) -> None:
     if not np.allclose(whole, parts, rtol=1e-5, atol=1e-5):
         raise _refused(
             optimizer,
-            "whose formula needs the whole variable: its `update_step` moves parts of a variable otherwise than `apply` moves the whole",
+            "whose formula needs the whole variable: its `update_step` moves parts of a variable otherwise than `apply` moves the whole. Or it "
+            "reads a state after it has changed it",
         )
 
 

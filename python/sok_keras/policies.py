@@ -54,7 +54,12 @@ def _is_count(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eviction(_Policy):
-    """Base of the eviction policies."""
+    """Base of the eviction policies.
+
+    Args:
+        count_inference: Whether lookups outside of training use rows, too.
+        keep_evicted: Whether the table keeps the rows that it removes until `Table.take_evicted` takes them.
+    """
 
     count_inference: bool = False
     keep_evicted: bool = False

@@ -153,7 +153,14 @@ class DynamicVariable(backend.variables.TableVariable):
         return f"<sok_keras.DynamicVariable {self.name!r} shape=(None, {self.dimension}) with {size} rows>"
 
     def changed_since(self, time: datetime.datetime) -> tuple[np.ndarray, np.ndarray]:
-        """Returns keys and rows as `incremental_model_dump` does."""
+        """Returns the rows of this rank that have changed, as `incremental_model_dump` does.
+
+        Args:
+            time: With a time zone. Rows count that have changed since the last call before it; if there was none, all do.
+
+        Returns:
+            Keys `(n,)` of the `key_type`, and rows `(n, dimension)` float32.
+        """
         since = max((mark for mark in self._marks if mark[0] <= time), default=(None, None))[1]
         mark = datetime.datetime.now(datetime.timezone.utc), secrets.randbits(63)
         keys, rows, *_ = self.table._ready().changed(since, mark[1])
@@ -165,11 +172,23 @@ class DynamicVariable(backend.variables.TableVariable):
         return saved_rows.rows_to_save(self.table)
 
     def take_saved_rows(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replaces all rows by what `saved_rows` has returned. All ranks call it."""
+        """Replaces all rows by what `saved_rows` has returned. All ranks call it.
+
+        Args:
+            arrays: NumPy arrays by name.
+        """
         saved_rows.take(self.table, arrays)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Returns the rows of ids, `indices.shape + (dimension,)`, and inserts those without a row."""
+        """Returns the rows of ids, and inserts those without a row.
+
+        Args:
+            indices: Ids of the `key_type` or int32, of any shape.
+            name: Ignored.
+
+        Returns:
+            `indices.shape + (dimension,)`, float32.
+        """
         del name
         indices = self.keys_of(indices)
         if backend.name != "tensorflow":
@@ -177,7 +196,14 @@ class DynamicVariable(backend.variables.TableVariable):
         return _read([self], [(indices,)], [None], ["each"], ["sum"])[0]
 
     def keys_of(self, ids: Any) -> Any:
-        """Returns ids as a tensor. Raises a `ValueError` unless they have the type of keys."""
+        """Returns ids as a tensor.
+
+        Args:
+            ids: Of any shape.
+
+        Raises:
+            ValueError: Unless they have the `key_type`, or are int32.
+        """
         return keys_of(self, narrowed(ids))
 
 
@@ -528,6 +554,9 @@ def _ticket_of(tables: VariableTables, given: list) -> Any:
 def filter_variables(variables: Sequence) -> tuple[list, list]:
     """Separates `DynamicVariable`s and `Variable`s from others, in their order.
 
+    Args:
+        variables: Variables of any kind.
+
     Returns:
         The variables of this package, and the other variables.
     """
@@ -537,6 +566,9 @@ def filter_variables(variables: Sequence) -> tuple[list, list]:
 
 def export(var: DynamicVariable | Variable) -> tuple[Any, Any]:
     """Copies the keys and rows that this rank has of a variable.
+
+    Args:
+        var: The variable.
 
     Returns:
         Keys `(n,)`, ascending, of the variable's `key_type`; and rows `(n, dimension)` float32. The keys of a `Variable` are the numbers of its rows.

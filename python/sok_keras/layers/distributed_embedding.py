@@ -183,6 +183,12 @@ class DistributedEmbedding(TableLayer):
     ) -> Any:
         """Converts ids on the host to what `call` takes on this backend; see `DynamicEmbedding.preprocess`.
 
+        Args:
+            inputs: Ids, nested as `feature_configs`: arrays, or lists of lists.
+            weights: Floats of the same nesting and lengths. None: no id has a weight.
+            training: Ignored.
+            ragged: Whether lists of different lengths become row splits, without padding.
+
         Returns:
             The ids, or `(ids, weights)` if any feature has weights, nested as `feature_configs`.
         """
