@@ -16,9 +16,10 @@ from sok_keras.arrays import Arrays, arrays_of, expected_update, step_of
 from sok_keras.backend import native
 from sok_keras.backend.private_keras import flatten_layers
 from sok_keras.copies import with_copies
-from sok_keras.dump_handle import DumpHandle, wait_for_dumps
+from sok_keras.dump_handle import DumpHandle
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of, path_of
+from sok_keras.pending_dumps import wait_for_dumps
 from sok_keras.static_variables import STATE_OF, Variable
 from sok_keras.table import Table
 from sok_keras.variables import DynamicVariable
@@ -112,6 +113,7 @@ def dump(
         The `Manifest`; without `wait` a `DumpHandle`, whose `result()` waits for it.
 
     Raises:
+        TypeError: If `path` is no path, or a flag is not a boolean.
         ValueError: If `source` has no tables, two tables of the same name, or a model in a list; if `tables` has an unknown name; if a
             variable has a dtype that a dump cannot hold (`complex128`, `string`); or if there is a dump and `overwrite` is False.
         OSError: If it cannot be written, for example because the disk is full. An old dump is unchanged then. Without `wait`,
@@ -185,6 +187,7 @@ def dump_increment(
         The `Manifest` of the dump with all its parts; without `wait` a `DumpHandle`.
 
     Raises:
+        TypeError: As for `dump`.
         ValueError: As for `dump`, or if no part of the dump has the step `since`.
         DumpMismatchError: If the dump has other tables, seeds or optimizer states.
         UnknownChangesError: If a table has no record of its changes since that part: this process has neither written the dump nor loaded it
@@ -215,7 +218,7 @@ def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     if isinstance(source, keras.Model):
         arrays, step = arrays_of(source, states), step_of(source)
     else:
-        arrays, step = [], max(table.step for table in chosen) - 1
+        arrays, step = [], max((table.step for table in chosen), default=1) - 1
     own = [table._native for table in chosen]
     request = path, own, arrays, (overwrite, step, states, since)
     wait_for_dumps(path)
@@ -266,6 +269,7 @@ def load(
             its first step too; `states=False` loads without states.
         DumpError: If new dumps replace the one that is read, 32 times in a row.
         FileNotFoundError: If there is no dump. It names the importer if there are files of SparseOperationKit.
+        TypeError: As for `dump`.
         ValueError: As for `dump`, or for an unknown `mode`.
     """
     path = path_of(path)

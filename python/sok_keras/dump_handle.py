@@ -2,23 +2,12 @@
 
 import concurrent.futures
 import json
-import os
 import threading
 import warnings
 
 from sok_keras._native import FrozenDump
-from sok_keras.manifest import Manifest, Path, manifest_of, path_of
-
-# The dumps that this process is writing, by the real path of their directories.
-_writing: dict[str, concurrent.futures.Future[Manifest]] = {}
-
-
-def wait_for_dumps(path: Path, below: bool = False) -> None:
-    """Waits until no dump of this process is being written to a directory, whether or not it succeeds. `below`: or to one in it."""
-    directory = os.path.realpath(path_of(path))
-    for written, future in list(_writing.items()):
-        if written == directory or (below and os.path.dirname(written) == directory):
-            concurrent.futures.wait([future])
+from sok_keras.manifest import Manifest, manifest_of
+from sok_keras.pending_dumps import note_dump
 
 
 class DumpHandle:
@@ -35,15 +24,13 @@ class DumpHandle:
     True
     """
 
-    def __init__(self, path: Path, frozen: FrozenDump) -> None:
+    def __init__(self, path: str, frozen: FrozenDump) -> None:
         self._path = path
         self._frozen = frozen
         self._was_asked = False
         self._future: concurrent.futures.Future[Manifest] = concurrent.futures.Future()
-        directory = os.path.realpath(path)
-        _writing[directory] = self._future
-        self._future.add_done_callback(lambda future: _forget(directory, future))
         threading.Thread(target=_write, args=(path, frozen, self._future), name="sok-dump").start()
+        note_dump(path, self._future)
 
     def result(self, timeout: float | None = None) -> Manifest:
         """Waits until the dump is written.
@@ -85,11 +72,6 @@ class DumpHandle:
         future = getattr(self, "_future", None)
         if future is not None and future.done() and not self._was_asked and future.exception() is not None:
             warnings.warn(f"The dump to {self._path} has failed: {future.exception()}", stacklevel=2)
-
-
-def _forget(directory, future):
-    if _writing.get(directory) is future:
-        del _writing[directory]
 
 
 def _write(path, frozen, future):

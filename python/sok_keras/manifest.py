@@ -6,6 +6,7 @@ import os
 from typing import Any, TypeAlias
 
 from sok_keras import _native as native
+from sok_keras.pending_dumps import wait_for_dumps
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -111,7 +112,9 @@ def verify(path: Path) -> None:
         CorruptDumpError: If a byte differs from what was written. The message names the file and the block.
         FileNotFoundError: If there is no dump.
     """
-    native.verify(path_of(path))
+    path = path_of(path)
+    wait_for_dumps(path)
+    native.verify(path)
 
 
 def compact(path: Path) -> Manifest:
@@ -130,7 +133,9 @@ def compact(path: Path) -> Manifest:
         CorruptDumpError: If a byte differs from what was written. The dump is unchanged then.
         FileNotFoundError: If there is no dump.
     """
-    return manifest_of(path, json.loads(native.compact(path_of(path))))
+    path = path_of(path)
+    wait_for_dumps(path)
+    return manifest_of(path, json.loads(native.compact(path)))
 
 
 def _name_of(score: str | dict[str, Any]) -> str:

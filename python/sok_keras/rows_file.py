@@ -95,8 +95,8 @@ def load(core: Any, store: Store) -> None:
     States are read if they are those of the bound optimizer, or if no optimizer is bound.
 
     Raises:
-        ValueError: If the file has other tables, rows of another dim, more rows than a table's `max_capacity`, or keys outside its
-            vocabulary, or if it is incomplete. After an error nothing has changed.
+        ValueError: If the file has other tables, rows of another dim, more rows than a table's `max_capacity` (with an `eviction` policy:
+            than twice that), or keys outside its vocabulary, or if it is incomplete. After an error nothing has changed.
     """
     stored, pieces = _described(core, store), _pieces(core, store)
     for table, config, of_table, names in zip(core.tables, core.configs, stored, pieces, strict=True):

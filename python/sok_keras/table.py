@@ -436,6 +436,7 @@ class Table:
             The `TableContents`.
 
         Raises:
+            TypeError: If `states` or `scores` is not a boolean.
             ValueError: If `scores` is True and the table has no `eviction` policy.
             MemoryError: If there is no memory for the copy.
         """

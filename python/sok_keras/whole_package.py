@@ -14,6 +14,7 @@ WITHOUT_KERAS = {
     "sok_keras.launch",
     "sok_keras.manifest",
     "sok_keras.mpi",
+    "sok_keras.pending_dumps",
     "sok_keras.strings",
     "sok_keras.whole_package",
     WHOLE,

@@ -94,6 +94,7 @@ LEVELS = [
         "strings",
         "whole_package",
     },
+    {"pending_dumps"},
     {"_native"},
 ]
 

@@ -12,7 +12,7 @@ import pytest
 
 import sok_keras as sok
 from small_model import contents, make_model, train
-from sok_keras import dump_handle
+from sok_keras import dump_handle, pending_dumps
 
 
 def assert_holds(path, expected):
@@ -153,6 +153,24 @@ sok.dump(sys.argv[1], table, wait=False)
     assert sok.read_manifest(tmp_path).tables[0].num_rows == 200_000
 
 
+@pytest.mark.parametrize("call", [sok.verify, sok.compact, lambda path: sok.load(path, make_model())])
+def test_calls_for_a_dump_wait_until_it_is_written(tmp_path, slow, call):
+    handle = sok.dump(tmp_path / "d", make_model(), wait=False)
+    threading.Timer(0.2, slow.set).start()
+    call(tmp_path / "d")
+    assert handle.done()
+
+
+def test_a_thread_that_does_not_start_leaves_nothing_to_wait_for(tmp_path, monkeypatch):
+    model = make_model()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            sok.dump(tmp_path / "d", model, wait=False)
+    assert not pending_dumps._writing
+    sok.dump(tmp_path / "d", model)
+
+
 def test_a_dump_waits_for_another_one_of_the_process_to_the_same_directory(tmp_path, slow):
     model = make_model()
     train(model, *range(20))
@@ -161,7 +179,7 @@ def test_a_dump_waits_for_another_one_of_the_process_to_the_same_directory(tmp_p
     train(model, 100)
     assert [part.tables[0].num_rows for part in sok.dump_increment(tmp_path / "d", model).increments] == [1]
     assert handle.done()
-    assert not dump_handle._writing
+    assert not pending_dumps._writing
     assert_holds(tmp_path / "d", contents(model))
 
 
@@ -192,12 +210,13 @@ def test_an_interrupted_fit_goes_on_with_the_dump_that_was_being_written(tmp_pat
     assert [os.path.basename(path) for path in callback.dumps()] == ["step-4", "step-8"]
 
 
-def test_whole_dumps_come_as_often_after_a_restart(tmp_path):
+@pytest.mark.parametrize("arguments", [{"increments_every": 1, "base_every": 2}, {"base_every": 3}])
+def test_whole_dumps_come_as_often_after_a_restart(tmp_path, arguments):
     ids = np.arange(64, dtype="int32")
 
-    def fit(path, *others, model=None):
-        callback = sok.callbacks.DumpCheckpoint(path, save_freq=4, increments_every=1, base_every=2, keep=9)
-        model = model or make_model()
+    def fit(path, *others):
+        callback = sok.callbacks.DumpCheckpoint(path, save_freq=4, keep=9, **arguments)
+        model = make_model()
         model.fit(ids, np.ones((64, 1)), batch_size=4, shuffle=False, verbose=0, callbacks=[callback, *others])
         return [os.path.basename(path) for path in callback.dumps()]
 

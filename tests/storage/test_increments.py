@@ -245,6 +245,15 @@ def test_flags_of_dumps_are_booleans(tmp_path, name, value):
     for call in (sok.dump, sok.dump_increment):
         with pytest.raises(TypeError, match=f"`{name}` must be True or False. Received: {name}={value!r}"):
             call(tmp_path, layer, **{name: value})
+    with pytest.raises(TypeError, match="`overwrite` must be True or False. Received: overwrite='x'"):
+        sok.dump(tmp_path, layer, overwrite="x")
+    with pytest.raises(TypeError, match="`states` must be True or False. Received: states=2"):
+        sok.load(tmp_path, layer, states=2)
+    with pytest.raises(TypeError, match="`scores` must be True or False"):
+        layer.get_table().export(scores="x")
+    for name in ("wait", "restore"):
+        with pytest.raises(ValueError, match=f"`{name}` must be True or False"):
+            sok.callbacks.DumpCheckpoint(tmp_path, **{name: "no"})
     for path in (None, 3, b"bytes"):
         with pytest.raises(TypeError, match="`path` must be a string or an `os.PathLike` of strings"):
             sok.dump(path, layer)

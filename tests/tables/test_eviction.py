@@ -295,3 +295,19 @@ def test_a_call_outside_of_training_keeps_no_rows_from_going():
 
 def test_the_policies_module_has_what_it_documents_alone():
     assert set(sok.policies.__all__) == {"LFU", "LRU", "Custom", "Frequency", "Probability", "TimeToLive", "set_clock"}
+
+
+def test_statistics_count_the_rows_that_went():
+    layer = make_layer()
+    model = make_model(layer)
+    ids = np.arange(3 * CAPACITY, dtype="int32").reshape(3, CAPACITY)
+    history = model.fit(
+        ids,
+        np.ones((3, 1)),
+        batch_size=1,
+        shuffle=False,
+        verbose=0,
+        callbacks=[sok.callbacks.TableStatistics(per_table=True)],
+    ).history
+    assert history["evicted_rows"] == history[f"{layer.name}/evicted"] == [2 * CAPACITY]
+    assert history["new_rows"] == [3 * CAPACITY]

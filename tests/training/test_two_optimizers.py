@@ -176,3 +176,13 @@ def test_keras_multi_optimizer_has_a_wrapper_for_tables():
         np.testing.assert_allclose(array, expected_rows[name], rtol=1e-6)
     for one, other in zip(dense, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "multi"])
+def test_the_wrapper_takes_one_optimizer(wrong):
+    if wrong == "multi":
+        if not hasattr(optimizers, "MultiOptimizer"):
+            pytest.skip("Keras has no MultiOptimizer")
+        wrong = optimizers.MultiOptimizer(optimizers.OptimizerMap(default_optimizer=optimizers.SGD()))
+    with pytest.raises(ValueError, match="`inner_optimizer` must be|Could not interpret optimizer"):
+        sok.OptimizerWrapper(wrong)

@@ -135,6 +135,12 @@ pub fn push(
     let mut inputs = inputs.iter();
     let number = take(&mut inputs)?;
     let rows = plan.features.iter().map(|_| take(&mut inputs)).collect::<Result<Vec<_>>>()?;
+    if let Some(other) = rows.iter().find(|gradient| gradient.dtype() != DType::of(plan.row_type)) {
+        let (expected, received) = (plan.row_type.name(), other.dtype().name());
+        return Err(Error::argument(format!(
+            "the gradients of rows must be {expected}, as the rows are. Received: {received}"
+        )));
+    }
     let mut weights = Vec::new();
     for (feature, _) in plan.features.iter().enumerate().filter(|(_, planned)| planned.weights) {
         let dims = take(&mut inputs)?.dims();

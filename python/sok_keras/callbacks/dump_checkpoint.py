@@ -14,9 +14,10 @@ from sok_keras.backend.private_keras import forget_epoch, resume_fit
 from sok_keras.callbacks.best import Best
 from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
-from sok_keras.dump_handle import DumpHandle, wait_for_dumps
+from sok_keras.dump_handle import DumpHandle
 from sok_keras.errors import DumpError, DumpMismatchError, UnknownChangesError
 from sok_keras.manifest import path_of, read_manifest
+from sok_keras.pending_dumps import wait_for_dumps
 
 _MANIFEST = "manifest.json"
 # Files that a dump writes, as docs/checkpoint_format.md names them.
@@ -58,7 +59,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
             must be memory. Before the next dump, and when `fit` ends, it waits for the one that is being written.
 
     Raises:
-        ValueError: If an argument has another value.
+        TypeError: If `path` is no path.
+        ValueError: If another argument has another value.
     """
 
     def __init__(
@@ -196,20 +198,19 @@ class DumpCheckpoint(keras.callbacks.Callback):
         path = os.path.join(self.path, f"step-{step_of(self.model)}")
         if os.path.islink(path):
             raise DumpError(f"{path}: a dump must lie in the callback's own directory: a symbolic link leads elsewhere")
-        # Written before the dump: whichever of them is the newest after a crash, its entry is there.
+        entry = {"epoch": epoch, "batches": batches, "trained": self._batches}
+        entry["best"] = None if self._best is None else self._best.value
+        self._note(path, {**entry, "since_base": 0 if is_whole else self._since_base})
+        if not is_whole and self._add_increment():
+            return
+        if not is_whole:
+            self._note(path, {**entry, "since_base": 0})
+        self._write_whole(path)
+
+    def _note(self, path, entry):
+        """Notes where training goes on. It is called before a dump is written: whichever dump is the newest after a crash, its entry is there."""
         if distributed.rank() == 0:
-            best = None if self._best is None else self._best.value
-            since_base = 0 if is_whole else self._since_base
-            entry = {
-                "epoch": epoch,
-                "batches": batches,
-                "trained": self._batches,
-                "since_base": since_base,
-                "best": best,
-            }
             self._progress.note(os.path.basename(path), entry)
-        if is_whole or not self._add_increment():
-            self._write_whole(path)
 
     def _add_increment(self):
         """Adds to the newest dump. Returns False if that is not possible."""

@@ -24,7 +24,7 @@ use crate::contract::table::Table;
 use crate::error::{Error, Result};
 use crate::exchange::buckets::Owners;
 use crate::exchange::collectives::{agree, decide, gather};
-use crate::exchange::message::Reader;
+use crate::exchange::message::{Reader, Writer};
 use crate::formula::update::Update;
 use crate::key::Key;
 use crate::memory;
@@ -295,12 +295,15 @@ fn totals(loads: &[TableLoad], of_rank: &[u64], ranks: Option<&Ranks>, round: u8
     // Ranks may have their targets in other orders.
     let mut order: Vec<usize> = (0..loads.len()).collect();
     order.sort_unstable_by_key(|&load| (&loads[load].entry.name, &loads[load].table));
-    for number in order {
-        if loads[number].num_ranks() > 1 {
-            let own = of_rank[number].to_le_bytes().to_vec();
-            let all = gather(&**communicator, tag.at(round), Ok(own))?;
-            let mut numbers = all.iter().enumerate().map(|(rank, own)| Reader::new(own, rank).number());
-            totals[number] = numbers.try_fold(0u64, |sum, number| Ok(sum.saturating_add(number?)))?;
+    order.retain(|&number| loads[number].num_ranks() > 1);
+    let mut writer = Writer::default();
+    let written = order.iter().try_for_each(|&number| writer.numbers(&[of_rank[number]]));
+    let all = gather(&**communicator, tag.at(round), written.map(|()| writer.finish()))?;
+    order.iter().for_each(|&number| totals[number] = 0);
+    for (rank, message) in all.iter().enumerate() {
+        let mut reader = Reader::new(message, rank);
+        for &number in &order {
+            totals[number] = totals[number].saturating_add(reader.number()?);
         }
     }
     Ok(totals)
@@ -435,7 +438,9 @@ fn check_merge(dump: &DumpReader, chain: &Chain, targets: &[Target], ranks: Opti
     let num_new = totals(loads, &num_new, ranks, 11)?;
     for (number, load) in loads.iter().enumerate() {
         load.check_distinct(&mut keys[number])?;
-        load.check_capacity(lens[number].saturating_add(num_new[number]), capacities[number])?;
+        if num_new[number] > 0 {
+            load.check_capacity(lens[number].saturating_add(num_new[number]), capacities[number])?;
+        }
     }
     Ok(())
 }
@@ -570,12 +575,15 @@ impl<'a> TableLoad<'a> {
         // The parts of the ranks that wrote the dump were rounded up. A rank with rows has written a file at least.
         let rounded = num_files.max().unwrap_or(0).saturating_sub(1) as u64;
         // A table that removes rows gets rid of what is too much by itself.
-        let beyond = if self.evicts { capacity } else { rounded };
-        if num_rows <= capacity.saturating_add(beyond) {
+        let (of_rows, least) = match self.evicts {
+            true => ("half the rows", num_rows.div_ceil(2)),
+            false => ("the rows", num_rows.saturating_sub(rounded)),
+        };
+        if least <= capacity {
             return Ok(());
         }
         let what = format!(
-            "`max_capacity` must be at least the rows after the load: expected {num_rows}, got {capacity}"
+            "`max_capacity` must be at least {of_rows} after the load: expected {least}, got {capacity}"
         );
         Err(Error::dump_mismatch(&self.dump.path, self.of_table(what)))
     }

@@ -68,12 +68,13 @@ impl FloatGradients {
             rows.push(lent(&wide));
             all_wide.push(wide);
         }
-        Ok(match keep {
-            Some(keep) if !all_wide.is_empty() => {
-                FloatGradients { rows, keep: Some(Box::new((keep, all_wide))), wide: Vec::new() }
-            }
-            keep => FloatGradients { rows, keep, wide: all_wide },
-        })
+        let keep: Option<Keep> = match keep {
+            // Nobody reads those of the framework any more.
+            Some(_) if all_wide.len() == rows.len() => Some(Box::new(std::mem::take(&mut all_wide))),
+            Some(keep) if !all_wide.is_empty() => Some(Box::new((keep, std::mem::take(&mut all_wide)))),
+            keep => keep,
+        };
+        Ok(FloatGradients { rows, keep, wide: all_wide })
     }
 }
 

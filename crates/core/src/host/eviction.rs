@@ -23,7 +23,7 @@ const WHAT: &str = "the rows that a full table removes";
 
 /// A lookup of training.
 pub(crate) trait InProgress: Send + Sync {
-    /// Adds the rows that it uses of a table, if their gradients may still come and were not committed yet. `number`: of the table in its
+    /// Adds the rows that it uses of a table, if they must stay. `number`: of the table in its
     /// group.
     fn add_rows(&self, number: usize, generation: u64, rows: &mut RecordSet);
 }

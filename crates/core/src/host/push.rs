@@ -61,7 +61,7 @@ pub struct SavedLookup {
     pub tables: Vec<SavedTable>,
     /// Whether a commit has counted the use of its rows.
     is_counted: AtomicBool,
-    /// Whether its gradients may still come and were not committed yet.
+    /// Whether its rows must stay, because its gradients may still come or wait for a commit.
     is_open: AtomicBool,
 }
 
@@ -72,12 +72,12 @@ impl SavedLookup {
         SavedLookup { number, num_bags, tables, is_counted, is_open }
     }
 
-    /// Whether gradients may still come for it, or wait for a commit.
+    /// Whether its rows must stay, because its gradients may still come or wait for a commit.
     pub fn is_open(&self) -> bool {
         self.is_open.load(Relaxed)
     }
 
-    /// Sets whether gradients may still come for it, or wait for a commit.
+    /// Sets whether its rows must stay. Gradients may also come to a lookup whose rows need not.
     pub fn set_open(&self, is_open: bool) {
         self.is_open.store(is_open, Relaxed);
     }

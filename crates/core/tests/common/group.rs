@@ -148,7 +148,11 @@ impl Model {
     /// Rows of each feature. With `save` the lookup is remembered.
     pub fn lookup(&mut self, inputs: &[Input], insertion: Insertion, save: bool) -> Result<Vec<Vec<f32>>> {
         let looked = self.look_up(inputs, insertion, save);
-        looked.inspect_err(|_| self.abandon_steps())
+        looked.inspect_err(|_| {
+            if insertion != Insertion::Never {
+                self.abandon_steps();
+            }
+        })
     }
 
     /// Rows of lookups may go once a call has failed.
@@ -318,7 +322,6 @@ impl Model {
         let number = self.next_push;
         self.next_push += 1;
         let (lookup, absent, uses) = (looked.number, looked.absent.clone(), looked.uses.clone());
-        uses.is_open.set(true);
         self.pushes.push(Push { number, lookup, absent, uses, gradients: merged });
         if self.pushes.len() > 64 || self.pushes[0].number + 64 <= number {
             self.pushes.remove(0);
@@ -372,6 +375,7 @@ impl Model {
         self.find_rows_in_progress();
         let Some(&(oldest, _)) = named.first() else {
             self.num_commits += 1;
+            self.pushes.iter().for_each(|push| push.uses.is_open.set(true));
             self.end_step();
             return Ok(());
         };

@@ -77,7 +77,14 @@ impl GpuGroup {
         // SAFETY: The caller guarantees it.
         let looked =
             unsafe { self.look_up(features, insertion, save, number_to, OfRanks::default(), stream) };
-        looked.inspect_err(|_| self.abandon_steps())
+        looked.inspect_err(|_| self.abandon_steps_after(insertion))
+    }
+
+    /// After a lookup that has failed, as `HostGroup::abandon_steps_after`.
+    pub(super) fn abandon_steps_after(&self, insertion: Insertion) {
+        if insertion != Insertion::Never {
+            self.abandon_steps();
+        }
     }
 
     /// Ends the steps in progress, as `HostGroup::abandon_steps`.

@@ -71,7 +71,7 @@ struct SavedLookup {
     is_counted: AtomicBool,
     /// Whether a commit has inserted keys of its candidates, as far as the host knows.
     is_admitted: AtomicBool,
-    /// Whether its gradients may still come and were not committed yet.
+    /// Whether its rows must stay, because its gradients may still come or wait for a commit.
     is_open: AtomicBool,
     /// Number of its pushes that are committed and not applied yet, as far as the host knows.
     num_unapplied: AtomicU32,

@@ -2,8 +2,6 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::atomic::Ordering::Relaxed;
-
 use sok_core::contract::gradients::Keep;
 use sok_core::contract::group::Group;
 use sok_core::contract::ticket::{RING, mark};
@@ -183,7 +181,6 @@ impl GpuGroup {
             workspace.deliver_sides(&saved.saved, &sides, stream)?;
         }
         *saved.sides() = sides;
-        saved.is_open.store(true, Relaxed);
         let mut is_merged = false;
         if gradients.keep.is_none() && !copies {
             if window.is_none() {

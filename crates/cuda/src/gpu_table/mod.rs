@@ -248,11 +248,11 @@ pub(crate) fn no_place(table: &str) -> Error {
     ))
 }
 
-/// Number of records for which a table reserves addresses. Numbers of erased records are not reused while steps may refer to them, so there
-/// may be more records than rows.
+/// Number of records for which a table reserves addresses. A load may bring twice as many rows as there is room for, and a call then inserts
+/// before rows go. Numbers of erased records are not reused while steps may refer to them.
 fn numbers_of(config: &TableConfig) -> usize {
     let rows = config.capacity().min(config.vocabulary_size.unwrap_or(u64::MAX)) as usize;
-    rows.saturating_mul(2).saturating_add(SPARE_NUMBERS)
+    rows.saturating_mul(3).saturating_add(SPARE_NUMBERS)
 }
 
 /// The counts of an empty table. Record 0 belongs to no key.

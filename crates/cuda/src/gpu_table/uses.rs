@@ -30,7 +30,7 @@ pub(crate) trait InProgress: Send + Sync {
     /// Its number in the group.
     fn number(&self) -> u64;
 
-    /// The ids that it looked up in a table, if gradients of them may still come or be applied. `number`: of the table in its group.
+    /// The ids that it looked up in a table, if their rows must stay. `number`: of the table in its group.
     fn ids(&self, number: usize, generation: u64) -> Option<SortedIds>;
 }
 

@@ -83,26 +83,10 @@ impl Group for HostGroup {
     }
 
     fn commit(&mut self, others: Vec<&mut AnyGroup>, commit: Commit<'_>) -> Result<()> {
-        let Commit { bindings, is_update, tickets, mut norm, .. } = commit;
-        check_memory(self, is_update.memory())?;
+        check_memory(self, commit.is_update.memory())?;
         let mut groups = together(self, others)?;
-        let is_update = is_update.slice::<f32>()?.first().is_some_and(|&is_update| is_update != 0.0);
-        let mut named = Vec::with_capacity(groups.len());
-        for ((group, binding), ticket) in groups.iter().zip(bindings).zip(&tickets) {
-            group.check_owner(binding)?;
-            named.push(group.resolve(ticket.slice()?)?);
-        }
-        let have_room = groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named));
-        // The step has failed for all of them.
-        have_room.inspect_err(|_| groups.iter().for_each(|group| group.abandon_steps()))?;
-        let pool = pool::global()?;
-        let mut total = 0.0;
-        for ((group, named), binding) in groups.iter_mut().zip(&named).zip(bindings) {
-            group.take_over(binding)?;
-            total += HostGroup::commit(group, named, is_update, &pool)?;
-        }
-        norm.slice_mut::<f32>()?[0] = total as f32;
-        Ok(())
+        let committed = commit_groups(&mut groups, commit);
+        committed.inspect_err(|_| groups.iter().for_each(|group| group.abandon_steps()))
     }
 
     fn apply(&mut self, others: Vec<&mut AnyGroup>, apply: Apply<'_>) -> Result<()> {
@@ -184,6 +168,26 @@ impl Group for HostGroup {
         let take = |t: &mut HostTable| (t.config.name.clone(), std::mem::take(&mut t.refused_to_warn));
         self.tables.iter_mut().map(take).filter(|(_, refused)| *refused > 0).collect()
     }
+}
+
+/// Commits groups of one optimizer.
+fn commit_groups(groups: &mut [&mut HostGroup], commit: Commit) -> Result<()> {
+    let Commit { bindings, is_update, tickets, mut norm, .. } = commit;
+    let is_update = is_update.slice::<f32>()?.first().is_some_and(|&is_update| is_update != 0.0);
+    let mut named = Vec::with_capacity(groups.len());
+    for ((group, binding), ticket) in groups.iter().zip(bindings).zip(&tickets) {
+        group.check_owner(binding)?;
+        named.push(group.resolve(ticket.slice()?)?);
+    }
+    groups.iter().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
+    let pool = pool::global()?;
+    let mut total = 0.0;
+    for ((group, named), binding) in groups.iter_mut().zip(&named).zip(bindings) {
+        group.take_over(binding)?;
+        total += HostGroup::commit(group, named, is_update, &pool)?;
+    }
+    norm.slice_mut::<f32>()?[0] = total as f32;
+    Ok(())
 }
 
 /// The tensors of a feature as slices.

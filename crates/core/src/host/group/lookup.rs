@@ -30,7 +30,7 @@ impl HostGroup {
     ///
     /// # Errors
     /// [`Error::Argument`] for lengths that do not agree, [`Error::OutOfVocabulary`], [`Error::TableFull`], [`Error::Memory`].
-    /// Nothing has changed then.
+    /// No table has changed then. The steps in progress have ended, unless `insertion` is `Never`.
     pub fn lookup(
         &mut self,
         features: &[Feature],
@@ -45,7 +45,14 @@ impl HostGroup {
             let looked = self.look_up(features, insertion, save, outputs, pool);
             looked.inspect_err(|_| self.tables.iter_mut().for_each(HostTable::undo))
         });
-        looked.inspect_err(|_| self.abandon_steps())
+        looked.inspect_err(|_| self.abandon_steps_after(insertion))
+    }
+
+    /// After a lookup that has failed: if it was one of training, ends the steps in progress.
+    pub(in crate::host) fn abandon_steps_after(&self, insertion: Insertion) {
+        if insertion != Insertion::Never {
+            self.abandon_steps();
+        }
     }
 
     /// Ends the steps in progress, since a call of one has failed: rows of their lookups may go from now on. Otherwise a table whose rows are

@@ -49,7 +49,6 @@ impl HostGroup {
             }
         };
         saved.tables.iter().for_each(|table| self.tables[table.number].count_call());
-        saved.set_open(true);
         self.pushes_without_optimizer += u32::from(self.binding.is_none());
         let (number, fallen) = self.ring.add(Push { lookup: saved, gradients });
         if let Some(push) = fallen {

@@ -107,6 +107,17 @@ pub(super) fn commit(
     is_update: bool,
     pool: &Pool,
 ) -> Result<f64> {
+    let committed = commit_together(groups, bindings, tickets, is_update, pool);
+    committed.inspect_err(|_| groups.iter().for_each(|group| group.shard.abandon_steps()))
+}
+
+fn commit_together(
+    groups: &mut [&mut ShardedGroup],
+    bindings: &[Binding],
+    tickets: &[&[f32]],
+    is_update: bool,
+    pool: &Pool,
+) -> Result<f64> {
     let first = &mut *groups[0];
     first.num_commits += 1;
     let (communicator, tag) = (first.communicator.clone(), first.tag(Call::Commit, first.num_commits));
@@ -122,7 +133,6 @@ pub(super) fn commit(
     if let Err(error) = vote(&*communicator, tag.at(1), pushed) {
         for (group, prepared) in groups.iter_mut().zip(prepared) {
             prepared.of_shard.iter().for_each(|push| group.shard.cancel_push(push.number));
-            group.shard.abandon_steps();
         }
         return Err(error);
     }

@@ -47,7 +47,7 @@ impl ShardedGroup {
         pool: &Pool,
     ) -> Result<u64> {
         let looked = self.look_up(features, insertion, save, outputs, pool);
-        looked.inspect_err(|_| self.shard.abandon_steps())
+        looked.inspect_err(|_| self.shard.abandon_steps_after(insertion))
     }
 
     fn look_up(

@@ -48,7 +48,6 @@ impl ShardedGroup {
             }
         };
         self.pushes_without_optimizer += u32::from(self.binding().is_none());
-        self.shard.reopen_lookup(lookup);
         let (number, fallen) = self.ring.add(Push { lookup: saved, gradients });
         if let Some(push) = fallen {
             self.reuse(push);

@@ -63,6 +63,23 @@ pub unsafe fn commit(
     norm_to: u64,
     stream: Stream,
 ) -> Result<()> {
+    // SAFETY: The caller guarantees it.
+    let committed = unsafe { commit_of_ranks(groups, bindings, tickets, is_update_at, norm_to, stream) };
+    committed.inspect_err(|_| groups.iter().for_each(|group| group.shard.abandon_steps()))
+}
+
+/// Does the work of `commit`.
+///
+/// # Safety
+/// As `commit`.
+unsafe fn commit_of_ranks(
+    groups: &mut [&mut ShardedGpuGroup],
+    bindings: &[Binding],
+    tickets: &[u64],
+    is_update_at: Option<u64>,
+    norm_to: u64,
+    stream: Stream,
+) -> Result<()> {
     let Some(first) = groups.first_mut() else { return Ok(()) };
     let communicator = first.peers.communicator.clone();
     let tag = first.tag(Call::Commit, first.num_commits + 1);

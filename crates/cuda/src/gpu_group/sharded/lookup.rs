@@ -63,7 +63,7 @@ impl ShardedGpuGroup {
     ) -> Result<u64> {
         // SAFETY: The caller guarantees it.
         let looked = unsafe { self.look_up(features, insertion, save, number_to, stream) };
-        looked.inspect_err(|_| self.shard.abandon_steps())
+        looked.inspect_err(|_| self.shard.abandon_steps_after(insertion))
     }
 
     /// Does the work of `lookup`.
