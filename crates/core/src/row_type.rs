@@ -186,7 +186,7 @@ impl Number for Bfloat16 {
     fn from_f32(x: f32) -> Bfloat16 {
         let bits = x.to_bits();
         let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-        // Rounding could carry a NaN over to zero. Like a GPU's instruction, all become one.
+        // Rounding could carry a NaN over to zero. So every NaN becomes the same one, as on a GPU.
         Bfloat16(if bits & !SIGN > INFINITY { BFLOAT16_NAN } else { rounded })
     }
 

@@ -132,7 +132,7 @@ template <u32 ROW, class S> __device__ __forceinline__ void put_quad(const S& st
   else stage.half_at(turn, k) = narrow(type_of(ROW), x);
 }
 
-// Loads four columns of a row of a framework's array (rows, DIM), of numbers of 16 bits, as they are. Columns beyond the last are 0.
+// Loads four columns of a row of a framework's array (rows, DIM) of a 16-bit type. Does not convert them. Columns beyond the last are 0.
 template <u32 DIM, bool ONCE> __device__ __forceinline__ uint2 load_narrow(const unsigned short* rows, u64 row, u32 quad) {
   const unsigned short* at = rows + row * DIM + 4 * quad;
   if (DIM % 4 == 0) return ONCE ? __ldcs((const uint2*)at) : *(const uint2*)at;

@@ -141,7 +141,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
         newest = distributed.of_rank_0(dumps[-1] if dumps else None)
         if newest is not None:
             step = checkpoint.load(newest, self.model).step
-            # If it is not known how many were asked for by `save_freq`, all count.
+            # Without a progress file, every increment counts as one that `save_freq` asked for.
             self._base, self._since_base = newest, len(read_manifest(newest).increments)
             self._go_on(distributed.of_rank_0(self._progress.of(f"step-{step}") if distributed.rank() == 0 else None))
 

@@ -7,6 +7,7 @@
 
 mod checksum;
 mod compact;
+mod compatible;
 mod data_file;
 mod data_reader;
 mod distribution;

@@ -44,7 +44,7 @@ pub struct FloatGradients {
     pub rows: Vec<GradientRows>,
     /// What keeps the gradients readable after the push, if the framework has given that.
     pub keep: Option<Keep>,
-    /// Those of 16 bits in float32, if only the push reads them.
+    /// The float32 copies that `rows` points to. Empty if `keep` owns them.
     pub wide: Vec<Vec<f32>>,
 }
 
@@ -69,7 +69,7 @@ impl FloatGradients {
             all_wide.push(wide);
         }
         let keep: Option<Keep> = match keep {
-            // Nobody reads those of the framework any more.
+            // All gradients were copied: the arrays of the framework may go now.
             Some(_) if all_wide.len() == rows.len() => Some(Box::new(std::mem::take(&mut all_wide))),
             Some(keep) if !all_wide.is_empty() => Some(Box::new((keep, std::mem::take(&mut all_wide)))),
             keep => keep,

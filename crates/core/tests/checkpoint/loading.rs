@@ -227,7 +227,7 @@ fn mismatches_say_the_rule_and_what_came() {
          got `momentum` of width 4, `velocity` of width 4, `velocity_hat` of width 4. \
          Pass `states=False` to load the rows without optimizer states"
     );
-    // With several files, which may be those of ranks whose parts were rounded up, a few rows more are taken.
+    // A dump of several ranks may hold a few rows more than `max_capacity`: each rank rounds its part up.
     let whole = &directory.0.join("whole");
     dump(whole, &[&movies], &[], &options(1 << 20)).unwrap();
     let mut narrow = table(4, adam()).with_max_capacity(9);
