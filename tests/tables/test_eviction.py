@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import sok_keras as sok
-from reference import BACKEND, FAST, ON_GPU, raises
+from reference import BACKEND, FAST, ON_GPU, apply_gradients, model_gradients, raises
 from sok_keras import rows_file
 
 DIM, CAPACITY = 4, 12
@@ -281,6 +281,26 @@ def test_steps_that_fail_do_not_keep_their_rows_for_ever(cause):
             outcomes.append(False)
     assert outcomes.count(False) <= 1 and all(outcomes[1:]), outcomes
     assert set(range(800, 805)) <= set(evicting.get_table().keys().tolist())
+
+
+def test_a_commit_that_is_refused_lets_the_rows_of_its_lookups_go():
+    """All rows are in use by a lookup whose gradient no commit has taken."""
+    layer = make_layer()
+    model = make_model(layer)
+    table, variables = layer.get_table(), model.trainable_variables
+
+    def backward_pass(first):
+        return model_gradients(
+            model, np.arange(first, first + CAPACITY, dtype="int32")[None], np.ones((1, 1), "float32")
+        )
+
+    applied = backward_pass(0)
+    apply_gradients(model.optimizer, applied, variables)
+    backward_pass(0)
+    with raises(sok.TicketError, "push is gone", table):
+        apply_gradients(model.optimizer, applied, variables)
+    apply_gradients(model.optimizer, backward_pass(100), variables)
+    assert table.keys().tolist() == list(range(100, 100 + CAPACITY))
 
 
 def test_a_call_outside_of_training_keeps_no_rows_from_going():

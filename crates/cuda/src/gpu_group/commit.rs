@@ -27,7 +27,7 @@ impl GpuGroup {
     /// Reads the report of the last commit. Waits for it if it is not written yet. Drops the pushes that the commit named, because their updates are enqueued; a push that is not applied yet goes to `carried`. Takes over which rows the commit has removed, if the host must know them now, and waits for the device then.
     ///
     /// # Errors
-    /// [`Error::Ticket`] if the ticket was wrong; nothing was applied.
+    /// [`Error::Ticket`] if the ticket was wrong; nothing was applied. The steps in progress have ended then.
     pub fn settle(&mut self) -> Result<()> {
         if let Some(error) = self.unheard.take() {
             return Err(error);
@@ -61,6 +61,8 @@ impl GpuGroup {
         }
         if self.report.get(word_of!(ReportHead, is_due)) == 0 {
             self.evictors().for_each(Evictor::refuse_commit);
+            // The host had not seen the ticket when it enqueued the commit.
+            self.abandon_steps();
             let (row, weight) = (
                 self.report.get(word_of!(ReportHead, bad_row)),
                 self.report.get_float(word_of!(ReportHead, bad_weight)),

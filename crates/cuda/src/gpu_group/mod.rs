@@ -269,7 +269,7 @@ impl GpuGroup {
         &self.tables[number]
     }
 
-    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device.
+    /// Returns an error that a kernel has reported, and clears it. The steps in progress have ended then. Does not wait for the device.
     pub fn take_fault(&mut self) -> Option<Error> {
         let fault = &self.workspace.fault;
         let kind = fault.get(word_of!(Fault, kind));
@@ -278,6 +278,7 @@ impl GpuGroup {
         }
         let (table, id) = (fault.get(word_of!(Fault, table)) as usize, fault.get_wide(word_of!(Fault, id)));
         (0..FAULT_WORDS).for_each(|word| fault.set(word, 0));
+        self.abandon_steps();
         let config = &self.tables.get(table)?.config;
         Some(match kind {
             _ if kind == FaultKind::OutsideVocabulary as u32 => Error::OutOfVocabulary {

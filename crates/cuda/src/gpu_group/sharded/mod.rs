@@ -232,9 +232,10 @@ impl ShardedGpuGroup {
         &mut self.shard
     }
 
-    /// Returns an error that a kernel has reported, and clears it. Does not wait for the device.
+    /// Returns an error that a kernel has reported, and clears it, as `GpuGroup::take_fault`.
     pub fn take_fault(&mut self) -> Option<Error> {
-        self.peers.take_failure().or_else(|| self.front.take_fault()).or_else(|| self.shard.take_fault())
+        let of_ranks = self.peers.take_failure().or_else(|| self.front.take_fault());
+        of_ranks.inspect(|_| self.shard.abandon_steps()).or_else(|| self.shard.take_fault())
     }
 
     /// Reads the report of the last commit, as `GpuGroup::settle`.
