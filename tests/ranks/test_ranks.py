@@ -99,6 +99,10 @@ def test_rows_and_gradients_travel_as_bfloat16(tmp_path, monkeypatch):
     assert (changes[1] != changes[0]).any()
 
 
+def test_ranks_compute_in_16_bits():
+    run(2, "compute_dtypes.py")
+
+
 @pytest.mark.skipif(
     os.environ.get("SOK_EXCHANGE") == "nccl", reason="over NCCL, gradients are summed after the backward pass"
 )

@@ -334,6 +334,83 @@ fn full_tables_whose_rows_are_in_use_remove_those_that_are_not() {
     }
 }
 
+/// As a rank has them that has loaded a dump of another number of ranks. So many rows that a sweep takes samples.
+#[test]
+#[ignore = "needs a GPU"]
+fn tables_with_more_rows_than_their_capacity_remove_those_that_tables_of_the_host_remove() {
+    const CAPACITY: u64 = 70_000;
+    const LEN: u64 = 120_000;
+    let config = |(t, score): (usize, Score)| TableConfig {
+        max_capacity: Some(CAPACITY),
+        eviction: Some(Eviction { score, counts_inference: false, keeps_evicted: t == 1 }),
+        ..plain_config(&format!("t{t}"), 3)
+    };
+    let configs: Vec<TableConfig> =
+        [Score::Lru, Score::Lfu { half_life: None }].into_iter().enumerate().map(config).collect();
+    let mut gpu = GpuSubject::new(&configs);
+    gpu.settles = false;
+    let mut subjects: [Box<dyn Subject>; 2] = [Box::new(HostSubject::new(&configs, &POOL)), Box::new(gpu)];
+    let key = |i: u64| i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 1;
+    let loaded = Records {
+        keys: (0..LEN).map(key).collect(),
+        values: (0..3 * LEN).map(|i| i as f32).collect(),
+        scores: (0..LEN).map(|i| i * 7 % 1000).collect(),
+        ages: Vec::new(),
+    };
+    for subject in &mut subjects {
+        subject.bind(binding(1, plain_update(SGD))).unwrap();
+        subject.tables_mut().iter_mut().for_each(|table| table.restore(&loaded).unwrap());
+        assert_eq!(subject.table(0).len().unwrap() as u64, LEN);
+    }
+    for step in 1..=3 {
+        let first = if step == 2 { 0 } else { step * LEN };
+        let keys: Vec<u64> = (first..first + 500).map(key).collect();
+        let inputs = [Input::plain(0, &keys), Input::plain(1, &keys)];
+        let rows = subjects.each_mut().map(|subject| {
+            let (lookup, rows) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
+            let gradients = Arc::new(vec![vec![0.5; 3 * keys.len()]; 2]);
+            subject.push(step, lookup, &gradients, true, &[]).unwrap();
+            subject.commit(&[(step, 1.0)], true).unwrap();
+            subject.apply(UpdateScalars { learning_rate: 0.05, step, factor: 1.0 }, true).unwrap();
+            rows
+        });
+        for (host, gpu) in rows[0].iter().zip(&rows[1]) {
+            assert!(bits(host) == bits(gpu), "step {step}");
+        }
+        let [host, gpu] = subjects.each_mut().map(|subject| subject.tables_mut());
+        for (t, (host, gpu)) in host.into_iter().zip(gpu).enumerate() {
+            assert!(scan(&*host, 4096) == scan(&*gpu, 4096), "step {step}, table {t}");
+            let [of_host, of_gpu] = [&host, &gpu].map(|table| table.stats().unwrap().outcomes);
+            assert_eq!(of_host, of_gpu, "step {step}, table {t}");
+            assert!(of_host.evicted > LEN - CAPACITY && host.len().unwrap() as u64 <= CAPACITY);
+            if t == 1 {
+                let [of_host, of_gpu] = [host.take_evicted().unwrap(), gpu.take_evicted().unwrap()];
+                assert!(of_host == of_gpu && (step > 1 || !of_host.keys.is_empty()), "step {step}");
+            }
+        }
+    }
+}
+
+/// Frameworks give a gradient the type of its rows, so nobody else sees this error.
+#[test]
+#[ignore = "needs a GPU"]
+fn gradients_of_another_type_than_their_rows_are_refused() {
+    let mut subject = GpuSubject::new(&[plain_config("t", 3)]);
+    subject.bind(binding(1, plain_update(SGD))).unwrap();
+    let (lookup, _) = subject.lookup(&[Input::plain(0, &[1, 2])], Insertion::AtLookup, true).unwrap();
+    let before = scan(subject.table(0), 10);
+    let mut subject = subject.with_arrays(RowType::Bfloat16);
+    let gradients = Arc::new(vec![vec![1.0; 6]]);
+    let error = subject.push(1, lookup, &gradients, true, &[]).unwrap_err();
+    assert!(error.to_string().contains("the type of its rows, float32. Received: bfloat16"), "{error}");
+    assert_eq!((scan(subject.table(0), 10) == before, subject.pending_pushes()), (true, 0));
+    let mut subject = subject.with_arrays(RowType::Float32);
+    subject.push(1, lookup, &gradients, true, &[]).unwrap();
+    subject.commit(&[(1, 1.0)], true).unwrap();
+    subject.apply(UpdateScalars { learning_rate: 0.5, step: 1, factor: 1.0 }, true).unwrap();
+    assert!(scan(subject.table(0), 10) != before);
+}
+
 /// A dump copies a part of the records at a time, and reads it through pinned memory.
 #[test]
 #[ignore = "needs a GPU"]
