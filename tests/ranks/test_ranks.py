@@ -55,6 +55,11 @@ def test_policies_count_the_ids_of_all_ranks():
 
 
 @once_on("torch")
+def test_a_commit_that_ranks_refuse_lets_the_rows_of_its_lookups_go():
+    run(2, "refused.py")
+
+
+@once_on("torch")
 @pytest.mark.parametrize("eviction", ["lru", "none"])
 def test_a_full_table_is_loaded_by_other_numbers_of_ranks(tmp_path, eviction):
     """Hashes do not give each rank as many rows as its part of `max_capacity`."""

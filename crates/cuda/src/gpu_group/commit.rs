@@ -61,7 +61,7 @@ impl GpuGroup {
         }
         if self.report.get(word_of!(ReportHead, is_due)) == 0 {
             self.evictors().for_each(Evictor::refuse_commit);
-            // The host had not seen the ticket when it enqueued the commit.
+            // The call that enqueued the commit has returned without this error.
             self.abandon_steps();
             let (row, weight) = (
                 self.report.get(word_of!(ReportHead, bad_row)),
@@ -114,7 +114,7 @@ impl GpuGroup {
     }
 
     /// As `settle`. The next call returns the error.
-    fn settle_later(&mut self) {
+    pub(super) fn settle_later(&mut self) {
         let earlier = self.unheard.take();
         let later = self.settle().err();
         self.unheard = earlier.or(later);

@@ -172,7 +172,8 @@ impl Group for ShardedGpuGroup {
     }
 
     fn take_failure(&mut self) -> Option<Error> {
-        let of_groups = self.front.take_failure().or_else(|| self.shard.take_failure());
-        self.peers.take_failure().or(of_groups)
+        let waited = self.shard.device().synchronize();
+        let of_groups = waited.and_then(|()| self.settle()).err();
+        self.peers.take_failure().or(of_groups).or_else(|| self.take_fault())
     }
 }

@@ -139,7 +139,7 @@ fn write_pending(
     for (group, binding) in groups.iter_mut().zip(bindings) {
         group.check()?;
         group.shard.check_owner(binding)?;
-        group.front.settle()?;
+        group.settle_front()?;
         let numbers: Vec<u64> = group.front.ring.numbers().collect();
         writer.numbers(&[group.tables, numbers.len() as u64])?;
         for (number, push) in numbers.into_iter().zip(group.front.ring.iter_mut()) {

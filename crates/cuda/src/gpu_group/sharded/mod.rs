@@ -243,8 +243,20 @@ impl ShardedGpuGroup {
     /// # Errors
     /// The same.
     pub fn settle(&mut self) -> Result<()> {
-        self.front.settle()?;
+        self.settle_front()?;
         self.shard.settle()
+    }
+
+    /// Reads the report of the front, which has the ticket of this rank. If the ticket was wrong, the shard has committed nothing.
+    ///
+    /// # Errors
+    /// As `settle`.
+    fn settle_front(&mut self) -> Result<()> {
+        self.front.settle().inspect_err(|_| {
+            // The shard's own report would take the pushes that still wait for steps in progress.
+            self.shard.settle_later();
+            self.shard.abandon_steps();
+        })
     }
 
     /// Enqueues the push of a lookup's gradients, as `GpuGroup::push`. No other rank is asked.
@@ -301,11 +313,7 @@ impl ShardedGpuGroup {
 
     /// The error of a rank that was lost, or that a kernel has waited for in vain; or of an earlier call.
     fn check(&mut self) -> Result<()> {
-        if let Some(failure) = self.peers.take_failure() {
-            return Err(failure);
-        }
-        self.front.check_fault()?;
-        self.shard.check_fault()
+        self.take_fault().map_or(Ok(()), Err)
     }
 
     /// Fails on all ranks: after the hosts have exchanged what a call needs, no rank can leave it alone.
