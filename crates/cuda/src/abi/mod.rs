@@ -6,6 +6,7 @@
 
 #[macro_use]
 mod macros;
+mod commits;
 mod constants;
 mod policies;
 mod ranks;
@@ -17,6 +18,7 @@ use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::Missing;
 use sok_core::row_type::RowType;
 
+pub use self::commits::*;
 pub use self::constants::*;
 pub use self::policies::*;
 pub use self::ranks::*;
@@ -71,6 +73,7 @@ pub fn header() -> String {
     // The kernels define `Report` around `ReportHead`.
     text.push_str("struct Report;\nstruct Use;\nstruct Progress;\n");
     structs::structs(&mut text);
+    commits::structs(&mut text);
     policies::structs(&mut text);
     ranks::structs(&mut text);
     text
