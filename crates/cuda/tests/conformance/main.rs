@@ -5,6 +5,7 @@
 #[path = "../../../core/tests/common/mod.rs"]
 mod common;
 mod faults;
+mod full_tables;
 mod ranks;
 mod streams;
 mod subject;
@@ -22,15 +23,11 @@ use common::{Dice, bits, scan, unwritten};
 use proptest::prelude::*;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::binding::Binding;
-use sok_core::contract::records::Records;
-use sok_core::contract::table::{
-    CheckMode, Contents, Explanation, Insertion, OutOfVocabulary, Outcomes, Table, TableConfig,
-};
+use sok_core::contract::table::{Contents, Explanation, Insertion, OutOfVocabulary, Table, TableConfig};
 use sok_core::error::Error;
 use sok_core::formula::update::UpdateScalars;
 use sok_core::host::table::HostTable;
 use sok_core::policy::eviction::{Eviction, Score};
-use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_core::pool::Pool;
 use sok_core::row_type::RowType;
 use sok_cuda::gpu_table::GpuTable;
@@ -148,250 +145,7 @@ fn a_lookup_evicts_by_the_scores_of_the_commit_before_it() {
     assert_eq!(subject.table(0).explain(1).unwrap(), Explanation::Evicted { step: 6 });
 }
 
-/// Tables with fewer and with more rows than a sweep samples. Loads and `set_step` make scores lower. The host waits for a sweep only where
-/// removed rows are kept.
-#[test]
-#[ignore = "needs a GPU"]
-fn full_tables_remove_the_rows_that_those_of_the_host_remove() {
-    for (seed, (capacity, len)) in (1..).zip([(300, 50), (3000, 600), (60_000, 9000), (150_000, 20_000)]) {
-        let scores =
-            [Score::Lru, Score::Lfu { half_life: None }, Score::Lfu { half_life: Some(3) }, Score::Custom];
-        let lifetime = Lifetime::Steps(9);
-        let config = |(t, score): (usize, Score)| TableConfig {
-            max_capacity: Some(capacity),
-            eviction: Some(Eviction { score, counts_inference: t == 1, keeps_evicted: t == 2 }),
-            time_to_live: (t % 2 == 0).then_some(TimeToLive { lifetime, keeps_expired: t == 2 }),
-            out_of_vocabulary_key: (t == 3).then_some(5),
-            check_mode: CheckMode::Count,
-            ..plain_config(&format!("t{t}"), 3)
-        };
-        let configs: Vec<TableConfig> = scores.into_iter().enumerate().map(config).collect();
-        let mut gpu = GpuSubject::new(&configs);
-        gpu.settles = false;
-        let mut subjects: [Box<dyn Subject>; 2] =
-            [Box::new(HostSubject::new(&configs, &POOL)), Box::new(gpu)];
-        for subject in &mut subjects {
-            subject.bind(binding(1, plain_update(SGD))).unwrap();
-        }
-        let (mut dice, mut fresh, mut number) = (Dice(seed), 1 << 40, 0);
-        let (mut pending, mut late) = (Vec::new(), None);
-        for step in 1..=40 {
-            let mut key = || {
-                fresh += 1;
-                if dice.below(4) == 0 { fresh } else { skewed_keys(&mut dice, 1, 2 * capacity)[0] }
-            };
-            let keys: Vec<Vec<u64>> = configs.iter().map(|_| (0..len).map(|_| key()).collect()).collect();
-            let input = |(t, keys): (usize, &Vec<u64>)| {
-                let scores = (t == 3).then(|| keys.iter().map(|key| (key % 1000) as i64).collect());
-                Input { scores, ..Input::plain(t, keys) }
-            };
-            let inputs: Vec<Input> = keys.iter().enumerate().map(input).collect();
-            let saves = step % 5 != 4;
-            let gradients = Arc::new(vec![vec![0.5; 3 * len]; configs.len()]);
-            let looked_up =
-                subjects.each_mut().map(|s| s.lookup(&inputs, Insertion::AtLookup, saves).unwrap());
-            for (t, (host, gpu)) in looked_up[0].1.iter().zip(&looked_up[1].1).enumerate() {
-                assert!(bits(host) == bits(gpu), "{capacity} rows, step {step}, table {t}");
-            }
-            if saves {
-                pending.push(looked_up[0].0);
-            }
-            // Sometimes a lookup is ahead of the commit of the one before it. Some commits come before their updates: in the end so many
-            // that not all keys fit. Some lookups have a second push, after the commit of the first one.
-            while pending.len() > usize::from(step % 3 == 0) {
-                let lookup = pending.remove(0);
-                number += 1;
-                let is_update = if step > 30 { step == 38 } else { number % 4 != 2 };
-                let named: Vec<_> = late.into_iter().chain([number]).map(|number| (number, 1.0)).collect();
-                late = (step % 7 == 0).then_some(number + 1);
-                for subject in &mut subjects {
-                    subject.push(number, lookup, &gradients, true, &[]).unwrap();
-                    subject.commit(&named, is_update).unwrap();
-                    let scalars = UpdateScalars { learning_rate: 0.05, step: number, factor: 1.0 };
-                    subject.apply(scalars, is_update).unwrap();
-                    late.map(|late| subject.push(late, lookup, &gradients, true, &[]).unwrap());
-                }
-                number = late.unwrap_or(number);
-            }
-            if step % 10 != 0 {
-                continue;
-            }
-            let [mut host, mut gpu] = subjects.each_mut().map(|subject| subject.tables_mut());
-            for (t, (host, gpu)) in host.iter_mut().zip(&mut gpu).enumerate() {
-                let at = format!("{capacity} rows, step {step}, table {t}");
-                assert!(scan(&**host, 4096) == scan(&**gpu, 4096), "{at}");
-                let [of_host, of_gpu] = [&host, &gpu].map(|table| table.stats().unwrap());
-                assert_eq!(of_host.outcomes, of_gpu.outcomes, "{at}");
-                assert_eq!(of_host.dropped_gradients, of_gpu.dropped_gradients, "{at}");
-                let Outcomes { evicted, expired, refused, .. } = of_host.outcomes;
-                assert!(
-                    step < 40 || (evicted > capacity / 4 && (capacity > 3000 || refused > 0)),
-                    "{at}: {of_host:?}"
-                );
-                assert!(step < 40 || t != 2 || expired > 0, "{at}: {of_host:?}");
-                for key in keys[t].iter().take(40).copied().chain(0..200) {
-                    assert_eq!(host.explain(key).unwrap(), gpu.explain(key).unwrap(), "{at}, key {key}");
-                }
-                if t == 1 {
-                    let removed = [&host, &gpu].map(|table| {
-                        let since = table.epoch_of(7).map(|epoch| table.removed_since(epoch).unwrap());
-                        let mut keys = since.unwrap_or_default();
-                        keys.sort_unstable();
-                        keys
-                    });
-                    assert!(removed[0] == removed[1], "{at}");
-                    assert!(step < 40 || !removed[0].is_empty(), "{at}");
-                    if step == 20 {
-                        host.track(7).and(gpu.track(7)).unwrap();
-                    }
-                }
-                if step < 40 {
-                    let keys: Vec<u64> = host.keys().unwrap().into_iter().step_by(7).collect();
-                    let lowered = Records {
-                        values: vec![1.0; 3 * keys.len()],
-                        scores: (0..keys.len() as u64).map(|i| i % 5).collect(),
-                        ages: if t % 2 == 0 { vec![0; keys.len()] } else { Vec::new() },
-                        keys,
-                    };
-                    host.restore(&lowered).and(gpu.restore(&lowered)).unwrap();
-                }
-                if t == 0 && step == 20 {
-                    host.set_step(7).and(gpu.set_step(7)).unwrap();
-                }
-                if t == 2 {
-                    let [of_host, of_gpu] = [host.take_evicted().unwrap(), gpu.take_evicted().unwrap()];
-                    assert!(of_host == of_gpu && (step < 40 || !of_host.keys.is_empty()), "{at}");
-                }
-            }
-        }
-    }
-}
-
-/// So many rows that a sweep takes samples. Few of them may go, or none: then the samples are few, or there are none.
-#[test]
-#[ignore = "needs a GPU"]
-fn full_tables_whose_rows_are_in_use_remove_those_that_are_not() {
-    const CAPACITY: u64 = 100_000;
-    for (score, check_mode, free) in [
-        (Score::Lru, CheckMode::Raise, 0),
-        (Score::Lru, CheckMode::Count, 0),
-        (Score::Lfu { half_life: None }, CheckMode::Raise, 3),
-        (Score::Lfu { half_life: None }, CheckMode::Count, 3),
-        (Score::Lru, CheckMode::Count, 700),
-        (Score::Custom, CheckMode::Count, 40_000),
-    ] {
-        let at = format!("{score:?}, {check_mode:?}, {free} rows may go");
-        let config = TableConfig {
-            max_capacity: Some(CAPACITY),
-            eviction: Some(Eviction { score, counts_inference: false, keeps_evicted: false }),
-            check_mode,
-            ..plain_config("t", 3)
-        };
-        let configs = [config];
-        let mut gpu = GpuSubject::new(&configs);
-        gpu.settles = false;
-        let mut subjects: [Box<dyn Subject>; 2] =
-            [Box::new(HostSubject::new(&configs, &POOL)), Box::new(gpu)];
-        let input = |keys: &[u64]| {
-            let scores = (score == Score::Custom).then(|| keys.iter().map(|key| (key % 9) as i64).collect());
-            Input { scores, ..Input::plain(0, keys) }
-        };
-        let key = |i: u64| i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 1;
-        let keys: Vec<u64> = (0..CAPACITY).map(key).collect();
-        let fresh: Vec<u64> = (CAPACITY..CAPACITY + 1000).map(key).collect();
-        let results = subjects.each_mut().map(|subject| {
-            subject.bind(binding(1, plain_update(SGD))).unwrap();
-            let (first, _) = subject.lookup(&[input(&keys)], Insertion::AtLookup, true).unwrap();
-            subject.push(1, first, &Arc::new(vec![vec![0.5; 3 * keys.len()]]), true, &[]).unwrap();
-            subject.commit(&[(1, 1.0)], true).unwrap();
-            subject.apply(UpdateScalars { learning_rate: 0.05, step: 1, factor: 1.0 }, true).unwrap();
-            subject.lookup(&[input(&keys[free..])], Insertion::AtLookup, true).unwrap();
-            let result = subject.lookup(&[input(&fresh)], Insertion::AtLookup, false).map(|(_, rows)| rows);
-            // A GPU reports a full table with the next call.
-            let result = result.and_then(|rows| {
-                subject.lookup(&[input(&fresh[..1])], Insertion::AtLookup, false).map(|_| rows)
-            });
-            let mut tables = subject.tables_mut();
-            (result, scan(&*tables[0], 4096), tables.remove(0).stats().unwrap().outcomes)
-        });
-        let [(of_host, host, counts), (of_gpu, gpu, gpu_counts)] = results;
-        let is_refused = free < 1000 && check_mode == CheckMode::Raise;
-        assert_eq!(matches!(of_host, Err(Error::TableFull { .. })), is_refused, "{at}");
-        assert_eq!(matches!(of_gpu, Err(Error::TableFull { .. })), is_refused, "{at}");
-        if !is_refused {
-            assert!(
-                of_host
-                    .unwrap()
-                    .iter()
-                    .map(|rows| bits(rows))
-                    .eq(of_gpu.unwrap().iter().map(|rows| bits(rows))),
-                "{at}"
-            );
-            assert_eq!(counts, gpu_counts, "{at}");
-            assert_eq!(counts.evicted, free.min(CAPACITY as usize / 64) as u64, "{at}");
-        }
-        assert!(host == gpu, "{at}");
-    }
-}
-
-/// As a rank has them that has loaded a dump of another number of ranks. So many rows that a sweep takes samples.
-#[test]
-#[ignore = "needs a GPU"]
-fn tables_with_more_rows_than_their_capacity_remove_those_that_tables_of_the_host_remove() {
-    const CAPACITY: u64 = 70_000;
-    const LEN: u64 = 120_000;
-    let config = |(t, score): (usize, Score)| TableConfig {
-        max_capacity: Some(CAPACITY),
-        eviction: Some(Eviction { score, counts_inference: false, keeps_evicted: t == 1 }),
-        ..plain_config(&format!("t{t}"), 3)
-    };
-    let configs: Vec<TableConfig> =
-        [Score::Lru, Score::Lfu { half_life: None }].into_iter().enumerate().map(config).collect();
-    let mut gpu = GpuSubject::new(&configs);
-    gpu.settles = false;
-    let mut subjects: [Box<dyn Subject>; 2] = [Box::new(HostSubject::new(&configs, &POOL)), Box::new(gpu)];
-    let key = |i: u64| i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 1;
-    let loaded = Records {
-        keys: (0..LEN).map(key).collect(),
-        values: (0..3 * LEN).map(|i| i as f32).collect(),
-        scores: (0..LEN).map(|i| i * 7 % 1000).collect(),
-        ages: Vec::new(),
-    };
-    for subject in &mut subjects {
-        subject.bind(binding(1, plain_update(SGD))).unwrap();
-        subject.tables_mut().iter_mut().for_each(|table| table.restore(&loaded).unwrap());
-        assert_eq!(subject.table(0).len().unwrap() as u64, LEN);
-    }
-    for step in 1..=3 {
-        let first = if step == 2 { 0 } else { step * LEN };
-        let keys: Vec<u64> = (first..first + 500).map(key).collect();
-        let inputs = [Input::plain(0, &keys), Input::plain(1, &keys)];
-        let rows = subjects.each_mut().map(|subject| {
-            let (lookup, rows) = subject.lookup(&inputs, Insertion::AtLookup, true).unwrap();
-            let gradients = Arc::new(vec![vec![0.5; 3 * keys.len()]; 2]);
-            subject.push(step, lookup, &gradients, true, &[]).unwrap();
-            subject.commit(&[(step, 1.0)], true).unwrap();
-            subject.apply(UpdateScalars { learning_rate: 0.05, step, factor: 1.0 }, true).unwrap();
-            rows
-        });
-        for (host, gpu) in rows[0].iter().zip(&rows[1]) {
-            assert!(bits(host) == bits(gpu), "step {step}");
-        }
-        let [host, gpu] = subjects.each_mut().map(|subject| subject.tables_mut());
-        for (t, (host, gpu)) in host.into_iter().zip(gpu).enumerate() {
-            assert!(scan(&*host, 4096) == scan(&*gpu, 4096), "step {step}, table {t}");
-            let [of_host, of_gpu] = [&host, &gpu].map(|table| table.stats().unwrap().outcomes);
-            assert_eq!(of_host, of_gpu, "step {step}, table {t}");
-            assert!(of_host.evicted > LEN - CAPACITY && host.len().unwrap() as u64 <= CAPACITY);
-            if t == 1 {
-                let [of_host, of_gpu] = [host.take_evicted().unwrap(), gpu.take_evicted().unwrap()];
-                assert!(of_host == of_gpu && (step > 1 || !of_host.keys.is_empty()), "step {step}");
-            }
-        }
-    }
-}
-
-/// Frameworks give a gradient the type of its rows, so nobody else sees this error.
+/// Frameworks give a gradient the type of its rows, so only a direct call gets this error.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_another_type_than_their_rows_are_refused() {
