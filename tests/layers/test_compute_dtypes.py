@@ -7,6 +7,7 @@ import pytest
 from keras import ops
 
 import sok_keras as sok
+from products import Product, product_model
 from reference import FAST, rows_of, to_numpy
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -49,22 +50,9 @@ def test_rows_beyond_the_range_and_those_that_are_no_numbers_are_rounded_as_nump
     np.testing.assert_array_equal(numbers(layer(np.array([0, 1], "int32"))), expected)
 
 
-class Product(keras.layers.Layer):
-    """Sum of products with coefficients, which are the gradients of the rows, in the order of the samples of an epoch."""
-
-    def call(self, rows, coefficients):
-        return ops.sum(ops.cast(rows, "float32") * coefficients, axis=(1, 2), keepdims=True)[:, 0]
-
-
 def trained(dim, dtype, optimizer, coefficients, combiner=None, embedding_dtype="float32"):
-    ids = keras.Input(IDS.shape[1:], dtype="int32")
-    given = keras.Input(coefficients.shape[1:])
     layer = layer_of(dim, dtype, combiner=combiner, embedding_dtype=embedding_dtype)
-    rows = layer(ids)
-    if combiner:
-        rows = keras.layers.Reshape((1, dim))(rows)
-    model = keras.Model([ids, given], Product(dtype="float32")(rows, given))
-    model.compile(sok.OptimizerWrapper(optimizer), loss=lambda _, products: ops.sum(products), **FAST)
+    model = product_model(layer, optimizer, IDS.shape[1], coefficients.shape[1:], **FAST)
     model.fit([IDS, coefficients], np.zeros(len(IDS)), batch_size=2, epochs=3, shuffle=False, verbose=0)
     return rows_of(layer)
 
