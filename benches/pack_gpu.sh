@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a folder that runs tests and benches on any GPU host, without cargo or a network there:
 #
-#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|soak|faults|sanitizer|python|benches|bridges|fits|ranks ...]
+#     benches/pack_gpu.sh [FOLDER]          here; then, there:  FOLDER/run.sh [tests|soak|faults|sanitizer|python|benches|bridges|fits|general|ranks ...]
 #
 # The host needs a driver, NVRTC (SOK_NVRTC, or CUDA's own), and for `python` Python 3.10+ with pytest, Keras 3.12+ and PyTorch or JAX.
 set -euo pipefail
@@ -20,6 +20,8 @@ if command -v maturin >/dev/null; then maturin build -q --release -o "$folder"; 
   make -s .venv/package.done && .venv/bin/maturin build -q --release -o "$folder"; fi
 rm -rf "$folder/tests" "$folder/examples" "$folder/docs"
 cp -r tests examples docs benches/gpu_latency.py benches/gpu_bridge.py benches/gpu_fit.py benches/gpu_ranks.py benches/turns.py benches/run_gpu.sh "$folder"
+mkdir -p "$folder/benches"
+cp benches/{general,keras_step,native_step,turns,work}.py "$folder/benches"
 mv "$folder/run_gpu.sh" "$folder/run.sh"
 git rev-parse --short HEAD > "$folder/commit"
 echo "$folder is ready"

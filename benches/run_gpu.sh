@@ -105,6 +105,11 @@ END
   for backend in ${BACKENDS:-torch jax}; do KERAS_BACKEND=$backend JAX_ENABLE_X64=1 python3 gpu_fit.py examples 2>/dev/null; done | print fits
 }
 
+general() {
+  site
+  BACKENDS=${BACKENDS:-jax torch} python3 benches/general.py --rounds 5 --runs 20 --output "$OUT/general.md" || failed=1
+}
+
 # Needs a GPU for each rank.
 ranks() {
   site

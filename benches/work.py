@@ -176,6 +176,8 @@ def report(title, arguments, *parts):
 
 
 def _commit():
+    if commit := os.environ.get("SOK_COMMIT"):  # of a packed folder
+        return commit
     command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
