@@ -3,8 +3,8 @@
     make bench                              # or: python benches/general.py [--backends jax torch]
 
 The optimizer is a subclass of Keras' Adam, so it is the same arithmetic: in the core, or by Keras' own `update_step` on pieces of the
-rows. Layer and `OptimizerWrapper` without a model, as in `benches/bridge.py`: 26 features x 16,384 samples, one id each, dim 64,
-Zipf 1.05.
+rows. Layer and `OptimizerWrapper` without a model, as in `benches/bridge.py`: 26 features, one id each, dim 64, Zipf 1.05. The
+environment variable BATCH sets the samples of a step.
 """
 
 import work
@@ -18,7 +18,8 @@ def main():
     arguments = parser.parse_args()
     rows = [work.in_own_process(measure, name, arguments, backend=name) for name in arguments.backends]
     columns = ["backend", "formula ms", "update_step ms", "update_step / formula", "range"]
-    work.report("Keras' own `update_step` over the core's formula", arguments, work.table(columns, rows))
+    about = f"26 features x {work.BATCH:,} samples, one id each, dim {DIM}; each step is waited for."
+    work.report("Keras' own `update_step` over the core's formula", arguments, about, work.table(columns, rows))
 
 
 def measure(name, arguments):

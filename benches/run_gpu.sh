@@ -9,19 +9,14 @@ SOK_SAMPLES=$OUT/samples.txt
 SOK_NVRTC=${SOK_NVRTC:-$(ls /usr/local/cuda*/targets/*/lib/libnvrtc.so.1[23] 2>/dev/null | tail -1)}
 failed=0
 
-# All tests but those that parts below run. Ten processes at a time: most of what a test waits for is the compiler. Those of the memory
-# of the GPU need it for themselves.
+# All tests but those of `soak` and `faults`, each in a process of its own, as many at a time as there are cores: most of what a test
+# waits for is the compiler. Those of ranks are first, because they take longest. That of a full GPU needs all its memory for itself.
 tests() {
-  ./conformance --list --ignored | sed -n 's/: test$//p' | grep -vE '^(ranks::|faults::|soak_|memory_that)' > "$OUT/tests.txt"
-  for part in 0 1 2 3 4 5 6 7 8 9; do
-    mapfile -t names < <(awk "NR % 10 == $part" "$OUT/tests.txt")
-    ./conformance --ignored --test-threads=1 --exact "${names[@]}" > "$OUT/tests$part.log" 2>&1 &
-  done
-  for job in $(jobs -p); do wait "$job" || failed=1; done
-  for name in ranks:: memory_that; do
-    ./conformance --ignored --test-threads=1 "$name" > "$OUT/${name%::}.log" 2>&1 || failed=1
-  done
-  grep -h "^test result" "$OUT"/{tests?,ranks,memory_that}.log
+  mkdir -p "$OUT/tests"
+  ./conformance --list --ignored | sed -n 's/: test$//p' | grep -vE '^(faults::|soak_|memory_that)' | sort -r | xargs -P "$(nproc)" -I NAME \
+    sh -c './conformance --ignored --exact NAME > "$OUT/tests/NAME.log" 2>&1' || failed=1
+  ./conformance --ignored memory_that > "$OUT/tests/memory_that.log" 2>&1 || failed=1
+  cat "$OUT"/tests/*.log | grep -E '^test .*FAILED|^test result' | sed 's/;.*//' | sort | uniq -c
 }
 
 # In eight parts at a time: most of what it waits for is the compiler.
@@ -107,7 +102,9 @@ END
 
 general() {
   site
-  BACKENDS=${BACKENDS:-jax torch} python3 benches/general.py --rounds 5 --runs 20 --output "$OUT/general.md" || failed=1
+  for batch in 16384 65536; do
+    BATCH=$batch python3 benches/general.py --backends ${BACKENDS:-jax torch} --rounds 9 --runs 40 --output "$OUT/general_$batch.md" || failed=1
+  done
 }
 
 # Needs a GPU for each rank.

@@ -22,7 +22,8 @@ from criteo import CARDINALITIES
 
 BACKENDS = os.environ.get("BACKENDS", "tensorflow jax torch").split()
 # All tables together; the largest cardinalities are cut to one size.
-VOCABULARY, BATCH, ZIPF, NUM_BATCHES = 1_737_710, 16_384, 1.05, 4
+VOCABULARY, ZIPF, NUM_BATCHES = 1_737_710, 1.05, 4
+BATCH = int(os.environ.get("BATCH", 16_384))
 BAGS = {"onehot": 1, "bag8": 8}
 # Raw ids are row numbers times this: they look like hashes.
 ODD = np.uint64(0xA24BAED4963EE407)
