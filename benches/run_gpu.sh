@@ -10,10 +10,10 @@ SOK_NVRTC=${SOK_NVRTC:-$(ls /usr/local/cuda*/targets/*/lib/libnvrtc.so.1[23] 2>/
 failed=0
 
 # All tests but those of `soak` and `faults`, each in a process of its own, as many at a time as there are cores: most of what a test
-# waits for is the compiler. Those of ranks are first, because they take longest. That of a full GPU needs all its memory for itself.
+# waits for is the compiler. That of a full GPU needs all its memory for itself.
 tests() {
   mkdir -p "$OUT/tests"
-  ./conformance --list --ignored | sed -n 's/: test$//p' | grep -vE '^(faults::|soak_|memory_that)' | sort -r | xargs -P "$(nproc)" -I NAME \
+  ./conformance --list --ignored | sed -n 's/: test$//p' | grep -vE '^(faults::|soak_|memory_that)' | xargs -P "$(nproc)" -I NAME \
     sh -c './conformance --ignored --exact NAME > "$OUT/tests/NAME.log" 2>&1' || failed=1
   ./conformance --ignored memory_that > "$OUT/tests/memory_that.log" 2>&1 || failed=1
   cat "$OUT"/tests/*.log | grep -E '^test .*FAILED|^test result' | sed 's/;.*//' | sort | uniq -c
