@@ -17,6 +17,7 @@ from sok_keras.backend import native
 from sok_keras.backend.private_keras import flatten_layers
 from sok_keras.copies import with_copies
 from sok_keras.dump_handle import DumpHandle
+from sok_keras.flags import check_flags
 from sok_keras.layers.base import TableLayer
 from sok_keras.manifest import Manifest, Path, manifest_of, path_of
 from sok_keras.pending_dumps import wait_for_dumps
@@ -113,9 +114,10 @@ def dump(
         The `Manifest`; without `wait` a `DumpHandle`, whose `result()` waits for it.
 
     Raises:
-        TypeError: If `path` is no path, or a flag is not a boolean.
-        ValueError: If `source` has no tables, two tables of the same name, or a model in a list; if `tables` has an unknown name; if a
-            variable has a dtype that a dump cannot hold (`complex128`, `string`); or if there is a dump and `overwrite` is False.
+        TypeError: If `path` is no path, or `optimizer` no optimizer.
+        ValueError: If a flag is not a boolean; if `source` has no tables, two tables of the same name, or a model in a list; if `tables`
+            has an unknown name; if a variable has a dtype that a dump cannot hold (`complex128`, `string`); or if there is a dump and
+            `overwrite` is False.
         OSError: If it cannot be written, for example because the disk is full. An old dump is unchanged then. Without `wait`,
             `DumpHandle.result` raises it.
         MemoryError, DeviceError: Without `wait`, if there is not enough memory for the copies.
@@ -206,7 +208,7 @@ def dump_increment(
 def _write(path, source, optimizer, tables, overwrite, states, since, wait):
     """Writes a dump, or an increment. `since`: as for the core."""
     path = path_of(path)
-    _check_flags(overwrite=overwrite, states=states, wait=wait)
+    check_flags(overwrite=overwrite, states=states, wait=wait)
     source, copies = with_copies(source, optimizer if states else None)
     if copies and since is not None:
         raise TypeError(f"An increment cannot have a `Variable`: dump it whole. Received: {copies[0].variable.name}")
@@ -273,7 +275,7 @@ def load(
         ValueError: As for `dump`, or for an unknown `mode`.
     """
     path = path_of(path)
-    _check_flags(states=states)
+    check_flags(states=states)
     wait_for_dumps(path)
     if not os.path.exists(os.path.join(path, "manifest.json")) and glob.glob(
         os.path.join(glob.escape(path), "*-weight")
@@ -347,12 +349,6 @@ def _warn_of_seeds(loaded):
 
 
 # ---- tables
-
-
-def _check_flags(**flags):
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"`{name}` must be True or False. Received: {name}={flag!r}")
 
 
 def layers_of(layer):

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from sok_keras import _native as native
+from sok_keras.flags import check_flags
 
 __all__ = ["LFU", "LRU", "Custom", "Frequency", "Probability", "TimeToLive", "set_clock"]
 
@@ -22,12 +23,6 @@ class _Policy:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         return cls(**config)
-
-    def _check_flags(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
 
     def _take_integers(self, *names: str) -> None:
         """Makes Python's integers of NumPy's, so that a configuration is JSON."""
@@ -65,7 +60,7 @@ class Eviction(_Policy):
     keep_evicted: bool = False
 
     def __post_init__(self) -> None:
-        self._check_flags("count_inference", "keep_evicted")
+        check_flags(count_inference=self.count_inference, keep_evicted=self.keep_evicted)
 
     def _core_score(self) -> Any:
         """Returns what the score of a row counts, as the core names it."""
@@ -212,7 +207,7 @@ class Frequency(Admission):
             raise ValueError(
                 f"`threshold` must be an int from 1 to {2**32 - 1}. Received: threshold={self.threshold!r}"
             )
-        self._check_flags("once_per_step")
+        check_flags(once_per_step=self.once_per_step)
         _check_half_life(self.half_life)
         if self.memory is None:
             return
@@ -288,7 +283,7 @@ class TimeToLive(_Policy):
                 "`time_to_live` must be a positive number of steps of 64 bits or a `datetime.timedelta` of at least a millisecond. Received: "
                 f"time_to_live={time!r}"
             )
-        self._check_flags("keep_expired")
+        check_flags(keep_expired=self.keep_expired)
         if isinstance(time, datetime.timedelta):
             object.__setattr__(self, "time_to_live", time - time % _MILLISECOND)
 

@@ -8,6 +8,7 @@ import numpy as np
 from sok_keras import distributed
 from sok_keras.backend import native
 from sok_keras.errors import RankError, TableFullError
+from sok_keras.flags import check_flags
 from sok_keras.keys import is_key, signed_key
 from sok_keras.sharded_table import ShardedTable
 
@@ -436,13 +437,10 @@ class Table:
             The `TableContents`.
 
         Raises:
-            TypeError: If `states` or `scores` is not a boolean.
-            ValueError: If `scores` is True and the table has no `eviction` policy.
+            ValueError: If `states` or `scores` is not a boolean, or `scores` is True and the table has no `eviction` policy.
             MemoryError: If there is no memory for the copy.
         """
-        for name, flag in (("states", states), ("scores", scores)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"`{name}` must be True or False. Received: {name}={flag!r}")
+        check_flags(states=states, scores=scores)
         if scores and not self._evicts:
             raise ValueError(
                 f"`scores` must be False, because table {self.name!r} has no `eviction` policy. Received: scores=True"

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from sok_keras.flags import check_flags
 from sok_keras.policies import (
     Admission,
     Eviction,
@@ -63,10 +64,7 @@ def check_placement(placement: Any, vocabulary_size: int | None) -> None:
 
 def check_rounding(stochastic_rounding: Any, embedding_dtype: str) -> None:
     """Raises a `ValueError` unless rows of this type can be rounded as asked."""
-    if not isinstance(stochastic_rounding, bool):
-        raise ValueError(
-            f"`stochastic_rounding` must be True or False. Received: stochastic_rounding={stochastic_rounding!r}"
-        )
+    check_flags(stochastic_rounding=stochastic_rounding)
     if stochastic_rounding and embedding_dtype == "float32":
         raise ValueError(
             '`stochastic_rounding` needs an `embedding_dtype` of "float16" or "bfloat16". Received: '

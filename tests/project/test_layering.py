@@ -85,6 +85,7 @@ LEVELS = [
         "backend.insertion",
         "backend.leaving",
         "errors",
+        "flags",
         "keys",
         "launch",
         "manifest",

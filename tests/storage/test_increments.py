@@ -243,13 +243,13 @@ def test_parts_of_a_table_have_the_steps_that_its_policies_count(tmp_path):
 def test_flags_of_dumps_are_booleans(tmp_path, name, value):
     layer = sok.DynamicEmbedding(2, name="e")
     for call in (sok.dump, sok.dump_increment):
-        with pytest.raises(TypeError, match=f"`{name}` must be True or False. Received: {name}={value!r}"):
+        with pytest.raises(ValueError, match=f"`{name}` must be True or False. Received: {name}={value!r}"):
             call(tmp_path, layer, **{name: value})
-    with pytest.raises(TypeError, match="`overwrite` must be True or False. Received: overwrite='x'"):
+    with pytest.raises(ValueError, match="`overwrite` must be True or False. Received: overwrite='x'"):
         sok.dump(tmp_path, layer, overwrite="x")
-    with pytest.raises(TypeError, match="`states` must be True or False. Received: states=2"):
+    with pytest.raises(ValueError, match="`states` must be True or False. Received: states=2"):
         sok.load(tmp_path, layer, states=2)
-    with pytest.raises(TypeError, match="`scores` must be True or False"):
+    with pytest.raises(ValueError, match="`scores` must be True or False"):
         layer.get_table().export(scores="x")
     for name in ("wait", "restore"):
         with pytest.raises(ValueError, match=f"`{name}` must be True or False"):

@@ -16,6 +16,7 @@ from sok_keras.callbacks.frequency import check_frequency
 from sok_keras.callbacks.progress import Progress
 from sok_keras.dump_handle import DumpHandle
 from sok_keras.errors import DumpError, DumpMismatchError, UnknownChangesError
+from sok_keras.flags import check_flags
 from sok_keras.manifest import path_of, read_manifest
 from sok_keras.pending_dumps import wait_for_dumps
 
@@ -96,9 +97,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
                 "`increments_every` and `base_every` must be None if `save_best_only` is True, since the best dump is a whole one. Received: "
                 f"increments_every={increments_every!r}, base_every={base_every!r}"
             )
-        for name, flag in (("restore", restore), ("save_best_only", save_best_only), ("wait", wait)):
-            if not isinstance(flag, bool):
-                raise ValueError(f"`{name}` must be True or False. Received: {name}={flag!r}")
+        check_flags(restore=restore, save_best_only=save_best_only, wait=wait)
         self.path = path_of(path)
         self.save_freq = save_freq
         self.keep = keep
