@@ -16,7 +16,7 @@ use crate::gpu_table::sweep::{Chosen, PlannedSweep};
 use crate::gpu_table::uses::Closing;
 use crate::gpu_table::{GpuTable, Room};
 use crate::memory::read;
-use crate::step::{Feature, KeyType, Remote, RowSource, Started};
+use crate::step::{Feature, KeyType, LookupOptions, Remote, RowSource, Started};
 
 /// A table of which a lookup may insert too many keys.
 struct Exceeding {
@@ -140,9 +140,10 @@ impl GpuGroup {
         self.expect_new_candidates(&candidates, stream)?;
         let number = if save { self.next_lookup } else { 0 };
         let to = number_to.map(|to| (to, number));
+        let options =
+            LookupOptions { inserts: &inserts, absent: &absent, save, number: to, rows: RowSource::Records };
         let (workspace, tables) = (&mut self.workspace, &mut self.tables);
-        let mut started =
-            workspace.start(tables, features, &inserts, &absent, save, to, RowSource::Records, stream)?;
+        let mut started = workspace.start(tables, features, options, stream)?;
         if let Some(remote) = remote {
             workspace.connect(&mut started, remote, save, stream)?;
         }

@@ -26,8 +26,15 @@ fn is_update(groups: &[&mut GpuGroup], address: Option<u64>) -> Result<bool> {
     Ok(read::<f32>(&group.device().context, address, 1)?[0] != 0.0)
 }
 
-/// Returns its argument if all that commit together agree, an error otherwise.
-pub(crate) type Vote<'a> = &'a dyn Fn(Result<()>) -> Result<()>;
+/// What ranks that commit together agree on.
+#[derive(Clone, Copy)]
+pub(crate) struct Agreed<'a> {
+    /// Whether a table of any rank might not have room for all keys.
+    pub refuses: bool,
+    /// Is called before the host inserts keys, where errors may be found until then. Returns its argument if all ranks have called it
+    /// without an error, an error otherwise.
+    pub vote: &'a dyn Fn(Result<()>) -> Result<()>,
+}
 
 /// Returns whether a table might not have room for all keys that the pending pushes insert.
 ///
@@ -47,13 +54,15 @@ fn may_refuse(groups: &mut [&mut GpuGroup]) -> Result<bool> {
 ///
 /// # Errors
 /// [`Error::TableFull`] if a table refuses keys and its check mode is `Raise`, [`Error::Ticket`]. Nothing has changed then.
-fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], vote: Vote) -> Result<()> {
+fn insert_absent(groups: &mut [&mut GpuGroup], tickets: &[u64], agreed: Option<Agreed>) -> Result<()> {
     let named = groups.iter_mut().zip(tickets).map(|(group, ticket)| group.resolve(*ticket));
     let named = named.collect::<Result<Vec<_>>>().and_then(|named| {
         groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.check_absent(named))?;
         Ok(named)
     });
-    vote(named.as_ref().map(drop).map_err(Error::clone))?;
+    if let Some(Agreed { vote, .. }) = agreed {
+        vote(named.as_ref().map(drop).map_err(Error::clone))?;
+    }
     let named = named?;
     groups.iter_mut().zip(&named).try_for_each(|(group, named)| group.insert_absent(named))
 }
@@ -77,31 +86,28 @@ pub unsafe fn commit(
     stream: Stream,
 ) -> Result<()> {
     // SAFETY: The caller guarantees it.
-    unsafe { commit_together(groups, bindings, tickets, is_update_at, norm_to, None, &|vote| vote, stream) }
+    unsafe { commit_together(groups, bindings, tickets, is_update_at, norm_to, None, stream) }
 }
 
-/// As `commit`. `refuses`: whether a table of any of those that commit together might not have room for all keys; `None` if only these groups
-/// commit. `vote`: is asked then before the host inserts keys, where errors may be found until then.
+/// As `commit`. `agreed`: `None` if only these groups commit.
 ///
 /// # Errors
 /// As `commit`, and the error of the vote.
 ///
 /// # Safety
 /// As `commit`.
-#[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
 pub(crate) unsafe fn commit_together(
     groups: &mut [&mut GpuGroup],
     bindings: &[Binding],
     tickets: &[u64],
     is_update_at: Option<u64>,
     norm_to: u64,
-    refuses: Option<bool>,
-    vote: Vote,
+    agreed: Option<Agreed>,
     stream: Stream,
 ) -> Result<()> {
     // SAFETY: The caller guarantees it.
     let committed =
-        unsafe { enqueue_commit(groups, bindings, tickets, is_update_at, norm_to, refuses, vote, stream) };
+        unsafe { enqueue_commit(groups, bindings, tickets, is_update_at, norm_to, agreed, stream) };
     committed.inspect_err(|_| groups.iter().for_each(|group| group.abandon_steps()))
 }
 
@@ -109,15 +115,13 @@ pub(crate) unsafe fn commit_together(
 ///
 /// # Safety
 /// As `commit`.
-#[expect(clippy::too_many_arguments, reason = "those of `commit_together`")]
 unsafe fn enqueue_commit(
     groups: &mut [&mut GpuGroup],
     bindings: &[Binding],
     tickets: &[u64],
     is_update_at: Option<u64>,
     norm_to: u64,
-    refuses: Option<bool>,
-    vote: Vote,
+    agreed: Option<Agreed>,
     stream: Stream,
 ) -> Result<()> {
     let Some(first) = groups.first() else { return Ok(()) };
@@ -132,8 +136,8 @@ unsafe fn enqueue_commit(
         group.forget_pieces();
         group.open_tables();
     });
-    if refuses.map_or_else(|| may_refuse(groups), Ok)? {
-        insert_absent(groups, tickets, vote)?;
+    if agreed.map_or_else(|| may_refuse(groups), |agreed| Ok(agreed.refuses))? {
+        insert_absent(groups, tickets, agreed)?;
     }
     groups.iter_mut().try_for_each(|group| group.make_room_for_candidates(stream))?;
     let updates = is_update(groups, is_update_at)?;

@@ -28,6 +28,22 @@ pub enum RowSource<'a> {
     NumberedRecords,
 }
 
+/// How a lookup treats the ids of all its features.
+#[derive(Clone, Copy)]
+pub struct LookupOptions<'a> {
+    /// By table: whether keys without a record get one.
+    pub inserts: &'a [bool],
+    /// By table: what becomes of ids without a record, bits `ABSENT_LATER` and `ABSENT_UNKNOWN`; may be empty. A table with `ABSENT_LATER`
+    /// must have candidates.
+    pub absent: &'a [u32],
+    /// Whether gradients may come for it.
+    pub save: bool,
+    /// An address on the device, and the number of the lookup that is written there.
+    pub number: Option<(u64, u64)>,
+    /// Where the rows come from.
+    pub rows: RowSource<'a>,
+}
+
 /// Descriptors and grids for the launches of a lookup.
 struct Payload {
     /// Descriptors of the features; then the first block of each in `find_records`; then the first block of each in `make_rows`.
@@ -96,31 +112,22 @@ impl Started {
 }
 
 impl Workspace {
-    /// Enqueues the lookup of all features of a call. `inserts`: by table, whether keys without a record get one. `number`: an
-    /// address, and the number of the lookup that is written there. With `save`, returns what `push` needs.
-    ///
-    /// `absent`: by table, what becomes of ids without a record, bits `ABSENT_LATER` and `ABSENT_UNKNOWN`; may be empty. A table with
-    /// `ABSENT_LATER` must have candidates.
+    /// Enqueues the lookup of all features of a call. Returns what `push` needs, if it is saved.
     ///
     /// If no feature has memory for rows, none are written. Coefficients of ids are then not computed either.
     ///
     /// # Errors
     /// [`Error::Argument`] if features, rows and ids are too many for one call. [`Error::Device`] without enough memory, or if a
     /// kernel cannot be compiled or launched.
-    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub fn lookup(
         &mut self,
         tables: &mut [GpuTable],
         features: &[Feature],
-        inserts: &[bool],
-        absent: &[u32],
-        save: bool,
-        number: Option<(u64, u64)>,
+        options: LookupOptions,
         stream: Stream,
     ) -> Result<Option<Saved>> {
-        let started =
-            self.start(tables, features, inserts, absent, save, number, RowSource::Records, stream)?;
-        self.find(&started, tables, inserts, stream)?;
+        let started = self.start(tables, features, options, stream)?;
+        self.find(&started, tables, options.inserts, stream)?;
         self.keep_id_counts(&started, features, None, stream)?;
         self.keep_scores(&started, None, stream)?;
         self.sort_ids(&started, stream)?;
@@ -128,22 +135,18 @@ impl Workspace {
         Ok(self.end(started, tables, features))
     }
 
-    /// Enqueues the descriptors of a lookup. The other arguments are those of `lookup`.
+    /// Enqueues the descriptors of a lookup.
     ///
     /// # Errors
     /// As `lookup`.
-    #[expect(clippy::too_many_arguments, reason = "all of them are chosen apart")]
     pub fn start(
         &mut self,
         tables: &mut [GpuTable],
         features: &[Feature],
-        inserts: &[bool],
-        absent: &[u32],
-        save: bool,
-        number: Option<(u64, u64)>,
-        rows: RowSource,
+        options: LookupOptions,
         stream: Stream,
     ) -> Result<Started> {
+        let LookupOptions { inserts, absent, save, number, rows } = options;
         self.join(stream)?;
         self.describe(tables, stream)?;
         let mut ids_by_kind = vec![0; self.rows.len()];

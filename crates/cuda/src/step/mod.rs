@@ -46,7 +46,7 @@ pub use at_owner::{NumberCopyKind, PooledGradients, shares_splits};
 pub use backward::By;
 pub use distinct::{Asking, KeysTo, When};
 pub use feature::{Bags, Feature, Ids, KeyType, ScoreType, Scores};
-pub use lookup::{RowSource, Started};
+pub use lookup::{LookupOptions, RowSource, Started};
 pub use serving::{CopyKernel, Remote};
 
 pub use saved::{Saved, SavedFeature};

@@ -8,7 +8,7 @@ use sok_core::error::Result;
 use sok_core::formula::update::{Update, UpdateScalars};
 use sok_core::row_type::RowType;
 
-use super::{Bags, By, Feature, Ids, KeyType, Workspace};
+use super::{Bags, By, Feature, Ids, KeyType, LookupOptions, RowSource, Workspace};
 use crate::abi::{PREPARED_WORDS, Preparation};
 use crate::device::{Stream, launch};
 use crate::gpu_table::GpuTable;
@@ -50,7 +50,9 @@ pub fn update_once(
         array_type: RowType::Float32,
     };
     workspace.enter(stream)?;
-    if let Some(saved) = workspace.lookup(tables, &[feature], &[false], &[], true, None, stream)? {
+    let options =
+        LookupOptions { inserts: &[false], absent: &[], save: true, number: None, rows: RowSource::Records };
+    if let Some(saved) = workspace.lookup(tables, &[feature], options, stream)? {
         workspace.enter(stream)?;
         let sides = workspace.sides(tables, &saved, &[gradients.address()], 0);
         workspace.deliver_sides(&saved, &sides, stream)?;

@@ -18,7 +18,7 @@ use crate::device::{Device, Stream, driver_error};
 use crate::gpu_table::GpuTable;
 use crate::memory::Buffer;
 use crate::peers::Window;
-use crate::step::{Asking, Bags, Feature, RowSource, Started, When};
+use crate::step::{Asking, Bags, Feature, LookupOptions, RowSource, Started, When};
 
 /// A lookup whose ids are known.
 struct AheadLookup {
@@ -205,17 +205,10 @@ impl ShardedGpuGroup {
         let mut scratch = self.ahead.spare_scratches.pop();
         let (owners, front) = (&self.owners, &mut self.front);
         let (tables, inserts) = (&mut front.tables, vec![true; owners.len()]);
+        let rows = RowSource::Ranks(&rows);
+        let options = LookupOptions { inserts: &inserts, absent: &[], save: true, number: None, rows };
         let started = front.workspace.aside(&mut scratch, |workspace| {
-            let mut started = workspace.start(
-                tables,
-                &features,
-                &inserts,
-                &[],
-                true,
-                None,
-                RowSource::Ranks(&rows),
-                aside,
-            )?;
+            let mut started = workspace.start(tables, &features, options, aside)?;
             if !started.has_coefficients() {
                 workspace.ask(&mut asking, &mut started, owners, &to, false, When::Ahead, aside)?;
             }

@@ -18,7 +18,7 @@ use crate::abi::{NumberCopy, PooledFeature};
 use crate::device::Stream;
 use crate::memory::{Buffer, Shared};
 use crate::step::{
-    Bags, Feature, NumberCopyKind, PooledGradients, RowSource, Saved, Workspace, shares_splits,
+    Bags, Feature, LookupOptions, NumberCopyKind, PooledGradients, RowSource, Saved, Workspace, shares_splits,
 };
 
 /// Numbers of bags and ids of the features of a table.
@@ -201,16 +201,9 @@ impl ShardedGpuGroup {
         // The lookup may have moved a table to larger memory. The workspace of the shard is the one that has the descriptors.
         shard.workspace.describe(&mut shard.tables, stream)?;
         let inserts = vec![false; shard.tables.len()];
-        let mut started = pooling.start(
-            &mut shard.tables,
-            &features,
-            &inserts,
-            &[],
-            save,
-            None,
-            RowSource::NumberedRecords,
-            stream,
-        )?;
+        let rows = RowSource::NumberedRecords;
+        let options = LookupOptions { inserts: &inserts, absent: &[], save, number: None, rows };
+        let mut started = pooling.start(&mut shard.tables, &features, options, stream)?;
         let records = shard.workspace.found_records();
         pooling.number_pooled(&shard.workspace, &mut started, &pooled, records, stream)?;
         pooling.sort_ids(&started, stream)?;

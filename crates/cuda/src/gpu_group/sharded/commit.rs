@@ -21,6 +21,7 @@ use super::layout::{GradientLayout, row_bytes};
 use super::{ShardedGpuGroup, VERDICTS};
 use crate::abi::{self, AgreedPush, Agreement};
 use crate::device::{Stream, launch_next};
+use crate::gpu_group::optimizer::Agreed;
 use crate::gpu_group::{Committed, GpuGroup, LookupNumber, OutputGradients, Push, optimizer};
 use crate::kernels::RANKS;
 use crate::memory::read;
@@ -104,6 +105,7 @@ unsafe fn commit_of_ranks(
             &mut group.shard
         })
         .collect();
+    let agreed = Some(Agreed { refuses, vote: &vote });
     // SAFETY: The tickets are in memory of the groups. The caller guarantees the rest.
     let committed = unsafe {
         optimizer::commit_together(
@@ -112,8 +114,7 @@ unsafe fn commit_of_ranks(
             &shard_tickets,
             is_update_at,
             norm_to,
-            Some(refuses),
-            &vote,
+            agreed,
             stream,
         )
     };

@@ -23,7 +23,9 @@ use crate::gpu_group::lookup::OfRanks;
 use crate::gpu_table::GpuTable;
 use crate::memory::{Buffer, read};
 use crate::peers::{Window, WindowName};
-use crate::step::{Bags, Feature, Ids, KeyType, Remote, RowSource, ScoreType, Scores, Started, When};
+use crate::step::{
+    Bags, Feature, Ids, KeyType, LookupOptions, Remote, RowSource, ScoreType, Scores, Started, When,
+};
 
 /// This rank's side of a lookup that is under way.
 struct Asked<'a> {
@@ -158,16 +160,9 @@ impl ShardedGpuGroup {
         let front = &mut self.front;
         let inserts = vec![true; front.tables.len()];
         let number = number_to.map(|to| (to, if save { front.next_lookup } else { 0 }));
-        let mut started = front.workspace.start(
-            &mut front.tables,
-            &features,
-            &inserts,
-            &[],
-            save,
-            number,
-            RowSource::Ranks(&rows),
-            stream,
-        )?;
+        let options =
+            LookupOptions { inserts: &inserts, absent: &[], save, number, rows: RowSource::Ranks(&rows) };
+        let mut started = front.workspace.start(&mut front.tables, &features, options, stream)?;
         let splits_to = ShardedGpuGroup::splits_to(&features, &layout, window.address());
         front.workspace.share_splits(&started, &splits_to, stream)?;
         front.workspace.keep_scores(&started, None, stream)?;
