@@ -53,10 +53,11 @@ THREADS = RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target
 sanitize: sanitize-core sanitize-bridges ## the core's tests and the bridges under AddressSanitizer, the core's under ThreadSanitizer
 
 sanitize-core:
-	$(ADDRESS) test $(SANITIZED) --lib --test group_model --test table_model --test checkpoint --test optimizer --test golden
+	$(ADDRESS) test $(SANITIZED) --lib --test checkpoint --test optimizer --test golden
+	$(ADDRESS) test $(SANITIZED) --test model -- group_model:: table_model::
 	rustup component add rust-src
 	$(THREADS) test -Zbuild-std $(SANITIZED) --lib
-	$(THREADS) test -Zbuild-std $(SANITIZED) --test group_model -- calls_that_go_to_threads
+	$(THREADS) test -Zbuild-std $(SANITIZED) --test model -- group_model::calls_that_go_to_threads
 
 # A copy of the package with a module of its own. The sanitizer must find C++'s library loaded where a framework throws. Python and
 # the frameworks leak on purpose, so leaks are not looked for.
@@ -76,7 +77,7 @@ sanitize-bridges: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done
 # An hour and more. SOK_FUZZ_SECONDS says how long dumps are fuzzed.
 soak: $(BACKENDS:%=$(VENV)/%.done) $(VENV)/dev.done ## what takes longer than a change should wait: long fuzzing, kills, races
 	cargo test --release -p sok-core -- --ignored soak_
-	SOK_TEST_TIMES=100 cargo test --release -p sok-core --test table_model --test group_model --test sharded --test sharded_programs --test sharded_policies
+	SOK_TEST_TIMES=100 cargo test --release -p sok-core --test model -- table_model:: group_model:: sharded
 	for backend in $(BACKENDS); do \
 	  echo "== $$backend"; $(QUIET) KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m soak --timeout 7200 || exit 1; done
 

@@ -162,7 +162,7 @@ macro_rules! table_suite {
         #[test]
         $(#[$attribute])?
         fn $name() {
-            common::table_suite::$name($make);
+            $crate::common::table_suite::$name($make);
         }
     };
 }

@@ -277,7 +277,7 @@ pub fn op() -> impl Strategy<Value = Op> {
     ];
     let weights = prop::array::uniform3(prop::sample::select(vec![1.0, 0.5, -2.0, 0.3]));
     let group_op = table_op()
-        .prop_filter("its own update is of table_model.rs", |op| !matches!(op, TableOp::Update { .. }));
+        .prop_filter("its own update is of model/table_model.rs", |op| !matches!(op, TableOp::Update { .. }));
     prop_oneof![
         8 => (inputs, insertion, prop::bool::weighted(0.85))
             .prop_map(|(inputs, insertion, save)| Op::Lookup { inputs, insertion, save }),

@@ -1,10 +1,8 @@
 //! Rows with a time to live.
 
-mod common;
-
-use common::expiry::expiring;
-use common::programs::POOLS;
-use common::subject::{HostSubject, Maker, Subject};
+use crate::common::expiry::expiring;
+use crate::common::programs::POOLS;
+use crate::common::subject::{HostSubject, Maker, Subject};
 use sok_core::contract::table::{Table, TableConfig};
 use sok_core::host::table::HostTable;
 use sok_core::policy::time_to_live::Lifetime;

@@ -1,15 +1,13 @@
 //! Dumps with increments.
 
-mod common;
-
 use std::fs;
 
-use common::Dice;
-use common::increments::Trained;
-use common::programs::POOLS;
-use common::sharded::Directory;
-use common::strategies::plain_config;
-use common::subject::{HostSubject, Maker, Subject};
+use crate::common::Dice;
+use crate::common::increments::Trained;
+use crate::common::programs::POOLS;
+use crate::common::sharded::Directory;
+use crate::common::strategies::plain_config;
+use crate::common::subject::{HostSubject, Maker, Subject};
 use sok_core::checkpoint::{
     After, DumpOptions, DumpReader, LoadMode, LoadOptions, Manifest, Target, TargetBinding, compact, dump,
     read_manifest,

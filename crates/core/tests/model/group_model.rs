@@ -1,14 +1,12 @@
 //! A group of tables on the host beside its model, with one thread and with many.
 
-mod common;
-
 use std::sync::LazyLock;
 
-use common::Dice;
-use common::large::{any_update, large_config, large_ops};
-use common::steps::{op, run_all};
-use common::strategies::{config, update};
-use common::subject::{HostSubject, Maker, Subject};
+use crate::common::Dice;
+use crate::common::large::{any_update, large_config, large_ops};
+use crate::common::steps::{op, run_all};
+use crate::common::strategies::{config, update};
+use crate::common::subject::{HostSubject, Maker, Subject};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::TableConfig;
@@ -32,7 +30,7 @@ suite!(HOST);
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(300),
+        cases: crate::common::cases(300),
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
     })]
@@ -49,7 +47,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(24),
+        cases: crate::common::cases(24),
         max_shrink_iters: 64,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
@@ -68,5 +66,5 @@ proptest! {
 #[test]
 #[ignore = "takes minutes"]
 fn soak_ten_million_ids_with_every_mix_of_policies() {
-    common::soak::ten_million_ids(&THREE_THREADS);
+    crate::common::soak::ten_million_ids(&THREE_THREADS);
 }

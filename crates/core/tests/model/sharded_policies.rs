@@ -1,19 +1,17 @@
 //! Tables of several ranks whose rows come and go: each rank's part follows a model that sees the ids of all ranks.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::Dice;
-use common::group::Model;
-use common::input::Input;
-use common::large::{SGD, large_config, large_input, plain_update, skewed_keys};
-use common::programs::{POOLS, thread_world};
-use common::sharded::ShardedSubject;
-use common::soak::add_policies;
-use common::strategies::WEIGHTS;
-use common::subject::{OWNER, Subject, binding};
-use common::table::TableOp;
+use crate::common::Dice;
+use crate::common::group::Model;
+use crate::common::input::Input;
+use crate::common::large::{SGD, large_config, large_input, plain_update, skewed_keys};
+use crate::common::programs::{POOLS, thread_world};
+use crate::common::sharded::ShardedSubject;
+use crate::common::soak::add_policies;
+use crate::common::strategies::WEIGHTS;
+use crate::common::subject::{OWNER, Subject, binding};
+use crate::common::table::TableOp;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::binding::UpdateMode;
@@ -173,7 +171,7 @@ fn run(seed: u64, num_steps: usize) -> (usize, Outcomes) {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(30),
+        cases: crate::common::cases(30),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()

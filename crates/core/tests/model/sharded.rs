@@ -1,22 +1,20 @@
 //! Groups that ranks share: one rank beside the model, and many ranks beside one.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::input::Input;
-use common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
-use common::programs::{POOLS, Program, program, thread_world};
-use common::ranks::{GlobalStep, Then, any_steps, any_tables};
-use common::refusal;
-use common::sharded::{ShardedSubject, TIMEOUT};
-use common::steps::{op, run_all};
-use common::strategies::{config, plain_config, update};
-use common::subject::{Maker, OWNER, Subject, binding};
-use common::{Dice, scan};
+use crate::common::input::Input;
+use crate::common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
+use crate::common::programs::{POOLS, Program, program, thread_world};
+use crate::common::ranks::{GlobalStep, Then, any_steps, any_tables};
+use crate::common::refusal;
+use crate::common::sharded::{ShardedSubject, TIMEOUT};
+use crate::common::steps::{op, run_all};
+use crate::common::strategies::{config, plain_config, update};
+use crate::common::subject::{Maker, OWNER, Subject, binding};
+use crate::common::{Dice, scan};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::{Insertion, TableConfig};
@@ -40,7 +38,7 @@ suite!(ALONE);
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(300),
+        cases: crate::common::cases(300),
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
     })]
@@ -57,7 +55,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(24),
+        cases: crate::common::cases(24),
         max_shrink_iters: 64,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
@@ -96,7 +94,7 @@ fn a_lookup_that_one_rank_refuses_changes_no_rank() {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(60),
+        cases: crate::common::cases(60),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
@@ -144,7 +142,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(24),
+        cases: crate::common::cases(24),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()

@@ -1,16 +1,14 @@
 //! Rows that a full table removes.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
 
-use common::Dice;
-use common::input::Input;
-use common::large::{SGD, plain_update};
-use common::sharded::Directory;
-use common::strategies::plain_config;
-use common::subject::{HostSubject, Subject, binding};
+use crate::common::Dice;
+use crate::common::input::Input;
+use crate::common::large::{SGD, plain_update};
+use crate::common::sharded::Directory;
+use crate::common::strategies::plain_config;
+use crate::common::subject::{HostSubject, Subject, binding};
 use sok_core::checkpoint::{DumpOptions, LoadOptions, dump, load, read_manifest};
 use sok_core::contract::records::Records;
 use sok_core::contract::table::{

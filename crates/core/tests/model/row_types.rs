@@ -1,10 +1,8 @@
 //! Tables whose rows have 16 bits, and dumps of them. The random programs of the other tests have such tables, too.
 
-mod common;
-
-use common::sharded::Directory;
-use common::strategies::plain_config;
-use common::{Dice, bits};
+use crate::common::sharded::Directory;
+use crate::common::strategies::plain_config;
+use crate::common::{Dice, bits};
 use sok_core::checkpoint::{DumpOptions, LoadOptions, dump, load, read_manifest};
 use sok_core::contract::records::Records;
 use sok_core::contract::table::{Contents, Cursor, Table, TableConfig};

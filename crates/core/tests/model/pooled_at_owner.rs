@@ -1,17 +1,15 @@
 //! Bags of a localized table are pooled by its owner where that moves fewer bytes than their rows.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use common::Dice;
-use common::input::{Input, Shape};
-use common::large::{ADAGRAD, plain_update};
-use common::programs::{program, thread_world};
-use common::ranks::{GlobalStep, Then};
-use common::sharded::TIMEOUT;
-use common::strategies::plain_config;
+use crate::common::Dice;
+use crate::common::input::{Input, Shape};
+use crate::common::large::{ADAGRAD, plain_update};
+use crate::common::programs::{program, thread_world};
+use crate::common::ranks::{GlobalStep, Then};
+use crate::common::sharded::TIMEOUT;
+use crate::common::strategies::plain_config;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::{Insertion, OutOfVocabulary, TableConfig};
 use sok_core::error::Result;

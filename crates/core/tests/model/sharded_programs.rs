@@ -1,16 +1,14 @@
 //! Programs over many ranks have the bits of the same program in one process.
 
-mod common;
-
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use common::Dice;
-use common::general::rules;
-use common::large::{ADAM, any_update, plain_update};
-use common::programs::{Program, Seen, program, tcp_world, thread_world};
-use common::ranks::{GlobalStep, Then, any_input, any_step, any_steps, any_tables};
-use common::sharded::{Directory, TIMEOUT};
+use crate::common::Dice;
+use crate::common::general::rules;
+use crate::common::large::{ADAM, any_update, plain_update};
+use crate::common::programs::{Program, Seen, program, tcp_world, thread_world};
+use crate::common::ranks::{GlobalStep, Then, any_input, any_step, any_steps, any_tables};
+use crate::common::sharded::{Directory, TIMEOUT};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::batch::Combiner;
@@ -223,7 +221,7 @@ fn any_program(dice: &mut Dice, configs: &[(TableConfig, Placement)]) -> Vec<Glo
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(100),
+        cases: crate::common::cases(100),
         max_shrink_iters: 0,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()

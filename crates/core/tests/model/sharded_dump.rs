@@ -1,13 +1,11 @@
 //! Dumps that ranks write together, loaded by another number of ranks.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use common::scan;
-use common::sharded::{Directory, TIMEOUT, fill, restore, save, save_increment, track};
-use common::strategies::plain_config;
+use crate::common::scan;
+use crate::common::sharded::{Directory, TIMEOUT, fill, restore, save, save_increment, track};
+use crate::common::strategies::plain_config;
 use sok_core::checkpoint::{After, LoadMode, read_manifest, verify};
 use sok_core::contract::binding::Binding;
 use sok_core::contract::group::Group;

@@ -1,9 +1,7 @@
 //! A table on the host beside its model, through the methods of `Table`.
 
-mod common;
-
-use common::strategies::{config, table_or_rule_op};
-use common::table::ModelTable;
+use crate::common::strategies::{config, table_or_rule_op};
+use crate::common::table::ModelTable;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::{Table, TableConfig};
@@ -17,7 +15,7 @@ table_suite!(host);
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: common::cases(400),
+        cases: crate::common::cases(400),
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
         ..ProptestConfig::default()
     })]
