@@ -200,7 +200,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def build(self, variables: list) -> None:
         """Builds the inner optimizer and binds the tables of the triggers among `variables`, whose records get its states.
 
-        States of another optimizer are reset. States that were loaded and not bound yet are kept if they fit.
+        States of another optimizer are reset. States that were loaded, and with which no optimizer has made a step yet, are kept if they fit.
         """
         if self.built:
             return

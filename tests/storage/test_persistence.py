@@ -32,6 +32,7 @@ from once import once_on
 from reference import (
     BACKEND,
     DIM,
+    FAST,
     STEPS,
     embedding_of,
     fit,
@@ -53,6 +54,25 @@ def test_training_resumed_before_the_first_step_equals_training_that_never_stopp
     model = compiled(OPTIMIZERS[name]())
     LOAD[way](model, path)
     assert_equal(all_of(fit(model)), expected)
+
+
+@pytest.mark.parametrize("way", LOAD)
+def test_training_resumed_in_a_model_that_was_compiled_anew_equals_training_that_never_stopped(way):
+    path, expected = interrupted("adam")
+    model = fit(compiled(OPTIMIZERS["adam"]()))
+    model.compile(sok.OptimizerWrapper(OPTIMIZERS["adam"]()), "mse", **FAST)
+    LOAD[way](model, path)
+    assert_equal(all_of(fit(model)), expected)
+
+
+def test_states_that_have_made_a_step_since_they_were_loaded_go_with_their_optimizer():
+    path, _ = interrupted("adam")
+    model = fit(compiled(OPTIMIZERS["adam"]()))
+    sok.load(path / "dump", model)
+    fit(model)
+    model.compile(sok.OptimizerWrapper(OPTIMIZERS["adam"]()), "mse", **FAST)
+    model.optimizer.build(model.trainable_variables)
+    assert not any(state.any() for state in table_of(model).export(states=True).states.values())
 
 
 @pytest.mark.parametrize("way", LOAD)

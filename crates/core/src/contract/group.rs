@@ -209,8 +209,8 @@ pub trait Group: Any + Send {
     /// Drops committed pushes, because their step has failed.
     fn drop_committed(&mut self);
 
-    /// Binds an optimizer. The records get its states. States of another optimizer are reset. States that were loaded and have no
-    /// optimizer yet are kept.
+    /// Binds an optimizer. The records get its states. States of another optimizer are reset. States that were loaded, and with which no
+    /// optimizer has made a step yet, are kept.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`].

@@ -536,8 +536,8 @@ pub trait Table: Contents {
     /// Sets the seed of first values. A load sets it to the seed of the rows that it loads.
     fn set_seed(&mut self, seed: u64);
 
-    /// Gives the records the states of `update`, at their first values. With `keep_states`, states of the same rule stay as they
-    /// are.
+    /// Gives the records the states of `update`, at their first values. With `keep_states`, or if `replace_with` has brought the states and
+    /// no optimizer was bound or has made a step since, states of the same rule stay as they are.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`], [`Error::Device`].

@@ -46,6 +46,8 @@ pub struct HostTable {
     pub(crate) changes: Option<Box<Changes>>,
     /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
     pub(crate) generation: u64,
+    /// Whether a load has brought the states since an optimizer was bound or has made a step.
+    pub(crate) has_loaded_states: bool,
     pub(crate) stats: TableStats,
     /// Insertions of the current call.
     pub(crate) journal: Journal,
@@ -92,6 +94,7 @@ impl HostTable {
             missed: None,
             changes: None,
             generation: 0,
+            has_loaded_states: false,
             stats: TableStats::default(),
             journal: Journal::default(),
             refused_to_warn: 0,

@@ -440,6 +440,7 @@ impl Table for HostTable {
         let dim = self.config.dim;
         let layout = RecordLayout::new(dim, update.as_ref());
         let have_none = self.first.layout.states().is_empty() && layout.states().is_empty();
+        let keep_states = keep_states || self.has_loaded_states;
         let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
         if !have_none && !share_them {
             let format = self.first.format;
@@ -452,6 +453,7 @@ impl Table for HostTable {
         }
         self.first.layout = layout;
         self.update = update;
+        self.has_loaded_states = false;
         Ok(())
     }
 
@@ -537,6 +539,7 @@ impl Table for HostTable {
         self.retired.clear();
         self.changes = None;
         self.generation += 1;
+        self.has_loaded_states = true;
         let next = self.arena.next_unused();
         self.missed.as_mut().map_or(Ok(()), |missed| missed.start(next, 1..next))
     }

@@ -479,6 +479,7 @@ impl GpuGroup {
 
     /// Enqueues updating the records of all committed gradients. Called after `prepare`.
     pub(crate) fn update(&mut self, binding: &Binding, scalars: u64, stream: Stream) -> Result<()> {
+        self.tables.iter_mut().for_each(|table| table.has_loaded_states = false);
         self.update_records(binding, scalars, stream)?;
         self.end_steps_of_rows(binding, stream)?;
         self.workspace.join_uses(stream)

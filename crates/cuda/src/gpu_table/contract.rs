@@ -257,6 +257,7 @@ impl Table for GpuTable {
         let dim = self.config.dim;
         let layout = DeviceLayout::new(update.as_ref(), RowKind::of(&self.config));
         let have_none = self.layout.fields.count == 1 && layout.fields.count == 1;
+        let keep_states = keep_states || self.has_loaded_states;
         let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
         if have_none || share_them {
             (self.layout, self.has_moved) = (layout, true);
@@ -265,6 +266,7 @@ impl Table for GpuTable {
             self.changes = None;
         }
         self.update = update;
+        self.has_loaded_states = false;
         Ok(())
     }
 
@@ -324,7 +326,7 @@ impl Table for GpuTable {
         let GpuTable { config, index, arena, layout, update, ring, reported, evictor, candidates, .. } =
             other;
         self.reset(index, arena, ring, evictor, candidates);
-        self.config.seed = config.seed;
+        (self.config.seed, self.has_loaded_states) = (config.seed, true);
         (self.layout, self.update, self.reported) = (layout, update, reported);
         (self.max_taken, self.max_rows) = (reported.taken, self.rows());
         self.counted = [reported.taken, reported.evicted, reported.expired];

@@ -80,6 +80,8 @@ pub struct GpuTable {
     pub(crate) newest_lookup: u64,
     /// Increases when all record numbers become invalid. Gradients of earlier lookups are then dropped.
     pub(crate) generation: u64,
+    /// Whether a load has brought the states since an optimizer was bound or has made a step.
+    pub(crate) has_loaded_states: bool,
     stats: TableStats,
     /// Number of refused keys that the user must still be warned of.
     pub(crate) refused_to_warn: u64,
@@ -151,6 +153,7 @@ impl GpuTable {
             reusable: Vec::new(),
             newest_lookup: 0,
             generation: 0,
+            has_loaded_states: false,
             stats: TableStats::default(),
             refused_to_warn: 0,
             has_moved: true,

@@ -67,6 +67,7 @@ impl HostGroup {
         if !scalars.is_update {
             return self.accumulate(pool);
         }
+        self.tables.iter_mut().for_each(|table| table.has_loaded_states = false);
         self.touch_rows();
         self.begin_steps(binding, scalars);
         let is_general = binding.update.rule.is_general();
