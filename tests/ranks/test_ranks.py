@@ -29,7 +29,7 @@ def test_two_ranks_train_as_one_process(tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    cases = ["adam", "clipped", "accumulated", "general"]
+    cases = ["adam", "clipped", "accumulated", "general", "table's own"]
     alone("train.py", folders[0], *cases)
     run(2, "train.py", folders[1], *cases)
     for case in cases:

@@ -12,9 +12,9 @@ import sok_keras as sok
 STEPS, BATCH = 8, 24
 
 
-def make_model(policy, optimizer):
+def make_model(policy, optimizer, of_users=None):
     users, shops, words = (
-        sok.TableConfig("users", None, 8, initializer="uniform", seed=1, combiner="sum"),
+        sok.TableConfig("users", None, 8, initializer="uniform", seed=1, combiner="sum", optimizer=of_users),
         sok.TableConfig("shops", 50, 4, initializer="uniform", seed=2, combiner="mean"),
         sok.TableConfig("words", None, 3, initializer="uniform", seed=3, combiner="sqrtn", placement="localized:0"),
     )
@@ -65,12 +65,15 @@ OPTIMIZERS = {
     "clipped": lambda: sok.OptimizerWrapper(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)),
     "accumulated": lambda: sok.OptimizerWrapper(keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2)),
     "general": lambda: sok.OptimizerWrapper(Momentum(0.05, global_clipnorm=0.5)),
+    "table's own": lambda: sok.OptimizerWrapper(keras.optimizers.SGD(0.1)),
 }
+# The optimizer of the table `users` alone. Its norm is that of all ranks, which nobody else asks for.
+OF_USERS = {"table's own": lambda: keras.optimizers.SGD(0.5, clipnorm=0.01)}
 
 
 def train(folder, case):
     draw_seeds_from(sok.rank())  # first values come from rank 0 all the same
-    model, tables = make_model("float32", OPTIMIZERS[case]())
+    model, tables = make_model("float32", OPTIMIZERS[case](), OF_USERS.get(case, lambda: None)())
     layers = {type(layer): layer for layer in model.layers}
     parts = [({name: share(ids) for name, ids in inputs.items()}, share(targets)) for inputs, targets in batches()]
     losses = []

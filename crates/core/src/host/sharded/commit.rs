@@ -128,7 +128,7 @@ fn commit_together(
     groups[0].shard.stopwatch.stop(StepPart::Exchange, start);
     let pushed = push_to_shards(groups, bindings, &received, &mut prepared, pool);
     drop(received);
-    let needs_norm = is_update && bindings.iter().any(|binding| binding.needs_norm);
+    let needs_norm = is_update && bindings.iter().any(|binding| binding.needs_norm || binding.clips_norms());
     let vote = if needs_norm { agree } else { decide };
     if let Err(error) = vote(&*communicator, tag.at(1), pushed) {
         for (group, prepared) in groups.iter_mut().zip(prepared) {
