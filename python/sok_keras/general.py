@@ -6,6 +6,7 @@ the records after the core's `apply`. So an optimizer must compute each element 
 """
 
 import re
+import types
 from typing import Any, NamedTuple
 
 import keras
@@ -32,6 +33,9 @@ _OF_WRAPPER = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
+
+# Hyper-parameters of such types a copy shares with its optimizer, whose config may lack them.
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), np.generic, np.ndarray, types.FunctionType)
 
 _NUM_STEPS, _SHAPE = 3, (4, 3)
 
@@ -190,6 +194,10 @@ def _copied(optimizer: Any) -> Any:
     if "learning_rate" in config:
         config["learning_rate"] = 0.01
     copy = type(optimizer).from_config(config)
+    of_keras = vars(keras.optimizers.Optimizer(0.01))
+    for name, value in vars(optimizer).items():
+        if name not in of_keras and isinstance(value, _PLAIN):
+            setattr(copy, name, value)
     for name, value in _OF_WRAPPER.items():
         setattr(copy, name, value)
     return copy

@@ -186,6 +186,17 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def iterations(self) -> Any:
         return self.inner_optimizer.iterations
 
+    @property
+    def loss_scale_factor(self) -> Any:
+        """The loss scale of the wrapped optimizer. A `LossScaleOptimizer` sets it to None."""
+        return self.inner_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        # Keras sets it in its own `__init__`, before there is a wrapped optimizer.
+        if "inner_optimizer" in self.__dict__:
+            self.inner_optimizer.loss_scale_factor = value
+
     def scale_loss(self, loss: Any) -> Any:
         if self._tables.sums is not None:
             self._tables.sums.expect()

@@ -416,3 +416,33 @@ def test_a_state_that_starts_at_the_row_needs_rows_of_float32():
     layer.build()
     with pytest.raises(ValueError, match="needs rows of float32"):
         sok.OptimizerWrapper(schedule_free()).build([layer.trigger])
+
+
+class WithoutConfig(optimizers.Optimizer):
+    """Its `get_config` is Keras' own, which does not know `scale`."""
+
+    def __init__(self, learning_rate, scale=1.0, powers=(1,), **kwargs):
+        super().__init__(learning_rate, **kwargs)
+        self.scale, self.powers = scale, powers
+
+    def update_step(self, gradient, variable, learning_rate):
+        for power in self.powers:
+            moved = ops.cast(learning_rate, variable.dtype) * self.scale * gradient**power
+            self.assign_sub(variable, moved)
+
+
+def test_hyper_parameters_that_the_config_lacks_count():
+    def optimizer():
+        return WithoutConfig(0.1, scale=2.0, powers=(1, 2))
+
+    assert_trains_alike(lambda embedding, wrap: fitted(embedding, wrap(optimizer())), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: optimizers.SGD(0.01, loss_scale_factor=8.0), lambda: TwoStates(0.1)])
+def test_a_loss_scale_optimizer_takes_the_place_of_a_loss_scale(make):
+    """It sets the factor of the optimizer that it is around to None."""
+
+    def train(embedding, wrap):
+        return fitted(embedding, optimizers.LossScaleOptimizer(wrap(make()), initial_scale=4.0))
+
+    assert_trains_alike(train, tolerance=1e-5)
