@@ -36,6 +36,7 @@ class NativeStep:
             "initial_capacity": 0,
             "max_capacity": None,
             "check_mode": "raise",
+            "trainable": True,
         }
         limits = limits or [{}] * num_tables
         self.group = native.Group([json.dumps({"name": f"t{t}", **config, **limit}) for t, limit in enumerate(limits)])

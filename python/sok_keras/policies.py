@@ -251,8 +251,9 @@ class TimeToLive(_Policy):
 
     A row that training has not used for so long goes at the end of a step, with its optimizer states. A step is a call of the optimizer; a
     row that is inserted outside of steps is as old as the last one. Rows whose gradients were not applied yet stay, and so does the row of
-    `out_of_vocabulary_key`. Each step looks at a part of the keys, so that none takes long: all parts have their turn within a quarter of
-    `time_to_live` if that is a number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers.
+    `out_of_vocabulary_key`. Each step looks at a part of the keys: all parts have their turn within a quarter of `time_to_live` if that is a
+    number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers. The fewer parts there are, the
+    longer a step takes. A table with `trainable=False` keeps its rows.
 
     Times are those of the system's clock, and exact to a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps and
     weights files hold the ages of rows.

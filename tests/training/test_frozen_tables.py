@@ -13,10 +13,10 @@ IDS = np.random.default_rng(0).integers(0, 9, (32, 3)).astype("int32")
 TARGETS = IDS.sum(1, keepdims=True).astype("float32")
 
 
-def two_tables(trainable, weighted=False):
+def two_tables(trainable, weighted=False, **policies):
     configs = [
-        sok.TableConfig("learns", None, DIM, "normal", combiner="sum", seed=1),
-        sok.TableConfig("frozen", None, DIM, "normal", combiner="sum", seed=2, trainable=trainable),
+        sok.TableConfig("learns", None, DIM, "normal", combiner="sum", seed=1, **policies),
+        sok.TableConfig("frozen", None, DIM, "normal", combiner="sum", seed=2, trainable=trainable, **policies),
     ]
     features = {config.name: sok.FeatureConfig(config.name, config) for config in configs}
     return sok.DistributedEmbedding(features, name="both")
@@ -46,6 +46,25 @@ def test_a_frozen_table_keeps_its_rows_and_gets_none():
     np.testing.assert_array_equal(contents.rows, known)
     assert layer.get_tables()["learns"].export().keys.tolist() == list(range(9))
     assert layer.get_tables()["frozen"].stats().dropped_gradients == 0
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_the_policies_of_a_frozen_table_do_nothing_to_its_rows(trainable):
+    layer = two_tables(
+        trainable, time_to_live=2, eviction=sok.policies.LFU(half_life=1, count_inference=True), max_capacity=50
+    )
+    layer.build()
+    table, unused = layer.get_tables()["frozen"], [20, 21]
+    table.assign(unused, np.ones((2, DIM), "float32"))
+    for _ in range(4):
+        layer({"learns": unused, "frozen": unused}, training=False)
+    fit(model_of(layer))
+    if trainable:
+        assert set(table.keys().tolist()) == set(range(9))
+        return
+    contents = table.export(scores=True)
+    assert contents.keys.tolist() == unused and contents.scores.tolist() == [4, 4]
+    assert table.stats().expired == 0 and table.explain(20).state == "present"
 
 
 def test_the_other_tables_learn_as_if_all_did():

@@ -89,6 +89,7 @@ fn config(name: &str) -> TableConfig {
         admission: None,
         row_type: RowType::Float32,
         stochastic_rounding: false,
+        trainable: true,
         optimizer: 0,
     }
 }

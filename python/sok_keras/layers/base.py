@@ -62,6 +62,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
         "time_to_live": core_time_to_live(get_time_to_live(config.time_to_live)),
         "row_type": config.embedding_dtype,
         "stochastic_rounding": config.stochastic_rounding,
+        "trainable": bool(config.trainable),
         "placement": distributed.core_placement(config),
     }
 

@@ -118,6 +118,8 @@ pub struct TableConfig {
     /// Whether updates round rows of 16 bits by chance instead of to the nearest. The chance is a function of seed, step, key and column.
     #[serde(default)]
     pub stochastic_rounding: bool,
+    /// Whether training changes the table. If not, no row of it goes because its time is over, and no count is halved.
+    pub trainable: bool,
     /// Number of the optimizer that updates the table. 0 is the model's optimizer; table optimizers of the group count from 1.
     #[serde(default)]
     pub optimizer: usize,

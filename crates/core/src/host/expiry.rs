@@ -24,7 +24,7 @@ impl HostTable {
         let (lifetime, now) = (time_to_live.lifetime, clock::now());
         let newest = lifetime.newest_past(commit, now, &evictor.commits.times);
         lifetime.note(commit, now, &mut evictor.commits.times);
-        let due = lifetime.part_due(self.step, self.config.seed);
+        let due = lifetime.part_due(self.step, self.config.seed).filter(|_| self.config.trainable);
         let (Some(newest), Some(part)) = (newest, due) else { return };
         // Rows of commits whose gradients were not applied yet stay.
         let newest = newest.min(evictor.commits.settled);

@@ -121,10 +121,10 @@ impl HostTable {
     /// Ends the step in progress, by this commit of the group.
     pub(crate) fn end_step(&mut self, commit: u64) {
         self.expire(commit);
-        if let Some(evictor) = &mut self.evictor {
+        if let Some(evictor) = self.evictor.as_mut().filter(|_| self.config.trainable) {
             evictor.end_step(self.step);
         }
-        if let Some(admitter) = &mut self.admitter {
+        if let Some(admitter) = self.admitter.as_mut().filter(|_| self.config.trainable) {
             admitter.end_step(self.step);
         }
         if self.has_policy() {

@@ -43,6 +43,7 @@ impl MapTable {
             admission: None,
             row_type: RowType::Float32,
             stochastic_rounding: false,
+            trainable: true,
             optimizer: 0,
         };
         MapTable { config, update, records: BTreeMap::new(), largest_chunk: Cell::new(0) }

@@ -38,6 +38,7 @@ pub fn plain_config(name: &str, dim: usize) -> TableConfig {
         admission: None,
         row_type: RowType::Float32,
         stochastic_rounding: false,
+        trainable: true,
         optimizer: 0,
     }
 }
@@ -68,6 +69,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
         prop_oneof![3 => Just(None), 1 => admission().prop_map(Some)],
         prop_oneof![2 => Just(None), 1 => time_to_live().prop_map(Some)],
         row_type(),
+        prop_oneof![7 => Just(true), 1 => Just(false)],
         prop_oneof![4 => Just(0), 1 => Just(1)],
     );
     (select(&DIMS), initializer(), any::<u64>(), limits, modes).prop_map(
@@ -76,7 +78,18 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
             initializer,
             seed,
             (vocabulary_size, max_capacity, initial),
-            (missing, oov, check_mode, oov_key, eviction, admission, time_to_live, row_type, optimizer),
+            (
+                missing,
+                oov,
+                check_mode,
+                oov_key,
+                eviction,
+                admission,
+                time_to_live,
+                row_type,
+                trainable,
+                optimizer,
+            ),
         )| {
             TableConfig {
                 name: format!("d{dim}"),
@@ -95,6 +108,7 @@ pub fn config() -> impl Strategy<Value = TableConfig> {
                 time_to_live: time_to_live.filter(|_| vocabulary_size.is_none()),
                 row_type: row_type.0,
                 stochastic_rounding: row_type.1,
+                trainable,
                 optimizer,
             }
         },

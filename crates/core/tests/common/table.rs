@@ -265,6 +265,15 @@ impl ModelTable {
     /// Ends the step in progress by a commit. Returns how many rows went.
     pub fn end_step(&mut self, commit: u64) -> u64 {
         self.newest_commit = commit;
+        let expired = if self.config.trainable { self.age(commit) } else { 0 };
+        if self.config.counting().is_some() || self.config.admission.is_some() {
+            self.step += 1;
+        }
+        expired
+    }
+
+    /// Does at the end of a step what time does to a table that training changes. Returns how many rows went.
+    fn age(&mut self, commit: u64) -> u64 {
         let expired = self.expire(commit);
         if self.config.admission.is_some_and(|policy| policy.halves_after(self.step)) {
             self.sights.values_mut().for_each(|count| *count /= 2);
@@ -276,9 +285,6 @@ impl ModelTable {
             && self.step.is_multiple_of(every)
         {
             self.rows.values_mut().for_each(|record| record.score /= 2);
-        }
-        if self.config.counting().is_some() || self.config.admission.is_some() {
-            self.step += 1;
         }
         expired
     }

@@ -193,6 +193,7 @@ pub fn config(name: &str, dim: usize, initial_capacity: u64) -> TableConfig {
         admission: None,
         row_type: RowType::Float32,
         stochastic_rounding: false,
+        trainable: true,
         optimizer: 0,
         time_to_live: None,
     }

@@ -202,6 +202,9 @@ impl Candidates {
     /// # Errors
     /// [`Error::Device`](sok_core::Error::Device) if a kernel cannot be compiled or launched.
     pub fn age(&self, step: u64, resolved: u64, stream: Stream) -> Result<()> {
+        if !self.table.config.trainable {
+            return Ok(());
+        }
         let device = &self.table.device;
         let most = self.table.max_numbers();
         let (descriptor, blocks) = (self.descriptor(), device.blocks_for(most as usize, 1) as usize);

@@ -47,7 +47,8 @@ impl GpuTable {
 
     /// Returns which keys are due at the end of a step.
     fn part_due(&self, step: u64) -> Option<Part> {
-        self.config.time_to_live?.lifetime.part_due(step, self.config.seed)
+        let due = self.config.time_to_live?.lifetime.part_due(step, self.config.seed);
+        due.filter(|_| self.config.trainable)
     }
 
     /// Returns for how many rows of a part the ring has room.

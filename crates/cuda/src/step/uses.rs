@@ -204,7 +204,7 @@ impl Workspace {
             return Ok(());
         }
         for (table, evictor) in evictors {
-            if evictor.policy.halves_after(ended(evictor)) {
+            if table.config.trainable && evictor.policy.halves_after(ended(evictor)) {
                 table.halve_scores(resolved, stream)?;
             }
         }
