@@ -172,9 +172,9 @@ class Frequency(Admission):
     hold the counts, so counting goes on after a load; weights files do not.
 
     With `memory` there are at most `n = memory // 64` counts after each step. If a step ends with more, those of 1 are forgotten, then those
-    of 2 and so on, until a 64th of `n` is free. So an id may get its row late, but never early. Each time that its count is forgotten it
-    loses at most `1.02 * s / n` sights, where `s` is the sum of all counts. Ids that come again soon keep their counts among many that come
-    once. A table keeps the memory that its largest step has needed, and on a GPU up to three times `memory`.
+    of 2 and so on, until a 64th of `n` is free. So an id may get its row late, but never early; among more than `n` ids that come equally
+    often it may get none. Each time that its count is forgotten it loses at most `1.02 * s / n` sights, where `s` is the sum of all counts.
+    Ids that come again soon keep their counts among many that come once. A table keeps the memory that its largest step has needed, and on a GPU up to three times `memory`.
 
     Example:
 

@@ -51,7 +51,7 @@ class Explanation(NamedTuple):
     """What a table knows about a key.
 
     Attributes:
-        state: `"present"` if the key has a row; `"filtered"` if it has come in training without getting one; `"evicted"` if its row was
+        state: `"present"` if the key has a row; `"filtered"` if `Frequency` has counted it without giving it one; `"evicted"` if its row was
             removed to make room; `"expired"` if its row was removed because its time to live was over; `"absent"` if it has never had
             one, was erased, or went longer ago than the table remembers.
         score: The score of its row; None without a row or a policy.
@@ -91,7 +91,7 @@ class TableStats(NamedTuple):
         capacity: Number of rows at which the index grows.
         hits: Distinct keys of training lookups that had a row.
         inserted: Distinct keys that got a row.
-        filtered: Distinct keys that the admission policy kept out, added up over the steps.
+        filtered: Distinct keys that the admission policy kept out, added up over the lookups of applied steps.
         evicted: Rows that were removed to make room for others.
         expired: Rows that were removed because their time to live was over.
         refused: Distinct keys that did not fit.
@@ -473,7 +473,8 @@ class Table:
         return Explanation(state, **{field: number})
 
     def take_evicted(self, *, local: bool = False) -> EvictedRows:
-        """Returns the rows that the table has removed since the last call, and forgets them. They take memory until then.
+        """Returns the rows that the table has removed since the last call, and forgets them. They take memory until then. A load that replaces
+        the rows of the table, and `clear`, drop those that were not taken, and what `explain` knows of keys that went.
 
         Args:
             local: Whether only the rows of this rank are taken. If not, those of rank 0 come first.
