@@ -433,6 +433,8 @@ def _named(source, tables):
 def _choose(found, names):
     if names is None:
         return found
+    if isinstance(names, str):
+        raise ValueError(f"`tables` must be a sequence of names. Received: tables={names!r}")
     known = {table.name: table for table in found}
     unknown = sorted(set(names) - set(known))
     if unknown:

@@ -317,13 +317,31 @@ def scores_of(value: Any, ids: Any, feature: str, eviction: Any) -> Any:
     """
     if value is None:
         return None
+    _check_takes_scores(eviction, feature)
+    value = _one_for_each_id("scores", value, ids, feature)
+    _check_dtype_of_scores(_dtype_of(value), feature)
+    value = ops.convert_to_tensor(_plain(value))
+    return ops.cast(value, "int32") if _dtype_of(value) in _NARROW else value
+
+
+def check_scores(value: Any, feature: str, eviction: Any) -> None:
+    """Raises the `ValueError`s of `scores_of` that a symbolic tensor has."""
+    if value is None:
+        return
+    _check_takes_scores(eviction, feature)
+    if isinstance(value, keras.KerasTensor):
+        _check_dtype_of_scores(_dtype_of(value), feature)
+
+
+def _check_takes_scores(eviction: Any, feature: str) -> None:
     if not isinstance(eviction, Custom):
         raise ValueError(
             "`scores` are for tables with `eviction=sok_keras.policies.Custom()`. Received: scores for a table with "
             f"eviction={eviction!r} (feature {feature!r})"
         )
-    value = _one_for_each_id("scores", value, ids, feature)
-    dtype = _dtype_of(value)
+
+
+def _check_dtype_of_scores(dtype: str, feature: str) -> None:
     if dtype not in ("int32", "int64", *_NARROW):
         raise ValueError(f"`scores` must be int32 or int64. Received: scores of dtype {dtype} (feature {feature!r})")
     if dtype == "int64" and not backend.has_wide_integers():
@@ -331,8 +349,6 @@ def scores_of(value: Any, ids: Any, feature: str, eviction: Any) -> Any:
             "JAX cuts int64 scores to 32 bits. Set `JAX_ENABLE_X64=1` (Keras stays float32), or feed int32. Received: scores of dtype "
             f"int64 (feature {feature!r})"
         )
-    value = ops.convert_to_tensor(_plain(value))
-    return ops.cast(value, "int32") if dtype in _NARROW else value
 
 
 def _one_for_each_id(name: str, value: Any, ids: Any, feature: str) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import re
 from typing import Any
 
 import keras
@@ -35,6 +36,12 @@ def _check_half_life(half_life: Any) -> None:
         raise ValueError(
             f"`half_life` must be a positive integer of 64 bits or None. Received: half_life={half_life!r}"
         )
+
+
+def _bytes_of(memory: Any) -> Any:
+    """The number of bytes that a string with a unit says; any other value as it is."""
+    said = re.fullmatch(r"(\d+) ?([KMG])B", memory) if isinstance(memory, str) else None
+    return int(said[1]) << {"K": 10, "M": 20, "G": 30}[said[2]] if said else memory
 
 
 def as_python_int(value: Any) -> Any:
@@ -191,17 +198,18 @@ class Frequency(Admission):
         threshold: Number of sights from which on an id gets a row.
         once_per_step: Whether an id counts once a step, however often it comes in it.
         half_life: Number of steps after which all counts are halved and rounded down. None: never.
-        memory: Number of bytes for the counts, at least 64. Ranks share them. `threshold` is at most 4095 then. None: each id without a row
-            has a count.
+        memory: Number of bytes for the counts, at least 64, or a string with a unit of 1024 bytes or its powers: `"64MB"`. Ranks share
+            them. `threshold` is at most 4095 then. None: each id without a row has a count.
     """
 
     threshold: int
     _: dataclasses.KW_ONLY
     once_per_step: bool = False
     half_life: int | None = None
-    memory: int | None = None
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", _bytes_of(self.memory))
         self._take_integers("threshold", "half_life", "memory")
         if not _is_count(self.threshold) or self.threshold >= 2**32:
             raise ValueError(
@@ -209,11 +217,12 @@ class Frequency(Admission):
             )
         check_flags(once_per_step=self.once_per_step)
         _check_half_life(self.half_life)
-        if self.memory is None:
+        memory: Any = self.memory
+        if memory is None:
             return
-        if not _is_count(self.memory) or self.memory < 64:
+        if not _is_count(memory) or memory < 64:
             raise ValueError(
-                f"`memory` must be an int from 64 bytes to {2**64 - 1}, or None. Received: memory={self.memory!r}"
+                f'`memory` must be an int from 64 bytes to {2**64 - 1}, a string such as "64MB", or None. Received: memory={memory!r}'
             )
         if self.threshold > 4095:
             raise ValueError(

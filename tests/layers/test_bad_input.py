@@ -80,17 +80,17 @@ def test_unknown_choice_lists_the_known_ones(argument):
 
 
 SIZES = {
-    "vocabulary_size": "must be a positive integer or None",
-    "max_capacity": "must be a positive integer or None",
-    "initial_capacity": "must be an integer of at least 0",
+    "vocabulary_size": "must be a positive integer or None, of at most 64 bits",
+    "max_capacity": "must be a positive integer or None, of at most 64 bits",
+    "initial_capacity": "must be an integer of at least 0, of at most 64 bits",
     "seed": "must be an integer or None",  # a negative one counts modulo 2^64
 }
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "3"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, 2**70])
 @pytest.mark.parametrize("argument", SIZES)
 def test_sizes_and_seeds_must_be_integers(argument, value):
-    if (argument, value) == ("seed", -1):
+    if argument == "seed" and value in (-1, True, 2**70):
         value = np.float32(1)
     config = sok.TableConfig("t", **{"vocabulary_size": None, "embedding_dim": DIM, argument: value})
     with pytest.raises(ValueError, match=f"`{argument}` {SIZES[argument]}. Received: {argument}=.*{value!s}"):

@@ -216,6 +216,11 @@ def test_probabilities_are_checked(probability):
         Probability(probability)
 
 
+def test_memory_may_have_a_unit():
+    assert Frequency(2, memory="64MB") == Frequency(2, memory=64 << 20)
+    assert Frequency(2, memory="3 KB").get_config()["memory"] == 3072
+
+
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match="`admission` must be"):
         make_layer("frequency")
@@ -225,6 +230,9 @@ def test_arguments_are_checked():
         Frequency(2, memory=63)
     with pytest.raises(ValueError, match="`memory` must be an int from 64 bytes to"):
         Frequency(2, memory=2**64)
+    for memory in ("64", "64mb", "1.5MB", "32B", "-1KB", ""):
+        with pytest.raises(ValueError, match='a string such as "64MB", or None'):
+            Frequency(2, memory=memory)
     with pytest.raises(ValueError, match="`threshold` must be at most 4095 where `memory` is given"):
         Frequency(4096, memory=64)
     with pytest.raises(ValueError, match="`once_per_step` must be True or False"):

@@ -197,5 +197,13 @@ def test_wrong_scores_are_refused():
         with pytest.raises(ValueError, match="JAX cuts int64 scores to 32 bits"):
             layer(ids, scores=ids.astype("int64"))
     assert len(layer.get_table()) == 0
+    symbolic = keras.Input((2,), dtype="int32")
+    with pytest.raises(ValueError, match="`scores` must be int32 or int64. Received: scores of dtype float32"):
+        layer(symbolic, scores=keras.Input((2,)))
+    with pytest.raises(ValueError, match="`scores` are for tables with"):
+        make_layer(eviction="lru")(symbolic, scores=symbolic)
+    if BACKEND == "jax":
+        with pytest.raises(ValueError, match="JAX cuts int64 scores to 32 bits"):
+            layer(symbolic, scores=keras.Input((2,), dtype="int64"))
     with pytest.raises(ValueError, match="`eviction` needs|`max_capacity`"):
         sok.DynamicEmbedding(DIM, eviction=Custom())

@@ -32,9 +32,9 @@ _ROWS_AT_ONCE = 65_536
 
 _SIZES = {
     "embedding_dim": "a positive integer",
-    "vocabulary_size": "a positive integer or None",
-    "initial_capacity": "an integer of at least 0",
-    "max_capacity": "a positive integer or None",
+    "vocabulary_size": "a positive integer or None, of at most 64 bits",
+    "initial_capacity": "an integer of at least 0, of at most 64 bits",
+    "max_capacity": "a positive integer or None, of at most 64 bits",
 }
 
 
@@ -42,7 +42,7 @@ def table_core_config(config: TableConfig, layer: str | None = None) -> dict[str
     """Converts a `TableConfig` for the core. If the layer may have several tables, the name is mixed into the seed."""
     for argument, what in _SIZES.items():
         value = getattr(config, argument)
-        is_size = isinstance(value, int) and value >= ("positive" in what)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and ("positive" in what) <= value < 2**64
         if not is_size and not (value is None and "None" in what):
             raise ValueError(f"`{argument}` must be {what}. Received: {argument}={value!r}")
     return {

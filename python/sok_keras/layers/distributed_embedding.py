@@ -255,17 +255,19 @@ class DistributedEmbedding(TableLayer):
     def compute_output_spec(
         self, inputs: Any, weights: Any = None, training: bool | None = None, scores: Any = None
     ) -> Any:
-        def spec_of(config: FeatureConfig, value: Any) -> Any:
+        def spec_of(config: FeatureConfig, value: Any, score: Any = None) -> Any:
             reduces = config.table.combiner is not None
             value = preprocessing.ids_of(value, config.padding_key, config.name)
             ids.check_dtype(value, config.name)
+            ids.check_scores(score, config.name, config.table.eviction)
             shape = ids.shape_of(value)
             _check_shape("input_shape", config.input_shape, shape, config.name)
             shape = ids.rows_shape(shape, config.table.embedding_dim, reduces)
             _check_shape("output_shape", config.output_shape, shape, config.name)
             return ids.spec_like(value, shape, self.compute_dtype, reduces)
 
-        return _map_up_to(self.feature_configs, spec_of, inputs)
+        trees = (inputs,) if scores is None else (inputs, scores)
+        return _map_up_to(self.feature_configs, spec_of, *trees)
 
     def get_config(self) -> dict[str, Any]:
         # Tables and their optimizers in lists of their own, features by number: so sharing survives.

@@ -314,6 +314,7 @@ class DynamicEmbedding(TableLayer):
         reduces = self.combiner is not None
         inputs = preprocessing.ids_of(inputs, self._padding_key, self.name)
         ids.check_dtype(inputs, self.name)
+        ids.check_scores(scores, self.name, self.eviction)
         shape = ids.rows_shape(ids.shape_of(inputs), self.output_dim, reduces)
         return ids.spec_like(inputs, shape, self.compute_dtype, reduces)
 
