@@ -8,7 +8,9 @@ mod common;
 use common::{Bench, config, keep_samples, median, nth_key};
 use sok_core::contract::table::{Contents, Table, TableConfig};
 use sok_core::key::hash;
+use sok_core::policy::admission::Admission;
 use sok_core::policy::eviction::{Eviction, Score};
+use sok_core::policy::time_to_live::{Lifetime, TimeToLive};
 use sok_cuda::gpu_table::GpuTable;
 use sok_cuda::memory::Buffer;
 
@@ -64,10 +66,7 @@ fn main() {
     println!(
         "\n| rows | policy | find_or_insert, Gkeys/s | HierarchicalKV | ratio | to reach | rows removed |\n|---|---|---|---|---|---|---|"
     );
-    for (name, score) in [("LRU", Score::Lru), ("LFU", Score::Lfu { half_life: None })] {
-        let eviction = Eviction { score, counts_inference: false, keeps_evicted: false };
-        let (max_capacity, eviction) = (Some(CAPACITY as u64), Some(eviction));
-        let full = TableConfig { max_capacity, eviction, ..config("t", DIM, CAPACITY as u64) };
+    for (name, full) in full_tables() {
         let mut table = GpuTable::new(&bench.device, full).unwrap();
         fill(&bench, &buffers, &mut table, CAPACITY as u64);
         let inserts = time_inserts(&bench, &buffers, &mut table, CAPACITY as u64);
@@ -79,6 +78,24 @@ fn main() {
         println!("| 100 % | {name} | {mean:.2} | {HKV_FULL:.2} | {:.2} | 2.2 | {removed} |", mean / HKV_FULL);
         keep_samples(&format!("find_or_insert, full, {name}"), "Gkeys/s", &inserts);
     }
+}
+
+/// A table at its capacity with each policy.
+fn full_tables() -> Vec<(&'static str, TableConfig)> {
+    let with = |score| {
+        let eviction = Some(Eviction { score, counts_inference: false, keeps_evicted: false });
+        let max_capacity = Some(CAPACITY as u64);
+        TableConfig { max_capacity, eviction, ..config("t", DIM, CAPACITY as u64) }
+    };
+    let twice = Admission::Frequency { threshold: 2, once_per_step: false, half_life: None, memory: None };
+    let time_to_live = TimeToLive { lifetime: Lifetime::Steps(4096), keeps_expired: false };
+    vec![
+        ("LRU", with(Score::Lru)),
+        ("LFU", with(Score::Lfu { half_life: None })),
+        ("Custom", with(Score::Custom)),
+        ("LRU, keys that come twice", TableConfig { admission: Some(twice), ..with(Score::Lru) }),
+        ("LRU, 4,096 steps to live", TableConfig { time_to_live: Some(time_to_live), ..with(Score::Lru) }),
+    ]
 }
 
 /// Memory of the calls.
