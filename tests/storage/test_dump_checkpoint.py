@@ -10,6 +10,7 @@ from dumped import OPTIMIZERS, assert_tables_equal, compiled, rewrite_manifest
 from reference import (
     STEPS,
     fit,
+    our_embedding,
     table_of,
     to_numpy,
 )
@@ -36,6 +37,15 @@ def test_dump_checkpoint_removes_older_dumps_first_though_their_run_went_further
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{STEPS}"]
     sok.load(tmp_path / f"step-{STEPS}", again := compiled(OPTIMIZERS["momentum"]()))
     assert_tables_equal(table_of(again), table_of(model))
+
+
+def test_dump_checkpoint_removes_what_a_run_that_was_interrupted_has_left(tmp_path):
+    callback = lambda **arguments: sok.callbacks.DumpCheckpoint(tmp_path, **arguments)
+    model = lambda: compiled(OPTIMIZERS["momentum"](), our_embedding(name="e"))
+    fit(model(), epochs=2, callbacks=[callback(keep=2)])
+    fit(model(), callbacks=[callback(keep=1, base_every=9)])
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{2 * STEPS}"]
+    assert len(sok.read_manifest(tmp_path / f"step-{2 * STEPS}").increments) == 1
 
 
 def test_dump_checkpoint_goes_on_from_the_dump_that_was_written_last(tmp_path):

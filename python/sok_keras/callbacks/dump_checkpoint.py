@@ -142,6 +142,8 @@ class DumpCheckpoint(keras.callbacks.Callback):
             step = checkpoint.load(newest, self.model).step
             # Without a progress file, every increment counts as one that `save_freq` asked for.
             self._base, self._since_base = newest, len(read_manifest(newest).increments)
+            # A `fit` that was interrupted may have left more, and this one may add increments alone.
+            self._keep_newest(newest)
             self._go_on(distributed.of_rank_0(self._progress.of(f"step-{step}") if distributed.rank() == 0 else None))
 
     def _go_on(self, entry):
