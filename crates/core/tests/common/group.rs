@@ -118,7 +118,7 @@ impl Model {
         }
     }
 
-    /// An optimizer that was there keeps its states, and the first takes those that were loaded; any other starts anew.
+    /// An optimizer that was there keeps its states, and any takes those that were loaded and made no step yet; else it starts anew.
     pub fn bind(&mut self, owner: u64, update: Update, mode: UpdateMode) {
         self.mode = mode;
         let keep = self.update.is_none() || owner == self.owner;
@@ -478,7 +478,9 @@ impl Model {
         if !is_update {
             return;
         }
-        self.tables.iter_mut().for_each(|table| table.settled_commit = self.num_commits);
+        for table in &mut self.tables {
+            (table.settled_commit, table.has_loaded_states) = (self.num_commits, false);
+        }
         for ((table, sums), scalars) in self.tables.iter_mut().zip(&mut self.committed).zip(scalars) {
             let update = update_of(&table.config, self.update.unwrap());
             let mut resting: BTreeSet<Key> = table.rows.keys().copied().collect();

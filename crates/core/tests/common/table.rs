@@ -35,6 +35,8 @@ pub struct ModelTable {
     births: u64,
     /// How often all records went at once.
     pub clears: u64,
+    /// Whether a load has brought the states since an optimizer was bound or has made a step.
+    pub has_loaded_states: bool,
     /// The step in progress.
     pub step: u64,
     /// Later commits were not applied yet.
@@ -89,6 +91,7 @@ impl ModelTable {
             rows: BTreeMap::new(),
             births: 0,
             clears: 0,
+            has_loaded_states: false,
             step: 1,
             settled_commit: BEFORE_FIRST_COMMIT,
             newest_commit: BEFORE_FIRST_COMMIT,
@@ -437,6 +440,7 @@ impl ModelTable {
         let states = |u: Option<Update>| u.map(|u| (u.rule.name(), u.rule.states(self.config.dim)));
         let is_same = states(self.update) == states(update);
         self.update = update;
+        let keep_states = std::mem::take(&mut self.has_loaded_states) || keep_states;
         if is_same && keep_states {
             return;
         }
@@ -589,6 +593,7 @@ impl TableOp {
                 model.restore(&Self::records(keys, model.width(), *seed, &model.config))?;
             }
             TableOp::Reload => {
+                model.has_loaded_states = true;
                 model.clears += 1;
                 model.forget();
                 let first_score = model.first_score();
