@@ -90,6 +90,7 @@ class Optimizer:
         accumulates: bool,
         others: list[list[tuple[str, int]]],
         mode: str = "local",
+        was_restored: bool = False,
     ) -> None: ...
     def part(self, numbers: list[int]) -> Optimizer: ...
 

@@ -211,7 +211,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def build(self, variables: list) -> None:
         """Builds the inner optimizer and binds the tables of the triggers among `variables`, whose records get its states.
 
-        States of another optimizer are reset. States that were loaded, and with which no optimizer has made a step yet, are kept if they fit.
+        States of another optimizer are reset. States that were loaded are kept if they fit and no optimizer was bound before, or if variables
+        of this optimizer were loaded too.
         """
         if self.built:
             return
@@ -274,6 +275,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 (inner.gradient_accumulation_steps or 1) > 1,
                 own,
                 self.update_mode,
+                self._tables.waiting is not None,
             )
             self._tables.handle = self._tables.native.handle
             self._tables.gpu = cores[0].gpu

@@ -111,8 +111,8 @@ class TableConfig:
         out_of_vocabulary_key: An id whose row stands for unknown ids. In a static table, ids outside are looked up and trained as this id.
             In a dynamic table, it replaces `missing`: a lookup that does not insert, or that finds no room, returns the row of this id
             for an id without a row. Feed this id in place of rare ids to train its row.
-        trainable: Whether training changes the table. If not, lookups insert no rows, its rows stay as they are, and `time_to_live` removes
-            none.
+        trainable: Whether training changes the table. If not, lookups insert no rows, its rows stay as they are, `time_to_live` removes
+            none, and counts of policies are neither halved nor forgotten. A layer reads it when it is made.
         seed: Seed of first values, an int. None: drawn as Keras draws the seeds of initializers.
         initial_capacity: Number of rows to allocate at once.
         max_capacity: Maximal number of rows. None: as many as fit into memory.

@@ -65,11 +65,14 @@ def test_training_resumed_in_a_model_that_was_compiled_anew_equals_training_that
     assert_equal(all_of(fit(model)), expected)
 
 
-def test_states_that_have_made_a_step_since_they_were_loaded_go_with_their_optimizer():
+@pytest.mark.parametrize("steps", [0, 2])
+def test_states_that_were_loaded_for_an_optimizer_go_with_it(steps):
+    """A model that is compiled anew after a load begins with an optimizer of no steps."""
     path, _ = interrupted("adam")
     model = fit(compiled(OPTIMIZERS["adam"]()))
     sok.load(path / "dump", model)
-    fit(model)
+    if steps:
+        fit(model, steps=steps)
     model.compile(sok.OptimizerWrapper(OPTIMIZERS["adam"]()), "mse", **FAST)
     model.optimizer.build(model.trainable_variables)
     assert not any(state.any() for state in table_of(model).export(states=True).states.values())

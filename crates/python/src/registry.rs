@@ -58,6 +58,8 @@ pub struct Optimizer {
     pub accumulates: bool,
     /// Which rows a step updates.
     pub mode: UpdateMode,
+    /// Whether it goes on from a state that was loaded.
+    pub was_restored: bool,
     /// The handle under which the groups were bound. None: the optimizer's own.
     pub bound_as: Option<i64>,
 }
@@ -66,12 +68,14 @@ impl Optimizer {
     /// The binding of each group. `handle`: the handle of this optimizer.
     pub fn bindings(&self, handle: i64) -> impl Iterator<Item = Binding> {
         let (owner, needs_norm, mode) = (self.bound_as.unwrap_or(handle) as u64, self.needs_norm, self.mode);
+        let was_restored = self.was_restored;
         let binding = move |(update, others): &(Update, Arc<[OwnUpdate]>)| Binding {
             owner,
             update: *update,
             others: others.clone(),
             needs_norm,
             mode,
+            was_restored,
         };
         self.updates.iter().map(binding)
     }

@@ -456,9 +456,10 @@ pub struct Optimizer {
 impl Optimizer {
     /// Binds the groups: their records get the states of their update (JSON of each). `others`: of each group, the updates of its tables' own
     /// optimizers, each with its row in the scalars of `apply`; row 0 is that of the model's optimizer. `mode`: which rows a step updates,
-    /// `"local"`, `"global"` or `"lazy_global"`.
+    /// `"local"`, `"global"` or `"lazy_global"`. `was_restored`: whether the optimizer goes on from a state that was loaded.
     #[new]
-    #[pyo3(signature = (groups, updates, needs_norm, accumulates, others=vec![], mode="local"))]
+    #[pyo3(signature = (groups, updates, needs_norm, accumulates, others=vec![], mode="local", was_restored=false))]
+    #[expect(clippy::too_many_arguments, reason = "a call from Python, where they have names")]
     fn new(
         py: Python<'_>,
         groups: Vec<PyRef<'_, Group>>,
@@ -467,6 +468,7 @@ impl Optimizer {
         accumulates: bool,
         others: Vec<Vec<(String, usize)>>,
         mode: &str,
+        was_restored: bool,
     ) -> PyResult<Optimizer> {
         let mode = match mode {
             "local" => UpdateMode::Local,
@@ -485,8 +487,15 @@ impl Optimizer {
         let updates = updates.iter().zip(others).map(update).collect::<PyResult<Vec<_>>>()?;
         let groups: Vec<_> = groups.iter().map(|g| g.inner.clone()).collect();
         check_groups(&groups, updates.len()).map_err(to_python)?;
-        let optimizer =
-            registry::Optimizer { groups, updates, needs_norm, accumulates, mode, bound_as: None };
+        let optimizer = registry::Optimizer {
+            groups,
+            updates,
+            needs_norm,
+            accumulates,
+            mode,
+            was_restored,
+            bound_as: None,
+        };
         let handle = registry::add_optimizer(optimizer).map_err(to_python)?;
         let bound = detached(py, || {
             let optimizer = registry::optimizer(handle)?;
@@ -510,6 +519,7 @@ impl Optimizer {
             needs_norm: whole.needs_norm,
             accumulates: whole.accumulates,
             mode: whole.mode,
+            was_restored: whole.was_restored,
             bound_as: Some(whole.bound_as.unwrap_or(self.handle)),
         };
         check_groups(&part.groups, part.updates.len()).map_err(to_python)?;

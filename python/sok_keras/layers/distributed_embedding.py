@@ -162,13 +162,17 @@ class DistributedEmbedding(TableLayer):
 
     def _prefetch(self, inputs: Any) -> None:
         features, _, tensors, weights = self._features(inputs, None)
-        trains = [number for number, config in enumerate(self._structure.features) if config.table.trainable]
+        trains = [number for number, is_frozen in enumerate(self._frozen_features()) if not is_frozen]
         if trains and all(weights[number] is None for number in trains):
             self._tell(tuple(features[number] for number in trains), [tensors[number] for number in trains])
 
+    def _frozen_features(self) -> list[bool]:
+        """Of each feature: whether its table had `trainable=False` when the layer was made."""
+        return [config.table.name in self._core.frozen for config in self._structure.features]
+
     def _lookup_in_parts(self, features: list, tensors: list, weights: list, training: bool | None) -> list:
         """Looks up all features. One native call serves the trainable tables, a second one the frozen tables."""
-        frozen = [not config.table.trainable for config in self._structure.features]
+        frozen = self._frozen_features()
         rows: list = [None] * len(features)
         for is_frozen in sorted(set(frozen)):
             chosen = [number for number, of_feature in enumerate(frozen) if of_feature == is_frozen]

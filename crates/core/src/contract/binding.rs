@@ -20,6 +20,8 @@ pub struct Binding {
     pub needs_norm: bool,
     /// Which rows a step updates.
     pub mode: UpdateMode,
+    /// Whether the optimizer goes on from a state that was loaded. Then it takes over the states of rows that were loaded too.
+    pub was_restored: bool,
 }
 
 /// Which rows a step of an optimizer updates.
@@ -46,7 +48,14 @@ pub struct OwnUpdate {
 impl Binding {
     /// Returns the binding of an optimizer for all tables.
     pub fn new(owner: u64, update: Update, needs_norm: bool) -> Binding {
-        Binding { owner, update, others: Arc::new([]), needs_norm, mode: UpdateMode::Local }
+        Binding {
+            owner,
+            update,
+            others: Arc::new([]),
+            needs_norm,
+            mode: UpdateMode::Local,
+            was_restored: false,
+        }
     }
 
     /// Returns the update of each optimizer.

@@ -209,8 +209,8 @@ pub trait Group: Any + Send {
     /// Drops committed pushes, because their step has failed.
     fn drop_committed(&mut self);
 
-    /// Binds an optimizer. The records get its states. States of another optimizer are reset. States that were loaded, and with which no
-    /// optimizer has made a step yet, are kept.
+    /// Binds an optimizer. The records get its states. States of another optimizer are reset. States that were loaded are kept if no
+    /// optimizer was bound before, or if the optimizer goes on from a state that was loaded too and nobody has made a step with them since.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`].
@@ -226,6 +226,7 @@ pub trait Group: Any + Send {
             }
         }
         for table in self.tables_mut() {
+            let keeps_states = keeps_states || (binding.was_restored && table.has_loaded_states());
             table.set_update_rule(Some(*binding.update_of(table.config())), keeps_states)?;
         }
         self.set_binding(binding)

@@ -118,7 +118,7 @@ pub struct TableConfig {
     /// Whether updates round rows of 16 bits by chance instead of to the nearest. The chance is a function of seed, step, key and column.
     #[serde(default)]
     pub stochastic_rounding: bool,
-    /// Whether training changes the table. If not, no row of it goes because its time is over, and no count is halved.
+    /// Whether steps age the table. If not, no row goes because its time is over, and no score or count is halved or forgotten.
     pub trainable: bool,
     /// Number of the optimizer that updates the table. 0 is the model's optimizer; table optimizers of the group count from 1.
     #[serde(default)]
@@ -538,8 +538,11 @@ pub trait Table: Contents {
     /// Sets the seed of first values. A load sets it to the seed of the rows that it loads.
     fn set_seed(&mut self, seed: u64);
 
-    /// Gives the records the states of `update`, at their first values. With `keep_states`, or if `replace_with` has brought the states and
-    /// no optimizer was bound or has made a step since, states of the same rule stay as they are.
+    /// Whether `replace_with` has brought the states, and no optimizer was bound or has made a step since.
+    fn has_loaded_states(&self) -> bool;
+
+    /// Gives the records the states of `update`, at their first values. With `keep_states`, states of the same rule stay as they
+    /// are.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`], [`Error::Device`].

@@ -433,6 +433,10 @@ impl Table for HostTable {
         (self.config.seed, self.first.seed) = (seed, seed);
     }
 
+    fn has_loaded_states(&self) -> bool {
+        self.has_loaded_states
+    }
+
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         if let Some(update) = &update {
             update.validate()?;
@@ -440,7 +444,6 @@ impl Table for HostTable {
         let dim = self.config.dim;
         let layout = RecordLayout::new(dim, update.as_ref());
         let have_none = self.first.layout.states().is_empty() && layout.states().is_empty();
-        let keep_states = keep_states || self.has_loaded_states;
         let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
         if !have_none && !share_them {
             let format = self.first.format;

@@ -121,6 +121,10 @@ impl Table for MapTable {
         self.config.seed = seed;
     }
 
+    fn has_loaded_states(&self) -> bool {
+        false
+    }
+
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         assert!(keep_states && self.update.is_none(), "what a load asks for");
         self.update = update;

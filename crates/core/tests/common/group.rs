@@ -12,7 +12,7 @@ use sok_core::key::Key;
 use sok_core::math::sum_of_squares;
 
 use super::input::Input;
-use super::subject::{OWN_UPDATE, own_scalars};
+use super::subject::{OWN_UPDATE, own_scalars, was_restored};
 use super::table::{BEFORE_FIRST_COMMIT, ModelTable, add, merge};
 
 /// An id that gives its key a gradient.
@@ -118,11 +118,13 @@ impl Model {
         }
     }
 
-    /// An optimizer that was there keeps its states, and any takes those that were loaded and made no step yet; else it starts anew.
+    /// An optimizer that was there keeps its states, and the first takes those that were loaded. One that was restored takes those that were
+    /// loaded and made no step yet. Any other starts anew.
     pub fn bind(&mut self, owner: u64, update: Update, mode: UpdateMode) {
         self.mode = mode;
         let keep = self.update.is_none() || owner == self.owner;
         for table in &mut self.tables {
+            let keep = keep || (was_restored(owner) && table.has_loaded_states);
             table.set_update_rule(Some(update_of(&table.config, update)), keep);
         }
         (self.owner, self.update) = (owner, Some(update));

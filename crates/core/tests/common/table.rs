@@ -440,7 +440,7 @@ impl ModelTable {
         let states = |u: Option<Update>| u.map(|u| (u.rule.name(), u.rule.states(self.config.dim)));
         let is_same = states(self.update) == states(update);
         self.update = update;
-        let keep_states = std::mem::take(&mut self.has_loaded_states) || keep_states;
+        self.has_loaded_states = false;
         if is_same && keep_states {
             return;
         }

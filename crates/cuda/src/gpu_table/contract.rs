@@ -248,6 +248,10 @@ impl Table for GpuTable {
         (self.config.seed, self.has_moved) = (seed, true);
     }
 
+    fn has_loaded_states(&self) -> bool {
+        self.has_loaded_states
+    }
+
     fn set_update_rule(&mut self, update: Option<Update>, keep_states: bool) -> Result<()> {
         if let Some(update) = &update {
             update.validate()?;
@@ -257,7 +261,6 @@ impl Table for GpuTable {
         let dim = self.config.dim;
         let layout = DeviceLayout::new(update.as_ref(), RowKind::of(&self.config));
         let have_none = self.layout.fields.count == 1 && layout.fields.count == 1;
-        let keep_states = keep_states || self.has_loaded_states;
         let share_them = keep_states && Update::share_states(self.update.as_ref(), update.as_ref(), dim);
         if have_none || share_them {
             (self.layout, self.has_moved) = (layout, true);
