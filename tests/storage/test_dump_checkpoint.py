@@ -48,6 +48,14 @@ def test_dump_checkpoint_removes_what_a_run_that_was_interrupted_has_left(tmp_pa
     assert len(sok.read_manifest(tmp_path / f"step-{2 * STEPS}").increments) == 1
 
 
+def test_dump_checkpoint_leaves_a_dump_that_it_went_on_from_if_other_files_are_there(tmp_path):
+    model = lambda: compiled(OPTIMIZERS["momentum"](), our_embedding(name="e"))
+    fit(model(), callbacks=[sok.callbacks.DumpCheckpoint(tmp_path)])
+    (tmp_path / f"step-{STEPS}" / "notes.txt").write_text("mine")
+    fit(model(), epochs=2, callbacks=[sok.callbacks.DumpCheckpoint(tmp_path)])
+    assert sok.read_manifest(tmp_path / f"step-{STEPS}").step == STEPS
+
+
 def test_dump_checkpoint_goes_on_from_the_dump_that_was_written_last(tmp_path):
     callback = lambda **arguments: sok.callbacks.DumpCheckpoint(tmp_path, keep=5, **arguments)
     fit(compiled(OPTIMIZERS["momentum"]()), epochs=2, callbacks=[callback()])

@@ -143,7 +143,7 @@ class DumpCheckpoint(keras.callbacks.Callback):
             # Without a progress file, every increment counts as one that `save_freq` asked for.
             self._base, self._since_base = newest, len(read_manifest(newest).increments)
             # A `fit` that was interrupted may have left more, and this one may add increments alone.
-            self._keep_newest(newest)
+            self._remove_old()
             self._go_on(distributed.of_rank_0(self._progress.of(f"step-{step}") if distributed.rank() == 0 else None))
 
     def _go_on(self, entry):
@@ -251,6 +251,9 @@ class DumpCheckpoint(keras.callbacks.Callback):
     def _keep_newest(self, path):
         """Removes old dumps, now that the one at `path` is written."""
         self._written = [*(other for other in self._written if other != path), path]
+        self._remove_old()
+
+    def _remove_old(self):
         for old in self.dumps()[: -self.keep] if distributed.rank() == 0 else ():
             if old in self._written or _is_dump_alone(old):
                 _remove_dump(old)
