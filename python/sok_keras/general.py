@@ -35,7 +35,7 @@ _OF_WRAPPER = {
 }
 
 # Hyper-parameters of such types a copy shares with its optimizer, whose config may lack them.
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), np.generic, np.ndarray, types.FunctionType)
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), np.generic, np.ndarray)
 
 _NUM_STEPS, _SHAPE = 3, (4, 3)
 
@@ -66,9 +66,10 @@ class GeneralUpdate:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
         self.states = _states_of(optimizer)
         _check_is_elementwise(optimizer)
+        # As it is now: later it is built.
+        self._optimizer = _copied(optimizer)
         self._pieces: list = []
         # Floats of the rows, at most, in the last step that was not traced.
         self._last_floats = 0
@@ -196,11 +197,16 @@ def _copied(optimizer: Any) -> Any:
     copy = type(optimizer).from_config(config)
     of_keras = vars(keras.optimizers.Optimizer(0.01))
     for name, value in vars(optimizer).items():
-        if name not in of_keras and isinstance(value, _PLAIN):
+        if name not in of_keras and (isinstance(value, _PLAIN) or _is_plain_function(value)):
             setattr(copy, name, value)
     for name, value in _OF_WRAPPER.items():
         setattr(copy, name, value)
     return copy
+
+
+def _is_plain_function(value: Any) -> bool:
+    """Whether it is a function that cannot read the optimizer that it was made in."""
+    return isinstance(value, types.FunctionType) and not value.__closure__
 
 
 def _built(optimizer: Any, variable: Any) -> list:
