@@ -209,7 +209,8 @@ class Frequency(Admission):
     memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", _bytes_of(self.memory))
+        given = self.memory
+        object.__setattr__(self, "memory", _bytes_of(given))
         self._take_integers("threshold", "half_life", "memory")
         if not _is_count(self.threshold) or self.threshold >= 2**32:
             raise ValueError(
@@ -222,7 +223,7 @@ class Frequency(Admission):
             return
         if not _is_count(memory) or memory < 64:
             raise ValueError(
-                f'`memory` must be an int from 64 bytes to {2**64 - 1}, a string such as "64MB", or None. Received: memory={memory!r}'
+                f"`memory` must be an int from 64 bytes to {2**64 - 1}, a string of an int and KB, MB or GB, or None. Received: memory={given!r}"
             )
         if self.threshold > 4095:
             raise ValueError(
@@ -262,7 +263,8 @@ class TimeToLive(_Policy):
     row that is inserted outside of steps is as old as the last one. Rows whose gradients were not applied yet stay, and so does the row of
     `out_of_vocabulary_key`. Each step looks at a part of the keys: all parts have their turn within a quarter of `time_to_live` if that is a
     number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers. The fewer parts there are, the
-    longer a step takes. A table with `trainable=False` keeps its rows.
+    longer a step takes. A table whose `TableConfig` has `trainable=False` keeps
+    its rows.
 
     Times are those of the system's clock, and exact to a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps and
     weights files hold the ages of rows.

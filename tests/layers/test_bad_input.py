@@ -80,9 +80,9 @@ def test_unknown_choice_lists_the_known_ones(argument):
 
 
 SIZES = {
-    "vocabulary_size": "must be a positive integer or None, of at most 64 bits",
-    "max_capacity": "must be a positive integer or None, of at most 64 bits",
-    "initial_capacity": "must be an integer of at least 0, of at most 64 bits",
+    "vocabulary_size": "must be None or a positive integer of at most 64 bits",
+    "max_capacity": "must be None or a positive integer of at most 64 bits",
+    "initial_capacity": "must be an integer from 0 on of at most 64 bits",
     "seed": "must be an integer or None",  # a negative one counts modulo 2^64
 }
 

@@ -32,9 +32,9 @@ _ROWS_AT_ONCE = 65_536
 
 _SIZES = {
     "embedding_dim": "a positive integer",
-    "vocabulary_size": "a positive integer or None, of at most 64 bits",
-    "initial_capacity": "an integer of at least 0, of at most 64 bits",
-    "max_capacity": "a positive integer or None, of at most 64 bits",
+    "vocabulary_size": "None or a positive integer of at most 64 bits",
+    "initial_capacity": "an integer from 0 on of at most 64 bits",
+    "max_capacity": "None or a positive integer of at most 64 bits",
 }
 
 
