@@ -54,8 +54,8 @@ def test_the_policies_of_a_frozen_table_do_nothing_to_its_rows(trainable):
         trainable, time_to_live=2, eviction=sok.policies.LFU(half_life=1, count_inference=True), max_capacity=50
     )
     layer.build()
-    table, unused = layer.get_tables()["frozen"], [20, 21]
-    table.assign(unused, np.ones((2, DIM), "float32"))
+    table, unused = layer.get_tables()["frozen"], np.array([[20, 21]], "int32")
+    table.assign(unused[0], np.ones((2, DIM), "float32"))
     for _ in range(4):
         layer({"learns": unused, "frozen": unused}, training=False)
     fit(model_of(layer))
@@ -63,7 +63,7 @@ def test_the_policies_of_a_frozen_table_do_nothing_to_its_rows(trainable):
         assert set(table.keys().tolist()) == set(range(9))
         return
     contents = table.export(scores=True)
-    assert contents.keys.tolist() == unused and contents.scores.tolist() == [4, 4]
+    assert contents.keys.tolist() == [20, 21] and contents.scores.tolist() == [4, 4]
     assert table.stats().expired == 0 and table.explain(20).state == "present"
 
 
