@@ -9,8 +9,8 @@ SOK_SAMPLES=$OUT/samples.txt
 SOK_NVRTC=${SOK_NVRTC:-$(ls /usr/local/cuda*/targets/*/lib/libnvrtc.so.1[23] 2>/dev/null | tail -1)}
 failed=0
 
-# All tests but those of `soak` and `faults`, each in a process of its own, as many at a time as there are cores: most of what a test
-# waits for is the compiler. That of a full GPU needs all its memory for itself.
+# Runs all tests but those of `soak` and `faults`. Each test has its own process. One process for each core runs at a time, because tests
+# spend most of their time in the compiler. The test of a full GPU runs alone, because it needs all memory.
 tests() {
   mkdir -p "$OUT/tests"
   ./conformance --list --ignored | sed -n 's/: test$//p' | grep -vE '^(faults::|soak_|memory_that)' | xargs -P "$(nproc)" -I NAME \

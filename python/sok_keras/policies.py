@@ -179,9 +179,10 @@ class Frequency(Admission):
     hold the counts, so counting goes on after a load; weights files do not.
 
     With `memory` there are at most `n = memory // 64` counts after each step. If a step ends with more, those of 1 are forgotten, then those
-    of 2 and so on, until a 64th of `n` is free. So an id may get its row late, but never early; among more than `n` ids that come equally
-    often it may get none. Each time that its count is forgotten it loses at most `1.02 * s / n` sights, where `s` is the sum of all counts.
-    Ids that come again soon keep their counts among many that come once. A table keeps the memory that its largest step has needed, and on a GPU up to three times `memory`.
+    of 2 and so on, until a 64th of `n` is free. So an id may get its row late, but never early. If more than `n` ids come equally often, some
+    may never get one. Each time that its count is forgotten, an id loses at most `1.02 * s / n` sights, where `s` is the sum of all counts.
+    Ids that come again soon keep their counts among many that come once. A table keeps the memory that its largest step has needed, and on a
+    GPU up to three times `memory`.
 
     Example:
 
@@ -263,8 +264,7 @@ class TimeToLive(_Policy):
     row that is inserted outside of steps is as old as the last one. Rows whose gradients were not applied yet stay, and so does the row of
     `out_of_vocabulary_key`. Each step looks at a part of the keys: all parts have their turn within a quarter of `time_to_live` if that is a
     number of steps, but at most in 4096 steps, and in 4096 steps if it is a time. Until then the row answers. The fewer parts there are, the
-    longer a step takes. A table whose `TableConfig` has `trainable=False` keeps
-    its rows.
+    longer a step takes. A table whose `TableConfig` has `trainable=False` keeps its rows.
 
     Times are those of the system's clock, and exact to a 500th of `time_to_live`. A clock that is set back removes nothing. Dumps and
     weights files hold the ages of rows.

@@ -58,7 +58,7 @@ pub struct Optimizer {
     pub accumulates: bool,
     /// Which rows a step updates.
     pub mode: UpdateMode,
-    /// Whether it goes on from a state that was loaded.
+    /// Whether its variables were loaded.
     pub was_restored: bool,
     /// The handle under which the groups were bound. None: the optimizer's own.
     pub bound_as: Option<i64>,

@@ -456,7 +456,7 @@ pub struct Optimizer {
 impl Optimizer {
     /// Binds the groups: their records get the states of their update (JSON of each). `others`: of each group, the updates of its tables' own
     /// optimizers, each with its row in the scalars of `apply`; row 0 is that of the model's optimizer. `mode`: which rows a step updates,
-    /// `"local"`, `"global"` or `"lazy_global"`. `was_restored`: whether the optimizer goes on from a state that was loaded.
+    /// `"local"`, `"global"` or `"lazy_global"`. `was_restored`: whether the variables of the optimizer were loaded.
     #[new]
     #[pyo3(signature = (groups, updates, needs_norm, accumulates, others=vec![], mode="local", was_restored=false))]
     #[expect(clippy::too_many_arguments, reason = "a call from Python, where they have names")]

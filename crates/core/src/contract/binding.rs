@@ -20,7 +20,7 @@ pub struct Binding {
     pub needs_norm: bool,
     /// Which rows a step updates.
     pub mode: UpdateMode,
-    /// Whether the optimizer goes on from a state that was loaded. Then it takes over the states of rows that were loaded too.
+    /// Whether the variables of the optimizer were loaded. If so, it keeps the states of rows that were loaded too.
     pub was_restored: bool,
 }
 

@@ -209,8 +209,8 @@ pub trait Group: Any + Send {
     /// Drops committed pushes, because their step has failed.
     fn drop_committed(&mut self);
 
-    /// Binds an optimizer. The records get its states. States of another optimizer are reset. States that were loaded are kept if no
-    /// optimizer was bound before, or if the optimizer goes on from a state that was loaded too and nobody has made a step with them since.
+    /// Binds an optimizer. The records get its states. States of another optimizer are reset. Loaded states are kept if no
+    /// optimizer was bound before, or if the variables of the optimizer were loaded too and no optimizer has updated the table since the load.
     ///
     /// # Errors
     /// [`Error::Argument`] for an invalid update, [`Error::Memory`].

@@ -538,7 +538,7 @@ pub trait Table: Contents {
     /// Sets the seed of first values. A load sets it to the seed of the rows that it loads.
     fn set_seed(&mut self, seed: u64);
 
-    /// Whether `replace_with` has brought the states, and no optimizer was bound or has made a step since.
+    /// Whether the states came by `replace_with`, and no optimizer was bound or has updated the table since.
     fn has_loaded_states(&self) -> bool;
 
     /// Gives the records the states of `update`, at their first values. With `keep_states`, states of the same rule stay as they

@@ -46,7 +46,7 @@ pub struct HostTable {
     pub(crate) changes: Option<Box<Changes>>,
     /// Increases when all record numbers become invalid. Gradients that were not applied yet are dropped then.
     pub(crate) generation: u64,
-    /// Whether a load has brought the states since an optimizer was bound or has made a step.
+    /// Whether the states were loaded, and no optimizer was bound or has updated the table since.
     pub(crate) has_loaded_states: bool,
     pub(crate) stats: TableStats,
     /// Insertions of the current call.

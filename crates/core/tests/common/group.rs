@@ -118,8 +118,8 @@ impl Model {
         }
     }
 
-    /// An optimizer that was there keeps its states, and the first takes those that were loaded. One that was restored takes those that were
-    /// loaded and made no step yet. Any other starts anew.
+    /// Binds an optimizer. The bound optimizer keeps its states. The first optimizer keeps loaded states. A restored optimizer keeps the
+    /// loaded states of tables that no optimizer has updated since the load. All other states start anew.
     pub fn bind(&mut self, owner: u64, update: Update, mode: UpdateMode) {
         self.mode = mode;
         let keep = self.update.is_none() || owner == self.owner;

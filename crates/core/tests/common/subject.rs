@@ -137,7 +137,7 @@ pub fn binding(owner: u64, update: Update) -> Binding {
     Binding { was_restored: was_restored(owner), ..Binding::new(owner, update, update.clipnorm.is_some()) }
 }
 
-/// Whether an optimizer goes on from a state that was loaded: every second one.
+/// Whether the variables of an optimizer were loaded. In these tests, those of every second one were.
 pub fn was_restored(owner: u64) -> bool {
     owner % 2 == 1
 }

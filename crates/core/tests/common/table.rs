@@ -35,7 +35,7 @@ pub struct ModelTable {
     births: u64,
     /// How often all records went at once.
     pub clears: u64,
-    /// Whether a load has brought the states since an optimizer was bound or has made a step.
+    /// Whether the states were loaded, and no optimizer was bound or has updated the table since.
     pub has_loaded_states: bool,
     /// The step in progress.
     pub step: u64,

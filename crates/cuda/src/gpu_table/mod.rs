@@ -80,7 +80,7 @@ pub struct GpuTable {
     pub(crate) newest_lookup: u64,
     /// Increases when all record numbers become invalid. Gradients of earlier lookups are then dropped.
     pub(crate) generation: u64,
-    /// Whether a load has brought the states since an optimizer was bound or has made a step.
+    /// Whether the states were loaded, and no optimizer was bound or has updated the table since.
     pub(crate) has_loaded_states: bool,
     stats: TableStats,
     /// Number of refused keys that the user must still be warned of.
