@@ -11,8 +11,9 @@ use sok_core::row_type::RowType;
 use super::Dice;
 use super::general::rules;
 use super::input::{Ids, Input, KeyType, Shape};
-use super::steps::Op;
+use super::steps::{Op, run_all};
 use super::strategies::{DIMS, WEIGHTS, plain_config};
+use super::subject::Maker;
 use super::table::TableOp;
 
 pub fn large_config(dice: &mut Dice) -> TableConfig {
@@ -91,6 +92,15 @@ pub fn large_input(dice: &mut Dice, table: usize) -> Input {
     let padding_key = dice.pick(&[None, None, Some(0), Some(3)]);
     let scores = (dice.below(4) > 0).then(|| (0..len).map(|_| dice.below(100) as i64 - 1).collect());
     Input { name: format!("f{table}"), table, ids, shape, combiner, weights, padding_key, scores }
+}
+
+/// Runs large calls on random tables, and compares these with their model.
+pub fn run_large(seed: u64, maker: &Maker) {
+    let mut dice = Dice(seed);
+    let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
+    let update = any_update(&mut dice);
+    let ops = large_ops(&mut dice, configs.len());
+    run_all(&configs, update, &ops, maker);
 }
 
 /// Steps with some erasing between them.

@@ -23,6 +23,7 @@ pub mod table_suite;
 
 use std::collections::BTreeMap;
 
+use proptest::test_runner::{Config as ProptestConfig, FileFailurePersistence};
 use sok_core::contract::records::{Column, Records};
 use sok_core::contract::table::{Contents, Cursor};
 use sok_core::key::Key;
@@ -87,9 +88,15 @@ pub fn scan(table: &dyn Contents, max: usize) -> BTreeMap<Key, Vec<u32>> {
     by_key
 }
 
-/// How many random cases a test tries: `usual`, times the environment's `SOK_TEST_TIMES`.
-pub fn cases(usual: u32) -> u32 {
-    usual * std::env::var("SOK_TEST_TIMES").map_or(1, |times| times.parse().expect("a number"))
+/// The configuration of a random test: it tries `cases` cases, times the environment variable `SOK_TEST_TIMES`. The seeds of cases that
+/// failed are kept beside the source.
+pub fn random(cases: u32) -> ProptestConfig {
+    let times = std::env::var("SOK_TEST_TIMES").map_or(1, |times| times.parse().expect("a number"));
+    ProptestConfig {
+        cases: cases * times,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    }
 }
 
 /// Room for output, full of what must not stay.

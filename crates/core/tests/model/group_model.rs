@@ -2,13 +2,12 @@
 
 use std::sync::LazyLock;
 
-use crate::common::Dice;
-use crate::common::large::{any_update, large_config, large_ops};
+use crate::common::large::run_large;
+use crate::common::random;
 use crate::common::steps::{op, run_all};
 use crate::common::strategies::{config, update};
 use crate::common::subject::{HostSubject, Maker, Subject};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::TableConfig;
 use sok_core::pool::Pool;
 
@@ -29,11 +28,7 @@ fn three_threads(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
 suite!(HOST);
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(300),
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(random(300))]
 
     #[test]
     fn any_list_of_steps_leaves_a_group_as_its_model(
@@ -46,20 +41,11 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(24),
-        max_shrink_iters: 64,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 64, ..random(24) })]
 
     #[test]
     fn calls_that_go_to_threads_give_the_same_bits_with_any_number_of_them(seed in any::<u64>()) {
-        let mut dice = Dice(seed);
-        let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
-        let update = any_update(&mut dice);
-        let ops = large_ops(&mut dice, configs.len());
-        run_all(&configs, update, &ops, &HOST);
+        run_large(seed, &HOST);
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::input::Input;
-use crate::common::large::{ADAGRAD, SGD, any_update, large_config, large_ops, plain_update};
+use crate::common::large::{ADAGRAD, SGD, any_update, plain_update, run_large};
 use crate::common::programs::{POOLS, Program, program, thread_world};
 use crate::common::ranks::{GlobalStep, Then, any_steps, any_tables};
 use crate::common::refusal;
@@ -14,9 +14,8 @@ use crate::common::sharded::{ShardedSubject, TIMEOUT};
 use crate::common::steps::{op, run_all};
 use crate::common::strategies::{config, plain_config, update};
 use crate::common::subject::{Maker, OWNER, Subject, binding};
-use crate::common::{Dice, scan};
+use crate::common::{Dice, random, scan};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::{Insertion, TableConfig};
 use sok_core::error::{Error, Result};
 use sok_core::exchange::communicator::Communicator;
@@ -37,11 +36,7 @@ fn alone(configs: &[TableConfig]) -> Vec<Box<dyn Subject>> {
 suite!(ALONE);
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(300),
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(random(300))]
 
     #[test]
     fn any_list_of_steps_leaves_one_rank_as_its_model(
@@ -54,20 +49,11 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(24),
-        max_shrink_iters: 64,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 64, ..random(24) })]
 
     #[test]
     fn large_calls_leave_one_rank_as_its_model(seed in any::<u64>()) {
-        let mut dice = Dice(seed);
-        let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
-        let update = any_update(&mut dice);
-        let ops = large_ops(&mut dice, configs.len());
-        run_all(&configs, update, &ops, &ALONE);
+        run_large(seed, &ALONE);
     }
 }
 
@@ -93,12 +79,7 @@ fn a_lookup_that_one_rank_refuses_changes_no_rank() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(60),
-        max_shrink_iters: 0,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 0, ..random(60) })]
 
     #[test]
     fn any_number_of_ranks_with_equal_shares_has_the_bits_of_one(seed in any::<u64>()) {
@@ -141,12 +122,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(24),
-        max_shrink_iters: 0,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 0, ..random(24) })]
 
     // That they are rounded is tested below. `run` compares the replicas of a table with each other.
     #[test]

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::common::Dice;
 use crate::common::group::Model;
 use crate::common::input::Input;
 use crate::common::large::{SGD, large_config, large_input, plain_update, skewed_keys};
@@ -12,8 +11,8 @@ use crate::common::soak::add_policies;
 use crate::common::strategies::WEIGHTS;
 use crate::common::subject::{OWNER, Subject, binding};
 use crate::common::table::TableOp;
+use crate::common::{Dice, random};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::binding::UpdateMode;
 use sok_core::contract::table::{Insertion, Outcomes, TableConfig};
 use sok_core::exchange::buckets::Owners;
@@ -170,12 +169,7 @@ fn run(seed: u64, num_steps: usize) -> (usize, Outcomes) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(30),
-        max_shrink_iters: 0,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 0, ..random(30) })]
 
     #[test]
     fn each_rank_follows_a_model_of_its_part(seed in any::<u64>()) {

@@ -3,14 +3,13 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use crate::common::Dice;
 use crate::common::general::rules;
 use crate::common::large::{ADAM, any_update, plain_update};
 use crate::common::programs::{Program, Seen, program, tcp_world, thread_world};
 use crate::common::ranks::{GlobalStep, Then, any_input, any_step, any_steps, any_tables};
 use crate::common::sharded::{Directory, TIMEOUT};
+use crate::common::{Dice, random};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::batch::Combiner;
 use sok_core::contract::table::TableConfig;
 use sok_core::error::Result;
@@ -220,12 +219,7 @@ fn any_program(dice: &mut Dice, configs: &[(TableConfig, Placement)]) -> Vec<Glo
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(100),
-        max_shrink_iters: 0,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 0, ..random(100) })]
 
     #[test]
     fn programs_with_dumps_between_any_numbers_of_ranks_have_the_bits_of_one_process(seed in any::<u64>()) {

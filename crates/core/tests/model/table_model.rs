@@ -1,9 +1,9 @@
 //! A table on the host beside its model, through the methods of `Table`.
 
+use crate::common::random;
 use crate::common::strategies::{config, table_or_rule_op};
 use crate::common::table::ModelTable;
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use sok_core::contract::table::{Table, TableConfig};
 use sok_core::host::table::HostTable;
 
@@ -14,11 +14,7 @@ fn host(config: TableConfig) -> Box<dyn Table> {
 table_suite!(host);
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: crate::common::cases(400),
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(random(400))]
 
     #[test]
     fn any_list_of_calls_leaves_a_table_as_its_model(config in config(), ops in prop::collection::vec(table_or_rule_op(), 1..25)) {

@@ -14,7 +14,7 @@ use std::sync::{Arc, LazyLock};
 
 use common::general::rules;
 use common::input::{Input, Shape};
-use common::large::{SGD, any_update, large_config, large_ops, plain_update, skewed_keys};
+use common::large::{SGD, any_update, plain_update, run_large, skewed_keys};
 use common::steps::{op, run_all};
 use common::strategies::{config, plain_config, table_or_rule_op, update};
 use common::subject::{HostSubject, Maker, Subject, binding};
@@ -105,11 +105,7 @@ proptest! {
 fn large_calls_leave_a_group_as_its_model() {
     for seed in 0..24 {
         println!("seed {seed}");
-        let mut dice = Dice(seed);
-        let configs: Vec<TableConfig> = (0..1 + dice.below(4)).map(|_| large_config(&mut dice)).collect();
-        let update = any_update(&mut dice);
-        let ops = large_ops(&mut dice, configs.len());
-        run_all(&configs, update, &ops, [&GPU, &BFLOAT16, &FLOAT16][seed as usize % 3]);
+        run_large(seed, [&GPU, &BFLOAT16, &FLOAT16][seed as usize % 3]);
     }
 }
 

@@ -22,14 +22,14 @@ use sok_cuda::device::Stream;
 use sok_cuda::gpu_group::sharded::ShardedGpuGroup;
 use sok_cuda::peers::Peers;
 
-use crate::common::large::any_update;
+use crate::common::large::{any_update, run_large};
 use crate::common::ranks::{GlobalStep, any_steps, any_tables, part_of, share};
 use crate::common::refusal;
 use crate::common::sharded::ShardedSubject;
 use crate::common::subject::{Maker, OWNER, Subject, binding};
 use crate::common::{Dice, bits, scan};
 use crate::subject::{DEVICE, GpuSubject, HAS_POOLED, Tested, on_device, peers_of};
-use crate::{POOL, run_all, suite};
+use crate::{POOL, suite};
 
 const ALONE: Maker = Maker { make: alone, tells_late: true, dims: &[3, 64], has_modes: true };
 
@@ -44,12 +44,7 @@ suite!(ALONE, #[ignore = "needs a GPU"]);
 fn large_calls_leave_one_rank_as_its_model() {
     for seed in 0..12 {
         println!("seed {seed}");
-        let mut dice = Dice(seed);
-        let configs: Vec<TableConfig> =
-            (0..1 + dice.below(4)).map(|_| crate::common::large::large_config(&mut dice)).collect();
-        let update = any_update(&mut dice);
-        let ops = crate::common::large::large_ops(&mut dice, configs.len());
-        run_all(&configs, update, &ops, &ALONE);
+        run_large(seed, &ALONE);
     }
 }
 
