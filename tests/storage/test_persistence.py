@@ -207,6 +207,8 @@ def test_tables_that_the_source_has_not_are_refused(tmp_path, call):
     sok.dump(tmp_path / "d", layer)
     with pytest.raises(ValueError, match=r"which has \['two/dynamic', 'two/static'\]. Received: \['other'\]"):
         call(tmp_path / "d", layer, tables=["other"])
+    with pytest.raises(ValueError, match="`tables` must be a sequence of names. Received: tables='two/static'"):
+        call(tmp_path / "d", layer, tables="two/static")
 
 
 @pytest.mark.parametrize("source", ["a name", keras.layers.Dense(1), []], ids=["text", "dense", "nothing"])

@@ -202,6 +202,11 @@ def test_wrong_scores_are_refused():
         layer(symbolic, scores=keras.Input((2,)))
     with pytest.raises(ValueError, match="`scores` are for tables with"):
         make_layer(eviction="lru")(symbolic, scores=symbolic)
+    config = sok.TableConfig("t", None, DIM, max_capacity=9, eviction=Custom())
+    with pytest.raises(ValueError, match=r"Received: scores of dtype float32 \(feature 'f'\)"):
+        sok.DistributedEmbedding({"f": sok.FeatureConfig("f", config)})(
+            {"f": symbolic}, scores={"f": keras.Input((2,))}
+        )
     if BACKEND == "jax":
         with pytest.raises(ValueError, match="JAX cuts int64 scores to 32 bits"):
             layer(symbolic, scores=keras.Input((2,), dtype="int64"))
